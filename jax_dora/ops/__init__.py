@@ -1,0 +1,8 @@
+"""Pure functions on arrays: the factored norm, the compose, and a whole adapted projection."""
+
+from jax_dora.ops.compose import compose as compose
+from jax_dora.ops.compose import compose_delta as compose_delta
+from jax_dora.ops.linear import dora_linear as dora_linear
+from jax_dora.ops.norm import factored_norm as factored_norm
+from jax_dora.ops.norm import magnitude_scale as magnitude_scale
+from jax_dora.ops.norm import squared_norm as squared_norm

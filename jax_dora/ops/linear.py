@@ -1,0 +1,188 @@
+"""A whole adapted projection, y = x W' + bias, and its gradient.
+
+With base = xW, z = xA, lora = zB and g from `magnitude_scale` (arXiv 2603.22276, section 2):
+
+    y = base + ((g-1)∘base + g∘(s·lora)) + bias
+
+and, with d = g∘dy, the gradient in the order that never makes an [in, out] product:
+
+    dz = s·(d Bᵀ)    dx = d Wᵀ + dz Aᵀ    dA = xᵀ dz    dB = s·(zᵀ d)
+    d_g = Σ_rows dy∘(base + s·lora)       dbias = Σ_rows dy
+
+The kernel is frozen: its gradient, xᵀ d, is computed only where somebody differentiates it.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+from jax.typing import ArrayLike
+
+from jax_dora.ops import check, dispatch
+from jax_dora.ops.compose import backward, forward, plan_compose, refuse_scale_gradient
+from jax_dora.ops.norm import factored_norm, magnitude_scale
+
+NORM_NAME = "dora_norm"
+
+
+def dora_linear(
+    x: jax.Array,
+    kernel: jax.Array,
+    lora_a: jax.Array,
+    lora_b: jax.Array,
+    magnitude: jax.Array,
+    scale: ArrayLike,
+    *,
+    bias: jax.Array | None = None,
+    norm: jax.Array | None = None,
+    kernel_sq_norm: jax.Array | None = None,
+    implementation: str | None = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> jax.Array:
+    """y = magnitude ∘ x (kernel + scale·lora_a lora_b) / ‖kernel + scale·lora_a lora_b‖ + bias.
+
+    Args:
+      x: [..., in].
+      kernel: [in, out], frozen.
+      lora_a: [in, r].
+      lora_b: [r, out].
+      magnitude: [out].
+      scale: alpha/r or alpha/sqrt(r).
+      bias: [out]; never scaled.
+      norm: f32[out], `factored_norm` of these very arrays, computed earlier. Not recomputed and
+        not checked.
+      kernel_sq_norm: f32[out], `squared_norm(kernel)`; used where `norm` is not given.
+      implementation: of the compose, None, "mosaic" or "xla".
+      precision: of the matrix products with x, as in `jax.lax.dot_general`.
+
+    Returns:
+      [..., out] in the dtype that x and kernel promote to; adapters of a wider dtype are cast to it
+      for the products with activations (the norm takes them as they are), and their gradients come
+      back in their own dtype. The norm carries the checkpoint name "dora_norm".
+
+    Raises:
+      TypeError, ValueError: an argument's dtype or shape does not fit; unknown implementation.
+      NotImplementedError: the named implementation cannot take the call.
+    """
+    dispatch.check_name(implementation)
+    check.is_float("x", x)
+    check.adapter(kernel, lora_a, lora_b)
+    in_features, out_features = kernel.shape
+    if x.ndim == 0 or x.shape[-1] != in_features:
+        raise ValueError(
+            f"x has shape {x.shape}; its last axis must have kernel's {in_features} input features"
+        )
+    check.is_float("magnitude", magnitude)
+    check.has_shape("magnitude", magnitude, (out_features,), "[out]")
+    if bias is not None:
+        check.is_float("bias", bias)
+        check.has_shape("bias", bias, (out_features,), "[out]")
+    if norm is None:
+        norm = factored_norm(kernel, lora_a, lora_b, scale, kernel_sq_norm=kernel_sq_norm)
+        norm = checkpoint_name(norm, NORM_NAME)
+    elif kernel_sq_norm is not None:
+        raise ValueError("norm and kernel_sq_norm are both given; norm already contains the other")
+
+    dtype = _result_dtype(x, kernel)
+    g = magnitude_scale(magnitude, norm, dtype)
+    result = jax.ShapeDtypeStruct((*x.shape[:-1], out_features), dtype)
+    plan = plan_compose("dora_linear", False, result, implementation)
+    precision = lax.Precision(precision) if isinstance(precision, str) else precision
+    return _project(plan, precision, x, kernel, lora_a, lora_b, g, check.scale_array(scale), bias)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _project(plan, precision, x, kernel, lora_a, lora_b, g, scale, bias):
+    return _forward(plan, precision, x, kernel, lora_a, lora_b, g, scale, bias, False)[0]
+
+
+def _forward(plan, precision, x, kernel, lora_a, lora_b, g, scale, bias, want_inner):
+    """(y, inner or None, z)."""
+    dot = functools.partial(_dot, _result_dtype(x, kernel), precision)
+    base = dot(x, kernel, (-1, 0))
+    z = dot(x, lora_a, (-1, 0))
+    lora = dot(z, lora_b, (-1, 0))
+    y, inner = forward(plan, base, lora, g, scale, bias, want_inner=want_inner)
+    return y, inner, z
+
+
+def _project_fwd(plan, precision, *primals):
+    x, kernel, lora_a, lora_b, g, scale, bias = (p if p is None else p.value for p in primals)
+    wanted = tuple(p is not None and p.perturbed for p in primals)
+    refuse_scale_gradient(wanted[5])
+    y, inner, z = _forward(
+        plan, precision, x, kernel, lora_a, lora_b, g, scale, bias, want_inner=wanted[4]
+    )
+    # What the wanted gradients need, and nothing else.
+    _, wants_kernel, wants_a, wants_b = wanted[:4]
+    kept = {
+        "x": x if wants_a or wants_kernel else None,
+        "kernel": kernel,
+        "lora_a": lora_a,
+        "lora_b": lora_b,
+        "z": z if wants_b else None,
+        "inner": inner,
+        "g": g,
+        "scale": scale,
+        "like": tuple(
+            lax.full((0,), 0, p.value.dtype) if want else None
+            for p, want in zip(primals, wanted, strict=True)
+        ),
+    }
+    return y, kept
+
+
+def _project_bwd(plan, precision, kept, dy):
+    if isinstance(dy, SymbolicZero):
+        return (None,) * 7
+    like_x, like_kernel, like_a, like_b, like_g, _, like_bias = kept["like"]
+    dtype = dy.dtype
+    dot = functools.partial(_dot, dtype, precision)
+    wide = jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+    rows = tuple(range(dy.ndim - 1))
+    scale = kept["scale"].astype(wide)
+
+    ct = backward(plan, dy, kept["inner"], kept["g"], kept["scale"], want_lora=False)
+    d = ct.base
+    dz = None
+    if like_x is not None or like_a is not None:
+        dz = (scale * dot(d, kept["lora_b"], (-1, 1), wide)).astype(dtype)
+    dx = d_kernel = d_a = d_b = d_bias = None
+    if like_x is not None:
+        dx = dot(d, kept["kernel"], (-1, 1)) + dot(dz, kept["lora_a"], (-1, 1))
+        dx = dx.astype(like_x.dtype)
+    if like_kernel is not None:
+        d_kernel = dot(kept["x"], d, (rows, rows), wide).astype(like_kernel.dtype)
+    if like_a is not None:
+        d_a = dot(kept["x"], dz, (rows, rows), wide).astype(like_a.dtype)
+    if like_b is not None:
+        d_b = (scale * dot(kept["z"], d, (rows, rows), wide)).astype(like_b.dtype)
+    if like_bias is not None:
+        d_bias = jnp.sum(dy.astype(wide), axis=rows).astype(like_bias.dtype)
+    d_g = None if ct.g is None else ct.g.astype(like_g.dtype)
+    return dx, d_kernel, d_a, d_b, d_g, None, d_bias
+
+
+_project.defvjp(_project_fwd, _project_bwd, symbolic_zeros=True)
+
+
+def _result_dtype(x: jax.Array, kernel: jax.Array) -> jnp.dtype:
+    return jnp.promote_types(x.dtype, kernel.dtype)
+
+
+def _dot(dtype, precision, a, b, axes, result=None):
+    """a and b in `dtype`, contracted over `axes`, accumulated in fp32, in `result` or `dtype`."""
+    contract = tuple(
+        tuple(axis % operand.ndim for axis in ((ax,) if isinstance(ax, int) else ax))
+        for ax, operand in zip(axes, (a, b), strict=True)
+    )
+    return lax.dot_general(
+        a.astype(dtype),
+        b.astype(dtype),
+        (contract, ((), ())),
+        precision=precision,
+        preferred_element_type=result or dtype,
+    )

@@ -1,0 +1,175 @@
+"""The fp64 oracle: DoRA as one dense matrix, `W' = m ⊙ (W + sBA) / ‖W + sBA‖row` (arXiv 2402.09353,
+eq. 5).
+
+Everything here materialises `W + sBA` in fp64 and differentiates the dense product, so no formula
+is shared with the packages: no factored norm, no split into base and correction, no cheap order of
+multiplication.
+
+One layout, PyTorch's: `weight [out, in]`, `lora_a [r, in]`, `lora_b [out, r]`, vectors `[out]`,
+activations `[..., features]`. `from_flax` brings Flax arrays into it; a gradient goes back by `.T`.
+
+Arrays may be NumPy, JAX or torch, of any float dtype. Torch tensors stay torch tensors on their own
+device, in fp64, so that the paper's full shapes are affordable on a GPU; all else becomes NumPy.
+The operations are the same ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Array = Any  # np.ndarray or torch.Tensor, always fp64 once inside
+
+EPS = {"bfloat16": 1e-6, "float16": 1e-6, "float32": 1e-12, "float64": 1e-12}
+
+
+def dtype_name(dtype: Any) -> str:
+    """`"bfloat16"` for a NumPy, JAX or torch dtype, or for the name itself."""
+    name = str(dtype)
+    if name.startswith("torch."):
+        return name.removeprefix("torch.")
+    return name if name in EPS else np.dtype(dtype).name
+
+
+def fp64(array: Any) -> Array:
+    """The exact value in fp64: torch stays torch, everything else becomes NumPy."""
+    if hasattr(array, "detach"):
+        return array.detach().double()
+    return np.asarray(array).astype(np.float64)
+
+
+def from_flax(kernel: Any, lora_a: Any, lora_b: Any) -> tuple[Array, Array, Array]:
+    """Flax `kernel [in, out]`, `lora_a [in, r]`, `lora_b [r, out]` as `weight`, `lora_a`, `lora_b`
+    of this file.
+    """
+    return fp64(kernel).T, fp64(lora_a).T, fp64(lora_b).T
+
+
+def direction(weight: Any, lora_a: Any, lora_b: Any, scale: float) -> Array:
+    """`V = W + sBA`, `[out, in]`."""
+    return fp64(weight) + scale * (fp64(lora_b) @ fp64(lora_a))
+
+
+def norm(weight: Any, lora_a: Any, lora_b: Any, scale: float) -> Array:
+    """`‖W + sBA‖` of every row, `[out]`."""
+    v = direction(weight, lora_a, lora_b, scale)
+    return (v * v).sum(1) ** 0.5
+
+
+def magnitude_scale(magnitude: Any, row_norm: Any, dtype: Any) -> Array:
+    """`g = m / max(norm, eps)`, `[out]`, with the eps that belongs to a result of `dtype`."""
+    return fp64(magnitude) / fp64(row_norm).clip(EPS[dtype_name(dtype)])
+
+
+def merged_weight(
+    weight: Any, lora_a: Any, lora_b: Any, magnitude: Any, scale: float, dtype: Any = "float64"
+) -> Array:
+    """`W'`, `[out, in]`."""
+    v = direction(weight, lora_a, lora_b, scale)
+    g = magnitude_scale(magnitude, (v * v).sum(1) ** 0.5, dtype)
+    return g[:, None] * v
+
+
+def compose(base: Any, lora: Any, g: Any, scale: float) -> Array:
+    """`y = g ⊙ (base + s·lora)`: in fp64 the unstable form is exact enough, and it is not the form
+    under test.
+    """
+    return fp64(g) * (fp64(base) + scale * fp64(lora))
+
+
+def compose_delta(base: Any, lora: Any, g: Any, scale: float) -> Array:
+    """`ΔY = y - base`."""
+    return compose(base, lora, g, scale) - fp64(base)
+
+
+@dataclass(frozen=True)
+class ComposeGrads:
+    """Cotangents of `compose` or `compose_delta`: `d_base`, `d_lora` like `base`; `d_g [out]`."""
+
+    d_base: Array
+    d_lora: Array
+    d_g: Array
+
+
+def compose_grads(dy: Any, base: Any, lora: Any, g: Any, scale: float) -> ComposeGrads:
+    """Gradients of `sum(dy ∘ compose(base, lora, g, scale))`."""
+    dy, g = fp64(dy), fp64(g)
+    inner = fp64(base) + scale * fp64(lora)
+    features = dy.shape[-1]
+    d_g = (dy * inner).reshape(-1, features).sum(0)
+    return ComposeGrads(d_base=dy * g, d_lora=dy * (g * scale), d_g=d_g)
+
+
+def compose_delta_grads(dy: Any, base: Any, lora: Any, g: Any, scale: float) -> ComposeGrads:
+    """Gradients of `sum(dy ∘ compose_delta(base, lora, g, scale))`: those of `compose`, less `dy`
+    for `base`.
+    """
+    grads = compose_grads(dy, base, lora, g, scale)
+    return ComposeGrads(d_base=grads.d_base - fp64(dy), d_lora=grads.d_lora, d_g=grads.d_g)
+
+
+def dora_linear(
+    x: Any,
+    weight: Any,
+    lora_a: Any,
+    lora_b: Any,
+    magnitude: Any,
+    scale: float,
+    *,
+    bias: Any = None,
+    dtype: Any = "float64",
+) -> Array:
+    """`y = x W'ᵀ (+ bias)`, `[..., out]`. `dtype` is the dtype of the result under test: it decides
+    eps alone.
+    """
+    y = fp64(x) @ merged_weight(weight, lora_a, lora_b, magnitude, scale, dtype).T
+    return y if bias is None else y + fp64(bias)
+
+
+@dataclass(frozen=True)
+class LinearGrads:
+    """Cotangents of `dora_linear`, each shaped like its argument. `d_weight` is the frozen
+    weight's, were it trained.
+    """
+
+    d_x: Array
+    d_weight: Array
+    d_lora_a: Array
+    d_lora_b: Array
+    d_magnitude: Array
+    d_bias: Array
+
+
+def dora_linear_grads(
+    dy: Any,
+    x: Any,
+    weight: Any,
+    lora_a: Any,
+    lora_b: Any,
+    magnitude: Any,
+    scale: float,
+    *,
+    dtype: Any = "float64",
+) -> LinearGrads:
+    """Gradients of `sum(dy ∘ dora_linear(...))` with the norm held constant (arXiv 2402.09353,
+    §4.3).
+
+    All follow from the dense cotangent of `W'`, `dyᵀx [out, in]`.
+    """
+    v = direction(weight, lora_a, lora_b, scale)
+    row_norm = ((v * v).sum(1) ** 0.5).clip(EPS[dtype_name(dtype)])
+    g = fp64(magnitude) / row_norm
+    rows_dy = fp64(dy).reshape(-1, v.shape[0])
+    rows_x = fp64(x).reshape(-1, v.shape[1])
+    d_merged = rows_dy.T @ rows_x
+    d_v = g[:, None] * d_merged
+    return LinearGrads(
+        d_x=(rows_dy @ (g[:, None] * v)).reshape(tuple(x.shape)),
+        d_weight=d_v,
+        d_lora_a=scale * (fp64(lora_b).T @ d_v),
+        d_lora_b=scale * (d_v @ fp64(lora_a).T),
+        d_magnitude=(d_merged * v).sum(1) / row_norm,
+        d_bias=rows_dy.sum(0),
+    )

@@ -1,0 +1,313 @@
+"""Every tolerance, with its derivation. Bounds are absolute, per element, in fp64, in the layout of
+`parity.oracle`.
+
+Notation: `u` is the unit roundoff of the compute dtype (that of activations and results), `u32`
+that of fp32. An error is tracked the way it arises, by four rules:
+
+1. *Storing* a value `v` in a dtype costs at most `u|v|` (round to nearest), plus half the subnormal
+   spacing.
+2. *Elementwise fp32 arithmetic* of k operations costs at most `k·u32` times the magnitudes that
+   enter it.
+3. *Independent* errors bounded by `e_i` add up to at most `SIGMAS · sqrt(Σ e_i²)`. Rounding errors
+   of `v` are uniform in ±u|v|, of variance at most `e²/3`, so SIGMAS = 4 stands for 6.9 standard
+   deviations: one excess in 10¹¹ elements, where the largest case has 3·10⁸. (Hoeffding's
+   inequality gives the form without assuming uniformity.)
+4. *Accumulating* n products in fp32 rounds the partial sums. Every implementation here (tensor
+   cores, BLAS lanes, XLA's and Triton's reductions) adds `BLOCK` = 16 or more products before the
+   next sequential step, so there are K = max(1, n/16) steps, each on a partial sum of magnitude at
+   most about `|Σ| + ‖terms‖₂`. Rounding to nearest adds up like sqrt(K) by rule 3; Hopper's tensor
+   cores truncate, which is biased and adds up like K. Error: `u32 · (SIGMAS·sqrt(K) + K) · (|Σ| +
+   ‖terms‖₂)`. Products of two bf16, or two fp16, numbers are exact in fp32 (8 + 8 and 11 + 11 bits,
+   of 24).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from parity import oracle
+from parity.oracle import Array, dtype_name, fp64
+
+# Precision p bits, significand included: u = 2^-p.
+UNIT_ROUNDOFF = {
+    "bfloat16": 2.0**-8,
+    "float16": 2.0**-11,
+    "float32": 2.0**-24,
+    "float64": 2.0**-53,
+}
+# Half the spacing of the smallest numbers: fp16's subnormals are met in practice, the others' are
+# not, but XLA and Triton may flush subnormals to zero, so theirs is the smallest normal number.
+UNDERFLOW = {
+    "bfloat16": 2.0**-126,
+    "float16": 2.0**-25,
+    "float32": 2.0**-126,
+    "float64": 2.0**-1022,
+}
+
+SIGMAS = 4.0
+BLOCK = 16
+
+# Triton's interpreter truncates fp32 to bf16 where the GPU rounds to nearest: up to a whole
+# spacing.
+TRITON_INTERPRETER_BF16 = 2.0
+
+# The paper's caps (arXiv 2603.22276, the table of its claims); ours have to be at least as tight.
+OPERATOR_FP32_MAX_ABS = 1e-4  # fused against plain, fp32, on unit-normal data
+D_MAGNITUDE_FP32_MAX_ABS = 2.14e-4  # the same, for the reduction over rows
+STABLE_OVER_NAIVE = 3.0  # near g = 1 in bf16/fp16: the naive form's peak error over ours, at least
+LOGITS_COSINE = 0.9999  # every model and GPU
+LOGITS_COSINE_HBM = 0.999996  # on HBM GPUs
+TRAINING_MEAN_LOSS_DIFFERENCE = 7.1e-4  # per step, over 2,000 steps
+TRAINING_WORST_LOSS_DIFFERENCE = 1.1e-2  # any one step
+TRAINING_FINAL_EVAL_DIFFERENCE = 1.5e-4
+
+# What this project promises beyond the paper: between any two of Flax, torch and PEFT.
+COSINE = {"bfloat16": 0.99999, "float16": 0.99999, "float32": 0.9999999}
+
+
+def unit_roundoff(dtype: Any) -> float:
+    return UNIT_ROUNDOFF[dtype_name(dtype)]
+
+
+def rounding(value: Any, dtype: Any) -> Array:
+    """Rule 1: the cost of storing `value` in `dtype`."""
+    return unit_roundoff(dtype) * abs(fp64(value)) + UNDERFLOW[dtype_name(dtype)]
+
+
+def accumulation(n: int, total: Any, terms_norm: Any) -> Array:
+    """Rule 4: the cost of summing n terms of 2-norm `terms_norm` to `total` in fp32."""
+    steps = max(1.0, n / BLOCK)
+    factor = UNIT_ROUNDOFF["float32"] * (SIGMAS * steps**0.5 + steps)
+    return factor * (abs(fp64(total)) + fp64(terms_norm))
+
+
+def two_norm_of_products(a: Array, b: Array) -> Array:
+    """`sqrt(Σ_k a_ik² b_kj²)`: the 2-norm of the terms of every element of `a @ b`."""
+    return ((a * a) @ (b * b)) ** 0.5
+
+
+def independent(a: Array, b: Array) -> Array:
+    """Rule 3 through a product: what independent errors of at most `a` become in `a @ b`."""
+    return SIGMAS * two_norm_of_products(a, b)
+
+
+def flash_rule(plain_error: float, reference_peak: float, dtype: Any, floor: float = 0.0) -> float:
+    """flash-attention's rule: error(kernel) ≤ 2 · error(same computation, same dtype, plain ops) +
+    rounding floor.
+
+    Both errors are peaks of the absolute difference from fp64. The floor is the final rounding of
+    the largest element, `u · max|reference|`, so that a plain result that happens to be exact does
+    not forbid the last rounding; `floor` adds to it what a computation other than the plain one
+    must be allowed (the factored norm's cancellation).
+    """
+    return 2.0 * plain_error + unit_roundoff(dtype) * reference_peak + floor
+
+
+def norm(weight: Any, lora_a: Any, lora_b: Any, scale: float) -> Array:
+    """`[out]`: how far an fp32-accumulated factored norm may lie from `‖W + sBA‖row`.
+
+    Of the three sums that make the square, each is at most `(‖W‖ + s‖BA‖)²`, of `in` products
+    accumulated in fp32 and then `r` more. By rule 4 with |Σ| and ‖terms‖₂ both bounded by that
+    square, and the two lengths' steps added, the square is wrong by at most `δ = c·u32·(‖W‖ +
+    s‖BA‖)²` with `c = 2·(SIGMAS·sqrt(K) + K)`, `K = in/16 + r/16`. However much cancels in the sum,
+    δ does not shrink: that is the factored form's price. From `|n̂² - n²| ≤ δ` follows `|n̂ - n| =
+    |n̂² - n²| / (n̂ + n) ≤ min(δ/n, sqrt(δ))`. One more u32·n for the root.
+    """
+    w, b, a = fp64(weight), fp64(lora_b), fp64(lora_a)
+    adapter = scale * (b @ a)
+    exact = ((w + adapter) ** 2).sum(1) ** 0.5
+    length = (w**2).sum(1) ** 0.5 + (adapter**2).sum(1) ** 0.5
+    delta = 2.0 * accumulation(w.shape[1] + a.shape[0], length**2, 0.0)
+    tiny = UNDERFLOW["float32"]
+    ratio = delta / exact.clip(tiny)
+    # min(δ/n, sqrt δ), without a two-operand minimum, whose name differs between NumPy and torch
+    root = delta**0.5
+    smaller = (ratio + root - abs(ratio - root)) / 2
+    return smaller + 2 * UNIT_ROUNDOFF["float32"] * exact + tiny
+
+
+def magnitude_scale(magnitude: Any, row_norm: Any, dtype: Any, norm_error: Any = 0.0) -> Array:
+    """`[out]`: how far g may lie off when the norm given to it does by `norm_error`.
+
+    g falls with the norm, and fastest below, so the worst case is `|m| / max(n - e, eps) - |g|`;
+    the division, the reading of m in fp32 and the storing of g cost rule 2's three.
+    """
+    m, n = abs(fp64(magnitude)), fp64(row_norm)
+    eps = oracle.EPS[dtype_name(dtype)]
+    g = m / n.clip(eps)
+    moved = m / (n - fp64(norm_error)).clip(eps) - g
+    return moved + 3 * UNIT_ROUNDOFF["float32"] * g + UNDERFLOW["float32"]
+
+
+def compose(base: Any, lora: Any, g: Any, scale: float, dtype: Any) -> Array:
+    """`y = base + ((g-1)·base + g·(s·lora))` in fp32, rounded once: rule 2 with at most four
+    operations deep on every term (product, product, sum, sum; the subtraction g-1 rounds once),
+    then rule 1.
+    """
+    base, lora, g = fp64(base), fp64(lora), fp64(g)
+    entering = abs(base) + abs((g - 1) * base) + abs(g * scale * lora)
+    y = g * (base + scale * lora)
+    return rounding(y, dtype) + 4 * UNIT_ROUNDOFF["float32"] * entering
+
+
+def compose_delta(base: Any, lora: Any, g: Any, scale: float, dtype: Any) -> Array:
+    """`ΔY = (g-1)·base + g·(s·lora)`, as `compose` but for `base` itself: nothing of its size may
+    enter.
+    """
+    base, lora, g = fp64(base), fp64(lora), fp64(g)
+    entering = abs((g - 1) * base) + abs(g * scale * lora)
+    delta = (g - 1) * base + g * (scale * lora)
+    return rounding(delta, dtype) + 4 * UNIT_ROUNDOFF["float32"] * entering
+
+
+def compose_grads(
+    dy: Any, base: Any, lora: Any, g: Any, scale: float, dtype: Any, *, delta: bool = False
+) -> oracle.ComposeGrads:
+    """Bounds for the cotangents of `compose`, or of `compose_delta`.
+
+    `d_base = g·dY` (or `(g-1)·dY`) and `d_lora = g·s·dY`: three fp32 operations, one rounding.
+    `d_g = Σ_rows dY ∘ inner` with `inner = base + s·lora` allowed to have been stored in `dtype`
+    between the passes: rule 3 on its rounding errors, rule 4 on the sum over the rows; d_g itself
+    is fp32.
+    """
+    dy, base, lora, g = fp64(dy), fp64(base), fp64(lora), fp64(g)
+    inner = base + scale * lora
+    d_base = (g - 1) * dy if delta else g * dy
+    d_lora = g * (scale * dy)
+    features = dy.shape[-1]
+    terms = (dy * inner).reshape(-1, features)
+    stored = (abs(dy) * (rounding(inner, dtype) + 2 * _u32(base, scale * lora))).reshape(
+        -1, features
+    )
+    length = (terms**2).sum(0) ** 0.5
+    return oracle.ComposeGrads(
+        d_base=rounding(d_base, dtype) + 3 * UNIT_ROUNDOFF["float32"] * abs(d_base),
+        d_lora=rounding(d_lora, dtype) + 3 * UNIT_ROUNDOFF["float32"] * abs(d_lora),
+        d_g=SIGMAS * (stored**2).sum(0) ** 0.5 + accumulation(terms.shape[0], terms.sum(0), length),
+    )
+
+
+def stored_inner(dy: Any, inner: Any, dtype: Any) -> Array:
+    """`[out]`: what `d_g = Σ_rows dY ∘ inner` loses if inner was stored in `dtype` after the
+    forward pass, by rule 3: a plain computation under autograd keeps fp32 instead."""
+    terms = abs(fp64(dy)) * rounding(inner, dtype)
+    return SIGMAS * (terms.reshape(-1, terms.shape[-1]) ** 2).sum(0) ** 0.5
+
+
+def _u32(*entering: Array) -> Array:
+    return UNIT_ROUNDOFF["float32"] * sum(abs(value) for value in entering)
+
+
+@dataclass(frozen=True)
+class LinearBounds:
+    """Bounds for `dora_linear` and its gradients, each shaped like what it bounds, activations as
+    `[rows, features]`.
+    """
+
+    y: Array
+    d_x: Array
+    d_lora_a: Array
+    d_lora_b: Array
+    d_magnitude: Array
+    d_bias: Array
+    relative_g: Array  # [out]: how far g may be off, relative to itself
+
+
+def dora_linear(
+    dy: Any,
+    x: Any,
+    weight: Any,
+    lora_a: Any,
+    lora_b: Any,
+    magnitude: Any,
+    scale: float,
+    dtype: Any,
+    *,
+    bias: Any = None,
+) -> LinearBounds:
+    """Bounds for a whole layer whose every intermediate may be rounded to `dtype` once.
+
+    The chain is `z = xAᵀ`, `lora = zBᵀ`, `base = xWᵀ`, `y = compose(...)`, then `d_base`, `d_lora`
+    stored, `dz = d_lora·B`, `dx = d_base·W + dz·A`, `dA = dzᵀx`, `dB = d_loraᵀz`, `dm = Σ dY∘inner
+    / norm`. Each step inherits the errors of its inputs by rule 3, adds its own accumulation (rule
+    4) and its own rounding (rule 1). Adapters of a wider dtype are cast to `dtype` for products
+    with activations, an error of `u|A|`, `u|B|`, also by rule 3. An error of g is the same in all
+    rows and adds plainly. A fused kernel that keeps intermediates in fp32 only does better.
+    """
+    x, dy = fp64(x), fp64(dy)
+    w, a, b, m = fp64(weight), fp64(lora_a), fp64(lora_b), fp64(magnitude)
+    x, dy = x.reshape(-1, w.shape[1]), dy.reshape(-1, w.shape[0])
+    rows, n_in, n_out, rank = x.shape[0], w.shape[1], w.shape[0], a.shape[0]
+    u = unit_roundoff(dtype)
+
+    def product(left: Array, right: Array, n: int) -> tuple[Array, Array]:
+        """A matrix product, and what fp32 accumulation and one rounding cost it."""
+        total = left @ right
+        return total, rounding(total, dtype) + accumulation(
+            n, total, two_norm_of_products(left, right)
+        )
+
+    def cast(left: Array, right: Array) -> Array:
+        """Rule 3 on the casting of one adapter in `left @ right`."""
+        return u * independent(left, right)
+
+    z, z_error = product(x, a.T, n_in)
+    z_error = z_error + cast(x, a.T)
+    lora, lora_error = product(z, b.T, rank)
+    lora_error = lora_error + independent(z_error, b.T) + cast(z, b.T)
+    base, base_error = product(x, w.T, n_in)
+
+    row_norm = oracle.norm(weight, lora_a, lora_b, scale)
+    norm_error = norm(weight, lora_a, lora_b, scale)
+    g = oracle.magnitude_scale(m, row_norm, dtype)
+    g_error = magnitude_scale(m, row_norm, dtype, norm_error)
+    inner = base + scale * lora
+    inner_error = base_error + scale * lora_error + 2 * _u32(base, scale * lora)
+    y_error = compose(base, lora, g, scale, dtype) + abs(g) * inner_error + g_error * abs(inner)
+    if (
+        bias is not None
+    ):  # one more sum and one more rounding, of a result that may be smaller than either operand
+        y_error = y_error + rounding(g * inner + fp64(bias), dtype) + _u32(fp64(bias))
+
+    relative_g = g_error / abs(g).clip(UNDERFLOW["float32"])
+    d_base = g * dy
+    d_lora = d_base * scale
+    d_base_error = rounding(d_base, dtype) + 3 * _u32(d_base) + relative_g * abs(d_base)
+    d_lora_error = rounding(d_lora, dtype) + 3 * _u32(d_lora) + relative_g * abs(d_lora)
+    dz, dz_error = product(d_lora, b, n_out)
+    dz_error = dz_error + independent(d_lora_error, b) + cast(d_lora, b)
+    dx_base, dx_base_error = product(d_base, w, n_out)
+    dx_lora, dx_lora_error = product(dz, a, rank)
+    dx_error = (
+        dx_base_error
+        + independent(d_base_error, w)
+        + dx_lora_error
+        + independent(dz_error, a)
+        + cast(dz, a)
+        + rounding(dx_base + dx_lora, dtype)
+    )
+    _, d_a_error = product(dz.T, x, rows)
+    _, d_b_error = product(d_lora.T, z, rows)
+
+    # What dm divides by may be off by the norm's error, relative to max(norm, eps).
+    floor = row_norm.clip(oracle.EPS[dtype_name(dtype)])
+    terms = dy * inner
+    d_g = terms.sum(0)
+    d_g_error = accumulation(rows, d_g, (terms**2).sum(0) ** 0.5)
+    stored = abs(dy) * (inner_error + rounding(inner, dtype))
+    d_g_error = d_g_error + SIGMAS * (stored**2).sum(0) ** 0.5
+    smallest = (row_norm - norm_error).clip(oracle.EPS[dtype_name(dtype)])
+    d_m_error = d_g_error / smallest + abs(d_g) * (1 / smallest - 1 / floor)
+
+    return LinearBounds(
+        y=y_error,
+        d_x=dx_error,
+        d_lora_a=d_a_error + independent(dz_error.T, x),
+        d_lora_b=d_b_error
+        + independent(d_lora_error.T, z)
+        + SIGMAS * two_norm_of_products(d_lora.T, z_error),
+        d_magnitude=d_m_error + rounding(d_g / floor, dtype) + 3 * _u32(d_g / floor),
+        d_bias=rounding(dy.sum(0), dtype) + accumulation(rows, dy.sum(0), (dy**2).sum(0) ** 0.5),
+        relative_g=relative_g,
+    )

@@ -1,0 +1,30 @@
+"""What every test runs under: the platform, strictness, and hypothesis' profile."""
+
+import os
+from collections.abc import Iterator
+
+import hypothesis
+import jax
+import pytest
+
+# Enough host devices for a mesh of two axes, one of them longer than two.
+_CPU_DEVICES = 8
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Both are read when first used, so they are set before a test module is imported. `-m gpu`
+    # runs the kernels natively; everything else runs them in their interpreters on CPU.
+    if config.getoption("markexpr") != "gpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", _CPU_DEVICES)
+
+    hypothesis.settings.register_profile("tests", deadline=None, derandomize=True, database=None)
+    hypothesis.settings.load_profile("tests")
+
+
+@pytest.fixture(autouse=True)
+def strict_jax() -> Iterator[None]:
+    """No silent promotion of dtypes or ranks in anything a test traces."""
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield

@@ -1,0 +1,221 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jax_dora.ops import compose, compose_delta
+from jax_dora.ops.compose import define
+from parity import oracle, tolerances
+
+DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
+OPS = {"compose": compose, "compose_delta": compose_delta}
+
+
+def operands(seed, shape, dtype, spread=0.1):
+    rng = np.random.default_rng(seed)
+    base, lora, dy = (jnp.asarray(rng.normal(size=shape), dtype) for _ in range(3))
+    return base, lora, jnp.asarray(1 + spread * rng.normal(size=shape[-1]), jnp.float32), dy
+
+
+def check(op, base, lora, g, dy, scale, implementation=None):
+    """Result and gradients of `op` against the oracle, within the derived bounds."""
+
+    def call(base, lora, g):
+        return OPS[op](base, lora, g, scale, implementation=implementation)
+
+    y, vjp = jax.vjp(call, base, lora, g)
+    ct = vjp(dy)
+    delta = op == "compose_delta"
+    dtype = base.dtype
+    exact = getattr(oracle, op)(base, lora, g, scale)
+    bound = getattr(tolerances, op)(base, lora, g, scale, dtype)
+    exact_ct = getattr(oracle, f"{op}_grads")(dy, base, lora, g, scale)
+    bound_ct = tolerances.compose_grads(dy, base, lora, g, scale, dtype, delta=delta)
+    assert (y.dtype, ct[0].dtype, ct[1].dtype, ct[2].dtype) == (dtype, dtype, dtype, jnp.float32)
+    for got, want, tolerance in [
+        (y, exact, bound),
+        (ct[0], exact_ct.d_base, bound_ct.d_base),
+        (ct[1], exact_ct.d_lora, bound_ct.d_lora),
+        (ct[2], exact_ct.d_g, bound_ct.d_g),
+    ]:
+        assert np.all(np.abs(np.asarray(got, np.float64) - want) <= tolerance)
+    return y
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(7, 40), (2, 3, 17), (5,), (0, 8), (1, 1)])
+@pytest.mark.parametrize("op", OPS)
+def test_xla_agrees_with_the_oracle(op, shape, dtype):
+    check(op, *operands(0, shape, dtype), 0.7, "xla")
+
+
+@settings(max_examples=25)
+@given(
+    rows=st.integers(1, 40),
+    out=st.integers(1, 40),
+    scale=st.floats(-4, 4, width=32),
+    spread=st.sampled_from([0.0, 0.0015, 1.0]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_agrees_at_any_shape_scale_and_spread(rows, out, scale, spread, dtype):
+    check("compose", *operands(1, (rows, out), dtype, spread), scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("rows", "out"),
+    [(37, 200), (9, 1032), (1, 8)],
+)
+def test_mosaic_agrees_with_the_oracle(on_mosaic, op, rows, out, dtype):
+    arrays = operands(2, (rows, out), dtype)
+    with on_mosaic():
+        check(op, *arrays, 0.7, "mosaic")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "out"), [(4096, 4096), (4097, 8192), (2048, 28672), (8192, 2880), (517, 8200)]
+)
+def test_mosaic_agrees_at_full_size(rows, out, dtype):
+    check("compose", *operands(3, (rows, out), dtype, 0.0015), 0.7, "mosaic")
+
+
+@pytest.mark.gpu
+def test_mosaic_is_bitwise_deterministic():
+    base, lora, g, dy = operands(4, (4097, 8192), jnp.bfloat16)
+
+    @jax.jit
+    def run(base, lora, g, dy):
+        y, vjp = jax.vjp(lambda *a: compose(*a, 0.7, implementation="mosaic"), base, lora, g)
+        return y, vjp(dy)
+
+    first = run(base, lora, g, dy)
+    for _ in range(100):
+        jax.tree.map(np.testing.assert_array_equal, run(base, lora, g, dy), first)
+
+
+def test_mosaic_keeps_leading_axes_and_adds_the_bias(on_mosaic):
+    from jax_dora.ops.mosaic.compose import compose as kernel
+
+    base, lora, g, bias = operands(5, (2, 3, 40), jnp.bfloat16)
+    bias = bias[0, 0]
+    with on_mosaic():
+        y, inner = kernel(
+            base, lora, g, jnp.float32(0.7), bias, delta=False, want_inner=True, sm_count=4
+        )
+    want, want_inner = define(base, lora, g, jnp.float32(0.7), bias, delta=False, want_inner=True)
+    assert y.shape == base.shape
+    # The two may contract multiplications and additions differently before the one rounding.
+    np.testing.assert_allclose(
+        np.asarray(y, np.float32), np.asarray(want, np.float32), rtol=2**-7, atol=2**-9
+    )
+    np.testing.assert_allclose(
+        np.asarray(inner, np.float32), np.asarray(want_inner, np.float32), rtol=2**-7, atol=2**-9
+    )
+
+
+def test_mosaic_under_vmap(on_mosaic):
+    base, lora, g, _ = operands(6, (3, 5, 16), jnp.float32)
+    with on_mosaic():
+        mapped = jax.vmap(lambda b, lo: compose(b, lo, g, 0.7, implementation="mosaic"))(base, lora)
+    plain = compose(base, lora, g, 0.7, implementation="xla")
+    np.testing.assert_allclose(mapped, plain, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_stable_near_one(op):
+    """Three times nearer to fp64 than the naive form evaluated in the storage dtype."""
+    base, lora, g, dy = operands(7, (64, 256), jnp.bfloat16, spread=0.0015)
+    lora = lora * jnp.bfloat16(1e-2)
+    y = check(op, base, lora, g, dy, 0.7)
+    low = g.astype(jnp.bfloat16)[None]
+    naive = low * (jnp.bfloat16(0.7) * lora + base)
+    if op == "compose_delta":
+        naive = naive - base
+    exact = getattr(oracle, op)(base, lora, g, 0.7)
+
+    def peak(value):
+        return np.max(np.abs(np.asarray(value, np.float64) - exact))
+
+    factor = tolerances.STABLE_OVER_NAIVE if op == "compose_delta" else 1
+    assert factor * peak(y) <= peak(naive)
+
+
+def test_a_frozen_magnitude_keeps_no_inner():
+    base, lora, g, _ = operands(8, (4, 16), jnp.bfloat16)
+
+    def kept(*wanted):
+        def loss(*trained):
+            b, lo, m = (
+                t if w else f for t, w, f in zip(trained, wanted, (base, lora, g), strict=True)
+            )
+            return compose(b, lo, m, 0.7).astype(jnp.float32).sum()
+
+        _, vjp = jax.vjp(jax.jit(loss), base, lora, g)
+        return [leaf.shape for leaf in jax.tree.leaves(vjp) if hasattr(leaf, "shape")]
+
+    assert (4, 16) not in kept(True, True, False)
+    assert (4, 16) in kept(True, True, True)
+
+
+def test_transformations_agree_with_the_plain_call():
+    base, lora, g, _ = operands(9, (6, 16), jnp.float32)
+
+    def loss(lora, g):
+        return jnp.sum(jnp.sin(compose(base, lora, g, 0.7)))
+
+    want = jax.grad(loss, (0, 1))(lora, g)
+    rows = jax.checkpoint(loss)
+    for got in (jax.jit(jax.grad(loss, (0, 1)))(lora, g), jax.grad(rows, (0, 1))(lora, g)):
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+    def body(carry, row):
+        return carry + jnp.sum(jnp.sin(compose(row[0], row[1], g, 0.7))), None
+
+    scanned = jax.grad(lambda lora: jax.lax.scan(body, 0.0, (base, lora))[0])(lora)
+    np.testing.assert_allclose(scanned, want[0], rtol=1e-5, atol=1e-6)
+
+
+def test_fp64():
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(10)
+        base, lora, dy = (jnp.asarray(rng.normal(size=(5, 7))) for _ in range(3))
+        g = jnp.asarray(1 + rng.normal(size=7))
+        y, vjp = jax.vjp(lambda *a: compose(*a, 0.7), base, lora, g)
+        np.testing.assert_allclose(y, oracle.compose(base, lora, g, 0.7), rtol=1e-13)
+        want = oracle.compose_grads(dy, base, lora, g, 0.7)
+        for got, exact in zip(vjp(dy), (want.d_base, want.d_lora, want.d_g), strict=True):
+            np.testing.assert_allclose(got, exact, rtol=1e-12, atol=1e-13)
+
+
+def test_the_scale_has_no_gradient():
+    base, lora, g, _ = operands(11, (4, 16), jnp.float32)
+    with pytest.raises(TypeError, match="scale is being differentiated"):
+        jax.grad(lambda s: compose(base, lora, g, s).sum())(0.7)
+
+
+X = np.zeros((4, 16), np.float32)
+G = np.ones(16, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "implementation", "error", "message"),
+    [
+        ((X, X[:3], G, 1.0), None, ValueError, r"lora has shape \(3, 16\)"),
+        ((X, X, G[:3], 1.0), None, ValueError, r"g has shape \(3,\)"),
+        ((X[0, 0], X[0, 0], G, 1.0), None, ValueError, r"base has shape \(\)"),
+        ((X.astype(np.int32), X, G, 1.0), None, TypeError, "base has dtype int32"),
+        ((X, X, G, float("inf")), None, ValueError, "scale is inf"),
+        ((X, X, G, 1.0), "cuda", ValueError, "implementation is 'cuda'"),
+        ((X, X, G, 1.0), "triton", ValueError, "implementation is 'triton'"),
+    ],
+)
+@pytest.mark.parametrize("op", OPS)
+def test_bad_input(op, arguments, implementation, error, message):
+    with pytest.raises(error, match=message):
+        OPS[op](*arguments, implementation=implementation)

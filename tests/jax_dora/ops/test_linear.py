@@ -1,0 +1,237 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from jax_dora.ops import dora_linear, factored_norm, squared_norm
+from parity import oracle, tolerances
+
+DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
+SCALE = 0.7
+WANTED = ("d_x", "d_lora_a", "d_lora_b", "d_magnitude", "d_bias")
+
+
+def layer(seed, rows, n_in, n_out, rank, dtype, adapter_dtype=jnp.float32):
+    """x, kernel, lora_a, lora_b, magnitude, bias and a cotangent, of a trained-looking layer."""
+    rng = np.random.default_rng(seed)
+    kernel = rng.normal(size=(n_in, n_out)) / n_in**0.5
+    lora_a = rng.normal(size=(n_in, rank)) / n_in**0.5
+    lora_b = rng.normal(size=(rank, n_out)) / rank**0.5
+    norm = np.linalg.norm(kernel + SCALE * lora_a @ lora_b, axis=0)
+    magnitude = norm * (1 + 0.1 * rng.normal(size=n_out))
+    x, dy = rng.normal(size=(*rows, n_in)), rng.normal(size=(*rows, n_out))
+    arrays = {
+        "x": jnp.asarray(x, dtype),
+        "kernel": jnp.asarray(kernel, dtype),
+        "lora_a": jnp.asarray(lora_a, adapter_dtype),
+        "lora_b": jnp.asarray(lora_b, adapter_dtype),
+        "magnitude": jnp.asarray(magnitude, adapter_dtype),
+        "bias": jnp.asarray(rng.normal(size=n_out), dtype),
+    }
+    return arrays, jnp.asarray(dy, dtype)
+
+
+def check(arrays, dy, implementation=None):
+    """Result and gradients against the oracle, within the derived bounds."""
+    trained = {k: v for k, v in arrays.items() if k != "kernel"}
+
+    def call(trained):
+        a = trained | {"kernel": arrays["kernel"]}
+        order = (a[k] for k in ("x", "kernel", "lora_a", "lora_b", "magnitude"))
+        return dora_linear(*order, SCALE, bias=a["bias"], implementation=implementation)
+
+    with jax.default_matmul_precision("highest"):
+        y, vjp = jax.vjp(call, trained)
+        (ct,) = vjp(dy)
+    dtype = arrays["kernel"].dtype
+    weight, lora_a, lora_b = oracle.from_flax(arrays["kernel"], arrays["lora_a"], arrays["lora_b"])
+    arguments = (arrays["x"], weight, lora_a, lora_b, arrays["magnitude"], SCALE)
+    exact = oracle.dora_linear(*arguments, bias=arrays["bias"], dtype=dtype)
+    exact_ct = oracle.dora_linear_grads(dy, *arguments, dtype=dtype)
+    bound = tolerances.dora_linear(dy, *arguments, dtype, bias=arrays["bias"])
+    assert y.dtype == dtype
+    assert all(ct[name].dtype == trained[name].dtype for name in trained)
+    pairs = [(y, exact, bound.y)]
+    for name in trained:
+        got = ct[name].T if name in ("lora_a", "lora_b") else ct[name]
+        want = getattr(exact_ct, f"d_{name}")
+        tolerance = getattr(bound, f"d_{name}")
+        stored = tolerances.rounding(want, trained[name].dtype).reshape(tolerance.shape)
+        pairs.append((got, want, tolerance + stored))
+    for got, want, tolerance in pairs:
+        got = np.asarray(got, np.float64).reshape(tolerance.shape)
+        assert np.all(np.abs(got - want.reshape(tolerance.shape)) <= tolerance)
+
+
+@pytest.mark.parametrize("adapter_dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "n_in", "n_out", "rank"), [((3, 5), 33, 24, 4), ((17,), 64, 130, 8), ((), 8, 3, 1)]
+)
+def test_agrees_with_the_oracle(rows, n_in, n_out, rank, dtype, adapter_dtype):
+    check(*layer(0, rows, n_in, n_out, rank, dtype, adapter_dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mosaic_agrees_with_the_oracle(on_mosaic, dtype):
+    arrays, dy = layer(1, (2, 9), 64, 136, 16, dtype)
+    with on_mosaic():
+        check(arrays, dy, "mosaic")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mosaic_agrees_at_full_size(dtype):
+    arrays, dy = layer(2, (2049,), 4096, 4096, 384, dtype)
+    check(arrays, dy, "mosaic")
+    check(arrays, dy)
+
+
+def nested(params):
+    """The programs inside an equation."""
+    for leaf in jax.tree.leaves(
+        params, is_leaf=lambda v: hasattr(v, "jaxpr") or hasattr(v, "eqns")
+    ):
+        leaf = getattr(leaf, "jaxpr", leaf)
+        if hasattr(leaf, "eqns"):
+            yield leaf
+
+
+def matrices(jaxpr, shape):
+    """How many intermediate values of `shape`, either way round, the program makes."""
+    count = 0
+    for eqn in jaxpr.eqns:
+        for sub in nested(eqn.params):
+            count += matrices(sub, shape)
+        count += sum(
+            getattr(v.aval, "shape", None) in (shape, shape[::-1])
+            for v in eqn.outvars
+            if eqn.primitive.name == "dot_general"
+        )
+    return count
+
+
+def test_no_dense_product_and_no_dense_weight_gradient():
+    arrays, dy = layer(3, (7,), 48, 40, 4, jnp.bfloat16)
+
+    def gradients(wanted):
+        def loss(t):
+            a = arrays | t
+            y = dora_linear(
+                *(a[k] for k in ("x", "kernel", "lora_a", "lora_b", "magnitude")), SCALE
+            )
+            return jnp.sum(y.astype(jnp.float32) * dy.astype(jnp.float32))
+
+        return jax.make_jaxpr(jax.grad(loss))({k: arrays[k] for k in wanted}).jaxpr
+
+    assert matrices(gradients(["x", "lora_a", "lora_b", "magnitude"]), (48, 40)) == 0
+    assert matrices(gradients(["kernel"]), (48, 40)) == 1
+
+
+def test_the_kernel_gradient_is_right_where_somebody_asks_for_it():
+    arrays, dy = layer(4, (7,), 24, 16, 4, jnp.float32)
+    order = ("x", "kernel", "lora_a", "lora_b", "magnitude")
+    with jax.default_matmul_precision("highest"):
+        _, vjp = jax.vjp(
+            lambda k: dora_linear(*(k if n == "kernel" else arrays[n] for n in order), SCALE),
+            arrays["kernel"],
+        )
+        (d_kernel,) = vjp(dy)
+    weight, lora_a, lora_b = oracle.from_flax(*(arrays[n] for n in order[1:4]))
+    exact = oracle.dora_linear_grads(
+        dy, arrays["x"], weight, lora_a, lora_b, arrays["magnitude"], SCALE
+    )
+    np.testing.assert_allclose(d_kernel.T, exact.d_weight, rtol=1e-4, atol=1e-5)
+
+
+def test_a_given_norm_or_squared_norm_changes_no_bit():
+    arrays, dy = layer(5, (7,), 96, 40, 4, jnp.bfloat16)
+    kernel, lora_a, lora_b = (arrays[k] for k in ("kernel", "lora_a", "lora_b"))
+    norm = jax.jit(lambda *a: factored_norm(*a, SCALE))(kernel, lora_a, lora_b)
+    kept = jax.jit(squared_norm)(kernel)
+
+    @jax.jit
+    def run(arrays, dy, **given):
+        def call(trained):
+            return dora_linear(arrays["x"], kernel, *trained, SCALE, **given)
+
+        trained = tuple(arrays[k] for k in ("lora_a", "lora_b", "magnitude"))
+        y, vjp = jax.vjp(call, trained)
+        return y, vjp(dy)
+
+    fresh = run(arrays, dy)
+    for given in ({"norm": norm}, {"kernel_sq_norm": kept}):
+        jax.tree.map(np.testing.assert_array_equal, run(arrays, dy, **given), fresh)
+
+
+def test_remat_can_save_the_norm():
+    arrays, _ = layer(6, (7,), 48, 40, 4, jnp.float32)
+    order = ("x", "kernel", "lora_a", "lora_b", "magnitude")
+
+    def loss(lora_a):
+        return dora_linear(*(lora_a if n == "lora_a" else arrays[n] for n in order), SCALE).sum()
+
+    def square_roots(policy):
+        remat = jax.checkpoint(loss, policy=policy)
+        return str(jax.make_jaxpr(jax.grad(remat))(arrays["lora_a"])).count("= sqrt")
+
+    saved = jax.checkpoint_policies.save_only_these_names("dora_norm")
+    assert (square_roots(None), square_roots(saved)) == (2, 1)
+    plain = jax.grad(loss)(arrays["lora_a"])
+    remat = jax.grad(jax.checkpoint(loss, policy=saved))(arrays["lora_a"])
+    np.testing.assert_allclose(remat, plain, rtol=1e-6)
+
+
+def test_vmap_over_adapters_and_scan_over_layers():
+    arrays, _ = layer(7, (5,), 16, 16, 4, jnp.float32)
+    a = jnp.stack([arrays["lora_a"], 2 * arrays["lora_a"]])
+    x, kernel, lora_b, magnitude = (arrays[k] for k in ("x", "kernel", "lora_b", "magnitude"))
+
+    def one(x, lora_a):
+        return dora_linear(x, kernel, lora_a, lora_b, magnitude, SCALE)
+
+    each = [one(x, lora_a) for lora_a in a]
+    np.testing.assert_allclose(jax.jit(jax.vmap(one, (None, 0)))(x, a), each, rtol=1e-5, atol=1e-6)
+    scanned, _ = jax.lax.scan(lambda x, lora_a: (one(x, lora_a), None), x, a)
+    np.testing.assert_allclose(scanned, one(each[0], a[1]), rtol=1e-5, atol=1e-6)
+
+
+def test_fp64_gradients_agree_with_finite_differences():
+    with jax.enable_x64(True):
+        arrays, _ = layer(8, (3,), 6, 5, 2, jnp.float64, jnp.float64)
+        order = ("x", "lora_a", "lora_b", "magnitude", "bias")
+        # The norm is detached: hold it, as finite differences would move it.
+        norm = factored_norm(arrays["kernel"], arrays["lora_a"], arrays["lora_b"], SCALE)
+
+        def call(x, lora_a, lora_b, magnitude, bias):
+            return dora_linear(
+                x, arrays["kernel"], lora_a, lora_b, magnitude, SCALE, bias=bias, norm=norm
+            )
+
+        check_grads(call, [arrays[n] for n in order], 1, modes=["rev"])
+
+
+X, KERNEL, A, B, M = (np.zeros(s, np.float32) for s in ((3, 24), (24, 16), (24, 4), (4, 16), (16,)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((X[:, :5], KERNEL, A, B, M, 1.0), {}, ValueError, r"x has shape \(3, 5\)"),
+        ((X, KERNEL, A, B, M[:3], 1.0), {}, ValueError, r"magnitude has shape \(3,\)"),
+        ((X, KERNEL, A, B, M, 1.0), {"bias": M[:3]}, ValueError, r"bias has shape \(3,\)"),
+        ((X, KERNEL, A, B, M, 1.0), {"norm": M[:3]}, ValueError, r"norm has shape \(3,\)"),
+        (
+            (X, KERNEL, A, B, M, 1.0),
+            {"norm": M, "kernel_sq_norm": M},
+            ValueError,
+            "both given",
+        ),
+        ((X, KERNEL, A, B, M, 1.0), {"implementation": "fast"}, ValueError, "is 'fast'"),
+        ((X.astype(int), KERNEL, A, B, M, 1.0), {}, TypeError, "x has dtype int"),
+    ],
+)
+def test_bad_input(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        dora_linear(*arguments, **options)
