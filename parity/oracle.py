@@ -34,7 +34,11 @@ def dtype_name(dtype: Any) -> str:
 
 
 def fp64(array: Any) -> Array:
-    """The exact value in fp64: torch stays torch, everything else becomes NumPy."""
+    """The exact value in fp64: torch stays torch, everything else becomes NumPy, but for a Python
+    number, which goes with either.
+    """
+    if isinstance(array, int | float):
+        return float(array)
     if hasattr(array, "detach"):
         return array.detach().double()
     return np.asarray(array).astype(np.float64)

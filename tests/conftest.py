@@ -16,6 +16,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # runs the kernels natively; everything else runs them in their interpreters on CPU.
     if config.getoption("markexpr") != "gpu":
         os.environ["TRITON_INTERPRET"] = "1"
+        os.environ["JAX_PLATFORMS"] = "cpu"  # for the processes that tests start
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", _CPU_DEVICES)
 

@@ -1,0 +1,1 @@
+"""How fast and how large: DoRA beside LoRA and the plain base, in both frameworks, by one clock."""

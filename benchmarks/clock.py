@@ -1,0 +1,176 @@
+"""The two clocks, the same for both frameworks.
+
+Device time is the sum of the kernels' own times, as CUPTI records them for everything that this
+process launches, JAX's and torch's kernels alike; gaps between kernels, copies by the copy engines
+and memory sets are not in it. Wall time is that of back-to-back steps, gaps included.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+# More than four times the L2 of a Hopper: a pass over it leaves nothing of what was there before.
+FLUSH_BYTES = 256 * 2**20
+
+Step = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and spread of `samples` timings, in microseconds."""
+
+    median: float
+    p10: float
+    p90: float
+    samples: int
+
+    @classmethod
+    def of(cls, times: Sequence[float]) -> Spread:
+        ordered = sorted(times)
+        last = len(ordered) - 1
+        return cls(
+            statistics.median(ordered),
+            ordered[round(0.1 * last)],
+            ordered[round(0.9 * last)],
+            len(ordered),
+        )
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """Device time of a step, and the median time of each of its kernels in launch order."""
+
+    total: Spread
+    kernels: list[tuple[str, float]]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure.
+
+    Attributes:
+      seconds: of device or wall time that one series of steps may take.
+      least, most: bounds on the number of steps in it.
+      blocks: series of back-to-back steps whose mean wall times are compared.
+    """
+
+    seconds: float = 0.06
+    least: int = 8
+    most: int = 60
+    blocks: int = 7
+
+    def steps(self, seconds_per_step: float) -> int:
+        return max(self.least, min(self.most, int(self.seconds / max(seconds_per_step, 1e-7))))
+
+
+QUICK = Effort(seconds=0.0, least=2, most=2, blocks=2)
+
+
+def synchronise(*results: Any) -> None:
+    """Returns when everything that either framework has launched is done."""
+    jax.block_until_ready(results)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def wall_time(step: Step, inputs: Sequence[tuple], effort: Effort) -> Spread:
+    """Wall time of one of many back-to-back steps over rotating inputs; `step` has run before."""
+    sets = itertools.cycle(inputs)
+    begin = time.perf_counter()
+    synchronise(step(*next(sets)))
+    count = effort.steps(time.perf_counter() - begin)
+    means = []
+    for _ in range(effort.blocks):
+        result = None
+        begin = time.perf_counter()
+        for _ in range(count):
+            result = step(*next(sets))
+        synchronise(result)
+        means.append((time.perf_counter() - begin) / count * 1e6)
+    return Spread.of(means)
+
+
+class DeviceClock:
+    """Kernel times through CUPTI, with a cold L2 before every step."""
+
+    def __init__(self) -> None:
+        from jax._src.lib import mosaic_gpu
+
+        self._cupti = mosaic_gpu._mosaic_gpu_ext
+        self._flushes: dict[str, tuple[Step, list[str]]] = {}
+
+    def kernels(self, launch: Callable[[], Any]) -> list[tuple[str, float]]:
+        """(name, microseconds) of every kernel that `launch` starts, in order."""
+        synchronise()
+        self._cupti._cupti_init()
+        try:
+            synchronise(launch())
+        finally:
+            timings = self._cupti._cupti_get_timings(False)
+        return [(name, milliseconds * 1e3) for name, milliseconds in timings]
+
+    def time(
+        self, framework: str, step: Step, inputs: Sequence[tuple], effort: Effort
+    ) -> KernelTimes:
+        """Device time of `step` over rotating inputs; `step` has run before."""
+        flush, expected = self._flush(framework)
+        one = self.kernels(lambda: step(*inputs[0]))
+        # Launching takes the host some microseconds a kernel, more under CUPTI.
+        seconds = 1e-6 * (sum(us for _, us in one) + 100 + 20 * len(one))
+        count = effort.steps(seconds)
+
+        def launch() -> Any:
+            result = None
+            for _, operands in zip(range(count), itertools.cycle(inputs), strict=False):
+                flush()
+                result = step(*operands)
+            return result
+
+        timings = self.kernels(launch)
+        period = len(expected) + len(one)
+        if len(timings) != count * period:
+            raise RuntimeError(
+                f"{count} steps of {len(one)} kernels, each after {len(expected)} that empty the "
+                f"L2, are {count * period}; CUPTI recorded {len(timings)}"
+            )
+        steps = [timings[start : start + period] for start in range(0, len(timings), period)]
+        for kernels in steps:
+            flushed = [name for name, _ in kernels[: len(expected)]]
+            if flushed != expected:
+                raise RuntimeError(f"expected the kernels {expected} before a step, got {flushed}")
+        own = [kernels[len(expected) :] for kernels in steps]
+        return KernelTimes(
+            Spread.of([sum(us for _, us in kernels) for kernels in own]),
+            [
+                (name, statistics.median(kernels[i][1] for kernels in own))
+                for i, (name, _) in enumerate(own[0])
+            ],
+        )
+
+    def _flush(self, framework: str) -> tuple[Step, list[str]]:
+        """A step that empties the L2, and the names of its kernels."""
+        if framework not in self._flushes:
+            # Read, not written: writing would leave dirty lines for the step to evict.
+            count = FLUSH_BYTES // 4
+            if framework == "jax":
+                buffer = jnp.ones(count, jnp.float32)
+                # Compiled ahead: nothing that clears JAX's caches makes it compile again.
+                flush = functools.partial(jax.jit(jnp.sum).lower(buffer).compile(), buffer)
+            else:
+                flush = torch.ones(count, device="cuda").sum
+            synchronise(flush())
+            names = [name for name, _ in self.kernels(flush)]
+            if not names:
+                raise RuntimeError("CUPTI recorded no kernel; is another profiler attached to it?")
+            self._flushes[framework] = flush, names
+        return self._flushes[framework]

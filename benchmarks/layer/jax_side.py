@@ -1,0 +1,119 @@
+"""The layer in JAX: plain XLA, and `jax_dora.ops.dora_linear`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import jax
+
+from benchmarks import baselines
+from benchmarks.layer.problem import Method, Problem
+from benchmarks.ops.inputs import rotate, to_jax, to_torch
+from benchmarks.work import Variant
+from jax_dora import ops
+
+# XLA's own choice of matrix products is now and then a slower one; LoRA is held against at its
+# best, so both sides are measured both ways.
+NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
+
+Apply = Callable[..., jax.Array]
+TRAINED = {
+    "base": ("x",),
+    "LoRA": ("x", "lora_a", "lora_b"),
+    "DoRA": ("x", "lora_a", "lora_b", "magnitude"),
+}
+
+
+def variants(problem: Problem, every: bool, backward: bool) -> Iterator[Variant]:
+    """The variants, those of `every` included or not, with XLA's Triton products and without."""
+    i, s = problem.inputs, problem.scale
+    fixed = to_jax(
+        [
+            (
+                i.weight.T.contiguous(),
+                i.lora_a.T.contiguous(),
+                i.lora_b.T.contiguous(),
+                i.magnitude,
+            )
+        ]
+    )[0]
+    norm = jax.jit(ops.factored_norm)(*fixed[:3], s)
+    squared = jax.jit(ops.squared_norm)(fixed[0])
+    inputs = [(*fixed, norm, squared, x, dy) for x, dy in to_jax(rotate([i.x, i.dy]))]
+
+    def dora(xla: bool, with_norm: Callable[..., dict[str, jax.Array]]) -> Apply:
+        implementation = "xla" if xla else None
+
+        def apply(kernel, norm, squared, *, x, lora_a, lora_b, magnitude):
+            given = with_norm(kernel, lora_a, lora_b, norm, squared)
+            return ops.dora_linear(
+                x, kernel, lora_a, lora_b, magnitude, s, implementation=implementation, **given
+            )
+
+        return apply
+
+    def dense(kernel, lora_a, lora_b, norm, squared):
+        return {"norm": jax.lax.stop_gradient(baselines.dense_norm(kernel, lora_a, lora_b, s))}
+
+    def lora(kernel, norm, squared, *, x, lora_a, lora_b):
+        return x @ kernel + s * ((x @ lora_a) @ lora_b)
+
+    def base(kernel, norm, squared, *, x):
+        return x @ kernel
+
+    def computed(*operands):
+        return {}
+
+    def norm_kept(kernel, lora_a, lora_b, norm, squared):
+        return {"norm": norm}
+
+    def squared_kept(kernel, lora_a, lora_b, norm, squared):
+        return {"kernel_sq_norm": squared}
+
+    rows: list[tuple[str, Method, Apply, bool, bool]] = [
+        ("LoRA", "LoRA", lora, False, True),
+        ("XLA DoRA", "DoRA", dora(True, computed), False, True),
+        ("DoRA", "DoRA", dora(False, computed), False, True),
+        ("DoRA, norm kept", "DoRA", dora(False, norm_kept), True, True),
+        ("base", "base", base, False, False),
+        ("XLA DoRA, dense norm", "DoRA", dora(True, dense), False, False),
+        ("XLA DoRA, norm kept", "DoRA", dora(True, norm_kept), True, False),
+        ("DoRA, ‖W‖² kept", "DoRA", dora(False, squared_kept), True, False),
+    ]
+    for name, method, apply, cached, always in rows:
+        if not (every or always):
+            continue
+        variant = Variant(
+            "jax",
+            name,
+            _step(apply, TRAINED[method], backward),
+            inputs,
+            _results,
+            exact=method == "DoRA",
+            flops=problem.flops(method, backward, method == "DoRA" and "norm kept" not in name),
+            expected=problem.expected(method, backward),
+            cached=cached,
+        )
+        yield replace(variant, name=f"{name} (no Triton)", compiler_options=NO_TRITON)
+        if every:
+            yield variant
+
+
+def _step(apply: Apply, trained: tuple[str, ...], backward: bool) -> Callable:
+    def step(kernel, lora_a, lora_b, magnitude, norm, squared, x, dy):
+        operands = {"x": x, "lora_a": lora_a, "lora_b": lora_b, "magnitude": magnitude}
+        operands = {name: operands[name] for name in trained}
+        if not backward:
+            return {"y": apply(kernel, norm, squared, **operands)}
+        y, pull = jax.vjp(lambda some: apply(kernel, norm, squared, **some), operands)
+        return {"y": y} | {f"d_{name}": value for name, value in pull(dy)[0].items()}
+
+    return step
+
+
+def _results(found):
+    return {
+        name: to_torch(a).T if name in ("d_lora_a", "d_lora_b") else to_torch(a)
+        for name, a in found.items()
+    }

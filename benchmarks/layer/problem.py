@@ -1,0 +1,124 @@
+"""One layer's operands, what fp64 makes of them, and the least that must be done."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from benchmarks.work import Expectation
+from parity import oracle, tolerances
+from parity.cases import Case, LayerInputs, layer_inputs
+
+DTYPE = "bfloat16"
+ITEM = 2
+
+Method = Literal["base", "LoRA", "DoRA"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """bf16 weight and adapters, fp32 magnitude, rsLoRA's scale; no bias."""
+
+    case: Case
+    inputs: LayerInputs
+    device: str
+
+    @classmethod
+    def draw(cls, rows: int, n_in: int, n_out: int, rank: int, device: str) -> Problem:
+        case = Case(
+            "layer",
+            DTYPE,
+            rows=rows,
+            n_in=n_in,
+            n_out=n_out,
+            rank=rank,
+            adapter_dtype=DTYPE,
+            rslora=True,
+            bias=False,
+        )
+        return cls(case, layer_inputs(case, device), device)
+
+    @property
+    def rows(self) -> int:
+        return self.case.rows
+
+    @property
+    def n_in(self) -> int:
+        return self.case.n_in
+
+    @property
+    def n_out(self) -> int:
+        return self.case.n_out
+
+    @property
+    def rank(self) -> int:
+        return self.case.rank
+
+    @property
+    def scale(self) -> float:
+        return self.case.scale
+
+    def bytes(self, backward: bool) -> int:
+        """Each operand read once, each result written once."""
+        activations = self.rows * (self.n_in + self.n_out)
+        adapters = self.rank * (self.n_in + self.n_out)
+        forward = activations + self.n_in * self.n_out + adapters
+        return ITEM * (3 * forward - self.n_in * self.n_out if backward else forward)
+
+    def flops(self, method: Method, backward: bool, with_norm: bool = False) -> int:
+        """Of the matrix products; the frozen weight has no gradient."""
+        base = 2 * self.rows * self.n_in * self.n_out
+        adapters = 2 * self.rows * self.rank * (self.n_in + self.n_out)
+        total = base * (2 if backward else 1)
+        if method != "base":
+            total += adapters * (3 if backward else 1)
+        if with_norm:
+            total += 2 * self.n_in * self.n_out * self.rank
+        return total
+
+    def expected(self, method: Method, backward: bool) -> dict[str, Expectation]:
+        return {
+            "base": self._base_expected,
+            "LoRA": self._lora_expected,
+            "DoRA": self.dora_expected,
+        }[method](backward)
+
+    def dora_expected(self, backward: bool) -> dict[str, Expectation]:
+        expected = self._dora
+        return expected if backward else {"y": expected["y"]}
+
+    @functools.cached_property
+    def _dora(self) -> dict[str, Expectation]:
+        i, s = self.inputs, self.scale
+        operands = (i.x, i.weight, i.lora_a, i.lora_b, i.magnitude, s)
+        y = oracle.dora_linear(*operands, dtype=DTYPE)
+        grads = oracle.dora_linear_grads(i.dy, *operands, dtype=DTYPE)
+        bounds = tolerances.dora_linear(i.dy, *operands, DTYPE)
+        names = ("d_x", "d_lora_a", "d_lora_b", "d_magnitude")
+        return {"y": Expectation(y, bounds.y)} | {
+            name: Expectation(getattr(grads, name), getattr(bounds, name)) for name in names
+        }
+
+    def _lora_expected(self, backward: bool) -> dict[str, Expectation]:
+        i, s = self.inputs, self.scale
+        merged = oracle.direction(i.weight, i.lora_a, i.lora_b, s)
+        x, dy = i.x.double(), i.dy.double()
+        wanted = {"y": x @ merged.T}
+        if backward:
+            dense = dy.T @ x
+            wanted |= {
+                "d_x": dy @ merged,
+                "d_lora_a": s * (i.lora_b.double().T @ dense),
+                "d_lora_b": s * (dense @ i.lora_a.double().T),
+            }
+        return {name: Expectation(want) for name, want in wanted.items()}
+
+    def _base_expected(self, backward: bool) -> dict[str, Expectation]:
+        weight = self.inputs.weight.double()
+        wanted: dict[str, torch.Tensor] = {"y": self.inputs.x.double() @ weight.T}
+        if backward:
+            wanted["d_x"] = self.inputs.dy.double() @ weight
+        return {name: Expectation(want) for name, want in wanted.items()}

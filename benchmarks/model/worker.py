@@ -1,0 +1,112 @@
+"""One variant of the model in a process of its own: `python -m benchmarks.model.worker SPEC ANSWER`.
+
+Reads what to do from one JSON file and writes what it measured to another, again after each task.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.check import Check
+from benchmarks.clock import QUICK, DeviceClock, Effort, synchronise, wall_time
+from benchmarks.model.protocol import Protocol, Task, Variant
+from benchmarks.report import Measurement
+
+EFFORT = {
+    "inference": Effort(seconds=1.0, least=3, most=20, blocks=5),
+    "gradient": Effort(seconds=1.5, least=2, most=20, blocks=5),
+    "accumulation": Effort(seconds=0.0, least=1, most=1, blocks=3),
+}
+
+
+class Built(NamedTuple):
+    """A task, ready to run: `step` has its arguments; `peak` gives the bytes held at most."""
+
+    task: Task
+    step: Callable[[], Any]
+    peak: Callable[[], int | None]
+
+
+class Side(NamedTuple):
+    """A framework's half of the work: the check on a few layers, and the tasks in turn."""
+
+    check: Callable[[], Check]
+    tasks: Iterable[Built]
+
+
+def main(given: Path, answer: Path) -> None:
+    spec = json.loads(given.read_text())
+    if spec.get("ceilings"):
+        answer.write_text(json.dumps(_ceilings()))
+        return
+    variant = Variant(**(spec["variant"] | {"tasks": tuple(spec["variant"]["tasks"])}))
+    protocol = Protocol(**spec["protocol"])
+    device = spec["device"]
+    side = _side(variant, protocol, device)
+    check = side.check()
+    # What the check made must not count as the tasks' memory.
+    gc.collect()
+    clock = DeviceClock() if device == "cuda" else None
+    found = []
+    for task, step, peak in side.tasks:
+        measurement = _measure(variant, protocol, task, step, peak, check, clock)
+        found.append(dataclasses.asdict(measurement))
+        answer.write_text(json.dumps(found))
+
+
+def _side(variant: Variant, protocol: Protocol, device: str) -> Side:
+    if variant.framework == "jax":
+        from benchmarks.model import jax_model
+
+        return jax_model.side(variant, protocol, device)
+    from benchmarks.model import torch_model
+
+    return torch_model.side(variant, protocol, device)
+
+
+def _measure(
+    variant: Variant,
+    protocol: Protocol,
+    task: Task,
+    step: Callable[[], Any],
+    peak: Callable[[], int | None],
+    check: Check,
+    clock: DeviceClock | None,
+) -> Measurement:
+    effort = QUICK if clock is None else EFFORT[task]
+    synchronise(step())
+    held = peak()
+    device = None if clock is None else clock.time(variant.framework, step, [()], effort).total
+    return Measurement(
+        group=f"model {task}",
+        shape=protocol.shape(),
+        framework=variant.framework,
+        variant=variant.name,
+        bytes=protocol.bytes(variant.method),
+        flops=protocol.flops(task, variant.method),
+        cached=variant.cached,
+        baseline=variant.baseline,
+        device=device,
+        wall=wall_time(step, [()], effort),
+        peak_bytes=held,
+        check=check,
+    )
+
+
+def _ceilings() -> dict[str, float]:
+    from benchmarks.measure import Bench, ceilings
+
+    bench = Bench("cuda", DeviceClock(), Effort())
+    return dataclasses.asdict(ceilings(bench))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,14 @@
+"""Level `ops`: the operators alone, against the rate of a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from benchmarks.ops import compose, expand, norm
+from benchmarks.work import Work
+
+
+def works(device: str, quick: bool) -> Iterator[Callable[[], Work]]:
+    """Every piece of work of the level, made when its turn comes."""
+    for module in (norm, expand, compose):
+        yield from module.works(device, quick)

@@ -1,0 +1,59 @@
+"""Rotating sets of inputs, shared between the frameworks without a copy."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import torch
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+# Together the sets exceed the L2 (60 MB on an H200), so that back-to-back steps find none of it
+# there; two sets at least, so that no step reads what it just read.
+ROTATION_BYTES = 128 * 2**20
+MOST_SETS = 8
+
+
+def rotate(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
+    """The given tensors, and copies of them at other addresses."""
+    size = sum(t.numel() * t.element_size() for t in tensors)
+    count = max(2, min(MOST_SETS, -(-ROTATION_BYTES // max(size, 1))))
+    return [tuple(tensors)] + [tuple(t.clone() for t in tensors) for _ in range(count - 1)]
+
+
+def to_jax(sets: Sequence[Sequence[torch.Tensor]]) -> list[tuple[jax.Array, ...]]:
+    """The same memory as JAX arrays; tensors must be contiguous."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return [tuple(jax.dlpack.from_dlpack(t) for t in tensors) for tensors in sets]
+
+
+def to_torch(array: jax.Array) -> torch.Tensor:
+    return torch.from_dlpack(jax.block_until_ready(array))
+
+
+def interpreted(step: Callable[..., Any], device: str) -> Callable[..., Any]:
+    """`step`, its Mosaic kernels run by Pallas' interpreter where there is no GPU."""
+    if device == "cuda":
+        return step
+
+    def run(*arguments: Any) -> Any:
+        with _interpreter():
+            return step(*arguments)
+
+    return run
+
+
+@contextlib.contextmanager
+def _interpreter() -> Iterator[None]:
+    with plgpu.force_gpu_interpret_mode():
+        yield
+
+
+def mosaic_refuses(device: str) -> str | None:
+    """Why no Mosaic kernel runs on this device, or None."""
+    if device == "cpu" or torch.cuda.get_device_capability() == (9, 0):
+        return None
+    return "Mosaic kernels here need a Hopper GPU (compute capability 9.0)"

@@ -1,0 +1,176 @@
+"""What a decoder is made of, and how Hugging Face's config.json says it."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+import jax.numpy as jnp
+from flax.typing import Dtype
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+ROPE_KINDS = ("default", "linear", "llama3")
+DTYPES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding: the base, and how its frequencies are stretched.
+
+    Kind "linear" divides every frequency by `factor`; "llama3" (Llama 3.1) divides those whose
+    wavelength exceeds original_length / low_freq_factor, keeps those below original_length /
+    high_freq_factor, and interpolates between.
+    """
+
+    theta: float = 10_000.0
+    kind: Literal["default", "linear", "llama3"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_length: int = 8192
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Self:
+        # transformers 5 writes `rope_parameters`; before, `rope_theta` and `rope_scaling`.
+        given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        theta = given.pop("rope_theta", None) or config.get("rope_theta") or cls.theta
+        kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
+        given.pop("type", None)
+        if kind not in ROPE_KINDS:
+            raise NotImplementedError(
+                f"config.json asks for rope_type {kind!r}; expected one of {', '.join(ROPE_KINDS)}"
+            )
+        names = {
+            "factor": "factor",
+            "low_freq_factor": "low_freq_factor",
+            "high_freq_factor": "high_freq_factor",
+            "original_max_position_embeddings": "original_length",
+        }
+        unknown = sorted(set(given) - set(names))
+        if unknown:
+            raise NotImplementedError(
+                f"config.json has rope parameters {', '.join(unknown)}; expected only "
+                f"{', '.join(names)}"
+            )
+        if kind == "default":
+            given = {}
+        if kind == "llama3":
+            given.setdefault(
+                "original_max_position_embeddings", config.get("max_position_embeddings")
+            )
+        return cls(theta=float(theta), kind=kind, **{names[key]: v for key, v in given.items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """Names as in config.json; what the model families differ in stands as plain switches.
+
+    Attributes:
+      dtype: of parameters and activations. Norms, rotations and losses compute in fp32.
+      attention: `implementation` of `jax.nn.dot_product_attention`; "cudnn" is the fast one on a
+        GPU, for bf16 and fp16.
+      remat: recompute each layer in the backward pass, keeping its input and its adapters' norms.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    rope: Rope = Rope()
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    tie_word_embeddings: bool = False
+    dtype: Dtype = jnp.bfloat16
+    attention: Literal["xla", "cudnn"] | None = None
+    remat: bool = True
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], **changes: Any) -> Self:
+        """Of the contents of a config.json.
+
+        Args:
+          config: the parsed file.
+          **changes: fields to set otherwise: dtype, attention, remat.
+
+        Raises:
+          NotImplementedError: the model is of another family, or uses what this decoder has not.
+          ValueError: a size is missing.
+        """
+        kind = config.get("model_type")
+        if kind not in MODEL_TYPES:
+            raise NotImplementedError(
+                f"config.json has model_type {kind!r}; expected one of {', '.join(MODEL_TYPES)}"
+            )
+        _refuse(config)
+
+        def size(name: str, otherwise: int | None = None) -> int:
+            value = config.get(name)
+            if value is None:
+                value = otherwise
+            if value is None or value < 1:
+                raise ValueError(f"config.json has {name} {value!r}; expected a positive integer")
+            return value
+
+        heads = size("num_attention_heads")
+        hidden = size("hidden_size")
+        attention_bias = bool(config.get("attention_bias", False))
+        dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+        fields: dict[str, Any] = {
+            "vocab_size": size("vocab_size"),
+            "hidden_size": hidden,
+            "intermediate_size": size("intermediate_size"),
+            "num_hidden_layers": size("num_hidden_layers"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": size("num_key_value_heads", heads if kind == "llama" else None),
+            "head_dim": size("head_dim", 128 if kind == "qwen3" else hidden // heads),
+            "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+            "rope": Rope.from_hf(config),
+            "qk_norm": kind == "qwen3",
+            "qkv_bias": kind == "qwen2" or attention_bias,
+            "o_bias": kind != "qwen2" and attention_bias,
+            "mlp_bias": bool(config.get("mlp_bias", False)),
+            "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+            "dtype": DTYPES.get(dtype, jnp.float32),
+        }
+        return cls(**fields | changes)
+
+
+def _refuse(config: Mapping[str, Any]) -> None:
+    layers = config.get("num_hidden_layers") or 0
+    slides = config.get("sliding_window") is not None and (
+        # Mistral has the window alone; Qwen has a switch beside it.
+        config.get("use_sliding_window", config["model_type"] == "mistral")
+    )
+    wrong = {
+        "hidden_act": config.get("hidden_act", "silu") != "silu",
+        "sliding_window": slides,
+        "layer_types": set(config.get("layer_types") or ()) - {"full_attention"}
+        if layers
+        else False,
+        "quantization_config": config.get("quantization_config") is not None,
+        "partial_rotary_factor": config.get("partial_rotary_factor", 1.0) != 1.0,
+    }
+    for name, is_wrong in wrong.items():
+        if is_wrong:
+            raise NotImplementedError(
+                f"config.json has {name} {config[name]!r}, which this decoder does not compute; "
+                "expected full attention, SiLU, whole rotations and unquantised weights"
+            )
+
+
+QWEN3_8B = DecoderConfig(
+    vocab_size=151_936,
+    hidden_size=4096,
+    intermediate_size=12_288,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    rope=Rope(theta=1_000_000.0),
+    qk_norm=True,
+)

@@ -1,0 +1,299 @@
+"""Hugging Face model folders: config.json and safetensors, to a `CausalLM` and back.
+
+A linear layer's weight [out, in] is stored here as kernel [in, out], and the layers' arrays are
+stacked; both happen on the device, block by block.
+"""
+
+import dataclasses
+import functools
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from .config import DecoderConfig
+from .model import CausalLM
+from .weights import StoredTensor, TensorToStore, stored_tensors, write_files
+
+# Name in the file, and whether it is stored transposed, of each name in the model.
+LEAVES = {
+    "kernel": ("weight", True),
+    "embedding": ("weight", False),
+    "scale": ("weight", False),
+    "bias": ("bias", False),
+}
+BLOCK_BYTES = 32 << 20
+TIED = "lm_head.weight", "model.embed_tokens.weight"
+
+# Says where an array goes: called with its path, such as "model/layers/mlp/up_proj/kernel", and its
+# shape.
+ChooseSharding = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Target:
+    """An array of the model and the tensors it is made of: one a layer, or one."""
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    names: tuple[str, ...]
+    stacked: bool
+    transposed: bool
+
+    def tensor_shape(self) -> tuple[int, ...]:
+        shape = self.shape[1:] if self.stacked else self.shape
+        return shape[::-1] if self.transposed else shape
+
+
+def read_config(folder: str | PathLike[str]) -> dict[str, Any]:
+    """The contents of config.json.
+
+    Raises:
+      FileNotFoundError, ValueError: it is not there, or no JSON object.
+    """
+    file = Path(folder) / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is missing: expected a Hugging Face model folder")
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} holds a {type(config).__name__}; expected a JSON object")
+    return config
+
+
+def load_model(
+    folder: str | PathLike[str],
+    *,
+    sharding: jax.sharding.Sharding | ChooseSharding | None = None,
+    **changes: Any,
+) -> CausalLM:
+    """The model of a Hugging Face folder.
+
+    Every array is made on its devices at once and filled block by block, so that the host holds no
+    copy of the weights: on CPU the peak is the model and one block.
+
+    Args:
+      folder: config.json with model.safetensors, or several files and their index.
+      sharding: of every array, or a function of its path and shape; the default device if not
+        given. Each device reads only its part.
+      **changes: fields of `DecoderConfig` to set otherwise than config.json: dtype, attention,
+        remat.
+
+    Raises:
+      FileNotFoundError, ValueError: a file or a tensor is missing, damaged, of another shape than
+        config.json says, or has no place in the model.
+      NotImplementedError: a model that this decoder does not compute.
+    """
+    folder = Path(folder)
+    config = DecoderConfig.from_hf(read_config(folder), **changes)
+    stored = stored_tensors(folder)
+    abstract = nnx.eval_shape(lambda: CausalLM(config, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(abstract)
+    targets = list(_targets(state, config))
+    _check(folder, config, targets, stored)
+
+    flat = dict(nnx.to_flat_state(state))
+    for target in targets:
+        chosen = sharding
+        if callable(sharding):
+            chosen = sharding("/".join(target.path), target.shape)
+        tensors = [stored[name] for name in target.names]
+        flat[target.path] = flat[target.path].replace(_load(target, tensors, chosen))
+    return nnx.merge(graphdef, nnx.from_flat_state(flat))
+
+
+def save_model(
+    model: CausalLM,
+    folder: str | PathLike[str],
+    config: dict[str, Any],
+    *,
+    tokenizer_from: str | PathLike[str] | None = None,
+    max_file_bytes: int = 2 << 30,
+) -> None:
+    """Writes the model as a Hugging Face folder, which appears only once it is complete.
+
+    Args:
+      model: without adapters: merge them first.
+      folder: must not exist, or be empty.
+      config: contents of config.json, as `read_config` gives them; its dtype is set to the model's.
+      tokenizer_from: a folder whose other files (tokenizer, generation settings, chat template) are
+        copied.
+      max_file_bytes: a file holds more only if a single tensor does. The host holds one file's
+        tensors at a time.
+
+    Raises:
+      FileExistsError: `folder` has something in it.
+      ValueError: the model has arrays that the format has no place for, such as adapters, or is
+        not the one that `config` describes.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} exists already; expected a new or an empty folder")
+    dtype = jnp.dtype(model.config.dtype)
+    described = DecoderConfig.from_hf(
+        config, dtype=model.config.dtype, attention=model.config.attention, remat=model.config.remat
+    )
+    if described != model.config:
+        raise ValueError(f"config describes {described}; expected the model's {model.config}")
+    state = nnx.state(model)
+    arrays = dict(nnx.to_flat_state(state))
+    tensors = [
+        TensorToStore(name, _nbytes(target), functools.partial(_fetch, arrays, target, layer))
+        for target in _targets(state, model.config)
+        for layer, name in enumerate(target.names)
+    ]
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        write_files(partial, tensors, max_file_bytes)
+        if tokenizer_from is not None:
+            _copy_other_files(Path(tokenizer_from), partial)
+        key = "torch_dtype" if "torch_dtype" in config else "dtype"
+        text = json.dumps(config | {key: dtype.name}, indent=2, sort_keys=True)
+        config_file = partial / "config.json"
+        config_file.write_text(text + "\n")
+        # Temporary folders and safetensors files are private to their owner; a model need not be.
+        for file in partial.iterdir():
+            shutil.copymode(config_file, file)
+        partial.chmod(0o755)
+        if folder.exists():
+            folder.rmdir()
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _targets(state: nnx.State, config: DecoderConfig) -> Iterator[_Target]:
+    for path, variable in nnx.to_flat_state(state):
+        path = tuple(map(str, path))
+        if path[-1] not in LEAVES:
+            raise ValueError(
+                f"the model has {'/'.join(path)}, which a Hugging Face model folder has no place "
+                "for: merge the adapters with jax_dora.merge_dora first"
+            )
+        leaf, transposed = LEAVES[path[-1]]
+        stacked = path[:2] == ("model", "layers")
+        if stacked:
+            inside = ".".join((*path[2:-1], leaf))
+            names = tuple(f"model.layers.{n}.{inside}" for n in range(config.num_hidden_layers))
+        else:
+            names = (".".join((*path[:-1], leaf)),)
+        shape, dtype = variable.get_value().shape, np.dtype(variable.get_value().dtype)
+        yield _Target(path, shape, dtype, names, stacked, transposed)
+
+
+def _check(
+    folder: Path, config: DecoderConfig, targets: list[_Target], stored: dict[str, StoredTensor]
+) -> None:
+    expected = {name: target.tensor_shape() for target in targets for name in target.names}
+    missing = sorted(set(expected) - set(stored))
+    if missing:
+        raise ValueError(f"{folder} lacks {len(missing)} tensors of the model: {missing[:5]}")
+    for name, shape in expected.items():
+        if stored[name].shape != shape:
+            raise ValueError(
+                f"{name} in {folder} has shape {stored[name].shape}; config.json wants {shape}"
+            )
+    # Computed from the config, and stored by old versions only.
+    surplus = {name for name in stored if not name.endswith(".rotary_emb.inv_freq")} - set(expected)
+    if config.tie_word_embeddings and TIED[0] in surplus:
+        if not _equal(stored[TIED[0]], stored[TIED[1]]):
+            raise ValueError(
+                f"{folder} has an {TIED[0]} that differs from {TIED[1]}, though config.json ties "
+                "them: set tie_word_embeddings to false in it to use both"
+            )
+        surplus.discard(TIED[0])
+    if surplus:
+        raise ValueError(
+            f"{folder} has {len(surplus)} tensors that the model of its config.json has no place "
+            f"for: {sorted(surplus)[:5]}"
+        )
+
+
+def _equal(a: StoredTensor, b: StoredTensor) -> bool:
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    pairs = zip(_whole(a), _whole(b), strict=True)
+    return all(np.array_equal(left, right) for (_, left), (_, right) in pairs)
+
+
+def _whole(tensor: StoredTensor) -> Iterator[tuple[int, np.ndarray]]:
+    return tensor.blocks(slice(0, tensor.shape[0]), slice(None), BLOCK_BYTES)
+
+
+def _load(
+    target: _Target, tensors: list[StoredTensor], sharding: jax.sharding.Sharding | None
+) -> jax.Array:
+    if sharding is None:
+        sharding = jax.sharding.SingleDeviceSharding(jnp.zeros(()).device)
+    parts = [
+        _load_part(target, tensors, device, index)
+        for device, index in sharding.addressable_devices_indices_map(target.shape).items()
+    ]
+    return jax.make_array_from_single_device_arrays(target.shape, sharding, parts)
+
+
+def _load_part(
+    target: _Target, tensors: list[StoredTensor], device: jax.Device, index: tuple[slice, ...]
+) -> jax.Array:
+    """The part of the target that `index` cuts out, on `device`."""
+    bounds = [slice(*s.indices(n)[:2]) for s, n in zip(index, target.shape, strict=True)]
+    part = jnp.zeros([s.stop - s.start for s in bounds], target.dtype, device=device)
+    layers = range(len(tensors))
+    if target.stacked:
+        layers, bounds = layers[bounds[0]], bounds[1:]
+    tensor_bounds = bounds[::-1] if target.transposed else bounds
+    rows, columns = tensor_bounds[0], tensor_bounds[-1]
+    for place, layer in enumerate(layers):
+        for start, block in tensors[layer].blocks(rows, columns, BLOCK_BYTES):
+            corner = [0] * len(bounds)
+            corner[-1 if target.transposed else 0] = start - rows.start
+            if target.stacked:
+                corner = [place, *corner]
+            part = _write(
+                part,
+                jax.device_put(block, device),
+                jax.device_put(np.array(corner, np.int32), device),
+                transposed=target.transposed,
+            )
+            # Blocks that wait for their transfer would pile up on the host.
+            part.block_until_ready()
+    return part
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnames="transposed")
+def _write(part: jax.Array, block: jax.Array, corner: jax.Array, *, transposed: bool) -> jax.Array:
+    block = (block.T if transposed else block).astype(part.dtype)
+    block = block.reshape((1,) * (part.ndim - block.ndim) + block.shape)
+    return lax.dynamic_update_slice(part, block, list(corner))
+
+
+def _nbytes(target: _Target) -> int:
+    return int(np.prod(target.tensor_shape())) * target.dtype.itemsize
+
+
+def _fetch(arrays: dict[tuple[Any, ...], Any], target: _Target, layer: int) -> np.ndarray:
+    array = arrays[target.path].get_value()
+    value = np.asarray(array[layer] if target.stacked else array)
+    return value.T if target.transposed else value
+
+
+def _copy_other_files(source: Path, folder: Path) -> None:
+    for file in source.iterdir():
+        weights = ".safetensors" in file.name or file.suffix in (".bin", ".pt", ".pth", ".gguf")
+        if file.is_file() and not weights and file.name != "config.json":
+            shutil.copy2(file, folder)

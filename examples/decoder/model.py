@@ -1,0 +1,239 @@
+"""A decoder-only transformer of the Llama and Qwen families.
+
+Attributes are named as Hugging Face names its modules, so that a torch path
+`model.layers.7.self_attn.q_proj` is `model/layers/self_attn/q_proj` here; all layers are one module
+whose arrays have a leading layer axis, and the forward pass scans over it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+import jax_dora
+
+from . import rope
+from .config import DecoderConfig
+
+# Called like nnx.Linear, which it is unless a model is defined with adapters in it.
+MakeLinear = Callable[..., Any]
+INIT = nnx.initializers.normal(0.02)
+
+
+class RMSNorm(nnx.Module):
+    """scale ∘ x / sqrt(mean(x²) + epsilon) over the last axis (arXiv 1910.07467)."""
+
+    def __init__(self, features: int, config: DecoderConfig) -> None:
+        self.scale = nnx.Param(jnp.ones((features,), config.dtype))
+        self.epsilon = config.rms_norm_eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+        normed = (wide * lax.rsqrt(mean_square + self.epsilon)).astype(x.dtype)
+        return normed * self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention (arXiv 2305.13245) with rotary positions."""
+
+    def __init__(self, config: DecoderConfig, linear: MakeLinear, rngs: nnx.Rngs) -> None:
+        hidden, head_dim = config.hidden_size, config.head_dim
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        qkv = _options(config, config.qkv_bias, rngs)
+        self.q_proj = linear(hidden, heads * head_dim, **qkv)
+        self.k_proj = linear(hidden, kv_heads * head_dim, **qkv)
+        self.v_proj = linear(hidden, kv_heads * head_dim, **qkv)
+        self.o_proj = linear(heads * head_dim, hidden, **_options(config, config.o_bias, rngs))
+        if config.qk_norm:
+            self.q_norm = RMSNorm(head_dim, config)
+            self.k_norm = RMSNorm(head_dim, config)
+        self.config = config
+
+    def __call__(
+        self, x: jax.Array, angles: tuple[jax.Array, jax.Array], mask: jax.Array | None
+    ) -> jax.Array:
+        config = self.config
+        per_head = (*x.shape[:2], -1, config.head_dim)
+        q = self.q_proj(x).reshape(per_head)
+        k = self.k_proj(x).reshape(per_head)
+        v = self.v_proj(x).reshape(per_head)
+        if config.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        attended = jax.nn.dot_product_attention(
+            rope.rotate(q, *angles),
+            rope.rotate(k, *angles),
+            v,
+            mask=mask,
+            is_causal=True,
+            implementation=config.attention,
+        )
+        return self.o_proj(attended.reshape(*x.shape[:2], -1))
+
+
+class MLP(nnx.Module):
+    """down(silu(gate(x)) ∘ up(x)) (arXiv 2002.05202)."""
+
+    def __init__(self, config: DecoderConfig, linear: MakeLinear, rngs: nnx.Rngs) -> None:
+        hidden, intermediate = config.hidden_size, config.intermediate_size
+        options = _options(config, config.mlp_bias, rngs)
+        self.gate_proj = linear(hidden, intermediate, **options)
+        self.up_proj = linear(hidden, intermediate, **options)
+        self.down_proj = linear(intermediate, hidden, **options)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nnx.Module):
+    def __init__(self, config: DecoderConfig, linear: MakeLinear, rngs: nnx.Rngs) -> None:
+        self.input_layernorm = RMSNorm(config.hidden_size, config)
+        self.self_attn = Attention(config, linear, rngs)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config)
+        self.mlp = MLP(config, linear, rngs)
+
+    def __call__(
+        self, x: jax.Array, angles: tuple[jax.Array, jax.Array], mask: jax.Array | None
+    ) -> jax.Array:
+        x = x + self.self_attn(self.input_layernorm(x), angles, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nnx.Module):
+    """Embedding, layers and the last norm: everything but the head."""
+
+    def __init__(self, config: DecoderConfig, linear: MakeLinear, rngs: nnx.Rngs) -> None:
+        self.embed_tokens = nnx.Embed(
+            config.vocab_size,
+            config.hidden_size,
+            dtype=config.dtype,
+            param_dtype=config.dtype,
+            embedding_init=INIT,
+            rngs=rngs,
+        )
+        self.layers = _stacked_layers(config, linear, rngs)
+        self.norm = RMSNorm(config.hidden_size, config)
+        self.config = config
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+    ) -> jax.Array:
+        """[batch, time, hidden] of tokens, positions and segments i32[batch, time]."""
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
+        mask = None
+        if segment_ids is not None:
+            mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+        angles = rope.angles(self.config.rope, self.config.head_dim, positions)
+        x = self._scan(self.embed_tokens(tokens), angles, mask)
+        return self.norm(x)
+
+    def _scan(
+        self, x: jax.Array, angles: tuple[jax.Array, jax.Array], mask: jax.Array | None
+    ) -> jax.Array:
+        # Dropout streams count their calls; everything else a layer only reads.
+        graphdef, streams, arrays = nnx.split(self.layers, nnx.RngState, ...)
+
+        def one_layer(x, state):
+            layer = nnx.merge(graphdef, *state)
+            return layer(x, angles, mask), nnx.state(layer, nnx.RngState)
+
+        if self.config.remat:
+            # Inside a scan no common subexpressions can undo the rematerialisation.
+            one_layer = jax.checkpoint(one_layer, policy=jax_dora.remat_policy(), prevent_cse=False)
+        x, streams = lax.scan(one_layer, x, (streams, arrays))
+        nnx.update(self.layers, streams)
+        return x
+
+
+class CausalLM(nnx.Module):
+    """The decoder and its head.
+
+    Attributes:
+      model: the `Decoder`.
+      lm_head: an `nnx.Linear`, or None where the head is the embedding's transpose.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, *, linear: MakeLinear = nnx.Linear, rngs: nnx.Rngs
+    ) -> None:
+        """
+        Args:
+          config: sizes and switches.
+          linear: makes the seven projections of every layer; called like `nnx.Linear`.
+          rngs: its `params` stream makes parameters.
+        """
+        self.model = Decoder(config, linear, rngs)
+        self.lm_head = nnx.data(None)
+        if not config.tie_word_embeddings:
+            self.lm_head = nnx.Linear(
+                config.hidden_size, config.vocab_size, **_options(config, False, rngs)
+            )
+        self.config = config
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+    ) -> jax.Array:
+        """Logits of the next token, for every token.
+
+        Args:
+          tokens: i32[batch, time].
+          positions: i32[batch, time]; 0, 1, 2, … if not given.
+          segment_ids: i32[batch, time], for several texts packed in one row: a token attends to
+            tokens of its own segment only.
+
+        Returns:
+          [batch, time, vocab] in config.dtype.
+        """
+        return self.logits(self.model(tokens, positions, segment_ids))
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """The head: [..., hidden] to [..., vocab]."""
+        if self.lm_head is None:
+            return self.model.embed_tokens.attend(hidden)
+        return self.lm_head(hidden)
+
+
+def make_model(
+    config: DecoderConfig, *, linear: MakeLinear = nnx.Linear, seed: int = 0
+) -> CausalLM:
+    """A model of random weights, made on the device under jit, layer by layer.
+
+    Besides the model itself, one layer's temporaries are all that it takes. With adapters:
+
+        make_model(config, linear=functools.partial(jax_dora.DoRALinear, rank=384, alpha=192))
+    """
+
+    @nnx.jit
+    def make() -> CausalLM:
+        return CausalLM(config, linear=linear, rngs=nnx.Rngs(seed))
+
+    return make()
+
+
+def _stacked_layers(config: DecoderConfig, linear: MakeLinear, rngs: nnx.Rngs) -> DecoderLayer:
+    def make(key: jax.Array) -> DecoderLayer:
+        return DecoderLayer(config, linear, nnx.Rngs(key))
+
+    keys = jax.random.split(rngs.params(), config.num_hidden_layers)
+    graphdef = nnx.graphdef(nnx.eval_shape(make, keys[0]))
+    return nnx.merge(graphdef, lax.map(lambda key: nnx.state(make(key)), keys))
+
+
+def _options(config: DecoderConfig, use_bias: bool, rngs: nnx.Rngs) -> dict[str, Any]:
+    return {
+        "use_bias": use_bias,
+        "dtype": config.dtype,
+        "param_dtype": config.dtype,
+        "kernel_init": INIT,
+        "rngs": rngs,
+    }

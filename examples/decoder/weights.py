@@ -1,0 +1,156 @@
+"""The safetensors files of a Hugging Face folder, read piecewise and written one file at a time."""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DTYPES = {
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies. Reads with plain file calls: pages of a memory map would stay resident
+    and count as a second copy of the weights."""
+
+    file: Path
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    def blocks(
+        self, rows: slice, columns: slice, block_bytes: int
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """(first row, a block of whole rows cut to `columns`), of at most `block_bytes` if one row
+        is; a vector is a matrix of one-element rows."""
+        row_elements = math.prod(self.shape[1:])
+        step = max(1, block_bytes // (row_elements * self.dtype.itemsize))
+        with self.file.open("rb") as file:
+            for start in range(rows.start, rows.stop, step):
+                stop = min(start + step, rows.stop)
+                block = np.empty((stop - start, *self.shape[1:]), self.dtype)
+                file.seek(self.offset + start * row_elements * self.dtype.itemsize)
+                if file.readinto(block.reshape(-1).view(np.uint8).data) != block.nbytes:
+                    raise ValueError(f"{self.file} ends inside {self.name}: it was cut short")
+                yield start, block if block.ndim == 1 else block[:, columns]
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of the folder's safetensors files, by name; reads only their headers.
+
+    Raises:
+      FileNotFoundError: neither model.safetensors nor its index is there, or a file it names.
+      ValueError: a file is damaged, or index and files disagree.
+      NotImplementedError: a tensor has another dtype than bf16, fp16 and fp32.
+    """
+    index = folder / INDEX
+    if index.exists():
+        try:
+            mapping = json.loads(index.read_text())["weight_map"]
+            files = {folder / name for name in mapping.values()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} is no index of safetensors files: {error}") from error
+    elif (folder / SINGLE).exists():
+        mapping, files = None, {folder / SINGLE}
+    else:
+        raise FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX}")
+
+    tensors: dict[str, StoredTensor] = {}
+    for file in sorted(files):
+        if not file.is_file() or file.parent != folder:
+            raise FileNotFoundError(f"{index} names {file}, which is no file of {folder}")
+        tensors |= _header(file)
+    if mapping is not None:
+        listed = {name: folder / file for name, file in mapping.items()}
+        found = {name: tensor.file for name, tensor in tensors.items()}
+        wrong = sorted(name for name in listed | found if listed.get(name) != found.get(name))
+        if wrong:
+            raise ValueError(f"{index} and the files beside it disagree about {_some(wrong)}")
+    return tensors
+
+
+def _header(file: Path) -> dict[str, StoredTensor]:
+    try:
+        # Checks that the header is sound and the file as long as it says.
+        with safe_open(file, framework="numpy"):
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"{file} is no sound safetensors file: {error}") from error
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(length))
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in header.items():
+        if entry["dtype"] not in DTYPES:
+            raise NotImplementedError(
+                f"{name} in {file} has dtype {entry['dtype']}; expected {', '.join(DTYPES)}"
+            )
+        tensors[name] = StoredTensor(
+            file,
+            name,
+            DTYPES[entry["dtype"]],
+            tuple(entry["shape"]),
+            8 + length + entry["data_offsets"][0],
+        )
+    return tensors
+
+
+@dataclass(frozen=True)
+class TensorToStore:
+    name: str
+    nbytes: int
+    value: Callable[[], np.ndarray]
+
+
+def write_files(folder: Path, tensors: Sequence[TensorToStore], max_file_bytes: int) -> None:
+    """model.safetensors, or several files and their index; holds one file's tensors at a time."""
+    groups = list(_groups(tensors, max_file_bytes))
+    names = [SINGLE]
+    if len(groups) > 1:
+        count = len(groups)
+        names = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
+    for file, group in zip(names, groups, strict=True):
+        values = {tensor.name: np.ascontiguousarray(tensor.value()) for tensor in group}
+        save_file(values, folder / file, metadata={"format": "pt"})
+    if len(groups) > 1:
+        index: dict[str, Any] = {
+            "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors)},
+            "weight_map": {
+                tensor.name: file
+                for file, group in zip(names, groups, strict=True)
+                for tensor in group
+            },
+        }
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _groups(tensors: Iterable[TensorToStore], max_bytes: int) -> Iterator[list[TensorToStore]]:
+    group: list[TensorToStore] = []
+    size = 0
+    for tensor in tensors:
+        if group and size + tensor.nbytes > max_bytes:
+            yield group
+            group, size = [], 0
+        group.append(tensor)
+        size += tensor.nbytes
+    yield group
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more

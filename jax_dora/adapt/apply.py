@@ -1,0 +1,138 @@
+"""Adapters into an existing nnx model."""
+
+import contextlib
+from typing import Any, cast
+
+import jax
+from flax import nnx
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jax_dora.adapt.kinds import KINDS, Kind, kind_of_adapted, kind_of_base
+from jax_dora.adapt.rule import DoRARule, Rules, as_rules, assign, listing
+from jax_dora.adapt.stack import adapt_stack, stack_shape
+from jax_dora.adapt.tree import Found, find_modules, is_node, replace_modules
+
+
+def apply_dora[Model: nnx.Module](model: Model, rules: Rules, *, rngs: nnx.Rngs) -> Model:
+    """`model` with a fresh DoRA adapter in every layer that a rule matches.
+
+        rules = [DoRARule(r"layers/\\d+/attention/(query|value)", rank=16, alpha=32)]
+        model = apply_dora(model, rules, rngs=nnx.Rngs(0))
+
+    The result is a model of its own, which computes what `model` did; `model` is left as it is. The
+    two share the arrays of every parameter, and no array is copied. A layer keeps its dtype, its
+    bias and its sharding metadata; its adapter is sharded like its kernel.
+
+    Adapted are `nnx.Linear`, `nnx.LinearGeneral`, `nnx.Einsum`, `nnx.Embed` and `nnx.Conv`, also
+    where `nnx.vmap` has stacked them along leading axes for `nnx.scan`. A module that is shared
+    stays shared, and a rule that matches one of its paths adapts it everywhere.
+
+    Args:
+      model: an nnx module; one of the layers above is a model too, whose path is "".
+      rules: one rule or several; the first that matches a layer's path adapts it. Only modules
+        that hold parameters themselves are matched, so ".*" does not stumble over containers.
+      rngs: its `params` stream draws the adapters, its `dropout` stream makes their masks.
+
+    Raises:
+      TypeError: `model` is no nnx module; a matched module is of another type.
+      ValueError: a rule adapts nothing; a matched layer is adapted already; a rule does not fit
+        its layer. The message lists what is there.
+      NotImplementedError: a matched layer has a setting that its adapter would not honour.
+    """
+    if not isinstance(model, nnx.Module):
+        raise TypeError(
+            f"model is a {type(model).__name__}; expected an nnx.Module: for Flax linen there is "
+            "jax_dora.linen.apply_dora"
+        )
+    if not isinstance(rngs, nnx.Rngs):
+        raise TypeError(f"rngs is a {type(rngs).__name__}; expected nnx.Rngs, e.g. nnx.Rngs(0)")
+    rules = as_rules(rules)
+    copy = nnx.clone(model)
+    layers = [found for found in find_modules(copy) if _holds_parameters(found.module)]
+    chosen = assign(rules, [found.paths for found in layers])
+    matched = [(found, rule) for found, rule in zip(layers, chosen, strict=True) if rule]
+    _refuse_others([found for found, _ in matched])
+    replacements = {}
+    for found, rule in matched:
+        replacements[id(found.module)] = _adapt(found, rule, rngs)
+    return replace_modules(copy, replacements)
+
+
+def _adapt(found: Found, rule: DoRARule, rngs: nnx.Rngs) -> Any:
+    layer, kind = found.module, kind_of_base(found.module)
+    assert kind is not None
+    options = {
+        "rank": rule.rank,
+        "alpha": rule.alpha,
+        "use_rslora": rule.use_rslora,
+        "dropout": rule.dropout,
+        "dropout_mode": rule.dropout_mode,
+        "adapter_dtype": rule.adapter_dtype,
+        "implementation": rule.implementation,
+        "rngs": rngs,
+    }
+    for name in ("lora_a_init", "lora_b_init"):
+        if getattr(rule, name) is not None:
+            options[name] = getattr(rule, name)
+    sharding = _mesh_sharding(getattr(layer, kind.kernel))
+    try:
+        with (
+            contextlib.nullcontext()
+            if sharding is None
+            else jax.set_mesh(cast(Mesh, sharding.mesh))
+        ):
+            shape = stack_shape(layer, kind)
+            if shape:
+                adapted = adapt_stack(layer, kind, shape, lambda one: kind.adapt(one, **options))
+            else:
+                adapted = kind.adapt(layer, **options)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise type(error)(f"{found.paths[0]!r} cannot be adapted: {error}") from error
+    if sharding is not None:
+        _shard_like_kernel(adapted, kind, sharding, len(shape))
+    return adapted
+
+
+def _shard_like_kernel(adapted: Any, kind: Kind, sharding: NamedSharding, lead: int) -> None:
+    ndim = getattr(adapted, kind.kernel).ndim
+    spec = (*sharding.spec, *(None,) * (ndim - len(sharding.spec)))
+    for name, names in kind.adapter_axes(adapted, spec[lead:]).items():
+        variable = getattr(adapted, name)
+        target = NamedSharding(sharding.mesh, PartitionSpec(*spec[:lead], *names))
+        variable.set_value(jax.device_put(variable.get_value(), target))
+
+
+def _mesh_sharding(variable: nnx.Variable) -> NamedSharding | None:
+    """How a concrete array lies on a mesh of its own."""
+    value = variable.get_value()
+    if isinstance(value, jax.Array) and not isinstance(value, Tracer):
+        sharding = value.sharding
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            return sharding
+    return None
+
+
+def _refuse_others(matched: list[Found]) -> None:
+    adapted = [f"{one.paths[0]} ({_name(one)})" for one in matched if kind_of_adapted(one.module)]
+    if adapted:
+        raise ValueError(
+            "a layer holds one adapter at a time, and these that the rules match hold one already: "
+            f"take it out with remove_dora, or merge it with merge_dora, first:{listing(adapted)}"
+        )
+    others = [f"{one.paths[0]} ({_name(one)})" for one in matched if not kind_of_base(one.module)]
+    if others:
+        names = ", ".join(kind.base.__name__ for kind in KINDS)
+        raise TypeError(
+            f"the rules match modules that cannot be adapted; expected {names} alone: narrow the "
+            f"rules' paths so that they leave out:{listing(others)}"
+        )
+
+
+def _name(found: Found) -> str:
+    return type(found.module).__name__
+
+
+def _holds_parameters(module: nnx.Module) -> bool:
+    leaves = jax.tree.leaves(vars(module), is_leaf=is_node)
+    return any(isinstance(leaf, nnx.Param) for leaf in leaves)

@@ -1,0 +1,93 @@
+"""Walking an nnx model by paths, and replacing modules in it."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+
+@dataclasses.dataclass
+class Found:
+    """A module and every path that leads to it: more than one where it is shared."""
+
+    module: nnx.Module
+    paths: tuple[str, ...]
+
+
+def find_modules(model: nnx.Module) -> list[Found]:
+    """Every module of `model`, itself included, in the order of the paths."""
+    found: dict[int, Found] = {}
+
+    def visit(node: Any, path: tuple[str, ...], above: tuple[int, ...]) -> None:
+        if id(node) in above:  # a module that refers back to its parent
+            return
+        if isinstance(node, nnx.Module):
+            name = "/".join(path)
+            entry = found.setdefault(id(node), Found(node, ()))
+            entry.paths = (*entry.paths, name)
+        for key, child in _children(node):
+            visit(child, (*path, *key), (*above, id(node)))
+
+    visit(model, (), ())
+    return list(found.values())
+
+
+def replace_modules(model: nnx.Module, replacements: Mapping[int, nnx.Module]) -> Any:
+    """`model`, changed in place, with the module of each `id` replaced; the result is another
+    object only where `model` itself is replaced."""
+    done: set[int] = set()
+
+    def visit(value: Any) -> Any:
+        if id(value) in replacements:
+            return replacements[id(value)]
+        if isinstance(value, nnx.Pytree):
+            if id(value) not in done:
+                done.add(id(value))
+                for name, child in _attributes(value):
+                    new = visit(child)
+                    if new is not child:
+                        setattr(value, name, nnx.data(new))
+            return value
+        if _is_container(value):
+            leaves, structure = jax.tree.flatten(value, is_leaf=is_node)
+            new_leaves = [visit(leaf) if is_node(leaf) else leaf for leaf in leaves]
+            if any(new is not old for new, old in zip(new_leaves, leaves, strict=True)):
+                return jax.tree.unflatten(structure, new_leaves)
+        return value
+
+    return visit(model)
+
+
+def _children(node: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """(keys, child) of a module: modules in containers are its children by two keys or more."""
+    if not isinstance(node, nnx.Pytree):
+        return
+    for name, value in _attributes(node):
+        if isinstance(value, nnx.Pytree):
+            yield (name,), value
+        elif _is_container(value):
+            for keys, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_node):
+                if isinstance(leaf, nnx.Pytree):
+                    yield (name, *(_key_name(key) for key in keys)), leaf
+
+
+def _attributes(node: nnx.Pytree) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in vars(node).items() if not name.startswith("_pytree__")]
+
+
+def is_node(value: Any) -> bool:
+    """Whether the walk treats `value` as one thing, not as a container of others."""
+    return isinstance(value, nnx.Pytree | nnx.Variable)
+
+
+def _is_container(value: Any) -> bool:
+    return not is_node(value) and isinstance(value, list | tuple | dict)
+
+
+def _key_name(key: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)

@@ -1,0 +1,181 @@
+"""What the DoRA layers over an existing Flax layer have in common."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn import dtypes
+from flax.typing import Dtype, Initializer
+from jax import lax
+
+from jax_dora import ops
+from jax_dora.hyperparameters import DropoutMode, adapter_scale, check_dropout
+from jax_dora.layers.layout import Layout
+from jax_dora.nnx import DoRAParam, default_lora_a_init, default_lora_b_init
+
+# What a Flax layer may be given in place of its own arithmetic. The adapter's part of the result
+# would not go through it.
+_OWN_ARITHMETIC = {
+    "promote_dtype": (dtypes.promote_dtype,),
+    "dot_general": (None, lax.dot_general),
+    "dot_general_cls": (None,),
+    "conv_general_dilated": (lax.conv_general_dilated,),
+    "einsum_op": (jnp.einsum,),
+    "preferred_element_type": (None,),
+    "mask": (None,),
+}
+
+
+class DoRALayer(nnx.Module):
+    """A Flax layer with an adapter beside it, whose parameters are the base layer's own.
+
+    A fresh layer computes what the base would with kernel + s·lora_a lora_b, exactly: its
+    magnitude is its norm. The norm is per output feature and constant under differentiation
+    (arXiv 2402.09353, section 4.3).
+
+    Args:
+      base: the layer to adapt. Its parameters (the very `nnx.Param`s) and settings are taken over.
+      rank: of the adapter.
+      alpha: the scale s is alpha / rank,
+      use_rslora: or alpha / sqrt(rank).
+      dropout: probability of dropping an input in training.
+      dropout_mode: "adapter" drops what lora_a reads; "input" what the whole correction reads.
+      adapter_dtype: of lora_a and lora_b. Never changes the dtype of the result.
+      lora_a_init, lora_b_init: called with the shape of one matrix, [in, rank] and [rank, out].
+      implementation: of the compose, as in `jax_dora.ops.dora_linear`.
+      rngs: its `params` stream makes parameters, its `dropout` stream masks.
+
+    Raises:
+      TypeError: `base` is of another type, or of a subclass that computes something else.
+      ValueError: rank, alpha, dropout or dropout_mode is out of range.
+      NotImplementedError: `base` has a setting that the adapter would not honour.
+    """
+
+    base_type: ClassVar[type[nnx.Module]]
+    kernel_name: ClassVar[str] = "kernel"
+    default_inits: ClassVar[Mapping[str, Initializer]] = {
+        "lora_a": default_lora_a_init,
+        "lora_b": default_lora_b_init,
+    }
+
+    lora_a: nnx.LoRAParam
+    lora_b: nnx.LoRAParam
+    magnitude: DoRAParam
+
+    def __init__(
+        self,
+        base: Any,
+        *,
+        rank: int,
+        alpha: float,
+        use_rslora: bool = False,
+        dropout: float = 0.0,
+        dropout_mode: DropoutMode = "adapter",
+        adapter_dtype: Dtype = jnp.float32,
+        lora_a_init: Initializer | None = None,
+        lora_b_init: Initializer | None = None,
+        implementation: str | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.scale = adapter_scale(rank, alpha, use_rslora)
+        check_dropout(dropout, dropout_mode)
+        self._check_base(base)
+        for name, value in vars(base).items():
+            if not name.startswith("_pytree__"):
+                setattr(self, name, nnx.data(None) if name == "bias" and value is None else value)
+        self.rank = rank
+        self.alpha = alpha
+        self.use_rslora = use_rslora
+        self.adapter_dtype = adapter_dtype
+        self.dropout_mode = dropout_mode
+        self.implementation = implementation
+        self.dropout = nnx.Dropout(dropout, rngs=rngs) if dropout else nnx.data(None)
+
+        layout = self.layout()
+        axes = self.adapter_axes(_axis_names(self._kernel()))
+        for name, init in (("lora_a", lora_a_init), ("lora_b", lora_b_init)):
+            place = getattr(layout, name)
+            init = init or self.default_inits[name]
+            value = _initialize(init, rngs.params(), place.matrices, adapter_dtype)
+            value = place.from_matrices(value)
+            setattr(self, name, self._parameter(nnx.LoRAParam, value, axes[name]))
+        self.magnitude = self._parameter(DoRAParam, self.norm(), axes["magnitude"])
+
+    def layout(self) -> Layout:
+        """How kernel, lora_a, lora_b and magnitude are matrices."""
+        raise NotImplementedError
+
+    def adapter_axes(self, axes: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
+        """For lora_a, lora_b and magnitude what `axes` says of the kernel's axes: a name each."""
+        raise NotImplementedError
+
+    def norm(self) -> jax.Array:
+        """‖kernel + s·lora_a lora_b‖ per output feature, of the parameters as stored, in fp32."""
+        layout = self.layout()
+        norm = matrix_norm(
+            layout.kernel.to_matrices(self._kernel()[...]),
+            layout.lora_a.to_matrices(self.lora_a[...]),
+            layout.lora_b.to_matrices(self.lora_b[...]),
+            self.scale,
+        )
+        return layout.magnitude.from_matrices(norm[:, None])
+
+    def _kernel(self) -> nnx.Param:
+        return getattr(self, self.kernel_name)
+
+    def _parameter(self, kind: type[nnx.LoRAParam], value: Any, names: tuple[Any, ...]) -> Any:
+        metadata = self._kernel().get_metadata()
+        keys = ("out_sharding", "sharding_rules", "mesh")
+        kept = {key: metadata[key] for key in keys if metadata.get(key) is not None}
+        if "out_sharding" in kept:
+            kept["out_sharding"] = names
+        return kind(value, **kept)
+
+    def _check_base(self, base: Any) -> None:
+        expected = self.base_type
+        if not isinstance(base, expected):
+            raise TypeError(
+                f"the layer is a {type(base).__name__}; expected an nnx.{expected.__name__}"
+            )
+        if type(base).__call__ is not expected.__call__:
+            raise TypeError(
+                f"the layer is a {type(base).__name__}, which computes something else than "
+                f"nnx.{expected.__name__}; expected an nnx.{expected.__name__} itself"
+            )
+        for name, allowed in _OWN_ARITHMETIC.items():
+            value = getattr(base, name, allowed[0])
+            if not any(value is one for one in allowed):
+                raise NotImplementedError(
+                    f"the layer's {name} is {value!r}; expected Flax's default, the only one that "
+                    "a DoRA layer honours: set it back, or leave this layer unadapted"
+                )
+
+
+def matrix_norm(kernel: jax.Array, lora_a: jax.Array, lora_b: jax.Array, scale: float) -> jax.Array:
+    """‖kernel + scale·lora_a lora_b‖ of every column: f32[n, out] of [n, in, out] and so on."""
+    if kernel.shape[0] == 1:
+        return ops.factored_norm(kernel[0], lora_a[0], lora_b[0], scale)[None]
+    return jax.vmap(lambda w, a, b: ops.factored_norm(w, a, b, scale))(kernel, lora_a, lora_b)
+
+
+def no_out_sharding(out_sharding: Any) -> None:
+    """Raises NotImplementedError where a call asks for a sharding of the result."""
+    if out_sharding is not None:
+        raise NotImplementedError(
+            f"out_sharding is {out_sharding}; a DoRA layer takes none: use jax.sharding.reshard or "
+            "jax.lax.with_sharding_constraint on its result"
+        )
+
+
+def _initialize(init: Any, key: jax.Array, shape: tuple[int, int, int], dtype: Any) -> jax.Array:
+    n, *matrix = shape
+    if n == 1:
+        return init(key, tuple(matrix), dtype)[None]
+    return jax.vmap(lambda one: init(one, tuple(matrix), dtype))(jax.random.split(key, n))
+
+
+def _axis_names(kernel: nnx.Param) -> tuple[Any, ...]:
+    names = tuple(kernel.get_metadata("out_sharding", None) or ())
+    return names + (None,) * (kernel.ndim - len(names))

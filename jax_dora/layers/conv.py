@@ -1,0 +1,104 @@
+"""DoRA for nnx.Conv."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_dora import ops
+from jax_dora.layers.adapter import DoRALayer, no_out_sharding
+from jax_dora.layers.layout import Layout, convolution_layout
+from jax_dora.reuse import current_norm
+
+
+class DoRAConv(DoRALayer, nnx.Conv):
+    """y = conv(x, magnitude ∘ (kernel + s·lora_a lora_b) / ‖kernel + s·lora_a lora_b‖) + bias.
+
+    The norm is of each output channel, over the window and the input channels it reads. Computed
+    as y = base + ((g-1)∘base + g∘(s·lora)) + bias, where lora is a convolution with lora_a like
+    the base's (strides, padding, dilation, groups), then a product with lora_b. In a grouped
+    convolution every group has an adapter of its own, of rank / groups.
+
+    Arguments as `DoRALayer`'s; rank is a multiple of the number of groups.
+
+    Attributes:
+      kernel: [*window, in / groups, out].
+      lora_a: [*window, in / groups, rank].
+      lora_b: [rank / groups, out].
+      magnitude: [out].
+    """
+
+    base_type = nnx.Conv
+
+    def __init__(self, base: nnx.Conv, *, rank: int, **options: Any) -> None:
+        groups = getattr(base, "feature_group_count", 1)
+        if isinstance(rank, int) and rank % groups:
+            raise ValueError(
+                f"rank is {rank} and the convolution has {groups} groups, each of which takes an "
+                f"equal part of the rank; expected a multiple of {groups}"
+            )
+        super().__init__(base, rank=rank, **options)
+
+    def layout(self) -> Layout:
+        return convolution_layout(self.kernel_shape, self.feature_group_count, self.rank)
+
+    def adapter_axes(self, axes: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
+        return {"lora_a": (*axes[:-1], None), "lora_b": (None, axes[-1]), "magnitude": axes[-1:]}
+
+    def __call__(
+        self,
+        inputs: jax.Array,
+        out_sharding: Any = None,
+        *,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+    ) -> jax.Array:
+        """
+        Args:
+          inputs: [*batch, *window positions, in].
+          out_sharding: None.
+          deterministic, rngs: as `nnx.Dropout.__call__`'s.
+
+        Returns:
+          [*batch, *window positions, out] in the dtype that `nnx.Conv` would return.
+        """
+        no_out_sharding(out_sharding)
+        bias = None if self.bias is None else self.bias[...]
+        x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
+        norm = current_norm(self)
+        g = ops.magnitude_scale(self.magnitude[...], norm, x.dtype)
+        dropped = x
+        if self.dropout is not None:
+            dropped = self.dropout(x, deterministic=deterministic, rngs=rngs)
+
+        base = self._convolve(x, kernel)
+        lora = self._expand(self._convolve(dropped, self.lora_a[...].astype(x.dtype)))
+        if dropped is x or self.dropout_mode == "adapter":
+            y = ops.compose(base, lora, g, self.scale, implementation=self.implementation)
+        else:
+            y = base + ops.compose_delta(
+                self._convolve(dropped, kernel),
+                lora,
+                g,
+                self.scale,
+                implementation=self.implementation,
+            )
+        return y if bias is None else y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
+
+    def _convolve(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
+        """`nnx.Conv` without its bias, with another kernel."""
+        settings = vars(self) | {"kernel": kernel, "bias": None, "use_bias": False}
+        stand_in: Any = SimpleNamespace(**settings)
+        return nnx.Conv.__call__(stand_in, x)
+
+    def _expand(self, z: jax.Array) -> jax.Array:
+        """[..., rank] to [..., out] by lora_b, group by group."""
+        layout, groups = self.layout(), self.feature_group_count
+        lora_b = layout.lora_b.to_matrices(self.lora_b[...]).astype(z.dtype)
+        if groups == 1:
+            return jnp.matmul(z, lora_b[0], precision=self.precision)
+        z = z.reshape(*z.shape[:-1], groups, -1)
+        lora = jnp.einsum("...gr,gro->...go", z, lora_b, precision=self.precision)
+        return lora.reshape(*z.shape[:-2], -1)

@@ -1,0 +1,76 @@
+"""DoRA for nnx.Embed."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import Initializer
+
+from jax_dora import ops
+from jax_dora.layers.adapter import DoRALayer, no_out_sharding
+from jax_dora.layers.layout import Layout, matrix_layout
+from jax_dora.reuse import current_norm
+
+
+class DoRAEmbed(DoRALayer, nnx.Embed):
+    """y = g∘E[ids] + g∘(s·lora_a[ids] lora_b) with g = magnitude / ‖E + s·lora_a lora_b‖.
+
+    The norm is of each feature, over the vocabulary. Arguments as `DoRALayer`'s; there is no
+    dropout, since an embedding reads no activation. As in PEFT, lora_a starts at zero and lora_b
+    normal.
+
+    Attributes:
+      embedding: [vocabulary, features].
+      lora_a: [vocabulary, rank].
+      lora_b: [rank, features].
+      magnitude: [features].
+    """
+
+    base_type = nnx.Embed
+    kernel_name = "embedding"
+    default_inits: ClassVar[Mapping[str, Initializer]] = {
+        "lora_a": nnx.initializers.zeros_init(),
+        "lora_b": nnx.initializers.normal(1.0),
+    }
+
+    def __init__(self, base: nnx.Embed, *, dropout: float = 0.0, **options: Any) -> None:
+        if dropout:
+            raise ValueError(
+                f"dropout is {dropout} for an embedding, which reads token ids and has no "
+                "activation to drop; expected 0: give embeddings a rule of their own"
+            )
+        super().__init__(base, **options)
+
+    def layout(self) -> Layout:
+        return matrix_layout(self.num_embeddings, self.features, self.rank)
+
+    def adapter_axes(self, axes: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
+        return {"lora_a": (axes[0], None), "lora_b": (None, axes[1]), "magnitude": (axes[1],)}
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """Integers [...] to [..., features], in the dtype that `nnx.Embed` would return."""
+        no_out_sharding(out_sharding)
+        base = nnx.Embed.__call__(self, inputs)
+        rows = jnp.take(self.lora_a[...], inputs, axis=0).astype(base.dtype)
+        lora = rows @ self.lora_b[...].astype(base.dtype)
+        return ops.compose(
+            base, lora, self._g(base.dtype), self.scale, implementation=self.implementation
+        )
+
+    def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """[..., features] to [..., vocabulary]: the product with the adapted embedding, as after
+        merging. (PEFT leaves a tied output head unadapted: for that, multiply by `embedding`.)"""
+        no_out_sharding(out_sharding)
+        query, embedding = self.promote_dtype((query, self.embedding[...]), dtype=self.dtype)
+        dtype = query.dtype
+        g = self._g(dtype)
+        g = g.reshape((1,) * (query.ndim - 1) + g.shape)
+        scaled = (g * query.astype(g.dtype)).astype(dtype)
+        z = scaled @ (self.scale * self.lora_b[...]).astype(dtype).T
+        return scaled @ embedding.T + z @ self.lora_a[...].astype(dtype).T
+
+    def _g(self, dtype: Any) -> jax.Array:
+        norm = current_norm(self)
+        return ops.magnitude_scale(self.magnitude[...], norm, dtype)

@@ -1,0 +1,119 @@
+"""A layer's parameters as matrices: kernel [n, in, out], lora_a [n, in, r], lora_b [n, r, out].
+
+n is 1 but for grouped convolutions and for projections with batch axes, which have one matrix, and
+one adapter, for each group or batch index. A norm is taken over `in`, of every column.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+
+
+class Axes(NamedTuple):
+    """One parameter: its stored shape, that shape with groups split off, and what each axis is."""
+
+    stored: tuple[int, ...]
+    split: tuple[int, ...]
+    batch: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        """The shape [n, rows, columns]."""
+
+        def size(axes: tuple[int, ...]) -> int:
+            return math.prod(self.split[axis] for axis in axes)
+
+        return size(self.batch), size(self.rows), size(self.columns)
+
+    def to_matrices(self, array: jax.Array) -> jax.Array:
+        """[n, rows, columns] of an array of the stored shape."""
+        order = (*self.batch, *self.rows, *self.columns)
+        return array.reshape(self.split).transpose(order).reshape(self.matrices)
+
+    def from_matrices(self, matrices: jax.Array) -> jax.Array:
+        """The inverse of `to_matrices`."""
+        order = (*self.batch, *self.rows, *self.columns)
+        split = matrices.reshape(tuple(self.split[axis] for axis in order))
+        inverse = sorted(range(len(order)), key=order.__getitem__)
+        return split.transpose(inverse).reshape(self.stored)
+
+
+class Layout(NamedTuple):
+    """The parameters of one layer; magnitude is [n, 1, out] as matrices."""
+
+    kernel: Axes
+    lora_a: Axes
+    lora_b: Axes
+    magnitude: Axes
+
+
+def matrix_layout(in_features: int, out_features: int, rank: int) -> Layout:
+    """Of a layer whose parameters are matrices already."""
+
+    def whole(rows: int, columns: int) -> Axes:
+        return Axes((rows, columns), (rows, columns), (), (0,), (1,))
+
+    return Layout(
+        kernel=whole(in_features, out_features),
+        lora_a=whole(in_features, rank),
+        lora_b=whole(rank, out_features),
+        magnitude=Axes((out_features,), (out_features,), (), (), (0,)),
+    )
+
+
+def projection_layout(
+    batch: tuple[int, ...], in_: tuple[int, ...], out: tuple[int, ...], order: str, rank: int
+) -> Layout:
+    """Of a kernel with several axes of each sort.
+
+    lora_a is [*batch, *in, rank], lora_b [*batch, rank, *out] and magnitude [*batch, *out].
+
+    Args:
+      batch, in_, out: the sizes of the axes of each sort.
+      order: a letter for each axis of the kernel, "b", "i" or "o".
+      rank: of the adapter.
+    """
+    sizes = {"b": iter(batch), "i": iter(in_), "o": iter(out)}
+    stored = tuple(next(sizes[letter]) for letter in order)
+    places = {
+        letter: tuple(axis for axis, one in enumerate(order) if one == letter) for letter in "bio"
+    }
+    n = len(batch)
+
+    def after_batch(rows: tuple[int, ...], columns: tuple[int, ...]) -> Axes:
+        shape = (*batch, *rows, *columns)
+        split = n + len(rows)
+        return Axes(
+            shape,
+            shape,
+            tuple(range(n)),
+            tuple(range(n, split)),
+            tuple(range(split, len(shape))),
+        )
+
+    return Layout(
+        kernel=Axes(stored, stored, places["b"], places["i"], places["o"]),
+        lora_a=after_batch(in_, (rank,)),
+        lora_b=after_batch((rank,), out),
+        magnitude=after_batch((), out),
+    )
+
+
+def convolution_layout(kernel_shape: tuple[int, ...], groups: int, rank: int) -> Layout:
+    """Of a kernel [*window, in / groups, out], every group of which has rank / groups of the rank.
+
+    lora_a is [*window, in / groups, rank], lora_b [rank / groups, out] and magnitude [out].
+    """
+    *rows, out = kernel_shape
+    n = len(rows)
+    rows, row_axes, group, column = tuple(rows), tuple(range(n)), (n,), (n + 1,)
+    inner, outer = rank // groups, out // groups
+    return Layout(
+        kernel=Axes((*rows, out), (*rows, groups, outer), group, row_axes, column),
+        lora_a=Axes((*rows, rank), (*rows, groups, inner), group, row_axes, column),
+        lora_b=Axes((inner, out), (inner, groups, outer), (1,), (0,), (2,)),
+        magnitude=Axes((out,), (groups, outer), (0,), (), (1,)),
+    )

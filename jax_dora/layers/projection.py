@@ -1,0 +1,259 @@
+"""DoRA for nnx.LinearGeneral and nnx.Einsum: projections over any axes, written as an einsum.
+
+An axis of the kernel is a batch axis where both the input and the result have it, an input axis
+where only the input has it, an output axis where only the result has it. The norm is over the
+input axes, of every output feature of every batch index.
+"""
+
+import math
+import string
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+from jax_dora import ops
+from jax_dora.layers.adapter import DoRALayer, no_out_sharding
+from jax_dora.layers.layout import Layout, projection_layout
+from jax_dora.ops.dropout import dora_linear_with_dropout
+from jax_dora.reuse import current_norm
+
+
+class Equation(NamedTuple):
+    """x, kernel -> y of an einsum: a letter for each axis."""
+
+    x: str
+    kernel: str
+    y: str
+
+    def sort(self, letter: str) -> str:
+        """Of an axis of the kernel: "b" for batch, "i" for input, "o" for output."""
+        if letter in self.y:
+            return "b" if letter in self.x else "o"
+        return "i"
+
+    def kernel_letters(self, sort: str) -> str:
+        """The kernel's axes of one sort, in the kernel's order."""
+        return "".join(letter for letter in self.kernel if self.sort(letter) == sort)
+
+
+class DoRAProjection(DoRALayer):
+    """What `DoRALinearGeneral` and `DoRAEinsum` have in common.
+
+    Arguments as `DoRALayer`'s.
+
+    Attributes:
+      kernel: as the base layer's.
+      lora_a: [*batch, *in, rank], the kernel's axes of each sort in the kernel's order.
+      lora_b: [*batch, rank, *out].
+      magnitude: [*batch, *out].
+    """
+
+    kernel: nnx.Param
+    bias: nnx.Param | None
+    dropout: nnx.Dropout | None
+    rank: int
+    dtype: Any
+    precision: Any
+    promote_dtype: Any
+
+    def equation(self, ndim: int | None = None) -> Equation:
+        """The einsum for an input of `ndim` axes; None for one of the fewest axes."""
+        raise NotImplementedError
+
+    def unstacked_shape(self) -> tuple[int, ...]:
+        """The kernel's shape, were it in no stack."""
+        raise NotImplementedError
+
+    def layout(self) -> Layout:
+        equation = self.equation()
+        order = "".join(map(equation.sort, equation.kernel))
+        shape = self.unstacked_shape()
+        sizes = {
+            sort: tuple(size for size, one in zip(shape, order, strict=True) if one == sort)
+            for sort in "bio"
+        }
+        return projection_layout(sizes["b"], sizes["i"], sizes["o"], order, self.rank)
+
+    def adapter_axes(self, axes: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
+        kernel = self.layout().kernel
+        batch, rows, columns = (
+            tuple(axes[axis] for axis in part)
+            for part in (kernel.batch, kernel.rows, kernel.columns)
+        )
+        return {
+            "lora_a": (*batch, *rows, None),
+            "lora_b": (*batch, None, *columns),
+            "magnitude": (*batch, *columns),
+        }
+
+    def _project(self, equation: Equation, inputs: jax.Array, deterministic, rngs) -> jax.Array:
+        bias = None if self.bias is None else self.bias[...]
+        x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
+        layout = self.layout()
+        norm = current_norm(self)
+        dropped = x
+        if self.dropout is not None:
+            dropped = self.dropout(x, deterministic=deterministic, rngs=rngs)
+
+        batch, in_, out = map(equation.kernel_letters, "bio")
+        rows = "".join(letter for letter in equation.x if letter not in batch + in_)
+        size = dict(zip(equation.x, x.shape, strict=True))
+        size |= dict(zip(equation.kernel, kernel.shape, strict=True))
+
+        def as_rows(array: jax.Array) -> jax.Array:
+            order = [equation.x.index(letter) for letter in batch + rows + in_]
+            shape = (-1, *(size[letter] for letter in rows), math.prod(size[i] for i in in_))
+            return array.transpose(order).reshape(shape)
+
+        if bias is not None:
+            letters = [letter for letter in equation.y if letter in equation.kernel]
+            bias = bias.reshape([size[letter] for letter in letters])
+            bias = bias.transpose([letters.index(letter) for letter in batch + out])
+            bias = bias.reshape(layout.magnitude.matrices[0], -1)
+
+        operands = {
+            "x": as_rows(x),
+            "dropped": None if dropped is x else as_rows(dropped),
+            "kernel": layout.kernel.to_matrices(kernel),
+            "lora_a": layout.lora_a.to_matrices(self.lora_a[...]),
+            "lora_b": layout.lora_b.to_matrices(self.lora_b[...]),
+            "magnitude": layout.magnitude.to_matrices(self.magnitude[...])[:, 0],
+            "norm": layout.magnitude.to_matrices(norm)[:, 0],
+            "bias": bias,
+        }
+        if batch:
+            y = jax.vmap(self._one)(operands)
+        else:
+            y = self._one(jax.tree.map(lambda array: array[0], operands))[None]
+        y = y.reshape([size[letter] for letter in batch + rows + out])
+        return y.transpose([(batch + rows + out).index(letter) for letter in equation.y])
+
+    def _one(self, operands: dict[str, Any]) -> jax.Array:
+        dropped = operands.pop("dropped")
+        options = {
+            "scale": self.scale,
+            "precision": self.precision,
+            "implementation": self.implementation,
+        }
+        if dropped is None:
+            return ops.dora_linear(**operands, **options)
+        return dora_linear_with_dropout(
+            dropped=dropped, mode=self.dropout_mode, **operands, **options
+        )
+
+
+class DoRALinearGeneral(DoRAProjection, nnx.LinearGeneral):
+    """`nnx.LinearGeneral` with an adapter; see `DoRAProjection`."""
+
+    base_type = nnx.LinearGeneral
+
+    def unstacked_shape(self) -> tuple[int, ...]:
+        return (*self.batch_axis.values(), *self.in_features, *self.out_features)
+
+    def equation(self, ndim: int | None = None) -> Equation:
+        batch, contracted = len(self.batch_axis), self.axis
+        if ndim is None:
+            ndim = max(
+                batch + len(contracted), *(axis + 1 if axis >= 0 else -axis for axis in self.axis)
+            )
+        letters = iter(string.ascii_letters)
+        x = [next(letters) for _ in range(ndim)]
+        inputs = [x[axis] for axis in sorted(axis % ndim for axis in contracted)]
+        out = [next(letters) for _ in self.out_features]
+        kernel = [*x[:batch], *inputs, *out]
+        y = [*(letter for letter in x if letter not in inputs), *out]
+        return Equation("".join(x), "".join(kernel), "".join(y))
+
+    def __call__(
+        self,
+        inputs: jax.Array,
+        out_sharding: Any = None,
+        *,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+    ) -> jax.Array:
+        """As `nnx.LinearGeneral`'s; deterministic and rngs as `nnx.Dropout.__call__`'s."""
+        no_out_sharding(out_sharding)
+        return self._project(self.equation(inputs.ndim), inputs, deterministic, rngs)
+
+
+class DoRAEinsum(DoRAProjection, nnx.Einsum):
+    """`nnx.Einsum` with an adapter; see `DoRAProjection`.
+
+    Raises:
+      NotImplementedError: the layer gets its equation with each call, or one that is no
+        projection: an ellipsis in the kernel, a letter twice in one operand, an axis that is
+        summed away on its own.
+    """
+
+    base_type = nnx.Einsum
+
+    def __init__(self, base: nnx.Einsum, **options: Any) -> None:
+        _check_equation(getattr(base, "einsum_str", ""))
+        super().__init__(base, **options)
+
+    def unstacked_shape(self) -> tuple[int, ...]:
+        return tuple(self.kernel_shape)
+
+    def equation(self, ndim: int | None = None) -> Equation:
+        x, kernel, y = _operands(self.einsum_str)
+        named = len(x.replace("...", ""))
+        free = (letter for letter in string.ascii_letters if letter not in x + kernel + y)
+        ellipsis = "".join(next(free) for _ in range((ndim or named) - named))
+        return Equation(x.replace("...", ellipsis), kernel, y.replace("...", ellipsis))
+
+    def __call__(
+        self,
+        inputs: jax.Array,
+        einsum_str: str | None = None,
+        out_sharding: Any = None,
+        *,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+    ) -> jax.Array:
+        """As `nnx.Einsum`'s; deterministic and rngs as `nnx.Dropout.__call__`'s."""
+        no_out_sharding(out_sharding)
+        if einsum_str is not None:
+            raise ValueError(
+                f"einsum_str is {einsum_str!r}; expected None: the layer has the equation "
+                f"{self.einsum_str!r}, which its adapter is made for"
+            )
+        return self._project(self.equation(inputs.ndim), inputs, deterministic, rngs)
+
+
+def _operands(einsum_str: str) -> tuple[str, str, str]:
+    operands, y = einsum_str.replace(" ", "").split("->")
+    x, kernel = operands.split(",")
+    return x, kernel, y
+
+
+def _check_equation(einsum_str: str | None) -> None:
+    if not einsum_str:
+        raise NotImplementedError(
+            "einsum_str is None; expected an equation: a layer that gets it with each call has no "
+            "fixed output features. Give it to the constructor of nnx.Einsum"
+        )
+    x, kernel, y = _operands(einsum_str)
+    ellipses = tuple("..." in one for one in (x, kernel, y))
+    x, y = x.replace("...", ""), y.replace("...", "")
+    reason = None
+    if ellipses[1]:
+        reason = "the kernel has an ellipsis"
+    elif ellipses[0] != ellipses[2]:
+        reason = "the ellipsis is not in both the input and the result"
+    elif any(
+        len(set(one)) < len(one) for one in (x.replace("...", ""), kernel, y.replace("...", ""))
+    ):
+        reason = "a letter stands twice in one operand"
+    elif lone := (set(x) ^ set(kernel)) - set(y):
+        reason = f"{sorted(lone)} is summed away on its own"
+    elif not set(kernel) - set(x):
+        reason = "the kernel has no output axis"
+    elif not (set(x) & set(kernel)) - set(y):
+        reason = "no axis is contracted"
+    if reason:
+        raise NotImplementedError(
+            f"einsum_str is {einsum_str!r}, in which {reason}; expected a projection such as "
+            "'...d,dnh->...nh'"
+        )

@@ -1,0 +1,287 @@
+"""DoRA for flax.nnx: a linear layer with its adapter."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn import dtypes
+from flax.typing import Dtype, Initializer, PrecisionLike
+from jax import lax
+
+from jax_dora import ops
+from jax_dora.hyperparameters import DropoutMode, adapter_scale, check_dropout
+from jax_dora.ops.dropout import dora_linear_with_dropout
+from jax_dora.reuse import current_norm
+
+default_kernel_init = nnx.initializers.lecun_normal()
+default_bias_init = nnx.initializers.zeros_init()
+# Uniform in ±1/sqrt(in): PEFT's, which is torch.nn.Linear's own.
+default_lora_a_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+default_lora_b_init = nnx.initializers.zeros_init()
+
+
+class DoRAParam(nnx.LoRAParam):
+    """The magnitude of a DoRA layer; whatever filters for `nnx.LoRAParam` finds it too."""
+
+
+class DoRALinear(nnx.Module):
+    """y = magnitude ∘ x(kernel + s·lora_a lora_b) / ‖kernel + s·lora_a lora_b‖ + bias.
+
+    A fresh layer computes x(kernel + s·lora_a lora_b) + bias exactly: its magnitude is its norm.
+    The norm is per output feature and constant under differentiation (arXiv 2402.09353, section
+    4.3). Kernel and bias are `nnx.Param`; lora_a, lora_b are `nnx.LoRAParam` and magnitude is a
+    `DoRAParam`, which is one, so this trains the adapter alone:
+
+        optimizer = nnx.Optimizer(model, optax.adamw(1e-4), wrt=nnx.LoRAParam)
+        grads = nnx.grad(loss_fn, argnums=nnx.DiffState(0, nnx.LoRAParam))(model, batch)
+        optimizer.update(model, grads)
+
+    Attributes:
+      kernel: [in, out].
+      bias: [out], or None.
+      lora_a: [in, rank].
+      lora_b: [rank, out].
+      magnitude: [out], in fp32 even beside bf16 adapters: rounded to bf16 it would lie further
+        from its norm than training usually takes it.
+      dropout: an `nnx.Dropout`, or None at rate 0; `model.train()` and `model.eval()` reach it.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        rank: int,
+        alpha: float,
+        use_rslora: bool = False,
+        dropout: float = 0.0,
+        dropout_mode: DropoutMode = "adapter",
+        use_bias: bool = True,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        adapter_dtype: Dtype = jnp.float32,
+        precision: PrecisionLike = None,
+        kernel_init: Initializer = default_kernel_init,
+        bias_init: Initializer = default_bias_init,
+        lora_a_init: Initializer = default_lora_a_init,
+        lora_b_init: Initializer = default_lora_b_init,
+        kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
+        bias_metadata: Mapping[str, Any] = MappingProxyType({}),
+        implementation: str | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        """
+        Args:
+          in_features, out_features, use_bias, dtype, param_dtype, precision, kernel_init,
+            bias_init, kernel_metadata, bias_metadata: as `nnx.Linear`'s.
+          rank: of the adapter; it may exceed in_features and out_features.
+          alpha: the scale s is alpha / rank,
+          use_rslora: or alpha / sqrt(rank).
+          dropout: probability of dropping an input in training.
+          dropout_mode: "adapter" drops what lora_a reads, as LoRA does; "input" drops what the
+            whole correction reads, as PEFT's DoRA does, at the cost of a second product with the
+            kernel.
+          adapter_dtype: of lora_a and lora_b. Never changes the dtype of the result.
+          lora_a_init, lora_b_init: the fresh layer is exact for any.
+          implementation: of `jax_dora.ops.dora_linear`.
+          rngs: its `params` stream makes parameters, its `dropout` stream masks.
+
+        Sharding: the axis names in kernel's `out_sharding` metadata are given to lora_a (in, None),
+        lora_b (None, out) and magnitude (out), unless the initializer brings its own.
+
+        Raises:
+          TypeError, ValueError: rank, alpha, dropout or dropout_mode is out of range.
+        """
+        self.scale = adapter_scale(rank, alpha, use_rslora)
+        check_dropout(dropout, dropout_mode)
+        base = nnx.Linear(
+            in_features,
+            out_features,
+            use_bias=use_bias,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            precision=precision,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            kernel_metadata=kernel_metadata,
+            bias_metadata=bias_metadata,
+            rngs=rngs,
+        )
+        self.kernel = base.kernel
+        self.bias = base.bias if use_bias else nnx.data(None)
+
+        in_name, out_name = _axis_names(self.kernel)
+        self.lora_a = _param(
+            nnx.LoRAParam,
+            lora_a_init(rngs.params(), (in_features, rank), adapter_dtype),
+            self.kernel,
+            (in_name, None),
+        )
+        self.lora_b = _param(
+            nnx.LoRAParam,
+            lora_b_init(rngs.params(), (rank, out_features), adapter_dtype),
+            self.kernel,
+            (None, out_name),
+        )
+        self.magnitude = _param(DoRAParam, self.norm(), self.kernel, (out_name,))
+
+        self.in_features = in_features
+        self.out_features = out_features
+        self.rank = rank
+        self.alpha = alpha
+        self.use_rslora = use_rslora
+        self.use_bias = use_bias
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.adapter_dtype = adapter_dtype
+        self.precision = precision
+        self.dropout_mode = dropout_mode
+        self.implementation = implementation
+        self.dropout = nnx.Dropout(dropout, rngs=rngs) if dropout else nnx.data(None)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nnx.Linear,
+        *,
+        rank: int,
+        alpha: float,
+        use_rslora: bool = False,
+        dropout: float = 0.0,
+        dropout_mode: DropoutMode = "adapter",
+        adapter_dtype: Dtype = jnp.float32,
+        lora_a_init: Initializer = default_lora_a_init,
+        lora_b_init: Initializer = default_lora_b_init,
+        implementation: str | None = None,
+        rngs: nnx.Rngs,
+    ) -> Self:
+        """A DoRA layer over `linear`, whose kernel and bias it shares (the very `nnx.Param`s).
+
+        Arguments as the constructor's; dtype, precision and metadata are the linear's.
+
+        Raises:
+          TypeError: `linear` is no `nnx.Linear`, or a subclass with a `__call__` of its own.
+          NotImplementedError: `linear` has its own `dot_general`, `promote_dtype` or
+            `preferred_element_type`, which the adapted layer would not honour.
+          TypeError, ValueError: as the constructor.
+        """
+        _check_adaptable(linear)
+        kernel, bias = linear.kernel, linear.bias
+        layer = cls(
+            linear.in_features,
+            linear.out_features,
+            rank=rank,
+            alpha=alpha,
+            use_rslora=use_rslora,
+            dropout=dropout,
+            dropout_mode=dropout_mode,
+            use_bias=bias is not None,
+            dtype=linear.dtype,
+            param_dtype=linear.param_dtype,
+            adapter_dtype=adapter_dtype,
+            precision=linear.precision,
+            kernel_init=_given(kernel),
+            bias_init=_given(bias),
+            lora_a_init=lora_a_init,
+            lora_b_init=lora_b_init,
+            kernel_metadata=_sharding_metadata(kernel),
+            implementation=implementation,
+            rngs=rngs,
+        )
+        layer.kernel = kernel
+        if bias is not None:
+            layer.bias = bias
+        return layer
+
+    def norm(self) -> jax.Array:
+        """‖kernel + s·lora_a lora_b‖ per output feature, of the parameters as stored: f32[out]."""
+        return ops.factored_norm(self.kernel[...], self.lora_a[...], self.lora_b[...], self.scale)
+
+    def __call__(
+        self,
+        inputs: jax.Array,
+        *,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+    ) -> jax.Array:
+        """
+        Args:
+          inputs: [..., in].
+          deterministic, rngs: as `nnx.Dropout.__call__`'s.
+
+        Returns:
+          [..., out] in the dtype that `nnx.Linear` would return.
+        """
+        bias = None if self.bias is None else self.bias[...]
+        x, kernel, bias = dtypes.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
+        # Of the stored parameters, so that g does not depend on the dtype of the computation.
+        norm = current_norm(self)
+        adapter = (self.lora_a[...], self.lora_b[...], self.magnitude[...], self.scale)
+        options = {
+            "bias": bias,
+            "norm": norm,
+            "implementation": self.implementation,
+            "precision": self.precision,
+        }
+        if self.dropout is not None:
+            dropped = self.dropout(x, deterministic=deterministic, rngs=rngs)
+            if dropped is not x:
+                return dora_linear_with_dropout(
+                    x, dropped, kernel, *adapter, mode=self.dropout_mode, **options
+                )
+        return ops.dora_linear(x, kernel, *adapter, **options)
+
+
+def _param(
+    kind: type[nnx.LoRAParam], value: Any, kernel: nnx.Param, names: tuple[Any, ...]
+) -> nnx.LoRAParam:
+    if isinstance(value, nnx.VariableMetadata):
+        return kind(value)
+    metadata = _sharding_metadata(kernel)
+    if "out_sharding" in metadata:
+        metadata["out_sharding"] = names
+    return kind(value, **metadata)
+
+
+def _axis_names(kernel: nnx.Param) -> tuple[Any, Any]:
+    names = tuple(_sharding_metadata(kernel).get("out_sharding", ()))
+    in_name, out_name = names + (None,) * (2 - len(names))
+    return in_name, out_name
+
+
+def _sharding_metadata(param: nnx.Param) -> dict[str, Any]:
+    metadata = param.get_metadata()
+    keys = ("out_sharding", "sharding_rules", "mesh")
+    return {key: metadata[key] for key in keys if metadata.get(key) is not None}
+
+
+def _given(param: nnx.Param | None) -> Callable[..., Any]:
+    """An initializer that returns the array of `param` itself."""
+    return lambda *_: None if param is None else param[...]
+
+
+def _check_adaptable(linear: Any) -> None:
+    if not isinstance(linear, nnx.Linear):
+        raise TypeError(
+            f"linear is a {type(linear).__name__}; expected an nnx.Linear: adapt the projection "
+            "inside it"
+        )
+    if type(linear).__call__ is not nnx.Linear.__call__:
+        raise TypeError(
+            f"linear is a {type(linear).__name__}, which computes something else than nnx.Linear; "
+            "expected an nnx.Linear itself"
+        )
+    own = {
+        "dot_general": linear.dot_general is not lax.dot_general,
+        "promote_dtype": linear.promote_dtype is not dtypes.promote_dtype,
+        "preferred_element_type": linear.preferred_element_type is not None,
+    }
+    for name, is_own in own.items():
+        if is_own:
+            raise NotImplementedError(
+                f"linear.{name} is {getattr(linear, name)!r}; expected nnx.Linear's default, the "
+                "only one that a DoRA layer honours: set it back, or leave this layer unadapted"
+            )

@@ -1,0 +1,159 @@
+"""The norm in one pass over the kernel: ‖W + s·A B‖ per output feature.
+
+    W  [in, out]  bf16, fp16 or fp32     A  [in, r], B  [r, out]  bf16, fp16 or fp32
+    s  f32[]                             norm = sqrt(Σ_in (W + s·A B)²)  f32[out]
+
+Tiles of A B stay in registers, in fp32, meet their tile of W there and are squared and added up; no
+[in, out] and no [r, out] array is made. Nothing cancels, so there is no clamp. Two stages, no
+atomics: every consumer of every run writes one row of partial sums f32[splits · consumers, out],
+which XLA adds up, so the order of additions is fixed by the shape and the number of
+multiprocessors.
+
+16-bit adapters go to the tensor cores as they are: their products are exact in fp32. An fp32 adapter
+is cut into p bf16 pieces of 8 bits, `x = x₁ + … + x_p + ε` with |ε| ≤ 2^(-8p-1)·|x|, and A B
+becomes Σ A_i B_j over i + j ≤ p + 1. Dropped products and remainders together are off by at most
+(p + 1)·2^(-8p)·|A||B| (two pieces for a 16-bit W: 2^-14.4; three for an fp32 W: 2^-22), so that
+
+    |error of the norm| ≤ (p + 1)·2^(-8p)·s·‖|A||B|‖ + fp32 accumulation.
+
+Bytes: W once, A and B once; FLOPs: 2 · in · r · out for each product of pieces (1, 3 or 6 of
+them), which set the floor at ranks over 200.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_dora.ops.mosaic import strips
+from jax_dora.ops.mosaic.strips import StripConfig
+
+CHUNK = 64
+
+# Best first; a rank takes the first that shared memory has room for.
+CONFIGS = (
+    StripConfig(tile_cols=128, stages=4, slots=2),
+    StripConfig(tile_cols=128, stages=3, slots=2),
+    StripConfig(tile_cols=128, stages=3, slots=1),
+    StripConfig(tile_cols=64, stages=4, slots=2),
+    StripConfig(tile_cols=64, stages=3, slots=1),
+)
+
+
+def pieces(kernel_dtype: jax.typing.DTypeLike, adapter_dtype: jax.typing.DTypeLike) -> int:
+    """How many 16-bit pieces an adapter is cut into."""
+    if jnp.dtype(adapter_dtype).itemsize == 2:
+        return 1
+    return 2 if jnp.dtype(kernel_dtype).itemsize == 2 else 3
+
+
+def heuristic(rank: int, kernel_dtype, adapter_dtype) -> StripConfig | None:
+    """The config for a rank, or None where its strip of B does not fit."""
+    resident = pieces(kernel_dtype, adapter_dtype) * strips.slices(rank)
+    return strips.fits(resident, jnp.dtype(kernel_dtype).itemsize, CONFIGS)
+
+
+def refuses(
+    in_features: int,
+    rank: int,
+    out: int,
+    kernel_dtype: jax.typing.DTypeLike,
+    adapter_dtype: jax.typing.DTypeLike,
+) -> str | None:
+    """Why the kernel cannot take W [in, out] and A, B of rank `rank`, or None."""
+    kernel_dtype, adapter_dtype = jnp.dtype(kernel_dtype), jnp.dtype(adapter_dtype)
+    for name, dtype in (("the kernel", kernel_dtype), ("the adapter", adapter_dtype)):
+        if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+            return f"{name} has dtype {dtype}, none of bfloat16, float16, float32"
+    if 0 in (in_features, rank, out):
+        return f"one of in = {in_features}, rank = {rank}, out = {out} is 0"
+    if in_features % strips.ROW_ALIGNMENT:
+        return f"in = {in_features} is not a multiple of {strips.ROW_ALIGNMENT}"
+    if out % strips.ALIGNMENT:
+        return f"out = {out} is not a multiple of {strips.ALIGNMENT}"
+    if heuristic(rank, kernel_dtype, adapter_dtype) is None:
+        return f"a strip of B of rank {rank} does not fit into shared memory"
+    return None
+
+
+def slower(in_features: int, rank: int, out: int, kernel_dtype, adapter_dtype, device_kind: str):
+    return None
+
+
+def norm(
+    kernel: jax.Array,
+    lora_a: jax.Array,
+    lora_b: jax.Array,
+    scale: jax.Array,
+    *,
+    sm_count: int,
+    config: StripConfig | None = None,
+) -> jax.Array:
+    """f32[out]: the norm of kernel [in, out] adapted by lora_a [in, r] and lora_b [r, out]."""
+    in_features, out = kernel.shape
+    rank = lora_a.shape[1]
+    config = config or heuristic(rank, kernel.dtype, lora_a.dtype)
+    sweep = strips.Sweep(in_features, out, config, sm_count)
+    count = pieces(kernel.dtype, lora_a.dtype)
+    width, slices = strips.padded_rank(rank) if count == 1 else strips.slices(rank) * strips.TILE_K, strips.slices(rank)
+    lora_a = jnp.concatenate(
+        [strips.pad(piece, in_features, width) for piece in _cut(lora_a, count)], axis=1
+    )
+    lora_b = jnp.concatenate(
+        [strips.pad(piece, width, sweep.padded_out) for piece in _cut(lora_b, count)], axis=0
+    )
+    # Piece i of A meets the pieces of B that together are not beyond the last bit kept.
+    products = [
+        tuple(j * slices + k for j in range(count - i)) for i in range(count) for k in range(slices)
+    ]
+
+    def start():
+        zeros = jnp.zeros((strips.TILE_ROWS, CHUNK), jnp.float32)
+        return (zeros,) * (config.tile_cols // CHUNK)
+
+    def epilogue(sums, acc, kernel_smem, vectors_smem, scale, rows, cols, out_gmem, **_):
+        added = []
+        for start, total in zip(range(0, config.tile_cols, CHUNK), sums, strict=True):
+            w = kernel_smem[:, pl.ds(start, CHUNK)].astype(jnp.float32)
+            v = w + scale * acc[:, start : start + CHUNK]
+            added.append(total + v * v)
+        return tuple(added)
+
+    def finish(sums, run, out_gmem, *, sums_smem):
+        consumer = lax.axis_index("warpgroup")
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for start, total in zip(range(0, config.tile_cols, CHUNK), sums, strict=True):
+            sums_smem[consumer, pl.ds(start, CHUNK)] = jnp.sum(total, axis=0)
+        plgpu.commit_smem()
+        row = run.split * config.consumers + consumer
+        plgpu.copy_smem_to_gmem(sums_smem.at[consumer], out_gmem[0].at[row, run.cols])
+
+    partial_rows = sweep.splits * config.consumers
+    (partials,) = strips.sweep_kernel(
+        sweep,
+        products,
+        lora_a.dtype,
+        kernel.dtype,
+        out_type=[jax.ShapeDtypeStruct((partial_rows, sweep.padded_out), jnp.float32)],
+        scratch={"sums_smem": plgpu.SMEM((config.consumers, config.tile_cols), jnp.float32)},
+        epilogue=epilogue,
+        start=start,
+        finish=finish,
+        stores=False,
+        kernel_name="dora_norm",
+    )(lora_a, lora_b, kernel, jnp.reshape(scale, 1).astype(jnp.float32))
+    return jnp.sqrt(jnp.sum(partials, axis=0)[:out])
+
+
+def _cut(x: jax.Array, count: int) -> list[jax.Array]:
+    """`count` bf16 arrays that add up to fp32 x, to 8 bits each; x itself for a count of one."""
+    if count == 1:
+        return [x]
+    cut = []
+    for _ in range(count):
+        # reduce_precision rather than a cast there and back, which XLA may drop.
+        piece = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        cut.append(piece.astype(jnp.bfloat16))
+        x = x - piece
+    return cut

@@ -1,0 +1,297 @@
+"""A whole projection in one matrix product: forward, and its gradient with respect to x.
+
+    y  = g∘(x W + z B) [+ bias]     x  [rows, in]   W  [in, out]   z  [rows, r], s applied   B  [r, out]
+    dx = d Wᵀ + dz Aᵀ               d  [rows, out]  W  [in, out]   dz [rows, r]              A  [in, r]
+    g  f32[out]    bias  [out] (optional)    inner = x W + z B  [rows, out]  (optional)
+
+All of bf16 or all of fp16, results likewise. The loop over the contracted axis runs through (x, W),
+then through (z, B), into one fp32 accumulator; no base tensor is written, and since nothing is
+rounded before the last step there is no cancellation to guard g - 1 against.
+
+FLOPs: 2 · rows · (in + r) · out set the floor; bytes: each operand and result once, 2 bytes each.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_dora.ops.mosaic import strips
+
+CONSUMERS = 2
+# What a consumer stores at a time: one instruction's rows, one swizzled row of 16-bit numbers.
+CHUNK_ROWS, CHUNK_COLS = 64, 64
+CHUNK_SLOTS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class ProjectionConfig:
+    """Launch knobs.
+
+    Attributes:
+      tile_rows, tile_cols: of the result, for a thread block. 128 × 256 fills the registers of two
+        consumers with accumulators, and asks the least of shared memory and of the level-2 cache
+        for each product.
+      split_rows: the two consumers divide the tile's rows, or else its columns. By rows, a consumer
+        issues the widest instruction, which reads the least from shared memory.
+      stages: slices of the operands in flight.
+      band: tiles that are worked on at one time form a band this many tiles wide, so that what they
+        read is in the level-2 cache.
+      band_in_cols: bands are of columns, or else of rows.
+    """
+
+    tile_rows: int = 128
+    tile_cols: int = 256
+    split_rows: bool = True
+    stages: int = 4
+    band: int = 8
+    band_in_cols: bool = False
+
+    @property
+    def consumer_tile(self) -> tuple[int, int]:
+        if self.split_rows:
+            return self.tile_rows // CONSUMERS, self.tile_cols
+        return self.tile_rows, self.tile_cols // CONSUMERS
+
+
+CONFIG = ProjectionConfig()
+
+
+def refuses(
+    rows: int, in_features: int, out: int, dtype: jax.typing.DTypeLike, adapter_dtype
+) -> str | None:
+    """Why neither product takes x [rows, in], W [in, out] of `dtype`, A and B of `adapter_dtype`."""
+    dtype, adapter_dtype = jnp.dtype(dtype), jnp.dtype(adapter_dtype)
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"x and the kernel have dtype {dtype}, neither bfloat16 nor float16"
+    if adapter_dtype != dtype:
+        return f"the adapter has dtype {adapter_dtype}, x and the kernel have {dtype}"
+    if rows == 0:
+        return "there are no rows"
+    for name, size in (("in", in_features), ("out", out)):
+        if size == 0 or size % strips.TILE_K:
+            return f"{name} = {size} is not a multiple of {strips.TILE_K}"
+    return None
+
+
+def slower(rows: int, in_features: int, rank: int, out: int, dtype, device_kind: str) -> str | None:
+    return None
+
+
+def project(
+    x: jax.Array,
+    kernel: jax.Array,
+    z: jax.Array,
+    lora_b: jax.Array,
+    g: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    want_inner: bool,
+    sm_count: int,
+    config: ProjectionConfig = CONFIG,
+) -> tuple[jax.Array, jax.Array | None]:
+    """(y, inner or None) for x [..., in] and z [..., r], which s has been applied to."""
+    vectors = [g] if bias is None else [g, bias]
+    shape = (*x.shape[:-1], kernel.shape[1])
+    x, z = x.reshape(-1, x.shape[-1]), z.reshape(-1, z.shape[-1])
+    rank = strips.padded_rank(z.shape[1])
+    z, lora_b = strips.pad(z, z.shape[0], rank), strips.pad(lora_b, rank, lora_b.shape[1])
+    results = _product(
+        (x, z), (kernel, lora_b), vectors, 2 if want_inner else 1, False, sm_count, config
+    )
+    return results[0].reshape(shape), results[1].reshape(shape) if want_inner else None
+
+
+def project_back(
+    d: jax.Array,
+    kernel: jax.Array,
+    dz: jax.Array,
+    lora_a: jax.Array,
+    *,
+    sm_count: int,
+    config: ProjectionConfig = CONFIG,
+) -> jax.Array:
+    """dx [..., in] for d = g∘dy [..., out] and dz = s·(d Bᵀ) [..., r]."""
+    shape = (*d.shape[:-1], kernel.shape[0])
+    d, dz = d.reshape(-1, d.shape[-1]), dz.reshape(-1, dz.shape[-1])
+    rank = strips.padded_rank(dz.shape[1])
+    dz, lora_a = strips.pad(dz, dz.shape[0], rank), strips.pad(lora_a, lora_a.shape[0], rank)
+    (dx,) = _product((d, dz), (kernel, lora_a), [], 1, True, sm_count, config)
+    return dx.reshape(shape)
+
+
+def _product(
+    lefts: tuple[jax.Array, jax.Array],
+    rights: tuple[jax.Array, jax.Array],
+    vectors: list[jax.Array],
+    outputs: int,
+    transposed: bool,
+    sm_count: int,
+    config: ProjectionConfig,
+) -> list[jax.Array]:
+    """g∘(Σ left @ right) + bias, and the bare sum if there are two outputs; g, bias = vectors.
+
+    left [rows, k]; right [k, cols], or [cols, k] if transposed.
+    """
+    c, tile_k, dtype = config, strips.TILE_K, lefts[0].dtype
+    rows = lefts[0].shape[0]
+    cols = rights[0].shape[0 if transposed else 1]
+    padded_rows = pl.cdiv(rows, strips.ROW_ALIGNMENT) * strips.ROW_ALIGNMENT
+    lefts = tuple(strips.pad(left, padded_rows, left.shape[1]) for left in lefts)
+    steps = [pl.cdiv(left.shape[1], tile_k) for left in lefts]
+    row_tiles, col_tiles = pl.cdiv(rows, c.tile_rows), pl.cdiv(cols, c.tile_cols)
+    tiles = row_tiles * col_tiles
+    blocks = min(sm_count, tiles)
+    consumer_rows, consumer_cols = c.consumer_tile
+    arguments = [*lefts, *rights]
+    if vectors:
+        stacked = jnp.stack([v.astype(jnp.float32) for v in vectors])
+        arguments.append(strips.pad(stacked, len(vectors), col_tiles * c.tile_cols))
+
+    def body(*refs, left_smem, right_smem, ready, free, chunk_smem, vector_buffers):
+        lefts_gmem, rights_gmem, out_gmem = refs[:2], refs[2:4], refs[len(refs) - outputs :]
+        vectors_smem, vectors_ready, vectors_free = vector_buffers or (None,) * 3
+        block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+        my_tiles = lax.div(tiles - block + blocks - 1, blocks)
+
+        def corner(index):
+            row, col = plgpu.planar_snake(
+                block + index * blocks, (row_tiles, col_tiles), int(c.band_in_cols), c.band
+            )
+            return row * c.tile_rows, col * c.tile_cols
+
+        @pl.when(warpgroup == CONSUMERS)
+        def _fetch():
+            plgpu.set_max_registers(strips.FETCH_REGISTERS, action="decrease")
+
+            def fetch_tile(index, _):
+                row, col = corner(index)
+                at_rows, at_cols = pl.ds(row, c.tile_rows), pl.ds(col, c.tile_cols)
+                if vectors:
+                    plgpu.barrier_wait(vectors_free)
+                    plgpu.copy_gmem_to_smem(refs[4].at[:, at_cols], vectors_smem, vectors_ready)
+                before = index * sum(steps)
+                for left_gmem, right_gmem, count in zip(
+                    lefts_gmem, rights_gmem, steps, strict=True
+                ):
+
+                    def fetch_slice(
+                        k, _, left_gmem=left_gmem, right_gmem=right_gmem, before=before
+                    ):
+                        slot = lax.rem(before + k, c.stages)
+                        at_k = pl.ds(k * tile_k, tile_k)
+                        plgpu.barrier_wait(free.at[slot])
+                        plgpu.copy_gmem_to_smem(
+                            left_gmem.at[at_rows, at_k], left_smem.at[slot], ready.at[slot]
+                        )
+                        at_right = (at_cols, at_k) if transposed else (at_k, at_cols)
+                        plgpu.copy_gmem_to_smem(
+                            right_gmem.at[at_right], right_smem.at[slot], ready.at[slot]
+                        )
+
+                    lax.fori_loop(0, count, fetch_slice, None)
+                    before = before + count
+
+            lax.fori_loop(0, my_tiles, fetch_tile, None)
+            # Every buffer was handed back once more than it was filled.
+            for slot in range(c.stages):
+                plgpu.barrier_wait(free.at[slot])
+            if vectors:
+                plgpu.barrier_wait(vectors_free)
+
+        @pl.when(warpgroup < CONSUMERS)
+        def _consume():
+            registers = (strips.REGISTERS - strips.FETCH_REGISTERS) // CONSUMERS // 8 * 8
+            plgpu.set_max_registers(registers, action="increase")
+            for slot in range(c.stages):
+                plgpu.barrier_arrive(free.at[slot])
+            if vectors:
+                plgpu.barrier_arrive(vectors_free)
+            my_row = warpgroup * consumer_rows if c.split_rows else 0
+            my_col = 0 if c.split_rows else warpgroup * consumer_cols
+            my_rows = pl.ds(my_row, consumer_rows)
+            my_cols = pl.ds(my_col, consumer_cols)
+
+            def consume_tile(index, _):
+                row, col = corner(index)
+
+                def multiply(acc_ref):
+                    def step(k, acc_ref):
+                        slot = lax.rem(index * sum(steps) + k, c.stages)
+                        plgpu.barrier_wait(ready.at[slot])
+                        left = left_smem.at[slot, my_rows]
+                        if transposed:
+                            right = right_smem.at[slot, my_cols].transpose((1, 0))
+                        else:
+                            right = right_smem.at[slot, :, my_cols]
+                        plgpu.wgmma(acc_ref, left, right)
+                        return acc_ref
+
+                    def step_and_free(k, acc_ref):
+                        step(k, acc_ref)
+                        plgpu.wgmma_wait(1)
+                        plgpu.barrier_arrive(
+                            free.at[lax.rem(index * sum(steps) + k - 1, c.stages)]
+                        )
+                        return acc_ref
+
+                    step(0, acc_ref)
+                    lax.fori_loop(1, sum(steps), step_and_free, acc_ref)
+                    return acc_ref[...]
+
+                acc = pl.run_scoped(multiply, plgpu.ACC(c.consumer_tile, jnp.float32))
+                plgpu.barrier_arrive(free.at[lax.rem((index + 1) * sum(steps) - 1, c.stages)])
+                if vectors:
+                    plgpu.barrier_wait(vectors_ready)
+                stores = 0
+                for r in range(0, consumer_rows, CHUNK_ROWS):
+                    for j in range(0, consumer_cols, CHUNK_COLS):
+                        chunk = inner = acc[r : r + CHUNK_ROWS, j : j + CHUNK_COLS]
+                        for i in range(len(vectors)):
+                            vector = lax.broadcast_in_dim(
+                                vectors_smem[i, pl.ds(my_col + j, CHUNK_COLS)], chunk.shape, (1,)
+                            )
+                            chunk = chunk + vector if i else chunk * vector
+                        at = (pl.ds(row + my_row + r, CHUNK_ROWS), pl.ds(col + my_col + j, CHUNK_COLS))
+                        for out, value in zip(out_gmem, (chunk, inner), strict=False):
+                            slot_smem = chunk_smem.at[warpgroup * CHUNK_SLOTS + stores % CHUNK_SLOTS]
+                            stores += 1
+                            plgpu.wait_smem_to_gmem(CHUNK_SLOTS - 1, wait_read_only=True)
+                            slot_smem[...] = value.astype(dtype)
+                            plgpu.commit_smem()
+                            plgpu.copy_smem_to_gmem(slot_smem, out.at[at])
+                if vectors:
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(vectors_free)
+
+            lax.fori_loop(0, my_tiles, consume_tile, None)
+            plgpu.wait_smem_to_gmem(0)
+
+    right_tile = (c.tile_cols, tile_k) if transposed else (tile_k, c.tile_cols)
+    results = plgpu.kernel(
+        body,
+        out_type=[jax.ShapeDtypeStruct((padded_rows, cols), dtype)] * outputs,
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        scratch_types={
+            "left_smem": strips.tiled((c.stages, c.tile_rows, tile_k), dtype),
+            "right_smem": strips.tiled((c.stages, *right_tile), dtype),
+            "ready": plgpu.Barrier(num_arrivals=2, num_barriers=c.stages),
+            "free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=c.stages),
+            "chunk_smem": strips.tiled((CONSUMERS * CHUNK_SLOTS, CHUNK_ROWS, CHUNK_COLS), dtype),
+            "vector_buffers": [
+                plgpu.SMEM((len(vectors), c.tile_cols), jnp.float32),
+                plgpu.Barrier(),
+                plgpu.Barrier(num_arrivals=CONSUMERS),
+            ]
+            if vectors
+            else [],
+        },
+        kernel_name="dora_project_back" if transposed else "dora_project",
+    )(*arguments)
+    return [result[:rows] for result in results]

@@ -1,0 +1,10 @@
+"""Hugging Face PEFT adapter folders, read into and written from nnx models.
+
+model = jax_dora.peft.load_adapter(model, "folder")
+jax_dora.peft.save_adapter(model, "another")
+"""
+
+from jax_dora.peft.load import load_adapter as load_adapter
+from jax_dora.peft.names import Names as Names
+from jax_dora.peft.save import save_adapter as save_adapter
+from peft_format.config import AdapterConfig as AdapterConfig

@@ -1,0 +1,246 @@
+"""Where a Flax model keeps what PyTorch calls by another name and lays out otherwise."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from jax_dora.adapt.kinds import Kind, kind_of_adapted, kind_of_base
+from jax_dora.adapt.stack import stack_shape
+from jax_dora.adapt.tree import find_modules
+from jax_dora.layers.layout import Axes, convolution_layout, matrix_layout, projection_layout
+from jax_dora.peft.names import Names
+from peft_format.fit import Layer, Shape
+
+Index = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """An array, or one layer's part of a stacked one.
+
+    Attributes:
+      path: of the module that holds it.
+      attribute: its name there.
+      index: of the layer, where layers are stacked.
+      shape: in PyTorch.
+      axes: how the array is a matrix; None where Flax and PyTorch lay it out alike.
+      is_transposed: the matrix is [in, out], or [window and in, out], and PyTorch has the output
+        axis first, then the input axis, then the window.
+    """
+
+    path: str
+    attribute: str
+    index: Index
+    shape: Shape
+    axes: Axes | None = None
+    is_transposed: bool = False
+
+    def to_torch(self, array: np.ndarray) -> np.ndarray:
+        """This layer's part of the array, as PyTorch has it."""
+        if self.axes is None:
+            return array.reshape(self.shape)
+        matrix: Any = self.axes.to_matrices(array)  # pyright: ignore[reportArgumentType]
+        if not self.is_transposed:
+            return matrix.reshape(self.shape)
+        order = _flax_order(self.shape)
+        matrix = matrix.reshape(tuple(self.shape[axis] for axis in order))
+        return np.ascontiguousarray(matrix.transpose(tuple(np.argsort(order).tolist())))
+
+    def from_torch(self, array: np.ndarray) -> np.ndarray:
+        """The reverse of `to_torch`."""
+        if self.axes is None:
+            return array.reshape(self.shape)
+        array = array.reshape(self.shape)
+        if self.is_transposed:
+            array = array.transpose(_flax_order(self.shape))
+        matrices: Any = array.reshape(self.axes.matrices)
+        return self.axes.from_matrices(matrices)  # pyright: ignore[reportReturnType]
+
+
+@dataclass(frozen=True)
+class LayerPlace:
+    """One layer that can be adapted or is."""
+
+    path: str
+    index: Index
+    layer: Layer
+
+
+@dataclass(frozen=True)
+class Places:
+    """A model by PyTorch's names.
+
+    Attributes:
+      modules: the module at every path.
+      kinds: of the modules that can be adapted or are, by path.
+      stacks: by path, the leading axes that stacking gave to the module's arrays.
+      layers: what can be adapted or is, by name.
+      parameters: of the base model, by name.
+      names: of every module, and its path.
+    """
+
+    modules: Mapping[str, nnx.Module]
+    kinds: Mapping[str, Kind]
+    stacks: Mapping[str, Shape]
+    layers: Mapping[str, LayerPlace]
+    parameters: Mapping[str, Place]
+    names: Mapping[str, str]
+
+    def adapted_paths(self) -> list[str]:
+        return [path for path in self.kinds if kind_of_adapted(self.modules[path])]
+
+    def of_adapter(self, place: LayerPlace, rank: int) -> dict[str, Place]:
+        """lora_a, lora_b and magnitude of a layer that is adapted."""
+        layout = self.kinds[place.path].layout(self.modules[place.path])
+        return {
+            name: Place(
+                place.path,
+                name,
+                place.index,
+                shape,
+                getattr(layout, name),
+                is_transposed=name != "magnitude",
+            )
+            for role, shape in place.layer.shapes(rank).items()
+            for name in [role.replace("embedding_", "lora_")]
+        }
+
+
+def places_of(model: nnx.Module, names: Names) -> Places:
+    """
+    Raises:
+      TypeError: `model` is no nnx module.
+      ValueError: two modules get the same name, or the layers of a stack get none.
+    """
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"model is a {type(model).__name__}; expected an nnx.Module")
+    modules = {found.paths[0]: found.module for found in find_modules(model)}
+    kinds = {
+        path: kind
+        for path, module in modules.items()
+        if (kind := kind_of_base(module) or kind_of_adapted(module))
+    }
+    stacks = {path: stack_shape(modules[path], kind) for path, kind in kinds.items()}
+    stacks |= {path: _stack_around(path, stacks, names) for path in modules if path not in stacks}
+
+    layers, parameters, paths = {}, {}, {}
+    for path, module in modules.items():
+        plain = _without_sequential(path, modules)
+        for index in itertools.product(*map(range, stacks[path])):
+            name = names.module(plain, index)
+            if name in paths:
+                raise ValueError(
+                    f"names calls two modules {name!r}: the one at {paths[name]!r} and the one at "
+                    f"{path!r}; expected a name for each"
+                )
+            paths[name] = path
+            layer, weight = _layer(name, module, kinds.get(path))
+            if layer is not None:
+                layers[name] = LayerPlace(path, index, layer)
+            for place in _parameters(path, index, module, kinds.get(path), layer, weight):
+                parameters[".".join(filter(None, (name, names.parameter(place.attribute))))] = place
+    return Places(modules, kinds, stacks, layers, parameters, paths)
+
+
+def _flax_order(shape: Shape) -> tuple[int, ...]:
+    """Of PyTorch's axes out, in, *window: window, in, out."""
+    return (*range(2, len(shape)), 1, 0)
+
+
+def _without_sequential(path: str, modules: Mapping[str, nnx.Module]) -> str:
+    """PyTorch's Sequential holds its members itself, Flax's in a list called layers."""
+    parts = path.split("/")
+    return "/".join(
+        part
+        for position, part in enumerate(parts)
+        if not (
+            part == "layers" and isinstance(modules.get("/".join(parts[:position])), nnx.Sequential)
+        )
+    )
+
+
+def _stack_around(path: str, stacks: Mapping[str, Shape], names: Names) -> Shape:
+    """The axes of the stack that a module which cannot be adapted lies in, such as a norm beside
+    the projections: those of the layers that lie in it too."""
+    parts = path.split("/")
+    for length in range(len(parts) - 1, 0, -1):
+        if parts[length - 1] in names.stacks:
+            inside = "/".join(parts[:length]) + "/"
+            shapes = {shape for other, shape in stacks.items() if other.startswith(inside)}
+            if len(shapes) == 1:
+                return shapes.pop()
+    return ()
+
+
+def _layer(name: str, module: Any, kind: Kind | None) -> tuple[Layer | None, Axes | None]:
+    """What PyTorch would have, and how the weight is a matrix; no layer where it has no such."""
+    if kind is None:
+        return None, None
+    if kind.base is nnx.Embed:
+        features, width = module.num_embeddings, module.features
+        return Layer(name, "embedding", features, width), matrix_layout(features, width, 1).kernel
+    if kind.base is nnx.Linear:
+        features, width = module.in_features, module.out_features
+        return Layer(name, "linear", features, width), matrix_layout(features, width, 1).kernel
+    if kind.base is nnx.Conv:
+        groups = module.feature_group_count
+        return (
+            Layer(
+                name,
+                "conv",
+                module.in_features,
+                module.out_features,
+                tuple(module.kernel_shape[:-2]),
+                groups,
+            ),
+            # Its groups are PyTorch's, so that for the weight the window is all there is to move.
+            convolution_layout(tuple(module.kernel_shape), 1, 1).kernel,
+        )
+    return _projection(name, module, kind)
+
+
+def _projection(name: str, module: Any, kind: Kind) -> tuple[Layer | None, Axes | None]:
+    """LinearGeneral and Einsum, as the Linear that they are where they have no batch axes."""
+    if kind.base is nnx.Einsum and not module.einsum_str:
+        return None, None
+    equation = kind.adapted.equation(module)  # pyright: ignore[reportAttributeAccessIssue]
+    order = "".join(map(equation.sort, equation.kernel))
+    shape = kind.kernel_shape(module)
+    out = equation.kernel_letters("o")
+    is_linear = set(order) == {"i", "o"} and len(set(equation.kernel)) == len(shape)
+    if not is_linear or out != "".join(letter for letter in equation.y if letter in out):
+        return None, None
+    sizes = {
+        sort: tuple(size for size, one in zip(shape, order, strict=True) if one == sort)
+        for sort in "io"
+    }
+    axes = projection_layout((), sizes["i"], sizes["o"], order, 1).kernel
+    _, features, width = axes.matrices
+    return Layer(name, "linear", features, width), axes
+
+
+def _parameters(
+    path: str,
+    index: Index,
+    module: nnx.Module,
+    kind: Kind | None,
+    layer: Layer | None,
+    weight: Axes | None,
+) -> Iterator[Place]:
+    for attribute, value in vars(module).items():
+        if not isinstance(value, nnx.Param | nnx.BatchStat) or isinstance(value, nnx.LoRAParam):
+            continue
+        shape = tuple(value.get_value().shape)[len(index) :]
+        if layer is None or kind is None:
+            yield Place(path, attribute, index, shape)
+        elif attribute != kind.kernel:
+            yield Place(path, attribute, index, (layer.out_features,))
+        elif layer.kind == "embedding":
+            yield Place(path, attribute, index, (layer.in_features, layer.out_features))
+        else:
+            shape = (layer.out_features, layer.in_features // layer.groups, *layer.kernel_size)
+            yield Place(path, attribute, index, shape, weight, is_transposed=True)

@@ -1,0 +1,221 @@
+"""A Flax model's adapter into a PEFT folder."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.typing import Dtype
+from safetensors.numpy import save_file
+
+from jax_dora.adapt.stack import take
+from jax_dora.peft.names import Names
+from jax_dora.peft.places import Places, places_of
+from peft_format import folder as folders
+from peft_format.config import AdapterConfig, patterns_for, targets_for
+from peft_format.fit import fit, refuse_groups
+from peft_format.keys import key_of, parameter_key
+
+
+def save_adapter(
+    model: nnx.Module,
+    folder: str | os.PathLike[str],
+    *,
+    names: Names | None = None,
+    use_dora: bool = True,
+    modules_to_save: Sequence[str] = (),
+    bias: str = "none",
+    fan_in_fan_out: bool = False,
+    base_model_name_or_path: str | None = None,
+    task_type: str | None = None,
+    dtype: Dtype | None = None,
+    config: AdapterConfig | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write the adapter of `model` as a PEFT folder: adapter_config.json and
+    adapter_model.safetensors, which PEFT loads, and computes the same with.
+
+    The folder appears whole or not at all. On several hosts, call this on one.
+
+    Args:
+      model: with adapters.
+      folder: made if it is not there.
+      names: how PyTorch calls the modules of `model`; `Names()` by default.
+      use_dora: False writes a LoRA adapter, for which every magnitude has to be its norm.
+      modules_to_save: ends of the names, in PyTorch, of modules to store whole.
+      bias: "none", or the biases to store: "all", or "lora_only" for those of adapted layers.
+      fan_in_fan_out: PyTorch's layers are GPT-2's Conv1D.
+      base_model_name_or_path, task_type: for whoever reads the folder; PEFT's task types are
+        "CAUSAL_LM", "SEQ_CLS" and so on.
+      dtype: of lora_a, lora_b and magnitude in the file; by default each has its own.
+      config: written as it is instead of one made from the model and the arguments above; it has to
+        say the same as the model.
+      overwrite: replace an adapter that is in the folder.
+
+    Raises:
+      FileExistsError: there is an adapter in the folder, and `overwrite` is False.
+      ValueError: the model has no adapter, or one that the format cannot express; `config` does not
+        fit the model.
+      NotImplementedError: an adapted layer has no counterpart in PyTorch.
+      TypeError: an argument has the wrong type.
+    """
+    folders.check_free(folder, overwrite=overwrite)
+    places = places_of(model, names or Names())
+    adapted = _adapted_layers(places)
+    refuse_groups(places.layers[name].layer for name in adapted)
+    if config is None:
+        config = _config_of(
+            places,
+            adapted,
+            use_dora=use_dora,
+            modules_to_save=tuple(modules_to_save) or None,
+            bias=bias,
+            fan_in_fan_out=fan_in_fan_out,
+            base_model_name_or_path=base_model_name_or_path,
+            task_type=task_type,
+        )
+    else:
+        _check_scales(places, adapted, config)
+    if not config.use_dora:
+        _check_is_lora(places)
+    tensors = _adapter_tensors(places, adapted, config, dtype)
+    tensors |= _parameter_tensors(places, adapted, config)
+    # What is written can be read: the same check as a reader's.
+    fit(
+        config,
+        {key: ("F32", array.shape) for key, array in tensors.items()},
+        [place.layer for place in places.layers.values()],
+        {name: place.shape for name, place in places.parameters.items()},
+    )
+    folders.write(
+        folder,
+        config,
+        lambda path: save_file(tensors, path, metadata={"format": "pt"}),
+        overwrite=overwrite,
+    )
+
+
+def _adapted_layers(places: Places) -> dict[str, Any]:
+    """The module of every adapted layer, by PyTorch's name."""
+    paths = places.adapted_paths()
+    if not paths:
+        raise ValueError(
+            "model has no adapter; expected one with DoRA layers, as jax_dora.apply_dora makes it"
+        )
+    reachable = {place.path for place in places.layers.values()}
+    if strange := [path for path in paths if path not in reachable]:
+        raise NotImplementedError(
+            f"{', '.join(strange)}: projections with batch axes or another order of output axes "
+            "than their kernel's; expected layers that are a Linear, Embedding or ConvNd in PyTorch"
+        )
+    return {
+        name: places.modules[place.path]
+        for name, place in places.layers.items()
+        if place.path in set(paths) and not _changes_nothing(places, name)
+    }
+
+
+def _changes_nothing(places: Places, name: str) -> bool:
+    """Whether the layer lies in a stack where others have an adapter and it has none: lora_a and
+    lora_b are zero, which no training of an adapter leads to, and the magnitude is the norm."""
+    place = places.layers[name]
+    module: Any = places.modules[place.path]
+    if not place.index or any(
+        bool(jnp.any(part[...][place.index])) for part in (module.lora_a, module.lora_b)
+    ):
+        return False
+    one = take(module, place.index)
+    return bool(jnp.all(one.norm() == one.magnitude[...]))
+
+
+def _config_of(places: Places, adapted: dict[str, Any], **fields: Any) -> AdapterConfig:
+    rank, rank_pattern = patterns_for({name: module.rank for name, module in adapted.items()})
+    alpha, alpha_pattern = patterns_for({name: module.alpha for name, module in adapted.items()})
+    rslora = _one({name: module.use_rslora for name, module in adapted.items()}, "use_rslora")
+    dropouts = {
+        name: 0.0 if module.dropout is None else module.dropout.rate
+        for name, module in adapted.items()
+        if places.layers[name].layer.kind != "embedding"
+    }
+    return AdapterConfig(
+        r=rank,
+        lora_alpha=alpha,
+        rank_pattern=rank_pattern,
+        alpha_pattern=alpha_pattern,
+        target_modules=targets_for(adapted, places.names),
+        use_rslora=rslora,
+        lora_dropout=_one(dropouts, "dropout") if dropouts else 0.0,
+        **fields,
+    )
+
+
+def _one(values: dict[str, Any], what: str) -> Any:
+    kinds = {value: name for name, value in values.items()}
+    if len(kinds) > 1:
+        told = ", ".join(f"{name} has {value}" for value, name in kinds.items())
+        raise ValueError(f"{told}; expected one {what} for all layers: PEFT's format has one")
+    return next(iter(kinds))
+
+
+def _check_scales(places: Places, adapted: dict[str, Any], config: AdapterConfig) -> None:
+    for name, module in adapted.items():
+        ours = (module.rank, module.alpha, module.use_rslora)
+        theirs = (config.rank_of(name), config.alpha_of(name), config.use_rslora)
+        if ours != theirs:
+            raise ValueError(
+                f"config gives {name} rank, alpha and use_rslora {theirs}; expected the model's "
+                f"{ours}"
+            )
+
+
+def _check_is_lora(places: Places) -> None:
+    for path in places.adapted_paths():
+        module: Any = places.modules[path]
+        for index in np.ndindex(*places.stacks[path]):
+            one = take(module, index) if index else module
+            if not bool(jnp.all(one.norm() == one.magnitude[...])):
+                raise ValueError(
+                    f"use_dora is False and the magnitude at {path!r} is not its norm; expected a "
+                    "LoRA adapter, as load_adapter makes it of a LoRA folder: pass use_dora=True"
+                )
+
+
+def _adapter_tensors(
+    places: Places, adapted: dict[str, Any], config: AdapterConfig, dtype: Dtype | None
+) -> dict[str, np.ndarray]:
+    tensors = {}
+    for name, module in adapted.items():
+        place = places.layers[name]
+        parts = places.of_adapter(place, module.rank)
+        for role in place.layer.shapes(module.rank):
+            if role == "magnitude" and not config.use_dora:
+                continue
+            part = parts[role.replace("embedding_", "lora_")]
+            array = part.to_torch(_host(getattr(module, part.attribute), place.index))
+            tensors[key_of(name, role)] = _contiguous(array, dtype)
+    return tensors
+
+
+def _parameter_tensors(
+    places: Places, adapted: dict[str, Any], config: AdapterConfig
+) -> dict[str, np.ndarray]:
+    tensors = {}
+    for name, place in places.parameters.items():
+        is_adapted = name.rpartition(".")[0] in adapted
+        if config.stores(name, of_adapted_layer=is_adapted):
+            variable = getattr(places.modules[place.path], place.attribute)
+            array = place.to_torch(_host(variable, place.index))
+            tensors[parameter_key(name, of_adapted_layer=is_adapted)] = _contiguous(array)
+    return tensors
+
+
+def _host(variable: nnx.Variable, index: tuple[int, ...]) -> np.ndarray:
+    """One layer's part of an array, on the host."""
+    return np.asarray(jax.device_get(variable.get_value()[index]))
+
+
+def _contiguous(array: np.ndarray, dtype: Dtype | None = None) -> np.ndarray:
+    return np.ascontiguousarray(array, dtype=None if dtype is None else jnp.dtype(dtype))

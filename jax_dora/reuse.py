@@ -1,0 +1,196 @@
+"""The norm once, not every time: kept in the model while the adapters stand still.
+
+The norm depends on kernel, lora_a and lora_b alone. Between two optimizer steps none of them moves,
+so micro-steps of gradient accumulation, and a rematerialised forward pass, can share one:
+
+    jax_dora.keep_norms(model)                     # once, after apply_dora
+
+    @nnx.jit
+    def train_step(model, optimizer, batch):       # optimizer: optax.MultiSteps, say
+        jax_dora.refresh_norms(model)              # recomputes only if an adapter has changed
+        loss, grads = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, nnx.LoRAParam))(...)
+        optimizer.update(model, grads)
+        return loss
+
+Results are bit for bit those of recomputing. A kept norm carries a fingerprint of what it was
+computed from, and a layer compares it on every call (it reads the adapter, which is small beside the
+kernel): a stale norm raises in eager code and is NaN in compiled code, never quietly wrong. Of the
+frozen kernel the fingerprint reads every 64th input row: enough to notice other weights.
+
+For inference, `freeze` keeps the norms for good: its adapters are no longer trainable parameters.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_dora.ops.linear import NORM_NAME
+
+KERNEL_STRIDE = 64
+
+
+class DoRANorm(nnx.Variable):
+    """A kept norm, or its fingerprint; no parameter, so optimizers and adapter files pass it by."""
+
+
+class FrozenAdapter(nnx.Variable):
+    """lora_a, lora_b or magnitude of a frozen DoRA layer: no `nnx.Param`, so nothing trains it."""
+
+
+def keep_norms(model: Any) -> None:
+    """Computes the norm of every DoRA layer of `model` and keeps it in the layer.
+
+    Raises:
+      ValueError: there is no DoRA layer in `model`.
+    """
+    for layer in _dora_layers(model):
+        layer.kept_norm = nnx.data(DoRANorm(_norm(layer)))
+        layer.kept_fingerprint = nnx.data(DoRANorm(_fingerprint(layer)))
+
+
+def refresh_norms(model: Any) -> None:
+    """Recomputes the kept norms of `model` if any adapter differs from what they were made of.
+
+    Call it at the start of a training step, inside `nnx.jit`: whether anything changed is one
+    comparison on the device.
+
+    Raises:
+      ValueError: there is no DoRA layer in `model`, or one keeps no norm.
+    """
+    layers = list(_dora_layers(model))
+    for layer in layers:
+        if getattr(layer, "kept_norm", None) is None:
+            raise ValueError(
+                "a DoRA layer of this model keeps no norm; call jax_dora.keep_norms(model) first"
+            )
+    now = [_fingerprint(layer) for layer in layers]
+    same = jnp.stack(
+        [
+            jnp.all(layer.kept_fingerprint[...] == fingerprint)
+            for layer, fingerprint in zip(layers, now, strict=True)
+        ]
+    ).all()
+    norms = lax.cond(
+        same,
+        lambda: [layer.kept_norm[...] for layer in layers],
+        lambda: [_norm(layer) for layer in layers],
+    )
+    for layer, norm, fingerprint in zip(layers, norms, now, strict=True):
+        layer.kept_norm[...] = norm
+        layer.kept_fingerprint[...] = fingerprint
+
+
+def drop_norms(model: Any) -> None:
+    """Lets every DoRA layer of `model` compute its norm on each call again."""
+    for layer in _dora_layers(model):
+        layer.kept_norm = layer.kept_fingerprint = nnx.data(None)
+
+
+def freeze(model: Any) -> Any:
+    """A copy of `model` for inference, which shares its arrays: norms kept, adapters not trainable.
+
+    lora_a, lora_b and magnitude become `FrozenAdapter`s, which neither `nnx.Param` nor
+    `nnx.LoRAParam` finds, so that no optimizer can move them from under the norms; and no call
+    looks at the adapters again. `model` itself stays trainable.
+
+    Raises:
+      ValueError: there is no DoRA layer in `model`.
+    """
+    frozen = nnx.merge(*nnx.split(model))
+    keep_norms(frozen)
+    for layer in _dora_layers(frozen):
+        layer.kept_fingerprint = nnx.data(None)
+        for name in ("lora_a", "lora_b", "magnitude"):
+            variable = getattr(layer, name)
+            setattr(layer, name, FrozenAdapter(variable[...], **variable.get_metadata()))
+    return frozen
+
+
+def current_norm(layer: Any) -> jax.Array:
+    """The norm that a call of `layer` uses, named "dora_norm" for `remat_policy`."""
+    kept = getattr(layer, "kept_norm", None)
+    if kept is None:
+        return checkpoint_name(layer.norm(), NORM_NAME)
+    norm = kept[...]
+    if layer.kept_fingerprint is None:
+        return norm
+    same = jnp.all(layer.kept_fingerprint[...] == _fingerprint(layer))
+    if not isinstance(same, jax.core.Tracer) and not same:
+        raise RuntimeError(
+            f"the kept norm of a {type(layer).__name__} is stale: its adapter has changed since; "
+            "call jax_dora.refresh_norms(model) at the start of every step"
+        )
+    return checkpoint_name(jnp.where(same, norm, jnp.nan), NORM_NAME)
+
+
+def _dora_layers(model: Any) -> Iterator[Any]:
+    found = False
+    for _, node in nnx.iter_graph(model):
+        if isinstance(node, nnx.Module) and hasattr(node, "lora_a") and hasattr(node, "magnitude"):
+            found = True
+            yield node
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no DoRA layer; build it with one, or call apply_dora first"
+        )
+
+
+def _norm(layer: Any) -> jax.Array:
+    return _over_stack(layer, lambda one: one.norm())
+
+
+def _fingerprint(layer: Any) -> jax.Array:
+    def of_one(one):
+        arrays = (one.lora_a[...], one.lora_b[...], _kernel(one)[::KERNEL_STRIDE])
+        return jnp.concatenate([_digest(array) for array in arrays])
+
+    return _over_stack(layer, of_one)
+
+
+def _kernel(layer: Any) -> jax.Array:
+    return getattr(layer, getattr(layer, "kernel_name", "kernel"))[...]
+
+
+def _over_stack(layer: Any, function: Callable[[Any], jax.Array]) -> jax.Array:
+    """`function` of `layer`, or of each layer of a stack made by `nnx.vmap`, along leading axes."""
+    for _ in range(layer.lora_a.ndim - _single_ndim(layer)):
+        function = functools.partial(_mapped, function)
+    return function(layer)
+
+
+def _single_ndim(layer: Any) -> int:
+    """The number of axes of lora_a in a layer that is not stacked."""
+    if not hasattr(layer, "layout"):
+        return 2
+    place = layer.layout().lora_a
+    matrices = jax.ShapeDtypeStruct(place.matrices, jnp.float32)
+    return jax.eval_shape(place.from_matrices, matrices).ndim
+
+
+def _mapped(function: Callable[[Any], jax.Array], layer: Any) -> jax.Array:
+    stacked = nnx.Any(nnx.Param, FrozenAdapter)
+    graphdef, state, rest = nnx.split(layer, stacked, ...)
+    return lax.map(lambda one: function(nnx.merge(graphdef, one, rest)), state)
+
+
+def _digest(array: jax.Array) -> jax.Array:
+    """uint32[2]: the sum of the array's bits, and the same weighted by position.
+
+    Sums of integers are exact in any order, so that a digest does not depend on how the array is
+    laid out or sharded; nothing is flattened or gathered.
+    """
+    array = lax.stop_gradient(array)
+    bits = lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * min(array.dtype.itemsize, 4)}"))
+    bits = bits.astype(jnp.uint32)
+    position = jnp.zeros(bits.shape, jnp.uint32)
+    for axis in range(bits.ndim):
+        index = lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+        position = (position + index) * jnp.uint32(0x9E3779B1)
+        position = position ^ (position >> 15)
+    return jnp.stack([jnp.sum(bits), jnp.sum(bits * (position | 1))])

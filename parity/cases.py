@@ -1,0 +1,315 @@
+"""What parity runs: named cases, and their inputs, drawn once and given to both frameworks.
+
+All arrays are torch tensors in PyTorch's layout on the device under test. Weights are scaled as in
+trained networks: rows of W of norm about 1, `sBA` a fraction of that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from parity import oracle
+
+Level = Literal["operator", "layer"]
+Regime = Literal["trained", "near_unity", "cancellation", "zero_rows"]
+
+NEAR_UNITY = 0.0015  # how far g strays from 1 in trained adapters (arXiv 2603.22276)
+
+# rows × out: the span of the paper's twenty activation shapes.
+PAPER_ACTIVATIONS = (
+    (1, 512),
+    (1, 4096),
+    (1, 8192),
+    (1, 28672),
+    (16, 2048),
+    (64, 4096),
+    (128, 8192),
+    (512, 2048),
+    (512, 8192),
+    (1024, 1024),
+    (1024, 4096),
+    (2048, 2048),
+    (2048, 6144),
+    (4096, 4096),
+    (4096, 8192),
+    (4096, 28672),
+    (8192, 4096),
+    (8192, 8192),
+    (8192, 28672),
+    (32768, 8192),
+)
+# What a CPU's interpreters can walk: the same shapes, this many times smaller along each axis.
+CPU_ROWS_DIVISOR = 512
+CPU_FEATURES_DIVISOR = 64
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One set of inputs.
+
+    `operator` cases with a rank check norm and g of `[out, in]`, those without check compose and
+    compose_delta of `[rows, out]`; `layer` cases check a whole projection. `adapter_dtype` is that
+    of lora_a and lora_b; the magnitude is fp32; weight, bias and activations have `dtype`.
+    """
+
+    level: Level
+    dtype: str
+    n_out: int
+    rows: int = 0
+    n_in: int = 0
+    rank: int = 0
+    regime: Regime = "trained"
+    adapter_dtype: str = "float32"
+    rslora: bool = False
+    bias: bool = True
+    frozen_magnitude: bool = False
+
+    @property
+    def name(self) -> str:
+        shape = {
+            "norm": f"{self.n_in}x{self.n_out} r{self.rank}",
+            "compose": f"{self.rows}x{self.n_out}",
+            "layer": f"{self.rows}x{self.n_in}x{self.n_out} r{self.rank}",
+        }[self.kind]
+        words = [self.kind, shape, self.dtype]
+        if self.kind != "compose" and self.adapter_dtype != self.dtype:
+            words.append(f"{self.adapter_dtype} adapters")
+        if self.regime != "trained":
+            words.append(self.regime.replace("_", " "))
+        words += ["rslora"] * self.rslora + ["frozen magnitude"] * self.frozen_magnitude
+        words += ["no bias"] * (self.kind == "layer" and not self.bias)
+        return " ".join(words)
+
+    @property
+    def kind(self) -> Literal["norm", "compose", "layer"]:
+        if self.level == "layer":
+            return "layer"
+        return "norm" if self.rank else "compose"
+
+    @property
+    def scale(self) -> float:
+        """alpha/r, or alpha/sqrt(r), with the paper's alpha = r/2; for compose alone, 0.7."""
+        if not self.rank:
+            return 0.7
+        alpha = self.rank / 2
+        return alpha / self.rank**0.5 if self.rslora else alpha / self.rank
+
+
+@dataclass(frozen=True)
+class ComposeInputs:
+    base: torch.Tensor  # [rows, out]
+    lora: torch.Tensor  # [rows, out]
+    g: torch.Tensor  # fp32 [out]
+    dy: torch.Tensor  # [rows, out], the cotangent
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    weight: torch.Tensor  # [out, in]
+    lora_a: torch.Tensor  # [r, in]
+    lora_b: torch.Tensor  # [out, r]
+    magnitude: torch.Tensor  # fp32 [out]
+    x: torch.Tensor  # [rows, in]
+    dy: torch.Tensor  # [rows, out], the cotangent
+    bias: torch.Tensor | None  # [out]
+
+
+def compose_inputs(case: Case, device: str) -> ComposeInputs:
+    """Unit-normal base, lora and cotangent; g about 1 within 0.05.
+
+    near_unity: g within 0.0015 of 1, and lora a tenth as large, as in a trained adapter, so that
+    ΔY is small beside base.
+    """
+    draw = _Draw(case, device)
+    dtype = getattr(torch, case.dtype)
+    spread, size = draw.normal(case.n_out) * 0.05, 1.0
+    if case.regime == "near_unity":
+        spread, size = draw.uniform(case.n_out) * NEAR_UNITY, 0.1
+    return ComposeInputs(
+        base=draw.normal(case.rows, case.n_out).to(dtype),
+        lora=(draw.normal(case.rows, case.n_out) * size).to(dtype),
+        g=1 + spread,
+        dy=draw.normal(case.rows, case.n_out).to(dtype),
+    )
+
+
+def layer_inputs(case: Case, device: str) -> LayerInputs:
+    """W, A, B with `s‖BA‖` about 0.3 ‖W‖; the magnitude perturbed around the norm.
+
+    cancellation: W = -(1-t)·sBA rounded, with t from 1/2 to 1/256 over the rows.
+    zero_rows: every fifth row of W and B is 0, and its magnitude is of the size of eps.
+    """
+    draw = _Draw(case, device)
+    dtype, adapter_dtype = getattr(torch, case.dtype), getattr(torch, case.adapter_dtype)
+    weight = draw.normal(case.n_out, case.n_in) / case.n_in**0.5
+    lora_a = (draw.normal(case.rank, case.n_in) / case.n_in**0.5).to(adapter_dtype)
+    size = 0.3 / (case.scale * case.rank**0.5)
+    lora_b = (draw.normal(case.n_out, case.rank) * size).to(adapter_dtype)
+    if case.regime == "cancellation":
+        left = 2.0 ** -torch.linspace(1, 8, case.n_out, device=device)
+        weight = -(1 - left)[:, None] * case.scale * (lora_b.float() @ lora_a.float())
+    if case.regime == "zero_rows":
+        weight[::5] = 0
+        lora_b[::5] = 0
+    weight = weight.to(dtype)
+
+    norm = oracle.norm(weight, lora_a, lora_b, case.scale)
+    if case.regime == "near_unity":
+        factor = 1 + NEAR_UNITY * draw.uniform(case.n_out)
+    else:
+        factor = 1 + 0.05 * draw.normal(case.n_out)
+    magnitude = (norm * factor).float()
+    if case.regime == "zero_rows":
+        magnitude[::5] = 10 * oracle.EPS[case.dtype]
+
+    rows = max(case.rows, 1)
+    return LayerInputs(
+        weight=weight,
+        lora_a=lora_a,
+        lora_b=lora_b,
+        magnitude=magnitude,
+        x=draw.normal(rows, case.n_in).to(dtype),
+        dy=draw.normal(rows, case.n_out).to(dtype),
+        bias=draw.normal(case.n_out).to(dtype) if case.bias else None,
+    )
+
+
+class _Draw:
+    """A random source that depends on the case's name alone."""
+
+    def __init__(self, case: Case, device: str) -> None:
+        self._generator = torch.Generator(device).manual_seed(zlib.crc32(case.name.encode()))
+        self._device = device
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self._generator, device=self._device)
+
+    def uniform(self, *shape: int) -> torch.Tensor:
+        """In [-1, 1)."""
+        return 2 * torch.rand(shape, generator=self._generator, device=self._device) - 1
+
+
+def cpu_cases() -> list[Case]:
+    """The paper's shapes scaled down, everything else at sizes the interpreters can walk."""
+    small = dict.fromkeys(
+        (-(-rows // CPU_ROWS_DIVISOR), -(-out // CPU_FEATURES_DIVISOR // 8) * 8)
+        for rows, out in PAPER_ACTIVATIONS
+    )
+    return _distinct(
+        *(_compose("bfloat16", rows, out) for rows, out in small),
+        *_compose_variants([(64, 128), (7, 72)], ragged=(5, 43)),
+        *_norms([(96, 64)], ranks=(8, 64, 384, 768), cancelling=(192, 128, 16)),
+        *_layers([(33, 96, 64, 16)], wide=(8, 64, 96, 384), ragged=(5, 27, 43, 3)),
+    )
+
+
+def gpu_cases() -> list[Case]:
+    """The paper's full shapes, ranks up to 768, and the same special cases at real widths."""
+    return _distinct(
+        *(_compose("bfloat16", rows, out) for rows, out in PAPER_ACTIVATIONS),
+        *(
+            _compose(dtype, rows, out)
+            for dtype in ("float16", "float32")
+            for rows, out in ((1, 512), (512, 8192), (4096, 4096), (32768, 8192), (8192, 28672))
+        ),
+        *_compose_variants([(4096, 8192), (777, 4104)], ragged=(77, 1003)),
+        *_norms(
+            [(4096, 4096), (8192, 8192), (8192, 28672), (28672, 8192)],
+            ranks=(8, 64, 384, 768),
+            cancelling=(4096, 1024, 64),
+        ),
+        *_layers(
+            [(4096, 8192, 8192, 384), (4096, 4096, 4096, 64)],
+            wide=(2048, 8192, 28672, 768),
+            ragged=(777, 1003, 1111, 24),
+        ),
+        Case("layer", "bfloat16", rows=32768, n_in=8192, n_out=8192, rank=384),
+    )
+
+
+def _distinct(*cases: Case) -> list[Case]:
+    return list(dict.fromkeys(cases))
+
+
+def _compose(dtype: str, rows: int, out: int, **other) -> Case:
+    return Case("operator", dtype, rows=rows, n_out=out, **other)
+
+
+def _compose_variants(shapes: list[tuple[int, int]], ragged: tuple[int, int]) -> list[Case]:
+    cases = []
+    for dtype in DTYPES:
+        for rows, out in shapes:
+            cases += [
+                _compose(dtype, rows, out),
+                _compose(dtype, rows, out, regime="near_unity"),
+            ]
+        cases.append(_compose(dtype, *shapes[0], frozen_magnitude=True))
+        cases.append(_compose(dtype, *ragged))
+    return cases
+
+
+def _norms(
+    shapes: list[tuple[int, int]], ranks: tuple[int, ...], cancelling: tuple[int, int, int]
+) -> list[Case]:
+    cases = []
+    for n_in, n_out in shapes:
+        for rank in ranks:
+            shape = {"n_in": n_in, "n_out": n_out, "rank": rank}
+            cases.append(Case("operator", "bfloat16", adapter_dtype="bfloat16", **shape))
+        for dtype in DTYPES:
+            shape = {"n_in": n_in, "n_out": n_out, "rank": ranks[1]}
+            cases.append(Case("operator", dtype, rslora=True, **shape))
+    n_in, n_out, rank = cancelling
+    for dtype in DTYPES:
+        shape = {"n_in": n_in, "n_out": n_out, "rank": rank}
+        cases += [
+            Case("operator", dtype, regime=regime, **shape)
+            for regime in ("near_unity", "cancellation", "zero_rows")
+        ]
+    return cases
+
+
+def _layers(
+    shapes: list[tuple[int, int, int, int]],
+    wide: tuple[int, int, int, int],
+    ragged: tuple[int, int, int, int],
+) -> list[Case]:
+    def layer(dtype: str, shape: tuple[int, int, int, int], **other) -> Case:
+        rows, n_in, n_out, rank = shape
+        return Case("layer", dtype, rows=rows, n_in=n_in, n_out=n_out, rank=rank, **other)
+
+    cases = []
+    for dtype in DTYPES:
+        cases += [layer(dtype, shape) for shape in shapes]
+        cases += [
+            layer(dtype, shapes[0], adapter_dtype=dtype, rslora=True),
+            layer(dtype, shapes[0], regime="near_unity", bias=False),
+            layer(dtype, shapes[0], regime="zero_rows"),
+            layer(dtype, ragged),
+        ]
+    cases += [
+        layer("float32", shapes[-1], regime="cancellation"),
+        layer("bfloat16", shapes[-1], regime="cancellation"),
+        layer("bfloat16", shapes[0], frozen_magnitude=True),
+        layer("bfloat16", wide),
+    ]
+    return cases
+
+
+def quick(cases: list[Case]) -> list[Case]:
+    """One small case of every kind, dtype and regime."""
+    kept: dict[tuple, Case] = {}
+    for case in sorted(cases, key=lambda c: c.n_out * max(c.rows, c.n_in)):
+        kept.setdefault((case.kind, case.dtype, case.regime), case)
+    return list(kept.values())
+
+
+def as_dict(case: Case) -> dict:
+    return {"name": case.name, **dataclasses.asdict(case), "scale": case.scale}

@@ -1,0 +1,191 @@
+"""jax_dora, and the same computations in plain jnp, called with torch tensors in torch's layout.
+
+Tensors cross by DLPack, without a copy on a GPU. Matrix products of fp32 operands are asked for in
+fp32: XLA's default on an NVIDIA GPU is TF32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_dora import ops
+from parity import oracle
+from parity.cases import ComposeInputs, LayerInputs
+
+NAME = "JAX"
+Tensors = dict[str, torch.Tensor]
+
+
+def implementation(kernels: bool) -> str:
+    return "mosaic" if kernels else "xla"
+
+
+def norm(inputs: LayerInputs, scale: float) -> torch.Tensor:
+    with _exact_fp32():
+        return to_torch(jax.jit(ops.factored_norm)(*_adapter(inputs), scale))
+
+
+def plain_norm(inputs: LayerInputs, scale: float) -> torch.Tensor:
+    with _exact_fp32():
+        return to_torch(jax.jit(_plain_norm)(*_adapter(inputs), scale))
+
+
+def magnitude_scale(magnitude: torch.Tensor, row_norm: torch.Tensor, dtype: str) -> torch.Tensor:
+    return to_torch(ops.magnitude_scale(to_jax(magnitude), to_jax(row_norm), jnp.dtype(dtype)))
+
+
+def plain_magnitude_scale(
+    magnitude: torch.Tensor, row_norm: torch.Tensor, dtype: str
+) -> torch.Tensor:
+    m, n = to_jax(magnitude), to_jax(row_norm)
+    return to_torch(m.astype(jnp.float32) / jnp.maximum(n, oracle.EPS[dtype]))
+
+
+def compose(
+    inputs: ComposeInputs, scale: float, implementation: str, *, delta: bool, frozen: bool
+) -> Tensors:
+    op = ops.compose_delta if delta else ops.compose
+    with _interpreted(implementation, inputs.base):
+        return _compose(
+            lambda base, lora, g: op(base, lora, g, scale, implementation=implementation),
+            inputs,
+            frozen,
+        )
+
+
+def plain_compose(inputs: ComposeInputs, scale: float, *, delta: bool, frozen: bool) -> Tensors:
+    return _compose(
+        lambda base, lora, g: _plain_compose(base, lora, g, scale, delta), inputs, frozen
+    )
+
+
+def layer(inputs: LayerInputs, scale: float, implementation: str, *, frozen: bool) -> Tensors:
+    def run(x, lora_a, lora_b, magnitude, bias, kernel):
+        return ops.dora_linear(
+            x, kernel, lora_a, lora_b, magnitude, scale, bias=bias, implementation=implementation
+        )
+
+    with _exact_fp32(), _interpreted(implementation, inputs.x):
+        return _layer(run, inputs, frozen)
+
+
+def plain_layer(inputs: LayerInputs, scale: float, *, frozen: bool) -> Tensors:
+    def run(x, lora_a, lora_b, magnitude, bias, kernel):
+        dtype = x.dtype
+        row_norm = jax.lax.stop_gradient(_plain_norm(kernel, lora_a, lora_b, scale))
+        eps = oracle.EPS[dtype.name]
+        g = magnitude.astype(jnp.float32) / jnp.maximum(row_norm, eps)
+        lora = (x @ lora_a.astype(dtype)) @ lora_b.astype(dtype)
+        return _plain_compose(x @ kernel, lora, g, scale, False, bias)
+
+    with _exact_fp32():
+        return _layer(run, inputs, frozen)
+
+
+def to_jax(tensor: torch.Tensor) -> jax.Array:
+    return jax.dlpack.from_dlpack(tensor.detach().contiguous())
+
+
+def to_torch(array: jax.Array) -> torch.Tensor:
+    return torch.from_dlpack(jax.block_until_ready(array))
+
+
+def _adapter(inputs: LayerInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return to_jax(inputs.weight.T), to_jax(inputs.lora_a.T), to_jax(inputs.lora_b.T)
+
+
+def _plain_norm(kernel, lora_a, lora_b, scale):
+    kernel, lora_a, lora_b = (a.astype(jnp.float32) for a in (kernel, lora_a, lora_b))
+    return jnp.linalg.norm(kernel + scale * (lora_a @ lora_b), axis=0)
+
+
+def _plain_compose(base, lora, g, scale, delta, bias=None):
+    wide = base.astype(jnp.float32)
+    y = (g - 1) * wide + g * (scale * lora.astype(jnp.float32))
+    if not delta:
+        y = wide + y
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)
+    return y.astype(base.dtype)
+
+
+def _compose(op: Callable, inputs: ComposeInputs, frozen: bool) -> Tensors:
+    base, lora, g = to_jax(inputs.base), to_jax(inputs.lora), to_jax(inputs.g)
+
+    @jax.jit
+    def run(base, lora, g, dy):
+        if frozen:
+            y, pull = jax.vjp(lambda base, lora: op(base, lora, g), base, lora)
+        else:
+            y, pull = jax.vjp(op, base, lora, g)
+        return y, pull(dy)
+
+    y, cotangents = run(base, lora, g, to_jax(inputs.dy))
+    names = ("d_base", "d_lora", "d_g")
+    return {"y": to_torch(y)} | {
+        name: to_torch(ct) for name, ct in zip(names, cotangents, strict=False)
+    }
+
+
+def _layer(op: Callable, inputs: LayerInputs, frozen: bool) -> Tensors:
+    kernel, lora_a, lora_b = _adapter(inputs)
+    arguments = {
+        "x": to_jax(inputs.x),
+        "lora_a": lora_a,
+        "lora_b": lora_b,
+        "magnitude": to_jax(inputs.magnitude),
+        "bias": None if inputs.bias is None else to_jax(inputs.bias),
+    }
+
+    @jax.jit
+    def run(kernel, arguments, dy):
+        wanted = {
+            name: value
+            for name, value in arguments.items()
+            if value is not None and not (frozen and name == "magnitude")
+        }
+        y, pull = jax.vjp(lambda some: op(**(arguments | some), kernel=kernel), wanted)
+        return y, pull(dy)[0]
+
+    y, cotangents = run(kernel, arguments, to_jax(inputs.dy))
+    results = {"y": y} | {f"d_{name}": ct for name, ct in cotangents.items()}
+    return {
+        name: to_torch(value).T if name in ("d_lora_a", "d_lora_b") else to_torch(value)
+        for name, value in results.items()
+    }
+
+
+@contextlib.contextmanager
+def _exact_fp32() -> Iterator[None]:
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def _interpreted(implementation: str, tensor: torch.Tensor):
+    kernel = implementation == "mosaic" and not tensor.is_cuda
+    return interpreted() if kernel else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def interpreted() -> Iterator[None]:
+    """Mosaic kernels run on a CPU, in Pallas' GPU interpreter; a data race is a RuntimeError."""
+    options: dict = {"detect_races": True}
+    if "on_race" in (f.name for f in dataclasses.fields(plgpu.InterpretGPUParams)):
+        options["on_race"] = "raise"
+    # Before jax 0.12 the interpreter can only print what it found.
+    printed = io.StringIO()
+    with (
+        contextlib.redirect_stdout(printed),
+        plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(**options)),
+    ):
+        yield
+    if "RACE DETECTED" in printed.getvalue():
+        raise RuntimeError(printed.getvalue())

@@ -1,0 +1,220 @@
+"""The encoder in flax.nnx: BERT (arXiv 1810.04805), mean pooling, unit-length embeddings.
+
+Its projections are `jax_dora.DoRALinear`, or the same in plain jnp.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import torch
+from flax import nnx
+
+from jax_dora import DoRALinear
+from parity import minilm, oracle
+from parity.minilm_torch import ADAPTER, Adapter, Evaluation
+
+Project = Callable[[str, nnx.Linear], nnx.Module]
+
+
+class Encoder(nnx.Module):
+    """`project(name, linear)` makes the module that stands for each of the 36 projections."""
+
+    def __init__(self, project: Project, dtype: str = "float32") -> None:
+        self.weights = nnx.Dict(
+            {
+                _key(name): nnx.Param(jnp.asarray(array, dtype))
+                for name, array in minilm.weights().items()
+                if not name.startswith(("pooler", "encoder")) or "LayerNorm" in name
+                if array.dtype.kind == "f"
+            }
+        )
+        self.projections = nnx.Dict(
+            {_key(name): project(name, _linear(name, dtype)) for name in minilm.projection_names()}
+        )
+
+    def __call__(self, ids: jax.Array, mask: jax.Array) -> jax.Array:
+        """`[sentences, tokens]` ids and mask to fp32 `[sentences, hidden]`."""
+        hidden = self.hidden(ids, mask).astype(jnp.float32)
+        weight = mask[:, :, None].astype(jnp.float32)
+        mean = (hidden * weight).sum(1) / weight.sum(1)
+        return mean / jnp.linalg.norm(mean, axis=-1, keepdims=True)
+
+    def hidden(self, ids: jax.Array, mask: jax.Array) -> jax.Array:
+        """The last layer's states, `[sentences, tokens, hidden]`."""
+        x = self._get("embeddings.word_embeddings.weight")[ids]
+        x = x + self._get("embeddings.token_type_embeddings.weight")[None, :1]
+        x = x + self._get("embeddings.position_embeddings.weight")[None, : ids.shape[1]]
+        x = self._layer_norm("embeddings", x)
+        attend = mask[:, None, None, :].astype(bool)
+        for layer in range(minilm.config().num_hidden_layers):
+            x = self._layer(f"encoder.layer.{layer}", x, attend)
+        return x
+
+    def _layer(self, prefix: str, x: jax.Array, attend: jax.Array) -> jax.Array:
+        def project(name: str, value: jax.Array) -> jax.Array:
+            return self.projections[_key(f"{prefix}.{name}")](value)
+
+        split = (*x.shape[:2], minilm.config().num_attention_heads, -1)
+        q, k, v = (
+            project(f"attention.self.{name}", x).reshape(split)
+            for name in ("query", "key", "value")
+        )
+        mixed = jax.nn.dot_product_attention(q, k, v, mask=attend).reshape(x.shape)
+        x = self._layer_norm(
+            f"{prefix}.attention.output", x + project("attention.output.dense", mixed)
+        )
+        wide = jax.nn.gelu(project("intermediate.dense", x), approximate=False)
+        return self._layer_norm(f"{prefix}.output", x + project("output.dense", wide))
+
+    def _layer_norm(self, prefix: str, x: jax.Array) -> jax.Array:
+        # nnx.LayerNorm rounds to the parameters' dtype between its steps; torch's rounds once.
+        scale = self._get(f"{prefix}.LayerNorm.weight").astype(jnp.float32)
+        shift = self._get(f"{prefix}.LayerNorm.bias").astype(jnp.float32)
+        wide = x.astype(jnp.float32)
+        centred = wide - wide.mean(-1, keepdims=True)
+        variance = (centred * centred).mean(-1, keepdims=True)
+        normal = centred * jax.lax.rsqrt(variance + minilm.config().layer_norm_eps)
+        return (normal * scale[None, None] + shift[None, None]).astype(x.dtype)
+
+    def _get(self, name: str) -> jax.Array:
+        return self.weights[_key(name)][...]
+
+
+class PlainDoRA(nnx.Module):
+    """An adapted projection in plain jnp: the norm of `W + sBA` in fp32, activations' products
+    in the kernel's dtype, the composition in fp32."""
+
+    def __init__(self, linear: nnx.Linear) -> None:
+        self.kernel, self.bias = linear.kernel, linear.bias
+        self.lora_a = nnx.LoRAParam(jnp.zeros((linear.in_features, minilm.RANK)))
+        self.lora_b = nnx.LoRAParam(jnp.zeros((minilm.RANK, linear.out_features)))
+        self.magnitude = nnx.LoRAParam(jnp.zeros(linear.out_features))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel, lora_a, lora_b = self.kernel[...], self.lora_a[...], self.lora_b[...]
+        adapted = kernel.astype(jnp.float32) + minilm.SCALE * (lora_a @ lora_b)
+        norm = jax.lax.stop_gradient(jnp.linalg.norm(adapted, axis=0))
+        g = self.magnitude[...] / jnp.maximum(norm, oracle.EPS[x.dtype.name])
+        g, bias = g[None, None], self.bias[...].astype(jnp.float32)[None, None]
+        base = (x @ kernel).astype(jnp.float32)
+        lora = ((x @ lora_a.astype(x.dtype)) @ lora_b.astype(x.dtype)).astype(jnp.float32)
+        y = base + ((g - 1) * base + g * (minilm.SCALE * lora)) + bias
+        return y.astype(x.dtype)
+
+
+def adapted(kind: str, adapter: Adapter, dtype: str, implementations: dict[str, str]) -> Encoder:
+    """An encoder with the adapter in it; `kind` is "dora" or "plain".
+
+    `implementations` of the projections by name; the package's choice where there is none.
+    """
+
+    def project(name: str, linear: nnx.Linear) -> nnx.Module:
+        if kind == "plain":
+            layer = PlainDoRA(linear)
+        else:
+            layer = DoRALinear.from_linear(
+                linear,
+                rank=minilm.RANK,
+                alpha=minilm.SCALE * minilm.RANK,
+                implementation=implementations.get(name),
+                rngs=nnx.Rngs(0),
+            )
+        for key, value in adapter[name].items():
+            getattr(layer, key)[...] = jnp.asarray(value.T.numpy() if value.ndim == 2 else value)
+        return layer
+
+    return Encoder(project, dtype)
+
+
+def evaluate(encoder: Encoder, batch: minilm.Batch, gradients: bool) -> Evaluation:
+    """One forward pass, and one backward if gradients are wanted."""
+    graph, adapter, rest = nnx.split(encoder, nnx.LoRAParam, ...)
+    vectors = {}
+    with jax.default_matmul_precision("highest"):
+        if gradients:
+            (_, embeddings), cotangents = _loss_and_gradients(graph, adapter, rest, *_arrays(batch))
+            by_name = _adapter_of(cotangents).values()
+            for key in ADAPTER:
+                parts = [values[key].double().flatten() for values in by_name]
+                vectors[key] = torch.cat(parts)
+        else:
+            embeddings = _embed(graph, adapter, rest, *_arrays(batch))
+    return Evaluation(torch.tensor(np.asarray(embeddings, np.float64)), vectors)
+
+
+def train(encoder: Encoder, batch: minilm.Batch, steps: int) -> tuple[list[float], Adapter]:
+    """The loss before every step, and the adapter after the last."""
+    graph, adapter, rest = nnx.split(encoder, nnx.LoRAParam, ...)
+    optimizer = optax.adamw(
+        minilm.LEARNING_RATE,
+        *minilm.BETAS,
+        eps=minilm.ADAM_EPS,
+        weight_decay=minilm.WEIGHT_DECAY,
+    )
+
+    @jax.jit
+    def update(adapter, state, gradients):
+        updates, state = optimizer.update(gradients, state, adapter)
+        return optax.apply_updates(adapter, updates), state
+
+    state, losses, arrays = optimizer.init(adapter), [], _arrays(batch)
+    for _ in range(steps):
+        with jax.default_matmul_precision("highest"):
+            (loss, _), gradients = _loss_and_gradients(graph, adapter, rest, *arrays)
+        adapter, state = update(adapter, state, gradients)
+        losses.append(float(loss))
+    return losses, _adapter_of(adapter)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _embed(graph, adapter, rest, ids, mask):
+    return nnx.merge(graph, adapter, rest)(ids, mask)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _loss_and_gradients(graph, adapter, rest, ids, mask):
+    def loss(adapter):
+        embeddings = nnx.merge(graph, adapter, rest)(ids, mask)
+        firsts, seconds = jnp.split(embeddings, 2)
+        logits = firsts @ seconds.T / minilm.TEMPERATURE
+        targets = jnp.arange(len(logits))
+        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean(), embeddings
+
+    return jax.value_and_grad(loss, has_aux=True)(adapter)
+
+
+def _arrays(batch: minilm.Batch) -> tuple[jax.Array, jax.Array]:
+    return jnp.asarray(batch.ids, jnp.int32), jnp.asarray(batch.mask, jnp.int32)
+
+
+def _adapter_of(state: nnx.State) -> Adapter:
+    """The adapters in a state, as torch tensors in torch's layout."""
+    projections = state["projections"]
+    return {
+        name: {
+            key: torch.tensor(np.asarray(projections[_key(name)][key][...]).T) for key in ADAPTER
+        }
+        for name in minilm.projection_names()
+    }
+
+
+def _linear(name: str, dtype: str) -> nnx.Linear:
+    weight = jnp.asarray(minilm.weights()[f"{name}.weight"].T, dtype)
+    bias = jnp.asarray(minilm.weights()[f"{name}.bias"], dtype)
+    return nnx.Linear(
+        *weight.shape,
+        kernel_init=lambda *_: weight,
+        bias_init=lambda *_: bias,
+        param_dtype=dtype,
+        rngs=nnx.Rngs(0),
+    )
+
+
+def _key(name: str) -> str:
+    return name.replace(".", "_")

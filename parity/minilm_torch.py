@@ -1,0 +1,237 @@
+"""The encoder in torch: BERT (arXiv 1810.04805), mean pooling, unit-length embeddings.
+
+Its projections are `torch_dora.DoRALinear`, or the same in plain torch, or dense ones in fp64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parity import minilm, oracle
+from torch_dora import DoRALinear
+
+ADAPTER = ("lora_a", "lora_b", "magnitude")
+Adapter = dict[str, dict[str, Tensor]]  # by projection, then by ADAPTER; torch's layout
+
+Project = Callable[[str, nn.Linear], nn.Module]
+
+
+class Encoder(nn.Module):
+    """`project(name, linear)` makes the module that stands for each of the 36 projections.
+
+    The weights are rounded to `stored`, where given, and then held in `dtype`.
+    """
+
+    def __init__(
+        self,
+        project: Project,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        stored: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.weights = nn.ParameterDict()
+        for name, array in minilm.weights().items():
+            if array.dtype.kind == "f" and not name.startswith("pooler"):
+                tensor = torch.tensor(array, dtype=stored or dtype, device=device).to(dtype)
+                self.weights[_key(name)] = nn.Parameter(tensor, requires_grad=False)
+        self.projections = nn.ModuleDict(
+            {_key(name): project(name, self._linear(name)) for name in minilm.projection_names()}
+        )
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """`[sentences, tokens]` ids and mask to fp32 (or fp64) `[sentences, hidden]`."""
+        hidden = self.hidden(ids, mask)
+        hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        weight = mask[:, :, None].to(hidden.dtype)
+        return F.normalize((hidden * weight).sum(1) / weight.sum(1), dim=-1)
+
+    def hidden(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """The last layer's states, `[sentences, tokens, hidden]`."""
+        x = self._get("embeddings.word_embeddings.weight")[ids]
+        x = x + self._get("embeddings.token_type_embeddings.weight")[0]
+        x = x + self._get("embeddings.position_embeddings.weight")[: ids.shape[1]]
+        x = self._layer_norm("embeddings", x)
+        attend = mask[:, None, None, :].bool()
+        for layer in range(minilm.config().num_hidden_layers):
+            x = self._layer(f"encoder.layer.{layer}", x, attend)
+        return x
+
+    def _layer(self, prefix: str, x: Tensor, attend: Tensor) -> Tensor:
+        project = self._projections(prefix)
+        split = (*x.shape[:2], minilm.config().num_attention_heads, -1)
+        q, k, v = (
+            project(f"attention.self.{name}", x).view(split).transpose(1, 2)
+            for name in ("query", "key", "value")
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=attend)
+        mixed = mixed.transpose(1, 2).reshape(x.shape)
+        x = self._layer_norm(
+            f"{prefix}.attention.output", x + project("attention.output.dense", mixed)
+        )
+        wide = F.gelu(project("intermediate.dense", x))
+        return self._layer_norm(f"{prefix}.output", x + project("output.dense", wide))
+
+    def _projections(self, prefix: str) -> Callable[[str, Tensor], Tensor]:
+        return lambda name, x: self.projections[_key(f"{prefix}.{name}")](x)
+
+    def _layer_norm(self, prefix: str, x: Tensor) -> Tensor:
+        scale = self._get(f"{prefix}.LayerNorm.weight")
+        shift = self._get(f"{prefix}.LayerNorm.bias")
+        return F.layer_norm(x, x.shape[-1:], scale, shift, minilm.config().layer_norm_eps)
+
+    def _linear(self, name: str) -> nn.Linear:
+        weight, bias = self._get(f"{name}.weight"), self._get(f"{name}.bias")
+        linear = nn.Linear(*reversed(weight.shape), device="meta")
+        linear.weight, linear.bias = nn.Parameter(weight), nn.Parameter(bias)
+        return linear
+
+    def _get(self, name: str) -> Tensor:
+        return self.weights[_key(name)]
+
+
+class PlainDoRA(nn.Module):
+    """An adapted projection in plain torch: the norm of `W + sBA` in fp32, activations' products
+    in the weight's dtype, the composition in fp32."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def set_adapter(self, values: dict[str, Tensor]) -> None:
+        for name, value in values.items():
+            setattr(self, name, nn.Parameter(value.to(self.weight.device)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            adapted = self.weight.float() + minilm.SCALE * (self.lora_b @ self.lora_a)
+            norm = torch.linalg.vector_norm(adapted, dim=1)
+        g = self.magnitude / norm.clamp(min=oracle.EPS[oracle.dtype_name(x.dtype)])
+        base = F.linear(x, self.weight).float()
+        lora = F.linear(F.linear(x, self.lora_a.to(x.dtype)), self.lora_b.to(x.dtype)).float()
+        y = base + ((g - 1) * base + g * (minilm.SCALE * lora)) + self.bias.float()
+        return y.to(x.dtype)
+
+
+class DenseDoRA(PlainDoRA):
+    """An adapted projection as one dense matrix, for a model and an adapter in fp64."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        adapted = self.weight + minilm.SCALE * (self.lora_b @ self.lora_a)
+        norm = (adapted * adapted).sum(1).sqrt().detach()
+        return F.linear(x, (self.magnitude / norm)[:, None] * adapted, self.bias)
+
+
+def adapted(
+    kind: str,
+    adapter: Adapter,
+    dtype: torch.dtype,
+    device: str,
+    implementations: dict[str, str],
+    stored: torch.dtype | None = None,
+) -> Encoder:
+    """An encoder with the adapter in it; `kind` is "dora", "plain" or "dense".
+
+    `implementations` of the projections by name; the package's choice where there is none. The
+    weights are rounded to `stored`, where given, and then held in `dtype`.
+    """
+
+    def project(name: str, linear: nn.Linear) -> nn.Module:
+        if kind != "dora":
+            layer = {"plain": PlainDoRA, "dense": DenseDoRA}[kind](linear)
+            wide = torch.promote_types(dtype, torch.float32)
+            layer.set_adapter({key: value.to(wide) for key, value in adapter[name].items()})
+            return layer
+        layer = DoRALinear.from_linear(
+            linear,
+            rank=minilm.RANK,
+            alpha=minilm.SCALE * minilm.RANK,
+            implementation=implementations.get(name),
+        )
+        with torch.no_grad():
+            for key, value in adapter[name].items():
+                getattr(layer, key).copy_(value)
+        return layer
+
+    return Encoder(project, dtype, device, stored)
+
+
+def initial_adapter(seed: int = 0) -> Adapter:
+    """As DoRA starts: lora_a uniform in ±1/sqrt(in), lora_b zero, the magnitude the norm."""
+    generator = torch.Generator().manual_seed(seed)
+    adapter = {}
+    for name in minilm.projection_names():
+        weight = minilm.weights()[f"{name}.weight"]
+        n_out, n_in = weight.shape
+        lora_a = (2 * torch.rand(minilm.RANK, n_in, generator=generator) - 1) / n_in**0.5
+        lora_b = torch.zeros(n_out, minilm.RANK)
+        norm = torch.tensor(oracle.norm(weight, lora_a.numpy(), lora_b.numpy(), minilm.SCALE))
+        adapter[name] = {"lora_a": lora_a, "lora_b": lora_b, "magnitude": norm.float()}
+    return adapter
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an encoder makes of a batch, in fp64 on the CPU."""
+
+    embeddings: Tensor  # [2·pairs, hidden]
+    gradients: dict[str, Tensor]  # by ADAPTER's names, all projections' in one vector
+
+
+def evaluate(encoder: Encoder, batch: minilm.Batch, gradients: bool) -> Evaluation:
+    """One forward pass, and one backward if gradients are wanted."""
+    with torch.set_grad_enabled(gradients):
+        embeddings, loss = _forward(encoder, batch)
+    vectors = {}
+    if gradients:
+        loss.backward()
+        for name in ADAPTER:
+            parts = [getattr(layer, name).grad.flatten() for layer in _layers(encoder)]
+            vectors[name] = torch.cat(parts).double().cpu()
+    return Evaluation(embeddings.detach().double().cpu(), vectors)
+
+
+def train(encoder: Encoder, batch: minilm.Batch, steps: int) -> tuple[list[float], Adapter]:
+    """The loss before every step, and the adapter after the last, in fp32."""
+    parameters = [getattr(layer, name) for layer in _layers(encoder) for name in ADAPTER]
+    optimizer = torch.optim.AdamW(
+        parameters,
+        lr=minilm.LEARNING_RATE,
+        betas=minilm.BETAS,
+        eps=minilm.ADAM_EPS,
+        weight_decay=minilm.WEIGHT_DECAY,
+    )
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = _forward(encoder, batch)[1]
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    trained = {
+        name: {key: getattr(layer, key).detach().float().cpu() for key in ADAPTER}
+        for name, layer in zip(minilm.projection_names(), _layers(encoder), strict=True)
+    }
+    return losses, trained
+
+
+def _forward(encoder: Encoder, batch: minilm.Batch) -> tuple[Tensor, Tensor]:
+    device = encoder.weights["embeddings_LayerNorm_bias"].device
+    ids, mask = (torch.from_numpy(array).to(device) for array in (batch.ids, batch.mask))
+    embeddings = encoder(ids, mask)
+    firsts, seconds = embeddings.chunk(2)
+    logits = firsts @ seconds.T / minilm.TEMPERATURE
+    return embeddings, F.cross_entropy(logits, torch.arange(len(logits), device=device))
+
+
+def _layers(encoder: Encoder) -> list[nn.Module]:
+    return list(encoder.projections.values())
+
+
+def _key(name: str) -> str:
+    return name.replace(".", "_")  # torch's containers allow no dots

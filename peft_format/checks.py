@@ -1,0 +1,123 @@
+"""What a field of adapter_config.json may hold. Each check names the field, its value and what was
+expected."""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+# These leave the base weights alone, so that an adapter's own tensors say all; "pissa", "olora",
+# "corda", "loftq" and "lora_ga" store the adapter of a base that they changed.
+_INITIALIZATIONS = (True, False, "gaussian", "eva", "orthogonal", "mica")
+
+
+def is_rank(name: str, value: Any) -> None:
+    if not _is_integer(value) or value < 1:
+        _refuse(name, value, "an integer of at least 1")
+
+
+def is_alpha(name: str, value: Any) -> None:
+    if not _is_finite(value):
+        _refuse(name, value, "a finite number")
+
+
+def is_dropout(name: str, value: Any) -> None:
+    if not _is_finite(value) or not 0 <= value < 1:
+        _refuse(name, value, "a probability in [0, 1)")
+
+
+def is_pattern(name: str, value: Any, check: Callable[[str, Any], None]) -> None:
+    has_type(name, value, Mapping, "an object whose keys are regular expressions")
+    for key, one in value.items():
+        _is_expression(name, rf"(.*\.)?({key})$", key)
+        check(f"{name}[{key!r}]", one)
+
+
+def has_type(name: str, value: Any, kind: Any, expected: str) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} is {short(value)}, a {type(value).__name__}; expected {expected}")
+
+
+def are_targets(name: str, value: Any) -> None:
+    """Names, or one regular expression."""
+    if isinstance(value, str) and value:
+        _is_expression(name, value, value)
+    else:
+        _are_names(name, value)
+
+
+def are_expressions(name: str, value: Any) -> None:
+    _are_names(name, value)
+    for one in value:
+        _is_expression(name, one, one)
+
+
+def are_layers(chosen: Any, pattern: Any, targets: Any) -> None:
+    if chosen is not None:
+        has_type("layers_to_transform", chosen, tuple, "indices")
+        if not all(_is_integer(index) and index >= 0 for index in chosen):
+            _refuse("layers_to_transform", chosen, "indices from 0 on")
+    if pattern is not None and chosen is None:
+        _refuse("layers_to_transform", chosen, "indices, since layers_pattern is given")
+    if chosen is not None and isinstance(targets, str):
+        _refuse(
+            "layers_to_transform",
+            chosen,
+            f"null beside the regular expression target_modules = {targets!r}: PEFT takes indices "
+            "beside a list of names only",
+        )
+
+
+def is_one_of(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    if not _is_in(value, choices):
+        _refuse(name, value, f"one of {', '.join(map(repr, choices))}")
+
+
+def keeps_the_base(init_lora_weights: Any) -> None:
+    if not _is_in(init_lora_weights, _INITIALIZATIONS):
+        raise NotImplementedError(
+            f"init_lora_weights is {short(init_lora_weights)}; expected one of "
+            f"{', '.join(map(repr, _INITIALIZATIONS))}: others change the base weights, which an "
+            "adapter folder does not hold. PEFT's save_pretrained converts such an adapter to a "
+            "plain one"
+        )
+
+
+def short(value: Any) -> str:
+    """repr, cut to fit into a message."""
+    text = repr(value)
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+def _are_names(name: str, value: Any) -> None:
+    has_type(name, value, tuple, "a list of names")
+    if not value or not all(isinstance(one, str) and one for one in value):
+        _refuse(name, value, "a list of one or more names")
+
+
+def _is_expression(name: str, expression: str, given: str) -> None:
+    try:
+        re.compile(expression)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(
+            f"{name} has {short(given)}; expected a regular expression ({error})"
+        ) from error
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return (_is_integer(value) or isinstance(value, float)) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _is_in(value: Any, choices: tuple[Any, ...]) -> bool:
+    return any(type(value) is type(choice) and value == choice for choice in choices)
+
+
+def _refuse(name: str, value: Any, expected: str) -> NoReturn:
+    raise ValueError(f"{name} is {short(value)}; expected {expected}")

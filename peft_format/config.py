@@ -1,0 +1,259 @@
+"""adapter_config.json: which layers an adapter has, and with what rank and scale.
+
+Names are matched by the rules of PEFT 0.21, as the documentation of its `LoraConfig` tells them;
+module names are PyTorch's, "model.layers.0.self_attn.q_proj".
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from peft_format import checks
+
+# A file that lacks one of these says too little to compute with.
+_REQUIRED = ("peft_type", "r", "lora_alpha", "target_modules")
+
+# Beside what changes results: told to people and to PEFT, or how training began or ran.
+_INFORMATIVE = frozenset(
+    {"auto_mapping", "inference_mode", "peft_version", "revision", "runtime_config", "eva_config"}
+    # Both mean something only beside a field that is refused when it is set.
+    | {"megatron_core", "qalora_group_size"}
+    # NVlabs' own.
+    | {"dora_simple", "merge_weights"}
+)
+_OFF = (None, False, "", [], {})
+
+_NUMBERED_BLOCK = r".*?\.[^.]*\.(?P<index>\d+)\."
+
+Names = tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """The fields of PEFT's `LoraConfig` that change results, under its names.
+
+    Attributes:
+      r, lora_alpha: rank and alpha of every layer that no pattern speaks of.
+      rank_pattern, alpha_pattern: a key is a regular expression for the end of a layer's name; the
+        first that matches gives its rank or alpha.
+      use_rslora: the scale is alpha / sqrt(rank), else alpha / rank, of the layer's own two.
+      use_dora: the layers have magnitudes; without, this is a LoRA adapter.
+      target_modules: names or ends of names, or one regular expression for whole names, or
+        "all-linear": every linear layer, the output head possibly left out.
+      exclude_modules: names, ends of names, or a regular expression; wins over target_modules.
+      layers_to_transform, layers_pattern: only these indices of the block list, and its name.
+      modules_to_save: modules that are stored whole, by the ends of their names.
+      bias: "none", "all" or "lora_only": the biases that were trained and are stored.
+      lora_dropout, fan_in_fan_out, init_lora_weights: as PEFT's.
+      base_model_name_or_path, task_type: for whoever reads the folder.
+    """
+
+    r: int
+    lora_alpha: float
+    target_modules: Names | str
+    use_dora: bool = False
+    use_rslora: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    exclude_modules: Names | str | None = None
+    layers_to_transform: tuple[int, ...] | None = None
+    layers_pattern: Names | None = None
+    modules_to_save: Names | None = None
+    fan_in_fan_out: bool = False
+    bias: str = "none"
+    lora_dropout: float = 0.0
+    init_lora_weights: bool | str = True
+    base_model_name_or_path: str | None = None
+    task_type: str | None = None
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+          TypeError, ValueError: a field has the wrong type or is out of its range.
+          NotImplementedError: `init_lora_weights` is one that changes the base weights.
+        """
+        checks.is_rank("r", self.r)
+        checks.is_alpha("lora_alpha", self.lora_alpha)
+        checks.is_pattern("rank_pattern", self.rank_pattern, checks.is_rank)
+        checks.is_pattern("alpha_pattern", self.alpha_pattern, checks.is_alpha)
+        for name in ("use_dora", "use_rslora", "fan_in_fan_out"):
+            checks.has_type(name, getattr(self, name), bool, "true or false")
+        for name in ("base_model_name_or_path", "task_type"):
+            checks.has_type(name, getattr(self, name), str | None, "a string or null")
+        checks.are_targets("target_modules", self.target_modules)
+        if self.exclude_modules is not None:
+            checks.are_targets("exclude_modules", self.exclude_modules)
+        for name in ("layers_pattern", "modules_to_save"):
+            if getattr(self, name) is not None:
+                checks.are_expressions(name, getattr(self, name))
+        checks.are_layers(self.layers_to_transform, self.layers_pattern, self.target_modules)
+        checks.is_one_of("bias", self.bias, ("none", "all", "lora_only"))
+        checks.is_dropout("lora_dropout", self.lora_dropout)
+        checks.keeps_the_base(self.init_lora_weights)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """
+        Raises:
+          ValueError, TypeError: the text is no JSON object, a field is missing or malformed.
+          NotImplementedError: it asks for something that is not supported; every such field is
+            named. A field unknown here is taken for one, unless it is null, false or empty.
+        """
+        given: dict[str, Any] = _json_object(text)
+        missing = [name for name in _REQUIRED if given.get(name) is None]
+        if missing:
+            raise ValueError(
+                f"{', '.join(missing)} missing; expected a complete LoRA configuration"
+            )
+        peft_type = given.pop("peft_type")
+        if peft_type not in ("LORA", "DORA"):
+            raise NotImplementedError(
+                f"peft_type is {peft_type!r}; expected 'LORA' (with or without use_dora), or "
+                "'DORA', as NVlabs' DoRA writes"
+            )
+        given.setdefault("use_dora", peft_type == "DORA")
+        own = {item.name for item in dataclasses.fields(cls)}
+        asked = {
+            name: value
+            for name, value in given.items()
+            if name not in own | _INFORMATIVE and value not in _OFF
+        }
+        if asked:
+            told = ", ".join(
+                f"{name} = {checks.short(value)}" for name, value in sorted(asked.items())
+            )
+            raise NotImplementedError(
+                f"{told}: not supported; expected null, false or no such field, since it may "
+                "change what the adapter computes"
+            )
+        # PEFT writes null for what is not given, and takes a scalar for a list of one.
+        fields: dict[str, Any] = {
+            name: value for name, value in given.items() if name in own and value is not None
+        }
+        for name in ("layers_to_transform", "layers_pattern", "modules_to_save"):
+            if isinstance(fields.get(name), int | str):
+                fields[name] = [fields[name]]
+        fields = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in fields.items()
+            if value not in ("", [], [""])
+        }
+        return cls(**fields)
+
+    def to_json(self) -> str:
+        """As PEFT writes it: two spaces, sorted keys. Fields that old versions lack are written
+        only when they are set, for those versions refuse them."""
+        value = dataclasses.asdict(self)
+        if self.exclude_modules is None:
+            del value["exclude_modules"]
+        value |= {"peft_type": "LORA", "inference_mode": True, "auto_mapping": None}
+        return json.dumps(value | {"revision": None}, indent=2, sort_keys=True) + "\n"
+
+    def rank_of(self, name: str) -> int:
+        """The rank of the layer `name`."""
+        return _first_match(self.rank_pattern, name, self.r)
+
+    def alpha_of(self, name: str) -> float:
+        """The alpha of the layer `name`."""
+        return _first_match(self.alpha_pattern, name, self.lora_alpha)
+
+    @property
+    def targets_all_linear(self) -> bool:
+        targets = self.target_modules
+        return isinstance(targets, str) and targets.lower() == "all-linear"
+
+    def selects(self, name: str, *, is_linear: bool) -> bool:
+        """Whether the layer `name` is adapted."""
+        if _matches(self.exclude_modules, name) or self._saves_around(name):
+            return False
+        if self.targets_all_linear:
+            return is_linear
+        if isinstance(self.target_modules, str) or name in self.target_modules:
+            return _matches(self.target_modules, name)
+        return _matches(self.target_modules, name) and self._is_in_chosen_block(name)
+
+    def saves(self, parameter: str) -> bool:
+        """Whether `parameter` belongs to a module that modules_to_save names."""
+        parts = parameter.split(".")
+        modules = [".".join(parts[:length]) for length in range(1, len(parts))]
+        saved = self.modules_to_save or ()
+        return any(module.endswith(name) for module in modules for name in saved)
+
+    def stores(self, parameter: str, *, of_adapted_layer: bool) -> bool:
+        """Whether `parameter`, of the base model, is in the folder: whole modules and biases."""
+        trained = self.bias == "all" or (self.bias == "lora_only" and of_adapted_layer)
+        return (trained and parameter.rpartition(".")[2] == "bias") or self.saves(parameter)
+
+    def _saves_around(self, name: str) -> bool:
+        saved = self.modules_to_save or ()
+        return any(re.match(rf"(^|.*\.){module}($|\..*)", name) for module in saved)
+
+    def _is_in_chosen_block(self, name: str) -> bool:
+        if not self.layers_to_transform:
+            return True
+        named = [rf"(?:^|.*?\.){block}\.(?P<index>\d+)\." for block in self.layers_pattern or ()]
+        for pattern in named or [_NUMBERED_BLOCK]:
+            if found := re.match(pattern, name):
+                return int(found["index"]) in self.layers_to_transform
+        return False
+
+
+def patterns_for(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The commonest of `values`, which are keyed by layer name, and a pattern for the others.
+
+    A pattern's key is anchored, so that it matches its layer alone.
+    """
+    kinds = list(values.values())
+    default = max(kinds, key=kinds.count)
+    others = {name: value for name, value in values.items() if value != default}
+    return default, {f"^{re.escape(name)}": value for name, value in others.items()}
+
+
+def targets_for(adapted: Collection[str], all_modules: Iterable[str]) -> Names | str:
+    """target_modules that select `adapted` and nothing else of `all_modules`.
+
+    The last parts of the names where they suffice, as people write them; else the whole names; else
+    a regular expression.
+    """
+    others = set(all_modules) - set(adapted)
+    last_parts = tuple(sorted({name.rpartition(".")[2] for name in adapted}))
+    for targets in (last_parts, tuple(sorted(adapted))):
+        if not any(_matches(targets, name) for name in others):
+            return targets
+    return "|".join(re.escape(name) for name in sorted(adapted))
+
+
+def _matches(targets: Names | str | None, name: str) -> bool:
+    """A whole name by a regular expression; or one of the names, or a name that ends in one."""
+    if isinstance(targets, str):
+        return re.fullmatch(targets, name) is not None
+    return any(name == target or name.endswith(f".{target}") for target in targets or ())
+
+
+def _first_match(pattern: Mapping[str, Any], name: str, default: Any) -> Any:
+    for key, value in pattern.items():
+        if re.match(rf"(.*\.)?({key})$", name):
+            return value
+    return default
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        if len(set(names)) < len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise ValueError(f"{', '.join(twice)} given twice; expected every field once")
+        return dict(pairs)
+
+    try:
+        value = json.loads(text, object_pairs_hook=without_repetition)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error}); expected an object of fields") from error
+    except RecursionError as error:
+        raise ValueError("the JSON is nested too deeply; expected one flat object") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"the JSON is {checks.short(value)}; expected an object of fields")
+    return value

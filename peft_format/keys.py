@@ -1,0 +1,81 @@
+"""The keys of adapter_model.safetensors: "base_model.model." + the module's name + one of these.
+
+    linear, conv    .lora_A.weight      .lora_B.weight      .lora_magnitude_vector
+    embedding       .lora_embedding_A   .lora_embedding_B   .lora_magnitude_vector
+
+Besides them stand whole parameters: biases, modules_to_save, and an adapted embedding's own weight.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+PREFIX = "base_model.model."
+
+Role = Literal["lora_a", "lora_b", "magnitude", "embedding_a", "embedding_b"]
+
+# What PEFT writes, then what other versions and tools write: the adapter's name left in, NVlabs'
+# `weight_m_wdecomp`, the diffusion tools' `dora_scale`.
+_SUFFIXES: dict[Role, tuple[str, str]] = {
+    "lora_a": ("lora_A.weight", r"lora_A(\.{name})?\.weight"),
+    "lora_b": ("lora_B.weight", r"lora_B(\.{name})?\.weight"),
+    "embedding_a": ("lora_embedding_A", r"lora_embedding_A(\.{name})?"),
+    "embedding_b": ("lora_embedding_B", r"lora_embedding_B(\.{name})?"),
+    "magnitude": (
+        "lora_magnitude_vector",
+        r"lora_magnitude_vector(\.{name})?(\.weight)?|weight_m_wdecomp\.weight|dora_scale",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key taken apart.
+
+    Attributes:
+      module: the module's name; "" is the model itself.
+      role: of a tensor of the adapter; None for a parameter of the base model.
+      parameter: the parameter's own name where `role` is None.
+      is_original: it is what the base model had where modules_to_save has another.
+    """
+
+    module: str
+    role: Role | None = None
+    parameter: str = ""
+    is_original: bool = False
+
+    @property
+    def name(self) -> str:
+        """The parameter's full name, as a `state_dict` of the base model has it."""
+        return f"{self.module}.{self.parameter}" if self.module else self.parameter
+
+
+def key_of(module: str, role: Role) -> str:
+    """The key PEFT writes."""
+    return f"{PREFIX}{module}.{_SUFFIXES[role][0]}"
+
+
+def parameter_key(name: str, *, of_adapted_layer: bool) -> str:
+    """The key PEFT writes for a parameter; that of an adapted layer lies in its `base_layer`."""
+    module, _, parameter = name.rpartition(".")
+    return f"{PREFIX}{module}.base_layer.{parameter}" if of_adapted_layer else PREFIX + name
+
+
+def parse(key: str, adapter: str = "default") -> Key:
+    """Take a key apart, whichever tool wrote it. Anything can be parsed: what is no tensor of an
+    adapter is a parameter, which the model may not have.
+
+    Args:
+      adapter: the adapter's name, where it was left in the key; "default" is always understood.
+    """
+    key = key.removeprefix(PREFIX)
+    name = f"(?:default|{re.escape(adapter)})"
+    for role, (_, suffix) in _SUFFIXES.items():
+        pattern = suffix.replace("{name}", name)
+        if found := re.fullmatch(rf"(?P<module>.+)\.(?:{pattern})", key):
+            return Key(found["module"], role)
+    plain = re.sub(rf"(^|\.)modules_to_save(\.{name})?\.", r"\1", key)
+    is_original = re.search(r"(^|\.)original_module\.", plain) is not None
+    plain = re.sub(r"(^|\.)(base_layer|original_module)\.", r"\1", plain)
+    module, _, parameter = plain.rpartition(".")
+    return Key(module, None, parameter, is_original)

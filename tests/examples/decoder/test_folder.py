@@ -1,0 +1,303 @@
+"""Hugging Face folders: both ways bitwise, placed as asked, and refused when they are not sound."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import decoder
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from decoder import folder as folder_module
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from safetensors.numpy import load_file, save_file
+
+ROOT = Path(__file__).parents[3]
+
+
+def same_arrays(a, b):
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(a), nnx.state(b))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("max_file_bytes", [2 << 30, 50_000])
+def test_written_folder_is_the_same_model(
+    make_folder, make_torch_model, tmp_path, dtype, max_file_bytes
+):
+    source = make_folder("qwen3", dtype=dtype)
+    (source / "tokenizer.json").write_text("{}")
+    model = decoder.load_model(source)
+    decoder.save_model(
+        model,
+        tmp_path / "new" / "folder",
+        decoder.read_config(source),
+        tokenizer_from=source,
+        max_file_bytes=max_file_bytes,
+    )
+    written = tmp_path / "new" / "folder"
+    assert (written / "tokenizer.json").exists()
+    assert (len(list(written.glob("*.safetensors"))) > 1) == (max_file_bytes < 1 << 20)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["folder"]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(written)
+    expected = make_torch_model("qwen3", dtype).state_dict()
+    assert theirs.dtype == dtype
+    assert theirs.state_dict().keys() == expected.keys()
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+    same_arrays(decoder.load_model(written), model)
+
+
+def test_small_blocks_change_nothing(make_folder, monkeypatch):
+    source = make_folder("qwen3-tied")
+    model = decoder.load_model(source)
+    monkeypatch.setattr(folder_module, "BLOCK_BYTES", 1000)
+    same_arrays(decoder.load_model(source), model)
+
+
+def test_dtype_on_loading(make_folder):
+    model = decoder.load_model(make_folder("llama"), dtype=jnp.bfloat16, attention="xla")
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype("bfloat16")}
+    assert model.model.layers.self_attn.config.attention == "xla"
+
+
+def test_sharded(make_folder, tokens):
+    source = make_folder("qwen3")
+    whole = decoder.load_model(source)
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def sharding(path, shape):
+        if path.endswith("kernel"):
+            spec = (*(None,) * (len(shape) - 2), "data", "model")
+            if path.startswith("lm_head"):
+                spec = ("data", None)
+            return NamedSharding(mesh, PartitionSpec(*spec))
+        return NamedSharding(mesh, PartitionSpec())
+
+    model = decoder.load_model(source, sharding=sharding)
+    same_arrays(model, whole)
+    kernel = model.model.layers.mlp.up_proj.kernel[...]
+    assert kernel.sharding == sharding("x/kernel", kernel.shape)
+    assert {shard.data.shape for shard in kernel.addressable_shards} == {(3, 24, 20)}
+    np.testing.assert_allclose(
+        nnx.jit(type(model).__call__)(model, jnp.asarray(tokens)),
+        whole(jnp.asarray(tokens)),
+        rtol=0,
+        atol=1e-4,
+    )
+
+
+def test_one_sharding_for_all(make_folder):
+    device = jax.devices()[3]
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    model = decoder.load_model(make_folder("llama"), sharding=sharding)
+    assert {leaf.device for leaf in jax.tree.leaves(nnx.state(model))} == {device}
+
+
+# Run in a process of its own, whose peak is loading's. A tiny model first: imports, the backend
+# and the first compilation are not the folder's.
+MEASURE = """
+import sys
+import decoder
+
+def memory(field):
+    lines = open("/proc/self/status").read().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])
+
+decoder.load_model(sys.argv[2])
+open("/proc/self/clear_refs", "w").write("5")
+before = memory("VmRSS")
+model = decoder.load_model(sys.argv[1])
+print(memory("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux' /proc")
+def test_host_memory(tmp_path):
+    """The peak stays below 1.2 times the folder, in one file and in several."""
+    for name, hidden, layers, max_file_bytes in (
+        ("tiny", 128, 1, 1 << 30),
+        ("big", 1024, 6, 90 << 20),
+    ):
+        config = {
+            "model_type": "qwen3",
+            "hidden_size": hidden,
+            "intermediate_size": 3 * hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": hidden // 64,
+            "num_key_value_heads": hidden // 128,
+            "head_dim": 64,
+            "vocab_size": 16 * hidden,
+            "dtype": "bfloat16",
+        }
+        model = decoder.make_model(decoder.DecoderConfig.from_hf(config))
+        decoder.save_model(model, tmp_path / name, config, max_file_bytes=max_file_bytes)
+    size = sum(file.stat().st_size for file in (tmp_path / "big").iterdir())
+    assert size > 200 << 20
+    result = subprocess.run(
+        [sys.executable, "-c", MEASURE, tmp_path / "big", tmp_path / "tiny"],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(result.stdout) < 1.2 * size
+
+
+@pytest.fixture
+def llama(make_folder, tmp_path) -> Path:
+    """A folder of one file to do harm to."""
+    return shutil.copytree(make_folder("llama", max_shard_size="1GB"), tmp_path / "llama")
+
+
+@pytest.fixture
+def change(llama):
+    def change(edit):
+        tensors = load_file(llama / "model.safetensors")
+        edit(tensors)
+        save_file(tensors, llama / "model.safetensors", metadata={"format": "pt"})
+
+    return change
+
+
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+def test_missing_tensor(llama, change):
+    change(lambda tensors: tensors.pop(NAME))
+    with pytest.raises(ValueError, match=f"lacks 1 tensors of the model.*{NAME}"):
+        decoder.load_model(llama)
+
+
+def test_surplus_tensor(llama, change):
+    change(lambda tensors: tensors.update({"model.layers.3.mlp.up_proj.weight": tensors[NAME]}))
+    with pytest.raises(ValueError, match=r"no place for.*model\.layers\.3"):
+        decoder.load_model(llama)
+
+
+def test_old_rotary_buffers_are_passed_over(llama, change):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    change(lambda tensors: tensors.update({name: np.ones(8, np.float32)}))
+    decoder.load_model(llama)
+
+
+def test_wrong_shape(llama, change):
+    change(lambda tensors: tensors.update({NAME: tensors[NAME].T.copy()}))
+    with pytest.raises(
+        ValueError, match=rf"{NAME}.*has shape \(48, 80\); config.json wants \(80, 48\)"
+    ):
+        decoder.load_model(llama)
+
+
+def test_unknown_dtype(llama, change):
+    change(lambda tensors: tensors.update({NAME: tensors[NAME].astype(np.float64)}))
+    with pytest.raises(NotImplementedError, match=f"{NAME}.*F64; expected BF16, F16, F32"):
+        decoder.load_model(llama)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 1000, -1])
+def test_truncated_file(llama, keep):
+    file = llama / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ValueError, match="no sound safetensors file"):
+        decoder.load_model(llama)
+
+
+def test_file_cut_while_reading(llama):
+    """The header was sound when it was read."""
+    stored = folder_module.stored_tensors(llama)
+    file = llama / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:2000])
+    tensor = max(stored.values(), key=lambda tensor: tensor.offset)
+    with pytest.raises(ValueError, match="cut short"):
+        list(tensor.blocks(slice(0, tensor.shape[0]), slice(None), 1 << 20))
+
+
+def test_index_and_files_disagree(make_folder, tmp_path):
+    folder = shutil.copytree(make_folder("llama"), tmp_path / "llama")
+    file = folder / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    del index["weight_map"][NAME]
+    file.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=f"disagree about {NAME}"):
+        decoder.load_model(folder)
+    file.write_text("{}")
+    with pytest.raises(ValueError, match="no index of safetensors files"):
+        decoder.load_model(folder)
+    file.write_text(json.dumps({"weight_map": {NAME: "../elsewhere.safetensors"}}))
+    with pytest.raises(FileNotFoundError, match="no file of"):
+        decoder.load_model(folder)
+
+
+def test_tied_head_stored_as_well(make_folder, tmp_path):
+    folder = make_folder("qwen3-tied", max_shard_size="1GB")
+    folder = shutil.copytree(folder, tmp_path / "tied")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    save_file(tensors, folder / "model.safetensors")
+    decoder.load_model(folder)
+    tensors["lm_head.weight"][5, 5] += 1
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"lm_head\.weight that differs.*tie_word_embeddings"):
+        decoder.load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"model_type": "gpt2"}, NotImplementedError, "model_type 'gpt2'; expected one of llama"),
+        ({"hidden_act": "gelu"}, NotImplementedError, "hidden_act 'gelu'"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, NotImplementedError, "rope_type 'yarn'"),
+        ({"rope_parameters": {"short_factor": []}}, NotImplementedError, "short_factor"),
+        ({"quantization_config": {}}, NotImplementedError, "quantization_config"),
+        ({"model_type": "mistral", "sliding_window": 9}, NotImplementedError, "sliding_window 9"),
+        ({"layer_types": ["sliding_attention"]}, NotImplementedError, "layer_types"),
+        ({"hidden_size": None}, ValueError, "hidden_size None; expected a positive integer"),
+        ({"num_hidden_layers": 0}, ValueError, "num_hidden_layers 0"),
+    ],
+)
+def test_config_refused(llama, change, error, message):
+    config = decoder.read_config(llama) | change
+    with pytest.raises(error, match=message):
+        decoder.DecoderConfig.from_hf(config)
+
+
+def test_old_rope_fields():
+    config = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    assert decoder.Rope.from_hf(config) == decoder.Rope(theta=5e5, kind="linear", factor=2.0)
+
+
+def test_no_config(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
+        decoder.load_model(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="is no JSON"):
+        decoder.load_model(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="holds a list"):
+        decoder.load_model(tmp_path)
+
+
+def test_no_weights(llama):
+    (llama / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor"):
+        decoder.load_model(llama)
+
+
+def test_save_refuses(llama, tmp_path):
+    config = decoder.read_config(llama)
+    model = decoder.load_model(llama)
+    with pytest.raises(FileExistsError, match="exists already"):
+        decoder.save_model(model, llama, config)
+    with pytest.raises(ValueError, match="config describes"):
+        decoder.save_model(model, tmp_path / "new", config | {"rms_norm_eps": 1e-3})
+    model.model.layers.mlp.up_proj.lora_a = nnx.LoRAParam(jnp.zeros((3, 48, 2)))
+    with pytest.raises(ValueError, match=r"up_proj/lora_a.*merge the adapters"):
+        decoder.save_model(model, tmp_path / "new", config)
+    assert not (tmp_path / "new").exists()

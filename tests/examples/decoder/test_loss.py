@@ -1,0 +1,121 @@
+"""The loss of chosen tokens, and that no other token's logits are computed."""
+
+import decoder
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+CONFIG = decoder.DecoderConfig(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=56,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    dtype=jnp.float32,
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return decoder.make_model(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    rng = np.random.default_rng(3)
+    tokens = rng.integers(0, CONFIG.vocab_size, (3, 24)).astype(np.int32)
+    weights = np.where(rng.random((3, 23)) < 0.3, rng.random((3, 23)), 0).astype(np.float32)
+    return tokens[:, :-1], tokens[:, 1:], weights
+
+
+def reference(model, tokens, targets, weights):
+    """From all logits, in fp64 NumPy."""
+    logits = np.float64(model(jnp.asarray(tokens)))
+    logits -= logits.max(-1, keepdims=True)
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    chosen = np.take_along_axis(log_p, targets[..., None], -1)[..., 0]
+    return -(weights * chosen).sum()
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 8, 69, 1000, None])
+def test_next_token_loss(model, batch, chunk):
+    loss = decoder.next_token_loss(model, *map(jnp.asarray, batch), chunk=chunk)
+    np.testing.assert_allclose(loss.total, reference(model, *batch), rtol=1e-5)
+    np.testing.assert_allclose(loss.weight, batch[2].sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [4, None])
+def test_last_tokens_loss(model, batch, chunk):
+    tokens, targets, _ = batch
+    weights = np.zeros(targets.shape, np.float32)
+    weights[:, -9:] = 1
+    whole = np.concatenate((tokens, targets[:, -1:]), axis=1)
+    loss = decoder.last_tokens_loss(model, jnp.asarray(whole), 9, chunk=chunk)
+    np.testing.assert_allclose(loss.total, reference(model, tokens, targets, weights), rtol=1e-5)
+    assert loss.weight == 27
+
+
+def test_gradient_does_not_depend_on_the_chunks(model, batch):
+    batch = [jnp.asarray(array) for array in batch]
+
+    def gradient(chunk):
+        return nnx.grad(lambda m: decoder.next_token_loss(m, *batch, chunk=chunk).total)(model)
+
+    for a, b in zip(jax.tree.leaves(gradient(5)), jax.tree.leaves(gradient(None)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_no_tokens_no_loss(model, batch):
+    tokens, targets, weights = map(jnp.asarray, batch)
+    loss = decoder.next_token_loss(model, tokens, targets, 0 * weights, chunk=8)
+    assert (loss.total, loss.weight) == (0, 0)
+
+
+def most_logits(function, *args):
+    """The largest number of rows of any [..., vocab] array that the function computes."""
+    rows = [0]
+
+    def visit(jaxpr):
+        for equation in jaxpr.eqns:
+            for var in equation.outvars:
+                shape = getattr(var.aval, "shape", ())
+                # The head's kernel and its gradient are [hidden, vocab].
+                if shape[-1:] == (CONFIG.vocab_size,) and shape[0] != CONFIG.hidden_size:
+                    rows.append(int(np.prod(shape[:-1])))
+            for inner in jax.tree.leaves(
+                list(equation.params.values()),
+                is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"),
+            ):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    visit(inner)
+
+    visit(jax.make_jaxpr(function)(*args).jaxpr)
+    return max(rows)
+
+
+def test_logits_exist_only_for_the_loss(model, batch):
+    tokens, targets, weights = map(jnp.asarray, batch)
+    graphdef, state = nnx.split(model)
+
+    def last(state):
+        return decoder.last_tokens_loss(nnx.merge(graphdef, state), tokens, 4).total
+
+    def masked(state):
+        model = nnx.merge(graphdef, state)
+        return decoder.next_token_loss(model, tokens, targets, weights, chunk=8).total
+
+    assert most_logits(jax.value_and_grad(last), state) == 12
+    assert most_logits(jax.value_and_grad(masked), state) == 8
+    assert most_logits(nnx.jit(type(model).__call__), model, tokens) == tokens.size
+
+
+@pytest.mark.parametrize("last", [0, 24])
+def test_last_out_of_range(model, last):
+    with pytest.raises(ValueError, match=f"last is {last}; expected at least 1 and less than"):
+        decoder.last_tokens_loss(model, jnp.zeros((1, 24), jnp.int32), last)

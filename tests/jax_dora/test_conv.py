@@ -1,0 +1,132 @@
+"""DoRAConv: against the oracle, whose input rows are the windows that each position reads."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_dora import DoRAConv
+from parity import oracle
+from tests.jax_dora.matrices import Problem, differentiate, judge, trained, within
+
+IN, OUT, ALPHA = 6, 8, 5.0
+
+CASES = {
+    "1d": ((3,), (11,), {}),
+    "1d causal, dilated": ((2,), (9,), {"padding": "CAUSAL", "kernel_dilation": 2}),
+    "2d, strided": ((3, 2), (7, 6), {"strides": (2, 1), "padding": "VALID"}),
+    "2d circular": ((3, 3), (5, 4), {"padding": "CIRCULAR"}),
+    "2d grouped": ((3, 3), (5, 4), {"feature_group_count": 2, "padding": 1}),
+    "3d": ((2, 1, 2), (3, 4, 3), {"input_dilation": (1, 2, 1), "padding": 1}),
+    "1x1": ((1, 1), (4, 3), {"use_bias": False}),
+}
+
+
+def make(window, settings, dtype=jnp.float32, rank=4, **options) -> DoRAConv:
+    base = nnx.Conv(IN, OUT, window, param_dtype=dtype, rngs=nnx.Rngs(0), **settings)
+    return DoRAConv(base, rank=rank, alpha=ALPHA, rngs=nnx.Rngs(1), **options)
+
+
+def windows(x: jax.Array, window, settings) -> jax.Array:
+    """[batch, *positions, *window, in], by the convolution whose kernel is an identity."""
+    settings = {k: v for k, v in settings.items() if k not in ("feature_group_count", "use_bias")}
+    features = x.shape[-1]
+    size = int(np.prod(window)) * features
+    conv = nnx.Conv(features, size, window, use_bias=False, rngs=nnx.Rngs(0), **settings)
+    conv.kernel.set_value(jnp.eye(size, dtype=x.dtype).reshape(*window, features, size))
+    return conv(x)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [*itertools.product(CASES, [jnp.float32]), ("2d grouped", jnp.bfloat16), ("1d", jnp.float16)],
+)
+def test_agrees_with_the_oracle(case, dtype):
+    window, positions, settings = CASES[case]
+    groups = settings.get("feature_group_count", 1)
+    layer = trained(make(window, settings, dtype))
+    x = jnp.asarray(np.random.default_rng(2).normal(size=(2, *positions, IN)), dtype)
+    y, dy, grads, dx = differentiate(layer, x)
+    assert y.dtype == dtype
+
+    def part(array, group, axis=-1):
+        return np.split(oracle.fp64(array), groups, axis)[group]
+
+    def column(array, group):
+        block = part(array, group)
+        return block.reshape(-1, block.shape[-1])
+
+    exact_dx, bound_dx = [], []
+    for group in range(groups):
+        with jax.enable_x64(True):
+            own = jnp.asarray(part(x, group))
+            rows, back = jax.vjp(lambda own: windows(own, window, settings), own)
+        problem = Problem(
+            x=rows.reshape(-1, rows.shape[-1]),
+            dy=column(dy, group),
+            kernel=column(layer.kernel[...], group),
+            lora_a=column(layer.lora_a[...], group),
+            lora_b=column(layer.lora_b[...], group),
+            magnitude=part(layer.magnitude[...], group),
+            bias=None if layer.bias is None else part(layer.bias[...], group),
+            y=column(y, group),
+            d_lora_a=column(grads["lora_a"][...], group),
+            d_lora_b=column(grads["lora_b"][...], group),
+            d_magnitude=part(grads["magnitude"][...], group),
+        )
+        in_rows = judge(problem, layer.scale, dtype)
+        for total, of_rows in zip((exact_dx, bound_dx), in_rows, strict=True):
+            with jax.enable_x64(True):
+                total.append(np.asarray(back(jnp.asarray(of_rows.reshape(rows.shape)))[0]))
+    within(dx, np.concatenate(exact_dx, -1), np.concatenate(bound_dx, -1))
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"), [*itertools.product(CASES, [jnp.float32]), ("2d grouped", jnp.bfloat16)]
+)
+def test_a_fresh_adapter_changes_no_bit(case, dtype):
+    window, positions, settings = CASES[case]
+    layer = make(window, settings, dtype)
+    base = nnx.Conv(IN, OUT, window, param_dtype=dtype, rngs=nnx.Rngs(0), **settings)
+    x = jax.random.normal(jax.random.key(0), (2, *positions, IN), dtype)
+    call = nnx.jit(lambda layer, x: (layer(x), layer(x[0])))
+    for found, expected in zip(call(layer, x), call(base, x), strict=True):
+        assert jnp.array_equal(found, expected)
+
+
+def test_dropout_by_both_conventions():
+    """Both results, taken apart into what layers without dropout compute."""
+    window, positions, settings = CASES["1d"]
+    x = jax.random.normal(jax.random.key(0), (2, *positions, IN))
+    plain = trained(make(window, settings | {"use_bias": False}))
+    base = nnx.Conv(IN, OUT, window, use_bias=False, rngs=nnx.Rngs(0), **settings)
+    assert jnp.array_equal(base.kernel[...], plain.kernel[...])
+    g = (plain.magnitude[...] / plain.norm()).reshape(1, 1, OUT)
+    key = jax.random.key(7)
+    dropped = nnx.Dropout(0.5)(x, rngs=key)
+    g_lora = plain(dropped) - g * base(dropped)
+    for mode, read in (("adapter", x), ("input", dropped)):
+        options = {"dropout": 0.5, "dropout_mode": mode}
+        layer = trained(make(window, settings | {"use_bias": False}, **options))
+        expected = base(x) + (g - 1) * base(read) + g_lora
+        np.testing.assert_allclose(layer(x, rngs=key), expected, rtol=0, atol=1e-5)
+        layer.eval()
+        assert jnp.array_equal(layer(x), plain(x))
+
+
+def test_the_rank_is_shared_out_among_groups():
+    with pytest.raises(ValueError, match="rank is 3 and the convolution has 2 groups"):
+        make((3,), {"feature_group_count": 2}, rank=3)
+
+
+def test_a_mask_is_refused():
+    with pytest.raises(NotImplementedError, match="the layer's mask is"):
+        make((3,), {"mask": jnp.ones((3, IN, OUT))})
+
+
+def test_another_layer_is_refused():
+    with pytest.raises(TypeError, match=r"the layer is a Linear; expected an nnx\.Conv"):
+        DoRAConv(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), rank=1, alpha=1, rngs=nnx.Rngs(0))

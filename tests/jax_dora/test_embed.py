@@ -1,0 +1,69 @@
+"""DoRAEmbed: against the oracle, whose input rows are one-hot."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_dora import DoRAEmbed, ops
+from parity import oracle, tolerances
+from tests.jax_dora.matrices import Problem, differentiate, judge, trained, within
+
+VOCABULARY, FEATURES, RANK, ALPHA = 41, 24, 3, 4.0
+
+
+def make(dtype=jnp.float32, **options) -> DoRAEmbed:
+    base = nnx.Embed(VOCABULARY, FEATURES, param_dtype=dtype, rngs=nnx.Rngs(0))
+    return DoRAEmbed(base, rank=RANK, alpha=ALPHA, rngs=nnx.Rngs(1), **options)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_agrees_with_the_oracle(dtype):
+    layer = trained(make(dtype))
+    ids = jax.random.randint(jax.random.key(0), (3, 7), 0, VOCABULARY)
+    y, dy, grads, _ = differentiate(layer, ids)
+    assert y.dtype == dtype
+    assert y.shape == (3, 7, FEATURES)
+    problem = Problem(
+        x=np.eye(VOCABULARY)[np.asarray(ids).reshape(-1)],
+        dy=dy.reshape(-1, FEATURES),
+        kernel=layer.embedding[...],
+        lora_a=layer.lora_a[...],
+        lora_b=layer.lora_b[...],
+        magnitude=layer.magnitude[...],
+        y=y.reshape(-1, FEATURES),
+        d_lora_a=grads["lora_a"][...],
+        d_lora_b=grads["lora_b"][...],
+        d_magnitude=grads["magnitude"][...],
+    )
+    judge(problem, layer.scale, dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_fresh_adapter_changes_no_bit(dtype):
+    layer = make(dtype)
+    base = nnx.Embed(VOCABULARY, FEATURES, param_dtype=dtype, rngs=nnx.Rngs(0))
+    ids = jnp.arange(VOCABULARY)
+    assert jnp.array_equal(layer(ids), base(ids))
+    assert jnp.array_equal(layer.magnitude[...], ops.squared_norm(layer.embedding[...]) ** 0.5)
+    assert jnp.any(layer.lora_b[...] != 0)
+
+
+def test_attend_multiplies_by_the_adapted_embedding():
+    layer = trained(make())
+    query = jax.random.normal(jax.random.key(3), (5, FEATURES))
+    weights = oracle.from_flax(layer.embedding[...], layer.lora_a[...], layer.lora_b[...])
+    merged = oracle.merged_weight(*weights, layer.magnitude[...], layer.scale, jnp.float32)
+    exact = oracle.fp64(query) @ merged
+    with jax.default_matmul_precision("highest"):
+        found = layer.attend(query)
+    # Two sums of products, of FEATURES and RANK terms, whose factors are rounded a few times.
+    length = tolerances.two_norm_of_products(oracle.fp64(query), merged)
+    bound = tolerances.accumulation(FEATURES, exact, length)
+    within(found, exact, 4 * bound + 8 * tolerances.rounding(length, jnp.float32))
+
+
+def test_dropout_is_refused():
+    with pytest.raises(ValueError, match=r"dropout is 0\.1 for an embedding.*expected 0"):
+        make(dropout=0.1)

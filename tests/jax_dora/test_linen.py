@@ -1,0 +1,326 @@
+"""`DoRADense`: against the oracle and `nn.Dense`, under linen's transforms, in an optax step."""
+
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import jax_dora
+from jax_dora import ops
+from jax_dora.linen import DoRADense, adapter_labels, join_adapters, split_adapters
+from parity import oracle, tolerances
+
+IN, OUT, RANK, ALPHA = 72, 56, 5, 8.0
+DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
+nonzero = nn.initializers.normal(0.1)
+ADAPTER = {"lora_a", "lora_b", "magnitude"}
+
+
+def inputs(dtype=jnp.float32, shape=(3, 5)) -> jax.Array:
+    return jax.random.normal(jax.random.key(1), (*shape, IN), dtype)
+
+
+def make(x: jax.Array, **options) -> tuple[DoRADense, dict]:
+    """A layer and its params as training leaves them: the magnitude away from the norm."""
+    options = {
+        "rank": RANK,
+        "alpha": ALPHA,
+        "lora_b_init": nonzero,
+        "bias_init": nn.initializers.normal(0.5),
+        **options,
+    }
+    layer = DoRADense(OUT, **options)
+    params = layer.init(jax.random.key(0), x)["params"]
+    params["magnitude"] *= 1 + 0.02 * jax.random.normal(jax.random.key(5), (OUT,))
+    return layer, params
+
+
+def torch_layout(params: dict) -> tuple[np.ndarray, ...]:
+    weights = oracle.from_flax(params["kernel"], params["lora_a"], params["lora_b"])
+    return (*weights, oracle.fp64(params["magnitude"]))
+
+
+def assert_within(actual, expected, bound) -> None:
+    excess = np.abs(oracle.fp64(actual) - expected) - bound
+    assert excess.max() <= 0, f"exceeds its tolerance by {excess.max()}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_agrees_with_the_oracle(dtype, use_rslora):
+    x = inputs(dtype)
+    layer, params = make(x, param_dtype=dtype, use_rslora=use_rslora)
+    dy = jax.random.normal(jax.random.key(2), (3, 5, OUT), dtype)
+    adapters, base = split_adapters(params)
+
+    def apply(adapters):
+        return layer.apply({"params": join_adapters(adapters, base)}, x)
+
+    y, pullback = jax.vjp(apply, adapters)
+    assert y.dtype == dtype
+    (grads,) = pullback(dy)
+
+    scale = ALPHA / (math.sqrt(RANK) if use_rslora else RANK)
+    args = (x, *torch_layout(params), scale)
+    bounds = tolerances.dora_linear(dy, *args, dtype, bias=params["bias"])
+    expected = oracle.dora_linear(*args, bias=params["bias"], dtype=dtype)
+    assert_within(y.reshape(-1, OUT), expected.reshape(-1, OUT), bounds.y)
+    expected = oracle.dora_linear_grads(dy, *args, dtype=dtype)
+    assert_within(grads["lora_a"].T, expected.d_lora_a, bounds.d_lora_a)
+    assert_within(grads["lora_b"].T, expected.d_lora_b, bounds.d_lora_b)
+    assert_within(grads["magnitude"], expected.d_magnitude, bounds.d_magnitude)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_adapting_a_pretrained_dense_is_the_identity(dtype, use_bias):
+    x = inputs(dtype)
+    dense = nn.Dense(
+        OUT, use_bias=use_bias, param_dtype=dtype, bias_init=nn.initializers.normal(0.5)
+    )
+    pretrained = dense.init(jax.random.key(0), x)["params"]
+    layer = DoRADense(OUT, RANK, ALPHA, use_bias=use_bias, param_dtype=dtype)
+    y, adapted = layer.apply(
+        {"params": pretrained}, x, rngs={"params": jax.random.key(3)}, mutable=["params"]
+    )
+    params = adapted["params"]
+    assert params.keys() == pretrained.keys() | ADAPTER
+    chex.assert_trees_all_equal({name: params[name] for name in pretrained}, pretrained)
+    expected = dense.apply({"params": pretrained}, x)
+    chex.assert_trees_all_equal(y, layer.apply({"params": params}, x), expected)
+    chex.assert_trees_all_equal(
+        jax.jit(layer.apply)({"params": params}, x), jax.jit(dense.apply)({"params": pretrained}, x)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fresh_adapter_has_unit_scale_for_any_lora_b(dtype):
+    layer = DoRADense(OUT, RANK, ALPHA, param_dtype=dtype, lora_b_init=nonzero)
+    params = layer.init(jax.random.key(0), inputs(dtype))["params"]
+
+    @jax.jit
+    def g(params):
+        norm = ops.factored_norm(params["kernel"], params["lora_a"], params["lora_b"], ALPHA / RANK)
+        return ops.magnitude_scale(params["magnitude"], norm, dtype)
+
+    chex.assert_trees_all_equal(g(params), jnp.ones(OUT))
+
+
+def test_params_have_their_names_shapes_and_dtypes():
+    x = inputs(jnp.bfloat16)
+    layer, params = make(x, param_dtype=jnp.bfloat16, adapter_dtype=jnp.bfloat16)
+    assert {name: (leaf.shape, leaf.dtype) for name, leaf in params.items()} == {
+        "kernel": ((IN, OUT), jnp.bfloat16),
+        "bias": ((OUT,), jnp.bfloat16),
+        "lora_a": ((IN, RANK), jnp.bfloat16),
+        "lora_b": ((RANK, OUT), jnp.bfloat16),
+        "magnitude": ((OUT,), jnp.float32),
+    }
+    assert layer.apply({"params": params}, x).dtype == jnp.bfloat16
+    assert make(x, adapter_dtype=jnp.float32, param_dtype=jnp.bfloat16)[1]["lora_a"].dtype == (
+        jnp.float32
+    )
+
+
+def test_result_has_the_dtype_that_dense_returns():
+    with jax.numpy_dtype_promotion("standard"):
+        for param_dtype in DTYPES:
+            for dtype in (None, jnp.bfloat16, jnp.float32):
+                for x in (inputs(jnp.bfloat16), inputs(), jnp.ones((2, IN), jnp.int32)):
+                    options = {"param_dtype": param_dtype, "dtype": dtype}
+                    ours = DoRADense(OUT, 2, 1, **options)
+                    results = [
+                        jax.eval_shape(module.init_with_output, jax.random.key(0), x)[0].dtype
+                        for module in (ours, nn.Dense(OUT, **options))
+                    ]
+                    assert results[0] == results[1]
+
+
+class Network(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.gelu(DoRADense(OUT, RANK, ALPHA, name="up")(x))
+        return nn.Dense(1, name="down")(x)
+
+
+def target() -> jax.Array:
+    return jax.random.normal(jax.random.key(3), (32, 1))
+
+
+def changed(before: dict, after: dict) -> set[str]:
+    different = jax.tree.map(lambda old, new: bool((old != new).any()), before, after)
+    return {
+        "/".join(key.key for key in path)
+        for path, differs in jax.tree.leaves_with_path(different)
+        if differs
+    }
+
+
+def test_multi_transform_trains_the_adapter_alone():
+    x = inputs(shape=(32,))
+    network = Network()
+    before = params = network.init(jax.random.key(0), x)["params"]
+    tx = optax.multi_transform(
+        {"adapter": optax.adam(1e-2), "frozen": optax.set_to_zero()}, adapter_labels
+    )
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state):
+        def loss_fn(params):
+            return jnp.mean((network.apply({"params": params}, x) - target()) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    losses = []
+    # optax.adam counts its steps in int32 and multiplies the count by floats.
+    with jax.numpy_dtype_promotion("standard"):
+        for _ in range(20):
+            params, state, loss = step(params, state)
+            losses.append(loss)
+    assert losses[-1] < 0.7 * losses[0]
+    assert changed(before, params) == {"up/lora_a", "up/lora_b", "up/magnitude"}
+
+
+def test_split_and_join_are_inverse_and_disjoint():
+    params = Network().init(jax.random.key(0), inputs())["params"]
+    adapters, base = split_adapters(params)
+    assert adapters["up"].keys() == ADAPTER
+    assert adapters.keys() == {"up"}
+    chex.assert_trees_all_equal(join_adapters(adapters, base), params)
+    with pytest.raises(ValueError, match="adapters and base both hold up/lora_a, up/lora_b"):
+        join_adapters(adapters, params)
+
+
+def test_remat_and_scan():
+    depth, x = 2, inputs(shape=(5,))
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            layer = DoRADense(IN, RANK, ALPHA, lora_b_init=nonzero, name="layer")
+            return x + jnp.tanh(layer(x)), None
+
+    def stacked(block):
+        return nn.scan(
+            block, variable_axes={"params": 0}, split_rngs={"params": True}, length=depth
+        )()
+
+    plain = stacked(Block)
+    rematerialised = stacked(nn.remat(Block, policy=jax_dora.remat_policy(), prevent_cse=False))
+    variables = jax.jit(plain.init)(jax.random.key(0), x, None)
+    chex.assert_shape(variables["params"]["layer"]["magnitude"], (depth, IN))
+
+    def loss(model, variables):
+        return jnp.sum(jnp.sin(model.apply(variables, x, None)[0]))
+
+    def unrolled(variables):
+        y = x
+        for index in range(depth):
+            one = jax.tree.map(lambda leaf, i=index: leaf[i], variables)
+            y = Block().apply(one, y, None)[0]
+        return jnp.sum(jnp.sin(y))
+
+    expected = jax.jit(jax.grad(unrolled))(variables)
+    for model in (plain, rematerialised):
+        grads = jax.jit(jax.grad(lambda v, m=model: loss(m, v)))(variables)
+        chex.assert_trees_all_close(grads, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_vmap_over_experts():
+    x = jax.random.normal(jax.random.key(1), (4, 6, IN))
+    experts = nn.vmap(
+        DoRADense, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=0
+    )(OUT, RANK, ALPHA, lora_b_init=nonzero)
+    variables = jax.jit(experts.init)(jax.random.key(0), x)
+    y = jax.jit(experts.apply)(variables, x)
+    for index in range(4):
+        one = jax.tree.map(lambda leaf, i=index: leaf[i], variables)
+        alone = DoRADense(OUT, RANK, ALPHA).apply(one, x[index])
+        chex.assert_trees_all_close(y[index], alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["adapter", "input"])
+def test_dropout_follows_its_convention(mode):
+    x = inputs()
+    layer, params = make(x, dropout=0.25, dropout_mode=mode, deterministic=True)
+    reference, _ = make(x)
+    variables, rngs = {"params": params}, {"dropout": jax.random.key(7)}
+    chex.assert_trees_all_equal(layer.apply(variables, x), reference.apply(variables, x))
+
+    layer = layer.copy(deterministic=None)
+    y, captured = layer.apply(
+        variables,
+        x,
+        deterministic=False,
+        rngs=rngs,
+        capture_intermediates=lambda module, _: isinstance(module, nn.Dropout),
+    )
+    chex.assert_trees_all_equal(y, layer.apply(variables, x, deterministic=False, rngs=rngs))
+    with pytest.raises(Exception, match="deterministic"):
+        layer.apply(variables, x, rngs=rngs)
+
+    (dropped,) = captured["intermediates"]["Dropout_0"]["__call__"]
+    assert 0.15 < jnp.mean(dropped == 0) < 0.35
+    weight, lora_a, lora_b, magnitude = torch_layout(params)
+    scale = ALPHA / RANK
+    g = (magnitude / oracle.norm(weight, lora_a, lora_b, scale))[None]
+    x64, dropped64 = oracle.fp64(x), oracle.fp64(dropped)
+    expected = (
+        x64 @ weight.T
+        + (g - 1) * ((x64 if mode == "adapter" else dropped64) @ weight.T)
+        + g * scale * (dropped64 @ lora_a.T @ lora_b.T)
+        + oracle.fp64(params["bias"])
+    )
+    bounds = [
+        tolerances.dora_linear(
+            jnp.zeros_like(y), source, *torch_layout(params), scale, y.dtype, bias=params["bias"]
+        ).y
+        for source in (x, dropped)
+    ]
+    assert_within(y.reshape(-1, OUT), expected.reshape(-1, OUT), sum(bounds))
+
+
+def test_partitioned_kernel_names_the_adapter():
+    init = nn.with_partitioning(nn.initializers.lecun_normal(), ("in_axis", "out_axis"))
+    own = nn.with_partitioning(nn.initializers.zeros_init(), ("rank_axis", "out_axis"))
+    layer = DoRADense(OUT, RANK, ALPHA, kernel_init=init)
+    boxed = layer.init(jax.random.key(0), inputs())["params"]
+    names = {name: getattr(leaf, "names", None) for name, leaf in boxed.items()}
+    assert names == {
+        "kernel": ("in_axis", "out_axis"),
+        "lora_a": ("in_axis", None),
+        "lora_b": (None, "out_axis"),
+        "magnitude": ("out_axis",),
+        "bias": None,
+    }
+    unboxed = nn.meta.unbox(boxed)
+    chex.assert_trees_all_equal(
+        layer.apply({"params": boxed}, inputs()), layer.apply({"params": unboxed}, inputs())
+    )
+    layer = DoRADense(OUT, RANK, ALPHA, kernel_init=init, lora_b_init=own)
+    boxed = layer.init(jax.random.key(0), inputs())["params"]
+    assert boxed["lora_b"].names == ("rank_axis", "out_axis")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "error", "message"),
+    [
+        ("rank", 0, ValueError, "rank is 0; expected at least 1"),
+        ("rank", 1.5, TypeError, r"rank is 1\.5, a float"),
+        ("alpha", math.inf, ValueError, "alpha is inf; expected a finite number"),
+        ("dropout", 1, ValueError, r"dropout is 1; expected a probability in \[0, 1\)"),
+        ("dropout_mode", "peft", ValueError, "dropout_mode is 'peft'"),
+        ("implementation", "fast", ValueError, "implementation is 'fast'"),
+    ],
+)
+def test_refuses_bad_hyperparameters(option, value, error, message):
+    with pytest.raises(error, match=message):
+        make(inputs(), **{option: value})

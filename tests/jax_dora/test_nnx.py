@@ -1,0 +1,522 @@
+"""`DoRALinear`: against the oracle, under every transform, and in the hands of an optimizer."""
+
+import functools
+import math
+import subprocess
+import sys
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType
+
+import jax_dora
+from jax_dora import DoRALinear, DoRAParam, ops
+from parity import oracle, tolerances
+
+IN, OUT, RANK, ALPHA = 96, 80, 6, 9.0
+DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
+nonzero = nnx.initializers.normal(0.1)
+
+
+def make(**options) -> DoRALinear:
+    """A layer as training leaves it: lora_b away from zero, the magnitude from the norm."""
+    options = {"rank": RANK, "alpha": ALPHA, "lora_b_init": nonzero, **options}
+    layer = DoRALinear(IN, OUT, bias_init=nnx.initializers.normal(0.5), rngs=nnx.Rngs(0), **options)
+    layer.magnitude[...] *= 1 + 0.02 * jax.random.normal(jax.random.key(5), (OUT,))
+    return layer
+
+
+def inputs(dtype=jnp.float32, shape=(3, 5)) -> jax.Array:
+    return jax.random.normal(jax.random.key(1), (*shape, IN), dtype)
+
+
+def torch_layout(layer: DoRALinear) -> tuple[np.ndarray, ...]:
+    weights = oracle.from_flax(layer.kernel[...], layer.lora_a[...], layer.lora_b[...])
+    return (*weights, oracle.fp64(layer.magnitude[...]))
+
+
+def adapter_grads(layer: DoRALinear, x: jax.Array, dy: jax.Array, **options) -> nnx.State:
+    def objective(layer, x):
+        return jnp.vdot(layer(x, **options).astype(jnp.float32), dy.astype(jnp.float32))
+
+    return nnx.grad(objective, argnums=nnx.DiffState(0, nnx.LoRAParam))(layer, x)
+
+
+def assert_within(actual, expected, bound) -> None:
+    excess = np.abs(oracle.fp64(actual) - expected) - bound
+    assert excess.max() <= 0, f"exceeds its tolerance by {excess.max()}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_agrees_with_the_oracle(dtype, use_rslora):
+    layer = make(param_dtype=dtype, use_rslora=use_rslora)
+    assert layer.scale == ALPHA / (math.sqrt(RANK) if use_rslora else RANK)
+    x = inputs(dtype)
+    dy = jax.random.normal(jax.random.key(2), (3, 5, OUT), dtype)
+    y = layer(x)
+    chex.assert_shape(y, (3, 5, OUT))
+    assert y.dtype == dtype
+
+    args = (x, *torch_layout(layer), layer.scale)
+    bias = layer.bias[...]
+    bounds = tolerances.dora_linear(dy, *args, dtype, bias=bias)
+    expected = oracle.dora_linear(*args, bias=bias, dtype=dtype)
+    assert_within(y.reshape(-1, OUT), expected.reshape(-1, OUT), bounds.y)
+
+    grads = adapter_grads(layer, x, dy)
+    expected = oracle.dora_linear_grads(dy, *args, dtype=dtype)
+    assert_within(grads["lora_a"][...].T, expected.d_lora_a, bounds.d_lora_a)
+    assert_within(grads["lora_b"][...].T, expected.d_lora_b, bounds.d_lora_b)
+    assert_within(grads["magnitude"][...], expected.d_magnitude, bounds.d_magnitude)
+    for name, grad in grads.items():
+        assert grad[...].dtype == jnp.float32, name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fresh_adapter_is_the_identity(dtype):
+    linear = nnx.Linear(
+        IN, OUT, param_dtype=dtype, bias_init=nnx.initializers.normal(0.5), rngs=nnx.Rngs(0)
+    )
+    layer = DoRALinear.from_linear(linear, rank=RANK, alpha=ALPHA, rngs=nnx.Rngs(1))
+    x = inputs(dtype)
+    chex.assert_trees_all_equal(layer(x), linear(x))
+    chex.assert_trees_all_equal(
+        nnx.jit(lambda layer, x: layer(x))(layer, x),
+        nnx.jit(lambda linear, x: linear(x))(linear, x),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("adapter_dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("rank", [1, RANK, 200])
+def test_fresh_adapter_has_unit_scale_for_any_lora_b(dtype, adapter_dtype, rank):
+    layer = DoRALinear(
+        IN,
+        OUT,
+        rank=rank,
+        alpha=ALPHA,
+        param_dtype=dtype,
+        adapter_dtype=adapter_dtype,
+        lora_b_init=nonzero,
+        rngs=nnx.Rngs(0),
+    )
+
+    def g(layer):
+        return ops.magnitude_scale(layer.magnitude[...], layer.norm(), dtype)
+
+    chex.assert_trees_all_equal(g(layer), jnp.ones(OUT), nnx.jit(g)(layer))
+
+
+def test_result_has_the_dtype_that_linear_returns():
+    with jax.numpy_dtype_promotion("standard"):
+        for param_dtype in DTYPES:
+            for dtype in (None, *DTYPES):
+                for x in (inputs(jnp.bfloat16), inputs(), jnp.ones((2, IN), jnp.int32)):
+                    options = {"param_dtype": param_dtype, "dtype": dtype, "rngs": nnx.Rngs(0)}
+                    linear = nnx.Linear(IN, OUT, **options)
+                    layer = DoRALinear(IN, OUT, rank=2, alpha=1, **options)
+                    assert layer(x).dtype == linear(x).dtype
+
+
+def test_norm_is_of_the_parameters_whatever_the_computation():
+    layer = make(dtype=jnp.bfloat16)
+    reference = make()
+    args = (inputs(jnp.bfloat16), *torch_layout(layer), layer.scale)
+    expected = oracle.dora_linear(*args, bias=layer.bias[...], dtype=jnp.bfloat16)
+    bound = 4 * tolerances.unit_roundoff(jnp.bfloat16) * np.abs(expected).max()
+    assert_within(layer(inputs(jnp.bfloat16)), expected, bound)
+    chex.assert_trees_all_equal(layer.norm(), reference.norm())
+
+
+def test_from_linear_shares_the_base_and_keeps_its_ways():
+    linear = nnx.Linear(
+        IN,
+        OUT,
+        use_bias=False,
+        param_dtype=jnp.bfloat16,
+        precision="highest",
+        kernel_metadata={"owner": "base"},
+        rngs=nnx.Rngs(0),
+    )
+    layer = DoRALinear.from_linear(linear, rank=RANK, alpha=ALPHA, rngs=nnx.Rngs(1))
+    assert layer.kernel is linear.kernel
+    assert layer.kernel.get_metadata("owner") == "base"
+    assert layer.bias is None
+    assert (layer.dtype, layer.param_dtype) == (linear.dtype, jnp.bfloat16)
+    assert layer.precision == "highest"
+    chex.assert_trees_all_equal(layer(inputs(jnp.bfloat16)), linear(inputs(jnp.bfloat16)))
+
+    linear = nnx.Linear(IN, OUT, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    layer = DoRALinear.from_linear(linear, rank=RANK, alpha=ALPHA, rngs=nnx.Rngs(1))
+    assert layer.bias is linear.bias
+    assert layer(inputs()).dtype == jnp.bfloat16
+
+
+def test_filters_find_the_adapter():
+    layer = make()
+    adapter = nnx.to_flat_state(nnx.state(layer, nnx.LoRAParam))
+    assert {path: type(leaf) for path, leaf in adapter} == {
+        ("lora_a",): nnx.LoRAParam,
+        ("lora_b",): nnx.LoRAParam,
+        ("magnitude",): DoRAParam,
+    }
+    assert [path for path, _ in nnx.to_flat_state(nnx.state(layer, DoRAParam))] == [("magnitude",)]
+    assert type(layer.kernel) is nnx.Param
+
+
+def test_optimizer_step_trains_the_adapter_alone():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.up = DoRALinear(IN, OUT, rank=RANK, alpha=ALPHA, rngs=rngs)
+            self.down = nnx.Linear(OUT, 1, rngs=rngs)
+
+        def __call__(self, x):
+            return self.down(nnx.gelu(self.up(x)))
+
+    model = Model(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam)
+    x, target = inputs(shape=(32,)), jax.random.normal(jax.random.key(3), (32, 1))
+
+    def loss_fn(model, x):
+        return jnp.mean((model(x) - target) ** 2)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        loss, grads = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, nnx.LoRAParam))(model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    before = jax.tree.map(jnp.copy, nnx.state(model))
+    # optax.adam counts its steps in int32 and multiplies the count by floats.
+    with jax.numpy_dtype_promotion("standard"):
+        losses = [step(model, optimizer, x) for _ in range(20)]
+    assert losses[-1] < 0.7 * losses[0]
+    changed = {
+        path
+        for (path, old), (_, new) in zip(
+            nnx.to_flat_state(before), nnx.to_flat_state(nnx.state(model)), strict=True
+        )
+        if (old[...] != new[...]).any()
+    }
+    assert changed == {("up", "lora_a"), ("up", "lora_b"), ("up", "magnitude")}
+
+
+def norms_taken(function, *args) -> int:
+    """How often the program of `function` takes a factored norm."""
+
+    def jaxprs_in(params):
+        for value in params.values():
+            for item in value if isinstance(value, tuple | list) else (value,):
+                if hasattr(inner := getattr(item, "jaxpr", item), "eqns"):
+                    yield inner
+
+    def count(jaxpr) -> int:
+        total = 0
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "sqrt" and eqn.outvars[0].aval.shape == (OUT,):
+                total += 1
+            total += sum(map(count, jaxprs_in(eqn.params)))
+        return total
+
+    return count(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+def test_remat_keeps_the_norm():
+    layer = make()
+    graphdef, adapter, rest = nnx.split(layer, nnx.LoRAParam, ...)
+    x = inputs()
+
+    def loss(policy, adapter, x):
+        apply = jax.checkpoint(
+            lambda adapter, x: nnx.merge(graphdef, adapter, rest)(x), policy=policy
+        )
+        return jnp.sum(jnp.sin(apply(adapter, x)))
+
+    kept = jax.grad(functools.partial(loss, jax_dora.remat_policy()), argnums=(0, 1))
+    recomputed = jax.grad(functools.partial(loss, None), argnums=(0, 1))
+    assert norms_taken(kept, adapter, x) == 1
+    assert norms_taken(recomputed, adapter, x) == 2
+    plain = nnx.grad(
+        lambda layer, x: jnp.sum(jnp.sin(layer(x))), argnums=(nnx.DiffState(0, nnx.LoRAParam), 1)
+    )(layer, x)
+    chex.assert_trees_all_equal(kept(adapter, x), recomputed(adapter, x))
+    chex.assert_trees_all_close(
+        jax.tree.leaves(kept(adapter, x)), jax.tree.leaves(plain), rtol=1e-6
+    )
+
+
+def test_remat_policy_keeps_further_names():
+    policy = jax_dora.remat_policy("attention")
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def function(x):
+        return jnp.sin(jax.ad_checkpoint.checkpoint_name(jnp.sin(x), "attention"))
+
+    jaxpr = str(jax.make_jaxpr(jax.grad(function))(1.0))
+    assert jaxpr.count("= sin ") == 2
+
+
+def test_scan_over_stacked_layers():
+    depth, width = 3, 24
+
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def stack(rngs):
+        return DoRALinear(width, width, rank=2, alpha=3, lora_b_init=nonzero, rngs=rngs)
+
+    layers = stack(nnx.Rngs(0).split(depth))
+    chex.assert_shape(layers.magnitude[...], (depth, width))
+    x = jax.random.normal(jax.random.key(1), (5, width))
+
+    def run(layers, x):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        @nnx.remat(policy=jax_dora.remat_policy())
+        def block(x, layer):
+            return x + jnp.tanh(layer(x))
+
+        return block(x, layers)
+
+    def unrolled(layers, x):
+        graphdef, state = nnx.split(layers)
+        for index in range(depth):
+            layer = nnx.merge(graphdef, jax.tree.map(lambda leaf, i=index: leaf[i], state))
+            x = x + jnp.tanh(layer(x))
+        return x
+
+    chex.assert_trees_all_close(run(layers, x), unrolled(layers, x), rtol=1e-5)
+
+    def loss(run, layers, x):
+        return jnp.sum(jnp.cos(run(layers, x)))
+
+    wrt = nnx.DiffState(0, nnx.LoRAParam)
+    chex.assert_trees_all_close(
+        nnx.grad(functools.partial(loss, run), argnums=wrt)(layers, x),
+        nnx.grad(functools.partial(loss, unrolled), argnums=wrt)(layers, x),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+def test_vmap_over_adapters_of_one_base():
+    layer = make()
+    graphdef, adapter, rest = nnx.split(layer, nnx.LoRAParam, ...)
+    adapters = jax.tree.map(lambda leaf: jnp.stack([leaf, 1.5 * leaf]), adapter)
+    x = inputs()
+
+    def apply(adapter):
+        return nnx.merge(graphdef, adapter, rest)(x)
+
+    both = jax.vmap(apply)(adapters)
+    for index in range(2):
+        alone = apply(jax.tree.map(lambda leaf, i=index: leaf[i], adapters))
+        chex.assert_trees_all_close(both[index], alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["adapter", "input"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dropout_follows_its_convention(mode, dtype):
+    layer = make(dropout=0.25, dropout_mode=mode, param_dtype=dtype)
+    x, key = inputs(dtype), jax.random.key(7)
+    y = layer(x, rngs=key)
+    dropped = nnx.Dropout(0.25)(x, rngs=key)
+    assert 0.15 < jnp.mean(dropped == 0) < 0.35
+    chex.assert_trees_all_equal(y, layer(x, rngs=key))
+
+    weight, lora_a, lora_b, magnitude = torch_layout(layer)
+    g = (magnitude / oracle.norm(weight, lora_a, lora_b, layer.scale))[None]
+    corrected = oracle.fp64(x if mode == "adapter" else dropped)
+    expected = (
+        oracle.fp64(x) @ weight.T
+        + (g - 1) * (corrected @ weight.T)
+        + g * layer.scale * (oracle.fp64(dropped) @ lora_a.T @ lora_b.T)
+        + oracle.fp64(layer.bias[...])
+    )
+    bounds = tolerances.dora_linear(
+        jnp.zeros_like(y), dropped, *torch_layout(layer), layer.scale, dtype, bias=layer.bias[...]
+    )
+    # The base product of x itself comes on top of those of what was dropped.
+    undropped = tolerances.dora_linear(
+        jnp.zeros_like(y), x, *torch_layout(layer), layer.scale, dtype, bias=layer.bias[...]
+    )
+    assert_within(y.reshape(-1, OUT), expected.reshape(-1, OUT), bounds.y + undropped.y)
+
+
+@pytest.mark.parametrize("mode", ["adapter", "input"])
+def test_dropout_gradients(mode):
+    layer = make(dropout=0.25, dropout_mode=mode)
+    x, key = inputs(), jax.random.key(7)
+    graphdef, adapter, rest = nnx.split(layer, nnx.LoRAParam, ...)
+    norm = layer.norm()
+    mask = nnx.Dropout(0.25)(jnp.ones_like(x), rngs=key)
+
+    def ours(adapter, x):
+        return jnp.sum(jnp.sin(nnx.merge(graphdef, adapter, rest)(x, rngs=key)))
+
+    def dense(adapter, x):
+        a, b, m = (adapter[name][...] for name in ("lora_a", "lora_b", "magnitude"))
+        kernel, g = layer.kernel[...], (m / norm)[None]
+        correction = x if mode == "adapter" else x * mask
+        delta = (g - 1) * (correction @ kernel) + g * layer.scale * ((x * mask) @ (a @ b))
+        return jnp.sum(jnp.sin(x @ kernel + delta + layer.bias[...]))
+
+    with jax.numpy_rank_promotion("allow"):
+        expected = jax.grad(dense, argnums=(0, 1))(adapter, x)
+    chex.assert_trees_all_close(
+        jax.grad(ours, argnums=(0, 1))(adapter, x), expected, rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("mode", [None, "adapter", "input"])
+def test_precision_reaches_every_product_with_the_input(mode):
+    options = {"dropout": 0.5, "dropout_mode": mode} if mode else {}
+    graphdef, state = nnx.split(make(precision=lax.Precision.HIGH, **options))
+
+    def apply(state, x):
+        return nnx.merge(graphdef, state)(x, rngs=jax.random.key(0))
+
+    program = str(jax.make_jaxpr(apply)(state, inputs()))
+    products = {None: 3, "adapter": 3, "input": 4}[mode]
+    assert program.count("precision=(Precision.HIGH, Precision.HIGH)") == products
+
+
+def test_train_and_eval_switch_dropout():
+    layer = make(dropout=0.5)
+    reference = make()
+    x = inputs()
+    layer.eval()
+    chex.assert_trees_all_equal(layer(x), reference(x))
+    layer.train()
+    assert (layer(x) != reference(x)).any()
+    assert (layer(x) != layer(x)).any()
+    chex.assert_trees_all_equal(layer(x, deterministic=True), reference(x))
+    assert reference.dropout is None
+
+
+def test_sharding_follows_the_kernel():
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    plain = make()
+    with jax.set_mesh(mesh):
+        layer = DoRALinear(
+            IN,
+            OUT,
+            rank=RANK,
+            alpha=ALPHA,
+            kernel_metadata={"out_sharding": ("data", "model")},
+            lora_b_init=nonzero,
+            rngs=nnx.Rngs(0),
+        )
+        specs = {
+            name: getattr(layer, name).get_metadata("out_sharding")
+            for name in ("kernel", "lora_a", "lora_b", "magnitude")
+        }
+        assert specs == {
+            "kernel": ("data", "model"),
+            "lora_a": ("data", None),
+            "lora_b": (None, "model"),
+            "magnitude": ("model",),
+        }
+        assert layer.lora_b[...].sharding.spec == jax.P(None, "model")
+        assert layer.magnitude[...].sharding.spec == jax.P("model")
+        layer.magnitude[...] = plain.magnitude[...]
+        layer.bias[...] = plain.bias[...]
+        sharded = nnx.jit(lambda layer, x: layer(x))(layer, inputs())
+    chex.assert_trees_all_close(np.asarray(sharded), np.asarray(plain(inputs())), atol=1e-5)
+
+    with jax.set_mesh(mesh):
+        own = nnx.with_partitioning(nnx.initializers.zeros_init(), (None, "data"))
+        layer = make(kernel_metadata={"out_sharding": (None, "model")}, lora_b_init=own)
+        assert layer.lora_b.get_metadata("out_sharding") == (None, "data")
+        assert layer.lora_a.get_metadata("out_sharding") == (None, None)
+        adapted = DoRALinear.from_linear(
+            nnx.Linear(IN, OUT, kernel_metadata={"out_sharding": ("model",)}, rngs=nnx.Rngs(0)),
+            rank=2,
+            alpha=1,
+            rngs=nnx.Rngs(0),
+        )
+        assert adapted.lora_a.get_metadata("out_sharding") == ("model", None)
+        assert adapted.magnitude.get_metadata("out_sharding") == (None,)
+
+
+def test_abstract_layer_has_the_same_structure():
+    abstract = nnx.eval_shape(make)
+    chex.assert_trees_all_equal_shapes_and_dtypes(nnx.state(abstract), nnx.state(make()))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "error", "message"),
+    [
+        ("rank", 0, ValueError, "rank is 0; expected at least 1"),
+        ("rank", -3, ValueError, "rank is -3"),
+        ("rank", 2.0, TypeError, r"rank is 2\.0, a float"),
+        ("rank", True, TypeError, "rank is True"),
+        ("alpha", math.nan, ValueError, "alpha is nan; expected a finite number"),
+        ("alpha", math.inf, ValueError, "alpha is inf"),
+        ("alpha", "16", TypeError, "alpha is '16', a str"),
+        ("dropout", 1.0, ValueError, r"dropout is 1\.0; expected a probability in \[0, 1\)"),
+        ("dropout", -0.1, ValueError, r"dropout is -0\.1"),
+        ("dropout", math.nan, ValueError, "dropout is nan"),
+        ("dropout", None, TypeError, "dropout is None"),
+        ("dropout_mode", "both", ValueError, "dropout_mode is 'both'; expected 'adapter'"),
+    ],
+)
+def test_refuses_bad_hyperparameters(option, value, error, message):
+    with pytest.raises(error, match=message):
+        make(**{option: value})
+
+
+def test_unknown_implementation_is_refused():
+    with pytest.raises(ValueError, match="implementation is 'fast'"):
+        make(implementation="fast")(inputs())
+
+
+def test_from_linear_refuses_what_it_cannot_honour():
+    class Doubling(nnx.Linear):
+        def __call__(self, inputs, out_sharding=None):
+            return 2 * super().__call__(inputs)
+
+    adapt = functools.partial(DoRALinear.from_linear, rank=RANK, alpha=ALPHA, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"linear is a Conv; expected an nnx\.Linear"):
+        adapt(nnx.Conv(3, 3, kernel_size=(1,), rngs=nnx.Rngs(0)))
+    with pytest.raises(TypeError, match="linear is a Doubling"):
+        adapt(Doubling(3, 3, rngs=nnx.Rngs(0)))
+
+    def own_dot(*args, **kwargs):
+        return lax.dot_general(*args, **kwargs)
+
+    own = {
+        "dot_general": own_dot,
+        "promote_dtype": lambda args, dtype: args,
+        "preferred_element_type": jnp.float32,
+    }
+    for name, value in own.items():
+        with pytest.raises(NotImplementedError, match=rf"linear\.{name} is"):
+            adapt(nnx.Linear(3, 3, rngs=nnx.Rngs(0), **{name: value}))
+
+
+def test_input_of_another_width_is_refused():
+    with pytest.raises(ValueError, match="x has shape"):
+        make()(jnp.ones((2, IN + 1)))
+
+
+def test_package_imports_alone_and_late():
+    program = """
+import sys, jax_dora
+assert not {"jax", "flax", "torch"} & sys.modules.keys(), "eager import"
+for name in jax_dora.__all__:
+    assert name in dir(jax_dora)
+    getattr(jax_dora, name)
+assert not {"torch", "torch_dora", "parity"} & sys.modules.keys(), "foreign import"
+try:
+    jax_dora.absent
+except AttributeError as error:
+    assert "absent" in str(error)
+else:
+    raise AssertionError
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

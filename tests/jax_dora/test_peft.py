@@ -1,0 +1,558 @@
+"""PEFT folders in Flax: what PEFT wrote is computed as PEFT computes it, and the reverse."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import peft
+import pytest
+import torch
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+from torch import nn
+
+import jax_dora
+from jax_dora.peft import Names, load_adapter, save_adapter
+
+VOCABULARY, WIDTH, HIDDEN, CLASSES = 11, 12, 20, 5
+
+
+class TorchBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(WIDTH, HIDDEN)
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.o_proj = nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + self.o_proj(torch.tanh(self.norm(self.q_proj(x))))
+
+
+class TorchModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding="same")
+        self.image = nn.Conv2d(1, CLASSES, (3, 2))
+        self.layers = nn.ModuleList([TorchBlock(), TorchBlock(), TorchBlock()])
+        self.score = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        x = x + self.conv(x.mT).mT
+        for layer in self.layers:
+            x = layer(x)
+        return self.score(x) + self.image(x[:, None]).amax((2, 3))[:, None]
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.q_proj = nnx.Linear(WIDTH, HIDDEN, rngs=rngs)
+        self.norm = nnx.LayerNorm(HIDDEN, epsilon=1e-5, use_fast_variance=False, rngs=rngs)
+        self.o_proj = nnx.Linear(HIDDEN, WIDTH, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.o_proj(jnp.tanh(self.norm(self.q_proj(x))))
+
+
+class Model(nnx.Module):
+    """As `TorchModel`; its blocks stand in a list, or stacked along the leading axis."""
+
+    def __init__(self, *, stacked: bool = False) -> None:
+        rngs = nnx.Rngs(0)
+        self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
+        self.conv = nnx.Conv(WIDTH, WIDTH, 3, padding="SAME", rngs=rngs)
+        self.image = nnx.Conv(1, CLASSES, (3, 2), padding="VALID", rngs=rngs)
+        if stacked:
+            self.layers = nnx.split_rngs(splits=3)(nnx.vmap(Block))(rngs)
+        else:
+            self.layers = nnx.List([Block(rngs) for _ in range(3)])
+        self.score = nnx.Linear(WIDTH, CLASSES, rngs=rngs)
+
+    def __call__(self, ids):
+        x = self.embed(ids)
+        x = x + self.conv(x)
+        if isinstance(self.layers, nnx.List):
+            for layer in self.layers:
+                x = layer(x)
+        else:
+            graphdef, state = nnx.split(self.layers)
+            for i in range(3):
+                x = nnx.merge(graphdef, jax.tree.map(lambda a, i=i: a[i], state))(x)
+        return self.score(x) + self.image(x[..., None]).max((1, 2))[:, None]
+
+
+IDS = np.random.default_rng(0).integers(0, VOCABULARY, (3, 7))
+
+CASES: dict[str, dict[str, Any]] = {
+    "names": {"target_modules": ["q_proj", "o_proj"]},
+    "expression": {"target_modules": r"layers\.\d\.q_proj|score"},
+    "all-linear": {"target_modules": "all-linear"},
+    "rslora": {"target_modules": ["q_proj"], "use_rslora": True},
+    "embedding": {"target_modules": ["embed", "q_proj"]},
+    "conv": {"target_modules": ["conv", "image"]},
+    "everything": {"target_modules": ["embed", "conv", "image", "q_proj", "o_proj", "score"]},
+    "exclude": {"target_modules": ["q_proj", "o_proj"], "exclude_modules": ["1.o_proj"]},
+    "modules_to_save": {"target_modules": ["q_proj"], "modules_to_save": ["score", "norm"]},
+    "all biases": {"target_modules": ["q_proj"], "bias": "all"},
+    "all biases and modules": {
+        "target_modules": ["q_proj"],
+        "bias": "all",
+        "modules_to_save": ["score"],
+    },
+    "own biases": {"target_modules": ["q_proj", "o_proj"], "bias": "lora_only"},
+    "dropout": {"target_modules": ["q_proj"], "lora_dropout": 0.5},
+    "patterns": {
+        "target_modules": ["q_proj", "conv"],
+        "rank_pattern": {"q_proj": 6, r"conv": 2},
+        "alpha_pattern": {"q_proj": 1.5},
+    },
+}
+UNSTACKED: dict[str, dict[str, Any]] = {
+    "a rank for one layer": {
+        "target_modules": ["q_proj"],
+        "rank_pattern": {r"layers\.1\.q_proj": 7},
+        "alpha_pattern": {r"layers\.2\.q_proj": 3},
+    },
+}
+PARTIAL: dict[str, dict[str, Any]] = {
+    "layers": {"target_modules": ["q_proj", "o_proj"], "layers_to_transform": [0, 2]},
+    "pattern": {
+        "target_modules": ["q_proj"],
+        "layers_to_transform": 1,
+        "layers_pattern": "layers",
+    },
+}
+
+
+def perturbed(module: nn.Module, seed: int = 1) -> nn.Module:
+    """Every trained parameter moved, so that no magnitude is its norm and no lora_b is zero."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(0.2 * noise.to(parameter.dtype))
+    return module
+
+
+def peft_folder(folder: Path, seed: int = 1, **fields: Any) -> tuple[Path, np.ndarray]:
+    """A folder that PEFT wrote, and what its model returns for IDS."""
+    options = {"r": 4, "lora_alpha": 6, "use_dora": True} | fields
+    model = peft.PeftModel(base(), peft.LoraConfig(**options))
+    perturbed(model, seed).eval().save_pretrained(folder)
+    with torch.no_grad():
+        return folder, model(torch.from_numpy(IDS)).numpy()
+
+
+def base() -> TorchModel:
+    torch.manual_seed(0)
+    return TorchModel()
+
+
+def flax_model(*, stacked: bool = False, dtype: Any = None) -> Model:
+    """`base()` in Flax, loaded by the same rules as an adapter's whole modules."""
+    model = Model(stacked=stacked)
+    state = {name: value.numpy() for name, value in base().state_dict().items()}
+    from jax_dora.peft.places import places_of
+
+    places = places_of(model, Names())
+    assert set(places.parameters) == set(state)
+    for name, place in places.parameters.items():
+        variable = getattr(places.modules[place.path], place.attribute)
+        value = jnp.asarray(place.from_torch(state[name]))
+        value = variable[...].at[place.index].set(value) if place.index else value
+        variable.set_value(value if dtype is None else value.astype(dtype))
+    return model
+
+
+def values(model: nnx.Module) -> dict[str, np.ndarray]:
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Any(nnx.Param, nnx.BatchStat)))
+    return {"/".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in flat}
+
+
+def assert_same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype, name
+        assert a[name].shape == b[name].shape, name
+        assert a[name].tobytes() == b[name].tobytes(), name
+
+
+def outputs(model: Model) -> np.ndarray:
+    model.eval()
+    return np.asarray(model(jnp.asarray(IDS)))
+
+
+@pytest.mark.parametrize(("stacked", "name"), [(s, n) for s in (False, True) for n in CASES])
+def test_a_folder_of_peft_computes_as_in_peft(stacked: bool, name: str, tmp_path: Path) -> None:
+    folder, expected = peft_folder(tmp_path, **CASES[name])
+
+    model = load_adapter(flax_model(stacked=stacked), folder)
+
+    np.testing.assert_allclose(outputs(model), expected, atol=1e-5, rtol=0)
+    assert np.abs(outputs(flax_model()) - expected).max() > 0.1
+
+
+@pytest.mark.parametrize("name", UNSTACKED)
+def test_layers_of_a_list_may_differ(name: str, tmp_path: Path) -> None:
+    folder, expected = peft_folder(tmp_path, **UNSTACKED[name])
+
+    np.testing.assert_allclose(
+        outputs(load_adapter(flax_model(), folder)), expected, atol=1e-5, rtol=0
+    )
+    with pytest.raises(ValueError, match="stacked in one array"):
+        load_adapter(flax_model(stacked=True), folder)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("name", PARTIAL)
+def test_some_layers_of_many(name: str, stacked: bool, tmp_path: Path) -> None:
+    """PEFT wants something before a numbered block, so these models have a root of another name."""
+    fields = {"r": 4, "lora_alpha": 6, "use_dora": True} | PARTIAL[name]
+    theirs = nn.ModuleDict({"model": base()})
+    theirs.forward = theirs["model"].forward
+    theirs = perturbed(peft.PeftModel(theirs, peft.LoraConfig(**fields))).eval()
+    theirs.save_pretrained(tmp_path)
+    names = Names(rules=[("^", "model/")])
+
+    ours = load_adapter(flax_model(stacked=stacked), tmp_path, names=names)
+    save_adapter(ours, tmp_path / "again", names=names)
+
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(IDS)).numpy()
+    np.testing.assert_allclose(outputs(ours), expected, atol=1e-5, rtol=0)
+    assert_same(tensors_of(tmp_path / "again"), tensors_of(tmp_path))
+
+
+def tensors_of(folder: Path) -> dict[str, np.ndarray]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("everything", {}),
+        ("rslora", {}),
+        ("patterns", {}),
+        ("dropout", {}),
+        ("all biases and modules", {"bias": "all", "modules_to_save": ["score"]}),
+        ("own biases", {"bias": "lora_only"}),
+    ],
+)
+def test_a_round_trip_is_bitwise(
+    name: str, arguments: dict[str, Any], stacked: bool, tmp_path: Path
+) -> None:
+    folder, expected = peft_folder(tmp_path / "theirs", **CASES[name])
+
+    model = load_adapter(flax_model(stacked=stacked), folder)
+    save_adapter(model, tmp_path / "ours", **arguments)
+    again = load_adapter(flax_model(stacked=stacked), tmp_path / "ours")
+
+    ours, theirs = tensors_of(tmp_path / "ours"), tensors_of(folder)
+    # PEFT stores the biases of a module it saves whole a second and a third time.
+    kept = {key: theirs[key] for key in theirs if "score.original" not in key}
+    assert_same(ours, {key: kept[key] for key in kept if "score.modules_to_save" not in key})
+    assert_same(values(model), values(again))
+    loaded = peft.PeftModel.from_pretrained(base(), tmp_path / "ours").eval()
+    with torch.no_grad():
+        np.testing.assert_array_equal(loaded(torch.from_numpy(IDS)).numpy(), expected)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_peft_computes_what_a_model_adapted_here_does(stacked: bool, tmp_path: Path) -> None:
+    path = r"layers/q_proj" if stacked else r"layers/\d/q_proj"
+    rules = [
+        jax_dora.DoRARule(path, rank=3, alpha=5, use_rslora=True),
+        jax_dora.DoRARule("embed|conv|image|score", rank=2, alpha=1.5, use_rslora=True),
+    ]
+    model = jax_dora.apply_dora(flax_model(stacked=stacked), rules, rngs=nnx.Rngs(0))
+    key = jax.random.key(7)
+    for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
+        noise = jax.random.normal(jax.random.fold_in(key, hash(path) % 1000), leaf.shape)
+        leaf.set_value(leaf[...] + 0.2 * noise)
+
+    save_adapter(model, tmp_path / "adapter", base_model_name_or_path="base", task_type="SEQ_CLS")
+
+    config = peft.PeftConfig.from_pretrained(tmp_path / "adapter")
+    assert (config.base_model_name_or_path, config.task_type) == ("base", "SEQ_CLS")
+    loaded = peft.PeftModel(base(), config)
+    loaded.load_adapter(tmp_path / "adapter", "default")
+    with torch.no_grad():
+        expected = loaded.eval()(torch.from_numpy(IDS)).numpy()
+    np.testing.assert_allclose(outputs(model), expected, atol=1e-5, rtol=0)
+
+
+def test_a_lora_folder_becomes_the_dora_that_computes_the_same(tmp_path: Path) -> None:
+    folder, expected = peft_folder(tmp_path / "lora", use_dora=False, **CASES["everything"])
+
+    model = load_adapter(flax_model(), folder)
+    save_adapter(model, tmp_path / "again", use_dora=False)
+
+    np.testing.assert_allclose(outputs(model), expected, atol=1e-5, rtol=0)
+    assert_same(tensors_of(tmp_path / "again"), tensors_of(folder))
+    model.score.magnitude[...] = model.score.magnitude[...] * 1.5
+    with pytest.raises(ValueError, match="use_dora is False and the magnitude at 'score'"):
+        save_adapter(model, tmp_path / "third", use_dora=False)
+
+
+def test_a_folder_takes_the_place_of_an_adapter_of_the_same_layers(tmp_path: Path) -> None:
+    one, _ = peft_folder(tmp_path / "one", **CASES["everything"])
+    two, expected = peft_folder(tmp_path / "two", seed=2, **CASES["everything"])
+    first = load_adapter(flax_model(), one)
+    before = values(first)
+
+    second = load_adapter(first, two)
+
+    np.testing.assert_allclose(outputs(second), expected, atol=1e-5, rtol=0)
+    assert_same(values(first), before)
+    other, _ = peft_folder(tmp_path / "other", r=5, target_modules=["q_proj"])
+    with pytest.raises(ValueError, match="another adapter") as refusal:
+        load_adapter(first, other)
+    assert "layers/0/q_proj has rank 4" in str(refusal.value)
+    assert "embed has an adapter, the folder none" in str(refusal.value)
+
+
+def rewritten(
+    folder: Path, rename: Any = lambda key: key, change: Any = lambda array: array
+) -> None:
+    file = folder / "adapter_model.safetensors"
+    tensors = {rename(key): change(array) for key, array in load_file(file).items()}
+    save_file({key: np.ascontiguousarray(array) for key, array in tensors.items()}, file)
+
+
+@pytest.mark.parametrize(
+    ("magnitude", "shape"),
+    [
+        ("lora_magnitude_vector.weight", (-1,)),
+        ("lora_magnitude_vector.default", (-1,)),
+        ("lora_magnitude_vector.default.weight", (-1,)),
+        ("lora_magnitude_vector.mine.weight", (-1,)),
+        ("weight_m_wdecomp.weight", (-1, 1)),
+        ("dora_scale", (-1, 1)),
+    ],
+)
+def test_other_spellings_are_read(magnitude: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    folder, expected = peft_folder(tmp_path, target_modules=["q_proj"])
+    rewritten(
+        folder,
+        lambda key: (
+            key.removeprefix("base_model.model." if "mine" in magnitude else "")
+            .replace("lora_magnitude_vector", magnitude)
+            .replace("lora_A", "lora_A.default")
+        ),
+        lambda array: array.reshape(shape) if array.ndim == 1 else array,
+    )
+
+    model = load_adapter(flax_model(), folder, adapter="mine")
+
+    np.testing.assert_allclose(outputs(model), expected, atol=1e-5, rtol=0)
+
+
+def test_an_adapter_in_a_subfolder_is_found_by_its_name(tmp_path: Path) -> None:
+    theirs = peft.PeftModel(base(), peft.LoraConfig(r=4, target_modules=["q_proj"]), "mine")
+    theirs.save_pretrained(tmp_path)
+
+    load_adapter(flax_model(), tmp_path, adapter="mine")
+
+    with pytest.raises(FileNotFoundError, match="mine"):
+        load_adapter(flax_model(), tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_dtypes_are_kept(dtype: str, tmp_path: Path) -> None:
+    folder, _ = peft_folder(tmp_path / "theirs", target_modules=["q_proj"])
+    rewritten(folder, change=lambda array: array.astype(jnp.dtype(dtype)))
+
+    model = load_adapter(flax_model(dtype=jnp.bfloat16), folder)
+    save_adapter(model, tmp_path / "ours", dtype=dtype)
+
+    layer = model.layers[0].q_proj
+    assert layer.lora_a.dtype == layer.lora_b.dtype == jnp.dtype(dtype)
+    assert layer.magnitude.dtype == jnp.float32
+    assert layer.kernel.dtype == jnp.bfloat16
+    assert_same(tensors_of(tmp_path / "ours"), tensors_of(folder))
+
+
+def test_rounding_wants_to_be_asked_for(tmp_path: Path) -> None:
+    folder, _ = peft_folder(tmp_path, target_modules=["q_proj"])
+    low = load_adapter(flax_model(), folder, adapter_dtype=jnp.bfloat16)
+    assert low.layers[0].q_proj.lora_a.dtype == jnp.bfloat16
+
+    with pytest.raises(ValueError, match="adapter_dtype='bfloat16'"):
+        load_adapter(low, folder)
+    rewritten(folder, change=lambda array: array.astype(np.float64))
+    with pytest.raises(ValueError, match="adapter_dtype='float32'"):
+        load_adapter(flax_model(), folder)
+    with pytest.raises(TypeError, match="adapter_dtype"):
+        load_adapter(flax_model(), folder, adapter_dtype=jnp.int32)
+
+
+def test_arrays_stay_where_the_layer_lies(tmp_path: Path) -> None:
+    folder, _ = peft_folder(tmp_path, target_modules=["q_proj"])
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    model = flax_model()
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x", "y"))
+    kernel = model.layers[0].q_proj.kernel
+    kernel.set_value(jax.device_put(kernel[...], place))
+
+    layer = load_adapter(model, folder).layers[0].q_proj
+
+    assert layer.lora_a[...].sharding.spec[0] == "x"
+    assert layer.lora_b[...].sharding.spec[1] == "y"
+    assert layer.magnitude[...].sharding.spec[0] == "y"
+    assert layer.kernel[...] is kernel[...]
+
+
+def test_dropout_is_as_in_peft_unless_told(tmp_path: Path) -> None:
+    folder, _ = peft_folder(tmp_path, **CASES["dropout"])
+
+    layer = load_adapter(flax_model(), folder).layers[0].q_proj
+    assert (layer.dropout.rate, layer.dropout_mode) == (0.5, "input")
+    layer = load_adapter(flax_model(), folder, dropout_mode="adapter").layers[0].q_proj
+    assert layer.dropout_mode == "adapter"
+
+
+def reconfigured(folder: Path, **fields: Any) -> None:
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def renamed(old: str, new: str) -> Any:
+    return lambda folder: rewritten(folder, lambda key: key.replace(old, new, 1))
+
+
+def cut(name: str, size: int) -> Any:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:size])
+
+
+def without(part: str) -> Any:
+    def change(folder: Path) -> None:
+        file = folder / "adapter_model.safetensors"
+        save_file({key: a for key, a in load_file(file).items() if part not in key}, file)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "message"),
+    [
+        (
+            renamed("layers.0", "layers.9"),
+            ValueError,
+            "layers.9.q_proj.lora_A.weight finds no layer",
+        ),
+        (renamed("q_proj", "norm"), ValueError, "layers.0.norm.lora_A.weight finds no layer"),
+        (renamed("q_proj", "o_proj"), ValueError, "does not select"),
+        (renamed("lora_A", "lora_C"), ValueError, "lora_C.weight finds no parameter"),
+        (renamed("lora_A.weight", "lora_embedding_A"), ValueError, "not for linear layers"),
+        (
+            renamed("layers.0.q_proj.lora_magnitude_vector", "layers.0.norm.weight"),
+            ValueError,
+            "modules_to_save",
+        ),
+        (without("layers.1.q_proj"), ValueError, "layers.1.q_proj has no tensors"),
+        (without("layers.1.q_proj.lora_B"), ValueError, "layers.1.q_proj.lora_B.weight is missing"),
+        (without("magnitude"), ValueError, "lora_magnitude_vector is missing"),
+        (lambda f: reconfigured(f, use_dora=False), ValueError, "since use_dora is false"),
+        (lambda f: reconfigured(f, r=5), ValueError, r"\[4, 12\]; expected \[5, 12\]"),
+        (lambda f: reconfigured(f, target_modules=["x"]), ValueError, "none of the model's layers"),
+        (lambda f: reconfigured(f, bias="all"), ValueError, "norm.bias is missing"),
+        (lambda f: reconfigured(f, modules_to_save=["score"]), ValueError, "score.bias is missing"),
+        (lambda f: reconfigured(f, layer_replication=[[0, 1]]), NotImplementedError, "layer_repl"),
+        (lambda f: rewritten(f, change=lambda a: a.astype("i4")), ValueError, "is I32"),
+        (lambda f: rewritten(f, change=lambda a: a[..., None]), ValueError, "has shape"),
+        (lambda f: rewritten(f, change=lambda a: a.T), ValueError, "has shape"),
+        (cut("adapter_model.safetensors", 2000), ValueError, "not a whole safetensors file"),
+        (cut("adapter_model.safetensors", 5), ValueError, "not a whole safetensors file"),
+        (cut("adapter_config.json", 50), ValueError, "not JSON"),
+        (
+            lambda f: (f / "adapter_config.json").write_bytes(b"\xff\xfe"),
+            ValueError,
+            "not UTF-8",
+        ),
+        (lambda f: (f / "adapter_config.json").unlink(), FileNotFoundError, "adapter_config.json"),
+        (
+            lambda f: (f / "adapter_model.safetensors").rename(f / "adapter_model.bin"),
+            FileNotFoundError,
+            "never read",
+        ),
+    ],
+    ids=str,
+)
+def test_a_folder_that_does_not_fit_changes_nothing(
+    damage: Any, error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    folder, _ = peft_folder(tmp_path, target_modules=["q_proj"])
+    model = flax_model()
+    before, structure = values(model), nnx.graphdef(model)
+    damage(folder)
+
+    with pytest.raises(error, match=message) as refusal:
+        load_adapter(model, folder)
+
+    assert str(folder) in str(refusal.value)
+    assert_same(values(model), before)
+    assert nnx.graphdef(model) == structure
+
+
+def test_a_grouped_convolution_is_refused(tmp_path: Path) -> None:
+    class Grouped(nnx.Module):
+        def __init__(self) -> None:
+            self.conv = nnx.Conv(4, 6, 3, feature_group_count=2, rngs=nnx.Rngs(0))
+
+    adapted = jax_dora.apply_dora(
+        Grouped(), jax_dora.DoRARule("conv", rank=4, alpha=4), rngs=nnx.Rngs(0)
+    )
+    with pytest.raises(NotImplementedError, match="grouped convolutions"):
+        save_adapter(adapted, tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_projections_over_several_axes_are_linear_layers(tmp_path: Path) -> None:
+    class Heads(nnx.Module):
+        def __init__(self) -> None:
+            rngs = nnx.Rngs(0)
+            self.query = nnx.LinearGeneral(12, (4, 5), rngs=rngs)
+            self.key = nnx.Einsum("...d,hdk->...hk", (4, 12, 5), (4, 5), rngs=rngs)
+            self.out = nnx.LinearGeneral((4, 5), 12, axis=(-2, -1), rngs=rngs)
+
+        def __call__(self, x):
+            return self.out(jnp.tanh(self.query(x)) * self.key(x))
+
+    from jax_dora.peft.places import places_of
+
+    model = Heads()
+    places = places_of(model, Names(rules=[("query", "q_proj")]))
+    theirs = nn.ModuleDict(
+        {"q_proj": nn.Linear(12, 20), "key": nn.Linear(12, 20), "out": nn.Linear(20, 12)}
+    )
+    theirs.load_state_dict(
+        {
+            name: torch.from_numpy(
+                np.array(
+                    place.to_torch(
+                        np.asarray(getattr(places.modules[place.path], place.attribute)[...])
+                    )
+                )
+            )
+            for name, place in places.parameters.items()
+        }
+    )
+    theirs.forward = lambda x: theirs["out"](torch.tanh(theirs["q_proj"](x)) * theirs["key"](x))
+    x = np.random.default_rng(0).standard_normal((3, 12), np.float32)
+    config = peft.LoraConfig(r=3, use_dora=True, target_modules=["q_proj", "key", "out"])
+    wrapped = perturbed(peft.PeftModel(theirs, config)).eval()
+    wrapped.save_pretrained(tmp_path)
+
+    loaded = load_adapter(model, tmp_path, names=Names(rules=[("query", "q_proj")]))
+    save_adapter(loaded, tmp_path / "again", names=Names(rules=[("query", "q_proj")]))
+
+    with torch.no_grad():
+        expected = wrapped(torch.from_numpy(x)).numpy()
+    np.testing.assert_allclose(np.asarray(loaded(jnp.asarray(x))), expected, atol=1e-5, rtol=0)
+    assert_same(tensors_of(tmp_path / "again"), tensors_of(tmp_path))

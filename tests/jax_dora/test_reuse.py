@@ -1,0 +1,161 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jax_dora
+
+
+class Model(nnx.Module):
+    """A projection, three scanned layers of one stack, and a head."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        def layer(rngs, n_in=16, n_out=16):
+            layer = jax_dora.DoRALinear(
+                n_in, n_out, rank=4, alpha=8, lora_b_init=nnx.initializers.normal(0.1), rngs=rngs
+            )
+            layer.magnitude[...] *= 1.1
+            return layer
+
+        self.first = layer(rngs, 8, 16)
+        stacked = nnx.split_rngs(splits=3)(nnx.vmap(lambda rngs: layer(rngs)))
+        self.stack = stacked(rngs)
+        self.head = layer(rngs, 16, 4)
+
+    def __call__(self, x):
+        @nnx.remat(policy=jax_dora.remat_policy())
+        def one(layer, x):
+            return jnp.tanh(layer(x))
+
+        x = self.first(x)
+        x = nnx.scan(
+            lambda x, layer: one(layer, x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
+        )(x, self.stack)
+        return self.head(x)
+
+
+def loss_fn(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+def batches(n):
+    return jax.random.normal(jax.random.key(1), (n, 5, 8))
+
+
+@nnx.jit
+def loss_and_grads(model, x):
+    return nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, nnx.LoRAParam))(model, x)
+
+
+def square_roots(model):
+    """How many square roots, one a norm, a call of `model` takes."""
+    graphdef, state = nnx.split(model)
+    x = batches(1)[0]
+    return str(jax.make_jaxpr(lambda s: loss_fn(nnx.merge(graphdef, s), x))(state)).count("= sqrt")
+
+
+def assert_same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_a_kept_norm_changes_no_bit():
+    model = Model(nnx.Rngs(0))
+    fresh = loss_and_grads(model, batches(1)[0])
+    jax_dora.keep_norms(model)
+    kept = loss_and_grads(model, batches(1)[0])
+    assert_same(fresh[0], kept[0])
+    assert_same(nnx.to_pure_dict(fresh[1]), nnx.to_pure_dict(kept[1]))
+
+
+def test_a_kept_norm_is_not_computed_again():
+    model = Model(nnx.Rngs(0))
+    assert square_roots(model) == 3
+    jax_dora.keep_norms(model)
+    assert square_roots(model) == 0
+    jax_dora.drop_norms(model)
+    assert square_roots(model) == 3
+
+
+def train(keep, steps=6):
+    model = Model(nnx.Rngs(0))
+    if keep:
+        jax_dora.keep_norms(model)
+    tx = optax.MultiSteps(optax.adamw(1e-2), every_k_schedule=2)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        if keep:
+            jax_dora.refresh_norms(model)
+        loss, grads = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, nnx.LoRAParam))(model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = [float(step(model, optimizer, x)) for x in batches(steps)]
+    return losses, nnx.to_pure_dict(nnx.state(model, nnx.LoRAParam))
+
+
+def test_accumulating_with_refreshed_norms_is_the_same_training():
+    # optax's own bias correction mixes dtypes.
+    with jax.numpy_dtype_promotion("standard"):
+        check_training()
+
+
+def check_training():
+    losses, adapters = train(keep=False)
+    kept_losses, kept_adapters = train(keep=True)
+    assert kept_losses == losses
+    assert_same(kept_adapters, adapters)
+
+
+@pytest.mark.parametrize("name", ["lora_a", "lora_b", "kernel"])
+@pytest.mark.parametrize("which", ["first", "stack"])
+def test_a_stale_norm_is_detected_and_refreshed(which, name):
+    model = Model(nnx.Rngs(0))
+    jax_dora.keep_norms(model)
+    parameter = getattr(getattr(model, which), name)
+    parameter[...] = parameter[...].at[..., 0, 1].add(1e-6)
+    x = batches(1)[0]
+    assert np.isnan(nnx.jit(loss_fn)(model, x))
+    if which == "first":
+        with pytest.raises(RuntimeError, match="kept norm of a DoRALinear is stale"):
+            model(x)
+    nnx.jit(jax_dora.refresh_norms)(model)
+    refreshed = nnx.jit(loss_fn)(model, x)
+    jax_dora.drop_norms(model)
+    assert_same(refreshed, nnx.jit(loss_fn)(model, x))
+
+
+def test_an_exchange_of_two_values_is_noticed():
+    model = Model(nnx.Rngs(0))
+    jax_dora.keep_norms(model)
+    a = model.first.lora_a
+    a[...] = a[...][::-1]
+    assert np.isnan(nnx.jit(loss_fn)(model, batches(1)[0]))
+
+
+def test_freeze_keeps_norms_and_leaves_nothing_to_train():
+    model = Model(nnx.Rngs(0))
+    frozen = jax_dora.freeze(model)
+    x = batches(1)[0]
+    assert_same(nnx.jit(loss_fn)(frozen, x), nnx.jit(loss_fn)(model, x))
+    assert not jax.tree.leaves(nnx.state(frozen, nnx.LoRAParam))
+    assert jax.tree.leaves(nnx.state(model, nnx.LoRAParam))
+    assert frozen.first.kernel[...] is model.first.kernel[...]
+    assert square_roots(frozen) == 0
+
+
+def test_norms_are_neither_trained_nor_counted_as_adapters():
+    model = Model(nnx.Rngs(0))
+    before = jax.tree.structure(nnx.state(model, nnx.Param))
+    jax_dora.keep_norms(model)
+    assert jax.tree.structure(nnx.state(model, nnx.Param)) == before
+
+
+def test_errors_say_what_is_missing():
+    with pytest.raises(ValueError, match="Linear has no DoRA layer"):
+        jax_dora.keep_norms(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match="keeps no norm"):
+        jax_dora.refresh_norms(Model(nnx.Rngs(0)))

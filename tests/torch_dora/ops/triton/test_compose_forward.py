@@ -1,0 +1,34 @@
+import pytest
+import torch
+
+from torch_dora.ops.compose import forward
+from torch_dora.ops.triton import compose_forward
+from torch_dora.ops.triton.compose_forward import Config
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("shape", [(5, 7), (9, 40), (1, 1), (17, 33)])
+def test_every_variant_equals_the_plain_evaluation(operands, delta, biased, shape):
+    base, lora, g, _ = operands(shape)
+    bias = torch.randn_like(g) if biased else None
+    want, want_inner = forward(
+        base, lora, g, bias, 0.7, delta=delta, want_inner=True, implementation="eager"
+    )
+    config = Config(rows=4, columns=16, warps=1)
+    for inner in (None, torch.empty_like(base)):
+        result = torch.empty_like(base)
+        compose_forward.launch(base, lora, g, bias, 0.7, delta, result, inner, config)
+        torch.testing.assert_close(result, want, rtol=1e-6, atol=1e-6)
+        if inner is not None:
+            torch.testing.assert_close(inner, want_inner, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("op", ["compose", "compose_with_inner"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_operator_keeps_its_contract_with_torch(operands, op, biased):
+    base, lora, g, _ = operands((3, 8), torch.bfloat16)
+    bias = torch.randn(8, device=base.device) if biased else None
+    torch.library.opcheck(getattr(compose_forward, op), (base, lora, g, bias, 0.7, False))
+    torch.library.opcheck(getattr(compose_forward, op), (base.mT.mT, lora, g, bias, 0.7, True))

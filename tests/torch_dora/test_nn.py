@@ -1,0 +1,198 @@
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torch_dora import DoRALinear
+from torch_dora.ops import factored_norm, magnitude_scale
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def trained(layer: DoRALinear) -> DoRALinear:
+    """The layer as training leaves it: lora_b not zero, the magnitude off the norm."""
+    with torch.no_grad():
+        layer.lora_b.normal_(std=0.2)
+        layer.magnitude.mul_(1 + 0.03 * torch.randn_like(layer.magnitude))
+    return layer
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("adapter_dtype", [torch.float32, torch.bfloat16])
+def test_a_fresh_adapter_is_exactly_the_identity(device, dtype, bias, adapter_dtype):
+    linear = nn.Linear(40, 56, bias=bias, device=device, dtype=dtype)
+    layer = DoRALinear.from_linear(linear, rank=4, alpha=8, adapter_dtype=adapter_dtype)
+    x = torch.randn(3, 40, device=device, dtype=dtype)
+    assert torch.equal(layer(x), linear(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_g_is_exactly_one_for_any_lora_b_after_reset(device, dtype):
+    layer = DoRALinear(40, 56, rank=4, alpha=8, device=device, dtype=dtype)
+    nn.init.normal_(layer.lora_b)
+    layer.reset_magnitude()
+    g = magnitude_scale(layer.magnitude, layer.norm(), dtype)
+    assert torch.equal(g, torch.ones_like(g))
+
+
+def test_computes_the_dense_definition():
+    layer = trained(DoRALinear(40, 56, rank=4, alpha=8, use_rslora=True, dtype=torch.float64))
+    direction = layer.weight + 8 / math.sqrt(4) * layer.lora_b @ layer.lora_a
+    weight = layer.magnitude[:, None] * direction / direction.norm(dim=1, keepdim=True)
+    x = torch.randn(2, 3, 40, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), F.linear(x, weight, layer.bias))
+
+
+def test_scale_is_alpha_over_the_rank_or_its_root():
+    assert DoRALinear(8, 8, rank=4, alpha=6).scale == 1.5
+    assert DoRALinear(8, 8, rank=4, alpha=6, use_rslora=True).scale == 3.0
+
+
+def test_from_linear_shares_and_freezes_the_base():
+    linear = nn.Linear(40, 56).eval()
+    layer = DoRALinear.from_linear(linear, rank=4, alpha=8)
+    assert layer.weight is linear.weight
+    assert layer.bias is linear.bias
+    assert not layer.training
+    names = {name for name, p in layer.named_parameters() if p.requires_grad}
+    assert names == {"lora_a", "lora_b", "magnitude"}
+
+
+def test_training_moves_the_adapter_and_nothing_else(device):
+    layer = DoRALinear(16, 8, rank=4, alpha=8, device=device)
+    before = copy.deepcopy(layer.state_dict())
+    target = DoRALinear(16, 8, rank=4, alpha=8, device=device)
+    x = torch.randn(64, 16, device=device)
+    optimizer = torch.optim.AdamW([p for p in layer.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(30):
+        loss = F.mse_loss(layer(x), target(x).detach())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.7 * losses[0]
+    moved = {name for name, value in layer.state_dict().items() if not value.equal(before[name])}
+    assert moved == {"lora_a", "lora_b", "magnitude"}
+
+
+def test_state_dict_round_trip():
+    layer = trained(DoRALinear(16, 8, rank=4, alpha=8))
+    other = DoRALinear(16, 8, rank=4, alpha=8)
+    other.load_state_dict(layer.state_dict())
+    x = torch.randn(3, 16)
+    assert torch.equal(other(x), layer(x))
+
+
+def test_on_the_meta_device_and_materialised_later():
+    layer = DoRALinear(16, 8, rank=4, alpha=8, device="meta").to_empty(device="cpu")
+    nn.init.normal_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    layer.reset_adapter()
+    x = torch.randn(3, 16)
+    assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
+
+
+@pytest.mark.parametrize("mode", ["adapter", "input"])
+@pytest.mark.parametrize("implementation", ["eager", "triton"])
+def test_dropout_follows_its_convention(device, monkeypatch, mode, implementation):
+    layer = trained(
+        DoRALinear(
+            40,
+            56,
+            rank=4,
+            alpha=8,
+            dropout=0.5,
+            dropout_mode=mode,
+            implementation=implementation,
+            device=device,
+        )
+    )
+    x = torch.randn(3, 5, 40, device=device)
+    mask = (torch.rand_like(x) < 0.5) * 2.0
+    monkeypatch.setattr(F, "dropout", lambda x, p, training=True: x * mask)
+    base, dropped = F.linear(x, layer.weight), F.linear(x * mask, layer.weight)
+    lora = F.linear(F.linear(x * mask, layer.lora_a), layer.lora_b)
+    g = layer.magnitude / factored_norm(layer.weight, layer.lora_a, layer.lora_b, 2.0)
+    corrected = base if mode == "adapter" else dropped
+    want = base + layer.bias + (g - 1) * corrected + g * 2.0 * lora
+    torch.testing.assert_close(layer(x), want, rtol=1e-5, atol=1e-5)
+    want.sum().backward()
+    grads = [
+        p.grad.clone() for p in (layer.lora_a, layer.lora_b, layer.magnitude) if p.grad is not None
+    ]
+    layer.zero_grad()
+    layer(x).sum().backward()
+    for p, grad in zip((layer.lora_a, layer.lora_b, layer.magnitude), grads, strict=True):
+        torch.testing.assert_close(p.grad, grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["adapter", "input"])
+def test_dropout_is_off_in_evaluation(mode):
+    layer = trained(DoRALinear(40, 56, rank=4, alpha=8, dropout=0.5, dropout_mode=mode))
+    x = torch.randn(3, 40)
+    assert not torch.equal(layer(x), layer(x))
+    layer.eval()
+    assert torch.equal(layer(x), layer(x))
+    layer.dropout = 0.0
+    assert torch.equal(layer(x), layer.train()(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_merge_computes_the_same(device, dtype):
+    layer = trained(DoRALinear(40, 56, rank=4, alpha=8, device=device, dtype=dtype)).eval()
+    merged = layer.merge()
+    assert type(merged) is nn.Linear
+    assert not merged.training
+    assert merged.weight.dtype == dtype
+    assert merged.weight.data_ptr() != layer.weight.data_ptr()
+    x = torch.randn(3, 40, device=device, dtype=dtype)
+    atol = {torch.bfloat16: 0.05, torch.float16: 0.01}.get(dtype, 1e-5)
+    torch.testing.assert_close(merged(x), layer(x), rtol=0, atol=atol)
+
+
+def test_merging_a_fresh_adapter_changes_no_bit():
+    linear = nn.Linear(40, 56, dtype=torch.bfloat16)
+    merged = DoRALinear.from_linear(linear, rank=4, alpha=8).merge()
+    assert torch.equal(merged.weight, linear.weight)
+    assert torch.equal(merged.bias, linear.bias)
+
+
+def test_repr_gives_the_hyperparameters():
+    layer = DoRALinear(16, 8, rank=4, alpha=8, dropout=0.1, dropout_mode="input")
+    assert repr(layer) == (
+        "DoRALinear(in_features=16, out_features=8, bias=True, rank=4, alpha=8, "
+        "use_rslora=False, dropout=0.1, dropout_mode='input')"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"rank": 0}, ValueError, "rank is 0; expected at least 1"),
+        ({"rank": -2}, ValueError, "rank is -2"),
+        ({"rank": 2.0}, TypeError, "rank is 2.0; expected an int"),
+        ({"rank": True}, TypeError, "rank is True"),
+        ({"alpha": float("inf")}, ValueError, "alpha is inf"),
+        ({"alpha": "8"}, TypeError, "alpha is '8'"),
+        ({"dropout": 1.0}, ValueError, "dropout is 1.0"),
+        ({"dropout": -0.1}, ValueError, "dropout is -0.1"),
+        ({"dropout": None}, TypeError, "dropout is None"),
+        ({"dropout_mode": "both"}, ValueError, "dropout_mode is 'both'; expected 'adapter'"),
+        ({"adapter_dtype": torch.int8}, TypeError, "adapter_dtype is torch.int8"),
+        ({"implementation": "xla"}, ValueError, "'xla' is not a torch implementation"),
+        ({"dtype": torch.complex64}, TypeError, "weight has dtype torch.complex64"),
+    ],
+)
+def test_bad_hyperparameters_are_named(change, error, message):
+    with pytest.raises(error, match=message):
+        DoRALinear(16, 8, **{"rank": 4, "alpha": 8} | change)
+
+
+def test_from_linear_takes_a_linear_layer_only():
+    with pytest.raises(TypeError, match=r"linear must be a torch\.nn\.Linear, got Conv1d"):
+        DoRALinear.from_linear(nn.Conv1d(3, 4, 1), rank=4, alpha=8)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,158 @@
+"""Writes README's measured section from committed JSON: no number in it is typed by hand.
+
+    python tools/readme_tables.py            rewrite the section in README.md
+    python tools/readme_tables.py --check    exit 1 if README.md is not what that would write
+
+Sources are the reports that `python -m parity` and `python -m benchmarks` wrote on a GPU and that
+are kept in `benchmarks/results/` and `parity/reports/cuda/`.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ("benchmarks/results/**/*.json", "parity/reports/cuda/*.json")
+BEGIN = "<!-- measured: begin (tools/readme_tables.py) -->"
+END = "<!-- measured: end -->"
+# Below this many elements an activation fits a cache or takes less time than a launch.
+LARGE_ACTIVATION = 4096 * 4096
+
+NOTHING = """\
+Nothing has been measured yet. On a machine with an NVIDIA GPU, `make parity` writes how near both
+packages come to fp64, and `python -m benchmarks ops --out benchmarks/results` the rates; then
+`python tools/readme_tables.py` puts them here."""
+
+
+def section(root: Path) -> str:
+    """The Markdown between the markers, for the JSON files under `root`."""
+    parts = []
+    for path in sorted({path for pattern in SOURCES for path in root.glob(pattern)}):
+        report = json.loads(path.read_text())
+        name = path.relative_to(root).as_posix()
+        if "rows" in report:
+            parts.append(
+                f"### Agreement\n\n{_source(name, report)}\n\n{_agreement(report['rows'])}"
+            )
+        elif "measurements" in report:
+            title = f"### Speed: {report['level']}"
+            parts.append(f"{title}\n\n{_source(name, report)}\n\n{_speed(report)}")
+    return "\n\n".join(parts) or NOTHING
+
+
+def updated(readme: str, body: str) -> str:
+    """`readme` with `body` between the markers.
+
+    Raises:
+      ValueError: a marker is missing.
+    """
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"README.md lacks a marker; expected {BEGIN!r} and then {END!r}")
+    return f"{before}{BEGIN}\n\n{body}\n\n{END}{after}"
+
+
+def _source(name: str, report: dict[str, Any]) -> str:
+    environment = report["environment"]
+    versions = ", ".join(f"{key} {environment[key]}" for key in ("jax", "torch", "triton"))
+    return f"[`{name}`]({name}): {environment['card']}, {versions}, commit {environment['commit']}."
+
+
+def _agreement(rows: Sequence[dict[str, Any]]) -> str:
+    def cells(level: str, dtype: str) -> Iterator[str]:
+        group = [row for row in rows if (row["level"], row["dtype"]) == (level, dtype)]
+        passed = sum(row["passed"] for row in group)
+        # JSON has no infinity: an infinitely wrong row is null.
+        nearest = max(group, key=lambda row: float("inf") if row["worst"] is None else row["worst"])
+        yield from (level, dtype, f"{passed} of {len(group)}", nearest["quantity"])
+        for value in (
+            nearest["jax"]["error"],
+            nearest["torch"]["error"],
+            nearest["difference"],
+            nearest["worst"],
+        ):
+            yield "∞" if value is None else f"{value:.2g}"
+
+    kinds = dict.fromkeys((row["level"], row["dtype"]) for row in rows)
+    header = (
+        "level",
+        "dtype",
+        "within tolerance",
+        "nearest to its tolerance",
+        "JAX vs fp64",
+        "torch vs fp64",
+        "JAX vs torch",
+        "of what is allowed",
+    )
+    return _table(header, (cells(*kind) for kind in kinds))
+
+
+def _speed(report: dict[str, Any]) -> str:
+    measurements = [m for m in report["measurements"] if not m["refused"] and m["device"]]
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for m in measurements:
+        if m["shape"].get("rows", LARGE_ACTIVATION) * m["shape"].get("out", 1) < LARGE_ACTIVATION:
+            continue
+        groups.setdefault((m["group"], f"{m['framework']} {m['variant']}"), []).append(m)
+
+    def cells(key: tuple[str, str], group: list[dict[str, Any]]) -> Iterator[str]:
+        yield from (*key, str(len(group)))
+        if not all(m["check"] and m["check"]["passed"] and not m["failed"] for m in group):
+            yield from ("withheld: its check is red", "", "", "")
+            return
+        largest = max(group, key=lambda m: m["bytes"])
+        yield " × ".join(f"{size} {axis}" for axis, size in largest["shape"].items())
+        yield f"{largest['device']['median']:.1f}"
+        yield f"{largest['bytes_per_second'] * 1e-12:.2f}"
+        shares = [m["share_of_floor"] for m in group]
+        yield f"{statistics.geometric_mean(shares):.0%}, worst {min(shares):.0%}"
+
+    header = (
+        "work",
+        "implementation",
+        "shapes",
+        "the largest",
+        "µs there",
+        "TB/s there",
+        "of the floor, geometric mean",
+    )
+    table = _table(header, (cells(key, group) for key, group in groups.items()))
+    ceilings = report["ceilings"]
+    if not ceilings:
+        return table
+    return (
+        f"{table}\n\nThe floor is the time of the bytes at the copy rate of the same run, "
+        f"{ceilings['copy'] * 1e-12:.2f} TB/s, or of the products at its bf16 rate, "
+        f"{ceilings['matmul'] * 1e-12:.0f} TFLOP/s, whichever is longer. Device time, medians; "
+        "activations of at least 4096 × 4096 elements."
+    )
+
+
+def _table(header: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if outdated")
+    options = parser.parse_args(arguments)
+    readme = ROOT / "README.md"
+    old = readme.read_text()
+    new = updated(old, section(ROOT))
+    if options.check:
+        if new != old:
+            print("README.md is outdated: run `python tools/readme_tables.py`", file=sys.stderr)
+        return int(new != old)
+    readme.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""Checks of what callers pass in: every error names the argument, its value and the mend."""
+
+import math
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def is_float(name: str, tensor: object) -> None:
+    """Raise TypeError unless ``tensor`` is a tensor of fp16, bf16, fp32 or fp64."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"{name} must be a torch.Tensor, got {type(tensor).__name__}; "
+            "wrap the value in torch.as_tensor"
+        )
+    if tensor.dtype not in FLOATS:
+        raise TypeError(
+            f"{name} has dtype {tensor.dtype}; expected float16, bfloat16, float32 or float64: "
+            "cast it, or dequantise it first"
+        )
+
+
+def has_shape(name: str, tensor: Tensor, shape: tuple[int | None, ...], meaning: str) -> None:
+    """Raise ValueError unless ``tensor.shape`` equals ``shape``, where None stands for any size."""
+    fits = tensor.ndim == len(shape) and all(
+        want is None or got == want for got, want in zip(tensor.shape, shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)}; expected ({wanted}) = {meaning}. The torch "
+            "layout is weight [out, in], lora_a [r, in], lora_b [out, r], magnitude [out]; "
+            "transpose what comes from Flax"
+        )
+
+
+def is_scale(scale: object) -> None:
+    """Raise unless ``scale`` is a finite real number: TypeError, or ValueError if not finite."""
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise TypeError(
+            f"scale must be a Python number, got {type(scale).__name__}; it is alpha/r, or "
+            "alpha/sqrt(r) with rsLoRA: take .item() of a tensor"
+        )
+    # Comparisons, which torch.compile can guard on; False for NaN.
+    if not -math.inf < scale < math.inf:
+        raise ValueError(f"scale is {scale}; expected a finite number, alpha/r or alpha/sqrt(r)")
+
+
+def adapter(weight: Tensor, lora_a: Tensor, lora_b: Tensor) -> None:
+    """Check weight [out, in] against lora_a [r, in] and lora_b [out, r], r at least 1."""
+    is_float("weight", weight)
+    is_float("lora_a", lora_a)
+    is_float("lora_b", lora_b)
+    has_shape("weight", weight, (None, None), "[out, in]")
+    has_shape("lora_a", lora_a, (None, weight.shape[1]), "[r, in]")
+    rank = lora_a.shape[0]
+    if rank == 0:
+        raise ValueError("lora_a has shape [0, in]: rank is 0; expected a rank of at least 1")
+    has_shape("lora_b", lora_b, (weight.shape[0], rank), "[out, r]")

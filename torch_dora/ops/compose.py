@@ -1,0 +1,212 @@
+"""Compose: base and adapter results into the result of the DoRA layer.
+
+    y  = base + ((g-1)∘base + g∘(s·lora))          ΔY = (g-1)∘base + g∘(s·lora)
+
+(arXiv 2603.22276, section 4; base, lora [..., out], g [out].) In trained adapters g lies within
+about 0.002 of 1, so g-1 is taken in fp32 and everything is rounded once, at the end. With
+inner = base + s·lora, the gradients are
+
+    d_base = g∘dy  ((g-1)∘dy for ΔY)     d_lora = s·g∘dy     d_g = Σ_rows dy∘inner
+
+``inner`` is kept for the backward pass only where g is differentiated.
+
+A projection with a bias hands in base + bias, as its own matrix product rounds it, and the bias: y
+then starts from that sum, and everything that g scales from the sum less the bias. So a g of 1 and
+a lora of 0 give back the base layer's very bits.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from torch_dora.ops import check, dispatch
+from torch_dora.ops.dispatch import Call, Candidate
+from torch_dora.ops.dtypes import accumulation_dtype, cast
+
+if TYPE_CHECKING or dispatch.TRITON_MODE is not None:
+    from torch_dora.ops.triton import compose_backward as triton_backward
+    from torch_dora.ops.triton import compose_forward as triton_forward
+
+# Below these sizes one launch takes longer than the memory traffic it saves (arXiv 2603.22276).
+CROSSOVER_FEATURES = 2048
+CROSSOVER_ELEMENTS = 2048 * 6144
+
+
+def compose(
+    base: Tensor, lora: Tensor, g: Tensor, scale: float, *, implementation: str | None = None
+) -> Tensor:
+    """y = base + ((g-1)·base + g·(scale·lora)), evaluated in fp32 and rounded once.
+
+    Args:
+        base: [..., out], the frozen projection's result without its bias.
+        lora: [..., out], ``(x @ lora_a.T) @ lora_b.T``, not yet scaled.
+        g: f32[out] from :func:`~torch_dora.ops.magnitude_scale`.
+        scale: alpha/r or alpha/sqrt(r).
+        implementation: None, "triton" or "eager"; a named one runs or raises.
+
+    Returns:
+        [..., out] in base's dtype.
+
+    Raises:
+        TypeError, ValueError: an argument's dtype or shape does not fit; unknown implementation.
+        NotImplementedError: the named implementation cannot take the call.
+    """
+    return _checked(base, lora, g, scale, False, implementation)
+
+
+def compose_delta(
+    base: Tensor, lora: Tensor, g: Tensor, scale: float, *, implementation: str | None = None
+) -> Tensor:
+    """ΔY = (g-1)·base + g·(scale·lora): the paper's operator, for callers who add it to base.
+
+    Arguments, result and errors as :func:`compose`, which is to be preferred: adding a rounded ΔY
+    costs another pass and another rounding.
+    """
+    return _checked(base, lora, g, scale, True, implementation)
+
+
+def choose_compose(base: Tensor, lora: Tensor, g: Tensor, implementation: str | None) -> str:
+    """The implementation of both passes for operands like these."""
+    features = base.shape[-1]
+    call = Call(
+        rows=base.numel() // max(1, features),
+        features=features,
+        rank=0,
+        dtypes=(base.dtype, lora.dtype, g.dtype),
+        device=base.device.type,
+        training=torch.is_grad_enabled(),
+    )
+    return dispatch.choose(_CANDIDATES, call, implementation)
+
+
+def forward(
+    base: Tensor,
+    lora: Tensor,
+    g: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    *,
+    delta: bool,
+    want_inner: bool,
+    implementation: str,
+) -> tuple[Tensor, Tensor | None]:
+    """(y or ΔY, inner or None) by one implementation, without a gradient of its own."""
+    if implementation == "triton":
+        if want_inner:
+            return triton_forward.compose_with_inner(base, lora, g, bias, scale, delta)
+        return triton_forward.compose(base, lora, g, bias, scale, delta), None
+    dtype = accumulation_dtype(base, lora, g)
+    wide = cast(base, dtype)
+    unbiased = wide if bias is None else wide - cast(bias, dtype)
+    g, scaled = cast(g, dtype), scale * cast(lora, dtype)
+    change = (g - 1) * unbiased + g * scaled
+    result = cast(change if delta else wide + change, base.dtype)
+    return result, cast(unbiased + scaled, base.dtype) if want_inner else None
+
+
+def backward(
+    dy: Tensor,
+    inner: Tensor | None,
+    g: Tensor,
+    scale: float,
+    *,
+    delta: bool,
+    want_base: bool,
+    want_lora: bool,
+    implementation: str,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(d_base, d_lora, d_g): the first two in dy's dtype where wanted, d_g [out] in fp32 where
+    ``inner`` is given."""
+    if implementation == "triton":
+        d = triton_backward.compose_backward(dy, inner, g, scale, delta, want_base, want_lora)
+        found = iter(d)
+        return (
+            next(found) if want_base else None,
+            next(found) if want_lora else None,
+            next(found) if inner is not None else None,
+        )
+    dtype = accumulation_dtype(dy, g)
+    wide, g = cast(dy, dtype), cast(g, dtype)
+    d_base = cast((g - 1 if delta else g) * wide, dy.dtype) if want_base else None
+    d_lora = cast(g * (scale * wide), dy.dtype) if want_lora else None
+    d_g = None
+    if inner is not None:
+        d_g = (wide * cast(inner, dtype)).reshape(-1, g.shape[0]).sum(0)
+    return d_base, d_lora, d_g
+
+
+class _Compose(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, base, lora, g, scale, delta, want_inner, implementation):
+        result, inner = forward(
+            base,
+            lora,
+            g,
+            None,
+            scale,
+            delta=delta,
+            want_inner=want_inner,
+            implementation=implementation,
+        )
+        ctx.save_for_backward(inner, g)
+        ctx.scale, ctx.delta, ctx.implementation = scale, delta, implementation
+        ctx.lora_dtype = lora.dtype
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
+        inner, g = ctx.saved_tensors
+        want_base, want_lora, want_g = ctx.needs_input_grad[:3]
+        d_base, d_lora, d_g = backward(
+            dy,
+            inner if want_g else None,
+            g,
+            ctx.scale,
+            delta=ctx.delta,
+            want_base=want_base,
+            want_lora=want_lora,
+            implementation=ctx.implementation,
+        )
+        d_lora = None if d_lora is None else d_lora.to(ctx.lora_dtype)
+        d_g = None if d_g is None else d_g.to(g.dtype)
+        return d_base, d_lora, d_g, None, None, None, None
+
+
+def _checked(base, lora, g, scale, delta, implementation):
+    check.is_float("base", base)
+    check.is_float("lora", lora)
+    check.is_float("g", g)
+    if base.ndim == 0:
+        raise ValueError("base has shape (); expected [..., out]")
+    check.has_shape("lora", lora, tuple(base.shape), "base's shape [..., out]")
+    check.has_shape("g", g, (base.shape[-1],), "[out]")
+    check.is_scale(scale)
+    chosen = choose_compose(base, lora, g, implementation)
+    want_inner = torch.is_grad_enabled() and g.requires_grad
+    return _Compose.apply(base, lora, g, float(scale), delta, want_inner, chosen)
+
+
+def _triton_refuses(call: Call) -> str | None:
+    if reason := dispatch.triton_refuses(call) or triton_forward.refuses(call):
+        return reason
+    return triton_backward.refuses(call) if call.training else None
+
+
+def _triton_loses(call: Call) -> str | None:
+    if call.features < CROSSOVER_FEATURES:
+        return f"out is {call.features}, below the crossover of {CROSSOVER_FEATURES}"
+    if call.rows * call.features < CROSSOVER_ELEMENTS:
+        return (
+            f"{call.rows} rows × {call.features} are below the crossover of "
+            f"{CROSSOVER_ELEMENTS} elements"
+        )
+    return dispatch.triton_loses(call)
+
+
+_CANDIDATES = (
+    Candidate("triton", _triton_refuses, _triton_loses),
+    Candidate("eager", dispatch.accepts, dispatch.accepts),
+)

@@ -1,0 +1,215 @@
+"""A whole adapted projection, y = x W'ᵀ + bias, and its gradient.
+
+With base = xWᵀ, z = xAᵀ, lora = zBᵀ and g from ``magnitude_scale`` (arXiv 2603.22276, section 2):
+
+    y = base + ((g-1)∘base + g∘(s·lora)) + bias
+
+and, with d = g∘dy, the gradient in the order that never makes an [out, in] product:
+
+    dz = s·(d B)    dx = d W + dz A    dA = dzᵀ x    dB = s·(dᵀ z)
+    d_g = Σ_rows dy∘(base + s·lora)    dbias = Σ_rows dy
+
+The weight is frozen: its gradient, dᵀx, is computed only where somebody differentiates it. s goes
+into the small products, so that one tensor of y's size, d, is written instead of two.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from torch_dora.ops import check, dispatch
+from torch_dora.ops.compose import backward, choose_compose, forward
+from torch_dora.ops.dtypes import cast
+from torch_dora.ops.norm import factored_norm, magnitude_scale
+
+
+def dora_linear(
+    x: Tensor,
+    weight: Tensor,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    magnitude: Tensor,
+    scale: float,
+    *,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    kernel_sq_norm: Tensor | None = None,
+    implementation: str | None = None,
+    adapter_x: Tensor | None = None,
+) -> Tensor:
+    """y = magnitude ∘ x (weight + scale·lora_b lora_a)ᵀ / ‖weight + scale·lora_b lora_a‖ + bias.
+
+    Args:
+        x: [..., in].
+        weight: [out, in], frozen as a rule.
+        lora_a: [r, in].
+        lora_b: [out, r].
+        magnitude: [out].
+        scale: alpha/r or alpha/sqrt(r).
+        bias: [out]; never scaled.
+        norm: f32[out], :func:`factored_norm` of these very tensors, computed earlier. Not
+            recomputed and not checked.
+        kernel_sq_norm: f32[out], ``squared_norm(weight)``; used where ``norm`` is not given.
+        implementation: None, "triton" or "eager"; a named one runs or raises.
+        adapter_x: [..., in], what the adapter reads in place of x: x after the adapter's dropout.
+
+    Returns:
+        [..., out] in the dtype that x and weight promote to, or in autocast's dtype where autocast
+        is on, as in ``torch.nn.functional.linear``. Adapters of another dtype are cast to it for
+        the products with activations (the norm takes them as they are), and their gradients come
+        back in their own dtype. The norm is a constant under differentiation.
+
+    Raises:
+        TypeError, ValueError: an argument's dtype or shape does not fit; unknown implementation.
+        NotImplementedError: the named implementation cannot take the call.
+    """
+    dispatch.check_name(implementation)
+    check.is_float("x", x)
+    check.adapter(weight, lora_a, lora_b)
+    out_features, in_features = weight.shape
+    if x.ndim == 0 or x.shape[-1] != in_features:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}; its last axis must have the weight's {in_features} "
+            "input features"
+        )
+    check.is_float("magnitude", magnitude)
+    check.has_shape("magnitude", magnitude, (out_features,), "[out]")
+    check.is_scale(scale)
+    if bias is not None:
+        check.is_float("bias", bias)
+        check.has_shape("bias", bias, (out_features,), "[out]")
+    if adapter_x is not None:
+        check.is_float("adapter_x", adapter_x)
+        check.has_shape("adapter_x", adapter_x, tuple(x.shape), "x's shape [..., in]")
+    if norm is None:
+        norm = factored_norm(weight, lora_a, lora_b, scale, kernel_sq_norm=kernel_sq_norm)
+    elif kernel_sq_norm is not None:
+        raise ValueError("norm and kernel_sq_norm are both given; norm already contains the other")
+
+    dtype = _result_dtype(x, weight)
+    g = magnitude_scale(magnitude, norm, dtype)
+    like = x.new_empty((), dtype=dtype).expand(*x.shape[:-1], out_features)
+    chosen = choose_compose(like, like, g, implementation)
+    want_inner = torch.is_grad_enabled() and g.requires_grad
+    return _DoRALinear.apply(
+        x, adapter_x, weight, bias, lora_a, lora_b, g, float(scale), dtype, want_inner, chosen
+    )
+
+
+class _DoRALinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, x, adapter_x, weight, bias, lora_a, lora_b, g, scale, dtype, want_inner, implementation
+    ):
+        with torch.autocast(x.device.type, enabled=False):
+            read = x if adapter_x is None else adapter_x
+            bias_cast = None if bias is None else cast(bias, dtype)
+            base = F.linear(cast(x, dtype), cast(weight, dtype), bias_cast)
+            z = F.linear(cast(read, dtype), cast(lora_a, dtype))
+            lora = F.linear(z, cast(lora_b, dtype))
+            y, inner = forward(
+                base,
+                lora,
+                g,
+                bias_cast,
+                scale,
+                delta=False,
+                want_inner=want_inner,
+                implementation=implementation,
+            )
+        _, _, d_weight, _, d_a, d_b, _ = ctx.needs_input_grad[:7]
+        ctx.save_for_backward(
+            x if d_weight or (d_a and adapter_x is None) else None,
+            adapter_x if d_a else None,
+            weight,
+            lora_a,
+            lora_b,
+            z if d_b else None,
+            inner,
+            g,
+        )
+        ctx.dtypes = tuple(
+            None if t is None else t.dtype for t in (x, adapter_x, weight, bias, lora_a, lora_b)
+        )
+        ctx.scale, ctx.implementation = scale, implementation
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, adapter_x, weight, lora_a, lora_b, z, inner, g = ctx.saved_tensors
+        want_x, want_adapter_x, want_weight, want_bias, want_a, want_b, want_g = (
+            ctx.needs_input_grad[:7]
+        )
+        x_dtype, adapter_x_dtype, weight_dtype, bias_dtype, a_dtype, b_dtype = ctx.dtypes
+        shared = adapter_x_dtype is None
+        with torch.autocast(dy.device.type, enabled=False):
+            d, _, d_g = backward(
+                dy,
+                inner if want_g else None,
+                g,
+                ctx.scale,
+                delta=False,
+                want_base=any((want_x, want_adapter_x, want_weight, want_a, want_b)),
+                want_lora=False,
+                implementation=ctx.implementation,
+            )
+            dx = d_adapter_x = d_weight = d_bias = d_a = d_b = None
+            if d is not None:
+                d = _rows(d)
+            if d is not None and (want_a or want_adapter_x or (want_x and shared)):
+                dz = _scaled_mm(d, lora_b.to(dy.dtype), ctx.scale, dy.dtype)
+                if want_a:
+                    d_a = _mm(dz.T, _rows(x if shared else adapter_x).to(dy.dtype), a_dtype)
+                if want_x and shared:
+                    dx = (d @ weight.to(dy.dtype)).addmm_(dz, lora_a.to(dy.dtype))
+                if want_adapter_x:
+                    d_adapter_x = dz @ lora_a.to(dy.dtype)
+            if d is not None and want_x and not shared:
+                dx = d @ weight.to(dy.dtype)
+            if d is not None and want_weight:
+                d_weight = _mm(d.T, _rows(x).to(dy.dtype), weight_dtype)
+            if d is not None and want_b:
+                d_b = _scaled_mm(d.T, _rows(z), ctx.scale, b_dtype)
+            if want_bias:
+                d_bias = _rows(dy).sum(0, dtype=_wide(dy.dtype)).to(bias_dtype)
+            if dx is not None:
+                dx = dx.reshape(*dy.shape[:-1], weight.shape[1]).to(x_dtype)
+            if d_adapter_x is not None:
+                d_adapter_x = d_adapter_x.reshape(*dy.shape[:-1], weight.shape[1])
+                d_adapter_x = d_adapter_x.to(adapter_x_dtype)
+        if d_g is not None:
+            d_g = d_g.to(g.dtype)
+        return dx, d_adapter_x, d_weight, d_bias, d_a, d_b, d_g, None, None, None, None
+
+
+def _result_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    device = x.device.type
+    if dtype != torch.float64 and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return dtype
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a @ b in ``dtype``; the fp32 sum of fp16 or bf16 products is not rounded on the way."""
+    if a.device.type == "cuda" and dtype == torch.float32 and a.dtype.itemsize == 2:
+        return torch.mm(a, b, out_dtype=dtype)
+    return (a @ b).to(dtype)
+
+
+def _scaled_mm(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """scale·(a @ b) in ``dtype``, scaled before the sum is rounded."""
+    if dtype == a.dtype:
+        # beta = 0: the first argument is never read.
+        return torch.addmm(a.new_empty(()), a, b, beta=0, alpha=scale)
+    return (scale * _mm(a, b, _wide(a.dtype))).to(dtype)

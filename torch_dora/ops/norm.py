@@ -1,0 +1,247 @@
+"""The factored norm of an adapted weight, and the scale g that it makes of the magnitude.
+
+With weight W [out, in], lora_a A [r, in], lora_b B [out, r] and scale s, per output feature
+(arXiv 2603.22276, section 3; sums over the axis that is named):
+
+    ‖W + sBA‖² = Σ_in W² + 2s Σ_r B∘(W Aᵀ) + s² Σ_r (B A Aᵀ)∘B
+
+BA is never formed. Everything accumulates in fp32 (fp64 for fp64 operands), with products of the
+operands as they are: see :mod:`torch_dora.ops.products`.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from torch_dora.ops import check, dispatch
+from torch_dora.ops.dispatch import Call, Candidate
+from torch_dora.ops.dtypes import accumulation_dtype
+from torch_dora.ops.products import pieces, product
+
+if TYPE_CHECKING or dispatch.TRITON_MODE is not None:
+    from torch_dora.ops.triton import norm_assembly
+
+DEFAULT_CHUNK_BYTES = 256 * 2**20
+_COLUMN_ALIGNMENT = 64
+
+EPS_FULL = 1e-12
+EPS_HALF = 1e-6
+
+
+def factored_norm(
+    weight: Tensor,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    scale: float,
+    *,
+    kernel_sq_norm: Tensor | None = None,
+    chunk_bytes: int | None = None,
+    implementation: str | None = None,
+) -> Tensor:
+    """‖weight + scale · lora_b @ lora_a‖ per output feature, without forming the product.
+
+    Args:
+        weight: [out, in], fp16, bf16, fp32 or fp64.
+        lora_a: [r, in].
+        lora_b: [out, r].
+        scale: alpha/r or alpha/sqrt(r). 0 skips the adapter's terms.
+        kernel_sq_norm: f32[out], ``squared_norm(weight)`` computed earlier; saves one pass over the
+            weight while it is frozen, and changes no bit of the result.
+        chunk_bytes: bound on the temporaries, in bytes; 256 MiB when None. The result depends on it
+            only by the order of fp32 sums.
+        implementation: None, "triton" or "eager"; a named one runs or raises.
+
+    Returns:
+        f32[out] (f64 if an operand is fp64), detached: no gradient flows through the norm
+        (arXiv 2402.09353, section 4.3). A NaN in the operands stays a NaN.
+
+    Raises:
+        TypeError, ValueError: an argument's dtype or shape does not fit, ``chunk_bytes`` is too
+            small for the smallest tile, unknown implementation.
+        NotImplementedError: the named implementation cannot take the call.
+    """
+    check.adapter(weight, lora_a, lora_b)
+    check.is_scale(scale)
+    if kernel_sq_norm is not None:
+        check.is_float("kernel_sq_norm", kernel_sq_norm)
+        check.has_shape("kernel_sq_norm", kernel_sq_norm, (weight.shape[0],), "[out]")
+        kernel_sq_norm = kernel_sq_norm.detach()
+    weight, lora_a, lora_b = weight.detach(), lora_a.detach(), lora_b.detach()
+    call = Call(
+        rows=weight.shape[1],
+        features=weight.shape[0],
+        rank=lora_a.shape[0],
+        dtypes=(accumulation_dtype(weight, lora_a, lora_b),),
+        device=weight.device.type,
+        training=False,
+    )
+    if chunk_bytes is not None and (
+        isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int)
+    ):
+        raise TypeError(f"chunk_bytes is {chunk_bytes!r}; expected a number of bytes, or None")
+    chosen = dispatch.choose(_ASSEMBLY, call, implementation)
+    return _factored_norm(weight, lora_a, lora_b, float(scale), kernel_sq_norm, chunk_bytes, chosen)
+
+
+def squared_norm(weight: Tensor) -> Tensor:
+    """Σ_in weight² per output feature: f32[out] (f64 for fp64) of weight [out, in], detached."""
+    check.is_float("weight", weight)
+    check.has_shape("weight", weight, (None, None), "[out, in]")
+    return _squared_norm(weight.detach())
+
+
+def magnitude_scale(magnitude: Tensor, norm: Tensor, dtype: torch.dtype) -> Tensor:
+    """g = magnitude / max(norm, eps): one number per output feature, in fp32.
+
+    Args:
+        magnitude: [out], any float dtype.
+        norm: f32[out] from :func:`factored_norm`; constant under differentiation.
+        dtype: the dtype of the layer's result, which sets eps: 1e-6 for bf16 and fp16, else 1e-12.
+
+    Returns:
+        f32[out] (f64 where ``dtype`` is fp64); dg/dmagnitude = 1 / max(norm, eps). A zero norm
+        gives a finite g, a NaN stays a NaN.
+
+    Raises:
+        TypeError, ValueError: a dtype is no float, or the two shapes differ.
+    """
+    check.is_float("magnitude", magnitude)
+    check.is_float("norm", norm)
+    check.has_shape("magnitude", magnitude, (None,), "[out]")
+    check.has_shape("norm", norm, tuple(magnitude.shape), "[out]")
+    if dtype not in check.FLOATS:
+        raise TypeError(f"dtype is {dtype}; expected float16, bfloat16, float32 or float64")
+    result = torch.float64 if dtype == torch.float64 else torch.float32
+    eps = EPS_FULL if dtype in (torch.float32, torch.float64) else EPS_HALF
+    return magnitude.to(result) / norm.detach().to(result).clamp(min=eps)
+
+
+# An operator of its own, opaque to torch.compile: a compiler that keeps intermediates in fp32
+# would undo the rounding that splits an fp32 operand into bf16 pieces.
+@torch.library.custom_op("torch_dora::factored_norm", mutates_args=())
+def _factored_norm(
+    weight: Tensor,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    scale: float,
+    kernel_sq_norm: Tensor | None,
+    chunk_bytes: int | None,
+    implementation: str,
+) -> Tensor:
+    dtype = accumulation_dtype(weight, lora_a, lora_b)
+    with torch.autocast(weight.device.type, enabled=False):
+        base_sq = _squared_norm(weight) if kernel_sq_norm is None else kernel_sq_norm
+        base_sq = base_sq.to(dtype)
+        if scale == 0:
+            return base_sq.sqrt()
+        cross, ba_sq = _adapter_terms(weight, lora_a, lora_b, dtype, chunk_bytes)
+        assemble = norm_assembly.assemble_norm if implementation == "triton" else assemble_norm
+        return assemble(base_sq, cross, ba_sq, scale)
+
+
+@_factored_norm.register_fake
+def _(weight, lora_a, lora_b, scale, kernel_sq_norm, chunk_bytes, implementation):
+    return weight.new_empty(weight.shape[0], dtype=accumulation_dtype(weight, lora_a, lora_b))
+
+
+@torch.library.custom_op("torch_dora::squared_norm", mutates_args=())
+def _squared_norm(weight: Tensor) -> Tensor:
+    dtype = accumulation_dtype(weight)
+    if weight.device.type == "cuda" or weight.dtype == dtype:
+        # The reduction converts while it reads: no converted copy of the weight exists.
+        return torch.linalg.vector_norm(weight, dim=1, dtype=dtype).square()
+    height = max(1, DEFAULT_CHUNK_BYTES // max(1, weight.shape[1] * dtype.itemsize))
+    return torch.cat(
+        [torch.linalg.vector_norm(rows.to(dtype), dim=1).square() for rows in weight.split(height)]
+    )
+
+
+@_squared_norm.register_fake
+def _(weight):
+    return weight.new_empty(weight.shape[0], dtype=accumulation_dtype(weight))
+
+
+def assemble_norm(base_sq: Tensor, cross: Tensor, ba_sq: Tensor, scale: float) -> Tensor:
+    """√max(base_sq + 2·scale·cross + scale²·ba_sq, 0) of three f32[out] or f64[out]; NaN stays."""
+    return (base_sq + (2 * scale) * cross + (scale * scale) * ba_sq).clamp(min=0).sqrt()
+
+
+def _adapter_terms(
+    weight: Tensor, lora_a: Tensor, lora_b: Tensor, dtype: torch.dtype, chunk_bytes: int | None
+) -> tuple[Tensor, Tensor]:
+    """Σ_r B∘(W Aᵀ) and Σ_r (B A Aᵀ)∘B, [out] each, over tiles of the weight that fit the budget.
+
+    Both sums are linear in what one slab of input features contributes, so a tile's [height, r]
+    products are reduced at once and dropped.
+    """
+    out_features, in_features = weight.shape
+    rank = lora_a.shape[0]
+    width, height = _tile(weight, lora_a, lora_b, dtype, chunk_bytes)
+    cross = weight.new_zeros(out_features, dtype=dtype)
+    ba_sq = weight.new_zeros(out_features, dtype=dtype)
+    gram = weight.new_zeros(rank, rank, dtype=dtype)
+    for first in range(0, in_features, width):
+        slab = lora_a[:, first : first + width]
+        gram += product(slab, slab.T, dtype)
+        for top in range(0, out_features, height):
+            rows = slice(top, top + height)
+            u = product(weight[rows, first : first + width], slab.T, dtype)
+            cross[rows] += (u.mul_(lora_b[rows])).sum(1)
+    for top in range(0, out_features, height):
+        rows = slice(top, top + height)
+        ba_sq[rows] = product(lora_b[rows], gram, dtype).mul_(lora_b[rows]).sum(1)
+    return cross, ba_sq
+
+
+def _tile(
+    weight: Tensor, lora_a: Tensor, lora_b: Tensor, dtype: torch.dtype, chunk_bytes: int | None
+) -> tuple[int, int]:
+    """Input features of a slab of A, output features of a tile: half of the budget for either."""
+    out_features, in_features = weight.shape
+    rank = lora_a.shape[0]
+    budget = DEFAULT_CHUNK_BYTES if chunk_bytes is None else chunk_bytes
+    w_bytes, a_bytes = _operand_bytes(weight, lora_a, dtype), _operand_bytes(lora_a, weight, dtype)
+    # [height, r]: the product by pieces, the pieces' sum so far and the next, lora_b widened.
+    row_bytes = rank * (pieces(lora_a) + 3) * dtype.itemsize + rank * _operand_bytes(
+        lora_b, lora_a, dtype
+    )
+    gram_bytes = rank * rank * (pieces(lora_a) + 3) * dtype.itemsize
+    narrowest = min(in_features, _COLUMN_ALIGNMENT)
+    least = gram_bytes + 2 * max(narrowest * rank * 2 * a_bytes, narrowest * w_bytes + row_bytes)
+    if budget < least:
+        raise ValueError(
+            f"chunk_bytes is {chunk_bytes}; the smallest tile of this layer (rank {rank}) needs "
+            f"{least} bytes: give at least that, or None for {DEFAULT_CHUNK_BYTES}"
+        )
+    half = (budget - gram_bytes) // 2
+    width = in_features
+    if a_bytes:
+        width = min(width, half // (rank * 2 * a_bytes))
+    if w_bytes:
+        # Many rows of part of a wide weight rather than one whole row.
+        share = (half - row_bytes) // (2 * w_bytes * min(out_features, 64))
+        width = min(width, max(narrowest, share))
+    if width < in_features:
+        width -= width % narrowest
+    return width, min(out_features, half // (width * w_bytes + row_bytes))
+
+
+def _operand_bytes(tensor: Tensor, other: Tensor, dtype: torch.dtype) -> int:
+    """Bytes of temporaries for every element of ``tensor`` in a product with ``other``."""
+    if dtype == torch.float64 or tensor.device.type != "cuda":
+        return 0 if tensor.dtype == dtype == other.dtype else dtype.itemsize
+    if tensor.dtype == other.dtype != torch.float32:
+        return 0
+    # The bf16 pieces twice, as they are made and side by side, and what remains to be split.
+    return 0 if pieces(tensor) == 1 else 4 * pieces(tensor) + 2 * dtype.itemsize
+
+
+def _assembly_refuses(call: Call) -> str | None:
+    return dispatch.triton_refuses(call) or norm_assembly.refuses(call)
+
+
+_ASSEMBLY = (
+    Candidate("triton", _assembly_refuses, dispatch.triton_loses),
+    Candidate("eager", dispatch.accepts, dispatch.accepts),
+)

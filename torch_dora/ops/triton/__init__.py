@@ -1,0 +1,1 @@
+"""Triton kernels, one to a file. Importing one needs the triton package."""

@@ -1,0 +1,237 @@
+"""Compose backward: the cotangents of base and lora, and d_g, in one pass over dy and inner.
+
+    d_base = g·dy  ((g-1)·dy for ΔY)     d_lora = g·(s·dy)     d_g = Σ_rows dy·inner
+
+dy, inner, d_base, d_lora: [rows, out], fp16, bf16 or fp32; g: f32[out]; d_g: f32[out].
+
+d_g is reduced in two stages: a program walks a strip of rows of one block of columns and writes one
+partial sum per column, [strips, out] in fp32; a second kernel adds the strips in their order. No
+atomics, so the same inputs give the same bits run after run.
+
+Bytes: 2 reads and as many writes of rows·out as cotangents are wanted: at 4.2 TB/s and bf16, one
+cotangent at 4096×4096 takes 24 µs. The partials are 8/rows-of-a-strip of one operand's bytes.
+"""
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_dora.ops.dispatch import Call
+from torch_dora.ops.triton.jit import jit
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A program takes ``columns`` columns of a strip of rows, ``rows`` of them at a time.
+
+    ``programs`` is how many to have at least: enough strips that every multiprocessor of a large
+    GPU holds several programs, few enough that the partials stay small. ``columns`` narrow enough
+    for many strips and still 512 bytes of a bf16 row; ``rows`` × ``columns`` elements in flight in
+    each program. ``most_strips`` bounds what the second stage holds in registers.
+    """
+
+    rows: int = 16
+    columns: int = 256
+    warps: int = 4
+    stages: int = 3
+    programs: int = 132 * 4
+    most_strips: int = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class SumConfig:
+    """The second stage: a program adds up as many columns as ``elements`` partials are, at once.
+
+    32 of them to a thread; at least 8 columns, the 32 bytes that memory gives at a time.
+    """
+
+    elements: int = 4096
+    warps: int = 4
+
+
+CONFIG = Config()
+SUM_CONFIG = SumConfig()
+
+
+def refuses(call: Call) -> str | None:
+    """Why the kernel cannot take ``call``; None when it can."""
+    base, lora, *_ = call.dtypes
+    if base != lora:
+        return f"base and lora must share a dtype; got {base} and {lora}"
+    return None
+
+
+@jit
+def _kernel(
+    dy_ptr,  # [rows, out]
+    inner_ptr,  # [rows, out], not read unless WITH_G
+    g_ptr,  # [out]
+    d_base_ptr,  # [rows, out], not written unless WITH_BASE
+    d_lora_ptr,  # [rows, out], not written unless WITH_LORA
+    partial_ptr,  # f32[strips, out], not written unless WITH_G
+    rows,
+    features,
+    scale,
+    DELTA: tl.constexpr,
+    WITH_BASE: tl.constexpr,
+    WITH_LORA: tl.constexpr,
+    WITH_G: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    across = tl.cdiv(features, COLUMNS)
+    strip = tl.program_id(0) // across
+    column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
+    here = column < features
+    g = tl.load(g_ptr + column, mask=here, other=0.0).to(tl.float32)[None, :]
+    base_factor = g
+    if DELTA:
+        base_factor = g - 1.0
+
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for top in tl.range(0, HEIGHT, ROWS, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+        row = strip * HEIGHT + top + tl.arange(0, ROWS)  # [ROWS]
+        mask = (row < rows)[:, None] & here[None, :]
+        # rows·out may exceed 2³¹.
+        offset = row.to(tl.int64)[:, None] * features + column[None, :]  # [ROWS, COLUMNS]
+        dy = tl.load(dy_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        if WITH_BASE:
+            d_base = base_factor * dy
+            tl.store(d_base_ptr + offset, d_base.to(d_base_ptr.dtype.element_ty), mask=mask)
+        if WITH_LORA:
+            d_lora = g * (scale * dy)
+            tl.store(d_lora_ptr + offset, d_lora.to(d_lora_ptr.dtype.element_ty), mask=mask)
+        if WITH_G:
+            total += dy * tl.load(inner_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    if WITH_G:
+        at = strip.to(tl.int64) * features + column
+        tl.store(partial_ptr + at, tl.sum(total, axis=0), mask=here)
+
+
+@jit
+def _sum_kernel(
+    partial_ptr,  # f32[strips, out]
+    d_g_ptr,  # f32[out]
+    strips,
+    features,
+    STRIPS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
+    here = column < features
+    strip = tl.arange(0, STRIPS)  # [STRIPS]
+    mask = (strip < strips)[:, None] & here[None, :]
+    offset = strip.to(tl.int64)[:, None] * features + column[None, :]  # [STRIPS, COLUMNS]
+    total = tl.load(partial_ptr + offset, mask=mask, other=0.0)
+    tl.store(d_g_ptr + column, tl.sum(total, axis=0), mask=here)
+
+
+def strip_height(rows: int, features: int, config: Config = CONFIG) -> int:
+    """Rows of a strip. Powers of two, so that few kernels are compiled for many row counts."""
+    across = triton.cdiv(features, config.columns)
+    strips = min(config.most_strips, triton.cdiv(config.programs, across))
+    height = max(config.rows, triton.next_power_of_2(triton.cdiv(rows, strips)))
+    # Rounded up to a power of two there may be too few strips; half the height doubles them.
+    fewer = triton.cdiv(rows, height) < strips and height > config.rows
+    if fewer and triton.cdiv(rows, height // 2) <= config.most_strips:
+        height //= 2
+    return height
+
+
+def launch(
+    dy: Tensor,
+    inner: Tensor | None,
+    g: Tensor,
+    scale: float,
+    delta: bool,
+    d_base: Tensor | None,
+    d_lora: Tensor | None,
+    d_g: Tensor | None,
+    config: Config = CONFIG,
+    sum_config: SumConfig = SUM_CONFIG,
+) -> None:
+    """Fill those of ``d_base``, ``d_lora``, ``d_g`` that are given; ``d_g`` needs ``inner``.
+
+    All [..., out] are contiguous and of one dtype; ``d_g`` is f32[out].
+    """
+    features = dy.shape[-1]
+    rows = dy.numel() // max(1, features)
+    if rows == 0 or features == 0:
+        if d_g is not None:
+            d_g.zero_()
+        return
+    height = strip_height(rows, features, config)
+    strips = triton.cdiv(rows, height)
+    # One strip needs no second stage: its partial is the sum.
+    partial = d_g if strips == 1 else None
+    if d_g is not None and partial is None:
+        partial = torch.empty(strips, features, device=dy.device, dtype=torch.float32)
+    _kernel[(strips * triton.cdiv(features, config.columns),)](
+        dy,
+        dy if inner is None else inner,
+        g,
+        dy if d_base is None else d_base,
+        dy if d_lora is None else d_lora,
+        g if partial is None else partial,
+        rows,
+        features,
+        scale,
+        DELTA=delta,
+        WITH_BASE=d_base is not None,
+        WITH_LORA=d_lora is not None,
+        WITH_G=d_g is not None,
+        HEIGHT=height,
+        ROWS=config.rows,
+        COLUMNS=config.columns,
+        STAGES=config.stages,
+        num_warps=config.warps,
+        enable_fp_fusion=True,
+    )
+    if d_g is not None and strips > 1:
+        padded = triton.next_power_of_2(strips)
+        columns = max(8, sum_config.elements // padded)
+        _sum_kernel[(triton.cdiv(features, columns),)](
+            partial,
+            d_g,
+            strips,
+            features,
+            STRIPS=padded,
+            COLUMNS=columns,
+            num_warps=sum_config.warps,
+            enable_fp_fusion=True,
+        )
+
+
+@torch.library.custom_op("torch_dora::compose_backward", mutates_args=())
+def compose_backward(
+    dy: Tensor,
+    inner: Tensor | None,
+    g: Tensor,
+    scale: float,
+    delta: bool,
+    want_base: bool,
+    want_lora: bool,
+) -> list[Tensor]:
+    """Those of d_base and d_lora that are wanted, then d_g if ``inner`` is given; contiguous."""
+    dy = dy.contiguous()
+    inner = None if inner is None else inner.contiguous()
+    d_base = torch.empty_like(dy) if want_base else None
+    d_lora = torch.empty_like(dy) if want_lora else None
+    d_g = None
+    if inner is not None:
+        d_g = torch.empty(dy.shape[-1], device=dy.device, dtype=torch.float32)
+    launch(dy, inner, g.contiguous(), scale, delta, d_base, d_lora, d_g)
+    return [d for d in (d_base, d_lora, d_g) if d is not None]
+
+
+@compose_backward.register_fake
+def _(dy, inner, g, scale, delta, want_base, want_lora):
+    found = [dy.new_empty(dy.shape) for want in (want_base, want_lora) if want]
+    if inner is not None:
+        found.append(dy.new_empty(dy.shape[-1], dtype=torch.float32))
+    return found

@@ -1,0 +1,160 @@
+"""Compose forward: y or ΔY in one pass, with inner beside it where a gradient of g will want it.
+
+    unbiased = base - bias                  (base where there is no bias)
+    change   = (g-1)·unbiased + g·(s·lora)
+    y        = base + change       or ΔY = change        inner = unbiased + s·lora
+
+base, lora, y, inner: [rows, out], fp16, bf16 or fp32; g: f32[out]; bias: [out]; all arithmetic in
+fp32, one rounding at each store.
+
+Bytes: 2 reads and 1 write of rows·out (2 writes with inner): at 4.2 TB/s and bf16, 48 µs for
+4096×8192. About 6 flops an element: bound by memory at every size.
+"""
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_dora.ops.dispatch import Call
+from torch_dora.ops.triton.jit import jit
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A program takes a tile of ``rows`` × ``columns`` elements.
+
+    Several rows to a tile let one read of g serve them all; the tile's 4096 elements give each of
+    128 threads four 16-byte reads of either operand in flight, enough to cover memory's latency.
+    """
+
+    rows: int = 4
+    columns: int = 1024
+    warps: int = 4
+
+
+CONFIG = Config()
+
+
+def refuses(call: Call) -> str | None:
+    """Why the kernel cannot take ``call``; None when it can."""
+    base, lora, *_ = call.dtypes
+    if base != lora:
+        return f"base and lora must share a dtype; got {base} and {lora}"
+    return None
+
+
+@jit
+def _kernel(
+    base_ptr,  # [rows, out]
+    lora_ptr,  # [rows, out]
+    g_ptr,  # [out]
+    bias_ptr,  # [out], not read unless HAS_BIAS
+    result_ptr,  # [rows, out]
+    inner_ptr,  # [rows, out], not written unless WITH_INNER
+    rows,
+    features,
+    scale,
+    DELTA: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    WITH_INNER: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    across = tl.cdiv(features, COLUMNS)
+    program = tl.program_id(0)
+    row = (program // across) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    column = (program % across) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
+    here = column < features
+    mask = (row < rows)[:, None] & here[None, :]
+    # rows·out may exceed 2³¹.
+    offset = row.to(tl.int64)[:, None] * features + column[None, :]  # [ROWS, COLUMNS]
+
+    g = tl.load(g_ptr + column, mask=here, other=0.0).to(tl.float32)[None, :]
+    base = tl.load(base_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    lora = tl.load(lora_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    unbiased = base
+    if HAS_BIAS:
+        unbiased -= tl.load(bias_ptr + column, mask=here, other=0.0).to(tl.float32)[None, :]
+    scaled = scale * lora
+    result = (g - 1.0) * unbiased + g * scaled
+    if not DELTA:
+        result = base + result
+    tl.store(result_ptr + offset, result.to(result_ptr.dtype.element_ty), mask=mask)
+    if WITH_INNER:
+        inner = unbiased + scaled
+        tl.store(inner_ptr + offset, inner.to(inner_ptr.dtype.element_ty), mask=mask)
+
+
+def launch(
+    base: Tensor,
+    lora: Tensor,
+    g: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    delta: bool,
+    result: Tensor,
+    inner: Tensor | None,
+    config: Config = CONFIG,
+) -> None:
+    """Fill ``result``, and ``inner`` if given. All [..., out] are contiguous and of one dtype."""
+    features = base.shape[-1]
+    rows = base.numel() // max(1, features)
+    if rows == 0 or features == 0:
+        return
+    columns = min(config.columns, triton.next_power_of_2(features))
+    grid = (triton.cdiv(rows, config.rows) * triton.cdiv(features, columns),)
+    _kernel[grid](
+        base,
+        lora,
+        g,
+        g if bias is None else bias,
+        result,
+        result if inner is None else inner,
+        rows,
+        features,
+        scale,
+        DELTA=delta,
+        HAS_BIAS=bias is not None,
+        WITH_INNER=inner is not None,
+        ROWS=config.rows,
+        COLUMNS=columns,
+        num_warps=config.warps,
+        enable_fp_fusion=True,
+    )
+
+
+@torch.library.custom_op("torch_dora::compose", mutates_args=())
+def compose(
+    base: Tensor, lora: Tensor, g: Tensor, bias: Tensor | None, scale: float, delta: bool
+) -> Tensor:
+    """y, or ΔY if ``delta``, contiguous, in base's dtype."""
+    base, lora = base.contiguous(), lora.contiguous()
+    result = torch.empty_like(base)
+    bias = None if bias is None else bias.contiguous()
+    launch(base, lora, g.contiguous(), bias, scale, delta, result, None)
+    return result
+
+
+@compose.register_fake
+def _(base, lora, g, bias, scale, delta):
+    return base.new_empty(base.shape)
+
+
+@torch.library.custom_op("torch_dora::compose_with_inner", mutates_args=())
+def compose_with_inner(
+    base: Tensor, lora: Tensor, g: Tensor, bias: Tensor | None, scale: float, delta: bool
+) -> tuple[Tensor, Tensor]:
+    """(y or ΔY, inner), contiguous, in base's dtype."""
+    base, lora = base.contiguous(), lora.contiguous()
+    result, inner = torch.empty_like(base), torch.empty_like(base)
+    bias = None if bias is None else bias.contiguous()
+    launch(base, lora, g.contiguous(), bias, scale, delta, result, inner)
+    return result, inner
+
+
+@compose_with_inner.register_fake
+def _(base, lora, g, bias, scale, delta):
+    return base.new_empty(base.shape), base.new_empty(base.shape)
