@@ -18,17 +18,22 @@ MODEL_SECONDS = 560.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Measure one level; write JSON, tables and figures.",
+    )
     parser.add_argument("level", choices=("ops", "layer", "model"))
     parser.add_argument("--out", type=Path, required=True, help="folder for JSON and figures")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), help="default: cuda where there is one"
+    )
     parser.add_argument("--quick", action="store_true", help="tiny shapes and few steps")
     parser.add_argument(
         "--only",
         action="append",
         default=[],
         metavar="PATTERN",
-        help="measure only what matches, such as 'norm*jax*'; may be given several times",
+        help="measure only what begins so, such as 'norm*jax'; repeatable",
     )
     parser.add_argument(
         "--seconds",

@@ -19,7 +19,6 @@ from benchmarks.clock import DeviceClock, Effort
 from benchmarks.report import Ceilings, Measurement, Report
 from benchmarks.work import Variant, Work
 
-
 # Elements of the copy and width of the matrix product that the ceilings are taken from.
 CEILING_ELEMENTS = 2**30
 CEILING_WIDTH = 8192
@@ -33,7 +32,7 @@ class Bench:
       device: "cuda" or "cpu".
       clock: None without a GPU.
       effort: how long to measure.
-      only: patterns (`fnmatch`) of "<work> <variant>"; empty for everything.
+      only: how the wanted "<work> <variant>" begin, as `fnmatch` patterns; empty for everything.
     """
 
     device: str
@@ -43,7 +42,7 @@ class Bench:
 
     def wants(self, work: Work, variant: Variant) -> bool:
         name = f"{work.name} {variant.label}"
-        return not self.only or any(fnmatch.fnmatch(name, f"*{p}*") for p in self.only)
+        return not self.only or any(fnmatch.fnmatch(name, f"{p}*") for p in self.only)
 
 
 def measure_all(
@@ -124,7 +123,12 @@ def ceilings(bench: Bench) -> Ceilings:
     del source, sets, jax_sets
     a, b = (torch.randn(width, width, device="cuda").bfloat16() for _ in range(2))
     products = (
-        _seconds(bench, "jax", jax.jit(jnp.matmul), [(jax.dlpack.from_dlpack(a), jax.dlpack.from_dlpack(b))]),
+        _seconds(
+            bench,
+            "jax",
+            jax.jit(jnp.matmul),
+            [(jax.dlpack.from_dlpack(a), jax.dlpack.from_dlpack(b))],
+        ),
         _seconds(bench, "torch", torch.matmul, [(a, b)]),
     )
     del a, b

@@ -32,9 +32,9 @@ class Ceilings:
 class Measurement:
     """One variant of one piece of work. Times in microseconds, memory in bytes.
 
-    `baseline` names the baseline that this is, or is one candidate for. `refused` says why it could not run here, `failed` what went wrong. `temp_bytes` is memory beyond
-    arguments and results, `peak_bytes` everything: XLA's own account in JAX, the allocator's peak
-    in torch.
+    `baseline` names the baseline that this is, or is one candidate for. `refused` says why it could
+    not run here, `failed` what went wrong. `temp_bytes` is memory beyond arguments and results,
+    `peak_bytes` everything: XLA's own account in JAX, the allocator's peak in torch.
     """
 
     group: str

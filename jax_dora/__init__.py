@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jax_dora import linen as linen
     from jax_dora import ops as ops
+    from jax_dora import peft as peft
+    from jax_dora.adapt import Adapter as Adapter
+    from jax_dora.adapt import AdapterSet as AdapterSet
     from jax_dora.adapt import DoRARule as DoRARule
     from jax_dora.adapt import apply_dora as apply_dora
+    from jax_dora.adapt import get_adapter as get_adapter
+    from jax_dora.adapt import merge_dora as merge_dora
+    from jax_dora.adapt import remove_dora as remove_dora
+    from jax_dora.adapt import set_adapter as set_adapter
     from jax_dora.layers import DoRAConv as DoRAConv
     from jax_dora.layers import DoRAEinsum as DoRAEinsum
     from jax_dora.layers import DoRAEmbed as DoRAEmbed
@@ -19,12 +26,18 @@ if TYPE_CHECKING:
     from jax_dora.nnx import DoRALinear as DoRALinear
     from jax_dora.nnx import DoRAParam as DoRAParam
     from jax_dora.remat import remat_policy as remat_policy
-    from jax_dora.reuse import refresh_norms as refresh_norms
-    from jax_dora.reuse import keep_norms as keep_norms
-    from jax_dora.reuse import freeze as freeze
     from jax_dora.reuse import drop_norms as drop_norms
+    from jax_dora.reuse import freeze as freeze
+    from jax_dora.reuse import keep_norms as keep_norms
+    from jax_dora.reuse import refresh_norms as refresh_norms
 
 _HOME = {
+    "AdapterSet": "jax_dora.adapt",
+    "Adapter": "jax_dora.adapt",
+    "set_adapter": "jax_dora.adapt",
+    "get_adapter": "jax_dora.adapt",
+    "remove_dora": "jax_dora.adapt",
+    "merge_dora": "jax_dora.adapt",
     "DoRALinearGeneral": "jax_dora.layers",
     "DoRAEinsum": "jax_dora.layers",
     "DoRAEmbed": "jax_dora.layers",
@@ -39,9 +52,11 @@ _HOME = {
     "refresh_norms": "jax_dora.reuse",
     "remat_policy": "jax_dora.remat",
 }
-_SUBMODULES = ("linen", "ops")
+_SUBMODULES = ("linen", "ops", "peft")
 
 __all__ = [
+    "Adapter",
+    "AdapterSet",
     "DoRAConv",
     "DoRAEinsum",
     "DoRAEmbed",
@@ -50,13 +65,18 @@ __all__ = [
     "DoRAParam",
     "DoRARule",
     "apply_dora",
-    "linen",
     "drop_norms",
     "freeze",
+    "get_adapter",
     "keep_norms",
-    "refresh_norms",
+    "linen",
+    "merge_dora",
     "ops",
+    "peft",
+    "refresh_norms",
     "remat_policy",
+    "remove_dora",
+    "set_adapter",
 ]
 
 

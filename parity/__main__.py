@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import logging
 import os
 import re
 import sys
@@ -58,8 +57,6 @@ def set_up(device: str) -> str:
         import jax
 
         jax.config.update("jax_platforms", "cpu")
-        # The interpreters' messages on start-up are not part of the report.
-        logging.getLogger("jax").setLevel(logging.ERROR)
         return device
     if not torch.cuda.is_available():
         sys.exit(

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -100,15 +99,15 @@ def run_case(case: Case, device: str) -> Iterator[Row]:
     expected, run, plain = _PREPARE[case.kind](case, device)
     plain_results = {side.NAME: plain(side) for side in SIDES}
     for kernels in (False, True):
-        if kernels and case.kind == "norm":
-            continue  # the norm has one implementation for every caller
         results: dict[str, Tensors] = {}
-        names = {side.NAME: side.implementation(kernels) for side in SIDES}
+        names = {side.NAME: side.implementation(case.kind, kernels) for side in SIDES}
         failures = []
         for side in SIDES:
             name = names[side.NAME]
             if name == "mosaic" and case.n_out % 8:
-                name = names[side.NAME] = side.implementation(False)  # Mosaic refuses such widths
+                name = names[side.NAME] = side.implementation(
+                    case.kind, False
+                )  # Mosaic refuses such widths
             try:
                 results[side.NAME] = run(side, name)
             except Exception as error:
@@ -209,7 +208,7 @@ def _prepare_norm(case: Case, device: str) -> _Prepared:
 
     def run(side: ModuleType, implementation: str) -> Tensors:
         g = side.magnitude_scale(inputs.magnitude, given, case.dtype)
-        return {"norm": side.norm(inputs, s), "g": g}
+        return {"norm": side.norm(inputs, s, implementation), "g": g}
 
     def plain(side: ModuleType) -> Tensors:
         g = side.plain_magnitude_scale(inputs.magnitude, given, case.dtype)
@@ -272,14 +271,8 @@ def _prepare_compose(case: Case, device: str) -> _Prepared:
 def _prepare_layer(case: Case, device: str) -> _Prepared:
     inputs = layer_inputs(case, device)
     s, frozen = case.scale, case.frozen_magnitude
-    operands: tuple[Any, ...] = (
-        inputs.x,
-        inputs.weight,
-        inputs.lora_a,
-        inputs.lora_b,
-        inputs.magnitude,
-        s,
-    )
+    adapter = (inputs.weight, inputs.lora_a, inputs.lora_b)
+    operands = (inputs.x, *adapter, inputs.magnitude, s)
     want = oracle.dora_linear(*operands, bias=inputs.bias, dtype=case.dtype)
     grads = oracle.dora_linear_grads(inputs.dy, *operands, dtype=case.dtype)
     bounds = tolerances.dora_linear(inputs.dy, *operands, case.dtype, bias=inputs.bias)
@@ -294,8 +287,8 @@ def _prepare_layer(case: Case, device: str) -> _Prepared:
     floors = {name: peak_of(value) * relative_g for name, (value, _) in wanted.items()}
     floors["d_bias"] = 0.0
     if not frozen:
-        row_norm = oracle.norm(inputs.weight, inputs.lora_a, inputs.lora_b, s)
-        inner = inputs.x.double() @ oracle.direction(*operands[1:4], s).T
+        row_norm = oracle.norm(*adapter, s)
+        inner = inputs.x.double() @ oracle.direction(*adapter, s).T
         stored = tolerances.stored_inner(inputs.dy, inner, case.dtype)
         floors["d_magnitude"] += peak_of(stored / row_norm.clip(oracle.EPS[case.dtype]))
     expected = {

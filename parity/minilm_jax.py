@@ -91,6 +91,7 @@ class PlainDoRA(nnx.Module):
     in the kernel's dtype, the composition in fp32."""
 
     def __init__(self, linear: nnx.Linear) -> None:
+        assert linear.bias is not None
         self.kernel, self.bias = linear.kernel, linear.bias
         self.lora_a = nnx.LoRAParam(jnp.zeros((linear.in_features, minilm.RANK)))
         self.lora_b = nnx.LoRAParam(jnp.zeros((minilm.RANK, linear.out_features)))

@@ -87,7 +87,8 @@ class Encoder(nn.Module):
 
     def _linear(self, name: str) -> nn.Linear:
         weight, bias = self._get(f"{name}.weight"), self._get(f"{name}.bias")
-        linear = nn.Linear(*reversed(weight.shape), device="meta")
+        n_out, n_in = weight.shape
+        linear = nn.Linear(n_in, n_out, device="meta")
         linear.weight, linear.bias = nn.Parameter(weight), nn.Parameter(bias)
         return linear
 
@@ -99,13 +100,12 @@ class PlainDoRA(nn.Module):
     """An adapted projection in plain torch: the norm of `W + sBA` in fp32, activations' products
     in the weight's dtype, the composition in fp32."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, adapter: dict[str, Tensor]) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
-
-    def set_adapter(self, values: dict[str, Tensor]) -> None:
-        for name, value in values.items():
-            setattr(self, name, nn.Parameter(value.to(self.weight.device)))
+        wide = torch.promote_types(linear.weight.dtype, torch.float32)
+        a, b, m = (adapter[name].to(linear.weight.device, wide) for name in ADAPTER)
+        self.lora_a, self.lora_b, self.magnitude = map(nn.Parameter, (a, b, m))
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -143,10 +143,7 @@ def adapted(
 
     def project(name: str, linear: nn.Linear) -> nn.Module:
         if kind != "dora":
-            layer = {"plain": PlainDoRA, "dense": DenseDoRA}[kind](linear)
-            wide = torch.promote_types(dtype, torch.float32)
-            layer.set_adapter({key: value.to(wide) for key, value in adapter[name].items()})
-            return layer
+            return {"plain": PlainDoRA, "dense": DenseDoRA}[kind](linear, adapter[name])
         layer = DoRALinear.from_linear(
             linear,
             rank=minilm.RANK,

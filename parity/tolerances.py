@@ -262,6 +262,8 @@ def dora_linear(
     lora, lora_error = product(z, b.T, rank)
     lora_error = lora_error + independent(z_error, b.T) + cast(z, b.T)
     base, base_error = product(x, w.T, n_in)
+    if bias is not None:  # the product may be stored with the bias added, and the bias taken off
+        base_error = base_error + rounding(base + fp64(bias), dtype) + 2 * _u32(base, fp64(bias))
 
     row_norm = oracle.norm(weight, lora_a, lora_b, scale)
     norm_error = norm(weight, lora_a, lora_b, scale)
@@ -270,9 +272,7 @@ def dora_linear(
     inner = base + scale * lora
     inner_error = base_error + scale * lora_error + 2 * _u32(base, scale * lora)
     y_error = compose(base, lora, g, scale, dtype) + abs(g) * inner_error + g_error * abs(inner)
-    if (
-        bias is not None
-    ):  # one more sum and one more rounding, of a result that may be smaller than either operand
+    if bias is not None:  # one more sum, to a result that may be smaller than either operand
         y_error = y_error + rounding(g * inner + fp64(bias), dtype) + _u32(fp64(bias))
 
     relative_g = g_error / abs(g).clip(UNDERFLOW["float32"])

@@ -14,12 +14,14 @@ NAME = "torch"
 Tensors = dict[str, torch.Tensor]
 
 
-def implementation(kernels: bool) -> str:
+def implementation(kind: str, kernels: bool) -> str:
     return "triton" if kernels else "eager"
 
 
-def norm(inputs: LayerInputs, scale: float) -> torch.Tensor:
-    return ops.factored_norm(inputs.weight, inputs.lora_a, inputs.lora_b, scale)
+def norm(inputs: LayerInputs, scale: float, implementation: str) -> torch.Tensor:
+    return ops.factored_norm(
+        inputs.weight, inputs.lora_a, inputs.lora_b, scale, implementation=implementation
+    )
 
 
 def plain_norm(inputs: LayerInputs, scale: float) -> torch.Tensor:

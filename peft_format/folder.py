@@ -69,11 +69,16 @@ def opened(
     """
     path = _find(Path(folder), adapter)
     with _telling(path / CONFIG):
+        version = _version(path / CONFIG)
         config = AdapterConfig.from_json((path / CONFIG).read_text(encoding="utf-8"))
     with _telling(path / TENSORS):
         # Mapped pages would stay in memory beside the arrays that are made of them.
         file = safe_open(path / TENSORS, framework=framework, backend="pread")
     with file:
+        with _telling(path):
+            # `write` takes the configuration away before it touches the tensors.
+            if _version(path / CONFIG) != version:
+                raise ValueError("another adapter was written while this one was read; read again")
         with _telling(path / TENSORS):
             slices = {key: file.get_slice(key) for key in file.keys()}
             tensors = {
@@ -178,6 +183,14 @@ def _telling(path: Path) -> Iterator[None]:
         raise type(error)(f"{path}: {error}") from error
     except SafetensorError as error:
         raise ValueError(f"{path}: not a whole safetensors file ({error})") from error
+
+
+def _version(file: Path) -> tuple[int, int] | None:
+    try:
+        status = file.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_mtime_ns
 
 
 def _to_disk(path: Path) -> None:

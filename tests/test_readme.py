@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def test_snippets_run():
+def test_snippets_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     snippets = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
     assert snippets
     namespace: dict[str, object] = {}

@@ -160,7 +160,13 @@ class DoRALinear(nn.Module):
 
     def norm(self) -> Tensor:
         """‖weight + scale·lora_b lora_a‖, f32[out], detached."""
-        return factored_norm(self.weight, self.lora_a, self.lora_b, self.scale)
+        return factored_norm(
+            self.weight,
+            self.lora_a,
+            self.lora_b,
+            self.scale,
+            implementation=self.implementation,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out], in the dtype that x and the weight promote to."""

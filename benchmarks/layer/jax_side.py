@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import jax
 
@@ -42,7 +43,7 @@ def variants(problem: Problem, every: bool, backward: bool) -> Iterator[Variant]
     squared = jax.jit(ops.squared_norm)(fixed[0])
     inputs = [(*fixed, norm, squared, x, dy) for x, dy in to_jax(rotate([i.x, i.dy]))]
 
-    def dora(xla: bool, with_norm: Callable[..., dict[str, jax.Array]]) -> Apply:
+    def dora(xla: bool, with_norm: Callable[..., dict[str, Any]]) -> Apply:
         implementation = "xla" if xla else None
 
         def apply(kernel, norm, squared, *, x, lora_a, lora_b, magnitude):

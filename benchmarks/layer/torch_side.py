@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +42,7 @@ def peft_layer(problem: Problem, *, dora: bool, wide: bool) -> tuple[nn.Module, 
     )
     holder = _Holder(i.weight)
     get_peft_model(holder, config, autocast_adapter_dtype=wide)
-    layer = holder.proj
+    layer: Any = holder.proj
     dtype = torch.float32 if wide else i.weight.dtype
     parameters = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
     values = [i.lora_a, i.lora_b]
@@ -61,7 +62,7 @@ def variants(problem: Problem, every: bool, backward: bool) -> Iterator[Variant]
     adapter = [t.clone().requires_grad_(backward) for t in adapter]
     norm = ops.factored_norm(i.weight, i.lora_a, i.lora_b, s)
 
-    def ours(**given: Tensor) -> Apply:
+    def ours(**given: Any) -> Apply:
         a, b, m = adapter
         return lambda x: ops.dora_linear(x, i.weight, a, b, m, s, **given)
 
@@ -111,9 +112,7 @@ def variants(problem: Problem, every: bool, backward: bool) -> Iterator[Variant]
     yield variant("base", "base", lambda x: F.linear(x, i.weight), ())
     yield variant("PEFT DoRA, bf16", "DoRA", peft_dora, parameters)
     compiled = torch.compile(peft_dora) if cuda else peft_dora
-    yield variant(
-        "PEFT DoRA, bf16, compiled", "DoRA", compiled, parameters, unless=no_compiler
-    )
+    yield variant("PEFT DoRA, bf16, compiled", "DoRA", compiled, parameters, unless=no_compiler)
     compiled_lora = torch.compile(peft_lora) if cuda else peft_lora
     yield variant(
         "PEFT LoRA, bf16, compiled", "LoRA", compiled_lora, lora_parameters, unless=no_compiler

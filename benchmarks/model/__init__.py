@@ -29,7 +29,8 @@ def run(
     console: Console,
 ) -> None:
     """Measures every variant into `report`, in order of interest, until `seconds` have passed;
-    `only` holds patterns of their labels."""
+    `only` holds patterns of how
+    their labels begin."""
     protocol = Protocol.quick() if quick else Protocol()
     begin = time.monotonic()
     if device == "cuda":
@@ -37,7 +38,7 @@ def run(
         if isinstance(answer, dict):
             report.ceilings = Ceilings(**answer)
     for variant in VARIANTS:
-        if only and not any(fnmatch.fnmatch(variant.label, f"*{p}*") for p in only):
+        if only and not any(fnmatch.fnmatch(variant.label, f"{p}*") for p in only):
             continue
         spec = {
             "variant": dataclasses.asdict(variant),

@@ -20,7 +20,6 @@ from benchmarks.model.protocol import Protocol, Task, Variant
 from benchmarks.model.worker import Built, Side
 from benchmarks.work import Expectation
 from examples.decoder import CausalLM, DecoderConfig, LoRALinear, Rope, last_tokens_loss, make_model
-from jax_dora.ops import factored_norm
 
 # Of lora_b, so that s‖A B‖ is about 0.3 of ‖W‖ in a model whose weights have a deviation of 0.02.
 LORA_B_DEVIATION = 0.0035
@@ -39,7 +38,7 @@ class NormKept(jax_dora.DoRALinear):
     """A DoRA layer that takes its norm when told to."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self.kept = nnx.data(None)
+        self.kept: Any = nnx.data(None)
         super().__init__(*args, **options)
         self.kept = Kept(self.norm())
 
@@ -53,7 +52,7 @@ class NormKept(jax_dora.DoRALinear):
 class DenseDoRA(jax_dora.DoRALinear):
     """The reference: W' formed, and the gradient left to autodiff; no formula of the package."""
 
-    def __call__(self, inputs: jax.Array) -> jax.Array:
+    def __call__(self, inputs: jax.Array, **_: Any) -> jax.Array:
         product = self.lora_a[...] @ self.lora_b[...]
         direction = self.kernel[...] + self.scale * product
         norm = jnp.sqrt(jnp.sum(jnp.square(direction), axis=0))
@@ -193,12 +192,12 @@ def _compile(variant: Variant, function: Callable, *arguments: Any) -> jax.stage
 
 @contextlib.contextmanager
 def _remat_keeps(kind: str) -> Iterator[None]:
-    """"norm twice" is checkpointing that does not know of the norm."""
+    """ "norm twice" is checkpointing that does not know of the norm."""
     if kind != "xla, norm twice":
         yield
         return
     nothing = jax.checkpoint_policies.nothing_saveable
-    with mock.patch.object(jax_dora, "remat_policy", lambda: nothing, create=True):
+    with mock.patch.object(jax_dora, "remat_policy", return_value=nothing, create=True):
         yield
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +20,7 @@ from benchmarks.check import Check, judge
 from benchmarks.model.protocol import PROJECTIONS, Protocol, Variant
 from benchmarks.model.worker import Built, Side
 from benchmarks.work import Expectation
+from torch_dora.ops import dora_linear
 
 # As in `benchmarks.model.jax_model`, whose reasons hold here too.
 LORA_B_DEVIATION = 0.0035
@@ -38,7 +38,7 @@ class NormKept(torch_dora.DoRALinear):
         self.kept = self.norm()
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch_dora.ops.dora_linear(
+        return dora_linear(
             x, self.weight, self.lora_a, self.lora_b, self.magnitude, self.scale, norm=self.kept
         )
 
@@ -67,16 +67,18 @@ class Dense(nn.Module):
 class Adapter:
     """What an adapted projection is made of, whoever adapted it."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.magnitude: Tensor | None
-        if isinstance(module, LoraLayer):
+    magnitude: Tensor | None
+
+    def __init__(self, projection: nn.Module) -> None:
+        module: Any = projection
+        if isinstance(projection, LoraLayer):
             self.weight = module.get_base_layer().weight
             self.lora_a = module.lora_A["default"].weight
             self.lora_b = module.lora_B["default"].weight
             self.scale = module.scaling["default"]
             vectors = module.lora_magnitude_vector
             self.magnitude = vectors["default"].weight if "default" in vectors else None
-        elif isinstance(module, torch_dora.DoRALinear | Dense):
+        elif isinstance(projection, torch_dora.DoRALinear | Dense):
             self.weight, self.lora_a, self.lora_b = module.weight, module.lora_a, module.lora_b
             self.scale, self.magnitude = module.scale, module.magnitude
         else:
@@ -94,7 +96,7 @@ def side(variant: Variant, protocol: Protocol, device: str) -> Side:
     )
 
 
-def _base(protocol: Protocol, layers: int, device: str, dtype: torch.dtype) -> nn.Module:
+def _base(protocol: Protocol, layers: int, device: str, dtype: torch.dtype) -> Any:
     config = Qwen3Config(
         vocab_size=protocol.vocabulary,
         hidden_size=protocol.hidden,
@@ -114,10 +116,12 @@ def _base(protocol: Protocol, layers: int, device: str, dtype: torch.dtype) -> n
     return model.requires_grad_(False)
 
 
-def _build(variant: Variant, protocol: Protocol, layers: int, device: str) -> nn.Module:
+def _build(variant: Variant, protocol: Protocol, layers: int, device: str) -> Any:
     """The adapted model in training mode, checkpointing on, its adapters as after some training."""
     model = _base(protocol, layers, device, torch.bfloat16)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    # transformers is about to rename it.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable()
     with torch.device(device):
         if variant.kind.startswith("peft"):
             config = LoraConfig(
@@ -156,7 +160,7 @@ def _adapt(model: nn.Module, kind: type[torch_dora.DoRALinear], protocol: Protoc
         model.set_submodule(path, adapted)
 
 
-def _projections(model: nn.Module) -> dict[str, nn.Module]:
+def _projections(model: nn.Module) -> dict[str, Any]:
     return {
         path: module
         for path, module in model.named_modules()
@@ -269,7 +273,10 @@ def _check(variant: Variant, protocol: Protocol, device: str) -> Check:
     reference.train()
 
     results = []
-    for one, around in ((model, _surroundings(variant, device)), (reference, contextlib.nullcontext)):
+    for one, around in (
+        (model, _surroundings(variant, device)),
+        (reference, contextlib.nullcontext),
+    ):
         if variant.method == "base" or variant.tasks == ("inference",):
             with torch.no_grad(), around():
                 results.append({"logits": _logits(one.eval(), protocol.last, tokens).flatten()})

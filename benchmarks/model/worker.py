@@ -1,6 +1,7 @@
-"""One variant of the model in a process of its own: `python -m benchmarks.model.worker SPEC ANSWER`.
+"""One variant of the model, in a process of its own.
 
-Reads what to do from one JSON file and writes what it measured to another, again after each task.
+`python -m benchmarks.model.worker SPEC ANSWER` reads what to do from one JSON file and writes what
+it measured to another, again after each task.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from jax_dora.ops import device as jax_device
 from jax_dora.ops.compose import Plan, backward, define
 from jax_dora.ops.mosaic import compose as mosaic_forward
 from jax_dora.ops.mosaic import compose_backward as mosaic_backward
+from jax_dora.ops.mosaic import rowwise
 from parity import oracle, tolerances
 from parity.cases import PAPER_ACTIVATIONS, Case, ComposeInputs, compose_inputs
 from torch_dora.ops import dispatch as torch_dispatch
@@ -41,6 +42,11 @@ def triton_refuses(device: str) -> str | None:
     """Why no Triton kernel runs on this device, or None."""
     call = torch_dispatch.Call(1, 8, 0, (torch.bfloat16,), device, False)
     return torch_dispatch.triton_refuses(call)
+
+
+def triton_is_exact(device: str) -> bool:
+    """Triton's interpreter, which runs on a CPU, truncates to bf16 instead of rounding."""
+    return device == "cuda"
 
 
 def _inputs(rows: int, out: int, device: str) -> ComposeInputs:
@@ -114,7 +120,7 @@ def _forward(
     def torch_results(found):
         return {n: t for n, t in zip(("y", "inner"), found, strict=True) if t is not None}
 
-    refusal = mosaic_refuses(device) or mosaic_forward.refuses(rows, out, jnp.bfloat16)
+    refusal = mosaic_refuses(device) or rowwise.refuses(rows, out, jnp.bfloat16)
     return Work(
         "compose+inner" if want_inner else "compose",
         {"rows": rows, "out": out},
@@ -133,6 +139,7 @@ def _forward(
                 in_torch("triton"),
                 sets,
                 torch_results,
+                exact=triton_is_exact(device),
                 unless=triton_refuses(device),
             ),
         ],
@@ -193,7 +200,7 @@ def _backward(
     def torch_results(found):
         return {n: t for n, t in zip(every, found, strict=True) if t is not None}
 
-    refusal = mosaic_refuses(device) or mosaic_backward.refuses(rows, out, jnp.bfloat16)
+    refusal = mosaic_refuses(device) or rowwise.refuses(rows, out, jnp.bfloat16)
     return Work(
         "backward" if want_lora else "backward, d_base",
         {"rows": rows, "out": out},
@@ -212,6 +219,7 @@ def _backward(
                 in_torch("triton"),
                 sets,
                 torch_results,
+                exact=triton_is_exact(device),
                 unless=triton_refuses(device),
             ),
         ],

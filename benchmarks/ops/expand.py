@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import torch
 import torch.nn.functional as F
 
-from benchmarks.ops.compose import triton_refuses
+from benchmarks.ops.compose import triton_is_exact, triton_refuses
 from benchmarks.ops.inputs import interpreted, mosaic_refuses, rotate, to_jax, to_torch
 from benchmarks.work import Expectation, Variant, Work
 from jax_dora.ops import device as jax_device
 from jax_dora.ops.compose import define
 from jax_dora.ops.mosaic import compose as mosaic_compose
 from jax_dora.ops.mosaic import expand_compose as mosaic_expand
+from jax_dora.ops.mosaic import rowwise
 from parity import oracle, tolerances
 from parity.cases import Case, compose_inputs
 from torch_dora.ops.compose import forward as torch_forward
@@ -71,9 +72,7 @@ def _expand(rows: int, rank: int, out: int, want_inner: bool, device: str) -> Wo
     del lora, lora_error
 
     def xla(base: jax.Array, z: jax.Array, lora_b: jax.Array, g: jax.Array):
-        return define(
-            base, z @ lora_b, g, jax_s, delta=False, want_inner=want_inner
-        )
+        return define(base, z @ lora_b, g, jax_s, delta=False, want_inner=want_inner)
 
     def two_kernels(base: jax.Array, z: jax.Array, lora_b: jax.Array, g: jax.Array):
         return mosaic_compose.compose(
@@ -117,7 +116,7 @@ def _expand(rows: int, rank: int, out: int, want_inner: bool, device: str) -> Wo
     no_fused = no_mosaic or mosaic_expand.refuses(
         rows, rank, out, jnp.bfloat16, jnp.bfloat16, want_inner=want_inner
     )
-    no_two = no_mosaic or mosaic_compose.refuses(rows, out, jnp.bfloat16)
+    no_two = no_mosaic or rowwise.refuses(rows, out, jnp.bfloat16)
     no_triton = triton_refuses(device)
     return Work(
         "expand+compose+inner" if want_inner else "expand+compose",
@@ -150,6 +149,7 @@ def _expand(rows: int, rank: int, out: int, want_inner: bool, device: str) -> Wo
                 in_torch("triton"),
                 sets,
                 torch_results,
+                exact=triton_is_exact(device),
                 unless=no_triton,
             ),
         ],

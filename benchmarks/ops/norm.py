@@ -39,7 +39,13 @@ def works(device: str, quick: bool) -> Iterator[Callable[[], Work]]:
 
 def _norm(n_in: int, n_out: int, rank: int, adapter_dtype: str, device: str) -> Work:
     case = Case(
-        "operator", DTYPE, n_in=n_in, n_out=n_out, rank=rank, adapter_dtype=adapter_dtype, bias=False
+        "operator",
+        DTYPE,
+        n_in=n_in,
+        n_out=n_out,
+        rank=rank,
+        adapter_dtype=adapter_dtype,
+        bias=False,
     )
     s = case.scale
     drawn = layer_inputs(case, device)
@@ -47,7 +53,9 @@ def _norm(n_in: int, n_out: int, rank: int, adapter_dtype: str, device: str) -> 
     expected = {"norm": Expectation(oracle.norm(*operands, s), tolerances.norm(*operands, s))}
     squared = torch_ops.squared_norm(drawn.weight)
     sets = rotate([*operands, squared])
-    jax_sets = to_jax([(w.T.contiguous(), a.T.contiguous(), b.T.contiguous(), q) for w, a, b, q in sets])
+    jax_sets = to_jax(
+        [(w.T.contiguous(), a.T.contiguous(), b.T.contiguous(), q) for w, a, b, q in sets]
+    )
 
     def factored(kernel, lora_a, lora_b, squared):
         return jax_ops.factored_norm(kernel, lora_a, lora_b, s)
@@ -86,10 +94,16 @@ def _norm(n_in: int, n_out: int, rank: int, adapter_dtype: str, device: str) -> 
         Variant("jax", "dense", dense, jax_sets, jax_results, exact=False),
         Variant("jax", "factored", factored, jax_sets, jax_results),
         Variant("jax", "factored, ‖W‖² kept", cached, jax_sets, jax_results, cached=True),
-        Variant("jax", "mosaic", interpreted(mosaic, device), jax_sets, jax_results, unless=refusal),
-        Variant("torch", "dense", in_torch(baselines.torch_dense_norm), sets, torch_results, exact=False),
+        Variant(
+            "jax", "mosaic", interpreted(mosaic, device), jax_sets, jax_results, unless=refusal
+        ),
+        Variant(
+            "torch", "dense", in_torch(baselines.torch_dense_norm), sets, torch_results, exact=False
+        ),
         Variant("torch", "PEFT", in_torch(baselines.peft_norm), sets, torch_results, exact=False),
-        Variant("torch", "the paper's", in_torch(baselines.paper_norm), sets, torch_results, exact=False),
+        Variant(
+            "torch", "the paper's", in_torch(baselines.paper_norm), sets, torch_results, exact=False
+        ),
         Variant("torch", "factored", in_torch(torch_ops.factored_norm), sets, torch_results),
         Variant("torch", "factored, ‖W‖² kept", torch_cached, sets, torch_results, cached=True),
     ]

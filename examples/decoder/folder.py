@@ -106,8 +106,9 @@ def load_model(
 
     flat = dict(nnx.to_flat_state(state))
     for target in targets:
-        chosen = sharding
-        if callable(sharding):
+        if sharding is None or isinstance(sharding, jax.sharding.Sharding):
+            chosen = sharding
+        else:
             chosen = sharding("/".join(target.path), target.shape)
         tensors = [stored[name] for name in target.names]
         flat[target.path] = flat[target.path].replace(_load(target, tensors, chosen))
@@ -239,16 +240,18 @@ def _load(
     target: _Target, tensors: list[StoredTensor], sharding: jax.sharding.Sharding | None
 ) -> jax.Array:
     if sharding is None:
-        sharding = jax.sharding.SingleDeviceSharding(jnp.zeros(()).device)
-    parts = [
-        _load_part(target, tensors, device, index)
-        for device, index in sharding.addressable_devices_indices_map(target.shape).items()
-    ]
+        # On the default device, and free to be moved from there.
+        return _load_part(target, tensors, None, (slice(None),) * len(target.shape))
+    indices = sharding.addressable_devices_indices_map(target.shape)
+    parts = [_load_part(target, tensors, device, index or ()) for device, index in indices.items()]
     return jax.make_array_from_single_device_arrays(target.shape, sharding, parts)
 
 
 def _load_part(
-    target: _Target, tensors: list[StoredTensor], device: jax.Device, index: tuple[slice, ...]
+    target: _Target,
+    tensors: list[StoredTensor],
+    device: Any,  # a jax.Device, which type checkers take for a function
+    index: tuple[slice, ...],
 ) -> jax.Array:
     """The part of the target that `index` cuts out, on `device`."""
     bounds = [slice(*s.indices(n)[:2]) for s, n in zip(index, target.shape, strict=True)]

@@ -37,8 +37,8 @@ class LoRALinear(nnx.Linear):
         b = lora_b_init(rngs.params(), (rank, out_features), adapter_dtype)
         self.lora_a, self.lora_b = nnx.LoRAParam(a), nnx.LoRAParam(b)
 
-    def __call__(self, inputs: jax.Array) -> jax.Array:
-        base = super().__call__(inputs)
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        base = super().__call__(inputs, out_sharding)
         dtype = base.dtype
         a, b = self.lora_a[...].astype(dtype), self.lora_b[...].astype(dtype)
         return base + (inputs.astype(dtype) @ a @ b) * jnp.asarray(self.scale, dtype)

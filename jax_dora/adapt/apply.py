@@ -55,11 +55,12 @@ def apply_dora[Model: nnx.Module](model: Model, rules: Rules, *, rngs: nnx.Rngs)
     _refuse_others([found for found, _ in matched])
     replacements = {}
     for found, rule in matched:
-        replacements[id(found.module)] = _adapt(found, rule, rngs)
+        replacements[id(found.module)] = adapt_layer(found, rule, rngs)
     return replace_modules(copy, replacements)
 
 
-def _adapt(found: Found, rule: DoRARule, rngs: nnx.Rngs) -> Any:
+def adapt_layer(found: Found, rule: DoRARule, rngs: nnx.Rngs) -> Any:
+    """The DoRA layer over `found.module`, whose parameters it shares."""
     layer, kind = found.module, kind_of_base(found.module)
     assert kind is not None
     options = {
@@ -77,11 +78,10 @@ def _adapt(found: Found, rule: DoRARule, rngs: nnx.Rngs) -> Any:
             options[name] = getattr(rule, name)
     sharding = _mesh_sharding(getattr(layer, kind.kernel))
     try:
-        with (
-            contextlib.nullcontext()
-            if sharding is None
-            else jax.set_mesh(cast(Mesh, sharding.mesh))
-        ):
+        with contextlib.ExitStack() as scope:
+            if sharding is not None:
+                # Flax places a parameter with sharding metadata at once, on the mesh in scope.
+                scope.enter_context(jax.set_mesh(cast(Mesh, sharding.mesh)))
             shape = stack_shape(layer, kind)
             if shape:
                 adapted = adapt_stack(layer, kind, shape, lambda one: kind.adapt(one, **options))

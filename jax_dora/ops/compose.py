@@ -12,6 +12,7 @@ inner = base + s·lora, the gradients are
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -20,9 +21,10 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
-from jax_dora.ops import check, device, dispatch
+from jax_dora.ops import check, device, dispatch, tuning
 from jax_dora.ops.mosaic import compose as mosaic_forward
 from jax_dora.ops.mosaic import compose_backward as mosaic_backward
+from jax_dora.ops.mosaic import rowwise
 
 
 def compose(
@@ -81,16 +83,18 @@ def plan_compose(op: str, delta: bool, base: jax.Array, implementation: str | No
     target = device.target()
     fits = dispatch.runs_mosaic(target)
 
-    def pick(kernel) -> str:
-        rows, out = _rows(base.shape), base.shape[-1]
+    rows, out = math.prod(base.shape[:-1]), base.shape[-1]
+    sizes = rowwise.sizes(rows, out)
+
+    def pick(kernel: str) -> str:
         mosaic = dispatch.Option(
             "mosaic",
-            fits.refusal or kernel.refuses(rows, out, base.dtype),
-            fits.slower or kernel.slower(rows, out, target.device_kind),
+            fits.refusal or rowwise.refuses(rows, out, base.dtype),
+            fits.slower or tuning.slower(target.device_kind, kernel, sizes),
         )
         return dispatch.choose(op, implementation, (mosaic, dispatch.Option("xla")))
 
-    return Plan(delta, pick(mosaic_forward), pick(mosaic_backward))
+    return Plan(delta, pick("compose"), pick("compose_backward"))
 
 
 def _checked(op, delta, base, lora, g, scale, implementation):
@@ -233,10 +237,3 @@ def _per_feature(vector: jax.Array, like: jax.Array) -> jax.Array:
 
 def _accumulator(dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
-
-
-def _rows(shape: tuple[int, ...]) -> int:
-    rows = 1
-    for size in shape[:-1]:
-        rows *= size
-    return rows

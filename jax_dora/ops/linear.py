@@ -13,6 +13,8 @@ The kernel is frozen: its gradient, xᵀ d, is computed only where somebody diff
 """
 
 import functools
+import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +23,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
-from jax_dora.ops import check, dispatch
-from jax_dora.ops.compose import backward, forward, plan_compose, refuse_scale_gradient
+from jax_dora.ops import check, device, dispatch, tuning
+from jax_dora.ops.compose import Plan, backward, forward, plan_compose, refuse_scale_gradient
+from jax_dora.ops.mosaic import expand_compose as mosaic_expand
+from jax_dora.ops.mosaic import projection as mosaic_projection
 from jax_dora.ops.norm import factored_norm, magnitude_scale
 
 NORM_NAME = "dora_norm"
@@ -55,7 +59,9 @@ def dora_linear(
       norm: f32[out], `factored_norm` of these very arrays, computed earlier. Not recomputed and
         not checked.
       kernel_sq_norm: f32[out], `squared_norm(kernel)`; used where `norm` is not given.
-      implementation: of the compose, None, "mosaic" or "xla".
+      implementation: None, "mosaic" or "xla"; a named one runs or raises. "mosaic" stands for the
+        most fused of its kernels that takes the call: the whole projection, else expand and
+        compose, else compose alone. It does not speak for the norm.
       precision: of the matrix products with x, as in `jax.lax.dot_general`.
 
     Returns:
@@ -89,9 +95,48 @@ def dora_linear(
     dtype = _result_dtype(x, kernel)
     g = magnitude_scale(magnitude, norm, dtype)
     result = jax.ShapeDtypeStruct((*x.shape[:-1], out_features), dtype)
-    plan = plan_compose("dora_linear", False, result, implementation)
+    plan = _plan(x, kernel, lora_a.shape[1], result, implementation)
     precision = lax.Precision(precision) if isinstance(precision, str) else precision
     return _project(plan, precision, x, kernel, lora_a, lora_b, g, check.scale_array(scale), bias)
+
+
+class LinearPlan(NamedTuple):
+    """What is static in a call.
+
+    Attributes:
+      compose: of the stand-alone compose and its backward.
+      forward: "project", "expand" or "compose", the kernel that makes y.
+      backward: "project" or "xla", what makes dx.
+    """
+
+    compose: Plan
+    forward: str
+    backward: str
+
+
+def _plan(x, kernel, rank: int, result, implementation: str | None) -> LinearPlan:
+    target = device.target()
+    fits = dispatch.runs_mosaic(target)
+    in_features, out = kernel.shape
+    rows, dtype = math.prod(x.shape[:-1]), result.dtype
+    sizes = {"rows": rows, "in": in_features, "rank": rank, "out": out, "elements": rows * out}
+
+    def takes(kernel_name: str, refusal: str | None) -> bool:
+        if implementation == "xla" or fits.refusal or refusal:
+            return False
+        return implementation == "mosaic" or not (
+            fits.slower or tuning.slower(target.device_kind, kernel_name, sizes)
+        )
+
+    projects = mosaic_projection.refuses(rows, in_features, out, dtype, dtype)
+    backward = "project" if takes("project_back", projects) else "xla"
+    if takes("project", projects):
+        forward = "project"
+    elif takes("expand_compose", mosaic_expand.refuses(rows, rank, out, dtype, dtype)):
+        forward = "expand"
+    else:
+        forward = "compose"
+    return LinearPlan(plan_compose("dora_linear", False, result, implementation), forward, backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -100,12 +145,36 @@ def _project(plan, precision, x, kernel, lora_a, lora_b, g, scale, bias):
 
 
 def _forward(plan, precision, x, kernel, lora_a, lora_b, g, scale, bias, want_inner):
-    """(y, inner or None, z)."""
-    dot = functools.partial(_dot, _result_dtype(x, kernel), precision)
-    base = dot(x, kernel, (-1, 0))
-    z = dot(x, lora_a, (-1, 0))
-    lora = dot(z, lora_b, (-1, 0))
-    y, inner = forward(plan, base, lora, g, scale, bias, want_inner=want_inner)
+    """(y, inner or None, z); z is already scaled where the plan is to project."""
+    dtype = _result_dtype(x, kernel)
+    dot = functools.partial(_dot, dtype, precision)
+    if plan.forward == "compose":
+        base, z = dot(x, kernel, (-1, 0)), dot(x, lora_a, (-1, 0))
+        lora = dot(z, lora_b, (-1, 0))
+        y, inner = forward(plan.compose, base, lora, g, scale, bias, want_inner=want_inner)
+        return y, inner, z
+
+    target, sm_count = device.target(), device.sm_count()
+    if plan.forward == "expand":
+        base, z = dot(x, kernel, (-1, 0)), dot(x, lora_a, (-1, 0))
+        base = dispatch.on_cuda(base, target)
+        y, inner = mosaic_expand.expand_compose(
+            base, z, lora_b.astype(dtype), g, scale, bias, want_inner=want_inner, sm_count=sm_count
+        )
+        return y, inner, z
+    z = dot(x, lora_a, (-1, 0), jnp.float32)
+    z = (scale.astype(jnp.float32) * z).astype(dtype)
+    x = dispatch.on_cuda(x.astype(dtype), target)
+    y, inner = mosaic_projection.project(
+        x,
+        kernel.astype(dtype),
+        z,
+        lora_b.astype(dtype),
+        g,
+        bias,
+        want_inner=want_inner,
+        sm_count=sm_count,
+    )
     return y, inner, z
 
 
@@ -145,21 +214,21 @@ def _project_bwd(plan, precision, kept, dy):
     rows = tuple(range(dy.ndim - 1))
     scale = kept["scale"].astype(wide)
 
-    ct = backward(plan, dy, kept["inner"], kept["g"], kept["scale"], want_lora=False)
+    ct = backward(plan.compose, dy, kept["inner"], kept["g"], kept["scale"], want_lora=False)
     d = ct.base
     dz = None
     if like_x is not None or like_a is not None:
         dz = (scale * dot(d, kept["lora_b"], (-1, 1), wide)).astype(dtype)
     dx = d_kernel = d_a = d_b = d_bias = None
     if like_x is not None:
-        dx = dot(d, kept["kernel"], (-1, 1)) + dot(dz, kept["lora_a"], (-1, 1))
-        dx = dx.astype(like_x.dtype)
+        dx = _dx(plan, dot, d, dz, kept["kernel"], kept["lora_a"]).astype(like_x.dtype)
     if like_kernel is not None:
         d_kernel = dot(kept["x"], d, (rows, rows), wide).astype(like_kernel.dtype)
     if like_a is not None:
         d_a = dot(kept["x"], dz, (rows, rows), wide).astype(like_a.dtype)
     if like_b is not None:
-        d_b = (scale * dot(kept["z"], d, (rows, rows), wide)).astype(like_b.dtype)
+        d_b = dot(kept["z"], d, (rows, rows), wide)
+        d_b = (d_b if plan.forward == "project" else scale * d_b).astype(like_b.dtype)
     if like_bias is not None:
         d_bias = jnp.sum(dy.astype(wide), axis=rows).astype(like_bias.dtype)
     d_g = None if ct.g is None else ct.g.astype(like_g.dtype)
@@ -167,6 +236,16 @@ def _project_bwd(plan, precision, kept, dy):
 
 
 _project.defvjp(_project_fwd, _project_bwd, symbolic_zeros=True)
+
+
+def _dx(plan, dot, d, dz, kernel, lora_a):
+    """d Wᵀ + dz Aᵀ."""
+    if plan.backward == "project":
+        d = dispatch.on_cuda(d, device.target())
+        return mosaic_projection.project_back(
+            d, kernel.astype(d.dtype), dz, lora_a.astype(d.dtype), sm_count=device.sm_count()
+        )
+    return dot(d, kernel, (-1, 1)) + dot(dz, lora_a, (-1, 1))
 
 
 def _result_dtype(x: jax.Array, kernel: jax.Array) -> jnp.dtype:

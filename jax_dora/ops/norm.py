@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jax_dora.ops import check
+from jax_dora.ops import check, device, dispatch, tuning
+from jax_dora.ops.mosaic import norm as mosaic_norm
 
 CHUNK_ALIGNMENT = 64
 
@@ -35,6 +36,7 @@ def factored_norm(
     *,
     kernel_sq_norm: jax.Array | None = None,
     chunk_bytes: int | None = None,
+    implementation: str | None = None,
 ) -> jax.Array:
     """‖kernel + scale · lora_a @ lora_b‖ per output feature, without forming the product.
 
@@ -48,15 +50,19 @@ def factored_norm(
       chunk_bytes: bound on the temporaries, in bytes: the norm is taken over blocks of output
         features, one after the other. None takes all of them at once, with temporaries of
         about 8 · r · out bytes; leave it so where the kernel is sharded.
+      implementation: None, "mosaic" (one pass over the kernel, with no temporaries, to which
+        `kernel_sq_norm` and `chunk_bytes` make no difference) or "xla"; a named one runs or raises.
 
     Returns:
       f32[out] (f64 if an operand is fp64). No gradient flows through it (arXiv 2402.09353,
       section 4.3). A NaN in the operands stays a NaN.
 
     Raises:
-      TypeError, ValueError: an argument's dtype or shape does not fit, or `chunk_bytes` is too
-        small for one output feature.
+      TypeError, ValueError: an argument's dtype or shape does not fit, `chunk_bytes` is too small
+        for one output feature, or the implementation is unknown.
+      NotImplementedError: the named implementation cannot take the call.
     """
+    dispatch.check_name(implementation)
     check.adapter(kernel, lora_a, lora_b)
     in_features, out_features = kernel.shape
     if kernel_sq_norm is not None:
@@ -66,6 +72,11 @@ def factored_norm(
     scale = check.scale_array(scale)
 
     kernel, lora_a, lora_b, scale = map(lax.stop_gradient, (kernel, lora_a, lora_b, scale))
+    chosen = "xla" if scale_is_zero else _choose(kernel, lora_a, implementation)
+    if chosen == "mosaic":
+        target = device.target()
+        kernel = dispatch.on_cuda(kernel, target)
+        return mosaic_norm.norm(kernel, lora_a, lora_b, scale, sm_count=device.sm_count())
     if kernel_sq_norm is None:
         kernel_sq_norm = squared_norm(kernel)
     dtype = _accumulator(kernel, lora_a, lora_b)
@@ -143,6 +154,20 @@ def magnitude_scale(
     result = jnp.float64 if dtype == jnp.float64 else jnp.float32
     eps = EPS_HALF if dtype.itemsize == 2 else EPS_FULL
     return magnitude.astype(result) / jnp.maximum(lax.stop_gradient(norm).astype(result), eps)
+
+
+def _choose(kernel: jax.Array, lora_a: jax.Array, implementation: str | None) -> str:
+    target = device.target()
+    fits = dispatch.runs_mosaic(target)
+    (in_features, out), rank = kernel.shape, lora_a.shape[1]
+    refusal = mosaic_norm.refuses(in_features, rank, out, kernel.dtype, lora_a.dtype)
+    sizes = {"in": in_features, "rank": rank, "out": out}
+    mosaic = dispatch.Option(
+        "mosaic",
+        fits.refusal or refusal,
+        fits.slower or tuning.slower(target.device_kind, "norm", sizes),
+    )
+    return dispatch.choose("factored_norm", implementation, (mosaic, dispatch.Option("xla")))
 
 
 def _correction(

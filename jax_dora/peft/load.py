@@ -4,7 +4,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -13,16 +13,19 @@ import numpy as np
 from flax import nnx
 from flax.typing import Dtype
 
-from jax_dora.adapt import DoRARule, apply_dora
-from jax_dora.adapt.stack import indices, join, take
-from jax_dora.hyperparameters import DropoutMode, adapter_scale
+from jax_dora.adapt import DoRARule, remove_dora
+from jax_dora.adapt.apply import adapt_layer
+from jax_dora.adapt.stack import indices
+from jax_dora.adapt.tree import find_modules, replace_modules
+from jax_dora.hyperparameters import DropoutMode
 from jax_dora.ops import check
 from jax_dora.peft.names import Names
-from jax_dora.peft.places import Place, Places, places_of
+from jax_dora.peft.places import Index, Place, Places, places_of, to_matrix
 from peft_format.fit import Adapter, Fit, Shape
 from peft_format.folder import Folder, opened
 
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_CACHE_LINE = 64
 
 
 def load_adapter[Model: nnx.Module](
@@ -33,6 +36,7 @@ def load_adapter[Model: nnx.Module](
     names: Names | None = None,
     adapter_dtype: Dtype | None = None,
     dropout_mode: DropoutMode | None = None,
+    implementation: str | None = None,
     rngs: nnx.Rngs | None = None,
 ) -> Model:
     """`model` with the adapter of a PEFT folder.
@@ -41,23 +45,23 @@ def load_adapter[Model: nnx.Module](
 
     The result is a model of its own; `model` is left as it is, and shares every array with the
     result but the adapter's and those parameters that the folder holds whole (modules_to_save,
-    biases). Nothing is computed or changed before everything in the folder has found its place.
+    biases), which are cast to the model's dtypes. Everything in the folder finds its place before
+    anything is read, computed or made.
 
     A LoRA folder is loaded too: as the DoRA that computes the same, its magnitude equal to its
     norm. Where only some layers of a stack have an adapter, the others get one that changes
     nothing, with lora_a and lora_b zero.
 
     Args:
-      model: plain, or with an adapter in the very layers, of the very rank and scale, that the
-        folder speaks of; the folder's then takes its place.
+      model: plain, or with an adapter, in whose place the folder's comes.
       folder: holds adapter_config.json and adapter_model.safetensors.
       adapter: the adapter's name, where the files lie in a subfolder of that name.
       names: how PyTorch calls the modules of `model`; `Names()` by default.
-      adapter_dtype: of lora_a and lora_b; by default that of the file, or of the adapter that is
-        there if it can hold the file's values.
-      dropout_mode: of a fresh adapter, where the folder's lora_dropout is not 0; by default as in
-        PEFT: "input" for DoRA, "adapter" for LoRA. As always, `model.eval()` turns dropout off.
-      rngs: its `dropout` stream makes the masks of a fresh adapter; `nnx.Rngs(0)` by default.
+      adapter_dtype: of lora_a and lora_b; by default that of the file.
+      dropout_mode: where the folder's lora_dropout is not 0; by default as in PEFT, "input" for
+        DoRA and "adapter" for LoRA. As always, `model.eval()` turns dropout off.
+      implementation: of the compose, as in `jax_dora.ops.dora_linear`.
+      rngs: its `dropout` stream makes the masks; `nnx.Rngs(0)` by default.
 
     Raises:
       FileNotFoundError, NotADirectoryError: there is no such folder, or a file is missing from it.
@@ -66,187 +70,122 @@ def load_adapter[Model: nnx.Module](
       NotImplementedError: the configuration asks for something that is not supported.
       TypeError: an argument or a field of the configuration has the wrong type.
     """
+    if adapter_dtype is not None and jnp.dtype(adapter_dtype) not in check.FLOATS:
+        raise TypeError(
+            f"adapter_dtype is {adapter_dtype}; expected float16, bfloat16, float32 or float64"
+        )
     names = names or Names()
-    _check_dtype(adapter_dtype)
     with opened(folder, "np", adapter) as source:
-        places = places_of(model, names)
+        loaded = remove_dora(model)
+        places = places_of(loaded, names)
         fit = source.fit(
             [place.layer for place in places.layers.values()],
             {name: place.shape for name, place in places.parameters.items()},
             adapter=adapter or "default",
         )
-        stacks = _by_path(places, fit)
-        dtypes = {
-            path: _dtype(source, places, path, adapters.values(), adapter_dtype)
+        stacks = _by_path(source, places, fit)
+        rules = {
+            path: DoRARule(
+                re.escape(path),
+                rank=one.rank,
+                alpha=one.alpha,
+                use_rslora=source.config.use_rslora,
+                # An embedding reads no activation that could be dropped.
+                dropout=0.0 if one.layer.kind == "embedding" else source.config.lora_dropout,
+                dropout_mode=dropout_mode or ("input" if source.config.use_dora else "adapter"),
+                adapter_dtype=adapter_dtype or _dtype(source, path, adapters.values()),
+                lora_a_init=_Stored(source, "lora_a", adapters, places.stacks[path]),
+                lora_b_init=_Stored(source, "lora_b", adapters, places.stacks[path]),
+                implementation=implementation,
+            )
             for path, adapters in stacks.items()
+            for one in [next(iter(adapters.values()))]
         }
-        if adapted := places.adapted_paths():
-            _check_same(places, source, stacks, adapted)
-            loaded = nnx.clone(model)
-        else:
-            rules = _rules(source, places, stacks, dtypes, dropout_mode)
-            loaded = apply_dora(model, rules, rngs=rngs or nnx.Rngs(0))
-        modules = places_of(loaded, names)
-        for path, adapters in stacks.items():
-            _fill(source, modules, path, adapters, dtypes[path])
-        _fill_parameters(source, modules, fit)
+        rngs = rngs or nnx.Rngs(0)
+        found = {path: one for one in find_modules(loaded) for path in one.paths}
+        replacements = {}
+        for path, rule in rules.items():
+            layer = adapt_layer(found[path], rule, rngs)
+            _set_magnitude(source, layer.magnitude, stacks[path])
+            replacements[id(found[path].module)] = layer
+        loaded = replace_modules(loaded, replacements)
+        _set_parameters(source, places_of(loaded, names), fit)
     return loaded
 
 
-def _by_path(places: Places, fit: Fit) -> dict[str, dict[str, Adapter]]:
-    """The adapters of each module, by layer name: several where the module is a stack.
+def _by_path(source: Folder, places: Places, fit: Fit) -> dict[str, dict[Index, Adapter]]:
+    """The adapters of each module, by their index in it: several where the module is a stack.
 
     Raises:
       ValueError: the layers of a stack differ in rank or alpha.
     """
-    stacks: dict[str, dict[str, Adapter]] = {}
+    stacks: dict[str, dict[Index, Adapter]] = {}
     for name, adapter in fit.adapters.items():
-        stacks.setdefault(places.layers[name].path, {})[name] = adapter
+        place = places.layers[name]
+        stacks.setdefault(place.path, {})[place.index] = adapter
     for path, adapters in stacks.items():
-        kinds = {(one.rank, one.alpha): name for name, one in adapters.items()}
+        kinds = {(one.rank, one.alpha): one.layer.name for one in adapters.values()}
         if len(kinds) > 1:
             told = ", ".join(f"{name} has {kind}" for kind, name in kinds.items())
             raise ValueError(
-                f"the layers at {path!r} are stacked in one array; expected one rank and one alpha "
-                f"for all of them, but {told}: load into a model whose layers stand in a list"
+                f"{source.path}: the layers at {path!r} are stacked in one array; expected one "
+                f"rank and alpha for all of them, but {told}: load into a model whose layers stand "
+                "in a list"
             )
     return stacks
 
 
-def _rules(
-    source: Folder,
-    places: Places,
-    stacks: Mapping[str, Mapping[str, Adapter]],
-    dtypes: Mapping[str, np.dtype],
-    dropout_mode: DropoutMode | None,
-) -> list[DoRARule]:
-    config = source.config
-    groups: dict[tuple[Any, ...], list[str]] = {}
-    for path, adapters in stacks.items():
-        one = next(iter(adapters.values()))
-        dropout = 0.0 if one.layer.kind == "embedding" else config.lora_dropout
-        groups.setdefault((one.rank, one.alpha, dropout, dtypes[path]), []).append(path)
-    return [
-        DoRARule(
-            "|".join(map(re.escape, paths)),
-            rank=rank,
-            alpha=alpha,
-            use_rslora=config.use_rslora,
-            dropout=dropout,
-            dropout_mode=dropout_mode or ("input" if config.use_dora else "adapter"),
-            adapter_dtype=dtype,
-            lora_a_init=nnx.initializers.zeros_init(),
-            lora_b_init=nnx.initializers.zeros_init(),
-        )
-        for (rank, alpha, dropout, dtype), paths in groups.items()
-    ]
-
-
-def _check_same(
-    places: Places,
-    source: Folder,
-    stacks: Mapping[str, Mapping[str, Adapter]],
-    adapted: Iterable[str],
-) -> None:
-    """
-    Raises:
-      ValueError: the model's adapters are not of the layers, ranks and scales of the folder's.
-    """
-    problems = [
-        f"{path} has an adapter, the folder none for it" for path in adapted if path not in stacks
-    ]
-    for path, adapters in stacks.items():
-        module: Any = places.modules[path]
-        if path not in adapted:
-            problems.append(f"{path} has no adapter, the folder has one for it")
-            continue
-        one = next(iter(adapters.values()))
-        scale = adapter_scale(one.rank, one.alpha, source.config.use_rslora)
-        if (module.rank, module.scale) != (one.rank, scale):
-            problems.append(
-                f"{path} has rank {module.rank} and scale {module.scale}, the folder {one.rank} "
-                f"and {scale}"
-            )
-    if problems:
-        raise ValueError(
-            f"{source.path}: the model holds another adapter; expected none, or one of the same "
-            "layers, ranks and scales: load into the base model (jax_dora.remove_dora takes an "
-            "adapter out):\n" + "\n".join(f"- {problem}" for problem in problems[:20])
-        )
-
-
-def _dtype(
-    source: Folder,
-    places: Places,
-    path: str,
-    adapters: Iterable[Adapter],
-    adapter_dtype: Dtype | None,
-) -> np.dtype:
-    """Of lora_a and lora_b at `path`.
+def _dtype(source: Folder, path: str, adapters: Iterable[Adapter]) -> np.dtype:
+    """Of lora_a and lora_b at `path`, as they are stored.
 
     Raises:
-      ValueError: the file's values would be rounded, and nobody asked for that.
+      ValueError: JAX would round them.
     """
-    if adapter_dtype is not None:
-        return jnp.dtype(adapter_dtype)
-    present = getattr(places.modules[path], "lora_a", None)
+    keys = [one.keys[name] for one in adapters for name in ("lora_a", "lora_b")]
+    dtypes = {jnp.dtype(_DTYPES[source.tensors[key][0]]) for key in keys}
     with jax.numpy_dtype_promotion("standard"):
-        stored = functools.reduce(
-            jnp.promote_types,
-            {
-                jnp.dtype(_DTYPES[source.tensors[key][0]])
-                for adapter in adapters
-                for key in (adapter.keys["lora_a"], adapter.keys["lora_b"])
-            },
+        dtype = functools.reduce(jnp.promote_types, dtypes)
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(
+            f"{source.path} holds {dtype.name} for {path!r}, which JAX rounds unless "
+            "jax_enable_x64 is set; pass adapter_dtype='float32' if it may"
         )
-        if jax.dtypes.canonicalize_dtype(stored) != stored:
-            target, reason = np.dtype(np.float32), "jax without jax_enable_x64"
-        else:
-            target = stored if present is None else jnp.dtype(present.get_value().dtype)
-            reason = f"the {target.name} adapter that the model has there"
-        if jnp.promote_types(target, stored) != target:
-            raise ValueError(
-                f"{source.path} holds {stored.name} for {path!r}, which {reason} would round; "
-                f"pass adapter_dtype={target.name!r} if it may"
-            )
-    return target
+    return dtype
 
 
-def _fill(
-    source: Folder, places: Places, path: str, adapters: Mapping[str, Adapter], dtype: np.dtype
+class _Stored:
+    """lora_a or lora_b of a folder as an initializer, called for each layer of a stack in turn.
+    Zero for the layers that have no adapter."""
+
+    def __init__(
+        self, source: Folder, name: str, adapters: Mapping[Index, Adapter], stack: Shape
+    ) -> None:
+        self.source = source
+        self.keys: Iterator[str | None] = iter(
+            [adapters[index].keys[name] if index in adapters else None for index in indices(stack)]
+        )
+
+    def __call__(self, _: Any, shape: Shape, dtype: Any = jnp.float32, *__: Any) -> jax.Array:
+        value = _zeros(shape, dtype)
+        key = next(self.keys)
+        if key is not None:
+            value[...] = to_matrix(self.source.read(key))
+        return jax.device_put(value)
+
+
+def _set_magnitude(
+    source: Folder, magnitude: nnx.Variable, adapters: Mapping[Index, Adapter]
 ) -> None:
-    module: Any = places.modules[path]
-    stack = places.stacks[path]
-    parts = {
-        name: places.of_adapter(places.layers[name], one.rank) for name, one in adapters.items()
-    }
-    for attribute in ("lora_a", "lora_b"):
-        variable = getattr(module, attribute)
-        tensors = {parts[n][attribute]: one.keys[attribute] for n, one in adapters.items()}
-        value = np.zeros(variable.shape, dtype)
-        _read_into(value, source, tensors)
-        _set(variable, value)
-    magnitude = module.magnitude
-    tensors = {
-        parts[name]["magnitude"]: one.keys["magnitude"]
-        for name, one in adapters.items()
-        if "magnitude" in one.keys
-    }
-    if len(tensors) < math.prod(stack):
-        magnitude.set_value(_norm(module, stack).astype(magnitude.dtype))
-    if tensors:
-        value = np.array(jax.device_get(magnitude.get_value()))
-        _read_into(value, source, tensors)
-        _set(magnitude, value)
+    """A LoRA adapter, and a layer without one, keep the norm that they have."""
+    old = magnitude.get_value()
+    value = np.array(jax.device_get(old))
+    for index, adapter in adapters.items():
+        if key := adapter.keys.get("magnitude"):
+            value[index] = source.read(key).reshape(value[index].shape)
+    magnitude.set_value(jax.device_put(value, old.sharding))
 
 
-def _norm(module: Any, stack: Shape) -> jax.Array:
-    if not stack:
-        return module.norm()
-    return join([take(module, index).norm() for index in indices(stack)], stack)
-
-
-def _fill_parameters(source: Folder, places: Places, fit: Fit) -> None:
+def _set_parameters(source: Folder, places: Places, fit: Fit) -> None:
     wholes: dict[tuple[str, str], dict[Place, str]] = {}
     for name, (key, *others) in fit.parameters.items():
         place = places.parameters[name]
@@ -254,26 +193,21 @@ def _fill_parameters(source: Folder, places: Places, fit: Fit) -> None:
             if source.read(key).tobytes() != source.read(other).tobytes():
                 raise ValueError(f"{source.path}: {key} and {other} differ; expected one {name}")
         wholes.setdefault((place.path, place.attribute), {})[place] = key
-    for (path, attribute), tensors in wholes.items():
+    for (path, attribute), keys in wholes.items():
         variable = getattr(places.modules[path], attribute)
-        value = np.array(jax.device_get(variable.get_value()))
-        _read_into(value, source, tensors)
-        _set(variable, value)
+        old = variable.get_value()
+        value = _zeros(old.shape, old.dtype)
+        if len(keys) < math.prod(places.stacks[path]):
+            value[...] = jax.device_get(old)
+        for place, key in keys.items():
+            value[place.index] = place.from_torch(source.read(key))
+        variable.set_value(jax.device_put(value, old.sharding))
 
 
-def _read_into(array: np.ndarray, source: Folder, tensors: Mapping[Place, str]) -> None:
-    """Cast to the array's dtype, layer by layer."""
-    for place, key in tensors.items():
-        array[place.index] = place.from_torch(source.read(key))
-
-
-def _set(variable: nnx.Variable, value: np.ndarray) -> None:
-    """Where the old value lies."""
-    variable.set_value(jax.device_put(value, variable.get_value().sharding))
-
-
-def _check_dtype(adapter_dtype: Dtype | None) -> None:
-    if adapter_dtype is not None and jnp.dtype(adapter_dtype) not in check.FLOATS:
-        raise TypeError(
-            f"adapter_dtype is {adapter_dtype}; expected float16, bfloat16, float32 or float64"
-        )
+def _zeros(shape: Shape, dtype: Any) -> np.ndarray:
+    """Zeros that JAX takes over without a copy on CPU, since they begin on a cache line: the host
+    never holds an array twice."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    room = np.zeros(size + _CACHE_LINE, np.uint8)
+    start = -room.ctypes.data % _CACHE_LINE
+    return room[start : start + size].view(dtype).reshape(shape)

@@ -146,6 +146,12 @@ def places_of(model: nnx.Module, names: Names) -> Places:
     return Places(modules, kinds, stacks, layers, parameters, paths)
 
 
+def to_matrix(array: np.ndarray) -> np.ndarray:
+    """PyTorch's [out, in, *window] as the matrix [*window and in, out]."""
+    flax = array.transpose(_flax_order(array.shape))
+    return flax.reshape(-1, flax.shape[-1])
+
+
 def _flax_order(shape: Shape) -> tuple[int, ...]:
     """Of PyTorch's axes out, in, *window: window, in, out."""
     return (*range(2, len(shape)), 1, 0)

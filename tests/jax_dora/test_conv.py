@@ -10,7 +10,8 @@ from flax import nnx
 
 from jax_dora import DoRAConv
 from parity import oracle
-from tests.jax_dora.matrices import Problem, differentiate, judge, trained, within
+from tests.jax_dora.matrices import differentiate, trained
+from tests.matrices import Problem, judge, within
 
 IN, OUT, ALPHA = 6, 8, 5.0
 

@@ -8,7 +8,8 @@ from flax import nnx
 
 from jax_dora import DoRAEmbed, ops
 from parity import oracle, tolerances
-from tests.jax_dora.matrices import Problem, differentiate, judge, trained, within
+from tests.jax_dora.matrices import differentiate, trained
+from tests.matrices import Problem, judge, within
 
 VOCABULARY, FEATURES, RANK, ALPHA = 41, 24, 3, 4.0
 

@@ -67,7 +67,7 @@ class Model(nnx.Module):
         self.conv = nnx.Conv(WIDTH, WIDTH, 3, padding="SAME", rngs=rngs)
         self.image = nnx.Conv(1, CLASSES, (3, 2), padding="VALID", rngs=rngs)
         if stacked:
-            self.layers = nnx.split_rngs(splits=3)(nnx.vmap(Block))(rngs)
+            self.layers: Any = nnx.split_rngs(splits=3)(nnx.vmap(Block))(rngs)
         else:
             self.layers = nnx.List([Block(rngs) for _ in range(3)])
         self.score = nnx.Linear(WIDTH, CLASSES, rngs=rngs)
@@ -300,21 +300,20 @@ def test_a_lora_folder_becomes_the_dora_that_computes_the_same(tmp_path: Path) -
         save_adapter(model, tmp_path / "third", use_dora=False)
 
 
-def test_a_folder_takes_the_place_of_an_adapter_of_the_same_layers(tmp_path: Path) -> None:
+def test_a_folder_takes_the_place_of_another_adapter(tmp_path: Path) -> None:
     one, _ = peft_folder(tmp_path / "one", **CASES["everything"])
-    two, expected = peft_folder(tmp_path / "two", seed=2, **CASES["everything"])
+    two, expected = peft_folder(tmp_path / "two", seed=2, r=5, target_modules=["q_proj", "conv"])
     first = load_adapter(flax_model(), one)
     before = values(first)
+    jax_dora.keep_norms(first)
 
     second = load_adapter(first, two)
 
     np.testing.assert_allclose(outputs(second), expected, atol=1e-5, rtol=0)
     assert_same(values(first), before)
-    other, _ = peft_folder(tmp_path / "other", r=5, target_modules=["q_proj"])
-    with pytest.raises(ValueError, match="another adapter") as refusal:
-        load_adapter(first, other)
-    assert "layers/0/q_proj has rank 4" in str(refusal.value)
-    assert "embed has an adapter, the folder none" in str(refusal.value)
+    assert_same(values(second), values(load_adapter(flax_model(), two)))
+    save_adapter(jax_dora.freeze(first), tmp_path / "frozen")
+    assert_same(tensors_of(tmp_path / "frozen"), tensors_of(one))
 
 
 def rewritten(
@@ -383,8 +382,6 @@ def test_rounding_wants_to_be_asked_for(tmp_path: Path) -> None:
     low = load_adapter(flax_model(), folder, adapter_dtype=jnp.bfloat16)
     assert low.layers[0].q_proj.lora_a.dtype == jnp.bfloat16
 
-    with pytest.raises(ValueError, match="adapter_dtype='bfloat16'"):
-        load_adapter(low, folder)
     rewritten(folder, change=lambda array: array.astype(np.float64))
     with pytest.raises(ValueError, match="adapter_dtype='float32'"):
         load_adapter(flax_model(), folder)

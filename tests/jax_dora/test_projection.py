@@ -8,7 +8,8 @@ from flax import nnx
 
 from jax_dora import DoRAEinsum, DoRALinearGeneral
 from parity import oracle
-from tests.jax_dora.matrices import Problem, differentiate, judge, trained, within
+from tests.jax_dora.matrices import differentiate, trained
+from tests.matrices import Problem, judge, within
 
 RANK, ALPHA = 3, 4.0
 

@@ -30,9 +30,9 @@ class Model(nnx.Module):
             return jnp.tanh(layer(x))
 
         x = self.first(x)
-        x = nnx.scan(
-            lambda x, layer: one(layer, x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
-        )(x, self.stack)
+        x = nnx.scan(lambda x, layer: one(layer, x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
+            x, self.stack
+        )
         return self.head(x)
 
 

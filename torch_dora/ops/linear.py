@@ -13,6 +13,8 @@ The weight is frozen: its gradient, dᵀx, is computed only where somebody diffe
 into the small products, so that one tensor of y's size, d, is written instead of two.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,6 +24,9 @@ from torch_dora.ops import check, dispatch
 from torch_dora.ops.compose import backward, choose_compose, forward
 from torch_dora.ops.dtypes import cast
 from torch_dora.ops.norm import factored_norm, magnitude_scale
+
+if TYPE_CHECKING or dispatch.TRITON_MODE is not None:
+    from torch_dora.ops.triton import expand_compose
 
 
 def dora_linear(
@@ -83,7 +88,14 @@ def dora_linear(
         check.is_float("adapter_x", adapter_x)
         check.has_shape("adapter_x", adapter_x, tuple(x.shape), "x's shape [..., in]")
     if norm is None:
-        norm = factored_norm(weight, lora_a, lora_b, scale, kernel_sq_norm=kernel_sq_norm)
+        norm = factored_norm(
+            weight,
+            lora_a,
+            lora_b,
+            scale,
+            kernel_sq_norm=kernel_sq_norm,
+            implementation=implementation,
+        )
     elif kernel_sq_norm is not None:
         raise ValueError("norm and kernel_sq_norm are both given; norm already contains the other")
 
@@ -107,16 +119,8 @@ class _DoRALinear(torch.autograd.Function):
             bias_cast = None if bias is None else cast(bias, dtype)
             base = F.linear(cast(x, dtype), cast(weight, dtype), bias_cast)
             z = F.linear(cast(read, dtype), cast(lora_a, dtype))
-            lora = F.linear(z, cast(lora_b, dtype))
-            y, inner = forward(
-                base,
-                lora,
-                g,
-                bias_cast,
-                scale,
-                delta=False,
-                want_inner=want_inner,
-                implementation=implementation,
+            y, inner = _expand_compose(
+                base, z, cast(lora_b, dtype), g, bias_cast, scale, want_inner, implementation
             )
         _, _, d_weight, _, d_a, d_b, _ = ctx.needs_input_grad[:7]
         ctx.save_for_backward(
@@ -182,6 +186,34 @@ class _DoRALinear(torch.autograd.Function):
         if d_g is not None:
             d_g = d_g.to(g.dtype)
         return dx, d_adapter_x, d_weight, d_bias, d_a, d_b, d_g, None, None, None, None
+
+
+def _expand_compose(
+    base: Tensor,
+    z: Tensor,
+    lora_b: Tensor,
+    g: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    want_inner: bool,
+    implementation: str,
+) -> tuple[Tensor, Tensor | None]:
+    """(y, inner or None) of lora = z lora_bᵀ, in one kernel where there is one for the dtype."""
+    if implementation == "triton" and expand_compose.refuses(base.dtype) is None:
+        arguments = (base, z, lora_b, g, bias, scale)
+        if want_inner:
+            return expand_compose.expand_compose_with_inner(*arguments)
+        return expand_compose.expand_compose(*arguments), None
+    return forward(
+        base,
+        F.linear(z, lora_b),
+        g,
+        bias,
+        scale,
+        delta=False,
+        want_inner=want_inner,
+        implementation=implementation,
+    )
 
 
 def _result_dtype(x: Tensor, weight: Tensor) -> torch.dtype:

@@ -20,7 +20,7 @@ from torch_dora.ops.dtypes import accumulation_dtype
 from torch_dora.ops.products import pieces, product
 
 if TYPE_CHECKING or dispatch.TRITON_MODE is not None:
-    from torch_dora.ops.triton import norm_assembly
+    from torch_dora.ops.triton import norm_assembly, one_pass_norm
 
 DEFAULT_CHUNK_BYTES = 256 * 2**20
 _COLUMN_ALIGNMENT = 64
@@ -46,11 +46,13 @@ def factored_norm(
         lora_a: [r, in].
         lora_b: [out, r].
         scale: alpha/r or alpha/sqrt(r). 0 skips the adapter's terms.
-        kernel_sq_norm: f32[out], ``squared_norm(weight)`` computed earlier; saves one pass over the
-            weight while it is frozen, and changes no bit of the result.
-        chunk_bytes: bound on the temporaries, in bytes; 256 MiB when None. The result depends on it
-            only by the order of fp32 sums.
-        implementation: None, "triton" or "eager"; a named one runs or raises.
+        kernel_sq_norm: f32[out], ``squared_norm(weight)`` computed earlier; saves the factored form
+            one pass over the weight while it is frozen, and changes no bit of the result.
+        chunk_bytes: bound on the temporaries of the factored form, in bytes; 256 MiB when None. The
+            result depends on it only by the order of fp32 sums.
+        implementation: None, "triton" or "eager"; a named one runs or raises. "triton" is one pass
+            over W + s·BA in registers where all operands are half-precision and no ``chunk_bytes``
+            is given, else the factored form with its last step in a kernel.
 
     Returns:
         f32[out] (f64 if an operand is fp64), detached: no gradient flows through the norm
@@ -72,7 +74,7 @@ def factored_norm(
         rows=weight.shape[1],
         features=weight.shape[0],
         rank=lora_a.shape[0],
-        dtypes=(accumulation_dtype(weight, lora_a, lora_b),),
+        dtypes=(weight.dtype, lora_a.dtype, lora_b.dtype),
         device=weight.device.type,
         training=False,
     )
@@ -80,7 +82,9 @@ def factored_norm(
         isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int)
     ):
         raise TypeError(f"chunk_bytes is {chunk_bytes!r}; expected a number of bytes, or None")
-    chosen = dispatch.choose(_ASSEMBLY, call, implementation)
+    chosen = dispatch.choose(_CANDIDATES, call, implementation)
+    if chosen == "triton" and chunk_bytes is None and one_pass_norm.refuses(call) is None:
+        chosen = "one_pass"
     return _factored_norm(weight, lora_a, lora_b, float(scale), kernel_sq_norm, chunk_bytes, chosen)
 
 
@@ -131,10 +135,12 @@ def _factored_norm(
 ) -> Tensor:
     dtype = accumulation_dtype(weight, lora_a, lora_b)
     with torch.autocast(weight.device.type, enabled=False):
+        if implementation == "one_pass" and scale != 0:
+            return one_pass_norm.norm(weight, lora_a, lora_b, scale)
         base_sq = _squared_norm(weight) if kernel_sq_norm is None else kernel_sq_norm
         base_sq = base_sq.to(dtype)
         if scale == 0:
-            return base_sq.sqrt()
+            return _sqrt(base_sq)
         cross, ba_sq = _adapter_terms(weight, lora_a, lora_b, dtype, chunk_bytes)
         assemble = norm_assembly.assemble_norm if implementation == "triton" else assemble_norm
         return assemble(base_sq, cross, ba_sq, scale)
@@ -164,7 +170,13 @@ def _(weight):
 
 def assemble_norm(base_sq: Tensor, cross: Tensor, ba_sq: Tensor, scale: float) -> Tensor:
     """√max(base_sq + 2·scale·cross + scale²·ba_sq, 0) of three f32[out] or f64[out]; NaN stays."""
-    return (base_sq + (2 * scale) * cross + (scale * scale) * ba_sq).clamp(min=0).sqrt()
+    return _sqrt((base_sq + (2 * scale) * cross + (scale * scale) * ba_sq).clamp(min=0))
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """IEEE's square root, which torch's on a CPU is not in fp32: its vector library is a unit off
+    in the last place here and there. Rounded from fp64 it is exact."""
+    return x.double().sqrt().to(x.dtype) if x.device.type == "cpu" else x.sqrt()
 
 
 def _adapter_terms(
@@ -237,11 +249,7 @@ def _operand_bytes(tensor: Tensor, other: Tensor, dtype: torch.dtype) -> int:
     return 0 if pieces(tensor) == 1 else 4 * pieces(tensor) + 2 * dtype.itemsize
 
 
-def _assembly_refuses(call: Call) -> str | None:
-    return dispatch.triton_refuses(call) or norm_assembly.refuses(call)
-
-
-_ASSEMBLY = (
-    Candidate("triton", _assembly_refuses, dispatch.triton_loses),
+_CANDIDATES = (
+    Candidate("triton", dispatch.triton_refuses, dispatch.triton_loses),
     Candidate("eager", dispatch.accepts, dispatch.accepts),
 )

@@ -25,11 +25,6 @@ from jax_dora.ops.mosaic.rowwise import refuses as refuses
 CONFIG = RowwiseConfig()
 
 
-def slower(rows: int, out: int, device_kind: str) -> str | None:
-    """Why XLA is the better choice at [rows, out], or None."""
-    return rowwise.slower("compose_backward", rows, out, device_kind)
-
-
 def compose_backward(
     dy: jax.Array,
     inner: jax.Array | None,

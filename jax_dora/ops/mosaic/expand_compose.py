@@ -35,7 +35,7 @@ CONFIGS = (
 
 def heuristic(rank: int, want_inner: bool) -> StripConfig | None:
     """The config for a rank, or None where its strip of B does not fit."""
-    return strips.fits(strips.slices(rank), 2, CONFIGS, extra_tiles=1 if want_inner else 0)
+    return strips.fits(rank, 2, CONFIGS, extra_tiles=1 if want_inner else 0)
 
 
 def refuses(
@@ -85,10 +85,11 @@ def expand_compose(
     rows = base.shape[0]
     config = config or heuristic(rank, want_inner)
     padded_rows = pl.cdiv(rows, strips.ROW_ALIGNMENT) * strips.ROW_ALIGNMENT
+    padded_rank = strips.padded_rank(rank, config.tile_k)
     sweep = strips.Sweep(padded_rows, out, config, sm_count)
     base = strips.pad(base, padded_rows, out)
-    z = strips.pad(z, padded_rows, strips.padded_rank(rank))
-    lora_b = strips.pad(lora_b, strips.padded_rank(rank), sweep.padded_out)
+    z = strips.pad(z, padded_rows, padded_rank)
+    lora_b = strips.pad(lora_b, padded_rank, sweep.padded_out)
     vectors = [g] if bias is None else [g, bias]
 
     def epilogue(carry, acc, base_smem, vectors_smem, scale, rows, cols, out_gmem, inner_smem=None):
@@ -115,7 +116,7 @@ def expand_compose(
     inner_smem = strips.tiled(tiles, dtype, out)
     results = strips.sweep_kernel(
         sweep,
-        [(k,) for k in range(strips.slices(rank))],
+        [(k,) for k in range(pl.cdiv(rank, config.tile_k))],
         dtype,
         dtype,
         out_type=[jax.ShapeDtypeStruct(base.shape, dtype)] * (2 if want_inner else 1),

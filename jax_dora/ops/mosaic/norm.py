@@ -50,7 +50,7 @@ def pieces(kernel_dtype: jax.typing.DTypeLike, adapter_dtype: jax.typing.DTypeLi
 
 def heuristic(rank: int, kernel_dtype, adapter_dtype) -> StripConfig | None:
     """The config for a rank, or None where its strip of B does not fit."""
-    resident = pieces(kernel_dtype, adapter_dtype) * strips.slices(rank)
+    resident = pieces(kernel_dtype, adapter_dtype) * pl.cdiv(rank, 64) * 64
     return strips.fits(resident, jnp.dtype(kernel_dtype).itemsize, CONFIGS)
 
 
@@ -96,7 +96,8 @@ def norm(
     config = config or heuristic(rank, kernel.dtype, lora_a.dtype)
     sweep = strips.Sweep(in_features, out, config, sm_count)
     count = pieces(kernel.dtype, lora_a.dtype)
-    width, slices = strips.padded_rank(rank) if count == 1 else strips.slices(rank) * strips.TILE_K, strips.slices(rank)
+    slices = pl.cdiv(rank, config.tile_k)
+    width = strips.padded_rank(rank, config.tile_k) if count == 1 else slices * config.tile_k
     lora_a = jnp.concatenate(
         [strips.pad(piece, in_features, width) for piece in _cut(lora_a, count)], axis=1
     )

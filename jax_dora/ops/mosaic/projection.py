@@ -25,6 +25,8 @@ CONSUMERS = 2
 # What a consumer stores at a time: one instruction's rows, one swizzled row of 16-bit numbers.
 CHUNK_ROWS, CHUNK_COLS = 64, 64
 CHUNK_SLOTS = 2
+# A slice along the contracted axis is a 128-byte row, the widest swizzle.
+TILE_K = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +74,8 @@ def refuses(
     if rows == 0:
         return "there are no rows"
     for name, size in (("in", in_features), ("out", out)):
-        if size == 0 or size % strips.TILE_K:
-            return f"{name} = {size} is not a multiple of {strips.TILE_K}"
+        if size == 0 or size % TILE_K:
+            return f"{name} = {size} is not a multiple of {TILE_K}"
     return None
 
 
@@ -97,7 +99,7 @@ def project(
     vectors = [g] if bias is None else [g, bias]
     shape = (*x.shape[:-1], kernel.shape[1])
     x, z = x.reshape(-1, x.shape[-1]), z.reshape(-1, z.shape[-1])
-    rank = strips.padded_rank(z.shape[1])
+    rank = strips.padded_rank(z.shape[1], TILE_K)
     z, lora_b = strips.pad(z, z.shape[0], rank), strips.pad(lora_b, rank, lora_b.shape[1])
     results = _product(
         (x, z), (kernel, lora_b), vectors, 2 if want_inner else 1, False, sm_count, config
@@ -117,7 +119,7 @@ def project_back(
     """dx [..., in] for d = g∘dy [..., out] and dz = s·(d Bᵀ) [..., r]."""
     shape = (*d.shape[:-1], kernel.shape[0])
     d, dz = d.reshape(-1, d.shape[-1]), dz.reshape(-1, dz.shape[-1])
-    rank = strips.padded_rank(dz.shape[1])
+    rank = strips.padded_rank(dz.shape[1], TILE_K)
     dz, lora_a = strips.pad(dz, dz.shape[0], rank), strips.pad(lora_a, lora_a.shape[0], rank)
     (dx,) = _product((d, dz), (kernel, lora_a), [], 1, True, sm_count, config)
     return dx.reshape(shape)
@@ -136,12 +138,12 @@ def _product(
 
     left [rows, k]; right [k, cols], or [cols, k] if transposed.
     """
-    c, tile_k, dtype = config, strips.TILE_K, lefts[0].dtype
+    c, dtype = config, lefts[0].dtype
     rows = lefts[0].shape[0]
     cols = rights[0].shape[0 if transposed else 1]
     padded_rows = pl.cdiv(rows, strips.ROW_ALIGNMENT) * strips.ROW_ALIGNMENT
     lefts = tuple(strips.pad(left, padded_rows, left.shape[1]) for left in lefts)
-    steps = [pl.cdiv(left.shape[1], tile_k) for left in lefts]
+    steps = [pl.cdiv(left.shape[1], TILE_K) for left in lefts]
     row_tiles, col_tiles = pl.cdiv(rows, c.tile_rows), pl.cdiv(cols, c.tile_cols)
     tiles = row_tiles * col_tiles
     blocks = min(sm_count, tiles)
@@ -182,7 +184,7 @@ def _product(
                         k, _, left_gmem=left_gmem, right_gmem=right_gmem, before=before
                     ):
                         slot = lax.rem(before + k, c.stages)
-                        at_k = pl.ds(k * tile_k, tile_k)
+                        at_k = pl.ds(k * TILE_K, TILE_K)
                         plgpu.barrier_wait(free.at[slot])
                         plgpu.copy_gmem_to_smem(
                             left_gmem.at[at_rows, at_k], left_smem.at[slot], ready.at[slot]
@@ -270,7 +272,7 @@ def _product(
             lax.fori_loop(0, my_tiles, consume_tile, None)
             plgpu.wait_smem_to_gmem(0)
 
-    right_tile = (c.tile_cols, tile_k) if transposed else (tile_k, c.tile_cols)
+    right_tile = (c.tile_cols, TILE_K) if transposed else (TILE_K, c.tile_cols)
     results = plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct((padded_rows, cols), dtype)] * outputs,
@@ -279,7 +281,7 @@ def _product(
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         scratch_types={
-            "left_smem": strips.tiled((c.stages, c.tile_rows, tile_k), dtype),
+            "left_smem": strips.tiled((c.stages, c.tile_rows, TILE_K), dtype),
             "right_smem": strips.tiled((c.stages, *right_tile), dtype),
             "ready": plgpu.Barrier(num_arrivals=2, num_barriers=c.stages),
             "free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=c.stages),

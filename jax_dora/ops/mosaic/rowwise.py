@@ -18,8 +18,6 @@ import math
 
 import jax.numpy as jnp
 
-from jax_dora.ops import tuning
-
 FEATURES = 1024
 MAX_LANE = 256
 ALIGNMENT = 8
@@ -75,16 +73,9 @@ def tile(rows: int, out: int, dtype, config: RowwiseConfig, sm_count: int) -> Ti
     return Tiling(rows, out, lane, tile_rows, column_blocks, row_blocks, steps)
 
 
-def slower(kernel: str, rows: int, out: int, device_kind: str) -> str | None:
-    """Why XLA is the better choice for `kernel` at [rows, out], by what was measured, or None."""
-    crossover = tuning.load(device_kind)[kernel]
-    if crossover["min_elements"] is None:
-        return "XLA's own fusion is as fast at every size"
-    if rows * out < crossover["min_elements"]:
-        return f"{rows} x {out} is below the crossover of {crossover['min_elements']} elements"
-    if math.gcd(out, MAX_LANE) < crossover["min_lane"]:
-        return f"out = {out} is no multiple of {crossover['min_lane']}: the copies get too narrow"
-    return None
+def sizes(rows: int, out: int) -> dict[str, int]:
+    """What `tuning.slower` may judge a call by."""
+    return {"elements": rows * out, "lane": math.gcd(out, MAX_LANE)}
 
 
 def refuses(rows: int, out: int, dtype) -> str | None:

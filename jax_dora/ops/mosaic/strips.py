@@ -8,8 +8,8 @@ the tile of a large [rows, out] matrix:
   stays in shared memory; were it fetched per tile, level-2 traffic would be twice as high, and that,
   not arithmetic, would set the pace.
 - The `consumers` take turns at tiles: while one works on its accumulator the others keep the tensor
-  cores busy. Each has its own fetching warpgroup and its own rings of slices of `left` and of
-  tiles of the matrix; with one fetcher for all, a consumer's slices would wait for another's.
+  cores busy. Each has its own fetching warp and its own rings of slices of `left` and of tiles
+  of the matrix; with one fetcher for all, a consumer's slices would wait for another's.
 - Past the last row, column or rank the copy engine reads zeros and writes nothing.
 """
 
@@ -30,8 +30,6 @@ ALIGNMENT = 8
 ROW_ALIGNMENT = 8
 # One m64 instruction; taller tiles would only need more registers.
 TILE_ROWS = 64
-# A slice along the rank is a 128-byte row, the widest swizzle.
-TILE_K = 64
 SHARED_MEMORY = 232_448
 # What vectors, barriers and sums over warps may take of it.
 RESERVED = 3_072
@@ -51,6 +49,7 @@ class StripConfig:
       slots: tiles of the matrix in flight for each consumer; with two, one is fetched while the
         other is worked on and stored.
       consumers: warpgroups that multiply.
+      tile_k: depth of a slice, 64 or 32.
       splits: runs that a strip is cut into; None balances them over the multiprocessors.
     """
 
@@ -58,17 +57,14 @@ class StripConfig:
     stages: int = 4
     slots: int = 2
     consumers: int = 2
+    tile_k: int = 64
     splits: int | None = None
 
 
-def padded_rank(rank: int) -> int:
+def padded_rank(rank: int, tile_k: int) -> int:
     """The rank with zeros up to what the copy engine can address: whole slices, if more than one."""
-    step = ALIGNMENT if rank < TILE_K else TILE_K
+    step = ALIGNMENT if rank < tile_k else tile_k
     return pl.cdiv(rank, step) * step
-
-
-def slices(rank: int) -> int:
-    return pl.cdiv(rank, TILE_K)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,25 +117,25 @@ def _balanced(row_tiles: int, strips: int, sm_count: int) -> int:
 
 
 def shared_memory(
-    config: StripConfig, right_slices: int, tile_itemsize: int, extra_tiles: int = 0
+    config: StripConfig, right_rank: int, tile_itemsize: int, extra_tiles: int = 0
 ) -> int:
     """Bytes that a launch takes; `extra_tiles` further tiles for each consumer."""
     c = config
     tile = TILE_ROWS * c.tile_cols * tile_itemsize
     return (
-        right_slices * TILE_K * c.tile_cols * 2
-        + c.consumers * c.stages * TILE_ROWS * TILE_K * 2
+        pl.cdiv(right_rank, c.tile_k) * c.tile_k * c.tile_cols * 2
+        + c.consumers * c.stages * TILE_ROWS * c.tile_k * 2
         + c.consumers * (c.slots + extra_tiles) * tile
         + RESERVED
     )
 
 
 def fits(
-    right_slices: int, tile_itemsize: int, candidates: Sequence[StripConfig], extra_tiles: int = 0
+    right_rank: int, tile_itemsize: int, candidates: Sequence[StripConfig], extra_tiles: int = 0
 ) -> StripConfig | None:
     """The first of `candidates` that shared memory has room for."""
     for config in candidates:
-        if shared_memory(config, right_slices, tile_itemsize, extra_tiles) <= SHARED_MEMORY:
+        if shared_memory(config, right_rank, tile_itemsize, extra_tiles) <= SHARED_MEMORY:
             return config
     return None
 
@@ -211,6 +207,8 @@ def sweep_kernel(
     left_slices = len(products)
     right_slices = 1 + max(k for ks in products for k in ks)
     outputs = len(out_type)
+    # Late enough not to wait for the stores, early enough for the next tile to arrive in time.
+    hand_back_at = min(left_slices // 3, c.stages - 1)
     left_ring, tile_ring = c.consumers * c.stages, c.consumers * c.slots
 
     def kernel(left_gmem, right_gmem, matrix_gmem, scale_gmem, *refs, fetch, extra):
@@ -240,11 +238,7 @@ def sweep_kernel(
             skipped = lax.rem(consumer - lax.rem(before, c.consumers) + c.consumers, c.consumers)
             return skipped, lax.div(tiles - skipped + c.consumers - 1, c.consumers)
 
-        @pl.when(warpgroup >= c.consumers)
-        def _fetch():
-            plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
-            consumer = warpgroup - c.consumers
-
+        def fetch_for(consumer):
             def fetch_run(index, before):
                 cols, _, first, tiles = run_at(index)
                 skipped, turns = turns_of(consumer, before, tiles)
@@ -259,7 +253,7 @@ def sweep_kernel(
 
                     def fetch_right(k, _):
                         plgpu.copy_gmem_to_smem(
-                            right_gmem.at[pl.ds(k * TILE_K, TILE_K), cols],
+                            right_gmem.at[pl.ds(k * c.tile_k, c.tile_k), cols],
                             fetch["right_smem"].at[k],
                             fetch["right_ready"].at[k],
                         )
@@ -270,6 +264,19 @@ def sweep_kernel(
                     tile = skipped + i * c.consumers
                     turn = lax.div(before + tile, c.consumers)
                     rows = tile_rows(first + tile)
+
+                    def fetch_left(k, _):
+                        stage = consumer * c.stages + lax.rem(turn * left_slices + k, c.stages)
+                        plgpu.barrier_wait(fetch["left_free"].at[stage])
+                        plgpu.copy_gmem_to_smem(
+                            left_gmem.at[rows, pl.ds(k * c.tile_k, c.tile_k)],
+                            fetch["left_smem"].at[stage],
+                            fetch["left_ready"].at[stage],
+                        )
+
+                    # A consumer's only slot is handed back while it works on the next tile's slices.
+                    ahead = 0 if c.slots > 1 else min(c.stages, left_slices)
+                    lax.fori_loop(0, ahead, fetch_left, None)
                     slot = consumer * c.slots + lax.rem(turn, c.slots)
                     plgpu.barrier_wait(fetch["tile_free"].at[slot])
                     plgpu.copy_gmem_to_smem(
@@ -277,17 +284,7 @@ def sweep_kernel(
                         fetch["tile_smem"].at[slot],
                         fetch["tile_ready"].at[slot],
                     )
-
-                    def fetch_left(k, _):
-                        stage = consumer * c.stages + lax.rem(turn * left_slices + k, c.stages)
-                        plgpu.barrier_wait(fetch["left_free"].at[stage])
-                        plgpu.copy_gmem_to_smem(
-                            left_gmem.at[rows, pl.ds(k * TILE_K, TILE_K)],
-                            fetch["left_smem"].at[stage],
-                            fetch["left_ready"].at[stage],
-                        )
-
-                    lax.fori_loop(0, left_slices, fetch_left, None)
+                    lax.fori_loop(ahead, left_slices, fetch_left, None)
 
                 lax.fori_loop(0, turns, fetch_tile, None)
                 return before + tiles
@@ -304,9 +301,17 @@ def sweep_kernel(
             for stage in range(c.stages):
                 plgpu.barrier_wait(fetch["left_free"].at[consumer * c.stages + stage])
 
+        @pl.when(warpgroup == c.consumers)
+        def _fetch():
+            plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
+
+            @plgpu.warp_map
+            def _warp(warp):
+                pl.when(warp < c.consumers)(lambda: fetch_for(warp))
+
         @pl.when(warpgroup < c.consumers)
         def _consume():
-            registers = (REGISTERS // c.consumers - FETCH_REGISTERS) // 8 * 8
+            registers = (REGISTERS - FETCH_REGISTERS) // c.consumers // 8 * 8
             plgpu.set_max_registers(min(240, registers), action="increase")
             scale = scale_gmem[0]
 
@@ -353,9 +358,6 @@ def sweep_kernel(
                     def stage_of(k):
                         return warpgroup * c.stages + lax.rem(turn * left_slices + k, c.stages)
 
-                    if c.slots == 1:
-                        hand_back_stored(turn)
-
                     def multiply(acc_ref):
                         fresh = set(range(right_slices))
                         for k, partners in enumerate(products):
@@ -375,10 +377,9 @@ def sweep_kernel(
                                     fetch["left_smem"].at[stage_of(k)],
                                     fetch["right_smem"].at[p],
                                 )
-                            if k == 0:
-                                if c.slots > 1:
-                                    hand_back_stored(turn)
-                            else:
+                            if k == hand_back_at:
+                                hand_back_stored(turn)
+                            if k > 0:
                                 # All but this slice's products are done, so the last slice is free.
                                 plgpu.wgmma_wait(len(partners))
                                 plgpu.barrier_arrive(fetch["left_free"].at[stage_of(k - 1)])
@@ -425,10 +426,11 @@ def sweep_kernel(
                     plgpu.barrier_wait(fetch["finish_turn"].at[0])
 
     buffers = {
-        "left_smem": tiled((left_ring, TILE_ROWS, TILE_K), operand_dtype),
+        "left_smem": tiled((left_ring, TILE_ROWS, c.tile_k), operand_dtype),
         "left_ready": plgpu.Barrier(num_barriers=left_ring),
         "left_free": plgpu.Barrier(num_barriers=left_ring),
-        "right_smem": tiled((right_slices, TILE_K, c.tile_cols), operand_dtype),
+        # Tensor cores want both operands swizzled alike.
+        "right_smem": tiled((right_slices, c.tile_k, c.tile_cols), operand_dtype, c.tile_k),
         "right_ready": plgpu.Barrier(num_barriers=right_slices),
         "right_free": plgpu.Barrier(num_arrivals=c.consumers),
         "tile_smem": tiled((tile_ring, TILE_ROWS, c.tile_cols), tile_dtype, sweep.out),
@@ -447,7 +449,7 @@ def sweep_kernel(
         out_type=out_type,
         grid=(sweep.blocks,),
         grid_names=("block",),
-        num_threads=2 * c.consumers,
+        num_threads=c.consumers + 1,
         thread_name="warpgroup",
         scratch_types={"fetch": buffers, "extra": scratch},
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=REDUCTION_SCRATCH),

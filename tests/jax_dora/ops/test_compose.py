@@ -78,7 +78,7 @@ def test_mosaic_agrees_with_the_oracle(on_mosaic, op, rows, out, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("rows", "out"), [(4096, 4096), (4097, 8192), (2048, 28672), (8192, 2880), (517, 8200)]
+    ("rows", "out"), [(4096, 4096), (2049, 8192), (517, 28672), (1024, 2880), (517, 8200)]
 )
 def test_mosaic_agrees_at_full_size(rows, out, dtype):
     check("compose", *operands(3, (rows, out), dtype, 0.0015), 0.7, "mosaic")
@@ -93,9 +93,13 @@ def test_mosaic_is_bitwise_deterministic():
         y, vjp = jax.vjp(lambda *a: compose(*a, 0.7, implementation="mosaic"), base, lora, g)
         return y, vjp(dy)
 
-    first = run(base, lora, g, dy)
+    @jax.jit
+    def same(a, b):
+        return jnp.stack([jnp.array_equal(p, q) for p, q in zip(a, b, strict=True)]).all()
+
+    first = jax.tree.leaves(run(base, lora, g, dy))
     for _ in range(100):
-        jax.tree.map(np.testing.assert_array_equal, run(base, lora, g, dy), first)
+        assert same(jax.tree.leaves(run(base, lora, g, dy)), first)
 
 
 def test_mosaic_keeps_leading_axes_and_adds_the_bias(on_mosaic):

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_dora.ops.dispatch import Call
 from torch_dora.ops.triton.jit import jit
 
 
@@ -29,11 +28,6 @@ class Config:
 
 
 CONFIG = Config()
-
-
-def refuses(call: Call) -> str | None:
-    """Why the kernel cannot take ``call``; None when it can."""
-    return None
 
 
 @jit
@@ -53,14 +47,14 @@ def _kernel(
 def assemble_norm(
     base_sq: Tensor, cross: Tensor, ba_sq: Tensor, scale: float, config: Config = CONFIG
 ) -> Tensor:
-    """The norm f32[out] of three contiguous f32[out]."""
+    """The norm f32[out] of three f32[out]."""
     norm = torch.empty_like(base_sq)
     features = norm.shape[0]
     if features:
         _kernel[(triton.cdiv(features, config.columns),)](
-            base_sq,
-            cross,
-            ba_sq,
+            base_sq.contiguous(),
+            cross.contiguous(),
+            ba_sq.contiguous(),
             norm,
             features,
             2 * scale,

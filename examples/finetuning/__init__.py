@@ -1,0 +1,1 @@
+"""What `finetune.py` is made of."""

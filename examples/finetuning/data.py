@@ -1,0 +1,145 @@
+"""Prompts and completions from a JSONL file, packed into rows of one length.
+
+A line is {"prompt": ..., "completion": ...}, whose loss is taken on the completion alone, or
+{"text": ...}, whose loss is taken on everything.
+"""
+
+import bisect
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from tokenizers import Tokenizer
+
+
+class Example(NamedTuple):
+    tokens: list[int]
+    prompt: int  # so many of them are the prompt's
+
+
+class Rows(NamedTuple):
+    """Packed examples, each of the five [..., time]; as `decoder.next_token_loss` takes them."""
+
+    tokens: np.ndarray  # i32
+    targets: np.ndarray  # i32
+    weights: np.ndarray  # f32: 1 where the target belongs to a completion
+    positions: np.ndarray  # i32, from 0 in every example
+    segment_ids: np.ndarray  # i32: 1, 2, … for the examples of a row, 0 for padding
+
+    def take(self, index: np.ndarray | slice) -> "Rows":
+        return Rows(*(array[index] for array in self))
+
+
+class Packed(NamedTuple):
+    rows: Rows
+    examples: int
+    truncated: int  # examples of which the end was cut off
+    dropped: int  # examples of which no completion was left
+
+
+def read_examples(file: Path, tokenizer: Tokenizer, end: int) -> Iterator[Example]:
+    """
+    Args:
+      file: JSONL.
+      tokenizer: its special tokens, such as the beginning of a text, go before the prompt.
+      end: the token that ends a completion.
+
+    Raises:
+      ValueError: a line has neither form, or the file no line; it names the line.
+    """
+    count = 0
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            prompt, completion = _parse(line, f"{file}, line {number}")
+            before = tokenizer.encode(prompt).ids
+            after = tokenizer.encode(completion, add_special_tokens=False).ids
+            yield Example([*before, *after, end], len(before))
+            count += 1
+    if not count:
+        raise ValueError(f"{file} has no line; expected JSON objects, one a line")
+
+
+def pack(examples: Sequence[Example], length: int) -> Packed:
+    """Examples into as few rows of `length` tokens as best-fit decreasing finds.
+
+    Raises:
+      ValueError: no example has a completion within `length` tokens.
+    """
+    # A row reads all but the last token of an example, and predicts all but the first.
+    kept = [Example(example.tokens[: length + 1], example.prompt) for example in examples]
+    truncated = sum(len(example.tokens) > length + 1 for example in examples)
+    kept = [example for example in kept if len(example.tokens) > max(example.prompt, 1)]
+    if not kept:
+        raise ValueError(
+            f"none of {len(examples)} examples has a completion within {length} tokens: "
+            "raise --length"
+        )
+    contents: list[list[Example]] = []
+    room: list[tuple[int, int]] = []  # (free tokens, row), sorted
+    for example in sorted(kept, key=lambda example: len(example.tokens), reverse=True):
+        size = len(example.tokens) - 1
+        place = bisect.bisect_left(room, (size, 0))
+        free, row = room.pop(place) if place < len(room) else (length, len(contents))
+        if row == len(contents):
+            contents.append([])
+        contents[row].append(example)
+        bisect.insort(room, (free - size, row))
+    shape = (len(contents), length)
+    rows = Rows(
+        tokens=np.zeros(shape, np.int32),
+        targets=np.zeros(shape, np.int32),
+        weights=np.zeros(shape, np.float32),
+        positions=np.zeros(shape, np.int32),
+        segment_ids=np.zeros(shape, np.int32),
+    )
+    for row, content in enumerate(contents):
+        _fill(rows.take(slice(row, row + 1)), content)
+    return Packed(rows, len(kept), truncated, len(examples) - len(kept))
+
+
+def batch(rows: Rows, step: int, shape: tuple[int, int], seed: int) -> Rows:
+    """The rows of one optimizer step, each array [accumulate, batch, time].
+
+    A function of its arguments alone, so that a run can be taken up at any step: every epoch is a
+    permutation of its own, and steps count on across epochs.
+    """
+    count, size = len(rows.tokens), shape[0] * shape[1]
+    chosen = []
+    while len(chosen) < size:
+        epoch, place = divmod(step * size + len(chosen), count)
+        order = np.random.default_rng((seed, epoch)).permutation(count)
+        chosen.extend(order[place : place + size - len(chosen)])
+    taken = rows.take(np.array(chosen))
+    return Rows(*(array.reshape(*shape, -1) for array in taken))
+
+
+def _parse(line: str, where: str) -> tuple[str, str]:
+    try:
+        record: Any = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where} is no JSON: {error}") from error
+    fields = record if isinstance(record, dict) else {}
+    match fields:
+        case {"prompt": str(prompt), "completion": str(completion)}:
+            return prompt, completion
+        case {"text": str(text)}:
+            return "", text
+    found = ", ".join(fields) or type(record).__name__
+    raise ValueError(f'{where} has {found}; expected strings "prompt" and "completion", or "text"')
+
+
+def _fill(row: Rows, examples: Sequence[Example]) -> None:
+    start = 0
+    for segment, example in enumerate(examples, 1):
+        size = len(example.tokens) - 1
+        place = (0, slice(start, start + size))
+        row.tokens[place] = example.tokens[:-1]
+        row.targets[place] = example.tokens[1:]
+        row.weights[place] = np.arange(1, size + 1) >= example.prompt
+        row.positions[place] = np.arange(size)
+        row.segment_ids[place] = segment
+        start += size

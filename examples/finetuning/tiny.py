@@ -1,0 +1,57 @@
+"""A model small enough for a laptop, its byte-level tokenizer, and sums for it to learn."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from decoder import DecoderConfig, make_model, save_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+END = "<|end|>"
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 257,
+    "eos_token_id": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": True,
+    "dtype": "float32",
+}
+
+
+def make_tiny_model(folder: Path, seed: int) -> None:
+    """A Hugging Face folder with a Qwen3 of random weights."""
+    config = DecoderConfig.from_hf(CONFIG)
+    model = make_model(config, seed=seed)
+    # Embeddings of 0.02 under a head tied to them could not tell any token from another.
+    model.model.norm.scale[...] = 10 * model.model.norm.scale[...]
+    save_model(model, folder, CONFIG)
+    byte_level_tokenizer().save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def byte_level_tokenizer() -> Tokenizer:
+    """One token a byte, and one that ends a text."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END])
+    return tokenizer
+
+
+def make_tiny_data(file: Path, seed: int, count: int = 500) -> None:
+    """Sums of two numbers, as prompts and completions."""
+    rng = np.random.default_rng(seed)
+    with file.open("w", encoding="utf-8") as lines:
+        for a, b in rng.integers(0, 50, (count, 2)).tolist():
+            lines.write(json.dumps({"prompt": f"{a}+{b}=", "completion": f"{a + b}"}) + "\n")

@@ -1,0 +1,144 @@
+"""One optimizer step: gradients of several micro-batches with one norm, then the update.
+
+The model is taken apart and the frozen weights are only ever read: a function that returned them,
+as `nnx.jit` would, would copy the base model at every step.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from decoder import CausalLM, next_token_loss
+from decoder.loss import Loss
+from flax import nnx
+
+import jax_dora
+from jax_dora.reuse import DoRANorm
+
+from .data import Rows
+
+
+class Parts(NamedTuple):
+    """A model, taken apart by who changes what."""
+
+    graphdef: nnx.GraphDef[CausalLM]
+    adapters: nnx.State  # by the optimizer
+    moving: nnx.State  # by the step: kept norms, counts of the dropout streams
+    frozen: nnx.State  # by nobody
+
+    def model(self) -> CausalLM:
+        return nnx.merge(self.graphdef, self.adapters, self.moving, self.frozen)
+
+
+class Metrics(NamedTuple):
+    loss: jax.Array  # f32[]: mean over the step's completion tokens
+    gradient_norm: jax.Array  # f32[]
+    finite: jax.Array  # bool[]: the loss, the gradient and the updated adapters
+
+
+def take_apart(model: CausalLM) -> Parts:
+    return Parts(*nnx.split(model, nnx.LoRAParam, nnx.Any(nnx.RngState, DoRANorm), ...))
+
+
+def make_optimizer(
+    schedule: optax.Schedule, *, clip: float, weight_decay: float
+) -> optax.GradientTransformation:
+    """AdamW with clipping; a magnitude is not decayed, for its rest is the base's norm, not 0."""
+
+    def decayed(adapters: nnx.State) -> Any:
+        def is_variable(x: Any) -> bool:
+            return isinstance(x, nnx.Variable)
+
+        return jax.tree.map(
+            lambda variable: not isinstance(variable, jax_dora.DoRAParam),
+            adapters,
+            is_leaf=is_variable,
+        )
+
+    return optax.chain(
+        optax.clip_by_global_norm(clip),
+        optax.adamw(schedule, weight_decay=weight_decay, mask=decayed),
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def accumulate(
+    graphdef: nnx.GraphDef[CausalLM],
+    adapters: nnx.State,
+    moving: nnx.State,
+    frozen: nnx.State,
+    rows: Rows,
+) -> tuple[jax.Array, nnx.State, nnx.State]:
+    """The mean loss over all completion tokens of `rows` [accumulate, batch, time], its gradient,
+    and what else has moved."""
+    model = nnx.merge(graphdef, adapters, moving, frozen)
+    # Once for all micro-batches: the adapters do not move between them.
+    jax_dora.refresh_norms(model)
+    _, norms, streams, _ = nnx.split(model, DoRANorm, nnx.RngState, ...)
+    weight = jnp.maximum(jnp.sum(rows.weights), 1)
+
+    def loss_fn(adapters, streams, rows):
+        # Copied: jax.grad hands over the variables of the trace around it, and streams count on.
+        model = nnx.merge(graphdef, adapters, norms, streams, frozen, copy=True)
+        return _loss(model, rows).total / weight, nnx.state(model, nnx.RngState)
+
+    def micro_step(carry, rows):
+        total, gradients, streams = carry
+        (loss, streams), more = jax.value_and_grad(loss_fn, has_aux=True)(adapters, streams, rows)
+        return (total + loss, jax.tree.map(jnp.add, gradients, more), streams), None
+
+    zero = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, adapters), streams
+    (loss, gradients, streams), _ = jax.lax.scan(micro_step, zero, rows)
+    return loss, gradients, nnx.merge_state(norms, streams)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
+def update(
+    optimizer: optax.GradientTransformation,
+    adapters: nnx.State,
+    optimizer_state: optax.OptState,
+    gradients: nnx.State,
+    loss: jax.Array,
+) -> tuple[nnx.State, optax.OptState, Metrics]:
+    gradient_norm = optax.tree.norm(gradients)
+    updates, optimizer_state = optimizer.update(gradients, optimizer_state, adapters)
+    adapters = jax.tree.map(jnp.add, adapters, updates)
+    arrays = [loss, gradient_norm, *jax.tree.leaves(adapters)]
+    finite = jnp.stack([jnp.all(jnp.isfinite(array)) for array in arrays]).all()
+    return adapters, optimizer_state, Metrics(loss, gradient_norm, finite)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _evaluate(graphdef: nnx.GraphDef[CausalLM], state: nnx.State, rows: Rows) -> Loss:
+    model = nnx.merge(graphdef, state)
+    jax_dora.refresh_norms(model)
+    return _loss(model, rows)
+
+
+def evaluate(model: CausalLM, rows: Rows, batch: int) -> float:
+    """The mean loss over the completion tokens of `rows` [count, time], `batch` rows at a time."""
+    # Every batch is as large as the first, so that nothing is compiled twice.
+    missing = -len(rows.tokens) % batch
+    rows = Rows(*(np.pad(array, ((0, missing), (0, 0))) for array in rows))
+    model = nnx.merge(*nnx.split(model))
+    model.eval()
+    graphdef, state = nnx.split(model)
+    total = weight = 0.0
+    for start in range(0, len(rows.tokens), batch):
+        loss = _evaluate(graphdef, state, rows.take(slice(start, start + batch)))
+        total, weight = total + float(loss.total), weight + float(loss.weight)
+    return total / max(weight, 1.0)
+
+
+def _loss(model: CausalLM, rows: Any) -> Loss:
+    return next_token_loss(
+        model,
+        rows.tokens,
+        rows.targets,
+        rows.weights,
+        positions=rows.positions,
+        segment_ids=rows.segment_ids,
+    )

@@ -1,0 +1,173 @@
+"""Adapters into the weights: plain layers, merged in fp32 and cast once."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jax_dora import ops
+from jax_dora.adapt.kinds import Kind
+from jax_dora.adapt.remove import adapted, check_model, remove_dora
+from jax_dora.adapt.stack import indices, join, stack_shape, take
+from jax_dora.adapt.switch import Adapter, set_adapter
+from jax_dora.adapt.tree import find_modules
+from jax_dora.layers.adapter import matrix_norm
+
+
+@dataclasses.dataclass(frozen=True)
+class MergedLayer:
+    """What merging did to one layer; all norms are Frobenius'.
+
+    Attributes:
+      path: of the layer.
+      dtype: of its kernel.
+      change: ‖merged - kernel‖ / ‖kernel‖, before rounding: how much the adapter does.
+      rounding: ‖rounded - merged‖ / ‖merged‖: what the cast to `dtype` costs.
+      lost: ‖rounded - merged‖ / ‖merged - kernel‖: that cost as a part of the adapter's work; at 1
+        the rounding is as large as all that training changed.
+      max_abs: the largest difference that the cast makes to an element.
+    """
+
+    path: str
+    dtype: str
+    change: float
+    rounding: float
+    lost: float
+    max_abs: float
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeReport:
+    """The rounding that merging caused, layer by layer; `print` shows a table."""
+
+    layers: tuple[MergedLayer, ...]
+
+    def __str__(self) -> str:
+        width = max([len("layer"), *(len(layer.path) for layer in self.layers)])
+        lines = [f"{'layer':{width}}  dtype     change    rounding  lost      max abs"]
+        for layer in self.layers:
+            numbers = (layer.change, layer.rounding, layer.lost, layer.max_abs)
+            columns = "  ".join(f"{number:<8.2e}" for number in numbers)
+            lines.append(f"{layer.path:{width}}  {layer.dtype:8}  {columns}")
+        return "\n".join(lines)
+
+
+@overload
+def merge_dora[Model: nnx.Module](
+    model: Model,
+    *,
+    adapters: Sequence[Adapter] | None = None,
+    return_report: Literal[False] = False,
+) -> Model: ...
+@overload
+def merge_dora[Model: nnx.Module](
+    model: Model, *, adapters: Sequence[Adapter] | None = None, return_report: Literal[True]
+) -> tuple[Model, MergeReport]: ...
+def merge_dora(
+    model: Any, *, adapters: Sequence[Adapter] | None = None, return_report: bool = False
+) -> Any:
+    """`model` as a plain model, with every adapter in its layer's kernel.
+
+    The kernel becomes W' = W + ((g-1)∘W + g∘(s·lora_a lora_b)), evaluated in fp32 and cast once to
+    the kernel's dtype. In bf16 that cast can cost more than a small adapter does: `return_report`
+    says. `model` is left as it is, and is the way back; nothing is ever divided out again.
+
+    Args:
+      model: a model with an adapter; dropout plays no part.
+      adapters: merges these into the base of `model` instead of the adapter that it holds. Several
+        at once add up what each changes, W + Σ_i (W'_i - W), whatever their order; each keeps its
+        own norm, taken over the base alone.
+      return_report: return a `MergeReport` too.
+
+    Returns:
+      The merged model, or that and the report.
+
+    Raises:
+      TypeError: `model` is no nnx module.
+      ValueError: there is no adapter to merge, or one of `adapters` does not fit the model.
+    """
+    check_model(model)
+    merged = remove_dora(model)
+    models = [model]
+    if adapters is not None:
+        models = [set_adapter(merged, _without_dropout(adapter)) for adapter in adapters]
+    sources: dict[str, list[tuple[Any, Kind]]] = {}
+    for one in models:
+        for found, kind in adapted(one):
+            sources.setdefault(found.paths[0], []).append((found.module, kind))
+    if not sources:
+        raise ValueError(
+            "model holds no adapter and adapters names none; expected a model from apply_dora"
+        )
+    layers = []
+    for found in find_modules(merged):
+        if found.paths[0] in sources:
+            layers.append(
+                _merge_layer(found.paths[0], found.module, sources[found.paths[0]], return_report)
+            )
+    return (merged, MergeReport(tuple(filter(None, layers)))) if return_report else merged
+
+
+def _without_dropout(adapter: Adapter) -> Adapter:
+    rules = tuple(dataclasses.replace(rule, dropout=0.0) for rule in adapter.rules)
+    return dataclasses.replace(adapter, rules=rules)
+
+
+def _merge_layer(
+    path: str, base: Any, sources: list[tuple[Any, Kind]], report: bool
+) -> MergedLayer | None:
+    """Sets the kernel of `base` to the merged one."""
+    parameter = getattr(base, sources[0][1].kernel)
+    kernel = parameter.get_value()
+    change = functools.reduce(jnp.add, (_change(layer, kind) for layer, kind in sources))
+    exact = kernel.astype(change.dtype) + change
+    rounded = exact.astype(kernel.dtype)
+    parameter.set_value(rounded)
+    if not report:
+        return None
+    error = rounded.astype(change.dtype) - exact
+    size, moved, off = (float(jnp.linalg.norm(x.reshape(-1))) for x in (exact, change, error))
+    start = float(jnp.linalg.norm(kernel.astype(change.dtype).reshape(-1)))
+    return MergedLayer(
+        path=path,
+        dtype=str(kernel.dtype),
+        change=moved / start if start else float("inf"),
+        rounding=off / size if size else 0.0,
+        lost=off / moved if moved else 0.0,
+        max_abs=float(jnp.max(jnp.abs(error))),
+    )
+
+
+def _change(layer: Any, kind: Kind) -> jax.Array:
+    """W' - W in the kernel's shape, in fp32 (fp64 if a parameter is)."""
+    shape = stack_shape(layer, kind)
+    if shape:
+        return join([_change(take(layer, index), kind) for index in indices(shape)], shape)
+    layout = kind.layout(layer)
+    change = _matrix_change(
+        layout.kernel.to_matrices(getattr(layer, kind.kernel)[...]),
+        layout.lora_a.to_matrices(layer.lora_a[...]),
+        layout.lora_b.to_matrices(layer.lora_b[...]),
+        layout.magnitude.to_matrices(layer.magnitude[...])[:, 0],
+        layer.scale,
+    )
+    return layout.kernel.from_matrices(change)
+
+
+def _matrix_change(
+    kernel: jax.Array, lora_a: jax.Array, lora_b: jax.Array, magnitude: jax.Array, scale: float
+) -> jax.Array:
+    """(g-1)∘W + g∘(s·AB) of [n, in, out], [n, in, r], [n, r, out] and [n, out]."""
+    norm = matrix_norm(kernel, lora_a, lora_b, scale)
+    g = ops.magnitude_scale(magnitude.reshape(-1), norm.reshape(-1), kernel.dtype)
+    dtype = norm.dtype
+    g = g.astype(dtype).reshape(magnitude.shape)[:, None]
+    product = jnp.matmul(
+        lora_a.astype(dtype), lora_b.astype(dtype), precision=lax.Precision.HIGHEST
+    )
+    return (g - 1) * kernel.astype(dtype) + g * (scale * product)

@@ -1,0 +1,98 @@
+import pytest
+
+from benchmarks.clock import DeviceClock, Effort, Spread, wall_time
+
+
+def test_spread_is_the_median_and_the_outer_tenths() -> None:
+    spread = Spread.of([float(i) for i in range(100, -1, -1)])
+    assert (spread.median, spread.p10, spread.p90, spread.samples) == (50.0, 10.0, 90.0, 101)
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(1.0, 4), (0.01, 10), (1e-9, 20)])
+def test_effort_keeps_its_bounds(seconds: float, steps: int) -> None:
+    assert Effort(seconds=0.1, least=4, most=20).steps(seconds) == steps
+
+
+def test_wall_time_rotates_inputs_and_counts_its_steps() -> None:
+    seen = []
+    spread = wall_time(seen.append, [(0,), (1,), (2,)], Effort(0.0, least=4, most=4, blocks=3))
+    assert seen == [i % 3 for i in range(1 + 3 * 4)]
+    assert spread.samples == 3
+    assert 0 < spread.p10 <= spread.median <= spread.p90
+
+
+class RecordedKernels:
+    """Stands for CUPTI: what is launched, with the times that it is told."""
+
+    def __init__(self) -> None:
+        self.timings: list[tuple[str, float]] = []
+
+    def launch(self, name: str, microseconds: float) -> None:
+        self.timings.append((name, microseconds * 1e-3))
+
+    def _cupti_init(self) -> None:
+        self.timings = []
+
+    def _cupti_get_timings(self, finalize: bool) -> list[tuple[str, float]]:
+        return self.timings
+
+
+@pytest.fixture
+def recorded() -> RecordedKernels:
+    return RecordedKernels()
+
+
+@pytest.fixture
+def clock(recorded: RecordedKernels) -> DeviceClock:
+    clock = object.__new__(DeviceClock)
+    clock._cupti = recorded
+
+    def flush() -> None:
+        recorded.launch("sum", 50.0)
+        recorded.launch("sum of sums", 5.0)
+
+    clock._flushes = {"torch": (flush, ["sum", "sum of sums"])}
+    return clock
+
+
+def test_device_time_leaves_out_what_empties_the_cache(
+    clock: DeviceClock, recorded: RecordedKernels
+) -> None:
+    calls = iter(range(1000))
+
+    def step(extra: float) -> None:
+        # A kernel of the step that bears a flush kernel's name is still the step's.
+        recorded.launch("sum", 10.0 + extra)
+        recorded.launch("compose", 20.0 + next(calls) % 2)
+
+    times = clock.time("torch", step, [(0.0,), (2.0,)], Effort(0.0, least=6, most=6))
+    assert times.total.samples == 6
+    assert 30 <= times.total.p10 <= times.total.median <= times.total.p90 <= 33
+    assert [name for name, _ in times.kernels] == ["sum", "compose"]
+    assert times.kernels[0][1] == pytest.approx(11.0)
+
+
+def test_device_time_refuses_steps_that_differ_in_kernels(
+    clock: DeviceClock, recorded: RecordedKernels
+) -> None:
+    calls = iter(range(1000))
+
+    def step() -> None:
+        for _ in range(1 + next(calls) % 2):
+            recorded.launch("compose", 1.0)
+
+    with pytest.raises(RuntimeError, match="CUPTI recorded"):
+        clock.time("torch", step, [()], Effort(0.0, least=4, most=4))
+
+
+def test_device_time_refuses_kernels_out_of_place(
+    clock: DeviceClock, recorded: RecordedKernels
+) -> None:
+    order = iter([("a", "b"), ("a", "b"), ("a", "a", "b"), ("b",)])
+
+    def step() -> None:
+        for name in next(order):
+            recorded.launch(name, 1.0)
+
+    with pytest.raises(RuntimeError, match="before a step"):
+        clock.time("torch", step, [()], Effort(0.0, least=3, most=3))

@@ -1,0 +1,117 @@
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import __main__ as command
+from benchmarks import model
+from benchmarks.model import jax_model, torch_model, worker
+from benchmarks.model.protocol import VARIANTS, Protocol
+
+PROTOCOL = Protocol.quick()
+BY_LABEL = {variant.label: variant for variant in VARIANTS}
+
+
+@pytest.fixture(autouse=True)
+def as_users_run_it() -> Iterator[None]:
+    """JAX's own attention does not promote strictly."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def test_labels_are_unique() -> None:
+    assert len(BY_LABEL) == len(VARIANTS)
+
+
+# PEFT asks for a property under the name that transformers is about to drop.
+ignore_peft_s_names = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+
+
+def test_jax_agrees_with_fp32() -> None:
+    check = jax_model.side(BY_LABEL["jax DoRA, norm kept (no Triton)"], PROTOCOL, "cpu").check()
+    assert check.passed, check
+
+
+@ignore_peft_s_names
+@pytest.mark.parametrize("label", ["torch torch_dora, norm kept", "torch PEFT LoRA, bf16"])
+def test_torch_variants_agree_with_fp32(label: str) -> None:
+    check = torch_model.side(BY_LABEL[label], PROTOCOL, "cpu").check()
+    assert check.passed, check
+
+
+def test_the_check_sees_a_wrong_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = jax_model.jax_dora.DoRALinear.norm
+    monkeypatch.setattr(jax_model.jax_dora.DoRALinear, "norm", lambda self: 1.05 * right(self))
+    monkeypatch.setattr(jax_model, "_build", _with_unstrayed_magnitude(jax_model._build))
+    assert not jax_model.side(BY_LABEL["jax DoRA (no Triton)"], PROTOCOL, "cpu").check().passed
+
+
+def _with_unstrayed_magnitude(build):
+    def built(*arguments):
+        made = build(*arguments)
+        # The magnitude was initialised by the same wrong norm, which would cancel.
+        for _, module in jax_model.nnx.iter_modules(made):
+            if isinstance(module, jax_model.jax_dora.DoRALinear):
+                module.magnitude[...] = module.magnitude[...] / 1.05
+        return made
+
+    return built
+
+
+def test_kept_norms_change_no_bit_of_an_accumulation() -> None:
+    totals = []
+    for label in ("jax DoRA (no Triton)", "jax DoRA, norm kept (no Triton)"):
+        built = list(jax_model.side(BY_LABEL[label], PROTOCOL, "cpu").tasks)[-1]
+        assert built.task == "accumulation"
+        totals.append(jax.tree.leaves(built.step()))
+    for one, other in zip(*totals, strict=True):
+        assert (one == other).all()
+
+
+@ignore_peft_s_names
+def test_flops_are_those_of_the_products() -> None:
+    built = torch_model.side(BY_LABEL["torch PEFT LoRA, bf16"], PROTOCOL, "cpu").tasks
+    attention = 2 * PROTOCOL.layers * PROTOCOL.tokens**2 * PROTOCOL.heads * PROTOCOL.head_dim
+    counted = {}
+    for task, step, _ in built:
+        with FlopCounterMode(display=False) as counter:
+            step()
+        counted[task] = counter.get_total_flops()
+    # torch counts the whole square of the attention, of which half is computed.
+    assert counted["inference"] == PROTOCOL.flops("inference", "LoRA") + attention
+    backward = PROTOCOL.flops("gradient", "LoRA") + attention * (2 + 2.5)
+    assert counted["gradient"] == pytest.approx(backward, rel=1e-3)
+
+
+def test_a_worker_s_measurements_come_back(tmp_path: Path) -> None:
+    arguments = ["--out", str(tmp_path), "--quick", "--device", "cpu", "--only", "jax base*"]
+    assert command.main(["model", *arguments]) == 0
+    report = json.loads((tmp_path / "model.json").read_text())
+    (measurement,) = report["measurements"]
+    assert measurement["group"] == "model inference"
+    assert measurement["check"]["passed"]
+    assert measurement["peak_bytes"] > 0
+
+
+def test_a_worker_that_dies_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(model.sys, "executable", "/bin/false")
+    arguments = ["--out", str(tmp_path), "--quick", "--device", "cpu", "--only", "jax base*"]
+    assert command.main(["model", *arguments]) == 1
+    report = json.loads((tmp_path / "model.json").read_text())
+    assert report["measurements"][0]["failed"]
+
+
+def test_variants_for_which_no_time_is_left_are_named(tmp_path: Path) -> None:
+    arguments = ["--quick", "--device", "cpu", "--only", "jax base*", "--seconds", "0"]
+    assert command.main(["model", "--out", str(tmp_path), *arguments]) == 0
+    report = json.loads((tmp_path / "model.json").read_text())
+    assert "no time" in report["measurements"][0]["refused"]
+
+
+def test_efforts_cover_every_task() -> None:
+    assert set(worker.EFFORT) == {task for variant in VARIANTS for task in variant.tasks}

@@ -1,0 +1,120 @@
+"""Reading, packing and the order of rows."""
+
+import json
+
+import numpy as np
+import pytest
+from finetuning import data, tiny
+
+END = 256
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny.byte_level_tokenizer()
+
+
+def write(file, *records):
+    file.write_text("\n".join(json.dumps(record) for record in records) + "\n")
+    return file
+
+
+def test_tokenizer_has_one_token_a_byte(tokenizer):
+    text = "1+2=3\nÄ\x00"
+    tokens = tokenizer.encode(text).ids
+    assert len(tokens) == len(text.encode())
+    assert tokenizer.decode(tokens) == text
+    assert tokenizer.token_to_id(tiny.END) == END
+    assert tokenizer.get_vocab_size() == tiny.CONFIG["vocab_size"]
+
+
+def test_examples(tmp_path, tokenizer):
+    records = {"prompt": "ab", "completion": "c"}, {"text": "de"}
+    examples = list(data.read_examples(write(tmp_path / "x", *records), tokenizer, END))
+    letters = tokenizer.encode("abcde").ids
+    assert examples == [([*letters[:3], END], 2), ([*letters[3:], END], 0)]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "a"', "line 2 is no JSON"),
+        ('{"prompt": "a"}', 'line 2 has prompt; expected strings "prompt" and "completion"'),
+        ('{"messages": []}', "line 2 has messages; expected"),
+        ('{"prompt": "a", "completion": 4}', "line 2 has prompt, completion; expected strings"),
+        ("[]", "line 2 has list; expected"),
+    ],
+)
+def test_bad_line(tmp_path, tokenizer, line, message):
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"text": "good"}\n' + line)
+    with pytest.raises(ValueError, match=message):
+        list(data.read_examples(file, tokenizer, END))
+
+
+def test_no_line(tmp_path, tokenizer):
+    file = tmp_path / "data.jsonl"
+    file.write_text("\n\n")
+    with pytest.raises(ValueError, match="has no line"):
+        list(data.read_examples(file, tokenizer, END))
+
+
+def unpack(rows):
+    """The examples that rows hold, with the tokens whose prediction counts."""
+    found = []
+    for row in range(len(rows.tokens)):
+        segments = rows.segment_ids[row]
+        assert not rows.weights[row][segments == 0].any()
+        for segment in range(1, segments.max() + 1):
+            place = np.flatnonzero(segments == segment)
+            assert (np.diff(place) == 1).all()
+            one = rows.take((row, place))
+            np.testing.assert_array_equal(one.positions, np.arange(len(place)))
+            np.testing.assert_array_equal(one.tokens[1:], one.targets[:-1])
+            tokens = [*one.tokens.tolist(), int(one.targets[-1])]
+            found.append((tokens, len(tokens) - int(one.weights.sum())))
+            assert (np.diff(one.weights) >= 0).all()  # prompt first, then completion
+    return found
+
+
+def test_packing_keeps_every_example():
+    rng = np.random.default_rng(0)
+    examples = []
+    for size in rng.integers(2, 34, 200):
+        tokens = rng.integers(0, 99, size).tolist()
+        # Without a prompt the first token is never predicted, so it counts as one of it.
+        examples.append(data.Example(tokens, int(rng.integers(1, size))))
+    packed = data.pack(examples, 32)
+    key = lambda example: (example[0], example[1])  # noqa: E731
+    assert sorted(unpack(packed.rows), key=key) == sorted(map(tuple, examples), key=key)
+    assert (packed.examples, packed.truncated, packed.dropped) == (200, 0, 0)
+    # Best-fit decreasing is within 11/9 of the best.
+    assert len(packed.rows.tokens) <= 11 / 9 * (packed.rows.segment_ids > 0).sum() / 32 + 1
+
+
+def test_long_examples_are_cut_and_counted():
+    examples = [
+        data.Example(list(range(20)), 3),
+        data.Example(list(range(20)), 12),
+        data.Example([1, 2, 3], 1),
+    ]
+    packed = data.pack(examples, 10)
+    assert (packed.examples, packed.truncated, packed.dropped) == (2, 2, 1)
+    assert unpack(packed.rows) == [(list(range(11)), 3), ([1, 2, 3], 1)]
+    with pytest.raises(ValueError, match="none of 3 examples has a completion within 0 tokens"):
+        data.pack(examples, 0)
+
+
+def test_order_is_a_permutation_of_each_epoch():
+    count, shape = 7, (2, 2)
+    column = np.arange(count, dtype=np.int32)[:, None]
+    rows = data.Rows(column, column, np.float32(column), column, column)
+    seen = []
+    for step in range(7):
+        batch = data.batch(rows, step, shape, seed=3)
+        assert all(array.shape == (2, 2, 1) for array in batch)
+        seen.extend(batch.tokens.ravel().tolist())
+    epochs = np.array(seen).reshape(4, count)
+    np.testing.assert_array_equal(np.sort(epochs), np.tile(np.arange(count), (4, 1)))
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    np.testing.assert_array_equal(data.batch(rows, 4, shape, 3).tokens.ravel(), seen[16:20])

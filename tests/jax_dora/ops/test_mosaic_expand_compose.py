@@ -1,0 +1,139 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_dora.ops.mosaic import strips
+from jax_dora.ops.mosaic.expand_compose import expand_compose, heuristic, refuses
+from jax_dora.ops.mosaic.strips import StripConfig
+from parity import tolerances
+from parity.oracle import fp64
+
+SCALE = 0.7
+U32 = tolerances.UNIT_ROUNDOFF["float32"]
+
+
+def operands(seed, rows, rank, out, dtype):
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape, deviation=1.0):
+        return jnp.asarray(deviation * rng.standard_normal(shape, np.float32))
+
+    base, z = normal(rows, out).astype(dtype), normal(rows, rank).astype(dtype)
+    lora_b = normal(rank, out, deviation=rank**-0.5).astype(dtype)
+    return base, z, lora_b, 1 + normal(out, deviation=0.05), normal(out)
+
+
+def run(arrays, config=None, *, sm_count=2, want_inner=True, with_bias=True):
+    base, z, lora_b, g, bias = arrays
+    call = jax.jit(
+        lambda *a: expand_compose(*a, want_inner=want_inner, sm_count=sm_count, config=config)
+    )
+    return call(base, z, lora_b, g, jnp.float32(SCALE), bias if with_bias else None)
+
+
+def check(arrays, y, inner, *, with_bias=True):
+    base, z, lora_b, g, bias = map(fp64, arrays)
+    lora = z @ lora_b
+    exact_inner = base + SCALE * lora
+    exact = g * exact_inner
+    accumulated = SCALE * tolerances.accumulation(
+        z.shape[-1], lora, tolerances.two_norm_of_products(z, lora_b)
+    )
+    bound = tolerances.compose(base, lora, g, SCALE, y.dtype) + abs(g) * accumulated
+    if with_bias:
+        exact = exact + bias
+        bound = bound + tolerances.rounding(exact, y.dtype) + U32 * abs(bias)
+    assert np.all(abs(fp64(y) - exact) <= bound)
+    if inner is not None:
+        bound = tolerances.rounding(exact_inner, inner.dtype) + accumulated
+        bound = bound + 2 * U32 * (abs(base) + abs(SCALE * lora))
+        assert np.all(abs(fp64(inner) - exact_inner) <= bound)
+
+
+@pytest.mark.parametrize(
+    ("rows", "rank", "out", "dtype"),
+    [
+        (200, 96, 136, jnp.bfloat16),  # several tiles, a ragged one each way, a padded rank
+        (37, 4, 24, jnp.float16),  # smaller than one tile in all directions
+    ],
+)
+def test_agrees_with_fp64(on_mosaic, rows, rank, out, dtype):
+    arrays = operands(0, rows, rank, out, dtype)
+    with on_mosaic():
+        y, inner = run(arrays)
+    assert y.dtype == inner.dtype == dtype
+    check(arrays, y, inner)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        StripConfig(tile_cols=64, stages=2, slots=2, consumers=2, splits=1),
+        StripConfig(stages=3, slots=1, consumers=2, tile_k=32, splits=3),
+    ],
+)
+def test_every_kind_of_config_agrees(on_mosaic, config):
+    arrays = operands(1, 264, 128, 200, jnp.bfloat16)
+    with on_mosaic():
+        y, inner = run(arrays, config, want_inner=False, with_bias=False)
+    assert inner is None
+    check(arrays, y, None, with_bias=False)
+
+
+def test_keeps_leading_axes(on_mosaic):
+    base, z, lora_b, g, bias = arrays = operands(2, 24, 8, 64, jnp.bfloat16)
+    leading = base.reshape(2, 3, 4, 64), z.reshape(2, 3, 4, 8), lora_b, g, bias
+    with on_mosaic():
+        y, inner = run(leading, sm_count=1)
+    assert y.shape == inner.shape == (2, 3, 4, 64)
+    check(arrays, y.reshape(24, 64), inner.reshape(24, 64))
+
+
+@pytest.mark.parametrize("want_inner", [False, True])
+@pytest.mark.parametrize("rank", [8, 64, 384, 768])
+def test_lowers_for_hopper_at_full_size(rank, want_inner):
+    def aval(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    call = jax.jit(lambda *a: expand_compose(*a, want_inner=want_inner, sm_count=132))
+    traced = call.trace(
+        aval(4096, 8192),
+        aval(4096, rank),
+        aval(rank, 8192),
+        aval(8192, dtype=jnp.float32),
+        aval(dtype=jnp.float32),
+        aval(8192),
+    )
+    assert "dora_expand_compose" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_refuses_with_a_reason():
+    bf16, f32 = jnp.bfloat16, jnp.float32
+    assert refuses(4001, 100, 8200, bf16, bf16) is None
+    assert "float32" in refuses(64, 8, 64, f32, f32)
+    assert "z and B" in refuses(64, 8, 64, bf16, f32)
+    assert "no rows" in refuses(0, 8, 64, bf16, bf16)
+    assert "multiple of 8" in refuses(64, 8, 60, bf16, bf16)
+    assert "shared memory" in refuses(64, 4096, 64, bf16, bf16)
+
+
+@pytest.mark.parametrize("rank", [1, 8, 64, 256, 384, 512, 768])
+def test_the_heuristic_stays_within_shared_memory(rank):
+    for want_inner in (False, True):
+        config = heuristic(rank, want_inner)
+        assert strips.shared_memory(config, rank, 2, int(want_inner)) <= strips.SHARED_MEMORY
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    ("rows", "rank", "out"),
+    [(4096, 384, 8192), (4001, 64, 4096), (2048, 768, 4096), (517, 24, 1032), (8, 16, 28672)],
+)
+def test_agrees_at_full_size(rows, rank, out, dtype):
+    arrays = operands(3, rows, rank, out, dtype)
+    first = run(arrays, sm_count=132)
+    check(arrays, *first)
+    for _ in range(20):
+        jax.tree.map(np.testing.assert_array_equal, run(arrays, sm_count=132), first)

@@ -1,0 +1,154 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_dora.ops.mosaic import strips
+from jax_dora.ops.mosaic.norm import heuristic, norm, pieces, refuses
+from jax_dora.ops.mosaic.strips import StripConfig
+from parity import oracle, tolerances
+from parity.oracle import fp64
+
+SCALE = 0.7
+
+
+def adapter(seed, n_in, rank, out, dtype, adapter_dtype):
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape, deviation):
+        return jnp.asarray(deviation * rng.standard_normal(shape, np.float32))
+
+    kernel = normal(n_in, out, deviation=n_in**-0.5).astype(dtype)
+    lora_a = normal(n_in, rank, deviation=n_in**-0.5).astype(adapter_dtype)
+    return kernel, lora_a, normal(rank, out, deviation=rank**-0.5).astype(adapter_dtype)
+
+
+def run(arrays, config=None, *, sm_count=2):
+    call = jax.jit(lambda *a: norm(*a, sm_count=sm_count, config=config))
+    return call(*arrays, jnp.float32(SCALE))
+
+
+def check(arrays, found):
+    flipped = oracle.from_flax(*arrays)
+    exact = oracle.norm(*flipped, SCALE)
+    bound = tolerances.norm(*flipped, SCALE) + cut_off(*arrays)
+    assert found.dtype == jnp.float32
+    assert np.all(abs(fp64(found) - exact) <= bound)
+
+
+def cut_off(kernel, lora_a, lora_b):
+    """What cutting fp32 adapters into bf16 pieces may cost: the bound in the kernel's docstring."""
+    count = pieces(kernel.dtype, lora_a.dtype)
+    if count == 1:
+        return 0.0
+    products = abs(fp64(lora_a)) @ abs(fp64(lora_b))
+    return (count + 1) * 2.0 ** (-8 * count) * SCALE * (products**2).sum(0) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("n_in", "rank", "out", "dtype", "adapter_dtype"),
+    [
+        (200, 96, 136, jnp.bfloat16, jnp.bfloat16),
+        (40, 4, 24, jnp.float16, jnp.float16),
+        (136, 24, 72, jnp.bfloat16, jnp.float32),
+        (72, 72, 40, jnp.float32, jnp.float32),
+    ],
+)
+def test_agrees_with_the_materialised_norm(on_mosaic, n_in, rank, out, dtype, adapter_dtype):
+    arrays = adapter(0, n_in, rank, out, dtype, adapter_dtype)
+    with on_mosaic():
+        found = run(arrays)
+    check(arrays, found)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        StripConfig(tile_cols=64, stages=2, slots=2, consumers=2, splits=1),
+        StripConfig(stages=3, slots=1, consumers=2, tile_k=32, splits=3),
+    ],
+)
+def test_every_kind_of_config_agrees(on_mosaic, config):
+    arrays = adapter(1, 264, 128, 200, jnp.bfloat16, jnp.bfloat16)
+    with on_mosaic():
+        found = run(arrays, config)
+    check(arrays, found)
+
+
+@pytest.mark.parametrize(("dtype", "nearer"), [(jnp.bfloat16, 100), (jnp.float32, 10_000)])
+def test_fp32_adapters_are_not_rounded_to_bf16(on_mosaic, dtype, nearer):
+    kernel, lora_a, lora_b = adapter(2, 64, 16, 64, dtype, jnp.float32)
+    exact = oracle.norm(*oracle.from_flax(kernel, lora_a, lora_b), SCALE)
+    with on_mosaic():
+        found = run((kernel, lora_a, lora_b))
+        rounded = run((kernel, lora_a.astype(jnp.bfloat16), lora_b.astype(jnp.bfloat16)))
+    error, lost = (np.max(abs(fp64(n) - exact)) for n in (found, rounded))
+    assert error < lost / nearer
+
+
+def test_nothing_cancels_zero_is_zero_and_nan_stays(on_mosaic):
+    """Features where s·AB undoes the kernel, where both are zero, and where the kernel is NaN."""
+    kernel, lora_a, lora_b = adapter(3, 128, 16, 64, jnp.bfloat16, jnp.bfloat16)
+    undone = (-SCALE * fp64(lora_a) @ fp64(lora_b)).astype(jnp.bfloat16)
+    kernel = kernel.at[:, :8].set(undone[:, :8])
+    kernel, lora_b = kernel.at[:, 8].set(0), lora_b.at[:, 8].set(0)
+    kernel = kernel.at[5, 9].set(jnp.nan)
+    with on_mosaic():
+        found = np.asarray(run((kernel, lora_a, lora_b), sm_count=1))
+    exact = oracle.norm(*oracle.from_flax(kernel, lora_a, lora_b), SCALE)
+    # What is left of the kernel is its own rounding, which fp32 sees to 16 bits.
+    np.testing.assert_allclose(found[:8], exact[:8], rtol=2**-14)
+    assert np.all(found[:8] < 2**-7)
+    assert found[8] == 0
+    np.testing.assert_array_equal(np.isnan(found), np.arange(64) == 9)
+
+
+@pytest.mark.parametrize("adapter_dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("rank", [8, 64, 384])
+def test_lowers_for_hopper_at_full_size(rank, adapter_dtype):
+    avals = [
+        jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16),
+        jax.ShapeDtypeStruct((8192, rank), adapter_dtype),
+        jax.ShapeDtypeStruct((rank, 8192), adapter_dtype),
+        jax.ShapeDtypeStruct((), jnp.float32),
+    ]
+    traced = jax.jit(lambda *a: norm(*a, sm_count=132)).trace(*avals)
+    assert "dora_norm" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_refuses_with_a_reason():
+    bf16, f32 = jnp.bfloat16, jnp.float32
+    assert refuses(8192, 100, 8200, bf16, f32) is None
+    assert "float64" in refuses(64, 8, 64, jnp.float64, f32)
+    assert "int8" in refuses(64, 8, 64, bf16, jnp.int8)
+    assert "is 0" in refuses(64, 0, 64, bf16, bf16)
+    assert "in = 60" in refuses(60, 8, 64, bf16, bf16)
+    assert "out = 60" in refuses(64, 8, 60, bf16, bf16)
+    assert "shared memory" in refuses(64, 4096, 64, bf16, bf16)
+
+
+@pytest.mark.parametrize("adapter_dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("rank", [1, 64, 384])
+def test_the_heuristic_stays_within_shared_memory(rank, dtype, adapter_dtype):
+    config = heuristic(rank, dtype, adapter_dtype)
+    resident = pieces(dtype, adapter_dtype) * -(-rank // config.tile_k) * config.tile_k
+    assert strips.shared_memory(config, resident, dtype(0).itemsize) <= strips.SHARED_MEMORY
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "adapter_dtype"),
+    [(jnp.bfloat16, jnp.bfloat16), (jnp.float16, jnp.float16), (jnp.bfloat16, jnp.float32)],
+)
+@pytest.mark.parametrize(
+    ("n_in", "rank", "out"), [(8192, 384, 8192), (4096, 64, 28672), (2048, 768, 1032)]
+)
+def test_agrees_at_full_size(n_in, rank, out, dtype, adapter_dtype):
+    if refuses(n_in, rank, out, dtype, adapter_dtype):
+        rank //= 2
+    arrays = adapter(4, n_in, rank, out, dtype, adapter_dtype)
+    first = run(arrays, sm_count=132)
+    check(arrays, first)
+    for _ in range(20):
+        np.testing.assert_array_equal(run(arrays, sm_count=132), first)

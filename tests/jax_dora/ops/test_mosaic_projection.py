@@ -1,0 +1,141 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_dora.ops.mosaic.projection import ProjectionConfig, project, project_back, refuses
+from parity import tolerances
+from parity.oracle import fp64
+
+U32 = tolerances.UNIT_ROUNDOFF["float32"]
+
+
+def operands(seed, rows, n_in, rank, out, dtype):
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape, deviation=1.0):
+        return jnp.asarray(deviation * rng.standard_normal(shape, np.float32))
+
+    return {
+        "x": normal(rows, n_in).astype(dtype),
+        "kernel": normal(n_in, out, deviation=n_in**-0.5).astype(dtype),
+        "z": normal(rows, rank).astype(dtype),
+        "lora_b": normal(rank, out, deviation=rank**-0.5).astype(dtype),
+        "g": 1 + normal(out, deviation=0.05),
+        "bias": normal(out),
+    }, {
+        "d": normal(rows, out).astype(dtype),
+        "kernel": normal(n_in, out, deviation=out**-0.5).astype(dtype),
+        "dz": normal(rows, rank).astype(dtype),
+        "lora_a": normal(n_in, rank, deviation=rank**-0.5).astype(dtype),
+    }
+
+
+def run(forward, back, config=ProjectionConfig(), *, sm_count=2, want_inner=True):
+    def call(forward, back):
+        y, inner = project(**forward, want_inner=want_inner, sm_count=sm_count, config=config)
+        return y, inner, project_back(**back, sm_count=sm_count, config=config)
+
+    return jax.jit(call)(forward, back)
+
+
+def product(left, right, more_left, more_right):
+    """left @ right + more_left @ more_right, and what accumulating it in fp32 may cost."""
+    left = np.concatenate([fp64(left), fp64(more_left)], axis=1)
+    right = np.concatenate([fp64(right), fp64(more_right)])
+    total = left @ right
+    return total, tolerances.accumulation(
+        left.shape[1], total, tolerances.two_norm_of_products(left, right)
+    )
+
+
+def check(forward, back, y, inner, dx):
+    exact_inner, accumulated = product(
+        forward["x"], forward["kernel"], forward["z"], forward["lora_b"]
+    )
+    g, bias = fp64(forward["g"]), fp64(forward.get("bias", 0.0))
+    exact = g * exact_inner + bias
+    bound = tolerances.rounding(exact, y.dtype) + abs(g) * accumulated
+    bound = bound + 2 * U32 * (abs(g * exact_inner) + abs(bias))
+    assert np.all(abs(fp64(y) - exact) <= bound)
+    if inner is not None:
+        bound = tolerances.rounding(exact_inner, y.dtype) + accumulated
+        assert np.all(abs(fp64(inner) - exact_inner) <= bound)
+    exact, accumulated = product(
+        back["d"], fp64(back["kernel"]).T, back["dz"], fp64(back["lora_a"]).T
+    )
+    assert np.all(abs(fp64(dx) - exact) <= tolerances.rounding(exact, dx.dtype) + accumulated)
+
+
+@pytest.mark.parametrize(
+    ("rows", "n_in", "rank", "out", "dtype", "config"),
+    [
+        (200, 128, 24, 320, jnp.bfloat16, ProjectionConfig()),
+        (37, 64, 4, 64, jnp.float16, ProjectionConfig(128, 128, split_rows=False, stages=2)),
+        (
+            264,
+            192,
+            72,
+            128,
+            jnp.bfloat16,
+            ProjectionConfig(128, 128, stages=3, band=2, band_in_cols=True),
+        ),
+    ],
+)
+def test_agrees_with_fp64(on_mosaic, rows, n_in, rank, out, dtype, config):
+    forward, back = operands(0, rows, n_in, rank, out, dtype)
+    with on_mosaic():
+        y, inner, dx = run(forward, back, config)
+    assert y.dtype == inner.dtype == dx.dtype == dtype
+    check(forward, back, y, inner, dx)
+
+
+def test_keeps_leading_axes_without_bias_and_inner(on_mosaic):
+    forward, back = operands(1, 24, 64, 8, 64, jnp.bfloat16)
+    del forward["bias"]
+    leading = {**forward, "x": forward["x"].reshape(2, 12, 64), "z": forward["z"].reshape(2, 12, 8)}
+    back_leading = {**back, "d": back["d"].reshape(2, 12, 64), "dz": back["dz"].reshape(2, 12, 8)}
+    with on_mosaic():
+        y, inner, dx = run(leading, back_leading, sm_count=1, want_inner=False)
+    assert inner is None
+    assert y.shape == dx.shape == (2, 12, 64)
+    check(forward, back, y.reshape(24, 64), None, dx.reshape(24, 64))
+
+
+@pytest.mark.parametrize("rank", [8, 384])
+def test_lowers_for_hopper_at_full_size(rank):
+    def aval(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    features = jax.ShapeDtypeStruct((12288,), jnp.float32)
+    x, kernel, dy = aval(4096, 4096), aval(4096, 12288), aval(4096, 12288)
+    forward = jax.jit(lambda *a: project(*a, want_inner=True, sm_count=132))
+    traced = forward.trace(x, kernel, aval(4096, rank), aval(rank, 12288), features, features)
+    assert "dora_project" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    back = jax.jit(lambda *a: project_back(*a, sm_count=132))
+    traced = back.trace(dy, kernel, aval(4096, rank), aval(4096, rank))
+    assert "dora_project_back" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_refuses_with_a_reason():
+    bf16, f32 = jnp.bfloat16, jnp.float32
+    assert refuses(4001, 4096, 12288, bf16, bf16) is None
+    assert "float32" in refuses(64, 64, 64, f32, f32)
+    assert "the adapter" in refuses(64, 64, 64, bf16, f32)
+    assert "no rows" in refuses(0, 64, 64, bf16, bf16)
+    assert "in = 96" in refuses(64, 96, 64, bf16, bf16)
+    assert "out = 96" in refuses(64, 64, 96, bf16, bf16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    ("rows", "n_in", "rank", "out"),
+    [(4096, 4096, 384, 4096), (4001, 1024, 64, 3072), (517, 2048, 24, 1088), (8, 4096, 16, 12288)],
+)
+def test_agrees_at_full_size(rows, n_in, rank, out, dtype):
+    forward, back = operands(2, rows, n_in, rank, out, dtype)
+    first = run(forward, back, sm_count=132)
+    check(forward, back, *first)
+    for _ in range(10):
+        jax.tree.map(np.testing.assert_array_equal, run(forward, back, sm_count=132), first)

@@ -1,0 +1,292 @@
+"""`apply_dora` on nnx models."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_dora
+from jax_dora import DoRALinear, DoRARule, apply_dora
+from tests.jax_dora.models import ALL, LAYERS, WIDTH, Block, Mixed, Stacked, call, ids, train
+
+
+def arrays(model: nnx.Module) -> dict:
+    return {path: leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_every_layer_is_found_and_a_fresh_adapter_changes_no_bit(dtype):
+    model = Mixed(nnx.Rngs(0), dtype)
+    adapted = apply_dora(model, ALL, rngs=nnx.Rngs(1))
+    assert type(adapted.embed) is jax_dora.DoRAEmbed
+    assert type(adapted.conv) is jax_dora.DoRAConv
+    assert type(adapted.attention.query) is jax_dora.DoRALinearGeneral
+    assert type(adapted.attention.out) is jax_dora.DoRALinearGeneral
+    assert type(adapted.blocks[0]) is DoRALinear
+    assert type(adapted.named["gate"]) is jax_dora.DoRAEinsum
+    assert type(adapted.pairs[0]["one"]) is DoRALinear
+    assert type(adapted.norm) is nnx.LayerNorm
+    with jax.numpy_dtype_promotion("standard"):  # nnx.LayerNorm in bf16 wants it
+        y, expected = call(adapted, ids()), call(model, ids())
+    assert y.dtype == dtype
+    assert jnp.array_equal(y, expected)
+
+
+def test_the_model_is_left_as_it_is_and_its_arrays_are_shared():
+    model = Mixed(nnx.Rngs(0))
+    before = arrays(model)
+    adapted = apply_dora(model, ALL, rngs=nnx.Rngs(1))
+    assert type(model.blocks[0]) is nnx.Linear
+    after = arrays(adapted)
+    assert all(after[path] is before[path] for path in before)
+    train(adapted)
+    adapted.blocks[0].kernel[...] += 1
+    assert all(array is before[path] for path, array in arrays(model).items())
+
+
+def test_a_shared_module_stays_shared_whichever_path_matches():
+    adapted = apply_dora(Mixed(nnx.Rngs(0)), DoRARule("again", 2, 4), rngs=nnx.Rngs(1))
+    assert type(adapted.again) is DoRALinear
+    assert adapted.again is adapted.blocks[0]
+
+
+def test_the_first_match_wins():
+    rules = [DoRARule("blocks/0", 2, 4), DoRARule(r"blocks/\d|pairs/.*", 5, 4, use_rslora=True)]
+    adapted = apply_dora(Mixed(nnx.Rngs(0)), rules, rngs=nnx.Rngs(1))
+    assert adapted.blocks[0].rank == 2
+    assert adapted.pairs[0]["one"].rank == 5
+    assert adapted.pairs[0]["one"].scale == 4 / 5**0.5
+
+
+def test_the_rule_reaches_the_layer():
+    rule = DoRARule(
+        "linear",
+        3,
+        6.0,
+        dropout=0.25,
+        dropout_mode="input",
+        adapter_dtype=jnp.bfloat16,
+        lora_a_init=nnx.initializers.ones,
+        lora_b_init=nnx.initializers.normal(1.0),
+        implementation="xla",
+    )
+    layer = apply_dora(Block(nnx.Rngs(0)), rule, rngs=nnx.Rngs(1)).linear
+    assert (layer.rank, layer.scale, layer.implementation) == (3, 2.0, "xla")
+    assert (layer.dropout.rate, layer.dropout_mode) == (0.25, "input")
+    assert layer.lora_a.dtype == layer.lora_b.dtype == jnp.bfloat16
+    assert jnp.all(layer.lora_a[...] == 1)
+    assert jnp.any(layer.lora_b[...] != 0)
+
+
+def test_a_layer_is_a_model_and_dots_match_everything_with_parameters():
+    layer = apply_dora(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), DoRARule("", 2, 4), rngs=nnx.Rngs(1))
+    assert type(layer) is DoRALinear
+    block = apply_dora(Block(nnx.Rngs(0)), DoRARule(".*", 2, 4), rngs=nnx.Rngs(1))
+    assert type(block.linear) is DoRALinear
+    assert type(block.heads) is jax_dora.DoRALinearGeneral
+
+
+class TestStacked:
+    """Layers under `nnx.scan`."""
+
+    x = jax.random.normal(jax.random.key(2), (4, WIDTH))
+
+    def adapt(self, **options) -> tuple[Stacked, Stacked]:
+        model = Stacked(nnx.Rngs(0))
+        rule = DoRARule("blocks/.*", 2, 4, **options)
+        return model, apply_dora(model, rule, rngs=nnx.Rngs(1))
+
+    def test_a_fresh_adapter_changes_no_bit(self):
+        model, adapted = self.adapt()
+        assert adapted.blocks.linear.lora_a.shape == (LAYERS, WIDTH, 2)
+        assert adapted.blocks.heads.lora_b.shape == (LAYERS, 2, 2, WIDTH // 2)
+        assert adapted.blocks.linear.kernel[...] is model.blocks.linear.kernel[...]
+        lora_a = adapted.blocks.linear.lora_a[...]
+        assert not jnp.array_equal(lora_a[0], lora_a[1])
+        assert jnp.array_equal(call(adapted, self.x), call(model, self.x))
+
+    def test_it_computes_what_its_layers_compute(self):
+        _, adapted = self.adapt(lora_b_init=nnx.initializers.normal(1.0))
+        train(adapted)
+        x = self.x
+        for index in range(LAYERS):
+            one = Block(nnx.Rngs(0))
+            one = apply_dora(one, DoRARule(".*", 2, 4), rngs=nnx.Rngs(0))
+            layer = jax.tree.map(lambda array, i=index: array[i], nnx.state(adapted.blocks))
+            nnx.update(one, layer)
+            x = call(one, x)
+        np.testing.assert_allclose(call(adapted, self.x), x, rtol=0, atol=1e-6)
+
+    def test_it_trains_and_drops_inputs(self):
+        _, adapted = self.adapt(dropout=0.3, lora_b_init=nnx.initializers.normal(0.1))
+        assert not jnp.array_equal(adapted(self.x), adapted(self.x))
+        adapted.eval()
+        assert jnp.array_equal(adapted(self.x), adapted(self.x))
+        adapted.train()
+        optimizer = nnx.Optimizer(adapted, optax.sgd(0.02), wrt=nnx.LoRAParam)
+
+        @nnx.jit
+        def step(model, optimizer):
+            def loss(model):
+                return jnp.mean(model(self.x) ** 2)
+
+            value, grads = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(model)
+            optimizer.update(model, grads)
+            return value
+
+        losses = [step(adapted, optimizer) for _ in range(5)]
+        assert losses[-1] < losses[0]
+
+    def test_a_stack_along_another_axis_is_refused(self):
+        make = nnx.vmap(
+            lambda rngs: nnx.Linear(4, 6, rngs=rngs), out_axes=nnx.StateAxes({nnx.Param: 1})
+        )
+        model = nnx.split_rngs(splits=2)(make)(nnx.Rngs(0))
+        with pytest.raises(NotImplementedError, match=r"shape \(4, 2, 6\).*leading axis"):
+            apply_dora(model, DoRARule("", 2, 4), rngs=nnx.Rngs(0))
+
+
+class TestSharding:
+    """On a mesh of several devices."""
+
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+    def expect(self, layer, lead=()) -> None:
+        for name, spec in {
+            "kernel": ("data", "model"),
+            "lora_a": ("data", None),
+            "lora_b": (None, "model"),
+            "magnitude": ("model",),
+        }.items():
+            array = getattr(layer, name)[...]
+            expected = NamedSharding(self.mesh, P(*lead, *spec))
+            assert array.sharding.is_equivalent_to(expected, array.ndim), name
+
+    def test_metadata_is_kept_and_given_to_the_adapter(self):
+        with jax.set_mesh(self.mesh):
+            base = nnx.Linear(
+                8, 8, kernel_metadata={"out_sharding": ("data", "model")}, rngs=nnx.Rngs(0)
+            )
+        layer = apply_dora(base, DoRARule("", 2, 4), rngs=nnx.Rngs(0))
+        assert layer.kernel.get_metadata("out_sharding") == ("data", "model")
+        assert layer.lora_a.get_metadata("out_sharding") == ("data", None)
+        assert layer.lora_b.get_metadata("out_sharding") == (None, "model")
+        assert layer.magnitude.get_metadata("out_sharding") == ("model",)
+        self.expect(layer)
+
+    def test_a_stack_keeps_the_name_of_its_axis(self):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: None})
+        def make(rngs):
+            return nnx.Linear(8, 8, kernel_metadata={"out_sharding": ("data", "model")}, rngs=rngs)
+
+        with jax.set_mesh(self.mesh):
+            base = make(nnx.Rngs(0))
+        layer = apply_dora(base, DoRARule("", 2, 4), rngs=nnx.Rngs(0))
+        assert layer.lora_b.get_metadata("out_sharding") == (None, None, "model")
+        self.expect(layer, lead=(None,))
+
+    def test_arrays_sharded_without_metadata(self):
+        base = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        sharding = NamedSharding(self.mesh, P("data", "model"))
+        base.kernel.set_value(jax.device_put(base.kernel[...], sharding))
+        self.expect(apply_dora(base, DoRARule("", 2, 4), rngs=nnx.Rngs(0)))
+
+    def test_a_convolution(self):
+        base = nnx.Conv(4, 8, (3,), rngs=nnx.Rngs(0))
+        sharding = NamedSharding(self.mesh, P(None, "data", "model"))
+        base.kernel.set_value(jax.device_put(base.kernel[...], sharding))
+        layer = apply_dora(base, DoRARule("", 2, 4), rngs=nnx.Rngs(0))
+        assert layer.lora_a[...].sharding.spec == P(None, "data", None)
+        assert layer.magnitude[...].sharding.spec == P("model")
+
+
+def test_abstractly():
+    def make():
+        return apply_dora(Stacked(nnx.Rngs(0)), DoRARule(".*", 2, 4), rngs=nnx.Rngs(1))
+
+    abstract, concrete = nnx.eval_shape(make), make()
+    jax.tree.map(
+        lambda a, b: np.testing.assert_equal((a.shape, a.dtype), (b.shape, b.dtype)),
+        nnx.state(abstract),
+        nnx.state(concrete),
+    )
+
+
+class TestRefusals:
+    """Errors list what is there, and leave the model alone."""
+
+    def refuse(self, model, rules, error, match, rngs=None) -> None:
+        with pytest.raises(error, match=match):
+            apply_dora(model, rules, rngs=rngs or nnx.Rngs(0))
+
+    def test_a_rule_that_matches_nothing(self):
+        rules = [DoRARule("blocks/0", 2, 4), DoRARule("block", 2, 4)]
+        match = r"rules\[1\], path 'block', matches no layer.*\n  again\n  attention/key\n"
+        self.refuse(Mixed(nnx.Rngs(0)), rules, ValueError, match)
+
+    def test_a_rule_that_others_leave_nothing_to(self):
+        rules = [DoRARule(r"blocks/\d", 2, 4), DoRARule("blocks/0", 2, 4)]
+        self.refuse(Mixed(nnx.Rngs(0)), rules, ValueError, r"rules\[1\].*earlier rules take")
+
+    def test_a_module_that_cannot_be_adapted(self):
+        match = r"expected Linear, LinearGeneral, Einsum, Embed, Conv.*\n  norm \(LayerNorm\)$"
+        self.refuse(Mixed(nnx.Rngs(0)), DoRARule(".*", 2, 4), TypeError, match)
+
+    def test_a_subclass_that_computes_something_else(self):
+        class Squared(nnx.Linear):
+            def __call__(self, inputs, out_sharding=None):
+                return super().__call__(inputs) ** 2
+
+        model = nnx.Sequential(Squared(2, 3, rngs=nnx.Rngs(0)))
+        match = "'layers/0' cannot be adapted: .*Squared, which computes something else"
+        self.refuse(model, DoRARule(".*", 2, 4), TypeError, match)
+
+    def test_a_layer_with_an_adapter(self):
+        adapted = apply_dora(Block(nnx.Rngs(0)), DoRARule("linear", 2, 4), rngs=nnx.Rngs(0))
+        match = r"one adapter at a time.*\n  linear \(DoRALinear\)"
+        self.refuse(adapted, DoRARule(".*", 2, 4), ValueError, match)
+
+    def test_things_that_are_no_model_rules_or_rngs(self):
+        block, rule = Block(nnx.Rngs(0)), DoRARule("linear", 2, 4)
+        self.refuse([block], rule, TypeError, r"model is a list; expected an nnx\.Module")
+        self.refuse(block, [], ValueError, "rules is empty")
+        self.refuse(block, ["linear"], TypeError, r"rules\[0\] is a str; expected a DoRARule")
+        self.refuse(block, rule, TypeError, r"rngs is a int; expected nnx\.Rngs", rngs=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"path": "("}, ValueError, "path is '\\(', which is no regular expression"),
+        ({"path": 3}, TypeError, "path is 3; expected a regular expression"),
+        ({"rank": 0}, ValueError, "rank is 0"),
+        ({"alpha": float("nan")}, ValueError, "alpha is nan"),
+        ({"dropout": 1.0}, ValueError, r"dropout is 1\.0"),
+        ({"dropout_mode": "both"}, ValueError, "dropout_mode is 'both'"),
+        ({"adapter_dtype": jnp.int32}, TypeError, "adapter_dtype is .*int32"),
+        ({"implementation": "triton"}, ValueError, "implementation is 'triton'"),
+    ],
+)
+def test_a_rule_out_of_range(options, error, match):
+    with pytest.raises(error, match=match):
+        DoRARule(**({"path": "a", "rank": 2, "alpha": 4.0} | options))
+
+
+def test_a_module_that_refers_to_its_parent():
+    class Child(nnx.Module):
+        def __init__(self, parent, rngs):
+            self.parent = parent
+            self.linear = nnx.Linear(2, 3, rngs=rngs)
+
+    class Parent(nnx.Module):
+        def __init__(self, rngs):
+            self.child = Child(self, rngs)
+
+    adapted = apply_dora(Parent(nnx.Rngs(0)), DoRARule("child/linear", 1, 1), rngs=nnx.Rngs(0))
+    assert type(adapted.child.linear) is DoRALinear
+    assert adapted.child.parent is adapted

@@ -1,0 +1,155 @@
+"""`merge_dora`: into weights and, by never having changed the model, out of them again."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_dora import DoRARule, apply_dora, get_adapter, merge_dora, set_adapter
+from parity import oracle, tolerances
+from tests.jax_dora.models import (
+    ALL,
+    LAYERS,
+    WIDTH,
+    Block,
+    Mixed,
+    Stacked,
+    call,
+    identical,
+    ids,
+    train,
+)
+from tests.matrices import within
+
+
+def linear(dtype=jnp.float32, seed=0, size=(24, 40), base=None):
+    """(adapted, its kernel, lora_a, lora_b, magnitude in torch layout, scale)."""
+    base = base or nnx.Linear(*size, param_dtype=dtype, rngs=nnx.Rngs(0))
+    rule = DoRARule("", 4, 3.0, lora_b_init=nnx.initializers.normal(0.1))
+    layer = train(apply_dora(base, rule, rngs=nnx.Rngs(seed)), seed)
+    weights = oracle.from_flax(layer.kernel[...], layer.lora_a[...], layer.lora_b[...])
+    return layer, (*weights, oracle.fp64(layer.magnitude[...]), layer.scale)
+
+
+def bound_of(arguments, merged, dtype):
+    """The error of W' in fp32: rule 2 on its terms, g's own error, and one rounding to `dtype`."""
+    weight, lora_a, lora_b, magnitude, scale = arguments
+    norm = oracle.norm(weight, lora_a, lora_b, scale)
+    error = tolerances.norm(weight, lora_a, lora_b, scale)
+    g_error = tolerances.magnitude_scale(magnitude, norm, dtype, error)[:, None]
+    v = np.abs(weight) + scale * (np.abs(lora_b) @ np.abs(lora_a))
+    arithmetic = tolerances.accumulation(lora_a.shape[0], 0.0, v) + 8 * 2.0**-24 * v
+    return tolerances.rounding(merged, dtype) + g_error * v + 2 * arithmetic
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_the_merged_kernel_is_the_oracles_rounded_once(dtype):
+    layer, arguments = linear(dtype)
+    merged, report = merge_dora(layer, return_report=True)
+    assert type(merged) is nnx.Linear
+    assert merged.kernel.dtype == dtype
+    exact = oracle.merged_weight(*arguments, dtype)
+    within(merged.kernel[...].T, exact, bound_of(arguments, exact, dtype))
+
+    (row,) = report.layers
+    weight, off = arguments[0], oracle.fp64(merged.kernel[...].T) - exact
+    change = np.linalg.norm(exact - weight)
+    assert (row.path, row.dtype) == ("", jnp.dtype(dtype).name)
+    np.testing.assert_allclose(row.change, change / np.linalg.norm(weight), rtol=1e-3)
+    if dtype == jnp.float32:
+        assert row.rounding < 2.0**-24
+    else:
+        np.testing.assert_allclose(
+            row.rounding, np.linalg.norm(off / np.linalg.norm(exact)), rtol=1e-2
+        )
+        np.testing.assert_allclose(row.lost, np.linalg.norm(off) / change, rtol=1e-2)
+        np.testing.assert_allclose(row.max_abs, np.abs(off).max(), rtol=1e-2)
+
+
+def test_every_kind_of_layer_computes_the_same_merged():
+    adapted = train(apply_dora(Mixed(nnx.Rngs(0)), ALL, rngs=nnx.Rngs(1)))
+    before = nnx.clone(adapted)
+    merged, report = merge_dora(adapted, return_report=True)
+    assert nnx.graphdef(merged) == nnx.graphdef(nnx.clone(Mixed(nnx.Rngs(0))))
+    with jax.default_matmul_precision("highest"):
+        expected = call(adapted, ids())
+        np.testing.assert_allclose(call(merged, ids()), expected, rtol=0, atol=1e-5)
+        assert not np.allclose(call(Mixed(nnx.Rngs(0)), ids()), expected, atol=1e-2)
+    assert identical(adapted, before)
+    lines = str(report).splitlines()
+    assert [line.split()[0] for line in lines] == ["layer", *(row.path for row in report.layers)]
+    assert len(lines) == 1 + 9
+
+
+def test_grouped_convolution_merges_by_group():
+    base = nnx.Conv(6, 8, (3,), feature_group_count=2, rngs=nnx.Rngs(0))
+    layer = train(apply_dora(base, DoRARule("", 4, 8.0), rngs=nnx.Rngs(1)))
+    x = jax.random.normal(jax.random.key(0), (2, 7, 6))
+    with jax.default_matmul_precision("highest"):
+        np.testing.assert_allclose(call(merge_dora(layer), x), call(layer, x), rtol=0, atol=1e-5)
+
+
+def test_a_stack_is_merged_layer_by_layer():
+    adapted = train(apply_dora(Stacked(nnx.Rngs(0)), DoRARule("blocks/.*", 2, 4), rngs=nnx.Rngs(1)))
+    merged = merge_dora(adapted)
+    assert type(merged.blocks.linear) is nnx.Linear
+    assert merged.blocks.linear.kernel.shape == (LAYERS, WIDTH, WIDTH)
+    x = jax.random.normal(jax.random.key(2), (4, WIDTH))
+    np.testing.assert_allclose(call(merged, x), call(adapted, x), rtol=0, atol=1e-5)
+    merged = nnx.eval_shape(merge_dora, adapted)
+    assert merged.blocks.heads.kernel.shape == (LAYERS, WIDTH, 2, WIDTH // 2)
+
+
+class TestSeveral:
+    """`adapters=`: W + Σ (W'_i - W), each with its own norm over the base alone."""
+
+    def test_changes_add_up_in_any_order(self):
+        first, first_arguments = linear(seed=1)
+        second, second_arguments = linear(seed=2)
+        adapters = [get_adapter(first), get_adapter(second)]
+        exact = first_arguments[0] + sum(
+            oracle.merged_weight(*arguments, jnp.float32) - arguments[0]
+            for arguments in (first_arguments, second_arguments)
+        )
+        bound = bound_of(first_arguments, exact, jnp.float32)
+        bound = bound + bound_of(second_arguments, exact, jnp.float32)
+        for order in (adapters, adapters[::-1]):
+            merged = merge_dora(first, adapters=order)
+            within(merged.kernel[...].T, exact, bound)
+
+    def test_one_alone_is_itself_and_layers_may_differ(self):
+        base = Block(nnx.Rngs(0))
+        one = train(apply_dora(base, DoRARule("linear", 2, 4, dropout=0.5), rngs=nnx.Rngs(1)))
+        other = train(apply_dora(base, DoRARule("heads", 3, 4), rngs=nnx.Rngs(2)))
+        both = merge_dora(base, adapters=[get_adapter(one), get_adapter(other)])
+        assert jnp.array_equal(both.linear.kernel[...], merge_dora(one).linear.kernel[...])
+        assert jnp.array_equal(both.heads.kernel[...], merge_dora(other).heads.kernel[...])
+
+    def test_one_on_top_of_another_takes_its_norm_over_the_merged_base(self):
+        first, _ = linear(seed=1)
+        second, _ = linear(seed=2)
+        below = merge_dora(first)
+        above = set_adapter(below, get_adapter(second))
+        weights = oracle.from_flax(below.kernel[...], above.lora_a[...], above.lora_b[...])
+        arguments = (*weights, oracle.fp64(above.magnitude[...]), above.scale)
+        exact = oracle.merged_weight(*arguments, jnp.float32)
+        found = merge_dora(above).kernel[...].T
+        within(found, exact, bound_of(arguments, exact, jnp.float32))
+
+
+def test_the_way_back_is_the_model_itself():
+    base = nnx.Linear(24, 40, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    layer, _ = linear(base=base)
+    merge_dora(layer)
+    assert layer.kernel[...] is base.kernel[...]
+
+
+def test_nothing_to_merge():
+    base = Block(nnx.Rngs(0))
+    with pytest.raises(ValueError, match="model holds no adapter"):
+        merge_dora(base)
+    with pytest.raises(ValueError, match="adapters names none"):
+        merge_dora(base, adapters=[])
+    with pytest.raises(TypeError, match="model is a dict"):
+        merge_dora({"model": base})

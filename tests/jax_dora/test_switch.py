@@ -1,0 +1,164 @@
+"""Taking adapters out, putting them in, and switching between named ones."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jax_dora import (
+    Adapter,
+    AdapterSet,
+    DoRALinear,
+    DoRARule,
+    apply_dora,
+    get_adapter,
+    remove_dora,
+    set_adapter,
+)
+from tests.jax_dora.models import ALL, WIDTH, Block, Mixed, Stacked, call, identical, ids, train
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_removing_gives_the_base_back_exactly(dtype):
+    base = nnx.clone(Mixed(nnx.Rngs(0), dtype))
+    adapted = train(apply_dora(base, ALL, rngs=nnx.Rngs(1)))
+    removed = remove_dora(adapted)
+    assert identical(removed, base)
+    assert type(adapted.blocks[0]) is DoRALinear
+    assert identical(remove_dora(base), base)
+    with jax.numpy_dtype_promotion("standard"):
+        assert jnp.array_equal(call(removed, ids()), call(base, ids()))
+
+
+def test_removing_keeps_every_setting():
+    base = nnx.Conv(
+        4,
+        6,
+        (3, 3),
+        strides=2,
+        padding="CIRCULAR",
+        feature_group_count=2,
+        dtype=jnp.bfloat16,
+        precision="highest",
+        rngs=nnx.Rngs(0),
+    )
+    adapted = apply_dora(base, DoRARule("", 2, 4, dropout=0.1), rngs=nnx.Rngs(0))
+    assert identical(remove_dora(adapted), nnx.clone(base))
+
+
+@pytest.mark.parametrize("make", [Mixed, Stacked])
+def test_an_adapter_taken_out_and_put_back_changes_no_bit(make):
+    base = make(nnx.Rngs(0))
+    rules = ALL if make is Mixed else DoRARule("blocks/.*", 2, 4, use_rslora=True)
+    x = ids() if make is Mixed else jax.random.normal(jax.random.key(0), (3, WIDTH))
+    adapted = train(apply_dora(base, rules, rngs=nnx.Rngs(1)))
+    again = set_adapter(base, get_adapter(adapted))
+    assert identical(again, adapted)
+    assert jnp.array_equal(call(again, x), call(adapted, x))
+    assert identical(set_adapter(adapted, None), nnx.clone(base))
+
+
+def test_an_adapter_is_a_pytree_of_its_arrays():
+    adapter = get_adapter(apply_dora(Block(nnx.Rngs(0)), DoRARule(".*", 2, 4), rngs=nnx.Rngs(1)))
+    assert len(jax.tree.leaves(adapter)) == 6
+    doubled = jax.tree.map(lambda array: 2 * array, adapter)
+    assert isinstance(doubled, Adapter)
+    assert doubled.rules == adapter.rules
+    again = set_adapter(Block(nnx.Rngs(0)), doubled)
+    assert jnp.array_equal(again.linear.magnitude[...], 2 * adapter.arrays["linear"]["magnitude"])
+
+
+def test_switching_compiles_once():
+    base = Block(nnx.Rngs(0))
+    one, other = (
+        train(apply_dora(base, DoRARule(".*", 2, 4), rngs=nnx.Rngs(seed)), seed) for seed in (1, 2)
+    )
+    compiled = 0
+
+    @nnx.jit
+    def run(model, x):
+        nonlocal compiled
+        compiled += 1
+        return model(x)
+
+    x = jnp.ones((2, WIDTH))
+    y = run(one, x)
+    assert not jnp.array_equal(run(set_adapter(one, get_adapter(other)), x), y)
+    assert jnp.array_equal(run(set_adapter(other, get_adapter(one)), x), y)
+    assert compiled == 1
+
+
+class TestAdapterSet:
+    """Named adapters over one base."""
+
+    x = jax.random.normal(jax.random.key(0), (3, WIDTH))
+
+    def make(self) -> tuple[Block, AdapterSet[Block]]:
+        base = Block(nnx.Rngs(0))
+        adapters = AdapterSet(base)
+        adapters.add("linear", DoRARule("linear", 2, 4), rngs=nnx.Rngs(1))
+        adapters.add("both", DoRARule(".*", 3, 4), rngs=nnx.Rngs(2))
+        return base, adapters
+
+    def test_off_is_the_base_bit_for_bit(self):
+        base, adapters = self.make()
+        assert adapters.active is None
+        assert adapters.model is base
+        train(adapters.activate("both"))
+        off = adapters.activate(None)
+        assert off is base
+        assert jnp.array_equal(call(off, self.x), call(Block(nnx.Rngs(0)), self.x))
+
+    def test_an_adapter_keeps_what_training_did_while_others_are_active(self):
+        _, adapters = self.make()
+        assert adapters.names == ["both", "linear"]
+        y = call(train(adapters.activate("both")), self.x)
+        kept = adapters["both"].arrays["heads"]["lora_b"]
+        other = adapters.activate("linear")
+        assert adapters.active == "linear"
+        assert isinstance(other.heads, nnx.LinearGeneral)
+        assert not hasattr(other.heads, "lora_a")
+        z = call(train(other), self.x)
+        assert not jnp.array_equal(y, z)
+        assert adapters["both"].arrays["heads"]["lora_b"] is kept
+        assert jnp.array_equal(call(adapters.activate("both"), self.x), y)
+        assert jnp.array_equal(call(adapters.activate("linear"), self.x), z)
+        assert adapters.names == ["both", "linear"]
+
+    def test_an_adapter_of_another_model_of_the_same_base(self):
+        base, adapters = self.make()
+        trained = train(apply_dora(base, DoRARule("heads", 4, 4, dropout=0.5), rngs=nnx.Rngs(3)))
+        adapters.add("heads", get_adapter(trained))
+        with pytest.raises(ValueError, match="rngs is None and the adapter drops inputs"):
+            adapters.activate("heads")
+        assert adapters.active is None
+        model = adapters.activate("heads", rngs=nnx.Rngs(0))
+        trained.eval()
+        model.eval()
+        assert jnp.array_equal(call(model, self.x), call(trained, self.x))
+
+    def test_refusals(self):
+        base, adapters = self.make()
+        with pytest.raises(ValueError, match=r"name is 'both', which is taken"):
+            adapters.add("both", DoRARule("linear", 2, 4), rngs=nnx.Rngs(0))
+        with pytest.raises(ValueError, match=r"name is 'french'; expected one of \['both'"):
+            adapters.activate("french")
+        with pytest.raises(ValueError, match="rngs is None; expected nnx"):
+            adapters.add("new", DoRARule("linear", 2, 4))
+        with pytest.raises(ValueError, match="base holds an adapter"):
+            AdapterSet(apply_dora(base, DoRARule("linear", 2, 4), rngs=nnx.Rngs(0)))
+        assert adapters.names == ["both", "linear"]
+
+
+def test_an_adapter_that_does_not_fit():
+    base = Block(nnx.Rngs(0))
+    adapter = get_adapter(apply_dora(base, DoRARule("linear", 2, 4), rngs=nnx.Rngs(1)))
+    with pytest.raises(ValueError, match=r"a layer 'linear'; the model's layers .*\n  0"):
+        set_adapter(nnx.List([nnx.Linear(2, 3, rngs=nnx.Rngs(0))]), adapter)
+    wide = nnx.Dict(linear=nnx.Linear(WIDTH, 5, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"lora_b \(2, 8\) for 'linear'.*takes \(2, 5\)"):
+        set_adapter(wide, adapter)
+    with pytest.raises(TypeError, match="adapter is a dict; expected an Adapter"):
+        set_adapter(base, adapter.arrays)
+    with pytest.raises(ValueError, match="model holds no adapter"):
+        get_adapter(base)

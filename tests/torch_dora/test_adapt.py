@@ -1,0 +1,239 @@
+"""`apply_dora`, `remove_dora` and `merge_dora` on torch models."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from torch_dora import (
+    DoRAConv,
+    DoRAConv1D,
+    DoRAEmbedding,
+    DoRALinear,
+    DoRARule,
+    apply_dora,
+    merge_dora,
+    remove_dora,
+)
+
+
+class Mixed(nn.Module):
+    """Every layer that can be adapted, some in containers, one shared, and one that cannot be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 8)
+        self.conv = nn.Conv1d(8, 8, 3, padding=1, groups=2)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.ReLU()])
+        self.named = nn.ModuleDict({"gate": nn.Linear(8, 8, bias=False)})
+        self.norm = nn.LayerNorm(8)
+        self.again = self.blocks[0]
+
+    def forward(self, ids):
+        x = self.conv(self.embed(ids).mT).mT
+        x = self.blocks[1](self.blocks[0](self.norm(x))) + self.again(x)
+        return x * self.named["gate"](x)
+
+
+ALL = [DoRARule("conv", 2, 4.0), DoRARule(r"embed|blocks\.0|named\.gate", 3, 4.0)]
+IDS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 12]])
+
+
+def train(model):
+    """`model`, with every adapter away from its start."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("lora_a", "lora_b", "magnitude")):
+                parameter.mul_(1 + torch.randn_like(parameter) / 20)
+                parameter.add_(torch.randn_like(parameter) / 20)
+    return model
+
+
+def test_every_layer_is_found_and_a_fresh_adapter_changes_no_bit():
+    model = Mixed()
+    expected = model(IDS)
+    before = dict(model.named_parameters())
+    adapted = apply_dora(model, ALL)
+    assert adapted is model
+    assert type(model.embed) is DoRAEmbedding
+    assert type(model.conv) is DoRAConv
+    assert type(model.blocks[0]) is DoRALinear
+    assert model.again is model.blocks[0]
+    assert type(model.named["gate"]) is DoRALinear
+    assert torch.equal(model(IDS), expected)
+    after = dict(model.named_parameters())
+    assert all(after[name] is parameter for name, parameter in before.items())
+    trained = {name for name, p in after.items() if p.requires_grad}
+    assert trained == after.keys() - before.keys()
+
+
+def test_removing_gives_the_base_back_exactly():
+    model = Mixed()
+    layers, state = dict(model.named_modules()), copy.deepcopy(model.state_dict())
+    expected = model(IDS)
+    train(apply_dora(model, ALL))
+    assert not torch.equal(model(IDS), expected)
+    assert remove_dora(model) is model
+    assert torch.equal(model(IDS), expected)
+    assert model.state_dict().keys() == state.keys()
+    assert type(model.blocks[0]) is nn.Linear
+    assert model.conv is layers["conv"]
+    assert model.again is model.blocks[0]
+
+
+def test_merging_leaves_the_model_and_shares_the_rest():
+    model = train(apply_dora(Mixed(), ALL))
+    expected = model(IDS)
+    merged = merge_dora(model)
+    assert {type(m) for m in merged.modules()} == {type(m) for m in Mixed().modules()}
+    torch.testing.assert_close(merged(IDS), expected)
+    assert merged.norm.weight is model.norm.weight
+    assert merged.again is merged.blocks[0]
+    assert torch.equal(model(IDS), expected)
+    assert type(model.conv) is DoRAConv
+
+
+def test_gpt2():
+    config = GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=19, n_positions=8)
+    model = GPT2LMHeadModel(config).eval()
+    ids = torch.tensor([[1, 5, 18, 3]])
+    expected = model(ids).logits
+    apply_dora(model, DoRARule(r"transformer\.h\.\d+\.(attn\.c_attn|mlp\.c_proj)", 4, 8))
+    assert type(model.transformer.h[1].attn.c_attn) is DoRAConv1D
+    assert torch.equal(model(ids).logits, expected)
+    logits = train(model)(ids).logits
+    assert not torch.allclose(logits, expected, atol=1e-3)
+    torch.testing.assert_close(merge_dora(model)(ids).logits, logits, rtol=1e-4, atol=1e-5)
+    assert torch.equal(remove_dora(model)(ids).logits, expected)
+
+
+def test_a_layer_is_a_model_and_dots_match_everything_with_parameters():
+    linear = nn.Linear(3, 4)
+    layer = apply_dora(linear, DoRARule("", 2, 4))
+    assert type(layer) is DoRALinear
+    assert layer.weight is linear.weight
+    again = remove_dora(layer)
+    assert type(again) is nn.Linear
+    assert again.weight is linear.weight
+    assert again.bias is linear.bias
+    model = apply_dora(nn.Sequential(nn.Linear(3, 4), nn.Tanh()), DoRARule(".*", 2, 4))
+    assert type(model[0]) is DoRALinear
+
+
+def test_the_first_match_wins_and_the_rule_reaches_the_layer():
+    rules = [
+        DoRARule(
+            "0",
+            3,
+            6.0,
+            use_rslora=True,
+            dropout=0.25,
+            dropout_mode="input",
+            adapter_dtype=torch.bfloat16,
+            implementation="eager",
+        ),
+        DoRARule(r"\d", 2, 4),
+    ]
+    first, second = apply_dora(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)), rules)
+    assert (first.rank, first.scale, first.implementation) == (3, 6 / 3**0.5, "eager")
+    assert (first.dropout, first.dropout_mode) == (0.25, "input")
+    assert first.lora_a.dtype == torch.bfloat16
+    assert second.rank == 2
+
+
+def test_training_and_moving():
+    model = apply_dora(Mixed(), ALL)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(5):
+        loss = (model(IDS) - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    again = apply_dora(Mixed(), ALL)
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again(IDS), model(IDS))
+    model.to(torch.bfloat16)
+    assert model(IDS).dtype == torch.bfloat16
+    assert remove_dora(model)(IDS).dtype == torch.bfloat16
+
+
+class Squared(nn.Linear):
+    def forward(self, input):
+        return super().forward(input) ** 2
+
+
+@pytest.mark.parametrize(
+    ("model", "rules", "error", "match"),
+    [
+        (
+            Mixed(),
+            [DoRARule(r"blocks\.0", 2, 4), DoRARule("block", 2, 4)],
+            ValueError,
+            r"rules\[1\], path 'block', matches no layer.*\n  again\n  blocks\.0\n  conv\n",
+        ),
+        (
+            Mixed(),
+            [DoRARule(r"blocks\.\d", 2, 4), DoRARule("again", 2, 4)],
+            ValueError,
+            r"rules\[1\].*earlier rules take",
+        ),
+        (Mixed(), DoRARule(".*", 2, 4), TypeError, r"Linear, Conv1d.*\n  norm \(LayerNorm\)$"),
+        (nn.Sequential(Squared(2, 3)), DoRARule("0", 2, 4), TypeError, r"\n  0 \(Squared\)"),
+        (
+            nn.MultiheadAttention(8, 2),
+            DoRARule("out_proj", 2, 4),
+            TypeError,
+            r"out_proj \(NonDynamically",
+        ),
+        (
+            nn.Sequential(DoRALinear(2, 3, rank=1, alpha=1)),
+            DoRARule("0", 2, 4),
+            ValueError,
+            r"one adapter at a time.*\n  0 \(DoRALinear\)",
+        ),
+        (
+            nn.Sequential(nn.Linear(2, 3), nn.Conv1d(4, 4, 1, groups=4)),
+            DoRARule(r"\d", 2, 4),
+            ValueError,
+            "'1' cannot be adapted: rank is 2 and the convolution has 4 groups",
+        ),
+        ([], DoRARule("0", 2, 4), TypeError, "model is a list"),
+        (Mixed(), [], ValueError, "rules is empty"),
+        (Mixed(), ["conv"], TypeError, r"rules\[0\] is a str"),
+    ],
+)
+def test_refusals_leave_the_model_alone(model, rules, error, match):
+    modules = model.modules() if isinstance(model, nn.Module) else []
+    before = [type(module) for module in modules]
+    with pytest.raises(error, match=match):
+        apply_dora(model, rules)
+    if before and not any(issubclass(kind, DoRALinear) for kind in before):
+        assert [type(module) for module in model.modules()] == before
+        assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"path": "("}, ValueError, "path is '\\(', which is no regular expression"),
+        ({"path": 3}, TypeError, "path is 3; expected a regular expression"),
+        ({"rank": 0}, ValueError, "rank is 0"),
+        ({"dropout": 1.0}, ValueError, r"dropout is 1\.0"),
+        ({"implementation": "mosaic"}, ValueError, "mosaic"),
+    ],
+)
+def test_a_rule_out_of_range(options, error, match):
+    with pytest.raises(error, match=match):
+        DoRARule(**({"path": "a", "rank": 2, "alpha": 4.0} | options))
+
+
+def test_nothing_to_merge():
+    with pytest.raises(ValueError, match="model holds no adapter"):
+        merge_dora(Mixed())
+    with pytest.raises(TypeError, match="model is a dict"):
+        remove_dora({})

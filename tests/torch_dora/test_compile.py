@@ -1,0 +1,96 @@
+"""torch.compile sees whole graphs and computes what eager code does."""
+
+import pytest
+import torch
+
+from torch_dora import DoRALinear
+from torch_dora.ops import compose, compose_delta, norm
+
+IMPLEMENTATIONS = ["eager", "triton"]
+
+# What torch's compilers call is theirs: 2.11's use several things that 2.11 deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def gradients(function, x, parameters):
+    torch.manual_seed(1)
+    y = function(x)
+    dy = torch.randn_like(y)
+    return [y, *torch.autograd.grad(y, [x, *parameters], dy)]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "mode"),
+    [
+        ("eager", torch.float32, None),
+        ("triton", torch.bfloat16, None),
+        ("triton", torch.float32, "adapter"),
+        ("eager", torch.bfloat16, "input"),
+    ],
+)
+def test_a_layer_is_one_graph(device, implementation, dtype, mode):
+    dropout = {} if mode is None else {"dropout": 0.5, "dropout_mode": mode}
+    layer = DoRALinear(
+        24,
+        40,
+        rank=4,
+        alpha=8,
+        dtype=dtype,
+        device=device,
+        implementation=implementation,
+        **dropout,
+    )
+    torch.nn.init.normal_(layer.lora_b)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    parameters = [p for p in layer.parameters() if p.requires_grad]
+    for rows in (5, 9):
+        x = torch.randn(2, rows, 24, device=device, dtype=dtype, requires_grad=True)
+        want, got = gradients(layer, x, parameters), gradients(compiled, x, parameters)
+        for g, w in zip(got, want, strict=True):
+            assert g.dtype == w.dtype
+            torch.testing.assert_close(g, w)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled.eval()(x), layer.eval()(x))
+
+
+def test_inductor_computes_the_same(device):
+    layer = DoRALinear(24, 40, rank=4, alpha=8, device=device)
+    torch.nn.init.normal_(layer.lora_b)
+    compiled = torch.compile(layer, fullgraph=True)
+    x = torch.randn(6, 24, device=device, requires_grad=True)
+    parameters = [p for p in layer.parameters() if p.requires_grad]
+    for got, want in zip(
+        gradients(compiled, x, parameters), gradients(layer, x, parameters), strict=True
+    ):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("op", [compose, compose_delta])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_an_operator_is_one_graph(operands, op, implementation):
+    base, lora, g, dy = operands((6, 24))
+    leaves = [t.requires_grad_() for t in (base, lora, g)]
+
+    def call(*tensors):
+        return op(*tensors, 0.7, implementation=implementation)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    want = torch.autograd.grad(call(*leaves), leaves, dy)
+    for got, exact in zip(torch.autograd.grad(compiled(*leaves), leaves, dy), want, strict=True):
+        torch.testing.assert_close(got, exact)
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_norms_operators_keep_their_contract_with_torch(adapted, dtype, scale):
+    layer = adapted(dtype=dtype)
+    tensors = layer.weight, layer.lora_a, layer.lora_b
+    torch.library.opcheck(norm._factored_norm, (*tensors, scale, None, None, "eager"))
+    torch.library.opcheck(norm._squared_norm, (layer.weight,))

@@ -1,0 +1,65 @@
+"""DoRA for torch.nn.Embedding."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torch_dora.layers.adapter import DoRALayer
+from torch_dora.ops import compose
+
+
+class DoRAEmbedding(DoRALayer):
+    """y = g∘E[ids] + g∘(s·A[ids]B) with g = magnitude / ‖E + s·AB‖, the norm over the vocabulary.
+
+    Parameters: ``weight`` [vocabulary, features], ``lora_a`` [rank, vocabulary], ``lora_b``
+    [features, rank], ``magnitude`` [features]: the shapes of PEFT's files. As there, lora_a starts
+    at zero and lora_b normal, and ids equal to ``padding_idx`` send no gradient into lora_a.
+
+    Arguments as :class:`DoRALayer`'s, but for dropout: an embedding reads no activation.
+    """
+
+    def __init__(self, base: nn.Module, *, dropout: float = 0.0, **options: Any) -> None:
+        if not isinstance(base, nn.Embedding):
+            raise TypeError(f"base must be a torch.nn.Embedding, got {type(base).__name__}")
+        if dropout:
+            raise ValueError(
+                f"dropout is {dropout} for an embedding, which reads token ids and has no "
+                "activation to drop; expected 0: give embeddings a rule of their own"
+            )
+        if base.max_norm is not None:
+            raise NotImplementedError(
+                f"base.max_norm is {base.max_norm}, by which every call rewrites the weight; "
+                "expected None: a frozen weight cannot be rewritten"
+            )
+        super().__init__(base, **options)
+
+    def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
+        vocabulary, features = self.weight.shape
+        return {
+            "lora_a": (self.rank, vocabulary),
+            "lora_b": (features, self.rank),
+            "magnitude": (features,),
+        }
+
+    def matrices(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.weight.T[None], self.lora_a[None], self.lora_b[None]
+
+    def as_weight(self, matrices: Tensor) -> Tensor:
+        return matrices[0].T.contiguous()
+
+    def reset_adapter(self) -> None:
+        """Draw a fresh adapter: lora_a zero, lora_b normal, as PEFT."""
+        nn.init.zeros_(self.lora_a)
+        nn.init.normal_(self.lora_b)
+        self.reset_magnitude()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Integers [...] to [..., features]."""
+        base = self.base(ids)
+        rows = F.embedding(ids, self.lora_a.T, padding_idx=self.base.padding_idx)
+        with torch.autocast(base.device.type, enabled=False):
+            lora = F.linear(rows.to(base.dtype), self.lora_b.to(base.dtype))
+        g = self.g(base.dtype)
+        return compose(base, lora, g, self.scale, implementation=self.implementation)

@@ -1,0 +1,176 @@
+"""Expand and compose in one kernel: the adapter's second product, z Bᵀ, with compose as epilogue.
+
+    lora     = z Bᵀ
+    unbiased = base - bias                  (base where there is no bias)
+    y        = base + ((g-1)·unbiased + g·(s·lora))       inner = unbiased + s·lora
+
+z: [rows, r], lora_b B: [out, r], base, y, inner: [rows, out], all fp16 or all bf16; g: f32[out];
+bias: [out]. lora stays in the accumulator's fp32 and never reaches memory.
+
+Bytes: 1 read and 1 write of rows·out (2 writes with inner); z and B are small and stay in L2.
+Flops: 2·rows·out·r. At 4096×384×8192 in bf16: 32 µs of traffic at 4.2 TB/s and 32 µs of tensor
+cores at 800 TFLOP/s, which overlap between the programs of a multiprocessor.
+"""
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_dora.ops.dispatch import TRITON_MODE
+from torch_dora.ops.triton.jit import jit
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A program makes a tile of ``rows`` × ``columns``, walking the rank ``depth`` at a time.
+
+    128 × 128 in fp32 is 128 registers a thread of 4 warps: two programs fit a multiprocessor, so
+    that one's epilogue, which is memory traffic, runs under the other's products.
+    """
+
+    rows: int = 128
+    columns: int = 128
+    depth: int = 64
+    warps: int = 4
+    stages: int = 3
+
+
+CONFIG = Config()
+
+
+def refuses(dtype: torch.dtype) -> str | None:
+    """Why the kernel cannot take activations of ``dtype``; None when it can."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"multiplies on tensor cores, float16 or bfloat16; got {dtype}"
+    return None
+
+
+@jit
+def _kernel(
+    base_ptr,  # [rows, out]
+    z_ptr,  # [rows, r]
+    lora_b_ptr,  # [out, r]
+    g_ptr,  # [out]
+    bias_ptr,  # [out], not read unless HAS_BIAS
+    y_ptr,  # [rows, out]
+    inner_ptr,  # [rows, out], not written unless WITH_INNER
+    rows,
+    features,
+    scale,
+    RANK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    WITH_INNER: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    WIDEN: tl.constexpr,  # the same products; the interpreter has none of bf16
+):
+    down = tl.cdiv(rows, ROWS)
+    program = tl.program_id(0)
+    row = (program % down) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    column = (program // down) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
+    row_here, here = row < rows, column < features
+    inside = tl.arange(0, DEPTH)  # [DEPTH]
+    z_ptrs = z_ptr + row.to(tl.int64)[:, None] * RANK + inside[None, :]
+    b_ptrs = lora_b_ptr + column.to(tl.int64)[None, :] * RANK + inside[:, None]
+    lora = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, RANK, DEPTH):
+        left = inside < RANK - first
+        z = tl.load(z_ptrs + first, mask=row_here[:, None] & left[None, :], other=0.0)
+        b = tl.load(b_ptrs + first, mask=left[:, None] & here[None, :], other=0.0)
+        if WIDEN:
+            z, b = z.to(tl.float32), b.to(tl.float32)
+        lora = tl.dot(z, b, lora)
+
+    mask = row_here[:, None] & here[None, :]
+    # rows·out may exceed 2³¹.
+    offset = row.to(tl.int64)[:, None] * features + column[None, :]  # [ROWS, COLUMNS]
+    g = tl.load(g_ptr + column, mask=here, other=0.0).to(tl.float32)[None, :]
+    base = tl.load(base_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    unbiased = base
+    if HAS_BIAS:
+        unbiased -= tl.load(bias_ptr + column, mask=here, other=0.0).to(tl.float32)[None, :]
+    scaled = scale * lora
+    y = base + ((g - 1.0) * unbiased + g * scaled)
+    tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=mask)
+    if WITH_INNER:
+        inner = unbiased + scaled
+        tl.store(inner_ptr + offset, inner.to(inner_ptr.dtype.element_ty), mask=mask)
+
+
+def launch(
+    base: Tensor,
+    z: Tensor,
+    lora_b: Tensor,
+    g: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    y: Tensor,
+    inner: Tensor | None,
+    config: Config = CONFIG,
+) -> None:
+    """Fill ``y``, and ``inner`` if given. All are contiguous; all but g and bias of one dtype."""
+    features, rank = lora_b.shape
+    rows = base.numel() // max(1, features)
+    if rows == 0 or features == 0:
+        return
+    grid = (triton.cdiv(rows, config.rows) * triton.cdiv(features, config.columns),)
+    _kernel[grid](
+        base,
+        z,
+        lora_b,
+        g,
+        g if bias is None else bias,
+        y,
+        y if inner is None else inner,
+        rows,
+        features,
+        scale,
+        RANK=rank,
+        HAS_BIAS=bias is not None,
+        WITH_INNER=inner is not None,
+        ROWS=config.rows,
+        COLUMNS=config.columns,
+        DEPTH=config.depth,
+        WIDEN=TRITON_MODE == "interpreted",
+        num_warps=config.warps,
+        num_stages=config.stages,
+        enable_fp_fusion=True,
+    )
+
+
+@torch.library.custom_op("torch_dora::expand_compose", mutates_args=())
+def expand_compose(
+    base: Tensor, z: Tensor, lora_b: Tensor, g: Tensor, bias: Tensor | None, scale: float
+) -> Tensor:
+    """y, contiguous, in base's dtype."""
+    base = base.contiguous()
+    y = torch.empty_like(base)
+    bias = None if bias is None else bias.contiguous()
+    launch(base, z.contiguous(), lora_b.contiguous(), g.contiguous(), bias, scale, y, None)
+    return y
+
+
+@expand_compose.register_fake
+def _(base, z, lora_b, g, bias, scale):
+    return base.new_empty(base.shape)
+
+
+@torch.library.custom_op("torch_dora::expand_compose_with_inner", mutates_args=())
+def expand_compose_with_inner(
+    base: Tensor, z: Tensor, lora_b: Tensor, g: Tensor, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(y, inner), contiguous, in base's dtype."""
+    base = base.contiguous()
+    y, inner = torch.empty_like(base), torch.empty_like(base)
+    bias = None if bias is None else bias.contiguous()
+    launch(base, z.contiguous(), lora_b.contiguous(), g.contiguous(), bias, scale, y, inner)
+    return y, inner
+
+
+@expand_compose_with_inner.register_fake
+def _(base, z, lora_b, g, bias, scale):
+    return base.new_empty(base.shape), base.new_empty(base.shape)

@@ -1,0 +1,173 @@
+"""The norm in one pass over the weight: tiles of W + s·BA, squared in registers.
+
+    norm = √ Σ_in (W + s·B A)²
+
+W: [out, in], fp16 or bf16; B: [out, r], A: [r, in], both fp16 or both bf16; norm: f32[out]. A tile
+of BA is a product on tensor cores; W is added to it in fp32, and a program leaves one sum of
+squares per output feature, [in/columns, out] in fp32, which a second kernel adds up in order and
+takes the root of. Nothing cancels, so nothing has to be clamped, and a NaN stays one.
+
+fp32 adapters are refused: six products of bf16 pieces would make BA, and the factored form, where
+only A meets the half-precision W, needs three for the same accuracy.
+
+Bytes: W once, 32 µs for 8192×8192 in bf16 at 4.2 TB/s, and the partials, 2/columns of it each way.
+Flops: 2·out·in·r, 64 µs at r = 384 and 800 TFLOP/s: bound by the tensor cores.
+"""
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_dora.ops.dispatch import TRITON_MODE, Call
+from torch_dora.ops.triton.jit import jit
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A program takes ``rows`` output × ``columns`` input features, ``depth`` of r at a time.
+
+    Tiles as in expand and compose, for the same reason: two programs to a multiprocessor, one
+    reading its tile of W while the other multiplies.
+    """
+
+    rows: int = 128
+    columns: int = 128
+    depth: int = 64
+    warps: int = 4
+    stages: int = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class SumConfig:
+    """The second stage: a program adds up as many features as ``elements`` partials are."""
+
+    elements: int = 4096
+    warps: int = 4
+
+
+CONFIG = Config()
+SUM_CONFIG = SumConfig()
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def refuses(call: Call) -> str | None:
+    """Why the kernel cannot take ``call``; None when it can."""
+    weight, lora_a, lora_b = call.dtypes
+    for name, dtype in (("weight", weight), ("lora_a", lora_a)):
+        if dtype not in _HALVES:
+            return f"multiplies on tensor cores, float16 or bfloat16; got {name} in {dtype}"
+    if lora_a != lora_b:
+        return f"lora_a and lora_b must share a dtype; got {lora_a} and {lora_b}"
+    return None
+
+
+@jit
+def _kernel(
+    weight_ptr,  # [out, in]
+    lora_a_ptr,  # [r, in]
+    lora_b_ptr,  # [out, r]
+    partial_ptr,  # f32[in / COLUMNS, out]
+    out_features,
+    in_features,
+    scale,
+    RANK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    WIDEN: tl.constexpr,  # the same products; the interpreter has none of bf16
+):
+    across = tl.cdiv(in_features, COLUMNS)
+    block = tl.program_id(0) % across
+    row = (tl.program_id(0) // across) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    column = block * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
+    row_here, here = row < out_features, column < in_features
+    inside = tl.arange(0, DEPTH)  # [DEPTH]
+    wide_row = row.to(tl.int64)[:, None]
+    b_ptrs = lora_b_ptr + wide_row * RANK + inside[None, :]
+    a_ptrs = lora_a_ptr + inside.to(tl.int64)[:, None] * in_features + column[None, :]
+    product = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, RANK, DEPTH):
+        left = inside < RANK - first
+        b = tl.load(b_ptrs, mask=row_here[:, None] & left[None, :], other=0.0)
+        a = tl.load(a_ptrs, mask=left[:, None] & here[None, :], other=0.0)
+        if WIDEN:
+            b, a = b.to(tl.float32), a.to(tl.float32)
+        product = tl.dot(b, a, product)
+        b_ptrs += DEPTH
+        a_ptrs += DEPTH * in_features
+
+    # out·in may exceed 2³¹.
+    offset = wide_row * in_features + column[None, :]  # [ROWS, COLUMNS]
+    mask = row_here[:, None] & here[None, :]
+    adapted = tl.load(weight_ptr + offset, mask=mask, other=0.0).to(tl.float32) + scale * product
+    squares = tl.sum(adapted * adapted, axis=1)
+    tl.store(partial_ptr + block.to(tl.int64) * out_features + row, squares, mask=row_here)
+
+
+@jit
+def _root_kernel(
+    partial_ptr,  # f32[blocks, out]
+    norm_ptr,  # f32[out]
+    blocks,
+    features,
+    BLOCKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
+    here = column < features
+    block = tl.arange(0, BLOCKS)  # [BLOCKS]
+    mask = (block < blocks)[:, None] & here[None, :]
+    offset = block.to(tl.int64)[:, None] * features + column[None, :]  # [BLOCKS, COLUMNS]
+    total = tl.sum(tl.load(partial_ptr + offset, mask=mask, other=0.0), axis=0)
+    tl.store(norm_ptr + column, tl.sqrt_rn(total), mask=here)
+
+
+def norm(
+    weight: Tensor,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    scale: float,
+    config: Config = CONFIG,
+    sum_config: SumConfig = SUM_CONFIG,
+) -> Tensor:
+    """‖weight + scale·lora_b lora_a‖ per row, f32[out]."""
+    out_features, in_features = weight.shape
+    result = torch.empty(out_features, device=weight.device, dtype=torch.float32)
+    if out_features == 0 or in_features == 0:
+        return result.zero_()
+    blocks = triton.cdiv(in_features, config.columns)
+    partial = torch.empty(blocks, out_features, device=weight.device, dtype=torch.float32)
+    _kernel[(blocks * triton.cdiv(out_features, config.rows),)](
+        weight.contiguous(),
+        lora_a.contiguous(),
+        lora_b.contiguous(),
+        partial,
+        out_features,
+        in_features,
+        scale,
+        RANK=lora_a.shape[0],
+        ROWS=config.rows,
+        COLUMNS=config.columns,
+        DEPTH=config.depth,
+        WIDEN=TRITON_MODE == "interpreted",
+        num_warps=config.warps,
+        num_stages=config.stages,
+        enable_fp_fusion=True,
+    )
+    padded = triton.next_power_of_2(blocks)
+    columns = max(8, sum_config.elements // padded)
+    _root_kernel[(triton.cdiv(out_features, columns),)](
+        partial,
+        result,
+        blocks,
+        out_features,
+        BLOCKS=padded,
+        COLUMNS=columns,
+        num_warps=sum_config.warps,
+        enable_fp_fusion=True,
+    )
+    return result
