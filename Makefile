@@ -20,7 +20,7 @@ RUN := $(VENV)/bin/python
 SETUP := setup
 endif
 
-.PHONY: parity test test-gpu test-oldest lint types format setup clean
+.PHONY: parity test test-gpu test-oldest lint types docs format setup clean
 
 parity: $(SETUP)
 	$(RUN) -m parity $(PARITY_ARGS)
@@ -42,6 +42,9 @@ lint: $(SETUP)
 
 types: $(SETUP)
 	$(RUN) -m pyright
+
+docs: $(SETUP)
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 format: $(SETUP)
 	$(RUN) -m ruff check --fix .

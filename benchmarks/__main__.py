@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     from rich.console import Console
 
     from benchmarks import clock, figures, table
-    from benchmarks.environment import environment
+    from benchmarks.environment import card, environment
     from benchmarks.report import Report
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -97,6 +97,10 @@ def main(arguments: list[str] | None = None) -> int:
             report.ceilings = ceilings(bench)
         level = ops if options.level == "ops" else layer
         measure_all(bench, report, level.works(device, options.quick), options.out, console)
+    if device == "cuda":
+        # Clocks rise under load: those of the start say what the card rested at.
+        report.environment |= {f"{name} after": value for name, value in card().items()}
+        report.write(options.out)
     table.show(report, options.out, console)
     figures.draw(report, options.out)
     return 0 if report.passed else 1

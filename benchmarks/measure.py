@@ -95,6 +95,8 @@ def measure(bench: Bench, work: Work, variant: Variant) -> Measurement:
             times = bench.clock.time(variant.framework, step, variant.inputs, bench.effort)
             fields |= {"device": times.total, "kernels": times.kernels}
         fields["wall"] = clock.wall_time(step, variant.inputs, bench.effort)
+        if bench.clock is not None:
+            clock.check_clocks(variant.framework, fields["device"], fields["wall"])
     except NotImplementedError as error:
         return Measurement(**fields, refused=str(error))
     except Exception as error:

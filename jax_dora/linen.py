@@ -1,4 +1,4 @@
-"""DoRA for flax.linen: a dense layer with its adapter."""
+"""DoRA for flax.linen: a dense layer with its adapter, and adapters into an existing module."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +12,9 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_dora import ops
+from jax_dora.adapt.linen import DoRA as DoRA
+from jax_dora.adapt.linen import apply_dora as apply_dora
+from jax_dora.adapt.linen import merge_dora as merge_dora
 from jax_dora.hyperparameters import DropoutMode, adapter_scale, check_dropout
 from jax_dora.ops.dropout import dora_linear_with_dropout
 from jax_dora.ops.linear import NORM_NAME

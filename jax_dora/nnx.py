@@ -75,8 +75,8 @@ class DoRALinear(nnx.Module):
     ) -> None:
         """
         Args:
-          in_features, out_features, use_bias, dtype, param_dtype, precision, kernel_init,
-            bias_init, kernel_metadata, bias_metadata: as `nnx.Linear`'s.
+          in_features, out_features: as `nnx.Linear`'s, like use_bias, dtype, param_dtype,
+            precision, kernel_init, bias_init, kernel_metadata and bias_metadata.
           rank: of the adapter; it may exceed in_features and out_features.
           alpha: the scale s is alpha / rank,
           use_rslora: or alpha / sqrt(rank).
@@ -96,6 +96,7 @@ class DoRALinear(nnx.Module):
           TypeError, ValueError: rank, alpha, dropout or dropout_mode is out of range.
         """
         self.scale = adapter_scale(rank, alpha, use_rslora)
+        self.implementation = implementation
         check_dropout(dropout, dropout_mode)
         base = nnx.Linear(
             in_features,
@@ -139,7 +140,6 @@ class DoRALinear(nnx.Module):
         self.adapter_dtype = adapter_dtype
         self.precision = precision
         self.dropout_mode = dropout_mode
-        self.implementation = implementation
         self.dropout = nnx.Dropout(dropout, rngs=rngs) if dropout else nnx.data(None)
 
     @classmethod
@@ -198,7 +198,13 @@ class DoRALinear(nnx.Module):
 
     def norm(self) -> jax.Array:
         """‖kernel + s·lora_a lora_b‖ per output feature, of the parameters as stored: f32[out]."""
-        return ops.factored_norm(self.kernel[...], self.lora_a[...], self.lora_b[...], self.scale)
+        return ops.factored_norm(
+            self.kernel[...],
+            self.lora_a[...],
+            self.lora_b[...],
+            self.scale,
+            implementation="xla" if self.implementation == "xla" else None,
+        )
 
     def __call__(
         self,

@@ -13,9 +13,9 @@ so micro-steps of gradient accumulation, and a rematerialised forward pass, can 
         return loss
 
 Results are bit for bit those of recomputing. A kept norm carries a fingerprint of what it was
-computed from, and a layer compares it on every call (it reads the adapter, which is small beside the
-kernel): a stale norm raises in eager code and is NaN in compiled code, never quietly wrong. Of the
-frozen kernel the fingerprint reads every 64th input row: enough to notice other weights.
+computed from, and a layer compares it on every call (it reads the adapter, which is small beside
+the kernel): a stale norm raises in eager code and is NaN in compiled code, never quietly wrong. Of
+the frozen kernel the fingerprint reads every 64th input row: enough to notice other weights.
 
 For inference, `freeze` keeps the norms for good: its adapters are no longer trainable parameters.
 """

@@ -48,6 +48,8 @@ CPU_ROWS_DIVISOR = 512
 CPU_FEATURES_DIVISOR = 64
 
 DTYPES = ("bfloat16", "float16", "float32")
+RANKS = (8, 64, 384, 768)
+SPECIAL: tuple[Regime, ...] = ("near_unity", "cancellation", "zero_rows")
 
 
 @dataclass(frozen=True)
@@ -203,35 +205,64 @@ def cpu_cases() -> list[Case]:
         for rows, out in PAPER_ACTIVATIONS
     )
     return _distinct(
-        *(_compose("bfloat16", rows, out) for rows, out in small),
-        _compose("bfloat16", 7, 72, regime="near_unity"),
-        *_compose_variants([(64, 128)], ragged=(5, 43)),
-        *_norms([(96, 64)], ranks=(8, 64, 384, 768), cancelling=(192, 128, 16)),
-        *_layers([(33, 96, 64, 16)], wide=(8, 64, 96, 384), ragged=(5, 27, 43, 3)),
+        *(_compose("bfloat16", *shape) for shape in small),
+        *(_compose(dtype, 64, 128) for dtype in DTYPES),
+        *(_compose(dtype, 7, 72, regime="near_unity") for dtype in DTYPES),
+        *(_compose(dtype, 7, 72, frozen_magnitude=True) for dtype in DTYPES),
+        *(_compose(dtype, 5, 43) for dtype in DTYPES),
+        *(_norm("bfloat16", 96, 64, rank, adapter_dtype="bfloat16") for rank in RANKS),
+        *(_norm(dtype, 96, 64, 64, rslora=True) for dtype in DTYPES),
+        *(_norm(dtype, 192, 128, 16, regime=regime) for dtype in DTYPES for regime in SPECIAL),
+        *(_layer(dtype, 33, 96, 64, 16) for dtype in DTYPES),
+        *(_layer(dtype, 33, 96, 64, 16, adapter_dtype=dtype, rslora=True) for dtype in DTYPES),
+        *(_layer(dtype, 33, 96, 64, 16, regime="near_unity", bias=False) for dtype in DTYPES),
+        *(_layer(dtype, 33, 96, 64, 16, regime="zero_rows") for dtype in DTYPES),
+        *(_layer(dtype, 5, 27, 43, 3) for dtype in DTYPES),
+        _layer("float32", 33, 96, 64, 16, regime="cancellation"),
+        _layer("bfloat16", 33, 96, 64, 16, regime="cancellation"),
+        _layer("bfloat16", 33, 96, 64, 16, frozen_magnitude=True),
+        _layer("bfloat16", 8, 64, 96, 384),
+        _layer("bfloat16", 70, 128, 64, 8),
     )
 
 
 def gpu_cases() -> list[Case]:
-    """The paper's full shapes, ranks up to 768, and the same special cases at real widths."""
+    """The paper's full shapes, ranks up to 768, and the same special cases at real widths.
+
+    A case takes about as long as its programs take to compile, so dtypes other than bf16 have
+    fewer shapes.
+    """
     return _distinct(
-        *(_compose("bfloat16", rows, out) for rows, out in PAPER_ACTIVATIONS),
+        *(_compose("bfloat16", *shape) for shape in PAPER_ACTIVATIONS),
+        *(_compose("float16", *shape) for shape in ((1, 512), (8192, 28672))),
+        *(_compose("float32", *shape) for shape in ((1, 512), (8192, 28672), (32768, 8192))),
+        *(_compose(dtype, 4096, 8192, regime="near_unity") for dtype in DTYPES),
+        _compose("bfloat16", 4096, 8192, frozen_magnitude=True),
+        _compose("bfloat16", 777, 4104),
+        _compose("bfloat16", 77, 1003),
+        *(_norm("bfloat16", 8192, 8192, rank, adapter_dtype="bfloat16") for rank in RANKS),
         *(
-            _compose(dtype, rows, out)
-            for dtype in ("float16", "float32")
-            for rows, out in ((1, 512), (512, 8192), (4096, 4096), (32768, 8192), (8192, 28672))
+            _norm("bfloat16", *shape, 384, adapter_dtype="bfloat16")
+            for shape in ((4096, 4096), (8192, 28672), (28672, 8192))
         ),
-        *_compose_variants([(4096, 8192), (777, 4104)], ragged=(77, 1003)),
-        *_norms(
-            [(4096, 4096), (8192, 8192), (8192, 28672), (28672, 8192)],
-            ranks=(8, 64, 384, 768),
-            cancelling=(4096, 1024, 64),
+        *(_norm(dtype, 8192, 8192, 384, rslora=True) for dtype in DTYPES),
+        *(_norm(dtype, 4096, 1024, 64, regime=regime) for dtype in DTYPES for regime in SPECIAL),
+        *(_layer(dtype, 4096, 8192, 8192, 384) for dtype in DTYPES),
+        _layer("bfloat16", 32768, 8192, 8192, 384),
+        _layer("bfloat16", 2048, 8192, 28672, 768),
+        _layer("bfloat16", 2048, 4096, 4096, 64, adapter_dtype="bfloat16", rslora=True),
+        _layer("bfloat16", 2048, 4096, 4096, 64, frozen_magnitude=True),
+        _layer("bfloat16", 777, 1000, 1112, 24),
+        _layer("bfloat16", 777, 1003, 1111, 24),
+        *(
+            _layer(dtype, 2048, 4096, 4096, 64, regime="near_unity", bias=False)
+            for dtype in ("bfloat16", "float32")
         ),
-        *_layers(
-            [(4096, 8192, 8192, 384), (4096, 4096, 4096, 64)],
-            wide=(2048, 8192, 28672, 768),
-            ragged=(777, 1003, 1111, 24),
+        *(_layer(dtype, 2048, 4096, 4096, 64, regime="zero_rows") for dtype in DTYPES),
+        *(
+            _layer(dtype, 2048, 4096, 4096, 64, regime="cancellation")
+            for dtype in ("bfloat16", "float32")
         ),
-        Case("layer", "bfloat16", rows=32768, n_in=8192, n_out=8192, rank=384),
     )
 
 
@@ -243,63 +274,12 @@ def _compose(dtype: str, rows: int, out: int, **other: Any) -> Case:
     return Case("operator", dtype, rows=rows, n_out=out, **other)
 
 
-def _compose_variants(shapes: list[tuple[int, int]], ragged: tuple[int, int]) -> list[Case]:
-    cases = []
-    for dtype in DTYPES:
-        for rows, out in shapes:
-            cases += [
-                _compose(dtype, rows, out),
-                _compose(dtype, rows, out, regime="near_unity"),
-            ]
-        cases.append(_compose(dtype, *shapes[0], frozen_magnitude=True))
-        cases.append(_compose(dtype, *ragged))
-    return cases
+def _norm(dtype: str, n_in: int, n_out: int, rank: int, **other: Any) -> Case:
+    return Case("operator", dtype, n_in=n_in, n_out=n_out, rank=rank, **other)
 
 
-def _norms(
-    shapes: list[tuple[int, int]], ranks: tuple[int, ...], cancelling: tuple[int, int, int]
-) -> list[Case]:
-    def norm(dtype: str, shape: tuple[int, int, int], **other: Any) -> Case:
-        n_in, n_out, rank = shape
-        return Case("operator", dtype, n_in=n_in, n_out=n_out, rank=rank, **other)
-
-    cases = []
-    for n_in, n_out in shapes:
-        for rank in ranks:
-            cases.append(norm("bfloat16", (n_in, n_out, rank), adapter_dtype="bfloat16"))
-        for dtype in DTYPES:
-            cases.append(norm(dtype, (n_in, n_out, ranks[1]), rslora=True))
-    regimes: tuple[Regime, ...] = ("near_unity", "cancellation", "zero_rows")
-    for dtype in DTYPES:
-        cases += [norm(dtype, cancelling, regime=regime) for regime in regimes]
-    return cases
-
-
-def _layers(
-    shapes: list[tuple[int, int, int, int]],
-    wide: tuple[int, int, int, int],
-    ragged: tuple[int, int, int, int],
-) -> list[Case]:
-    def layer(dtype: str, shape: tuple[int, int, int, int], **other: Any) -> Case:
-        rows, n_in, n_out, rank = shape
-        return Case("layer", dtype, rows=rows, n_in=n_in, n_out=n_out, rank=rank, **other)
-
-    cases = []
-    for dtype in DTYPES:
-        cases += [layer(dtype, shape) for shape in shapes]
-        cases += [
-            layer(dtype, shapes[0], adapter_dtype=dtype, rslora=True),
-            layer(dtype, shapes[0], regime="near_unity", bias=False),
-            layer(dtype, shapes[0], regime="zero_rows"),
-            layer(dtype, ragged),
-        ]
-    cases += [
-        layer("float32", shapes[-1], regime="cancellation"),
-        layer("bfloat16", shapes[-1], regime="cancellation"),
-        layer("bfloat16", shapes[0], frozen_magnitude=True),
-        layer("bfloat16", wide),
-    ]
-    return cases
+def _layer(dtype: str, rows: int, n_in: int, n_out: int, rank: int, **other: Any) -> Case:
+    return Case("layer", dtype, rows=rows, n_in=n_in, n_out=n_out, rank=rank, **other)
 
 
 def quick(cases: list[Case]) -> list[Case]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 from collections.abc import Callable, Iterator
 
@@ -24,15 +25,14 @@ NAME = "JAX"
 Tensors = dict[str, torch.Tensor]
 
 
-def implementation(kind: str, kernels: bool) -> str:
-    # The norm is plain JAX for every caller.
-    return "mosaic" if kernels and kind != "norm" else "xla"
+def implementation(kernels: bool) -> str:
+    return "mosaic" if kernels else "xla"
 
 
 def norm(inputs: LayerInputs, scale: float, implementation: str) -> torch.Tensor:
-    assert implementation == "xla"
-    with _exact_fp32():
-        return to_torch(jax.jit(ops.factored_norm)(*_adapter(inputs), scale))
+    run = jax.jit(functools.partial(ops.factored_norm, implementation=implementation))
+    with _exact_fp32(), _interpreted(implementation, inputs.weight):
+        return to_torch(run(*_adapter(inputs), scale))
 
 
 def plain_norm(inputs: LayerInputs, scale: float) -> torch.Tensor:
@@ -51,21 +51,27 @@ def plain_magnitude_scale(
     return to_torch(m.astype(jnp.float32) / jnp.maximum(n, oracle.EPS[dtype]))
 
 
-def compose(
-    inputs: ComposeInputs, scale: float, implementation: str, *, delta: bool, frozen: bool
-) -> Tensors:
-    op = ops.compose_delta if delta else ops.compose
+def compose(inputs: ComposeInputs, scale: float, implementation: str, *, frozen: bool) -> Tensors:
+    options = {"scale": scale, "implementation": implementation}
     with _interpreted(implementation, inputs.base):
         return _compose(
-            lambda base, lora, g: op(base, lora, g, scale, implementation=implementation),
+            {
+                "compose": functools.partial(ops.compose, **options),
+                "compose_delta": functools.partial(ops.compose_delta, **options),
+            },
             inputs,
             frozen,
         )
 
 
-def plain_compose(inputs: ComposeInputs, scale: float, *, delta: bool, frozen: bool) -> Tensors:
+def plain_compose(inputs: ComposeInputs, scale: float, *, frozen: bool) -> Tensors:
     return _compose(
-        lambda base, lora, g: _plain_compose(base, lora, g, scale, delta), inputs, frozen
+        {
+            "compose": functools.partial(_plain_compose, scale=scale, delta=False),
+            "compose_delta": functools.partial(_plain_compose, scale=scale, delta=True),
+        },
+        inputs,
+        frozen,
     )
 
 
@@ -120,22 +126,24 @@ def _plain_compose(base, lora, g, scale, delta, bias=None):
     return y.astype(base.dtype)
 
 
-def _compose(op: Callable, inputs: ComposeInputs, frozen: bool) -> Tensors:
-    base, lora, g = to_jax(inputs.base), to_jax(inputs.lora), to_jax(inputs.g)
+def _compose(operators: dict[str, Callable], inputs: ComposeInputs, frozen: bool) -> Tensors:
+    """All operators in one program: compiling is what takes the time."""
+    operands = [to_jax(inputs.base), to_jax(inputs.lora), to_jax(inputs.g)]
+    names = ("d_base", "d_lora") if frozen else ("d_base", "d_lora", "d_g")
 
     @jax.jit
-    def run(base, lora, g, dy):
-        if frozen:
-            y, pull = jax.vjp(lambda base, lora: op(base, lora, g), base, lora)
-        else:
-            y, pull = jax.vjp(op, base, lora, g)
-        return y, pull(dy)
+    def run(operands, dy):
+        wanted, constant = operands[: len(names)], operands[len(names) :]
+        results = {}
+        for operator, op in operators.items():
+            y, pull = jax.vjp(lambda *some, op=op: op(*some, *constant), *wanted)
+            results[f"{operator} y"] = y
+            for name, cotangent in zip(names, pull(dy), strict=True):
+                results[f"{operator} {name}"] = cotangent
+        return results
 
-    y, cotangents = run(base, lora, g, to_jax(inputs.dy))
-    names = ("d_base", "d_lora", "d_g")
-    return {"y": to_torch(y)} | {
-        name: to_torch(ct) for name, ct in zip(names, cotangents, strict=False)
-    }
+    results = run(operands, to_jax(inputs.dy))
+    return {name: to_torch(value) for name, value in results.items()}
 
 
 def _layer(op: Callable, inputs: LayerInputs, frozen: bool) -> Tensors:

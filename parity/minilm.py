@@ -92,9 +92,8 @@ def projection_names() -> list[str]:
 
 def sentence_pairs() -> list[tuple[str, str]]:
     """Sentences and their paraphrases."""
-    text = Path(__file__).with_name("sentences.txt").read_text(encoding="utf-8")
-    pairs = (line.split("\t") for line in text.splitlines())
-    return [(first, second) for first, second in pairs]
+    text = Path(__file__).with_name("sentences.json").read_text(encoding="utf-8")
+    return [(first, second) for first, second in json.loads(text)]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -14,7 +15,7 @@ NAME = "torch"
 Tensors = dict[str, torch.Tensor]
 
 
-def implementation(kind: str, kernels: bool) -> str:
+def implementation(kernels: bool) -> str:
     return "triton" if kernels else "eager"
 
 
@@ -39,20 +40,26 @@ def plain_magnitude_scale(
     return magnitude.float() / row_norm.clamp(min=oracle.EPS[dtype])
 
 
-def compose(
-    inputs: ComposeInputs, scale: float, implementation: str, *, delta: bool, frozen: bool
-) -> Tensors:
-    op = ops.compose_delta if delta else ops.compose
+def compose(inputs: ComposeInputs, scale: float, implementation: str, *, frozen: bool) -> Tensors:
+    options = {"scale": scale, "implementation": implementation}
     return _compose(
-        lambda base, lora, g: op(base, lora, g, scale, implementation=implementation),
+        {
+            "compose": functools.partial(ops.compose, **options),
+            "compose_delta": functools.partial(ops.compose_delta, **options),
+        },
         inputs,
         frozen,
     )
 
 
-def plain_compose(inputs: ComposeInputs, scale: float, *, delta: bool, frozen: bool) -> Tensors:
+def plain_compose(inputs: ComposeInputs, scale: float, *, frozen: bool) -> Tensors:
     return _compose(
-        lambda base, lora, g: _plain_compose(base, lora, g, scale, delta), inputs, frozen
+        {
+            "compose": functools.partial(_plain_compose, scale=scale, delta=False),
+            "compose_delta": functools.partial(_plain_compose, scale=scale, delta=True),
+        },
+        inputs,
+        frozen,
     )
 
 
@@ -100,13 +107,17 @@ def _plain_compose(base, lora, g, scale, delta, bias=None):
     return y.to(base.dtype)
 
 
-def _compose(op: Callable, inputs: ComposeInputs, frozen: bool) -> Tensors:
+def _compose(operators: dict[str, Callable], inputs: ComposeInputs, frozen: bool) -> Tensors:
     wanted = {"base": inputs.base, "lora": inputs.lora}
     if not frozen:
         wanted["g"] = inputs.g
-    leaves = {name: value.clone().requires_grad_() for name, value in wanted.items()}
-    y = op(**({"g": inputs.g} | leaves))
-    return _with_gradients(y, leaves, inputs.dy)
+    results = {}
+    for operator, op in operators.items():
+        leaves = {name: value.clone().requires_grad_() for name, value in wanted.items()}
+        y = op(**({"g": inputs.g} | leaves))
+        for name, value in _with_gradients(y, leaves, inputs.dy).items():
+            results[f"{operator} {name}"] = value
+    return results
 
 
 def _layer(op: Callable, inputs: LayerInputs, frozen: bool) -> Tensors:

@@ -3,6 +3,7 @@ expected."""
 
 import math
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -97,8 +98,11 @@ def _are_names(name: str, value: Any) -> None:
 
 def _is_expression(name: str, expression: str, given: str) -> None:
     try:
-        re.compile(expression)
-    except (re.error, RecursionError, OverflowError) as error:
+        with warnings.catch_warnings():
+            # What Python may read otherwise one day would then select other layers.
+            warnings.simplefilter("error", FutureWarning)
+            re.compile(expression)
+    except (re.error, RecursionError, OverflowError, FutureWarning) as error:
         raise ValueError(
             f"{name} has {short(given)}; expected a regular expression ({error})"
         ) from error

@@ -18,7 +18,7 @@ _REQUIRED = ("peft_type", "r", "lora_alpha", "target_modules")
 
 # Beside what changes results: told to people and to PEFT, or how training began or ran.
 _INFORMATIVE = frozenset(
-    {"auto_mapping", "inference_mode", "peft_version", "revision", "runtime_config", "eva_config"}
+    {"inference_mode", "peft_version", "runtime_config", "eva_config"}
     # Both mean something only beside a field that is refused when it is set.
     | {"megatron_core", "qalora_group_size"}
     # NVlabs' own.
@@ -48,7 +48,7 @@ class AdapterConfig:
       modules_to_save: modules that are stored whole, by the ends of their names.
       bias: "none", "all" or "lora_only": the biases that were trained and are stored.
       lora_dropout, fan_in_fan_out, init_lora_weights: as PEFT's.
-      base_model_name_or_path, task_type: for whoever reads the folder.
+      base_model_name_or_path, revision, task_type, auto_mapping: for whoever reads the folder.
     """
 
     r: int
@@ -67,7 +67,9 @@ class AdapterConfig:
     lora_dropout: float = 0.0
     init_lora_weights: bool | str = True
     base_model_name_or_path: str | None = None
+    revision: str | None = None
     task_type: str | None = None
+    auto_mapping: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         """
@@ -81,8 +83,9 @@ class AdapterConfig:
         checks.is_pattern("alpha_pattern", self.alpha_pattern, checks.is_alpha)
         for name in ("use_dora", "use_rslora", "fan_in_fan_out"):
             checks.has_type(name, getattr(self, name), bool, "true or false")
-        for name in ("base_model_name_or_path", "task_type"):
+        for name in ("base_model_name_or_path", "revision", "task_type"):
             checks.has_type(name, getattr(self, name), str | None, "a string or null")
+        checks.has_type("auto_mapping", self.auto_mapping, Mapping | None, "an object or null")
         checks.are_targets("target_modules", self.target_modules)
         if self.exclude_modules is not None:
             checks.are_targets("exclude_modules", self.exclude_modules)
@@ -131,16 +134,16 @@ class AdapterConfig:
             )
         # PEFT writes null for what is not given, and takes a scalar for a list of one.
         fields: dict[str, Any] = {
-            name: value for name, value in given.items() if name in own and value is not None
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in given.items()
+            if name in own and value is not None
         }
         for name in ("layers_to_transform", "layers_pattern", "modules_to_save"):
             if isinstance(fields.get(name), int | str):
-                fields[name] = [fields[name]]
-        fields = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in fields.items()
-            if value not in ("", [], [""])
-        }
+                fields[name] = (fields[name],)
+        for name in ("exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"):
+            if fields.get(name) in ("", (), ("",)):
+                del fields[name]
         return cls(**fields)
 
     def to_json(self) -> str:
@@ -149,8 +152,8 @@ class AdapterConfig:
         value = dataclasses.asdict(self)
         if self.exclude_modules is None:
             del value["exclude_modules"]
-        value |= {"peft_type": "LORA", "inference_mode": True, "auto_mapping": None}
-        return json.dumps(value | {"revision": None}, indent=2, sort_keys=True) + "\n"
+        value |= {"peft_type": "LORA", "inference_mode": True}
+        return json.dumps(value, indent=2, sort_keys=True) + "\n"
 
     def rank_of(self, name: str) -> int:
         """The rank of the layer `name`."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from peft_format import checks
-from peft_format.config import AdapterConfig
+from peft_format.config import AdapterConfig, Names
 from peft_format.keys import Key, Role, key_of, parse
 
 Shape = tuple[int, ...]
@@ -33,7 +33,8 @@ class Layer:
       kind: "linear" (GPT-2's Conv1D too), "embedding" or "conv" (1d, 2d, 3d).
       in_features, out_features: an embedding's are its vocabulary and its width; a convolution's
         its channels.
-      kernel_size, groups: of a convolution.
+      kernel_size: of a convolution.
+      settings: of a convolution, those that PEFT's adapters do not honour, told in words.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Layer:
     in_features: int
     out_features: int
     kernel_size: Shape = ()
-    groups: int = 1
+    settings: tuple[str, ...] = ()
 
     def shapes(self, rank: int) -> dict[Role, Shape]:
         """The shapes PEFT writes for an adapter of `rank`."""
@@ -115,7 +116,7 @@ def fit(
         All that is found is listed.
     """
     fitting = _Fitting(config, {layer.name: layer for layer in layers}, parameters)
-    refuse_groups(fitting.layers[name] for name in fitting.selected)
+    refuse_settings(fitting.layers[name] for name in fitting.selected)
     for key, (dtype, shape) in sorted(tensors.items()):
         fitting.place(key, parse(key, adapter), dtype, shape)
     fitting.find_missing()
@@ -246,15 +247,30 @@ class _Fitting:
                 self.problems.append(f"{name} is missing, though adapter_config.json announces it")
 
 
-def refuse_groups(layers: Iterable[Layer]) -> None:
+def convolution_settings(groups: int, dilation: Iterable[int], padding_mode: str) -> Names:
+    """What `Layer.settings` is of a convolution.
+
+    PEFT gives lora_A the window, stride and padding of the base layer, and no more of it.
+    """
+    dilation = tuple(dilation)
+    told = {
+        f"{groups} groups": groups != 1,
+        f"dilation {dilation}": any(step != 1 for step in dilation),
+        f"{padding_mode} padding": padding_mode != "zeros",
+    }
+    return tuple(setting for setting, is_set in told.items() if is_set)
+
+
+def refuse_settings(layers: Iterable[Layer]) -> None:
     """
     Raises:
-      NotImplementedError: one of the layers, which are to be adapted, is a grouped convolution.
+      NotImplementedError: PEFT's adapter of one of the layers, which are to be adapted, would
+        compute something else than a DoRA layer does.
     """
-    grouped = sorted(layer.name for layer in layers if layer.groups > 1)
-    if grouped:
+    told = [f"{one.name} has {', '.join(one.settings)}" for one in layers if one.settings]
+    if told:
         raise NotImplementedError(
-            f"{checks.short(grouped)}: grouped convolutions; expected one group. PEFT's lora_A "
-            "reads the channels of every group, which no kernel of a grouped convolution does, "
-            "and its norm is of another matrix than its output"
+            f"{'; '.join(sorted(told))}; expected one group, no dilation and zero padding: PEFT "
+            "gives lora_A none of the convolution's other settings, so that it computes something "
+            "else there: leave these layers out of target_modules"
         )

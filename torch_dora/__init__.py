@@ -7,6 +7,7 @@ The functions they are made of are in :mod:`torch_dora.ops`.
 from torch_dora.adapt import DoRARule, apply_dora, merge_dora, remove_dora
 from torch_dora.layers import DoRAConv, DoRAConv1D, DoRAEmbedding
 from torch_dora.nn import DoRALinear
+from torch_dora.reuse import drop_norms, keep_norms, refresh_norms
 
 __all__ = [
     "DoRAConv",
@@ -15,6 +16,9 @@ __all__ = [
     "DoRALinear",
     "DoRARule",
     "apply_dora",
+    "drop_norms",
+    "keep_norms",
     "merge_dora",
+    "refresh_norms",
     "remove_dora",
 ]

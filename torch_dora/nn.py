@@ -11,6 +11,7 @@ from torch_dora.ops import check, compose_delta, dispatch, dora_linear, factored
 from torch_dora.ops import magnitude_scale as g_of
 from torch_dora.ops.dtypes import accumulation_dtype
 from torch_dora.ops.products import product
+from torch_dora.reuse import current_norm
 
 DropoutMode = Literal["adapter", "input"]
 
@@ -183,6 +184,7 @@ class DoRALinear(nn.Module):
             self.magnitude,
             self.scale,
             bias=self.bias,
+            norm=current_norm(self),
             adapter_x=dropped,
             implementation=self.implementation,
         )
@@ -192,7 +194,7 @@ class DoRALinear(nn.Module):
         base = F.linear(dropped, self.weight)
         z = F.linear(dropped.to(base.dtype), self.lora_a.to(base.dtype))
         lora = F.linear(z, self.lora_b.to(base.dtype))
-        g = g_of(self.magnitude, self.norm(), base.dtype)
+        g = g_of(self.magnitude, current_norm(self), base.dtype)
         return y + compose_delta(base, lora, g, self.scale, implementation=self.implementation)
 
     @torch.no_grad()

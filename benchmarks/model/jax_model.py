@@ -20,6 +20,8 @@ from benchmarks.model.protocol import Protocol, Task, Variant
 from benchmarks.model.worker import Built, Side
 from benchmarks.work import Expectation
 from examples.decoder import CausalLM, DecoderConfig, LoRALinear, Rope, last_tokens_loss, make_model
+from jax_dora.ops import factored_norm
+from jax_dora.reuse import DoRANorm
 
 # Of lora_b, so that s‖A B‖ is about 0.3 of ‖W‖ in a model whose weights have a deviation of 0.02.
 LORA_B_DEVIATION = 0.0035
@@ -30,23 +32,15 @@ SAME_MODEL = 2.0**-5
 EPS = 1e-6
 
 
-class Kept(nnx.Variable):
-    """A norm that outlives the pass that took it."""
-
-
-class NormKept(jax_dora.DoRALinear):
-    """A DoRA layer that takes its norm when told to."""
+class XLADoRA(jax_dora.DoRALinear):
+    """A DoRA layer without a kernel of ours."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self.kept: Any = nnx.data(None)
-        super().__init__(*args, **options)
-        self.kept = Kept(self.norm())
+        super().__init__(*args, implementation="xla", **options)
 
     def norm(self) -> jax.Array:
-        return super().norm() if self.kept is None else self.kept[...]
-
-    def take_norm(self) -> None:
-        self.kept[...] = super().norm()
+        operands = (self.kernel[...], self.lora_a[...], self.lora_b[...], self.scale)
+        return factored_norm(*operands, implementation="xla")
 
 
 class DenseDoRA(jax_dora.DoRALinear):
@@ -96,12 +90,10 @@ def _linear(kind: str, protocol: Protocol, adapter_dtype: Any) -> Callable[..., 
             return nnx.Linear
         case "lora":
             return functools.partial(LoRALinear, **options)
-        case "dora":
+        case "dora" | "dora, norm kept":
             return functools.partial(jax_dora.DoRALinear, **options)
-        case "dora, norm kept":
-            return functools.partial(NormKept, **options)
         case "xla" | "xla, norm twice":
-            return functools.partial(jax_dora.DoRALinear, implementation="xla", **options)
+            return functools.partial(XLADoRA, **options)
         case "dense":
             return functools.partial(DenseDoRA, **options)
     raise ValueError(f"kind is {kind!r}, no kind of model in JAX")
@@ -123,6 +115,8 @@ def _build(config: DecoderConfig, kind: str, protocol: Protocol) -> CausalLM:
         nnx.update(model, jax.tree.unflatten(tree, moved))
 
     stray(model)
+    if kind == "dora, norm kept":
+        nnx.jit(jax_dora.keep_norms)(model)
     return model
 
 
@@ -147,8 +141,11 @@ def _gradient(graphdef: Any, last: int, trained: Any, frozen: Any, tokens: jax.A
 
 
 def _accumulation(graphdef: Any, last: int, trained: Any, frozen: Any, tokens: jax.Array):
-    """The micro-steps' gradients added up; kept norms are taken once, at the start."""
-    frozen = _take_norms(graphdef, trained, frozen)
+    """The micro-steps' gradients added up, after one look at whether kept norms still hold."""
+    model = nnx.merge(graphdef, trained, frozen)
+    if jax.tree.leaves(nnx.state(model, DoRANorm)):
+        jax_dora.refresh_norms(model)
+        frozen = nnx.split(model, nnx.LoRAParam, ...)[2]
 
     def micro_step(total: Any, tokens: jax.Array):
         loss, gradients = _gradient(graphdef, last, trained, frozen, tokens)
@@ -156,23 +153,6 @@ def _accumulation(graphdef: Any, last: int, trained: Any, frozen: Any, tokens: j
 
     total, losses = jax.lax.scan(micro_step, jax.tree.map(jnp.zeros_like, trained), tokens)
     return losses, total
-
-
-def _take_norms(graphdef: Any, trained: Any, frozen: Any) -> Any:
-    model = nnx.merge(graphdef, trained, frozen)
-    layers, arrays = nnx.split(model.model.layers)
-
-    def one_layer(arrays: Any) -> Any:
-        layer = nnx.merge(layers, arrays)
-        for _, module in nnx.iter_modules(layer):
-            if isinstance(module, NormKept):
-                module.take_norm()
-        return nnx.state(layer, Kept)
-
-    if not jax.tree.leaves(nnx.state(model, Kept)):
-        return frozen
-    nnx.update(model.model.layers, jax.lax.map(one_layer, arrays))
-    return nnx.split(model, nnx.LoRAParam, ...)[2]
 
 
 TASKS: dict[Task, Callable] = {
@@ -203,10 +183,11 @@ def _remat_keeps(kind: str) -> Iterator[None]:
 
 def _tasks(variant: Variant, protocol: Protocol, device: str) -> Iterator[Built]:
     model = _build(_config(protocol, device), variant.kind, protocol)
-    graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam, ...)
-    del model
     micro_steps = _tokens(protocol, protocol.micro_steps)
     for task in variant.tasks:
+        freezes = task == "inference" and variant.kind == "dora, norm kept"
+        measured = jax_dora.freeze(model) if freezes else model
+        graphdef, trained, frozen = nnx.split(measured, nnx.LoRAParam, ...)
         tokens = micro_steps if task == "accumulation" else micro_steps[0]
         arguments = (trained, frozen, tokens)
         function = functools.partial(TASKS[task], graphdef, protocol.last)
@@ -254,7 +235,7 @@ def _check(variant: Variant, protocol: Protocol, device: str) -> Check:
     compiled = _compile(variant, functools.partial(run, graphdef), trained, frozen, tokens)
     found = _named(*compiled(trained, frozen, tokens))
 
-    frozen = nnx.filter_state(frozen, nnx.Not(Kept))
+    frozen = nnx.filter_state(frozen, nnx.Not(DoRANorm))
     trained, frozen = _widened(trained), _widened(frozen)
     with jax.default_matmul_precision("highest"):
         reference = jax.jit(functools.partial(run, wide_graphdef))(trained, frozen, tokens)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.check import Check
-from benchmarks.clock import QUICK, DeviceClock, Effort, synchronise, wall_time
+from benchmarks.clock import QUICK, DeviceClock, Effort, check_clocks, synchronise, wall_time
 from benchmarks.model.protocol import Protocol, Task, Variant
 from benchmarks.report import Measurement
 
@@ -85,6 +85,9 @@ def _measure(
     synchronise(step())
     held = peak()
     device = None if clock is None else clock.time(variant.framework, step, [()], effort).total
+    wall = wall_time(step, [()], effort)
+    if device is not None:
+        check_clocks(variant.framework, device, wall)
     return Measurement(
         group=f"model {task}",
         shape=protocol.shape(),
@@ -95,7 +98,7 @@ def _measure(
         cached=variant.cached,
         baseline=variant.baseline,
         device=device,
-        wall=wall_time(step, [()], effort),
+        wall=wall,
         peak_bytes=held,
         check=check,
     )

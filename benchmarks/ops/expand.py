@@ -21,6 +21,7 @@ from jax_dora.ops.mosaic import rowwise
 from parity import oracle, tolerances
 from parity.cases import Case, compose_inputs
 from torch_dora.ops.compose import forward as torch_forward
+from torch_dora.ops.triton import expand_compose as triton_expand
 
 DTYPE = "bfloat16"
 ITEM = 2
@@ -106,6 +107,12 @@ def _expand(rows: int, rank: int, out: int, want_inner: bool, device: str) -> Wo
 
         return step
 
+    @torch.no_grad()
+    def torch_fused(base, z, lora_b, g):
+        if want_inner:
+            return triton_expand.expand_compose_with_inner(base, z, lora_b, g, None, s)
+        return triton_expand.expand_compose(base, z, lora_b, g, None, s), None
+
     def jax_results(found):
         return {n: to_torch(a) for n, a in zip(("y", "inner"), found, strict=True) if a is not None}
 
@@ -147,6 +154,15 @@ def _expand(rows: int, rank: int, out: int, want_inner: bool, device: str) -> Wo
                 "torch",
                 "cuBLAS, triton compose",
                 in_torch("triton"),
+                sets,
+                torch_results,
+                exact=triton_is_exact(device),
+                unless=no_triton,
+            ),
+            Variant(
+                "torch",
+                "triton",
+                torch_fused,
                 sets,
                 torch_results,
                 exact=triton_is_exact(device),

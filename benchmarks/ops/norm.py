@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import torch
 
 from benchmarks import baselines
+from benchmarks.ops.compose import triton_refuses
 from benchmarks.ops.inputs import interpreted, mosaic_refuses, rotate, to_jax, to_torch
 from benchmarks.work import Expectation, Variant, Work
 from jax_dora import ops as jax_ops
@@ -58,10 +59,12 @@ def _norm(n_in: int, n_out: int, rank: int, adapter_dtype: str, device: str) -> 
     )
 
     def factored(kernel, lora_a, lora_b, squared):
-        return jax_ops.factored_norm(kernel, lora_a, lora_b, s)
+        return jax_ops.factored_norm(kernel, lora_a, lora_b, s, implementation="xla")
 
     def cached(kernel, lora_a, lora_b, squared):
-        return jax_ops.factored_norm(kernel, lora_a, lora_b, s, kernel_sq_norm=squared)
+        return jax_ops.factored_norm(
+            kernel, lora_a, lora_b, s, kernel_sq_norm=squared, implementation="xla"
+        )
 
     def mosaic(kernel, lora_a, lora_b, squared):
         sm_count = jax_device.sm_count()
@@ -71,7 +74,12 @@ def _norm(n_in: int, n_out: int, rank: int, adapter_dtype: str, device: str) -> 
         return baselines.dense_norm(kernel, lora_a, lora_b, s)
 
     def torch_cached(weight, lora_a, lora_b, squared):
-        return torch_ops.factored_norm(weight, lora_a, lora_b, s, kernel_sq_norm=squared)
+        return torch_ops.factored_norm(
+            weight, lora_a, lora_b, s, kernel_sq_norm=squared, implementation="eager"
+        )
+
+    plain = functools.partial(torch_ops.factored_norm, implementation="eager")
+    one_pass = functools.partial(torch_ops.factored_norm, implementation="triton")
 
     def in_torch(norm: Callable) -> Callable:
         @torch.no_grad()
@@ -104,7 +112,15 @@ def _norm(n_in: int, n_out: int, rank: int, adapter_dtype: str, device: str) -> 
         Variant(
             "torch", "the paper's", in_torch(baselines.paper_norm), sets, torch_results, exact=False
         ),
-        Variant("torch", "factored", in_torch(torch_ops.factored_norm), sets, torch_results),
+        Variant("torch", "factored", in_torch(plain), sets, torch_results),
+        Variant(
+            "torch",
+            "triton",
+            in_torch(one_pass),
+            sets,
+            torch_results,
+            unless=triton_refuses(device),
+        ),
         Variant("torch", "factored, ‖W‖² kept", torch_cached, sets, torch_results, cached=True),
     ]
     if adapter_dtype != DTYPE:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from decoder import CausalLM, load_model, read_config, save_model
+from decoder import CausalLM, DecoderConfig, load_model, read_config, save_model
 from flax import nnx
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -230,9 +230,10 @@ class Run:
     def _adapted_model(self) -> CausalLM:
         args = self.args
         changes: dict[str, Any] = {"dtype": jnp.dtype(args.dtype)} if args.dtype else {}
+        config = DecoderConfig.from_hf(read_config(self.folder), **changes)
+        if jax.default_backend() == "gpu" and config.dtype != jnp.float32:
+            changes["attention"] = "cudnn"
         model = load_model(self.folder, **changes)
-        if jax.default_backend() == "gpu" and model.config.dtype != jnp.float32:
-            model = load_model(self.folder, attention="cudnn", **changes)
         rule = jax_dora.DoRARule(
             args.target,
             rank=args.rank,

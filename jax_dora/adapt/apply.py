@@ -63,19 +63,7 @@ def adapt_layer(found: Found, rule: DoRARule, rngs: nnx.Rngs) -> Any:
     """The DoRA layer over `found.module`, whose parameters it shares."""
     layer, kind = found.module, kind_of_base(found.module)
     assert kind is not None
-    options = {
-        "rank": rule.rank,
-        "alpha": rule.alpha,
-        "use_rslora": rule.use_rslora,
-        "dropout": rule.dropout,
-        "dropout_mode": rule.dropout_mode,
-        "adapter_dtype": rule.adapter_dtype,
-        "implementation": rule.implementation,
-        "rngs": rngs,
-    }
-    for name in ("lora_a_init", "lora_b_init"):
-        if getattr(rule, name) is not None:
-            options[name] = getattr(rule, name)
+    options = rule.options() | {"rngs": rngs}
     sharding = _mesh_sharding(getattr(layer, kind.kernel))
     try:
         with contextlib.ExitStack() as scope:

@@ -13,10 +13,11 @@ from jax import lax
 from jax_dora import ops
 from jax_dora.adapt.kinds import Kind
 from jax_dora.adapt.remove import adapted, check_model, remove_dora
-from jax_dora.adapt.stack import indices, join, stack_shape, take
+from jax_dora.adapt.stack import indices, join
 from jax_dora.adapt.switch import Adapter, set_adapter
 from jax_dora.adapt.tree import find_modules
 from jax_dora.layers.adapter import matrix_norm
+from jax_dora.layers.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,29 +145,44 @@ def _merge_layer(
 
 
 def _change(layer: Any, kind: Kind) -> jax.Array:
-    """W' - W in the kernel's shape, in fp32 (fp64 if a parameter is)."""
-    shape = stack_shape(layer, kind)
-    if shape:
-        return join([_change(take(layer, index), kind) for index in indices(shape)], shape)
-    layout = kind.layout(layer)
-    change = _matrix_change(
-        layout.kernel.to_matrices(getattr(layer, kind.kernel)[...]),
-        layout.lora_a.to_matrices(layer.lora_a[...]),
-        layout.lora_b.to_matrices(layer.lora_b[...]),
-        layout.magnitude.to_matrices(layer.magnitude[...])[:, 0],
-        layer.scale,
-    )
-    return layout.kernel.from_matrices(change)
+    parameters = {name: getattr(layer, name)[...] for name in ("lora_a", "lora_b", "magnitude")}
+    kernel = getattr(layer, kind.kernel)[...]
+    return kernel_change(kind.layout(layer), layer.scale, kernel=kernel, **parameters)
+
+
+def kernel_change(
+    layout: Layout,
+    scale: float,
+    *,
+    kernel: jax.Array,
+    lora_a: jax.Array,
+    lora_b: jax.Array,
+    magnitude: jax.Array,
+) -> jax.Array:
+    """W' - W in the kernel's shape, in fp32 (fp64 if a parameter is).
+
+    The parameters have the shapes of `layout`, behind the axes of a stack if there are any.
+    """
+    parameters = {"kernel": kernel, "lora_a": lora_a, "lora_b": lora_b, "magnitude": magnitude}
+    stack = kernel.shape[: kernel.ndim - len(layout.kernel.stored)]
+    if stack:
+        one_by_one = [
+            kernel_change(layout, scale, **{name: p[index] for name, p in parameters.items()})
+            for index in indices(stack)
+        ]
+        return join(one_by_one, stack)
+    matrices = {name: getattr(layout, name).to_matrices(p) for name, p in parameters.items()}
+    return layout.kernel.from_matrices(_matrix_change(scale=scale, **matrices))
 
 
 def _matrix_change(
     kernel: jax.Array, lora_a: jax.Array, lora_b: jax.Array, magnitude: jax.Array, scale: float
 ) -> jax.Array:
-    """(g-1)∘W + g∘(s·AB) of [n, in, out], [n, in, r], [n, r, out] and [n, out]."""
+    """(g-1)∘W + g∘(s·AB) of [n, in, out], [n, in, r], [n, r, out] and [n, 1, out]."""
     norm = matrix_norm(kernel, lora_a, lora_b, scale)
     g = ops.magnitude_scale(magnitude.reshape(-1), norm.reshape(-1), kernel.dtype)
     dtype = norm.dtype
-    g = g.astype(dtype).reshape(magnitude.shape)[:, None]
+    g = g.astype(dtype).reshape(magnitude.shape)
     product = jnp.matmul(
         lora_a.astype(dtype), lora_b.astype(dtype), precision=lax.Precision.HIGHEST
     )

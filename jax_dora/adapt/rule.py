@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
@@ -66,6 +67,12 @@ class DoRARule:
     def matches(self, path: str) -> bool:
         """Whether the whole of `path` matches."""
         return re.fullmatch(self.path, path) is not None
+
+    def options(self) -> dict[str, Any]:
+        """What the DoRA layers take to be made so, as keyword arguments; `rngs` is wanting."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del values["path"]
+        return {name: value for name, value in values.items() if value is not None}
 
 
 Rules = DoRARule | Sequence[DoRARule]

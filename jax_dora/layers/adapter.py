@@ -31,8 +31,8 @@ _OWN_ARITHMETIC = {
 class DoRALayer(nnx.Module):
     """A Flax layer with an adapter beside it, whose parameters are the base layer's own.
 
-    A fresh layer computes what the base would with kernel + s·lora_a lora_b, exactly: its
-    magnitude is its norm. The norm is per output feature and constant under differentiation
+    A fresh layer computes what the base would with kernel + s·lora_a lora_b: its magnitude is its
+    norm, and g exactly 1. The norm is per output feature and constant under differentiation
     (arXiv 2402.09353, section 4.3).
 
     Args:

@@ -61,7 +61,7 @@ def dora_linear(
       kernel_sq_norm: f32[out], `squared_norm(kernel)`; used where `norm` is not given.
       implementation: None, "mosaic" or "xla"; a named one runs or raises. "mosaic" stands for the
         most fused of its kernels that takes the call: the whole projection, else expand and
-        compose, else compose alone. It does not speak for the norm.
+        compose, else compose alone; the norm then takes the best that accepts it.
       precision: of the matrix products with x, as in `jax.lax.dot_general`.
 
     Returns:
@@ -87,7 +87,14 @@ def dora_linear(
         check.is_float("bias", bias)
         check.has_shape("bias", bias, (out_features,), "[out]")
     if norm is None:
-        norm = factored_norm(kernel, lora_a, lora_b, scale, kernel_sq_norm=kernel_sq_norm)
+        norm = factored_norm(
+            kernel,
+            lora_a,
+            lora_b,
+            scale,
+            kernel_sq_norm=kernel_sq_norm,
+            implementation="xla" if implementation == "xla" else None,
+        )
         norm = checkpoint_name(norm, NORM_NAME)
     elif kernel_sq_norm is not None:
         raise ValueError("norm and kernel_sq_norm are both given; norm already contains the other")

@@ -177,6 +177,8 @@ def _correction(
     b = lora_b.astype(gram.dtype)
     cross = jnp.sum(b * _exact_dot(lora_a, kernel), axis=0)
     ba_sq = jnp.sum(b * _exact_dot(gram, lora_b), axis=0)
+    # As in `squared_norm`: the same bits in every program, so that a fresh adapter's g is 1.
+    cross, ba_sq = lax.optimization_barrier((cross, ba_sq))
     return 2 * scale * cross + scale * scale * ba_sq
 
 

@@ -1,7 +1,8 @@
 """Where a Flax model keeps what PyTorch calls by another name and lays out otherwise."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from jax_dora.adapt.stack import stack_shape
 from jax_dora.adapt.tree import find_modules
 from jax_dora.layers.layout import Axes, convolution_layout, matrix_layout, projection_layout
 from jax_dora.peft.names import Names
-from peft_format.fit import Layer, Shape
+from peft_format.fit import Layer, Shape, convolution_settings
 
 Index = tuple[int, ...]
 
@@ -193,20 +194,23 @@ def _layer(name: str, module: Any, kind: Kind | None) -> tuple[Layer | None, Axe
         features, width = module.in_features, module.out_features
         return Layer(name, "linear", features, width), matrix_layout(features, width, 1).kernel
     if kind.base is nnx.Conv:
-        groups = module.feature_group_count
-        return (
-            Layer(
-                name,
-                "conv",
-                module.in_features,
-                module.out_features,
-                tuple(module.kernel_shape[:-2]),
-                groups,
-            ),
-            # Its groups are PyTorch's, so that for the weight the window is all there is to move.
-            convolution_layout(tuple(module.kernel_shape), 1, 1).kernel,
+        *window, _, width = module.kernel_shape
+        padding = module.padding if isinstance(module.padding, str) else "zeros"
+        settings = convolution_settings(
+            module.feature_group_count,
+            _each(module.kernel_dilation),
+            "zeros" if padding.upper() in ("ZEROS", "SAME", "VALID") else padding.lower(),
         )
+        if any(step != 1 for step in _each(module.input_dilation)):
+            settings = (*settings, "input dilation")
+        layer = Layer(name, "conv", module.in_features, width, tuple(window), settings)
+        # Groups lie alike in both, so that the window is all there is to move.
+        return layer, convolution_layout(tuple(module.kernel_shape), 1, 1).kernel
     return _projection(name, module, kind)
+
+
+def _each(steps: int | Sequence[int] | None) -> Sequence[int]:
+    return (steps or 1,) if steps is None or isinstance(steps, int) else steps
 
 
 def _projection(name: str, module: Any, kind: Kind) -> tuple[Layer | None, Axes | None]:
@@ -248,5 +252,8 @@ def _parameters(
         elif layer.kind == "embedding":
             yield Place(path, attribute, index, (layer.in_features, layer.out_features))
         else:
-            shape = (layer.out_features, layer.in_features // layer.groups, *layer.kernel_size)
+            assert weight is not None
+            window_and_in = weight.matrices[1]
+            features = window_and_in // math.prod(layer.kernel_size)
+            shape = (layer.out_features, features, *layer.kernel_size)
             yield Place(path, attribute, index, shape, weight, is_transposed=True)

@@ -15,8 +15,9 @@ from jax_dora.adapt.stack import take
 from jax_dora.peft.names import Names
 from jax_dora.peft.places import Places, places_of
 from peft_format import folder as folders
-from peft_format.config import AdapterConfig, patterns_for, targets_for
-from peft_format.fit import fit, refuse_groups
+from peft_format.config import AdapterConfig
+from peft_format.describe import Adapted, check_config, config_of
+from peft_format.fit import fit, refuse_settings
 from peft_format.keys import key_of, parameter_key
 
 
@@ -59,17 +60,19 @@ def save_adapter(
       FileExistsError: there is an adapter in the folder, and `overwrite` is False.
       ValueError: the model has no adapter, or one that the format cannot express; `config` does not
         fit the model.
-      NotImplementedError: an adapted layer has no counterpart in PyTorch.
+      NotImplementedError: an adapted layer has no counterpart in PyTorch, or is a convolution with
+        settings that PEFT does not honour.
       TypeError: an argument has the wrong type.
     """
     folders.check_free(folder, overwrite=overwrite)
     places = places_of(model, names or Names())
     adapted = _adapted_layers(places)
-    refuse_groups(places.layers[name].layer for name in adapted)
+    refuse_settings(places.layers[name].layer for name in adapted)
+    described = {name: _described(places, name, module) for name, module in adapted.items()}
     if config is None:
-        config = _config_of(
-            places,
-            adapted,
+        config = config_of(
+            described,
+            places.names,
             use_dora=use_dora,
             modules_to_save=tuple(modules_to_save) or None,
             bias=bias,
@@ -78,7 +81,7 @@ def save_adapter(
             task_type=task_type,
         )
     else:
-        _check_scales(places, adapted, config)
+        check_config(config, described)
     if not config.use_dora:
         _check_is_lora(places)
     tensors = _adapter_tensors(places, adapted, config, dtype)
@@ -131,44 +134,14 @@ def _changes_nothing(places: Places, name: str) -> bool:
     return bool(jnp.all(one.norm() == one.magnitude[...]))
 
 
-def _config_of(places: Places, adapted: dict[str, Any], **fields: Any) -> AdapterConfig:
-    rank, rank_pattern = patterns_for({name: module.rank for name, module in adapted.items()})
-    alpha, alpha_pattern = patterns_for({name: module.alpha for name, module in adapted.items()})
-    rslora = _one({name: module.use_rslora for name, module in adapted.items()}, "use_rslora")
-    dropouts = {
-        name: 0.0 if module.dropout is None else module.dropout.rate
-        for name, module in adapted.items()
-        if places.layers[name].layer.kind != "embedding"
-    }
-    return AdapterConfig(
-        r=rank,
-        lora_alpha=alpha,
-        rank_pattern=rank_pattern,
-        alpha_pattern=alpha_pattern,
-        target_modules=targets_for(adapted, places.names),
-        use_rslora=rslora,
-        lora_dropout=_one(dropouts, "dropout") if dropouts else 0.0,
-        **fields,
+def _described(places: Places, name: str, module: Any) -> Adapted:
+    return Adapted(
+        places.layers[name].layer,
+        module.rank,
+        module.alpha,
+        module.use_rslora,
+        0.0 if module.dropout is None else module.dropout.rate,
     )
-
-
-def _one(values: dict[str, Any], what: str) -> Any:
-    kinds = {value: name for name, value in values.items()}
-    if len(kinds) > 1:
-        told = ", ".join(f"{name} has {value}" for value, name in kinds.items())
-        raise ValueError(f"{told}; expected one {what} for all layers: PEFT's format has one")
-    return next(iter(kinds))
-
-
-def _check_scales(places: Places, adapted: dict[str, Any], config: AdapterConfig) -> None:
-    for name, module in adapted.items():
-        ours = (module.rank, module.alpha, module.use_rslora)
-        theirs = (config.rank_of(name), config.alpha_of(name), config.use_rslora)
-        if ours != theirs:
-            raise ValueError(
-                f"config gives {name} rank, alpha and use_rslora {theirs}; expected the model's "
-                f"{ours}"
-            )
 
 
 def _check_is_lora(places: Places) -> None:

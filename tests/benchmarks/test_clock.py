@@ -1,6 +1,6 @@
 import pytest
 
-from benchmarks.clock import DeviceClock, Effort, Spread, wall_time
+from benchmarks.clock import DeviceClock, Effort, Spread, check_clocks, wall_time
 
 
 def test_spread_is_the_median_and_the_outer_tenths() -> None:
@@ -96,3 +96,23 @@ def test_device_time_refuses_kernels_out_of_place(
 
     with pytest.raises(RuntimeError, match="before a step"):
         clock.time("torch", step, [()], Effort(0.0, least=3, most=3))
+
+
+@pytest.mark.parametrize(
+    ("framework", "device", "wall", "fails"),
+    [
+        ("jax", 400.0, 1000.0, True),
+        ("jax", 600.0, 1000.0, False),
+        ("jax", 5.0, 60.0, False),
+        ("torch", 400.0, 1000.0, False),
+    ],
+)
+def test_missing_kernels_are_noticed(
+    framework: str, device: float, wall: float, fails: bool
+) -> None:
+    spreads = [Spread(us, us, us, 5) for us in (device, wall)]
+    if fails:
+        with pytest.raises(RuntimeError, match="not recorded all"):
+            check_clocks(framework, *spreads)
+    else:
+        check_clocks(framework, *spreads)

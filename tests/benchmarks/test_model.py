@@ -61,16 +61,6 @@ def _with_unstrayed_magnitude(build):
     return built
 
 
-def test_kept_norms_change_no_bit_of_an_accumulation() -> None:
-    totals = []
-    for label in ("jax DoRA (no Triton)", "jax DoRA, norm kept (no Triton)"):
-        built = list(jax_model.side(BY_LABEL[label], PROTOCOL, "cpu").tasks)[-1]
-        assert built.task == "accumulation"
-        totals.append(jax.tree.leaves(built.step()))
-    for one, other in zip(*totals, strict=True):
-        assert (one == other).all()
-
-
 @ignore_peft_s_names
 def test_flops_are_those_of_the_products() -> None:
     built = torch_model.side(BY_LABEL["torch PEFT LoRA, bf16"], PROTOCOL, "cpu").tasks
@@ -82,18 +72,24 @@ def test_flops_are_those_of_the_products() -> None:
         counted[task] = counter.get_total_flops()
     # torch counts the whole square of the attention, of which half is computed.
     assert counted["inference"] == PROTOCOL.flops("inference", "LoRA") + attention
-    backward = PROTOCOL.flops("gradient", "LoRA") + attention * (2 + 2.5)
-    assert counted["gradient"] == pytest.approx(backward, rel=1e-3)
+    # torch stops a layer's second forward pass short of its last product, lora_b of down_proj.
+    last = 2 * PROTOCOL.layers * PROTOCOL.tokens * PROTOCOL.rank * PROTOCOL.hidden
+    expected = PROTOCOL.flops("gradient", "LoRA") + attention * (2 + 2.5)
+    assert counted["gradient"] == expected - last
 
 
 def test_a_worker_s_measurements_come_back(tmp_path: Path) -> None:
-    arguments = ["--out", str(tmp_path), "--quick", "--device", "cpu", "--only", "jax base*"]
-    assert command.main(["model", *arguments]) == 0
+    only = ("--only", "jax DoRA, norm kept")
+    code = command.main(["model", "--out", str(tmp_path), "--quick", "--device", "cpu", *only])
     report = json.loads((tmp_path / "model.json").read_text())
-    (measurement,) = report["measurements"]
-    assert measurement["group"] == "model inference"
-    assert measurement["check"]["passed"]
-    assert measurement["peak_bytes"] > 0
+    assert [m["failed"] for m in report["measurements"]] == [""] * 3
+    assert code == 0
+    groups = [m["group"] for m in report["measurements"]]
+    assert groups == ["model inference", "model gradient", "model accumulation"]
+    for measurement in report["measurements"]:
+        assert measurement["check"]["passed"]
+        assert measurement["peak_bytes"] > 0
+        assert measurement["wall"]["median"] > 0
 
 
 def test_a_worker_that_dies_is_reported(

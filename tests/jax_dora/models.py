@@ -17,7 +17,7 @@ class Mixed(nnx.Module):
         self.embed = nnx.Embed(VOCABULARY, WIDTH, **options)
         self.conv = nnx.Conv(WIDTH, WIDTH, (3,), feature_group_count=2, **options)
         self.attention = nnx.MultiHeadAttention(2, WIDTH, decode=False, **options)
-        self.blocks = nnx.List([nnx.Linear(WIDTH, WIDTH, **options), nnx.relu])
+        self.blocks = nnx.List([nnx.Linear(WIDTH, WIDTH, **options)])
         self.named = nnx.Dict(gate=nnx.Einsum("...d,df->...f", (WIDTH, WIDTH), **options))
         self.pairs = nnx.data([{"one": nnx.Linear(WIDTH, WIDTH, use_bias=False, **options)}])
         self.norm = nnx.LayerNorm(WIDTH, **options)
@@ -26,7 +26,7 @@ class Mixed(nnx.Module):
     def __call__(self, ids: jax.Array) -> jax.Array:
         x = self.conv(self.embed(ids))
         x = x + self.attention(self.norm(x))
-        x = self.blocks[1](self.blocks[0](x)) + self.again(x)
+        x = nnx.relu(self.blocks[0](x)) + self.again(x)
         return self.pairs[0]["one"](x * self.named["gate"](x))
 
 

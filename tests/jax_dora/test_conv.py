@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jax_dora import DoRAConv
-from parity import oracle
+from parity import oracle, tolerances
 from tests.jax_dora.matrices import differentiate, trained
 from tests.matrices import Problem, judge, within
 
@@ -43,7 +43,11 @@ def windows(x: jax.Array, window, settings) -> jax.Array:
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [*itertools.product(CASES, [jnp.float32]), ("2d grouped", jnp.bfloat16), ("1d", jnp.float16)],
+    [
+        *itertools.product([case for case in CASES if case != "1x1"], [jnp.float32]),
+        ("2d grouped", jnp.bfloat16),
+        ("1x1", jnp.float16),
+    ],
 )
 def test_agrees_with_the_oracle(case, dtype):
     window, positions, settings = CASES[case]
@@ -113,7 +117,7 @@ def test_dropout_by_both_conventions():
         options = {"dropout": 0.5, "dropout_mode": mode}
         layer = trained(make(window, settings | {"use_bias": False}, **options))
         expected = base(x) + (g - 1) * base(read) + g_lora
-        np.testing.assert_allclose(layer(x, rngs=key), expected, rtol=0, atol=1e-5)
+        within(layer(x, rngs=key), oracle.fp64(expected), tolerances.OPERATOR_FP32_MAX_ABS)
         layer.eval()
         assert jnp.array_equal(layer(x), plain(x))
 

@@ -463,9 +463,9 @@ def without(part: str) -> Any:
         (lambda f: reconfigured(f, layer_replication=[[0, 1]]), NotImplementedError, "layer_repl"),
         (lambda f: rewritten(f, change=lambda a: a.astype("i4")), ValueError, "is I32"),
         (lambda f: rewritten(f, change=lambda a: a[..., None]), ValueError, "has shape"),
-        (lambda f: rewritten(f, change=lambda a: a.T), ValueError, "has shape"),
+        (lambda f: rewritten(f, change=lambda a: a.T), ValueError, r"has shape \[12, 4\]"),
         (cut("adapter_model.safetensors", 2000), ValueError, "not a whole safetensors file"),
-        (cut("adapter_model.safetensors", 5), ValueError, "not a whole safetensors file"),
+        (cut("adapter_model.safetensors", 5), ValueError, "not a whole"),
         (cut("adapter_config.json", 50), ValueError, "not JSON"),
         (
             lambda f: (f / "adapter_config.json").write_bytes(b"\xff\xfe"),
@@ -479,7 +479,6 @@ def without(part: str) -> Any:
             "never read",
         ),
     ],
-    ids=str,
 )
 def test_a_folder_that_does_not_fit_changes_nothing(
     damage: Any, error: type[Exception], message: str, tmp_path: Path
@@ -497,16 +496,26 @@ def test_a_folder_that_does_not_fit_changes_nothing(
     assert nnx.graphdef(model) == structure
 
 
-def test_a_grouped_convolution_is_refused(tmp_path: Path) -> None:
-    class Grouped(nnx.Module):
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"feature_group_count": 2}, "conv has 2 groups;"),
+        ({"kernel_dilation": 2}, r"conv has dilation \(2,\);"),
+        ({"input_dilation": 2}, "conv has input dilation;"),
+        ({"padding": "CIRCULAR"}, "conv has circular padding;"),
+    ],
+)
+def test_a_convolution_that_peft_adapts_otherwise_is_refused(
+    settings: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    class Convolution(nnx.Module):
         def __init__(self) -> None:
-            self.conv = nnx.Conv(4, 6, 3, feature_group_count=2, rngs=nnx.Rngs(0))
+            self.conv = nnx.Conv(4, 6, 3, **settings, rngs=nnx.Rngs(0))
 
-    adapted = jax_dora.apply_dora(
-        Grouped(), jax_dora.DoRARule("conv", rank=4, alpha=4), rngs=nnx.Rngs(0)
-    )
-    with pytest.raises(NotImplementedError, match="grouped convolutions"):
-        save_adapter(adapted, tmp_path / "adapter")
+    rule = jax_dora.DoRARule("conv", rank=4, alpha=4)
+    model = jax_dora.apply_dora(Convolution(), rule, rngs=nnx.Rngs(0))
+    with pytest.raises(NotImplementedError, match=told):
+        save_adapter(model, tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
 
 

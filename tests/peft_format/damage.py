@@ -24,7 +24,16 @@ def damage(folder: Path, chance: random.Random) -> str:
     """Damage one file of the folder in one way, and say how."""
     ways: tuple[Callable[[Path, random.Random], str], ...] = (
         *(_change_field, _change_field, _change_header, _change_header, _change_header),
-        *(_flip_header, _flip_data, _flip_config, _cut, _lengthen, _remove, _change_length),
+        *(
+            _add_tensor,
+            _flip_header,
+            _flip_data,
+            _flip_config,
+            _cut,
+            _lengthen,
+            _remove,
+            _change_length,
+        ),
     )
     return chance.choice(ways)(folder, chance)
 
@@ -84,6 +93,20 @@ def _change_header(folder: Path, chance: random.Random) -> str:
         header[key.replace("lora_A", "lora_A.default") + "."] = entry
     _write(folder, header, data)
     return f"{way} of {key}"
+
+
+def _add_tensor(folder: Path, chance: random.Random) -> str:
+    header, data = header_of(folder)
+    key = chance.choice([one for one in header if one != "__metadata__"])
+    entry = dict(header[key])
+    begin, end = entry["data_offsets"]
+    entry["data_offsets"] = [len(data), len(data) + end - begin]
+    part = chance.choice(key.split("."))
+    new = key.replace(part, chance.choice(_NAMES), 1)
+    if new in header:
+        new = f"{new}.{chance.choice(_NAMES)}"
+    _write(folder, header | {new: entry}, data + data[begin:end])
+    return f"{new} added"
 
 
 def _flip(file: Path, at: int, chance: random.Random) -> str:

@@ -11,6 +11,7 @@ from torch_dora.nn import DropoutMode, _check_hyperparameters
 from torch_dora.ops import check, dispatch, factored_norm, magnitude_scale
 from torch_dora.ops.dtypes import accumulation_dtype
 from torch_dora.ops.products import product
+from torch_dora.reuse import current_norm
 
 
 class DoRALayer(nn.Module):
@@ -117,7 +118,7 @@ class DoRALayer(nn.Module):
 
     def g(self, dtype: torch.dtype) -> Tensor:
         """magnitude / norm, for a result of ``dtype``: f32[out]."""
-        return magnitude_scale(self.magnitude, self.norm(), dtype)
+        return magnitude_scale(self.magnitude, current_norm(self), dtype)
 
     @torch.no_grad()
     def merged_weight(self) -> Tensor:

@@ -162,27 +162,27 @@ class _DoRALinear(torch.autograd.Function):
             dx = d_adapter_x = d_weight = d_bias = d_a = d_b = None
             if d is not None:
                 d = _rows(d)
-            if d is not None and (want_a or want_adapter_x or (want_x and shared)):
-                dz = _scaled_mm(d, lora_b.to(dy.dtype), ctx.scale, dy.dtype)
-                if want_a:
-                    d_a = _mm(dz.T, _rows(x if shared else adapter_x).to(dy.dtype), a_dtype)
-                if want_x and shared:
-                    dx = (d @ weight.to(dy.dtype)).addmm_(dz, lora_a.to(dy.dtype))
-                if want_adapter_x:
-                    d_adapter_x = dz @ lora_a.to(dy.dtype)
-            if d is not None and want_x and not shared:
-                dx = d @ weight.to(dy.dtype)
-            if d is not None and want_weight:
-                d_weight = _mm(d.T, _rows(x).to(dy.dtype), weight_dtype)
-            if d is not None and want_b:
-                d_b = _scaled_mm(d.T, _rows(z), ctx.scale, b_dtype)
+                if want_x:
+                    dx = d @ weight.to(dy.dtype)
+                if want_weight:
+                    d_weight = _mm(d.T, _rows(x).to(dy.dtype), weight_dtype)
+                if want_b:
+                    d_b = _scaled_mm(d.T, _rows(z), ctx.scale, b_dtype)
+                if want_a or want_adapter_x or (want_x and shared):
+                    dz = _scaled_mm(d, lora_b.to(dy.dtype), ctx.scale, dy.dtype)
+                    if want_a:
+                        d_a = _mm(dz.T, _rows(x if shared else adapter_x).to(dy.dtype), a_dtype)
+                    if dx is not None and shared:
+                        dx.addmm_(dz, lora_a.to(dy.dtype))
+                    if want_adapter_x:
+                        d_adapter_x = dz @ lora_a.to(dy.dtype)
             if want_bias:
                 d_bias = _rows(dy).sum(0, dtype=_wide(dy.dtype)).to(bias_dtype)
+            x_shape = (*dy.shape[:-1], weight.shape[1])
             if dx is not None:
-                dx = dx.reshape(*dy.shape[:-1], weight.shape[1]).to(x_dtype)
+                dx = dx.reshape(x_shape).to(x_dtype)
             if d_adapter_x is not None:
-                d_adapter_x = d_adapter_x.reshape(*dy.shape[:-1], weight.shape[1])
-                d_adapter_x = d_adapter_x.to(adapter_x_dtype)
+                d_adapter_x = d_adapter_x.reshape(x_shape).to(adapter_x_dtype)
         if d_g is not None:
             d_g = d_g.to(g.dtype)
         return dx, d_adapter_x, d_weight, d_bias, d_a, d_b, d_g, None, None, None, None

@@ -214,11 +214,10 @@ def _tile(
     rank = lora_a.shape[0]
     budget = DEFAULT_CHUNK_BYTES if chunk_bytes is None else chunk_bytes
     w_bytes, a_bytes = _operand_bytes(weight, lora_a, dtype), _operand_bytes(lora_a, weight, dtype)
-    # [height, r]: the product by pieces, the pieces' sum so far and the next, lora_b widened.
-    row_bytes = rank * (pieces(lora_a) + 3) * dtype.itemsize + rank * _operand_bytes(
-        lora_b, lora_a, dtype
-    )
-    gram_bytes = rank * rank * (pieces(lora_a) + 3) * dtype.itemsize
+    # A product of [., r]: up to six terms of pieces, their sum so far and the next, and what stays.
+    product_bytes = 9 * dtype.itemsize
+    row_bytes = rank * (product_bytes + _operand_bytes(lora_b, lora_a, dtype))
+    gram_bytes = rank * rank * product_bytes
     narrowest = min(in_features, _COLUMN_ALIGNMENT)
     least = gram_bytes + 2 * max(narrowest * rank * 2 * a_bytes, narrowest * w_bytes + row_bytes)
     if budget < least:

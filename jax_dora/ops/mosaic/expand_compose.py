@@ -19,23 +19,26 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_dora.ops.mosaic import strips
 from jax_dora.ops.mosaic.strips import StripConfig
+from jax_dora.ops.mosaic.sweep import Task, sweep_kernel
 
 # Columns that the epilogue holds at once: a swizzled row of 16-bit numbers.
 CHUNK = 64
 
-# Best first; a rank takes the first that shared memory has room for.
+# Best first; a rank takes the first that shared memory has room for. Slices of z count most: with
+# fewer than four in flight a consumer waits for them. A second slot gains little.
 CONFIGS = (
     StripConfig(tile_cols=128, stages=4, slots=2),
-    StripConfig(tile_cols=128, stages=3, slots=2),
-    StripConfig(tile_cols=128, stages=2, slots=2),
+    StripConfig(tile_cols=128, stages=4, slots=1),
+    StripConfig(tile_cols=128, stages=3, slots=1),
     StripConfig(tile_cols=64, stages=4, slots=2),
-    StripConfig(tile_cols=64, stages=2, slots=2),
+    StripConfig(tile_cols=64, stages=4, slots=1),
+    StripConfig(tile_cols=64, stages=2, slots=1),
 )
 
 
 def heuristic(rank: int, want_inner: bool) -> StripConfig | None:
     """The config for a rank, or None where its strip of B does not fit."""
-    return strips.fits(rank, 2, CONFIGS, extra_tiles=1 if want_inner else 0)
+    return strips.fits(strips.slices(rank), 2, CONFIGS, extra_tiles=1 if want_inner else 0)
 
 
 def refuses(
@@ -45,9 +48,9 @@ def refuses(
     dtype: jax.typing.DTypeLike,
     adapter_dtype: jax.typing.DTypeLike,
     *,
-    want_inner: bool = False,
+    want_inner: bool = True,
 ) -> str | None:
-    """Why the kernel cannot take base [rows, out] of `dtype` and z, B of `adapter_dtype`, or None."""
+    """Why the kernel cannot take base [rows, out] and z, B of those dtypes, or None."""
     dtype, adapter_dtype = jnp.dtype(dtype), jnp.dtype(adapter_dtype)
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"base has dtype {dtype}, neither bfloat16 nor float16"
@@ -59,10 +62,6 @@ def refuses(
         return f"out = {out} is not a multiple of {strips.ALIGNMENT} (rows of 16 bytes)"
     if heuristic(rank, want_inner) is None:
         return f"a strip of B of rank {rank} does not fit into shared memory"
-    return None
-
-
-def slower(rows: int, rank: int, out: int, dtype, device_kind: str) -> str | None:
     return None
 
 
@@ -84,46 +83,51 @@ def expand_compose(
     base, z = base.reshape(-1, out), z.reshape(-1, rank)
     rows = base.shape[0]
     config = config or heuristic(rank, want_inner)
+    if config is None:
+        raise NotImplementedError(
+            f"rank = {rank} is too large for shared memory: ask `refuses` first"
+        )
     padded_rows = pl.cdiv(rows, strips.ROW_ALIGNMENT) * strips.ROW_ALIGNMENT
-    padded_rank = strips.padded_rank(rank, config.tile_k)
+    padded_rank = strips.padded_rank(rank)
     sweep = strips.Sweep(padded_rows, out, config, sm_count)
     base = strips.pad(base, padded_rows, out)
     z = strips.pad(z, padded_rows, padded_rank)
     lora_b = strips.pad(lora_b, padded_rank, sweep.padded_out)
     vectors = [g] if bias is None else [g, bias]
 
-    def epilogue(carry, acc, base_smem, vectors_smem, scale, rows, cols, out_gmem, inner_smem=None):
-        tile = (strips.TILE_ROWS, CHUNK)
+    def epilogue(carry, tile, out_gmem, inner_smem=None):
+        shape = (strips.TILE_ROWS, CHUNK)
         consumer = lax.axis_index("warpgroup")
         for start in range(0, config.tile_cols, CHUNK):
             chunk = pl.ds(start, CHUNK)
-            g = lax.broadcast_in_dim(vectors_smem[0, chunk], tile, (1,))
-            base = base_smem[:, chunk].astype(jnp.float32)
-            scaled = scale * acc[:, start : start + CHUNK]
+            g = lax.broadcast_in_dim(tile.vectors_smem[0, chunk], shape, (1,))
+            base = tile.smem[:, chunk].astype(jnp.float32)
+            scaled = tile.scale * tile.acc[:, start : start + CHUNK]
             y = base + ((g - 1.0) * base + g * scaled)
             if bias is not None:
-                y = y + lax.broadcast_in_dim(vectors_smem[1, chunk], tile, (1,))
-            base_smem[:, chunk] = y.astype(dtype)
+                y = y + lax.broadcast_in_dim(tile.vectors_smem[1, chunk], shape, (1,))
+            tile.smem[:, chunk] = y.astype(dtype)
             if inner_smem is not None:
                 inner_smem[consumer, :, chunk] = (base + scaled).astype(dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(base_smem, out_gmem[0].at[rows, cols])
+        plgpu.copy_smem_to_gmem(tile.smem, out_gmem[0].at[tile.rows, tile.cols])
         if inner_smem is not None:
-            plgpu.copy_smem_to_gmem(inner_smem.at[consumer], out_gmem[1].at[rows, cols])
+            plgpu.copy_smem_to_gmem(inner_smem.at[consumer], out_gmem[1].at[tile.rows, tile.cols])
         return carry
 
-    tiles = (config.consumers, strips.TILE_ROWS, config.tile_cols)
-    inner_smem = strips.tiled(tiles, dtype, out)
-    results = strips.sweep_kernel(
+    inner_smem = strips.tiled((config.consumers, strips.TILE_ROWS, config.tile_cols), dtype, out)
+    results = sweep_kernel(
         sweep,
-        [(k,) for k in range(pl.cdiv(rank, config.tile_k))],
+        Task(
+            products=[(k,) for k in range(strips.slices(rank))],
+            epilogue=epilogue,
+            vectors=len(vectors),
+            stores=True,
+        ),
         dtype,
         dtype,
         out_type=[jax.ShapeDtypeStruct(base.shape, dtype)] * (2 if want_inner else 1),
         scratch={"inner_smem": inner_smem} if want_inner else {},
-        epilogue=epilogue,
-        vectors=len(vectors),
-        stores=True,
         kernel_name="dora_expand_compose",
     )(
         z,

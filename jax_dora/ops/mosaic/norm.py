@@ -9,8 +9,8 @@ atomics: every consumer of every run writes one row of partial sums f32[splits �
 which XLA adds up, so the order of additions is fixed by the shape and the number of
 multiprocessors.
 
-16-bit adapters go to the tensor cores as they are: their products are exact in fp32. An fp32 adapter
-is cut into p bf16 pieces of 8 bits, `x = x₁ + … + x_p + ε` with |ε| ≤ 2^(-8p-1)·|x|, and A B
+16-bit adapters go to the tensor cores as they are: their products are exact in fp32. An fp32
+adapter is cut into p bf16 pieces of 8 bits, `x = x₁ + … + x_p + ε` with |ε| ≤ 2^(-8p)·|x|, and A B
 becomes Σ A_i B_j over i + j ≤ p + 1. Dropped products and remainders together are off by at most
 (p + 1)·2^(-8p)·|A||B| (two pieces for a 16-bit W: 2^-14.4; three for an fp32 W: 2^-22), so that
 
@@ -28,16 +28,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_dora.ops.mosaic import strips
 from jax_dora.ops.mosaic.strips import StripConfig
+from jax_dora.ops.mosaic.sweep import Task, sweep_kernel
 
 CHUNK = 64
 
 # Best first; a rank takes the first that shared memory has room for.
 CONFIGS = (
     StripConfig(tile_cols=128, stages=4, slots=2),
-    StripConfig(tile_cols=128, stages=3, slots=2),
+    StripConfig(tile_cols=128, stages=4, slots=1),
     StripConfig(tile_cols=128, stages=3, slots=1),
     StripConfig(tile_cols=64, stages=4, slots=2),
-    StripConfig(tile_cols=64, stages=3, slots=1),
+    StripConfig(tile_cols=64, stages=4, slots=1),
+    StripConfig(tile_cols=64, stages=2, slots=1),
 )
 
 
@@ -50,7 +52,7 @@ def pieces(kernel_dtype: jax.typing.DTypeLike, adapter_dtype: jax.typing.DTypeLi
 
 def heuristic(rank: int, kernel_dtype, adapter_dtype) -> StripConfig | None:
     """The config for a rank, or None where its strip of B does not fit."""
-    resident = pieces(kernel_dtype, adapter_dtype) * pl.cdiv(rank, 64) * 64
+    resident = pieces(kernel_dtype, adapter_dtype) * strips.slices(rank)
     return strips.fits(resident, jnp.dtype(kernel_dtype).itemsize, CONFIGS)
 
 
@@ -77,10 +79,6 @@ def refuses(
     return None
 
 
-def slower(in_features: int, rank: int, out: int, kernel_dtype, adapter_dtype, device_kind: str):
-    return None
-
-
 def norm(
     kernel: jax.Array,
     lora_a: jax.Array,
@@ -94,10 +92,14 @@ def norm(
     in_features, out = kernel.shape
     rank = lora_a.shape[1]
     config = config or heuristic(rank, kernel.dtype, lora_a.dtype)
+    if config is None:
+        raise NotImplementedError(
+            f"rank = {rank} is too large for shared memory: ask `refuses` first"
+        )
     sweep = strips.Sweep(in_features, out, config, sm_count)
     count = pieces(kernel.dtype, lora_a.dtype)
-    slices = pl.cdiv(rank, config.tile_k)
-    width = strips.padded_rank(rank, config.tile_k) if count == 1 else slices * config.tile_k
+    slices = strips.slices(rank)
+    width = strips.padded_rank(rank) if count == 1 else slices * strips.TILE_K
     lora_a = jnp.concatenate(
         [strips.pad(piece, in_features, width) for piece in _cut(lora_a, count)], axis=1
     )
@@ -113,35 +115,31 @@ def norm(
         zeros = jnp.zeros((strips.TILE_ROWS, CHUNK), jnp.float32)
         return (zeros,) * (config.tile_cols // CHUNK)
 
-    def epilogue(sums, acc, kernel_smem, vectors_smem, scale, rows, cols, out_gmem, **_):
+    def epilogue(sums, tile, out_gmem, *, sums_smem):
         added = []
         for start, total in zip(range(0, config.tile_cols, CHUNK), sums, strict=True):
-            w = kernel_smem[:, pl.ds(start, CHUNK)].astype(jnp.float32)
-            v = w + scale * acc[:, start : start + CHUNK]
+            w = tile.smem[:, pl.ds(start, CHUNK)].astype(jnp.float32)
+            v = w + tile.scale * tile.acc[:, start : start + CHUNK]
             added.append(total + v * v)
         return tuple(added)
 
-    def finish(sums, run, out_gmem, *, sums_smem):
+    def finish(sums, split, cols, out_gmem, *, sums_smem):
         consumer = lax.axis_index("warpgroup")
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for start, total in zip(range(0, config.tile_cols, CHUNK), sums, strict=True):
             sums_smem[consumer, pl.ds(start, CHUNK)] = jnp.sum(total, axis=0)
         plgpu.commit_smem()
-        row = run.split * config.consumers + consumer
-        plgpu.copy_smem_to_gmem(sums_smem.at[consumer], out_gmem[0].at[row, run.cols])
+        row = split * config.consumers + consumer
+        plgpu.copy_smem_to_gmem(sums_smem.at[consumer], out_gmem[0].at[row, cols])
 
     partial_rows = sweep.splits * config.consumers
-    (partials,) = strips.sweep_kernel(
+    (partials,) = sweep_kernel(
         sweep,
-        products,
+        Task(products=products, epilogue=epilogue, start=start, finish=finish),
         lora_a.dtype,
         kernel.dtype,
         out_type=[jax.ShapeDtypeStruct((partial_rows, sweep.padded_out), jnp.float32)],
         scratch={"sums_smem": plgpu.SMEM((config.consumers, config.tile_cols), jnp.float32)},
-        epilogue=epilogue,
-        start=start,
-        finish=finish,
-        stores=False,
         kernel_name="dora_norm",
     )(lora_a, lora_b, kernel, jnp.reshape(scale, 1).astype(jnp.float32))
     return jnp.sqrt(jnp.sum(partials, axis=0)[:out])

@@ -1,12 +1,13 @@
 """A whole projection in one matrix product: forward, and its gradient with respect to x.
 
-    y  = g∘(x W + z B) [+ bias]     x  [rows, in]   W  [in, out]   z  [rows, r], s applied   B  [r, out]
-    dx = d Wᵀ + dz Aᵀ               d  [rows, out]  W  [in, out]   dz [rows, r]              A  [in, r]
+    y  = g∘(x W + z B) [+ bias]     x  [rows, in]   W  [in, out]   z  [rows, r]   B  [r, out]
+    dx = d Wᵀ + dz Aᵀ               d  [rows, out]  W  [in, out]   dz [rows, r]   A  [in, r]
     g  f32[out]    bias  [out] (optional)    inner = x W + z B  [rows, out]  (optional)
 
-All of bf16 or all of fp16, results likewise. The loop over the contracted axis runs through (x, W),
-then through (z, B), into one fp32 accumulator; no base tensor is written, and since nothing is
-rounded before the last step there is no cancellation to guard g - 1 against.
+s is already in z and in dz. All of bf16 or all of fp16, results likewise. The loop over the
+contracted axis runs through (x, W), then through (z, B), into one fp32 accumulator; no base tensor
+is written, and since nothing is rounded before the last step there is no cancellation to guard
+g - 1 against.
 
 FLOPs: 2 · rows · (in + r) · out set the floor; bytes: each operand and result once, 2 bytes each.
 """
@@ -20,13 +21,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_dora.ops.mosaic import strips
+from jax_dora.ops.mosaic.strips import TILE_K
+from jax_dora.ops.mosaic.sweep import FETCH_REGISTERS, REGISTERS
 
 CONSUMERS = 2
 # What a consumer stores at a time: one instruction's rows, one swizzled row of 16-bit numbers.
 CHUNK_ROWS, CHUNK_COLS = 64, 64
 CHUNK_SLOTS = 2
-# A slice along the contracted axis is a 128-byte row, the widest swizzle.
-TILE_K = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +66,7 @@ CONFIG = ProjectionConfig()
 def refuses(
     rows: int, in_features: int, out: int, dtype: jax.typing.DTypeLike, adapter_dtype
 ) -> str | None:
-    """Why neither product takes x [rows, in], W [in, out] of `dtype`, A and B of `adapter_dtype`."""
+    """Why x [rows, in], W [in, out] and an adapter of those dtypes are not taken, or None."""
     dtype, adapter_dtype = jnp.dtype(dtype), jnp.dtype(adapter_dtype)
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"x and the kernel have dtype {dtype}, neither bfloat16 nor float16"
@@ -76,10 +77,6 @@ def refuses(
     for name, size in (("in", in_features), ("out", out)):
         if size == 0 or size % TILE_K:
             return f"{name} = {size} is not a multiple of {TILE_K}"
-    return None
-
-
-def slower(rows: int, in_features: int, rank: int, out: int, dtype, device_kind: str) -> str | None:
     return None
 
 
@@ -99,7 +96,7 @@ def project(
     vectors = [g] if bias is None else [g, bias]
     shape = (*x.shape[:-1], kernel.shape[1])
     x, z = x.reshape(-1, x.shape[-1]), z.reshape(-1, z.shape[-1])
-    rank = strips.padded_rank(z.shape[1], TILE_K)
+    rank = strips.padded_rank(z.shape[1])
     z, lora_b = strips.pad(z, z.shape[0], rank), strips.pad(lora_b, rank, lora_b.shape[1])
     results = _product(
         (x, z), (kernel, lora_b), vectors, 2 if want_inner else 1, False, sm_count, config
@@ -119,7 +116,7 @@ def project_back(
     """dx [..., in] for d = g∘dy [..., out] and dz = s·(d Bᵀ) [..., r]."""
     shape = (*d.shape[:-1], kernel.shape[0])
     d, dz = d.reshape(-1, d.shape[-1]), dz.reshape(-1, dz.shape[-1])
-    rank = strips.padded_rank(dz.shape[1], TILE_K)
+    rank = strips.padded_rank(dz.shape[1])
     dz, lora_a = strips.pad(dz, dz.shape[0], rank), strips.pad(lora_a, lora_a.shape[0], rank)
     (dx,) = _product((d, dz), (kernel, lora_a), [], 1, True, sm_count, config)
     return dx.reshape(shape)
@@ -142,20 +139,25 @@ def _product(
     rows = lefts[0].shape[0]
     cols = rights[0].shape[0 if transposed else 1]
     padded_rows = pl.cdiv(rows, strips.ROW_ALIGNMENT) * strips.ROW_ALIGNMENT
-    lefts = tuple(strips.pad(left, padded_rows, left.shape[1]) for left in lefts)
     steps = [pl.cdiv(left.shape[1], TILE_K) for left in lefts]
     row_tiles, col_tiles = pl.cdiv(rows, c.tile_rows), pl.cdiv(cols, c.tile_cols)
     tiles = row_tiles * col_tiles
     blocks = min(sm_count, tiles)
     consumer_rows, consumer_cols = c.consumer_tile
-    arguments = [*lefts, *rights]
+    arguments = [strips.pad(left, padded_rows, left.shape[1]) for left in lefts] + [*rights]
     if vectors:
         stacked = jnp.stack([v.astype(jnp.float32) for v in vectors])
         arguments.append(strips.pad(stacked, len(vectors), col_tiles * c.tile_cols))
+        features = {
+            "smem": plgpu.SMEM((len(vectors), c.tile_cols), jnp.float32),
+            "ready": plgpu.Barrier(),
+            "free": plgpu.Barrier(num_arrivals=CONSUMERS),
+        }
+    else:
+        features = {}
 
-    def body(*refs, left_smem, right_smem, ready, free, chunk_smem, vector_buffers):
+    def body(*refs, left_smem, right_smem, ready, free, chunk_smem, features):
         lefts_gmem, rights_gmem, out_gmem = refs[:2], refs[2:4], refs[len(refs) - outputs :]
-        vectors_smem, vectors_ready, vectors_free = vector_buffers or (None,) * 3
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         my_tiles = lax.div(tiles - block + blocks - 1, blocks)
 
@@ -167,14 +169,16 @@ def _product(
 
         @pl.when(warpgroup == CONSUMERS)
         def _fetch():
-            plgpu.set_max_registers(strips.FETCH_REGISTERS, action="decrease")
+            plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
 
             def fetch_tile(index, _):
                 row, col = corner(index)
                 at_rows, at_cols = pl.ds(row, c.tile_rows), pl.ds(col, c.tile_cols)
                 if vectors:
-                    plgpu.barrier_wait(vectors_free)
-                    plgpu.copy_gmem_to_smem(refs[4].at[:, at_cols], vectors_smem, vectors_ready)
+                    plgpu.barrier_wait(features["free"])
+                    plgpu.copy_gmem_to_smem(
+                        refs[4].at[:, at_cols], features["smem"], features["ready"]
+                    )
                 before = index * sum(steps)
                 for left_gmem, right_gmem, count in zip(
                     lefts_gmem, rights_gmem, steps, strict=True
@@ -202,16 +206,16 @@ def _product(
             for slot in range(c.stages):
                 plgpu.barrier_wait(free.at[slot])
             if vectors:
-                plgpu.barrier_wait(vectors_free)
+                plgpu.barrier_wait(features["free"])
 
         @pl.when(warpgroup < CONSUMERS)
         def _consume():
-            registers = (strips.REGISTERS - strips.FETCH_REGISTERS) // CONSUMERS // 8 * 8
+            registers = (REGISTERS - FETCH_REGISTERS) // CONSUMERS // 8 * 8
             plgpu.set_max_registers(registers, action="increase")
             for slot in range(c.stages):
                 plgpu.barrier_arrive(free.at[slot])
             if vectors:
-                plgpu.barrier_arrive(vectors_free)
+                plgpu.barrier_arrive(features["free"])
             my_row = warpgroup * consumer_rows if c.split_rows else 0
             my_col = 0 if c.split_rows else warpgroup * consumer_cols
             my_rows = pl.ds(my_row, consumer_rows)
@@ -235,31 +239,38 @@ def _product(
                     def step_and_free(k, acc_ref):
                         step(k, acc_ref)
                         plgpu.wgmma_wait(1)
-                        plgpu.barrier_arrive(
-                            free.at[lax.rem(index * sum(steps) + k - 1, c.stages)]
-                        )
+                        plgpu.barrier_arrive(free.at[lax.rem(index * sum(steps) + k - 1, c.stages)])
                         return acc_ref
 
                     step(0, acc_ref)
                     lax.fori_loop(1, sum(steps), step_and_free, acc_ref)
                     return acc_ref[...]
 
-                acc = pl.run_scoped(multiply, plgpu.ACC(c.consumer_tile, jnp.float32))
+                acc = pl.run_scoped(
+                    multiply, plgpu.WGMMAAccumulatorRef(c.consumer_tile, jnp.float32)
+                )
                 plgpu.barrier_arrive(free.at[lax.rem((index + 1) * sum(steps) - 1, c.stages)])
                 if vectors:
-                    plgpu.barrier_wait(vectors_ready)
+                    plgpu.barrier_wait(features["ready"])
                 stores = 0
                 for r in range(0, consumer_rows, CHUNK_ROWS):
                     for j in range(0, consumer_cols, CHUNK_COLS):
                         chunk = inner = acc[r : r + CHUNK_ROWS, j : j + CHUNK_COLS]
                         for i in range(len(vectors)):
                             vector = lax.broadcast_in_dim(
-                                vectors_smem[i, pl.ds(my_col + j, CHUNK_COLS)], chunk.shape, (1,)
+                                features["smem"][i, pl.ds(my_col + j, CHUNK_COLS)],
+                                chunk.shape,
+                                (1,),
                             )
                             chunk = chunk + vector if i else chunk * vector
-                        at = (pl.ds(row + my_row + r, CHUNK_ROWS), pl.ds(col + my_col + j, CHUNK_COLS))
+                        at = (
+                            pl.ds(row + my_row + r, CHUNK_ROWS),
+                            pl.ds(col + my_col + j, CHUNK_COLS),
+                        )
                         for out, value in zip(out_gmem, (chunk, inner), strict=False):
-                            slot_smem = chunk_smem.at[warpgroup * CHUNK_SLOTS + stores % CHUNK_SLOTS]
+                            slot_smem = chunk_smem.at[
+                                warpgroup * CHUNK_SLOTS + stores % CHUNK_SLOTS
+                            ]
                             stores += 1
                             plgpu.wait_smem_to_gmem(CHUNK_SLOTS - 1, wait_read_only=True)
                             slot_smem[...] = value.astype(dtype)
@@ -267,7 +278,7 @@ def _product(
                             plgpu.copy_smem_to_gmem(slot_smem, out.at[at])
                 if vectors:
                     plgpu.commit_smem()
-                    plgpu.barrier_arrive(vectors_free)
+                    plgpu.barrier_arrive(features["free"])
 
             lax.fori_loop(0, my_tiles, consume_tile, None)
             plgpu.wait_smem_to_gmem(0)
@@ -286,13 +297,7 @@ def _product(
             "ready": plgpu.Barrier(num_arrivals=2, num_barriers=c.stages),
             "free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=c.stages),
             "chunk_smem": strips.tiled((CONSUMERS * CHUNK_SLOTS, CHUNK_ROWS, CHUNK_COLS), dtype),
-            "vector_buffers": [
-                plgpu.SMEM((len(vectors), c.tile_cols), jnp.float32),
-                plgpu.Barrier(),
-                plgpu.Barrier(num_arrivals=CONSUMERS),
-            ]
-            if vectors
-            else [],
+            "features": features,
         },
         kernel_name="dora_project_back" if transposed else "dora_project",
     )(*arguments)

@@ -75,7 +75,7 @@ def tile(rows: int, out: int, dtype, config: RowwiseConfig, sm_count: int) -> Ti
 
 def sizes(rows: int, out: int) -> dict[str, int]:
     """What `tuning.slower` may judge a call by."""
-    return {"elements": rows * out, "lane": math.gcd(out, MAX_LANE)}
+    return {"rows": rows, "out": out, "elements": rows * out, "lane": math.gcd(out, MAX_LANE)}
 
 
 def refuses(rows: int, out: int, dtype) -> str | None:

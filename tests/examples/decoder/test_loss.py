@@ -85,7 +85,7 @@ def most_logits(function, *args):
             for var in equation.outvars:
                 shape = getattr(var.aval, "shape", ())
                 # The head's kernel and its gradient are [hidden, vocab].
-                if shape[-1:] == (CONFIG.vocab_size,) and shape[0] != CONFIG.hidden_size:
+                if shape and shape[-1] == CONFIG.vocab_size and shape[0] != CONFIG.hidden_size:
                     rows.append(int(np.prod(shape[:-1])))
             for inner in jax.tree.leaves(
                 list(equation.params.values()),

@@ -70,7 +70,7 @@ def test_agrees_with_fp64(on_mosaic, rows, rank, out, dtype):
     "config",
     [
         StripConfig(tile_cols=64, stages=2, slots=2, consumers=2, splits=1),
-        StripConfig(stages=3, slots=1, consumers=2, tile_k=32, splits=3),
+        StripConfig(stages=3, slots=1, consumers=2, splits=3),
     ],
 )
 def test_every_kind_of_config_agrees(on_mosaic, config):
@@ -122,7 +122,10 @@ def test_refuses_with_a_reason():
 def test_the_heuristic_stays_within_shared_memory(rank):
     for want_inner in (False, True):
         config = heuristic(rank, want_inner)
-        assert strips.shared_memory(config, rank, 2, int(want_inner)) <= strips.SHARED_MEMORY
+        assert (
+            strips.shared_memory(config, strips.slices(rank), 2, int(want_inner))
+            <= strips.SHARED_MEMORY
+        )
 
 
 @pytest.mark.gpu

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dora.ops.mosaic.projection import ProjectionConfig, project, project_back, refuses
+from jax_dora.ops.mosaic.projection import CONFIG, ProjectionConfig, project, project_back, refuses
 from parity import tolerances
 from parity.oracle import fp64
 
@@ -31,7 +31,7 @@ def operands(seed, rows, n_in, rank, out, dtype):
     }
 
 
-def run(forward, back, config=ProjectionConfig(), *, sm_count=2, want_inner=True):
+def run(forward, back, config=CONFIG, *, sm_count=2, want_inner=True):
     def call(forward, back):
         y, inner = project(**forward, want_inner=want_inner, sm_count=sm_count, config=config)
         return y, inner, project_back(**back, sm_count=sm_count, config=config)
@@ -70,7 +70,7 @@ def check(forward, back, y, inner, dx):
 @pytest.mark.parametrize(
     ("rows", "n_in", "rank", "out", "dtype", "config"),
     [
-        (200, 128, 24, 320, jnp.bfloat16, ProjectionConfig()),
+        (200, 128, 24, 320, jnp.bfloat16, CONFIG),
         (37, 64, 4, 64, jnp.float16, ProjectionConfig(128, 128, split_rows=False, stages=2)),
         (
             264,

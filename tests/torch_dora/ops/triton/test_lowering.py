@@ -12,7 +12,9 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from torch_dora.ops.triton import compose_backward, compose_forward, norm_assembly
+from torch_dora.ops.triton import (
+    compose_backward, compose_forward, expand_compose, norm_assembly, one_pass_norm
+)
 
 def lower(kernel, types, constants, warps, **options):
     names = kernel.arg_names
@@ -20,7 +22,7 @@ def lower(kernel, types, constants, warps, **options):
     # What a launch infers: pointers and row lengths that are multiples of 16.
     aligned = [
         (i,) for i, name in enumerate(names)
-        if name not in constants and (types[name][0] == "*" or name == "features")
+        if name not in constants and (types[name][0] == "*" or "features" in name)
     ]
     source = ASTSource(
         kernel,
@@ -86,9 +88,54 @@ assert "fma" not in code
 """
 
 
+EXPAND = """
+config = expand_compose.CONFIG
+tile = dict(
+    RANK=384, ROWS=config.rows, COLUMNS=config.columns, DEPTH=config.depth, WIDEN=False
+)
+pointers = dict.fromkeys(
+    ["base_ptr", "z_ptr", "lora_b_ptr", "bias_ptr", "y_ptr", "inner_ptr"], half
+)
+code = lower(
+    expand_compose._kernel,
+    pointers | sizes | dict(g_ptr=full),
+    tile | dict(HAS_BIAS=True, WITH_INNER=True),
+    config.warps,
+    num_stages=config.stages,
+    enable_fp_fusion=True,
+)
+assert "wgmma.mma_async" in code and "st.global.v4" in code
+"""
+
+ONE_PASS = """
+config = one_pass_norm.CONFIG
+tile = dict(
+    RANK=384, ROWS=config.rows, COLUMNS=config.columns, DEPTH=config.depth, WIDEN=False
+)
+pointers = dict.fromkeys(["weight_ptr", "lora_a_ptr", "lora_b_ptr"], half)
+code = lower(
+    one_pass_norm._kernel,
+    pointers | dict(partial_ptr=full, out_features="i32", in_features="i32", scale="fp32"),
+    tile,
+    config.warps,
+    num_stages=config.stages,
+    enable_fp_fusion=True,
+)
+assert "wgmma.mma_async" in code and "ld.global.v4" in code and "atom" not in code
+code = lower(
+    one_pass_norm._root_kernel,
+    dict(partial_ptr=full, norm_ptr=full, blocks="i32", features="i32"),
+    dict(BLOCKS=64, COLUMNS=64),
+    one_pass_norm.SUM_CONFIG.warps,
+    enable_fp_fusion=True,
+)
+assert "sqrt.rn.f32" in code
+"""
+
+
 def test_every_kernel_compiles_for_a_hopper():
     environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
-    code = "\n".join([PREAMBLE, FORWARD, BACKWARD, ASSEMBLY])
+    code = "\n".join([PREAMBLE, FORWARD, BACKWARD, ASSEMBLY, EXPAND, ONE_PASS])
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
     )

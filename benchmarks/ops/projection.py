@@ -1,0 +1,146 @@
+"""A whole projection, g∘(x W + z B), and dx = d Wᵀ + dz Aᵀ: one product, or product and rest."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from benchmarks.ops.inputs import interpreted, mosaic_refuses, rotate, to_jax, to_torch
+from benchmarks.work import Expectation, Variant, Work
+from jax_dora.ops import device as jax_device
+from jax_dora.ops.compose import define
+from jax_dora.ops.mosaic import expand_compose as mosaic_expand
+from jax_dora.ops.mosaic import projection as mosaic_projection
+
+ITEM = 2
+# rows, in, out, rank: square projections, an MLP's up and down, a narrow one of grouped heads.
+SHAPES = (
+    (4096, 4096, 4096, 384),
+    (4096, 8192, 8192, 384),
+    (4096, 4096, 12288, 384),
+    (4096, 12288, 4096, 384),
+    (4096, 4096, 1024, 384),
+    (1024, 8192, 8192, 384),
+    (16384, 4096, 4096, 384),
+    (4096, 8192, 8192, 64),
+)
+QUICK = ((128, 64, 128, 16),)
+# As in a layer: what cuBLAS is asked for without Triton's products.
+NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
+
+
+def works(device: str, quick: bool) -> Iterator[Callable[[], Work]]:
+    for shape in QUICK if quick else SHAPES:
+        yield functools.partial(_forward, *shape, device)
+        yield functools.partial(_backward, *shape, device)
+
+
+def _draw(device: str, *shape: int, size: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator(device).manual_seed(sum(shape))
+    return (size * torch.randn(shape, device=device, generator=generator)).bfloat16()
+
+
+def _forward(rows: int, n_in: int, n_out: int, rank: int, device: str) -> Work:
+    x, kernel = _draw(device, rows, n_in), _draw(device, n_in, n_out, size=n_in**-0.5)
+    z, lora_b = _draw(device, rows, rank), _draw(device, rank, n_out, size=0.3 * rank**-0.5)
+    g = 1 + 0.05 * torch.randn(n_out, device=device)
+    want = g.double() * (x.double() @ kernel.double() + z.double() @ lora_b.double())
+    inputs = to_jax(rotate([x, kernel, z, lora_b, g]))
+    one = jnp.float32(1)
+
+    def xla(x: jax.Array, kernel: jax.Array, z: jax.Array, lora_b: jax.Array, g: jax.Array):
+        return define(x @ kernel, z @ lora_b, g, one, delta=False, want_inner=False)[0]
+
+    def expanded(x: jax.Array, kernel: jax.Array, z: jax.Array, lora_b: jax.Array, g: jax.Array):
+        sm_count = jax_device.sm_count()
+        return mosaic_expand.expand_compose(
+            x @ kernel, z, lora_b, g, one, want_inner=False, sm_count=sm_count
+        )[0]
+
+    def projected(x: jax.Array, kernel: jax.Array, z: jax.Array, lora_b: jax.Array, g: jax.Array):
+        sm_count = jax_device.sm_count()
+        return mosaic_projection.project(
+            x, kernel, z, lora_b, g, want_inner=False, sm_count=sm_count
+        )[0]
+
+    dtypes = (jnp.bfloat16, jnp.bfloat16)
+    no_mosaic = mosaic_refuses(device)
+    return Work(
+        "projection",
+        {"rows": rows, "in": n_in, "out": n_out, "rank": rank},
+        ITEM * (rows * (n_in + n_out + rank) + n_out * (n_in + rank)),
+        2 * rows * n_out * (n_in + rank),
+        {"y": Expectation(want)},
+        [
+            _variant("xla", xla, inputs, "y"),
+            _variant(
+                "xla, mosaic expand",
+                interpreted(expanded, device),
+                inputs,
+                "y",
+                no_mosaic or mosaic_expand.refuses(rows, rank, n_out, *dtypes),
+            ),
+            _variant(
+                "mosaic",
+                interpreted(projected, device),
+                inputs,
+                "y",
+                no_mosaic or mosaic_projection.refuses(rows, n_in, n_out, *dtypes),
+            ),
+        ],
+        {"jax xla": "jax xla"},
+    )
+
+
+def _backward(rows: int, n_in: int, n_out: int, rank: int, device: str) -> Work:
+    d, kernel = _draw(device, rows, n_out), _draw(device, n_in, n_out, size=n_in**-0.5)
+    dz, lora_a = _draw(device, rows, rank), _draw(device, n_in, rank, size=n_in**-0.5)
+    want = d.double() @ kernel.double().T + dz.double() @ lora_a.double().T
+    inputs = to_jax(rotate([d, kernel, dz, lora_a]))
+
+    def xla(d: jax.Array, kernel: jax.Array, dz: jax.Array, lora_a: jax.Array):
+        return d @ kernel.T + dz @ lora_a.T
+
+    def projected(d: jax.Array, kernel: jax.Array, dz: jax.Array, lora_a: jax.Array):
+        return mosaic_projection.project_back(d, kernel, dz, lora_a, sm_count=jax_device.sm_count())
+
+    refusal = mosaic_projection.refuses(rows, n_in, n_out, jnp.bfloat16, jnp.bfloat16)
+    return Work(
+        "projection's dx",
+        {"rows": rows, "in": n_in, "out": n_out, "rank": rank},
+        ITEM * (rows * (n_in + n_out + rank) + n_in * (n_out + rank)),
+        2 * rows * n_in * (n_out + rank),
+        {"dx": Expectation(want)},
+        [
+            _variant("xla", xla, inputs, "dx"),
+            _variant(
+                "mosaic",
+                interpreted(projected, device),
+                inputs,
+                "dx",
+                mosaic_refuses(device) or refusal,
+            ),
+        ],
+        {"jax xla": "jax xla"},
+    )
+
+
+def _variant(
+    name: str, step: Callable, inputs: list[tuple], result: str, unless: str | None = None
+) -> Variant:
+    # Parity's tolerances are for whole layers; here each product's own bound would be meant, so
+    # what is asked is the same function.
+    return Variant(
+        "jax",
+        name,
+        step,
+        inputs,
+        lambda found: {result: to_torch(found)},
+        exact=False,
+        unless=unless,
+        compiler_options=NO_TRITON,
+    )

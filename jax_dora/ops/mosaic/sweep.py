@@ -1,0 +1,353 @@
+"""The kernel that walks over the strips of a matrix: the frame of expand_compose and norm.
+
+The consumers, a warpgroup each, take turns at the tiles of a run: while one works on its
+accumulator, the others keep the tensor cores busy. Each has its own fetching warp, its own ring of
+slices of `left` and its own ring of tiles of the matrix; with one fetcher for all, a consumer's
+slices would wait behind another's.
+
+Every ring has two rows of barriers. `ready`: the copy engine has filled a buffer. `free`: its
+consumer has handed it back; all are handed back once before the first is filled.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_dora.ops.mosaic.strips import TILE_K, TILE_ROWS, Sweep, tiled
+
+# Registers a thread, of the 512 that 128 threads of each of a multiprocessor's warpgroups share.
+REGISTERS = 512
+FETCH_REGISTERS = 40
+MAX_REGISTERS = 240
+REDUCTION_SCRATCH = 1_024
+
+
+class Tile(NamedTuple):
+    """What an epilogue sees.
+
+    Attributes:
+      acc: f32[TILE_ROWS, tile_cols], the tile of `left @ right`.
+      smem: Ref [TILE_ROWS, tile_cols], the matrix's tile; may be overwritten.
+      vectors_smem: Ref f32[vectors, tile_cols], or None.
+      scale: f32[].
+      rows, cols: where the tile lies in the matrix.
+    """
+
+    acc: jax.Array
+    smem: Any
+    vectors_smem: Any
+    scale: jax.Array
+    rows: Any
+    cols: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is done with the tiles.
+
+    Attributes:
+      products: for each slice of `left` along k, the slices of `right` that it multiplies.
+      epilogue: `(carry, tile, out_gmem, **scratch) -> carry`, after each tile's product.
+      start: the carry with which a consumer begins a run.
+      finish: `(carry, split, cols, out_gmem, **scratch)`, after a consumer's last tile of a run.
+        One consumer at a time, since sums across warps use scratch that all warpgroups share.
+      vectors: rows of fp32 numbers per column that the epilogue reads.
+      stores: the epilogue stores from the tile's memory, which is not free when it returns.
+    """
+
+    products: Sequence[Sequence[int]]
+    epilogue: Callable[..., Any]
+    start: Callable[[], Any] = lambda: 0
+    finish: Callable[..., None] | None = None
+    vectors: int = 0
+    stores: bool = False
+
+    @property
+    def left_slices(self) -> int:
+        return len(self.products)
+
+    @property
+    def right_slices(self) -> int:
+        return 1 + max(k for partners in self.products for k in partners)
+
+
+def sweep_kernel(
+    sweep: Sweep,
+    task: Task,
+    operand_dtype: jax.typing.DTypeLike,
+    tile_dtype: jax.typing.DTypeLike,
+    *,
+    out_type: Sequence[jax.ShapeDtypeStruct],
+    scratch: dict[str, Any],
+    kernel_name: str,
+) -> Callable[..., Any]:
+    """A function of (left, right, matrix, scale[1], *vectors[vectors, padded_out]).
+
+    `scratch` is further shared memory by name, which the task's functions get as keywords.
+    """
+    c = sweep.config
+    left_ring, tile_ring = c.consumers * c.stages, c.consumers * c.slots
+    buffers = {
+        "left_smem": tiled((left_ring, TILE_ROWS, TILE_K), operand_dtype),
+        "left_ready": plgpu.Barrier(num_barriers=left_ring),
+        "left_free": plgpu.Barrier(num_barriers=left_ring),
+        "right_smem": tiled((task.right_slices, TILE_K, c.tile_cols), operand_dtype),
+        "right_ready": plgpu.Barrier(num_barriers=task.right_slices),
+        "right_free": plgpu.Barrier(num_arrivals=c.consumers),
+        "tile_smem": tiled((tile_ring, TILE_ROWS, c.tile_cols), tile_dtype, sweep.out),
+        "tile_ready": plgpu.Barrier(num_barriers=tile_ring),
+        "tile_free": plgpu.Barrier(num_barriers=tile_ring),
+    }
+    if task.vectors:
+        buffers["vectors_smem"] = plgpu.SMEM((task.vectors, c.tile_cols), jnp.float32)
+        buffers["vectors_ready"] = plgpu.Barrier()
+    if task.finish is not None:
+        buffers["finish_turn"] = plgpu.Barrier(num_barriers=c.consumers)
+
+    def kernel(*gmem, buffers, scratch):
+        inputs, out_gmem = gmem[: len(gmem) - len(out_type)], gmem[len(gmem) - len(out_type) :]
+        walk = _Walk(sweep, lax.axis_index("block"))
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == c.consumers)
+        def _fetch_all():
+            plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
+
+            @plgpu.warp_map
+            def _warp(warp):
+                pl.when(warp < c.consumers)(lambda: _fetch(walk, task, inputs, buffers, warp))
+
+        @pl.when(warpgroup < c.consumers)
+        def _consume_all():
+            registers = (REGISTERS - FETCH_REGISTERS) // c.consumers // 8 * 8
+            plgpu.set_max_registers(min(MAX_REGISTERS, registers), action="increase")
+            _consume(walk, task, inputs, out_gmem, buffers, scratch, warpgroup)
+
+    return plgpu.kernel(
+        kernel,
+        out_type=out_type,
+        grid=(sweep.blocks,),
+        grid_names=("block",),
+        num_threads=c.consumers + 1,
+        thread_name="warpgroup",
+        scratch_types={"buffers": buffers, "scratch": scratch},
+        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=REDUCTION_SCRATCH),
+        kernel_name=kernel_name,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Walk:
+    """The order in which one thread block takes its runs, and its consumers their tiles."""
+
+    sweep: Sweep
+    block: jax.Array
+
+    @property
+    def runs(self):
+        return lax.div(self.sweep.units - self.block + self.sweep.blocks - 1, self.sweep.blocks)
+
+    def run(self, index):
+        """The columns, the split, the first tile and the number of tiles of a run."""
+        unit = self.block + index * self.sweep.blocks
+        split = lax.rem(unit, self.sweep.splits)
+        first = split * self.sweep.run
+        tiles = jnp.minimum(self.sweep.run, self.sweep.row_tiles - first)
+        width = self.sweep.config.tile_cols
+        return pl.ds(lax.div(unit, self.sweep.splits) * width, width), split, first, tiles
+
+    def turns(self, consumer, before, tiles):
+        """Of `tiles` tiles, `before` of them gone by: the consumer's first, and how many it has."""
+        count = self.sweep.config.consumers
+        skipped = lax.rem(consumer - lax.rem(before, count) + count, count)
+        return skipped, lax.div(tiles - skipped + count - 1, count)
+
+    def rows(self, tile):
+        return pl.ds(tile * TILE_ROWS, TILE_ROWS)
+
+
+def _fetch(walk, task, inputs, buffers, consumer):
+    """One warp: fills the rings of one consumer; the first also fetches the strip of `right`."""
+    left_gmem, right_gmem, matrix_gmem, _, *vectors_gmem = inputs
+    c = walk.sweep.config
+
+    def fetch_run(index, before):
+        cols, _, first, tiles = walk.run(index)
+        skipped, turns = walk.turns(consumer, before, tiles)
+
+        @pl.when(consumer == 0)
+        def _fetch_strip():
+            plgpu.barrier_wait(buffers["right_free"])
+            if task.vectors:
+                plgpu.copy_gmem_to_smem(
+                    vectors_gmem[0].at[:, cols], buffers["vectors_smem"], buffers["vectors_ready"]
+                )
+
+            def fetch_right(k, _):
+                plgpu.copy_gmem_to_smem(
+                    right_gmem.at[pl.ds(k * TILE_K, TILE_K), cols],
+                    buffers["right_smem"].at[k],
+                    buffers["right_ready"].at[k],
+                )
+
+            lax.fori_loop(0, task.right_slices, fetch_right, None)
+
+        def fetch_tile(i, _):
+            tile = skipped + i * c.consumers
+            turn = lax.div(before + tile, c.consumers)
+            rows = walk.rows(first + tile)
+
+            def fetch_left(k, _):
+                stage = consumer * c.stages + lax.rem(turn * task.left_slices + k, c.stages)
+                plgpu.barrier_wait(buffers["left_free"].at[stage])
+                plgpu.copy_gmem_to_smem(
+                    left_gmem.at[rows, pl.ds(k * TILE_K, TILE_K)],
+                    buffers["left_smem"].at[stage],
+                    buffers["left_ready"].at[stage],
+                )
+
+            # A consumer's only slot is handed back while it works on the next tile's slices.
+            ahead = 0 if c.slots > 1 else min(c.stages, task.left_slices)
+            lax.fori_loop(0, ahead, fetch_left, None)
+            slot = consumer * c.slots + lax.rem(turn, c.slots)
+            plgpu.barrier_wait(buffers["tile_free"].at[slot])
+            plgpu.copy_gmem_to_smem(
+                matrix_gmem.at[rows, cols],
+                buffers["tile_smem"].at[slot],
+                buffers["tile_ready"].at[slot],
+            )
+            lax.fori_loop(ahead, task.left_slices, fetch_left, None)
+
+        lax.fori_loop(0, turns, fetch_tile, None)
+        return before + tiles
+
+    lax.fori_loop(0, walk.runs, fetch_run, jnp.int32(0))
+
+    # Every buffer was handed back once more than it was filled.
+    @pl.when(consumer == 0)
+    def _settle_strip():
+        plgpu.barrier_wait(buffers["right_free"])
+
+    for slot in range(c.slots):
+        plgpu.barrier_wait(buffers["tile_free"].at[consumer * c.slots + slot])
+    for stage in range(c.stages):
+        plgpu.barrier_wait(buffers["left_free"].at[consumer * c.stages + stage])
+
+
+def _consume(walk, task, inputs, out_gmem, buffers, scratch, consumer):
+    """One warpgroup: multiplies its tiles and runs the task's functions on them."""
+    c = walk.sweep.config
+    scale = inputs[3][0]
+    # Late enough not to wait for the stores, early enough for the next tile to arrive in time.
+    hand_back_at = min(task.left_slices // 3, c.stages - 1)
+
+    def stage_of(turn, k):
+        return consumer * c.stages + lax.rem(turn * task.left_slices + k, c.stages)
+
+    def slot_of(turn):
+        return consumer * c.slots + lax.rem(turn, c.slots)
+
+    def hand_back_stored(turn):
+        """The slot of the tile before `turn`, once its stores have read it."""
+        if task.stores:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(buffers["tile_free"].at[slot_of(turn + c.slots - 1)])
+
+    def multiply(acc_ref, *, turn, first_of_run):
+        unseen = set(range(task.right_slices))
+        for k, partners in enumerate(task.products):
+            fresh = [p for p in partners if p in unseen]
+            unseen.difference_update(fresh)
+            if fresh:
+
+                @pl.when(first_of_run)
+                def _see_right(fresh=fresh):
+                    for p in fresh:
+                        plgpu.barrier_wait(buffers["right_ready"].at[p])
+
+            plgpu.barrier_wait(buffers["left_ready"].at[stage_of(turn, k)])
+            for p in partners:
+                plgpu.wgmma(
+                    acc_ref, buffers["left_smem"].at[stage_of(turn, k)], buffers["right_smem"].at[p]
+                )
+            if k == hand_back_at:
+                hand_back_stored(turn)
+            if k > 0:
+                # All but this slice's products are done, so the slice before is free.
+                plgpu.wgmma_wait(len(partners))
+                plgpu.barrier_arrive(buffers["left_free"].at[stage_of(turn, k - 1)])
+        return acc_ref[...]
+
+    def consume_run(index, before):
+        cols, split, first, tiles = walk.run(index)
+        skipped, turns = walk.turns(consumer, before, tiles)
+        if task.vectors:
+            plgpu.barrier_wait(buffers["vectors_ready"])
+
+        @pl.when(turns == 0)
+        def _see_right():
+            for k in range(task.right_slices):
+                plgpu.barrier_wait(buffers["right_ready"].at[k])
+
+        def consume_tile(i, carry):
+            tile = skipped + i * c.consumers
+            turn = lax.div(before + tile, c.consumers)
+            acc = pl.run_scoped(
+                lambda acc_ref: multiply(acc_ref, turn=turn, first_of_run=i == 0),
+                plgpu.WGMMAAccumulatorRef((TILE_ROWS, c.tile_cols), jnp.float32),
+            )
+            plgpu.barrier_arrive(buffers["left_free"].at[stage_of(turn, task.left_slices - 1)])
+            slot = slot_of(turn)
+            plgpu.barrier_wait(buffers["tile_ready"].at[slot])
+            seen = Tile(
+                acc,
+                buffers["tile_smem"].at[slot],
+                buffers["vectors_smem"] if task.vectors else None,
+                scale,
+                walk.rows(first + tile),
+                cols,
+            )
+            carry = task.epilogue(carry, seen, out_gmem, **scratch)
+            if not task.stores:
+                # The copy engine may not write before these ordinary reads.
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(buffers["tile_free"].at[slot])
+            return carry
+
+        carry = lax.fori_loop(0, turns, consume_tile, task.start())
+        plgpu.barrier_arrive(buffers["right_free"])
+        if task.finish is not None:
+            turn, next_turn = consumer, lax.rem(consumer + 1, c.consumers)
+            plgpu.barrier_wait(buffers["finish_turn"].at[turn])
+            task.finish(carry, split, cols, out_gmem, **scratch)
+            plgpu.barrier_arrive(buffers["finish_turn"].at[next_turn])
+        return before + tiles
+
+    if task.finish is not None:
+
+        @pl.when(consumer == 0)
+        def _give_first_turn():
+            plgpu.barrier_arrive(buffers["finish_turn"].at[0])
+
+    plgpu.barrier_arrive(buffers["right_free"])
+    for stage in range(c.stages):
+        plgpu.barrier_arrive(buffers["left_free"].at[consumer * c.stages + stage])
+    # What a tile's stores read is handed back during the next tile.
+    for turn in range(c.slots - 1 if task.stores else c.slots):
+        plgpu.barrier_arrive(buffers["tile_free"].at[slot_of(turn)])
+
+    tiles = lax.fori_loop(0, walk.runs, consume_run, jnp.int32(0))
+
+    hand_back_stored(walk.turns(consumer, 0, tiles)[1])
+    plgpu.wait_smem_to_gmem(0)
+    if task.finish is not None:
+
+        @pl.when(consumer == 0)
+        def _take_last_turn():
+            plgpu.barrier_wait(buffers["finish_turn"].at[0])

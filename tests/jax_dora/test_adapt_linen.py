@@ -1,0 +1,223 @@
+"""`jax_dora.linen.apply_dora`: the module transform."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+from jax_dora import DoRARule
+from jax_dora.linen import apply_dora, join_adapters, merge_dora, split_adapters
+from parity.tolerances import OPERATOR_FP32_MAX_ABS
+
+WIDTH, VOCABULARY, LAYERS = 8, 13, 3
+RULES = [DoRARule("conv", 2, 4.0), DoRARule("embed|out|head|blocks/(mlp|attention/.*)", 3, 4.0)]
+
+
+class Block(nn.Module):
+    """One layer of a stack."""
+
+    @nn.compact
+    def __call__(self, x, _):
+        h = nn.LayerNorm(name="norm")(x)
+        x = x + nn.MultiHeadDotProductAttention(2, name="attention")(h)
+        return x + nn.Dense(WIDTH, use_bias=False, name="mlp")(x), None
+
+
+class Model(nn.Module):
+    """Every layer that can be adapted; a scanned and rematerialised stack; a method besides."""
+
+    def setup(self) -> None:
+        self.embed = nn.Embed(VOCABULARY, WIDTH)
+        self.conv = nn.Conv(WIDTH, (3,), feature_group_count=2)
+        stack = nn.scan(
+            nn.remat(Block),
+            variable_axes={"params": 0},
+            split_rngs={"params": True, "dropout": True},
+            length=LAYERS,
+        )
+        self.blocks = stack()
+        self.out = nn.Einsum((WIDTH, 5), "...d,df->...f")
+        self.head = nn.Dense(WIDTH)
+
+    def __call__(self, ids):
+        x, _ = self.blocks(self.conv(self.embed(ids)), None)
+        return self.out(self.head(x)), self.embed.attend(self.head(x))
+
+
+MODEL = Model()
+IDS = jax.random.randint(jax.random.key(0), (2, 5), 0, VOCABULARY)
+KEY = jax.random.key(1)
+
+
+@pytest.fixture(scope="module")
+def base():
+    return jax.jit(MODEL.init)(KEY, IDS)
+
+
+def adapt(base, rules=RULES, **options):
+    """(the adapted module, its variables over those of `base`)."""
+    adapted = apply_dora(MODEL, rules, **options)
+
+    def add(variables):
+        return adapted.apply(
+            variables, IDS, rngs={"params": KEY, "dropout": KEY}, mutable=["params"]
+        )
+
+    return adapted, jax.jit(add)(base)[1]
+
+
+def train(variables, seed=0):
+    """Every adapter away from its start."""
+    adapters, rest = split_adapters(variables["params"])
+    leaves, structure = jax.tree.flatten(adapters)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    noise = [
+        jax.random.normal(key, leaf.shape) / 20 for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    leaves = [leaf * (1 + n) + n for leaf, n in zip(leaves, noise, strict=True)]
+    return {"params": join_adapters(jax.tree.unflatten(structure, leaves), rest)}
+
+
+def test_a_fresh_adapter_changes_no_bit(base):
+    adapted, variables = adapt(base)
+    _, kept = split_adapters(variables["params"])
+    jax.tree.map(np.testing.assert_array_equal, kept, dict(base["params"]))
+    params = variables["params"]
+    assert params["blocks"]["mlp"]["lora_a"].shape == (LAYERS, WIDTH, 3)
+    assert params["blocks"]["attention"]["query"]["lora_b"].shape == (LAYERS, 3, 2, WIDTH // 2)
+    assert params["conv"]["lora_b"].shape == (1, WIDTH)
+    found, expected = jax.jit(adapted.apply)(variables, IDS), jax.jit(MODEL.apply)(base, IDS)
+    assert jnp.array_equal(found[0], expected[0])
+    # attend multiplies by an embedding scaled by g = 1, after a detour.
+    np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=OPERATOR_FP32_MAX_ABS)
+
+
+def test_init_makes_everything(base):
+    adapted, variables = adapt(base)
+    made = jax.eval_shape(adapted.init, KEY, IDS)
+    assert jax.tree.structure(made) == jax.tree.structure(variables)
+
+
+def test_merging_computes_the_same(base):
+    adapted, variables = adapt(base)
+    variables = train(variables)
+    before = jax.tree.leaves(variables)
+    merged = merge_dora(adapted, variables, IDS)
+    assert jax.tree.structure(merged) == jax.tree.structure(base)
+    assert all(a is b for a, b in zip(jax.tree.leaves(variables), before, strict=True))
+    with jax.default_matmul_precision("highest"):
+        expected = jax.jit(adapted.apply)(variables, IDS)
+        found = jax.jit(MODEL.apply)(merged, IDS)
+    for one, other, plain in zip(found, expected, jax.jit(MODEL.apply)(base, IDS), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=OPERATOR_FP32_MAX_ABS)
+        assert not np.allclose(plain, other, atol=1e-2)
+
+
+def test_only_the_adapters_are_trained(base):
+    adapted, variables = adapt(base, DoRARule("blocks/mlp", 2, 4))
+    adapters, frozen = split_adapters(variables["params"])
+    optimizer = optax.adam(1e-2)
+
+    @jax.jit
+    def step(adapters, state):
+        def loss(adapters):
+            out, _ = adapted.apply({"params": join_adapters(adapters, frozen)}, IDS)
+            return jnp.mean(out**2)
+
+        value, grads = jax.value_and_grad(loss)(adapters)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = optimizer.update(grads, state)
+        return optax.apply_updates(adapters, updates), state, value
+
+    state, losses = optimizer.init(adapters), []
+    for _ in range(5):
+        adapters, state, value = step(adapters, state)
+        losses.append(value)
+    assert losses[-1] < losses[0]
+
+
+def test_dropout(base):
+    rule = DoRARule("head", 2, 4, dropout=0.5)
+    with pytest.raises(ValueError, match="deterministic is None and a rule has dropout"):
+        apply_dora(MODEL, rule)
+    training, variables = adapt(base, rule, deterministic=False)
+    variables = train(variables)
+    one, other = (
+        training.apply(variables, IDS, rngs={"dropout": jax.random.key(k)}) for k in (1, 2)
+    )
+    assert not jnp.array_equal(one[0], other[0])
+    evaluating = apply_dora(MODEL, rule, deterministic=True)
+    plain = apply_dora(MODEL, DoRARule("head", 2, 4))
+    assert jnp.array_equal(evaluating.apply(variables, IDS)[0], plain.apply(variables, IDS)[0])
+
+
+def test_partitioned_parameters_stay_so():
+    init = nn.with_partitioning(nn.initializers.lecun_normal(), ("data", "model"))
+    model = nn.Dense(6, kernel_init=init)
+    x = jnp.ones((2, 4))
+    adapted = apply_dora(model, DoRARule("", 2, 4))
+    params = adapted.init(KEY, x)["params"]
+    assert params["kernel"].names == ("data", "model")
+    assert params["lora_a"].names == ("data", None)
+    assert params["lora_b"].names == (None, "model")
+    assert params["magnitude"].names == ("model",)
+    assert jnp.array_equal(adapted.apply({"params": params}, x), model.apply({"params": params}, x))
+    merged = merge_dora(adapted, {"params": params}, x)["params"]
+    assert merged["kernel"].names == ("data", "model")
+
+
+def test_dense_general_with_batch_axes():
+    model = nn.DenseGeneral((2, 3), axis=(1,), batch_dims=(0,))
+    x = jax.random.normal(KEY, (3, 5, 4))
+    adapted = apply_dora(model, DoRARule("", 2, 4))
+    variables = jax.jit(adapted.init)(KEY, x)
+    base = {"params": split_adapters(variables["params"])[1]}
+    one, other = jax.jit(adapted.apply)(variables, x), jax.jit(model.apply)(base, x)
+    np.testing.assert_allclose(one, other, rtol=0, atol=OPERATOR_FP32_MAX_ABS)
+    variables = train(variables)
+    merged = merge_dora(adapted, variables, x)
+    with jax.default_matmul_precision("highest"):
+        found, expected = jax.jit(model.apply)(merged, x), jax.jit(adapted.apply)(variables, x)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=OPERATOR_FP32_MAX_ABS)
+
+
+class TestRefusals:
+    """Errors of the transform and of the call."""
+
+    def refuse(self, rules, error, match) -> None:
+        with pytest.raises(error, match=match):
+            jax.eval_shape(apply_dora(MODEL, rules).init, KEY, IDS)
+
+    def test_a_rule_that_adapts_nothing(self):
+        rules = [DoRARule("embed", 2, 4), DoRARule("block", 2, 4)]
+        match = r"rules\[1\], path 'block', matches no layer.*\n  blocks/attention/key\n"
+        self.refuse(rules, ValueError, match)
+        self.refuse(
+            [rules[0], DoRARule("embed", 3, 4)], ValueError, r"rules\[1\].*earlier rules take"
+        )
+
+    def test_a_module_that_cannot_be_adapted(self):
+        rule = DoRARule("blocks/norm", 2, 4)
+        match = r"expected Dense, DenseGeneral.*\n  blocks/norm \(LayerNorm\)"
+        self.refuse(rule, TypeError, match)
+
+    def test_a_setting_that_would_not_be_honoured(self):
+        model = nn.Dense(3, dot_general_cls=lambda: jax.lax.dot_general)
+        with pytest.raises(NotImplementedError, match="'' cannot be adapted: dot_general_cls is"):
+            apply_dora(model, DoRARule("", 2, 4)).init(KEY, jnp.ones((2, 4)))
+
+    def test_a_missing_adapter_and_one_of_another_rank(self, base):
+        adapted = apply_dora(MODEL, RULES)
+        with pytest.raises(ValueError, match="params has no lora_a for 'embed'"):
+            adapted.apply(base, IDS)
+        _, variables = adapt(base, DoRARule("head", 2, 4))
+        with pytest.raises(ValueError, match=r"lora_a \(8, 2\) for 'head'.*takes \(8, 3\)"):
+            apply_dora(MODEL, DoRARule("head", 3, 4)).apply(variables, IDS)
+
+    def test_things_that_are_no_module(self):
+        with pytest.raises(TypeError, match=r"model is a dict; expected a linen nn\.Module"):
+            apply_dora({}, RULES)
+        with pytest.raises(TypeError, match="adapted is a Model; expected apply_dora's result"):
+            merge_dora(MODEL, {}, IDS)

@@ -1,0 +1,68 @@
+import pytest
+import torch
+
+from torch_dora.ops import compose, dora_linear
+from torch_dora.ops.triton import expand_compose
+from torch_dora.ops.triton.expand_compose import Config
+
+HALVES = [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("shape", [(5, 7, 3), (33, 40, 24), (1, 1, 1), (64, 96, 16)])
+def test_equals_the_product_and_the_compose_in_fp64(
+    operands, assert_within, dtype, biased, shape, device
+):
+    rows, out, rank = shape
+    base, _, g, _ = operands((rows, out), dtype)
+    z = torch.randn(rows, rank, device=device).to(dtype)
+    lora_b = torch.randn(out, rank, device=device).to(dtype)
+    bias = torch.randn(out, device=device).to(dtype) if biased else None
+    unbiased = base.double() if bias is None else base.double() - bias.double()
+    scaled = 0.7 * (z.double() @ lora_b.double().T)
+    want = base.double() + ((g.double() - 1) * unbiased + g.double() * scaled)
+    terms = 0.7 * (z.double().abs() @ lora_b.double().abs().T) + base.double().abs()
+    unit = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
+
+    config = Config(rows=16, columns=32, depth=16, warps=4, stages=1)
+    for inner in (None, torch.empty_like(base)):
+        y = torch.empty_like(base)
+        expand_compose.launch(base, z, lora_b, g, bias, 0.7, y, inner, config)
+        assert_within(y, want, unit * want.abs() + 8 * 2.0**-24 * terms, "triton")
+        if inner is not None:
+            exact = unbiased + scaled
+            assert_within(inner, exact, unit * exact.abs() + 8 * 2.0**-24 * terms, "triton")
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_projection_uses_it_and_loses_less_than_two_kernels(adapted, monkeypatch, dtype):
+    layer = adapted((64,), (40, 96, 16), dtype)
+    calls = []
+    launch = expand_compose.launch
+    monkeypatch.setattr(
+        expand_compose, "launch", lambda *a, **k: (calls.append(1), launch(*a, **k))
+    )
+    x, weight, lora_a, lora_b, magnitude = layer[:5]
+    norm = torch.full_like(magnitude, 1.0)
+    y = dora_linear(x, weight, lora_a, lora_b, magnitude, 0.7, norm=norm, implementation="triton")
+    assert calls == [1]
+    base, z = x @ weight.T, x @ lora_a.T
+    two = compose(base, z @ lora_b.T, magnitude.float(), 0.7, implementation="eager")
+    exact = magnitude.double() * (base.double() + 0.7 * (z.double() @ lora_b.double().T))
+    floor = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype] * exact.abs().max()
+    assert (y.double() - exact).abs().max() <= (two.double() - exact).abs().max() + floor
+
+
+def test_fp32_is_refused():
+    assert "tensor cores" in (expand_compose.refuses(torch.float32) or "")
+
+
+@pytest.mark.parametrize("op", ["expand_compose", "expand_compose_with_inner"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_operator_keeps_its_contract_with_torch(operands, device, op, biased):
+    base, bias, g, _ = operands((3, 8), torch.bfloat16)
+    z, lora_b = (torch.randn(n, 4, device=device).bfloat16() for n in (3, 8))
+    arguments = (base, z, lora_b, g, bias[0] if biased else None, 0.7)
+    torch.library.opcheck(getattr(expand_compose, op), arguments)

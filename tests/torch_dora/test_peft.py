@@ -1,0 +1,409 @@
+"""PEFT folders in torch: what PEFT wrote is computed as PEFT computes it, and the reverse."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import torch_dora
+from torch_dora.peft import load_adapter, save_adapter
+
+# PEFT asks transformers by a name that the newest transformers calls deprecated.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
+    # PEFT's advice on how to adapt a tied embedding.
+    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"),
+]
+
+IDS = torch.randint(0, 40, (2, 9), generator=torch.Generator().manual_seed(0))
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 24,
+    "intermediate_size": 36,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 32,
+}
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 6)
+        self.conv = nn.Conv1d(6, 6, 3, padding=1)
+        self.image = nn.Conv2d(1, 5, (3, 2), stride=2, bias=False)
+        self.volume = nn.Conv3d(1, 2, 2)
+        self.score = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+
+    def forward(self, ids):
+        x = self.conv(self.embed(ids).mT)
+        image = self.image(x[:, None])
+        volume = self.volume(image[:, None]).flatten(1).mean(1)
+        return self.score(image.amax((2, 3))) + volume[:, None]
+
+
+def llama() -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, attention_bias=True))
+
+
+def qwen3() -> nn.Module:
+    return transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(**SIZES, tie_word_embeddings=True)
+    )
+
+
+def gpt2() -> nn.Module:
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=40, n_positions=32, n_embd=24, n_layer=2, n_head=4)
+    )
+
+
+def classifier() -> nn.Module:
+    return transformers.LlamaForSequenceClassification(
+        transformers.LlamaConfig(**SIZES, num_labels=3, pad_token_id=0)
+    )
+
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "names": (llama, {"target_modules": ["q_proj", "v_proj"]}),
+    "expression": (llama, {"target_modules": r".*\.(1|2)\.mlp\.up_proj"}),
+    "all-linear": (qwen3, {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}),
+    "embedding": (qwen3, {"target_modules": ["embed_tokens", "o_proj"]}),
+    "head": (llama, {"target_modules": ["lm_head"], "use_rslora": True}),
+    "layers": (llama, {"target_modules": ["q_proj"], "layers_to_transform": [0, 2]}),
+    "pattern": (
+        gpt2,
+        {
+            "target_modules": ["c_attn"],
+            "layers_to_transform": 1,
+            "layers_pattern": "h",
+            "fan_in_fan_out": True,
+        },
+    ),
+    "Conv1D": (gpt2, {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
+    "all-linear Conv1D": (gpt2, {"target_modules": "all-linear", "fan_in_fan_out": True}),
+    "position": (gpt2, {"target_modules": ["wpe"]}),
+    "convolutions": (Convolutions, {"target_modules": ["embed", "conv", "image", "volume"]}),
+    "in a Sequential": (Convolutions, {"target_modules": ["score.0", "2"]}),
+    "exclude": (llama, {"target_modules": ["q_proj"], "exclude_modules": r".*\.0\..*"}),
+    "patterns": (
+        llama,
+        {
+            "target_modules": "all-linear",
+            # In alphabetical order, which is how PEFT writes them, whatever it went by.
+            "rank_pattern": {"down_proj": 2, r"layers\.1\..*": 7},
+            "alpha_pattern": {"layers.0.mlp.up_proj": 20, "q_proj": 1},
+        },
+    ),
+    "modules_to_save": (classifier, {"target_modules": ["q_proj"], "task_type": "SEQ_CLS"}),
+    "a norm too": (llama, {"target_modules": ["q_proj"], "modules_to_save": ["input_layernorm"]}),
+    "all biases": (llama, {"target_modules": ["up_proj"], "bias": "all"}),
+    "own biases": (llama, {"target_modules": ["q_proj", "up_proj"], "bias": "lora_only"}),
+    "all biases and modules": (
+        llama,
+        {"target_modules": ["up_proj"], "bias": "all", "modules_to_save": ["1.self_attn"]},
+    ),
+    "dropout": (llama, {"target_modules": ["q_proj"], "lora_dropout": 0.5}),
+}
+
+
+def base(make: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return make().eval()
+
+
+def perturbed(module: nn.Module, seed: int = 1) -> nn.Module:
+    """Every trained parameter moved, so that no magnitude is its norm and no lora_b is zero."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(0.2 * noise.to(parameter.dtype))
+    return module
+
+
+def output(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        found = model.eval()(IDS)
+    return found if isinstance(found, torch.Tensor) else found.logits
+
+
+def peft_folder(folder: Path, make: Any, *, seed: int = 1, **fields: Any) -> tuple[Path, Any]:
+    """A folder that PEFT wrote, and its model."""
+    config = peft.LoraConfig(**({"r": 4, "lora_alpha": 6, "use_dora": True} | fields))
+    theirs = perturbed(peft.get_peft_model(base(make), config), seed).eval()
+    # PEFT says at every turn that it stores an embedding that it was told to store.
+    theirs.save_pretrained(folder, save_embedding_layers=False)
+    return folder, theirs
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype, name
+        assert torch.equal(a[name], b[name]), name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_folder_of_peft_computes_as_in_peft_and_goes_back(name: str, tmp_path: Path) -> None:
+    make, fields = CASES[name]
+    folder, theirs = peft_folder(tmp_path / "theirs", make, **fields)
+    expected = output(theirs)
+    config = theirs.peft_config["default"]
+
+    model = base(make)
+    ours = load_adapter(model, folder)
+
+    assert ours is model
+    assert (output(ours) - expected).abs().max() <= 1e-5
+    assert (output(base(make)) - expected).abs().max() > 1e-3
+
+    save_adapter(
+        ours,
+        tmp_path / "ours",
+        bias=config.bias,
+        modules_to_save=config.modules_to_save or [],
+        task_type=config.task_type,
+    )
+    kept = {
+        key: tensor
+        for key, tensor in tensors_of(folder).items()
+        # With bias = "all", PEFT stores those of a module it saves whole three times.
+        if ".original_module." not in key and ".modules_to_save." not in key
+    }
+    assert_same(tensors_of(tmp_path / "ours"), kept)
+    again = peft.PeftModel.from_pretrained(base(make), tmp_path / "ours")
+    assert torch.equal(output(again), expected)
+
+
+@pytest.mark.parametrize("make", [llama, qwen3, gpt2])
+def test_peft_computes_what_a_model_adapted_here_does(make: Any, tmp_path: Path) -> None:
+    names = r"(.*\.0\..*(q_proj|up_proj|c_attn|mlp\.c_proj)|.*\.(embed_tokens|wte))"
+    model = torch_dora.apply_dora(base(make), torch_dora.DoRARule(names, rank=3, alpha=5))
+    save_adapter(perturbed(model), tmp_path / "adapter", task_type="CAUSAL_LM")
+
+    theirs = peft.PeftModel.from_pretrained(base(make), tmp_path / "adapter")
+
+    assert (output(theirs) - output(model)).abs().max() <= 1e-5
+
+
+def test_a_lora_folder_becomes_the_dora_that_computes_the_same(tmp_path: Path) -> None:
+    targets = ["q_proj", "embed_tokens"]
+    folder, theirs = peft_folder(tmp_path / "a", llama, use_dora=False, target_modules=targets)
+
+    model = load_adapter(base(llama), folder)
+    save_adapter(model, tmp_path / "again", use_dora=False)
+
+    assert (output(model) - output(theirs)).abs().max() <= 1e-5
+    assert_same(tensors_of(tmp_path / "again"), tensors_of(folder))
+    with torch.no_grad():
+        model.model.embed_tokens.magnitude.mul_(1.5)
+    with pytest.raises(ValueError, match="embed_tokens is not its norm"):
+        save_adapter(model, tmp_path / "third", use_dora=False)
+
+
+def test_a_folder_takes_the_place_of_another_adapter(tmp_path: Path) -> None:
+    one, _ = peft_folder(tmp_path / "one", llama, target_modules=["q_proj", "up_proj"])
+    two, theirs = peft_folder(
+        tmp_path / "two", llama, seed=2, r=5, target_modules=["q_proj", "o_proj"]
+    )
+
+    model = load_adapter(load_adapter(base(llama), one), two)
+
+    assert (output(model) - output(theirs)).abs().max() <= 1e-5
+    fresh = load_adapter(base(llama), two)
+    assert_same(model.state_dict(), fresh.state_dict())
+
+
+def test_the_adapter_and_what_is_stored_whole_are_trainable(tmp_path: Path) -> None:
+    make, fields = CASES["modules_to_save"]
+    folder, _ = peft_folder(tmp_path, make, **fields)
+
+    model = load_adapter(base(make), folder)
+
+    for name, parameter in model.named_parameters():
+        trained = name == "score.weight" or name.rpartition(".")[2] in (
+            "lora_a",
+            "lora_b",
+            "magnitude",
+        )
+        assert parameter.requires_grad == trained, name
+
+
+def test_shared_modules_stay_shared(tmp_path: Path) -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.second = self.first
+
+        def forward(self, x):
+            return self.second(torch.tanh(self.first(x)))
+
+    model = torch_dora.apply_dora(Shared(), torch_dora.DoRARule("first", rank=2, alpha=2))
+    save_adapter(perturbed(model), tmp_path / "adapter")
+
+    loaded = load_adapter(copy.deepcopy(model), tmp_path / "adapter")
+
+    assert loaded.first is loaded.second
+    assert isinstance(loaded.first, torch_dora.DoRALinear)
+
+
+def rewritten(folder: Path, rename: Any = lambda key: key, change: Any = lambda t: t) -> None:
+    file = folder / "adapter_model.safetensors"
+    tensors = {rename(key): change(t).contiguous() for key, t in load_file(file).items()}
+    save_file(tensors, file)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtypes_are_kept(dtype: torch.dtype, tmp_path: Path) -> None:
+    folder, _ = peft_folder(tmp_path / "theirs", llama, target_modules=["q_proj"])
+    rewritten(folder, change=lambda tensor: tensor.to(dtype))
+
+    model = load_adapter(base(llama).bfloat16(), folder)
+    save_adapter(model, tmp_path / "ours", dtype=dtype)
+
+    layer = model.model.layers[0].self_attn.q_proj
+    assert layer.lora_a.dtype == layer.lora_b.dtype == dtype
+    assert layer.weight.dtype == torch.bfloat16
+    assert_same(tensors_of(tmp_path / "ours"), tensors_of(folder))
+    low = load_adapter(base(llama), folder, adapter_dtype=torch.bfloat16)
+    assert low.model.layers[0].self_attn.q_proj.lora_a.dtype == torch.bfloat16
+    with pytest.raises(TypeError, match="adapter_dtype"):
+        load_adapter(low, folder, adapter_dtype=torch.int8)
+
+
+def test_a_configuration_of_ones_own_is_written_as_it_is(tmp_path: Path) -> None:
+    fields = {"target_modules": ["q_proj"], "layers_to_transform": [0, 2]}
+    folder, _ = peft_folder(tmp_path / "theirs", llama, **fields)
+    model = load_adapter(base(llama), folder)
+    text = (folder / "adapter_config.json").read_text()
+    config = torch_dora.peft.AdapterConfig.from_json(text)
+
+    save_adapter(model, tmp_path / "ours", config=config)
+
+    written = json.loads((tmp_path / "ours" / "adapter_config.json").read_text())
+    assert written == {key: value for key, value in json.loads(text).items() if key in written}
+    other = torch_dora.peft.AdapterConfig.from_json(
+        text.replace('"lora_alpha": 6', '"lora_alpha": 7')
+    )
+    with pytest.raises(ValueError, match="config gives model"):
+        save_adapter(model, tmp_path / "third", config=other)
+
+
+def snapshot(model: nn.Module) -> list[Any]:
+    return [
+        [(name, type(module)) for name, module in model.named_modules()],
+        [(name, id(p), p.requires_grad, p.clone()) for name, p in model.named_parameters()],
+    ]
+
+
+def reconfigured(folder: Path, **fields: Any) -> None:
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: rewritten(f, lambda key: key.replace("layers.0", "layers.7")), "layers.7"),
+        (lambda f: rewritten(f, lambda key: key.replace("q_proj", "k_proj", 1)), "does not select"),
+        (lambda f: rewritten(f, change=lambda t: t.mT if t.ndim == 2 else t), "has shape"),
+        (lambda f: reconfigured(f, use_dora=False), "use_dora is false"),
+        (lambda f: reconfigured(f, modules_to_save=["lm_head"]), "lm_head.weight is missing"),
+        (lambda f: (f / "adapter_model.safetensors").write_bytes(b"\0" * 40), "not a whole"),
+    ],
+)
+def test_a_folder_that_does_not_fit_changes_nothing(
+    damage: Any, message: str, tmp_path: Path
+) -> None:
+    folder, _ = peft_folder(tmp_path, llama, target_modules=["q_proj"])
+    for model in (base(llama), load_adapter(base(llama), folder)):
+        before = snapshot(model)
+        copied = tmp_path / str(id(model))
+        copied.mkdir()
+        for file in folder.glob("adapter_*"):
+            (copied / file.name).write_bytes(file.read_bytes())
+        damage(copied)
+
+        with pytest.raises(ValueError, match=message):
+            load_adapter(model, copied)
+
+        assert_unchanged(before, snapshot(model))
+
+
+def test_what_fails_while_it_is_read_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = peft_folder(tmp_path, llama, target_modules=["q_proj"])
+    model = base(llama)
+    before = snapshot(model)
+    read, calls = torch_dora.peft.load.Folder.read, []
+
+    def fail(self, key):
+        calls.append(key)
+        if len(calls) > 5:
+            raise OSError("the disk is gone")
+        return read(self, key)
+
+    monkeypatch.setattr(torch_dora.peft.load.Folder, "read", fail)
+    with pytest.raises(OSError, match="the disk is gone"):
+        load_adapter(model, folder)
+
+    assert_unchanged(before, snapshot(model))
+
+
+def assert_unchanged(before: list[Any], after: list[Any]) -> None:
+    assert before[0] == after[0]
+    for (name, *old, value), (_, *new, now) in zip(before[1], after[1], strict=True):
+        assert old == new, name
+        assert torch.equal(value, now), name
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"groups": 2}, "0 has 2 groups;"),
+        ({"dilation": 2}, r"0 has dilation \(2,\);"),
+        ({"padding_mode": "circular"}, "0 has circular padding;"),
+    ],
+)
+def test_a_convolution_that_peft_adapts_otherwise_is_refused(
+    settings: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    rule = torch_dora.DoRARule("0", rank=4, alpha=4)
+    model = torch_dora.apply_dora(nn.Sequential(nn.Conv1d(4, 6, 3, **settings)), rule)
+    with pytest.raises(NotImplementedError, match=told):
+        save_adapter(model, tmp_path / "adapter")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_without_an_adapter_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="model has no adapter"):
+        save_adapter(base(llama), tmp_path / "adapter")
+    with pytest.raises(TypeError, match="model is a str"):
+        load_adapter("model", tmp_path)  # pyright: ignore[reportArgumentType]
+
+
+def test_what_the_format_has_once_may_not_differ(tmp_path: Path) -> None:
+    rules = [
+        torch_dora.DoRARule(r".*q_proj", rank=2, alpha=2, dropout=0.5),
+        torch_dora.DoRARule(r".*o_proj", rank=2, alpha=2),
+    ]
+    model = torch_dora.apply_dora(base(llama), rules)
+    with pytest.raises(ValueError, match=r"dropout: .*q_proj has 0\.5, .*o_proj has 0\.0"):
+        save_adapter(model, tmp_path / "adapter")

@@ -1,0 +1,11 @@
+"""Hugging Face PEFT adapter folders, read into and written from torch models.
+
+model = torch_dora.peft.load_adapter(model, "folder")
+torch_dora.peft.save_adapter(model, "another")
+"""
+
+from peft_format.config import AdapterConfig
+from torch_dora.peft.load import load_adapter
+from torch_dora.peft.save import save_adapter
+
+__all__ = ["AdapterConfig", "load_adapter", "save_adapter"]

@@ -1,0 +1,68 @@
+"""What a torch model has that PEFT's files speak of."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from peft_format.fit import Layer, convolution_settings
+from torch_dora.layers import DoRAConv, DoRAConv1D, DoRAEmbedding
+from torch_dora.layers.conv import CONVOLUTIONS
+from torch_dora.layers.conv1d import is_conv1d
+from torch_dora.nn import DoRALinear
+
+ADAPTER = ("lora_a", "lora_b", "magnitude")
+ADAPTED = (DoRALinear, DoRAConv1D, DoRAEmbedding, DoRAConv)
+
+
+def layers_of(model: nn.Module) -> dict[str, Layer]:
+    """Every layer that can be adapted or is, by its module's name.
+
+    Raises:
+        TypeError: ``model`` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    found = {}
+    for name, module in model.named_modules():
+        layer = _layer(name, module)
+        if layer is not None:
+            found[name] = layer
+    return found
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer of the base model, by its name; under each name, if shared."""
+    adapters = {
+        f"{name}.{attribute}"
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, ADAPTED)
+        for attribute in ADAPTER
+    }
+    tensors = model.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in tensors.items() if name not in adapters}
+
+
+def adapted_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Every DoRA layer of the model and its name."""
+    for name, module in model.named_modules():
+        if isinstance(module, ADAPTED):
+            yield name, module
+
+
+def _layer(name: str, module: Any) -> Layer | None:
+    if is_conv1d(module) or isinstance(module, DoRAConv1D):
+        features, width = module.weight.shape
+        return Layer(name, "linear", features, width)
+    if isinstance(module, nn.Linear | DoRALinear):
+        width, features = module.weight.shape
+        return Layer(name, "linear", features, width)
+    if isinstance(module, nn.Embedding | DoRAEmbedding):
+        vocabulary, width = module.weight.shape
+        return Layer(name, "embedding", vocabulary, width)
+    if isinstance(module, (*CONVOLUTIONS, DoRAConv)):
+        base = module.base if isinstance(module, DoRAConv) else module
+        width, _, *window = module.weight.shape
+        settings = convolution_settings(base.groups, base.dilation, base.padding_mode)
+        return Layer(name, "conv", base.in_channels, width, tuple(window), settings)
+    return None
