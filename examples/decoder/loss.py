@@ -1,5 +1,6 @@
 """Cross-entropy of the next token, with logits only where somebody wants the loss."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -80,29 +81,26 @@ def _cross_entropy(
         return Loss(_chunk_total(head, hidden, targets, weights), weight)
 
     order = jnp.argsort(weights == 0, stable=True)
-    padding = -count % chunk
     # Padding repeats the first token at weight 0.
-    order = jnp.concatenate((order, jnp.zeros((padding,), order.dtype)))
+    order = jnp.concatenate((order, jnp.zeros((-count % chunk,), order.dtype)))
     weights = weights[order].at[count:].set(0).reshape(-1, chunk)
-    order = order.reshape(-1, chunk)
+    hidden = hidden[order].reshape(-1, chunk, hidden.shape[-1])
+    targets = targets[order].reshape(-1, chunk)
 
-    @jax.checkpoint
+    # Around the cond: what leaves a branch to be kept would be kept for every chunk, and the head's
+    # kernel is among it.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
     def one_chunk(hidden, targets, weights):
-        return _chunk_total(head, hidden, targets, weights)
+        return lax.cond(
+            jnp.any(weights != 0),
+            lambda: _chunk_total(head, hidden, targets, weights),
+            lambda: jnp.zeros((), jnp.float32),
+        )
 
     def add(total, chunk):
-        order, weights = chunk
-        more = lax.cond(
-            jnp.any(weights != 0),
-            one_chunk,
-            lambda *_: jnp.zeros((), jnp.float32),
-            hidden[order],
-            targets[order],
-            weights,
-        )
-        return total + more, None
+        return total + one_chunk(*chunk), None
 
-    total, _ = lax.scan(add, jnp.zeros((), jnp.float32), (order, weights))
+    total, _ = lax.scan(add, jnp.zeros((), jnp.float32), (hidden, targets, weights))
     return Loss(total, weight)
 
 

@@ -1,4 +1,20 @@
-"""Adapters into an existing model, out of it, into its weights, and one in another's place."""
+"""Adapters into an existing model, out of it, into its weights, and one in another's place.
+
+Checkpoints want nothing of ours. Orbax saves an adapter alone by the arrays of `get_adapter`, and
+restores it into those of a model adapted by the same rules:
+
+    checkpointer.save(folder, get_adapter(model).arrays)
+    fresh = get_adapter(model)
+    arrays = checkpointer.restore(folder, fresh.arrays)
+    model = set_adapter(model, dataclasses.replace(fresh, arrays=arrays))
+
+To go on with training bit for bit, save all that a step changes, and the base model not at all:
+
+    changing = nnx.Any(nnx.LoRAParam, nnx.RngState, nnx.OptState)
+    checkpointer.save(folder, nnx.to_pure_dict(nnx.state((model, optimizer), changing)))
+    target = nnx.to_pure_dict(nnx.state((model, optimizer), changing))
+    nnx.update((model, optimizer), checkpointer.restore(folder, target))
+"""
 
 from jax_dora.adapt.apply import apply_dora as apply_dora
 from jax_dora.adapt.merge import MergedLayer as MergedLayer

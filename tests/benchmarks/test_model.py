@@ -30,11 +30,6 @@ def test_labels_are_unique() -> None:
 ignore_peft_s_names = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 
 
-def test_jax_agrees_with_fp32() -> None:
-    check = jax_model.side(BY_LABEL["jax DoRA, norm kept (no Triton)"], PROTOCOL, "cpu").check()
-    assert check.passed, check
-
-
 @ignore_peft_s_names
 @pytest.mark.parametrize("label", ["torch torch_dora, norm kept", "torch PEFT LoRA, bf16"])
 def test_torch_variants_agree_with_fp32(label: str) -> None:
@@ -64,18 +59,24 @@ def _with_unstrayed_magnitude(build):
 @ignore_peft_s_names
 def test_flops_are_those_of_the_products() -> None:
     built = torch_model.side(BY_LABEL["torch PEFT LoRA, bf16"], PROTOCOL, "cpu").tasks
-    attention = 2 * PROTOCOL.layers * PROTOCOL.tokens**2 * PROTOCOL.heads * PROTOCOL.head_dim
     counted = {}
     for task, step, _ in built:
         with FlopCounterMode(display=False) as counter:
             step()
-        counted[task] = counter.get_total_flops()
-    # torch counts the whole square of the attention, of which half is computed.
-    assert counted["inference"] == PROTOCOL.flops("inference", "LoRA") + attention
+        operators = counter.get_flop_counts()["Global"].items()
+        # Not every torch counts attention, and none counts the half of it that is causal.
+        counted[task] = sum(n for operator, n in operators if "attention" not in str(operator))
+    attention = 2 * PROTOCOL.layers * PROTOCOL.tokens**2 * PROTOCOL.heads * PROTOCOL.head_dim
     # torch stops a layer's second forward pass short of its last product, lora_b of down_proj.
     last = 2 * PROTOCOL.layers * PROTOCOL.tokens * PROTOCOL.rank * PROTOCOL.hidden
-    expected = PROTOCOL.flops("gradient", "LoRA") + attention * (2 + 2.5)
-    assert counted["gradient"] == expected - last
+    expected = {
+        "inference": PROTOCOL.flops("inference", "LoRA") - attention,
+        "gradient": PROTOCOL.flops("gradient", "LoRA") - attention * (2 + 2.5) - last,
+    }
+    # Rotary angles are a product in some versions of transformers.
+    angles = PROTOCOL.tokens * PROTOCOL.head_dim
+    for task, products in expected.items():
+        assert counted[task] - products in (0, angles)
 
 
 def test_a_worker_s_measurements_come_back(tmp_path: Path) -> None:

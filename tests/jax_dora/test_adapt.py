@@ -1,5 +1,7 @@
 """`apply_dora` on nnx models."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -154,7 +156,9 @@ class TestStacked:
 class TestSharding:
     """On a mesh of several devices."""
 
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    @functools.cached_property
+    def mesh(self) -> jax.sharding.Mesh:
+        return jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
     def expect(self, layer, lead=()) -> None:
         for name, spec in {

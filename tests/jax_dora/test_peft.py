@@ -272,8 +272,8 @@ def test_peft_computes_what_a_model_adapted_here_does(stacked: bool, tmp_path: P
     ]
     model = jax_dora.apply_dora(flax_model(stacked=stacked), rules, rngs=nnx.Rngs(0))
     key = jax.random.key(7)
-    for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
-        noise = jax.random.normal(jax.random.fold_in(key, hash(path) % 1000), leaf.shape)
+    for number, (_, leaf) in enumerate(nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))):
+        noise = jax.random.normal(jax.random.fold_in(key, number), leaf.shape)
         leaf.set_value(leaf[...] + 0.2 * noise)
 
     save_adapter(model, tmp_path / "adapter", base_model_name_or_path="base", task_type="SEQ_CLS")

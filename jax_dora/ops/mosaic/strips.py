@@ -5,8 +5,8 @@ with the tile of a large [rows, out] matrix:
 
 - The matrix is cut into strips of `tile_cols` columns, and a strip into `splits` runs of whole
   tiles. A run is a thread block's unit of work. For its length the strip of `right`,
-  [k, tile_cols], stays in shared memory; were it fetched for each tile, shared memory's bandwidth,
-  which already sets the pace, would have half as much again to carry.
+  [k, tile_cols], stays in shared memory; were it fetched for each tile, three times as much would
+  come from the level-2 cache.
 - Past the last row, column or rank the copy engine reads zeros and writes nothing.
 
 `sweep.py` holds the kernel that walks over them.
