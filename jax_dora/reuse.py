@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 
 from jax_dora.ops.linear import NORM_NAME
 
@@ -121,7 +122,7 @@ def current_norm(layer: Any) -> jax.Array:
     if layer.kept_fingerprint is None:
         return norm
     same = jnp.all(layer.kept_fingerprint[...] == _fingerprint(layer))
-    if not isinstance(same, jax.core.Tracer) and not same:
+    if not isinstance(same, Tracer) and not same:
         raise RuntimeError(
             f"the kept norm of a {type(layer).__name__} is stale: its adapter has changed since; "
             "call jax_dora.refresh_norms(model) at the start of every step"

@@ -54,6 +54,9 @@ def set_up(device: str) -> str:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+        # XLA's size for its thread pool. Callbacks of interpreted kernels wait for each other on
+        # that pool, and with as few threads as a small machine has cores they deadlock.
+        os.environ.setdefault("NPROC", "16")
         import jax
 
         jax.config.update("jax_platforms", "cpu")

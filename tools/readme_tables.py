@@ -1,7 +1,9 @@
-"""Writes README's measured section from committed JSON: no number in it is typed by hand.
+"""Writes the measured sections from committed JSON: no number in them is typed by hand.
 
-    python tools/readme_tables.py            rewrite the section in README.md
-    python tools/readme_tables.py --check    exit 1 if README.md is not what that would write
+    python tools/readme_tables.py            rewrite README.md's and docs/measured.md's
+    python tools/readme_tables.py --check    exit 1 if a file is not what that would write
+
+README.md gets agreement and speed-ups, docs/measured.md everything.
 
 Sources are the reports that `python -m parity` and `python -m benchmarks` wrote on a GPU and that
 are kept in `benchmarks/results/` and `parity/reports/cuda/`.
@@ -44,6 +46,44 @@ def section(root: Path) -> str:
     return "\n\n".join(parts) or NOTHING
 
 
+HEADLINE = {"DoRA (no Triton)": "norm in every call", "DoRA, norm kept (no Triton)": "norm kept"}
+
+
+def headline(root: Path) -> str:
+    """README's part of it: how much agrees, and DoRA in JAX beside the best LoRA in JAX."""
+    agreement: list[tuple[str, str, str]] = []
+    speed: dict[tuple[str, str], dict[str, str]] = {}
+    for path in sorted({path for pattern in SOURCES for path in root.glob(pattern)}):
+        report = json.loads(path.read_text())
+        link = f"[`{path.name}`]({path.relative_to(root).as_posix()})"
+        if "rows" in report:
+            passed = sum(row["passed"] for row in report["rows"])
+            count = f"{passed} of {len(report['rows'])}"
+            agreement.append((report["environment"]["card"], count, link))
+            continue
+        for s in report["speedups"]:
+            ours = s["variant"] in HEADLINE and s["over"] == "the best jax LoRA"
+            if ours and s.get("device") and "r384" in s["work"]:
+                ratio = f"{1 / s['device']:.2f}×"
+                speed.setdefault((s["work"], link), {})[HEADLINE[s["variant"]]] = ratio
+    parts = []
+    if agreement:
+        parts.append(_table(("card", "comparisons within tolerance", "from"), agreement))
+    if speed:
+        ways = tuple(HEADLINE.values())
+        rows = (
+            (work, *(ratios.get(way, "–") for way in ways), link)
+            for (work, link), ratios in speed.items()
+        )
+        parts.append(
+            "Device time of DoRA, times that of the best plain LoRA that XLA gives in the same "
+            f"run:\n\n{_table(('work', *ways, 'from'), rows)}"
+        )
+    if not parts:
+        return NOTHING
+    return "\n\n".join([*parts, "All of it: [`docs/measured.md`](docs/measured.md)."])
+
+
 def updated(readme: str, body: str) -> str:
     """`readme` with `body` between the markers.
 
@@ -60,7 +100,7 @@ def updated(readme: str, body: str) -> str:
 def _source(name: str, report: dict[str, Any]) -> str:
     environment = report["environment"]
     versions = ", ".join(f"{key} {environment[key]}" for key in ("jax", "torch", "triton"))
-    return f"[`{name}`]({name}): {environment['card']}, {versions}, commit {environment['commit']}."
+    return f"`{name}`: {environment['card']}, {versions}, commit {environment['commit']}."
 
 
 def _agreement(rows: Sequence[dict[str, Any]]) -> str:
@@ -143,15 +183,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if outdated")
     options = parser.parse_args(arguments)
-    readme = ROOT / "README.md"
-    old = readme.read_text()
-    new = updated(old, section(ROOT))
-    if options.check:
-        if new != old:
-            print("README.md is outdated: run `python tools/readme_tables.py`", file=sys.stderr)
-        return int(new != old)
-    readme.write_text(new)
-    return 0
+    outdated = 0
+    for name, body in (("README.md", headline(ROOT)), ("docs/measured.md", section(ROOT))):
+        file = ROOT / name
+        old = file.read_text()
+        new = updated(old, body)
+        if options.check and new != old:
+            print(f"{name} is outdated: run `python tools/readme_tables.py`", file=sys.stderr)
+            outdated = 1
+        elif not options.check:
+            file.write_text(new)
+    return outdated
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
 import math
 import numbers
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 
 FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 
@@ -38,7 +38,7 @@ def has_shape(name: str, array: jax.Array, shape: tuple[int | None, ...], meanin
         )
 
 
-def scale_array(scale: ArrayLike) -> jax.Array:
+def scale_array(scale: Any) -> jax.Array:
     """`scale` as a float scalar array; raises TypeError or ValueError for anything but a number."""
     if isinstance(scale, numbers.Real) and not isinstance(scale, bool):
         if not math.isfinite(scale):

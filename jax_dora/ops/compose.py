@@ -84,7 +84,7 @@ def plan_compose(op: str, delta: bool, base: jax.Array, implementation: str | No
     fits = dispatch.runs_mosaic(target)
 
     rows, out = math.prod(base.shape[:-1]), base.shape[-1]
-    sizes = rowwise.sizes(rows, out)
+    sizes = rowwise.sizes(rows, out, base.dtype)
 
     def pick(kernel: str) -> str:
         mosaic = dispatch.Option(

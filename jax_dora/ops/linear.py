@@ -87,7 +87,7 @@ def dora_linear(
         check.is_float("bias", bias)
         check.has_shape("bias", bias, (out_features,), "[out]")
     if norm is None:
-        norm = factored_norm(
+        fresh = factored_norm(
             kernel,
             lora_a,
             lora_b,
@@ -95,7 +95,7 @@ def dora_linear(
             kernel_sq_norm=kernel_sq_norm,
             implementation="xla" if implementation == "xla" else None,
         )
-        norm = checkpoint_name(norm, NORM_NAME)
+        norm = jnp.asarray(checkpoint_name(fresh, NORM_NAME))
     elif kernel_sq_norm is not None:
         raise ValueError("norm and kernel_sq_norm are both given; norm already contains the other")
 
@@ -261,14 +261,14 @@ def _result_dtype(x: jax.Array, kernel: jax.Array) -> jnp.dtype:
 
 def _dot(dtype, precision, a, b, axes, result=None):
     """a and b in `dtype`, contracted over `axes`, accumulated in fp32, in `result` or `dtype`."""
-    contract = tuple(
-        tuple(axis % operand.ndim for axis in ((ax,) if isinstance(ax, int) else ax))
+    left, right = (
+        [axis % operand.ndim for axis in ((ax,) if isinstance(ax, int) else ax)]
         for ax, operand in zip(axes, (a, b), strict=True)
     )
     return lax.dot_general(
         a.astype(dtype),
         b.astype(dtype),
-        (contract, ((), ())),
+        ((left, right), ((), ())),
         precision=precision,
         preferred_element_type=result or dtype,
     )

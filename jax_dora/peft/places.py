@@ -119,7 +119,12 @@ def places_of(model: nnx.Module, names: Names) -> Places:
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(f"model is a {type(model).__name__}; expected an nnx.Module")
-    modules = {found.paths[0]: found.module for found in find_modules(model)}
+    modules = {
+        found.paths[0]: found.module
+        for found in find_modules(model)
+        # Its members are what has names; that of a Sequential has none of its own in PyTorch.
+        if not isinstance(found.module, nnx.List)
+    }
     kinds = {
         path: kind
         for path, module in modules.items()

@@ -5,8 +5,10 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import finetune
 import jax
 import pytest
 
@@ -18,6 +20,14 @@ import torch_dora
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.glob("*.md"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation() -> Iterator[None]:
+    """Snippets this small take far longer to compile than to run."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 # PEFT asks transformers by a name that the newest transformers calls deprecated.
@@ -33,6 +43,14 @@ def test_snippets_run(page, tmp_path, monkeypatch):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         for number, snippet in enumerate(snippets, 1):
             exec(compile(snippet, f"{page}, snippet {number}", "exec"), namespace)
+
+
+def test_options_exist():
+    """Every option that the guide names is one of the script's."""
+    known = {option for action in finetune.parser()._actions for option in action.option_strings}
+    named = set(re.findall(r"--[a-z-]+", (DOCS / "finetuning.md").read_text()))
+    assert named
+    assert named <= known
 
 
 def test_site_builds(tmp_path):

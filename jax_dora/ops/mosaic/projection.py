@@ -75,8 +75,11 @@ def refuses(
     if rows == 0:
         return "there are no rows"
     for name, size in (("in", in_features), ("out", out)):
-        if size == 0 or size % TILE_K:
+        if size % TILE_K:
             return f"{name} = {size} is not a multiple of {TILE_K}"
+        # Of a result narrower than a tile, a Hopper wrote nothing, though the interpreter did.
+        if size < CONFIG.tile_cols:
+            return f"{name} = {size} is less than a tile's {CONFIG.tile_cols} columns"
     return None
 
 

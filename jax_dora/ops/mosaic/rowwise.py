@@ -73,9 +73,15 @@ def tile(rows: int, out: int, dtype, config: RowwiseConfig, sm_count: int) -> Ti
     return Tiling(rows, out, lane, tile_rows, column_blocks, row_blocks, steps)
 
 
-def sizes(rows: int, out: int) -> dict[str, int]:
+def sizes(rows: int, out: int, dtype) -> dict[str, int]:
     """What `tuning.slower` may judge a call by."""
-    return {"rows": rows, "out": out, "elements": rows * out, "lane": math.gcd(out, MAX_LANE)}
+    return {
+        "rows": rows,
+        "out": out,
+        "elements": rows * out,
+        "lane": math.gcd(out, MAX_LANE),
+        "itemsize": jnp.dtype(dtype).itemsize,
+    }
 
 
 def refuses(rows: int, out: int, dtype) -> str | None:

@@ -66,11 +66,11 @@ def test_logits_bf16(name, make_folder, make_torch_model, tokens):
 def test_packed_rows_are_separate_texts(tokens):
     model = decoder.make_model(CONFIG)
     tokens = tokens[:1] % CONFIG.vocab_size
-    lengths = (13, 24)
-    segments = np.repeat([3, 1], lengths)[None]
+    lengths = (13, 9, 15)
+    segments = np.repeat([2, 3, 1], lengths)[None]
     positions = np.concatenate([np.arange(n) for n in lengths])[None]
     packed = run(model, tokens, positions, segments)
-    apart = [run(model, part) for part in np.split(tokens, [lengths[0]], axis=1)]
+    apart = [run(model, part) for part in np.split(tokens, np.cumsum(lengths)[:-1], axis=1)]
     np.testing.assert_allclose(
         packed, np.concatenate(apart, axis=1), rtol=0, atol=tolerances.OPERATOR_FP32_MAX_ABS
     )

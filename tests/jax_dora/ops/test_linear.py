@@ -74,10 +74,10 @@ def test_agrees_with_the_oracle(rows, n_in, n_out, rank, dtype, adapter_dtype):
 
 
 # The first is for the whole projection in one kernel, the second for expand and compose.
-@pytest.mark.parametrize("n_out", [128, 136])
+@pytest.mark.parametrize(("n_in", "n_out"), [(256, 320), (64, 136)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_mosaic_agrees_with_the_oracle(on_mosaic, dtype, n_out):
-    arrays, dy = layer(1, (2, 9), 64, n_out, 16, dtype)
+def test_mosaic_agrees_with_the_oracle(on_mosaic, dtype, n_in, n_out):
+    arrays, dy = layer(1, (2, 9), n_in, n_out, 16, dtype)
     with on_mosaic():
         check(arrays, dy, "mosaic")
 

@@ -70,13 +70,13 @@ def check(forward, back, y, inner, dx):
 @pytest.mark.parametrize(
     ("rows", "n_in", "rank", "out", "dtype", "config"),
     [
-        (200, 128, 24, 320, jnp.bfloat16, CONFIG),
-        (37, 64, 4, 64, jnp.float16, ProjectionConfig(128, 128, split_rows=False, stages=2)),
+        (200, 256, 24, 320, jnp.bfloat16, CONFIG),
+        (37, 256, 4, 256, jnp.float16, ProjectionConfig(128, 128, split_rows=False, stages=2)),
         (
             264,
-            192,
+            320,
             72,
-            128,
+            256,
             jnp.bfloat16,
             ProjectionConfig(128, 128, stages=3, band=2, band_in_cols=True),
         ),
@@ -91,15 +91,16 @@ def test_agrees_with_fp64(on_mosaic, rows, n_in, rank, out, dtype, config):
 
 
 def test_keeps_leading_axes_without_bias_and_inner(on_mosaic):
-    forward, back = operands(1, 24, 64, 8, 64, jnp.bfloat16)
+    forward, back = operands(1, 24, 256, 8, 256, jnp.bfloat16)
     del forward["bias"]
-    leading = {**forward, "x": forward["x"].reshape(2, 12, 64), "z": forward["z"].reshape(2, 12, 8)}
-    back_leading = {**back, "d": back["d"].reshape(2, 12, 64), "dz": back["dz"].reshape(2, 12, 8)}
+    x, d = (array.reshape(2, 12, 256) for array in (forward["x"], back["d"]))
+    leading = {**forward, "x": x, "z": forward["z"].reshape(2, 12, 8)}
+    back_leading = {**back, "d": d, "dz": back["dz"].reshape(2, 12, 8)}
     with on_mosaic():
         y, inner, dx = run(leading, back_leading, sm_count=1, want_inner=False)
     assert inner is None
-    assert y.shape == dx.shape == (2, 12, 64)
-    check(forward, back, y.reshape(24, 64), None, dx.reshape(24, 64))
+    assert y.shape == dx.shape == (2, 12, 256)
+    check(forward, back, y.reshape(24, 256), None, dx.reshape(24, 256))
 
 
 @pytest.mark.parametrize("rank", [8, 384])
@@ -120,11 +121,12 @@ def test_lowers_for_hopper_at_full_size(rank):
 def test_refuses_with_a_reason():
     bf16, f32 = jnp.bfloat16, jnp.float32
     assert refuses(4001, 4096, 12288, bf16, bf16) is None
-    assert "float32" in refuses(64, 64, 64, f32, f32)
-    assert "the adapter" in refuses(64, 64, 64, bf16, f32)
-    assert "no rows" in refuses(0, 64, 64, bf16, bf16)
-    assert "in = 96" in refuses(64, 96, 64, bf16, bf16)
-    assert "out = 96" in refuses(64, 64, 96, bf16, bf16)
+    assert "float32" in refuses(64, 256, 256, f32, f32)
+    assert "the adapter" in refuses(64, 256, 256, bf16, f32)
+    assert "no rows" in refuses(0, 256, 256, bf16, bf16)
+    assert "in = 96" in refuses(64, 96, 256, bf16, bf16)
+    assert "out = 96" in refuses(64, 256, 96, bf16, bf16)
+    assert "less than a tile's 256" in refuses(64, 64, 256, bf16, bf16)
 
 
 @pytest.mark.gpu
