@@ -33,6 +33,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="one small case of every kind")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
+    parser.add_argument("--commit", help="to record in the report, where there is no git checkout")
     options = parser.parse_args(arguments)
     try:
         re.compile(options.case)
@@ -81,6 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     device = set_up(options.device)
 
+    import torch
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
@@ -103,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
     folder = options.out or Path(__file__).parent / "reports" / device
-    report = Report(device)
+    report = Report(device, commit=options.commit)
     progress_console = Console(stderr=True)
     columns = (*Progress.get_default_columns()[:-1], MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=progress_console) as progress:
@@ -123,6 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for case in chosen:
             with timed(case.name):
                 report.rows += run_case(case, device)
+            if device == "cuda":
+                torch.cuda.empty_cache()  # jax allocates from the same card
         if encoder:
             with timed(encoder_case):
                 run_encoder(report, device, folder, quick=options.quick)

@@ -35,6 +35,7 @@ COLUMNS = (
 @dataclass
 class Report:
     device: str
+    commit: str | None = None  # asked of git when None
     rows: list[Row] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)  # wall time per case
     figures: list[str] = field(default_factory=list)  # file names beside the report
@@ -47,7 +48,7 @@ class Report:
     def as_dict(self) -> dict:
         return {
             "passed": self.passed,
-            "environment": environment(self.device),
+            "environment": environment(self.device, self.commit),
             "seconds": self.seconds,
             "facts": self.facts,
             "figures": self.figures,
@@ -63,7 +64,7 @@ class Report:
         (folder / "parity.md").write_text(self.markdown())
 
     def markdown(self) -> str:
-        versions = environment(self.device)
+        versions = environment(self.device, self.commit)
         lines = [
             "# Parity",
             "",
@@ -95,7 +96,7 @@ class Report:
         return "\n".join(lines)
 
     def print(self, console: Console) -> None:
-        table = Table(title=f"Parity on {environment(self.device)['card']}")
+        table = Table(title=f"Parity on {environment(self.device, self.commit)['card']}")
         for column in COLUMNS:
             numbers = column in COLUMNS[4:10]
             table.add_column(column, justify="right" if numbers else "left", no_wrap=numbers)
@@ -114,11 +115,11 @@ class Report:
         console.print(total, style="bold green" if self.passed else "bold red")
 
 
-def environment(device: str) -> dict[str, str]:
+def environment(device: str, commit: str | None) -> dict[str, str]:
     card = torch.cuda.get_device_name() if device == "cuda" else f"CPU ({platform.machine()})"
     packages = ("jax", "jaxlib", "flax", "torch", "triton", "numpy")
     return {
-        "commit": _commit(),
+        "commit": commit or _commit(),
         "card": card,
         "python": platform.python_version(),
         **{name: _version(name) for name in packages},

@@ -61,7 +61,7 @@ def headline(root: Path) -> str:
             count = f"{passed} of {len(report['rows'])}"
             agreement.append((report["environment"]["card"], count, link))
             continue
-        for s in report["speedups"]:
+        for s in report.get("speedups", ()):
             ours = s["variant"] in HEADLINE and s["over"] == "the best jax LoRA"
             if ours and s.get("device") and "r384" in s["work"]:
                 ratio = f"{1 / s['device']:.2f}×"

@@ -8,11 +8,12 @@ from parity.__main__ import main
 
 
 def test_norms_pass_and_are_reported(tmp_path, capsys):
-    code = main(["--device", "cpu", "--quick", "--case", "^norm 192", "--out", str(tmp_path)])
-    assert code == 0
+    options = ["--quick", "--case", "^norm 192", "--commit", "abc", "--out", str(tmp_path)]
+    assert main(["--device", "cpu", *options]) == 0
     report = json.loads((tmp_path / "parity.json").read_text())
     assert report["passed"]
-    assert {"commit", "card", "jax", "torch", "triton", "kernels"} <= set(report["environment"])
+    assert report["environment"]["commit"] == "abc"
+    assert {"card", "jax", "torch", "triton", "kernels"} <= set(report["environment"])
     assert {row["dtype"] for row in report["rows"]} == {"bfloat16", "float16", "float32"}
     for row in report["rows"]:
         assert row["passed"]
