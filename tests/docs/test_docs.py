@@ -19,7 +19,12 @@ import torch_dora
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.glob("*.md"))
+SNIPPET = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SNIPPETS = {
+    path.relative_to(DOCS).as_posix(): snippets
+    for path in sorted(DOCS.glob("**/*.md"))
+    if (snippets := SNIPPET.findall(path.read_text()))
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -32,16 +37,13 @@ def quick_compilation() -> Iterator[None]:
 
 # PEFT asks transformers by a name that the newest transformers calls deprecated.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", SNIPPETS)
 def test_snippets_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    text = (DOCS / page).read_text()
-    snippets = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert snippets
     namespace: dict[str, object] = {}
     # As a user's process has it.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        for number, snippet in enumerate(snippets, 1):
+        for number, snippet in enumerate(SNIPPETS[page], 1):
             exec(compile(snippet, f"{page}, snippet {number}", "exec"), namespace)
 
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from parity import cases
 from parity.__main__ import main
 
 
@@ -54,3 +55,18 @@ def test_a_broken_expression_is_an_error(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["--case", "("])
     assert "--case is '(', no regular expression" in capsys.readouterr().err
+
+
+def test_a_gpu_runs_every_paper_shape():
+    names = [case.name for case in cases.gpu_cases()]
+    assert len(names) == len(set(names))
+    for rows, out in cases.PAPER_ACTIVATIONS:
+        assert f"compose {rows}x{out} bfloat16" in names
+
+
+@pytest.mark.gpu
+def test_kernels_pass_natively(tmp_path):
+    levels = ["--level", "operator", "--level", "layer"]
+    assert main(["--device", "cuda", "--quick", *levels, "--out", str(tmp_path)]) == 0
+    report = json.loads((tmp_path / "parity.json").read_text())
+    assert report["environment"]["kernels"] == "native"
