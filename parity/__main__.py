@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import os
 import re
 import sys
@@ -12,6 +13,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 LEVELS = ("operator", "layer", "encoder")
+# What the first word may ask for instead: a module whose `main(arguments)` returns the exit code.
+COMMANDS = {
+    "model": "parity.model",
+    "training": "parity.training",
+    "controls": "parity.controls",
+}
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -19,6 +26,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m parity",
         description="Runs the same weights, inputs and cotangents through jax_dora and torch_dora, "
         "and compares both with a materialised fp64 computation.",
+        epilog="`python -m parity {model,training,controls} --help`: whole models, training runs, "
+        "and the proof that each level catches planted faults.",
     )
     parser.add_argument(
         "--device",
@@ -79,6 +88,9 @@ def set_up(device: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments and arguments[0] in COMMANDS:
+        return importlib.import_module(COMMANDS[arguments[0]]).main(arguments[1:])
     options = parse(arguments)
     device = set_up(options.device)
 
