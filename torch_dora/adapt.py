@@ -9,11 +9,12 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from torch_dora.hyperparameters import DropoutMode, check_hyperparameters
 from torch_dora.layers import DoRAConv, DoRAConv1D, DoRAEmbedding
 from torch_dora.layers.adapter import DoRALayer
 from torch_dora.layers.conv import CONVOLUTIONS
 from torch_dora.layers.conv1d import is_conv1d
-from torch_dora.nn import DoRALinear, DropoutMode, _check_hyperparameters
+from torch_dora.nn import DoRALinear
 from torch_dora.ops import dispatch
 
 ADAPTER_NAMES = ("lora_a", "lora_b", "magnitude")
@@ -53,7 +54,7 @@ class DoRARule:
                 f"path is {self.path!r}, which is no regular expression ({error}); a '.' or '*' "
                 "that stands for itself wants a backslash"
             ) from error
-        _check_hyperparameters(
+        check_hyperparameters(
             self.rank, self.alpha, self.dropout, self.dropout_mode, self.adapter_dtype
         )
         dispatch.check_name(self.implementation)

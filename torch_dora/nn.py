@@ -1,19 +1,18 @@
 """DoRALinear: a linear layer with a frozen weight and a trainable DoRA adapter."""
 
 import math
-from typing import Literal, Self, get_args
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torch_dora.hyperparameters import DropoutMode, adapter_scale, check_hyperparameters
 from torch_dora.ops import check, compose_delta, dispatch, dora_linear, factored_norm
 from torch_dora.ops import magnitude_scale as g_of
 from torch_dora.ops.dtypes import accumulation_dtype
 from torch_dora.ops.products import product
 from torch_dora.reuse import current_norm
-
-DropoutMode = Literal["adapter", "input"]
 
 
 class DoRALinear(nn.Module):
@@ -122,13 +121,13 @@ class DoRALinear(nn.Module):
         adapter_dtype: torch.dtype,
         implementation: str | None,
     ) -> None:
-        _check_hyperparameters(rank, alpha, dropout, dropout_mode, adapter_dtype)
+        check_hyperparameters(rank, alpha, dropout, dropout_mode, adapter_dtype)
         dispatch.check_name(implementation)
         check.is_float("weight", base.weight)
         super().__init__()
         self.in_features, self.out_features = base.in_features, base.out_features
         self.rank, self.alpha, self.use_rslora = rank, alpha, use_rslora
-        self.scale = alpha / math.sqrt(rank) if use_rslora else alpha / rank
+        self.scale = adapter_scale(rank, alpha, use_rslora)
         self.dropout, self.dropout_mode = dropout, dropout_mode
         self.implementation = implementation
         self.weight = base.weight.requires_grad_(False)
@@ -233,30 +232,3 @@ class DoRALinear(nn.Module):
         if self.dropout > 0:
             text += f", dropout={self.dropout}, dropout_mode={self.dropout_mode!r}"
         return text
-
-
-def _check_hyperparameters(
-    rank: object, alpha: object, dropout: object, dropout_mode: object, adapter_dtype: object
-) -> None:
-    if isinstance(rank, bool) or not isinstance(rank, int):
-        raise TypeError(f"rank is {rank!r}; expected an int of at least 1")
-    if rank < 1:
-        raise ValueError(f"rank is {rank}; expected at least 1")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
-        raise TypeError(f"alpha is {alpha!r}; expected a number")
-    if isinstance(dropout, bool) or not isinstance(dropout, int | float):
-        raise TypeError(f"dropout is {dropout!r}; expected a number")
-    if not math.isfinite(alpha):
-        raise ValueError(f"alpha is {alpha}; expected a finite number")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout is {dropout}; expected a probability p with 0 <= p < 1")
-    if dropout_mode not in get_args(DropoutMode):
-        raise ValueError(
-            f"dropout_mode is {dropout_mode!r}; expected 'adapter', which drops the x that lora_a "
-            "reads, or 'input', which drops it in the magnitude's correction too"
-        )
-    if adapter_dtype not in check.FLOATS:
-        raise TypeError(
-            f"adapter_dtype is {adapter_dtype!r}; expected torch.float16, bfloat16, float32 or "
-            "float64"
-        )

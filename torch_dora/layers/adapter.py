@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_dora.nn import DropoutMode, _check_hyperparameters
+from torch_dora.hyperparameters import DropoutMode, adapter_scale, check_hyperparameters
 from torch_dora.ops import check, dispatch, factored_norm, magnitude_scale
 from torch_dora.ops.dtypes import accumulation_dtype
 from torch_dora.ops.products import product
@@ -54,13 +54,13 @@ class DoRALayer(nn.Module):
         adapter_dtype: torch.dtype = torch.float32,
         implementation: str | None = None,
     ) -> None:
-        _check_hyperparameters(rank, alpha, dropout, dropout_mode, adapter_dtype)
+        check_hyperparameters(rank, alpha, dropout, dropout_mode, adapter_dtype)
         dispatch.check_name(implementation)
         weight, bias = base.weight, getattr(base, "bias", None)
         check.is_float("weight", weight)
         super().__init__()
         self.rank, self.alpha, self.use_rslora = rank, alpha, use_rslora
-        self.scale = alpha / math.sqrt(rank) if use_rslora else alpha / rank
+        self.scale = adapter_scale(rank, alpha, use_rslora)
         self.dropout, self.dropout_mode = dropout, dropout_mode
         self.implementation = implementation
         self.weight = weight.requires_grad_(False)
@@ -109,7 +109,13 @@ class DoRALayer(nn.Module):
         """‖weight + scale·lora_b lora_a‖ of every output feature: f32[out], detached."""
         weight, lora_a, lora_b = self.matrices()
         if len(weight) == 1:
-            return factored_norm(weight[0], lora_a[0], lora_b[0], self.scale)
+            return factored_norm(
+                weight[0],
+                lora_a[0],
+                lora_b[0],
+                self.scale,
+                implementation=self.implementation,
+            )
         # One batched product instead of a factored norm for each group. The matrices of groups are
         # small, and float64 is out of reach of TensorFloat-32 and of autocast.
         direction = weight.double() + self.scale * (lora_b.double() @ lora_a.double())

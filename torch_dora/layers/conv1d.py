@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from torch_dora.layers.adapter import DoRALayer
 from torch_dora.ops import compose_delta, dora_linear
+from torch_dora.reuse import current_norm
 
 
 def is_conv1d(module: Any) -> bool:
@@ -57,7 +58,7 @@ class DoRAConv1D(DoRALayer):
                 self.magnitude,
                 self.scale,
                 bias=self.bias,
-                norm=self.norm(),
+                norm=current_norm(self),
                 adapter_x=dropped,
                 implementation=self.implementation,
             )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from peft_format.fit import Adapter, Fit
 from peft_format.folder import Folder, opened
 from torch_dora.adapt import DoRARule, apply_dora, remove_dora
-from torch_dora.nn import DropoutMode
+from torch_dora.hyperparameters import DropoutMode
 from torch_dora.ops import check
 from torch_dora.peft.layers import ADAPTER, adapted_modules, layers_of, parameters_of
 

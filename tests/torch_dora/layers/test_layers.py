@@ -12,7 +12,8 @@ from transformers.pytorch_utils import Conv1D
 
 from parity import oracle, tolerances
 from tests.matrices import Problem, judge, within
-from torch_dora import DoRAConv, DoRAConv1D, DoRAEmbedding
+from torch_dora import DoRAConv, DoRAConv1D, DoRAEmbedding, keep_norms
+from torch_dora.ops import norm as norm_module
 
 OPTIONS = {"rank": 4, "alpha": 5.0}
 
@@ -272,3 +273,31 @@ def test_merged_layers_compute_the_same():
 def test_refusals(make, error, match):
     with pytest.raises(error, match=match):
         make()
+
+
+LAYERS = {
+    "conv": lambda **options: DoRAConv(nn.Conv1d(6, 8, 3), **options),
+    "embedding": lambda **options: DoRAEmbedding(nn.Embedding(9, 8), **options),
+    "conv1d": lambda **options: DoRAConv1D(Conv1D(8, 6), **options),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("implementation", ["triton", "eager"])
+def test_a_named_implementation_takes_the_norm_too(kind, implementation, monkeypatch):
+    layer = LAYERS[kind](implementation=implementation, **OPTIONS)
+    compute, chosen = norm_module._factored_norm, []
+    monkeypatch.setattr(
+        norm_module, "_factored_norm", lambda *a: (chosen.append(a[-1]), compute(*a))[1]
+    )
+    layer.norm()
+    assert chosen == [implementation]
+
+
+def test_conv1d_uses_a_kept_norm(monkeypatch):
+    layer = trained(LAYERS["conv1d"](**OPTIONS))
+    x = torch.randn(5, 6)
+    want = layer(x)
+    keep_norms(layer)
+    monkeypatch.setattr(layer, "norm", None)
+    assert torch.equal(layer(x), want)
