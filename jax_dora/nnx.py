@@ -1,5 +1,6 @@
 """DoRA for flax.nnx: a linear layer with its adapter."""
 
+import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Self
@@ -10,6 +11,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from flax.typing import Dtype, Initializer, PrecisionLike
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
 
 from jax_dora import ops
 from jax_dora.hyperparameters import DropoutMode, adapter_scale, check_dropout
@@ -198,17 +200,22 @@ class DoRALinear(nnx.Module):
 
     def norm(self) -> jax.Array:
         """‖kernel + s·lora_a lora_b‖ per output feature, of the parameters as stored: f32[out]."""
-        return ops.factored_norm(
-            self.kernel[...],
-            self.lora_a[...],
-            self.lora_b[...],
-            self.scale,
+        kernel = self.kernel[...]
+        norm = functools.partial(
+            ops.factored_norm,
+            scale=self.scale,
             implementation="xla" if self.implementation == "xla" else None,
         )
+        sharding = jax.typeof(kernel).sharding
+        if sharding.spec[0] is not None:
+            # An explicit mesh asks of every sum over a sharded axis how its result is sharded.
+            norm = _partitioned_by_xla(norm, jax.P(sharding.spec[1]), kernel)
+        return norm(kernel, self.lora_a[...], self.lora_b[...])
 
     def __call__(
         self,
         inputs: jax.Array,
+        out_sharding: Any = None,
         *,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
@@ -216,29 +223,60 @@ class DoRALinear(nnx.Module):
         """
         Args:
           inputs: [..., in].
+          out_sharding: of the result, as `nnx.Linear.__call__`'s: a PartitionSpec or NamedSharding
+            over explicit axes of the mesh, which is wanted where they shard kernel's input axis.
           deterministic, rngs: as `nnx.Dropout.__call__`'s.
 
         Returns:
           [..., out] in the dtype that `nnx.Linear` would return.
+
+        Raises:
+          ValueError: out_sharding names an axis that is not explicit.
         """
         bias = None if self.bias is None else self.bias[...]
         x, kernel, bias = dtypes.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
         # Of the stored parameters, so that g does not depend on the dtype of the computation.
         norm = current_norm(self)
-        adapter = (self.lora_a[...], self.lora_b[...], self.magnitude[...], self.scale)
+        adapter = (self.lora_a[...], self.lora_b[...], self.magnitude[...])
+        dropped = x
+        if self.dropout is not None:
+            dropped = self.dropout(x, deterministic=deterministic, rngs=rngs)
+        operands = (x, None if dropped is x else dropped, kernel, *adapter, norm, bias)
+        if out_sharding is None:
+            return self._project(*operands)
+        return _partitioned_by_xla(self._project, out_sharding, kernel)(*operands)
+
+    def _project(self, x, dropped, kernel, lora_a, lora_b, magnitude, norm, bias) -> jax.Array:
+        operands = (kernel, lora_a, lora_b, magnitude, self.scale)
         options = {
             "bias": bias,
             "norm": norm,
             "implementation": self.implementation,
             "precision": self.precision,
         }
-        if self.dropout is not None:
-            dropped = self.dropout(x, deterministic=deterministic, rngs=rngs)
-            if dropped is not x:
-                return dora_linear_with_dropout(
-                    x, dropped, kernel, *adapter, mode=self.dropout_mode, **options
-                )
-        return ops.dora_linear(x, kernel, *adapter, **options)
+        if dropped is None:
+            return ops.dora_linear(x, *operands, **options)
+        return dora_linear_with_dropout(x, dropped, *operands, mode=self.dropout_mode, **options)
+
+
+def _partitioned_by_xla(
+    function: Callable[..., jax.Array], out_sharding: Any, kernel: jax.Array
+) -> Any:
+    """`function` for operands on a mesh with explicit axes, which XLA takes over inside of it; its
+    result is sharded as `out_sharding` says."""
+    mesh = jax.typeof(kernel).sharding.mesh
+    spec = getattr(out_sharding, "spec", out_sharding)
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    named = jax.tree.leaves(tuple(spec))
+    if others := [name for name in named if types.get(name) is not AxisType.Explicit]:
+        raise ValueError(
+            f"out_sharding is {spec}; expected explicit axes of the kernel's mesh, which "
+            f"{', '.join(others)} is not among {types}: use jax.lax.with_sharding_constraint on "
+            "the result for an axis that is left to XLA"
+        )
+    if AxisType.Explicit not in mesh.axis_types:
+        return function
+    return jax.sharding.auto_axes(function, out_sharding=NamedSharding(mesh, jax.P(*spec)))
 
 
 def _param(
