@@ -1,7 +1,7 @@
 """What a folder holds against what a model has: everything is checked before anything is loaded."""
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -111,7 +111,7 @@ def fit(
       adapter: the adapter's name, where it was left in the keys.
 
     Raises:
-      NotImplementedError: a grouped convolution is selected.
+      NotImplementedError: a convolution is selected whose settings PEFT's adapters do not honour.
       ValueError: a tensor has no place or the wrong shape, one is missing, or one has two keys.
         All that is found is listed.
     """
@@ -247,15 +247,25 @@ class _Fitting:
                 self.problems.append(f"{name} is missing, though adapter_config.json announces it")
 
 
-def convolution_settings(groups: int, dilation: Iterable[int], padding_mode: str) -> Names:
+def convolution_settings(
+    groups: int, window: Sequence[int], dilation: Sequence[int], padding_mode: str
+) -> Names:
     """What `Layer.settings` is of a convolution.
 
-    PEFT gives lora_A the window, stride and padding of the base layer, and no more of it.
+    PEFT gives lora_A the window, stride and padding of the base layer, and no more of it: so lora_A
+    reads every input channel in every group, where no weight of the base's shape can hold what it
+    does, and PEFT itself refuses to merge; it reads other positions than a dilated window; and it
+    pads with zeros.
+
+    Args:
+      groups: of the channels.
+      window, dilation: of each spatial axis.
+      padding_mode: as PyTorch's; "zeros" too where nothing is padded.
     """
-    dilation = tuple(dilation)
+    apart = any(step != 1 for size, step in zip(window, dilation, strict=True) if size > 1)
     told = {
         f"{groups} groups": groups != 1,
-        f"dilation {dilation}": any(step != 1 for step in dilation),
+        f"dilation {tuple(dilation)}": apart,
         f"{padding_mode} padding": padding_mode != "zeros",
     }
     return tuple(setting for setting, is_set in told.items() if is_set)

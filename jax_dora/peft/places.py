@@ -200,13 +200,13 @@ def _layer(name: str, module: Any, kind: Kind | None) -> tuple[Layer | None, Axe
         return Layer(name, "linear", features, width), matrix_layout(features, width, 1).kernel
     if kind.base is nnx.Conv:
         *window, _, width = module.kernel_shape
-        padding = module.padding if isinstance(module.padding, str) else "zeros"
         settings = convolution_settings(
             module.feature_group_count,
-            _each(module.kernel_dilation),
-            "zeros" if padding.upper() in ("ZEROS", "SAME", "VALID") else padding.lower(),
+            window,
+            _each(module.kernel_dilation, len(window)),
+            _padding_mode(module.padding, window),
         )
-        if any(step != 1 for step in _each(module.input_dilation)):
+        if any(step != 1 for step in _each(module.input_dilation, len(window))):
             settings = (*settings, "input dilation")
         layer = Layer(name, "conv", module.in_features, width, tuple(window), settings)
         # Groups lie alike in both, so that the window is all there is to move.
@@ -214,8 +214,16 @@ def _layer(name: str, module: Any, kind: Kind | None) -> tuple[Layer | None, Axe
     return _projection(name, module, kind)
 
 
-def _each(steps: int | Sequence[int] | None) -> Sequence[int]:
-    return (steps or 1,) if steps is None or isinstance(steps, int) else steps
+def _each(steps: int | Sequence[int] | None, axes: int) -> Sequence[int]:
+    return (steps or 1,) * axes if steps is None or isinstance(steps, int) else steps
+
+
+def _padding_mode(padding: Any, window: Sequence[int]) -> str:
+    """PyTorch's padding_mode. It has none for "CAUSAL", whose zeros a PyTorch model puts before the
+    input itself, as for what is padded differently on both sides."""
+    if padding in ("CIRCULAR", "REFLECT") and any(size > 1 for size in window):
+        return padding.lower()
+    return "zeros"
 
 
 def _projection(name: str, module: Any, kind: Kind) -> tuple[Layer | None, Axes | None]:

@@ -379,7 +379,7 @@ def assert_unchanged(before: list[Any], after: list[Any]) -> None:
     [
         ({"groups": 2}, "0 has 2 groups;"),
         ({"dilation": 2}, r"0 has dilation \(2,\);"),
-        ({"padding_mode": "circular"}, "0 has circular padding;"),
+        ({"padding": 1, "padding_mode": "circular"}, "0 has circular padding;"),
     ],
 )
 def test_a_convolution_that_peft_adapts_otherwise_is_refused(

@@ -63,6 +63,15 @@ def _layer(name: str, module: Any) -> Layer | None:
     if isinstance(module, (*CONVOLUTIONS, DoRAConv)):
         base = module.base if isinstance(module, DoRAConv) else module
         width, _, *window = module.weight.shape
-        settings = convolution_settings(base.groups, base.dilation, base.padding_mode)
+        mode = base.padding_mode if _pads(base) else "zeros"
+        settings = convolution_settings(base.groups, window, base.dilation, mode)
         return Layer(name, "conv", base.in_channels, width, tuple(window), settings)
     return None
+
+
+def _pads(convolution: Any) -> bool:
+    """Whether it reads anything beside its input."""
+    padding = convolution.padding
+    if padding == "same":
+        return any(size > 1 for size in convolution.kernel_size)
+    return padding != "valid" and any(padding)
