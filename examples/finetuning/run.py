@@ -1,9 +1,11 @@
 """A run: model and data in, steps, checkpoints and evaluation, adapter out."""
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import math
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from .checkpoints import Checkpoints
 from .guard import Interruption, LossGuard
 
 INTERRUPTED = 130
+EMBEDDING = "model/embed_tokens"
 # A run may be taken up with other values of these.
 FREE = ("output", "resume", "checkpoint_every", "keep", "eval_every", "eval_data", "merge", "model")
 
@@ -234,6 +237,22 @@ class Run:
         if jax.default_backend() == "gpu" and config.dtype != jnp.float32:
             changes["attention"] = "cudnn"
         model = load_model(self.folder, **changes)
+        rules = self._rules(model)
+        takes_embedding = any(rule.matches(EMBEDDING) for rule in rules)
+        if args.merge is not None and takes_embedding and config.tie_word_embeddings:
+            raise ValueError(
+                f"--merge is given and --target {args.target!r} takes the embedding, to which this "
+                "model's head is tied; expected the head to stay as it is, as in PEFT, which no "
+                "merged folder of a tied model can say: leave out --merge, or the embedding"
+            )
+        model = jax_dora.apply_dora(model, rules, rngs=nnx.Rngs(args.seed))
+        model.train()
+        jax_dora.keep_norms(model)
+        return model
+
+    def _rules(self, model: CausalLM) -> list[jax_dora.DoRARule]:
+        """One for the projections and, where --target takes it too, one for the embedding."""
+        args = self.args
         rule = jax_dora.DoRARule(
             args.target,
             rank=args.rank,
@@ -241,10 +260,14 @@ class Run:
             use_rslora=args.rslora,
             dropout=args.dropout,
         )
-        model = jax_dora.apply_dora(model, rule, rngs=nnx.Rngs(args.seed))
-        model.train()
-        jax_dora.keep_norms(model)
-        return model
+        if not rule.matches(EMBEDDING):
+            return [rule]
+        embedding = dataclasses.replace(
+            rule, path=re.escape(EMBEDDING), dropout=0.0, adapt_attend=False
+        )
+        paths = ("/".join(map(str, path)) for path, _ in nnx.iter_modules(model))
+        takes_others = any(rule.matches(path) for path in paths if path != EMBEDDING)
+        return [embedding, rule] if takes_others else [embedding]
 
     def _check_settings(self, saved: dict[str, Any]) -> None:
         now = json.loads(json.dumps(self.settings, default=str))

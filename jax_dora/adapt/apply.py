@@ -63,7 +63,6 @@ def adapt_layer(found: Found, rule: DoRARule, rngs: nnx.Rngs) -> Any:
     """The DoRA layer over `found.module`, whose parameters it shares."""
     layer, kind = found.module, kind_of_base(found.module)
     assert kind is not None
-    options = rule.options() | {"rngs": rngs}
     sharding = _mesh_sharding(getattr(layer, kind.kernel))
     try:
         with contextlib.ExitStack() as scope:
@@ -72,9 +71,11 @@ def adapt_layer(found: Found, rule: DoRARule, rngs: nnx.Rngs) -> Any:
                 scope.enter_context(jax.set_mesh(cast(Mesh, sharding.mesh)))
             shape = stack_shape(layer, kind)
             if shape:
-                adapted = adapt_stack(layer, kind, shape, lambda one: kind.adapt(one, **options))
+                adapted = adapt_stack(
+                    layer, kind, shape, lambda one: kind.adapted_by(one, rule, rngs)
+                )
             else:
-                adapted = kind.adapt(layer, **options)
+                adapted = kind.adapted_by(layer, rule, rngs)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise type(error)(f"{found.paths[0]!r} cannot be adapted: {error}") from error
     if sharding is not None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from flax import nnx
 
+from jax_dora.adapt.rule import DoRARule
 from jax_dora.layers import DoRAConv, DoRAEinsum, DoRAEmbed, DoRALinearGeneral
 from jax_dora.layers.layout import Layout, matrix_layout
 from jax_dora.nnx import DoRALinear
@@ -34,6 +35,21 @@ class Kind:
     layout: Callable[[Any], Layout]
     adapter_axes: Callable[[Any, tuple[Any, ...]], dict[str, tuple[Any, ...]]]
     kernel: str = "kernel"
+
+    def adapted_by(self, layer: Any, rule: DoRARule, rngs: nnx.Rngs) -> Any:
+        """The DoRA layer over `layer` that `rule` asks for.
+
+        Raises:
+          TypeError, ValueError, NotImplementedError: as the DoRA layer; the rule asks for what the
+            layer does not have.
+        """
+        options = rule.options()
+        if "adapt_attend" in options and self.base is not nnx.Embed:
+            raise ValueError(
+                f"adapt_attend is {rule.adapt_attend} for an nnx.{self.base.__name__}, which has "
+                "no attend; expected None: give embeddings a rule of their own"
+            )
+        return self.adapt(layer, **options, rngs=rngs)
 
 
 def _kind(adapted: Any, kernel_shape: Callable[[Any], tuple[int, ...]]) -> Kind:

@@ -199,7 +199,7 @@ def _call(module, path, rule, deterministic, args, kwargs, context, calls) -> ja
     key = module.make_rng("params") if missing else jax.random.key(0)
     try:
         base = _counterpart(module, inputs, nn.unbox(boxed), nn.unbox(bias), **arguments)
-        layer = kind.adapt(base, **rule.options(), rngs=nnx.Rngs(key))
+        layer = kind.adapted_by(base, rule, nnx.Rngs(key))
     except (TypeError, ValueError, NotImplementedError) as error:
         raise type(error)(f"{path!r} cannot be adapted: {error}") from error
     if missing:

@@ -78,6 +78,10 @@ def merge_dora(
     the kernel's dtype. In bf16 that cast can cost more than a small adapter does: `return_report`
     says. `model` is left as it is, and is the way back; nothing is ever divided out again.
 
+    A merged embedding is one array for every use of it: an output head that is tied to it is
+    adapted from then on even where `adapt_attend` was False (as by PEFT's merging). Untie it first,
+    or set `adapt_attend`, where that matters.
+
     Args:
       model: a model with an adapter; dropout plays no part.
       adapters: merges these into the base of `model` instead of the adapter that it holds. Several

@@ -28,6 +28,8 @@ class DoRARule:
       adapter_dtype: of lora_a and lora_b.
       lora_a_init, lora_b_init: None leaves it to the layer. Called with the shape [in, rank] or
         [rank, out] of one matrix, whatever the layer's shape.
+      adapt_attend: as `jax_dora.DoRAEmbed`'s, for rules that match embeddings alone; None leaves it
+        to the layer.
       implementation: of the compose, as in `jax_dora.ops.dora_linear`.
 
     Raises:
@@ -43,6 +45,7 @@ class DoRARule:
     adapter_dtype: Dtype = jnp.float32
     lora_a_init: Initializer | None = None
     lora_b_init: Initializer | None = None
+    adapt_attend: bool | None = None
     implementation: str | None = None
 
     def __post_init__(self) -> None:

@@ -206,5 +206,6 @@ def _rule(path: str, layer: Any) -> DoRARule:
         dropout=0.0 if layer.dropout is None else layer.dropout.rate,
         dropout_mode=layer.dropout_mode,
         adapter_dtype=layer.adapter_dtype,
+        adapt_attend=getattr(layer, "adapt_attend", None),
         implementation=layer.implementation,
     )

@@ -17,9 +17,17 @@ from jax_dora.reuse import current_norm
 class DoRAEmbed(DoRALayer, nnx.Embed):
     """y = g∘E[ids] + g∘(s·lora_a[ids] lora_b) with g = magnitude / ‖E + s·lora_a lora_b‖.
 
-    The norm is of each feature, over the vocabulary. Arguments as `DoRALayer`'s; there is no
-    dropout, since an embedding reads no activation. As in PEFT, lora_a starts at zero and lora_b
+    The norm is of each feature, over the vocabulary. As in PEFT, lora_a starts at zero and lora_b
     normal.
+
+    Args:
+      base: the embedding.
+      dropout: 0: an embedding reads no activation.
+      adapt_attend: whether `attend`, by which a model ties its output head to the embedding,
+        multiplies by the adapted embedding. True is what merging computes, since a merged embedding
+        is one array for both uses. False leaves the head as it was, as PEFT does, in whose files an
+        embedding's adapter does not reach the head: `jax_dora.peft.load_adapter` sets it so.
+      **options: as `DoRALayer`'s.
 
     Attributes:
       embedding: [vocabulary, features].
@@ -35,13 +43,23 @@ class DoRAEmbed(DoRALayer, nnx.Embed):
         "lora_b": nnx.initializers.normal(1.0),
     }
 
-    def __init__(self, base: nnx.Embed, *, dropout: float = 0.0, **options: Any) -> None:
+    def __init__(
+        self,
+        base: nnx.Embed,
+        *,
+        dropout: float = 0.0,
+        adapt_attend: bool = True,
+        **options: Any,
+    ) -> None:
         if dropout:
             raise ValueError(
                 f"dropout is {dropout} for an embedding, which reads token ids and has no "
                 "activation to drop; expected 0: give embeddings a rule of their own"
             )
+        if not isinstance(adapt_attend, bool):
+            raise TypeError(f"adapt_attend is {adapt_attend!r}; expected True or False")
         super().__init__(base, **options)
+        self.adapt_attend = adapt_attend
 
     def layout(self) -> Layout:
         return matrix_layout(self.num_embeddings, self.features, self.rank)
@@ -60,8 +78,10 @@ class DoRAEmbed(DoRALayer, nnx.Embed):
         )
 
     def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """[..., features] to [..., vocabulary]: the product with the adapted embedding, as after
-        merging. (PEFT leaves a tied output head unadapted: for that, multiply by `embedding`.)"""
+        """[..., features] to [..., vocabulary]: the product with the adapted embedding, or with
+        `embedding` itself where `adapt_attend` is False."""
+        if not self.adapt_attend:
+            return nnx.Embed.attend(self, query, out_sharding)
         no_out_sharding(out_sharding)
         query, embedding = self.promote_dtype((query, self.embedding[...]), dtype=self.dtype)
         dtype = query.dtype

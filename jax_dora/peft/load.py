@@ -50,7 +50,8 @@ def load_adapter[Model: nnx.Module](
 
     A LoRA folder is loaded too: as the DoRA that computes the same, its magnitude equal to its
     norm. Where only some layers of a stack have an adapter, the others get one that changes
-    nothing, with lora_a and lora_b zero.
+    nothing, with lora_a and lora_b zero. An output head that is tied to an adapted embedding stays
+    as it is, as in PEFT: `jax_dora.DoRAEmbed`'s adapt_attend is False.
 
     Args:
       model: plain, or with an adapter, in whose place the folder's comes.
@@ -94,6 +95,7 @@ def load_adapter[Model: nnx.Module](
                 dropout=0.0 if one.layer.kind == "embedding" else source.config.lora_dropout,
                 dropout_mode=dropout_mode or ("input" if source.config.use_dora else "adapter"),
                 adapter_dtype=adapter_dtype or _dtype(source, path, adapters.values()),
+                adapt_attend=False if one.layer.kind == "embedding" else None,
                 lora_a_init=_Stored(source, "lora_a", adapters, places.stacks[path]),
                 lora_b_init=_Stored(source, "lora_b", adapters, places.stacks[path]),
                 implementation=implementation,

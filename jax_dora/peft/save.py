@@ -1,6 +1,7 @@
 """A Flax model's adapter into a PEFT folder."""
 
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,9 @@ def save_adapter(
     """Write the adapter of `model` as a PEFT folder: adapter_config.json and
     adapter_model.safetensors, which PEFT loads, and computes the same with.
 
+    Warns where an embedding has adapt_attend set: an output head that is tied to it is adapted
+    here, and would not be in PEFT.
+
     The folder appears whole or not at all. On several hosts, call this on one.
 
     Args:
@@ -68,6 +72,7 @@ def save_adapter(
     places = places_of(model, names or Names())
     adapted = _adapted_layers(places)
     refuse_settings(places.layers[name].layer for name in adapted)
+    _warn_of_tied_heads(adapted)
     described = {name: _described(places, name, module) for name, module in adapted.items()}
     if config is None:
         config = config_of(
@@ -132,6 +137,17 @@ def _changes_nothing(places: Places, name: str) -> bool:
         return False
     one = take(module, place.index)
     return bool(jnp.all(one.norm() == one.magnitude[...]))
+
+
+def _warn_of_tied_heads(adapted: dict[str, Any]) -> None:
+    if names := [name for name, one in adapted.items() if getattr(one, "adapt_attend", False)]:
+        warnings.warn(
+            f"{', '.join(names)}: adapt_attend is True, so that an output head that is tied to the "
+            "embedding is adapted with it, which PEFT's format cannot say: PEFT will leave such a "
+            "head as it is. Train with DoRARule(..., adapt_attend=False) for the same in both; for "
+            "a model whose head is not tied, too, that silences this",
+            stacklevel=3,
+        )
 
 
 def _described(places: Places, name: str, module: Any) -> Adapted:

@@ -115,6 +115,23 @@ def test_merging_computes_the_same(base):
         assert not np.allclose(plain, other, atol=1e-2)
 
 
+def test_attend_may_leave_a_tied_head_as_it_was():
+    class Tied(nn.Module):
+        def setup(self) -> None:
+            self.embed = nn.Embed(VOCABULARY, WIDTH)
+
+        def __call__(self, x):
+            return self.embed(IDS), self.embed.attend(x)
+
+    x = jax.random.normal(KEY, (2, WIDTH))
+    base = Tied().init(KEY, x)
+    adapted = apply_dora(Tied(), DoRARule("embed", 3, 4.0, adapt_attend=False))
+    _, variables = adapted.apply(base, x, rngs={"params": KEY}, mutable=["params"])
+    found, expected = adapted.apply(train(variables), x), Tied().apply(base, x)
+    assert jnp.array_equal(found[1], expected[1])
+    assert not jnp.allclose(found[0], expected[0], atol=1e-2)
+
+
 def test_only_the_adapters_are_trained(base):
     adapted, variables = adapt(base, DoRARule("blocks/mlp", 2, 4))
     adapters, frozen = split_adapters(variables["params"])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_dora import DoRAEmbed, ops
+from jax_dora import DoRAEmbed, DoRARule, apply_dora, get_adapter, ops, set_adapter
 from parity import oracle, tolerances
 from tests.jax_dora.matrices import differentiate, trained
 from tests.matrices import Problem, judge, within
@@ -63,6 +63,28 @@ def test_attend_multiplies_by_the_adapted_embedding():
     length = tolerances.two_norm_of_products(oracle.fp64(query), merged)
     bound = tolerances.accumulation(FEATURES, exact, length)
     within(found, exact, 4 * bound + 8 * tolerances.rounding(length, jnp.float32))
+
+
+def test_attend_may_leave_a_tied_head_as_it_was():
+    layer = trained(make(adapt_attend=False))
+    base = nnx.Embed(VOCABULARY, FEATURES, rngs=nnx.Rngs(0))
+    query = jax.random.normal(jax.random.key(3), (5, FEATURES))
+    assert jnp.array_equal(layer.attend(query), base.attend(query))
+    ids = jnp.arange(VOCABULARY)
+    assert jnp.array_equal(layer(ids), trained(make())(ids))
+    with pytest.raises(TypeError, match="adapt_attend is 'no'; expected True or False"):
+        make(adapt_attend="no")
+
+
+def test_adapt_attend_is_the_rules_and_goes_with_the_adapter():
+    base = nnx.Dict(embed=nnx.Embed(5, 4, rngs=nnx.Rngs(0)), out=nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+    rule = DoRARule("embed", rank=2, alpha=2, adapt_attend=False)
+    model = apply_dora(base, rule, rngs=nnx.Rngs(0))
+    assert model["embed"].adapt_attend is False
+    assert set_adapter(base, get_adapter(model))["embed"].adapt_attend is False
+    assert apply_dora(base, DoRARule("embed", 2, 2), rngs=nnx.Rngs(0))["embed"].adapt_attend is True
+    with pytest.raises(ValueError, match=r"'out' cannot be.*adapt_attend is True for an nnx\.Lin"):
+        apply_dora(base, DoRARule("out", 2, 2, adapt_attend=True), rngs=nnx.Rngs(0))
 
 
 def test_dropout_is_refused():

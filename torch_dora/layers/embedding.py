@@ -15,7 +15,8 @@ class DoRAEmbedding(DoRALayer):
 
     Parameters: ``weight`` [vocabulary, features], ``lora_a`` [rank, vocabulary], ``lora_b``
     [features, rank], ``magnitude`` [features]: the shapes of PEFT's files. As there, lora_a starts
-    at zero and lora_b normal, and ids equal to ``padding_idx`` send no gradient into lora_a.
+    at zero and lora_b normal, and ids equal to ``padding_idx`` send no gradient into lora_a. An
+    output head that is tied to the weight is a module of its own and stays as it is, as there.
 
     Arguments as :class:`DoRALayer`'s, but for dropout: an embedding reads no activation.
     """

@@ -13,8 +13,14 @@ import jax_dora
 import jax_dora.peft
 from parity import tolerances
 
-# PEFT asks transformers by a name that the newest transformers calls deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+pytestmark = [
+    # PEFT asks transformers by a name that the newest transformers calls deprecated.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
+    # PEFT's advice on how to adapt a tied embedding.
+    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"),
+    # PEFT stores an adapted embedding itself, too.
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning"),
+]
 
 LAST = 20
 SETTINGS = {
@@ -26,6 +32,23 @@ SETTINGS = {
         "use_rslora": True,
         "target_modules": ["q_proj", "v_proj"],
     },
+    "embedding": {"r": 4, "lora_alpha": 8, "target_modules": ["embed_tokens", "o_proj"]},
+}
+PAIRS = [
+    ("llama", "all-linear"),
+    ("qwen3", "all-linear"),
+    ("qwen3", "attention"),
+    # The head is not adapted with the embedding that it is tied to, nor without.
+    ("qwen3-tied", "embedding"),
+    ("qwen3", "embedding"),
+]
+# PEFT's names of an adapter's tensors, and ours.
+KINDS = {
+    "lora_A": "lora_a",
+    "lora_B": "lora_b",
+    "lora_embedding_A": "lora_a",
+    "lora_embedding_B": "lora_b",
+    "lora_magnitude_vector": "magnitude",
 }
 
 
@@ -36,7 +59,7 @@ def peft_model(base, setting):
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_B" in name:
+            if "lora_B" in name or "lora_embedding_A" in name:
                 parameter.normal_(0, 0.05)
             elif "lora_magnitude_vector" in name:
                 parameter.mul_(1 + 0.2 * torch.randn_like(parameter))
@@ -48,13 +71,13 @@ def cosine(a, b):
     return a @ b / np.linalg.norm(a) / np.linalg.norm(b)
 
 
-@pytest.fixture(params=[("llama", "all-linear"), ("qwen3", "all-linear"), ("qwen3", "attention")])
+@pytest.fixture(params=PAIRS, ids="-".join)
 def pair(request, make_folder, make_torch_model, tmp_path):
     family, setting = request.param
     theirs = peft_model(make_torch_model(family), setting)
     theirs.save_pretrained(tmp_path / "adapter")
     base = decoder.load_model(make_folder(family))
-    return theirs, base, jax_dora.peft.load_adapter(base, tmp_path / "adapter")
+    return theirs, base, jax_dora.peft.load_adapter(base, tmp_path / "adapter"), family
 
 
 @nnx.jit
@@ -68,7 +91,7 @@ def compute(model, tokens):
 
 
 def test_logits_and_gradients(pair, tokens):
-    theirs, base, ours = pair
+    theirs, base, ours, _ = pair
     expected = theirs(torch.tensor(tokens)).logits
     targets = torch.tensor(tokens[:, -LAST:], dtype=torch.long)
     torch.nn.functional.cross_entropy(
@@ -93,8 +116,8 @@ def test_logits_and_gradients(pair, tokens):
             .removesuffix(".default")
             .split(".")
         )
-        kind = {"lora_A": "lora_a", "lora_B": "lora_b", "lora_magnitude_vector": "magnitude"}[kind]
-        layer = int(path.pop(2))
+        kind = KINDS[kind]
+        layer = int(path.pop(2)) if path[1] == "layers" else ...
         ours_gradient = np.asarray(found["/".join((*path, kind))][layer]).T
         gradient = parameter.grad.numpy()
         peak = np.abs(gradient).max()
@@ -107,13 +130,13 @@ def test_logits_and_gradients(pair, tokens):
         # Of the peak, where it is below one: these gradients are small.
         assert np.abs(ours_gradient - gradient).max() <= bound * min(1, peak), name
         count += 1
-    assert count == 3 * len(found)
+    in_layers = sum("/layers/" in name for name in found)
+    assert count == 3 * in_layers + (len(found) - in_layers)
 
 
 def test_peft_reads_what_we_write(pair, make_torch_model, tokens, tmp_path):
-    theirs, _, ours = pair
+    theirs, _, ours, family = pair
     jax_dora.peft.save_adapter(ours, tmp_path / "ours", task_type="CAUSAL_LM")
-    family = "qwen3" if ours.config.qk_norm else "llama"
     again = peft.PeftModel.from_pretrained(make_torch_model(family), tmp_path / "ours").eval()
     with torch.no_grad():
         expected = theirs(torch.tensor(tokens)).logits
@@ -136,3 +159,13 @@ def test_bf16(make_folder, make_torch_model, tokens, tmp_path):
     bound = tolerances.flash_rule(np.abs(in_bf16 - exact).max(), np.abs(exact).max(), "bfloat16")
     assert np.abs(np.float64(logits) - exact).max() <= bound
     assert cosine(logits, exact) >= tolerances.LOGITS_COSINE
+
+
+def test_what_peft_cannot_say_of_a_tied_head_is_told(make_folder, tmp_path):
+    base = decoder.load_model(make_folder("qwen3-tied"))
+    rule = jax_dora.DoRARule("model/embed_tokens", rank=2, alpha=2)
+    model = jax_dora.apply_dora(base, rule, rngs=nnx.Rngs(0))
+    with pytest.warns(UserWarning, match=r"model\.embed_tokens: adapt_attend is True"):
+        jax_dora.peft.save_adapter(model, tmp_path / "adapter")
+    again = jax_dora.peft.load_adapter(base, tmp_path / "adapter")
+    assert again.model.embed_tokens.adapt_attend is False

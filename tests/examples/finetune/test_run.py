@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import decoder
 import finetune
 import jax
 import numpy as np
@@ -24,6 +25,7 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 import jax_dora
+import jax_dora.peft
 from parity import tolerances
 
 ROOT = Path(__file__).parents[3]
@@ -184,6 +186,28 @@ def test_explosion_stops(command, capsys, tmp_path):
 def test_bad_options(options, message, tmp_path, capsys):
     assert finetune.main([*options, "--output", str(tmp_path / "run")]) == 2
     assert message in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.parametrize("target", ["model/embed_tokens", "model/(embed_tokens|.*/o_proj)"])
+def test_an_embedding_beside_a_tied_head(finished, command, target, capsys, tmp_path):
+    """Trained as in PEFT, where the head stays as it is; merging could not say so."""
+    command = [*command, "--target", target, "--steps", "2"]
+    assert finetune.main([*command, "--merge", str(tmp_path / "merged")]) == 2
+    assert "leave out --merge, or the embedding" in " ".join(capsys.readouterr().out.split())
+    assert finetune.main(command) == 0
+
+    tokens = np.array([byte_level_tokenizer().encode("12+30=42").ids])
+    base = transformers.AutoModelForCausalLM.from_pretrained(finished / "tiny-model")
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "run" / "adapter").eval()
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens)).logits.numpy()
+    model = decoder.load_model(finished / "tiny-model")
+    ours = jax_dora.peft.load_adapter(model, tmp_path / "run" / "adapter")
+    found = np.asarray(ours(jax.numpy.asarray(tokens)))
+    peak = max(1.0, np.abs(expected).max())
+    assert np.abs(found - expected).max() <= tolerances.OPERATOR_FP32_MAX_ABS * peak
 
 
 def test_accumulation_is_one_large_batch(finished):
