@@ -115,9 +115,10 @@ class Report:
         console.print(total, style="bold green" if self.passed else "bold red")
 
 
-def environment(device: str, commit: str | None) -> dict[str, str]:
+def environment(device: str, commit: str | None, others: Sequence[str] = ()) -> dict[str, str]:
+    """What produced a report; `others` are packages to name beside those of every report."""
     card = torch.cuda.get_device_name() if device == "cuda" else f"CPU ({platform.machine()})"
-    packages = ("jax", "jaxlib", "flax", "torch", "triton", "numpy")
+    packages = ("jax", "jaxlib", "flax", "torch", "triton", "numpy", *others)
     return {
         "commit": commit or _commit(),
         "card": card,

@@ -1,0 +1,155 @@
+"""What a run's results must satisfy; the tolerances are `parity.tolerances`'s."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from parity import tolerances
+from parity.model.execute import BASES, FP64, FP64_BASE, PEFT, framework
+from parity.model.measure import Distance, Pair, compare
+from parity.model.sizes import Run
+from parity.model.weights import Result
+
+
+@dataclass(frozen=True)
+class Check:
+    """`value` may be at most `allowed`; `note` says what is worth knowing beside it."""
+
+    systems: str
+    quantity: str
+    value: float
+    allowed: float
+    note: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.value <= self.allowed  # not so where it is NaN
+
+    def as_dict(self) -> dict:
+        return vars(self) | {"passed": self.passed}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    pairs: list[Pair]
+    checks: list[Check]
+    errors: Mapping[str, str]  # by system: why it has no result
+
+    @property
+    def passed(self) -> bool:
+        return not self.errors and bool(self.checks) and all(c.passed for c in self.checks)
+
+
+def judge(run: Run, results: Mapping[str, Result], errors: Mapping[str, str]) -> Verdict:
+    """Of the results that there are; a system without one fails the run by its error."""
+    pairs = _Pairs(results)
+    checks = [*_agreement(run, pairs), *_nearness(run, pairs)]
+    return Verdict(list(pairs.found.values()), checks, errors)
+
+
+class _Pairs:
+    """Every pair of adapted systems, each with fp64, and the same of the unadapted ones."""
+
+    def __init__(self, results: Mapping[str, Result]) -> None:
+        self.adapted = [name for name in results if name not in (FP64, FP64_BASE, *BASES)]
+        self.ours = [name for name in self.adapted if name != PEFT]
+        wanted = [(FP64, FP64_BASE)]
+        bases = [name for name in BASES if name in results]
+        for reference, systems in ((FP64, self.adapted), (FP64_BASE, bases)):
+            wanted += itertools.combinations(systems, 2)
+            wanted += [(name, reference) for name in systems]
+        self.found = {
+            (first, second): compare(first, results[first], second, results[second])
+            for first, second in wanted
+            if first in results and second in results
+        }
+
+    def get(self, first: str, second: str) -> Pair | None:
+        return self.found.get((first, second))
+
+    def logits(self, first: str, second: str) -> Distance | None:
+        pair = self.get(first, second)
+        return None if pair is None else pair.logits.distance
+
+
+def _agreement(run: Run, pairs: _Pairs) -> Iterator[Check]:
+    """The systems with each other."""
+    base = pairs.logits(*BASES)
+    control = 0.0 if base is None else base.cosine
+    allowed = tolerances.model_cosine_distance(run.dtype, control)
+    goal = 1 - tolerances.COSINE[run.dtype]
+    for first, second in itertools.combinations(pairs.adapted, 2):
+        found = pairs.logits(first, second)
+        assert found is not None
+        met = "met" if found.cosine <= goal else "not met"
+        note = f"goal {goal:.0e} {met}; without adapters Flax and torch {control:.1e}"
+        systems = f"{first}, {second}"
+        yield Check(systems, "logits, 1 - cosine", found.cosine, allowed, note)
+    effect = pairs.logits(FP64, FP64_BASE)
+    if effect is not None:
+        yield Check(
+            "fp64",
+            "allowed 1 - cosine, in units of what the adapter changes",
+            allowed / effect.cosine,
+            tolerances.MODEL_RESOLUTION,
+            f"the adapter changes the logits by 1 - cosine = {effect.cosine:.1e}",
+        )
+
+
+def _nearness(run: Run, pairs: _Pairs) -> Iterator[Check]:
+    """Ours against fp64, beside PEFT."""
+    peft = pairs.get(PEFT, FP64)
+    if peft is None or peft.adapter is None:
+        return
+    allowed_adapter: dict[str, float] = {}
+    for name in pairs.ours:
+        found = pairs.get(name, FP64)
+        if found is None or found.adapter is None:
+            continue
+        own = _framework_factor(pairs, name)
+        nearness = tolerances.MODEL_NEARNESS[run.dtype] * own
+        note = f"PEFT {peft.logits.distance.relative:.2e}, framework × {own:.2f}"
+        yield Check(
+            f"{name}, fp64",
+            "logits, relative",
+            found.logits.distance.relative,
+            nearness * peft.logits.distance.relative,
+            note,
+        )
+        allowed_adapter[name] = nearness * peft.adapter.relative
+        yield Check(
+            f"{name}, fp64",
+            "adapter's gradient, relative",
+            found.adapter.relative,
+            allowed_adapter[name],
+            f"PEFT {peft.adapter.relative:.2e}, framework × {own:.2f}",
+        )
+        for kind, distance in found.gradients.items():
+            theirs = peft.gradients[kind].relative
+            yield Check(
+                f"{name}, fp64",
+                f"gradient of {kind}, relative",
+                distance.relative,
+                own * tolerances.flash_rule(theirs, 1.0, run.dtype),
+                f"PEFT {theirs:.2e}",
+            )
+    for first, second in itertools.combinations(allowed_adapter, 2):
+        pair = pairs.get(first, second)
+        assert pair is not None
+        assert pair.adapter is not None
+        yield Check(
+            f"{first}, {second}",
+            "adapter's gradient, relative",
+            pair.adapter.relative,
+            allowed_adapter[first] + allowed_adapter[second],
+        )
+
+
+def _framework_factor(pairs: _Pairs, name: str) -> float:
+    """How much further from fp64 the framework's unadapted model is than torch's, if it is."""
+    own, torch = (pairs.logits(b, FP64_BASE) for b in (f"{framework(name)} base", "torch base"))
+    if own is None or torch is None or not torch.relative:
+        return 1.0
+    return max(1.0, own.relative / torch.relative)

@@ -1,0 +1,126 @@
+"""The decoder's weights and adapter, drawn once, on the device under test, for every system.
+
+All tensors are in PyTorch's layout: projections `[out, in]`, lora_a `[r, in]`, lora_b `[out, r]`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parity import oracle
+from parity.model.sizes import PROJECTIONS, Run
+
+# 0.02 at a width of 4096, as transformers initialises Qwen3, and the same gain at other widths. What
+# is added to the residual stream is smaller by sqrt(2 · layers), as GPT-2 starts.
+GAIN = 1.28
+WRITERS = ("o_proj", "down_proj")
+# As large, beside that, that a layer turns the stream by a few percent, as in trained models. A
+# network that turns it further at every layer amplifies bf16's rounding instead of averaging it.
+EMBEDDING = 4.0
+# The sizes of `parity.cases`: s‖BA‖ of 0.3 ‖W‖, magnitudes within about 5 % of the norms.
+ADAPTER_SHARE = 0.3
+MAGNITUDE_DEVIATION = 0.05
+# With q and k of unit elements the attention logits' deviation is 1, and attention an average over
+# all tokens, to which nothing that q and k compute matters. Trained models attend to a few.
+QK_NORM = 1.5
+NORM_DEVIATION = 0.1
+
+
+@dataclass(frozen=True)
+class Projection:
+    weight: Tensor  # [out, in]
+    lora_a: Tensor  # [r, in]
+    lora_b: Tensor  # [out, r]
+    magnitude: Tensor  # fp32 [out], of values that the run's dtype can hold
+
+
+@dataclass(frozen=True)
+class Layer:
+    projections: dict[str, Projection]  # by name: q_proj, …
+    norms: dict[str, Tensor]  # by name: input_layernorm, …
+
+
+@dataclass(frozen=True)
+class Weights:
+    embedding: Tensor  # [vocabulary, hidden]
+    head: Tensor  # [vocabulary, hidden]
+    norm: Tensor  # [hidden]
+    layers: list[Layer]
+    tokens: Tensor  # i64[1, tokens + 1]; the last one is a target only
+
+    def frozen(self) -> dict[str, Tensor]:
+        """The base model under transformers' names."""
+        named = {
+            "model.embed_tokens.weight": self.embedding,
+            "model.norm.weight": self.norm,
+            "lm_head.weight": self.head,
+        }
+        for index, layer in enumerate(self.layers):
+            prefix = f"model.layers.{index}"
+            for block, projections in PROJECTIONS.items():
+                for name in projections:
+                    named[f"{prefix}.{block}.{name}.weight"] = layer.projections[name].weight
+            for name, norm in layer.norms.items():
+                block = "self_attn." if name in ("q_norm", "k_norm") else ""
+                named[f"{prefix}.{block}{name}.weight"] = norm
+        return named
+
+
+def draw(run: Run, device: str, seed: int = 0) -> Weights:
+    """Random weights whose activations keep their size, and an adapter as after some training."""
+    sizes, dtype = run.sizes, getattr(torch, run.dtype)
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int, deviation: float = 1.0, mean: float = 0.0) -> Tensor:
+        drawn = torch.empty(shape, device=device, dtype=torch.float32)
+        return drawn.normal_(mean, deviation, generator=generator).to(dtype)
+
+    def projection(name: str, n_out: int, n_in: int) -> Projection:
+        gain = GAIN / (2 * run.layers) ** 0.5 if name in WRITERS else GAIN
+        weight = normal(n_out, n_in, deviation=gain / n_in**0.5)
+        lora_a = normal(sizes.rank, n_in, deviation=n_in**-0.5)
+        share = ADAPTER_SHARE * gain / (sizes.scale * sizes.rank**0.5)
+        lora_b = normal(n_out, sizes.rank, deviation=share)
+        norm = oracle.norm(weight, lora_a, lora_b, sizes.scale)
+        factor = normal(n_out, deviation=MAGNITUDE_DEVIATION, mean=1.0)
+        return Projection(weight, lora_a, lora_b, (norm * factor).to(dtype).float())
+
+    def layer() -> Layer:
+        hidden, head = sizes.hidden, sizes.head_dim
+        return Layer(
+            {name: projection(name, *shape) for name, shape in sizes.projections().items()},
+            {
+                "input_layernorm": normal(hidden, deviation=NORM_DEVIATION, mean=1.0),
+                "post_attention_layernorm": normal(hidden, deviation=NORM_DEVIATION, mean=1.0),
+                "q_norm": normal(head, deviation=NORM_DEVIATION, mean=QK_NORM),
+                "k_norm": normal(head, deviation=NORM_DEVIATION, mean=QK_NORM),
+            },
+        )
+
+    shape = (1, run.tokens + 1)
+    return Weights(
+        embedding=normal(sizes.vocabulary, sizes.hidden, deviation=EMBEDDING),
+        head=normal(sizes.vocabulary, sizes.hidden, deviation=GAIN / sizes.hidden**0.5),
+        norm=normal(sizes.hidden, deviation=NORM_DEVIATION, mean=1.0),
+        layers=[layer() for _ in range(run.layers)],
+        tokens=torch.randint(sizes.vocabulary, shape, generator=generator, device=device),
+    )
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one system computed.
+
+    Attributes:
+      logits: [last, vocabulary].
+      loss: mean cross-entropy of the last tokens, in nats.
+      gradients: of the adapter, by "q_proj.lora_a" and the like, one tensor a layer in torch's
+        layout; empty for a model without adapter.
+    """
+
+    logits: Tensor
+    loss: float
+    gradients: dict[str, list[Tensor]]
