@@ -205,6 +205,7 @@ def test_an_embedding_beside_a_tied_head(finished, command, target, capsys, tmp_
         expected = theirs(torch.tensor(tokens)).logits.numpy()
     model = decoder.load_model(finished / "tiny-model")
     ours = jax_dora.peft.load_adapter(model, tmp_path / "run" / "adapter")
+    ours.eval()
     found = np.asarray(ours(jax.numpy.asarray(tokens)))
     peak = max(1.0, np.abs(expected).max())
     assert np.abs(found - expected).max() <= tolerances.OPERATOR_FP32_MAX_ABS * peak
