@@ -1,0 +1,59 @@
+"""The initial adapter as NumPy arrays, drawn and normed by neither framework."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from safetensors import safe_open
+
+from parity.training.settings import PROJECTIONS, Settings
+
+# By projection, then by name: lora_a f32[layers, rank, in], lora_b f32[layers, out, rank],
+# magnitude f32[layers, out].
+Adapter = dict[str, dict[str, np.ndarray]]
+NAMES = ("lora_a", "lora_b", "magnitude")
+
+
+def initial(settings: Settings, base: Path, seed: int) -> Adapter:
+    """lora_a uniform in ±1/sqrt(in) as PEFT's, and the magnitude ‖W + sBA‖ in fp64, rounded once.
+
+    Args:
+      base: the folder of the base model.
+    """
+    rng = np.random.default_rng((23, seed))
+    adapter: Adapter = {}
+    for projection in PROJECTIONS:
+        n_out, n_in = settings.shape(projection)
+        a_shape = (settings.layers, settings.rank, n_in)
+        b_shape = (settings.layers, n_out, settings.rank)
+        a = rng.uniform(-(n_in**-0.5), n_in**-0.5, a_shape).astype(np.float32)
+        b = (settings.lora_b_deviation * rng.normal(size=b_shape)).astype(np.float32)
+        product = settings.scale * (b.astype(np.float64) @ a.astype(np.float64))
+        magnitude = np.linalg.norm(_weights(base, projection, settings) + product, axis=2)
+        adapter[projection] = {"lora_a": a, "lora_b": b, "magnitude": magnitude.astype(np.float32)}
+    return adapter
+
+
+def one_ulp_off(adapter: Adapter, seed: int) -> Adapter:
+    """`adapter` with every lora_a moved to a neighbouring fp32 number, up or down at random."""
+    rng = np.random.default_rng((29, seed))
+
+    def moved(array: np.ndarray) -> np.ndarray:
+        towards = np.where(rng.random(array.shape) < 0.5, np.inf, -np.inf).astype(array.dtype)
+        return np.nextafter(array, towards)
+
+    return {name: one | {"lora_a": moved(one["lora_a"])} for name, one in adapter.items()}
+
+
+def flat(adapter: Adapter) -> np.ndarray:
+    """f32[…]: all numbers of an adapter, in one order."""
+    return np.concatenate([adapter[p][name].ravel() for p in PROJECTIONS for name in NAMES])
+
+
+def _weights(base: Path, projection: str, settings: Settings) -> np.ndarray:
+    """f64[layers, out, in] as stored."""
+    # NumPy itself has no bf16.
+    with safe_open(base / "model.safetensors", framework="pt") as file:
+        names = [f"model.layers.{n}.{projection}.weight" for n in range(settings.layers)]
+        return np.stack([file.get_tensor(name).double().numpy() for name in names])

@@ -1,0 +1,222 @@
+"""The run in JAX: `examples.decoder` with `jax_dora.apply_dora` and `optax.adamw`.
+
+How `optax.adamw` and `torch.optim.AdamW` compare. With m and v the moments after step t and
+b̂ = 1 - bᵗ, both take
+
+    p ← p - lr·(m/b̂₁ / (sqrt(v/b̂₂) + eps) + decay·p)
+
+with eps outside the root, decay decoupled and scaled by lr, and states in the parameters' fp32.
+They differ in rounding alone: torch computes b̂ in fp64 and decays p before the step, optax computes
+b̂ in fp32 (1 - 0.999ᵗ loses up to 3·10⁻⁵ of its value at t = 1, 3·10⁻⁷ at t = 100) and sums both
+terms first. optax asks its schedule for step 0 first, so both read the same table of learning
+rates. Magnitudes are not decayed: their rest is the base's norm, not 0. Nothing is clipped:
+the two clip by formulas that differ (torch adds 10⁻⁶ to the norm).
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import jax_dora
+from examples.decoder import CausalLM, DecoderConfig, load_model, make_model, save_model
+from parity.training.adapter import NAMES, Adapter
+from parity.training.run import Run
+from parity.training.settings import PROJECTIONS, Settings, schedule
+from parity.training.text import even_starts, starts, text
+
+# Steps in one compiled loop: often enough for a line of progress.
+CHUNK = 50
+EVAL_BATCH = 32
+RULE = r"model/layers/(self_attn|mlp)/\w+_proj"
+# XLA may keep bf16 intermediates in fp32; torch rounds where the program says.
+COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
+
+Progress = Callable[[int, float], None]
+
+
+def make_base(settings: Settings, folder: Path, progress: Progress | None = None) -> list[float]:
+    """Pre-trains the base model in fp32 and writes it in bf16; returns its losses."""
+    config = DecoderConfig.from_hf(
+        settings.hf_config(), dtype=jnp.float32, attention="xla", remat=False
+    )
+    graphdef, weights = nnx.split(make_model(config, seed=0))
+    rates = schedule(settings.base_steps, settings.warmup, settings.base_learning_rate)
+    optimizer = optax.adamw(_table(rates), weight_decay=settings.weight_decay)
+    part = text().base
+    where = starts(part, (settings.base_steps, settings.rows), settings.length, 0)
+
+    def loss(weights, tokens, _):
+        return mean_loss(nnx.merge(graphdef, weights), tokens)
+
+    steps = _steps(loss, optimizer, jnp.asarray(part), settings.length)
+    losses, state = [], optimizer.init(weights)
+    for first in range(0, settings.base_steps, CHUNK):
+        weights, state, some, _ = steps(weights, state, None, where[first : first + CHUNK])
+        losses += np.asarray(some, np.float64).tolist()
+        if progress:
+            progress(len(losses), losses[-1])
+    narrow = DecoderConfig.from_hf(settings.hf_config(), attention="xla", remat=False)
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: CausalLM(narrow, rngs=nnx.Rngs(0))))
+    weights = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights)
+    save_model(nnx.merge(graphdef, weights), folder, settings.hf_config())
+    return losses
+
+
+def train(
+    settings: Settings,
+    base: Path,
+    adapter: Adapter,
+    seed: int,
+    implementation: str | None,
+    progress: Progress | None = None,
+) -> Run:
+    """
+    Args:
+      base: the folder of the base model.
+      adapter: the initial one.
+      seed: of the order of batches.
+      implementation: of `jax_dora.ops.dora_linear`.
+    """
+    begin = time.perf_counter()
+    graphdef, trained, frozen = nnx.split(
+        _model(settings, base, adapter, implementation), nnx.LoRAParam, ...
+    )
+    optimizer = optax.adamw(
+        _table(settings.learning_rates()),
+        *settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        mask=_decayed,
+    )
+
+    def loss(trained, tokens, frozen):
+        return mean_loss(nnx.merge(graphdef, trained, frozen), tokens)
+
+    steps = _steps(loss, optimizer, jnp.asarray(text().adapter), settings.length)
+    evaluate = _evaluator(loss, settings)
+    before = evaluate(trained, frozen)
+    where = starts(text().adapter, (settings.steps, settings.rows), settings.length, seed)
+    losses, norms = [np.zeros(0)], [np.zeros(0)]
+    state = optimizer.init(trained)
+    for first in range(0, settings.steps, CHUNK):
+        some = where[first : first + CHUNK]
+        trained, state, *metrics = steps(trained, state, frozen, some)
+        for kept, metric in zip((losses, norms), metrics, strict=True):
+            kept.append(np.asarray(metric, np.float64))
+        if progress:
+            progress(first + len(some), losses[-1][-1])
+    return Run(
+        losses=np.concatenate(losses),
+        gradient_norms=np.concatenate(norms),
+        eval_before=before,
+        eval_after=evaluate(trained, frozen),
+        adapter=_adapter_of(trained),
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def mean_loss(model: CausalLM, tokens: jax.Array) -> jax.Array:
+    """f32[]: mean cross-entropy of tokens i32[rows, length + 1]; logits are never rounded."""
+    assert model.lm_head is not None
+    hidden = model.model(tokens[:, :-1]).astype(jnp.float32)
+    head = model.lm_head.kernel[...].astype(jnp.float32)
+    logits = jnp.matmul(hidden, head, precision=jax.lax.Precision.HIGHEST)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def _model(
+    settings: Settings, base: Path, adapter: Adapter, implementation: str | None
+) -> CausalLM:
+    model = load_model(base, dtype=jnp.dtype(settings.dtype), attention="xla", remat=False)
+    rule = jax_dora.DoRARule(
+        RULE,
+        rank=settings.rank,
+        alpha=settings.alpha,
+        use_rslora=True,
+        implementation=implementation,
+    )
+    model = jax_dora.apply_dora(model, rule, rngs=nnx.Rngs(0))
+    state = nnx.state(model, nnx.LoRAParam)
+    for projection in PROJECTIONS:
+        layer = _at(state, projection)
+        for name, array in adapter[projection].items():
+            value = array.swapaxes(1, 2) if array.ndim == 3 else array
+            layer[name].set_value(jnp.asarray(value))
+    nnx.update(model, state)
+    return model
+
+
+def _steps(loss: Callable, optimizer: Any, part: jax.Array, length: int) -> Callable:
+    """Several steps, compiled: (trained, optimizer's state, losses f32[n], gradient norms f32[n])
+    of trained, state, frozen and starts i32[n, rows]."""
+
+    def run(trained, state, frozen, where):
+        def step(carry, where):
+            trained, state = carry
+            tokens = _rows(part, where, length)
+            value, gradients = jax.value_and_grad(loss)(trained, tokens, frozen)
+            updates, state = optimizer.update(gradients, state, trained)
+            trained = optax.apply_updates(trained, updates)
+            return (trained, state), (value, optax.tree.norm(gradients))
+
+        carry, metrics = jax.lax.scan(step, (trained, state), where)
+        return *carry, *metrics
+
+    return jax.jit(run, donate_argnums=(0, 1), compiler_options=COMPILER_OPTIONS)
+
+
+def _evaluator(loss: Callable, settings: Settings) -> Callable[[Any, Any], float]:
+    """The mean loss of the held-out rows, of trained and frozen."""
+    part = jnp.asarray(text().held_out)
+    where = even_starts(text().held_out, settings.eval_rows, settings.length)
+    batches = np.split(where, max(1, len(where) // EVAL_BATCH))
+
+    @functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
+    def batch_loss(trained, frozen, where):
+        return loss(trained, _rows(part, where, settings.length), frozen)
+
+    def evaluate(trained, frozen) -> float:
+        return float(np.mean([float(batch_loss(trained, frozen, batch)) for batch in batches]))
+
+    return evaluate
+
+
+def _rows(part: jax.Array, where: jax.Array, length: int) -> jax.Array:
+    return part[where[:, None] + jnp.arange(length + 1)[None, :]].astype(jnp.int32)
+
+
+def _table(rates: np.ndarray) -> optax.Schedule:
+    table = jnp.asarray(rates, jnp.float32)
+    return lambda count: table[count]
+
+
+def _decayed(trained: Any) -> Any:
+    def is_variable(x: Any) -> bool:
+        return isinstance(x, nnx.Variable)
+
+    return jax.tree.map(
+        lambda variable: not isinstance(variable, jax_dora.DoRAParam), trained, is_leaf=is_variable
+    )
+
+
+def _adapter_of(trained: Any) -> Adapter:
+    def leaf(projection: str, name: str) -> np.ndarray:
+        array = np.asarray(_at(trained, projection)[name].get_value())
+        return array.swapaxes(1, 2) if array.ndim == 3 else array
+
+    return {p: {name: leaf(p, name) for name in NAMES} for p in PROJECTIONS}
+
+
+def _at(state: Any, projection: str) -> Any:
+    block, name = projection.split(".")
+    return state["model"]["layers"][block][name]

@@ -1,0 +1,135 @@
+"""What is trained, on what, and with which hyper-parameters: one record for both frameworks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+# The seven projections of a layer, as Hugging Face names them.
+PROJECTIONS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A decoder of the Qwen3 type over bytes, its adapter, and the run.
+
+    Rank, alpha and the number of steps are the paper's (arXiv 2603.22276); the model is as small as
+    lets 2,000 steps of three seeds and four implementations pass in minutes, and as wide as makes
+    the fused norm the choice of `jax_dora` in five projections of seven. Its sizes are multiples of
+    64, which every kernel takes.
+
+    Attributes:
+      dtype: of the base weights and activations; adapters and optimizer states are fp32.
+      length: predicted bytes of a row. A step has rows · length of them, and bf16's rounding of
+        single logits averages out over that many.
+      base_steps: of pre-training, which makes the base model.
+      eval_rows: of held-out text, at the end.
+      lora_b_deviation: of the initial lora_b; 0 is a fresh adapter.
+    """
+
+    hidden: int = 1024
+    intermediate: int = 2048
+    layers: int = 3
+    heads: int = 16
+    kv_heads: int = 8
+    head_dim: int = 64
+    vocabulary: int = 256
+    rank: int = 384
+    alpha: int = 192
+    dtype: str = "bfloat16"
+    length: int = 256
+    rows: int = 16
+    steps: int = 2000
+    warmup: int = 100
+    learning_rate: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    base_steps: int = 600
+    base_learning_rate: float = 1e-3
+    eval_rows: int = 1024
+    lora_b_deviation: float = 0.0
+
+    @classmethod
+    def tiny(cls, **changes: Any) -> Settings:
+        """Seconds on a CPU."""
+        small = cls(
+            hidden=64,
+            intermediate=128,
+            layers=2,
+            heads=4,
+            kv_heads=2,
+            head_dim=16,
+            rank=24,
+            alpha=12,
+            length=64,
+            rows=8,
+            steps=40,
+            warmup=5,
+            base_steps=60,
+            base_learning_rate=3e-3,
+            eval_rows=64,
+        )
+        return replace(small, **changes)
+
+    @property
+    def scale(self) -> float:
+        """s = alpha / sqrt(rank), rsLoRA's."""
+        return self.alpha / self.rank**0.5
+
+    def shape(self, projection: str) -> tuple[int, int]:
+        """(out, in) of one of `PROJECTIONS`."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "self_attn.q_proj": (q, self.hidden),
+            "self_attn.k_proj": (kv, self.hidden),
+            "self_attn.v_proj": (kv, self.hidden),
+            "self_attn.o_proj": (self.hidden, q),
+            "mlp.gate_proj": (self.intermediate, self.hidden),
+            "mlp.up_proj": (self.intermediate, self.hidden),
+            "mlp.down_proj": (self.hidden, self.intermediate),
+        }[projection]
+
+    def learning_rates(self) -> np.ndarray:
+        """f64[steps]: a linear rise from 1/warmup of the peak, then half a cosine down to 0."""
+        return schedule(self.steps, self.warmup, self.learning_rate)
+
+    def hf_config(self) -> dict[str, Any]:
+        """The contents of config.json."""
+        return {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": max(self.length, 1024),
+            "rope_theta": 10_000.0,
+            "tie_word_embeddings": False,
+            "attention_bias": False,
+            "dtype": "bfloat16",
+        }
+
+
+def schedule(steps: int, warmup: int, peak: float) -> np.ndarray:
+    """f64[steps]; the last step's is not quite 0."""
+    step = np.arange(steps)
+    warmup = min(warmup, steps - 1)
+    rise = (step + 1) / max(warmup, 1)
+    fall = 0.5 * (1 + np.cos(np.pi * (step - warmup) / (steps - warmup)))
+    return peak * np.where(step < warmup, rise, fall)

@@ -1,0 +1,63 @@
+"""Real text that every machine has: the sources of Python's standard library, byte by byte.
+
+Split by files: single modules make the base model, packages' modules train the adapter, and every
+tenth of the packages' modules is held out.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sysconfig
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+# Tables, other people's code, and what distributions leave out.
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "encodings", "lib2to3"}
+LEFT_OUT |= {"ensurepip", "turtledemo", "tkinter", "__pycache__", "_pyrepl"}
+HELD_OUT_EVERY = 10
+
+
+class Text(NamedTuple):
+    base: np.ndarray  # u8[…], for the base model
+    adapter: np.ndarray  # u8[…], for the adapter
+    held_out: np.ndarray  # u8[…], for evaluation
+
+    def facts(self) -> dict[str, str]:
+        """Size and digest of every part: another Python has another text."""
+        return {
+            name: f"{len(part)} bytes, sha256 {hashlib.sha256(part.tobytes()).hexdigest()[:16]}"
+            for name, part in self._asdict().items()
+        }
+
+
+@functools.cache
+def text() -> Text:
+    root = Path(sysconfig.get_path("stdlib"))
+    modules = sorted(root.glob("*.py"))
+    packaged = sorted(
+        file
+        for file in root.glob("*/**/*.py")
+        if not LEFT_OUT & set(file.relative_to(root).parts)
+        and not file.relative_to(root).parts[0].startswith(("config-", "lib-dynload"))
+    )
+    held_out = packaged[::HELD_OUT_EVERY]
+    training = [file for file in packaged if file not in set(held_out)]
+    return Text(_bytes(modules), _bytes(training), _bytes(held_out))
+
+
+def starts(part: np.ndarray, shape: tuple[int, ...], length: int, seed: int) -> np.ndarray:
+    """i32[shape]: where rows of length + 1 bytes of `part` begin, drawn at random."""
+    rng = np.random.default_rng((17, seed))
+    return rng.integers(0, len(part) - length, shape).astype(np.int32)
+
+
+def even_starts(part: np.ndarray, rows: int, length: int) -> np.ndarray:
+    """i32[rows]: rows spread evenly over `part`."""
+    return np.linspace(0, len(part) - length - 1, rows).astype(np.int32)
+
+
+def _bytes(files: list[Path]) -> np.ndarray:
+    return np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8)

@@ -1,0 +1,205 @@
+"""Training runs: both frameworks step alike, verdicts can fail, reports hold what was found."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+
+from parity import training
+from parity.faults import FAULTS
+from parity.training import adapter as adapters
+from parity.training import command, jax_side, quick, torch_side
+from parity.training.compare import FULL_PRECISION, PAPER, compare
+from parity.training.report import Report
+from parity.training.run import Run
+from parity.training.settings import PROJECTIONS, Settings
+from parity.training.text import even_starts, starts, text
+from parity.training.variants import EAGER, MOSAIC, TRITON, XLA, XLA_OFF
+
+SMALL = Settings.tiny(layers=1, rank=4, steps=20)
+
+
+@pytest.fixture(autouse=True)
+def promoting():
+    """optax's AdamW promotes."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def test_quick_check_passes_and_really_trains():
+    found = quick.quick_difference()
+    assert found.within(FULL_PRECISION)
+    assert found.travelled > 0.1
+    assert found.relative_drift < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("fault", "backend"), [("norm_attached", "jax"), ("cross_term_dropped", "torch")]
+)
+def test_quick_check_notices(fault, backend):
+    with FAULTS[fault].plant(backend):
+        assert not training.quick_check()
+
+
+def test_bf16_runs_stay_within_the_papers_figures():
+    # Evaluated on enough bytes for the rounding of single ones to average out.
+    settings = dataclasses.replace(quick.SETTINGS, dtype="bfloat16", steps=12, eval_rows=256)
+    base = quick._base()
+    start = adapters.initial(settings, base, 3)
+    ours = jax_side.train(settings, base, start, 3, "xla")
+    theirs = torch_side.train(settings, base, start, 3, "eager")
+    found = compare(ours, theirs, start)
+    assert found.within(PAPER)
+    assert found.mean > 1e-7  # two programs that round alike by accident would prove nothing
+
+
+def test_optimizers_take_the_same_steps():
+    rng = np.random.default_rng(0)
+    settings = dataclasses.replace(SMALL, weight_decay=0.1, steps=30)
+    start = rng.normal(size=50).astype(np.float32)
+    gradients = (rng.normal(size=(30, 50)) * np.logspace(-6, 0, 50)).astype(np.float32)
+
+    optimizer = optax.adamw(
+        jax_side._table(settings.learning_rates()),
+        *settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+    )
+    ours = jnp.asarray(start)
+    state = optimizer.init(ours)
+    theirs = torch.nn.Parameter(torch.tensor(start))
+    other = torch.optim.AdamW(
+        [theirs], betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
+    )
+    for gradient, rate in zip(gradients, settings.learning_rates(), strict=True):
+        updates, state = optimizer.update(jnp.asarray(gradient), state, ours)
+        ours = optax.apply_updates(ours, updates)
+        theirs.grad = torch.tensor(gradient)
+        other.param_groups[0]["lr"] = float(rate)
+        other.step()
+    moved = np.abs(np.asarray(ours) - start).max()
+    # Every step rounds the parameter once; the steps themselves are the same to 1e-4.
+    allowed = 1e-4 * moved + 30 * np.spacing(np.abs(start).max())
+    np.testing.assert_allclose(np.asarray(ours), theirs.detach().numpy(), rtol=0, atol=allowed)
+
+
+def test_schedule_rises_and_falls():
+    rates = Settings().learning_rates()
+    assert len(rates) == 2000
+    assert rates.argmax() in (99, 100)
+    assert rates[0] == pytest.approx(1e-6)
+    assert 0 < rates[-1] < 1e-9
+
+
+def test_text_is_split_by_files():
+    parts = text()
+    assert min(map(len, parts)) > 100_000
+    assert len(set(parts.facts().values())) == 3
+    where = starts(parts.adapter, (7, 3), 64, 1)
+    assert (where == starts(parts.adapter, (7, 3), 64, 1)).all()
+    assert (where != starts(parts.adapter, (7, 3), 64, 2)).any()
+    last = even_starts(parts.held_out, 16, 64)[-1]
+    assert last + 64 == len(parts.held_out) - 1
+
+
+def test_every_kernel_takes_the_models_sizes():
+    from jax_dora.ops.mosaic import norm, projection
+
+    settings = Settings()
+    assert settings.rows * settings.length >= 4096
+    for name in PROJECTIONS:
+        n_out, n_in = settings.shape(name)
+        rows = settings.rows * settings.length
+        assert projection.refuses(rows, n_in, n_out, jnp.bfloat16, jnp.bfloat16) is None
+        assert norm.refuses(n_in, settings.rank, n_out, jnp.bfloat16, jnp.float32) is None
+
+
+def _adapter(seed):
+    rng = np.random.default_rng(seed)
+    shapes = {"lora_a": (1, 4, 64), "lora_b": (1, 64, 4), "magnitude": (1, 64)}
+    return {
+        p: {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+        for p in PROJECTIONS
+    }
+
+
+def _run(difference=0.0, eval_after=2.5, steps=20):
+    losses = np.linspace(3, 2, steps)
+    losses[7] += difference
+    return Run(losses, np.ones(steps), 3.0, eval_after, _adapter(2), 1.0)
+
+
+def _report(tmp_path, monkeypatch, runs, failures=()):
+    monkeypatch.setattr(adapters, "initial", lambda *_: _adapter(1))
+    files = {}
+    for variant, run in runs.items():
+        file = tmp_path / f"{variant.label}.npz"
+        run.save(file)
+        files[1, variant] = file
+    return Report.of(SMALL, "cpu", "abc", tmp_path, files, list(failures))
+
+
+def test_a_report_judges_across_frameworks_and_not_the_floor(tmp_path, monkeypatch):
+    runs = {XLA: _run(), EAGER: _run(1e-3), XLA_OFF: _run(1.0)}
+    report = _report(tmp_path, monkeypatch, runs)
+    assert report.passed
+    report.write(tmp_path)
+    found = json.loads((tmp_path / "training.json").read_text())
+    judged, floor = found["pairs"]
+    assert judged["passed"] is True
+    assert judged["worst"] == pytest.approx(1e-3)
+    assert judged["worst_step"] == 8
+    assert judged["mean"] == pytest.approx(1e-3 / 20)
+    assert floor["passed"] is None
+    assert len(found["curves"]["1"]["jax xla"]["loss"]) == 2
+    assert "Every run is within tolerance." in (tmp_path / "training.md").read_text()
+    assert (tmp_path / "training_seed1.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [_run(1.2e-2), _run(eval_after=2.5002), _run(float("nan"))],
+    ids=["worst step", "evaluation", "NaN"],
+)
+def test_a_report_fails(other, tmp_path, monkeypatch):
+    report = _report(tmp_path, monkeypatch, {MOSAIC: _run(), TRITON: other})
+    assert not report.passed
+    report.write(tmp_path)
+    assert json.loads((tmp_path / "training.json").read_text())["passed"] is False
+    assert "FAIL" in report.summary()
+
+
+def test_a_run_that_is_missing_fails_the_report(tmp_path, monkeypatch):
+    runs = {XLA: _run(), EAGER: _run()}
+    report = _report(tmp_path, monkeypatch, runs, ["seed 2, torch eager: out of memory"])
+    assert not report.passed
+    assert "out of memory" in report.summary()
+
+
+def test_a_perturbed_adapter_is_one_ulp_off():
+    start = _adapter(1)
+    off = adapters.one_ulp_off(start, 1)
+    for name in PROJECTIONS:
+        a, b = start[name]["lora_a"], off[name]["lora_a"]
+        assert (np.abs(a - b) == np.spacing(np.minimum(np.abs(a), np.abs(b)))).all()
+        assert (start[name]["magnitude"] == off[name]["magnitude"]).all()
+
+
+def test_jobs_are_those_asked_for():
+    options = command.parse(["--seeds", "1", "2", "--variant", "eager|mosaic"])
+    on_gpu = command._jobs(options, "cuda")
+    assert len(on_gpu) == len(set(on_gpu)) == 5
+    assert {v.label for _, v in command._jobs(options, "cpu")} == {
+        "torch eager",
+        "torch eager, one ulp off",
+    }
+
+
+def test_a_filter_that_matches_nothing_is_an_error():
+    with pytest.raises(SystemExit, match="no variant on cpu matches --variant 'triton'"):
+        command.main(["--device", "cpu", "--variant", "triton"])
