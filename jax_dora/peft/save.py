@@ -1,7 +1,7 @@
 """A Flax model's adapter into a PEFT folder."""
 
+import logging
 import os
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +20,8 @@ from peft_format.config import AdapterConfig
 from peft_format.describe import Adapted, check_config, config_of
 from peft_format.fit import fit, refuse_settings
 from peft_format.keys import key_of, parameter_key
+
+_LOG = logging.getLogger(__name__)
 
 
 def save_adapter(
@@ -40,7 +42,7 @@ def save_adapter(
     """Write the adapter of `model` as a PEFT folder: adapter_config.json and
     adapter_model.safetensors, which PEFT loads, and computes the same with.
 
-    Warns where an embedding has adapt_attend set: an output head that is tied to it is adapted
+    Logs a warning where an embedding has adapt_attend set: an output head that is tied to it is adapted
     here, and would not be in PEFT.
 
     The folder appears whole or not at all. On several hosts, call this on one.
@@ -141,12 +143,12 @@ def _changes_nothing(places: Places, name: str) -> bool:
 
 def _warn_of_tied_heads(adapted: dict[str, Any]) -> None:
     if names := [name for name, one in adapted.items() if getattr(one, "adapt_attend", False)]:
-        warnings.warn(
-            f"{', '.join(names)}: adapt_attend is True, so that an output head that is tied to the "
-            "embedding is adapted with it, which PEFT's format cannot say: PEFT will leave such a "
-            "head as it is. Train with DoRARule(..., adapt_attend=False) for the same in both; for "
-            "a model whose head is not tied, too, that silences this",
-            stacklevel=3,
+        _LOG.warning(
+            "%s: adapt_attend is True, so that an output head that is tied to the embedding is "
+            "adapted with it, which PEFT's format cannot say: PEFT will leave such a head as it "
+            "is. Train with DoRARule(..., adapt_attend=False) for the same in both; where no head "
+            "is tied, nothing differs, and it silences this",
+            ", ".join(names),
         )
 
 

@@ -191,12 +191,13 @@ def test_bad_options(options, message, tmp_path, capsys):
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 @pytest.mark.parametrize("target", ["model/embed_tokens", "model/(embed_tokens|.*/o_proj)"])
-def test_an_embedding_beside_a_tied_head(finished, command, target, capsys, tmp_path):
+def test_an_embedding_beside_a_tied_head(finished, command, target, capsys, caplog, tmp_path):
     """Trained as in PEFT, where the head stays as it is; merging could not say so."""
     command = [*command, "--target", target, "--steps", "2"]
     assert finetune.main([*command, "--merge", str(tmp_path / "merged")]) == 2
     assert "leave out --merge, or the embedding" in " ".join(capsys.readouterr().out.split())
     assert finetune.main(command) == 0
+    assert "adapt_attend" not in caplog.text
 
     tokens = np.array([byte_level_tokenizer().encode("12+30=42").ids])
     base = transformers.AutoModelForCausalLM.from_pretrained(finished / "tiny-model")
