@@ -42,8 +42,8 @@ def save_adapter(
     """Write the adapter of `model` as a PEFT folder: adapter_config.json and
     adapter_model.safetensors, which PEFT loads, and computes the same with.
 
-    Logs a warning where an embedding has adapt_attend set: an output head that is tied to it is adapted
-    here, and would not be in PEFT.
+    Logs a warning where an embedding has adapt_attend set: an output head that is tied to it is
+    adapted here, and would not be in PEFT.
 
     The folder appears whole or not at all. On several hosts, call this on one.
 

@@ -1,4 +1,5 @@
-"""The site builds without a warning, every page's snippets run, and the reference is complete."""
+"""The site builds without a warning and runs its notebook, every page's snippets run, and the
+reference is complete."""
 
 import inspect
 import os
@@ -67,8 +68,16 @@ def test_site_builds(tmp_path):
     assert result.returncode == 0, result.stderr
     page = (tmp_path / "site" / "reference" / "jax_dora.html").read_text()
     assert "DoRALinear" in page
+    notebook = (tmp_path / "site" / "notebooks" / "quickstart.html").read_text()
+    # What its cells printed.
+    loss = re.search(r"loss (\d\.\d+) -&gt; (\d\.\d+)", notebook)
+    assert loss
+    assert float(loss[2]) < float(loss[1])
+    assert re.search(r"largest difference of the logits: \d\.\de-0[5-9]", notebook)
     # Nothing that a reader's browser would have to fetch from elsewhere.
-    assert not re.findall(r'(?:src|href)="https?://[^"]+\.(?:js|css|woff2?)', page)
+    for html in (page, notebook):
+        assert not re.findall(r'(?:src|href)="https?://[^"]+\.(?:js|css|woff2?)', html)
+        assert "cdn" not in html.lower()
 
 
 @pytest.mark.parametrize("package", [jax_dora, jax_dora.peft, torch_dora])
