@@ -12,6 +12,25 @@ so micro-steps of gradient accumulation, and a rematerialised forward pass, can 
         optimizer.update(model, grads)
         return loss
 
+`nnx.jit` returns, and so copies, all of the model at every call. A large one is split, into what
+moves and what `jax.jit` only reads; the kept norms (`jax_dora.reuse.DoRANorm`) are of the first:
+
+    graphdef, adapters, norms, frozen = nnx.split(model, nnx.LoRAParam, DoRANorm, ...)
+
+    @jax.jit
+    def train_step(adapters, norms, state, frozen, batch):
+        model = nnx.merge(graphdef, adapters, norms, frozen)
+        jax_dora.refresh_norms(model)
+        norms = nnx.state(model, DoRANorm)
+
+        def loss_of(adapters):
+            model = nnx.merge(graphdef, adapters, norms, frozen, copy=True)
+            return loss_fn(model, batch)
+
+        loss, grads = jax.value_and_grad(loss_of)(adapters)
+        updates, state = optimizer.update(grads, state, adapters)
+        return optax.apply_updates(adapters, updates), norms, state, loss
+
 Results are bit for bit those of recomputing. A kept norm carries a fingerprint of what it was
 computed from, and a layer compares it on every call (it reads the adapter, which is small beside
 the kernel): a stale norm raises in eager code and is NaN in compiled code, never quietly wrong. Of

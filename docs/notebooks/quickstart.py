@@ -91,7 +91,7 @@ optimizer = optax.adam(2e-2)
 @jax.jit
 def step(adapter, state, frozen):
     def loss_fn(adapter):
-        logits = nnx.merge(graphdef, adapter, frozen)(x)
+        logits = nnx.merge(graphdef, adapter, frozen, copy=True)(x)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     loss, gradients = jax.value_and_grad(loss_fn)(adapter)

@@ -6,6 +6,7 @@ import pytest
 from flax import nnx
 
 import jax_dora
+from jax_dora.reuse import DoRANorm
 
 
 class Model(nnx.Module):
@@ -159,3 +160,37 @@ def test_errors_say_what_is_missing():
         jax_dora.keep_norms(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match="keeps no norm"):
         jax_dora.refresh_norms(Model(nnx.Rngs(0)))
+
+
+def test_a_split_step_as_in_the_docstring():
+    """Kept norms move along with the adapters, and the frozen arrays are only read."""
+    model = Model(nnx.Rngs(0))
+    jax_dora.keep_norms(model)
+    graphdef, adapters, norms, frozen = nnx.split(model, nnx.LoRAParam, DoRANorm, ...)
+    optimizer = optax.sgd(0.1)
+    state = optimizer.init(adapters)
+
+    @jax.jit
+    def train_step(adapters, norms, state, frozen, batch):
+        model = nnx.merge(graphdef, adapters, norms, frozen)
+        jax_dora.refresh_norms(model)
+        norms = nnx.state(model, DoRANorm)
+
+        def loss_of(adapters):
+            model = nnx.merge(graphdef, adapters, norms, frozen, copy=True)
+            return loss_fn(model, batch)
+
+        loss, grads = jax.value_and_grad(loss_of)(adapters)
+        updates, state = optimizer.update(grads, state, adapters)
+        return optax.apply_updates(adapters, updates), norms, state, loss
+
+    plain = Model(nnx.Rngs(0))
+    loss = jnp.nan
+    for batch in batches(3):
+        adapters, norms, state, loss = train_step(adapters, norms, state, frozen, batch)
+        expected, grads = loss_and_grads(plain, batch)
+        nnx.update(
+            plain, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(plain, nnx.LoRAParam), grads)
+        )
+        np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    assert not np.isnan(loss)
