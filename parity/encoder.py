@@ -54,7 +54,7 @@ def run_encoder(report: Report, device: str, folder: Path, *, quick: bool) -> No
         plain = _both("plain", trained, dtype, device, PLAIN_NAMES, batch, gradients)
         for implementations in (PLAIN_NAMES, KERNEL_NAMES) if native else (PLAIN_NAMES,):
             ours = _both("dora", trained, dtype, device, implementations, batch, gradients)
-            report.rows += _evaluation_rows(dtype, implementations, exact, ours, plain)
+            report.rows += evaluation_rows(dtype, implementations, exact, ours, plain)
     if not native:
         report.rows += _interpreted_rows(trained, pairs[:1])
 
@@ -88,7 +88,7 @@ def _training_rows(implementations: tuple[str, str], losses: dict[str, list[floa
     return rows
 
 
-def _evaluation_rows(
+def evaluation_rows(
     dtype: str,
     implementations: tuple[str, str],
     exact: Evaluation,
@@ -136,7 +136,7 @@ def _interpreted_rows(adapter: Adapter, pairs: list[tuple[str, str]]) -> list[Ro
     kernels = ({projection: KERNEL_NAMES[0]}, {projection: KERNEL_NAMES[1]})
     with interpreted():
         ours = _both("dora", adapter, "float32", "cpu", kernels, batch, False)
-    return _evaluation_rows("float32", KERNEL_NAMES, exact, ours, plain)
+    return evaluation_rows("float32", KERNEL_NAMES, exact, ours, plain)
 
 
 def _row(

@@ -13,7 +13,7 @@ from torch import Tensor
 from parity import oracle
 from parity.model.sizes import PROJECTIONS, Run
 
-# 0.02 at a width of 4096, as transformers initialises Qwen3, and the same gain at other widths. What
+# 0.02 at a width of 4096, as transformers initialises Qwen3, and the same gain at others. What
 # is added to the residual stream is smaller by sqrt(2 · layers), as GPT-2 starts.
 GAIN = 1.28
 WRITERS = ("o_proj", "down_proj")
