@@ -8,6 +8,7 @@ VENV ?= .venv
 VENV_OLDEST ?= .venv-oldest
 PARITY_ARGS ?=
 PYTEST_ARGS ?=
+FIGURES_ARGS ?=
 # Workers for the CPU tests; each holds jax and torch, so memory bounds their number.
 WORKERS ?= -n auto --maxprocesses 8
 
@@ -20,7 +21,7 @@ RUN := $(VENV)/bin/python
 SETUP := setup
 endif
 
-.PHONY: parity test test-gpu test-oldest lint types docs format setup clean
+.PHONY: parity test test-gpu test-oldest lint types docs figures format setup clean
 
 parity: $(SETUP)
 	$(RUN) -m parity $(PARITY_ARGS)
@@ -45,6 +46,10 @@ types: $(SETUP)
 
 docs: $(SETUP)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
+# From the committed JSON. FIGURES_ARGS=--allow-missing leaves out what was not measured.
+figures: $(SETUP)
+	$(RUN) tools/figures.py $(FIGURES_ARGS)
 
 format: $(SETUP)
 	$(RUN) -m ruff check --fix .

@@ -1,9 +1,10 @@
 """Writes the measured sections from committed JSON: no number in them is typed by hand.
 
-    python tools/readme_tables.py            rewrite README.md's and docs/measured.md's
+    python tools/readme_tables.py            rewrite README.md, docs/measured.md, docs/fidelity.md
     python tools/readme_tables.py --check    exit 1 if a file is not what that would write
 
-README.md gets agreement and speed-ups, docs/measured.md everything.
+README.md gets agreement and speed-ups, docs/measured.md all of operators and speed,
+docs/fidelity.md what each level of parity found.
 
 Sources are the reports that `python -m parity` and `python -m benchmarks` wrote on a GPU and that
 are kept in `benchmarks/results/` and `parity/reports/cuda/`.
@@ -43,7 +44,44 @@ def section(root: Path) -> str:
         elif "measurements" in report:
             title = f"### Speed: {report['level']}"
             parts.append(f"{title}\n\n{_source(name, report)}\n\n{_speed(report)}")
+    figures = _figures(root, SPEED_FIGURES)
+    parts += [f"### Figures\n\n{figures}"] if figures else []
     return "\n\n".join(parts) or NOTHING
+
+
+SPEED_FIGURES = {
+    "compose_speedups": "Compose, fused over plain",
+    "norm_over_rank": "The norm over the rank",
+    "model_times": "A whole model's times",
+    "model_memory": "A whole model's peak memory",
+}
+
+
+def fidelity(root: Path) -> str:
+    """docs/fidelity.md's part: a section a level, measured or not."""
+    operators = [
+        f"{_source(name, report)}\n\n{_agreement(report['rows'])}"
+        for name, report in _reports(root, "parity/reports/cuda/*.json")
+        if "rows" in report
+    ]
+    sections = {"Operators and layers": operators or [_not_measured("")]}
+    for title, level, table in (
+        ("Whole models", "model", _models),
+        ("Training", "training", _training),
+        ("Planted faults", "controls", _controls),
+    ):
+        found = [
+            f"{_source(name, report)}\n\n{table(report)}"
+            for name, report in _reports(root, f"parity/reports/cuda/{level}.json")
+        ]
+        sections[title] = found or [_not_measured(level)]
+    for title, figures in (
+        ("Operators and layers", {"stability": "Error near g = 1"}),
+        ("Training", {"convergence": "Losses, and how far runs came apart"}),
+    ):
+        if drawn := _figures(root, figures):
+            sections[title].append(drawn)
+    return "\n\n".join("\n\n".join([f"### {title}", *parts]) for title, parts in sections.items())
 
 
 HEADLINE = {"DoRA (no Triton)": "norm in every call", "DoRA, norm kept (no Triton)": "norm kept"}
@@ -95,6 +133,124 @@ def updated(readme: str, body: str) -> str:
     if not begin or not end:
         raise ValueError(f"README.md lacks a marker; expected {BEGIN!r} and then {END!r}")
     return f"{before}{BEGIN}\n\n{body}\n\n{END}{after}"
+
+
+def _reports(root: Path, pattern: str) -> list[tuple[str, dict[str, Any]]]:
+    """(path, contents) of the files that match."""
+    paths = sorted(root.glob(pattern))
+    return [(path.relative_to(root).as_posix(), json.loads(path.read_text())) for path in paths]
+
+
+def _not_measured(level: str) -> str:
+    device = "" if level == "controls" else " --device cuda"
+    command = " ".join(["python -m parity", level]).strip() + device
+    return f"Not measured yet: `{command} --out parity/reports/cuda` measures it."
+
+
+def _figures(root: Path, titles: dict[str, str]) -> str:
+    """Those that `tools/figures.py` has drawn."""
+    drawn = {n: text for n, text in titles.items() if (root / f"docs/figures/{n}.svg").exists()}
+    return "\n\n".join(f"![{text}](figures/{name}.svg)" for name, text in drawn.items())
+
+
+def _models(report: dict[str, Any]) -> str:
+    """For every run and quantity, the check that comes nearest to what is allowed."""
+
+    def used(check: dict[str, Any]) -> float:
+        if check["value"] is None:
+            return float("inf")
+        return check["value"] / check["allowed"] if check["allowed"] else 0.0
+
+    rows = []
+    for run in report["runs"]:
+        kinds = dict.fromkeys(check["quantity"] for check in run["checks"])
+        for kind in kinds:
+            group = [check for check in run["checks"] if check["quantity"] == kind]
+            nearest = max(group, key=used)
+            value = "∞" if nearest["value"] is None else f"{nearest['value']:.1e}"
+            passed = sum(check["passed"] for check in group)
+            rows.append(
+                (
+                    run["name"],
+                    kind,
+                    f"{passed} of {len(group)}",
+                    nearest["systems"],
+                    value,
+                    f"{nearest['allowed']:.1e}",
+                )
+            )
+        rows += [
+            (run["name"], name, "failed", error, "", "") for name, error in run["errors"].items()
+        ]
+    header = ("run", "quantity", "passed", "nearest to its tolerance", "value", "allowed")
+    return _table(header, rows)
+
+
+def _training(report: dict[str, Any]) -> str:
+    """For every pair, the worst of the seeds."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for pair in report["pairs"]:
+        groups.setdefault((pair["kind"], f"{pair['one']} – {pair['other']}"), []).append(pair)
+
+    def cells(key: tuple[str, str], pairs: list[dict[str, Any]]) -> Iterator[str]:
+        yield from (*key, ", ".join(str(pair["seed"]) for pair in pairs))
+        for quantity in ("mean", "worst", "final", "gradient_norm_median", "relative_drift"):
+            values = [pair[quantity] for pair in pairs]
+            yield "∞" if None in values else f"{max(values):.1e}"
+        judged = [pair["passed"] for pair in pairs if pair["passed"] is not None]
+        yield f"{sum(judged)} of {len(judged)}" if judged else "not judged"
+
+    header = (
+        "what",
+        "runs",
+        "seeds",
+        "mean Δloss",
+        "worst step's Δloss",
+        "final evaluation's Δ",
+        "gradient norm, median relative Δ",
+        "adapters apart / travelled",
+        "passed",
+    )
+    limits, settings = report["limits"], report["settings"]
+    allowed = (
+        "allowed",
+        "",
+        "",
+        *(f"{limits[k]:.1e}" for k in ("mean", "worst", "final")),
+        "",
+        "",
+        "",
+    )
+    rows = [allowed, *(cells(key, pairs) for key, pairs in groups.items())]
+    failures = "".join(f"\n\n**Failed:** {failure}" for failure in report["failures"])
+    return (
+        f"{settings['steps']} steps of {settings['rows'] * settings['length']} tokens, rank "
+        f"{settings['rank']}, {settings['layers']} layers {settings['hidden']} wide, "
+        f"{settings['dtype']}. The worst of the seeds:\n\n{_table(header, rows)}{failures}"
+    )
+
+
+def _controls(report: dict[str, Any]) -> str:
+    """Which level caught which fault; what must be caught is bold."""
+    outcomes = report["outcomes"]
+    levels = list(dict.fromkeys(outcome["level"] for outcome in outcomes))
+
+    def word(outcome: dict[str, Any] | None) -> str:
+        if outcome is None:
+            return "not run"
+        if outcome["error"]:
+            return "error"
+        if outcome["backend"] is None:
+            return "passes" if outcome["passed"] else "FAILS"
+        if not outcome["caught"]:
+            return "MISSED" if outcome["expected"] else "–"
+        return "**caught**" if outcome["expected"] else "caught"
+
+    rows = []
+    for fault, backend in dict.fromkeys((o["fault"], o["backend"]) for o in outcomes):
+        of_row = {o["level"]: o for o in outcomes if (o["fault"], o["backend"]) == (fault, backend)}
+        rows.append((fault, backend or "", *(word(of_row.get(level)) for level in levels)))
+    return _table(("fault", "planted in", *levels), rows)
 
 
 def _source(name: str, report: dict[str, Any]) -> str:
@@ -184,7 +340,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if outdated")
     options = parser.parse_args(arguments)
     outdated = 0
-    for name, body in (("README.md", headline(ROOT)), ("docs/measured.md", section(ROOT))):
+    for name, body in (
+        ("README.md", headline(ROOT)),
+        ("docs/measured.md", section(ROOT)),
+        ("docs/fidelity.md", fidelity(ROOT)),
+    ):
         file = ROOT / name
         old = file.read_text()
         new = updated(old, body)
