@@ -6,7 +6,8 @@
 
 First stage: each thread block sums its rows of its features in registers and writes one row of
 partials [row_blocks, out]; second stage: XLA adds those up. No atomics, so the order of additions
-is fixed.
+is fixed. A thread adds up to some thousand rows one after the other, so tile is added to tile with
+Kahan's compensation: the error is that of one tile's few additions, whatever the number of rows.
 
 Bytes: reads 2 · rows · out (1 where the magnitude is frozen, and no inner exists), writes 1 for
 each of d_base and d_lora that is wanted. Memory is the floor: bytes / copy rate.
@@ -58,15 +59,16 @@ def compose_backward(
         base_factor = g - 1.0 if delta else g
 
         def step(indices, dy_smem, *rest):  # [tile_rows, features]
-            inner_smem, (d_g,) = rest[:want_g], rest[want_g:]
+            inner_smem, (sums,) = rest[:want_g], rest[want_g:]
             (index,) = indices
+            tile_sum = jnp.zeros_like(g)
             slot = lax.rem(index, 2)
             if tensors:
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
             for row in range(t.tile_rows):
                 dy = dy_smem[row].astype(jnp.float32)
                 if want_g:
-                    d_g = d_g + dy * inner_smem[0][row].astype(jnp.float32)
+                    tile_sum = tile_sum + dy * inner_smem[0][row].astype(jnp.float32)
                 written = []
                 if want_base:
                     written.append(base_factor * dy)
@@ -74,26 +76,27 @@ def compose_backward(
                     written.append(s * (g * dy))
                 for i, value in enumerate(written):
                     out_smem[slot, i, row] = value.astype(dtype)
+            # Also where nothing is stored: the copy engine may not refill what is still being read.
+            plgpu.commit_smem()
             if tensors:
-                plgpu.commit_smem()
                 rows_here = pl.ds((row_block + index * t.row_blocks) * t.tile_rows, t.tile_rows)
                 for i, gmem in enumerate(out_gmem):
                     plgpu.copy_smem_to_gmem(
                         out_smem.at[slot, i], gmem.at[rows_here, columns], commit_group=False
                     )
                 plgpu.commit_smem_to_gmem_group()
-            return d_g
+            return _add_compensated(sums, tile_sum) if want_g else sums
 
         block = plgpu.BlockSpec(
             (t.tile_rows, *t.feature_block),
             lambda index: (row_block + index * t.row_blocks, column, 0),
         )
-        d_g = plgpu.emit_pipeline(
+        d_g, _ = plgpu.emit_pipeline(
             step,
             grid=(t.steps,),
             in_specs=[block] * (1 + want_g),
             max_concurrent_steps=config.stages,
-            init_carry=jnp.zeros_like(g),
+            init_carry=(jnp.zeros_like(g), jnp.zeros_like(g)),
         )(dy_gmem, *inner_gmem)
         if want_g:
             g_smem[...] = d_g
@@ -129,3 +132,11 @@ def compose_backward(
     d_lora = next(tensors_out).reshape(shape) if want_lora else None
     d_g = next(tensors_out).sum(0).reshape(-1)[:out] if want_g else None
     return d_base, d_lora, d_g
+
+
+def _add_compensated(sums: tuple[jax.Array, jax.Array], term: jax.Array):
+    """(total, what rounding has added to it so far) with `term` added; Kahan, CACM 8 (1965)."""
+    total, excess = sums
+    term = term - excess
+    new = total + term
+    return new, (new - total) - term

@@ -53,7 +53,9 @@ def pieces(kernel_dtype: jax.typing.DTypeLike, adapter_dtype: jax.typing.DTypeLi
 def heuristic(rank: int, kernel_dtype, adapter_dtype) -> StripConfig | None:
     """The config for a rank, or None where its strip of B does not fit."""
     resident = pieces(kernel_dtype, adapter_dtype) * strips.slices(rank)
-    return strips.fits(resident, jnp.dtype(kernel_dtype).itemsize, CONFIGS)
+    # A product over many slices takes long enough for the next tile to arrive in the only slot.
+    candidates = CONFIGS if resident <= 4 else [c for c in CONFIGS if c.slots == 1]
+    return strips.fits(resident, jnp.dtype(kernel_dtype).itemsize, candidates)
 
 
 def refuses(
@@ -124,22 +126,22 @@ def norm(
         return tuple(added)
 
     def finish(sums, split, cols, out_gmem, *, sums_smem):
-        consumer = lax.axis_index("warpgroup")
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for start, total in zip(range(0, config.tile_cols, CHUNK), sums, strict=True):
-            sums_smem[consumer, pl.ds(start, CHUNK)] = jnp.sum(total, axis=0)
+            sums_smem[pl.ds(start, CHUNK)] = jnp.sum(total, axis=0)
         plgpu.commit_smem()
-        row = split * config.consumers + consumer
-        plgpu.copy_smem_to_gmem(sums_smem.at[consumer], out_gmem[0].at[row, cols])
+        row = split * strips.CONSUMERS + lax.axis_index("warpgroup")
+        plgpu.copy_smem_to_gmem(sums_smem, out_gmem[0].at[row, cols])
+        # The next consumer writes there.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    partial_rows = sweep.splits * config.consumers
+    partial_rows = sweep.splits * strips.CONSUMERS
     (partials,) = sweep_kernel(
         sweep,
         Task(products=products, epilogue=epilogue, start=start, finish=finish),
         lora_a.dtype,
         kernel.dtype,
         out_type=[jax.ShapeDtypeStruct((partial_rows, sweep.padded_out), jnp.float32)],
-        scratch={"sums_smem": plgpu.SMEM((config.consumers, config.tile_cols), jnp.float32)},
+        scratch={"sums_smem": plgpu.SMEM((config.tile_cols,), jnp.float32)},
         kernel_name="dora_norm",
     )(lora_a, lora_b, kernel, jnp.reshape(scale, 1).astype(jnp.float32))
     return jnp.sqrt(jnp.sum(partials, axis=0)[:out])

@@ -77,9 +77,8 @@ def refuses(
     for name, size in (("in", in_features), ("out", out)):
         if size % TILE_K:
             return f"{name} = {size} is not a multiple of {TILE_K}"
-        # Of a result narrower than a tile, a Hopper wrote nothing, though the interpreter did.
-        if size < CONFIG.tile_cols:
-            return f"{name} = {size} is less than a tile's {CONFIG.tile_cols} columns"
+        if size == 0:
+            return f"{name} is 0"
     return None
 
 
@@ -141,6 +140,10 @@ def _product(
     c, dtype = config, lefts[0].dtype
     rows = lefts[0].shape[0]
     cols = rights[0].shape[0 if transposed else 1]
+    if cols == CHUNK_COLS:
+        # The copy engine drops an axis of one chunk, and with it the end of the columns: a chunk
+        # that lies past it would be written into other rows.
+        c = dataclasses.replace(c, tile_cols=CHUNK_COLS, split_rows=True)
     padded_rows = pl.cdiv(rows, strips.ROW_ALIGNMENT) * strips.ROW_ALIGNMENT
     steps = [pl.cdiv(left.shape[1], TILE_K) for left in lefts]
     row_tiles, col_tiles = pl.cdiv(rows, c.tile_rows), pl.cdiv(cols, c.tile_cols)

@@ -27,6 +27,8 @@ ALIGNMENT = 8
 ROW_ALIGNMENT = 8
 # One m64 instruction; taller tiles would only need more registers.
 TILE_ROWS = 64
+# Warpgroups that multiply; two rings each keep the four warps of a third warpgroup busy.
+CONSUMERS = 2
 # A slice along the rank is a 128-byte row, the widest swizzle.
 TILE_K = 64
 SHARED_MEMORY = 232_448
@@ -44,14 +46,12 @@ class StripConfig:
       stages: slices of `left` in flight for each consumer.
       slots: tiles of the matrix in flight for each consumer; with two, one is fetched while the
         other is worked on and stored.
-      consumers: warpgroups that multiply.
       splits: runs that a strip is cut into; None balances them over the multiprocessors.
     """
 
     tile_cols: int = 128
     stages: int = 4
     slots: int = 2
-    consumers: int = 2
     splits: int | None = None
 
 
@@ -122,8 +122,8 @@ def shared_memory(
     tile = TILE_ROWS * c.tile_cols * tile_itemsize
     return (
         right_slices * TILE_K * c.tile_cols * 2
-        + c.consumers * c.stages * TILE_ROWS * TILE_K * 2
-        + c.consumers * (c.slots + extra_tiles) * tile
+        + CONSUMERS * c.stages * TILE_ROWS * TILE_K * 2
+        + CONSUMERS * (c.slots + extra_tiles) * tile
         + RESERVED
     )
 

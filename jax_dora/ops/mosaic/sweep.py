@@ -1,9 +1,9 @@
 """The kernel that walks over the strips of a matrix: the frame of expand_compose and norm.
 
 The consumers, a warpgroup each, take turns at the tiles of a run: while one works on its
-accumulator, the others keep the tensor cores busy. Each has its own fetching warp, its own ring of
-slices of `left` and its own ring of tiles of the matrix; with one fetcher for all, a consumer's
-slices would wait behind another's.
+accumulator, the other keeps the tensor cores busy. Each has its own ring of slices of `left` and
+its own ring of tiles of the matrix, and each ring its own fetching warp; with one for two rings,
+what the one waits for would hold up the other.
 
 Every ring has two rows of barriers. `ready`: the copy engine has filled a buffer. `free`: its
 consumer has handed it back; all are handed back once before the first is filled.
@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_dora.ops.mosaic.strips import TILE_K, TILE_ROWS, Sweep, tiled
+from jax_dora.ops.mosaic.strips import CONSUMERS, TILE_K, TILE_ROWS, Sweep, tiled
 
 # Registers a thread, of the 512 that 128 threads of each of a multiprocessor's warpgroups share.
 REGISTERS = 512
@@ -92,14 +92,14 @@ def sweep_kernel(
     `scratch` is further shared memory by name, which the task's functions get as keywords.
     """
     c = sweep.config
-    left_ring, tile_ring = c.consumers * c.stages, c.consumers * c.slots
+    left_ring, tile_ring = CONSUMERS * c.stages, CONSUMERS * c.slots
     buffers = {
         "left_smem": tiled((left_ring, TILE_ROWS, TILE_K), operand_dtype),
         "left_ready": plgpu.Barrier(num_barriers=left_ring),
         "left_free": plgpu.Barrier(num_barriers=left_ring),
         "right_smem": tiled((task.right_slices, TILE_K, c.tile_cols), operand_dtype),
         "right_ready": plgpu.Barrier(num_barriers=task.right_slices),
-        "right_free": plgpu.Barrier(num_arrivals=c.consumers),
+        "right_free": plgpu.Barrier(num_arrivals=CONSUMERS),
         "tile_smem": tiled((tile_ring, TILE_ROWS, c.tile_cols), tile_dtype, sweep.out),
         "tile_ready": plgpu.Barrier(num_barriers=tile_ring),
         "tile_free": plgpu.Barrier(num_barriers=tile_ring),
@@ -108,24 +108,32 @@ def sweep_kernel(
         buffers["vectors_smem"] = plgpu.SMEM((task.vectors, c.tile_cols), jnp.float32)
         buffers["vectors_ready"] = plgpu.Barrier()
     if task.finish is not None:
-        buffers["finish_turn"] = plgpu.Barrier(num_barriers=c.consumers)
+        buffers["finish_turn"] = plgpu.Barrier(num_barriers=CONSUMERS)
 
     def kernel(*gmem, buffers, scratch):
         inputs, out_gmem = gmem[: len(gmem) - len(out_type)], gmem[len(gmem) - len(out_type) :]
         walk = _Walk(sweep, lax.axis_index("block"))
         warpgroup = lax.axis_index("warpgroup")
 
-        @pl.when(warpgroup == c.consumers)
+        @pl.when(warpgroup == CONSUMERS)
         def _fetch_all():
             plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
 
             @plgpu.warp_map
             def _warp(warp):
-                pl.when(warp < c.consumers)(lambda: _fetch(walk, task, inputs, buffers, warp))
+                consumer = lax.rem(warp, CONSUMERS)
 
-        @pl.when(warpgroup < c.consumers)
+                @pl.when(warp < CONSUMERS)
+                def _fetch_left():
+                    _fetch_slices(walk, task, inputs, buffers, consumer)
+
+                @pl.when(warp >= CONSUMERS)
+                def _fetch_matrix():
+                    _fetch_tiles(walk, inputs, buffers, consumer)
+
+        @pl.when(warpgroup < CONSUMERS)
         def _consume_all():
-            registers = (REGISTERS - FETCH_REGISTERS) // c.consumers // 8 * 8
+            registers = (REGISTERS - FETCH_REGISTERS) // CONSUMERS // 8 * 8
             plgpu.set_max_registers(min(MAX_REGISTERS, registers), action="increase")
             _consume(walk, task, inputs, out_gmem, buffers, scratch, warpgroup)
 
@@ -134,7 +142,7 @@ def sweep_kernel(
         out_type=out_type,
         grid=(sweep.blocks,),
         grid_names=("block",),
-        num_threads=c.consumers + 1,
+        num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         scratch_types={"buffers": buffers, "scratch": scratch},
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=REDUCTION_SCRATCH),
@@ -164,7 +172,7 @@ class _Walk:
 
     def turns(self, consumer, before, tiles):
         """Of `tiles` tiles, `before` of them gone by: the consumer's first, and how many it has."""
-        count = self.sweep.config.consumers
+        count = CONSUMERS
         skipped = lax.rem(consumer - lax.rem(before, count) + count, count)
         return skipped, lax.div(tiles - skipped + count - 1, count)
 
@@ -172,9 +180,9 @@ class _Walk:
         return pl.ds(tile * TILE_ROWS, TILE_ROWS)
 
 
-def _fetch(walk, task, inputs, buffers, consumer):
-    """One warp: fills the rings of one consumer; the first also fetches the strip of `right`."""
-    left_gmem, right_gmem, matrix_gmem, _, *vectors_gmem = inputs
+def _fetch_slices(walk, task, inputs, buffers, consumer):
+    """One warp: fills a consumer's ring of slices; the first also fetches the strip of `right`."""
+    left_gmem, right_gmem, _, _, *vectors_gmem = inputs
     c = walk.sweep.config
 
     def fetch_run(index, before):
@@ -199,8 +207,8 @@ def _fetch(walk, task, inputs, buffers, consumer):
             lax.fori_loop(0, task.right_slices, fetch_right, None)
 
         def fetch_tile(i, _):
-            tile = skipped + i * c.consumers
-            turn = lax.div(before + tile, c.consumers)
+            tile = skipped + i * CONSUMERS
+            turn = lax.div(before + tile, CONSUMERS)
             rows = walk.rows(first + tile)
 
             def fetch_left(k, _):
@@ -212,17 +220,7 @@ def _fetch(walk, task, inputs, buffers, consumer):
                     buffers["left_ready"].at[stage],
                 )
 
-            # A consumer's only slot is handed back while it works on the next tile's slices.
-            ahead = 0 if c.slots > 1 else min(c.stages, task.left_slices)
-            lax.fori_loop(0, ahead, fetch_left, None)
-            slot = consumer * c.slots + lax.rem(turn, c.slots)
-            plgpu.barrier_wait(buffers["tile_free"].at[slot])
-            plgpu.copy_gmem_to_smem(
-                matrix_gmem.at[rows, cols],
-                buffers["tile_smem"].at[slot],
-                buffers["tile_ready"].at[slot],
-            )
-            lax.fori_loop(ahead, task.left_slices, fetch_left, None)
+            lax.fori_loop(0, task.left_slices, fetch_left, None)
 
         lax.fori_loop(0, turns, fetch_tile, None)
         return before + tiles
@@ -234,10 +232,35 @@ def _fetch(walk, task, inputs, buffers, consumer):
     def _settle_strip():
         plgpu.barrier_wait(buffers["right_free"])
 
-    for slot in range(c.slots):
-        plgpu.barrier_wait(buffers["tile_free"].at[consumer * c.slots + slot])
     for stage in range(c.stages):
         plgpu.barrier_wait(buffers["left_free"].at[consumer * c.stages + stage])
+
+
+def _fetch_tiles(walk, inputs, buffers, consumer):
+    """One warp: fills a consumer's ring of tiles of the matrix."""
+    matrix_gmem, c = inputs[2], walk.sweep.config
+
+    def fetch_run(index, before):
+        cols, _, first, tiles = walk.run(index)
+        skipped, turns = walk.turns(consumer, before, tiles)
+
+        def fetch_tile(i, _):
+            tile = skipped + i * CONSUMERS
+            turn = lax.div(before + tile, CONSUMERS)
+            slot = consumer * c.slots + lax.rem(turn, c.slots)
+            plgpu.barrier_wait(buffers["tile_free"].at[slot])
+            plgpu.copy_gmem_to_smem(
+                matrix_gmem.at[walk.rows(first + tile), cols],
+                buffers["tile_smem"].at[slot],
+                buffers["tile_ready"].at[slot],
+            )
+
+        lax.fori_loop(0, turns, fetch_tile, None)
+        return before + tiles
+
+    lax.fori_loop(0, walk.runs, fetch_run, jnp.int32(0))
+    for slot in range(c.slots):
+        plgpu.barrier_wait(buffers["tile_free"].at[consumer * c.slots + slot])
 
 
 def _consume(walk, task, inputs, out_gmem, buffers, scratch, consumer):
@@ -296,8 +319,8 @@ def _consume(walk, task, inputs, out_gmem, buffers, scratch, consumer):
                 plgpu.barrier_wait(buffers["right_ready"].at[k])
 
         def consume_tile(i, carry):
-            tile = skipped + i * c.consumers
-            turn = lax.div(before + tile, c.consumers)
+            tile = skipped + i * CONSUMERS
+            turn = lax.div(before + tile, CONSUMERS)
             acc = pl.run_scoped(
                 lambda acc_ref: multiply(acc_ref, turn=turn, first_of_run=i == 0),
                 plgpu.WGMMAAccumulatorRef((TILE_ROWS, c.tile_cols), jnp.float32),
@@ -323,7 +346,7 @@ def _consume(walk, task, inputs, out_gmem, buffers, scratch, consumer):
         carry = lax.fori_loop(0, turns, consume_tile, task.start())
         plgpu.barrier_arrive(buffers["right_free"])
         if task.finish is not None:
-            turn, next_turn = consumer, lax.rem(consumer + 1, c.consumers)
+            turn, next_turn = consumer, lax.rem(consumer + 1, CONSUMERS)
             plgpu.barrier_wait(buffers["finish_turn"].at[turn])
             task.finish(carry, split, cols, out_gmem, **scratch)
             plgpu.barrier_arrive(buffers["finish_turn"].at[next_turn])

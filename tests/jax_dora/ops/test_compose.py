@@ -84,6 +84,20 @@ def test_mosaic_agrees_at_full_size(rows, out, dtype):
     check("compose", *operands(3, (rows, out), dtype, 0.0015), 0.7, "mosaic")
 
 
+def test_mosaic_adds_many_rows_without_drift(on_mosaic):
+    """0.1 added up plainly drifts by half an ulp of the growing sum a row, always to one side."""
+    from jax_dora.ops.mosaic.compose_backward import compose_backward
+
+    rows, out, g = 1024, 8, jnp.ones(8)
+    dy, inner = jnp.ones((rows, out)), jnp.full((rows, out), 0.1, jnp.float32)
+    with on_mosaic():
+        _, _, d_g = compose_backward(
+            *(dy, inner, g, jnp.float32(1)),
+            **{"delta": False, "want_base": False, "want_lora": False, "sm_count": 1},
+        )
+    np.testing.assert_allclose(np.asarray(d_g, np.float64), rows * float(np.float32(0.1)), rtol=3e-7)
+
+
 @pytest.mark.gpu
 def test_mosaic_is_bitwise_deterministic():
     base, lora, g, dy = operands(4, (4097, 8192), jnp.bfloat16)

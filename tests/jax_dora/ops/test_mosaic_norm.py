@@ -64,8 +64,8 @@ def test_agrees_with_the_materialised_norm(on_mosaic, n_in, rank, out, dtype, ad
 @pytest.mark.parametrize(
     "config",
     [
-        StripConfig(tile_cols=64, stages=2, slots=2, consumers=2, splits=1),
-        StripConfig(stages=3, slots=1, consumers=2, splits=3),
+        StripConfig(tile_cols=64, stages=2, slots=2, splits=1),
+        StripConfig(stages=3, slots=1, splits=3),
     ],
 )
 def test_every_kind_of_config_agrees(on_mosaic, config):

@@ -71,6 +71,7 @@ def check(forward, back, y, inner, dx):
     ("rows", "n_in", "rank", "out", "dtype", "config"),
     [
         (200, 256, 24, 320, jnp.bfloat16, CONFIG),
+        (200, 64, 24, 64, jnp.bfloat16, CONFIG),
         (37, 256, 4, 256, jnp.float16, ProjectionConfig(128, 128, split_rows=False, stages=2)),
         (
             264,
@@ -126,7 +127,8 @@ def test_refuses_with_a_reason():
     assert "no rows" in refuses(0, 256, 256, bf16, bf16)
     assert "in = 96" in refuses(64, 96, 256, bf16, bf16)
     assert "out = 96" in refuses(64, 256, 96, bf16, bf16)
-    assert "less than a tile's 256" in refuses(64, 64, 256, bf16, bf16)
+    assert "in is 0" in refuses(64, 0, 256, bf16, bf16)
+    assert refuses(64, 64, 64, bf16, bf16) is None
 
 
 @pytest.mark.gpu

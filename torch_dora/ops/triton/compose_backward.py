@@ -6,7 +6,8 @@ dy, inner, d_base, d_lora: [rows, out], fp16, bf16 or fp32; g: f32[out]; d_g: f3
 
 d_g is reduced in two stages: a program walks a strip of rows of one block of columns and writes one
 partial sum per column, [strips, out] in fp32; a second kernel adds the strips in their order. No
-atomics, so the same inputs give the same bits run after run.
+atomics, so the same inputs give the same bits run after run. A strip is every n-th tile of rows, n
+the number of strips, so that what is read at one time lies close together.
 
 Bytes: 2 reads and as many writes of rows·out as cotangents are wanted: at 4.2 TB/s and bf16, one
 cotangent at 4096×4096 takes 24 µs. The partials are 8/rows-of-a-strip of one operand's bytes.
@@ -28,15 +29,16 @@ class Config:
     """A program takes ``columns`` columns of a strip of rows, ``rows`` of them at a time.
 
     ``programs`` is how many to have at least: enough strips that every multiprocessor of a large
-    GPU holds several programs, few enough that the partials stay small. ``columns`` narrow enough
-    for many strips and still 512 bytes of a bf16 row; ``rows`` × ``columns`` elements in flight in
-    each program. ``most_strips`` bounds what the second stage holds in registers.
+    GPU holds several programs, few enough that the partials stay small. ``columns`` is 2 KiB of a
+    bf16 row, the widest that leaves a thread 32 sums to hold; ``rows`` × ``columns`` elements in
+    each of the ``stages`` in flight. ``most_strips`` bounds what the second stage holds in
+    registers.
     """
 
-    rows: int = 16
-    columns: int = 256
+    rows: int = 4
+    columns: int = 1024
     warps: int = 4
-    stages: int = 3
+    stages: int = 4
     programs: int = 132 * 4
     most_strips: int = 512
 
@@ -74,12 +76,13 @@ def _kernel(
     partial_ptr,  # f32[strips, out], not written unless WITH_G
     rows,
     features,
+    strips,
     scale,
     DELTA: tl.constexpr,
     WITH_BASE: tl.constexpr,
     WITH_LORA: tl.constexpr,
     WITH_G: tl.constexpr,
-    HEIGHT: tl.constexpr,
+    STEPS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -94,8 +97,8 @@ def _kernel(
         base_factor = g - 1.0
 
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for top in tl.range(0, HEIGHT, ROWS, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
-        row = strip * HEIGHT + top + tl.arange(0, ROWS)  # [ROWS]
+    for step in tl.range(0, STEPS, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+        row = (step * strips + strip) * ROWS + tl.arange(0, ROWS)  # [ROWS]
         mask = (row < rows)[:, None] & here[None, :]
         # rows·out may exceed 2³¹.
         offset = row.to(tl.int64)[:, None] * features + column[None, :]  # [ROWS, COLUMNS]
@@ -180,12 +183,13 @@ def launch(
         g if partial is None else partial,
         rows,
         features,
+        strips,
         scale,
         DELTA=delta,
         WITH_BASE=d_base is not None,
         WITH_LORA=d_lora is not None,
         WITH_G=d_g is not None,
-        HEIGHT=height,
+        STEPS=height // config.rows,
         ROWS=config.rows,
         COLUMNS=config.columns,
         STAGES=config.stages,

@@ -55,9 +55,9 @@ config = compose_backward.CONFIG
 pointers = dict.fromkeys(["dy_ptr", "inner_ptr", "d_base_ptr", "d_lora_ptr"], half)
 code = lower(
     compose_backward._kernel,
-    pointers | sizes | dict(g_ptr=full, partial_ptr=full),
+    pointers | sizes | dict(g_ptr=full, partial_ptr=full, strips="i32"),
     dict(
-        DELTA=False, WITH_BASE=True, WITH_LORA=True, WITH_G=True, HEIGHT=4 * config.rows,
+        DELTA=False, WITH_BASE=True, WITH_LORA=True, WITH_G=True, STEPS=4,
         ROWS=config.rows, COLUMNS=config.columns, STAGES=config.stages,
     ),
     config.warps,

@@ -1,0 +1,227 @@
+"""Every GPU kernel of both packages, once, under NVIDIA's compute-sanitizer.
+
+    python tools/sanitize.py --out FILE [--tool memcheck --tool racecheck] [--kernel NAME]
+
+Runs this file again for each kernel and tool under `compute-sanitizer`, and writes as JSON what was
+found: for each tool and kernel the number of errors (null where the tool could not run), the
+seconds and the last lines. Shapes are small and ragged: the tools slow a kernel down a
+thousandfold. Planted faults show that the tools see our kernels. Ends with 1 if anything else was
+found, a planted fault was missed, or a tool could not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import triton
+import triton.language as tl
+
+ROWS, IN, RANK, OUT = 200, 192, 72, 328
+SCALE = 0.7
+# The fault that each tool must find.
+PLANTED = {"memcheck": "torch/planted overrun", "racecheck": "jax/planted race"}
+
+
+@triton.jit
+def _overrunning_kernel(pointer):
+    tl.store(pointer + 1_000_000 + tl.arange(0, 32), 1.0)
+
+
+def jax_kernels() -> dict[str, Callable[[], object]]:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax import lax
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from jax_dora.ops.mosaic import compose, compose_backward, expand_compose, norm, projection
+
+    rng = np.random.default_rng(0)
+
+    def race():
+        """Two warpgroups write the same shared memory, and nobody waits."""
+
+        def body(out_gmem, smem):
+            smem[...] = jnp.full(smem.shape, lax.axis_index("warpgroup"), jnp.float32)
+            out_gmem[...] = smem[...]
+
+        return plgpu.kernel(
+            body,
+            out_type=jax.ShapeDtypeStruct((128,), jnp.float32),
+            scratch_types=[plgpu.SMEM((128,), jnp.float32)],
+            num_threads=2,
+            thread_name="warpgroup",
+            kernel_name="dora_planted_race",
+        )()
+
+    def draw(*shape: int, dtype=jnp.bfloat16) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    rows, out, scale = draw(ROWS, OUT), OUT, jnp.float32(SCALE)
+    g, bias, z = draw(out, dtype=jnp.float32), draw(out), draw(ROWS, RANK)
+    a, b, kernel = draw(IN, RANK), draw(RANK, out), draw(IN, out)
+    wide = draw(IN, 320)
+    return {
+        "planted race": race,
+        "compose": lambda: compose.compose(
+            rows, rows, g, scale, bias, delta=False, want_inner=True, sm_count=4
+        ),
+        "compose_backward": lambda: compose_backward.compose_backward(
+            rows, rows, g, scale, delta=False, want_base=True, want_lora=True, sm_count=4
+        ),
+        "compose_backward d_g": lambda: compose_backward.compose_backward(
+            rows, rows, g, scale, delta=False, want_base=False, want_lora=False, sm_count=4
+        ),
+        "expand_compose": lambda: expand_compose.expand_compose(
+            rows, z, b, g, scale, bias, want_inner=True, sm_count=4
+        ),
+        "norm": lambda: norm.norm(kernel, a, b, scale, sm_count=4),
+        "norm fp32 adapters": lambda: norm.norm(
+            kernel, a.astype(jnp.float32), b.astype(jnp.float32), scale, sm_count=4
+        ),
+        "project": lambda: projection.project(
+            draw(ROWS, IN),
+            wide,
+            z,
+            draw(RANK, 320),
+            draw(320),
+            draw(320),
+            want_inner=True,
+            sm_count=4,
+        ),
+        "project_back": lambda: projection.project_back(draw(ROWS, 320), wide, z, a, sm_count=4),
+        "project_back narrow": lambda: projection.project_back(
+            draw(ROWS, 64), draw(64, 64), z, draw(64, RANK), sm_count=4
+        ),
+    }
+
+
+def torch_kernels() -> dict[str, Callable[[], object]]:
+    import torch
+
+    from torch_dora.ops.triton import (
+        compose_backward,
+        compose_forward,
+        expand_compose,
+        norm_assembly,
+        one_pass_norm,
+    )
+
+    torch.manual_seed(0)
+
+    def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda").to(dtype)
+
+    rows, g, bias = draw(ROWS, OUT), draw(OUT, dtype=torch.float32), draw(OUT)
+    z, a, b, weight = draw(ROWS, RANK), draw(RANK, IN), draw(OUT, RANK), draw(OUT, IN)
+    squares = draw(OUT, dtype=torch.float32).abs()
+    return {
+        "planted overrun": lambda: _overrunning_kernel[(1,)](squares),
+        "compose": lambda: compose_forward.compose(rows, rows, g, bias, SCALE, False),
+        "compose_with_inner": lambda: compose_forward.compose_with_inner(
+            rows, rows, g, bias, SCALE, False
+        ),
+        "compose_backward": lambda: compose_backward.compose_backward(
+            rows, rows, g, SCALE, False, True, True
+        ),
+        "expand_compose": lambda: expand_compose.expand_compose_with_inner(
+            rows, z, b, g, bias, SCALE
+        ),
+        "norm_assembly": lambda: norm_assembly.assemble_norm(squares, squares, squares, SCALE),
+        "one_pass_norm": lambda: one_pass_norm.norm(weight, a, b, SCALE),
+    }
+
+
+KERNELS = {"jax": jax_kernels, "torch": torch_kernels}
+
+
+def run_one(name: str) -> None:
+    framework, _, kernel = name.partition("/")
+    result = KERNELS[framework]()[kernel]()
+    if framework == "jax":
+        import jax
+
+        jax.block_until_ready(result)
+    else:
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def sanitize(tool: str, name: str) -> dict[str, object]:
+    """What `tool` says of the kernel `name`."""
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
+    # Only our own kernels: the frameworks' are not on trial, and each takes its time.
+    ours = "dora" if name.startswith("jax") else "kernel"
+    command += ["--kernel-name", f"kernel_substring={ours}"]
+    environment = os.environ | {
+        # Each array an allocation of its own, so that memcheck knows where it ends.
+        "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+    }
+    start = time.perf_counter()
+    done = subprocess.run(
+        [*command, sys.executable, __file__, "--one", name],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("=========")]
+    # "ERROR SUMMARY: 3 errors", or racecheck's "RACECHECK SUMMARY: 1 hazard displayed (1 error, …)"
+    counts = re.findall(r"SUMMARY: (\d+)", done.stdout)
+    errors = int(counts[-1]) if counts and done.returncode in (0, 9) else None
+    last = "\n".join((lines[:12] if errors else lines[-1:]) or done.stdout.splitlines()[-5:])
+    return {"errors": errors, "seconds": round(time.perf_counter() - start, 1), "last": last}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, help="the JSON to write")
+    parser.add_argument("--tool", action="append", choices=("memcheck", "racecheck", "synccheck"))
+    parser.add_argument("--kernel", default="", help="only those whose name contains this")
+    parser.add_argument("--jobs", type=int, default=4, help="kernels at a time")
+    parser.add_argument("--commit", help="to record, where there is no git checkout")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        run_one(options.one)
+        return 0
+
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from benchmarks.environment import environment
+
+    names = [f"{framework}/{name}" for framework in KERNELS for name in KERNELS[framework]()]
+    names = [name for name in names if options.kernel in name]
+    tools = options.tool or ["memcheck", "racecheck"]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        runs = {(tool, name): pool.submit(sanitize, tool, name) for tool in tools for name in names}
+    report = {"environment": environment("cuda", options.commit), "tools": {}}
+    clean = True
+    for (tool, name), run in runs.items():
+        found = report["tools"].setdefault(tool, {})[name] = run.result()
+        errors = found["errors"]
+        as_wanted = errors == 0 if "planted" not in name else bool(errors)
+        clean &= as_wanted
+        print(f"{tool:10s} {name:26s} {errors} errors, {found['seconds']} s", flush=True)
+        if not as_wanted:
+            print(found["last"])
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    return 0 if clean else 1
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.exit(main())
