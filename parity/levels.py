@@ -6,14 +6,14 @@ Each level answers which of its quantities failed: none, in sound packages.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from parity import cases, encoder, minilm, minilm_jax, minilm_torch
 from parity.compare import Row, run_case
-from parity.faults import Backend, Level
+from parity.faults import BACKENDS, Backend, Level
 from parity.minilm_torch import Adapter, Evaluation
 from parity.model.checks import judge
 from parity.model.execute import execute, framework, systems
@@ -62,10 +62,14 @@ def _failures(rows: Iterable[Row]) -> list[Failure]:
     found = []
     for row in rows:
         if not row.passed:
-            sides: list[Backend] = [] if row.jax.passed else ["jax"]
-            sides += [] if row.torch.passed else ["torch"]
-            found.append(Failure(row.quantity, sides[0] if len(sides) == 1 else None))
+            sound = {"jax": row.jax.passed, "torch": row.torch.passed}
+            sides = [backend for backend in BACKENDS if not sound[backend]]
+            found.append(Failure(row.quantity, _only(sides)))
     return found
+
+
+def _only(backends: Sequence[Backend]) -> Backend | None:
+    return backends[0] if len(backends) == 1 else None
 
 
 class _Encoder:
@@ -141,8 +145,9 @@ class _Model:
         failures = []
         for check in judge(MODEL_RUN, found, {}).checks:
             if not check.passed:
-                sides = {ours.get(framework(name)) for name in check.systems.split(", ")} - {None}
-                failures.append(Failure(check.quantity, sides.pop() if len(sides) == 1 else None))
+                names = [framework(name) for name in check.systems.split(", ")]
+                sides = [ours[name] for name in names if name in ours]
+                failures.append(Failure(check.quantity, _only(sides)))
         return failures
 
     def _execute(self, names: list[str]) -> dict[str, Result]:

@@ -55,8 +55,11 @@ def _compute(run: Run, weights: Weights, linear: Any, *, kernels: bool) -> Resul
 
     program = jax.value_and_grad(loss, has_aux=True) if jax.tree.leaves(adapter) else loss
     with _surroundings(run, interpret=kernels and not weights.tokens.is_cuda):
-        found = jax.jit(program)(adapter, frozen, tokens)
-        found = jax.block_until_ready(found)
+        # Triton's matrix products take XLA long to tune, and none of ours is among them.
+        options = {"xla_gpu_enable_triton_gemm": False} if weights.tokens.is_cuda else {}
+        arguments = (adapter, frozen, tokens)
+        compiled = jax.jit(program).lower(*arguments).compile(compiler_options=options)
+        found = jax.block_until_ready(compiled(*arguments))
     (value, logits), gradients = found if jax.tree.leaves(adapter) else (found, {})
     return Result(to_torch(logits), float(value), _gradients(gradients))
 

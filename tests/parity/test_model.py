@@ -1,0 +1,192 @@
+"""Whole models: the fp64 reference is the published model, the command runs, and it can fail."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from parity.__main__ import main
+from parity.model import flax_systems, reference, torch_systems
+from parity.model.checks import judge
+from parity.model.execute import FP64, PEFT, execute, systems
+from parity.model.measure import compare, compare_logits
+from parity.model.sizes import PROJECTIONS, QWEN3_8B, TINY, Run, runs
+from parity.model.weights import Result, draw
+
+RUN = Run(TINY, "float32", layers=2, tokens=20, last=12)
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return draw(RUN, "cpu")
+
+
+@pytest.fixture(scope="module")
+def results(weights):
+    executed = execute(RUN, weights, systems(RUN))
+    assert not executed.errors
+    return executed.results
+
+
+def _published(weights, merged):
+    """transformers' model in fp64, of base weights or of merged ones."""
+    model = torch_systems._model(RUN, weights).double()
+    with torch.no_grad():
+        for index, layer in enumerate(weights.layers if merged else ()):
+            for block, names in PROJECTIONS.items():
+                for name in names:
+                    p = layer.projections[name]
+                    direction = p.weight.double() + TINY.scale * (
+                        p.lora_b.double() @ p.lora_a.double()
+                    )
+                    norm = torch.linalg.vector_norm(direction, dim=1)
+                    path = f"model.layers.{index}.{block}.{name}"
+                    linear = model.get_submodule(path)
+                    linear.weight = torch.nn.Parameter((p.magnitude / norm)[:, None] * direction)
+        return model(input_ids=weights.tokens[:, :-1], logits_to_keep=RUN.last).logits[0]
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_the_reference_is_the_published_model(weights, adapted):
+    expected = _published(weights, merged=adapted)
+    found = reference.compute(RUN, weights, adapted=adapted)
+    # transformers rotates and normalises in fp32 even in an fp64 model.
+    assert compare_logits(found.logits, expected).distance.relative < 1e-6
+
+
+def test_the_references_gradients_are_those_of_finite_differences(weights):
+    gradients = reference.compute(RUN, weights).gradients
+    generator = torch.Generator().manual_seed(3)
+    for kind in ("q_proj.lora_a", "down_proj.lora_b", "v_proj.magnitude"):
+        name, field = kind.split(".")
+        value = getattr(weights.layers[0].projections[name], field)
+        direction = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+        direction /= direction.norm()
+
+        def loss(step, name=name, field=field, value=value, direction=direction):
+            first = weights.layers[0]
+            moved = {field: value.double() + step * direction}
+            if field != "magnitude":
+                # The norm is held constant, so the magnitude follows it.
+                p = first.projections[name]
+                moved["magnitude"] = p.magnitude.double() * _norm(p, moved) / _norm(p, {})
+            projections = first.projections | {
+                name: dataclasses.replace(first.projections[name], **moved)
+            }
+            layers = [dataclasses.replace(first, projections=projections), *weights.layers[1:]]
+            model = dataclasses.replace(weights, layers=layers)
+            return reference.compute(RUN, model).loss
+
+        step = 1e-4
+        slope = (loss(step) - loss(-step)) / (2 * step)
+        assert slope == pytest.approx((gradients[kind][0] * direction).sum().item(), rel=1e-5)
+
+
+def _norm(projection, moved):
+    values = {"lora_a": projection.lora_a, "lora_b": projection.lora_b} | moved
+    product = values["lora_b"].double() @ values["lora_a"].double()
+    return torch.linalg.vector_norm(projection.weight.double() + TINY.scale * product, dim=1)
+
+
+def test_sound_systems_pass(results):
+    verdict = judge(RUN, results, {})
+    assert verdict.passed
+    kinds = {f"{name}.{kind}" for names in PROJECTIONS.values() for name in names
+             for kind in ("lora_a", "lora_b", "magnitude")}  # fmt: skip
+    assert results["Flax"].gradients.keys() == results[PEFT].gradients.keys() == kinds
+    for kind in kinds:
+        assert [g.shape for g in results["Flax"].gradients[kind]] == [
+            g.shape for g in results[FP64].gradients[kind]
+        ]
+        assert all(g.abs().max() > 0 for g in results["Flax"].gradients[kind])
+
+
+def test_a_wrong_logit_or_gradient_fails(results):
+    for part in ("logits", "gradients"):
+        wrong = dict(results)
+        torch_dora = results["torch"]
+        logits = torch_dora.logits.clone()
+        gradients = {kind: [g.clone() for g in gs] for kind, gs in torch_dora.gradients.items()}
+        if part == "logits":
+            logits[3] += 0.01 * logits[4]
+        else:
+            gradients["k_proj.magnitude"][1] *= 1.001
+        wrong["torch"] = Result(logits, torch_dora.loss, gradients)
+        failed = [check for check in judge(RUN, wrong, {}).checks if not check.passed]
+        assert failed
+        assert all("torch" in check.systems for check in failed)
+
+
+def test_nan_fails(results):
+    nan = {kind: [g * float("nan") for g in gs] for kind, gs in results["Flax"].gradients.items()}
+    logits = results["Flax"].logits.clone()
+    logits[0, 0] = float("nan")
+    wrong = results | {"Flax": Result(logits, 0.0, nan)}
+    failed = {c.quantity for c in judge(RUN, wrong, {}).checks if not c.passed}
+    assert {"logits, 1 - cosine", "logits, relative", "adapter's gradient, relative"} <= failed
+
+
+def test_measures():
+    a = torch.tensor([[3.0, 4.0], [0.0, 1.0]])
+    b = torch.tensor([[4.0, 3.0], [0.0, 1.0]])
+    found = compare_logits(a, b)
+    assert found.distance.cosine == pytest.approx(1 - 25 / 26)
+    assert found.distance.relative == pytest.approx((2 / 26) ** 0.5)
+    assert found.distance.peak == 1
+    assert found.top1 == 0.5
+    p, q = torch.softmax(b[0].double(), 0), torch.softmax(a[0].double(), 0)
+    assert found.kl_max == pytest.approx((p * (p / q).log()).sum().item())
+    assert found.kl_mean == pytest.approx(found.kl_max / 2)
+    one = Result(a, 1.0, {"x": [a, b], "y": [b]})
+    pair = compare("one", one, "other", Result(b, 0.5, {"x": [b, b], "y": [b]}))
+    assert pair.gradients["y"].relative == 0
+    assert pair.gradients["x"].relative == pytest.approx((2 / 52) ** 0.5)
+    assert pair.adapter.relative == pytest.approx((2 / 78) ** 0.5)
+    assert pair.loss == 0.5
+
+
+def test_one_broken_system_does_not_stop_the_others(monkeypatch, tmp_path):
+    def broken(run, weights):
+        raise RuntimeError("out of memory, say")
+
+    monkeypatch.setattr(torch_systems, "peft", broken)
+    arguments = ["model", "--device", "cpu", "--dtype", "bf16", "--layers", "1"]
+    code = main([*arguments, "--sequence", "16", "--out", str(tmp_path), "--commit", "abc"])
+    assert code == 1
+    report = json.loads((tmp_path / "model.json").read_text())
+    assert report["environment"]["commit"] == "abc"
+    (run,) = report["runs"]
+    assert run["errors"] == {"PEFT": "RuntimeError: out of memory, say"}
+    assert run["layers"] == 1
+    assert {"torch", "Flax", "fp64"} <= run["losses"].keys()
+    assert "PEFT failed" in (tmp_path / "model.md").read_text()
+
+
+def test_every_implementation_is_named(monkeypatch):
+    named = {"flax": [], "torch": []}
+    for side, module in (("flax", flax_systems), ("torch", torch_systems)):
+
+        def ours(run, weights, implementation, side=side):
+            named[side].append(implementation)
+            return Result(torch.ones(1, 2), 0.0, {})
+
+        monkeypatch.setattr(module, "ours", ours)
+    for device in ("cpu", "cuda"):
+        for values in named.values():
+            values.clear()
+        for run in runs(device, ("bfloat16", "float32")):
+            for name, system in systems(run).items():
+                if name.startswith(("Flax", "torch")) and "base" not in name:
+                    system(run, None)
+        assert {"mosaic", "xla", None} == set(named["flax"])
+        assert {"triton", "eager", None} == set(named["torch"])
+
+
+def test_the_full_run_is_qwen3_8b():
+    full = runs("cuda", ("bfloat16",))[0]
+    assert full.sizes is QWEN3_8B
+    assert (full.layers, full.tokens, full.last) == (36, 4096, 1024)
+    assert QWEN3_8B.scale == pytest.approx(192 / 384**0.5)
+    parameters = 36 * sum(a * b for a, b in QWEN3_8B.projections().values())
+    assert parameters + 2 * 151_936 * 4096 + 36 * (2 * 4096 + 2 * 128) + 4096 == 8_190_735_360
