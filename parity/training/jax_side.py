@@ -38,8 +38,6 @@ from parity.training.text import even_starts, starts, text
 CHUNK = 50
 EVAL_BATCH = 32
 RULE = r"model/layers/(self_attn|mlp)/\w+_proj"
-# XLA may keep bf16 intermediates in fp32; torch rounds where the program says.
-COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
 
 Progress = Callable[[int, float], None]
 
@@ -172,7 +170,7 @@ def _steps(loss: Callable, optimizer: Any, part: jax.Array, length: int) -> Call
         carry, metrics = jax.lax.scan(step, (trained, state), where)
         return *carry, *metrics
 
-    return jax.jit(run, donate_argnums=(0, 1), compiler_options=COMPILER_OPTIONS)
+    return jax.jit(run, donate_argnums=(0, 1), compiler_options=_compiler_options())
 
 
 def _evaluator(loss: Callable, settings: Settings) -> Callable[[Any, Any], float]:
@@ -181,7 +179,7 @@ def _evaluator(loss: Callable, settings: Settings) -> Callable[[Any, Any], float
     where = even_starts(text().held_out, settings.eval_rows, settings.length)
     batches = np.split(where, max(1, len(where) // EVAL_BATCH))
 
-    @functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
+    @functools.partial(jax.jit, compiler_options=_compiler_options())
     def batch_loss(trained, frozen, where):
         return loss(trained, _rows(part, where, settings.length), frozen)
 
@@ -189,6 +187,15 @@ def _evaluator(loss: Callable, settings: Settings) -> Callable[[Any, Any], float
         return float(np.mean([float(batch_loss(trained, frozen, batch)) for batch in batches]))
 
     return evaluate
+
+
+def _compiler_options() -> dict[str, bool]:
+    """XLA may keep bf16 intermediates in fp32; torch rounds where the program says."""
+    options = {"xla_allow_excess_precision": False}
+    if jax.default_backend() == "gpu":
+        # Minutes of tuning for products this small.
+        options["xla_gpu_enable_triton_gemm"] = False
+    return options
 
 
 def _rows(part: jax.Array, where: jax.Array, length: int) -> jax.Array:

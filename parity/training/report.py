@@ -72,7 +72,8 @@ class Report:
           failures: what is wrong with the runs that are missing.
         """
         limits = FULL_PRECISION if settings.dtype == "float32" else PAPER
-        report = cls(settings, limits, environment(device, commit), failures=failures)
+        packages = ("optax", "transformers")
+        report = cls(settings, limits, environment(device, commit, packages), failures=failures)
         for seed in sorted({seed for seed, _ in files}):
             # A seed's at a time: an adapter has tens of millions of numbers.
             runs = {v: Run.load(file) for (s, v), file in files.items() if s == seed}
