@@ -4,13 +4,18 @@ Each layer of a stack is taken out, treated as a layer of its own, and put back,
 layer computes bit for bit what its layers would.
 """
 
+import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_dora.adapt.kinds import Kind
 
@@ -51,13 +56,22 @@ def adapt_stack(
     layer: Any, kind: Kind, shape: tuple[int, ...], adapt_one: Callable[[Any], Any]
 ) -> Any:
     """The DoRA layer of a stack of `shape`, over the very parameters of `layer`."""
-    adapted, states = None, []
-    for index in indices(shape):
+    adapted, parameters, streams = None, None, []
+    for number, index in enumerate(indices(shape)):
         one = adapt_one(take(layer, index))
-        # Not its kernel: at most one layer of the stack is held a second time.
-        states.append(nnx.state(one, nnx.Any(nnx.LoRAParam, nnx.RngState)))
-        adapted = one if adapted is None else adapted
-    nnx.update(adapted, jax.tree.map(lambda *arrays: join(arrays, shape), *states))
+        state, stream, _ = nnx.split_state(nnx.state(one), nnx.LoRAParam, nnx.RngState, ...)
+        if adapted is None:
+            adapted, parameters = one, jax.tree.map(lambda x: _room(math.prod(shape), x), state)
+        # At once, and waited for, so that at most one layer of the stack is held a second time.
+        parameters = jax.tree.map(lambda room, x, n=number: _fill(room, x, n), parameters, state)
+        jax.block_until_ready(parameters)
+        if one is not adapted:
+            _empty(one)
+        streams.append(stream)
+    if len(shape) > 1:
+        parameters = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), parameters)
+    nnx.update(adapted, parameters)
+    nnx.update(adapted, jax.tree.map(lambda *arrays: join(arrays, shape), *streams))
     kernel = getattr(layer, kind.kernel)
     names = kernel.get_metadata("out_sharding", None)
     lead = () if names is None else tuple(names)[: len(shape)]
@@ -73,6 +87,42 @@ def adapt_stack(
 def join(arrays: Any, shape: tuple[int, ...]) -> jax.Array:
     """Arrays of the layers of a stack, in row-major order, as one array with the stack's axes."""
     return jnp.stack(arrays).reshape(*shape, *arrays[0].shape)
+
+
+def _empty(layer: Any) -> None:
+    """Lets go of the parameters at once: modules lie in cycles of references, which Python collects
+    when it likes."""
+    for _, variable in nnx.iter_graph(layer):
+        if isinstance(variable, nnx.Param):
+            variable.set_value(None)
+
+
+def _room(count: int, one: jax.Array) -> jax.Array:
+    """Zeros for `count` arrays like `one`, along a new leading axis, on the same devices."""
+    shape = (count, *one.shape)
+    if isinstance(one, Tracer):
+        return jnp.zeros(shape, one.dtype)
+    sharding = one.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+        return jnp.zeros(shape, one.dtype, device=sharding)
+    return jnp.zeros_like(one, shape=shape)
+
+
+def _fill(room: jax.Array, one: jax.Array, number: int) -> jax.Array:
+    """`room` with `one` at `number`, in place where both are arrays."""
+    if isinstance(one, Tracer):
+        return room.at[number].set(one)
+    named = isinstance(room.sharding, NamedSharding)
+    return _put(room.sharding if named else None)(room, one, number)
+
+
+@functools.cache
+def _put(sharding: NamedSharding | None) -> Callable[..., jax.Array]:
+    def put(room: jax.Array, one: jax.Array, number: jax.Array) -> jax.Array:
+        return lax.dynamic_update_index_in_dim(room, one, number, 0)
+
+    return jax.jit(put, donate_argnums=0, out_shardings=sharding)
 
 
 def _rename_axes(variable: nnx.Variable, rename: Callable[[tuple[Any, ...]], Any]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from flax import nnx
 from safetensors.numpy import save_file
 
@@ -18,11 +19,16 @@ TIMES = 1.2
 
 
 class Model(nnx.Module):
-    def __init__(self, layers: int) -> None:
-        init = nnx.initializers.ones
-        self.layers = nnx.List(
-            [nnx.Linear(IN, OUT, kernel_init=init, rngs=nnx.Rngs(0)) for _ in range(layers)]
-        )
+    """Its layers stand in a list, or stacked along the leading axis of one array."""
+
+    def __init__(self, layers: int, *, stacked: bool) -> None:
+        def make(rngs: nnx.Rngs) -> nnx.Linear:
+            return nnx.Linear(IN, OUT, kernel_init=nnx.initializers.ones, rngs=rngs)
+
+        if stacked:
+            self.layers: Any = nnx.split_rngs(splits=layers)(nnx.vmap(make))(nnx.Rngs(0))
+        else:
+            self.layers = nnx.List([make(nnx.Rngs(0)) for _ in range(layers)])
 
 
 def write(folder: Path, layers: int) -> int:
@@ -53,24 +59,25 @@ def most_memory() -> int:
     return int(line.split()[1]) * 1024
 
 
-def measure(small: Path, folder: Path, results: Any) -> None:
+def measure(small: Path, folder: Path, stacked: bool, results: Any) -> None:
     # What JAX compiles is not the adapter's.
-    load_adapter(Model(1), small)
-    model = Model(LAYERS)
+    load_adapter(Model(1, stacked=stacked), small)
+    model = Model(LAYERS, stacked=stacked)
     before = most_memory()
     loaded = load_adapter(model, folder)
     jax.block_until_ready(nnx.state(loaded))
     results.put(most_memory() - before)
 
 
-def test_the_peak_is_near_the_adapter(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stacked", [False, True])
+def test_the_peak_is_near_the_adapter(stacked: bool, tmp_path: Path) -> None:
     write(tmp_path / "small", 1)
     size = write(tmp_path / "folder", LAYERS)
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
 
     process = context.Process(
-        target=measure, args=(tmp_path / "small", tmp_path / "folder", results)
+        target=measure, args=(tmp_path / "small", tmp_path / "folder", stacked, results)
     )
     process.start()
     peak = results.get(timeout=120)
