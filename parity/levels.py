@@ -6,8 +6,9 @@ Each level answers which of its quantities failed: none, in sound packages.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -63,7 +64,7 @@ def _failures(rows: Iterable[Row]) -> list[Failure]:
     for row in rows:
         if not row.passed:
             sound = {"jax": row.jax.passed, "torch": row.torch.passed}
-            sides = [backend for backend in BACKENDS if not sound[backend]]
+            sides: list[Backend] = [b for b in BACKENDS if not sound[b]]
             found.append(Failure(row.quantity, _only(sides)))
     return found
 
@@ -130,7 +131,7 @@ class _Encoder:
 class _Model:
     """A tiny decoder in fp32 against transformers with PEFT and against fp64."""
 
-    BACKENDS: tuple[tuple[str, Backend], ...] = (("Flax", "jax"), ("torch", "torch"))
+    BACKENDS: Mapping[str, Backend] = MappingProxyType({"Flax": "jax", "torch": "torch"})
 
     def __init__(self) -> None:
         self._sound: dict[str, Result] = {}
@@ -139,14 +140,14 @@ class _Model:
         if not self._sound:
             self._sound = self._execute(list(systems(MODEL_RUN)))
         found = dict(self._sound)
-        ours = dict(self.BACKENDS)
+        ours = self.BACKENDS
         if backend is not None:
             found |= self._execute([name for name in ours if ours[name] == backend])
         failures = []
         for check in judge(MODEL_RUN, found, {}).checks:
             if not check.passed:
                 names = [framework(name) for name in check.systems.split(", ")]
-                sides = [ours[name] for name in names if name in ours]
+                sides: list[Backend] = [ours[name] for name in names if name in ours]
                 failures.append(Failure(check.quantity, _only(sides)))
         return failures
 
