@@ -13,12 +13,13 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from parity.training.settings import Settings
 from parity.training.text import text
-from parity.training.variants import NATIVE_ONLY, VARIANTS, Variant
+from parity.training.variants import NATIVE_ONLY, PEFT, VARIANTS, Variant
 
 ROOT = Path(__file__).parents[2]
 Job = tuple[int, Variant]
@@ -97,8 +98,9 @@ def _jobs(options: argparse.Namespace, device: str) -> list[Job]:
     return [
         (seed, variant)
         for variant in VARIANTS
-        for seed in (options.seeds[:1] if variant.perturbed else options.seeds)
+        for seed in (options.seeds[:1] if variant.once else options.seeds)
         if (device == "cuda" or variant not in NATIVE_ONLY)
+        and (variant != PEFT or find_spec("peft") is not None)
         and re.search(options.variant, variant.label)
     ]
 

@@ -76,7 +76,7 @@ class Settings:
             rows=8,
             steps=40,
             warmup=5,
-            base_steps=60,
+            base_steps=50,
             base_learning_rate=3e-3,
             eval_rows=64,
         )

@@ -42,7 +42,8 @@ def train(
     progress: Progress | None = None,
     device: str = "cpu",
 ) -> Run:
-    """Arguments as `parity.training.jax_side.train`'s; `implementation` is `torch_dora.ops`'."""
+    """Arguments as `parity.training.jax_side.train`'s; `implementation` is `torch_dora.ops`', or
+    "peft" for Hugging Face PEFT's layers in the place of ours."""
     begin = time.perf_counter()
     model = _model(settings, base, adapter, implementation, device)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -128,20 +129,24 @@ def _model(
         base, dtype=dtype, attn_implementation="rounded"
     )
     model.model.rotary_emb = WideRotation(model.model.rotary_emb)
-    rule = torch_dora.DoRARule(
-        RULE,
-        rank=settings.rank,
-        alpha=settings.alpha,
-        use_rslora=True,
-        implementation=implementation,
-    )
-    model = torch_dora.apply_dora(model, rule).to(device)
+    if implementation == "peft":
+        _apply_peft(model, settings)
+    else:
+        rule = torch_dora.DoRARule(
+            RULE,
+            rank=settings.rank,
+            alpha=settings.alpha,
+            use_rslora=True,
+            implementation=implementation,
+        )
+        model = torch_dora.apply_dora(model, rule)
+    model = model.to(device)
     with torch.no_grad():
         for projection in PROJECTIONS:
             for layer in range(settings.layers):
-                module = model.get_submodule(f"model.layers.{layer}.{projection}")
+                parameters = _parameters(model, layer, projection)
                 for name in NAMES:
-                    getattr(module, name).copy_(torch.from_numpy(adapter[projection][name][layer]))
+                    parameters[name].copy_(torch.from_numpy(adapter[projection][name][layer]))
     return model.train()
 
 
@@ -164,10 +169,33 @@ def _rows(part: Tensor, where: Tensor, length: int) -> Tensor:
 
 def _adapter_of(model: Any, settings: Settings) -> Adapter:
     def stacked(projection: str, name: str) -> np.ndarray:
-        layers = [
-            getattr(model.get_submodule(f"model.layers.{n}.{projection}"), name)
-            for n in range(settings.layers)
-        ]
+        layers = [_parameters(model, layer, projection)[name] for layer in range(settings.layers)]
         return torch.stack([p.detach() for p in layers]).cpu().numpy()
 
     return {p: {name: stacked(p, name) for name in NAMES} for p in PROJECTIONS}
+
+
+def _apply_peft(model: Any, settings: Settings) -> None:
+    """PEFT's DoRA, its adapters in fp32, in place."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        use_rslora=True,
+        use_dora=True,
+        target_modules=[name.rpartition(".")[2] for name in PROJECTIONS],
+    )
+    get_peft_model(model, config, autocast_adapter_dtype=True)
+
+
+def _parameters(model: Any, layer: int, projection: str) -> dict[str, Tensor]:
+    """The adapter of one projection, ours or PEFT's, by `NAMES`."""
+    module = model.get_submodule(f"model.layers.{layer}.{projection}")
+    if isinstance(module, torch_dora.DoRALinear):
+        return {name: getattr(module, name) for name in NAMES}
+    return {
+        "lora_a": module.lora_A["default"].weight,
+        "lora_b": module.lora_B["default"].weight,
+        "magnitude": module.lora_magnitude_vector["default"].weight,
+    }

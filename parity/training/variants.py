@@ -10,7 +10,7 @@ class Variant(NamedTuple):
 
     Attributes:
       framework: "jax" or "torch".
-      implementation: of `dora_linear` there.
+      implementation: of `dora_linear` there, or "peft": Hugging Face's DoRA in our place.
       perturbed: the initial lora_a is off by one unit in the last place.
     """
 
@@ -22,13 +22,19 @@ class Variant(NamedTuple):
     def label(self) -> str:
         return f"{self.framework} {self.implementation}" + ", one ulp off" * self.perturbed
 
+    @property
+    def once(self) -> bool:
+        """Runs with the first seed alone: what it is compared with is not judged."""
+        return self.perturbed or self.implementation == "peft"
+
 
 class Pairing(NamedTuple):
     """Two variants that must train alike.
 
     Attributes:
-      kind: "across frameworks", "fused against plain", or "rounding floor", which has no tolerance:
-        it is what a difference in the last place of the initial adapter grows to by itself.
+      kind: "across frameworks", "fused against plain"; or, without a tolerance, "rounding floor",
+        what a difference in the last place of the initial adapter grows to by itself, and "beside
+        PEFT", which multiplies its fp32 adapters in fp32.
     """
 
     kind: str
@@ -37,16 +43,17 @@ class Pairing(NamedTuple):
 
     @property
     def judged(self) -> bool:
-        return self.kind != FLOOR
+        return self.kind not in (FLOOR, BESIDE_PEFT)
 
 
-FLOOR = "rounding floor"
+FLOOR, BESIDE_PEFT = "rounding floor", "beside PEFT"
 MOSAIC, XLA = Variant("jax", "mosaic"), Variant("jax", "xla")
 TRITON, EAGER = Variant("torch", "triton"), Variant("torch", "eager")
 XLA_OFF, EAGER_OFF = XLA._replace(perturbed=True), EAGER._replace(perturbed=True)
+PEFT = Variant("torch", "peft")
 
-# Those that take longest first. Perturbed ones run with the first seed alone.
-VARIANTS = (TRITON, EAGER, EAGER_OFF, MOSAIC, XLA, XLA_OFF)
+# Those that take longest first.
+VARIANTS = (PEFT, TRITON, EAGER, EAGER_OFF, MOSAIC, XLA, XLA_OFF)
 # Interpreted kernels would take days.
 NATIVE_ONLY = (MOSAIC, TRITON)
 
@@ -57,4 +64,6 @@ PAIRINGS = (
     Pairing("fused against plain", TRITON, EAGER),
     Pairing(FLOOR, XLA, XLA_OFF),
     Pairing(FLOOR, EAGER, EAGER_OFF),
+    Pairing(BESIDE_PEFT, XLA, PEFT),
+    Pairing(BESIDE_PEFT, EAGER, PEFT),
 )

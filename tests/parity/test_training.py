@@ -46,6 +46,17 @@ def test_quick_check_notices(fault, backend):
         assert not training.quick_check()
 
 
+# PEFT asks transformers by a name that the newest transformers calls deprecated.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_peft_takes_the_same_steps():
+    settings = dataclasses.replace(quick.SETTINGS, steps=8)
+    base = quick._base()
+    start = adapters.initial(settings, base, 1)
+    ours = torch_side.train(settings, base, start, 1, "eager")
+    theirs = torch_side.train(settings, base, start, 1, "peft")
+    assert compare(ours, theirs, start).within(FULL_PRECISION)
+
+
 def test_bf16_runs_stay_within_the_papers_figures():
     # Evaluated on enough bytes for the rounding of single ones to average out.
     settings = dataclasses.replace(quick.SETTINGS, dtype="bfloat16", steps=12, eval_rows=256)
@@ -194,6 +205,7 @@ def test_jobs_are_those_asked_for():
     options = command.parse(["--seeds", "1", "2", "--variant", "eager|mosaic"])
     on_gpu = command._jobs(options, "cuda")
     assert len(on_gpu) == len(set(on_gpu)) == 5
+    assert [seed for seed, v in command._jobs(command.parse([]), "cuda") if v.once] == [1, 1, 1]
     assert {v.label for _, v in command._jobs(options, "cpu")} == {
         "torch eager",
         "torch eager, one ulp off",
