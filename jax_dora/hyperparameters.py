@@ -2,9 +2,9 @@
 
 import math
 import numbers
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
-DropoutMode = Literal["adapter", "input"]
+from jax_dora.ops.dropout import Mode as DropoutMode
 
 
 def adapter_scale(rank: Any, alpha: Any, use_rslora: bool = False) -> float:

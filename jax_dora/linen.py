@@ -16,7 +16,6 @@ from jax_dora.adapt.linen import DoRA as DoRA
 from jax_dora.adapt.linen import apply_dora as apply_dora
 from jax_dora.adapt.linen import merge_dora as merge_dora
 from jax_dora.hyperparameters import DropoutMode, adapter_scale, check_dropout
-from jax_dora.ops.dropout import dora_linear_with_dropout
 from jax_dora.ops.linear import NORM_NAME
 
 ADAPTER_NAMES = ("lora_a", "lora_b", "magnitude")
@@ -146,18 +145,8 @@ class DoRADense(nn.Module):
         if self.dropout:
             off = nn.merge_param("deterministic", self.deterministic, deterministic)
             if not off:
-                dropped = nn.Dropout(self.dropout, deterministic=False)(x)
-                return dora_linear_with_dropout(
-                    x,
-                    dropped,
-                    kernel,
-                    lora_a,
-                    lora_b,
-                    magnitude,
-                    scale,
-                    mode=self.dropout_mode,
-                    **options,
-                )
+                seed = ops.draw_seed(self.make_rng("dropout"))
+                options["dropout"] = ops.Dropout(seed, self.dropout, self.dropout_mode)
         return ops.dora_linear(x, kernel, lora_a, lora_b, magnitude, scale, **options)
 
 

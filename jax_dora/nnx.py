@@ -14,8 +14,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 
 from jax_dora import ops
+from jax_dora.dropout import drawn
 from jax_dora.hyperparameters import DropoutMode, adapter_scale, check_dropout
-from jax_dora.ops.dropout import dora_linear_with_dropout
 from jax_dora.reuse import current_norm
 
 default_kernel_init = nnx.initializers.lecun_normal()
@@ -238,25 +238,25 @@ class DoRALinear(nnx.Module):
         # Of the stored parameters, so that g does not depend on the dtype of the computation.
         norm = current_norm(self)
         adapter = (self.lora_a[...], self.lora_b[...], self.magnitude[...])
-        dropped = x
-        if self.dropout is not None:
-            dropped = self.dropout(x, deterministic=deterministic, rngs=rngs)
-        operands = (x, None if dropped is x else dropped, kernel, *adapter, norm, bias)
+        dropout = drawn(self.dropout, self.dropout_mode, deterministic, rngs)
+        seed = None if dropout is None else dropout.seed
+        operands = (x, seed, kernel, *adapter, norm, bias)
         if out_sharding is None:
             return self._project(*operands)
         return _partitioned_by_xla(self._project, out_sharding, kernel)(*operands)
 
-    def _project(self, x, dropped, kernel, lora_a, lora_b, magnitude, norm, bias) -> jax.Array:
-        operands = (kernel, lora_a, lora_b, magnitude, self.scale)
-        options = {
-            "bias": bias,
-            "norm": norm,
-            "implementation": self.implementation,
-            "precision": self.precision,
-        }
-        if dropped is None:
-            return ops.dora_linear(x, *operands, **options)
-        return dora_linear_with_dropout(x, dropped, *operands, mode=self.dropout_mode, **options)
+    def _project(self, x, seed, kernel, lora_a, lora_b, magnitude, norm, bias) -> jax.Array:
+        dropout = None
+        if seed is not None and self.dropout is not None:
+            dropout = ops.Dropout(seed, self.dropout.rate, self.dropout_mode)
+        return ops.dora_linear(
+            *(x, kernel, lora_a, lora_b, magnitude, self.scale),
+            bias=bias,
+            norm=norm,
+            implementation=self.implementation,
+            precision=self.precision,
+            dropout=dropout,
+        )
 
 
 def _partitioned_by_xla(

@@ -8,8 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_dora import ops
+from jax_dora.dropout import drawn
 from jax_dora.layers.adapter import DoRALayer, no_out_sharding
 from jax_dora.layers.layout import Layout, convolution_layout
+from jax_dora.ops.dropout import drop
 from jax_dora.reuse import current_norm
 
 
@@ -69,13 +71,12 @@ class DoRAConv(DoRALayer, nnx.Conv):
         x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
         norm = current_norm(self)
         g = ops.magnitude_scale(self.magnitude[...], norm, x.dtype)
-        dropped = x
-        if self.dropout is not None:
-            dropped = self.dropout(x, deterministic=deterministic, rngs=rngs)
+        dropout = drawn(self.dropout, self.dropout_mode, deterministic, rngs)
+        dropped = x if dropout is None else drop(x, dropout.seed, dropout.rate)
 
         base = self._convolve(x, kernel)
         lora = self._expand(self._convolve(dropped, self.lora_a[...].astype(x.dtype)))
-        if dropped is x or self.dropout_mode == "adapter":
+        if dropout is None or dropout.mode == "adapter":
             y = ops.compose(base, lora, g, self.scale, implementation=self.implementation)
         else:
             y = base + ops.compose_delta(

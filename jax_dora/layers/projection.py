@@ -10,12 +10,13 @@ import string
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jax_dora import ops
+from jax_dora.dropout import drawn
 from jax_dora.layers.adapter import DoRALayer, no_out_sharding
 from jax_dora.layers.layout import Layout, projection_layout
-from jax_dora.ops.dropout import dora_linear_with_dropout
 from jax_dora.reuse import current_norm
 
 
@@ -92,9 +93,7 @@ class DoRAProjection(DoRALayer):
         x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
         layout = self.layout()
         norm = current_norm(self)
-        dropped = x
-        if self.dropout is not None:
-            dropped = self.dropout(x, deterministic=deterministic, rngs=rngs)
+        dropout = drawn(self.dropout, self.dropout_mode, deterministic, rngs)
 
         batch, in_, out = map(equation.kernel_letters, "bio")
         rows = "".join(letter for letter in equation.x if letter not in batch + in_)
@@ -114,7 +113,6 @@ class DoRAProjection(DoRALayer):
 
         operands = {
             "x": as_rows(x),
-            "dropped": None if dropped is x else as_rows(dropped),
             "kernel": layout.kernel.to_matrices(kernel),
             "lora_a": layout.lora_a.to_matrices(self.lora_a[...]),
             "lora_b": layout.lora_b.to_matrices(self.lora_b[...]),
@@ -122,6 +120,11 @@ class DoRAProjection(DoRALayer):
             "norm": layout.magnitude.to_matrices(norm)[:, 0],
             "bias": bias,
         }
+        if dropout is not None:
+            # Each matrix of the batch has a mask of its own.
+            count = operands["kernel"].shape[0]
+            index = jnp.arange(count, dtype=jnp.uint32)[:, None]
+            operands["seed"] = dropout.seed[None] + index * jnp.uint32(0x9E3779B9)
         if batch:
             y = jax.vmap(self._one)(operands)
         else:
@@ -130,16 +133,16 @@ class DoRAProjection(DoRALayer):
         return y.transpose([(batch + rows + out).index(letter) for letter in equation.y])
 
     def _one(self, operands: dict[str, Any]) -> jax.Array:
-        dropped = operands.pop("dropped")
-        options = {
-            "scale": self.scale,
-            "precision": self.precision,
-            "implementation": self.implementation,
-        }
-        if dropped is None:
-            return ops.dora_linear(**operands, **options)
-        return dora_linear_with_dropout(
-            dropped=dropped, mode=self.dropout_mode, **operands, **options
+        seed = operands.pop("seed", None)
+        dropout = None
+        if seed is not None and self.dropout is not None:
+            dropout = ops.Dropout(seed, self.dropout.rate, self.dropout_mode)
+        return ops.dora_linear(
+            **operands,
+            scale=self.scale,
+            precision=self.precision,
+            implementation=self.implementation,
+            dropout=dropout,
         )
 
 

@@ -1,69 +1,104 @@
-"""A whole adapted projection in training with dropout, in two conventions.
+"""Dropout whose mask is drawn where x is read, and drawn again for the gradient.
 
-With d = dropout(x), base = xW and g from `magnitude_scale`:
+Element (row, column) of x is kept where a hash of (seed, row, column) is at least rate·2³². The mask
+is a function of three numbers, so XLA computes it inside whatever reads x: no array of it is ever
+in memory, nor saved for the backward pass. Being a function of the global position, it does not
+depend on how x is sharded.
 
-    "adapter":  y = base + ((g-1)∘base + g∘(s·dAB)) + bias        LoRA's: only the adapter's x
-    "input":    y = base + ((g-1)∘dW + g∘(s·dAB)) + bias          PEFT's: x for all of ΔY
-
-The second multiplies by the kernel twice.
+The hash is a chain of 32-bit finalizers, x ^ x>>16, ·0x7feb352d, x ^ x>>15, ·0x846ca68b, x ^ x>>16,
+whose bias is 0.17 % (C. Wellons, "Prospecting for hash functions", 2018).
 """
+
+import functools
+import math
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.typing import ArrayLike
 
-from jax_dora.ops import check
-from jax_dora.ops.compose import compose, compose_delta
-from jax_dora.ops.norm import magnitude_scale
+Mode = Literal["adapter", "input"]
 
 
-def dora_linear_with_dropout(
-    x: jax.Array,
-    dropped: jax.Array,
-    kernel: jax.Array,
-    lora_a: jax.Array,
-    lora_b: jax.Array,
-    magnitude: jax.Array,
-    scale: ArrayLike,
-    *,
-    mode: str,
-    norm: jax.Array,
-    bias: jax.Array | None = None,
-    implementation: str | None = None,
-    precision: lax.PrecisionLike = None,
-) -> jax.Array:
-    """As `dora_linear`, with `dropped` in x's place wherever `mode` says.
+class Dropout(NamedTuple):
+    """How `dora_linear` drops x in training; with d = drop(x):
+
+        "adapter":  y = base + ((g-1)∘base + g∘(s·dAB)) + bias        LoRA's: only the adapter's x
+        "input":    y = base + ((g-1)∘dW + g∘(s·dAB)) + bias          PEFT's: x for all of ΔY
+
+    The second multiplies by the kernel twice.
+
+    Attributes:
+      seed: uint32[2], of `draw_seed`; the same seed and shape drop the same elements.
+      rate: the probability of being dropped, in [0, 1).
+      mode: "adapter" or "input".
+    """
+
+    seed: jax.Array
+    rate: float
+    mode: Mode = "adapter"
+
+
+def draw_seed(key: jax.Array) -> jax.Array:
+    """uint32[2] of a JAX random key."""
+    return jax.random.bits(key, (2,), jnp.uint32)
+
+
+def keep_mask(seed: jax.Array, shape: tuple[int, ...], rate: float) -> jax.Array:
+    """bool[shape]: which elements of x [..., in] are kept."""
+    row = jnp.zeros((*shape[:-1], 1), jnp.uint32)
+    for axis, stride in enumerate(_strides(shape[:-1])):
+        row = row + stride * lax.broadcasted_iota(jnp.uint32, row.shape, axis)
+    column = lax.broadcasted_iota(jnp.uint32, (1,) * (len(shape) - 1) + shape[-1:], len(shape) - 1)
+    bits = _mix(_mix(_mix(row ^ seed[0]) ^ column) ^ seed[1])
+    return bits >= np.uint32(min(round(rate * 2**32), 2**32 - 1))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def drop(x: jax.Array, seed: jax.Array, rate: float) -> jax.Array:
+    """x / (1 - rate) where kept, else 0; its gradient keeps no mask.
 
     Args:
-      x, dropped: [..., in], before and after dropout.
-      kernel, lora_a, lora_b, magnitude, scale, bias, norm, implementation, precision: as
-        `dora_linear`'s.
-      mode: "adapter" or "input".
-
-    Returns:
-      [..., out] in the dtype that x and kernel promote to.
-
-    Raises:
-      TypeError, ValueError, NotImplementedError: as `dora_linear`; an unknown mode.
+      x: [..., in].
+      seed: uint32[2], of `draw_seed`.
+      rate: in [0, 1).
     """
-    if mode not in ("adapter", "input"):
-        raise ValueError(f"mode is {mode!r}; expected 'adapter' or 'input'")
-    check.adapter(kernel, lora_a, lora_b)
-    check.is_float("x", x)
-    check.has_shape("x", x, (*x.shape[:-1], kernel.shape[0]), "[..., in]")
-    check.has_shape("dropped", dropped, x.shape, "x's shape")
-    dtype = jnp.promote_types(x.dtype, kernel.dtype)
+    kept = x * jnp.asarray(1 / (1 - rate), x.dtype)
+    return jnp.where(keep_mask(seed, x.shape, rate), kept, jnp.zeros((), x.dtype))
 
-    def dot(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.matmul(a.astype(dtype), b.astype(dtype), precision=precision)
 
-    g = magnitude_scale(magnitude, norm, dtype)
-    base = dot(x, kernel)
-    lora = dot(dot(dropped, lora_a), lora_b)
-    if mode == "adapter":
-        y = compose(base, lora, g, scale, implementation=implementation)
-    else:
-        delta = compose_delta(dot(dropped, kernel), lora, g, scale, implementation=implementation)
-        y = base + delta
-    return y if bias is None else y + bias.astype(dtype).reshape((1,) * (y.ndim - 1) + (-1,))
+def _drop_fwd(x, seed, rate):
+    return drop(x, seed, rate), seed
+
+
+def _drop_bwd(rate, seed, dy):
+    return drop(dy, seed, rate), None
+
+
+drop.defvjp(_drop_fwd, _drop_bwd)
+
+
+def check(dropout: Dropout) -> None:
+    """Raises TypeError or ValueError where `dropout` is none."""
+    if not isinstance(dropout, Dropout):
+        raise TypeError(f"dropout is {dropout!r}; expected a jax_dora.ops.Dropout")
+    if not 0 <= dropout.rate < 1:
+        raise ValueError(f"dropout.rate is {dropout.rate!r}; expected a number in [0, 1)")
+    if dropout.mode not in ("adapter", "input"):
+        raise ValueError(f"dropout.mode is {dropout.mode!r}; expected 'adapter' or 'input'")
+    if jnp.shape(dropout.seed) != (2,) or dropout.seed.dtype != jnp.uint32:
+        raise ValueError(
+            f"dropout.seed is {dropout.seed!r}; expected uint32[2], of jax_dora.ops.draw_seed(key)"
+        )
+
+
+def _strides(shape: tuple[int, ...]) -> list[np.uint32]:
+    """Of row-major order, wrapping around as uint32 does."""
+    return [np.uint32(math.prod(shape[axis + 1 :]) % 2**32) for axis in range(len(shape))]
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
+    return x ^ (x >> 16)

@@ -24,7 +24,16 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
 from jax_dora.ops import check, device, dispatch, tuning
-from jax_dora.ops.compose import Plan, backward, forward, plan_compose, refuse_scale_gradient
+from jax_dora.ops import dropout as dropouts
+from jax_dora.ops.compose import (
+    Plan,
+    backward,
+    compose_delta,
+    forward,
+    plan_compose,
+    refuse_scale_gradient,
+)
+from jax_dora.ops.dropout import Dropout, drop
 from jax_dora.ops.mosaic import expand_compose as mosaic_expand
 from jax_dora.ops.mosaic import projection as mosaic_projection
 from jax_dora.ops.norm import factored_norm, magnitude_scale
@@ -45,6 +54,7 @@ def dora_linear(
     kernel_sq_norm: jax.Array | None = None,
     implementation: str | None = None,
     precision: jax.lax.PrecisionLike = None,
+    dropout: Dropout | None = None,
 ) -> jax.Array:
     """y = magnitude ∘ x (kernel + scale·lora_a lora_b) / ‖kernel + scale·lora_a lora_b‖ + bias.
 
@@ -63,6 +73,7 @@ def dora_linear(
         most fused of its kernels that takes the call: the whole projection, else expand and
         compose, else compose alone; the norm then takes the best that accepts it.
       precision: of the matrix products with x, as in `jax.lax.dot_general`.
+      dropout: of x, in training; its mask is never in memory, see `jax_dora.ops.Dropout`.
 
     Returns:
       [..., out] in the dtype that x and kernel promote to; adapters of a wider dtype are cast to it
@@ -101,10 +112,33 @@ def dora_linear(
 
     dtype = _result_dtype(x, kernel)
     g = magnitude_scale(magnitude, norm, dtype)
+    if dropout is not None:
+        dropouts.check(dropout)
+        if dropout.mode == "input" and dropout.rate:
+            return _with_dropped_input(
+                dropout, x, kernel, lora_a, lora_b, g, scale, bias, implementation, precision
+            )
+    seed = None if dropout is None or not dropout.rate else dropout.seed
+    rate = 0.0 if seed is None or dropout is None else dropout.rate
     result = jax.ShapeDtypeStruct((*x.shape[:-1], out_features), dtype)
-    plan = _plan(x, kernel, lora_a.shape[1], result, implementation)
+    plan = _plan(x, kernel, lora_a.shape[1], result, implementation, rate)
     precision = lax.Precision(precision) if isinstance(precision, str) else precision
-    return _project(plan, precision, x, kernel, lora_a, lora_b, g, check.scale_array(scale), bias)
+    scale = check.scale_array(scale)
+    return _project(plan, precision, x, kernel, lora_a, lora_b, g, scale, bias, seed)
+
+
+def _with_dropped_input(
+    dropout, x, kernel, lora_a, lora_b, g, scale, bias, implementation, precision
+):
+    """Mode "input": base of x, the whole correction of the dropped x."""
+    dtype = _result_dtype(x, kernel)
+    dot = functools.partial(_dot, dtype, precision)
+    dropped = drop(x.astype(dtype), dropout.seed, dropout.rate)
+    lora = dot(dot(dropped, lora_a, (-1, 0)), lora_b, (-1, 0))
+    corrected = dot(dropped, kernel, (-1, 0))
+    y = dot(x, kernel, (-1, 0))
+    y = y + compose_delta(corrected, lora, g, scale, implementation=implementation)
+    return y if bias is None else y + bias.astype(dtype).reshape((1,) * (y.ndim - 1) + (-1,))
 
 
 class LinearPlan(NamedTuple):
@@ -114,14 +148,16 @@ class LinearPlan(NamedTuple):
       compose: of the stand-alone compose and its backward.
       forward: "project", "expand" or "compose", the kernel that makes y.
       backward: "project" or "xla", what makes dx.
+      dropout: the rate at which the adapter's x is dropped.
     """
 
     compose: Plan
     forward: str
     backward: str
+    dropout: float
 
 
-def _plan(x, kernel, rank: int, result, implementation: str | None) -> LinearPlan:
+def _plan(x, kernel, rank: int, result, implementation: str | None, rate: float) -> LinearPlan:
     target = device.target()
     fits = dispatch.runs_mosaic(target)
     in_features, out = kernel.shape
@@ -136,40 +172,43 @@ def _plan(x, kernel, rank: int, result, implementation: str | None) -> LinearPla
         )
 
     projects = mosaic_projection.refuses(rows, in_features, out, dtype, dtype)
-    backward = "project" if takes("project_back", projects) else "xla"
+    # Of a dropped x, the adapter's part of dx is masked before it is added.
+    backward = "project" if not rate and takes("project_back", projects) else "xla"
     if takes("project", projects):
         forward = "project"
     elif takes("expand_compose", mosaic_expand.refuses(rows, rank, out, dtype, dtype)):
         forward = "expand"
     else:
         forward = "compose"
-    return LinearPlan(plan_compose("dora_linear", False, result, implementation), forward, backward)
+    compose = plan_compose("dora_linear", False, result, implementation)
+    return LinearPlan(compose, forward, backward, rate)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _project(plan, precision, x, kernel, lora_a, lora_b, g, scale, bias):
-    return _forward(plan, precision, x, kernel, lora_a, lora_b, g, scale, bias, False)[0]
+def _project(plan, precision, x, kernel, lora_a, lora_b, g, scale, bias, seed):
+    return _forward(plan, precision, x, kernel, lora_a, lora_b, g, scale, bias, seed, False)[0]
 
 
-def _forward(plan, precision, x, kernel, lora_a, lora_b, g, scale, bias, want_inner):
+def _forward(plan, precision, x, kernel, lora_a, lora_b, g, scale, bias, seed, want_inner):
     """(y, inner or None, z); z is already scaled where the plan is to project."""
     dtype = _result_dtype(x, kernel)
     dot = functools.partial(_dot, dtype, precision)
+    seen = drop(x, seed, plan.dropout) if plan.dropout else x  # by the adapter
     if plan.forward == "compose":
-        base, z = dot(x, kernel, (-1, 0)), dot(x, lora_a, (-1, 0))
+        base, z = dot(x, kernel, (-1, 0)), dot(seen, lora_a, (-1, 0))
         lora = dot(z, lora_b, (-1, 0))
         y, inner = forward(plan.compose, base, lora, g, scale, bias, want_inner=want_inner)
         return y, inner, z
 
     target, sm_count = device.target(), device.sm_count()
     if plan.forward == "expand":
-        base, z = dot(x, kernel, (-1, 0)), dot(x, lora_a, (-1, 0))
+        base, z = dot(x, kernel, (-1, 0)), dot(seen, lora_a, (-1, 0))
         base = dispatch.on_cuda(base, target)
         y, inner = mosaic_expand.expand_compose(
             base, z, lora_b.astype(dtype), g, scale, bias, want_inner=want_inner, sm_count=sm_count
         )
         return y, inner, z
-    z = dot(x, lora_a, (-1, 0), jnp.float32)
+    z = dot(seen, lora_a, (-1, 0), jnp.float32)
     z = (scale.astype(jnp.float32) * z).astype(dtype)
     x = dispatch.on_cuda(x.astype(dtype), target)
     y, inner = mosaic_projection.project(
@@ -186,11 +225,11 @@ def _forward(plan, precision, x, kernel, lora_a, lora_b, g, scale, bias, want_in
 
 
 def _project_fwd(plan, precision, *primals):
-    x, kernel, lora_a, lora_b, g, scale, bias = (p if p is None else p.value for p in primals)
+    x, kernel, lora_a, lora_b, g, scale, bias, seed = (p if p is None else p.value for p in primals)
     wanted = tuple(p is not None and p.perturbed for p in primals)
     refuse_scale_gradient(wanted[5])
     y, inner, z = _forward(
-        plan, precision, x, kernel, lora_a, lora_b, g, scale, bias, want_inner=wanted[4]
+        plan, precision, x, kernel, lora_a, lora_b, g, scale, bias, seed, want_inner=wanted[4]
     )
     # What the wanted gradients need, and nothing else.
     _, wants_kernel, wants_a, wants_b = wanted[:4]
@@ -203,6 +242,7 @@ def _project_fwd(plan, precision, *primals):
         "inner": inner,
         "g": g,
         "scale": scale,
+        "seed": seed,
         "like": tuple(
             lax.full((0,), 0, p.value.dtype) if want else None
             for p, want in zip(primals, wanted, strict=True)
@@ -213,8 +253,8 @@ def _project_fwd(plan, precision, *primals):
 
 def _project_bwd(plan, precision, kept, dy):
     if isinstance(dy, SymbolicZero):
-        return (None,) * 7
-    like_x, like_kernel, like_a, like_b, like_g, _, like_bias = kept["like"]
+        return (None,) * 8
+    like_x, like_kernel, like_a, like_b, like_g, _, like_bias, _ = kept["like"]
     dtype = dy.dtype
     dot = functools.partial(_dot, dtype, precision)
     wide = jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
@@ -228,31 +268,43 @@ def _project_bwd(plan, precision, kept, dy):
         dz = (scale * dot(d, kept["lora_b"], (-1, 1), wide)).astype(dtype)
     dx = d_kernel = d_a = d_b = d_bias = None
     if like_x is not None:
-        dx = _dx(plan, dot, d, dz, kept["kernel"], kept["lora_a"]).astype(like_x.dtype)
+        dx = _dx(plan, dot, d, dz, kept).astype(like_x.dtype)
     if like_kernel is not None:
         d_kernel = dot(kept["x"], d, (rows, rows), wide).astype(like_kernel.dtype)
     if like_a is not None:
-        d_a = dot(kept["x"], dz, (rows, rows), wide).astype(like_a.dtype)
+        seen = kept["x"]
+        if plan.dropout:
+            seen = _drop_again(seen, kept["seed"], plan.dropout)
+        d_a = dot(seen, dz, (rows, rows), wide).astype(like_a.dtype)
     if like_b is not None:
         d_b = dot(kept["z"], d, (rows, rows), wide)
         d_b = (d_b if plan.forward == "project" else scale * d_b).astype(like_b.dtype)
     if like_bias is not None:
         d_bias = jnp.sum(dy.astype(wide), axis=rows).astype(like_bias.dtype)
     d_g = None if ct.g is None else ct.g.astype(like_g.dtype)
-    return dx, d_kernel, d_a, d_b, d_g, None, d_bias
+    return dx, d_kernel, d_a, d_b, d_g, None, d_bias, None
 
 
 _project.defvjp(_project_fwd, _project_bwd, symbolic_zeros=True)
 
 
-def _dx(plan, dot, d, dz, kernel, lora_a):
-    """d Wᵀ + dz Aᵀ."""
+def _dx(plan, dot, d, dz, kept):
+    """d Wᵀ + dz Aᵀ, the latter dropped as x was."""
+    kernel, lora_a = kept["kernel"], kept["lora_a"]
     if plan.backward == "project":
         d = dispatch.on_cuda(d, device.target())
         return mosaic_projection.project_back(
             d, kernel.astype(d.dtype), dz, lora_a.astype(d.dtype), sm_count=device.sm_count()
         )
-    return dot(d, kernel, (-1, 1)) + dot(dz, lora_a, (-1, 1))
+    through_adapter = dot(dz, lora_a, (-1, 1))
+    if plan.dropout:
+        through_adapter = drop(through_adapter, kept["seed"], plan.dropout)
+    return dot(d, kernel, (-1, 1)) + through_adapter
+
+
+def _drop_again(x, seed, rate: float):
+    """drop(x), which XLA may not take from the forward pass instead: that would keep it."""
+    return drop(*lax.optimization_barrier((x, seed)), rate)
 
 
 def _result_dtype(x: jax.Array, kernel: jax.Array) -> jnp.dtype:

@@ -95,7 +95,9 @@ def test_mosaic_adds_many_rows_without_drift(on_mosaic):
             *(dy, inner, g, jnp.float32(1)),
             **{"delta": False, "want_base": False, "want_lora": False, "sm_count": 1},
         )
-    np.testing.assert_allclose(np.asarray(d_g, np.float64), rows * float(np.float32(0.1)), rtol=3e-7)
+    np.testing.assert_allclose(
+        np.asarray(d_g, np.float64), rows * float(np.float32(0.1)), rtol=3e-7
+    )
 
 
 @pytest.mark.gpu

@@ -1,60 +1,187 @@
-"""`dora_linear_with_dropout` alone; the modules' tests hold it to its two conventions."""
+"""Dropout inside `dora_linear`; the modules' tests hold it to its two conventions."""
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jax_dora import ops
-from jax_dora.ops.dropout import dora_linear_with_dropout
+from jax_dora.ops.dropout import Dropout, draw_seed, drop, keep_mask
 
 ROWS, IN, OUT, RANK, SCALE = 7, 40, 24, 3, 1.7
+MODES = ["adapter", "input"]
 
 
-def operands() -> tuple[jax.Array, ...]:
-    """x, kernel, lora_a, lora_b, magnitude, norm, bias."""
+def operands() -> dict[str, jax.Array]:
     keys = iter(jax.random.split(jax.random.key(0), 6))
 
     def normal(*shape):
         return jax.random.normal(next(keys), shape)
 
-    x, kernel, lora_a, lora_b = (
-        normal(ROWS, IN),
-        normal(IN, OUT),
-        normal(IN, RANK),
-        normal(RANK, OUT),
-    )
-    norm = ops.factored_norm(kernel, lora_a, lora_b, SCALE)
-    return x, kernel, lora_a, lora_b, norm * (1 + 0.02 * normal(OUT)), norm, normal(OUT)
-
-
-@pytest.mark.parametrize("mode", ["adapter", "input"])
-def test_equals_dora_linear_where_nothing_is_dropped(mode):
-    x, *adapter, norm, bias = operands()
-    y = dora_linear_with_dropout(x, x, *adapter, SCALE, mode=mode, norm=norm, bias=bias)
-    expected = ops.dora_linear(x, *adapter, SCALE, norm=norm, bias=bias)
-    chex.assert_trees_all_close(y, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_base_alone_is_left_where_everything_is_dropped():
-    x, *adapter, norm, bias = operands()
-    kernel, magnitude = adapter[0], adapter[-1]
-    results = {
-        mode: dora_linear_with_dropout(
-            x, jnp.zeros_like(x), *adapter, SCALE, mode=mode, norm=norm, bias=bias
-        )
-        for mode in ("adapter", "input")
+    found = {
+        "x": normal(ROWS, IN),
+        "kernel": normal(IN, OUT),
+        "lora_a": normal(IN, RANK),
+        "lora_b": normal(RANK, OUT),
+        "bias": normal(OUT),
     }
-    chex.assert_trees_all_close(results["input"], x @ kernel + bias[None], rtol=1e-5, atol=1e-5)
-    scaled = (x @ kernel) * (magnitude / norm)[None] + bias[None]
-    chex.assert_trees_all_close(results["adapter"], scaled, rtol=1e-5, atol=1e-5)
+    norm = ops.factored_norm(found["kernel"], found["lora_a"], found["lora_b"], SCALE)
+    return found | {"norm": norm, "magnitude": norm * (1 + 0.02 * normal(OUT))}
 
 
-def test_refuses_what_does_not_fit():
-    x, *adapter, norm, _ = operands()
-    with pytest.raises(ValueError, match="mode is 'both'; expected 'adapter' or 'input'"):
-        dora_linear_with_dropout(x, x, *adapter, SCALE, mode="both", norm=norm)
-    with pytest.raises(ValueError, match="dropped has shape"):
-        dora_linear_with_dropout(x, x[1:], *adapter, SCALE, mode="input", norm=norm)
-    with pytest.raises(ValueError, match="x has shape"):
-        dora_linear_with_dropout(x[:, 1:], x, *adapter, SCALE, mode="input", norm=norm)
+def seed(number=1):
+    return draw_seed(jax.random.key(number))
+
+
+def plain(x, dropped, kernel, lora_a, lora_b, magnitude, norm, bias, mode):
+    g = (magnitude / norm)[None]
+    base = x @ kernel
+    corrected = dropped @ kernel if mode == "input" else base
+    return base + (g - 1) * corrected + g * (SCALE * (dropped @ lora_a @ lora_b)) + bias[None]
+
+
+@pytest.mark.parametrize("implementation", ["xla", None])
+@pytest.mark.parametrize("mode", MODES)
+def test_result_and_gradients_are_those_of_an_explicit_mask(mode, implementation):
+    arrays = operands()
+    fixed = {name: arrays.pop(name) for name in ("norm",)}
+    dropout = Dropout(seed(), 0.3, mode)
+    mask = keep_mask(dropout.seed, (ROWS, IN), 0.3).astype(jnp.float32) / 0.7
+
+    def ours(arrays):
+        return ops.dora_linear(
+            **arrays, **fixed, scale=SCALE, dropout=dropout, implementation=implementation
+        )
+
+    def explicit(arrays):
+        return plain(**arrays, **fixed, dropped=arrays["x"] * mask, mode=mode)
+
+    y, pull = jax.vjp(ours, arrays)
+    expected, pull_expected = jax.vjp(explicit, arrays)
+    dy = jax.random.normal(jax.random.key(9), y.shape)
+    chex.assert_trees_all_close(y, expected, rtol=1e-5, atol=1e-5)
+    chex.assert_trees_all_close(pull(dy), pull_expected(dy), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_equals_dora_linear_at_rate_zero(mode):
+    arrays = operands()
+    y = ops.dora_linear(**arrays, scale=SCALE, dropout=Dropout(seed(), 0.0, mode))
+    chex.assert_trees_all_equal(y, ops.dora_linear(**arrays, scale=SCALE))
+
+
+def test_in_the_fused_kernels(on_mosaic):
+    rng = np.random.default_rng(0)
+
+    def normal(*shape, deviation=1.0):
+        return jnp.asarray(deviation * rng.normal(size=shape), jnp.bfloat16)
+
+    arrays = {
+        "x": normal(40, 64),
+        "kernel": normal(64, 128, deviation=0.1),
+        "lora_a": normal(64, 8, deviation=0.1),
+        "lora_b": normal(8, 128, deviation=0.3),
+    }
+    norm = ops.factored_norm(arrays["kernel"], arrays["lora_a"], arrays["lora_b"], SCALE)
+    arrays["magnitude"] = norm * 1.01
+    dropout = Dropout(seed(), 0.5)
+
+    def run(arrays, implementation):
+        def call(arrays):
+            return ops.dora_linear(
+                **arrays, scale=SCALE, norm=norm, dropout=dropout, implementation=implementation
+            )
+
+        y, pull = jax.vjp(call, arrays)
+        return y, pull(jnp.ones_like(y))[0]
+
+    with on_mosaic():
+        fused = run(arrays, "mosaic")
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), arrays)
+    chex.assert_trees_all_close(
+        jax.tree.map(lambda a: a.astype(jnp.float32), fused), run(wide, "xla"), rtol=0.05, atol=0.1
+    )
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.5, 0.9])
+def test_keeps_the_wanted_share_everywhere(rate):
+    mask = np.asarray(keep_mask(seed(), (512, 768), rate), np.float64)
+    deviation = np.sqrt(rate * (1 - rate))
+    assert abs(mask.mean() - (1 - rate)) < 5 * deviation / np.sqrt(mask.size)
+    for axis in (0, 1):
+        share = mask.mean(axis)
+        assert np.all(abs(share - (1 - rate)) < 6 * deviation / np.sqrt(mask.shape[axis]))
+        # As far apart as independent draws are: no pattern along the other axis.
+        expected = deviation / np.sqrt(mask.shape[axis])
+        assert 0.85 < share.std() / expected < 1.15
+    centred = (mask - (1 - rate)) / deviation
+    for shift in (1, 2, 8, 64):
+        for axis in (0, 1):
+            correlation = (centred * np.roll(centred, shift, axis)).mean()
+            assert abs(correlation) < 5 / np.sqrt(mask.size)
+
+
+def test_masks_of_two_keys_are_unrelated():
+    first, second = (np.asarray(keep_mask(seed(n), (512, 768), 0.5)) for n in (1, 2))
+    assert abs((first == second).mean() - 0.5) < 5 * 0.5 / np.sqrt(first.size)
+
+
+def test_leading_axes_count_as_rows():
+    flat = keep_mask(seed(), (6, IN), 0.5)
+    chex.assert_trees_all_equal(keep_mask(seed(), (2, 3, IN), 0.5), flat.reshape(2, 3, IN))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_mask_is_saved_for_the_gradient(mode):
+    arrays = operands()
+    dropout = Dropout(seed(), 0.5, mode)
+    trained = ("x", "lora_a", "lora_b", "magnitude")
+
+    def call(some):
+        return ops.dora_linear(**(arrays | some), scale=SCALE, dropout=dropout)
+
+    _, pull = jax.vjp(call, {name: arrays[name] for name in trained})
+    like_x = [leaf for leaf in jax.tree.leaves(pull) if leaf.shape == (ROWS, IN)]
+    assert len(like_x) == 1  # x, or the dropped x
+    assert like_x[0].dtype == jnp.float32
+
+
+def test_compiled_gradient_has_no_array_of_the_mask():
+    arrays = operands()
+    dropout = Dropout(seed(), 0.5)
+
+    @jax.jit
+    def gradient(lora_a, lora_b):
+        def loss(some):
+            return ops.dora_linear(**(arrays | some), scale=SCALE, dropout=dropout).sum()
+
+        return jax.grad(loss)({"lora_a": lora_a, "lora_b": lora_b})
+
+    program = gradient.lower(arrays["lora_a"], arrays["lora_b"]).compile().as_text()
+    entry = program[program.index("ENTRY") :]
+    assert f"f32[{ROWS},{IN}]" in entry
+    for dtype in ("pred", "u32", "s32"):
+        assert f"{dtype}[{ROWS},{IN}]" not in entry
+
+
+def test_drop_is_linear_and_its_own_gradient():
+    x = operands()["x"]
+    y, pull = jax.vjp(lambda x: drop(x, seed(), 0.25), x)
+    mask = keep_mask(seed(), x.shape, 0.25)
+    chex.assert_trees_all_close(y, jnp.where(mask, x / 0.75, 0.0), rtol=1e-6)
+    chex.assert_trees_all_close(pull(x)[0], y, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("dropout", "error", "message"),
+    [
+        (0.1, TypeError, r"dropout is 0.1; expected a jax_dora.ops.Dropout"),
+        (Dropout(seed(), 1.0), ValueError, r"dropout.rate is 1.0; expected a number in \[0, 1\)"),
+        (Dropout(seed(), 0.1, "both"), ValueError, "dropout.mode is 'both'; expected 'adapter'"),
+        (Dropout(jnp.zeros(3, jnp.uint32), 0.1), ValueError, r"expected uint32\[2\]"),
+    ],
+)
+def test_refuses_what_is_no_dropout(dropout, error, message):
+    with pytest.raises(error, match=message):
+        ops.dora_linear(**operands(), scale=SCALE, dropout=dropout)
