@@ -141,7 +141,7 @@ class DoRALinear(nnx.Module):
         self.param_dtype = param_dtype
         self.adapter_dtype = adapter_dtype
         self.precision = precision
-        self.dropout_mode = dropout_mode
+        self.dropout_mode: DropoutMode = dropout_mode
         self.dropout = nnx.Dropout(dropout, rngs=rngs) if dropout else nnx.data(None)
 
     @classmethod

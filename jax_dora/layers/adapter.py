@@ -89,7 +89,7 @@ class DoRALayer(nnx.Module):
         self.alpha = alpha
         self.use_rslora = use_rslora
         self.adapter_dtype = adapter_dtype
-        self.dropout_mode = dropout_mode
+        self.dropout_mode: DropoutMode = dropout_mode
         self.implementation = implementation
         self.dropout = nnx.Dropout(dropout, rngs=rngs) if dropout else nnx.data(None)
 

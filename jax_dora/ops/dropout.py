@@ -1,7 +1,7 @@
 """Dropout whose mask is drawn where x is read, and drawn again for the gradient.
 
-Element (row, column) of x is kept where a hash of (seed, row, column) is at least rate·2³². The mask
-is a function of three numbers, so XLA computes it inside whatever reads x: no array of it is ever
+Element (row, column) of x is kept where a hash of (seed, row, column) is at least rate·2³². The
+mask is a function of three numbers, so XLA computes it inside whatever reads x: no array of it is ever
 in memory, nor saved for the backward pass. Being a function of the global position, it does not
 depend on how x is sharded.
 

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import jax
 
+from parity.faults import Backend
 from parity.training import adapter as adapters
 from parity.training import jax_side, torch_side
 from parity.training.compare import FULL_PRECISION, Difference, compare
+from parity.training.run import Run
 from parity.training.settings import Settings
 
 # The adapter begins away from its base and moves fast, so that norm and magnitude matter at once.
@@ -34,12 +36,24 @@ def quick_check(device: str = "cpu") -> bool:
 
 def quick_difference(device: str = "cpu") -> Difference:
     """Between plain JAX and plain torch; the kernels have their own levels."""
-    base = _base()
-    start = adapters.initial(SETTINGS, base, SEED)
+    return difference(train("jax"), train("torch", device))
+
+
+def train(backend: Backend, device: str = "cpu") -> Run:
+    """One framework's half; `device` is torch's."""
+    if backend == "torch":
+        return torch_side.train(SETTINGS, _base(), _start(), SEED, "eager", device=device)
     with jax.default_matmul_precision("highest"), jax.numpy_dtype_promotion("standard"):
-        ours = jax_side.train(SETTINGS, base, start, SEED, "xla")
-    theirs = torch_side.train(SETTINGS, base, start, SEED, "eager", device=device)
-    return compare(ours, theirs, start)
+        return jax_side.train(SETTINGS, _base(), _start(), SEED, "xla")
+
+
+def difference(ours: Run, theirs: Run) -> Difference:
+    """Between JAX's half and torch's."""
+    return compare(ours, theirs, _start())
+
+
+def _start() -> adapters.Adapter:
+    return adapters.initial(SETTINGS, _base(), SEED)
 
 
 @functools.cache
