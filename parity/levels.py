@@ -17,8 +17,6 @@ from parity import cases, encoder, minilm, minilm_jax, minilm_torch
 from parity.compare import Row, run_case
 from parity.faults import BACKENDS, Backend, Level
 from parity.minilm_torch import Adapter, Evaluation
-from parity.model.checks import judge
-from parity.model.execute import execute, framework, systems
 from parity.model.sizes import TINY, Run
 from parity.model.weights import Result, Weights, draw
 
@@ -138,6 +136,10 @@ class _Model:
         self._sound: dict[str, Result] = {}
 
     def __call__(self, backend: Backend | None) -> list[Failure]:
+        # transformers and PEFT, which the levels below can do without.
+        from parity.model.checks import judge
+        from parity.model.execute import framework, systems
+
         if not self._sound:
             self._sound = self._execute(list(systems(MODEL_RUN)))
         found = dict(self._sound)
@@ -153,6 +155,8 @@ class _Model:
         return failures
 
     def _execute(self, names: list[str]) -> dict[str, Result]:
+        from parity.model.execute import execute, systems
+
         chosen = {name: system for name, system in systems(MODEL_RUN).items() if name in names}
         executed = execute(MODEL_RUN, self._weights, chosen)
         if executed.errors:

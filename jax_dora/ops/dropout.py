@@ -1,9 +1,9 @@
 """Dropout whose mask is drawn where x is read, and drawn again for the gradient.
 
 Element (row, column) of x is kept where a hash of (seed, row, column) is at least rate·2³². The
-mask is a function of three numbers, so XLA computes it inside whatever reads x: no array of it is ever
-in memory, nor saved for the backward pass. Being a function of the global position, it does not
-depend on how x is sharded.
+mask is a function of three numbers, so XLA computes it inside whatever reads x: no array of it is
+ever in memory, nor saved for the backward pass. Being a function of the global position, it does
+not depend on how x is sharded.
 
 The hash is a chain of 32-bit finalizers, x ^ x>>16, ·0x7feb352d, x ^ x>>15, ·0x846ca68b, x ^ x>>16,
 whose bias is 0.17 % (C. Wellons, "Prospecting for hash functions", 2018).

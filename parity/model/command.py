@@ -51,9 +51,15 @@ def main(arguments: Sequence[str]) -> int:
 
     from rich.console import Console
 
-    from parity.model.checks import judge
-    from parity.model.execute import execute, free_memory, systems
-    from parity.model.report import Entry, Report
+    try:
+        from parity.model.checks import judge
+        from parity.model.execute import execute, free_memory, systems
+        from parity.model.report import Entry, Report
+    except ModuleNotFoundError as error:
+        sys.exit(
+            f"python -m parity model: {error}; it needs transformers and peft (pip install "
+            "'jax-dora[dev]') and examples/decoder, so run it from the repository's root"
+        )
     from parity.model.sizes import runs
     from parity.model.weights import draw
 
