@@ -18,7 +18,7 @@ import jax_dora
 from examples.decoder import CausalLM, DecoderConfig, Rope, rope
 from parity.jax_side import interpreted, to_jax, to_torch
 from parity.model.sizes import ADAPTER, Run
-from parity.model.weights import Layer, Result, Weights
+from parity.model.weights import Layer, Result, Weights, rope_frequencies
 
 
 def base(run: Run, weights: Weights) -> Result:
@@ -54,7 +54,7 @@ def _compute(run: Run, weights: Weights, linear: Any, *, kernels: bool) -> Resul
         return -jnp.take_along_axis(scores, targets, axis=-1).mean(), logits
 
     program = jax.value_and_grad(loss, has_aux=True) if jax.tree.leaves(adapter) else loss
-    with _surroundings(run, interpret=kernels and not weights.tokens.is_cuda):
+    with _surroundings(run, weights, interpret=kernels and not weights.tokens.is_cuda):
         # Triton's matrix products take XLA long to tune, and none of ours is among them.
         options = {"xla_gpu_enable_triton_gemm": False} if weights.tokens.is_cuda else {}
         arguments = (adapter, frozen, tokens)
@@ -65,9 +65,12 @@ def _compute(run: Run, weights: Weights, linear: Any, *, kernels: bool) -> Resul
 
 
 @contextlib.contextmanager
-def _surroundings(run: Run, *, interpret: bool) -> Iterator[None]:
+def _surroundings(run: Run, weights: Weights, *, interpret: bool) -> Iterator[None]:
+    # A last place of a frequency is 10⁻⁴ of a radian at position 4096.
+    frequencies = rope_frequencies(run.sizes, weights.tokens.device).cpu().numpy()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(rope, "rotate", _rotate))
+        stack.enter_context(mock.patch.object(rope, "frequencies", return_value=frequencies))
         # jax.nn.dot_product_attention's own need in bf16.
         stack.enter_context(jax.numpy_dtype_promotion("standard"))
         if run.dtype == "float32":

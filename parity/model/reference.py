@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from parity.model.sizes import ADAPTER, Run
-from parity.model.weights import Layer, Projection, Result, Weights
+from parity.model.weights import Layer, Projection, Result, Weights, rope_frequencies
 
 
 def compute(run: Run, weights: Weights, *, adapted: bool = True) -> Result:
@@ -99,16 +99,11 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _rotation(run: Run, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of position × frequency (arXiv 2104.09864), [tokens, head / 2].
-
-    The frequencies are those of every implementation: fp32 numbers.
-    """
-    half = torch.arange(0, run.sizes.head_dim, 2, device=device, dtype=torch.float32)
-    frequencies = 1 / run.sizes.rope_theta ** (half / run.sizes.head_dim)
+    """Cosine and sine of position × frequency (arXiv 2104.09864), [tokens, head / 2]."""
     positions = torch.arange(run.tokens, device=device, dtype=torch.float32)
-    # The angle too is an fp32 number in all of them: at position 4096 its rounding is 2⁻¹² of a
-    # radian, and would be the largest error of an fp32 model, though nobody's.
-    angles = (positions[:, None] * frequencies).double()
+    # An fp32 number in every implementation, and rounded: at position 4096 by 2⁻¹² of a radian,
+    # which would be the largest error of an fp32 model, though nobody's.
+    angles = (positions[:, None] * rope_frequencies(run.sizes, device)).double()
     return angles.cos(), angles.sin()
 
 

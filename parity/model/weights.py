@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from parity import oracle
-from parity.model.sizes import PROJECTIONS, Run
+from parity.model.sizes import PROJECTIONS, Run, Sizes
 
 # 0.02 at a width of 4096, as transformers initialises Qwen3, and the same gain at others. What
 # is added to the residual stream is smaller by sqrt(2 · layers), as GPT-2 starts.
@@ -108,6 +108,12 @@ def draw(run: Run, device: str, seed: int = 0) -> Weights:
         layers=[layer() for _ in range(run.layers)],
         tokens=torch.randint(sizes.vocabulary, shape, generator=generator, device=device),
     )
+
+
+def rope_frequencies(sizes: Sizes, device: torch.device) -> Tensor:
+    """fp32[head / 2], to the bit as transformers computes them on the device."""
+    half = torch.arange(0, sizes.head_dim, 2, device=device, dtype=torch.float32)
+    return 1 / sizes.rope_theta ** (half / sizes.head_dim)
 
 
 @dataclass(frozen=True)

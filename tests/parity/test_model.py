@@ -6,13 +6,14 @@ import json
 import pytest
 import torch
 
+from examples.decoder import rope
 from parity.__main__ import main
 from parity.model import flax_systems, reference, torch_systems
 from parity.model.checks import judge
 from parity.model.execute import FP64, PEFT, execute, systems
 from parity.model.measure import compare, compare_logits
 from parity.model.sizes import PROJECTIONS, QWEN3_8B, TINY, Run, runs
-from parity.model.weights import Result, draw
+from parity.model.weights import Result, draw, rope_frequencies
 
 RUN = Run(TINY, "float32", layers=2, tokens=20, last=12)
 
@@ -45,6 +46,14 @@ def _published(weights, merged):
                     linear = model.get_submodule(path)
                     linear.weight = torch.nn.Parameter((p.magnitude / norm)[:, None] * direction)
         return model(input_ids=weights.tokens[:, :-1], logits_to_keep=RUN.last).logits[0]
+
+
+def test_all_rotate_by_the_same_frequencies(weights):
+    model = torch_systems._model(RUN, weights)
+    expected = rope_frequencies(TINY, torch.device("cpu"))
+    assert torch.equal(model.model.rotary_emb.inv_freq, expected)
+    ours = rope.frequencies(rope.Rope(theta=TINY.rope_theta), TINY.head_dim)
+    torch.testing.assert_close(torch.from_numpy(ours), expected, rtol=2e-7, atol=0)
 
 
 @pytest.mark.parametrize("adapted", [False, True])
