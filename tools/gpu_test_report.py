@@ -3,7 +3,7 @@
     python -m pytest -m gpu --junitxml=FILE.xml …
     python tools/gpu_test_report.py --out benchmarks/results/h200/test_gpu.json FILE.xml …
 
-For every test file: how many tests passed, were skipped, and which failed. Ends with 1 if any failed.
+For every test file: how many tests passed, were skipped, and which failed. Ends with 1 if any did.
 """
 
 from __future__ import annotations

@@ -27,8 +27,12 @@ import triton.language as tl
 
 ROWS, IN, RANK, OUT = 200, 192, 72, 328
 SCALE = 0.7
-# The fault that each tool must find.
-PLANTED = {"memcheck": "torch/planted overrun", "racecheck": "jax/planted race"}
+# The faults that each tool must find.
+PLANTED = {
+    "memcheck": ("jax/planted overrun", "torch/planted overrun"),
+    "racecheck": ("jax/planted race",),
+    "synccheck": (),
+}
 
 
 @triton.jit
@@ -41,37 +45,49 @@ def jax_kernels() -> dict[str, Callable[[], object]]:
     import jax.numpy as jnp
     import numpy as np
     from jax import lax
+    from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from jax_dora.ops.mosaic import compose, compose_backward, expand_compose, norm, projection
 
     rng = np.random.default_rng(0)
 
-    def race():
-        """Two warpgroups write the same shared memory, and nobody waits."""
+    def draw(*shape: int, dtype=jnp.bfloat16) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), dtype)
 
-        def body(out_gmem, smem):
-            smem[...] = jnp.full(smem.shape, lax.axis_index("warpgroup"), jnp.float32)
-            out_gmem[...] = smem[...]
-
+    def planted(body):
         return plgpu.kernel(
             body,
             out_type=jax.ShapeDtypeStruct((128,), jnp.float32),
             scratch_types=[plgpu.SMEM((128,), jnp.float32)],
             num_threads=2,
             thread_name="warpgroup",
-            kernel_name="dora_planted_race",
+            kernel_name="dora_planted",
         )()
 
-    def draw(*shape: int, dtype=jnp.bfloat16) -> jax.Array:
-        return jnp.asarray(rng.normal(size=shape), dtype)
+    def race(out_gmem, smem):
+        """One warpgroup reads what another writes, and does not wait."""
+
+        @pl.when(lax.axis_index("warpgroup") == 0)
+        def _write():
+            smem[...] = jnp.ones(smem.shape, jnp.float32)
+
+        @pl.when(lax.axis_index("warpgroup") == 1)
+        def _read():
+            out_gmem[...] = smem[...]
+
+    def overrun(out_gmem, smem):
+        """Both warpgroups write a million numbers past the end."""
+        past = 1_000_000 * (1 + lax.axis_index("warpgroup"))
+        out_gmem[pl.ds(past, 128)] = jnp.ones(smem.shape, jnp.float32)
 
     rows, out, scale = draw(ROWS, OUT), OUT, jnp.float32(SCALE)
     g, bias, z = draw(out, dtype=jnp.float32), draw(out), draw(ROWS, RANK)
     a, b, kernel = draw(IN, RANK), draw(RANK, out), draw(IN, out)
     wide = draw(IN, 320)
     return {
-        "planted race": race,
+        "planted race": lambda: planted(race),
+        "planted overrun": lambda: planted(overrun),
         "compose": lambda: compose.compose(
             rows, rows, g, scale, bias, delta=False, want_inner=True, sm_count=4
         ),
@@ -205,7 +221,12 @@ def main() -> int:
     names = [name for name in names if options.kernel in name]
     tools = options.tool or ["memcheck", "racecheck"]
     with ThreadPoolExecutor(options.jobs) as pool:
-        runs = {(tool, name): pool.submit(sanitize, tool, name) for tool in tools for name in names}
+        runs = {
+            (tool, name): pool.submit(sanitize, tool, name)
+            for tool in tools
+            for name in names
+            if "planted" not in name or name in PLANTED[tool]
+        }
     report = {"environment": environment("cuda", options.commit), "tools": {}}
     clean = True
     for (tool, name), run in runs.items():

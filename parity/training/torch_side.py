@@ -129,6 +129,7 @@ def _model(
         base, dtype=dtype, attn_implementation="rounded"
     )
     model.model.rotary_emb = WideRotation(model.model.rotary_emb)
+    model = model.to(device)  # a named implementation is refused where it could not run
     if implementation == "peft":
         _apply_peft(model, settings)
     else:
