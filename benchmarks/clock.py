@@ -157,12 +157,9 @@ class DeviceClock:
                 f"{count} steps of {len(one)} kernels, each after {len(expected)} that empty the "
                 f"L2, are {count * period}; CUPTI recorded {len(timings)}"
             )
-        steps = [timings[start : start + period] for start in range(0, len(timings), period)]
-        for kernels in steps:
-            flushed = [name for name, _ in kernels[: len(expected)]]
-            if flushed != expected:
-                raise RuntimeError(f"expected the kernels {expected} before a step, got {flushed}")
-        own = [kernels[len(expected) :] for kernels in steps]
+        own = _by_position(timings, expected, period)
+        if own is None:
+            own = _by_name(timings, expected, one, count)
         return KernelTimes(
             Spread.of([sum(us for _, us in kernels) for kernels in own]),
             [
@@ -181,10 +178,46 @@ class DeviceClock:
                 # Compiled ahead: nothing that clears JAX's caches makes it compile again.
                 flush = functools.partial(jax.jit(jnp.sum).lower(buffer).compile(), buffer)
             else:
-                flush = torch.ones(count, device="cuda").sum
+                # A product: hardly anything else launches that kernel, so its name tells it apart.
+                flush = torch.ones(count, device="cuda").prod
             synchronise(flush())
             names = [name for name, _ in self.kernels(flush)]
             if not names:
                 raise RuntimeError("CUPTI recorded no kernel; is another profiler attached to it?")
             self._flushes[framework] = flush, names
         return self._flushes[framework]
+
+
+Kernels = list[tuple[str, float]]
+
+
+def _by_position(timings: Kernels, expected: list[str], period: int) -> list[Kernels] | None:
+    """The kernels of each step, after those that empty the L2; None if these are not in place."""
+    steps = [timings[start : start + period] for start in range(0, len(timings), period)]
+    if any([name for name, _ in kernels[: len(expected)]] != expected for kernels in steps):
+        return None
+    return [kernels[len(expected) :] for kernels in steps]
+
+
+def _by_name(timings: Kernels, expected: list[str], one: Kernels, count: int) -> list[Kernels]:
+    """The kernels of each of `count` steps like `one`, from records that are not in launch order.
+
+    CUPTI keeps a buffer for every thread that launches, and torch's backward pass has a thread of
+    its own. What one thread launches stays in order, so the n-th of a name belongs to the step that
+    its place among its namesakes says.
+    """
+    names = [name for name, _ in one]
+    if set(names) & set(expected):
+        raise RuntimeError(
+            f"the kernels {expected} are not before every step, and the step launches some of that "
+            f"name too: {sorted(set(names) & set(expected))}"
+        )
+    times = {name: [us for other, us in timings if other == name] for name in dict.fromkeys(names)}
+    for name, found in times.items():
+        if len(found) != count * names.count(name):
+            raise RuntimeError(
+                f"{count} steps launch {name!r} {count * names.count(name)} times; CUPTI recorded "
+                f"{len(found)}"
+            )
+    taken = {name: iter(found) for name, found in times.items()}
+    return [[(name, next(taken[name])) for name in names] for _ in range(count)]

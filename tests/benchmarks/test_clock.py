@@ -85,16 +85,54 @@ def test_device_time_refuses_steps_that_differ_in_kernels(
         clock.time("torch", step, [()], Effort(0.0, least=4, most=4))
 
 
+def test_device_time_of_kernels_that_another_thread_launches(
+    clock: DeviceClock, recorded: RecordedKernels
+) -> None:
+    """The records of a second thread follow those of the first, in a buffer of their own."""
+    later: list[tuple[str, float]] = []
+    calls = iter(range(1000))
+
+    def step() -> None:
+        recorded.launch("forward", 10.0)
+        more = next(calls) % 2
+        later.extend([("backward", (20.0 + more) * 1e-3), ("backward", 3e-3)])
+
+    def timings(finalize: bool) -> list[tuple[str, float]]:
+        found = recorded.timings + later
+        later.clear()
+        return found
+
+    recorded._cupti_get_timings = timings  # pyright: ignore[reportAttributeAccessIssue]
+    times = clock.time("torch", step, [()], Effort(0.0, least=5, most=5))
+    assert (times.total.p10, times.total.p90) == (pytest.approx(33.0), pytest.approx(34.0))
+    assert [name for name, _ in times.kernels] == ["forward", "backward", "backward"]
+    assert times.kernels[2][1] == pytest.approx(3.0)
+
+
 def test_device_time_refuses_kernels_out_of_place(
     clock: DeviceClock, recorded: RecordedKernels
 ) -> None:
-    order = iter([("a", "b"), ("a", "b"), ("a", "a", "b"), ("b",)])
+    order = iter([("a", "b"), ("a", "b"), ("a", "a", "b"), ("a",)])
 
     def step() -> None:
         for name in next(order):
             recorded.launch(name, 1.0)
 
-    with pytest.raises(RuntimeError, match="before a step"):
+    with pytest.raises(RuntimeError, match="launch 'a' 3 times; CUPTI recorded 4"):
+        clock.time("torch", step, [()], Effort(0.0, least=3, most=3))
+
+
+def test_device_time_refuses_a_step_that_hides_the_flush(
+    clock: DeviceClock, recorded: RecordedKernels
+) -> None:
+    def step() -> None:
+        recorded.launch("sum", 1.0)
+
+    def timings(finalize: bool) -> list[tuple[str, float]]:
+        return sorted(recorded.timings)
+
+    recorded._cupti_get_timings = timings  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(RuntimeError, match="the step launches some of that name too"):
         clock.time("torch", step, [()], Effort(0.0, least=3, most=3))
 
 
