@@ -43,7 +43,8 @@ def section(root: Path) -> str:
             )
         elif "measurements" in report:
             title = f"### Speed: {report['level']}"
-            parts.append(f"{title}\n\n{_source(name, report)}\n\n{_speed(report)}")
+            growth = _growth(report)
+            parts.append(f"{title}\n\n{_source(name, report)}\n\n{_speed(report)}{growth}")
     figures = _figures(root, SPEED_FIGURES)
     parts += [f"### Figures\n\n{figures}"] if figures else []
     return "\n\n".join(parts) or NOTHING
@@ -154,36 +155,43 @@ def _figures(root: Path, titles: dict[str, str]) -> str:
 
 
 def _models(report: dict[str, Any]) -> str:
-    """For every run and quantity, the check that comes nearest to what is allowed."""
+    """For every run, how far apart the systems are, and the checks nearest to what is allowed."""
 
     def used(check: dict[str, Any]) -> float:
         if check["value"] is None:
             return float("inf")
         return check["value"] / check["allowed"] if check["allowed"] else 0.0
 
-    rows = []
+    parts = []
     for run in report["runs"]:
-        kinds = dict.fromkeys(check["quantity"] for check in run["checks"])
-        for kind in kinds:
-            group = [check for check in run["checks"] if check["quantity"] == kind]
+        pairs = [
+            (
+                f"{pair['first']} – {pair['second']}",
+                f"{pair['logits']['distance']['cosine']:.1e}",
+                f"{pair['logits']['distance']['relative']:.1e}",
+                f"{pair['logits']['top1']:.2%}",
+                f"{pair['logits']['kl_mean']:.1e}",
+                f"{pair['adapter']['relative']:.1e}" if pair["adapter"] else "",
+            )
+            for pair in run["pairs"]
+        ]
+        header = ("systems", "1 - cosine", "relative", "top-1", "KL", "adapter's gradient")
+        kinds: dict[str, list[dict[str, Any]]] = {}
+        for check in run["checks"]:
+            single = check["quantity"].startswith("gradient of")
+            kind = "gradient of one kind of adapter tensor" if single else check["quantity"]
+            kinds.setdefault(kind, []).append(check)
+        rows = []
+        for kind, group in kinds.items():
             nearest = max(group, key=used)
             value = "∞" if nearest["value"] is None else f"{nearest['value']:.1e}"
-            passed = sum(check["passed"] for check in group)
-            rows.append(
-                (
-                    run["name"],
-                    kind,
-                    f"{passed} of {len(group)}",
-                    nearest["systems"],
-                    value,
-                    f"{nearest['allowed']:.1e}",
-                )
-            )
-        rows += [
-            (run["name"], name, "failed", error, "", "") for name, error in run["errors"].items()
-        ]
-    header = ("run", "quantity", "passed", "nearest to its tolerance", "value", "allowed")
-    return _table(header, rows)
+            passed = f"{sum(check['passed'] for check in group)} of {len(group)}"
+            allowed = f"{nearest['allowed']:.1e}"
+            rows.append((kind, passed, nearest["systems"], value, allowed, nearest["note"]))
+        rows += [(name, "failed", error, "", "", "") for name, error in run["errors"].items()]
+        judged = ("quantity", "passed", "nearest to its tolerance", "value", "allowed", "note")
+        parts.append(f"{run['name']}:\n\n{_table(header, pairs)}\n\n{_table(judged, rows)}")
+    return "\n\n".join(parts)
 
 
 def _training(report: dict[str, Any]) -> str:
@@ -327,6 +335,29 @@ def _speed(report: dict[str, Any]) -> str:
         f"{ceilings['matmul'] * 1e-12:.0f} TFLOP/s, whichever is longer. Device time, medians; "
         "activations of at least 4096 × 4096 elements."
     )
+
+
+def _growth(report: dict[str, Any]) -> str:
+    """How a layer's time grows from the smallest rank to the largest, beside its FLOPs."""
+    by_variant: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    for m in report["measurements"]:
+        if m["group"].startswith("layer") and m["device"] and not m["failed"]:
+            key = (f"{m['group']} {m['shape']['in']} × {m['shape']['out']}", m["variant"])
+            label = (key[0], f"{m['framework']} {key[1]}")
+            by_variant.setdefault(label, {})[m["shape"]["rank"]] = m
+    rows = []
+    for (work, variant), ranks in by_variant.items():
+        low, high = ranks[min(ranks)], ranks[max(ranks)]
+        if len(ranks) < 3:
+            continue
+        time = high["device"]["median"] / low["device"]["median"]
+        flops = high["flops"] / low["flops"]
+        cells = (f"{min(ranks)} to {max(ranks)}", f"{time:.2f}×", f"{flops:.2f}×")
+        rows.append((work, variant, *cells, f"{time / flops:.2f}"))
+    if not rows:
+        return ""
+    header = ("work", "implementation", "ranks", "time", "FLOPs", "time over prediction")
+    return f"\n\nGrowth with the rank:\n\n{_table(header, rows)}"
 
 
 def _table(header: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
