@@ -241,13 +241,13 @@ FIGURES = (
     Wanted(
         "model_times",
         model_times,
-        f"{BENCHMARKS}/model*.json",
+        f"{BENCHMARKS}/model.json",
         f"python -m benchmarks model --out {BENCHMARKS}",
     ),
     Wanted(
         "model_memory",
         model_memory,
-        f"{BENCHMARKS}/model*.json",
+        f"{BENCHMARKS}/model.json",
         f"python -m benchmarks model --out {BENCHMARKS}",
     ),
     Wanted(
