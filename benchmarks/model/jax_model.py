@@ -46,7 +46,7 @@ class XLADoRA(jax_dora.DoRALinear):
 class DenseDoRA(jax_dora.DoRALinear):
     """The reference: W' formed, and the gradient left to autodiff; no formula of the package."""
 
-    def __call__(self, inputs: jax.Array, **_: Any) -> jax.Array:
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None, **_: Any) -> jax.Array:
         product = self.lora_a[...] @ self.lora_b[...]
         direction = self.kernel[...] + self.scale * product
         norm = jnp.sqrt(jnp.sum(jnp.square(direction), axis=0))
