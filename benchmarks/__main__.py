@@ -1,6 +1,10 @@
 """Measures one level and writes JSON, a table and figures.
 
-    python -m benchmarks ops|layer|model --out DIR [--only PATTERN …] [--quick] [--device cpu]
+    python -m benchmarks ops|layer|model|tune --out DIR [--only PATTERN …] [--quick] [--device cpu]
+    python -m benchmarks tune --ops REPORT --out DIR
+
+Level `tune` writes a tuning table too, DIR/<device kind>.json; with --ops it measures nothing and
+derives the table from reports of the levels `ops` and `tune`.
 
 Exits 1 if anything that was timed is not correct, or failed; speed-ups of it are withheld.
 """
@@ -22,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m benchmarks",
         description="Measure one level; write JSON, tables and figures.",
     )
-    parser.add_argument("level", choices=("ops", "layer", "model"))
+    parser.add_argument("level", choices=("ops", "layer", "model", "tune"))
     parser.add_argument("--out", type=Path, required=True, help="folder for JSON and figures")
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), help="default: cuda where there is one"
@@ -42,14 +46,26 @@ def main(arguments: list[str] | None = None) -> int:
         help="level model: start no variant, and stop a running one, after this long",
     )
     parser.add_argument("--commit", help="the commit, where git cannot tell")
+    parser.add_argument(
+        "--ops",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="REPORT",
+        help="level tune: derive the table from this report, measure nothing; repeatable",
+    )
     options = parser.parse_args(arguments)
+    if options.ops:
+        if options.level != "tune":
+            parser.error("--ops belongs to the level tune")
+        return _derive(parser, options.ops, options.out)
 
     # Both frameworks allocate on the one card: JAX must not take most of it at once.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import torch
     from rich.console import Console
 
-    from benchmarks import clock, figures, table
+    from benchmarks import clock, figures, table, tune
     from benchmarks.environment import card, environment
     from benchmarks.report import Report
 
@@ -95,15 +111,30 @@ def main(arguments: list[str] | None = None) -> int:
         )
         if bench.clock is not None:
             report.ceilings = ceilings(bench)
-        level = ops if options.level == "ops" else layer
+        level = {"ops": ops, "layer": layer, "tune": tune}[options.level]
         measure_all(bench, report, level.works(device, options.quick), options.out, console)
     if device == "cuda":
         # Clocks rise under load: those of the start say what the card rested at.
         report.environment |= {f"{name} after": value for name, value in card().items()}
         report.write(options.out)
     table.show(report, options.out, console)
-    figures.draw(report, options.out)
+    if options.level == "tune":
+        tune.write_table({"tune.json": report.as_dict()}, options.out, console)
+    else:
+        figures.draw(report, options.out)
     return 0 if report.passed else 1
+
+
+def _derive(parser: argparse.ArgumentParser, reports: list[Path], folder: Path) -> int:
+    from rich.console import Console
+
+    from benchmarks import tune
+
+    try:
+        tune.write_table(tune.read_reports(reports), folder, Console())
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    return 0
 
 
 if __name__ == "__main__":

@@ -78,6 +78,7 @@ def measure(bench: Bench, work: Work, variant: Variant) -> Measurement:
         "bytes": variant.bytes or work.bytes,
         "flops": variant.flops or work.flops,
         "cached": variant.cached,
+        "config": dict(variant.config),
         "baseline": work.baselines.get(variant.label, ""),
     }
     if variant.unless:

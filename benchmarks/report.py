@@ -44,6 +44,7 @@ class Measurement:
     bytes: int
     flops: int
     cached: bool = False
+    config: dict[str, Any] = field(default_factory=dict)
     baseline: str = ""
     device: Spread | None = None
     wall: Spread | None = None

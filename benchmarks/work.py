@@ -40,6 +40,7 @@ class Variant:
       compiler_options: for XLA, as in `jax.stages.Lowered.compile`.
       cached: reads what the caller keeps between steps (a norm, a squared norm): caching, not
         kernels.
+      config: the knobs that it runs with, where they are not the kernel's own choice.
     """
 
     framework: Framework
@@ -54,6 +55,7 @@ class Variant:
     expected: Mapping[str, Expectation] | None = None
     compiler_options: Mapping[str, bool | str] = field(default_factory=dict)
     cached: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def label(self) -> str:

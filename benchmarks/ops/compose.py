@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import torch
 
-from benchmarks.ops.inputs import interpreted, mosaic_refuses, rotate, to_jax, to_torch
+from benchmarks.ops.inputs import interpreted, mosaic_refuses, rotate, to_jax, to_torch, tuned
 from benchmarks.work import Expectation, Variant, Work
 from jax_dora.ops import device as jax_device
-from jax_dora.ops.compose import Plan, backward, define
+from jax_dora.ops.compose import Plan, define
+from jax_dora.ops.compose import backward as jax_backward
 from jax_dora.ops.mosaic import compose as mosaic_forward
 from jax_dora.ops.mosaic import compose_backward as mosaic_backward
 from jax_dora.ops.mosaic import rowwise
+from jax_dora.ops.mosaic.rowwise import RowwiseConfig
 from parity import oracle, tolerances
 from parity.cases import PAPER_ACTIVATIONS, Case, ComposeInputs, compose_inputs
 from torch_dora.ops import dispatch as torch_dispatch
@@ -30,12 +32,12 @@ XLA = Plan(False, "xla", "xla")
 
 def works(device: str, quick: bool) -> Iterator[Callable[[], Work]]:
     for rows, out in QUICK_SHAPES if quick else PAPER_ACTIVATIONS:
-        inputs = functools.cache(functools.partial(_inputs, rows, out, device))
+        inputs = functools.cache(functools.partial(inputs_of, rows, out, device))
         yield functools.partial(_copy, rows, out, inputs)
         for want_inner in (False, True):
-            yield functools.partial(_forward, rows, out, device, inputs, want_inner)
+            yield functools.partial(forward, rows, out, device, inputs, want_inner)
         for want_lora in (True, False):
-            yield functools.partial(_backward, rows, out, device, inputs, want_lora)
+            yield functools.partial(backward, rows, out, device, inputs, want_lora)
 
 
 def triton_refuses(device: str) -> str | None:
@@ -49,7 +51,7 @@ def triton_is_exact(device: str) -> bool:
     return device == "cuda"
 
 
-def _inputs(rows: int, out: int, device: str) -> ComposeInputs:
+def inputs_of(rows: int, out: int, device: str) -> ComposeInputs:
     return compose_inputs(Case("operator", DTYPE, rows=rows, n_out=out), device)
 
 
@@ -70,8 +72,13 @@ def _copy(rows: int, out: int, inputs: Callable[[], ComposeInputs]) -> Work:
     )
 
 
-def _forward(
-    rows: int, out: int, device: str, inputs: Callable[[], ComposeInputs], want_inner: bool
+def forward(
+    rows: int,
+    out: int,
+    device: str,
+    inputs: Callable[[], ComposeInputs],
+    want_inner: bool,
+    configs: Sequence[RowwiseConfig] = (),
 ) -> Work:
     drawn = inputs()
     s = Case("operator", DTYPE, n_out=out).scale
@@ -89,10 +96,16 @@ def _forward(
     jax_sets = to_jax(sets)
     jax_s = jnp.float32(s)
 
-    def mosaic(base: jax.Array, lora: jax.Array, g: jax.Array):
-        sm_count = jax_device.sm_count()
+    def mosaic(base: jax.Array, lora: jax.Array, g: jax.Array, config=None):
         return mosaic_forward.compose(
-            base, lora, g, jax_s, delta=False, want_inner=want_inner, sm_count=sm_count
+            base,
+            lora,
+            g,
+            jax_s,
+            delta=False,
+            want_inner=want_inner,
+            sm_count=jax_device.sm_count(),
+            config=config,
         )
 
     def xla(base: jax.Array, lora: jax.Array, g: jax.Array):
@@ -129,8 +142,18 @@ def _forward(
         expected,
         [
             Variant("jax", "xla", xla, jax_sets, jax_results),
-            Variant(
-                "jax", "mosaic", interpreted(mosaic, device), jax_sets, jax_results, unless=refusal
+            *tuned(
+                Variant(
+                    "jax",
+                    "mosaic",
+                    interpreted(mosaic, device),
+                    jax_sets,
+                    jax_results,
+                    unless=refusal,
+                ),
+                mosaic,
+                configs,
+                device,
             ),
             Variant("torch", "eager", in_torch("eager"), sets, torch_results),
             Variant(
@@ -147,8 +170,13 @@ def _forward(
     )
 
 
-def _backward(
-    rows: int, out: int, device: str, inputs: Callable[[], ComposeInputs], want_lora: bool
+def backward(
+    rows: int,
+    out: int,
+    device: str,
+    inputs: Callable[[], ComposeInputs],
+    want_lora: bool,
+    configs: Sequence[RowwiseConfig] = (),
 ) -> Work:
     drawn = inputs()
     s = Case("operator", DTYPE, n_out=out).scale
@@ -161,7 +189,7 @@ def _backward(
     jax_sets = to_jax(sets)
     jax_s = jnp.float32(s)
 
-    def mosaic(dy: jax.Array, inner: jax.Array, g: jax.Array):
+    def mosaic(dy: jax.Array, inner: jax.Array, g: jax.Array, config=None):
         return mosaic_backward.compose_backward(
             dy,
             inner,
@@ -171,10 +199,11 @@ def _backward(
             want_base=True,
             want_lora=want_lora,
             sm_count=jax_device.sm_count(),
+            config=config,
         )
 
     def xla(dy: jax.Array, inner: jax.Array, g: jax.Array):
-        return tuple(backward(XLA, dy, inner, g, jax_s, want_lora=want_lora))
+        return tuple(jax_backward(XLA, dy, inner, g, jax_s, want_lora=want_lora))
 
     def in_torch(implementation: str) -> Callable:
         @torch.no_grad()
@@ -209,8 +238,18 @@ def _backward(
         expected,
         [
             Variant("jax", "xla", xla, jax_sets, jax_results),
-            Variant(
-                "jax", "mosaic", interpreted(mosaic, device), jax_sets, jax_results, unless=refusal
+            *tuned(
+                Variant(
+                    "jax",
+                    "mosaic",
+                    interpreted(mosaic, device),
+                    jax_sets,
+                    jax_results,
+                    unless=refusal,
+                ),
+                mosaic,
+                configs,
+                device,
             ),
             Variant("torch", "eager", in_torch("eager"), sets, torch_results),
             Variant(

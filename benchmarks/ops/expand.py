@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,14 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.ops.compose import triton_is_exact, triton_refuses
-from benchmarks.ops.inputs import interpreted, mosaic_refuses, rotate, to_jax, to_torch
+from benchmarks.ops.inputs import interpreted, mosaic_refuses, rotate, to_jax, to_torch, tuned
 from benchmarks.work import Expectation, Variant, Work
 from jax_dora.ops import device as jax_device
 from jax_dora.ops.compose import define
 from jax_dora.ops.mosaic import compose as mosaic_compose
 from jax_dora.ops.mosaic import expand_compose as mosaic_expand
 from jax_dora.ops.mosaic import rowwise
+from jax_dora.ops.mosaic.strips import StripConfig
 from parity import oracle, tolerances
 from parity.cases import Case, compose_inputs
 from torch_dora.ops.compose import forward as torch_forward
@@ -44,12 +45,19 @@ QUICK = ((64, 16, 128),)
 
 def works(device: str, quick: bool) -> Iterator[Callable[[], Work]]:
     for shape in QUICK if quick else SHAPES:
-        yield functools.partial(_expand, *shape, False, device)
+        yield functools.partial(work, *shape, False, device)
     for shape in QUICK if quick else INNER_SHAPES:
-        yield functools.partial(_expand, *shape, True, device)
+        yield functools.partial(work, *shape, True, device)
 
 
-def _expand(rows: int, rank: int, out: int, want_inner: bool, device: str) -> Work:
+def work(
+    rows: int,
+    rank: int,
+    out: int,
+    want_inner: bool,
+    device: str,
+    configs: Sequence[StripConfig] = (),
+) -> Work:
     case = Case("operator", DTYPE, rows=rows, n_out=out)
     s = case.scale
     drawn = compose_inputs(case, device)
@@ -86,9 +94,16 @@ def _expand(rows: int, rank: int, out: int, want_inner: bool, device: str) -> Wo
             sm_count=jax_device.sm_count(),
         )
 
-    def fused(base: jax.Array, z: jax.Array, lora_b: jax.Array, g: jax.Array):
+    def fused(base: jax.Array, z: jax.Array, lora_b: jax.Array, g: jax.Array, config=None):
         return mosaic_expand.expand_compose(
-            base, z, lora_b, g, jax_s, want_inner=want_inner, sm_count=jax_device.sm_count()
+            base,
+            z,
+            lora_b,
+            g,
+            jax_s,
+            want_inner=want_inner,
+            sm_count=jax_device.sm_count(),
+            config=config,
         )
 
     def in_torch(implementation: str) -> Callable:
@@ -141,13 +156,18 @@ def _expand(rows: int, rank: int, out: int, want_inner: bool, device: str) -> Wo
                 jax_results,
                 unless=no_two,
             ),
-            Variant(
-                "jax",
-                "mosaic",
-                interpreted(fused, device),
-                jax_sets,
-                jax_results,
-                unless=no_fused,
+            *tuned(
+                Variant(
+                    "jax",
+                    "mosaic",
+                    interpreted(fused, device),
+                    jax_sets,
+                    jax_results,
+                    unless=no_fused,
+                ),
+                fused,
+                configs,
+                device,
             ),
             Variant("torch", "eager", in_torch("eager"), sets, torch_results),
             Variant(

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import torch
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from benchmarks.work import Variant
+from jax_dora.ops.tuning import Config
 
 # Together the sets exceed the L2 (60 MB on an H200), so that back-to-back steps find none of it
 # there; two sets at least, so that no step reads what it just read.
@@ -50,6 +55,28 @@ def interpreted(step: Callable[..., Any], device: str) -> Callable[..., Any]:
 def _interpreter() -> Iterator[None]:
     with plgpu.force_gpu_interpret_mode():
         yield
+
+
+def tuned(
+    mosaic: Variant, step: Callable[..., Any], configs: Sequence[Config], device: str
+) -> list[Variant]:
+    """`mosaic`, and beside it one variant for each config that `step` takes as `config=`."""
+    variants = [mosaic]
+    for config in configs:
+        knobs = {
+            knob.name: value
+            for knob in dataclasses.fields(config)
+            if (value := getattr(config, knob.name)) is not None
+        }
+        variants.append(
+            dataclasses.replace(
+                mosaic,
+                name=" ".join([mosaic.name, *(f"{knob}={value}" for knob, value in knobs.items())]),
+                step=interpreted(functools.partial(step, config=config), device),
+                config=knobs,
+            )
+        )
+    return variants
 
 
 def mosaic_refuses(device: str) -> str | None:

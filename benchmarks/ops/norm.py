@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax.numpy as jnp
 import torch
 
 from benchmarks import baselines
 from benchmarks.ops.compose import triton_refuses
-from benchmarks.ops.inputs import interpreted, mosaic_refuses, rotate, to_jax, to_torch
+from benchmarks.ops.inputs import interpreted, mosaic_refuses, rotate, to_jax, to_torch, tuned
 from benchmarks.work import Expectation, Variant, Work
 from jax_dora import ops as jax_ops
 from jax_dora.ops import device as jax_device
 from jax_dora.ops.mosaic import norm as mosaic_norm
+from jax_dora.ops.mosaic.strips import StripConfig
 from parity import oracle, tolerances
 from parity.cases import Case, layer_inputs
 from torch_dora import ops as torch_ops
@@ -33,12 +34,19 @@ def works(device: str, quick: bool) -> Iterator[Callable[[], Work]]:
     shapes = [(*shape, RANK) for shape in SHAPES]
     shapes += [(*RANK_SHAPE, rank) for rank in RANKS if rank != RANK]
     for n_in, n_out, rank in QUICK if quick else shapes:
-        yield functools.partial(_norm, n_in, n_out, rank, "bfloat16", device)
+        yield functools.partial(work, n_in, n_out, rank, "bfloat16", device)
     n_in, n_out, rank = QUICK[0] if quick else (*RANK_SHAPE, RANK)
-    yield functools.partial(_norm, n_in, n_out, rank, "float32", device)
+    yield functools.partial(work, n_in, n_out, rank, "float32", device)
 
 
-def _norm(n_in: int, n_out: int, rank: int, adapter_dtype: str, device: str) -> Work:
+def work(
+    n_in: int,
+    n_out: int,
+    rank: int,
+    adapter_dtype: str,
+    device: str,
+    configs: Sequence[StripConfig] = (),
+) -> Work:
     case = Case(
         "operator",
         DTYPE,
@@ -66,9 +74,15 @@ def _norm(n_in: int, n_out: int, rank: int, adapter_dtype: str, device: str) -> 
             kernel, lora_a, lora_b, s, kernel_sq_norm=squared, implementation="xla"
         )
 
-    def mosaic(kernel, lora_a, lora_b, squared):
-        sm_count = jax_device.sm_count()
-        return mosaic_norm.norm(kernel, lora_a, lora_b, jnp.float32(s), sm_count=sm_count)
+    def mosaic(kernel, lora_a, lora_b, squared, config=None):
+        return mosaic_norm.norm(
+            kernel,
+            lora_a,
+            lora_b,
+            jnp.float32(s),
+            sm_count=jax_device.sm_count(),
+            config=config,
+        )
 
     def dense(kernel, lora_a, lora_b, squared):
         return baselines.dense_norm(kernel, lora_a, lora_b, s)
@@ -102,8 +116,13 @@ def _norm(n_in: int, n_out: int, rank: int, adapter_dtype: str, device: str) -> 
         Variant("jax", "dense", dense, jax_sets, jax_results, exact=False),
         Variant("jax", "factored", factored, jax_sets, jax_results),
         Variant("jax", "factored, ‖W‖² kept", cached, jax_sets, jax_results, cached=True),
-        Variant(
-            "jax", "mosaic", interpreted(mosaic, device), jax_sets, jax_results, unless=refusal
+        *tuned(
+            Variant(
+                "jax", "mosaic", interpreted(mosaic, device), jax_sets, jax_results, unless=refusal
+            ),
+            mosaic,
+            configs,
+            device,
         ),
         Variant(
             "torch", "dense", in_torch(baselines.torch_dense_norm), sets, torch_results, exact=False

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import torch
 
-from benchmarks.ops.inputs import interpreted, mosaic_refuses, rotate, to_jax, to_torch
+from benchmarks.ops.inputs import interpreted, mosaic_refuses, rotate, to_jax, to_torch, tuned
 from benchmarks.work import Expectation, Variant, Work
 from jax_dora.ops import device as jax_device
 from jax_dora.ops.compose import define
 from jax_dora.ops.mosaic import expand_compose as mosaic_expand
 from jax_dora.ops.mosaic import projection as mosaic_projection
+from jax_dora.ops.mosaic.projection import ProjectionConfig
 
 ITEM = 2
 # rows, in, out, rank: square projections, an MLP's up and down, a narrow one of grouped heads.
@@ -35,8 +36,8 @@ NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
 
 def works(device: str, quick: bool) -> Iterator[Callable[[], Work]]:
     for shape in QUICK if quick else SHAPES:
-        yield functools.partial(_forward, *shape, device)
-        yield functools.partial(_backward, *shape, device)
+        yield functools.partial(forward, *shape, device)
+        yield functools.partial(backward, *shape, device)
 
 
 def _draw(device: str, *shape: int, size: float = 1.0) -> torch.Tensor:
@@ -44,7 +45,14 @@ def _draw(device: str, *shape: int, size: float = 1.0) -> torch.Tensor:
     return (size * torch.randn(shape, device=device, generator=generator)).bfloat16()
 
 
-def _forward(rows: int, n_in: int, n_out: int, rank: int, device: str) -> Work:
+def forward(
+    rows: int,
+    n_in: int,
+    n_out: int,
+    rank: int,
+    device: str,
+    configs: Sequence[ProjectionConfig] = (),
+) -> Work:
     x, kernel = _draw(device, rows, n_in), _draw(device, n_in, n_out, size=n_in**-0.5)
     z, lora_b = _draw(device, rows, rank), _draw(device, rank, n_out, size=0.3 * rank**-0.5)
     g = 1 + 0.05 * torch.randn(n_out, device=device)
@@ -61,10 +69,10 @@ def _forward(rows: int, n_in: int, n_out: int, rank: int, device: str) -> Work:
             x @ kernel, z, lora_b, g, one, want_inner=False, sm_count=sm_count
         )[0]
 
-    def projected(x: jax.Array, kernel: jax.Array, z: jax.Array, lora_b: jax.Array, g: jax.Array):
+    def projected(x, kernel, z, lora_b, g, config=None):
         sm_count = jax_device.sm_count()
         return mosaic_projection.project(
-            x, kernel, z, lora_b, g, want_inner=False, sm_count=sm_count
+            x, kernel, z, lora_b, g, want_inner=False, sm_count=sm_count, config=config
         )[0]
 
     dtypes = (jnp.bfloat16, jnp.bfloat16)
@@ -84,19 +92,31 @@ def _forward(rows: int, n_in: int, n_out: int, rank: int, device: str) -> Work:
                 "y",
                 no_mosaic or mosaic_expand.refuses(rows, rank, n_out, *dtypes),
             ),
-            _variant(
-                "mosaic",
-                interpreted(projected, device),
-                inputs,
-                "y",
-                no_mosaic or mosaic_projection.refuses(rows, n_in, n_out, *dtypes),
+            *tuned(
+                _variant(
+                    "mosaic",
+                    interpreted(projected, device),
+                    inputs,
+                    "y",
+                    no_mosaic or mosaic_projection.refuses(rows, n_in, n_out, *dtypes),
+                ),
+                projected,
+                configs,
+                device,
             ),
         ],
         {"jax xla": "jax xla"},
     )
 
 
-def _backward(rows: int, n_in: int, n_out: int, rank: int, device: str) -> Work:
+def backward(
+    rows: int,
+    n_in: int,
+    n_out: int,
+    rank: int,
+    device: str,
+    configs: Sequence[ProjectionConfig] = (),
+) -> Work:
     d, kernel = _draw(device, rows, n_out), _draw(device, n_in, n_out, size=n_in**-0.5)
     dz, lora_a = _draw(device, rows, rank), _draw(device, n_in, rank, size=n_in**-0.5)
     want = d.double() @ kernel.double().T + dz.double() @ lora_a.double().T
@@ -105,8 +125,11 @@ def _backward(rows: int, n_in: int, n_out: int, rank: int, device: str) -> Work:
     def xla(d: jax.Array, kernel: jax.Array, dz: jax.Array, lora_a: jax.Array):
         return d @ kernel.T + dz @ lora_a.T
 
-    def projected(d: jax.Array, kernel: jax.Array, dz: jax.Array, lora_a: jax.Array):
-        return mosaic_projection.project_back(d, kernel, dz, lora_a, sm_count=jax_device.sm_count())
+    def projected(d, kernel, dz, lora_a, config=None):
+        sm_count = jax_device.sm_count()
+        return mosaic_projection.project_back(
+            d, kernel, dz, lora_a, sm_count=sm_count, config=config
+        )
 
     refusal = mosaic_projection.refuses(rows, n_in, n_out, jnp.bfloat16, jnp.bfloat16)
     return Work(
@@ -117,12 +140,17 @@ def _backward(rows: int, n_in: int, n_out: int, rank: int, device: str) -> Work:
         {"dx": Expectation(want)},
         [
             _variant("xla", xla, inputs, "dx"),
-            _variant(
-                "mosaic",
-                interpreted(projected, device),
-                inputs,
-                "dx",
-                mosaic_refuses(device) or refusal,
+            *tuned(
+                _variant(
+                    "mosaic",
+                    interpreted(projected, device),
+                    inputs,
+                    "dx",
+                    mosaic_refuses(device) or refusal,
+                ),
+                projected,
+                configs,
+                device,
             ),
         ],
         {"jax xla": "jax xla"},

@@ -125,8 +125,18 @@ def forward(
             delta=plan.delta,
             want_inner=want_inner,
             sm_count=device.sm_count(),
+            config=_config("compose", target, base, 2, 2 if want_inner else 1),
         )
     return define(base, lora, g, scale, bias, delta=plan.delta, want_inner=want_inner)
+
+
+def _config(kernel: str, target: device.Target, like: jax.Array, inputs: int, outputs: int):
+    """The measured config for a launch over tensors like `like`, or None."""
+    out = like.shape[-1]
+    sizes = rowwise.sizes(math.prod(like.shape[:-1]), out, like.dtype)
+    return tuning.config(
+        target.device_kind, kernel, sizes, lambda config: rowwise.fits(config, inputs, outputs)
+    )
 
 
 def define(base, lora, g, scale, bias=None, *, delta: bool, want_inner: bool):
@@ -168,6 +178,13 @@ def backward(
                 want_base=want_base,
                 want_lora=want_lora,
                 sm_count=device.sm_count(),
+                config=_config(
+                    "compose_backward",
+                    target,
+                    dy,
+                    1 if inner is None else 2,
+                    want_base + want_lora,
+                ),
             )
         )
     dtype = _accumulator(dy.dtype)

@@ -162,7 +162,7 @@ def _plan(x, kernel, rank: int, result, implementation: str | None, rate: float)
     fits = dispatch.runs_mosaic(target)
     in_features, out = kernel.shape
     rows, dtype = math.prod(x.shape[:-1]), result.dtype
-    sizes = {"rows": rows, "in": in_features, "rank": rank, "out": out, "elements": rows * out}
+    sizes = _sizes(x, kernel, rank)
 
     def takes(kernel_name: str, refusal: str | None) -> bool:
         if implementation == "xla" or fits.refusal or refusal:
@@ -184,6 +184,11 @@ def _plan(x, kernel, rank: int, result, implementation: str | None, rate: float)
     return LinearPlan(compose, forward, backward, rate)
 
 
+def _sizes(x, kernel, rank: int) -> dict[str, int]:
+    (in_features, out), rows = kernel.shape, math.prod(x.shape[:-1])
+    return {"rows": rows, "in": in_features, "rank": rank, "out": out, "elements": rows * out}
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _project(plan, precision, x, kernel, lora_a, lora_b, g, scale, bias, seed):
     return _forward(plan, precision, x, kernel, lora_a, lora_b, g, scale, bias, seed, False)[0]
@@ -201,11 +206,24 @@ def _forward(plan, precision, x, kernel, lora_a, lora_b, g, scale, bias, seed, w
         return y, inner, z
 
     target, sm_count = device.target(), device.sm_count()
+    rank = lora_a.shape[1]
+    measured = functools.partial(tuning.config, target.device_kind, sizes=_sizes(x, kernel, rank))
     if plan.forward == "expand":
+        config = measured(
+            "expand_compose", fits=lambda config: mosaic_expand.fits(config, rank, want_inner)
+        )
         base, z = dot(x, kernel, (-1, 0)), dot(seen, lora_a, (-1, 0))
         base = dispatch.on_cuda(base, target)
         y, inner = mosaic_expand.expand_compose(
-            base, z, lora_b.astype(dtype), g, scale, bias, want_inner=want_inner, sm_count=sm_count
+            base,
+            z,
+            lora_b.astype(dtype),
+            g,
+            scale,
+            bias,
+            want_inner=want_inner,
+            sm_count=sm_count,
+            config=config,
         )
         return y, inner, z
     z = dot(seen, lora_a, (-1, 0), jnp.float32)
@@ -220,6 +238,7 @@ def _forward(plan, precision, x, kernel, lora_a, lora_b, g, scale, bias, seed, w
         bias,
         want_inner=want_inner,
         sm_count=sm_count,
+        config=measured("project", fits=mosaic_projection.fits),
     )
     return y, inner, z
 
@@ -292,9 +311,21 @@ def _dx(plan, dot, d, dz, kept):
     """d Wᵀ + dz Aᵀ, the latter dropped as x was."""
     kernel, lora_a = kept["kernel"], kept["lora_a"]
     if plan.backward == "project":
-        d = dispatch.on_cuda(d, device.target())
+        target = device.target()
+        config = tuning.config(
+            target.device_kind,
+            "project_back",
+            _sizes(d, kernel, lora_a.shape[1]),
+            mosaic_projection.fits,
+        )
+        d = dispatch.on_cuda(d, target)
         return mosaic_projection.project_back(
-            d, kernel.astype(d.dtype), dz, lora_a.astype(d.dtype), sm_count=device.sm_count()
+            d,
+            kernel.astype(d.dtype),
+            dz,
+            lora_a.astype(d.dtype),
+            sm_count=device.sm_count(),
+            config=config,
         )
     through_adapter = dot(dz, lora_a, (-1, 1))
     if plan.dropout:

@@ -75,8 +75,16 @@ def factored_norm(
     chosen = "xla" if scale_is_zero else _choose(kernel, lora_a, implementation)
     if chosen == "mosaic":
         target = device.target()
+        dtypes = kernel.dtype, lora_a.dtype
+        config = tuning.config(
+            target.device_kind,
+            "norm",
+            _sizes(kernel, lora_a),
+            lambda config: mosaic_norm.fits(config, lora_a.shape[1], *dtypes),
+        )
         kernel = dispatch.on_cuda(kernel, target)
-        return mosaic_norm.norm(kernel, lora_a, lora_b, scale, sm_count=device.sm_count())
+        sm_count = device.sm_count()
+        return mosaic_norm.norm(kernel, lora_a, lora_b, scale, sm_count=sm_count, config=config)
     if kernel_sq_norm is None:
         kernel_sq_norm = squared_norm(kernel)
     dtype = _accumulator(kernel, lora_a, lora_b)
@@ -161,13 +169,16 @@ def _choose(kernel: jax.Array, lora_a: jax.Array, implementation: str | None) ->
     fits = dispatch.runs_mosaic(target)
     (in_features, out), rank = kernel.shape, lora_a.shape[1]
     refusal = mosaic_norm.refuses(in_features, rank, out, kernel.dtype, lora_a.dtype)
-    sizes = {"in": in_features, "rank": rank, "out": out}
     mosaic = dispatch.Option(
         "mosaic",
         fits.refusal or refusal,
-        fits.slower or tuning.slower(target.device_kind, "norm", sizes),
+        fits.slower or tuning.slower(target.device_kind, "norm", _sizes(kernel, lora_a)),
     )
     return dispatch.choose("factored_norm", implementation, (mosaic, dispatch.Option("xla")))
+
+
+def _sizes(kernel: jax.Array, lora_a: jax.Array) -> dict[str, int]:
+    return {"in": kernel.shape[0], "rank": lora_a.shape[1], "out": kernel.shape[1]}
 
 
 def _correction(

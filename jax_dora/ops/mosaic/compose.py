@@ -30,12 +30,13 @@ def compose(
     delta: bool,
     want_inner: bool,
     sm_count: int,
-    config: RowwiseConfig = CONFIG,
+    config: RowwiseConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """(y or ΔY, inner or None) of base, lora [..., out]; adds bias [out] if given."""
     shape, dtype = base.shape, base.dtype
     out = shape[-1]
     rows = base.size // out
+    config = config or CONFIG
     t = rowwise.tile(rows, out, dtype, config, sm_count)
     outputs = 2 if want_inner else 1
     vectors = [g] if bias is None else [g, bias]

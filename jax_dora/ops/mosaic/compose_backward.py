@@ -36,11 +36,12 @@ def compose_backward(
     want_base: bool,
     want_lora: bool,
     sm_count: int,
-    config: RowwiseConfig = CONFIG,
+    config: RowwiseConfig | None = None,
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
     """(d_base, d_lora, d_g), each None where it is not wanted; dy, inner [..., out]."""
     shape, dtype = dy.shape, dy.dtype
     out = shape[-1]
+    config = config or CONFIG
     t = rowwise.tile(dy.size // out, out, dtype, config, sm_count)
     want_g = inner is not None
     tensors = want_base + want_lora

@@ -38,7 +38,12 @@ CONFIGS = (
 
 def heuristic(rank: int, want_inner: bool) -> StripConfig | None:
     """The config for a rank, or None where its strip of B does not fit."""
-    return strips.fits(strips.slices(rank), 2, CONFIGS, extra_tiles=1 if want_inner else 0)
+    return next((config for config in CONFIGS if fits(config, rank, want_inner)), None)
+
+
+def fits(config: StripConfig, rank: int, want_inner: bool) -> bool:
+    """Whether shared memory has room for a launch of `config`."""
+    return strips.fits(config, strips.slices(rank), 2, extra_tiles=1 if want_inner else 0)
 
 
 def refuses(

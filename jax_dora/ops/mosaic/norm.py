@@ -52,10 +52,21 @@ def pieces(kernel_dtype: jax.typing.DTypeLike, adapter_dtype: jax.typing.DTypeLi
 
 def heuristic(rank: int, kernel_dtype, adapter_dtype) -> StripConfig | None:
     """The config for a rank, or None where its strip of B does not fit."""
-    resident = pieces(kernel_dtype, adapter_dtype) * strips.slices(rank)
     # A product over many slices takes long enough for the next tile to arrive in the only slot.
-    candidates = CONFIGS if resident <= 4 else [c for c in CONFIGS if c.slots == 1]
-    return strips.fits(resident, jnp.dtype(kernel_dtype).itemsize, candidates)
+    short = _resident(rank, kernel_dtype, adapter_dtype) <= 4
+    candidates = (c for c in CONFIGS if short or c.slots == 1)
+    return next((c for c in candidates if fits(c, rank, kernel_dtype, adapter_dtype)), None)
+
+
+def fits(config: StripConfig, rank: int, kernel_dtype, adapter_dtype) -> bool:
+    """Whether shared memory has room for a launch of `config`."""
+    resident = _resident(rank, kernel_dtype, adapter_dtype)
+    return strips.fits(config, resident, jnp.dtype(kernel_dtype).itemsize)
+
+
+def _resident(rank: int, kernel_dtype, adapter_dtype) -> int:
+    """Slices of B that stay in shared memory, those of all its pieces."""
+    return pieces(kernel_dtype, adapter_dtype) * strips.slices(rank)
 
 
 def refuses(

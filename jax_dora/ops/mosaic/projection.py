@@ -28,6 +28,9 @@ CONSUMERS = 2
 # What a consumer stores at a time: one instruction's rows, one swizzled row of 16-bit numbers.
 CHUNK_ROWS, CHUNK_COLS = 64, 64
 CHUNK_SLOTS = 2
+# Of one m64 instruction, and fp32 numbers that a consumer's 128 threads keep in 128 registers each.
+MAX_INSTRUCTION_COLS = 256
+MAX_ACCUMULATORS = 128 * 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +66,20 @@ class ProjectionConfig:
 CONFIG = ProjectionConfig()
 
 
+def fits(config: ProjectionConfig) -> bool:
+    """Whether shared memory and the tensor cores' instructions have room for a launch."""
+    rows, cols = config.consumer_tile
+    slices = config.stages * (config.tile_rows + config.tile_cols) * TILE_K * 2
+    chunks = CONSUMERS * CHUNK_SLOTS * CHUNK_ROWS * CHUNK_COLS * 2
+    return (
+        rows % CHUNK_ROWS == 0
+        and cols % CHUNK_COLS == 0
+        and cols <= MAX_INSTRUCTION_COLS
+        and rows * cols <= MAX_ACCUMULATORS
+        and slices + chunks + strips.RESERVED <= strips.SHARED_MEMORY
+    )
+
+
 def refuses(
     rows: int, in_features: int, out: int, dtype: jax.typing.DTypeLike, adapter_dtype
 ) -> str | None:
@@ -92,7 +109,7 @@ def project(
     *,
     want_inner: bool,
     sm_count: int,
-    config: ProjectionConfig = CONFIG,
+    config: ProjectionConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """(y, inner or None) for x [..., in] and z [..., r], which s has been applied to."""
     vectors = [g] if bias is None else [g, bias]
@@ -101,7 +118,7 @@ def project(
     rank = strips.padded_rank(z.shape[1])
     z, lora_b = strips.pad(z, z.shape[0], rank), strips.pad(lora_b, rank, lora_b.shape[1])
     results = _product(
-        (x, z), (kernel, lora_b), vectors, 2 if want_inner else 1, False, sm_count, config
+        (x, z), (kernel, lora_b), vectors, 2 if want_inner else 1, False, sm_count, config or CONFIG
     )
     return results[0].reshape(shape), results[1].reshape(shape) if want_inner else None
 
@@ -113,14 +130,14 @@ def project_back(
     lora_a: jax.Array,
     *,
     sm_count: int,
-    config: ProjectionConfig = CONFIG,
+    config: ProjectionConfig | None = None,
 ) -> jax.Array:
     """dx [..., in] for d = g∘dy [..., out] and dz = s·(d Bᵀ) [..., r]."""
     shape = (*d.shape[:-1], kernel.shape[0])
     d, dz = d.reshape(-1, d.shape[-1]), dz.reshape(-1, dz.shape[-1])
     rank = strips.padded_rank(dz.shape[1])
     dz, lora_a = strips.pad(dz, dz.shape[0], rank), strips.pad(lora_a, lora_a.shape[0], rank)
-    (dx,) = _product((d, dz), (kernel, lora_a), [], 1, True, sm_count, config)
+    (dx,) = _product((d, dz), (kernel, lora_a), [], 1, True, sm_count, config or CONFIG)
     return dx.reshape(shape)
 
 

@@ -18,6 +18,8 @@ import math
 
 import jax.numpy as jnp
 
+from jax_dora.ops.mosaic import strips
+
 FEATURES = 1024
 MAX_LANE = 256
 ALIGNMENT = 8
@@ -82,6 +84,17 @@ def sizes(rows: int, out: int, dtype) -> dict[str, int]:
         "lane": math.gcd(out, MAX_LANE),
         "itemsize": jnp.dtype(dtype).itemsize,
     }
+
+
+def fits(config: RowwiseConfig, inputs: int, outputs: int) -> bool:
+    """Whether shared memory has room for the resident thread blocks of a launch.
+
+    `inputs` and `outputs` count the [rows, out] operands and results.
+    """
+    tiles = (config.stages * inputs + 2 * max(outputs, 1)) * config.tile_bytes
+    vectors = 2 * FEATURES * 4
+    block = tiles + vectors + strips.RESERVED
+    return config.blocks_per_sm * block <= strips.SHARED_MEMORY
 
 
 def refuses(rows: int, out: int, dtype) -> str | None:

@@ -128,14 +128,9 @@ def shared_memory(
     )
 
 
-def fits(
-    right_slices: int, tile_itemsize: int, candidates: Sequence[StripConfig], extra_tiles: int = 0
-) -> StripConfig | None:
-    """The first of `candidates` that shared memory has room for."""
-    for config in candidates:
-        if shared_memory(config, right_slices, tile_itemsize, extra_tiles) <= SHARED_MEMORY:
-            return config
-    return None
+def fits(config: StripConfig, right_slices: int, tile_itemsize: int, extra_tiles: int = 0) -> bool:
+    """Whether shared memory has room for a launch."""
+    return shared_memory(config, right_slices, tile_itemsize, extra_tiles) <= SHARED_MEMORY
 
 
 def tiled(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, gmem_cols: int | None = None):
