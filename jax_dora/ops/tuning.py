@@ -31,6 +31,8 @@ type Config = StripConfig | RowwiseConfig | ProjectionConfig
 
 _ELEMENTWISE = ("rows", "out", "elements", "lane", "itemsize")
 _LINEAR = ("rows", "in", "rank", "out", "elements")
+# Without the rank, which only makes the axis that is summed over longer, in XLA's product too.
+_PROJECTION = ("rows", "in", "out", "elements")
 
 
 class Kernel(NamedTuple):
@@ -45,8 +47,8 @@ KERNELS = {
     "compose_backward": Kernel(_ELEMENTWISE, RowwiseConfig),
     "expand_compose": Kernel(_LINEAR, StripConfig),
     "norm": Kernel(("in", "rank", "out"), StripConfig),
-    "project": Kernel(_LINEAR, ProjectionConfig),
-    "project_back": Kernel(_LINEAR, ProjectionConfig),
+    "project": Kernel(_PROJECTION, ProjectionConfig),
+    "project_back": Kernel(_PROJECTION, ProjectionConfig),
 }
 
 

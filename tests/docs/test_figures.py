@@ -68,12 +68,26 @@ MODEL = {
         {
             "name": "wide bf16",
             "errors": {"PEFT": "out of memory"},
+            "pairs": [
+                {
+                    "first": "Flax",
+                    "second": second,
+                    "logits": {
+                        "distance": {"cosine": 2e-5, "relative": 6e-3},
+                        "top1": 0.987,
+                        "kl_mean": 3e-5,
+                    },
+                    "adapter": adapter,
+                }
+                for second, adapter in (("torch", {"relative": 1e-2}), ("fp64 base", None))
+            ],
             "checks": [
                 {
                     "systems": systems,
                     "quantity": "logits, 1 - cosine",
                     "value": value,
                     "allowed": 1e-4,
+                    "note": "goal met",
                     "passed": value <= 1e-4,
                 }
                 for systems, value in (("Flax, torch", 2e-5), ("Flax, PEFT", 3e-5))
@@ -145,8 +159,11 @@ def test_fidelity_tables(tmp_path):
     assert "1 of 2" in text
     assert "| ∞ |" in text
     assert "not judged" in text
-    assert "| wide bf16 | logits, 1 - cosine | 2 of 2 | Flax, PEFT | 3.0e-05 | 1.0e-04 |" in text
-    assert "| wide bf16 | PEFT | failed | out of memory |" in text
+    assert "wide bf16:" in text
+    assert "| Flax – torch | 2.0e-05 | 6.0e-03 | 98.70% | 3.0e-05 | 1.0e-02 |" in text
+    assert "| Flax – fp64 base | 2.0e-05 | 6.0e-03 | 98.70% | 3.0e-05 |  |" in text
+    assert "| logits, 1 - cosine | 2 of 2 | Flax, PEFT | 3.0e-05 | 1.0e-04 | goal met |" in text
+    assert "| PEFT | failed | out of memory |" in text
     assert "| none |  | passes | not run |" in text
     assert "| norm_attached | jax | **caught** | MISSED |" in text
     assert "| eps_misplaced | torch | not run | – |" in text

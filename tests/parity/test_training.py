@@ -103,7 +103,7 @@ def test_schedule_rises_and_falls():
     rates = Settings().learning_rates()
     assert len(rates) == 2000
     assert rates.argmax() in (99, 100)
-    assert rates[0] == pytest.approx(1e-6)
+    assert rates[0] == pytest.approx(Settings().learning_rate / 100)
     assert 0 < rates[-1] < 1e-9
 
 
