@@ -83,7 +83,7 @@ class Report:
         (folder / "controls.md").write_text(self.markdown())
 
     def markdown(self) -> str:
-        from parity.report import _markdown_table, environment
+        from parity.report import environment, markdown_table
 
         facts = environment("cpu", self.commit)
         return "\n".join(
@@ -102,7 +102,7 @@ class Report:
                 "must. caught: it fails, though it need not. –: it passes, and need not fail. "
                 "**MISSED**: it passes, and must not. Under it stands what failed.",
                 "",
-                *_markdown_table(COLUMNS, self.rows()),
+                *markdown_table(COLUMNS, self.rows()),
                 "",
                 "| fault | what is computed instead |",
                 "| --- | --- |",

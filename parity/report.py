@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import jax
 import torch
@@ -59,7 +60,7 @@ class Report:
         """`parity.json` and `parity.md` in `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
         # JSON has no infinity: what is infinitely wrong, or allowed anything, is null.
-        text = json.dumps(_finite(self.as_dict()), indent=1, allow_nan=False)
+        text = json.dumps(finite(self.as_dict()), indent=1, allow_nan=False)
         (folder / "parity.json").write_text(text + "\n")
         (folder / "parity.md").write_text(self.markdown())
 
@@ -81,13 +82,13 @@ class Report:
             "",
             "## Summary",
             "",
-            *_markdown_table(COLUMNS, map(_cells, _groups(self.rows))),
+            *markdown_table(COLUMNS, map(_cells, _groups(self.rows))),
             "",
             *(f"![{name}]({name})" for name in self.figures),
             "",
             "## Every case",
             "",
-            *_markdown_table(
+            *markdown_table(
                 ("case", *COLUMNS[1:4], *COLUMNS[5:]),
                 ([row.case, *_row_cells(row)] for row in self.rows),
             ),
@@ -186,7 +187,7 @@ def _row_cells(row: Row) -> list[str]:
     ]
 
 
-def _markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     body = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     return ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header), *body]
 
@@ -195,12 +196,13 @@ def _fact(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def _finite(value):
+def finite(value: Any) -> Any:
+    """JSON has no infinity and no NaN: either is null."""
     match value:
         case dict():
-            return {key: _finite(item) for key, item in value.items()}
-        case list():
-            return [_finite(item) for item in value]
+            return {key: finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [finite(item) for item in value]
         case float() if value in (float("inf"), float("-inf")) or value != value:
             return None
         case _:

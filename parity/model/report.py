@@ -13,7 +13,7 @@ from rich.table import Table
 from parity.model.checks import Check, Verdict
 from parity.model.execute import Executed
 from parity.model.sizes import Run
-from parity.report import _finite, _markdown_table, environment
+from parity.report import environment, finite, markdown_table
 
 PAIR_COLUMNS = (
     "systems",
@@ -61,7 +61,7 @@ class Report:
     def write(self, folder: Path) -> None:
         """`model.json` and `model.md` in `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(_finite(self.as_dict()), indent=1, allow_nan=False)
+        text = json.dumps(finite(self.as_dict()), indent=1, allow_nan=False)
         (folder / "model.json").write_text(text + "\n")
         (folder / "model.md").write_text(self.markdown())
 
@@ -121,13 +121,13 @@ def _entry_markdown(entry: Entry) -> list[str]:
         "",
         *(f"**{name} failed:** {error}" for name, error in verdict.errors.items()),
         "",
-        *_markdown_table(PAIR_COLUMNS, _pair_cells(entry)),
+        *markdown_table(PAIR_COLUMNS, _pair_cells(entry)),
         "",
-        *_markdown_table(CHECK_COLUMNS, map(_check_cells, verdict.checks)),
+        *markdown_table(CHECK_COLUMNS, map(_check_cells, verdict.checks)),
         "",
         "Relative difference of the gradients, ‖a - b‖ / ‖b‖:",
         "",
-        *_markdown_table(
+        *markdown_table(
             ("systems", *kinds),
             (
                 [f"{p.first}, {p.second}", *(f"{p.gradients[k].relative:.1e}" for k in kinds)]

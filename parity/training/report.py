@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from parity.report import _markdown_table, environment
+from parity.report import environment, finite, markdown_table
 from parity.training import adapter as adapters
 from parity.training.compare import FULL_PRECISION, PAPER, Difference, Limits, compare
 from parity.training.run import Run
@@ -140,7 +140,7 @@ class Report:
         from parity.training.figure import draw
 
         folder.mkdir(parents=True, exist_ok=True)
-        found = _finite(self.as_dict())
+        found = finite(self.as_dict())
         # A line a curve: lists of numbers would take a line a number.
         (folder / "training.json").write_text(_json(found) + "\n")
         figures = draw(found, folder)
@@ -171,13 +171,13 @@ class Report:
                 "is what moving the initial adapter by one unit in the last place does in one "
                 "framework; it is not judged.",
                 "",
-                *_markdown_table(COLUMNS, self._rows()),
+                *markdown_table(COLUMNS, self._rows()),
                 "",
                 *(f"- FAILED {failure}" for failure in self.failures),
                 "",
                 "## Runs",
                 "",
-                *_markdown_table(
+                *markdown_table(
                     ("seed", "variant", "eval before", "eval after", "travelled", "seconds"),
                     (
                         [
@@ -237,16 +237,3 @@ def _json(report: dict[str, Any]) -> str:
         parts.append(f"  {json.dumps(seed)}: {{\n{rows}\n  }}")
     report["curves"] = curves
     return f'{lines},\n "curves": {{\n' + ",\n".join(parts) + "\n }\n}"
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinity: what is not finite is null."""
-    match value:
-        case dict():
-            return {key: _finite(item) for key, item in value.items()}
-        case list() | tuple():
-            return [_finite(item) for item in value]
-        case float():
-            return float(value) if np.isfinite(value) else None
-        case _:
-            return value
