@@ -51,7 +51,7 @@ class DoRADense(nn.Module):
         would lie further from its norm than training usually takes it. Never changes the dtype of
         the result.
       lora_a_init, lora_b_init: the fresh layer is exact for any.
-      implementation: of `jax_dora.ops.dora_linear`.
+      implementation, inner_name: of `jax_dora.ops.dora_linear`; see `jax_dora.remat_policy`.
 
     Sharding: where `kernel_init` is `nn.with_partitioning` or `nn.with_logical_partitioning`, its
     names are given to lora_a (in, None), lora_b (None, out) and magnitude (out), unless the
@@ -79,6 +79,7 @@ class DoRADense(nn.Module):
     lora_a_init: Initializer = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
     lora_b_init: Initializer = nn.initializers.zeros_init()
     implementation: str | None = None
+    inner_name: str | None = None
 
     @nn.compact
     def __call__(self, inputs: jax.Array, *, deterministic: bool | None = None) -> jax.Array:
@@ -141,6 +142,7 @@ class DoRADense(nn.Module):
             "norm": checkpoint_name(norm, NORM_NAME),
             "implementation": self.implementation,
             "precision": self.precision,
+            "inner_name": self.inner_name,
         }
         if self.dropout:
             off = nn.merge_param("deterministic", self.deterministic, deterministic)

@@ -73,6 +73,7 @@ class DoRALinear(nnx.Module):
         kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
         bias_metadata: Mapping[str, Any] = MappingProxyType({}),
         implementation: str | None = None,
+        inner_name: str | None = None,
         rngs: nnx.Rngs,
     ) -> None:
         """
@@ -88,7 +89,7 @@ class DoRALinear(nnx.Module):
             kernel.
           adapter_dtype: of lora_a and lora_b. Never changes the dtype of the result.
           lora_a_init, lora_b_init: the fresh layer is exact for any.
-          implementation: of `jax_dora.ops.dora_linear`.
+          implementation, inner_name: of `jax_dora.ops.dora_linear`; see `jax_dora.remat_policy`.
           rngs: its `params` stream makes parameters, its `dropout` stream masks.
 
         Sharding: the axis names in kernel's `out_sharding` metadata are given to lora_a (in, None),
@@ -99,6 +100,7 @@ class DoRALinear(nnx.Module):
         """
         self.scale = adapter_scale(rank, alpha, use_rslora)
         self.implementation = implementation
+        self.inner_name = inner_name
         check_dropout(dropout, dropout_mode)
         base = nnx.Linear(
             in_features,
@@ -158,6 +160,7 @@ class DoRALinear(nnx.Module):
         lora_a_init: Initializer = default_lora_a_init,
         lora_b_init: Initializer = default_lora_b_init,
         implementation: str | None = None,
+        inner_name: str | None = None,
         rngs: nnx.Rngs,
     ) -> Self:
         """A DoRA layer over `linear`, whose kernel and bias it shares (the very `nnx.Param`s).
@@ -191,6 +194,7 @@ class DoRALinear(nnx.Module):
             lora_b_init=lora_b_init,
             kernel_metadata=_sharding_metadata(kernel),
             implementation=implementation,
+            inner_name=inner_name,
             rngs=rngs,
         )
         layer.kernel = kernel
@@ -256,6 +260,7 @@ class DoRALinear(nnx.Module):
             implementation=self.implementation,
             precision=self.precision,
             dropout=dropout,
+            inner_name=self.inner_name,
         )
 
 

@@ -30,6 +30,8 @@ MAGNITUDE_DEVIATION = 0.05
 # roundings of 2⁻⁸ in a chain, which add up like a root.
 SAME_MODEL = 2.0**-5
 EPS = 1e-6
+INNER = "down_inner"
+KEEP_NORM = ("dora, norm kept", "dora, norm and inner kept")
 
 
 class XLADoRA(jax_dora.DoRALinear):
@@ -73,6 +75,7 @@ def _config(protocol: Protocol, device: str, **changes: Any) -> DecoderConfig:
         rope=Rope(theta=1_000_000.0),
         qk_norm=True,
         attention="cudnn" if device == "cuda" else "xla",
+        remat_keeps=(INNER,),
     )
     return dataclasses.replace(config, **changes)
 
@@ -90,7 +93,7 @@ def _linear(kind: str, protocol: Protocol, adapter_dtype: Any) -> Callable[..., 
             return nnx.Linear
         case "lora":
             return functools.partial(LoRALinear, **options)
-        case "dora" | "dora, norm kept":
+        case "dora" | "dora, norm kept" | "dora, norm and inner kept":
             return functools.partial(jax_dora.DoRALinear, **options)
         case "xla" | "xla, norm twice":
             return functools.partial(XLADoRA, **options)
@@ -115,8 +118,11 @@ def _build(config: DecoderConfig, kind: str, protocol: Protocol) -> CausalLM:
         nnx.update(model, jax.tree.unflatten(tree, moved))
 
     stray(model)
-    if kind == "dora, norm kept":
+    if kind in KEEP_NORM:
         nnx.jit(jax_dora.keep_norms)(model)
+    if kind == "dora, norm and inner kept":
+        # The last projection of a rematerialised layer.
+        model.model.layers.mlp.down_proj.inner_name = INNER
     return model
 
 
@@ -185,7 +191,7 @@ def _tasks(variant: Variant, protocol: Protocol, device: str) -> Iterator[Built]
     model = _build(_config(protocol, device), variant.kind, protocol)
     micro_steps = _tokens(protocol, protocol.micro_steps)
     for task in variant.tasks:
-        freezes = task == "inference" and variant.kind == "dora, norm kept"
+        freezes = task == "inference" and variant.kind in KEEP_NORM
         measured = jax_dora.freeze(model) if freezes else model
         graphdef, trained, frozen = nnx.split(measured, nnx.LoRAParam, ...)
         tokens = micro_steps if task == "accumulation" else micro_steps[0]

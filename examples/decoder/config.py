@@ -68,7 +68,8 @@ class DecoderConfig:
       dtype: of parameters and activations. Norms, rotations and losses compute in fp32.
       attention: `implementation` of `jax.nn.dot_product_attention`; "cudnn" is the fast one on a
         GPU, for bf16 and fp16.
-      remat: recompute each layer in the backward pass, keeping its input and its adapters' norms.
+      remat: recompute each layer in the backward pass, keeping its input and its adapters' norms,
+      remat_keeps: and what has one of these checkpoint names; see `jax_dora.remat_policy`.
     """
 
     vocab_size: int
@@ -88,6 +89,7 @@ class DecoderConfig:
     dtype: Dtype = jnp.bfloat16
     attention: Literal["xla", "cudnn"] | None = None
     remat: bool = True
+    remat_keeps: tuple[str, ...] = ()
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], **changes: Any) -> Self:

@@ -146,7 +146,8 @@ class Decoder(nnx.Module):
 
         if self.config.remat:
             # Inside a scan no common subexpressions can undo the rematerialisation.
-            one_layer = jax.checkpoint(one_layer, policy=jax_dora.remat_policy(), prevent_cse=False)
+            policy = jax_dora.remat_policy(*self.config.remat_keeps)
+            one_layer = jax.checkpoint(one_layer, policy=policy, prevent_cse=False)
         x, streams = lax.scan(one_layer, x, (streams, arrays))
         nnx.update(self.layers, streams)
         return x

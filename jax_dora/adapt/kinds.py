@@ -49,6 +49,11 @@ class Kind:
                 f"adapt_attend is {rule.adapt_attend} for an nnx.{self.base.__name__}, which has "
                 "no attend; expected None: give embeddings a rule of their own"
             )
+        if "inner_name" in options and self.base in (nnx.Embed, nnx.Conv):
+            raise ValueError(
+                f"inner_name is {rule.inner_name!r} for an nnx.{self.base.__name__}, which "
+                "takes none; expected None: give linear layers a rule of their own"
+            )
         return self.adapt(layer, **options, rngs=rngs)
 
 

@@ -31,6 +31,7 @@ class DoRARule:
       adapt_attend: as `jax_dora.DoRAEmbed`'s, for rules that match embeddings alone; None leaves it
         to the layer.
       implementation: of the compose, as in `jax_dora.ops.dora_linear`.
+      inner_name: as there, for rules that match linear layers alone; see `jax_dora.remat_policy`.
 
     Raises:
       TypeError, ValueError: an attribute is out of range, or `path` is no regular expression.
@@ -47,6 +48,7 @@ class DoRARule:
     lora_b_init: Initializer | None = None
     adapt_attend: bool | None = None
     implementation: str | None = None
+    inner_name: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, str):

@@ -208,4 +208,5 @@ def _rule(path: str, layer: Any) -> DoRARule:
         adapter_dtype=layer.adapter_dtype,
         adapt_attend=getattr(layer, "adapt_attend", None),
         implementation=layer.implementation,
+        inner_name=getattr(layer, "inner_name", None),
     )

@@ -41,7 +41,7 @@ class Equation(NamedTuple):
 class DoRAProjection(DoRALayer):
     """What `DoRALinearGeneral` and `DoRAEinsum` have in common.
 
-    Arguments as `DoRALayer`'s.
+    Arguments as `DoRALayer`'s, and inner_name, of `jax_dora.ops.dora_linear`.
 
     Attributes:
       kernel: as the base layer's.
@@ -57,6 +57,10 @@ class DoRAProjection(DoRALayer):
     dtype: Any
     precision: Any
     promote_dtype: Any
+
+    def __init__(self, base: Any, *, inner_name: str | None = None, **options: Any) -> None:
+        super().__init__(base, **options)
+        self.inner_name = inner_name
 
     def equation(self, ndim: int | None = None) -> Equation:
         """The einsum for an input of `ndim` axes; None for one of the fewest axes."""
@@ -143,6 +147,7 @@ class DoRAProjection(DoRALayer):
             precision=self.precision,
             implementation=self.implementation,
             dropout=dropout,
+            inner_name=self.inner_name,
         )
 
 

@@ -55,6 +55,7 @@ def dora_linear(
     implementation: str | None = None,
     precision: jax.lax.PrecisionLike = None,
     dropout: Dropout | None = None,
+    inner_name: str | None = None,
 ) -> jax.Array:
     """y = magnitude ∘ x (kernel + scale·lora_a lora_b) / ‖kernel + scale·lora_a lora_b‖ + bias.
 
@@ -74,6 +75,8 @@ def dora_linear(
         compose, else compose alone; the norm then takes the best that accepts it.
       precision: of the matrix products with x, as in `jax.lax.dot_general`.
       dropout: of x, in training; its mask is never in memory, see `jax_dora.ops.Dropout`.
+      inner_name: a `jax.ad_checkpoint.checkpoint_name` for x (kernel + scale·lora_a lora_b)
+        [..., out], which only magnitude's gradient reads; a policy of `jax.checkpoint` may keep it.
 
     Returns:
       [..., out] in the dtype that x and kernel promote to; adapters of a wider dtype are cast to it
@@ -115,6 +118,11 @@ def dora_linear(
     if dropout is not None:
         dropouts.check(dropout)
         if dropout.mode == "input" and dropout.rate:
+            if inner_name is not None:
+                raise NotImplementedError(
+                    f"inner_name is {inner_name!r} with dropout mode 'input', whose correction is "
+                    "composed apart from base; expected None, or dropout mode 'adapter'"
+                )
             return _with_dropped_input(
                 dropout, x, kernel, lora_a, lora_b, g, scale, bias, implementation, precision
             )
@@ -122,6 +130,7 @@ def dora_linear(
     rate = 0.0 if seed is None or dropout is None else dropout.rate
     result = jax.ShapeDtypeStruct((*x.shape[:-1], out_features), dtype)
     plan = _plan(x, kernel, lora_a.shape[1], result, implementation, rate)
+    plan = plan._replace(inner_name=inner_name)
     precision = lax.Precision(precision) if isinstance(precision, str) else precision
     scale = check.scale_array(scale)
     return _project(plan, precision, x, kernel, lora_a, lora_b, g, scale, bias, seed)
@@ -149,12 +158,14 @@ class LinearPlan(NamedTuple):
       forward: "project", "expand" or "compose", the kernel that makes y.
       backward: "project" or "xla", what makes dx.
       dropout: the rate at which the adapter's x is dropped.
+      inner_name: what rematerialisation knows `inner` by.
     """
 
     compose: Plan
     forward: str
     backward: str
     dropout: float
+    inner_name: str | None = None
 
 
 def _plan(x, kernel, rank: int, result, implementation: str | None, rate: float) -> LinearPlan:
@@ -250,6 +261,8 @@ def _project_fwd(plan, precision, *primals):
     y, inner, z = _forward(
         plan, precision, x, kernel, lora_a, lora_b, g, scale, bias, seed, want_inner=wanted[4]
     )
+    if inner is not None and plan.inner_name is not None:
+        inner = checkpoint_name(inner, plan.inner_name)
     # What the wanted gradients need, and nothing else.
     _, wants_kernel, wants_a, wants_b = wanted[:4]
     kept = {
@@ -289,15 +302,17 @@ def _project_bwd(plan, precision, kept, dy):
     if like_x is not None:
         dx = _dx(plan, dot, d, dz, kept).astype(like_x.dtype)
     if like_kernel is not None:
-        d_kernel = dot(kept["x"], d, (rows, rows), wide).astype(like_kernel.dtype)
+        d_kernel = dot(kept["x"], d, (rows, rows), like_kernel.dtype)
     if like_a is not None:
         seen = kept["x"]
         if plan.dropout:
             seen = _drop_again(seen, kept["seed"], plan.dropout)
-        d_a = dot(seen, dz, (rows, rows), wide).astype(like_a.dtype)
+        d_a = dot(seen, dz, (rows, rows), like_a.dtype)
     if like_b is not None:
-        d_b = dot(kept["z"], d, (rows, rows), wide)
-        d_b = (d_b if plan.forward == "project" else scale * d_b).astype(like_b.dtype)
+        if plan.forward == "project":  # s is in z
+            d_b = dot(kept["z"], d, (rows, rows), like_b.dtype)
+        else:
+            d_b = (scale * dot(kept["z"], d, (rows, rows), wide)).astype(like_b.dtype)
     if like_bias is not None:
         d_bias = jnp.sum(dy.astype(wide), axis=rows).astype(like_bias.dtype)
     d_g = None if ct.g is None else ct.g.astype(like_g.dtype)

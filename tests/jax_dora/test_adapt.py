@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_dora
-from jax_dora import DoRALinear, DoRARule, apply_dora
+from jax_dora import DoRALinear, DoRARule, apply_dora, get_adapter, set_adapter
 from parity.tolerances import OPERATOR_FP32_MAX_ABS
 from tests.jax_dora.models import ALL, LAYERS, WIDTH, Block, Mixed, Stacked, call, ids, train
 
@@ -83,6 +83,39 @@ def test_the_rule_reaches_the_layer():
     assert layer.lora_a.dtype == layer.lora_b.dtype == jnp.bfloat16
     assert jnp.all(layer.lora_a[...] == 1)
     assert jnp.any(layer.lora_b[...] != 0)
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        lambda: nnx.Linear(6, 4, rngs=nnx.Rngs(0)),
+        lambda: nnx.LinearGeneral(6, (2, 2), rngs=nnx.Rngs(0)),
+        lambda: nnx.Einsum("ti,io->to", (6, 4), rngs=nnx.Rngs(0)),
+    ],
+)
+def test_a_rule_names_inner_for_every_linear_layer(base):
+    model = nnx.Dict(layer=base())
+    rule = DoRARule("layer", 2, 2, inner_name="mine")
+    adapted = apply_dora(model, rule, rngs=nnx.Rngs(0))
+    assert "name=mine" in str(
+        jax.make_jaxpr(nnx.grad(lambda adapted: jnp.sum(adapted["layer"](jnp.ones((3, 6))))))(
+            adapted
+        )
+    )
+    assert set_adapter(model, get_adapter(adapted))["layer"].inner_name == "mine"
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        lambda: nnx.Embed(6, 4, rngs=nnx.Rngs(0)),
+        lambda: nnx.Conv(6, 4, (3,), rngs=nnx.Rngs(0)),
+    ],
+)
+def test_a_rule_names_no_inner_for_other_layers(base):
+    rule = DoRARule("layer", 2, 2, inner_name="mine")
+    with pytest.raises(ValueError, match=r"inner_name is 'mine' for an nnx\.(Embed|Conv)"):
+        apply_dora(nnx.Dict(layer=base()), rule, rngs=nnx.Rngs(0))
 
 
 def test_a_layer_is_a_model_and_dots_match_everything_with_parameters():

@@ -270,6 +270,31 @@ def test_remat_policy_keeps_further_names():
     assert jaxpr.count("= sin ") == 2
 
 
+def test_a_named_inner_can_be_kept():
+    layer = make()
+    x = inputs()
+
+    def gradients(layer):
+        @nnx.remat(policy=jax_dora.remat_policy("mine"))
+        def block(layer, x):
+            return layer(x)
+
+        def loss(layer, x):
+            return jnp.sum(block(layer, x))
+
+        return nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(layer, x)
+
+    def products(layer):
+        graphdef, state = nnx.split(layer)
+        jaxpr = jax.make_jaxpr(lambda state: nnx.state(gradients(nnx.merge(graphdef, state))))
+        return str(jaxpr(state)).count("dot_general")
+
+    plain, computed = gradients(layer), products(layer)
+    layer.inner_name = "mine"
+    assert products(layer) == computed - 2
+    chex.assert_trees_all_equal(nnx.state(gradients(layer)), nnx.state(plain))
+
+
 def test_scan_over_stacked_layers():
     depth, width = 3, 24
 

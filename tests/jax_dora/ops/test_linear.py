@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from jax_dora.ops import dora_linear, factored_norm, squared_norm
+from jax_dora.ops import Dropout, dora_linear, draw_seed, factored_norm, squared_norm
 from parity import oracle, tolerances
 
 DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
@@ -183,6 +183,34 @@ def test_remat_can_save_the_norm():
     plain = jax.grad(loss)(arrays["lora_a"])
     remat = jax.grad(jax.checkpoint(loss, policy=saved))(arrays["lora_a"])
     np.testing.assert_allclose(remat, plain, rtol=1e-6)
+
+
+def test_remat_can_keep_what_only_the_magnitude_reads():
+    arrays, dy = layer(6, (7,), 48, 40, 4, jnp.float32)
+    order = ("x", "kernel", "lora_a", "lora_b", "magnitude")
+    keeps = jax.checkpoint_policies.save_only_these_names("mine", "dora_norm")
+
+    def gradient(name):
+        def block(*operands):
+            return dora_linear(*operands, SCALE, inner_name=name)
+
+        remat = jax.checkpoint(block, policy=keeps)
+        return jax.grad(lambda *operands: jnp.sum(dy * remat(*operands)), argnums=(0, 2, 3, 4))
+
+    def products(name):
+        return str(jax.make_jaxpr(gradient(name))(*map(arrays.get, order))).count("dot_general")
+
+    # x kernel and z lora_b are not multiplied again.
+    assert products("other") == products(None) == products("mine") + 2
+    named, plain = (jax.jit(gradient(name))(*map(arrays.get, order)) for name in ("mine", None))
+    jax.tree.map(np.testing.assert_array_equal, named, plain)
+
+
+def test_dropout_of_the_whole_input_has_no_inner_to_name():
+    arrays, _ = layer(6, (7,), 48, 40, 4, jnp.float32)
+    dropout = Dropout(draw_seed(jax.random.key(0)), 0.5, "input")
+    with pytest.raises(NotImplementedError, match="inner_name is 'mine'"):
+        dora_linear(**arrays, scale=SCALE, dropout=dropout, inner_name="mine")
 
 
 def test_vmap_over_adapters_and_scan_over_layers():
