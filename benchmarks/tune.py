@@ -13,13 +13,15 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from benchmarks import tuning
-from benchmarks.ops import compose, expand, norm, projection
+from benchmarks.ops import compose, dropout, expand, norm, projection
 from benchmarks.work import Work
 from jax_dora.ops import tuning as tables
+from jax_dora.ops.mosaic import dropped as mosaic_dropped
 from jax_dora.ops.mosaic import expand_compose as mosaic_expand
 from jax_dora.ops.mosaic import norm as mosaic_norm
 from jax_dora.ops.mosaic import projection as mosaic_projection
 from jax_dora.ops.mosaic import rowwise
+from jax_dora.ops.mosaic.dropped import DroppedConfig
 from jax_dora.ops.mosaic.projection import ProjectionConfig
 from jax_dora.ops.mosaic.rowwise import RowwiseConfig
 from jax_dora.ops.mosaic.strips import StripConfig
@@ -62,6 +64,12 @@ PROJECTIONS = (
     ProjectionConfig(tile_cols=128, stages=6),
     ProjectionConfig(tile_rows=256, tile_cols=128),
 )
+DROPPED = (
+    DroppedConfig(stages=3),
+    DroppedConfig(stages=6),
+    DroppedConfig(parts=1),
+    DroppedConfig(parts=4),
+)
 ROWWISE = (
     RowwiseConfig(blocks_per_sm=1),
     RowwiseConfig(stages=2, blocks_per_sm=3),
@@ -92,6 +100,10 @@ def works(device: str, quick: bool) -> Iterator[Callable[[], Work]]:
     for shape in projection.QUICK if quick else PROJECTION_SHAPES:
         yield keep(projection.forward, *shape, device, products[:most])
         yield keep(projection.backward, *shape, device, products[:most])
+    for shape in dropout.QUICK if quick else dropout.SHAPES:
+        fit = [c for c in DROPPED if mosaic_dropped.fits(c, shape[-1])][:most]
+        for transposed in (False, True):
+            yield keep(dropout.work, *shape, transposed, device, fit)
     for rows, out in QUICK_ROWWISE if quick else ROWWISE_SHAPES:
         inputs = functools.cache(functools.partial(compose.inputs_of, rows, out, device))
         # Of the most tensors that a launch has.

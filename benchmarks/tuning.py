@@ -46,6 +46,8 @@ CONTESTS = {
     ),
     "project": Contest({"projection": None}, ("xla", "xla, mosaic expand")),
     "project_back": Contest({"projection's dx": None}, ("xla",)),
+    "dropped_product": Contest({"dropout, z": None}, ("xla",)),
+    "dropped_product_back": Contest({"dropout, dA": None}, ("xla",)),
 }
 
 
@@ -192,9 +194,10 @@ def _point(kernel: str, contest: Contest, m: Measurement, time: float, rival: fl
 def _sizes(kernel: str, contest: Contest, m: Measurement) -> dict[str, int]:
     """What dispatch would judge this call by, as far as the report tells."""
     sizes = dict(m.shape)
-    if "rows" in sizes:
+    if {"rows", "out"} <= sizes.keys():
         sizes["elements"] = sizes["rows"] * sizes["out"]
-    sizes["lane"] = math.gcd(sizes["out"], rowwise.MAX_LANE)
+    if "out" in sizes:
+        sizes["lane"] = math.gcd(sizes["out"], rowwise.MAX_LANE)
     if tensors := contest.groups[m.group]:
         sizes["itemsize"] = m.bytes // (tensors * sizes["elements"])
     return {name: sizes[name] for name in tuning.KERNELS[kernel].sizes if name in sizes}

@@ -19,6 +19,14 @@ from jax_dora.ops.tuning import Config
 # there; two sets at least, so that no step reads what it just read.
 ROTATION_BYTES = 128 * 2**20
 MOST_SETS = 8
+# As in a layer: what cuBLAS is asked for without Triton's products.
+NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
+
+
+def draw(device: str, *shape: int, size: float = 1.0) -> torch.Tensor:
+    """bf16 normal numbers of deviation `size`, the same for the same shape."""
+    generator = torch.Generator(device).manual_seed(sum(shape))
+    return (size * torch.randn(shape, device=device, generator=generator)).bfloat16()
 
 
 def rotate(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
@@ -84,3 +92,20 @@ def mosaic_refuses(device: str) -> str | None:
     if device == "cpu" or torch.cuda.get_device_capability() == (9, 0):
         return None
     return "Mosaic kernels here need a Hopper GPU (compute capability 9.0)"
+
+
+def same_function(
+    name: str, step: Callable[..., Any], inputs: list[tuple], result: str, unless: str | None = None
+) -> Variant:
+    """A variant of one product: parity's tolerances are for whole layers, and each product's own
+    bound would be meant, so what is asked is the same function."""
+    return Variant(
+        "jax",
+        name,
+        step,
+        inputs,
+        lambda found: {result: to_torch(found)},
+        exact=False,
+        unless=unless,
+        compiler_options=NO_TRITON,
+    )

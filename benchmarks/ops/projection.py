@@ -9,8 +9,16 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from benchmarks.ops.inputs import interpreted, mosaic_refuses, rotate, to_jax, to_torch, tuned
-from benchmarks.work import Expectation, Variant, Work
+from benchmarks.ops.inputs import (
+    draw,
+    interpreted,
+    mosaic_refuses,
+    rotate,
+    same_function,
+    to_jax,
+    tuned,
+)
+from benchmarks.work import Expectation, Work
 from jax_dora.ops import device as jax_device
 from jax_dora.ops.compose import define
 from jax_dora.ops.mosaic import expand_compose as mosaic_expand
@@ -30,19 +38,12 @@ SHAPES = (
     (4096, 8192, 8192, 64),
 )
 QUICK = ((128, 64, 128, 16),)
-# As in a layer: what cuBLAS is asked for without Triton's products.
-NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
 
 
 def works(device: str, quick: bool) -> Iterator[Callable[[], Work]]:
     for shape in QUICK if quick else SHAPES:
         yield functools.partial(forward, *shape, device)
         yield functools.partial(backward, *shape, device)
-
-
-def _draw(device: str, *shape: int, size: float = 1.0) -> torch.Tensor:
-    generator = torch.Generator(device).manual_seed(sum(shape))
-    return (size * torch.randn(shape, device=device, generator=generator)).bfloat16()
 
 
 def forward(
@@ -53,8 +54,8 @@ def forward(
     device: str,
     configs: Sequence[ProjectionConfig] = (),
 ) -> Work:
-    x, kernel = _draw(device, rows, n_in), _draw(device, n_in, n_out, size=n_in**-0.5)
-    z, lora_b = _draw(device, rows, rank), _draw(device, rank, n_out, size=0.3 * rank**-0.5)
+    x, kernel = draw(device, rows, n_in), draw(device, n_in, n_out, size=n_in**-0.5)
+    z, lora_b = draw(device, rows, rank), draw(device, rank, n_out, size=0.3 * rank**-0.5)
     g = 1 + 0.05 * torch.randn(n_out, device=device)
     want = g.double() * (x.double() @ kernel.double() + z.double() @ lora_b.double())
     inputs = to_jax(rotate([x, kernel, z, lora_b, g]))
@@ -84,8 +85,8 @@ def forward(
         2 * rows * n_out * (n_in + rank),
         {"y": Expectation(want)},
         [
-            _variant("xla", xla, inputs, "y"),
-            _variant(
+            same_function("xla", xla, inputs, "y"),
+            same_function(
                 "xla, mosaic expand",
                 interpreted(expanded, device),
                 inputs,
@@ -93,7 +94,7 @@ def forward(
                 no_mosaic or mosaic_expand.refuses(rows, rank, n_out, *dtypes),
             ),
             *tuned(
-                _variant(
+                same_function(
                     "mosaic",
                     interpreted(projected, device),
                     inputs,
@@ -117,8 +118,8 @@ def backward(
     device: str,
     configs: Sequence[ProjectionConfig] = (),
 ) -> Work:
-    d, kernel = _draw(device, rows, n_out), _draw(device, n_in, n_out, size=n_in**-0.5)
-    dz, lora_a = _draw(device, rows, rank), _draw(device, n_in, rank, size=n_in**-0.5)
+    d, kernel = draw(device, rows, n_out), draw(device, n_in, n_out, size=n_in**-0.5)
+    dz, lora_a = draw(device, rows, rank), draw(device, n_in, rank, size=n_in**-0.5)
     want = d.double() @ kernel.double().T + dz.double() @ lora_a.double().T
     inputs = to_jax(rotate([d, kernel, dz, lora_a]))
 
@@ -139,9 +140,9 @@ def backward(
         2 * rows * n_in * (n_out + rank),
         {"dx": Expectation(want)},
         [
-            _variant("xla", xla, inputs, "dx"),
+            same_function("xla", xla, inputs, "dx"),
             *tuned(
-                _variant(
+                same_function(
                     "mosaic",
                     interpreted(projected, device),
                     inputs,
@@ -154,21 +155,4 @@ def backward(
             ),
         ],
         {"jax xla": "jax xla"},
-    )
-
-
-def _variant(
-    name: str, step: Callable, inputs: list[tuple], result: str, unless: str | None = None
-) -> Variant:
-    # Parity's tolerances are for whole layers; here each product's own bound would be meant, so
-    # what is asked is the same function.
-    return Variant(
-        "jax",
-        name,
-        step,
-        inputs,
-        lambda found: {result: to_torch(found)},
-        exact=False,
-        unless=unless,
-        compiler_options=NO_TRITON,
     )

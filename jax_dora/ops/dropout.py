@@ -1,12 +1,14 @@
 """Dropout whose mask is drawn where x is read, and drawn again for the gradient.
 
-Element (row, column) of x is kept where a hash of (seed, row, column) is at least rate·2³². The
-mask is a function of three numbers, so XLA computes it inside whatever reads x: no array of it is
-ever in memory, nor saved for the backward pass. Being a function of the global position, it does
-not depend on how x is sharded.
+Element (row, column) of x is kept where 16 bits of a hash of (seed, row, column) are at least
+rate·2¹⁶. The mask is a function of four numbers, so whatever reads x computes it: XLA inside its
+fusions, the Mosaic kernels between their copies and their products. No array of it is ever in
+memory, nor saved for the backward pass. Being a function of the global position, it does not depend
+on how x is sharded.
 
 The hash is a chain of 32-bit finalizers, x ^ x>>16, ·0x7feb352d, x ^ x>>15, ·0x846ca68b, x ^ x>>16,
-whose bias is 0.17 % (C. Wellons, "Prospecting for hash functions", 2018).
+whose bias is 0.17 % (C. Wellons, "Prospecting for hash functions", 2018). Two columns, 32 apart,
+share one: the kernels are bound by its arithmetic.
 """
 
 import functools
@@ -51,8 +53,25 @@ def keep_mask(seed: jax.Array, shape: tuple[int, ...], rate: float) -> jax.Array
     for axis, stride in enumerate(_strides(shape[:-1])):
         row = row + stride * lax.broadcasted_iota(jnp.uint32, row.shape, axis)
     column = lax.broadcasted_iota(jnp.uint32, (1,) * (len(shape) - 1) + shape[-1:], len(shape) - 1)
-    bits = _mix(_mix(_mix(row ^ seed[0]) ^ column) ^ seed[1])
-    return bits >= np.uint32(min(round(rate * 2**32), 2**32 - 1))
+    pair = ((column >> 6) << 5) | (column & 31)
+    bits = pair_bits(row_hash(seed[0], seed[1], row), pair)
+    return ((bits >> (((column >> 5) & 1) << 4)) & 0xFFFF) >= threshold(rate)
+
+
+def row_hash(low: jax.Array, high: jax.Array, row: jax.Array) -> jax.Array:
+    """uint32: what rows' numbers (uint32, in row-major order) are for the seed (low, high)."""
+    return _mix(_mix(row ^ low) ^ high)
+
+
+def pair_bits(row_hash: jax.Array, pair: jax.Array) -> jax.Array:
+    """uint32: 16 bits each, the lower first, of columns c and c + 32, where c is 64i + j with j
+    below 32, and `pair` is 32i + j."""
+    return _mix(row_hash ^ pair)
+
+
+def threshold(rate: float) -> np.uint32:
+    """What an element's 16 bits are at least if it is kept."""
+    return np.uint32(min(round(rate * 2**16), 2**16 - 1))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -34,6 +34,7 @@ from jax_dora.ops.compose import (
     refuse_scale_gradient,
 )
 from jax_dora.ops.dropout import Dropout, drop
+from jax_dora.ops.mosaic import dropped as mosaic_dropped
 from jax_dora.ops.mosaic import expand_compose as mosaic_expand
 from jax_dora.ops.mosaic import projection as mosaic_projection
 from jax_dora.ops.norm import factored_norm, magnitude_scale
@@ -158,6 +159,8 @@ class LinearPlan(NamedTuple):
       forward: "project", "expand" or "compose", the kernel that makes y.
       backward: "project" or "xla", what makes dx.
       dropout: the rate at which the adapter's x is dropped.
+      drops: "mosaic" or "xla", what draws the mask for z,
+      drops_back: and what for dA.
       inner_name: what rematerialisation knows `inner` by.
     """
 
@@ -165,6 +168,8 @@ class LinearPlan(NamedTuple):
     forward: str
     backward: str
     dropout: float
+    drops: str = "xla"
+    drops_back: str = "xla"
     inner_name: str | None = None
 
 
@@ -192,7 +197,12 @@ def _plan(x, kernel, rank: int, result, implementation: str | None, rate: float)
     else:
         forward = "compose"
     compose = plan_compose("dora_linear", False, result, implementation)
-    return LinearPlan(compose, forward, backward, rate)
+    drops = drops_back = "xla"
+    if rate:
+        refusal = mosaic_dropped.refuses(rows, in_features, rank, dtype)
+        drops = "mosaic" if takes("dropped_product", refusal) else "xla"
+        drops_back = "mosaic" if takes("dropped_product_back", refusal) else "xla"
+    return LinearPlan(compose, forward, backward, rate, drops, drops_back)
 
 
 def _sizes(x, kernel, rank: int) -> dict[str, int]:
@@ -209,9 +219,9 @@ def _forward(plan, precision, x, kernel, lora_a, lora_b, g, scale, bias, seed, w
     """(y, inner or None, z); z is already scaled where the plan is to project."""
     dtype = _result_dtype(x, kernel)
     dot = functools.partial(_dot, dtype, precision)
-    seen = drop(x, seed, plan.dropout) if plan.dropout else x  # by the adapter
+    reduce = functools.partial(_reduce, plan, dot, x.astype(dtype), lora_a.astype(dtype), seed)
     if plan.forward == "compose":
-        base, z = dot(x, kernel, (-1, 0)), dot(seen, lora_a, (-1, 0))
+        base, z = dot(x, kernel, (-1, 0)), reduce(dtype)
         lora = dot(z, lora_b, (-1, 0))
         y, inner = forward(plan.compose, base, lora, g, scale, bias, want_inner=want_inner)
         return y, inner, z
@@ -223,7 +233,7 @@ def _forward(plan, precision, x, kernel, lora_a, lora_b, g, scale, bias, seed, w
         config = measured(
             "expand_compose", fits=lambda config: mosaic_expand.fits(config, rank, want_inner)
         )
-        base, z = dot(x, kernel, (-1, 0)), dot(seen, lora_a, (-1, 0))
+        base, z = dot(x, kernel, (-1, 0)), reduce(dtype)
         base = dispatch.on_cuda(base, target)
         y, inner = mosaic_expand.expand_compose(
             base,
@@ -237,8 +247,7 @@ def _forward(plan, precision, x, kernel, lora_a, lora_b, g, scale, bias, seed, w
             config=config,
         )
         return y, inner, z
-    z = dot(seen, lora_a, (-1, 0), jnp.float32)
-    z = (scale.astype(jnp.float32) * z).astype(dtype)
+    z = (scale.astype(jnp.float32) * reduce(jnp.float32)).astype(dtype)
     x = dispatch.on_cuda(x.astype(dtype), target)
     y, inner = mosaic_projection.project(
         x,
@@ -304,10 +313,7 @@ def _project_bwd(plan, precision, kept, dy):
     if like_kernel is not None:
         d_kernel = dot(kept["x"], d, (rows, rows), like_kernel.dtype)
     if like_a is not None:
-        seen = kept["x"]
-        if plan.dropout:
-            seen = _drop_again(seen, kept["seed"], plan.dropout)
-        d_a = dot(seen, dz, (rows, rows), like_a.dtype)
+        d_a = _d_a(plan, dot, kept["x"].astype(dtype), dz, kept["seed"], like_a.dtype)
     if like_b is not None:
         if plan.forward == "project":  # s is in z
             d_b = dot(kept["z"], d, (rows, rows), like_b.dtype)
@@ -320,6 +326,46 @@ def _project_bwd(plan, precision, kept, dy):
 
 
 _project.defvjp(_project_fwd, _project_bwd, symbolic_zeros=True)
+
+
+def _reduce(plan, dot, x, lora_a, seed, result) -> jax.Array:
+    """drop(x) A in the dtype `result`."""
+    if plan.drops == "mosaic":
+        return _dropped_product(plan, x, lora_a, seed, "dropped_product").astype(result)
+    seen = drop(x, seed, plan.dropout) if plan.dropout else x
+    return dot(seen, lora_a, (-1, 0), result)
+
+
+def _d_a(plan, dot, x, dz, seed, result) -> jax.Array:
+    """drop(x)ᵀ dz in the dtype `result`."""
+    if plan.drops_back == "mosaic":
+        return _dropped_product(plan, x, dz, seed, "dropped_product_back").astype(result)
+    rows = tuple(range(x.ndim - 1))
+    seen = _drop_again(x, seed, plan.dropout) if plan.dropout else x
+    return dot(seen, dz, (rows, rows), result)
+
+
+def _dropped_product(plan, x, right, seed, kernel_name: str) -> jax.Array:
+    """f32: drop(x) A, or drop(x)ᵀ dz."""
+    target, back = device.target(), kernel_name == "dropped_product_back"
+    shape, rank = x.shape, right.shape[-1]
+    x = dispatch.on_cuda(x.reshape(-1, shape[-1]), target)
+    config = tuning.config(
+        target.device_kind,
+        kernel_name,
+        {"rows": x.shape[0], "in": shape[-1], "rank": rank},
+        functools.partial(mosaic_dropped.fits, rank=rank),
+    )
+    product = mosaic_dropped.dropped_product(
+        x,
+        right.reshape(-1, rank),
+        Dropout(seed, plan.dropout),
+        transposed=back,
+        sm_count=device.sm_count(),
+        config=config,
+    )
+    product = product * jnp.float32(1 / (1 - plan.dropout))
+    return product if back else product.reshape(*shape[:-1], rank)
 
 
 def _dx(plan, dot, d, dz, kept):

@@ -21,18 +21,20 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jax_dora.ops.mosaic.dropped import DroppedConfig
 from jax_dora.ops.mosaic.projection import ProjectionConfig
 from jax_dora.ops.mosaic.rowwise import RowwiseConfig
 from jax_dora.ops.mosaic.strips import StripConfig
 
 FALLBACK = "NVIDIA H200"
 
-type Config = StripConfig | RowwiseConfig | ProjectionConfig
+type Config = StripConfig | RowwiseConfig | ProjectionConfig | DroppedConfig
 
 _ELEMENTWISE = ("rows", "out", "elements", "lane", "itemsize")
 _LINEAR = ("rows", "in", "rank", "out", "elements")
 # Without the rank, which only makes the axis that is summed over longer, in XLA's product too.
 _PROJECTION = ("rows", "in", "out", "elements")
+_DROPPED = ("rows", "in", "rank")
 
 
 class Kernel(NamedTuple):
@@ -45,6 +47,8 @@ class Kernel(NamedTuple):
 KERNELS = {
     "compose": Kernel(_ELEMENTWISE, RowwiseConfig),
     "compose_backward": Kernel(_ELEMENTWISE, RowwiseConfig),
+    "dropped_product": Kernel(_DROPPED, DroppedConfig),
+    "dropped_product_back": Kernel(_DROPPED, DroppedConfig),
     "expand_compose": Kernel(_LINEAR, StripConfig),
     "norm": Kernel(("in", "rank", "out"), StripConfig),
     "project": Kernel(_PROJECTION, ProjectionConfig),

@@ -108,6 +108,8 @@ TABLE: dict[str, Any] = {
     "crossovers": {
         "compose": None,
         "compose_backward": {"min": {"rows": 256}, "max": {"out": 1024}},
+        "dropped_product": {"max": {"rank": 64}},
+        "dropped_product_back": {},
         "expand_compose": {},
         "norm": {"min": {"in": 1024}},
         "project": {},
@@ -121,6 +123,8 @@ TABLE: dict[str, Any] = {
         ],
         "compose": [{"config": {"stages": 3}}],
         "compose_backward": [{"config": {"stages": 2}}],
+        "dropped_product": [{"config": {"stages": 3}}],
+        "dropped_product_back": [{"config": {"parts": 2}}],
         "expand_compose": [{"config": {"tile_cols": 64}}],
         "project": [{"config": {"band": 2}}],
         "project_back": [{"config": {"band": 3, "band_in_cols": True}}],

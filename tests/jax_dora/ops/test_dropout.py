@@ -104,6 +104,39 @@ def test_in_the_fused_kernels(on_mosaic):
     )
 
 
+def test_a_named_mosaic_draws_the_mask_in_the_kernels_that_read_x():
+    def aval(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    avals = {
+        "x": aval(256, 128),
+        "kernel": aval(128, 192),
+        "lora_a": aval(128, 8),
+        "lora_b": aval(8, 192),
+        "magnitude": aval(192, dtype=jnp.float32),
+        "norm": aval(192, dtype=jnp.float32),
+    }
+
+    def gradient(arrays, seed):
+        def loss(lora_a):
+            y = ops.dora_linear(
+                **(arrays | {"lora_a": lora_a}),
+                scale=SCALE,
+                dropout=Dropout(seed, 0.1),
+                implementation="mosaic",
+            )
+            return jnp.sum(y.astype(jnp.float32))
+
+        return jax.value_and_grad(loss)(arrays["lora_a"])
+
+    traced = jax.jit(gradient).trace(avals, aval(2, dtype=jnp.uint32))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    # Both begin so, forward and back.
+    assert text.count("dora_dropped_product") >= 2
+    assert "dora_dropped_product_back" in text
+    assert "256x128xi1" not in text
+
+
 @pytest.mark.parametrize("rate", [0.05, 0.5, 0.9])
 def test_keeps_the_wanted_share_everywhere(rate):
     mask = np.asarray(keep_mask(seed(), (512, 768), rate), np.float64)
@@ -116,7 +149,7 @@ def test_keeps_the_wanted_share_everywhere(rate):
         expected = deviation / np.sqrt(mask.shape[axis])
         assert 0.85 < share.std() / expected < 1.15
     centred = (mask - (1 - rate)) / deviation
-    for shift in (1, 2, 8, 64):
+    for shift in (1, 2, 8, 32, 64):
         for axis in (0, 1):
             correlation = (centred * np.roll(centred, shift, axis)).mean()
             assert abs(correlation) < 5 / np.sqrt(mask.size)

@@ -1,0 +1,107 @@
+"""Products of a dropped x: z = s·(drop(x) A), and dA = drop(x)ᵀ dz; the mask drawn on the way."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from benchmarks.ops.inputs import (
+    draw,
+    interpreted,
+    mosaic_refuses,
+    rotate,
+    same_function,
+    to_jax,
+    to_torch,
+    tuned,
+)
+from benchmarks.work import Expectation, Work
+from jax_dora.ops import device as jax_device
+from jax_dora.ops.dropout import Dropout, draw_seed, drop, keep_mask
+from jax_dora.ops.mosaic.dropped import DroppedConfig, dropped_product
+
+ITEM = 2
+RATE, SCALE = 0.1, 0.5
+# rows, in, rank
+SHAPES = (
+    (4096, 4096, 16),
+    (4096, 8192, 16),
+    (4096, 4096, 64),
+    (4096, 8192, 64),
+    (4096, 4096, 128),
+    (4096, 8192, 256),
+    (4096, 4096, 384),
+    (4096, 8192, 384),
+    (4096, 12288, 384),
+    (1024, 4096, 64),
+    (1024, 8192, 384),
+    (16384, 4096, 64),
+    (4096, 4096, 768),
+)
+QUICK = ((128, 64, 16),)
+
+
+def works(device: str, quick: bool) -> Iterator[Callable[[], Work]]:
+    for shape in QUICK if quick else SHAPES:
+        yield functools.partial(work, *shape, False, device)
+        yield functools.partial(work, *shape, True, device)
+
+
+def work(
+    rows: int,
+    n_in: int,
+    rank: int,
+    transposed: bool,
+    device: str,
+    configs: Sequence[DroppedConfig] = (),
+) -> Work:
+    """z [rows, r] of right = A [in, r], or dA [in, r] of right = dz [rows, r] if `transposed`."""
+    x = draw(device, rows, n_in)
+    right = draw(device, *(rows if transposed else n_in, rank))
+    dropout = Dropout(draw_seed(jax.random.key(7)), RATE)
+    scale = 1.0 if transposed else SCALE
+    dropped = x.double() * to_torch(keep_mask(dropout.seed, x.shape, RATE)).to(torch.float64)
+    want = scale / (1 - RATE) * ((dropped.T if transposed else dropped) @ right.double())
+
+    def scaled(product: jax.Array, factor: float) -> jax.Array:
+        return (jnp.float32(factor) * product).astype(jnp.bfloat16)
+
+    def xla(x: jax.Array, right: jax.Array) -> jax.Array:
+        seen = drop(x, dropout.seed, RATE)
+        seen = seen.T if transposed else seen
+        return scaled(jnp.matmul(seen, right, preferred_element_type=jnp.float32), scale)
+
+    def mosaic(x: jax.Array, right: jax.Array, config: DroppedConfig | None = None) -> jax.Array:
+        product = dropped_product(
+            *(x, right, dropout),
+            transposed=transposed,
+            sm_count=jax_device.sm_count(),
+            config=config,
+        )
+        return scaled(product, scale / (1 - RATE))
+
+    inputs = to_jax(rotate([x, right]))
+    result = "dA" if transposed else "z"
+    return Work(
+        f"dropout, {result}",
+        {"rows": rows, "in": n_in, "rank": rank},
+        ITEM * (rows * n_in + rank * (rows + n_in)),
+        2 * rows * n_in * rank,
+        {result: Expectation(want)},
+        [
+            same_function("xla", xla, inputs, result),
+            *tuned(
+                same_function(
+                    "mosaic", interpreted(mosaic, device), inputs, result, mosaic_refuses(device)
+                ),
+                mosaic,
+                configs,
+                device,
+            ),
+        ],
+        {"jax xla": "jax xla"},
+    )

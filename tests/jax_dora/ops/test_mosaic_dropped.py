@@ -1,0 +1,104 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_dora.ops.dropout import Dropout, draw_seed, keep_mask
+from jax_dora.ops.mosaic.dropped import CONFIG, DroppedConfig, dropped_product, fits, refuses
+from parity import tolerances
+from parity.oracle import fp64
+
+DIRECTIONS = pytest.mark.parametrize("transposed", [False, True])
+
+
+def operands(seed, rows, n_in, rank, dtype, transposed):
+    rng = np.random.default_rng(seed)
+    x = jnp.asarray(rng.standard_normal((rows, n_in), np.float32)).astype(dtype)
+    shape = (rows if transposed else n_in, rank)
+    return x, jnp.asarray(rng.standard_normal(shape, np.float32)).astype(dtype)
+
+
+def run(x, right, dropout, transposed, sm_count=2, config=None):
+    def call(x, right, seed):
+        return dropped_product(
+            *(x, right, dropout._replace(seed=seed)),
+            transposed=transposed,
+            sm_count=sm_count,
+            config=config,
+        )
+
+    return jax.jit(call)(x, right, dropout.seed)
+
+
+def check(found, x, right, dropout, transposed):
+    left = fp64(x) * np.asarray(keep_mask(dropout.seed, x.shape, dropout.rate))
+    left = left.T if transposed else left
+    want = left @ fp64(right)
+    bound = tolerances.accumulation(
+        left.shape[1], want, tolerances.two_norm_of_products(left, fp64(right))
+    )
+    assert found.dtype == jnp.float32
+    assert np.all(abs(fp64(found) - want) <= bound)
+
+
+@DIRECTIONS
+@pytest.mark.parametrize(
+    ("rows", "n_in", "rank", "dtype", "rate", "sm_count", "config"),
+    [
+        (200, 128, 24, jnp.bfloat16, 0.3, 2, CONFIG),
+        (37, 320, 300, jnp.float16, 0.5, 8, CONFIG),
+        (8, 64, 1, jnp.bfloat16, 0.9, 1, DroppedConfig(stages=2)),
+        (264, 192, 72, jnp.bfloat16, 0.0, 4, DroppedConfig(stages=3, parts=2)),
+    ],
+)
+def test_agrees_with_fp64(on_mosaic, rows, n_in, rank, dtype, rate, sm_count, config, transposed):
+    x, right = operands(0, rows, n_in, rank, dtype, transposed)
+    dropout = Dropout(draw_seed(jax.random.key(rows)), rate)
+    with on_mosaic():
+        found = run(x, right, dropout, transposed, sm_count, config)
+    check(found, x, right, dropout, transposed)
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("rank", [8, 384, 768])
+def test_lowers_for_hopper_at_full_size(rank, transposed):
+    def aval(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def call(x, right, seed):
+        return dropped_product(x, right, Dropout(seed, 0.1), transposed=transposed, sm_count=132)
+
+    right = aval(4096 if transposed else 8192, rank)
+    traced = jax.jit(call).trace(aval(4096, 8192), right, aval(2, dtype=jnp.uint32))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert ("dora_dropped_product_back" if transposed else "dora_dropped_product") in text
+    assert "8192xi1" not in text
+
+
+def test_refuses_with_a_reason():
+    assert refuses(4001, 4096, 12, jnp.bfloat16) is None
+    assert "float32" in refuses(64, 256, 8, jnp.float32)
+    assert "no rows" in refuses(0, 256, 8, jnp.float16)
+    assert "no ranks" in refuses(64, 256, 0, jnp.float16)
+    assert "in = 96" in refuses(64, 96, 8, jnp.bfloat16)
+
+
+def test_fits_as_long_as_shared_memory_has_room():
+    assert fits(CONFIG, 768)
+    assert not fits(DroppedConfig(stages=5), 256)
+    assert fits(DroppedConfig(stages=5), 64)
+
+
+@pytest.mark.gpu
+@DIRECTIONS
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    ("rows", "n_in", "rank"), [(4096, 8192, 384), (4001, 1088, 768), (517, 2048, 24), (16, 4096, 8)]
+)
+def test_agrees_at_full_size(rows, n_in, rank, dtype, transposed):
+    x, right = operands(1, rows, n_in, rank, dtype, transposed)
+    dropout = Dropout(draw_seed(jax.random.key(rows)), 0.1)
+    first = run(x, right, dropout, transposed, sm_count=132)
+    check(first, x, right, dropout, transposed)
+    for _ in range(10):
+        np.testing.assert_array_equal(run(x, right, dropout, transposed, sm_count=132), first)
