@@ -69,7 +69,11 @@ def _kept(points: Sequence[Point]) -> list[Point]:
         return [point for i, point in enumerate(points) if box >> i & 1]
 
     winning = (box for box in boxes if not box & lost)
-    return inside(max(winning, key=lambda box: (sum(p.saved for p in inside(box)), box), default=0))
+
+    def merit(box: int) -> tuple[float, int, int]:
+        return sum(point.saved for point in inside(box)), box.bit_count(), box
+
+    return inside(max(winning, key=merit, default=0))
 
 
 def _move(

@@ -127,9 +127,10 @@ def write_table(
         raise ValueError(f"the reports are of {len(kinds)} kinds of device: {', '.join(kinds)}")
     (kind,) = kinds
     table = tuning.table(reports)
+    before = _in_use(kind)  # perhaps the very file that is written
     path = tuning.write(table, kind, folder)
     console.print(f"{path}, against the table that is in use:", soft_wrap=True, highlight=False)
-    for line in tuning.changes(_in_use(kind), table):
+    for line in tuning.changes(before, table):
         console.print(f"  {line}", soft_wrap=True, highlight=False, markup=False)
     return table
 

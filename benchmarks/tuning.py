@@ -64,7 +64,8 @@ def crossovers(*reports: Mapping[str, Any]) -> dict[str, dict[str, dict[str, int
     """For each kernel the bounds within which it was never the slower one; None: it never won.
 
     At every measured shape inside them the kernel's result is correct and its time at most
-    1 + `SLACK` times the other's; of such boxes it is the one that saves most time in all. See
+    1 + `SLACK` times the other's; of such boxes it is the one that saves most time in all, and of
+    equal ones the one with most of the shapes: a kernel that draws spares XLA its choice. See
     `benchmarks.boxes` for what lies between and beyond the measured shapes.
     """
     found = {}
@@ -92,10 +93,6 @@ def configs(*reports: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
             for m in candidates:
                 key = json.dumps(m.config, sort_keys=True)
                 point = _point(kernel, contest, m, _time(m, clock), _time(own, clock))
-                # What is no faster beyond doubt changes nothing.
-                doubt = abs(point.saved) <= SLACK * _time(own, clock)
-                if doubt and not point.lost:
-                    point = dataclasses.replace(point, saved=0.0)
                 left.setdefault(key, []).append(point)
         entries = []
         while winners := {key: box for key, points in left.items() if (box := best(points))}:
@@ -188,7 +185,9 @@ def _time(m: Measurement, clock: str) -> float:
 
 
 def _point(kernel: str, contest: Contest, m: Measurement, time: float, rival: float) -> Point:
-    return Point(_sizes(kernel, contest, m), rival - time, time > (1 + SLACK) * rival)
+    # What is told apart by no more than the slack is a draw.
+    saved = rival - time if abs(rival - time) > SLACK * rival else 0.0
+    return Point(_sizes(kernel, contest, m), saved, saved < 0)
 
 
 def _sizes(kernel: str, contest: Contest, m: Measurement) -> dict[str, int]:

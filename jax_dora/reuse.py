@@ -45,6 +45,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -202,15 +203,18 @@ def _mapped(function: Callable[[Any], jax.Array], layer: Any) -> jax.Array:
 def _digest(array: jax.Array) -> jax.Array:
     """uint32[2]: the sum of the array's bits, and the same weighted by position.
 
-    Sums of integers are exact in any order, so that a digest does not depend on how the array is
-    laid out or sharded; nothing is flattened or gathered.
+    Weights are odd, so that no change of a single element leaves the second as it was. Sums of
+    integers are exact in any order, so that a digest does not depend on how the array is laid out
+    or sharded; nothing is flattened or gathered.
     """
     array = lax.stop_gradient(array)
     bits = lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * min(array.dtype.itemsize, 4)}"))
-    bits = bits.astype(jnp.uint32)
-    position = jnp.zeros(bits.shape, jnp.uint32)
-    for axis in range(bits.ndim):
-        index = lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
-        position = (position + index) * jnp.uint32(0x9E3779B1)
-        position = position ^ (position >> 15)
-    return jnp.stack([jnp.sum(bits), jnp.sum(bits * (position | 1))])
+    plain = weighted = bits.astype(jnp.uint32)
+    # An axis at a time: a weight of the last costs one multiplication an element, all the others'
+    # meet its sums only.
+    for axis in reversed(range(weighted.ndim)):
+        index = lax.broadcasted_iota(jnp.uint32, weighted.shape, axis)
+        # Of each axis its own, lest a transposed array look the same.
+        step = np.uint32((axis + 1) * 0x9E3779B2 % 2**32)
+        weighted = jnp.sum(weighted * (index * step + jnp.uint32(1)), axis)
+    return jnp.stack([jnp.sum(plain), weighted])

@@ -129,11 +129,16 @@ def test_a_stale_norm_is_detected_and_refreshed(which, name):
     assert_same(refreshed, nnx.jit(loss_fn)(model, x))
 
 
-def test_an_exchange_of_two_values_is_noticed():
+@pytest.mark.parametrize("axes", [(0,), (1,), (0, 1), "transposed"])
+def test_an_exchange_of_values_is_noticed(axes):
     model = Model(nnx.Rngs(0))
     jax_dora.keep_norms(model)
     a = model.first.lora_a
-    a[...] = a[...][::-1]
+    if axes == "transposed":
+        rank = a[...].shape[1]
+        a[...] = a[...].at[:rank].set(a[...][:rank].T)
+    else:
+        a[...] = jnp.flip(a[...], axes)
     assert np.isnan(nnx.jit(loss_fn)(model, batches(1)[0]))
 
 

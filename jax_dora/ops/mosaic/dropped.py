@@ -15,6 +15,7 @@ FLOPs: 2 · rows · k · cols; bytes: x and right once, and the result's parts.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -145,11 +146,10 @@ def dropped_product(
                     mine = x_smem.at[
                         (slot, slice(None), my_rows) if transposed else (slot, my_rows)
                     ]
-                    corner = row + warpgroup * CHUNK, (first + i) * TILE_K
+                    at_row, at_k = row + warpgroup * CHUNK, (first + i) * TILE_K
+                    corner = (at_k, at_row) if transposed else (at_row, at_k)
                     plgpu.barrier_wait(buffers["x_ready"].at[slot])
-                    mine[...] = _drop(
-                        mine[...], corner[::-1] if transposed else corner, seeds, dropout.rate
-                    )
+                    mine[...] = _drop(mine[...], corner, seeds, dropout.rate)
                     plgpu.commit_smem()
                     plgpu.barrier_wait(buffers["right_ready"].at[slot])
                     left = mine.transpose((1, 0)) if transposed else mine
@@ -204,7 +204,9 @@ def dropped_product(
     return result.reshape(parts, padded_rows, padded_cols)[:, :rows, :cols].sum(0)
 
 
-def _drop(tile: jax.Array, corner: tuple, seeds: tuple, rate: float) -> jax.Array:
+def _drop(
+    tile: jax.Array, corner: tuple[Any, Any], seeds: tuple[Any, Any], rate: float
+) -> jax.Array:
     """`tile` [64, 64] of x, held as the tensor cores hold it, with zeros where x is dropped.
 
     `corner` says where the tile lies in x.
