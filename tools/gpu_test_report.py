@@ -3,7 +3,8 @@
     python -m pytest -m gpu --junitxml=FILE.xml …
     python tools/gpu_test_report.py --out benchmarks/results/h200/test_gpu.json FILE.xml …
 
-For every test file: how many tests passed, were skipped, and which failed. Ends with 1 if any did.
+For every test file: how many tests passed, were skipped, and which failed. Ends with 1 if any did,
+or if none passed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def summarise(files: list[Path]) -> dict[str, dict[str, object]]:
     found: dict[str, dict[str, object]] = {}
     for file in files:
         for case in ElementTree.parse(file).getroot().iter("testcase"):
-            module = case.get("classname", "").split(".Test")[0]
+            # A module that could not be imported is the name of a case without a class.
+            module = (case.get("classname") or case.get("name", "")).split(".Test")[0]
             entry = found.setdefault(module, {"passed": 0, "skipped": 0, "failed": []})
             if case.find("failure") is not None or case.find("error") is not None:
                 entry["failed"] = [*entry["failed"], case.get("name")]  # pyright: ignore[reportGeneralTypeIssues]
@@ -51,7 +53,7 @@ def main() -> int:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     print(f"{report['passed']} passed, {len(failed)} failed: {options.out}")
-    return 1 if failed else 0
+    return 1 if failed or not report["passed"] else 0
 
 
 if __name__ == "__main__":

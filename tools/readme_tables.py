@@ -85,7 +85,11 @@ def fidelity(root: Path) -> str:
     return "\n\n".join("\n\n".join([f"### {title}", *parts]) for title, parts in sections.items())
 
 
-HEADLINE = {"DoRA (no Triton)": "norm in every call", "DoRA, norm kept (no Triton)": "norm kept"}
+HEADLINE = {
+    "DoRA (no Triton)": "norm in every call",
+    "DoRA, norm kept (no Triton)": "norm kept",
+    "DoRA, norm and inner kept (no Triton)": "norm and inner kept",
+}
 
 
 def headline(root: Path) -> str:
@@ -300,7 +304,10 @@ def _speed(report: dict[str, Any]) -> str:
     measurements = [m for m in report["measurements"] if not m["refused"] and m["device"]]
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for m in measurements:
-        if m["shape"].get("rows", LARGE_ACTIVATION) * m["shape"].get("out", 1) < LARGE_ACTIVATION:
+        shape = m["shape"]
+        wide = shape.get("out", shape.get("in", 1))
+        # Candidates of the tuner are in the JSON alone.
+        if m.get("config") or shape.get("rows", LARGE_ACTIVATION) * wide < LARGE_ACTIVATION:
             continue
         groups.setdefault((m["group"], f"{m['framework']} {m['variant']}"), []).append(m)
 
