@@ -42,7 +42,7 @@ def check_alpha(alpha: Any) -> None:
         raise ValueError(f"alpha is {alpha}; expected a finite number, often rank or 2 * rank")
 
 
-def check_dropout(dropout: Any, mode: Any) -> None:
+def check_dropout(dropout: Any, mode: Any, inner_name: str | None = None) -> None:
     if isinstance(dropout, bool) or not isinstance(dropout, numbers.Real):
         raise TypeError(
             f"dropout is {dropout!r}, a {type(dropout).__name__}; expected a probability in [0, 1)"
@@ -56,4 +56,9 @@ def check_dropout(dropout: Any, mode: Any) -> None:
         raise ValueError(
             f"dropout_mode is {mode!r}; expected 'adapter' (drop what the adapter reads, as LoRA "
             "does) or 'input' (drop what the whole correction reads, as PEFT's DoRA does)"
+        )
+    if inner_name is not None and dropout and mode == "input":
+        raise ValueError(
+            f"inner_name is {inner_name!r} with dropout_mode 'input', whose correction is composed "
+            "apart from the base's result; expected None, or dropout_mode 'adapter'"
         )

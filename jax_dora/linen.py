@@ -92,7 +92,7 @@ class DoRADense(nn.Module):
           [..., out] in the dtype that `nn.Dense` would return.
         """
         scale = adapter_scale(self.rank, self.alpha, self.use_rslora)
-        check_dropout(self.dropout, self.dropout_mode)
+        check_dropout(self.dropout, self.dropout_mode, self.inner_name)
         in_features = inputs.shape[-1]
         boxed = self.param(
             "kernel",

@@ -101,7 +101,7 @@ class DoRALinear(nnx.Module):
         self.scale = adapter_scale(rank, alpha, use_rslora)
         self.implementation = implementation
         self.inner_name = inner_name
-        check_dropout(dropout, dropout_mode)
+        check_dropout(dropout, dropout_mode, inner_name)
         base = nnx.Linear(
             in_features,
             out_features,

@@ -209,12 +209,18 @@ def _digest(array: jax.Array) -> jax.Array:
     """
     array = lax.stop_gradient(array)
     bits = lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * min(array.dtype.itemsize, 4)}"))
-    plain = weighted = bits.astype(jnp.uint32)
-    # An axis at a time: a weight of the last costs one multiplication an element, all the others'
-    # meet its sums only.
-    for axis in reversed(range(weighted.ndim)):
-        index = lax.broadcasted_iota(jnp.uint32, weighted.shape, axis)
-        # Of each axis its own, lest a transposed array look the same.
-        step = np.uint32((axis + 1) * 0x9E3779B2 % 2**32)
-        weighted = jnp.sum(weighted * (index * step + jnp.uint32(1)), axis)
+    bits = bits.astype(jnp.uint32)
+    if array.dtype.itemsize >= 4:
+        # The sign must count in a lower bit too: two changes of the highest add up to none.
+        bits = bits ^ (bits >> 16)
+    plain = weighted = bits
+    # An axis at a time: a weight of the last costs one multiplication an element, those of the
+    # others, which are hashes, meet its sums only.
+    for axis in reversed(range(bits.ndim)):
+        weight = lax.broadcasted_iota(jnp.uint32, weighted.shape, axis)
+        weight = weight * np.uint32(0x9E3779B2) + np.uint32(1)
+        if axis < bits.ndim - 1:
+            weight = weight * np.uint32(0x7FEB352D + 2 * axis)
+            weight = (weight ^ (weight >> 15)) | 1
+        weighted = jnp.sum(weighted * weight, axis)
     return jnp.stack([jnp.sum(plain), weighted])

@@ -22,7 +22,7 @@ from benchmarks.ops.inputs import (
 )
 from benchmarks.work import Expectation, Work
 from jax_dora.ops import device as jax_device
-from jax_dora.ops.dropout import Dropout, draw_seed, drop, keep_mask
+from jax_dora.ops.dropout import Dropout, draw_seed, drop, keep_mask, kept_share
 from jax_dora.ops.mosaic.dropped import DroppedConfig, dropped_product
 
 ITEM = 2
@@ -66,7 +66,7 @@ def work(
     dropout = Dropout(draw_seed(jax.random.key(7)), RATE)
     scale = 1.0 if transposed else SCALE
     dropped = x.double() * to_torch(keep_mask(dropout.seed, x.shape, RATE)).to(torch.float64)
-    want = scale / (1 - RATE) * ((dropped.T if transposed else dropped) @ right.double())
+    want = scale / kept_share(RATE) * ((dropped.T if transposed else dropped) @ right.double())
 
     def scaled(product: jax.Array, factor: float) -> jax.Array:
         return (jnp.float32(factor) * product).astype(jnp.bfloat16)
@@ -83,7 +83,7 @@ def work(
             sm_count=jax_device.sm_count(),
             config=config,
         )
-        return scaled(product, scale / (1 - RATE))
+        return scaled(product, scale / kept_share(RATE))
 
     inputs = to_jax(rotate([x, right]))
     result = "dA" if transposed else "z"

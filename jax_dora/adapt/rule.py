@@ -61,13 +61,14 @@ class DoRARule:
                 "that stands for itself wants a backslash"
             ) from error
         adapter_scale(self.rank, self.alpha, self.use_rslora)
-        check_dropout(self.dropout, self.dropout_mode)
+        check_dropout(self.dropout, self.dropout_mode, self.inner_name)
         if jnp.dtype(self.adapter_dtype) not in check.FLOATS:
             raise TypeError(
                 f"adapter_dtype is {self.adapter_dtype}; expected float16, bfloat16, float32 or "
                 "float64"
             )
         dispatch.check_name(self.implementation)
+        check.is_name("inner_name", self.inner_name)
 
     def matches(self, path: str) -> bool:
         """Whether the whole of `path` matches."""

@@ -15,6 +15,7 @@ from flax import nnx
 
 from jax_dora import ops
 from jax_dora.dropout import drawn
+from jax_dora.hyperparameters import check_dropout
 from jax_dora.layers.adapter import DoRALayer, no_out_sharding
 from jax_dora.layers.layout import Layout, projection_layout
 from jax_dora.reuse import current_norm
@@ -60,6 +61,7 @@ class DoRAProjection(DoRALayer):
 
     def __init__(self, base: Any, *, inner_name: str | None = None, **options: Any) -> None:
         super().__init__(base, **options)
+        check_dropout(options.get("dropout", 0.0), self.dropout_mode, inner_name)
         self.inner_name = inner_name
 
     def equation(self, ndim: int | None = None) -> Equation:

@@ -56,6 +56,15 @@ def scale_array(scale: Any) -> jax.Array:
     return jnp.asarray(scale)
 
 
+def is_name(argument: str, name: Any) -> None:
+    """Raises TypeError unless `name` is None or a string."""
+    if name is not None and not isinstance(name, str):
+        raise TypeError(
+            f"{argument} is {name!r}; expected None or a string, as jax.ad_checkpoint."
+            "checkpoint_name takes it"
+        )
+
+
 def adapter(kernel: jax.Array, lora_a: jax.Array, lora_b: jax.Array) -> None:
     """Checks kernel [in, out] against lora_a [in, r] and lora_b [r, out]."""
     for name, array in (("kernel", kernel), ("lora_a", lora_a), ("lora_b", lora_b)):

@@ -20,6 +20,7 @@ class Target:
       partitioned: several devices are visible and the call is not inside a fully manual
         `jax.shard_map`, so that XLA may split it and a bare kernel would see global shapes.
       interpreted: Pallas' GPU interpreter is forced on.
+      x64: jax_enable_x64 is set.
     """
 
     platform: str
@@ -27,6 +28,7 @@ class Target:
     device_kind: str = ""
     partitioned: bool = False
     interpreted: bool = False
+    x64: bool = False
 
 
 def target() -> Target:
@@ -38,6 +40,7 @@ def target() -> Target:
         device_kind=device.device_kind,
         partitioned=jax.device_count() > 1 and not _fully_manual(),
         interpreted=_gpu_interpreter_forced(),
+        x64=jax.config.jax_enable_x64,
     )
 
 

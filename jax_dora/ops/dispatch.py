@@ -65,6 +65,11 @@ def runs_mosaic(target: Target) -> Option:
     for CUDA from a machine without a GPU (`jax.export`); `on_cuda` refuses it when it is lowered
     for anything else.
     """
+    if target.x64:
+        return Option(
+            "mosaic",
+            refusal="jax_enable_x64 is set, and a Mosaic kernel's indices would be of two widths",
+        )
     if target.interpreted:
         return Option("mosaic", slower="the interpreter is there for tests; name it to use it")
     if target.platform != "gpu":

@@ -33,7 +33,7 @@ class Dropout(NamedTuple):
 
     Attributes:
       seed: uint32[2], of `draw_seed`; the same seed and shape drop the same elements.
-      rate: the probability of being dropped, in [0, 1).
+      rate: the probability of being dropped, in [0, 1); rounded to a multiple of 2⁻¹⁶.
       mode: "adapter" or "input".
     """
 
@@ -74,16 +74,21 @@ def threshold(rate: float) -> np.uint32:
     return np.uint32(min(round(rate * 2**16), 2**16 - 1))
 
 
+def kept_share(rate: float) -> float:
+    """The probability of being kept: 1 - rate, with the rate as rounded."""
+    return 1 - int(threshold(rate)) / 2**16
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def drop(x: jax.Array, seed: jax.Array, rate: float) -> jax.Array:
-    """x / (1 - rate) where kept, else 0; its gradient keeps no mask.
+    """x over the share that is kept, where it is kept, else 0; its gradient keeps no mask.
 
     Args:
       x: [..., in].
       seed: uint32[2], of `draw_seed`.
       rate: in [0, 1).
     """
-    kept = x * jnp.asarray(1 / (1 - rate), x.dtype)
+    kept = x * jnp.asarray(1 / kept_share(rate), x.dtype)
     return jnp.where(keep_mask(seed, x.shape, rate), kept, jnp.zeros((), x.dtype))
 
 

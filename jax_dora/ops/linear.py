@@ -33,7 +33,7 @@ from jax_dora.ops.compose import (
     plan_compose,
     refuse_scale_gradient,
 )
-from jax_dora.ops.dropout import Dropout, drop
+from jax_dora.ops.dropout import Dropout, drop, kept_share
 from jax_dora.ops.mosaic import dropped as mosaic_dropped
 from jax_dora.ops.mosaic import expand_compose as mosaic_expand
 from jax_dora.ops.mosaic import projection as mosaic_projection
@@ -73,7 +73,9 @@ def dora_linear(
       kernel_sq_norm: f32[out], `squared_norm(kernel)`; used where `norm` is not given.
       implementation: None, "mosaic" or "xla"; a named one runs or raises. "mosaic" stands for the
         most fused of its kernels that takes the call: the whole projection, else expand and
-        compose, else compose alone; the norm then takes the best that accepts it.
+        compose, else compose alone; the norm then takes the best that accepts it. Under dropout it
+        also draws the mask in the kernels of lora_a's product and gradient, where they accept the
+        call; x's gradient, and mode "input", are XLA's.
       precision: of the matrix products with x, as in `jax.lax.dot_general`.
       dropout: of x, in training; its mask is never in memory, see `jax_dora.ops.Dropout`.
       inner_name: a `jax.ad_checkpoint.checkpoint_name` for x (kernel + scale·lora_a lora_b)
@@ -86,9 +88,11 @@ def dora_linear(
 
     Raises:
       TypeError, ValueError: an argument's dtype or shape does not fit; unknown implementation.
-      NotImplementedError: the named implementation cannot take the call.
+      NotImplementedError: the named implementation cannot take the call; inner_name with dropout
+        mode "input".
     """
     dispatch.check_name(implementation)
+    check.is_name("inner_name", inner_name)
     check.is_float("x", x)
     check.adapter(kernel, lora_a, lora_b)
     in_features, out_features = kernel.shape
@@ -302,6 +306,11 @@ def _project_bwd(plan, precision, kept, dy):
     rows = tuple(range(dy.ndim - 1))
     scale = kept["scale"].astype(wide)
 
+    def summed(left, right, like):
+        """Over rows, which may lie on several devices: then their sums are added up in fp32."""
+        partial_sums = wide if device.target().partitioned else like.dtype
+        return dot(left, right, (rows, rows), partial_sums).astype(like.dtype)
+
     ct = backward(plan.compose, dy, kept["inner"], kept["g"], kept["scale"], want_lora=False)
     d = ct.base
     dz = None
@@ -311,12 +320,19 @@ def _project_bwd(plan, precision, kept, dy):
     if like_x is not None:
         dx = _dx(plan, dot, d, dz, kept).astype(like_x.dtype)
     if like_kernel is not None:
-        d_kernel = dot(kept["x"], d, (rows, rows), like_kernel.dtype)
+        d_kernel = summed(kept["x"], d, like_kernel)
     if like_a is not None:
-        d_a = _d_a(plan, dot, kept["x"].astype(dtype), dz, kept["seed"], like_a.dtype)
+        seen = kept["x"].astype(dtype)
+        if plan.drops_back == "mosaic":
+            d_a = _dropped_product(plan, seen, dz, kept["seed"], "dropped_product_back")
+            d_a = d_a.astype(like_a.dtype)
+        else:
+            if plan.dropout:
+                seen = _drop_again(seen, kept["seed"], plan.dropout)
+            d_a = summed(seen, dz, like_a)
     if like_b is not None:
         if plan.forward == "project":  # s is in z
-            d_b = dot(kept["z"], d, (rows, rows), like_b.dtype)
+            d_b = summed(kept["z"], d, like_b)
         else:
             d_b = (scale * dot(kept["z"], d, (rows, rows), wide)).astype(like_b.dtype)
     if like_bias is not None:
@@ -334,15 +350,6 @@ def _reduce(plan, dot, x, lora_a, seed, result) -> jax.Array:
         return _dropped_product(plan, x, lora_a, seed, "dropped_product").astype(result)
     seen = drop(x, seed, plan.dropout) if plan.dropout else x
     return dot(seen, lora_a, (-1, 0), result)
-
-
-def _d_a(plan, dot, x, dz, seed, result) -> jax.Array:
-    """drop(x)ᵀ dz in the dtype `result`."""
-    if plan.drops_back == "mosaic":
-        return _dropped_product(plan, x, dz, seed, "dropped_product_back").astype(result)
-    rows = tuple(range(x.ndim - 1))
-    seen = _drop_again(x, seed, plan.dropout) if plan.dropout else x
-    return dot(seen, dz, (rows, rows), result)
 
 
 def _dropped_product(plan, x, right, seed, kernel_name: str) -> jax.Array:
@@ -364,7 +371,7 @@ def _dropped_product(plan, x, right, seed, kernel_name: str) -> jax.Array:
         sm_count=device.sm_count(),
         config=config,
     )
-    product = product * jnp.float32(1 / (1 - plan.dropout))
+    product = product * jnp.float32(1 / kept_share(plan.dropout))
     return product if back else product.reshape(*shape[:-1], rank)
 
 

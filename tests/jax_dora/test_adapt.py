@@ -308,6 +308,12 @@ class TestRefusals:
         ({"dropout_mode": "both"}, ValueError, "dropout_mode is 'both'"),
         ({"adapter_dtype": jnp.int32}, TypeError, "adapter_dtype is .*int32"),
         ({"implementation": "triton"}, ValueError, "implementation is 'triton'"),
+        ({"inner_name": 3}, TypeError, "inner_name is 3; expected None or a string"),
+        (
+            {"inner_name": "a", "dropout": 0.1, "dropout_mode": "input"},
+            ValueError,
+            "inner_name is 'a' with dropout_mode 'input'",
+        ),
     ],
 )
 def test_a_rule_out_of_range(options, error, match):

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 import jax_dora
-from jax_dora.reuse import DoRANorm
+from jax_dora.reuse import DoRANorm, _digest
 
 
 class Model(nnx.Module):
@@ -129,17 +129,42 @@ def test_a_stale_norm_is_detected_and_refreshed(which, name):
     assert_same(refreshed, nnx.jit(loss_fn)(model, x))
 
 
-@pytest.mark.parametrize("axes", [(0,), (1,), (0, 1), "transposed"])
-def test_an_exchange_of_values_is_noticed(axes):
+def exchanged(array, one, other):
+    return array.at[one].set(array[other]).at[other].set(array[one])
+
+
+CHANGES = {
+    "rows reversed": lambda a: a[::-1],
+    "columns reversed": lambda a: a[:, ::-1],
+    "both reversed": lambda a: a[::-1, ::-1],
+    "a square transposed": lambda a: a.at[: a.shape[1]].set(a[: a.shape[1]].T),
+    "all negated": lambda a: -a,
+    "two negated": lambda a: a.at[0, :2].multiply(-1),
+    "two negated in a column": lambda a: a.at[:2, 0].multiply(-1),
+    "two exchanged": lambda a: exchanged(a, (0, 0), (0, 1)),
+    "one moved by the least": lambda a: a.at[3, 1].set(jnp.nextafter(a[3, 1], jnp.inf)),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_every_change_of_an_adapter_is_noticed(change, dtype):
     model = Model(nnx.Rngs(0))
+    model.first.lora_a.set_value(model.first.lora_a[...].astype(dtype))
     jax_dora.keep_norms(model)
     a = model.first.lora_a
-    if axes == "transposed":
-        rank = a[...].shape[1]
-        a[...] = a[...].at[:rank].set(a[...][:rank].T)
-    else:
-        a[...] = jnp.flip(a[...], axes)
+    a[...] = change(a[...])
     assert np.isnan(nnx.jit(loss_fn)(model, batches(1)[0]))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("shape", [(128, 512), (4096, 384), (2, 64, 256)])
+def test_a_digest_tells_apart_what_is_regular(shape, dtype):
+    ones = jnp.ones(shape, dtype)
+    apart = (*(0,) * (len(shape) - 1), 128)
+    one, other = ones.at[apart].set(2), ones.at[(0,) * len(shape)].set(2)
+    digests = [_digest(array) for array in (ones, -ones, 2 * ones, one, other)]
+    assert len({tuple(digest.tolist()) for digest in digests}) == len(digests)
 
 
 def test_freeze_keeps_norms_and_leaves_nothing_to_train():

@@ -1,4 +1,5 @@
 import copy
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_dora.ops import compose, device, dispatch, dora_linear, factored_norm, tuning
+from jax_dora.ops.device import Target
 from jax_dora.ops.dispatch import Option, choose
 from jax_dora.ops.mosaic import compose as mosaic_compose
 from jax_dora.ops.mosaic import compose_backward, expand_compose, projection, rowwise, strips
@@ -68,6 +70,19 @@ def test_a_named_mosaic_refuses_what_the_kernel_cannot_take():
         pytest.raises(NotImplementedError, match="out = 12 is not a multiple of 8"),
     ):
         compose(x, x, jnp.ones(12), 1.0, implementation="mosaic")
+
+
+def test_mosaic_is_refused_under_x64_and_another_takes_the_call(monkeypatch):
+    hopper = Target("gpu", "9.0", "NVIDIA H200")
+    assert dispatch.runs_mosaic(hopper).refusal is None
+    with jax.enable_x64(True):
+        assert device.target().x64
+        wide = dataclasses.replace(hopper, x64=True)
+        monkeypatch.setattr(device, "target", lambda: wide)
+        x, g = jnp.ones((8, 16), jnp.bfloat16), jnp.ones(16, jnp.float32)
+        assert compose(x, x, g, 1.0).dtype == jnp.bfloat16
+        with pytest.raises(NotImplementedError, match="jax_enable_x64 is set"):
+            compose(x, x, g, 1.0, implementation="mosaic")
 
 
 def test_unnamed_calls_of_any_shape_run():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jax_dora import ops
-from jax_dora.ops.dropout import Dropout, draw_seed, drop, keep_mask
+from jax_dora.ops.dropout import Dropout, draw_seed, drop, keep_mask, kept_share
 
 ROWS, IN, OUT, RANK, SCALE = 7, 40, 24, 3, 1.7
 MODES = ["adapter", "input"]
@@ -47,7 +47,7 @@ def test_result_and_gradients_are_those_of_an_explicit_mask(mode, implementation
     arrays = operands()
     fixed = {name: arrays.pop(name) for name in ("norm",)}
     dropout = Dropout(seed(), 0.3, mode)
-    mask = keep_mask(dropout.seed, (ROWS, IN), 0.3).astype(jnp.float32) / 0.7
+    mask = keep_mask(dropout.seed, (ROWS, IN), 0.3).astype(jnp.float32) / kept_share(0.3)
 
     def ours(arrays):
         return ops.dora_linear(
@@ -153,6 +153,14 @@ def test_keeps_the_wanted_share_everywhere(rate):
         for axis in (0, 1):
             correlation = (centred * np.roll(centred, shift, axis)).mean()
             assert abs(correlation) < 5 / np.sqrt(mask.size)
+
+
+@pytest.mark.parametrize("rate", [1e-6, 0.1, 0.999, 0.99999])
+def test_keeps_the_mean_at_every_rate(rate):
+    x = jnp.ones((2048, 1024))
+    share = kept_share(rate)
+    deviation = np.sqrt((1 - share) / share / x.size)
+    assert abs(float(drop(x, seed(), rate).mean(dtype=jnp.float32)) - 1) <= 6 * deviation + 1e-5
 
 
 def test_masks_of_two_keys_are_unrelated():

@@ -206,6 +206,12 @@ def test_remat_can_keep_what_only_the_magnitude_reads():
     jax.tree.map(np.testing.assert_array_equal, named, plain)
 
 
+def test_a_name_is_a_string():
+    arrays, _ = layer(6, (7,), 48, 40, 4, jnp.float32)
+    with pytest.raises(TypeError, match="inner_name is 3; expected None or a string"):
+        dora_linear(**arrays, scale=SCALE, inner_name=3)
+
+
 def test_dropout_of_the_whole_input_has_no_inner_to_name():
     arrays, _ = layer(6, (7,), 48, 40, 4, jnp.float32)
     dropout = Dropout(draw_seed(jax.random.key(0)), 0.5, "input")
