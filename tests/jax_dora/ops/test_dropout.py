@@ -155,12 +155,16 @@ def test_keeps_the_wanted_share_everywhere(rate):
             assert abs(correlation) < 5 / np.sqrt(mask.size)
 
 
-@pytest.mark.parametrize("rate", [1e-6, 0.1, 0.999, 0.99999])
-def test_keeps_the_mean_at_every_rate(rate):
-    x = jnp.ones((2048, 1024))
-    share = kept_share(rate)
-    deviation = np.sqrt((1 - share) / share / x.size)
-    assert abs(float(drop(x, seed(), rate).mean(dtype=jnp.float32)) - 1) <= 6 * deviation + 1e-5
+@pytest.mark.parametrize(("rate", "kept"), [(1e-6, 65536), (0.1, 58982), (0.999, 66), (0.99999, 1)])
+def test_the_mean_stays_what_it_is_at_every_rate(rate, kept):
+    """Of 2¹⁶ equally likely values `kept` are kept, and are worth as much more."""
+    dropped = drop(jnp.ones((2048, 1024)), seed(), rate)
+    values = np.unique(np.asarray(dropped))
+    np.testing.assert_allclose(values[-1], 65536 / kept, rtol=1e-6)
+    assert set(values[:-1]) <= {0.0}
+    share = kept / 65536
+    deviation = np.sqrt((1 - share) / share / dropped.size)
+    assert abs(float(dropped.mean(dtype=jnp.float32)) - 1) <= 5 * deviation + 1e-5
 
 
 def test_masks_of_two_keys_are_unrelated():
