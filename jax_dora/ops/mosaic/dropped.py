@@ -3,8 +3,9 @@
     drop(x) right     x [rows, k]   right [k, cols]      forward: z = drop(x) A
     drop(x)ᵀ right    x [k, rows]   right [k, cols]      backward: dA = drop(x)ᵀ dz
 
-drop(x) is x where `jax_dora.ops.dropout.keep` says so and 0 elsewhere; the factor 1 / kept_share is
-left to whoever scales the result. All of bf16 or all of fp16; the result is fp32, unrounded.
+drop(x) is x where `jax_dora.ops.dropout.keep_mask` says so and 0 elsewhere; the factor
+1 / kept_share(rate) is left to whoever scales the result. All of bf16 or all of fp16; the result is
+fp32, unrounded.
 
 Each consumer owns the part of a slice of x that it multiplies: it overwrites that in place, while
 the tensor cores are at its slice before. Neither the mask nor the dropped x is ever in device
