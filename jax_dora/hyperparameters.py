@@ -4,6 +4,7 @@ import math
 import numbers
 from typing import Any, get_args
 
+from jax_dora.ops import check
 from jax_dora.ops.dropout import Mode as DropoutMode
 
 
@@ -42,7 +43,7 @@ def check_alpha(alpha: Any) -> None:
         raise ValueError(f"alpha is {alpha}; expected a finite number, often rank or 2 * rank")
 
 
-def check_dropout(dropout: Any, mode: Any, inner_name: str | None = None) -> None:
+def check_dropout(dropout: Any, mode: Any) -> None:
     if isinstance(dropout, bool) or not isinstance(dropout, numbers.Real):
         raise TypeError(
             f"dropout is {dropout!r}, a {type(dropout).__name__}; expected a probability in [0, 1)"
@@ -57,6 +58,11 @@ def check_dropout(dropout: Any, mode: Any, inner_name: str | None = None) -> Non
             f"dropout_mode is {mode!r}; expected 'adapter' (drop what the adapter reads, as LoRA "
             "does) or 'input' (drop what the whole correction reads, as PEFT's DoRA does)"
         )
+
+
+def check_inner_name(inner_name: Any, dropout: float, mode: str) -> None:
+    """Raises TypeError unless it is None or a string, ValueError where there is no such array."""
+    check.is_name("inner_name", inner_name)
     if inner_name is not None and dropout and mode == "input":
         raise ValueError(
             f"inner_name is {inner_name!r} with dropout_mode 'input', whose correction is composed "

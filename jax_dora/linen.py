@@ -15,7 +15,7 @@ from jax_dora import ops
 from jax_dora.adapt.linen import DoRA as DoRA
 from jax_dora.adapt.linen import apply_dora as apply_dora
 from jax_dora.adapt.linen import merge_dora as merge_dora
-from jax_dora.hyperparameters import DropoutMode, adapter_scale, check_dropout
+from jax_dora.hyperparameters import DropoutMode, adapter_scale, check_dropout, check_inner_name
 from jax_dora.ops.linear import NORM_NAME
 
 ADAPTER_NAMES = ("lora_a", "lora_b", "magnitude")
@@ -92,7 +92,8 @@ class DoRADense(nn.Module):
           [..., out] in the dtype that `nn.Dense` would return.
         """
         scale = adapter_scale(self.rank, self.alpha, self.use_rslora)
-        check_dropout(self.dropout, self.dropout_mode, self.inner_name)
+        check_dropout(self.dropout, self.dropout_mode)
+        check_inner_name(self.inner_name, self.dropout, self.dropout_mode)
         in_features = inputs.shape[-1]
         boxed = self.param(
             "kernel",

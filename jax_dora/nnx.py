@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from jax_dora import ops
 from jax_dora.dropout import drawn
-from jax_dora.hyperparameters import DropoutMode, adapter_scale, check_dropout
+from jax_dora.hyperparameters import DropoutMode, adapter_scale, check_dropout, check_inner_name
 from jax_dora.reuse import current_norm
 
 default_kernel_init = nnx.initializers.lecun_normal()
@@ -101,7 +101,8 @@ class DoRALinear(nnx.Module):
         self.scale = adapter_scale(rank, alpha, use_rslora)
         self.implementation = implementation
         self.inner_name = inner_name
-        check_dropout(dropout, dropout_mode, inner_name)
+        check_dropout(dropout, dropout_mode)
+        check_inner_name(inner_name, dropout, dropout_mode)
         base = nnx.Linear(
             in_features,
             out_features,

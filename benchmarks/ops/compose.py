@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from benchmarks.ops.inputs import interpreted, mosaic_refuses, rotate, to_jax, to_torch, tuned
+from benchmarks.ops.inputs import mosaic_refuses, rotate, to_jax, to_torch, tuned
 from benchmarks.work import Expectation, Variant, Work
 from jax_dora.ops import device as jax_device
 from jax_dora.ops.compose import Plan, define
@@ -93,7 +93,6 @@ def forward(
             oracle.compose(*at_one, s), tolerances.compose(*at_one, s, DTYPE)
         )
     sets = rotate(operands)
-    jax_sets = to_jax(sets)
     jax_s = jnp.float32(s)
 
     def mosaic(base: jax.Array, lora: jax.Array, g: jax.Array, config=None):
@@ -127,45 +126,13 @@ def forward(
 
         return step
 
-    def jax_results(found):
-        return {n: to_torch(a) for n, a in zip(("y", "inner"), found, strict=True) if a is not None}
-
-    def torch_results(found):
-        return {n: t for n, t in zip(("y", "inner"), found, strict=True) if t is not None}
-
-    refusal = mosaic_refuses(device) or rowwise.refuses(rows, out, jnp.bfloat16)
     return Work(
         "compose+inner" if want_inner else "compose",
         {"rows": rows, "out": out},
         (4 if want_inner else 3) * rows * out * ITEM,
         0,
         expected,
-        [
-            Variant("jax", "xla", xla, jax_sets, jax_results),
-            *tuned(
-                Variant(
-                    "jax",
-                    "mosaic",
-                    interpreted(mosaic, device),
-                    jax_sets,
-                    jax_results,
-                    unless=refusal,
-                ),
-                mosaic,
-                configs,
-                device,
-            ),
-            Variant("torch", "eager", in_torch("eager"), sets, torch_results),
-            Variant(
-                "torch",
-                "triton",
-                in_torch("triton"),
-                sets,
-                torch_results,
-                exact=triton_is_exact(device),
-                unless=triton_refuses(device),
-            ),
-        ],
+        _variants(("y", "inner"), xla, mosaic, in_torch, sets, configs, device),
         {"jax xla": "jax xla", "torch eager": "torch eager"},
     )
 
@@ -186,7 +153,6 @@ def backward(
     expected = {n: Expectation(getattr(grads, n), getattr(bounds, n)) for n in names}
     inner = (drawn.base.float() + s * drawn.lora.float()).to(drawn.base.dtype)
     sets = rotate([drawn.dy, inner, drawn.g])
-    jax_sets = to_jax(sets)
     jax_s = jnp.float32(s)
 
     def mosaic(dy: jax.Array, inner: jax.Array, g: jax.Array, config=None):
@@ -221,46 +187,52 @@ def backward(
 
         return step
 
-    every = ("d_base", "d_lora", "d_g")
-
-    def jax_results(found):
-        return {n: to_torch(a) for n, a in zip(every, found, strict=True) if a is not None}
-
-    def torch_results(found):
-        return {n: t for n, t in zip(every, found, strict=True) if t is not None}
-
-    refusal = mosaic_refuses(device) or rowwise.refuses(rows, out, jnp.bfloat16)
     return Work(
         "backward" if want_lora else "backward, d_base",
         {"rows": rows, "out": out},
         (4 if want_lora else 3) * rows * out * ITEM,
         0,
         expected,
-        [
-            Variant("jax", "xla", xla, jax_sets, jax_results),
-            *tuned(
-                Variant(
-                    "jax",
-                    "mosaic",
-                    interpreted(mosaic, device),
-                    jax_sets,
-                    jax_results,
-                    unless=refusal,
-                ),
-                mosaic,
-                configs,
-                device,
-            ),
-            Variant("torch", "eager", in_torch("eager"), sets, torch_results),
-            Variant(
-                "torch",
-                "triton",
-                in_torch("triton"),
-                sets,
-                torch_results,
-                exact=triton_is_exact(device),
-                unless=triton_refuses(device),
-            ),
-        ],
+        _variants(("d_base", "d_lora", "d_g"), xla, mosaic, in_torch, sets, configs, device),
         {"jax xla": "jax xla", "torch eager": "torch eager"},
     )
+
+
+def _variants(
+    names: tuple[str, ...],
+    xla: Callable,
+    mosaic: Callable,
+    in_torch: Callable[[str], Callable],
+    sets: list[tuple[torch.Tensor, ...]],
+    configs: Sequence[RowwiseConfig],
+    device: str,
+) -> list[Variant]:
+    """Both frameworks' implementations; a step returns something or None for each of `names`."""
+    jax_sets = to_jax(sets)
+    rows, out = sets[0][0].shape
+
+    def jax_results(found):
+        return {n: to_torch(a) for n, a in zip(names, found, strict=True) if a is not None}
+
+    def torch_results(found):
+        return {n: t for n, t in zip(names, found, strict=True) if t is not None}
+
+    refusal = mosaic_refuses(device) or rowwise.refuses(rows, out, jnp.bfloat16)
+    return [
+        Variant("jax", "xla", xla, jax_sets, jax_results),
+        *tuned(
+            Variant("jax", "mosaic", mosaic, jax_sets, jax_results, unless=refusal),
+            configs,
+            device,
+        ),
+        Variant("torch", "eager", in_torch("eager"), sets, torch_results),
+        Variant(
+            "torch",
+            "triton",
+            in_torch("triton"),
+            sets,
+            torch_results,
+            exact=triton_is_exact(device),
+            unless=triton_refuses(device),
+        ),
+    ]

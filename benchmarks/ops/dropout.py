@@ -12,7 +12,6 @@ import torch
 
 from benchmarks.ops.inputs import (
     draw,
-    interpreted,
     mosaic_refuses,
     rotate,
     same_function,
@@ -99,10 +98,7 @@ def work(
             # Triton's products draw the mask on the way, as the kernels do.
             dataclasses.replace(plain, name="xla, Triton allowed", compiler_options={}),
             *tuned(
-                same_function(
-                    "mosaic", interpreted(mosaic, device), inputs, result, mosaic_refuses(device)
-                ),
-                mosaic,
+                same_function("mosaic", mosaic, inputs, result, mosaic_refuses(device)),
                 configs,
                 device,
             ),

@@ -160,12 +160,11 @@ def work(
                 Variant(
                     "jax",
                     "mosaic",
-                    interpreted(fused, device),
+                    fused,
                     jax_sets,
                     jax_results,
                     unless=no_fused,
                 ),
-                fused,
                 configs,
                 device,
             ),

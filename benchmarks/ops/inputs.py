@@ -65,11 +65,10 @@ def _interpreter() -> Iterator[None]:
         yield
 
 
-def tuned(
-    mosaic: Variant, step: Callable[..., Any], configs: Sequence[Config], device: str
-) -> list[Variant]:
-    """`mosaic`, and beside it one variant for each config that `step` takes as `config=`."""
-    variants = [mosaic]
+def tuned(mosaic: Variant, configs: Sequence[Config], device: str) -> list[Variant]:
+    """`mosaic`, and beside it one variant for each config that its step takes as `config=`; run by
+    Pallas' interpreter where there is no GPU."""
+    variants = [dataclasses.replace(mosaic, step=interpreted(mosaic.step, device))]
     for config in configs:
         knobs = {
             knob.name: value
@@ -80,7 +79,7 @@ def tuned(
             dataclasses.replace(
                 mosaic,
                 name=" ".join([mosaic.name, *(f"{knob}={value}" for knob, value in knobs.items())]),
-                step=interpreted(functools.partial(step, config=config), device),
+                step=interpreted(functools.partial(mosaic.step, config=config), device),
                 config=knobs,
             )
         )

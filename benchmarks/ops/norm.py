@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import baselines
 from benchmarks.ops.compose import triton_refuses
-from benchmarks.ops.inputs import interpreted, mosaic_refuses, rotate, to_jax, to_torch, tuned
+from benchmarks.ops.inputs import mosaic_refuses, rotate, to_jax, to_torch, tuned
 from benchmarks.work import Expectation, Variant, Work
 from jax_dora import ops as jax_ops
 from jax_dora.ops import device as jax_device
@@ -117,10 +117,7 @@ def work(
         Variant("jax", "factored", factored, jax_sets, jax_results),
         Variant("jax", "factored, ‖W‖² kept", cached, jax_sets, jax_results, cached=True),
         *tuned(
-            Variant(
-                "jax", "mosaic", interpreted(mosaic, device), jax_sets, jax_results, unless=refusal
-            ),
-            mosaic,
+            Variant("jax", "mosaic", mosaic, jax_sets, jax_results, unless=refusal),
             configs,
             device,
         ),

@@ -96,12 +96,11 @@ def forward(
             *tuned(
                 same_function(
                     "mosaic",
-                    interpreted(projected, device),
+                    projected,
                     inputs,
                     "y",
                     no_mosaic or mosaic_projection.refuses(rows, n_in, n_out, *dtypes),
                 ),
-                projected,
                 configs,
                 device,
             ),
@@ -144,12 +143,11 @@ def backward(
             *tuned(
                 same_function(
                     "mosaic",
-                    interpreted(projected, device),
+                    projected,
                     inputs,
                     "dx",
                     mosaic_refuses(device) or refusal,
                 ),
-                projected,
                 configs,
                 device,
             ),

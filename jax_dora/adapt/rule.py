@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 
-from jax_dora.hyperparameters import DropoutMode, adapter_scale, check_dropout
+from jax_dora.hyperparameters import DropoutMode, adapter_scale, check_dropout, check_inner_name
 from jax_dora.ops import check, dispatch
 
 
@@ -61,14 +61,14 @@ class DoRARule:
                 "that stands for itself wants a backslash"
             ) from error
         adapter_scale(self.rank, self.alpha, self.use_rslora)
-        check_dropout(self.dropout, self.dropout_mode, self.inner_name)
+        check_dropout(self.dropout, self.dropout_mode)
+        check_inner_name(self.inner_name, self.dropout, self.dropout_mode)
         if jnp.dtype(self.adapter_dtype) not in check.FLOATS:
             raise TypeError(
                 f"adapter_dtype is {self.adapter_dtype}; expected float16, bfloat16, float32 or "
                 "float64"
             )
         dispatch.check_name(self.implementation)
-        check.is_name("inner_name", self.inner_name)
 
     def matches(self, path: str) -> bool:
         """Whether the whole of `path` matches."""

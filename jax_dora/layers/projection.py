@@ -15,7 +15,7 @@ from flax import nnx
 
 from jax_dora import ops
 from jax_dora.dropout import drawn
-from jax_dora.hyperparameters import check_dropout
+from jax_dora.hyperparameters import check_inner_name
 from jax_dora.layers.adapter import DoRALayer, no_out_sharding
 from jax_dora.layers.layout import Layout, projection_layout
 from jax_dora.reuse import current_norm
@@ -61,7 +61,8 @@ class DoRAProjection(DoRALayer):
 
     def __init__(self, base: Any, *, inner_name: str | None = None, **options: Any) -> None:
         super().__init__(base, **options)
-        check_dropout(options.get("dropout", 0.0), self.dropout_mode, inner_name)
+        rate = 0.0 if self.dropout is None else self.dropout.rate
+        check_inner_name(inner_name, rate, self.dropout_mode)
         self.inner_name = inner_name
 
     def equation(self, ndim: int | None = None) -> Equation:

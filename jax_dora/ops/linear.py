@@ -324,7 +324,7 @@ def _project_bwd(plan, precision, kept, dy):
     if like_a is not None:
         seen = kept["x"].astype(dtype)
         if plan.drops_back == "mosaic":
-            d_a = _dropped_product(plan, seen, dz, kept["seed"], "dropped_product_back")
+            d_a = _dropped_product(plan, seen, dz, kept["seed"], transposed=True)
             d_a = d_a.astype(like_a.dtype)
         else:
             if plan.dropout:
@@ -347,19 +347,18 @@ _project.defvjp(_project_fwd, _project_bwd, symbolic_zeros=True)
 def _reduce(plan, dot, x, lora_a, seed, result) -> jax.Array:
     """drop(x) A in the dtype `result`."""
     if plan.drops == "mosaic":
-        return _dropped_product(plan, x, lora_a, seed, "dropped_product").astype(result)
+        return _dropped_product(plan, x, lora_a, seed, transposed=False).astype(result)
     seen = drop(x, seed, plan.dropout) if plan.dropout else x
     return dot(seen, lora_a, (-1, 0), result)
 
 
-def _dropped_product(plan, x, right, seed, kernel_name: str) -> jax.Array:
-    """f32: drop(x) A, or drop(x)ᵀ dz."""
-    target, back = device.target(), kernel_name == "dropped_product_back"
-    shape, rank = x.shape, right.shape[-1]
+def _dropped_product(plan, x, right, seed, *, transposed: bool) -> jax.Array:
+    """f32: drop(x) A, or drop(x)ᵀ dz if `transposed`."""
+    target, shape, rank = device.target(), x.shape, right.shape[-1]
     x = dispatch.on_cuda(x.reshape(-1, shape[-1]), target)
     config = tuning.config(
         target.device_kind,
-        kernel_name,
+        "dropped_product_back" if transposed else "dropped_product",
         {"rows": x.shape[0], "in": shape[-1], "rank": rank},
         functools.partial(mosaic_dropped.fits, rank=rank),
     )
@@ -367,12 +366,12 @@ def _dropped_product(plan, x, right, seed, kernel_name: str) -> jax.Array:
         x,
         right.reshape(-1, rank),
         Dropout(seed, plan.dropout),
-        transposed=back,
+        transposed=transposed,
         sm_count=device.sm_count(),
         config=config,
     )
     product = product * jnp.float32(1 / kept_share(plan.dropout))
-    return product if back else product.reshape(*shape[:-1], rank)
+    return product if transposed else product.reshape(*shape[:-1], rank)
 
 
 def _dx(plan, dot, d, dz, kept):

@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_dora.ops.dropout import Dropout, pair_bits, row_hash, threshold
 from jax_dora.ops.mosaic import strips
 from jax_dora.ops.mosaic.strips import TILE_K
-from jax_dora.ops.mosaic.sweep import FETCH_REGISTERS, REGISTERS
+from jax_dora.ops.mosaic.sweep import CONSUME_REGISTERS, FETCH_REGISTERS
 
 CONSUMERS = 2
 # One m64 instruction for each consumer.
@@ -38,6 +38,7 @@ CHUNK, STORED_COLS = 64, 32
 CHUNK_SLOTS = 2
 # What a part of the contracted axis costs beside its own steps: filling the pipeline, storing.
 PART_STEPS = 6
+MOST_PARTS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +92,10 @@ def dropped_product(
     col_tiles = pl.cdiv(cols, tile_cols)
     row_tiles, steps = pl.cdiv(rows, TILE_ROWS), pl.cdiv(k, TILE_K)
     tiles = row_tiles * col_tiles
-    part = pl.cdiv(steps, c.parts or _balanced(steps, tiles, sm_count))
+    part = pl.cdiv(
+        steps,
+        c.parts or strips.balanced(steps, tiles, sm_count, overhead=PART_STEPS, most=MOST_PARTS),
+    )
     parts = pl.cdiv(steps, part)
     x_tile = (TILE_K, TILE_ROWS) if transposed else (TILE_ROWS, TILE_K)
     # The copy engine can address rows of 16 bytes, and the tensor cores blocks of 8 rows.
@@ -134,8 +138,7 @@ def dropped_product(
 
         @pl.when(warpgroup < CONSUMERS)
         def _consume():
-            registers = (REGISTERS - FETCH_REGISTERS) // CONSUMERS // 8 * 8
-            plgpu.set_max_registers(registers, action="increase")
+            plgpu.set_max_registers(CONSUME_REGISTERS, action="increase")
             for slot in range(c.stages):
                 plgpu.barrier_arrive(buffers["free"].at[slot])
             my_rows = pl.ds(warpgroup * CHUNK, CHUNK)
@@ -229,12 +232,3 @@ def _drop(
 def _tile_cols(cols: int) -> int:
     """Of the fewest tiles, the narrowest."""
     return pl.cdiv(pl.cdiv(cols, pl.cdiv(cols, MAX_TILE_COLS)), CHUNK) * CHUNK
-
-
-def _balanced(steps: int, tiles: int, sm_count: int) -> int:
-    """Into how many parts to split the contracted axis so that the device is done first."""
-
-    def time(parts: int) -> int:
-        return pl.cdiv(tiles * parts, sm_count) * (pl.cdiv(steps, parts) + PART_STEPS)
-
-    return min(range(1, min(steps, 16) + 1), key=time)

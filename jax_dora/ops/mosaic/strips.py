@@ -89,7 +89,9 @@ class Sweep:
     @property
     def run(self) -> int:
         """Tiles of a run; the last of a strip may have fewer."""
-        splits = self.config.splits or _balanced(self.row_tiles, self.strips, self.sm_count)
+        splits = self.config.splits or balanced(
+            self.row_tiles, self.strips, self.sm_count, overhead=1, most=4 * self.sm_count
+        )
         return pl.cdiv(self.row_tiles, splits)
 
     @property
@@ -105,13 +107,14 @@ class Sweep:
         return min(self.sm_count, self.units)
 
 
-def _balanced(row_tiles: int, strips: int, sm_count: int) -> int:
-    """The number of runs a strip that finishes first, a run costing one tile more than it has."""
+def balanced(length: int, pieces: int, sm_count: int, *, overhead: int, most: int) -> int:
+    """Into how many parts, at `most`, to cut each of `pieces` of `length` steps so that the device
+    is done first; a part costs `overhead` steps more than it has."""
 
-    def time(splits: int) -> int:
-        return pl.cdiv(strips * splits, sm_count) * (pl.cdiv(row_tiles, splits) + 1)
+    def time(parts: int) -> int:
+        return pl.cdiv(pieces * parts, sm_count) * (pl.cdiv(length, parts) + overhead)
 
-    return min(range(1, min(row_tiles, 4 * sm_count) + 1), key=time)
+    return min(range(1, min(length, most) + 1), key=time)
 
 
 def shared_memory(

@@ -24,7 +24,7 @@ from jax_dora.ops.mosaic.strips import CONSUMERS, TILE_K, TILE_ROWS, Sweep, tile
 # Registers a thread, of the 512 that 128 threads of each of a multiprocessor's warpgroups share.
 REGISTERS = 512
 FETCH_REGISTERS = 40
-MAX_REGISTERS = 240
+CONSUME_REGISTERS = (REGISTERS - FETCH_REGISTERS) // CONSUMERS // 8 * 8
 REDUCTION_SCRATCH = 1_024
 
 
@@ -133,8 +133,7 @@ def sweep_kernel(
 
         @pl.when(warpgroup < CONSUMERS)
         def _consume_all():
-            registers = (REGISTERS - FETCH_REGISTERS) // CONSUMERS // 8 * 8
-            plgpu.set_max_registers(min(MAX_REGISTERS, registers), action="increase")
+            plgpu.set_max_registers(CONSUME_REGISTERS, action="increase")
             _consume(walk, task, inputs, out_gmem, buffers, scratch, warpgroup)
 
     return plgpu.kernel(
