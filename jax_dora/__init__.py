@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from jax_dora.nnx import DoRALinear as DoRALinear
     from jax_dora.nnx import DoRAParam as DoRAParam
     from jax_dora.remat import remat_policy as remat_policy
+    from jax_dora.reuse import checked_norms as checked_norms
     from jax_dora.reuse import drop_norms as drop_norms
     from jax_dora.reuse import freeze as freeze
     from jax_dora.reuse import keep_norms as keep_norms
@@ -46,6 +47,7 @@ _HOME = {
     "DoRAParam": "jax_dora.nnx",
     "DoRARule": "jax_dora.adapt",
     "apply_dora": "jax_dora.adapt",
+    "checked_norms": "jax_dora.reuse",
     "drop_norms": "jax_dora.reuse",
     "freeze": "jax_dora.reuse",
     "keep_norms": "jax_dora.reuse",
@@ -65,6 +67,7 @@ __all__ = [
     "DoRAParam",
     "DoRARule",
     "apply_dora",
+    "checked_norms",
     "drop_norms",
     "freeze",
     "get_adapter",

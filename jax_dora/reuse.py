@@ -36,6 +36,9 @@ computed from, and a layer compares it on every call (it reads the adapter, whic
 the kernel): a stale norm raises in eager code and is NaN in compiled code, never quietly wrong. Of
 the frozen kernel the fingerprint reads every 64th input row: enough to notice other weights.
 
+A model that scans over a stack of layers compares them all at once, in its forward pass and outside
+of the scan, with `checked_norms`.
+
 For inference, `freeze` keeps the norms for good: its adapters are no longer trainable parameters.
 """
 
@@ -126,36 +129,88 @@ def freeze(model: Any) -> Any:
     frozen = nnx.merge(*nnx.split(model))
     keep_norms(frozen)
     for layer in _dora_layers(frozen):
-        layer.kept_fingerprint = nnx.data(None)
-        for name in ("lora_a", "lora_b", "magnitude"):
-            variable = getattr(layer, name)
-            setattr(layer, name, FrozenAdapter(variable[...], **variable.get_metadata()))
+        _settle(layer)
     return frozen
+
+
+def checked_norms(model: Any) -> Any:
+    """`model` for the length of one call: kept norms are compared with the adapters here, once.
+
+    A layer compares on every call, and inside a scan over a stack of layers that is many small
+    reductions. Outside, it is a few large ones:
+
+        def __call__(self, x):
+            graphdef, layers = nnx.split(jax_dora.checked_norms(self.layers))
+            return lax.scan(lambda x, one: (nnx.merge(graphdef, one)(x), None), x, layers)[0]
+
+    Gradients reach the adapters of `model` through it. Make it anew in every call: like `freeze`'s,
+    it has no parameters that an optimizer could move from under the norms.
+
+    Returns:
+      A copy that shares the variables of `model`; `model` itself where no layer keeps a norm with
+      its fingerprint.
+
+    Raises:
+      RuntimeError: a norm is stale; in compiled code it is NaN instead.
+    """
+    if not any(_is_watched(layer) for layer in _find_dora_layers(model)):
+        return model
+    # Of the same variables, so that dropout's streams go on counting.
+    checked = nnx.clone(model, variables=False)
+    for layer in _find_dora_layers(checked):
+        if _is_watched(layer):
+            layer.kept_norm = nnx.data(DoRANorm(_checked_norm(layer)))
+            _settle(layer)
+    return checked
 
 
 def current_norm(layer: Any) -> jax.Array:
     """The norm that a call of `layer` uses, named "dora_norm" for `remat_policy`."""
-    kept = getattr(layer, "kept_norm", None)
-    if kept is None:
+    if getattr(layer, "kept_norm", None) is None:
         return checkpoint_name(layer.norm(), NORM_NAME)
-    norm = kept[...]
-    if layer.kept_fingerprint is None:
-        return norm
-    same = jnp.all(layer.kept_fingerprint[...] == _fingerprint(layer))
-    if not isinstance(same, Tracer) and not same:
+    if not _is_watched(layer):
+        return layer.kept_norm[...]
+    return checkpoint_name(_checked_norm(layer), NORM_NAME)
+
+
+def _is_watched(layer: Any) -> bool:
+    """Whether the layer keeps a norm that its adapter may outrun."""
+    return getattr(layer, "kept_norm", None) is not None and layer.kept_fingerprint is not None
+
+
+def _checked_norm(layer: Any) -> jax.Array:
+    """The kept norm where the adapter is the one it was computed from, else NaN, or an error."""
+    same = jnp.all(layer.kept_fingerprint[...] == _fingerprint(layer), axis=-1)
+    if not isinstance(same, Tracer) and not same.all():
         raise RuntimeError(
             f"the kept norm of a {type(layer).__name__} is stale: its adapter has changed since; "
             "call jax_dora.refresh_norms(model) at the start of every step"
         )
-    return checkpoint_name(jnp.where(same, norm, jnp.nan), NORM_NAME)
+    norm = layer.kept_norm[...]
+    if same.ndim:
+        same = same.reshape(same.shape + (1,) * (norm.ndim - same.ndim))
+    return jnp.where(same, norm, jnp.nan)
+
+
+def _settle(layer: Any) -> None:
+    """No call looks at the adapter again, and no optimizer finds it."""
+    layer.kept_fingerprint = nnx.data(None)
+    for name in ("lora_a", "lora_b", "magnitude"):
+        variable = getattr(layer, name)
+        setattr(layer, name, FrozenAdapter(variable[...], **variable.get_metadata()))
+
+
+def _find_dora_layers(model: Any) -> Iterator[Any]:
+    for _, node in nnx.iter_graph(model):
+        if isinstance(node, nnx.Module) and hasattr(node, "lora_a") and hasattr(node, "magnitude"):
+            yield node
 
 
 def _dora_layers(model: Any) -> Iterator[Any]:
     found = False
-    for _, node in nnx.iter_graph(model):
-        if isinstance(node, nnx.Module) and hasattr(node, "lora_a") and hasattr(node, "magnitude"):
-            found = True
-            yield node
+    for layer in _find_dora_layers(model):
+        found = True
+        yield layer
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no DoRA layer; build it with one, or call apply_dora first"
@@ -163,7 +218,8 @@ def _dora_layers(model: Any) -> Iterator[Any]:
 
 
 def _norm(layer: Any) -> jax.Array:
-    return _over_stack(layer, lambda one: one.norm())
+    # One after the other: a norm may have a temporary as large as the kernel.
+    return _over_stack(layer, lambda one: one.norm(), lax.map)
 
 
 def _fingerprint(layer: Any) -> jax.Array:
@@ -171,17 +227,20 @@ def _fingerprint(layer: Any) -> jax.Array:
         arrays = (one.lora_a[...], one.lora_b[...], _kernel(one)[::KERNEL_STRIDE])
         return jnp.concatenate([_digest(array) for array in arrays])
 
-    return _over_stack(layer, of_one)
+    return _over_stack(layer, of_one, lambda function, stack: jax.vmap(function)(stack))
 
 
 def _kernel(layer: Any) -> jax.Array:
     return getattr(layer, getattr(layer, "kernel_name", "kernel"))[...]
 
 
-def _over_stack(layer: Any, function: Callable[[Any], jax.Array]) -> jax.Array:
-    """`function` of `layer`, or of each layer of a stack made by `nnx.vmap`, along leading axes."""
+def _over_stack(layer: Any, function: Callable[[Any], jax.Array], mapped: Callable) -> jax.Array:
+    """`function` of `layer`, or of each layer of a stack made by `nnx.vmap`, along leading axes.
+
+    `mapped(function, stack)` calls `function` with what lies along the first axis of `stack`.
+    """
     for _ in range(layer.lora_a.ndim - _single_ndim(layer)):
-        function = functools.partial(_mapped, function)
+        function = functools.partial(_of_stack, function, mapped)
     return function(layer)
 
 
@@ -194,10 +253,10 @@ def _single_ndim(layer: Any) -> int:
     return jax.eval_shape(place.from_matrices, matrices).ndim
 
 
-def _mapped(function: Callable[[Any], jax.Array], layer: Any) -> jax.Array:
+def _of_stack(function: Callable[[Any], jax.Array], mapped: Callable, layer: Any) -> jax.Array:
     stacked = nnx.Any(nnx.Param, FrozenAdapter)
     graphdef, state, rest = nnx.split(layer, stacked, ...)
-    return lax.map(lambda one: function(nnx.merge(graphdef, one, rest)), state)
+    return mapped(lambda one: function(nnx.merge(graphdef, one, rest)), state)
 
 
 def _digest(array: jax.Array) -> jax.Array:
@@ -215,12 +274,12 @@ def _digest(array: jax.Array) -> jax.Array:
         bits = bits ^ (bits >> 16)
     plain = weighted = bits
     # An axis at a time: a weight of the last costs one multiplication an element, those of the
-    # others, which are hashes, meet its sums only.
+    # others, which are hashes, meet its sums only. Both sums at each, so that one reading serves.
     for axis in reversed(range(bits.ndim)):
         weight = lax.broadcasted_iota(jnp.uint32, weighted.shape, axis)
         weight = weight * np.uint32(0x9E3779B2) + np.uint32(1)
         if axis < bits.ndim - 1:
             weight = weight * np.uint32(0x7FEB352D + 2 * axis)
             weight = (weight ^ (weight >> 15)) | 1
-        weighted = jnp.sum(weighted * weight, axis)
-    return jnp.stack([jnp.sum(plain), weighted])
+        plain, weighted = jnp.sum(plain, axis), jnp.sum(weighted * weight, axis)
+    return jnp.stack([plain, weighted])

@@ -167,6 +167,86 @@ def test_a_digest_tells_apart_what_is_regular(shape, dtype):
     assert len({tuple(digest.tolist()) for digest in digests}) == len(digests)
 
 
+class CheckedOnce(Model):
+    """The same model, which compares its kept norms outside of the scan."""
+
+    def __call__(self, x):
+        return Model.__call__(jax_dora.checked_norms(self), x)
+
+
+def test_norms_checked_once_change_no_bit():
+    plain, checked = Model(nnx.Rngs(0)), CheckedOnce(nnx.Rngs(0))
+    jax_dora.keep_norms(plain)
+    jax_dora.keep_norms(checked)
+    x = batches(1)[0]
+    (loss, gradients), (other_loss, others) = loss_and_grads(plain, x), loss_and_grads(checked, x)
+    assert_same(loss, other_loss)
+    assert_same(nnx.to_pure_dict(gradients), nnx.to_pure_dict(others))
+    assert any(leaf.any() for leaf in jax.tree.leaves(others))
+
+
+def digests_in_scans(model):
+    """How many arrays a step of the forward pass's scan reads the bits of."""
+    graphdef, state = nnx.split(model)
+    x = batches(1)[0]
+    jaxpr = jax.make_jaxpr(lambda s: nnx.merge(graphdef, s)(x))(state)
+    scans = [equation for equation in jaxpr.eqns if equation.primitive.name == "scan"]
+    assert scans
+    return str(scans[-1].params["jaxpr"]).count("bitcast_convert_type")
+
+
+def test_norms_are_checked_outside_of_the_scan():
+    plain, checked = Model(nnx.Rngs(0)), CheckedOnce(nnx.Rngs(0))
+    for model in (plain, checked):
+        jax_dora.keep_norms(model)
+    assert digests_in_scans(plain) == 3
+    assert digests_in_scans(checked) == 0
+
+
+@pytest.mark.parametrize("which", ["first", "stack"])
+@pytest.mark.parametrize("name", ["lora_a", "lora_b", "kernel"])
+def test_a_stale_norm_is_detected_when_checked_once(which, name):
+    model = Model(nnx.Rngs(0))
+    jax_dora.keep_norms(model)
+    parameter = getattr(getattr(model, which), name)
+    parameter[...] = parameter[...].at[(1,) * (parameter.ndim - 2) + (0, 1)].add(1e-6)
+    with pytest.raises(RuntimeError, match="kept norm of a DoRALinear is stale"):
+        jax_dora.checked_norms(model)
+    checked = nnx.jit(jax_dora.checked_norms)(model)
+    kept = getattr(model, which).kept_norm[...]
+    found = getattr(checked, which).kept_norm[...]
+    if which == "first":
+        assert np.isnan(found).all()
+    else:
+        # Of the stack, only the layer that was changed.
+        assert np.isnan(found[1]).all()
+        assert_same(found[np.array([0, 2])], kept[np.array([0, 2])])
+    assert not np.isnan(kept).any()
+
+
+def test_checked_norms_leave_the_model_alone():
+    model = Model(nnx.Rngs(0))
+    assert jax_dora.checked_norms(model) is model
+    linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    assert jax_dora.checked_norms(linear) is linear
+    frozen = jax_dora.freeze(model)
+    assert jax_dora.checked_norms(frozen) is frozen
+    jax_dora.keep_norms(model)
+    before = nnx.graphdef(model)
+    checked = jax_dora.checked_norms(model)
+    assert nnx.graphdef(model) == before
+    assert not jax.tree.leaves(nnx.state(checked, nnx.LoRAParam))
+    assert checked.stack.lora_a[...] is model.stack.lora_a[...]
+
+
+def test_dropout_goes_on_counting_through_checked_norms():
+    layer = jax_dora.DoRALinear(8, 8, rank=2, alpha=4, dropout=0.5, rngs=nnx.Rngs(0))
+    jax_dora.keep_norms(layer)
+    count = layer.dropout.rngs.count[...]
+    jax_dora.checked_norms(layer)(jnp.ones((3, 8)))
+    assert layer.dropout.rngs.count[...] == count + 1
+
+
 def test_freeze_keeps_norms_and_leaves_nothing_to_train():
     model = Model(nnx.Rngs(0))
     frozen = jax_dora.freeze(model)

@@ -197,11 +197,6 @@ def _product(
             def fetch_tile(index, _):
                 row, col = corner(index)
                 at_rows, at_cols = pl.ds(row, c.tile_rows), pl.ds(col, c.tile_cols)
-                if vectors:
-                    plgpu.barrier_wait(features["free"])
-                    plgpu.copy_gmem_to_smem(
-                        refs[4].at[:, at_cols], features["smem"], features["ready"]
-                    )
                 before = index * sum(steps)
                 for left_gmem, right_gmem, count in zip(
                     lefts_gmem, rights_gmem, steps, strict=True
@@ -223,6 +218,13 @@ def _product(
 
                     lax.fori_loop(0, count, fetch_slice, None)
                     before = before + count
+                if vectors:
+                    # Last: they are free only when the tile before has been stored, and its slices
+                    # long before.
+                    plgpu.barrier_wait(features["free"])
+                    plgpu.copy_gmem_to_smem(
+                        refs[4].at[:, at_cols], features["smem"], features["ready"]
+                    )
 
             lax.fori_loop(0, my_tiles, fetch_tile, None)
             # Every buffer was handed back once more than it was filled.
