@@ -54,6 +54,10 @@ STRIPS = (
     *mosaic_norm.CONFIGS,
     StripConfig(tile_cols=128, stages=6, slots=1),
     StripConfig(tile_cols=64, stages=6, slots=2),
+    StripConfig(tile_cols=128, stages=3, slots=1, consumers=3),
+    StripConfig(tile_cols=128, stages=2, slots=1, consumers=3),
+    StripConfig(tile_cols=64, stages=4, slots=1, consumers=3),
+    StripConfig(tile_cols=64, stages=6, slots=2, consumers=3),
 )
 # Other tiles, and other orders of them, which decide what the level-2 cache holds.
 PROJECTIONS = (

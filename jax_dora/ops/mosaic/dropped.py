@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_dora.ops.dropout import Dropout, pair_bits, row_hash, threshold
 from jax_dora.ops.mosaic import strips
 from jax_dora.ops.mosaic.strips import TILE_K
-from jax_dora.ops.mosaic.sweep import CONSUME_REGISTERS, FETCH_REGISTERS
+from jax_dora.ops.mosaic.sweep import FETCH_REGISTERS, consume_registers
 
 CONSUMERS = 2
 # One m64 instruction for each consumer.
@@ -138,7 +138,7 @@ def dropped_product(
 
         @pl.when(warpgroup < CONSUMERS)
         def _consume():
-            plgpu.set_max_registers(CONSUME_REGISTERS, action="increase")
+            plgpu.set_max_registers(consume_registers(CONSUMERS), action="increase")
             for slot in range(c.stages):
                 plgpu.barrier_arrive(buffers["free"].at[slot])
             my_rows = pl.ds(warpgroup * CHUNK, CHUNK)

@@ -120,7 +120,7 @@ def expand_compose(
             plgpu.copy_smem_to_gmem(inner_smem.at[consumer], out_gmem[1].at[tile.rows, tile.cols])
         return carry
 
-    inner_smem = strips.tiled((strips.CONSUMERS, strips.TILE_ROWS, config.tile_cols), dtype, out)
+    inner_smem = strips.tiled((config.consumers, strips.TILE_ROWS, config.tile_cols), dtype, out)
     results = sweep_kernel(
         sweep,
         Task(

@@ -140,12 +140,12 @@ def norm(
         for start, total in zip(range(0, config.tile_cols, CHUNK), sums, strict=True):
             sums_smem[pl.ds(start, CHUNK)] = jnp.sum(total, axis=0)
         plgpu.commit_smem()
-        row = split * strips.CONSUMERS + lax.axis_index("warpgroup")
+        row = split * config.consumers + lax.axis_index("warpgroup")
         plgpu.copy_smem_to_gmem(sums_smem, out_gmem[0].at[row, cols])
         # The next consumer writes there.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    partial_rows = sweep.splits * strips.CONSUMERS
+    partial_rows = sweep.splits * config.consumers
     (partials,) = sweep_kernel(
         sweep,
         Task(products=products, epilogue=epilogue, start=start, finish=finish),

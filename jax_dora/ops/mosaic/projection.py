@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_dora.ops.mosaic import strips
 from jax_dora.ops.mosaic.strips import TILE_K
-from jax_dora.ops.mosaic.sweep import CONSUME_REGISTERS, FETCH_REGISTERS
+from jax_dora.ops.mosaic.sweep import FETCH_REGISTERS, consume_registers
 
 CONSUMERS = 2
 # What a consumer stores at a time: one instruction's rows, one swizzled row of 16-bit numbers.
@@ -235,7 +235,7 @@ def _product(
 
         @pl.when(warpgroup < CONSUMERS)
         def _consume():
-            plgpu.set_max_registers(CONSUME_REGISTERS, action="increase")
+            plgpu.set_max_registers(consume_registers(CONSUMERS), action="increase")
             for slot in range(c.stages):
                 plgpu.barrier_arrive(free.at[slot])
             if vectors:

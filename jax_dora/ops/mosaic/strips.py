@@ -27,8 +27,8 @@ ALIGNMENT = 8
 ROW_ALIGNMENT = 8
 # One m64 instruction; taller tiles would only need more registers.
 TILE_ROWS = 64
-# Warpgroups that multiply; two rings each keep the four warps of a third warpgroup busy.
-CONSUMERS = 2
+# Warpgroups that multiply: a warp of the last one fetches for each, and one more is needed.
+MAX_CONSUMERS = 3
 # A slice along the rank is a 128-byte row, the widest swizzle.
 TILE_K = 64
 SHARED_MEMORY = 232_448
@@ -46,12 +46,15 @@ class StripConfig:
       stages: slices of `left` in flight for each consumer.
       slots: tiles of the matrix in flight for each consumer; with two, one is fetched while the
         other is worked on and stored.
+      consumers: warpgroups that multiply, one tile each. While one works on its accumulator, the
+        others keep the tensor cores busy; each has rings of its own in shared memory.
       splits: runs that a strip is cut into; None balances them over the multiprocessors.
     """
 
     tile_cols: int = 128
     stages: int = 4
     slots: int = 2
+    consumers: int = 2
     splits: int | None = None
 
 
@@ -125,15 +128,16 @@ def shared_memory(
     tile = TILE_ROWS * c.tile_cols * tile_itemsize
     return (
         right_slices * TILE_K * c.tile_cols * 2
-        + CONSUMERS * c.stages * TILE_ROWS * TILE_K * 2
-        + CONSUMERS * (c.slots + extra_tiles) * tile
+        + c.consumers * c.stages * TILE_ROWS * TILE_K * 2
+        + c.consumers * (c.slots + extra_tiles) * tile
         + RESERVED
     )
 
 
 def fits(config: StripConfig, right_slices: int, tile_itemsize: int, extra_tiles: int = 0) -> bool:
-    """Whether shared memory has room for a launch."""
-    return shared_memory(config, right_slices, tile_itemsize, extra_tiles) <= SHARED_MEMORY
+    """Whether shared memory and the thread block have room for a launch."""
+    taken = shared_memory(config, right_slices, tile_itemsize, extra_tiles)
+    return taken <= SHARED_MEMORY and config.consumers <= MAX_CONSUMERS
 
 
 def tiled(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, gmem_cols: int | None = None):

@@ -1,9 +1,10 @@
 """The kernel that walks over the strips of a matrix: the frame of expand_compose and norm.
 
 The consumers, a warpgroup each, take turns at the tiles of a run: while one works on its
-accumulator, the other keeps the tensor cores busy. Each has its own ring of slices of `left` and
-its own ring of tiles of the matrix, and each ring its own fetching warp; with one for two rings,
-what the one waits for would hold up the other.
+accumulator, the others keep the tensor cores busy. Each has its own ring of slices of `left` and
+its own ring of tiles of the matrix. A warp fetches for one ring only, since what the one waits for
+would hold up the other; where the warps do not suffice, all tiles are fetched by one, in the order
+in which they are taken.
 
 Every ring has two rows of barriers. `ready`: the copy engine has filled a buffer. `free`: its
 consumer has handed it back; all are handed back once before the first is filled.
@@ -19,13 +20,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_dora.ops.mosaic.strips import CONSUMERS, TILE_K, TILE_ROWS, Sweep, tiled
+from jax_dora.ops.mosaic.strips import TILE_K, TILE_ROWS, Sweep, tiled
 
 # Registers a thread, of the 512 that 128 threads of each of a multiprocessor's warpgroups share.
 REGISTERS = 512
 FETCH_REGISTERS = 40
-CONSUME_REGISTERS = (REGISTERS - FETCH_REGISTERS) // CONSUMERS // 8 * 8
 REDUCTION_SCRATCH = 1_024
+WARPS = 4
+
+
+def consume_registers(consumers: int) -> int:
+    """For each thread of `consumers` warpgroups beside one that fetches."""
+    return (REGISTERS - FETCH_REGISTERS) // consumers // 8 * 8
 
 
 class Tile(NamedTuple):
@@ -92,14 +98,14 @@ def sweep_kernel(
     `scratch` is further shared memory by name, which the task's functions get as keywords.
     """
     c = sweep.config
-    left_ring, tile_ring = CONSUMERS * c.stages, CONSUMERS * c.slots
+    left_ring, tile_ring = c.consumers * c.stages, c.consumers * c.slots
     buffers = {
         "left_smem": tiled((left_ring, TILE_ROWS, TILE_K), operand_dtype),
         "left_ready": plgpu.Barrier(num_barriers=left_ring),
         "left_free": plgpu.Barrier(num_barriers=left_ring),
         "right_smem": tiled((task.right_slices, TILE_K, c.tile_cols), operand_dtype),
         "right_ready": plgpu.Barrier(num_barriers=task.right_slices),
-        "right_free": plgpu.Barrier(num_arrivals=CONSUMERS),
+        "right_free": plgpu.Barrier(num_arrivals=c.consumers),
         "tile_smem": tiled((tile_ring, TILE_ROWS, c.tile_cols), tile_dtype, sweep.out),
         "tile_ready": plgpu.Barrier(num_barriers=tile_ring),
         "tile_free": plgpu.Barrier(num_barriers=tile_ring),
@@ -108,32 +114,32 @@ def sweep_kernel(
         buffers["vectors_smem"] = plgpu.SMEM((task.vectors, c.tile_cols), jnp.float32)
         buffers["vectors_ready"] = plgpu.Barrier()
     if task.finish is not None:
-        buffers["finish_turn"] = plgpu.Barrier(num_barriers=CONSUMERS)
+        buffers["finish_turn"] = plgpu.Barrier(num_barriers=c.consumers)
 
     def kernel(*gmem, buffers, scratch):
         inputs, out_gmem = gmem[: len(gmem) - len(out_type)], gmem[len(gmem) - len(out_type) :]
         walk = _Walk(sweep, lax.axis_index("block"))
         warpgroup = lax.axis_index("warpgroup")
 
-        @pl.when(warpgroup == CONSUMERS)
+        @pl.when(warpgroup == c.consumers)
         def _fetch_all():
             plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
 
             @plgpu.warp_map
             def _warp(warp):
-                consumer = lax.rem(warp, CONSUMERS)
+                fetchers = c.consumers if 2 * c.consumers <= WARPS else 1
 
-                @pl.when(warp < CONSUMERS)
+                @pl.when(warp < c.consumers)
                 def _fetch_left():
-                    _fetch_slices(walk, task, inputs, buffers, consumer)
+                    _fetch_slices(walk, task, inputs, buffers, warp)
 
-                @pl.when(warp >= CONSUMERS)
+                @pl.when((warp >= c.consumers) & (warp < c.consumers + fetchers))
                 def _fetch_matrix():
-                    _fetch_tiles(walk, inputs, buffers, consumer)
+                    _fetch_tiles(walk, inputs, buffers, warp - c.consumers, fetchers)
 
-        @pl.when(warpgroup < CONSUMERS)
+        @pl.when(warpgroup < c.consumers)
         def _consume_all():
-            plgpu.set_max_registers(CONSUME_REGISTERS, action="increase")
+            plgpu.set_max_registers(consume_registers(c.consumers), action="increase")
             _consume(walk, task, inputs, out_gmem, buffers, scratch, warpgroup)
 
     return plgpu.kernel(
@@ -141,7 +147,7 @@ def sweep_kernel(
         out_type=out_type,
         grid=(sweep.blocks,),
         grid_names=("block",),
-        num_threads=CONSUMERS + 1,
+        num_threads=c.consumers + 1,
         thread_name="warpgroup",
         scratch_types={"buffers": buffers, "scratch": scratch},
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=REDUCTION_SCRATCH),
@@ -169,11 +175,10 @@ class _Walk:
         width = self.sweep.config.tile_cols
         return pl.ds(lax.div(unit, self.sweep.splits) * width, width), split, first, tiles
 
-    def turns(self, consumer, before, tiles):
-        """Of `tiles` tiles, `before` of them gone by: the consumer's first, and how many it has."""
-        count = CONSUMERS
-        skipped = lax.rem(consumer - lax.rem(before, count) + count, count)
-        return skipped, lax.div(tiles - skipped + count - 1, count)
+    def turns(self, taker, before, tiles, takers):
+        """Of `tiles` tiles, `before` gone by: the first of one of `takers`, and how many it has."""
+        skipped = lax.rem(taker - lax.rem(before, takers) + takers, takers)
+        return skipped, lax.div(tiles - skipped + takers - 1, takers)
 
     def rows(self, tile):
         return pl.ds(tile * TILE_ROWS, TILE_ROWS)
@@ -186,7 +191,7 @@ def _fetch_slices(walk, task, inputs, buffers, consumer):
 
     def fetch_run(index, before):
         cols, _, first, tiles = walk.run(index)
-        skipped, turns = walk.turns(consumer, before, tiles)
+        skipped, turns = walk.turns(consumer, before, tiles, c.consumers)
 
         @pl.when(consumer == 0)
         def _fetch_strip():
@@ -206,8 +211,8 @@ def _fetch_slices(walk, task, inputs, buffers, consumer):
             lax.fori_loop(0, task.right_slices, fetch_right, None)
 
         def fetch_tile(i, _):
-            tile = skipped + i * CONSUMERS
-            turn = lax.div(before + tile, CONSUMERS)
+            tile = skipped + i * c.consumers
+            turn = lax.div(before + tile, c.consumers)
             rows = walk.rows(first + tile)
 
             def fetch_left(k, _):
@@ -235,18 +240,18 @@ def _fetch_slices(walk, task, inputs, buffers, consumer):
         plgpu.barrier_wait(buffers["left_free"].at[consumer * c.stages + stage])
 
 
-def _fetch_tiles(walk, inputs, buffers, consumer):
-    """One warp: fills a consumer's ring of tiles of the matrix."""
+def _fetch_tiles(walk, inputs, buffers, fetcher, fetchers):
+    """One warp of `fetchers`: fills a consumer's ring of tiles of the matrix, or that of all."""
     matrix_gmem, c = inputs[2], walk.sweep.config
 
     def fetch_run(index, before):
         cols, _, first, tiles = walk.run(index)
-        skipped, turns = walk.turns(consumer, before, tiles)
+        skipped, turns = walk.turns(fetcher, before, tiles, fetchers)
 
         def fetch_tile(i, _):
-            tile = skipped + i * CONSUMERS
-            turn = lax.div(before + tile, CONSUMERS)
-            slot = consumer * c.slots + lax.rem(turn, c.slots)
+            tile = skipped + i * fetchers
+            turn = lax.div(before + tile, c.consumers)
+            slot = lax.rem(before + tile, c.consumers) * c.slots + lax.rem(turn, c.slots)
             plgpu.barrier_wait(buffers["tile_free"].at[slot])
             plgpu.copy_gmem_to_smem(
                 matrix_gmem.at[walk.rows(first + tile), cols],
@@ -258,8 +263,9 @@ def _fetch_tiles(walk, inputs, buffers, consumer):
         return before + tiles
 
     lax.fori_loop(0, walk.runs, fetch_run, jnp.int32(0))
-    for slot in range(c.slots):
-        plgpu.barrier_wait(buffers["tile_free"].at[consumer * c.slots + slot])
+    rings = c.consumers // fetchers
+    for slot in range(rings * c.slots):
+        plgpu.barrier_wait(buffers["tile_free"].at[fetcher * rings * c.slots + slot])
 
 
 def _consume(walk, task, inputs, out_gmem, buffers, scratch, consumer):
@@ -308,7 +314,7 @@ def _consume(walk, task, inputs, out_gmem, buffers, scratch, consumer):
 
     def consume_run(index, before):
         cols, split, first, tiles = walk.run(index)
-        skipped, turns = walk.turns(consumer, before, tiles)
+        skipped, turns = walk.turns(consumer, before, tiles, c.consumers)
         if task.vectors:
             plgpu.barrier_wait(buffers["vectors_ready"])
 
@@ -318,8 +324,8 @@ def _consume(walk, task, inputs, out_gmem, buffers, scratch, consumer):
                 plgpu.barrier_wait(buffers["right_ready"].at[k])
 
         def consume_tile(i, carry):
-            tile = skipped + i * CONSUMERS
-            turn = lax.div(before + tile, CONSUMERS)
+            tile = skipped + i * c.consumers
+            turn = lax.div(before + tile, c.consumers)
             acc = pl.run_scoped(
                 lambda acc_ref: multiply(acc_ref, turn=turn, first_of_run=i == 0),
                 plgpu.WGMMAAccumulatorRef((TILE_ROWS, c.tile_cols), jnp.float32),
@@ -345,7 +351,7 @@ def _consume(walk, task, inputs, out_gmem, buffers, scratch, consumer):
         carry = lax.fori_loop(0, turns, consume_tile, task.start())
         plgpu.barrier_arrive(buffers["right_free"])
         if task.finish is not None:
-            turn, next_turn = consumer, lax.rem(consumer + 1, CONSUMERS)
+            turn, next_turn = consumer, lax.rem(consumer + 1, c.consumers)
             plgpu.barrier_wait(buffers["finish_turn"].at[turn])
             task.finish(carry, split, cols, out_gmem, **scratch)
             plgpu.barrier_arrive(buffers["finish_turn"].at[next_turn])
@@ -366,7 +372,7 @@ def _consume(walk, task, inputs, out_gmem, buffers, scratch, consumer):
 
     tiles = lax.fori_loop(0, walk.runs, consume_run, jnp.int32(0))
 
-    hand_back_stored(walk.turns(consumer, 0, tiles)[1])
+    hand_back_stored(walk.turns(consumer, 0, tiles, c.consumers)[1])
     plgpu.wait_smem_to_gmem(0)
     if task.finish is not None:
 

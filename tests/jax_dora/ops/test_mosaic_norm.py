@@ -66,6 +66,9 @@ def test_agrees_with_the_materialised_norm(on_mosaic, n_in, rank, out, dtype, ad
     [
         StripConfig(tile_cols=64, stages=2, slots=2, splits=1),
         StripConfig(stages=3, slots=1, splits=3),
+        StripConfig(stages=2, slots=1, consumers=3, splits=2),
+        StripConfig(tile_cols=64, stages=3, slots=2, consumers=3),
+        StripConfig(tile_cols=64, stages=2, slots=2, consumers=1),
     ],
 )
 def test_every_kind_of_config_agrees(on_mosaic, config):
