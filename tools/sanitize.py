@@ -50,7 +50,7 @@ def jax_kernels() -> dict[str, Callable[[], object]]:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from jax_dora.ops.dropout import Dropout, draw_seed
+    from jax_dora.ops.dropout import draw_seed
     from jax_dora.ops.mosaic import (
         compose,
         compose_backward,
@@ -95,7 +95,7 @@ def jax_kernels() -> dict[str, Callable[[], object]]:
     g, bias, z = draw(out, dtype=jnp.float32), draw(out), draw(ROWS, RANK)
     a, b, kernel = draw(IN, RANK), draw(RANK, out), draw(IN, out)
     x, wide = draw(ROWS, IN), draw(IN, 320)
-    dropout = Dropout(draw_seed(jax.random.key(0)), 0.3)
+    seed = draw_seed(jax.random.key(0))
     return {
         "planted race": lambda: planted(race),
         "planted overrun": lambda: planted(overrun),
@@ -130,10 +130,10 @@ def jax_kernels() -> dict[str, Callable[[], object]]:
             draw(ROWS, 64), draw(64, 64), z, draw(64, RANK), sm_count=4
         ),
         "dropped_product": lambda: dropped.dropped_product(
-            x, a, dropout, transposed=False, sm_count=4
+            x, a, seed, rate=0.3, transposed=False, sm_count=4
         ),
         "dropped_product back": lambda: dropped.dropped_product(
-            x, z, dropout, transposed=True, sm_count=4
+            x, z, seed, rate=0.3, transposed=True, sm_count=4
         ),
     }
 

@@ -21,7 +21,7 @@ from benchmarks.ops.inputs import (
 )
 from benchmarks.work import Expectation, Work
 from jax_dora.ops import device as jax_device
-from jax_dora.ops.dropout import Dropout, draw_seed, drop, keep_mask, kept_share
+from jax_dora.ops.dropout import draw_seed, drop, keep_mask, kept_share
 from jax_dora.ops.mosaic.dropped import DroppedConfig, dropped_product
 
 ITEM = 2
@@ -62,22 +62,23 @@ def work(
     """z [rows, r] of right = A [in, r], or dA [in, r] of right = dz [rows, r] if `transposed`."""
     x = draw(device, rows, n_in)
     right = draw(device, *(rows if transposed else n_in, rank))
-    dropout = Dropout(draw_seed(jax.random.key(7)), RATE)
+    seed = draw_seed(jax.random.key(7))
     scale = 1.0 if transposed else SCALE
-    dropped = x.double() * to_torch(keep_mask(dropout.seed, x.shape, RATE)).to(torch.float64)
+    dropped = x.double() * to_torch(keep_mask(seed, x.shape, RATE)).to(torch.float64)
     want = scale / kept_share(RATE) * ((dropped.T if transposed else dropped) @ right.double())
 
     def scaled(product: jax.Array, factor: float) -> jax.Array:
         return (jnp.float32(factor) * product).astype(jnp.bfloat16)
 
     def xla(x: jax.Array, right: jax.Array) -> jax.Array:
-        seen = drop(x, dropout.seed, RATE)
+        seen = drop(x, seed, RATE)
         seen = seen.T if transposed else seen
         return scaled(jnp.matmul(seen, right, preferred_element_type=jnp.float32), scale)
 
     def mosaic(x: jax.Array, right: jax.Array, config: DroppedConfig | None = None) -> jax.Array:
         product = dropped_product(
-            *(x, right, dropout),
+            *(x, right, seed),
+            rate=RATE,
             transposed=transposed,
             sm_count=jax_device.sm_count(),
             config=config,

@@ -365,7 +365,8 @@ def _dropped_product(plan, x, right, seed, *, transposed: bool) -> jax.Array:
     product = mosaic_dropped.dropped_product(
         x,
         right.reshape(-1, rank),
-        Dropout(seed, plan.dropout),
+        seed,
+        rate=plan.dropout,
         transposed=transposed,
         sm_count=device.sm_count(),
         config=config,

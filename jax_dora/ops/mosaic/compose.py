@@ -7,6 +7,8 @@ Bytes: reads 2 · rows · out, writes 1 (2 with inner), each of the dtype's size
 operations an element, so memory is the floor: bytes / copy rate.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -20,6 +22,7 @@ from jax_dora.ops.mosaic.rowwise import refuses as refuses
 CONFIG = RowwiseConfig()
 
 
+@functools.partial(jax.jit, static_argnames=("delta", "want_inner", "sm_count", "config"))
 def compose(
     base: jax.Array,
     lora: jax.Array,

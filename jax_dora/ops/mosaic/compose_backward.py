@@ -13,6 +13,8 @@ Bytes: reads 2 · rows · out (1 where the magnitude is frozen, and no inner exi
 each of d_base and d_lora that is wanted. Memory is the floor: bytes / copy rate.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -26,6 +28,9 @@ from jax_dora.ops.mosaic.rowwise import refuses as refuses
 CONFIG = RowwiseConfig()
 
 
+@functools.partial(
+    jax.jit, static_argnames=("delta", "want_base", "want_lora", "sm_count", "config")
+)
 def compose_backward(
     dy: jax.Array,
     inner: jax.Array | None,

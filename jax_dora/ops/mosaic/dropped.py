@@ -16,6 +16,7 @@ FLOPs: 2 · rows · k · cols; bytes: x and right once, and the result's parts.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_dora.ops.dropout import Dropout, pair_bits, row_hash, threshold
+from jax_dora.ops.dropout import pair_bits, row_hash, threshold
 from jax_dora.ops.mosaic import strips
 from jax_dora.ops.mosaic.strips import TILE_K
 from jax_dora.ops.mosaic.sweep import FETCH_REGISTERS, consume_registers
@@ -75,16 +76,19 @@ def refuses(rows: int, in_features: int, rank: int, dtype: jax.typing.DTypeLike)
     return None
 
 
+@functools.partial(jax.jit, static_argnames=("rate", "transposed", "sm_count", "config"))
 def dropped_product(
     x: jax.Array,
     right: jax.Array,
-    dropout: Dropout,
+    seed: jax.Array,
     *,
+    rate: float,
     transposed: bool,
     sm_count: int,
     config: DroppedConfig | None = None,
 ) -> jax.Array:
-    """f32[rows, cols]: drop(x) right, or drop(x)ᵀ right; x has two axes."""
+    """f32[rows, cols]: drop(x) right, or drop(x)ᵀ right; x has two axes, for rate and seed see
+    `jax_dora.ops.Dropout`."""
     c, dtype = config or CONFIG, x.dtype
     k, rows = x.shape if transposed else x.shape[::-1]
     cols = right.shape[1]
@@ -153,7 +157,7 @@ def dropped_product(
                     at_row, at_k = row + warpgroup * CHUNK, (first + i) * TILE_K
                     corner = (at_k, at_row) if transposed else (at_row, at_k)
                     plgpu.barrier_wait(buffers["x_ready"].at[slot])
-                    mine[...] = _drop(mine[...], corner, seeds, dropout.rate)
+                    mine[...] = _drop(mine[...], corner, seeds, rate)
                     plgpu.commit_smem()
                     plgpu.barrier_wait(buffers["right_ready"].at[slot])
                     left = mine.transpose((1, 0)) if transposed else mine
@@ -204,7 +208,7 @@ def dropped_product(
             "free": barriers(CONSUMERS),
         },
         kernel_name="dora_dropped_product_back" if transposed else "dora_dropped_product",
-    )(x, right, dropout.seed)
+    )(x, right, seed)
     return result.reshape(parts, padded_rows, padded_cols)[:, :rows, :cols].sum(0)
 
 

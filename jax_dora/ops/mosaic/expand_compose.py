@@ -11,6 +11,8 @@ Bytes: 2 · rows · out · 2 (3 with inner) through device memory, plus z and B 
 bytes / copy rate. FLOPs: 2 · rows · r · out, which takes as long at a rank near 400.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -70,6 +72,7 @@ def refuses(
     return None
 
 
+@functools.partial(jax.jit, static_argnames=("want_inner", "sm_count", "config"))
 def expand_compose(
     base: jax.Array,
     z: jax.Array,

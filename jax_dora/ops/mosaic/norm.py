@@ -20,6 +20,8 @@ Bytes: W once, A and B once; FLOPs: 2 · in · r · out for each product of piec
 them), which set the floor at ranks over 200.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -92,6 +94,7 @@ def refuses(
     return None
 
 
+@functools.partial(jax.jit, static_argnames=("sm_count", "config"))
 def norm(
     kernel: jax.Array,
     lora_a: jax.Array,

@@ -13,6 +13,7 @@ FLOPs: 2 · rows · (in + r) · out set the floor; bytes: each operand and resul
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -99,6 +100,7 @@ def refuses(
     return None
 
 
+@functools.partial(jax.jit, static_argnames=("want_inner", "sm_count", "config"))
 def project(
     x: jax.Array,
     kernel: jax.Array,
@@ -123,6 +125,7 @@ def project(
     return results[0].reshape(shape), results[1].reshape(shape) if want_inner else None
 
 
+@functools.partial(jax.jit, static_argnames=("sm_count", "config"))
 def project_back(
     d: jax.Array,
     kernel: jax.Array,

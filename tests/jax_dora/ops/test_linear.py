@@ -271,3 +271,26 @@ X, KERNEL, A, B, M = (np.zeros(s, np.float32) for s in ((3, 24), (24, 16), (24, 
 def test_bad_input(arguments, options, error, message):
     with pytest.raises(error, match=message):
         dora_linear(*arguments, **options)
+
+
+@pytest.mark.parametrize("rank", [16, 384])
+def test_layers_of_one_shape_share_what_is_lowered(rank):
+    """Or else a model without a scan over its layers takes minutes to lower."""
+
+    def kernels(depth):
+        def loss(adapters, x, kernel):
+            for a, b, magnitude in adapters:
+                x = dora_linear(x, kernel, a, b, magnitude, SCALE, implementation="mosaic")
+            return jnp.sum(x.astype(jnp.float32))
+
+        def aval(*shape, dtype=jnp.bfloat16):
+            return jax.ShapeDtypeStruct(shape, dtype)
+
+        adapter = aval(4096, rank), aval(rank, 4096), aval(4096, dtype=jnp.float32)
+        traced = jax.jit(jax.grad(loss)).trace(
+            [adapter] * depth, aval(1024, 4096), aval(4096, 4096)
+        )
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        return text.count("custom_call @mosaic_gpu")
+
+    assert 0 < kernels(2) == kernels(5)

@@ -21,7 +21,8 @@ def operands(seed, rows, n_in, rank, dtype, transposed):
 def run(x, right, dropout, transposed, sm_count=2, config=None):
     def call(x, right, seed):
         return dropped_product(
-            *(x, right, dropout._replace(seed=seed)),
+            *(x, right, seed),
+            rate=dropout.rate,
             transposed=transposed,
             sm_count=sm_count,
             config=config,
@@ -66,7 +67,7 @@ def test_lowers_for_hopper_at_full_size(rank, transposed):
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def call(x, right, seed):
-        return dropped_product(x, right, Dropout(seed, 0.1), transposed=transposed, sm_count=132)
+        return dropped_product(x, right, seed, rate=0.1, transposed=transposed, sm_count=132)
 
     right = aval(4096 if transposed else 8192, rank)
     traced = jax.jit(call).trace(aval(4096, 8192), right, aval(2, dtype=jnp.uint32))
