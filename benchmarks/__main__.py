@@ -40,6 +40,13 @@ def main(arguments: list[str] | None = None) -> int:
         help="measure only what begins so, such as 'norm*jax'; repeatable",
     )
     parser.add_argument(
+        "--task",
+        action="append",
+        default=[],
+        choices=("inference", "gradient", "accumulation"),
+        help="level model: measure only this; repeatable",
+    )
+    parser.add_argument(
         "--seconds",
         type=float,
         default=MODEL_SECONDS,
@@ -95,6 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
             device,
             options.quick,
             tuple(options.only),
+            tuple(options.task),
             options.seconds,
             options.out,
             console,

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -24,72 +27,109 @@ def run(
     device: str,
     quick: bool,
     only: tuple[str, ...],
+    tasks: tuple[str, ...],
     seconds: float,
     folder: Path,
     console: Console,
 ) -> None:
-    """Measures every variant into `report`, in order of interest, until `seconds` have passed;
-    `only` holds patterns of how
-    their labels begin."""
+    """Measures every variant into `report`, in order of interest, until `seconds` have passed.
+
+    `only` holds patterns of how their labels begin, `tasks` those to measure; none is all.
+    """
     protocol = Protocol.quick() if quick else Protocol()
     begin = time.monotonic()
-    if device == "cuda":
-        answer = _worker({"ceilings": True}, seconds, console)
-        if isinstance(answer, dict):
-            report.ceilings = Ceilings(**answer)
-    for variant in VARIANTS:
-        if only and not any(fnmatch.fnmatch(variant.label, f"{p}*") for p in only):
-            continue
-        spec = {
-            "variant": dataclasses.asdict(variant),
-            "protocol": dataclasses.asdict(protocol),
-            "device": device,
-        }
-        left = seconds - (time.monotonic() - begin)
-        found = _worker(spec, left, console) if left > 0 else "no time was left for it"
-        if isinstance(found, str):
-            found = [dataclasses.asdict(_missing(variant, protocol, found, left > 0))]
-        assert isinstance(found, list)
-        for measurement in map(Measurement.from_dict, found):
-            report.measurements.append(measurement)
-            console.print(_line(measurement), highlight=False, soft_wrap=True)
-        report.write(folder)
+    with tempfile.TemporaryDirectory() as cache:
+        # What one process has compiled, and which of cuBLAS's kernels it found to be the fastest,
+        # the next need not find out again.
+        environment = {"JAX_COMPILATION_CACHE_DIR": cache} if device == "cuda" else {}
+        if device == "cuda":
+            outcome = _worker({"ceilings": True}, seconds, environment, console)
+            if outcome.answer is not None:
+                report.ceilings = Ceilings(**outcome.answer)
+        for variant in _chosen(only, tasks):
+            spec = {
+                "variant": dataclasses.asdict(variant),
+                "protocol": dataclasses.asdict(protocol),
+                "device": device,
+            }
+            left = seconds - (time.monotonic() - begin)
+            outcome = _worker(spec, left, environment, console)
+            found = [Measurement.from_dict(one) for one in outcome.answer or ()]
+            measured = {one.group for one in found}
+            found += [
+                _missing(variant, task, protocol, outcome)
+                for task in variant.tasks
+                if _group(task) not in measured
+            ]
+            for measurement in found:
+                report.measurements.append(measurement)
+                console.print(_line(measurement), highlight=False, soft_wrap=True)
+            report.write(folder)
     report.complete = True
     report.write(folder)
 
 
-def _worker(spec: dict, seconds: float, console: Console) -> list | dict | str:
-    """What the worker measured, or what went wrong."""
+def _chosen(only: tuple[str, ...], tasks: tuple[str, ...]) -> Iterator[Variant]:
+    """The variants to measure, each with its tasks that were asked for."""
+    for variant in VARIANTS:
+        if only and not any(fnmatch.fnmatch(variant.label, f"{p}*") for p in only):
+            continue
+        wanted = tuple(task for task in variant.tasks if not tasks or task in tasks)
+        if wanted:
+            yield dataclasses.replace(variant, tasks=wanted)
+
+
+class Outcome(NamedTuple):
+    """What a worker measured, None if nothing; why it failed, or was not let finish, if so."""
+
+    answer: Any = None
+    failed: str = ""
+    refused: str = ""
+
+
+def _worker(spec: dict, seconds: float, environment: dict[str, str], console: Console) -> Outcome:
+    if seconds <= 0:
+        return Outcome(refused="no time was left for it")
+    failed = refused = ""
     with tempfile.TemporaryDirectory() as folder:
         given, answer = Path(folder, "spec.json"), Path(folder, "answer.json")
         given.write_text(json.dumps(spec))
-        command = [sys.executable, "-m", "benchmarks.model.worker", str(given), str(answer)]
         process = subprocess.Popen(
-            command, cwd=PACKAGE_ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [sys.executable, "-m", "benchmarks.model.worker", str(given), str(answer)],
+            cwd=PACKAGE_ROOT,
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         try:
             output, _ = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
-            output = f"stopped after {seconds:.0f} s"
-        # What was measured before a failure counts.
-        if answer.exists():
-            return json.loads(answer.read_text())
-        console.print(output[-2000:], markup=False, highlight=False)
-        return (output.strip().splitlines() or ["no output"])[-1][:400]
+            refused = f"no time was left for it: stopped after {seconds:.0f} s"
+        else:
+            if process.returncode:
+                console.print(output[-2000:], markup=False, highlight=False)
+                failed = (output.strip().splitlines() or ["no output"])[-1][:400]
+        # What was measured before that counts.
+        return Outcome(json.loads(answer.read_text()) if answer.exists() else None, failed, refused)
 
 
-def _missing(variant: Variant, protocol: Protocol, why: str, failed: bool) -> Measurement:
+def _group(task: str) -> str:
+    return f"model {task}"
+
+
+def _missing(variant: Variant, task: str, protocol: Protocol, outcome: Outcome) -> Measurement:
     return Measurement(
-        group=f"model {variant.tasks[0]}",
+        group=_group(task),
         shape=protocol.shape(),
         framework=variant.framework,
         variant=variant.name,
         bytes=0,
         flops=0,
-        failed=why if failed else "",
-        refused="" if failed else why,
+        failed=outcome.failed,
+        refused=outcome.refused,
     )
 
 

@@ -11,13 +11,14 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+import torch
 from flax import nnx
 
 import jax_dora
 from benchmarks.check import Check, judge
 from benchmarks.model.protocol import Protocol, Task, Variant
 from benchmarks.model.worker import Built, Side
+from benchmarks.ops.inputs import to_torch
 from benchmarks.work import Expectation
 from examples.decoder import CausalLM, DecoderConfig, LoRALinear, Rope, last_tokens_loss, make_model
 from jax_dora.ops import factored_norm
@@ -256,11 +257,10 @@ def _widened(state: Any) -> Any:
     return jax.tree.map(widen, state)
 
 
-def _named(logits: jax.Array, gradients: Any) -> dict[str, Any]:
-    """Logits, and the gradients of one kind of parameter in one vector."""
-    import torch
-
-    parts: dict[str, list[np.ndarray]] = {"logits": [np.asarray(logits, np.float32).ravel()]}
+def _named(logits: jax.Array, gradients: Any) -> dict[str, torch.Tensor]:
+    """Logits, and the gradients of one kind of parameter in one vector, where they were computed:
+    the host takes many seconds for as many numbers."""
+    parts: dict[str, list[torch.Tensor]] = {"logits": [to_torch(logits).float().flatten()]}
     for path, leaf in nnx.to_flat_state(gradients):
-        parts.setdefault(f"d_{path[-1]}", []).append(np.asarray(leaf[...], np.float32).ravel())
-    return {name: torch.from_numpy(np.concatenate(arrays)) for name, arrays in parts.items()}
+        parts.setdefault(f"d_{path[-1]}", []).append(to_torch(leaf[...]).float().flatten())
+    return {name: torch.cat(tensors) for name, tensors in parts.items()}

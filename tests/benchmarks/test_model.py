@@ -93,6 +93,60 @@ def test_a_worker_s_measurements_come_back(tmp_path: Path) -> None:
         assert measurement["wall"]["median"] > 0
 
 
+def test_only_the_tasks_asked_for_are_measured(tmp_path: Path) -> None:
+    chosen = ("--only", "jax base", "--only", "jax LoRA (no", "--task", "inference")
+    code = command.main(["model", "--out", str(tmp_path), "--quick", "--device", "cpu", *chosen])
+    report = json.loads((tmp_path / "model.json").read_text())
+    assert code == 0
+    found = [(m["variant"], m["group"]) for m in report["measurements"]]
+    assert found == [
+        ("LoRA (no Triton)", "model inference"),
+        ("base (no Triton)", "model inference"),
+    ]
+
+
+DIES_AFTER_ITS_FIRST_TASK = """#!/bin/sh
+cat >"$4" <<END
+[{"group": "model inference", "shape": {}, "framework": "jax", "variant": "x", "bytes": 1,
+  "flops": 1}]
+END
+echo out of memory
+exit 1
+"""
+
+
+def test_what_a_dying_worker_has_not_measured_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dying = tmp_path / "python"
+    dying.write_text(DIES_AFTER_ITS_FIRST_TASK)
+    dying.chmod(0o755)
+    monkeypatch.setattr(model.sys, "executable", str(dying))
+    arguments = ["--out", str(tmp_path), "--quick", "--device", "cpu", "--only", "jax LoRA (no"]
+    assert command.main(["model", *arguments]) == 1
+    report = json.loads((tmp_path / "model.json").read_text())
+    found = {m["group"]: m["failed"] for m in report["measurements"]}
+    assert found == {
+        "model inference": "",
+        "model gradient": "out of memory",
+        "model accumulation": "out of memory",
+    }
+
+
+def test_a_worker_that_is_stopped_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = tmp_path / "python"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr(model.sys, "executable", str(slow))
+    arguments = ["--quick", "--device", "cpu", "--only", "jax LoRA (no", "--seconds", "1"]
+    assert command.main(["model", "--out", str(tmp_path), *arguments]) == 0
+    report = json.loads((tmp_path / "model.json").read_text())
+    assert [m["failed"] for m in report["measurements"]] == [""] * 3
+    assert all("stopped after 1 s" in m["refused"] for m in report["measurements"])
+
+
 def test_a_worker_that_dies_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
