@@ -4,6 +4,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax import lax
 
 import jax_dora
 from jax_dora.reuse import DoRANorm, _digest
@@ -237,6 +238,18 @@ def test_checked_norms_leave_the_model_alone():
     assert nnx.graphdef(model) == before
     assert not jax.tree.leaves(nnx.state(checked, nnx.LoRAParam))
     assert checked.stack.lora_a[...] is model.stack.lora_a[...]
+
+
+def test_a_scan_as_in_the_docstring():
+    stack = Model(nnx.Rngs(0)).stack
+    jax_dora.keep_norms(stack)
+    x = jax.random.normal(jax.random.key(2), (5, 16))
+    graphdef, layers = nnx.split(jax_dora.checked_norms(stack))
+    found = lax.scan(lambda x, one: (nnx.merge(graphdef, one)(x), None), x, layers)[0]
+    graphdef, layers = nnx.split(stack)
+    for i in range(3):
+        x = nnx.merge(graphdef, jax.tree.map(lambda a, i=i: a[i], layers))(x)
+    np.testing.assert_allclose(found, x, rtol=1e-6)
 
 
 def test_dropout_goes_on_counting_through_checked_norms():

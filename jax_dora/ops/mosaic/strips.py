@@ -27,8 +27,9 @@ ALIGNMENT = 8
 ROW_ALIGNMENT = 8
 # One m64 instruction; taller tiles would only need more registers.
 TILE_ROWS = 64
-# Warpgroups that multiply: a warp of the last one fetches for each, and one more is needed.
-MAX_CONSUMERS = 3
+# Warpgroups that may multiply. More than one, or their registers would be more than a thread can
+# have; and less than the warps of the one that fetches, one for each and one for the matrix.
+CONSUMERS = (2, 3)
 # A slice along the rank is a 128-byte row, the widest swizzle.
 TILE_K = 64
 SHARED_MEMORY = 232_448
@@ -46,8 +47,9 @@ class StripConfig:
       stages: slices of `left` in flight for each consumer.
       slots: tiles of the matrix in flight for each consumer; with two, one is fetched while the
         other is worked on and stored.
-      consumers: warpgroups that multiply, one tile each. While one works on its accumulator, the
-        others keep the tensor cores busy; each has rings of its own in shared memory.
+      consumers: warpgroups that multiply, two or three, one tile each. While one works on its
+        accumulator, the others keep the tensor cores busy; each has rings of its own in shared
+        memory.
       splits: runs that a strip is cut into; None balances them over the multiprocessors.
     """
 
@@ -137,7 +139,7 @@ def shared_memory(
 def fits(config: StripConfig, right_slices: int, tile_itemsize: int, extra_tiles: int = 0) -> bool:
     """Whether shared memory and the thread block have room for a launch."""
     taken = shared_memory(config, right_slices, tile_itemsize, extra_tiles)
-    return taken <= SHARED_MEMORY and config.consumers <= MAX_CONSUMERS
+    return taken <= SHARED_MEMORY and config.consumers in CONSUMERS
 
 
 def tiled(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, gmem_cols: int | None = None):

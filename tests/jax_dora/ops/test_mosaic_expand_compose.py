@@ -73,7 +73,6 @@ def test_agrees_with_fp64(on_mosaic, rows, rank, out, dtype):
         StripConfig(stages=3, slots=1, splits=3),
         StripConfig(stages=2, slots=1, consumers=3, splits=2),
         StripConfig(tile_cols=64, stages=3, slots=2, consumers=3),
-        StripConfig(tile_cols=64, stages=2, slots=2, consumers=1),
     ],
 )
 def test_every_kind_of_config_agrees(on_mosaic, config):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jax_dora.ops.mosaic import strips
-from jax_dora.ops.mosaic.norm import heuristic, norm, pieces, refuses
+from jax_dora.ops.mosaic.norm import fits, heuristic, norm, pieces, refuses
 from jax_dora.ops.mosaic.strips import StripConfig
 from parity import oracle, tolerances
 from parity.oracle import fp64
@@ -68,7 +68,6 @@ def test_agrees_with_the_materialised_norm(on_mosaic, n_in, rank, out, dtype, ad
         StripConfig(stages=3, slots=1, splits=3),
         StripConfig(stages=2, slots=1, consumers=3, splits=2),
         StripConfig(tile_cols=64, stages=3, slots=2, consumers=3),
-        StripConfig(tile_cols=64, stages=2, slots=2, consumers=1),
     ],
 )
 def test_every_kind_of_config_agrees(on_mosaic, config):
@@ -157,3 +156,22 @@ def test_agrees_at_full_size(n_in, rank, out, dtype, adapter_dtype):
     check(arrays, first)
     for _ in range(20):
         np.testing.assert_array_equal(run(arrays, sm_count=132), first)
+
+
+def test_two_or_three_consumers_fit_into_a_thread_block():
+    def runs(consumers):
+        config = StripConfig(tile_cols=64, stages=2, slots=1, consumers=consumers)
+        return fits(config, 16, jnp.bfloat16, jnp.bfloat16)
+
+    assert [consumers for consumers in range(1, 5) if runs(consumers)] == [2, 3]
+
+
+def test_three_consumers_lower_for_hopper():
+    avals = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        for shape in ((8192, 8192), (8192, 768), (768, 8192))
+    ]
+    config = StripConfig(tile_cols=64, stages=4, slots=1, consumers=3)
+    call = jax.jit(lambda *a: norm(*a, jnp.float32(SCALE), sm_count=132, config=config))
+    text = call.trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
+    assert "dora_norm" in text
