@@ -144,7 +144,9 @@ def checked_norms(model: Any) -> Any:
             return lax.scan(lambda x, one: (nnx.merge(graphdef, one)(x), None), x, layers)[0]
 
     Gradients reach the adapters of `model` through it. Make it anew in every call: like `freeze`'s,
-    it has no parameters that an optimizer could move from under the norms.
+    it has no parameters that an optimizer could move from under the norms. Variables are shared:
+    what a call updates, such as the counts of dropout's streams, is updated in `model`. What it
+    adds to a module, as `Module.sow` does, stays in the copy.
 
     Returns:
       A copy that shares the variables of `model`; `model` itself where no layer keeps a norm with
@@ -197,7 +199,10 @@ def _settle(layer: Any) -> None:
     layer.kept_fingerprint = nnx.data(None)
     for name in ("lora_a", "lora_b", "magnitude"):
         variable = getattr(layer, name)
-        setattr(layer, name, FrozenAdapter(variable[...], **variable.get_metadata()))
+        # As it is: a constructor would lay it out again by its metadata, which of a stack may lack
+        # the leading axis, and run its hooks once more.
+        frozen = FrozenAdapter.from_metadata(variable.get_raw_value(), variable.get_metadata())
+        setattr(layer, name, frozen)
 
 
 def _find_dora_layers(model: Any) -> Iterator[Any]:
@@ -224,10 +229,19 @@ def _norm(layer: Any) -> jax.Array:
 
 def _fingerprint(layer: Any) -> jax.Array:
     def of_one(one):
-        arrays = (one.lora_a[...], one.lora_b[...], _kernel(one)[::KERNEL_STRIDE])
+        arrays = (one.lora_a[...], one.lora_b[...], _every_so_many_rows(_kernel(one)))
         return jnp.concatenate([_digest(array) for array in arrays])
 
     return _over_stack(layer, of_one, lambda function, stack: jax.vmap(function)(stack))
+
+
+def _every_so_many_rows(kernel: jax.Array) -> jax.Array:
+    spec = jax.typeof(kernel).sharding.spec
+    if not any(spec):
+        return kernel[::KERNEL_STRIDE]
+    # A mesh with explicit axes asks where the rows are to go.
+    rows = jnp.arange(0, kernel.shape[0], KERNEL_STRIDE)
+    return kernel.at[rows].get(out_sharding=jax.P(None, *spec[1:]))
 
 
 def _kernel(layer: Any) -> jax.Array:

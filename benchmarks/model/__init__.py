@@ -6,6 +6,7 @@ import dataclasses
 import fnmatch
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -97,15 +98,18 @@ def _worker(spec: dict, seconds: float, environment: dict[str, str], console: Co
         process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.model.worker", str(given), str(answer)],
             cwd=PACKAGE_ROOT,
-            env=os.environ | environment,
+            env=environment | os.environ,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            errors="replace",
+            start_new_session=True,
         )
         try:
             output, _ = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            process.kill()
+            # With its children, which would keep the pipe open.
+            os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
             refused = f"no time was left for it: stopped after {seconds:.0f} s"
         else:
@@ -128,7 +132,7 @@ def _missing(variant: Variant, task: str, protocol: Protocol, outcome: Outcome) 
         variant=variant.name,
         bytes=0,
         flops=0,
-        failed=outcome.failed,
+        failed=outcome.failed or ("" if outcome.refused else "its worker ended without it"),
         refused=outcome.refused,
     )
 

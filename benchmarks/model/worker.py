@@ -59,7 +59,10 @@ def main(given: Path, answer: Path) -> None:
     for task, step, peak in side.tasks:
         measurement = _measure(variant, protocol, task, step, peak, check, clock)
         found.append(dataclasses.asdict(measurement))
-        answer.write_text(json.dumps(found))
+        # Whole at any time, whenever this process may be stopped.
+        beside = answer.with_suffix(".new")
+        beside.write_text(json.dumps(found))
+        beside.replace(answer)
 
 
 def _side(variant: Variant, protocol: Protocol, device: str) -> Side:

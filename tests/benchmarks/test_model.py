@@ -1,4 +1,5 @@
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -105,12 +106,22 @@ def test_only_the_tasks_asked_for_are_measured(tmp_path: Path) -> None:
     ]
 
 
+def test_a_worker_that_ends_early_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model.sys, "executable", "/bin/true")
+    arguments = ["--out", str(tmp_path), "--quick", "--device", "cpu", "--only", "jax base*"]
+    assert command.main(["model", *arguments]) == 1
+    report = json.loads((tmp_path / "model.json").read_text())
+    assert report["measurements"][0]["failed"] == "its worker ended without it"
+
+
 DIES_AFTER_ITS_FIRST_TASK = """#!/bin/sh
 cat >"$4" <<END
 [{"group": "model inference", "shape": {}, "framework": "jax", "variant": "x", "bytes": 1,
   "flops": 1}]
 END
-echo out of memory
+printf 'out of \\377memory\\n'
 exit 1
 """
 
@@ -128,8 +139,8 @@ def test_what_a_dying_worker_has_not_measured_is_named(
     found = {m["group"]: m["failed"] for m in report["measurements"]}
     assert found == {
         "model inference": "",
-        "model gradient": "out of memory",
-        "model accumulation": "out of memory",
+        "model gradient": "out of \ufffdmemory",
+        "model accumulation": "out of \ufffdmemory",
     }
 
 
@@ -137,14 +148,16 @@ def test_a_worker_that_is_stopped_is_no_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = tmp_path / "python"
-    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.write_text("#!/bin/sh\nsleep 60\n")
     slow.chmod(0o755)
     monkeypatch.setattr(model.sys, "executable", str(slow))
     arguments = ["--quick", "--device", "cpu", "--only", "jax LoRA (no", "--seconds", "1"]
+    begin = time.monotonic()
     assert command.main(["model", "--out", str(tmp_path), *arguments]) == 0
     report = json.loads((tmp_path / "model.json").read_text())
     assert [m["failed"] for m in report["measurements"]] == [""] * 3
     assert all("stopped after 1 s" in m["refused"] for m in report["measurements"])
+    assert time.monotonic() - begin < 30
 
 
 def test_a_worker_that_dies_is_reported(

@@ -5,6 +5,7 @@ import optax
 import pytest
 from flax import nnx
 from jax import lax
+from jax.sharding import AxisType
 
 import jax_dora
 from jax_dora.reuse import DoRANorm, _digest
@@ -250,6 +251,47 @@ def test_a_scan_as_in_the_docstring():
     for i in range(3):
         x = nnx.merge(graphdef, jax.tree.map(lambda a, i=i: a[i], layers))(x)
     np.testing.assert_allclose(found, x, rtol=1e-6)
+
+
+def sharded_layer(rngs, names=None):
+    return jax_dora.DoRALinear(
+        *(128, 16),
+        rank=4,
+        alpha=8,
+        lora_b_init=nnx.initializers.normal(0.1),
+        kernel_metadata={"out_sharding": names} if names else {},
+        rngs=rngs,
+    )
+
+
+@pytest.mark.parametrize("layers", [3, 4])
+@pytest.mark.parametrize("copied", [jax_dora.checked_norms, jax_dora.freeze])
+def test_a_sharded_stack_stays_where_it_is(copied, layers):
+    """`nnx.vmap` alone does not tell the metadata of the layers' axis."""
+    mesh = jax.make_mesh((4,), ("b",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        make = nnx.vmap(lambda rngs: sharded_layer(rngs, (None, "b")))
+        stack = nnx.split_rngs(splits=layers)(make)(nnx.Rngs(0))
+        jax_dora.keep_norms(stack)
+        copy = copied(stack)
+        for name in ("lora_a", "lora_b", "magnitude"):
+            assert getattr(copy, name)[...] is getattr(stack, name)[...]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("names", [("a", "b"), ("a", None), (None, "b")])
+def test_norms_are_kept_on_a_mesh(names, kind):
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind, kind))
+    with jax.set_mesh(mesh):
+        layer = sharded_layer(nnx.Rngs(0), names)
+        jax_dora.keep_norms(layer)
+        kept = jax_dora.checked_norms(layer).kept_norm[...]
+        layer.kernel[...] = 2 * layer.kernel[...]
+        with pytest.raises(RuntimeError, match="stale"):
+            jax_dora.checked_norms(layer)
+    alone = sharded_layer(nnx.Rngs(0))
+    jax_dora.keep_norms(alone)
+    np.testing.assert_allclose(kept, alone.kept_norm[...], rtol=1e-6)
 
 
 def test_dropout_goes_on_counting_through_checked_norms():
