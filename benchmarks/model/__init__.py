@@ -108,14 +108,16 @@ def _worker(spec: dict, seconds: float, environment: dict[str, str], console: Co
         try:
             output, _ = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            # With its children, which would keep the pipe open.
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
             refused = f"no time was left for it: stopped after {seconds:.0f} s"
         else:
             if process.returncode:
                 console.print(output[-2000:], markup=False, highlight=False)
                 failed = (output.strip().splitlines() or ["no output"])[-1][:400]
+        finally:
+            # Whatever stopped it, Ctrl-C too; with its children, which would keep the pipe open.
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
         # What was measured before that counts.
         return Outcome(json.loads(answer.read_text()) if answer.exists() else None, failed, refused)
 

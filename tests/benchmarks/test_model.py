@@ -1,7 +1,10 @@
 import json
+import os
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -104,6 +107,34 @@ def test_only_the_tasks_asked_for_are_measured(tmp_path: Path) -> None:
         ("LoRA (no Triton)", "model inference"),
         ("base (no Triton)", "model inference"),
     ]
+
+
+def test_an_interrupt_stops_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, pid = tmp_path / "python", tmp_path / "pid"
+    slow.write_text(f"#!/bin/sh\necho $$ >{pid}\nsleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr(model.sys, "executable", str(slow))
+    monkeypatch.setattr(subprocess.Popen, "communicate", _interrupted(pid))
+    arguments = ["--quick", "--device", "cpu", "--only", "jax base*"]
+    with pytest.raises(KeyboardInterrupt):
+        command.main(["model", "--out", str(tmp_path), *arguments])
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+
+
+def _interrupted(pid: Path) -> Callable[..., Any]:
+    """Of a worker that has written its number: Ctrl-C when first waited for."""
+    communicate = subprocess.Popen.communicate
+    interrupts = iter([KeyboardInterrupt])
+
+    def interrupted(process: subprocess.Popen, *arguments: Any, **options: Any) -> Any:
+        if "benchmarks.model.worker" in process.args and (interrupt := next(interrupts, None)):
+            while not (pid.exists() and pid.read_text().strip()):
+                time.sleep(0.01)
+            raise interrupt
+        return communicate(process, *arguments, **options)
+
+    return interrupted
 
 
 def test_a_worker_that_ends_early_is_a_failure(
