@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from benchmarks.model.protocol import VARIANTS, Protocol, Variant
+from benchmarks.model.protocol import VARIANTS, Protocol, Task, Variant, group
 from benchmarks.report import Ceilings, Measurement, Report
 
 PACKAGE_ROOT = Path(__file__).parents[2]
@@ -60,7 +60,7 @@ def run(
             found += [
                 _missing(variant, task, protocol, outcome)
                 for task in variant.tasks
-                if _group(task) not in measured
+                if group(task) not in measured
             ]
             for measurement in found:
                 report.measurements.append(measurement)
@@ -122,13 +122,9 @@ def _worker(spec: dict, seconds: float, environment: dict[str, str], console: Co
         return Outcome(json.loads(answer.read_text()) if answer.exists() else None, failed, refused)
 
 
-def _group(task: str) -> str:
-    return f"model {task}"
-
-
-def _missing(variant: Variant, task: str, protocol: Protocol, outcome: Outcome) -> Measurement:
+def _missing(variant: Variant, task: Task, protocol: Protocol, outcome: Outcome) -> Measurement:
     return Measurement(
-        group=_group(task),
+        group=group(task),
         shape=protocol.shape(),
         framework=variant.framework,
         variant=variant.name,

@@ -10,6 +10,12 @@ from benchmarks.work import Framework
 Task = Literal["inference", "gradient", "accumulation"]
 Method = Literal["base", "LoRA", "DoRA"]
 
+
+def group(task: Task) -> str:
+    """What a report calls the measurements of a task."""
+    return f"model {task}"
+
+
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 

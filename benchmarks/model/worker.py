@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.check import Check
 from benchmarks.clock import QUICK, DeviceClock, Effort, check_clocks, synchronise, wall_time
-from benchmarks.model.protocol import Protocol, Task, Variant
+from benchmarks.model.protocol import Protocol, Task, Variant, group
 from benchmarks.report import Measurement
 
 EFFORT = {
@@ -45,7 +45,7 @@ class Side(NamedTuple):
 def main(given: Path, answer: Path) -> None:
     spec = json.loads(given.read_text())
     if spec.get("ceilings"):
-        answer.write_text(json.dumps(_ceilings()))
+        _write(answer, _ceilings())
         return
     variant = Variant(**(spec["variant"] | {"tasks": tuple(spec["variant"]["tasks"])}))
     protocol = Protocol(**spec["protocol"])
@@ -59,10 +59,14 @@ def main(given: Path, answer: Path) -> None:
     for task, step, peak in side.tasks:
         measurement = _measure(variant, protocol, task, step, peak, check, clock)
         found.append(dataclasses.asdict(measurement))
-        # Whole at any time, whenever this process may be stopped.
-        beside = answer.with_suffix(".new")
-        beside.write_text(json.dumps(found))
-        beside.replace(answer)
+        _write(answer, found)
+
+
+def _write(answer: Path, value: Any) -> None:
+    """Whole at any time, whenever this process may be stopped."""
+    beside = answer.with_suffix(".new")
+    beside.write_text(json.dumps(value))
+    beside.replace(answer)
 
 
 def _side(variant: Variant, protocol: Protocol, device: str) -> Side:
@@ -92,7 +96,7 @@ def _measure(
     if device is not None:
         check_clocks(variant.framework, device, wall)
     return Measurement(
-        group=f"model {task}",
+        group=group(task),
         shape=protocol.shape(),
         framework=variant.framework,
         variant=variant.name,
