@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from benchmarks import tuning
-from benchmarks.ops import compose, dropout, expand, norm, projection
+from benchmarks.ops import compose, dropout, expand, norm, projection, swiglu
 from benchmarks.work import Work
 from jax_dora.ops import tuning as tables
 from jax_dora.ops.mosaic import dropped as mosaic_dropped
@@ -21,6 +21,7 @@ from jax_dora.ops.mosaic import expand_compose as mosaic_expand
 from jax_dora.ops.mosaic import norm as mosaic_norm
 from jax_dora.ops.mosaic import projection as mosaic_projection
 from jax_dora.ops.mosaic import rowwise
+from jax_dora.ops.mosaic import swiglu_backward as mosaic_swiglu
 from jax_dora.ops.mosaic.dropped import DroppedConfig
 from jax_dora.ops.mosaic.projection import ProjectionConfig
 from jax_dora.ops.mosaic.rowwise import RowwiseConfig
@@ -80,6 +81,14 @@ ROWWISE = (
     RowwiseConfig(tile_bytes=4096, blocks_per_sm=3),
     RowwiseConfig(tile_bytes=16384, stages=2, blocks_per_sm=1),
 )
+SWIGLU = (
+    RowwiseConfig(tile_bytes=4096, stages=2, blocks_per_sm=3),
+    RowwiseConfig(tile_bytes=4096, stages=3, blocks_per_sm=3),
+    RowwiseConfig(tile_bytes=2048, stages=4, blocks_per_sm=3),
+    RowwiseConfig(tile_bytes=2048, stages=4, blocks_per_sm=4),
+    RowwiseConfig(tile_bytes=2048, stages=6, blocks_per_sm=2),
+    RowwiseConfig(tile_bytes=8192, stages=2, blocks_per_sm=1),
+)
 
 
 def works(device: str, quick: bool) -> Iterator[Callable[[], Work]]:
@@ -116,6 +125,9 @@ def works(device: str, quick: bool) -> Iterator[Callable[[], Work]]:
             yield keep(compose.forward, rows, out, device, inputs, want, forward)
         for want in (True, False):
             yield keep(compose.backward, rows, out, device, inputs, want, forward)
+    for rows, out in QUICK_ROWWISE if quick else ROWWISE_SHAPES:
+        fit = [c for c in SWIGLU if mosaic_swiglu.fits(c)][:most]
+        yield keep(swiglu.work, rows, out, device, fit)
 
 
 def write_table(

@@ -48,6 +48,7 @@ CONTESTS = {
     "project_back": Contest({"projection's dx": None}, ("xla",)),
     "dropped_product": Contest({"dropout, z": None}, ("xla", "xla, Triton allowed")),
     "dropped_product_back": Contest({"dropout, dA": None}, ("xla", "xla, Triton allowed")),
+    "swiglu_backward": Contest({"SwiGLU's gradient": 5}, ("xla",)),
 }
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jax_dora.adapt import merge_dora as merge_dora
     from jax_dora.adapt import remove_dora as remove_dora
     from jax_dora.adapt import set_adapter as set_adapter
+    from jax_dora.gated import swiglu as swiglu
     from jax_dora.layers import DoRAConv as DoRAConv
     from jax_dora.layers import DoRAEinsum as DoRAEinsum
     from jax_dora.layers import DoRAEmbed as DoRAEmbed
@@ -52,6 +53,7 @@ _HOME = {
     "freeze": "jax_dora.reuse",
     "keep_norms": "jax_dora.reuse",
     "refresh_norms": "jax_dora.reuse",
+    "swiglu": "jax_dora.gated",
     "remat_policy": "jax_dora.remat",
 }
 _SUBMODULES = ("linen", "ops", "peft")
@@ -80,6 +82,7 @@ __all__ = [
     "remat_policy",
     "remove_dora",
     "set_adapter",
+    "swiglu",
 ]
 
 

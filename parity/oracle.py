@@ -177,3 +177,29 @@ def dora_linear_grads(
         d_magnitude=(d_merged * v).sum(1) / row_norm,
         d_bias=rows_dy.sum(0),
     )
+
+
+def swiglu(
+    gate: Any, up: Any, gate_g: Any, up_g: Any, gate_bias: Any = 0.0, up_bias: Any = 0.0
+) -> Array:
+    """`silu(gate_g ⊙ gate + gate_bias) ⊙ (up_g ⊙ up + up_bias)` (arXiv 2002.05202)."""
+    import torch
+
+    operands = (gate, up, gate_g, up_g, gate_bias, up_bias)
+    h = _swiglu(*(torch.as_tensor(fp64(operand)) for operand in operands))
+    return h if hasattr(gate, "detach") else h.numpy()
+
+
+def swiglu_grads(dh: Any, *operands: Any) -> tuple[Array, ...]:
+    """The cotangents of `swiglu`'s operands, in their order, by differentiating it."""
+    import torch
+
+    leaves = [torch.as_tensor(fp64(operand)).requires_grad_() for operand in operands]
+    found = torch.autograd.grad(_swiglu(*leaves), leaves, torch.as_tensor(fp64(dh)))
+    return found if hasattr(dh, "detach") else tuple(grad.numpy() for grad in found)
+
+
+def _swiglu(gate, up, gate_g, up_g, gate_bias=0.0, up_bias=0.0):
+    import torch
+
+    return torch.nn.functional.silu(gate_g * gate + gate_bias) * (up_g * up + up_bias)

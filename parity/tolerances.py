@@ -242,6 +242,80 @@ def stored_inner(dy: Any, inner: Any, dtype: Any) -> Array:
     return SIGMAS * (terms.reshape(-1, terms.shape[-1]) ** 2).sum(0) ** 0.5
 
 
+@dataclass(frozen=True)
+class SwigluBounds:
+    """Bounds for `swiglu` and its gradients, each shaped like what it bounds."""
+
+    h: Array
+    d_gate: Array
+    d_up: Array
+    d_gate_g: Array
+    d_up_g: Array
+    d_gate_bias: Array
+    d_up_bias: Array
+
+
+def swiglu(
+    dh: Any,
+    gate: Any,
+    up: Any,
+    gate_g: Any,
+    up_g: Any,
+    dtype: Any,
+    *,
+    gate_bias: Any = 0.0,
+    up_bias: Any = 0.0,
+) -> SwigluBounds:
+    """Bounds for `silu(y₁)∘y₂`, y₁ = g₁∘gate + b₁, y₂ = g₂∘up + b₂, and its gradients in fp32.
+
+    y₁ and y₂ cost rule 2's two operations. σ = sigmoid(y₁) may come from approximate instructions,
+    each good to 2 ulp (CUDA's ex2.approx and rsqrt.approx): exp's argument y₁·log₂e is rounded
+    twice, which moves exp, and by less σ, by 2·u32·|y₁| of itself; two instructions, a sum and a
+    square add 12·u32. silu' = σ(1 + y₁(1-σ)) multiplies three such factors at most, so
+    R = (40 + 6|y₁|)·u32 covers each of silu, silu' and their products, relative to the magnitudes
+    that enter: |y₁|σ, and σ(1 + |y₁|), for 1-σ is at most 1. silu and silu' carry y₁'s error on by
+    their slopes, at most 1.1 and 0.5. Sums over rows: rule 4, and the terms' errors, of which those
+    of y₁ are alike in sign in no two rows, by rule 3.
+    """
+    dh, gate, up, g1, g2 = (fp64(value) for value in (dh, gate, up, gate_g, up_g))
+    b1, b2 = fp64(gate_bias), fp64(up_bias)
+    u32 = UNIT_ROUNDOFF["float32"]
+    y1, y2 = g1 * gate + b1, g2 * up + b2
+    e1, e2 = 2 * u32 * (abs(g1 * gate) + abs(b1)), 2 * u32 * (abs(g2 * up) + abs(b2))
+    # exp(-|y|) overflows nowhere.
+    small = 2.718281828459045 ** -abs(y1)
+    sigma = (y1 >= 0) / (1 + small) + (y1 < 0) * small / (1 + small)
+    silu, slope = y1 * sigma, sigma * (1 + y1 * (1 - sigma))
+    r = (40 + 6 * abs(y1)) * u32
+    e_silu = 1.1 * e1 + r * abs(silu)
+    e_slope = 0.5 * e1 + r * sigma * (1 + abs(y1))
+
+    h = silu * y2
+    d1, d2 = dh * y2 * slope, dh * silu
+    e_d1 = abs(dh) * (abs(y2) * e_slope + e2 * abs(slope)) + 3 * u32 * abs(d1)
+    e_d2 = abs(dh) * e_silu + 3 * u32 * abs(d2)
+
+    def stored(g: Array, d: Array, error: Array) -> Array:
+        return rounding(g * d, dtype) + abs(g) * error + 2 * u32 * abs(g * d)
+
+    def summed(terms: Array, error: Array) -> Array:
+        terms, error = (v.reshape(-1, v.shape[-1]) for v in (terms, error))
+        length = (terms**2).sum(0) ** 0.5
+        return SIGMAS * (error**2).sum(0) ** 0.5 + accumulation(
+            terms.shape[0], terms.sum(0), length
+        )
+
+    return SwigluBounds(
+        h=rounding(h, dtype) + e_silu * abs(y2) + abs(silu) * e2 + 2 * u32 * abs(h),
+        d_gate=stored(g1, d1, e_d1),
+        d_up=stored(g2, d2, e_d2),
+        d_gate_g=summed(d1 * gate, e_d1 * abs(gate)),
+        d_up_g=summed(d2 * up, e_d2 * abs(up)),
+        d_gate_bias=summed(d1, e_d1),
+        d_up_bias=summed(d2, e_d2),
+    )
+
+
 def _u32(*entering: Array) -> Array:
     return UNIT_ROUNDOFF["float32"] * sum(abs(value) for value in entering)
 

@@ -32,7 +32,9 @@ MAGNITUDE_DEVIATION = 0.05
 SAME_MODEL = 2.0**-5
 EPS = 1e-6
 INNER = "down_inner"
-KEEP_NORM = ("dora, norm kept", "dora, norm and inner kept")
+# Of these, inner of the last projection is kept in one of so many layers.
+KEEP_INNER = {"dora, norm and inner kept": 1, "dora, norm and half of inner kept": 2}
+KEEP_NORM = ("dora, norm kept", *KEEP_INNER)
 
 
 class XLADoRA(jax_dora.DoRALinear):
@@ -89,13 +91,13 @@ def _linear(kind: str, protocol: Protocol, adapter_dtype: Any) -> Callable[..., 
         "adapter_dtype": adapter_dtype,
         "lora_b_init": nnx.initializers.normal(LORA_B_DEVIATION),
     }
+    if kind == "dora" or kind in KEEP_NORM:
+        return functools.partial(jax_dora.DoRALinear, **options)
     match kind:
         case "base":
             return nnx.Linear
         case "lora":
             return functools.partial(LoRALinear, **options)
-        case "dora" | "dora, norm kept" | "dora, norm and inner kept":
-            return functools.partial(jax_dora.DoRALinear, **options)
         case "xla" | "xla, norm twice":
             return functools.partial(XLADoRA, **options)
         case "dense":
@@ -105,6 +107,7 @@ def _linear(kind: str, protocol: Protocol, adapter_dtype: Any) -> Callable[..., 
 
 def _build(config: DecoderConfig, kind: str, protocol: Protocol) -> CausalLM:
     """A model whose magnitudes stray from their norms, as after training."""
+    config = dataclasses.replace(config, remat_keeps_every=KEEP_INNER.get(kind, 1))
     model = make_model(config, linear=_linear(kind, protocol, config.dtype))
 
     @nnx.jit
@@ -121,7 +124,7 @@ def _build(config: DecoderConfig, kind: str, protocol: Protocol) -> CausalLM:
     stray(model)
     if kind in KEEP_NORM:
         nnx.jit(jax_dora.keep_norms)(model)
-    if kind == "dora, norm and inner kept":
+    if kind in KEEP_INNER:
         # The last projection of a rematerialised layer.
         model.model.layers.mlp.down_proj.inner_name = INNER
     return model

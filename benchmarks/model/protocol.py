@@ -59,7 +59,7 @@ class Protocol:
             tokens=32,
             last=8,
             micro_steps=2,
-            checked_layers=1,
+            checked_layers=2,
         )
 
     def shape(self) -> dict[str, int]:
@@ -148,6 +148,14 @@ VARIANTS = (
         "DoRA, norm and inner kept (no Triton)",
         "DoRA",
         "dora, norm and inner kept",
+        ("gradient", "accumulation"),
+        cached=True,
+    ),
+    Variant(
+        "jax",
+        "DoRA, norm and half of inner kept (no Triton)",
+        "DoRA",
+        "dora, norm and half of inner kept",
         ("gradient", "accumulation"),
         cached=True,
     ),

@@ -85,7 +85,7 @@ class MLP(nnx.Module):
         self.down_proj = linear(intermediate, hidden, **options)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(jax_dora.swiglu(self.gate_proj, self.up_proj, x))
 
 
 class DecoderLayer(nnx.Module):
@@ -145,11 +145,31 @@ class Decoder(nnx.Module):
             layer = nnx.merge(graphdef, *state)
             return layer(x, angles, mask), nnx.state(layer, nnx.RngState)
 
-        if self.config.remat:
+        def rematerialised(*names):
+            if not self.config.remat:
+                return one_layer
             # Inside a scan no common subexpressions can undo the rematerialisation.
-            policy = jax_dora.remat_policy(*self.config.remat_keeps)
-            one_layer = jax.checkpoint(one_layer, policy=policy, prevent_cse=False)
-        x, streams = lax.scan(one_layer, x, (streams, arrays))
+            policy = jax_dora.remat_policy(*names)
+            return jax.checkpoint(one_layer, policy=policy, prevent_cse=False)
+
+        every = self.config.remat_keeps_every
+        steps = [rematerialised()] * (every - 1) + [rematerialised(*self.config.remat_keeps)]
+
+        def some_layers(x, states):
+            found = []
+            for i, step in enumerate(steps):
+                x, one = step(x, jax.tree.map(lambda stack, i=i: stack[i], states))
+                found.append(one)
+            return x, jax.tree.map(lambda *ones: jnp.stack(ones), *found)
+
+        def grouped(stack):
+            return stack.reshape(-1, every, *stack.shape[1:])
+
+        if every == 1:
+            x, streams = lax.scan(steps[0], x, (streams, arrays))
+        else:
+            x, streams = lax.scan(some_layers, x, jax.tree.map(grouped, (streams, arrays)))
+            streams = jax.tree.map(lambda stack: stack.reshape(-1, *stack.shape[2:]), streams)
         nnx.update(self.layers, streams)
         return x
 

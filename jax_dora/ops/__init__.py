@@ -1,10 +1,13 @@
-"""Pure functions on arrays: the factored norm, the compose, and a whole adapted projection."""
+"""Pure functions on arrays: the factored norm, the compose, a whole adapted projection, and SwiGLU
+of two."""
 
 from jax_dora.ops.compose import compose as compose
 from jax_dora.ops.compose import compose_delta as compose_delta
 from jax_dora.ops.dropout import Dropout as Dropout
 from jax_dora.ops.dropout import draw_seed as draw_seed
 from jax_dora.ops.linear import dora_linear as dora_linear
+from jax_dora.ops.linear import lora_linear as lora_linear
 from jax_dora.ops.norm import factored_norm as factored_norm
 from jax_dora.ops.norm import magnitude_scale as magnitude_scale
 from jax_dora.ops.norm import squared_norm as squared_norm
+from jax_dora.ops.swiglu import swiglu as swiglu

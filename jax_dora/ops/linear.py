@@ -9,7 +9,8 @@ and, with d = g∘dy, the gradient in the order that never makes an [in, out] pr
     dz = s·(d Bᵀ)    dx = d Wᵀ + dz Aᵀ    dA = xᵀ dz    dB = s·(zᵀ d)
     d_g = Σ_rows dy∘(base + s·lora)       dbias = Σ_rows dy
 
-The kernel is frozen: its gradient, xᵀ d, is computed only where somebody differentiates it.
+`lora_linear` is inner = x (W + s·A B) alone, as if g were 1. The kernel is frozen: its gradient,
+xᵀ d, is computed only where somebody differentiates it.
 """
 
 import functools
@@ -91,15 +92,9 @@ def dora_linear(
       NotImplementedError: the named implementation cannot take the call; inner_name with dropout
         mode "input".
     """
-    dispatch.check_name(implementation)
     check.is_name("inner_name", inner_name)
-    check.is_float("x", x)
-    check.adapter(kernel, lora_a, lora_b)
-    in_features, out_features = kernel.shape
-    if x.ndim == 0 or x.shape[-1] != in_features:
-        raise ValueError(
-            f"x has shape {x.shape}; its last axis must have kernel's {in_features} input features"
-        )
+    _check_operands(x, kernel, lora_a, lora_b, implementation)
+    out_features = kernel.shape[1]
     check.is_float("magnitude", magnitude)
     check.has_shape("magnitude", magnitude, (out_features,), "[out]")
     if bias is not None:
@@ -131,9 +126,60 @@ def dora_linear(
             return _with_dropped_input(
                 dropout, x, kernel, lora_a, lora_b, g, scale, bias, implementation, precision
             )
+    operands = (x, kernel, lora_a, lora_b, g, scale, bias, dropout)
+    return _planned(*operands, implementation, precision, inner_name)
+
+
+def lora_linear(
+    x: jax.Array,
+    kernel: jax.Array,
+    lora_a: jax.Array,
+    lora_b: jax.Array,
+    scale: ArrayLike,
+    *,
+    implementation: str | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    dropout: Dropout | None = None,
+) -> jax.Array:
+    """inner = x (kernel + scale·lora_a lora_b), by the kernels of `dora_linear`.
+
+    A LoRA layer without its bias (arXiv 2106.09685), or what `swiglu` makes a pair of DoRA layers
+    of. Arguments, result and errors as `dora_linear`'s.
+
+    Raises:
+      NotImplementedError: dropout has mode "input", which is DoRA's.
+    """
+    _check_operands(x, kernel, lora_a, lora_b, implementation)
+    if dropout is not None:
+        dropouts.check(dropout)
+        if dropout.mode == "input":
+            raise NotImplementedError(
+                "dropout has mode 'input', in which the kernel's product of the dropped x is "
+                "scaled by g; expected mode 'adapter'"
+            )
+    operands = (x, kernel, lora_a, lora_b, None, scale, None, dropout)
+    return _planned(*operands, implementation, precision, None)
+
+
+def _check_operands(x, kernel, lora_a, lora_b, implementation) -> None:
+    dispatch.check_name(implementation)
+    check.is_float("x", x)
+    check.adapter(kernel, lora_a, lora_b)
+    in_features = kernel.shape[0]
+    if x.ndim == 0 or x.shape[-1] != in_features:
+        raise ValueError(
+            f"x has shape {x.shape}; its last axis must have kernel's {in_features} input features"
+        )
+
+
+def _planned(
+    x, kernel, lora_a, lora_b, g, scale, bias, dropout, implementation, precision, inner_name
+):
+    """y, or inner where g is None."""
     seed = None if dropout is None or not dropout.rate else dropout.seed
     rate = 0.0 if seed is None or dropout is None else dropout.rate
-    result = jax.ShapeDtypeStruct((*x.shape[:-1], out_features), dtype)
+    shape = (*x.shape[:-1], kernel.shape[1])
+    result = jax.ShapeDtypeStruct(shape, _result_dtype(x, kernel))
     plan = _plan(x, kernel, lora_a.shape[1], result, implementation, rate)
     plan = plan._replace(inner_name=inner_name)
     precision = lax.Precision(precision) if isinstance(precision, str) else precision
@@ -222,12 +268,13 @@ def _project(plan, precision, x, kernel, lora_a, lora_b, g, scale, bias, seed):
 def _forward(plan, precision, x, kernel, lora_a, lora_b, g, scale, bias, seed, want_inner):
     """(y, inner or None, z); z is already scaled where the plan is to project."""
     dtype = _result_dtype(x, kernel)
+    one = jnp.ones((kernel.shape[1],), jnp.float32) if g is None else g
     dot = functools.partial(_dot, dtype, precision)
     reduce = functools.partial(_reduce, plan, dot, x.astype(dtype), lora_a.astype(dtype), seed)
     if plan.forward == "compose":
         base, z = dot(x, kernel, (-1, 0)), reduce(dtype)
         lora = dot(z, lora_b, (-1, 0))
-        y, inner = forward(plan.compose, base, lora, g, scale, bias, want_inner=want_inner)
+        y, inner = forward(plan.compose, base, lora, one, scale, bias, want_inner=want_inner)
         return y, inner, z
 
     target, sm_count = device.target(), device.sm_count()
@@ -243,7 +290,7 @@ def _forward(plan, precision, x, kernel, lora_a, lora_b, g, scale, bias, seed, w
             base,
             z,
             lora_b.astype(dtype),
-            g,
+            one,
             scale,
             bias,
             want_inner=want_inner,
@@ -311,8 +358,10 @@ def _project_bwd(plan, precision, kept, dy):
         partial_sums = wide if device.target().partitioned else like.dtype
         return dot(left, right, (rows, rows), partial_sums).astype(like.dtype)
 
-    ct = backward(plan.compose, dy, kept["inner"], kept["g"], kept["scale"], want_lora=False)
-    d = ct.base
+    d, d_g = dy, None
+    if kept["g"] is not None:
+        ct = backward(plan.compose, dy, kept["inner"], kept["g"], kept["scale"], want_lora=False)
+        d, d_g = ct.base, ct.g
     dz = None
     if like_x is not None or like_a is not None:
         dz = (scale * dot(d, kept["lora_b"], (-1, 1), wide)).astype(dtype)
@@ -337,7 +386,7 @@ def _project_bwd(plan, precision, kept, dy):
             d_b = (scale * dot(kept["z"], d, (rows, rows), wide)).astype(like_b.dtype)
     if like_bias is not None:
         d_bias = jnp.sum(dy.astype(wide), axis=rows).astype(like_bias.dtype)
-    d_g = None if ct.g is None else ct.g.astype(like_g.dtype)
+    d_g = None if d_g is None else d_g.astype(like_g.dtype)
     return dx, d_kernel, d_a, d_b, d_g, None, d_bias, None
 
 

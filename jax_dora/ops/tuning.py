@@ -53,6 +53,7 @@ KERNELS = {
     "norm": Kernel(("in", "rank", "out"), StripConfig),
     "project": Kernel(_PROJECTION, ProjectionConfig),
     "project_back": Kernel(_PROJECTION, ProjectionConfig),
+    "swiglu_backward": Kernel(_ELEMENTWISE, RowwiseConfig),
 }
 
 

@@ -197,7 +197,7 @@ def test_every_candidate_is_measured_once_at_every_shape() -> None:
     works = list(tune.works("cuda", quick=False))
     shapes = len(tune.NORM_SHAPES) * 4 + len(tune.EXPAND_SHAPES) * 4
     shapes += 2 * (len(tune.PROJECTION_SHAPES) + len(dropout.SHAPES))
-    assert len(works) == shapes + 4 * len(tune.ROWWISE_SHAPES)
+    assert len(works) == shapes + 5 * len(tune.ROWWISE_SHAPES)
 
 
 @pytest.mark.parametrize("field", ["quick", "wall_only"])

@@ -91,7 +91,7 @@ def compose_backward(
                         out_smem.at[slot, i], gmem.at[rows_here, columns], commit_group=False
                     )
                 plgpu.commit_smem_to_gmem_group()
-            return _add_compensated(sums, tile_sum) if want_g else sums
+            return rowwise.add_compensated(sums, tile_sum) if want_g else sums
 
         block = plgpu.BlockSpec(
             (t.tile_rows, *t.feature_block),
@@ -138,11 +138,3 @@ def compose_backward(
     d_lora = next(tensors_out).reshape(shape) if want_lora else None
     d_g = next(tensors_out).sum(0).reshape(-1)[:out] if want_g else None
     return d_base, d_lora, d_g
-
-
-def _add_compensated(sums: tuple[jax.Array, jax.Array], term: jax.Array):
-    """(total, what rounding has added to it so far) with `term` added; Kahan, CACM 8 (1965)."""
-    total, excess = sums
-    term = term - excess
-    new = total + term
-    return new, (new - total) - term

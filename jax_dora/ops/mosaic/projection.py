@@ -106,15 +106,18 @@ def project(
     kernel: jax.Array,
     z: jax.Array,
     lora_b: jax.Array,
-    g: jax.Array,
+    g: jax.Array | None,
     bias: jax.Array | None = None,
     *,
     want_inner: bool,
     sm_count: int,
     config: ProjectionConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(y, inner or None) for x [..., in] and z [..., r], which s has been applied to."""
-    vectors = [g] if bias is None else [g, bias]
+    """(y, inner or None) for x [..., in] and z [..., r], which s has been applied to.
+
+    Without g, y is inner; it has no bias then.
+    """
+    vectors = [vector for vector in (g, bias) if vector is not None]
     shape = (*x.shape[:-1], kernel.shape[1])
     x, z = x.reshape(-1, x.shape[-1]), z.reshape(-1, z.shape[-1])
     rank = strips.padded_rank(z.shape[1])

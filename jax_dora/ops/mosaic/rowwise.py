@@ -16,6 +16,7 @@ sum over rows in the backward pass), and walks down the rows:
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 
 from jax_dora.ops.mosaic import strips
@@ -86,14 +87,13 @@ def sizes(rows: int, out: int, dtype) -> dict[str, int]:
     }
 
 
-def fits(config: RowwiseConfig, inputs: int, outputs: int) -> bool:
+def fits(config: RowwiseConfig, inputs: int, outputs: int, vectors: int = 2) -> bool:
     """Whether shared memory has room for the resident thread blocks of a launch.
 
-    `inputs` and `outputs` count the [rows, out] operands and results.
+    `inputs` and `outputs` count the [rows, out] operands and results, `vectors` the f32[out] ones.
     """
     tiles = (config.stages * inputs + 2 * max(outputs, 1)) * config.tile_bytes
-    vectors = 2 * FEATURES * 4
-    block = tiles + vectors + strips.RESERVED
+    block = tiles + vectors * FEATURES * 4 + strips.RESERVED
     return config.blocks_per_sm * block <= strips.SHARED_MEMORY
 
 
@@ -106,3 +106,13 @@ def refuses(rows: int, out: int, dtype) -> str | None:
     if out == 0 or out % ALIGNMENT:
         return f"out = {out} is not a multiple of {ALIGNMENT} (rows of 16 bytes)"
     return None
+
+
+def add_compensated(
+    sums: tuple[jax.Array, jax.Array], term: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """(total, what rounding has added to it so far) with `term` added; Kahan, CACM 8 (1965)."""
+    total, excess = sums
+    term = term - excess
+    new = total + term
+    return new, (new - total) - term

@@ -129,6 +129,7 @@ TABLE: dict[str, Any] = {
         "norm": {"min": {"in": 1024}},
         "project": {},
         "project_back": {},
+        "swiglu_backward": {},
     },
     "configs": {
         "norm": [
@@ -143,6 +144,7 @@ TABLE: dict[str, Any] = {
         "expand_compose": [{"config": {"tile_cols": 64}}],
         "project": [{"config": {"band": 2}}],
         "project_back": [{"config": {"band": 3, "band_in_cols": True}}],
+        "swiglu_backward": [{"config": {"stages": 2, "tile_bytes": 4096}}],
     },
 }
 

@@ -1,0 +1,169 @@
+"""SwiGLU of two DoRA layers, composed at once: no layer's own result is ever in memory.
+
+    h = silu(y₁)∘y₂      y₁ = g₁∘gate + b₁      y₂ = g₂∘up + b₂
+
+(arXiv 2002.05202, section 2.) gate and up are the layers' inner = x (W + s·A B), from
+`jax_dora.ops.lora_linear`; they are all that the gradient reads, so that inner takes the place of
+the layers' results instead of lying beside them. With σ = sigmoid(y₁):
+
+    d₁ = dh∘y₂∘σ∘(1 + y₁∘(1-σ))      d₂ = dh∘silu(y₁)
+    d_gate = g₁∘d₁    d_up = g₂∘d₂    d_g₁ = Σ_rows d₁∘gate    d_g₂ = Σ_rows d₂∘up    d_b = Σ_rows d
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from jax_dora.ops import check, device, dispatch, tuning
+from jax_dora.ops.mosaic import rowwise
+from jax_dora.ops.mosaic import swiglu_backward as mosaic
+
+
+def swiglu(
+    gate: jax.Array,
+    up: jax.Array,
+    gate_g: jax.Array,
+    up_g: jax.Array,
+    *,
+    gate_bias: jax.Array | None = None,
+    up_bias: jax.Array | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """silu(gate_g∘gate + gate_bias)∘(up_g∘up + up_bias), evaluated in fp32 and rounded once.
+
+    Args:
+      gate, up: [..., out] of one dtype, from `lora_linear`.
+      gate_g, up_g: f32[out] from `magnitude_scale`.
+      gate_bias, up_bias: [out].
+      implementation: of the gradient: None, "mosaic" or "xla"; a named one runs or raises. "mosaic"
+        is one pass over dh, gate and up, which no bias may ask its gradient of. The result itself
+        is XLA's, which fuses it into one pass.
+
+    Returns:
+      [..., out] in gate's dtype.
+
+    Raises:
+      TypeError, ValueError: an argument's dtype or shape does not fit; unknown implementation.
+      NotImplementedError: the named implementation cannot take the call.
+    """
+    check.is_float("gate", gate)
+    if gate.ndim == 0:
+        raise ValueError("gate has shape (); expected [..., out]")
+    check.has_shape("up", up, gate.shape, "gate's shape")
+    if up.dtype != gate.dtype:
+        raise TypeError(f"up has dtype {up.dtype}; expected gate's, {gate.dtype}")
+    for name, vector in (
+        ("gate_g", gate_g),
+        ("up_g", up_g),
+        ("gate_bias", gate_bias),
+        ("up_bias", up_bias),
+    ):
+        if vector is not None:
+            check.is_float(name, vector)
+            check.has_shape(name, vector, gate.shape[-1:], "[out]")
+    return _swiglu(_plan(gate, implementation), gate, up, gate_g, gate_bias, up_g, up_bias)
+
+
+def _plan(gate: jax.Array, implementation: str | None) -> tuple[str, bool]:
+    """What makes the gradient, and whether the caller named it."""
+    target = device.target()
+    fits = dispatch.runs_mosaic(target)
+    rows, out = math.prod(gate.shape[:-1]), gate.shape[-1]
+    sizes = rowwise.sizes(rows, out, gate.dtype)
+    option = dispatch.Option(
+        "mosaic",
+        fits.refusal or mosaic.refuses(rows, out, gate.dtype),
+        fits.slower or tuning.slower(target.device_kind, "swiglu_backward", sizes),
+    )
+    chosen = dispatch.choose("swiglu", implementation, (option, dispatch.Option("xla")))
+    return chosen, implementation is not None
+
+
+def define(gate, up, gate_g, gate_bias, up_g, up_bias) -> jax.Array:
+    """The definition of the result."""
+    (y1, y2), _ = _composed(gate, up, gate_g, gate_bias, up_g, up_bias)
+    return (y1 * jax.nn.sigmoid(y1) * y2).astype(gate.dtype)
+
+
+def define_backward(dh, gate, up, gate_g, gate_bias, up_g, up_bias) -> tuple[jax.Array, ...]:
+    """The definition of the gradient: (d_gate, d_up, d_gate_g, d_gate_bias, d_up_g, d_up_bias)."""
+    (y1, y2), (g1, g2) = _composed(gate, up, gate_g, gate_bias, up_g, up_bias)
+    wide = dh.astype(y1.dtype)
+    sigma = jax.nn.sigmoid(y1)
+    d1 = wide * y2 * sigma * (1 + y1 * (1 - sigma))
+    d2 = wide * y1 * sigma
+    rows = tuple(range(dh.ndim - 1))
+    return (
+        (g1 * d1).astype(dh.dtype),
+        (g2 * d2).astype(dh.dtype),
+        jnp.sum(d1 * gate.astype(d1.dtype), axis=rows),
+        jnp.sum(d1, axis=rows),
+        jnp.sum(d2 * up.astype(d2.dtype), axis=rows),
+        jnp.sum(d2, axis=rows),
+    )
+
+
+def _composed(gate, up, gate_g, gate_bias, up_g, up_bias):
+    dtype = jnp.dtype(jnp.float64 if gate.dtype == jnp.float64 else jnp.float32)
+
+    def composed(inner, g, bias):
+        g = jnp.expand_dims(g.astype(dtype), range(inner.ndim - 1))
+        y = g * inner.astype(dtype)
+        if bias is not None:
+            y = y + jnp.expand_dims(bias.astype(dtype), range(inner.ndim - 1))
+        return y, g
+
+    (y1, g1), (y2, g2) = composed(gate, gate_g, gate_bias), composed(up, up_g, up_bias)
+    return (y1, y2), (g1, g2)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _swiglu(plan, gate, up, gate_g, gate_bias, up_g, up_bias):
+    return define(gate, up, gate_g, gate_bias, up_g, up_bias)
+
+
+def _swiglu_fwd(plan, *primals):
+    values = tuple(None if p is None else p.value for p in primals)
+    wanted = tuple(p is not None and p.perturbed for p in primals)
+    if (wanted[3] or wanted[5]) and plan == ("mosaic", True):
+        raise NotImplementedError(
+            "swiglu: implementation 'mosaic' has no gradient of a bias; pass implementation=None "
+            "or 'xla', or leave the biases frozen"
+        )
+    # Zero-sized, to carry static facts through the residuals.
+    like = tuple(
+        jax.lax.full((0,), 0, value.dtype) if want else None
+        for value, want in zip(values, wanted, strict=True)
+    )
+    return define(*values), (values, like)
+
+
+def _swiglu_bwd(plan, residuals, dh):
+    values, like = residuals
+    if isinstance(dh, SymbolicZero):
+        return (None,) * 6
+    wants_bias = like[3] is not None or like[5] is not None
+    if plan[0] == "mosaic" and not wants_bias:
+        gate, up, gate_g, gate_bias, up_g, up_bias = values
+        target = device.target()
+        sizes = rowwise.sizes(dh.size // dh.shape[-1], dh.shape[-1], dh.dtype)
+        config = tuning.config(target.device_kind, "swiglu_backward", sizes, mosaic.fits)
+        d_gate, d_up, d_gate_g, d_up_g = mosaic.swiglu_backward(
+            dispatch.on_cuda(dh, target),
+            *(gate, up, gate_g, up_g, gate_bias, up_bias),
+            sm_count=device.sm_count(),
+            config=config,
+        )
+        found = (d_gate, d_up, d_gate_g, None, d_up_g, None)
+    else:
+        found = define_backward(dh, *values)
+    return tuple(
+        None if want is None or one is None else one.astype(want.dtype)
+        for one, want in zip(found, like, strict=True)
+    )
+
+
+_swiglu.defvjp(_swiglu_fwd, _swiglu_bwd, symbolic_zeros=True)

@@ -1,0 +1,180 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jax_dora.ops import swiglu
+from jax_dora.ops.mosaic.swiglu_backward import swiglu_backward
+from parity import oracle, tolerances
+
+DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
+BIASES = ("gate_bias", "up_bias")
+
+
+def operands(seed, shape, dtype, biased=False, spread=1.0):
+    """dh, and what `swiglu` takes, of a trained-looking pair of layers."""
+    rng = np.random.default_rng(seed)
+    dh, gate, up = (jnp.asarray(spread * rng.normal(size=shape), dtype) for _ in range(3))
+    gs = [jnp.asarray(1 + 0.1 * rng.normal(size=shape[-1]), jnp.float32) for _ in range(2)]
+    biases = [jnp.asarray(rng.normal(size=shape[-1]), dtype) for _ in range(2)]
+    return dh, (gate, up, *gs, *(biases if biased else ()))
+
+
+def check(dh, values, implementation=None, train_biases=True):
+    """Result and gradients against the oracle, within the derived bounds."""
+    names = ("gate", "up", "gate_g", "up_g", *BIASES)[: len(values)]
+    count = len(values) if train_biases else 4
+
+    def call(*moving):
+        gate, up, gate_g, up_g, *biases = (*moving, *values[count:])
+        given = dict(zip(BIASES, biases, strict=False))
+        return swiglu(gate, up, gate_g, up_g, implementation=implementation, **given)
+
+    h, vjp = jax.vjp(call, *values[:count])
+    found = vjp(dh)
+    dtype = values[0].dtype
+    bounds = tolerances.swiglu(
+        *(dh, *values[:4], dtype), **dict(zip(BIASES, values[4:], strict=False))
+    )
+    exact = oracle.swiglu_grads(dh, *values)
+    assert [h.dtype, *(one.dtype for one in found)] == [dtype, *(v.dtype for v in values[:count])]
+    pairs = [("h", h, oracle.swiglu(*values))]
+    pairs += [(f"d_{n}", got, want) for n, got, want in zip(names, found, exact, strict=False)]
+    for name, got, want in pairs:
+        bound = getattr(bounds, name)
+        if name.endswith("bias"):
+            bound = bound + tolerances.rounding(want, dtype)
+        excess = np.abs(np.asarray(got, np.float64) - want) - bound
+        assert np.all(excess <= 0), f"{name} exceeds its bound by {np.max(excess)}"
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(7, 40), (2, 3, 17), (5,), (0, 8), (1, 1)])
+def test_xla_agrees_with_the_oracle(shape, dtype, biased):
+    check(*operands(0, shape, dtype, biased), "xla")
+
+
+@settings(max_examples=25)
+@given(
+    rows=st.integers(1, 40),
+    out=st.integers(1, 40),
+    spread=st.sampled_from([0.01, 1.0, 12.0]),
+    dtype=st.sampled_from(DTYPES),
+    biased=st.booleans(),
+)
+def test_agrees_at_any_shape_and_spread(rows, out, spread, dtype, biased):
+    check(*operands(1, (rows, out), dtype, biased, spread))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize(
+    ("rows", "out", "spread"), [(37, 200, 1.0), (9, 1032, 12.0), (1, 8, 1.0), (6, 40, 0.01)]
+)
+def test_mosaic_agrees_with_the_oracle(on_mosaic, rows, out, spread, dtype, biased):
+    dh, values = operands(2, (rows, out), dtype, biased, spread)
+    with on_mosaic():
+        check(dh, values, "mosaic", train_biases=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize(("rows", "out"), [(4096, 12288), (2049, 8192), (517, 8200)])
+def test_mosaic_agrees_at_full_size(rows, out, dtype):
+    check(*operands(3, (rows, out), dtype), "mosaic")
+
+
+@pytest.mark.parametrize("value", [200.0, -200.0, 1e38, -1e38])
+def test_mosaic_saturates_where_the_exponential_overflows(on_mosaic, value):
+    shape = (4, 8)
+    dh, up = jnp.full(shape, 2, jnp.bfloat16), jnp.full(shape, 3, jnp.bfloat16)
+    gate, ones = jnp.full(shape, value, jnp.bfloat16), jnp.ones(8)
+    with on_mosaic():
+        d_gate, d_up, *_ = swiglu_backward(dh, gate, up, ones, ones, sm_count=1)
+    np.testing.assert_array_equal(d_gate, 6.0 if value > 0 else 0.0)
+    want = 2 * np.asarray(gate, np.float32) if value > 0 else np.zeros(shape)
+    np.testing.assert_array_equal(d_up, np.asarray(want, jnp.bfloat16))
+
+
+def test_mosaic_adds_many_rows_without_drift(on_mosaic):
+    """0.1 added up plainly drifts by half an ulp of the growing sum a row, always to one side."""
+    rows, out, ones = 1024, 8, jnp.ones(8)
+    tenth = jnp.full((rows, out), 0.1, jnp.bfloat16)
+    dh, gate = jnp.ones((rows, out), jnp.bfloat16), jnp.full((rows, out), 200, jnp.bfloat16)
+    with on_mosaic():
+        *_, d_up_g = swiglu_backward(dh, gate, tenth, ones, ones, sm_count=1)
+    exact = rows * 200 * float(jnp.bfloat16(0.1))
+    np.testing.assert_allclose(np.asarray(d_up_g, np.float64), exact, rtol=3e-7)
+
+
+def test_keeps_nothing_but_its_operands():
+    dh, values = operands(4, (16, 24), jnp.bfloat16)
+    _, vjp = jax.vjp(jax.jit(swiglu), *values)
+    kept = [leaf for leaf in jax.tree.leaves(vjp) if getattr(leaf, "shape", None) == dh.shape]
+    assert len(kept) == 2
+
+
+def test_transformations_agree_with_the_plain_call(on_mosaic):
+    dh, (gate, up, g1, g2) = operands(5, (3, 5, 16), jnp.bfloat16)
+
+    def grads(dh, gate, up, implementation):
+        _, vjp = jax.vjp(lambda *a: swiglu(*a, g1, g2, implementation=implementation), gate, up)
+        return vjp(dh)
+
+    want = grads(dh, gate, up, "xla")
+    with on_mosaic():
+        found = jax.vmap(lambda *a: grads(*a, "mosaic"))(dh, gate, up)
+    for a, b in zip(found, want, strict=True):
+        np.testing.assert_allclose(
+            np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2**-7, atol=2**-8
+        )
+
+
+def test_fp64():
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(6)
+        dh, gate, up = (jnp.asarray(rng.normal(size=(5, 7))) for _ in range(3))
+        gs = [jnp.asarray(1 + rng.normal(size=7)) for _ in range(2)]
+        h, vjp = jax.vjp(swiglu, gate, up, *gs)
+        np.testing.assert_allclose(h, oracle.swiglu(gate, up, *gs), rtol=1e-12, atol=1e-13)
+        exact = oracle.swiglu_grads(dh, gate, up, *gs)
+        for got, want in zip(vjp(dh), exact, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-13)
+
+
+def test_a_named_kernel_refuses_what_it_cannot_do():
+    dh, values = operands(7, (4, 16), jnp.bfloat16, biased=True)
+
+    def of_the_bias(bias):
+        h = swiglu(*values[:4], gate_bias=bias, implementation="mosaic")
+        return jnp.sum(h.astype(jnp.float32) * dh.astype(jnp.float32))
+
+    with pytest.raises(NotImplementedError, match="no gradient of a bias"):
+        jax.grad(of_the_bias)(values[4])
+    wide = operands(7, (4, 16), jnp.float32)[1]
+    with pytest.raises(NotImplementedError, match="dtype float32 is neither"):
+        swiglu(*wide, implementation="mosaic")
+
+
+X = np.zeros((4, 16), np.float32)
+G = np.ones(16, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((X, X[:3], G, G), {}, ValueError, r"up has shape \(3, 16\)"),
+        ((X, X, G[:3], G), {}, ValueError, r"gate_g has shape \(3,\)"),
+        ((X, X, G, G), {"up_bias": G[:2]}, ValueError, r"up_bias has shape \(2,\)"),
+        ((X[0, 0], X[0, 0], G, G), {}, ValueError, r"gate has shape \(\)"),
+        ((X, X.astype(np.float16), G, G), {}, TypeError, "up has dtype float16"),
+        ((X.astype(np.int32), X, G, G), {}, TypeError, "gate has dtype int32"),
+        ((X, X, G, G), {"implementation": "cuda"}, ValueError, "implementation is 'cuda'"),
+    ],
+)
+def test_bad_input(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        swiglu(*arguments, **options)
