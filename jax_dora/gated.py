@@ -6,7 +6,6 @@ import jax
 from flax import nnx
 from flax.nnx.nn import dtypes
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType
 
 from jax_dora import ops
 from jax_dora.dropout import drawn
@@ -18,6 +17,7 @@ def swiglu(
     gate: Any,
     up: Any,
     inputs: jax.Array,
+    out_sharding: Any = None,
     *,
     deterministic: bool | None = None,
     rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
@@ -31,20 +31,21 @@ def swiglu(
     and inner = x (kernel + s·lora_a lora_b), for the magnitude's gradient. Here the result is never
     in memory: SwiGLU (arXiv 2002.05202) is taken of both inner at once, in fp32, rounded once, and
     one kernel makes both layers' gradients from it. Layers that are no `DoRALinear`, or have
-    dropout mode "input", different dtypes, an `implementation` of their own, or kernels on a mesh
-    with explicit axes, are called as they are, so that a model may be written so before it is
-    adapted.
+    dropout mode "input", different dtypes or an `implementation` of their own, are called as they
+    are, so that a model may be written so before it is adapted.
 
     Args:
       gate, up: the layers; any callables of [..., in].
       inputs: [..., in].
+      out_sharding: as `nnx.Linear.__call__`'s, of both layers, which are then called as they are.
       deterministic, rngs: as `nnx.Dropout.__call__`'s, of both layers.
 
     Returns:
       [..., out].
     """
-    if not (_fuses(gate) and _fuses(up) and _dtypes(gate) == _dtypes(up)):
-        given = {"deterministic": deterministic, "rngs": rngs}
+    alike = _fuses(gate) and _fuses(up) and _dtypes(gate) == _dtypes(up)
+    if out_sharding is not None or not alike:
+        given = {"out_sharding": out_sharding, "deterministic": deterministic, "rngs": rngs}
         options = {name: value for name, value in given.items() if value is not None}
         return jax.nn.silu(gate(inputs, **options)) * up(inputs, **options)
     gate_inner, gate_g, gate_bias = _parts(gate, inputs, deterministic, rngs)
@@ -55,9 +56,8 @@ def swiglu(
 def _fuses(layer: Any) -> bool:
     if not isinstance(layer, DoRALinear) or type(layer).__call__ is not DoRALinear.__call__:
         return False
-    types = jax.typeof(layer.kernel[...]).sharding.mesh.axis_types
     drops_whole = layer.dropout is not None and layer.dropout_mode == "input"
-    return layer.implementation is None and not drops_whole and AxisType.Explicit not in types
+    return layer.implementation is None and not drops_whole
 
 
 def _dtypes(layer: DoRALinear) -> tuple[Any, ...]:

@@ -199,7 +199,7 @@ def swiglu_grads(dh: Any, *operands: Any) -> tuple[Array, ...]:
     return found if hasattr(dh, "detach") else tuple(grad.numpy() for grad in found)
 
 
-def _swiglu(gate, up, gate_g, up_g, gate_bias=0.0, up_bias=0.0):
+def _swiglu(gate, up, gate_g, up_g, gate_bias: Any = 0.0, up_bias: Any = 0.0):
     import torch
 
     return torch.nn.functional.silu(gate_g * gate + gate_bias) * (up_g * up + up_bias)

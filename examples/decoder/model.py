@@ -152,26 +152,28 @@ class Decoder(nnx.Module):
             policy = jax_dora.remat_policy(*names)
             return jax.checkpoint(one_layer, policy=policy, prevent_cse=False)
 
-        every = self.config.remat_keeps_every
-        steps = [rematerialised()] * (every - 1) + [rematerialised(*self.config.remat_keeps)]
-
-        def some_layers(x, states):
-            found = []
-            for i, step in enumerate(steps):
-                x, one = step(x, jax.tree.map(lambda stack, i=i: stack[i], states))
-                found.append(one)
-            return x, jax.tree.map(lambda *ones: jnp.stack(ones), *found)
-
-        def grouped(stack):
-            return stack.reshape(-1, every, *stack.shape[1:])
-
-        if every == 1:
-            x, streams = lax.scan(steps[0], x, (streams, arrays))
-        else:
-            x, streams = lax.scan(some_layers, x, jax.tree.map(grouped, (streams, arrays)))
-            streams = jax.tree.map(lambda stack: stack.reshape(-1, *stack.shape[2:]), streams)
+        others = self.config.remat_keeps_every - 1
+        steps = [rematerialised()] * others + [rematerialised(*self.config.remat_keeps)]
+        x, streams = _scan_in_turns(steps, x, (streams, arrays))
         nnx.update(self.layers, streams)
         return x
+
+
+def _scan_in_turns(steps: list[Callable], x: jax.Array, stacks: Any) -> tuple[jax.Array, Any]:
+    """`lax.scan` over stacked layers, by each of `steps` in its turn."""
+    if len(steps) == 1:
+        return lax.scan(steps[0], x, stacks)
+
+    def one_turn(x, layers):
+        found = []
+        for i, step in enumerate(steps):
+            x, one = step(x, jax.tree.map(lambda stack, i=i: stack[i], layers))
+            found.append(one)
+        return x, jax.tree.map(lambda *ones: jnp.stack(ones), *found)
+
+    turns = jax.tree.map(lambda stack: stack.reshape(-1, len(steps), *stack.shape[1:]), stacks)
+    x, found = lax.scan(one_turn, x, turns)
+    return x, jax.tree.map(lambda stack: stack.reshape(-1, *stack.shape[2:]), found)
 
 
 class CausalLM(nnx.Module):

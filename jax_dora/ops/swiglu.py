@@ -127,17 +127,16 @@ def _swiglu(plan, gate, up, gate_g, gate_bias, up_g, up_bias):
 
 def _swiglu_fwd(plan, *primals):
     values = tuple(None if p is None else p.value for p in primals)
-    wanted = tuple(p is not None and p.perturbed for p in primals)
-    if (wanted[3] or wanted[5]) and plan == ("mosaic", True):
+    # Zero-sized, to carry static facts through the residuals.
+    like = tuple(
+        jax.lax.full((0,), 0, p.value.dtype) if p is not None and p.perturbed else None
+        for p in primals
+    )
+    if _wants_bias(like) and plan == ("mosaic", True):
         raise NotImplementedError(
             "swiglu: implementation 'mosaic' has no gradient of a bias; pass implementation=None "
             "or 'xla', or leave the biases frozen"
         )
-    # Zero-sized, to carry static facts through the residuals.
-    like = tuple(
-        jax.lax.full((0,), 0, value.dtype) if want else None
-        for value, want in zip(values, wanted, strict=True)
-    )
     return define(*values), (values, like)
 
 
@@ -145,8 +144,7 @@ def _swiglu_bwd(plan, residuals, dh):
     values, like = residuals
     if isinstance(dh, SymbolicZero):
         return (None,) * 6
-    wants_bias = like[3] is not None or like[5] is not None
-    if plan[0] == "mosaic" and not wants_bias:
+    if plan[0] == "mosaic" and not _wants_bias(like):
         gate, up, gate_g, gate_bias, up_g, up_bias = values
         target = device.target()
         sizes = rowwise.sizes(dh.size // dh.shape[-1], dh.shape[-1], dh.dtype)
@@ -164,6 +162,10 @@ def _swiglu_bwd(plan, residuals, dh):
         None if want is None or one is None else one.astype(want.dtype)
         for one, want in zip(found, like, strict=True)
     )
+
+
+def _wants_bias(like) -> bool:
+    return like[3] is not None or like[5] is not None
 
 
 _swiglu.defvjp(_swiglu_fwd, _swiglu_bwd, symbolic_zeros=True)

@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_dora.ops.mosaic import rowwise
 from jax_dora.ops.mosaic.rowwise import RowwiseConfig
 
-CONFIG = RowwiseConfig(tile_bytes=4096)
+CONFIG = RowwiseConfig(tile_bytes=4096, stages=2, blocks_per_sm=3)
 # [rows, out] operands and results; vectors over the features.
 INPUTS, OUTPUTS, VECTORS = 3, 2, 4
 

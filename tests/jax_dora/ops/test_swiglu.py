@@ -103,11 +103,11 @@ def test_mosaic_adds_many_rows_without_drift(on_mosaic):
     """0.1 added up plainly drifts by half an ulp of the growing sum a row, always to one side."""
     rows, out, ones = 1024, 8, jnp.ones(8)
     tenth = jnp.full((rows, out), 0.1, jnp.bfloat16)
-    dh, gate = jnp.ones((rows, out), jnp.bfloat16), jnp.full((rows, out), 200, jnp.bfloat16)
+    gate = jnp.full((rows, out), 201, jnp.bfloat16)
     with on_mosaic():
-        *_, d_up_g = swiglu_backward(dh, gate, tenth, ones, ones, sm_count=1)
-    exact = rows * 200 * float(jnp.bfloat16(0.1))
-    np.testing.assert_allclose(np.asarray(d_up_g, np.float64), exact, rtol=3e-7)
+        *_, d_up_g = swiglu_backward(tenth, gate, tenth, ones, ones, sm_count=1)
+    exact = rows * 201 * float(jnp.bfloat16(0.1)) ** 2
+    np.testing.assert_allclose(np.asarray(d_up_g, np.float64), exact, rtol=1e-7)
 
 
 def test_keeps_nothing_but_its_operands():
