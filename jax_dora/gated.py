@@ -31,8 +31,8 @@ def swiglu(
     and inner = x (kernel + s·lora_a lora_b), for the magnitude's gradient. Here the result is never
     in memory: SwiGLU (arXiv 2002.05202) is taken of both inner at once, in fp32, rounded once, and
     one kernel makes both layers' gradients from it. Layers that are no `DoRALinear`, or have
-    dropout mode "input", different dtypes or an `implementation` of their own, are called as they
-    are, so that a model may be written so before it is adapted.
+    dropout mode "input", different dtypes, an `implementation` of their own or an inner_name with a
+    share, are called as they are, so that a model may be written so before it is adapted.
 
     Args:
       gate, up: the layers; any callables of [..., in].
@@ -57,7 +57,8 @@ def _fuses(layer: Any) -> bool:
     if not isinstance(layer, DoRALinear) or type(layer).__call__ is not DoRALinear.__call__:
         return False
     drops_whole = layer.dropout is not None and layer.dropout_mode == "input"
-    return layer.implementation is None and not drops_whole
+    names_a_share = isinstance(layer.inner_name, tuple)
+    return layer.implementation is None and not drops_whole and not names_a_share
 
 
 def _dtypes(layer: DoRALinear) -> tuple[Any, ...]:

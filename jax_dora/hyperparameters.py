@@ -61,8 +61,8 @@ def check_dropout(dropout: Any, mode: Any) -> None:
 
 
 def check_inner_name(inner_name: Any, dropout: float, mode: str) -> None:
-    """Raises TypeError unless it is None or a string, ValueError where there is no such array."""
-    check.is_name("inner_name", inner_name)
+    """Raises TypeError or ValueError unless it is an `InnerName`, and there is such an array."""
+    check.inner_name(inner_name)
     if inner_name is not None and dropout and mode == "input":
         raise ValueError(
             f"inner_name is {inner_name!r} with dropout_mode 'input', whose correction is composed "

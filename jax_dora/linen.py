@@ -16,6 +16,7 @@ from jax_dora.adapt.linen import DoRA as DoRA
 from jax_dora.adapt.linen import apply_dora as apply_dora
 from jax_dora.adapt.linen import merge_dora as merge_dora
 from jax_dora.hyperparameters import DropoutMode, adapter_scale, check_dropout, check_inner_name
+from jax_dora.ops.check import InnerName
 from jax_dora.ops.linear import NORM_NAME
 
 ADAPTER_NAMES = ("lora_a", "lora_b", "magnitude")
@@ -79,7 +80,7 @@ class DoRADense(nn.Module):
     lora_a_init: Initializer = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
     lora_b_init: Initializer = nn.initializers.zeros_init()
     implementation: str | None = None
-    inner_name: str | None = None
+    inner_name: InnerName = None
 
     @nn.compact
     def __call__(self, inputs: jax.Array, *, deterministic: bool | None = None) -> jax.Array:

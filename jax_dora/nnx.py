@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax_dora import ops
 from jax_dora.dropout import drawn
 from jax_dora.hyperparameters import DropoutMode, adapter_scale, check_dropout, check_inner_name
+from jax_dora.ops.check import InnerName
 from jax_dora.reuse import current_norm
 
 default_kernel_init = nnx.initializers.lecun_normal()
@@ -73,7 +74,7 @@ class DoRALinear(nnx.Module):
         kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
         bias_metadata: Mapping[str, Any] = MappingProxyType({}),
         implementation: str | None = None,
-        inner_name: str | None = None,
+        inner_name: InnerName = None,
         rngs: nnx.Rngs,
     ) -> None:
         """
@@ -161,7 +162,7 @@ class DoRALinear(nnx.Module):
         lora_a_init: Initializer = default_lora_a_init,
         lora_b_init: Initializer = default_lora_b_init,
         implementation: str | None = None,
-        inner_name: str | None = None,
+        inner_name: InnerName = None,
         rngs: nnx.Rngs,
     ) -> Self:
         """A DoRA layer over `linear`, whose kernel and bias it shares (the very `nnx.Param`s).

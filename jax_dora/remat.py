@@ -21,8 +21,10 @@ def remat_policy(*names: str) -> Callable[..., bool]:
         block.down_proj.inner_name = "down_inner"    # or DoRARule(..., inner_name="down_inner")
         nnx.remat(block, policy=jax_dora.remat_policy("down_inner"))
 
-    (Not with dropout mode "input", in which there is no such array. The name goes with the adapter:
-    `jax_dora.set_adapter` and PEFT folders bring layers that have none.)
+    Where memory is for less, ("down_inner", 0.5) keeps it of half of the tokens, and leaves the
+    other half to be computed again. (Not with dropout mode "input", in which there is no such
+    array. The name goes with the adapter: `jax_dora.set_adapter` and PEFT folders bring layers that
+    have none.)
 
     Args:
       *names: further names given by `jax.ad_checkpoint.checkpoint_name`, to be kept too.

@@ -88,6 +88,7 @@ def fidelity(root: Path) -> str:
 HEADLINE = {
     "DoRA (no Triton)": "norm in every call",
     "DoRA, norm kept (no Triton)": "norm kept",
+    "DoRA, norm and half of inner kept (no Triton)": "norm and half of inner kept",
     "DoRA, norm and inner kept (no Triton)": "norm and inner kept",
 }
 
@@ -113,7 +114,7 @@ def headline(root: Path) -> str:
     if agreement:
         parts.append(_table(("card", "comparisons within tolerance", "from"), agreement))
     if speed:
-        ways = tuple(HEADLINE.values())
+        ways = tuple(w for w in HEADLINE.values() if any(w in ratios for ratios in speed.values()))
         rows = (
             (work, *(ratios.get(way, "–") for way in ways), link)
             for (work, link), ratios in speed.items()

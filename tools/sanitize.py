@@ -58,6 +58,7 @@ def jax_kernels() -> dict[str, Callable[[], object]]:
         expand_compose,
         norm,
         projection,
+        swiglu_backward,
     )
 
     rng = np.random.default_rng(0)
@@ -125,9 +126,15 @@ def jax_kernels() -> dict[str, Callable[[], object]]:
             want_inner=True,
             sm_count=4,
         ),
+        "project inner": lambda: projection.project(
+            x, wide, z, draw(RANK, 320), None, want_inner=False, sm_count=4
+        ),
         "project_back": lambda: projection.project_back(draw(ROWS, 320), wide, z, a, sm_count=4),
         "project_back narrow": lambda: projection.project_back(
             draw(ROWS, 64), draw(64, 64), z, draw(64, RANK), sm_count=4
+        ),
+        "swiglu_backward": lambda: swiglu_backward.swiglu_backward(
+            rows, rows, rows, g, g, bias, bias, sm_count=4
         ),
         "dropped_product": lambda: dropped.dropped_product(
             x, a, seed, rate=0.3, transposed=False, sm_count=4

@@ -108,18 +108,24 @@ def _worker(spec: dict, seconds: float, environment: dict[str, str], console: Co
         try:
             output, _ = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            refused = f"no time was left for it: stopped after {seconds:.0f} s"
+            said = (_kill(process).strip().splitlines() or ["it had not begun"])[-1][:200]
+            refused = f"no time was left for it: stopped after {seconds:.0f} s ({said})"
         else:
             if process.returncode:
                 console.print(output[-2000:], markup=False, highlight=False)
                 failed = (output.strip().splitlines() or ["no output"])[-1][:400]
         finally:
-            # Whatever stopped it, Ctrl-C too; with its children, which would keep the pipe open.
+            # Whatever stopped it, Ctrl-C too.
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
+                _kill(process)
         # What was measured before that counts.
         return Outcome(json.loads(answer.read_text()) if answer.exists() else None, failed, refused)
+
+
+def _kill(process: subprocess.Popen[str]) -> str:
+    """What it had said; with its children, which would keep the pipe open."""
+    os.killpg(process.pid, signal.SIGKILL)
+    return process.communicate()[0]
 
 
 def _missing(variant: Variant, task: Task, protocol: Protocol, outcome: Outcome) -> Measurement:

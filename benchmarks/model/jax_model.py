@@ -32,8 +32,8 @@ MAGNITUDE_DEVIATION = 0.05
 SAME_MODEL = 2.0**-5
 EPS = 1e-6
 INNER = "down_inner"
-# Of these, inner of the last projection is kept in one of so many layers.
-KEEP_INNER = {"dora, norm and inner kept": 1, "dora, norm and half of inner kept": 2}
+# Of these, inner of the last projection is kept, of this share of the tokens.
+KEEP_INNER = {"dora, norm and inner kept": 1.0, "dora, norm and half of inner kept": 0.5}
 KEEP_NORM = ("dora, norm kept", *KEEP_INNER)
 
 
@@ -107,7 +107,6 @@ def _linear(kind: str, protocol: Protocol, adapter_dtype: Any) -> Callable[..., 
 
 def _build(config: DecoderConfig, kind: str, protocol: Protocol) -> CausalLM:
     """A model whose magnitudes stray from their norms, as after training."""
-    config = dataclasses.replace(config, remat_keeps_every=KEEP_INNER.get(kind, 1))
     model = make_model(config, linear=_linear(kind, protocol, config.dtype))
 
     @nnx.jit
@@ -126,7 +125,7 @@ def _build(config: DecoderConfig, kind: str, protocol: Protocol) -> CausalLM:
         nnx.jit(jax_dora.keep_norms)(model)
     if kind in KEEP_INNER:
         # The last projection of a rematerialised layer.
-        model.model.layers.mlp.down_proj.inner_name = INNER
+        model.model.layers.mlp.down_proj.inner_name = (INNER, KEEP_INNER[kind])
     return model
 
 

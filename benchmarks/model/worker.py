@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from benchmarks.clock import QUICK, DeviceClock, Effort, check_clocks, synchroni
 from benchmarks.model.protocol import Protocol, Task, Variant, group
 from benchmarks.report import Measurement
 
+START = time.monotonic()
 EFFORT = {
     "inference": Effort(seconds=1.0, least=3, most=20, blocks=5),
     "gradient": Effort(seconds=1.5, least=2, most=20, blocks=5),
@@ -51,15 +53,24 @@ def main(given: Path, answer: Path) -> None:
     protocol = Protocol(**spec["protocol"])
     device = spec["device"]
     side = _side(variant, protocol, device)
+    _say("checks a few layers")
     check = side.check()
     # What the check made must not count as the tasks' memory.
     gc.collect()
     clock = DeviceClock() if device == "cuda" else None
     found = []
+    _say("builds the model")
     for task, step, peak in side.tasks:
+        _say(f"measures {task}")
         measurement = _measure(variant, protocol, task, step, peak, check, clock)
         found.append(dataclasses.asdict(measurement))
         _write(answer, found)
+        _say("goes on")
+
+
+def _say(what: str) -> None:
+    """What it does now, for a runner that stops it to tell."""
+    print(f"{what} since {time.monotonic() - START:.0f} s", flush=True)
 
 
 def _write(answer: Path, value: Any) -> None:

@@ -69,11 +69,7 @@ class DecoderConfig:
       attention: `implementation` of `jax.nn.dot_product_attention`; "cudnn" is the fast one on a
         GPU, for bf16 and fp16.
       remat: recompute each layer in the backward pass, keeping its input and its adapters' norms,
-      remat_keeps: and what has one of these checkpoint names; see `jax_dora.remat_policy`,
-      remat_keeps_every: in one of so many layers, where memory is for no more.
-
-    Raises:
-      ValueError: num_hidden_layers is no multiple of remat_keeps_every.
+      remat_keeps: and what has one of these checkpoint names; see `jax_dora.remat_policy`.
     """
 
     vocab_size: int
@@ -94,15 +90,6 @@ class DecoderConfig:
     attention: Literal["xla", "cudnn"] | None = None
     remat: bool = True
     remat_keeps: tuple[str, ...] = ()
-    remat_keeps_every: int = 1
-
-    def __post_init__(self) -> None:
-        every, layers = self.remat_keeps_every, self.num_hidden_layers
-        if every < 1 or layers % every:
-            raise ValueError(
-                f"remat_keeps_every is {every}; expected a divisor of num_hidden_layers, {layers}: "
-                "the layers are scanned over in groups of so many"
-            )
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], **changes: Any) -> Self:

@@ -145,35 +145,13 @@ class Decoder(nnx.Module):
             layer = nnx.merge(graphdef, *state)
             return layer(x, angles, mask), nnx.state(layer, nnx.RngState)
 
-        def rematerialised(*names):
-            if not self.config.remat:
-                return one_layer
+        if self.config.remat:
             # Inside a scan no common subexpressions can undo the rematerialisation.
-            policy = jax_dora.remat_policy(*names)
-            return jax.checkpoint(one_layer, policy=policy, prevent_cse=False)
-
-        others = self.config.remat_keeps_every - 1
-        steps = [rematerialised()] * others + [rematerialised(*self.config.remat_keeps)]
-        x, streams = _scan_in_turns(steps, x, (streams, arrays))
+            policy = jax_dora.remat_policy(*self.config.remat_keeps)
+            one_layer = jax.checkpoint(one_layer, policy=policy, prevent_cse=False)
+        x, streams = lax.scan(one_layer, x, (streams, arrays))
         nnx.update(self.layers, streams)
         return x
-
-
-def _scan_in_turns(steps: list[Callable], x: jax.Array, stacks: Any) -> tuple[jax.Array, Any]:
-    """`lax.scan` over stacked layers, by each of `steps` in its turn."""
-    if len(steps) == 1:
-        return lax.scan(steps[0], x, stacks)
-
-    def one_turn(x, layers):
-        found = []
-        for i, step in enumerate(steps):
-            x, one = step(x, jax.tree.map(lambda stack, i=i: stack[i], layers))
-            found.append(one)
-        return x, jax.tree.map(lambda *ones: jnp.stack(ones), *found)
-
-    turns = jax.tree.map(lambda stack: stack.reshape(-1, len(steps), *stack.shape[1:]), stacks)
-    x, found = lax.scan(one_turn, x, turns)
-    return x, jax.tree.map(lambda stack: stack.reshape(-1, *stack.shape[2:]), found)
 
 
 class CausalLM(nnx.Module):

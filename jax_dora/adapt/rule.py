@@ -10,6 +10,7 @@ from flax.typing import Dtype, Initializer
 
 from jax_dora.hyperparameters import DropoutMode, adapter_scale, check_dropout, check_inner_name
 from jax_dora.ops import check, dispatch
+from jax_dora.ops.check import InnerName
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,7 @@ class DoRARule:
     lora_b_init: Initializer | None = None
     adapt_attend: bool | None = None
     implementation: str | None = None
-    inner_name: str | None = None
+    inner_name: InnerName = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, str):

@@ -18,6 +18,7 @@ from jax_dora.dropout import drawn
 from jax_dora.hyperparameters import check_inner_name
 from jax_dora.layers.adapter import DoRALayer, no_out_sharding
 from jax_dora.layers.layout import Layout, projection_layout
+from jax_dora.ops.check import InnerName
 from jax_dora.reuse import current_norm
 
 
@@ -59,7 +60,7 @@ class DoRAProjection(DoRALayer):
     precision: Any
     promote_dtype: Any
 
-    def __init__(self, base: Any, *, inner_name: str | None = None, **options: Any) -> None:
+    def __init__(self, base: Any, *, inner_name: InnerName = None, **options: Any) -> None:
         super().__init__(base, **options)
         rate = 0.0 if self.dropout is None else self.dropout.rate
         check_inner_name(inner_name, rate, self.dropout_mode)

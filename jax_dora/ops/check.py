@@ -7,6 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+# A checkpoint name, alone or with the share of the tokens that carries it.
+type InnerName = str | tuple[str, float] | None
+
 FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 
 
@@ -56,13 +59,23 @@ def scale_array(scale: Any) -> jax.Array:
     return jnp.asarray(scale)
 
 
-def is_name(argument: str, name: Any) -> None:
-    """Raises TypeError unless `name` is None or a string."""
-    if name is not None and not isinstance(name, str):
+def inner_name(given: Any) -> tuple[str | None, float]:
+    """The name, and the share of the tokens that carries it.
+
+    Raises:
+      TypeError, ValueError: `given` is no `InnerName`, or its share not between 0 and 1.
+    """
+    name, share = given if isinstance(given, tuple) and len(given) == 2 else (given, 1.0)
+    if not (name is None or isinstance(name, str)) or (name is None and given is not None):
         raise TypeError(
-            f"{argument} is {name!r}; expected None or a string, as jax.ad_checkpoint."
-            "checkpoint_name takes it"
+            f"inner_name is {given!r}; expected None or a string, as jax.ad_checkpoint."
+            "checkpoint_name takes it, or a string and the share of the tokens that carries it"
         )
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        raise ValueError(
+            f"inner_name is {given!r}; expected a share of the tokens greater than 0 and at most 1"
+        )
+    return name, float(share)
 
 
 def adapter(kernel: jax.Array, lora_a: jax.Array, lora_b: jax.Array) -> None:

@@ -26,6 +26,7 @@ from jax.typing import ArrayLike
 
 from jax_dora.ops import check, device, dispatch, tuning
 from jax_dora.ops import dropout as dropouts
+from jax_dora.ops.check import InnerName
 from jax_dora.ops.compose import (
     Plan,
     backward,
@@ -57,7 +58,7 @@ def dora_linear(
     implementation: str | None = None,
     precision: jax.lax.PrecisionLike = None,
     dropout: Dropout | None = None,
-    inner_name: str | None = None,
+    inner_name: InnerName = None,
 ) -> jax.Array:
     """y = magnitude ∘ x (kernel + scale·lora_a lora_b) / ‖kernel + scale·lora_a lora_b‖ + bias.
 
@@ -81,6 +82,9 @@ def dora_linear(
       dropout: of x, in training; its mask is never in memory, see `jax_dora.ops.Dropout`.
       inner_name: a `jax.ad_checkpoint.checkpoint_name` for x (kernel + scale·lora_a lora_b)
         [..., out], which only magnitude's gradient reads; a policy of `jax.checkpoint` may keep it.
+        Or a name and a share, such as ("inner", 0.5): the first half of the tokens, x's last axis
+        but one, carries the name, and the rest is computed apart from y, so that a policy which
+        keeps the name leaves no more to compute again. Elsewhere it is computed twice.
 
     Returns:
       [..., out] in the dtype that x and kernel promote to; adapters of a wider dtype are cast to it
@@ -92,7 +96,7 @@ def dora_linear(
       NotImplementedError: the named implementation cannot take the call; inner_name with dropout
         mode "input".
     """
-    check.is_name("inner_name", inner_name)
+    check.inner_name(inner_name)
     _check_operands(x, kernel, lora_a, lora_b, implementation)
     out_features = kernel.shape[1]
     check.is_float("magnitude", magnitude)
@@ -181,7 +185,7 @@ def _planned(
     shape = (*x.shape[:-1], kernel.shape[1])
     result = jax.ShapeDtypeStruct(shape, _result_dtype(x, kernel))
     plan = _plan(x, kernel, lora_a.shape[1], result, implementation, rate)
-    plan = plan._replace(inner_name=inner_name)
+    plan = plan._replace(inner_name=check.inner_name(inner_name))
     precision = lax.Precision(precision) if isinstance(precision, str) else precision
     scale = check.scale_array(scale)
     return _project(plan, precision, x, kernel, lora_a, lora_b, g, scale, bias, seed)
@@ -211,7 +215,7 @@ class LinearPlan(NamedTuple):
       dropout: the rate at which the adapter's x is dropped.
       drops: "mosaic" or "xla", what draws the mask for z,
       drops_back: and what for dA.
-      inner_name: what rematerialisation knows `inner` by.
+      inner_name: what rematerialisation knows `inner` by, and the share of it that it does.
     """
 
     compose: Plan
@@ -220,7 +224,7 @@ class LinearPlan(NamedTuple):
     dropout: float
     drops: str = "xla"
     drops_back: str = "xla"
-    inner_name: str | None = None
+    inner_name: tuple[str | None, float] = (None, 1.0)
 
 
 def _plan(x, kernel, rank: int, result, implementation: str | None, rate: float) -> LinearPlan:
@@ -268,25 +272,34 @@ def _project(plan, precision, x, kernel, lora_a, lora_b, g, scale, bias, seed):
 def _forward(plan, precision, x, kernel, lora_a, lora_b, g, scale, bias, seed, want_inner):
     """(y, inner or None, z); z is already scaled where the plan is to project."""
     dtype = _result_dtype(x, kernel)
-    one = jnp.ones((kernel.shape[1],), jnp.float32) if g is None else g
     dot = functools.partial(_dot, dtype, precision)
     reduce = functools.partial(_reduce, plan, dot, x.astype(dtype), lora_a.astype(dtype), seed)
+    if plan.forward == "project":
+        z = (scale.astype(jnp.float32) * reduce(jnp.float32)).astype(dtype)
+    else:
+        z = reduce(dtype)
+    y, inner = _expand(plan, precision, x, kernel, z, lora_b, g, scale, bias, want_inner)
+    return y, inner, z
+
+
+def _expand(plan, precision, x, kernel, z, lora_b, g, scale, bias, want_inner):
+    """(y, inner or None) of z; y is inner where g is None."""
+    dtype = _result_dtype(x, kernel)
+    one = jnp.ones((kernel.shape[1],), jnp.float32) if g is None else g
+    dot = functools.partial(_dot, dtype, precision)
     if plan.forward == "compose":
-        base, z = dot(x, kernel, (-1, 0)), reduce(dtype)
-        lora = dot(z, lora_b, (-1, 0))
-        y, inner = forward(plan.compose, base, lora, one, scale, bias, want_inner=want_inner)
-        return y, inner, z
+        base, lora = dot(x, kernel, (-1, 0)), dot(z, lora_b, (-1, 0))
+        return forward(plan.compose, base, lora, one, scale, bias, want_inner=want_inner)
 
     target, sm_count = device.target(), device.sm_count()
-    rank = lora_a.shape[1]
+    rank = z.shape[-1]
     measured = functools.partial(tuning.config, target.device_kind, sizes=_sizes(x, kernel, rank))
     if plan.forward == "expand":
         config = measured(
             "expand_compose", fits=lambda config: mosaic_expand.fits(config, rank, want_inner)
         )
-        base, z = dot(x, kernel, (-1, 0)), reduce(dtype)
-        base = dispatch.on_cuda(base, target)
-        y, inner = mosaic_expand.expand_compose(
+        base = dispatch.on_cuda(dot(x, kernel, (-1, 0)), target)
+        return mosaic_expand.expand_compose(
             base,
             z,
             lora_b.astype(dtype),
@@ -297,10 +310,8 @@ def _forward(plan, precision, x, kernel, lora_a, lora_b, g, scale, bias, seed, w
             sm_count=sm_count,
             config=config,
         )
-        return y, inner, z
-    z = (scale.astype(jnp.float32) * reduce(jnp.float32)).astype(dtype)
     x = dispatch.on_cuda(x.astype(dtype), target)
-    y, inner = mosaic_projection.project(
+    return mosaic_projection.project(
         x,
         kernel.astype(dtype),
         z,
@@ -311,7 +322,21 @@ def _forward(plan, precision, x, kernel, lora_a, lora_b, g, scale, bias, seed, w
         sm_count=sm_count,
         config=measured("project", fits=mosaic_projection.fits),
     )
-    return y, inner, z
+
+
+def _named(plan, precision, inner, x, kernel, z, lora_b, scale) -> tuple[jax.Array, ...]:
+    """inner in one part, or two along the tokens, of which the first carries the plan's name."""
+    name, share = plan.inner_name
+    if name is None:
+        return (inner,)
+    tokens = x.shape[-2] if x.ndim > 1 else 1
+    kept = max(1, round(share * tokens))
+    if kept >= tokens:
+        return (jnp.asarray(checkpoint_name(inner, name)),)
+    first = lax.slice_in_dim(inner, 0, kept, axis=-2)
+    x, z = (lax.slice_in_dim(array, kept, tokens, axis=array.ndim - 2) for array in (x, z))
+    rest, _ = _expand(plan, precision, x, kernel, z, lora_b, None, scale, None, False)
+    return jnp.asarray(checkpoint_name(first, name)), rest
 
 
 def _project_fwd(plan, precision, *primals):
@@ -321,8 +346,8 @@ def _project_fwd(plan, precision, *primals):
     y, inner, z = _forward(
         plan, precision, x, kernel, lora_a, lora_b, g, scale, bias, seed, want_inner=wanted[4]
     )
-    if inner is not None and plan.inner_name is not None:
-        inner = checkpoint_name(inner, plan.inner_name)
+    if inner is not None:
+        inner = _named(plan, precision, inner, x, kernel, z, lora_b, scale)
     # What the wanted gradients need, and nothing else.
     _, wants_kernel, wants_a, wants_b = wanted[:4]
     kept = {
@@ -360,7 +385,12 @@ def _project_bwd(plan, precision, kept, dy):
 
     d, d_g = dy, None
     if kept["g"] is not None:
-        ct = backward(plan.compose, dy, kept["inner"], kept["g"], kept["scale"], want_lora=False)
+        parts = kept["inner"]
+        if parts is None:
+            inner = None
+        else:
+            inner = parts[0] if len(parts) == 1 else lax.concatenate(parts, dy.ndim - 2)
+        ct = backward(plan.compose, dy, inner, kept["g"], kept["scale"], want_lora=False)
         d, d_g = ct.base, ct.g
     dz = None
     if like_x is not None or like_a is not None:

@@ -103,6 +103,11 @@ def test_a_rule_names_inner_for_every_linear_layer(base):
         )
     )
     assert set_adapter(model, get_adapter(adapted))["layer"].inner_name == "mine"
+    rule = DoRARule("layer", 2, 2, inner_name=("mine", 0.5))
+    half = apply_dora(model, rule, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(
+        half["layer"](jnp.ones((4, 6))), adapted["layer"](jnp.ones((4, 6)))
+    )
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,7 @@ def test_fuses_only_what_it_computes_alike():
         nnx.Linear(IN, OUT, rngs=nnx.Rngs(0)),
         make(0, implementation="xla"),
         make(0, dropout=0.5, dropout_mode="input"),
+        make(0, inner_name=("mine", 0.5)),
         type("Own", (DoRALinear,), {"__call__": lambda self, x: x})(
             *(IN, OUT), rank=2, alpha=2, rngs=nnx.Rngs(0)
         ),

@@ -1,6 +1,5 @@
 """The decoder computes what transformers' models compute."""
 
-import dataclasses
 import functools
 
 import decoder
@@ -144,50 +143,6 @@ def test_remat_changes_no_gradient_and_saves_the_norm(tokens):
     adapters, rest = nnx.split_state(state, nnx.LoRAParam, ...)
     text = str(jax.make_jaxpr(jax.grad(loss))(adapters, rest))
     assert text.count("name[name=dora_norm]") == 7
-
-
-def test_one_layer_in_two_keeps_what_is_named(tokens):
-    """It is computed again in the others alone, and every layer is scanned over once."""
-    linear = functools.partial(
-        DORA, inner_name="mine", dropout=0.5, lora_b_init=nnx.initializers.normal(0.1)
-    )
-    config = dataclasses.replace(CONFIG, num_hidden_layers=4, remat_keeps=("mine",))
-    tokens = jnp.asarray(tokens % CONFIG.vocab_size)
-
-    def grads_and_products(**changes):
-        model = decoder.make_model(dataclasses.replace(config, **changes), linear=linear)
-        graphdef, adapters, rest = nnx.split(model, nnx.LoRAParam, ...)
-
-        def loss(adapters):
-            model = nnx.merge(graphdef, adapters, rest, copy=True)
-            loss = decoder.last_tokens_loss(model, tokens, 20)
-            return loss.total, nnx.state(model, nnx.RngCount)
-
-        (grads, counts), text = (
-            jax.grad(loss, has_aux=True)(adapters),
-            jax.make_jaxpr(jax.grad(loss, has_aux=True))(adapters),
-        )
-        return grads, counts, str(text).count("dot_general")
-
-    never, every, half = (
-        grads_and_products(**changes)
-        for changes in ({"remat_keeps": ()}, {}, {"remat_keeps_every": 2})
-    )
-    for other in (every, half):
-        jax.tree.map(
-            functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6),
-            *((never[0], other[0])),
-        )
-        jax.tree.map(np.testing.assert_array_equal, never[1], other[1])
-    # The jaxpr of `half` has a layer of either kind.
-    assert every[2] < never[2]
-    head = 2  # its product, and that of its gradient
-    assert half[2] == never[2] + every[2] - head
-
-
-def test_layers_that_do_not_divide_into_groups_are_refused():
-    with pytest.raises(ValueError, match=r"remat_keeps_every is 2; expected a divisor of .* 3"):
-        dataclasses.replace(CONFIG, remat_keeps_every=2)
 
 
 def test_dropout_draws_new_masks(tokens):

@@ -32,14 +32,15 @@ def layer(seed, rows, n_in, n_out, rank, dtype, adapter_dtype=jnp.float32):
     return arrays, jnp.asarray(dy, dtype)
 
 
-def check(arrays, dy, implementation=None):
+def check(arrays, dy, implementation=None, **options):
     """Result and gradients against the oracle, within the derived bounds."""
+    options = {"implementation": implementation, **options}
     trained = {k: v for k, v in arrays.items() if k != "kernel"}
 
     def call(trained):
         a = trained | {"kernel": arrays["kernel"]}
         order = (a[k] for k in ("x", "kernel", "lora_a", "lora_b", "magnitude"))
-        return dora_linear(*order, SCALE, bias=a["bias"], implementation=implementation)
+        return dora_linear(*order, SCALE, bias=a["bias"], **options)
 
     with jax.default_matmul_precision("highest"):
         y, vjp = jax.vjp(call, trained)
@@ -206,10 +207,60 @@ def test_remat_can_keep_what_only_the_magnitude_reads():
     jax.tree.map(np.testing.assert_array_equal, named, plain)
 
 
-def test_a_name_is_a_string():
+@pytest.mark.parametrize(("n_in", "n_out"), [(256, 320), (64, 136)])
+def test_inner_in_two_parts_agrees_with_the_oracle(on_mosaic, n_in, n_out):
+    """One of them apart from y: from the whole projection, and from expand and compose."""
+    arrays, dy = layer(1, (2, 9), n_in, n_out, 16, jnp.bfloat16)
+    check(arrays, dy, "xla", inner_name=("mine", 0.5))
+    with on_mosaic():
+        check(arrays, dy, "mosaic", inner_name=("mine", 0.5))
+
+
+@pytest.mark.parametrize("dropout", [None, Dropout(draw_seed(jax.random.key(0)), 0.5)])
+@pytest.mark.parametrize(
+    ("rows", "share", "kept"), [((7,), 0.5, 4), ((2, 9), 0.3, 3), ((7,), 0.01, 1), ((7,), 1, 7)]
+)
+def test_remat_can_keep_it_of_a_share_of_the_tokens(rows, share, kept, dropout):
+    """The rest alone is computed again, and no gradient changes."""
+    arrays, dy = layer(6, rows, 48, 40, 4, jnp.float32)
+    order = ("x", "kernel", "lora_a", "lora_b", "magnitude")
+    keeps = jax.checkpoint_policies.save_only_these_names("mine", "dora_norm")
+
+    def gradient(name):
+        def block(*operands):
+            return dora_linear(*operands, SCALE, inner_name=name, dropout=dropout)
+
+        remat = jax.checkpoint(block, policy=keeps)
+        return jax.grad(lambda *operands: jnp.sum(dy * remat(*operands)), argnums=(0, 2, 3, 4))
+
+    operands = [arrays[name] for name in order]
+    jaxpr = jax.make_jaxpr(gradient(("mine", share)))(*operands).jaxpr
+    # x kernel and z lora_b, in the forward pass and again.
+    tokens = rows[-1]
+    assert matrices(jaxpr, (*rows, 40)) == 2
+    assert matrices(jaxpr, (*rows[:-1], tokens - kept, 40)) == (2 if kept < tokens else 0)
+    named, plain = (jax.jit(gradient(name))(*operands) for name in (("mine", share), None))
+    for a, b in zip(named, plain, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        (3, TypeError, "inner_name is 3; expected None or a string"),
+        ((None, 0.5), TypeError, r"inner_name is \(None, 0\.5\); expected None or a string"),
+        (("a", "b", 1), TypeError, "expected None or a string.* and the share of the tokens"),
+        (("a", 0), ValueError, r"inner_name is \('a', 0\); expected a share .* greater than 0"),
+        (("a", 1.5), ValueError, r"inner_name is \('a', 1\.5\); expected a share"),
+        (("a", float("nan")), ValueError, "expected a share"),
+        (("a", True), ValueError, "expected a share"),
+        (("a", "half"), ValueError, "expected a share"),
+    ],
+)
+def test_a_name_is_a_string_and_a_share_lies_between_0_and_1(name, error, message):
     arrays, _ = layer(6, (7,), 48, 40, 4, jnp.float32)
-    with pytest.raises(TypeError, match="inner_name is 3; expected None or a string"):
-        dora_linear(**arrays, scale=SCALE, inner_name=3)
+    with pytest.raises(error, match=message):
+        dora_linear(**arrays, scale=SCALE, inner_name=name)
 
 
 def test_dropout_of_the_whole_input_has_no_inner_to_name():
