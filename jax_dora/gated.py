@@ -1,8 +1,10 @@
 """The gated half of a transformer's MLP, of two DoRA layers at once."""
 
+import inspect
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 from jax.ad_checkpoint import checkpoint_name
@@ -38,7 +40,7 @@ def swiglu(
       gate, up: the layers; any callables of [..., in].
       inputs: [..., in].
       out_sharding: as `nnx.Linear.__call__`'s, of both layers, which are then called as they are.
-      deterministic, rngs: as `nnx.Dropout.__call__`'s, of both layers.
+      deterministic, rngs: as `nnx.Dropout.__call__`'s, of a layer that takes them.
 
     Returns:
       [..., out].
@@ -46,11 +48,20 @@ def swiglu(
     alike = _fuses(gate) and _fuses(up) and _dtypes(gate) == _dtypes(up)
     if out_sharding is not None or not alike:
         given = {"out_sharding": out_sharding, "deterministic": deterministic, "rngs": rngs}
-        options = {name: value for name, value in given.items() if value is not None}
-        return jax.nn.silu(gate(inputs, **options)) * up(inputs, **options)
+        given = {name: value for name, value in given.items() if value is not None}
+        return jax.nn.silu(gate(inputs, **_taken(gate, given))) * up(inputs, **_taken(up, given))
     gate_inner, gate_g, gate_bias = _parts(gate, inputs, deterministic, rngs)
     up_inner, up_g, up_bias = _parts(up, inputs, deterministic, rngs)
     return ops.swiglu(gate_inner, up_inner, gate_g, up_g, gate_bias=gate_bias, up_bias=up_bias)
+
+
+def _taken(layer: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Those of `options` that a call of `layer` takes, or would not do without."""
+    parameters = inspect.signature(layer).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return options
+    of_dropout = {"deterministic", "rngs"} - parameters.keys()
+    return {name: value for name, value in options.items() if name not in of_dropout}
 
 
 def _fuses(layer: Any) -> bool:
@@ -64,7 +75,8 @@ def _fuses(layer: Any) -> bool:
 def _dtypes(layer: DoRALinear) -> tuple[Any, ...]:
     """What decides the dtype of a layer's result, beside its inputs."""
     bias = None if layer.bias is None else layer.bias[...].dtype
-    return layer.dtype, layer.kernel[...].dtype, bias
+    dtype = None if layer.dtype is None else jnp.dtype(layer.dtype)
+    return dtype, layer.kernel[...].dtype, bias
 
 
 def _parts(layer: DoRALinear, inputs: jax.Array, deterministic, rngs):

@@ -270,12 +270,11 @@ def swiglu(
 
     y₁ and y₂ cost rule 2's two operations. σ = sigmoid(y₁) may come from approximate instructions,
     each good to 2 ulp (CUDA's ex2.approx and rsqrt.approx): exp's argument y₁·log₂e is rounded
-    twice, which moves exp, and by less σ, by 2·u32·|y₁| of itself; two instructions, a sum and a
-    square add 12·u32. silu' = σ(1 + y₁(1-σ)) multiplies three such factors at most, so
-    R = (40 + 6|y₁|)·u32 covers each of silu, silu' and their products, relative to the magnitudes
-    that enter: |y₁|σ, and σ(1 + |y₁|), for 1-σ is at most 1. silu and silu' carry y₁'s error on by
-    their slopes, at most 1.1 and 0.5. Sums over rows: rule 4, and the terms' errors, of which those
-    of y₁ are alike in sign in no two rows, by rule 3.
+    twice, which moves exp by 2·u32·|y₁| of itself, and 1/(1 + exp) by 1-σ of that; the
+    instructions, a sum and a square add 12·u32: R = ((1-σ)(2|y₁| + 4) + 12)·u32. 1-σ is wrong by σR
+    + u32, absolutely, so that silu' = σ(1 + y₁(1-σ)) is by R + 3·u32 of what enters it, and by
+    σ|y₁| times that. σ, and its product with dh, may each underflow. silu and silu' carry y₁'s
+    error on by their slopes. Sums over rows: the terms' errors by rule 3, and rule 4.
     """
     dh, gate, up, g1, g2 = (fp64(value) for value in (dh, gate, up, gate_g, up_g))
     b1, b2 = fp64(gate_bias), fp64(up_bias)
@@ -284,16 +283,22 @@ def swiglu(
     e1, e2 = 2 * u32 * (abs(g1 * gate) + abs(b1)), 2 * u32 * (abs(g2 * up) + abs(b2))
     # exp(-|y|) overflows nowhere.
     small = 2.718281828459045 ** -abs(y1)
-    sigma = (y1 >= 0) / (1 + small) + (y1 < 0) * small / (1 + small)
-    silu, slope = y1 * sigma, sigma * (1 + y1 * (1 - sigma))
-    r = (40 + 6 * abs(y1)) * u32
-    e_silu = 1.1 * e1 + r * abs(silu)
-    e_slope = 0.5 * e1 + r * sigma * (1 + abs(y1))
+    up_to_1, rest = 1 / (1 + small), small / (1 + small)
+    sigma = (y1 >= 0) * up_to_1 + (y1 < 0) * rest
+    other = (y1 >= 0) * rest + (y1 < 0) * up_to_1  # 1-σ
+    silu, slope = y1 * sigma, sigma * (1 + y1 * other)
+    bend = sigma * other * (2 + y1 * (other - sigma))  # silu''
+    r = (other * (2 * abs(y1) + 4) + 12) * u32
+    tiny = UNDERFLOW["float32"]
+    e_silu = abs(slope) * e1 + (r + 2 * u32) * abs(silu) + tiny * abs(y1)
+    e_slope = abs(bend) * e1 + (r + 3 * u32) * sigma * (1 + abs(y1) * other)
+    e_slope = e_slope + sigma * abs(y1) * (sigma * r + u32) + tiny * (1 + abs(y1))
 
     h = silu * y2
     d1, d2 = dh * y2 * slope, dh * silu
     e_d1 = abs(dh) * (abs(y2) * e_slope + e2 * abs(slope)) + 3 * u32 * abs(d1)
-    e_d2 = abs(dh) * e_silu + 3 * u32 * abs(d2)
+    e_d1 = e_d1 + tiny * abs(y2) * (1 + abs(y1))
+    e_d2 = abs(dh) * e_silu + 3 * u32 * abs(d2) + tiny * abs(y1)
 
     def stored(g: Array, d: Array, error: Array) -> Array:
         return rounding(g * d, dtype) + abs(g) * error + 2 * u32 * abs(g * d)

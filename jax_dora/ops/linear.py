@@ -131,7 +131,7 @@ def dora_linear(
                 dropout, x, kernel, lora_a, lora_b, g, scale, bias, implementation, precision
             )
     operands = (x, kernel, lora_a, lora_b, g, scale, bias, dropout)
-    return _planned(*operands, implementation, precision, inner_name)
+    return _planned("dora_linear", *operands, implementation, precision, inner_name)
 
 
 def lora_linear(
@@ -156,13 +156,13 @@ def lora_linear(
     _check_operands(x, kernel, lora_a, lora_b, implementation)
     if dropout is not None:
         dropouts.check(dropout)
-        if dropout.mode == "input":
+        if dropout.mode == "input" and dropout.rate:
             raise NotImplementedError(
                 "dropout has mode 'input', in which the kernel's product of the dropped x is "
                 "scaled by g; expected mode 'adapter'"
             )
     operands = (x, kernel, lora_a, lora_b, None, scale, None, dropout)
-    return _planned(*operands, implementation, precision, None)
+    return _planned("lora_linear", *operands, implementation, precision, None)
 
 
 def _check_operands(x, kernel, lora_a, lora_b, implementation) -> None:
@@ -177,14 +177,14 @@ def _check_operands(x, kernel, lora_a, lora_b, implementation) -> None:
 
 
 def _planned(
-    x, kernel, lora_a, lora_b, g, scale, bias, dropout, implementation, precision, inner_name
+    op, x, kernel, lora_a, lora_b, g, scale, bias, dropout, implementation, precision, inner_name
 ):
     """y, or inner where g is None."""
     seed = None if dropout is None or not dropout.rate else dropout.seed
     rate = 0.0 if seed is None or dropout is None else dropout.rate
     shape = (*x.shape[:-1], kernel.shape[1])
     result = jax.ShapeDtypeStruct(shape, _result_dtype(x, kernel))
-    plan = _plan(x, kernel, lora_a.shape[1], result, implementation, rate)
+    plan = _plan(op, x, kernel, lora_a.shape[1], result, implementation, rate)
     plan = plan._replace(inner_name=check.inner_name(inner_name))
     precision = lax.Precision(precision) if isinstance(precision, str) else precision
     scale = check.scale_array(scale)
@@ -227,7 +227,9 @@ class LinearPlan(NamedTuple):
     inner_name: tuple[str | None, float] = (None, 1.0)
 
 
-def _plan(x, kernel, rank: int, result, implementation: str | None, rate: float) -> LinearPlan:
+def _plan(
+    op: str, x, kernel, rank: int, result, implementation: str | None, rate: float
+) -> LinearPlan:
     target = device.target()
     fits = dispatch.runs_mosaic(target)
     in_features, out = kernel.shape
@@ -250,7 +252,7 @@ def _plan(x, kernel, rank: int, result, implementation: str | None, rate: float)
         forward = "expand"
     else:
         forward = "compose"
-    compose = plan_compose("dora_linear", False, result, implementation)
+    compose = plan_compose(op, False, result, implementation)
     drops = drops_back = "xla"
     if rate:
         refusal = mosaic_dropped.refuses(rows, in_features, rank, dtype)
@@ -333,6 +335,11 @@ def _named(plan, precision, inner, x, kernel, z, lora_b, scale) -> tuple[jax.Arr
     kept = max(1, round(share * tokens))
     if kept >= tokens:
         return (jnp.asarray(checkpoint_name(inner, name)),)
+    if any(spec := jax.typeof(inner).sharding.spec[-2:-1]):
+        raise NotImplementedError(
+            f"inner_name is {plan.inner_name}, and the tokens are sharded over the explicit axis "
+            f"{spec[0]!r}; expected a name without a share: it would move tokens between devices"
+        )
     first = lax.slice_in_dim(inner, 0, kept, axis=-2)
     x, z = (lax.slice_in_dim(array, kept, tokens, axis=array.ndim - 2) for array in (x, z))
     rest, _ = _expand(plan, precision, x, kernel, z, lora_b, None, scale, None, False)

@@ -39,8 +39,7 @@ def swiglu(
       gate_g, up_g: f32[out] from `magnitude_scale`.
       gate_bias, up_bias: [out].
       implementation: of the gradient: None, "mosaic" or "xla"; a named one runs or raises. "mosaic"
-        is one pass over dh, gate and up, which no bias may ask its gradient of. The result itself
-        is XLA's, which fuses it into one pass.
+        is one pass over dh, gate and up. The result itself is XLA's, which fuses it into one pass.
 
     Returns:
       [..., out] in gate's dtype.
@@ -52,23 +51,25 @@ def swiglu(
     check.is_float("gate", gate)
     if gate.ndim == 0:
         raise ValueError("gate has shape (); expected [..., out]")
-    check.has_shape("up", up, gate.shape, "gate's shape")
+    check.is_float("up", up)
+    if up.shape != gate.shape:
+        raise ValueError(
+            f"up has shape {up.shape}; expected gate's, {gate.shape}: both layers have the same "
+            "inputs and as many output features"
+        )
     if up.dtype != gate.dtype:
         raise TypeError(f"up has dtype {up.dtype}; expected gate's, {gate.dtype}")
-    for name, vector in (
-        ("gate_g", gate_g),
-        ("up_g", up_g),
-        ("gate_bias", gate_bias),
-        ("up_bias", up_bias),
-    ):
-        if vector is not None:
-            check.is_float(name, vector)
-            check.has_shape(name, vector, gate.shape[-1:], "[out]")
+    vectors = {"gate_g": gate_g, "up_g": up_g}
+    biases = {"gate_bias": gate_bias, "up_bias": up_bias}
+    vectors |= {name: bias for name, bias in biases.items() if bias is not None}
+    for name, vector in vectors.items():
+        check.is_float(name, vector)
+        check.has_shape(name, vector, gate.shape[-1:], "[out]")
     return _swiglu(_plan(gate, implementation), gate, up, gate_g, gate_bias, up_g, up_bias)
 
 
-def _plan(gate: jax.Array, implementation: str | None) -> tuple[str, bool]:
-    """What makes the gradient, and whether the caller named it."""
+def _plan(gate: jax.Array, implementation: str | None) -> str:
+    """What makes the gradient."""
     target = device.target()
     fits = dispatch.runs_mosaic(target)
     rows, out = math.prod(gate.shape[:-1]), gate.shape[-1]
@@ -78,8 +79,7 @@ def _plan(gate: jax.Array, implementation: str | None) -> tuple[str, bool]:
         fits.refusal or mosaic.refuses(rows, out, gate.dtype),
         fits.slower or tuning.slower(target.device_kind, "swiglu_backward", sizes),
     )
-    chosen = dispatch.choose("swiglu", implementation, (option, dispatch.Option("xla")))
-    return chosen, implementation is not None
+    return dispatch.choose("swiglu", implementation, (option, dispatch.Option("xla")))
 
 
 def define(gate, up, gate_g, gate_bias, up_g, up_bias) -> jax.Array:
@@ -132,11 +132,6 @@ def _swiglu_fwd(plan, *primals):
         jax.lax.full((0,), 0, p.value.dtype) if p is not None and p.perturbed else None
         for p in primals
     )
-    if _wants_bias(like) and plan == ("mosaic", True):
-        raise NotImplementedError(
-            "swiglu: implementation 'mosaic' has no gradient of a bias; pass implementation=None "
-            "or 'xla', or leave the biases frozen"
-        )
     return define(*values), (values, like)
 
 
@@ -144,28 +139,25 @@ def _swiglu_bwd(plan, residuals, dh):
     values, like = residuals
     if isinstance(dh, SymbolicZero):
         return (None,) * 6
-    if plan[0] == "mosaic" and not _wants_bias(like):
+    if plan == "mosaic":
         gate, up, gate_g, gate_bias, up_g, up_bias = values
         target = device.target()
         sizes = rowwise.sizes(dh.size // dh.shape[-1], dh.shape[-1], dh.dtype)
-        config = tuning.config(target.device_kind, "swiglu_backward", sizes, mosaic.fits)
-        d_gate, d_up, d_gate_g, d_up_g = mosaic.swiglu_backward(
+        d_gate, d_up, d_gate_g, d_up_g, *d_biases = mosaic.swiglu_backward(
             dispatch.on_cuda(dh, target),
             *(gate, up, gate_g, up_g, gate_bias, up_bias),
+            want_bias=like[3] is not None or like[5] is not None,
             sm_count=device.sm_count(),
-            config=config,
+            config=tuning.config(target.device_kind, "swiglu_backward", sizes, mosaic.fits),
         )
-        found = (d_gate, d_up, d_gate_g, None, d_up_g, None)
+        d_gate_bias, d_up_bias = d_biases or (None, None)
+        found = (d_gate, d_up, d_gate_g, d_gate_bias, d_up_g, d_up_bias)
     else:
         found = define_backward(dh, *values)
     return tuple(
         None if want is None or one is None else one.astype(want.dtype)
         for one, want in zip(found, like, strict=True)
     )
-
-
-def _wants_bias(like) -> bool:
-    return like[3] is not None or like[5] is not None
 
 
 _swiglu.defvjp(_swiglu_fwd, _swiglu_bwd, symbolic_zeros=True)

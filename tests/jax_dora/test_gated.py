@@ -138,6 +138,24 @@ def test_plain_callables_take_no_options():
     np.testing.assert_array_equal(h, jax.nn.silu(x) * (2 * x))
 
 
+def test_options_go_to_the_layers_that_take_them():
+    x, _ = drawn(jnp.float32)
+    linear = nnx.Linear(IN, OUT, rngs=nnx.Rngs(0))
+    want = plain(linear, linear, x)
+    np.testing.assert_array_equal(
+        jax_dora.swiglu(linear, linear, x, deterministic=True, rngs=nnx.Rngs(0)), want
+    )
+    adapted = make(1, dropout=0.5)
+    half = jax_dora.swiglu(adapted, linear, x, deterministic=True)
+    want = jax.nn.silu(adapted(x, deterministic=True)) * linear(x)
+    np.testing.assert_array_equal(half, want)
+    with pytest.raises(TypeError, match="out_sharding"):
+        jax_dora.swiglu(lambda x: x, lambda x: x, x, out_sharding=P(None))
+    seen = []
+    jax_dora.swiglu(*[lambda x, **o: seen.append(o) or x] * 2, x, deterministic=True)
+    assert seen == [{"deterministic": True}] * 2
+
+
 def test_dropout_drops_what_the_layers_would():
     x, dh = drawn(jnp.float32)
 
@@ -257,5 +275,10 @@ def test_lora_linear_is_inner():
     seed = ops.draw_seed(jax.random.key(0))
     with pytest.raises(NotImplementedError, match="dropout has mode 'input'"):
         ops.lora_linear(*operands, layer.scale, dropout=ops.Dropout(seed, 0.5, "input"))
+    still = ops.lora_linear(*operands, layer.scale, dropout=ops.Dropout(seed, 0.0, "input"))
+    np.testing.assert_array_equal(still, ops.lora_linear(*operands, layer.scale))
+    narrow = (x, *(jnp.ones(s) for s in ((IN, 15), (IN, 2), (2, 15))))
+    with pytest.raises(NotImplementedError, match="lora_linear: implementation 'mosaic'"):
+        ops.lora_linear(*narrow, 1.0, implementation="mosaic")
     with pytest.raises(ValueError, match="its last axis must have kernel's 96"):
         ops.lora_linear(x[..., 1:], *operands[1:], layer.scale)

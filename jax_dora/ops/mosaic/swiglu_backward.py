@@ -1,10 +1,11 @@
-"""The gradient of `jax_dora.ops.swiglu`: SwiGLU's and two composes', with both magnitudes' sums.
+"""The gradient of `jax_dora.ops.swiglu`: SwiGLU's and two composes', with all sums over the rows.
 
     dh, gate, up  [rows, out]  bf16 or fp16      g, b of gate and of up  f32[out]
     y₁ = g₁∘gate + b₁    y₂ = g₂∘up + b₂    σ = sigmoid(y₁)
     d₁ = dh∘y₂∘σ∘(1 + y₁∘(1-σ))             d₂ = dh∘y₁∘σ
     d_gate = g₁∘d₁    d_up = g₂∘d₂          [rows, out]  dh's dtype
     d_g₁ = Σ_rows d₁∘gate    d_g₂ = Σ_rows d₂∘up    f32[out]
+    d_b₁ = Σ_rows d₁         d_b₂ = Σ_rows d₂       f32[out], where they are wanted
 
 As compose's backward kernel in all else: each thread block keeps the sums of its features in
 registers, with Kahan's compensation, and writes one row of partials, which XLA adds up.
@@ -43,7 +44,7 @@ def fits(config: RowwiseConfig) -> bool:
     return rowwise.fits(config, INPUTS, OUTPUTS, VECTORS)
 
 
-@functools.partial(jax.jit, static_argnames=("sm_count", "config"))
+@functools.partial(jax.jit, static_argnames=("want_bias", "sm_count", "config"))
 def swiglu_backward(
     dh: jax.Array,
     gate: jax.Array,
@@ -53,13 +54,16 @@ def swiglu_backward(
     gate_bias: jax.Array | None = None,
     up_bias: jax.Array | None = None,
     *,
+    want_bias: bool = False,
     sm_count: int,
     config: RowwiseConfig | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """(d_gate, d_up, d_gate_g, d_up_g) for dh, gate, up [..., out]."""
+) -> tuple[jax.Array, ...]:
+    """(d_gate, d_up, d_gate_g, d_up_g), and (d_gate_bias, d_up_bias) where they are wanted, for
+    dh, gate, up [..., out]."""
     shape, dtype, out = dh.shape, dh.dtype, dh.shape[-1]
     config = config or CONFIG
     t = rowwise.tile(dh.size // out, out, dtype, config, sm_count)
+    sum_count = 4 if want_bias else 2
 
     def kernel(*refs):
         operands_gmem, vectors_gmem, results_gmem = refs[:3], refs[3], refs[4:6]
@@ -73,7 +77,7 @@ def swiglu_backward(
         def step(indices, dh_smem, gate_smem, up_smem, sums):  # [tile_rows, features]
             (index,) = indices
             slot = lax.rem(index, 2)
-            gate_sum = up_sum = jnp.zeros_like(g1)
+            tile_sums = [jnp.zeros_like(g1)] * sum_count
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
             for row in range(t.tile_rows):
                 dh = dh_smem[row].astype(jnp.float32)
@@ -85,8 +89,10 @@ def swiglu_backward(
                 weighted = dh * sigma
                 d1 = weighted * (g2 * up + b2) * (1.0 + y1 * (1.0 - sigma))
                 d2 = weighted * y1
-                gate_sum = gate_sum + d1 * gate
-                up_sum = up_sum + d2 * up
+                tile_sums[0] = tile_sums[0] + d1 * gate
+                tile_sums[1] = tile_sums[1] + d2 * up
+                if want_bias:
+                    tile_sums[2:] = tile_sums[2] + d1, tile_sums[3] + d2
                 out_smem[slot, 0, row] = (g1 * d1).astype(dtype)
                 out_smem[slot, 1, row] = (g2 * d2).astype(dtype)
             plgpu.commit_smem()
@@ -96,11 +102,7 @@ def swiglu_backward(
                     out_smem.at[slot, i], gmem.at[rows_here, columns], commit_group=False
                 )
             plgpu.commit_smem_to_gmem_group()
-            gate_sums, up_sums = sums
-            return (
-                rowwise.add_compensated(gate_sums, gate_sum),
-                rowwise.add_compensated(up_sums, up_sum),
-            )
+            return tuple(map(rowwise.add_compensated, sums, tile_sums))
 
         block = plgpu.BlockSpec(
             (t.tile_rows, *t.feature_block),
@@ -112,7 +114,7 @@ def swiglu_backward(
             grid=(t.steps,),
             in_specs=[block] * INPUTS,
             max_concurrent_steps=config.stages,
-            init_carry=(nothing, nothing),
+            init_carry=(nothing,) * sum_count,
         )(*operands_gmem)
         for i, (total, _) in enumerate(sums):
             vectors_smem[i] = total
@@ -128,7 +130,7 @@ def swiglu_backward(
     d_gate, d_up, sums = plgpu.kernel(
         kernel,
         out_type=[jax.ShapeDtypeStruct(t.view, dtype)] * OUTPUTS
-        + [jax.ShapeDtypeStruct((2, t.row_blocks, padded, t.lane), jnp.float32)],
+        + [jax.ShapeDtypeStruct((sum_count, t.row_blocks, padded, t.lane), jnp.float32)],
         grid=(t.row_blocks, t.column_blocks),
         grid_names=("row", "column"),
         scratch_types=[
@@ -142,5 +144,5 @@ def swiglu_backward(
         *(operand.reshape(t.view) for operand in (dh, gate, up)),
         vectors.reshape(VECTORS, *t.view[1:]),
     )
-    d_gate_g, d_up_g = sums.sum(1).reshape(2, -1)[:, :out]
-    return d_gate.reshape(shape), d_up.reshape(shape), d_gate_g, d_up_g
+    sums = sums.sum(1).reshape(sum_count, -1)[:, :out]
+    return d_gate.reshape(shape), d_up.reshape(shape), *sums

@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.test_util import check_grads
 
 from jax_dora.ops import Dropout, dora_linear, draw_seed, factored_norm, squared_norm
@@ -242,6 +243,23 @@ def test_remat_can_keep_it_of_a_share_of_the_tokens(rows, share, kept, dropout):
     named, plain = (jax.jit(gradient(name))(*operands) for name in (("mine", share), None))
     for a, b in zip(named, plain, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_a_share_of_tokens_that_are_sharded_is_refused():
+    arrays, _ = layer(6, (4, 8), 48, 40, 4, jnp.float32)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    del arrays["bias"]
+
+    def loss(magnitude, x, name):
+        return jnp.sum(
+            dora_linear(**arrays | {"x": x, "magnitude": magnitude}, scale=SCALE, inner_name=name)
+        )
+
+    with jax.set_mesh(mesh):
+        x = jax.device_put(arrays["x"], jax.NamedSharding(mesh, jax.P(None, "data", None)))
+        assert jax.grad(loss)(arrays["magnitude"], x, "mine").shape == (40,)
+        with pytest.raises(NotImplementedError, match=r"tokens are sharded over .* 'data'"):
+            jax.grad(loss)(arrays["magnitude"], x, ("mine", 0.4))
 
 
 @pytest.mark.parametrize(
