@@ -87,6 +87,29 @@ def test_mosaic_agrees_at_full_size(rows, out, dtype):
     check(*operands(3, (rows, out), dtype), "mosaic")
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_lowers_for_cuda_without_a_gpu(biased):
+    rows = jax.ShapeDtypeStruct((4096, 12288), jnp.bfloat16)
+    vector = jax.ShapeDtypeStruct((12288,), jnp.float32)
+    arrays = [rows] * 3 + [vector] * (4 if biased else 2)
+
+    def forward_and_backward(dh, gate, up, *vectors):
+        names = ("gate_g", "up_g", *BIASES)[: len(vectors)]
+
+        def call(*operands):
+            given = dict(zip(names, operands[2:], strict=True))
+            return swiglu(*operands[:2], **given, implementation="mosaic")
+
+        h, vjp = jax.vjp(call, gate, up, *vectors)
+        return h, vjp(dh)
+
+    text = (
+        jax.jit(forward_and_backward).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    )
+    assert "dora_swiglu_backward" in text
+    assert text.count("custom_call @mosaic_gpu") == 1
+
+
 @pytest.mark.parametrize("value", [200.0, -200.0, 1e38, -1e38])
 def test_mosaic_saturates_where_the_exponential_overflows(on_mosaic, value):
     shape = (4, 8)
