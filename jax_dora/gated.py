@@ -57,6 +57,8 @@ def swiglu(
 
 def _taken(layer: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Those of `options` that a call of `layer` takes, or would not do without."""
+    if not options:
+        return {}
     parameters = inspect.signature(layer).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return options
