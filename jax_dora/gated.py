@@ -6,13 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.nnx.nn import dtypes
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_dora import ops
-from jax_dora.dropout import drawn
 from jax_dora.nnx import DoRALinear
-from jax_dora.reuse import current_norm
 
 
 def swiglu(
@@ -83,15 +80,9 @@ def _dtypes(layer: DoRALinear) -> tuple[Any, ...]:
 
 def _parts(layer: DoRALinear, inputs: jax.Array, deterministic, rngs):
     """(inner, g, bias) of a call."""
-    bias = None if layer.bias is None else layer.bias[...]
-    promoted = dtypes.promote_dtype((inputs, layer.kernel[...], bias), dtype=layer.dtype)
-    x, kernel, bias = promoted
-    norm = current_norm(layer)
-    inner = ops.lora_linear(
-        *(x, kernel, layer.lora_a[...], layer.lora_b[...], layer.scale),
-        precision=layer.precision,
-        dropout=drawn(layer.dropout, layer.dropout_mode, deterministic, rngs),
-    )
+    x, kernel, bias, norm, dropout = layer.operands(inputs, deterministic, rngs)
+    adapter = (layer.lora_a[...], layer.lora_b[...], layer.scale)
+    inner = ops.lora_linear(x, kernel, *adapter, precision=layer.precision, dropout=dropout)
     if layer.inner_name is not None:
         inner = checkpoint_name(inner, layer.inner_name)
     return inner, ops.magnitude_scale(layer.magnitude[...], norm, inner.dtype), bias

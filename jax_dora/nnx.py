@@ -239,17 +239,22 @@ class DoRALinear(nnx.Module):
         Raises:
           ValueError: out_sharding names an axis that is not explicit.
         """
-        bias = None if self.bias is None else self.bias[...]
-        x, kernel, bias = dtypes.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
-        # Of the stored parameters, so that g does not depend on the dtype of the computation.
-        norm = current_norm(self)
+        x, kernel, bias, norm, dropout = self.operands(inputs, deterministic, rngs)
         adapter = (self.lora_a[...], self.lora_b[...], self.magnitude[...])
-        dropout = drawn(self.dropout, self.dropout_mode, deterministic, rngs)
         seed = None if dropout is None else dropout.seed
         operands = (x, seed, kernel, *adapter, norm, bias)
         if out_sharding is None:
             return self._project(*operands)
         return _partitioned_by_xla(self._project, out_sharding, kernel)(*operands)
+
+    def operands(self, inputs: jax.Array, deterministic, rngs) -> tuple[Any, ...]:
+        """What a call computes with: x, kernel and bias as `nnx.Linear` promotes them, the norm of
+        the stored parameters, so that g does not depend on the dtype of the computation, and this
+        call's dropout."""
+        bias = None if self.bias is None else self.bias[...]
+        x, kernel, bias = dtypes.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
+        norm = current_norm(self)
+        return x, kernel, bias, norm, drawn(self.dropout, self.dropout_mode, deterministic, rngs)
 
     def _project(self, x, seed, kernel, lora_a, lora_b, magnitude, norm, bias) -> jax.Array:
         dropout = None

@@ -108,12 +108,12 @@ def _worker(spec: dict, seconds: float, environment: dict[str, str], console: Co
         try:
             output, _ = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            said = (_kill(process).strip().splitlines() or ["it had not begun"])[-1][:200]
+            said = _last_line(_kill(process)) or "it had not begun"
             refused = f"no time was left for it: stopped after {seconds:.0f} s ({said})"
         else:
             if process.returncode:
                 console.print(output[-2000:], markup=False, highlight=False)
-                failed = (output.strip().splitlines() or ["no output"])[-1][:400]
+                failed = _last_line(output) or "no output"
         finally:
             # Whatever stopped it, Ctrl-C too.
             if process.poll() is None:
@@ -126,6 +126,10 @@ def _kill(process: subprocess.Popen[str]) -> str:
     """What it had said; with its children, which would keep the pipe open."""
     os.killpg(process.pid, signal.SIGKILL)
     return process.communicate()[0]
+
+
+def _last_line(output: str) -> str:
+    return output.strip().split("\n")[-1][:400]
 
 
 def _missing(variant: Variant, task: Task, protocol: Protocol, outcome: Outcome) -> Measurement:

@@ -65,7 +65,7 @@ def main(given: Path, answer: Path) -> None:
         measurement = _measure(variant, protocol, task, step, peak, check, clock)
         found.append(dataclasses.asdict(measurement))
         _write(answer, found)
-        _say("goes on")
+        _say("builds the next task")
 
 
 def _say(what: str) -> None:

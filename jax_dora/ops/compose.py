@@ -13,7 +13,8 @@ inner = base + s·lora, the gradients are
 
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -80,21 +81,28 @@ class Plan(NamedTuple):
 
 def plan_compose(op: str, delta: bool, base: jax.Array, implementation: str | None) -> Plan:
     """Chooses the implementations for a result of `base`'s shape and dtype."""
+    pick = functools.partial(pick_rowwise, op, like=base, implementation=implementation)
+    return Plan(delta, pick("compose"), pick("compose_backward"))
+
+
+def pick_rowwise(
+    op: str,
+    kernel: str,
+    like: jax.Array,
+    implementation: str | None,
+    refuses: Callable[..., str | None] = rowwise.refuses,
+) -> str:
+    """The implementation of an elementwise kernel over tensors like `like`."""
     target = device.target()
     fits = dispatch.runs_mosaic(target)
-
-    rows, out = math.prod(base.shape[:-1]), base.shape[-1]
-    sizes = rowwise.sizes(rows, out, base.dtype)
-
-    def pick(kernel: str) -> str:
-        mosaic = dispatch.Option(
-            "mosaic",
-            fits.refusal or rowwise.refuses(rows, out, base.dtype),
-            fits.slower or tuning.slower(target.device_kind, kernel, sizes),
-        )
-        return dispatch.choose(op, implementation, (mosaic, dispatch.Option("xla")))
-
-    return Plan(delta, pick("compose"), pick("compose_backward"))
+    rows, out = math.prod(like.shape[:-1]), like.shape[-1]
+    sizes = rowwise.sizes(rows, out, like.dtype)
+    mosaic = dispatch.Option(
+        "mosaic",
+        fits.refusal or refuses(rows, out, like.dtype),
+        fits.slower or tuning.slower(target.device_kind, kernel, sizes),
+    )
+    return dispatch.choose(op, implementation, (mosaic, dispatch.Option("xla")))
 
 
 def _checked(op, delta, base, lora, g, scale, implementation):
@@ -125,31 +133,32 @@ def forward(
             delta=plan.delta,
             want_inner=want_inner,
             sm_count=device.sm_count(),
-            config=_config("compose", target, base, 2, 2 if want_inner else 1),
+            config=rowwise_config(
+                "compose",
+                base,
+                functools.partial(rowwise.fits, inputs=2, outputs=2 if want_inner else 1),
+            ),
         )
     return define(base, lora, g, scale, bias, delta=plan.delta, want_inner=want_inner)
 
 
-def _config(kernel: str, target: device.Target, like: jax.Array, inputs: int, outputs: int):
+def rowwise_config(kernel: str, like: jax.Array, fits: Callable[[Any], bool]) -> Any | None:
     """The measured config for a launch over tensors like `like`, or None."""
-    out = like.shape[-1]
-    sizes = rowwise.sizes(math.prod(like.shape[:-1]), out, like.dtype)
-    return tuning.config(
-        target.device_kind, kernel, sizes, lambda config: rowwise.fits(config, inputs, outputs)
-    )
+    sizes = rowwise.sizes(math.prod(like.shape[:-1]), like.shape[-1], like.dtype)
+    return tuning.config(device.target().device_kind, kernel, sizes, fits)
 
 
 def define(base, lora, g, scale, bias=None, *, delta: bool, want_inner: bool):
     """The definition that every implementation is held to: (y or ΔY, inner or None)."""
-    dtype = _accumulator(base.dtype)
+    dtype = accumulator(base.dtype)
     wide = base.astype(dtype)
-    g = _per_feature(g, wide)
+    g = per_feature(g, wide)
     scaled = scale.astype(dtype) * lora.astype(dtype)
     y = (g - 1) * wide + g * scaled
     if not delta:
         y = wide + y
     if bias is not None:
-        y = y + _per_feature(bias, wide)
+        y = y + per_feature(bias, wide)
     return y.astype(base.dtype), (wide + scaled).astype(base.dtype) if want_inner else None
 
 
@@ -178,18 +187,20 @@ def backward(
                 want_base=want_base,
                 want_lora=want_lora,
                 sm_count=device.sm_count(),
-                config=_config(
+                config=rowwise_config(
                     "compose_backward",
-                    target,
                     dy,
-                    1 if inner is None else 2,
-                    want_base + want_lora,
+                    functools.partial(
+                        rowwise.fits,
+                        inputs=1 if inner is None else 2,
+                        outputs=want_base + want_lora,
+                    ),
                 ),
             )
         )
-    dtype = _accumulator(dy.dtype)
+    dtype = accumulator(dy.dtype)
     wide = dy.astype(dtype)
-    g = _per_feature(g, wide)
+    g = per_feature(g, wide)
     d_base = ((g - 1 if plan.delta else g) * wide).astype(dy.dtype) if want_base else None
     d_lora = (scale.astype(dtype) * (g * wide)).astype(dy.dtype) if want_lora else None
     d_g = None
@@ -208,8 +219,7 @@ def _compose_fwd(plan, base, lora, g, scale):
     want = (base.perturbed, lora.perturbed)
     base, lora, g, scale, keep = base.value, lora.value, g.value, scale.value, g.perturbed
     y, inner = forward(plan, base, lora, g, scale, want_inner=keep)
-    # Zero-sized, to carry static facts through the residuals.
-    like = (_witness(base, want[0]), _witness(lora, want[1]), _witness(g, keep))
+    like = (witness(base, want[0]), witness(lora, want[1]), witness(g, keep))
     return y, (g, scale, inner, like)
 
 
@@ -243,14 +253,16 @@ def refuse_scale_gradient(perturbed: bool) -> None:
         )
 
 
-def _witness(array: jax.Array, perturbed: bool) -> jax.Array | None:
+def witness(array: jax.Array, perturbed: bool) -> jax.Array | None:
+    """A zero-sized array, to carry through the residuals that and in which dtype one is wanted."""
     return lax.full((0,), 0, array.dtype) if perturbed else None
 
 
-def _per_feature(vector: jax.Array, like: jax.Array) -> jax.Array:
+def per_feature(vector: jax.Array, like: jax.Array) -> jax.Array:
     """[out] as [1, ..., out], in the dtype and rank of `like`."""
     return lax.expand_dims(vector.astype(like.dtype), tuple(range(like.ndim - 1)))
 
 
-def _accumulator(dtype) -> jnp.dtype:
+def accumulator(dtype) -> jnp.dtype:
+    """The dtype that elementwise arithmetic on `dtype` is done in."""
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)

@@ -34,6 +34,7 @@ from jax_dora.ops.compose import (
     forward,
     plan_compose,
     refuse_scale_gradient,
+    witness,
 )
 from jax_dora.ops.dropout import Dropout, drop, kept_share
 from jax_dora.ops.mosaic import dropped as mosaic_dropped
@@ -367,10 +368,7 @@ def _project_fwd(plan, precision, *primals):
         "g": g,
         "scale": scale,
         "seed": seed,
-        "like": tuple(
-            lax.full((0,), 0, p.value.dtype) if want else None
-            for p, want in zip(primals, wanted, strict=True)
-        ),
+        "like": tuple(None if p is None else witness(p.value, p.perturbed) for p in primals),
     }
     return y, kept
 
@@ -393,10 +391,7 @@ def _project_bwd(plan, precision, kept, dy):
     d, d_g = dy, None
     if kept["g"] is not None:
         parts = kept["inner"]
-        if parts is None:
-            inner = None
-        else:
-            inner = parts[0] if len(parts) == 1 else lax.concatenate(parts, dy.ndim - 2)
+        inner = None if parts is None else lax.concatenate(parts, dy.ndim - 2)
         ct = backward(plan.compose, dy, inner, kept["g"], kept["scale"], want_lora=False)
         d, d_g = ct.base, ct.g
     dz = None

@@ -11,15 +11,16 @@ the layers' results instead of lying beside them. With σ = sigmoid(y₁):
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from jax_dora.ops import check, device, dispatch, tuning
-from jax_dora.ops.mosaic import rowwise
+from jax_dora.ops import check, device, dispatch
+from jax_dora.ops.compose import accumulator, per_feature, pick_rowwise, rowwise_config, witness
 from jax_dora.ops.mosaic import swiglu_backward as mosaic
+
+KERNEL = "swiglu_backward"
 
 
 def swiglu(
@@ -65,21 +66,8 @@ def swiglu(
     for name, vector in vectors.items():
         check.is_float(name, vector)
         check.has_shape(name, vector, gate.shape[-1:], "[out]")
-    return _swiglu(_plan(gate, implementation), gate, up, gate_g, gate_bias, up_g, up_bias)
-
-
-def _plan(gate: jax.Array, implementation: str | None) -> str:
-    """What makes the gradient."""
-    target = device.target()
-    fits = dispatch.runs_mosaic(target)
-    rows, out = math.prod(gate.shape[:-1]), gate.shape[-1]
-    sizes = rowwise.sizes(rows, out, gate.dtype)
-    option = dispatch.Option(
-        "mosaic",
-        fits.refusal or mosaic.refuses(rows, out, gate.dtype),
-        fits.slower or tuning.slower(target.device_kind, "swiglu_backward", sizes),
-    )
-    return dispatch.choose("swiglu", implementation, (option, dispatch.Option("xla")))
+    plan = pick_rowwise("swiglu", KERNEL, gate, implementation, mosaic.refuses)
+    return _swiglu(plan, gate, up, gate_g, gate_bias, up_g, up_bias)
 
 
 def define(gate, up, gate_g, gate_bias, up_g, up_bias) -> jax.Array:
@@ -107,14 +95,12 @@ def define_backward(dh, gate, up, gate_g, gate_bias, up_g, up_bias) -> tuple[jax
 
 
 def _composed(gate, up, gate_g, gate_bias, up_g, up_bias):
-    dtype = jnp.dtype(jnp.float64 if gate.dtype == jnp.float64 else jnp.float32)
+    dtype = accumulator(gate.dtype)
 
     def composed(inner, g, bias):
-        g = jnp.expand_dims(g.astype(dtype), range(inner.ndim - 1))
-        y = g * inner.astype(dtype)
-        if bias is not None:
-            y = y + jnp.expand_dims(bias.astype(dtype), range(inner.ndim - 1))
-        return y, g
+        wide = inner.astype(dtype)
+        g = per_feature(g, wide)
+        return g * wide if bias is None else g * wide + per_feature(bias, wide), g
 
     (y1, g1), (y2, g2) = composed(gate, gate_g, gate_bias), composed(up, up_g, up_bias)
     return (y1, y2), (g1, g2)
@@ -127,11 +113,7 @@ def _swiglu(plan, gate, up, gate_g, gate_bias, up_g, up_bias):
 
 def _swiglu_fwd(plan, *primals):
     values = tuple(None if p is None else p.value for p in primals)
-    # Zero-sized, to carry static facts through the residuals.
-    like = tuple(
-        jax.lax.full((0,), 0, p.value.dtype) if p is not None and p.perturbed else None
-        for p in primals
-    )
+    like = tuple(None if p is None else witness(p.value, p.perturbed) for p in primals)
     return define(*values), (values, like)
 
 
@@ -141,14 +123,12 @@ def _swiglu_bwd(plan, residuals, dh):
         return (None,) * 6
     if plan == "mosaic":
         gate, up, gate_g, gate_bias, up_g, up_bias = values
-        target = device.target()
-        sizes = rowwise.sizes(dh.size // dh.shape[-1], dh.shape[-1], dh.dtype)
         d_gate, d_up, d_gate_g, d_up_g, *d_biases = mosaic.swiglu_backward(
-            dispatch.on_cuda(dh, target),
+            dispatch.on_cuda(dh, device.target()),
             *(gate, up, gate_g, up_g, gate_bias, up_bias),
             want_bias=like[3] is not None or like[5] is not None,
             sm_count=device.sm_count(),
-            config=tuning.config(target.device_kind, "swiglu_backward", sizes, mosaic.fits),
+            config=rowwise_config(KERNEL, dh, mosaic.fits),
         )
         d_gate_bias, d_up_bias = d_biases or (None, None)
         found = (d_gate, d_up, d_gate_g, d_gate_bias, d_up_g, d_up_bias)
