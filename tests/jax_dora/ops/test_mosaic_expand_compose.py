@@ -25,11 +25,13 @@ def operands(seed, rows, rank, out, dtype):
 
 
 def run(arrays, config=None, *, sm_count=2, want_inner=True, with_bias=True):
-    base, z, lora_b, g, bias = arrays
-    call = jax.jit(
-        lambda *a: expand_compose(*a, want_inner=want_inner, sm_count=sm_count, config=config)
+    *arrays, bias = arrays
+    return expand_compose(
+        *(*arrays, jnp.float32(SCALE), bias if with_bias else None),
+        want_inner=want_inner,
+        sm_count=sm_count,
+        config=config,
     )
-    return call(base, z, lora_b, g, jnp.float32(SCALE), bias if with_bias else None)
 
 
 def check(arrays, y, inner, *, with_bias=True):

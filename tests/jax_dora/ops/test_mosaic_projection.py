@@ -32,11 +32,8 @@ def operands(seed, rows, n_in, rank, out, dtype):
 
 
 def run(forward, back, config=CONFIG, *, sm_count=2, want_inner=True):
-    def call(forward, back):
-        y, inner = project(**forward, want_inner=want_inner, sm_count=sm_count, config=config)
-        return y, inner, project_back(**back, sm_count=sm_count, config=config)
-
-    return jax.jit(call)(forward, back)
+    y, inner = project(**forward, want_inner=want_inner, sm_count=sm_count, config=config)
+    return y, inner, project_back(**back, sm_count=sm_count, config=config)
 
 
 def product(left, right, more_left, more_right):
