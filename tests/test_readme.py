@@ -105,6 +105,25 @@ def test_speed_table_withholds_what_is_red(tmp_path):
     assert "4.20 TB/s" in table
 
 
+def test_headline_has_a_row_for_a_work_and_the_range_of_its_runs(tmp_path):
+    def over_lora(variant, device):
+        over = "the best jax LoRA"
+        return {"variant": variant, "over": over, "work": "model, r384", "device": device}
+
+    folder = tmp_path / "benchmarks/results/h200"
+    folder.mkdir(parents=True)
+    for name, speedups in {
+        "one": [over_lora("DoRA (no Triton)", 0.8), over_lora("DoRA, norm kept (no Triton)", 1.0)],
+        "two": [over_lora("DoRA (no Triton)", 0.5), over_lora("DoRA (no Triton)", None)],
+    }.items():
+        content = {"environment": ENVIRONMENT, "measurements": [], "speedups": speedups}
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    links = (f"[`{n}.json`](benchmarks/results/h200/{n}.json)" for n in ("one", "two"))
+    table = readme_tables.headline(tmp_path)
+    assert f"| model, r384 | 1.25× to 2.00× | 1.00× | {', '.join(links)} |" in table
+    assert table.count("model, r384") == 1
+
+
 def test_missing_marker_is_refused():
     with pytest.raises(ValueError, match="lacks a marker"):
         readme_tables.updated("# Title", "body")
