@@ -22,7 +22,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
-from jax_dora.ops import check, device, dispatch, tuning
+from jax_dora.ops import check, device, dispatch, mesh, tuning
 from jax_dora.ops.mosaic import compose as mosaic_forward
 from jax_dora.ops.mosaic import compose_backward as mosaic_backward
 from jax_dora.ops.mosaic import rowwise
@@ -113,9 +113,8 @@ def _checked(op, delta, base, lora, g, scale, implementation):
     check.has_shape("lora", lora, base.shape, "base's shape")
     check.has_shape("g", g, base.shape[-1:], "[out]")
     dispatch.check_name(implementation)
-    return _compose(
-        plan_compose(op, delta, base, implementation), base, lora, g, check.scale_array(scale)
-    )
+    operands = mesh.vary_alike(base, lora, g, check.scale_array(scale))
+    return _compose(plan_compose(op, delta, base, implementation), *operands)
 
 
 def forward(

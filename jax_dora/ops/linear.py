@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
-from jax_dora.ops import check, device, dispatch, tuning
+from jax_dora.ops import check, device, dispatch, mesh, tuning
 from jax_dora.ops import dropout as dropouts
 from jax_dora.ops.check import InnerName
 from jax_dora.ops.compose import (
@@ -189,7 +189,8 @@ def _planned(
     plan = plan._replace(inner_name=check.inner_name(inner_name))
     precision = lax.Precision(precision) if isinstance(precision, str) else precision
     scale = check.scale_array(scale)
-    return _project(plan, precision, x, kernel, lora_a, lora_b, g, scale, bias, seed)
+    operands = mesh.vary_alike(x, kernel, lora_a, lora_b, g, scale, bias, seed)
+    return _project(plan, precision, *operands)
 
 
 def _with_dropped_input(
@@ -198,7 +199,7 @@ def _with_dropped_input(
     """Mode "input": base of x, the whole correction of the dropped x."""
     dtype = _result_dtype(x, kernel)
     dot = functools.partial(_dot, dtype, precision)
-    dropped = drop(x.astype(dtype), dropout.seed, dropout.rate)
+    dropped = drop(*mesh.vary_alike(x.astype(dtype), dropout.seed), dropout.rate)
     lora = dot(dot(dropped, lora_a, (-1, 0)), lora_b, (-1, 0))
     corrected = dot(dropped, kernel, (-1, 0))
     y = dot(x, kernel, (-1, 0))

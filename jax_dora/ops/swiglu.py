@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from jax_dora.ops import check, device, dispatch
+from jax_dora.ops import check, device, dispatch, mesh
 from jax_dora.ops.compose import accumulator, per_feature, pick_rowwise, rowwise_config, witness
 from jax_dora.ops.mosaic import swiglu_backward as mosaic
 
@@ -67,7 +67,7 @@ def swiglu(
         check.is_float(name, vector)
         check.has_shape(name, vector, gate.shape[-1:], "[out]")
     plan = pick_rowwise("swiglu", KERNEL, gate, implementation, mosaic.refuses)
-    return _swiglu(plan, gate, up, gate_g, gate_bias, up_g, up_bias)
+    return _swiglu(plan, *mesh.vary_alike(gate, up, gate_g, gate_bias, up_g, up_bias))
 
 
 def define(gate, up, gate_g, gate_bias, up_g, up_bias) -> jax.Array:

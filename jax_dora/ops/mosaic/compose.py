@@ -7,14 +7,13 @@ Bytes: reads 2 · rows · out, writes 1 (2 with inner), each of the dtype's size
 operations an element, so memory is the floor: bytes / copy rate.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_dora.ops import mesh
 from jax_dora.ops.mosaic import rowwise
 from jax_dora.ops.mosaic.rowwise import RowwiseConfig
 from jax_dora.ops.mosaic.rowwise import refuses as refuses
@@ -22,7 +21,7 @@ from jax_dora.ops.mosaic.rowwise import refuses as refuses
 CONFIG = RowwiseConfig()
 
 
-@functools.partial(jax.jit, static_argnames=("delta", "want_inner", "sm_count", "config"))
+@mesh.jit("delta", "want_inner", "sm_count", "config")
 def compose(
     base: jax.Array,
     lora: jax.Array,

@@ -13,14 +13,13 @@ Bytes: reads 2 · rows · out (1 where the magnitude is frozen, and no inner exi
 each of d_base and d_lora that is wanted. Memory is the floor: bytes / copy rate.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_dora.ops import mesh
 from jax_dora.ops.mosaic import rowwise
 from jax_dora.ops.mosaic.rowwise import RowwiseConfig
 from jax_dora.ops.mosaic.rowwise import refuses as refuses
@@ -28,9 +27,7 @@ from jax_dora.ops.mosaic.rowwise import refuses as refuses
 CONFIG = RowwiseConfig()
 
 
-@functools.partial(
-    jax.jit, static_argnames=("delta", "want_base", "want_lora", "sm_count", "config")
-)
+@mesh.jit("delta", "want_base", "want_lora", "sm_count", "config")
 def compose_backward(
     dy: jax.Array,
     inner: jax.Array | None,

@@ -16,7 +16,6 @@ FLOPs: 2 · rows · k · cols; bytes: x and right once, and the result's parts.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -25,6 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_dora.ops import mesh
 from jax_dora.ops.dropout import pair_bits, row_hash, threshold
 from jax_dora.ops.mosaic import strips
 from jax_dora.ops.mosaic.strips import TILE_K
@@ -76,7 +76,7 @@ def refuses(rows: int, in_features: int, rank: int, dtype: jax.typing.DTypeLike)
     return None
 
 
-@functools.partial(jax.jit, static_argnames=("rate", "transposed", "sm_count", "config"))
+@mesh.jit("rate", "transposed", "sm_count", "config")
 def dropped_product(
     x: jax.Array,
     right: jax.Array,

@@ -11,14 +11,13 @@ Bytes: 2 · rows · out · 2 (3 with inner) through device memory, plus z and B 
 bytes / copy rate. FLOPs: 2 · rows · r · out, which takes as long at a rank near 400.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_dora.ops import mesh
 from jax_dora.ops.mosaic import strips
 from jax_dora.ops.mosaic.strips import StripConfig
 from jax_dora.ops.mosaic.sweep import Task, sweep_kernel
@@ -72,7 +71,7 @@ def refuses(
     return None
 
 
-@functools.partial(jax.jit, static_argnames=("want_inner", "sm_count", "config"))
+@mesh.jit("want_inner", "sm_count", "config")
 def expand_compose(
     base: jax.Array,
     z: jax.Array,

@@ -20,14 +20,13 @@ Bytes: W once, A and B once; FLOPs: 2 · in · r · out for each product of piec
 them), which set the floor at ranks over 200.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_dora.ops import mesh
 from jax_dora.ops.mosaic import strips
 from jax_dora.ops.mosaic.strips import StripConfig
 from jax_dora.ops.mosaic.sweep import Task, sweep_kernel
@@ -94,7 +93,7 @@ def refuses(
     return None
 
 
-@functools.partial(jax.jit, static_argnames=("sm_count", "config"))
+@mesh.jit("sm_count", "config")
 def norm(
     kernel: jax.Array,
     lora_a: jax.Array,

@@ -13,7 +13,6 @@ FLOPs: 2 · rows · (in + r) · out set the floor; bytes: each operand and resul
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_dora.ops import mesh
 from jax_dora.ops.mosaic import strips
 from jax_dora.ops.mosaic.strips import TILE_K
 from jax_dora.ops.mosaic.sweep import FETCH_REGISTERS, consume_registers
@@ -100,7 +100,7 @@ def refuses(
     return None
 
 
-@functools.partial(jax.jit, static_argnames=("want_inner", "sm_count", "config"))
+@mesh.jit("want_inner", "sm_count", "config")
 def project(
     x: jax.Array,
     kernel: jax.Array,
@@ -128,7 +128,7 @@ def project(
     return results[0].reshape(shape), results[1].reshape(shape) if want_inner else None
 
 
-@functools.partial(jax.jit, static_argnames=("sm_count", "config"))
+@mesh.jit("sm_count", "config")
 def project_back(
     d: jax.Array,
     kernel: jax.Array,

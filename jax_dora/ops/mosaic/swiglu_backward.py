@@ -16,14 +16,13 @@ of exp's argument, u32·|y₁|. That suits 16-bit results, and is why fp32 ones 
 Bytes: reads 3 · rows · out, writes 2. Memory is the floor: bytes / copy rate.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_dora.ops import mesh
 from jax_dora.ops.mosaic import rowwise
 from jax_dora.ops.mosaic.rowwise import RowwiseConfig
 
@@ -44,7 +43,7 @@ def fits(config: RowwiseConfig) -> bool:
     return rowwise.fits(config, INPUTS, OUTPUTS, VECTORS)
 
 
-@functools.partial(jax.jit, static_argnames=("want_bias", "sm_count", "config"))
+@mesh.jit("want_bias", "sm_count", "config")
 def swiglu_backward(
     dh: jax.Array,
     gate: jax.Array,
