@@ -51,6 +51,8 @@ def scale_array(scale: Any) -> jax.Array:
         return jnp.asarray(scale, dtype=jnp.result_type(float))
     if not hasattr(scale, "shape") or not hasattr(scale, "dtype"):
         raise TypeError(f"scale must be a number, got {scale!r}; it is alpha/r, or alpha/sqrt(r)")
+    if jnp.issubdtype(scale.dtype, jnp.integer):
+        scale = scale.astype(jnp.result_type(float))
     if scale.shape != () or not jnp.issubdtype(scale.dtype, jnp.floating):
         raise TypeError(
             f"scale must be one real number, got shape {scale.shape} and dtype {scale.dtype}; "
@@ -63,13 +65,18 @@ def inner_name(given: Any) -> tuple[str | None, float]:
     """The name, and the share of the tokens that carries it.
 
     Raises:
-      TypeError, ValueError: `given` is no `InnerName`, or its share not between 0 and 1.
+      TypeError, ValueError: `given` is no `InnerName`, its name is empty, or its share is not
+        between 0 and 1.
     """
     name, share = given if isinstance(given, tuple) and len(given) == 2 else (given, 1.0)
     if not (name is None or isinstance(name, str)) or (name is None and given is not None):
         raise TypeError(
             f"inner_name is {given!r}; expected None or a string, as jax.ad_checkpoint."
             "checkpoint_name takes it, or a string and the share of the tokens that carries it"
+        )
+    if name == "":
+        raise ValueError(
+            f"inner_name is {given!r}; expected a name that is not empty, or None for no name"
         )
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
         raise ValueError(

@@ -22,10 +22,12 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
-from jax_dora.ops import check, device, dispatch, mesh, tuning
+from jax_dora.ops import check, device, dispatch, tuning
+from jax_dora.ops import mesh as meshes
 from jax_dora.ops.mosaic import compose as mosaic_forward
 from jax_dora.ops.mosaic import compose_backward as mosaic_backward
 from jax_dora.ops.mosaic import rowwise
+from jax_dora.ops.residuals import pack, unpack
 
 
 def compose(
@@ -113,8 +115,13 @@ def _checked(op, delta, base, lora, g, scale, implementation):
     check.has_shape("lora", lora, base.shape, "base's shape")
     check.has_shape("g", g, base.shape[-1:], "[out]")
     dispatch.check_name(implementation)
-    operands = mesh.vary_alike(base, lora, g, check.scale_array(scale))
-    return _compose(plan_compose(op, delta, base, implementation), *operands)
+    operands = (base, lora, g, check.scale_array(scale))
+    return meshes.elementwise(_planned, (op, delta, implementation), *operands)
+
+
+def _planned(op, delta, implementation, *operands):
+    plan = plan_compose(op, delta, operands[0], implementation)
+    return meshes.differentiable(_compose, (plan,), *operands)
 
 
 def forward(
@@ -219,11 +226,11 @@ def _compose_fwd(plan, base, lora, g, scale):
     base, lora, g, scale, keep = base.value, lora.value, g.value, scale.value, g.perturbed
     y, inner = forward(plan, base, lora, g, scale, want_inner=keep)
     like = (witness(base, want[0]), witness(lora, want[1]), witness(g, keep))
-    return y, (g, scale, inner, like)
+    return y, pack((g, scale, inner, like))
 
 
 def _compose_bwd(plan, residuals, dy):
-    g, scale, inner, (base, lora, like_g) = residuals
+    g, scale, inner, (base, lora, like_g) = unpack(residuals)
     if isinstance(dy, SymbolicZero):
         return None, None, None, None
     ct = backward(

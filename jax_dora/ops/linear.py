@@ -24,8 +24,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
-from jax_dora.ops import check, device, dispatch, mesh, tuning
+from jax_dora.ops import check, device, dispatch, tuning
 from jax_dora.ops import dropout as dropouts
+from jax_dora.ops import mesh as meshes
 from jax_dora.ops.check import InnerName
 from jax_dora.ops.compose import (
     Plan,
@@ -41,6 +42,7 @@ from jax_dora.ops.mosaic import dropped as mosaic_dropped
 from jax_dora.ops.mosaic import expand_compose as mosaic_expand
 from jax_dora.ops.mosaic import projection as mosaic_projection
 from jax_dora.ops.norm import factored_norm, magnitude_scale
+from jax_dora.ops.residuals import pack, unpack
 
 NORM_NAME = "dora_norm"
 
@@ -118,21 +120,18 @@ def dora_linear(
     elif kernel_sq_norm is not None:
         raise ValueError("norm and kernel_sq_norm are both given; norm already contains the other")
 
-    dtype = _result_dtype(x, kernel)
-    g = magnitude_scale(magnitude, norm, dtype)
-    if dropout is not None:
-        dropouts.check(dropout)
-        if dropout.mode == "input" and dropout.rate:
-            if inner_name is not None:
-                raise NotImplementedError(
-                    f"inner_name is {inner_name!r} with dropout mode 'input', whose correction is "
-                    "composed apart from base; expected None, or dropout mode 'adapter'"
-                )
-            return _with_dropped_input(
-                dropout, x, kernel, lora_a, lora_b, g, scale, bias, implementation, precision
+    g = magnitude_scale(magnitude, norm, _result_dtype(x, kernel))
+    rate, seed = _active(dropout)
+    operands = (x, kernel, lora_a, lora_b, g, check.scale_array(scale), bias, seed)
+    if dropout is not None and dropout.mode == "input" and rate:
+        if inner_name is not None:
+            raise NotImplementedError(
+                f"inner_name is {inner_name!r} with dropout mode 'input', whose correction is "
+                "composed apart from base; expected None, or dropout mode 'adapter'"
             )
-    operands = (x, kernel, lora_a, lora_b, g, scale, bias, dropout)
-    return _planned("dora_linear", *operands, implementation, precision, inner_name)
+        return _on_mesh(_with_dropped_input, (implementation, precision, rate), *operands)
+    static = ("dora_linear", implementation, precision, rate, inner_name)
+    return _on_mesh(_planned, static, *operands)
 
 
 def lora_linear(
@@ -155,15 +154,14 @@ def lora_linear(
       NotImplementedError: dropout has mode "input", which is DoRA's.
     """
     _check_operands(x, kernel, lora_a, lora_b, implementation)
-    if dropout is not None:
-        dropouts.check(dropout)
-        if dropout.mode == "input" and dropout.rate:
-            raise NotImplementedError(
-                "dropout has mode 'input', in which the kernel's product of the dropped x is "
-                "scaled by g; expected mode 'adapter'"
-            )
-    operands = (x, kernel, lora_a, lora_b, None, scale, None, dropout)
-    return _planned("lora_linear", *operands, implementation, precision, None)
+    rate, seed = _active(dropout)
+    if dropout is not None and dropout.mode == "input" and rate:
+        raise NotImplementedError(
+            "dropout has mode 'input', in which the kernel's product of the dropped x is scaled by "
+            "g; expected mode 'adapter'"
+        )
+    operands = (x, kernel, lora_a, lora_b, None, check.scale_array(scale), None, seed)
+    return _on_mesh(_planned, ("lora_linear", implementation, precision, rate, None), *operands)
 
 
 def _check_operands(x, kernel, lora_a, lora_b, implementation) -> None:
@@ -177,29 +175,58 @@ def _check_operands(x, kernel, lora_a, lora_b, implementation) -> None:
         )
 
 
-def _planned(
-    op, x, kernel, lora_a, lora_b, g, scale, bias, dropout, implementation, precision, inner_name
-):
-    """y, or inner where g is None."""
-    seed = None if dropout is None or not dropout.rate else dropout.seed
-    rate = 0.0 if seed is None or dropout is None else dropout.rate
+def _active(dropout: Dropout | None) -> tuple[float, jax.Array | None]:
+    """(rate, seed), or (0, None) where nothing is dropped."""
+    if dropout is None:
+        return 0.0, None
+    dropouts.check(dropout)
+    return (dropout.rate, dropout.seed) if dropout.rate else (0.0, None)
+
+
+def _on_mesh(function, static, x, kernel, lora_a, lora_b, g, scale, bias, seed) -> jax.Array:
+    """`function(*static, …)` of these operands.
+
+    On a mesh with explicit axes the result is sharded as x's rows and the kernel's columns are, and
+    each device computes its part of it by itself, where it can.
+    """
+    operands = (x, kernel, lora_a, lora_b, g, scale, bias, seed)
+    mesh = meshes.explicit(x, kernel)
+    if mesh is None:
+        return function(*static, *operands)
+    *rows, contracted = meshes.spec(x)
+    of_in, columns = meshes.spec(kernel)
+    result = jax.P(*rows, columns)
+    axes = jax.tree.leaves(tuple(result))
+    if (contracted and of_in) or len(axes) > len(set(axes)):
+        return function(*static, *operands)  # JAX asks for an out_sharding, or refuses
+    if contracted or of_in or seed is not None:
+        # A mask is drawn by an element's position in the whole of x, and a kernel whose inputs are
+        # sharded is gathered only where XLA needs it.
+        call = functools.partial(function, *static)
+        return meshes.left_to_xla(call, mesh, result)(*operands)
+    of_x, of_kernel, vector = jax.P(*rows, None), jax.P(None, columns), jax.P(columns)
+    specs = (of_x, of_kernel, jax.P(None, None), of_kernel, vector, jax.P(), vector, jax.P())
+    return meshes.per_device(function, static, mesh, specs, result, *operands)
+
+
+def _planned(op, implementation, precision, rate, inner_name, *operands):
+    """y, or inner where g is None, of the operands of `_project`."""
+    x, kernel, lora_a, *_ = operands
     shape = (*x.shape[:-1], kernel.shape[1])
     result = jax.ShapeDtypeStruct(shape, _result_dtype(x, kernel))
     plan = _plan(op, x, kernel, lora_a.shape[1], result, implementation, rate)
     plan = plan._replace(inner_name=check.inner_name(inner_name))
     precision = lax.Precision(precision) if isinstance(precision, str) else precision
-    scale = check.scale_array(scale)
-    operands = mesh.vary_alike(x, kernel, lora_a, lora_b, g, scale, bias, seed)
-    return _project(plan, precision, *operands)
+    return meshes.differentiable(_project, (plan, precision), *operands)
 
 
 def _with_dropped_input(
-    dropout, x, kernel, lora_a, lora_b, g, scale, bias, implementation, precision
+    implementation, precision, rate, x, kernel, lora_a, lora_b, g, scale, bias, seed
 ):
     """Mode "input": base of x, the whole correction of the dropped x."""
     dtype = _result_dtype(x, kernel)
     dot = functools.partial(_dot, dtype, precision)
-    dropped = drop(*mesh.vary_alike(x.astype(dtype), dropout.seed), dropout.rate)
+    dropped = drop(*meshes.vary_alike(x.astype(dtype), seed), rate)
     lora = dot(dot(dropped, lora_a, (-1, 0)), lora_b, (-1, 0))
     corrected = dot(dropped, kernel, (-1, 0))
     y = dot(x, kernel, (-1, 0))
@@ -328,20 +355,17 @@ def _expand(plan, precision, x, kernel, z, lora_b, g, scale, bias, want_inner):
     )
 
 
-def _named(plan, precision, inner, x, kernel, z, lora_b, scale) -> tuple[jax.Array, ...]:
+def _named(
+    plan, precision, inner, x, kernel, z, lora_b, scale
+) -> tuple[jax.Array, jax.Array | None]:
     """inner in one part, or two along the tokens, of which the first carries the plan's name."""
     name, share = plan.inner_name
     if name is None:
-        return (inner,)
+        return inner, None
     tokens = x.shape[-2] if x.ndim > 1 else 1
     kept = max(1, round(share * tokens))
     if kept >= tokens:
-        return (jnp.asarray(checkpoint_name(inner, name)),)
-    if any(spec := jax.typeof(inner).sharding.spec[-2:-1]):
-        raise NotImplementedError(
-            f"inner_name is {plan.inner_name}, and the tokens are sharded over the explicit axis "
-            f"{spec[0]!r}; expected a name without a share: it would move tokens between devices"
-        )
+        return jnp.asarray(checkpoint_name(inner, name)), None
     first = lax.slice_in_dim(inner, 0, kept, axis=-2)
     x, z = (lax.slice_in_dim(array, kept, tokens, axis=array.ndim - 2) for array in (x, z))
     rest, _ = _expand(plan, precision, x, kernel, z, lora_b, None, scale, None, False)
@@ -355,8 +379,9 @@ def _project_fwd(plan, precision, *primals):
     y, inner, z = _forward(
         plan, precision, x, kernel, lora_a, lora_b, g, scale, bias, seed, want_inner=wanted[4]
     )
+    parts = (None, None)
     if inner is not None:
-        inner = _named(plan, precision, inner, x, kernel, z, lora_b, scale)
+        parts = _named(plan, precision, inner, x, kernel, z, lora_b, scale)
     # What the wanted gradients need, and nothing else.
     _, wants_kernel, wants_a, wants_b = wanted[:4]
     kept = {
@@ -365,18 +390,19 @@ def _project_fwd(plan, precision, *primals):
         "lora_a": lora_a,
         "lora_b": lora_b,
         "z": z if wants_b else None,
-        "inner": inner,
+        "inner": parts,
         "g": g,
         "scale": scale,
         "seed": seed,
         "like": tuple(None if p is None else witness(p.value, p.perturbed) for p in primals),
     }
-    return y, kept
+    return y, pack(kept)
 
 
 def _project_bwd(plan, precision, kept, dy):
     if isinstance(dy, SymbolicZero):
         return (None,) * 8
+    kept = unpack(kept)
     like_x, like_kernel, like_a, like_b, like_g, _, like_bias, _ = kept["like"]
     dtype = dy.dtype
     dot = functools.partial(_dot, dtype, precision)
@@ -391,8 +417,8 @@ def _project_bwd(plan, precision, kept, dy):
 
     d, d_g = dy, None
     if kept["g"] is not None:
-        parts = kept["inner"]
-        inner = None if parts is None else lax.concatenate(parts, dy.ndim - 2)
+        parts = [part for part in kept["inner"] if part is not None]
+        inner = lax.concatenate(parts, dy.ndim - 2) if parts else None
         ct = backward(plan.compose, dy, inner, kept["g"], kept["scale"], want_lora=False)
         d, d_g = ct.base, ct.g
     dz = None

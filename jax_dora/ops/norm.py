@@ -20,6 +20,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jax_dora.ops import check, device, dispatch, tuning
+from jax_dora.ops import mesh as meshes
 from jax_dora.ops.mosaic import norm as mosaic_norm
 
 CHUNK_ALIGNMENT = 64
@@ -64,15 +65,43 @@ def factored_norm(
     """
     dispatch.check_name(implementation)
     check.adapter(kernel, lora_a, lora_b)
-    in_features, out_features = kernel.shape
+    out_features = kernel.shape[1]
     if kernel_sq_norm is not None:
         check.is_float("kernel_sq_norm", kernel_sq_norm)
         check.has_shape("kernel_sq_norm", kernel_sq_norm, (out_features,), "[out]")
-    scale_is_zero = not isinstance(scale, jax.Array) and scale == 0
-    scale = check.scale_array(scale)
+    checked = check.scale_array(scale)
+    if not isinstance(chunk_bytes, int | None) or isinstance(chunk_bytes, bool):
+        raise TypeError(
+            f"chunk_bytes is {chunk_bytes!r}; expected a whole number of bytes, or None"
+        )
+    is_zero = not isinstance(scale, jax.Array) and bool(scale == 0)
+    operands = jax.tree.map(lax.stop_gradient, (kernel, lora_a, lora_b, checked, kernel_sq_norm))
+    mesh = meshes.explicit(kernel)
+    if mesh is None:
+        return _norm(chunk_bytes, implementation, is_zero, (), *operands)
+    of_in, columns = meshes.spec(kernel)
+    static = (chunk_bytes, implementation, is_zero, meshes.names(of_in))
+    vector = jax.P(columns)
+    specs = (jax.P(of_in, columns), jax.P(of_in, None), jax.P(None, columns), jax.P(), vector)
+    return meshes.per_device(_norm, static, mesh, specs, vector, *operands)
 
-    kernel, lora_a, lora_b, scale = map(lax.stop_gradient, (kernel, lora_a, lora_b, scale))
-    chosen = "xla" if scale_is_zero else _choose(kernel, lora_a, implementation)
+
+def _norm(
+    chunk_bytes: int | None,
+    implementation: str | None,
+    is_zero: bool,
+    summed: tuple[str, ...],
+    kernel: jax.Array,
+    lora_a: jax.Array,
+    lora_b: jax.Array,
+    scale: jax.Array,
+    kernel_sq_norm: jax.Array | None,
+) -> jax.Array:
+    """Of detached operands, whose inputs are sharded over the axes `summed`; the scale may be known
+    to be zero."""
+    in_features, out_features = kernel.shape
+    skips = is_zero and implementation != "mosaic"
+    chosen = "xla" if skips else _choose(kernel, lora_a, implementation, summed)
     if chosen == "mosaic":
         target = device.target()
         dtypes = kernel.dtype, lora_a.dtype
@@ -86,25 +115,26 @@ def factored_norm(
         sm_count = device.sm_count()
         return mosaic_norm.norm(kernel, lora_a, lora_b, scale, sm_count=sm_count, config=config)
     if kernel_sq_norm is None:
-        kernel_sq_norm = squared_norm(kernel)
+        kernel_sq_norm = _squared_norm(summed, kernel)
     dtype = _accumulator(kernel, lora_a, lora_b)
-    base_sq = lax.stop_gradient(kernel_sq_norm).astype(dtype)
-    if scale_is_zero:
+    base_sq = kernel_sq_norm.astype(dtype)
+    if skips:
         return jnp.sqrt(base_sq)
 
     width = None
     if chunk_bytes is not None:
         per_feature = _bytes_per_feature(in_features, lora_a.shape[1], dtype)
         width = min(_chunk_width(chunk_bytes, per_feature), out_features)
-    return _assemble(width, kernel, lora_a, lora_b, base_sq, scale.astype(dtype))
+    return _assemble(width, summed, kernel, lora_a, lora_b, base_sq, scale.astype(dtype))
 
 
 # Compiled as one program, and closed by a barrier so that nothing after it (the division that
 # makes g) is fused into it: the same bits whether a norm is taken alone, for a fresh adapter's
 # magnitude, or inside a whole model's program. A fresh adapter's g is 1 by this.
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _assemble(
     width: int | None,
+    summed: tuple[str, ...],
     kernel: jax.Array,
     lora_a: jax.Array,
     lora_b: jax.Array,
@@ -116,6 +146,7 @@ def _assemble(
         added = correction(kernel, lora_b)
     else:
         added = _in_chunks(correction, kernel, lora_b, width)
+    added = _sum_over(summed, added)
     # maximum, unlike a comparison, keeps NaN.
     return lax.optimization_barrier(jnp.sqrt(jnp.maximum(base_sq + added, 0)))
 
@@ -124,7 +155,21 @@ def squared_norm(kernel: jax.Array) -> jax.Array:
     """Σ_in kernel² per output feature: f32[out] of a kernel [in, out], detached."""
     check.is_float("kernel", kernel)
     check.has_shape("kernel", kernel, (None, None), "[in, out]")
-    return _sum_of_squares(lax.stop_gradient(kernel))
+    kernel = lax.stop_gradient(kernel)
+    mesh = meshes.explicit(kernel)
+    if mesh is None:
+        return _squared_norm((), kernel)
+    of_in, columns = meshes.spec(kernel)
+    static, specs = (meshes.names(of_in),), (jax.P(of_in, columns),)
+    return meshes.per_device(_squared_norm, static, mesh, specs, jax.P(columns), kernel)
+
+
+def _squared_norm(summed: tuple[str, ...], kernel: jax.Array) -> jax.Array:
+    return _sum_over(summed, _sum_of_squares(kernel))
+
+
+def _sum_over(axes: tuple[str, ...], partial: jax.Array) -> jax.Array:
+    return lax.psum(partial, axes) if axes else partial
 
 
 # The barrier gives this reduction one form, whatever program it is a part of, so that a squared
@@ -164,11 +209,15 @@ def magnitude_scale(
     return magnitude.astype(result) / jnp.maximum(lax.stop_gradient(norm).astype(result), eps)
 
 
-def _choose(kernel: jax.Array, lora_a: jax.Array, implementation: str | None) -> str:
+def _choose(
+    kernel: jax.Array, lora_a: jax.Array, implementation: str | None, summed: tuple[str, ...]
+) -> str:
     target = device.target()
     fits = dispatch.runs_mosaic(target)
     (in_features, out), rank = kernel.shape, lora_a.shape[1]
     refusal = mosaic_norm.refuses(in_features, rank, out, kernel.dtype, lora_a.dtype)
+    if summed:
+        refusal = f"the kernel's inputs are sharded over {', '.join(summed)}, and it takes them all"
     mosaic = dispatch.Option(
         "mosaic",
         fits.refusal or refusal,

@@ -16,9 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from jax_dora.ops import check, device, dispatch, mesh
+from jax_dora.ops import check, device, dispatch
+from jax_dora.ops import mesh as meshes
 from jax_dora.ops.compose import accumulator, per_feature, pick_rowwise, rowwise_config, witness
 from jax_dora.ops.mosaic import swiglu_backward as mosaic
+from jax_dora.ops.residuals import pack, unpack
 
 KERNEL = "swiglu_backward"
 
@@ -66,8 +68,13 @@ def swiglu(
     for name, vector in vectors.items():
         check.is_float(name, vector)
         check.has_shape(name, vector, gate.shape[-1:], "[out]")
-    plan = pick_rowwise("swiglu", KERNEL, gate, implementation, mosaic.refuses)
-    return _swiglu(plan, *mesh.vary_alike(gate, up, gate_g, gate_bias, up_g, up_bias))
+    operands = (gate, up, gate_g, gate_bias, up_g, up_bias)
+    return meshes.elementwise(_planned, (implementation,), *operands)
+
+
+def _planned(implementation, *operands):
+    plan = pick_rowwise("swiglu", KERNEL, operands[0], implementation, mosaic.refuses)
+    return meshes.differentiable(_swiglu, (plan,), *operands)
 
 
 def define(gate, up, gate_g, gate_bias, up_g, up_bias) -> jax.Array:
@@ -114,11 +121,11 @@ def _swiglu(plan, gate, up, gate_g, gate_bias, up_g, up_bias):
 def _swiglu_fwd(plan, *primals):
     values = tuple(None if p is None else p.value for p in primals)
     like = tuple(None if p is None else witness(p.value, p.perturbed) for p in primals)
-    return define(*values), (values, like)
+    return define(*values), pack((values, like))
 
 
 def _swiglu_bwd(plan, residuals, dh):
-    values, like = residuals
+    values, like = unpack(residuals)
     if isinstance(dh, SymbolicZero):
         return (None,) * 6
     if plan == "mosaic":

@@ -1,12 +1,14 @@
-"""Inside `jax.shard_map`, with its check of what varies (the default) and without."""
+"""Inside `jax.shard_map`, with its check of what varies (the default) and without; on a mesh with
+explicit axes."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_dora import ops
@@ -127,3 +129,128 @@ def test_mosaic_lowers_for_cuda_on_several_devices(name, check):
     text = gradient.trace(*problem(4, jnp.bfloat16)).lower(lowering_platforms=("cuda",)).as_text()
     assert "dora_" in text
     assert "all_reduce" in text
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("name", LAYERS)
+def test_runs_where_nobody_compiles_the_shard_map(name, check):
+    trained, x, _ = problem(2)
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
+    call = functools.partial(LAYERS[name], trained, implementation=None)
+    sharded = jax.shard_map(
+        call, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=check
+    )
+    wanted = np.concatenate([call(part) for part in jnp.split(x, 2)])
+    np.testing.assert_allclose(sharded(x), wanted, rtol=1e-5, atol=1e-4)
+
+
+KERNEL, ACROSS = draw(9, IN, OUT), P("data", None)
+# Of the kernel, of x and of the result.
+SHARDINGS = {
+    "rows": (P(None, None), ACROSS, ACROSS),
+    "rows and columns": (P(None, "model"), ACROSS, P("data", "model")),
+    "rows over both": (P(None, None), P(("data", "model"), None), P(("data", "model"), None)),
+    "the kernel's inputs": (P("model", None), ACROSS, ACROSS),
+    "kernel and rows over one axis": (P("data", "model"), ACROSS, P("data", "model")),
+    "x's inputs": (P(None, "data"), P(None, "model"), P(None, "data")),
+}
+
+
+def explicit_mesh():
+    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+
+
+@pytest.mark.parametrize("mode", [None, "adapter", "input"])
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_explicit_axes_are_as_one_device(name, mode):
+    """Wherever JAX needs no out_sharding for x @ kernel; a mask is that of the whole x."""
+    trained, x, dy = problem(1)
+
+    def run(trained, x, kernel, dy):
+        dropout = mode and ops.Dropout(ops.draw_seed(jax.random.key(0)), 0.3, mode)
+        y = ops.dora_linear(x, kernel, **trained, scale=SCALE, dropout=dropout)
+        return jnp.sum(y * dy), y
+
+    gradient = jax.grad(run, argnums=(0, 1), has_aux=True)
+    (wanted, wanted_dx), wanted_y = gradient(trained, x, KERNEL, dy)
+    mesh = explicit_mesh()
+    with jax.set_mesh(mesh):
+        of_kernel, of_x, of_y = (NamedSharding(mesh, spec) for spec in SHARDINGS[name])
+        placed = jax.device_put((x, KERNEL, dy), (of_x, of_kernel, of_y))
+        for call in (gradient, jax.jit(gradient)):
+            (found, found_dx), y = call(trained, *placed)
+            assert y.sharding.spec == of_y.spec
+            assert found_dx.sharding.spec == of_x.spec
+            np.testing.assert_allclose(y, wanted_y, rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(found_dx, wanted_dx, rtol=1e-4, atol=1e-3)
+            for leaf, one in found.items():
+                other = np.asarray(wanted[leaf])
+                np.testing.assert_allclose(one, other, atol=1e-5 * np.abs(other).max())
+
+
+@pytest.mark.parametrize("op", [ops.compose, ops.compose_delta, ops.swiglu])
+def test_elementwise_on_explicit_axes(op):
+    arrays = [draw(seed, 2 * ROWS, OUT) for seed in range(3)]
+    vectors, scale = {"g": 1 + draw(3, OUT)}, {"scale": SCALE}
+    if op is ops.swiglu:
+        scale = {}
+        vectors = {"gate_g": 1 + draw(3, OUT), "up_g": 1 + draw(4, OUT), "up_bias": draw(5, OUT)}
+
+    def run(vectors, base, other, dy):
+        return jnp.sum(op(base, other, **vectors, **scale) * dy)
+
+    gradient = jax.grad(run, argnums=(0, 1, 2))
+    wanted = gradient(vectors, *arrays)
+    mesh = explicit_mesh()
+    with jax.set_mesh(mesh):
+        sharding = NamedSharding(mesh, P("data", "model"))
+        found = jax.jit(gradient)(vectors, *jax.device_put(arrays, sharding))
+        assert found[1].sharding.spec == sharding.spec
+    for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("spec", [P("data", "model"), P(("data", "model"), None), P(None, "model")])
+def test_only_vectors_of_a_norm_travel(spec):
+    lora_a, lora_b = draw(0, IN, RANK), draw(1, RANK, OUT)
+    mesh = explicit_mesh()
+    with jax.set_mesh(mesh):
+        kernel = jax.device_put(KERNEL, NamedSharding(mesh, spec))
+        adapter = {"lora_a": lora_a, "lora_b": lora_b, "scale": SCALE}
+        norm = jax.jit(functools.partial(ops.factored_norm, **adapter))
+        found, squares = norm(kernel), ops.squared_norm(kernel)
+        np.testing.assert_array_equal(found, norm(kernel, kernel_sq_norm=squares))
+        program = norm.lower(kernel).compile().as_text()
+    dense = np.asarray(KERNEL, np.float64) + SCALE * np.float64(lora_a) @ np.float64(lora_b)
+    np.testing.assert_allclose(found, np.linalg.norm(dense, axis=0), rtol=1e-6)
+    assert found.sharding.spec == P(spec[1])
+    collectives = re.findall(r"= (.*) all-[a-z-]+\(", program)
+    assert bool(collectives) == (spec[0] is not None)
+    assert not any(re.search(r"\[\d+,", shape) for shape in collectives)
+
+
+def test_explicit_axes_reach_the_kernels():
+    """Each device's own part, and no gradient of a frozen kernel."""
+    columns = 4 * OUT
+    trained = {
+        "lora_a": draw(0, IN, RANK),
+        "lora_b": draw(1, RANK, columns),
+        "magnitude": 5 + draw(2, columns),
+    }
+    arrays = (trained, draw(3, 2 * ROWS, IN), draw(4, IN, columns), draw(5, 2 * ROWS, columns))
+    trained, *arrays = jax.tree.map(lambda array: array.astype(jnp.bfloat16), arrays)
+
+    def run(trained, x, kernel, dy):
+        y = ops.dora_linear(x, kernel, **trained, scale=SCALE, implementation="mosaic")
+        return jnp.sum((y * dy).astype(jnp.float32))
+
+    mesh = explicit_mesh()
+    with jax.set_mesh(mesh):
+        specs = (ACROSS, P(None, "model"), P("data", "model"))
+        placed = jax.device_put(arrays, [NamedSharding(mesh, spec) for spec in specs])
+        traced = jax.jit(jax.grad(run)).trace(trained, *placed)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "dora_project" in text
+    assert f"tensor<{ROWS}x{OUT}xbf16>" in text
+    assert f"[{IN},{columns}] = dot_general" not in str(traced.jaxpr)
+    assert f"[{IN},{OUT}] = dot_general" not in str(traced.jaxpr)

@@ -183,6 +183,8 @@ KERNEL, A, B = (np.zeros(s, np.float32) for s in ((24, 16), (24, 4), (4, 16)))
         ((KERNEL, A, B, "half"), {}, TypeError, "scale must be a number, got 'half'"),
         ((KERNEL, A, B, np.ones(2, np.float32)), {}, TypeError, "one real number"),
         ((KERNEL, A, B, 1.0), {"chunk_bytes": 10}, ValueError, "chunk_bytes is 10"),
+        ((KERNEL, A, B, 1.0), {"chunk_bytes": 2.5}, TypeError, "chunk_bytes is 2.5"),
+        ((KERNEL, A, B, 0), {"implementation": "mosaic"}, NotImplementedError, "Hopper"),
         ((KERNEL, A, B, 1.0), {"kernel_sq_norm": KERNEL[:, 0]}, ValueError, "kernel_sq_norm has"),
     ],
 )

@@ -1,0 +1,76 @@
+"""A jitted function is traced once, and may be differentiated at two places with respect to
+different arguments."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_dora import ops
+from jax_dora.ops.residuals import pack, unpack
+
+FEATURES, RANK = 16, 4
+
+
+def draw(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) / 4, jnp.float32)
+
+
+def linear(x, kernel, adapter):
+    return ops.dora_linear(x, kernel, **adapter, scale=0.7)
+
+
+def share(x, kernel, adapter):
+    return ops.dora_linear(x, kernel, **adapter, scale=0.7, inner_name=("inner", 0.5))
+
+
+def inner(x, kernel, adapter):
+    return ops.lora_linear(x, kernel, adapter["lora_a"], adapter["lora_b"], 0.7)
+
+
+def composed(x, kernel, adapter):
+    lora = (x @ adapter["lora_a"]) @ adapter["lora_b"]
+    return ops.compose(x @ kernel, lora, adapter["magnitude"], 0.7)
+
+
+def gated(x, kernel, adapter):
+    g, bias = adapter["magnitude"], adapter["bias"]
+    return ops.swiglu(x @ kernel, inner(x, kernel, adapter), g, g, gate_bias=bias)
+
+
+@pytest.mark.parametrize("trained", [("lora_a",), ("magnitude", "bias"), ("lora_b", "magnitude")])
+@pytest.mark.parametrize("layer", [linear, share, inner, composed, gated])
+def test_one_traced_layer_twice(layer, trained):
+    """x is given to the first call, and differentiated through in the second."""
+    adapters = [
+        {
+            "lora_a": draw(seed, FEATURES, RANK),
+            "lora_b": draw(seed + 1, RANK, FEATURES),
+            "magnitude": 2 + draw(seed + 2, FEATURES),
+            "bias": draw(seed + 3, FEATURES),
+        }
+        for seed in (0, 4)
+    ]
+    kernels, x = (draw(8, FEATURES, FEATURES), draw(9, FEATURES, FEATURES)), draw(10, 6, FEATURES)
+
+    def gradient(call):
+        def loss(given, everything):
+            first, second = ({**rest, **one} for rest, one in zip(everything, given, strict=True))
+            return jnp.sum(call(call(x, kernels[0], first), kernels[1], second) ** 2)
+
+        given = [{name: adapter[name] for name in trained} for adapter in adapters]
+        # Of the second layer less is trained than of the first.
+        given[1] = {name: given[1][name] for name in trained[:1]}
+        return jax.grad(loss)(given, adapters)
+
+    for one, other in zip(
+        jax.tree.leaves(gradient(jax.jit(layer))), jax.tree.leaves(gradient(layer)), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_packed_has_one_structure():
+    trees = [{"x": x, "y": (None, jnp.ones(2))} for x in (None, jnp.ones((3, 0)))]
+    assert jax.tree.structure(pack(trees[0])) == jax.tree.structure(pack(trees[1]))
+    for tree in trees:
+        assert jax.tree.structure(unpack(pack(tree))) == jax.tree.structure(tree)
