@@ -1,6 +1,5 @@
 """DoRA for flax.nnx: a linear layer with its adapter."""
 
-import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Self
@@ -206,17 +205,10 @@ class DoRALinear(nnx.Module):
 
     def norm(self) -> jax.Array:
         """‖kernel + s·lora_a lora_b‖ per output feature, of the parameters as stored: f32[out]."""
-        kernel = self.kernel[...]
-        norm = functools.partial(
-            ops.factored_norm,
-            scale=self.scale,
+        return ops.factored_norm(
+            *(self.kernel[...], self.lora_a[...], self.lora_b[...], self.scale),
             implementation="xla" if self.implementation == "xla" else None,
         )
-        sharding = jax.typeof(kernel).sharding
-        if sharding.spec[0] is not None:
-            # An explicit mesh asks of every sum over a sharded axis how its result is sharded.
-            norm = _partitioned_by_xla(norm, jax.P(sharding.spec[1]), kernel)
-        return norm(kernel, self.lora_a[...], self.lora_b[...])
 
     def __call__(
         self,
