@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from jax_dora.nnx import DoRALinear as DoRALinear
     from jax_dora.nnx import DoRAParam as DoRAParam
     from jax_dora.remat import remat_policy as remat_policy
+    from jax_dora.reuse import DoRANorm as DoRANorm
+    from jax_dora.reuse import FrozenAdapter as FrozenAdapter
     from jax_dora.reuse import checked_norms as checked_norms
     from jax_dora.reuse import drop_norms as drop_norms
     from jax_dora.reuse import freeze as freeze
@@ -46,6 +48,8 @@ _HOME = {
     "DoRAConv": "jax_dora.layers",
     "DoRALinear": "jax_dora.nnx",
     "DoRAParam": "jax_dora.nnx",
+    "DoRANorm": "jax_dora.reuse",
+    "FrozenAdapter": "jax_dora.reuse",
     "DoRARule": "jax_dora.adapt",
     "apply_dora": "jax_dora.adapt",
     "checked_norms": "jax_dora.reuse",
@@ -66,8 +70,10 @@ __all__ = [
     "DoRAEmbed",
     "DoRALinear",
     "DoRALinearGeneral",
+    "DoRANorm",
     "DoRAParam",
     "DoRARule",
+    "FrozenAdapter",
     "apply_dora",
     "checked_norms",
     "drop_norms",

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.nn.dtypes import canonicalize_dtype
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_dora import ops
@@ -29,9 +30,13 @@ def swiglu(
     A DoRA layer in training keeps two arrays as large as its result: the result, for what follows,
     and inner = x (kernel + s·lora_a lora_b), for the magnitude's gradient. Here the result is never
     in memory: SwiGLU (arXiv 2002.05202) is taken of both inner at once, in fp32, rounded once, and
-    one kernel makes both layers' gradients from it. Layers that are no `DoRALinear`, or have
-    dropout mode "input", different dtypes, an `implementation` of their own or an inner_name with a
-    share, are called as they are, so that a model may be written so before it is adapted.
+    one kernel makes both layers' gradients from it. One of the layers may have a bias and the other
+    none.
+
+    The layers are called as they are, so that a model may be written so before it is adapted, where
+    one of them is no `DoRALinear` or has a `__call__` of its own, dropout mode "input", an
+    `implementation`, or an inner_name with a share; where their results differ in dtype; and where
+    `out_sharding` is given.
 
     Args:
       gate, up: the layers; any callables of [..., in].
@@ -41,12 +46,21 @@ def swiglu(
 
     Returns:
       [..., out].
+
+    Raises:
+      ValueError: the two layers' results differ in shape.
     """
-    alike = _fuses(gate) and _fuses(up) and _dtypes(gate) == _dtypes(up)
+    alike = _fuses(gate) and _fuses(up) and _dtype(gate, inputs) == _dtype(up, inputs)
     if out_sharding is not None or not alike:
         given = {"out_sharding": out_sharding, "deterministic": deterministic, "rngs": rngs}
         given = {name: value for name, value in given.items() if value is not None}
-        return jax.nn.silu(gate(inputs, **_taken(gate, given))) * up(inputs, **_taken(up, given))
+        gated, other = (layer(inputs, **_taken(layer, given)) for layer in (gate, up))
+        if other.shape != gated.shape:
+            raise ValueError(
+                f"up's result has shape {other.shape}; expected gate's, {gated.shape}: both layers "
+                "have as many output features"
+            )
+        return jax.nn.silu(gated) * other
     gate_inner, gate_g, gate_bias = _parts(gate, inputs, deterministic, rngs)
     up_inner, up_g, up_bias = _parts(up, inputs, deterministic, rngs)
     return ops.swiglu(gate_inner, up_inner, gate_g, up_g, gate_bias=gate_bias, up_bias=up_bias)
@@ -71,11 +85,10 @@ def _fuses(layer: Any) -> bool:
     return layer.implementation is None and not drops_whole and not names_a_share
 
 
-def _dtypes(layer: DoRALinear) -> tuple[Any, ...]:
-    """What decides the dtype of a layer's result, beside its inputs."""
-    bias = None if layer.bias is None else layer.bias[...].dtype
-    dtype = None if layer.dtype is None else jnp.dtype(layer.dtype)
-    return dtype, layer.kernel[...].dtype, bias
+def _dtype(layer: DoRALinear, inputs: jax.Array) -> Any:
+    """Of the layer's result, as `DoRALinear.operands` promotes."""
+    bias = None if layer.bias is None else layer.bias[...]
+    return jnp.dtype(canonicalize_dtype(inputs, layer.kernel[...], bias, dtype=layer.dtype))
 
 
 def _parts(layer: DoRALinear, inputs: jax.Array, deterministic, rngs):

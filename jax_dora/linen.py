@@ -18,6 +18,17 @@ from jax_dora.adapt.linen import merge_dora as merge_dora
 from jax_dora.hyperparameters import DropoutMode, adapter_scale, check_dropout, check_inner_name
 from jax_dora.ops.check import InnerName
 from jax_dora.ops.linear import NORM_NAME
+from jax_dora.ops.norm import of_layer
+
+__all__ = [
+    "DoRA",
+    "DoRADense",
+    "adapter_labels",
+    "apply_dora",
+    "join_adapters",
+    "merge_dora",
+    "split_adapters",
+]
 
 ADAPTER_NAMES = ("lora_a", "lora_b", "magnitude")
 
@@ -132,7 +143,8 @@ class DoRADense(nn.Module):
             self.adapter_dtype,
         )
         # Of the stored parameters, so that g does not depend on the dtype of the computation.
-        norm = ops.factored_norm(stored, lora_a, lora_b, scale)
+        by = of_layer(self.implementation)
+        norm = ops.factored_norm(stored, lora_a, lora_b, scale, implementation=by)
         magnitude = adapter_param("magnitude", (out_name,), lambda _: norm)
         bias = None
         if self.use_bias:
@@ -155,7 +167,7 @@ class DoRADense(nn.Module):
 
 
 def adapter_labels(params: Params) -> Any:
-    """ "adapter" or "frozen" for every leaf of `params`, for `optax.multi_transform`:
+    """Labels every leaf of `params` "adapter" or "frozen", for `optax.multi_transform`:
 
     optax.multi_transform(
         {"adapter": optax.adamw(1e-4), "frozen": optax.set_to_zero()}, adapter_labels

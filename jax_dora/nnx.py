@@ -15,7 +15,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax_dora import ops
 from jax_dora.dropout import drawn
 from jax_dora.hyperparameters import DropoutMode, adapter_scale, check_dropout, check_inner_name
+from jax_dora.ops import dispatch
 from jax_dora.ops.check import InnerName
+from jax_dora.ops.norm import of_layer
 from jax_dora.reuse import current_norm
 
 default_kernel_init = nnx.initializers.lecun_normal()
@@ -99,6 +101,7 @@ class DoRALinear(nnx.Module):
           TypeError, ValueError: rank, alpha, dropout or dropout_mode is out of range.
         """
         self.scale = adapter_scale(rank, alpha, use_rslora)
+        dispatch.check_name(implementation)
         self.implementation = implementation
         self.inner_name = inner_name
         check_dropout(dropout, dropout_mode)
@@ -207,7 +210,7 @@ class DoRALinear(nnx.Module):
         """‖kernel + s·lora_a lora_b‖ per output feature, of the parameters as stored: f32[out]."""
         return ops.factored_norm(
             *(self.kernel[...], self.lora_a[...], self.lora_b[...], self.scale),
-            implementation="xla" if self.implementation == "xla" else None,
+            implementation=of_layer(self.implementation),
         )
 
     def __call__(

@@ -27,6 +27,24 @@ def remat_policy(*names: str) -> Callable[..., bool]:
     have none.)
 
     Args:
-      *names: further names given by `jax.ad_checkpoint.checkpoint_name`, to be kept too.
+      *names: further names given by `jax.ad_checkpoint.checkpoint_name`, to be kept too. A name
+        alone: the share goes into `inner_name`.
+
+    Raises:
+      TypeError: a name is no string.
+      ValueError: a name is empty.
     """
+    for name in names:
+        if isinstance(name, tuple):
+            raise TypeError(
+                f"remat_policy is given {name!r}; expected the name alone, as a string: the share "
+                "of the tokens goes into the layer's inner_name"
+            )
+        if not isinstance(name, str):
+            raise TypeError(f"remat_policy is given {name!r}; expected names, as strings")
+        if not name:
+            raise ValueError(
+                "remat_policy is given ''; expected names that jax.ad_checkpoint.checkpoint_name "
+                "has given: leave it out to keep the norms alone"
+            )
     return jax.checkpoint_policies.save_only_these_names(NORM_NAME, *names)

@@ -13,15 +13,15 @@ so micro-steps of gradient accumulation, and a rematerialised forward pass, can 
         return loss
 
 `nnx.jit` returns, and so copies, all of the model at every call. A large one is split, into what
-moves and what `jax.jit` only reads; the kept norms (`jax_dora.reuse.DoRANorm`) are of the first:
+moves and what `jax.jit` only reads; the kept norms (`jax_dora.DoRANorm`) are of the first:
 
-    graphdef, adapters, norms, frozen = nnx.split(model, nnx.LoRAParam, DoRANorm, ...)
+    graphdef, adapters, norms, frozen = nnx.split(model, nnx.LoRAParam, jax_dora.DoRANorm, ...)
 
     @jax.jit
     def train_step(adapters, norms, state, frozen, batch):
         model = nnx.merge(graphdef, adapters, norms, frozen)
         jax_dora.refresh_norms(model)
-        norms = nnx.state(model, DoRANorm)
+        norms = nnx.state(model, jax_dora.DoRANorm)
 
         def loss_of(adapters):
             model = nnx.merge(graphdef, adapters, norms, frozen, copy=True)
@@ -54,6 +54,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
+from jax_dora.model import check_model
 from jax_dora.ops.linear import NORM_NAME
 
 KERNEL_STRIDE = 64
@@ -71,6 +72,7 @@ def keep_norms(model: Any) -> None:
     """Computes the norm of every DoRA layer of `model` and keeps it in the layer.
 
     Raises:
+      TypeError: `model` is no nnx module.
       ValueError: there is no DoRA layer in `model`.
     """
     for layer in _dora_layers(model):
@@ -85,6 +87,7 @@ def refresh_norms(model: Any) -> None:
     comparison on the device.
 
     Raises:
+      TypeError: `model` is no nnx module.
       ValueError: there is no DoRA layer in `model`, or one keeps no norm.
     """
     layers = list(_dora_layers(model))
@@ -111,7 +114,12 @@ def refresh_norms(model: Any) -> None:
 
 
 def drop_norms(model: Any) -> None:
-    """Lets every DoRA layer of `model` compute its norm on each call again."""
+    """Lets every DoRA layer of `model` compute its norm on each call again.
+
+    Raises:
+      TypeError: `model` is no nnx module.
+      ValueError: there is no DoRA layer in `model`.
+    """
     for layer in _dora_layers(model):
         layer.kept_norm = layer.kept_fingerprint = nnx.data(None)
 
@@ -121,14 +129,17 @@ def freeze(model: Any) -> Any:
 
     lora_a, lora_b and magnitude become `FrozenAdapter`s, which neither `nnx.Param` nor
     `nnx.LoRAParam` finds, so that no optimizer can move them from under the norms; and no call
-    looks at the adapters again. `model` itself stays trainable.
+    looks at the adapters again. Their dropout is off, until `model.train()` turns it on. What else
+    `model` drops is its own affair, and `model.eval()`'s. `model` itself stays trainable.
 
     Raises:
+      TypeError: `model` is no nnx module.
       ValueError: there is no DoRA layer in `model`.
     """
     frozen = nnx.merge(*nnx.split(model))
     keep_norms(frozen)
     for layer in _dora_layers(frozen):
+        layer.eval()
         _settle(layer)
     return frozen
 
@@ -217,6 +228,7 @@ def _dora_layers(model: Any) -> Iterator[Any]:
         found = True
         yield layer
     if not found:
+        check_model(model)
         raise ValueError(
             f"{type(model).__name__} has no DoRA layer; build it with one, or call apply_dora first"
         )

@@ -157,11 +157,13 @@ class AdapterConfig:
 
     def rank_of(self, name: str) -> int:
         """The rank of the layer `name`."""
-        return _first_match(self.rank_pattern, name, self.r)
+        key = first_match(self.rank_pattern, name)
+        return self.r if key is None else self.rank_pattern[key]
 
     def alpha_of(self, name: str) -> float:
         """The alpha of the layer `name`."""
-        return _first_match(self.alpha_pattern, name, self.lora_alpha)
+        key = first_match(self.alpha_pattern, name)
+        return self.lora_alpha if key is None else self.alpha_pattern[key]
 
     @property
     def targets_all_linear(self) -> bool:
@@ -204,6 +206,11 @@ class AdapterConfig:
         return False
 
 
+def first_match(pattern: Mapping[str, Any], name: str) -> str | None:
+    """The key of a rank_pattern or alpha_pattern that gives the layer `name` its value, if any."""
+    return next((key for key in pattern if re.match(rf"(.*\.)?({key})$", name)), None)
+
+
 def patterns_for(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The commonest of `values`, which are keyed by layer name, and a pattern for the others.
 
@@ -234,13 +241,6 @@ def _matches(targets: Names | str | None, name: str) -> bool:
     if isinstance(targets, str):
         return re.fullmatch(targets, name) is not None
     return any(name == target or name.endswith(f".{target}") for target in targets or ())
-
-
-def _first_match(pattern: Mapping[str, Any], name: str, default: Any) -> Any:
-    for key, value in pattern.items():
-        if re.match(rf"(.*\.)?({key})$", name):
-            return value
-    return default
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from peft_format.config import AdapterConfig, patterns_for, targets_for
+from peft_format.config import AdapterConfig, first_match, patterns_for, targets_for
 from peft_format.fit import Layer
 
 
@@ -29,8 +29,10 @@ def config_of(
       **fields: what the layers do not say: use_dora, bias and so on.
 
     Raises:
-      ValueError: the layers differ in what the format has once: use_rslora or dropout.
+      ValueError: the layers differ in what the format has once: use_rslora or dropout; or the
+        model itself is a layer.
     """
+    _check_names(adapted)
     rank, rank_pattern = patterns_for({name: one.rank for name, one in adapted.items()})
     alpha, alpha_pattern = patterns_for({name: one.alpha for name, one in adapted.items()})
     # An embedding has nothing to drop, whatever the others do.
@@ -50,16 +52,34 @@ def config_of(
 def check_config(config: AdapterConfig, adapted: Mapping[str, Adapted]) -> None:
     """
     Raises:
-      ValueError: `config` gives a layer another rank or scale than it has.
+      ValueError: `config` gives a layer another rank or scale than it has, once it is in a file;
+        or the model itself is a layer.
     """
+    _check_names(adapted)
+    # A file has its patterns sorted, so that another may be the first that matches.
+    written = AdapterConfig.from_json(config.to_json())
     for name, one in adapted.items():
         ours = (one.rank, one.alpha, one.use_rslora)
-        theirs = (config.rank_of(name), config.alpha_of(name), config.use_rslora)
+        theirs = (written.rank_of(name), written.alpha_of(name), written.use_rslora)
         if ours != theirs:
-            raise ValueError(
-                f"config gives {name} the rank, alpha and use_rslora {theirs}; expected {ours}, "
-                "the model's"
+            by = ", ".join(
+                f"{field}[{key!r}]"
+                for field in ("rank_pattern", "alpha_pattern")
+                if (key := first_match(getattr(written, field), name)) is not None
             )
+            told = f" by {by}, in its file's sorted patterns the first that matches" if by else ""
+            raise ValueError(
+                f"config gives {name} the rank, alpha and use_rslora {theirs}{told}; expected "
+                f"{ours}, the model's"
+            )
+
+
+def _check_names(adapted: Mapping[str, Adapted]) -> None:
+    if "" in adapted:
+        raise ValueError(
+            "model is itself the adapted layer, and a PEFT adapter names every layer by its path "
+            "inside of a model; expected a model that holds the layer: put it into a module"
+        )
 
 
 def _the_one(field: str, values: Mapping[str, Any]) -> Any:

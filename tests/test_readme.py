@@ -108,7 +108,8 @@ def test_speed_table_withholds_what_is_red(tmp_path):
 def test_headline_has_a_row_for_a_work_and_the_range_of_its_runs(tmp_path):
     def over_lora(variant, device):
         over = "the best jax LoRA"
-        return {"variant": variant, "over": over, "work": "model, r384", "device": device}
+        times = {"device": device, "wall": device and 2 * device}
+        return {"variant": variant, "over": over, "work": "model, r384", **times}
 
     folder = tmp_path / "benchmarks/results/h200"
     folder.mkdir(parents=True)
@@ -120,7 +121,8 @@ def test_headline_has_a_row_for_a_work_and_the_range_of_its_runs(tmp_path):
         (folder / f"{name}.json").write_text(json.dumps(content))
     links = (f"[`{n}.json`](benchmarks/results/h200/{n}.json)" for n in ("one", "two"))
     table = readme_tables.headline(tmp_path)
-    assert f"| model, r384 | 1.25× to 2.00× | 1.00× | {', '.join(links)} |" in table
+    ratios = "1.25× to 2.00×, wall 0.62× to 1.00× | 1.00×, wall 0.50×"
+    assert f"| model, r384 | {ratios} | {', '.join(links)} |" in table
     assert table.count("model, r384") == 1
 
 

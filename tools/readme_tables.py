@@ -96,7 +96,8 @@ HEADLINE = {
 def headline(root: Path) -> str:
     """README's part of it: how much agrees, and DoRA in JAX beside the best LoRA in JAX."""
     agreement: list[tuple[str, str, str]] = []
-    speed: dict[str, dict[str, list[float]]] = {}  # by work, then by way
+    # By work, then by way: by device time and by wall time.
+    speed: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
     sources: dict[str, list[str]] = {}
     for path in sorted({path for pattern in SOURCES for path in root.glob(pattern)}):
         report = json.loads(path.read_text())
@@ -109,8 +110,11 @@ def headline(root: Path) -> str:
         for s in report.get("speedups", ()):
             ours = s["variant"] in HEADLINE and s["over"] == "the best jax LoRA"
             if ours and s.get("device") and "r384" in s["work"]:
-                ratios = speed.setdefault(s["work"], {}).setdefault(HEADLINE[s["variant"]], [])
-                ratios.append(1 / s["device"])
+                way = HEADLINE[s["variant"]]
+                device, wall = speed.setdefault(s["work"], {}).setdefault(way, ([], []))
+                device.append(1 / s["device"])
+                if s.get("wall"):
+                    wall.append(1 / s["wall"])
                 if link not in sources.setdefault(s["work"], []):
                     sources[s["work"]].append(link)
     parts = []
@@ -119,12 +123,14 @@ def headline(root: Path) -> str:
     if speed:
         ways = tuple(w for w in HEADLINE.values() if any(w in ratios for ratios in speed.values()))
         rows = (
-            (work, *(_range(ratios.get(way, ())) for way in ways), ", ".join(sources[work]))
+            (work, *(_ratios(work, ratios.get(way)) for way in ways), ", ".join(sources[work]))
             for work, ratios in speed.items()
         )
         parts.append(
             "Device time of DoRA, times that of the best plain LoRA that XLA gives in the same "
-            "run; of several runs, the least and the most:\n\n"
+            "run; of several runs, the least and the most. A layer's norm is given where it is "
+            "kept, a model's is kept by `keep_norms`, whose comparisons are in the time. Of a "
+            "model by wall time too, since its device time is a median of two or three steps:\n\n"
             f"{_table(('work', *ways, 'from'), rows)}"
         )
     if not parts:
@@ -132,10 +138,16 @@ def headline(root: Path) -> str:
     return "\n\n".join([*parts, "All of it: [`docs/measured.md`](docs/measured.md)."])
 
 
+def _ratios(work: str, found: tuple[list[float], list[float]] | None) -> str:
+    if found is None:
+        return "–"
+    device, wall = found
+    by_wall = f", wall {_range(wall)}" if wall and work.startswith("model") else ""
+    return _range(device) + by_wall
+
+
 def _range(ratios: Sequence[float]) -> str:
     """Of all runs that measured it."""
-    if not ratios:
-        return "–"
     least, most = (f"{end:.2f}×" for end in (min(ratios), max(ratios)))
     return least if least == most else f"{least} to {most}"
 

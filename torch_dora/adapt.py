@@ -16,6 +16,7 @@ from torch_dora.layers.conv import CONVOLUTIONS
 from torch_dora.layers.conv1d import is_conv1d
 from torch_dora.nn import DoRALinear
 from torch_dora.ops import dispatch
+from torch_dora.report import MergeReport, reported
 
 ADAPTER_NAMES = ("lora_a", "lora_b", "magnitude")
 _ADAPTABLE = "Linear, Conv1d, Conv2d, Conv3d, Embedding, transformers' Conv1D"
@@ -123,23 +124,41 @@ def remove_dora(model: nn.Module) -> Any:
     return _replace(model, {id(layer): _base_of(layer) for layer in _adapted(model)})
 
 
-def merge_dora(model: nn.Module) -> Any:
+def merge_dora(model: nn.Module, *, return_report: bool = False) -> Any:
     """A copy of ``model`` with plain layers, every adapter merged into its layer's weight.
 
-    Merged in fp32 and cast once. ``model`` keeps its adapters and is the way back; the copy shares
-    every parameter but the merged weights.
+    Merged in fp32 and cast once to the weight's dtype. In bf16 that cast can cost more than a small
+    adapter does: ``return_report`` says. ``model`` keeps its adapters and is the way back; the copy
+    shares every parameter but the merged weights.
+
+    Args:
+        model: with adapters.
+        return_report: return a :class:`~torch_dora.report.MergeReport` too.
+
+    Returns:
+        The copy, or that and the report.
 
     Raises:
         TypeError: ``model`` is no module.
         ValueError: it holds no adapter.
     """
     _check_model(model)
-    layers = _adapted(model)
+    layers: dict[str, Any] = {
+        name: layer for name, layer in model.named_modules() if _is_adapted(layer)
+    }
     if not layers:
         raise ValueError("model holds no adapter; expected a model from apply_dora")
+    plain = {name: layer.merge() for name, layer in layers.items()}
     memo: dict[int, Any] = {id(tensor): tensor for tensor in model.parameters()}
-    memo |= {id(layer): layer.merge() for layer in layers}
-    return copy.deepcopy(model, memo)
+    memo |= {id(layer): plain[name] for name, layer in layers.items()}
+    merged = copy.deepcopy(model, memo)
+    if not return_report:
+        return merged
+    rows = (
+        reported(name, layer.weight, layer.merged_weight(), plain[name].weight)
+        for name, layer in layers.items()
+    )
+    return merged, MergeReport(tuple(rows))
 
 
 def _adapt(module: nn.Module, names: tuple[str, ...], rule: DoRARule) -> nn.Module:
@@ -187,7 +206,11 @@ def _base_of(layer: nn.Module) -> nn.Module:
 
 
 def _adapted(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, DoRALinear | DoRALayer)]
+    return [module for module in model.modules() if _is_adapted(module)]
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    return isinstance(module, DoRALinear | DoRALayer)
 
 
 def _adapter_parameters(layer: nn.Module) -> Iterable[nn.Parameter]:
@@ -254,7 +277,7 @@ def _refuse_others(matched: list[tuple[nn.Module, tuple[str, ...]]]) -> None:
     def listed(modules: Iterable[tuple[nn.Module, tuple[str, ...]]]) -> str:
         return _listing(f"{names[0]} ({type(module).__name__})" for module, names in modules)
 
-    adapted = [one for one in matched if isinstance(one[0], DoRALinear | DoRALayer)]
+    adapted = [one for one in matched if _is_adapted(one[0])]
     if adapted:
         raise ValueError(
             "a layer holds one adapter at a time, and these that the rules match hold one already: "

@@ -7,7 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_dora.hyperparameters import DropoutMode, adapter_scale, check_hyperparameters
+from torch_dora.hyperparameters import (
+    DropoutMode,
+    adapter_scale,
+    as_python,
+    check_hyperparameters,
+)
 from torch_dora.ops import check, compose_delta, dispatch, dora_linear, factored_norm
 from torch_dora.ops import magnitude_scale as g_of
 from torch_dora.ops.dtypes import accumulation_dtype
@@ -126,6 +131,7 @@ class DoRALinear(nn.Module):
         check.is_float("weight", base.weight)
         super().__init__()
         self.in_features, self.out_features = base.in_features, base.out_features
+        rank, alpha, dropout = map(as_python, (rank, alpha, dropout))
         self.rank, self.alpha, self.use_rslora = rank, alpha, use_rslora
         self.scale = adapter_scale(rank, alpha, use_rslora)
         self.dropout, self.dropout_mode = dropout, dropout_mode

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 WEIGHT_STRIDE = 64
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 def keep_norms(model: nn.Module) -> None:
@@ -36,6 +36,7 @@ def keep_norms(model: nn.Module) -> None:
         ValueError: there is no DoRA layer in ``model``.
     """
     for layer in _dora_layers(model):
+        layer.register_buffer("position_weights", _position_weights(layer), persistent=False)
         _keep(layer)
 
 
@@ -69,7 +70,7 @@ def drop_norms(model: nn.Module) -> None:
         ValueError: there is no DoRA layer in ``model``.
     """
     for layer in _dora_layers(model):
-        layer.kept_norm = layer.kept_fingerprint = None
+        layer.kept_norm = layer.kept_fingerprint = layer.position_weights = None
 
 
 def current_norm(layer: Any) -> Tensor:
@@ -92,14 +93,40 @@ def _is_current(layer: Any) -> Tensor:
 
 
 def _fingerprint(layer: Any) -> Tensor:
-    """int64[3]: sums of the bit patterns of lora_a, lora_b and some rows of the weight.
+    """int64[6]: digests of lora_a, lora_b and some rows of the weight."""
+    return torch.cat([_digest(matrix, layer.position_weights) for matrix in _watched(layer)])
 
-    Sums of integers are the same in any order, on any device.
+
+def _digest(matrix: Tensor, position_weights: Tensor) -> Tensor:
+    """int64[2]: the sum of the matrix's bits, and the same weighted by position.
+
+    A position's weight is its row's times its column's. Both are odd, so that no change of a single
+    element leaves the second as it was. Sums of integers are the same in any order, on any device.
     """
+    if matrix.dtype.itemsize == 8:
+        # As two halves: changes of two signs would add up to none modulo 2⁶⁴.
+        matrix = matrix.contiguous().view(torch.int32)
+    bits = matrix.view(_BITS[matrix.dtype.itemsize])
+    of_columns, of_rows = position_weights[: sum(bits.shape)].split([bits.shape[1], bits.shape[0]])
+    weighted = (bits * of_columns).sum(1) * of_rows
+    return torch.stack([bits.sum(dtype=torch.int64), weighted.sum()])
+
+
+def _watched(layer: Any) -> list[Tensor]:
+    """What the norm is computed from, as matrices: all of the adapter, some rows of the weight."""
     tensors = (layer.lora_a, layer.lora_b, layer.weight[::WEIGHT_STRIDE])
-    return torch.stack(
-        [t.detach().view(_BITS[t.dtype.itemsize]).sum(dtype=torch.int64) for t in tensors]
-    )
+    return [tensor.detach().flatten(1) for tensor in tensors]
+
+
+def _position_weights(layer: Any) -> Tensor:
+    """int64[n]: odd numbers below 2³¹ that follow no pattern, enough for the columns and rows of
+    each matrix that is watched."""
+    matrices = _watched(layer)
+    # Twice the columns, since eight bytes are two of them, and a model may be cast.
+    count = max(len(matrix) + 2 * matrix.shape[1] for matrix in matrices)
+    seeded = torch.Generator().manual_seed(0)
+    odd = torch.randint(2**30, (count,), generator=seeded) * 2 + 1
+    return odd.to(matrices[0].device)
 
 
 def _dora_layers(model: nn.Module) -> Iterator[Any]:

@@ -6,7 +6,9 @@ restores it into those of a model adapted by the same rules:
     checkpointer.save(folder, get_adapter(model).arrays)
     fresh = get_adapter(model)
     arrays = checkpointer.restore(folder, fresh.arrays)
-    model = set_adapter(model, dataclasses.replace(fresh, arrays=arrays))
+    model = set_adapter(model, dataclasses.replace(fresh, arrays=arrays), rngs=nnx.Rngs(0))
+
+(`rngs` is for the masks of an adapter with dropout.)
 
 To go on with training bit for bit, save all that a step changes, and the base model not at all:
 

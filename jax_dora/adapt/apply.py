@@ -12,6 +12,7 @@ from jax_dora.adapt.kinds import KINDS, Kind, kind_of_adapted, kind_of_base
 from jax_dora.adapt.rule import DoRARule, Rules, as_rules, assign, listing
 from jax_dora.adapt.stack import adapt_stack, stack_shape
 from jax_dora.adapt.tree import Found, find_modules, is_node, replace_modules
+from jax_dora.model import check_model
 
 
 def apply_dora[Model: nnx.Module](model: Model, rules: Rules, *, rngs: nnx.Rngs) -> Model:
@@ -22,7 +23,8 @@ def apply_dora[Model: nnx.Module](model: Model, rules: Rules, *, rngs: nnx.Rngs)
 
     The result is a model of its own, which computes what `model` did; `model` is left as it is. The
     two share the arrays of every parameter, and no array is copied. A layer keeps its dtype, its
-    bias and its sharding metadata; its adapter is sharded like its kernel.
+    bias and its sharding metadata; its adapter is sharded like its kernel. A fresh adapter is there
+    to be trained: its dropout is on until `model.eval()` turns it off.
 
     Adapted are `nnx.Linear`, `nnx.LinearGeneral`, `nnx.Einsum`, `nnx.Embed` and `nnx.Conv`, also
     where `nnx.vmap` has stacked them along leading axes for `nnx.scan`. A module that is shared
@@ -37,17 +39,20 @@ def apply_dora[Model: nnx.Module](model: Model, rules: Rules, *, rngs: nnx.Rngs)
     Raises:
       TypeError: `model` is no nnx module; a matched module is of another type.
       ValueError: a rule adapts nothing; a matched layer is adapted already; a rule does not fit
-        its layer. The message lists what is there.
+        its layer. The message lists what is there. Or `model` is abstract, outside of
+        `nnx.eval_shape`.
       NotImplementedError: a matched layer has a setting that its adapter would not honour.
     """
-    if not isinstance(model, nnx.Module):
-        raise TypeError(
-            f"model is a {type(model).__name__}; expected an nnx.Module: for Flax linen there is "
-            "jax_dora.linen.apply_dora"
-        )
+    check_model(model, for_linen="jax_dora.linen.apply_dora")
     if not isinstance(rngs, nnx.Rngs):
         raise TypeError(f"rngs is a {type(rngs).__name__}; expected nnx.Rngs, e.g. nnx.Rngs(0)")
     rules = as_rules(rules)
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(model))):
+        raise ValueError(
+            "model is abstract: it holds shapes instead of arrays; expected arrays, or this call "
+            "inside of nnx.eval_shape, as in nnx.eval_shape(lambda model: apply_dora(model, rules, "
+            "rngs=nnx.Rngs(0)), model)"
+        )
     copy = nnx.clone(model)
     layers = [found for found in find_modules(copy) if _holds_parameters(found.module)]
     chosen = assign(rules, [found.paths for found in layers])

@@ -16,7 +16,7 @@ from flax import nnx, traverse_util
 from flax.linen.dtypes import promote_dtype
 
 from jax_dora.adapt.kinds import KINDS, Kind
-from jax_dora.adapt.merge import kernel_change
+from jax_dora.adapt.merge import MergeReport, changed, kernel_change, reported
 from jax_dora.adapt.rule import DoRARule, Rules, as_rules, assign, listing
 from jax_dora.layers.layout import Layout
 
@@ -145,27 +145,44 @@ class DoRA(nn.Module):
         return intercept
 
 
-def merge_dora(adapted: DoRA, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+def merge_dora(
+    adapted: DoRA,
+    variables: Mapping[str, Any],
+    *args: Any,
+    return_report: bool = False,
+    **kwargs: Any,
+) -> Any:
     """The variables of `adapted.model`, with every adapter merged into its layer's kernel.
 
     Merged in fp32 and cast once, as `jax_dora.merge_dora`; `variables` are left as they are.
 
     Args:
       adapted: from `apply_dora`.
-      variables: of `adapted`.
+      variables: of `adapted`, "params" and its other collections, if any.
       *args, **kwargs: any inputs of the model; it is traced with them, to learn what its layers
         are, and not run.
+      return_report: return a `jax_dora.adapt.MergeReport` too.
+
+    Returns:
+      The merged variables, or these and the report.
 
     Raises:
       TypeError: `adapted` is not from `apply_dora`.
-      ValueError, NotImplementedError: as calling it; a stack's axis is not the leading one.
+      ValueError, NotImplementedError: as calling it; `variables` has no "params"; a stack's axis is
+        not the leading one.
     """
     if not isinstance(adapted, DoRA):
         raise TypeError(f"adapted is a {type(adapted).__name__}; expected apply_dora's result")
+    if "params" not in variables:
+        raise ValueError(
+            f"variables has no collection 'params', but {list(variables)}; expected "
+            "adapted's variables: pass {'params': params} where params is all there is"
+        )
     calls = _Calls()
     quiet = adapted.clone(deterministic=True)
     jax.eval_shape(lambda: quiet.apply(variables, calls, *args, method="noting", **kwargs))
     params = dict(traverse_util.flatten_dict(variables["params"]))
+    layers = []
     for path, (name, layout, scale) in calls.adapted.items():
         place = tuple(path.split("/")) if path else ()
         values = {one: nn.unbox(params.pop((*place, one))) for one in NAMES}
@@ -177,9 +194,11 @@ def merge_dora(adapted: DoRA, variables: Mapping[str, Any], *args: Any, **kwargs
                 "behind the axes of a stack: use variable_axes={'params': 0}"
             )
         change = kernel_change(layout, scale, kernel=kernel, **values)
-        merged = (kernel.astype(change.dtype) + change).astype(kernel.dtype)
-        params[*place, name] = nn.meta.replace_boxed(boxed, merged)
-    return {**variables, "params": traverse_util.unflatten_dict(params)}
+        params[*place, name] = nn.meta.replace_boxed(boxed, changed(kernel, change))
+        if return_report:
+            layers.append(reported(path, kernel, change))
+    merged = {**variables, "params": traverse_util.unflatten_dict(params)}
+    return (merged, MergeReport(tuple(layers))) if return_report else merged
 
 
 def _call(module, path, rule, deterministic, args, kwargs, context, calls) -> jax.Array:

@@ -12,12 +12,13 @@ from jax import lax
 
 from jax_dora import ops
 from jax_dora.adapt.kinds import Kind
-from jax_dora.adapt.remove import adapted, check_model, remove_dora
+from jax_dora.adapt.remove import adapted, remove_dora
 from jax_dora.adapt.stack import indices, join
 from jax_dora.adapt.switch import Adapter, set_adapter
 from jax_dora.adapt.tree import find_modules
 from jax_dora.layers.adapter import matrix_norm
 from jax_dora.layers.layout import Layout
+from jax_dora.model import check_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +97,7 @@ def merge_dora(
       TypeError: `model` is no nnx module.
       ValueError: there is no adapter to merge, or one of `adapters` does not fit the model.
     """
-    check_model(model)
+    check_model(model, for_linen="jax_dora.linen.merge_dora")
     merged = remove_dora(model)
     models = [model]
     if adapters is not None:
@@ -104,7 +105,9 @@ def merge_dora(
     sources: dict[str, list[tuple[Any, Kind]]] = {}
     for one in models:
         for found, kind in adapted(one):
-            sources.setdefault(found.paths[0], []).append((found.module, kind))
+            # By every path: of a shared layer's, a copy of the model may hold another first.
+            for path in found.paths:
+                sources.setdefault(path, []).append((found.module, kind))
     if not sources:
         raise ValueError(
             "model holds no adapter and adapters names none; expected a model from apply_dora"
@@ -130,12 +133,19 @@ def _merge_layer(
     parameter = getattr(base, sources[0][1].kernel)
     kernel = parameter.get_value()
     change = functools.reduce(jnp.add, (_change(layer, kind) for layer, kind in sources))
+    parameter.set_value(changed(kernel, change))
+    return reported(path, kernel, change) if report else None
+
+
+def changed(kernel: jax.Array, change: jax.Array) -> jax.Array:
+    """kernel + change, evaluated in the dtype of `change` and cast once to the kernel's."""
+    return (kernel.astype(change.dtype) + change).astype(kernel.dtype)
+
+
+def reported(path: str, kernel: jax.Array, change: jax.Array) -> MergedLayer:
+    """What `changed` does to the kernel of the layer at `path`."""
     exact = kernel.astype(change.dtype) + change
-    rounded = exact.astype(kernel.dtype)
-    parameter.set_value(rounded)
-    if not report:
-        return None
-    error = rounded.astype(change.dtype) - exact
+    error = changed(kernel, change).astype(change.dtype) - exact
     size, moved, off = (float(jnp.linalg.norm(x.reshape(-1))) for x in (exact, change, error))
     start = float(jnp.linalg.norm(kernel.astype(change.dtype).reshape(-1)))
     return MergedLayer(

@@ -8,6 +8,7 @@ from flax import nnx
 
 from jax_dora.adapt.kinds import Kind, kind_of_adapted
 from jax_dora.adapt.tree import Found, find_modules, replace_modules
+from jax_dora.model import check_model
 
 
 def remove_dora[Model: nnx.Module](model: Model) -> Model:
@@ -18,7 +19,7 @@ def remove_dora[Model: nnx.Module](model: Model) -> Model:
     Raises:
       TypeError: `model` is no nnx module.
     """
-    check_model(model)
+    check_model(model, for_linen="jax_dora.linen.split_adapters")
     copy = nnx.clone(model)
     return replace_modules(
         copy, {id(found.module): plain_layer(found.module, kind) for found, kind in adapted(copy)}
@@ -45,9 +46,3 @@ def plain_layer(layer: Any, kind: Kind) -> Any:
         if isinstance(getattr(plain, name), nnx.Variable):
             setattr(plain, name, getattr(layer, name))
     return plain
-
-
-def check_model(model: Any) -> None:
-    """Raises TypeError unless `model` is an nnx module."""
-    if not isinstance(model, nnx.Module):
-        raise TypeError(f"model is a {type(model).__name__}; expected an nnx.Module")

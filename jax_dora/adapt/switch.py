@@ -15,9 +15,10 @@ from flax import nnx
 
 from jax_dora.adapt.apply import adapt_layer, apply_dora
 from jax_dora.adapt.kinds import kind_of_base
-from jax_dora.adapt.remove import adapted, check_model, remove_dora
+from jax_dora.adapt.remove import adapted, remove_dora
 from jax_dora.adapt.rule import DoRARule, Rules, as_rules, listing
 from jax_dora.adapt.tree import find_modules, replace_modules
+from jax_dora.model import check_model
 
 NAMES = ("lora_a", "lora_b", "magnitude")
 
@@ -28,7 +29,8 @@ class Adapter:
 
     Attributes:
       rules: one for each layer, whose path it matches exactly.
-      arrays: by the layer's path, then "lora_a", "lora_b", "magnitude", in the layer's shapes.
+      arrays: by the layer's path, then "lora_a", "lora_b", "magnitude", in the layer's shapes. In
+        any order: JAX sorts the keys of a dict wherever it maps over a pytree.
     """
 
     rules: tuple[DoRARule, ...]
@@ -45,7 +47,7 @@ def get_adapter(model: nnx.Module) -> Adapter:
       TypeError: `model` is no nnx module.
       ValueError: it holds no adapter.
     """
-    check_model(model)
+    check_model(model, for_linen="jax_dora.linen.split_adapters")
     layers = {found.paths[0]: found.module for found, _ in adapted(model)}
     if not layers:
         raise ValueError("model holds no adapter; expected a model from apply_dora")
@@ -69,14 +71,19 @@ def set_adapter[Model: nnx.Module](
     The result is a model of its own that shares the arrays of both. A function compiled by
     `nnx.jit` serves every adapter of the same layers, ranks and scales without compiling again.
 
+    An adapter's dropout is on or off as it was in the layer whose place it takes. Where that layer
+    had none, it is on if anything else in `model` is in training (its `deterministic` is False),
+    and off otherwise. `train()` and `eval()` of the result switch it.
+
     Args:
       rngs: for the masks of an adapter with dropout; only such a one needs it.
 
     Raises:
       TypeError: `model` is no nnx module, `adapter` no `Adapter`.
       ValueError: the adapter has a layer that the model lacks, or of another shape, or dropout and
-        no rngs. `model` is left as it is.
+        no rngs; or its rules are not those of its arrays. `model` is left as it is.
     """
+    check_model(model, for_linen="jax_dora.linen.join_adapters")
     base = remove_dora(model)
     if adapter is None:
         return base
@@ -84,10 +91,11 @@ def set_adapter[Model: nnx.Module](
         raise TypeError(
             f"adapter is a {type(adapter).__name__}; expected an Adapter from get_adapter, or None"
         )
+    rules = _rules_by_path(adapter)
     by_path = {path: found for found in find_modules(base) for path in found.paths}
     replacements: dict[int, Any] = {}
-    for rule, (path, arrays) in zip(adapter.rules, adapter.arrays.items(), strict=True):
-        found = by_path.get(path)
+    for path, arrays in adapter.arrays.items():
+        rule, found = rules[path], by_path.get(path)
         if found is None or kind_of_base(found.module) is None:
             there = (path for path, one in by_path.items() if kind_of_base(one.module))
             raise ValueError(
@@ -109,7 +117,7 @@ def set_adapter[Model: nnx.Module](
                 )
             parameter.set_value(value)
         replacements[id(found.module)] = layer
-    return replace_modules(base, replacements)
+    return _in_the_mode_of(model, replace_modules(base, replacements))
 
 
 class AdapterSet[Model: nnx.Module]:
@@ -117,7 +125,8 @@ class AdapterSet[Model: nnx.Module]:
 
         adapters = AdapterSet(model)
         adapters.add("french", rules, rngs=nnx.Rngs(0))
-        model = adapters.activate("french")   # train it: the set sees what training changes
+        model = adapters.activate("french")
+        model.train()                         # and train it: the set sees what training changes
         model = adapters.activate(None)       # the base model, bit for bit
 
     Attributes:
@@ -174,13 +183,17 @@ class AdapterSet[Model: nnx.Module]:
     def activate(self, name: str | None, *, rngs: nnx.Rngs | None = None) -> Model:
         """The base model with the adapter `name`, or with none; also as `self.model`.
 
-        The adapter that was active keeps what has happened to it in `self.model`.
+        The adapter that was active keeps what has happened to it in `self.model`. With a name, what
+        `self.model` was in training or evaluation with, the result is too, and dropout that comes
+        with the adapter is on or off as by `set_adapter`; without, it is the base as it was given.
 
         Raises:
           ValueError: there is no adapter of that name; `rngs` is missing for dropout.
         """
-        adapter = self[name] if name is not None else None
-        model = self._base if adapter is None else set_adapter(self._base, adapter, rngs=rngs)
+        model = self._base
+        if name is not None:
+            model = set_adapter(self._base, self[name], rngs=rngs)
+            model = _in_the_mode_of(self.model, model)
         if self.active is not None:
             self._inactive[self.active] = get_adapter(self.model)
         if name is not None:
@@ -195,6 +208,32 @@ class AdapterSet[Model: nnx.Module]:
         if name not in self._inactive:
             raise ValueError(f"name is {name!r}; expected one of {self.names}")
         return self._inactive[name]
+
+
+def _rules_by_path(adapter: Adapter) -> dict[str, DoRARule]:
+    rules = {rule.path: rule for rule in adapter.rules}
+    patterns = {path: re.escape(path) for path in adapter.arrays}
+    if odd := rules.keys() ^ set(patterns.values()):
+        raise ValueError(
+            "adapter has not one rule for each layer of its arrays; expected rules and arrays of "
+            f"one get_adapter, which these are not in both of:{listing(odd)}"
+        )
+    return {path: rules[pattern] for path, pattern in patterns.items()}
+
+
+def _in_the_mode_of[Model: nnx.Module](other: nnx.Module, model: Model) -> Model:
+    """`model`, changed in place, in training or evaluation as `other` is, module by module. Dropout
+    that `other` does not have is on if anything in `other` is in training."""
+    others = {path: found.module for found in find_modules(other) for path in found.paths}
+    trains = any(getattr(one, "deterministic", None) is False for one in others.values())
+    for found in find_modules(model):
+        twin = others.get(found.paths[0])
+        for name in ("deterministic", "use_running_average"):
+            if hasattr(twin, name) and hasattr(found.module, name):
+                setattr(found.module, name, getattr(twin, name))
+        if twin is None and isinstance(found.module, nnx.Dropout):
+            found.module.deterministic = not trains
+    return model
 
 
 def _rule(path: str, layer: Any) -> DoRARule:

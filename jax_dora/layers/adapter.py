@@ -1,5 +1,6 @@
 """What the DoRA layers over an existing Flax layer have in common."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -14,6 +15,8 @@ from jax_dora import ops
 from jax_dora.hyperparameters import DropoutMode, adapter_scale, check_dropout
 from jax_dora.layers.layout import Layout
 from jax_dora.nnx import DoRAParam, default_lora_a_init, default_lora_b_init
+from jax_dora.ops import dispatch
+from jax_dora.ops.norm import of_layer
 
 # What a Flax layer may be given in place of its own arithmetic. The adapter's part of the result
 # would not go through it.
@@ -80,6 +83,7 @@ class DoRALayer(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         self.scale = adapter_scale(rank, alpha, use_rslora)
+        dispatch.check_name(implementation)
         check_dropout(dropout, dropout_mode)
         self._check_base(base)
         for name, value in vars(base).items():
@@ -119,6 +123,7 @@ class DoRALayer(nnx.Module):
             layout.lora_a.to_matrices(self.lora_a[...]),
             layout.lora_b.to_matrices(self.lora_b[...]),
             self.scale,
+            of_layer(self.implementation),
         )
         return layout.magnitude.from_matrices(norm[:, None])
 
@@ -153,11 +158,18 @@ class DoRALayer(nnx.Module):
                 )
 
 
-def matrix_norm(kernel: jax.Array, lora_a: jax.Array, lora_b: jax.Array, scale: float) -> jax.Array:
+def matrix_norm(
+    kernel: jax.Array,
+    lora_a: jax.Array,
+    lora_b: jax.Array,
+    scale: float,
+    implementation: str | None = None,
+) -> jax.Array:
     """‖kernel + scale·lora_a lora_b‖ of every column: f32[n, out] of [n, in, out] and so on."""
+    norm = functools.partial(ops.factored_norm, scale=scale, implementation=implementation)
     if kernel.shape[0] == 1:
-        return ops.factored_norm(kernel[0], lora_a[0], lora_b[0], scale)[None]
-    return jax.vmap(lambda w, a, b: ops.factored_norm(w, a, b, scale))(kernel, lora_a, lora_b)
+        return norm(kernel[0], lora_a[0], lora_b[0])[None]
+    return jax.vmap(norm)(kernel, lora_a, lora_b)
 
 
 def no_out_sharding(out_sharding: Any) -> None:

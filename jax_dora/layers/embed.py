@@ -1,5 +1,6 @@
 """DoRA for nnx.Embed."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -68,11 +69,17 @@ class DoRAEmbed(DoRALayer, nnx.Embed):
         return {"lora_a": (axes[0], None), "lora_b": (None, axes[1]), "magnitude": (axes[1],)}
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """Integers [...] to [..., features], in the dtype that `nnx.Embed` would return."""
-        no_out_sharding(out_sharding)
-        base = nnx.Embed.__call__(self, inputs)
-        rows = jnp.take(self.lora_a[...], inputs, axis=0).astype(base.dtype)
+        """Integers [...] to [..., features], in the dtype that `nnx.Embed` would return, sharded as
+        it would be."""
+        base = nnx.Embed.__call__(self, inputs, out_sharding)
+        take = functools.partial(jnp.take, axis=0)
+        if out_sharding is not None:
+            spec = getattr(out_sharding, "spec", out_sharding)
+            take = jax.sharding.auto_axes(out_sharding=jax.P(*spec[:-1], None))(take)
+        rows = take(self.lora_a[...], inputs).astype(base.dtype)
         lora = rows @ self.lora_b[...].astype(base.dtype)
+        if out_sharding is not None:
+            lora = jax.reshard(lora, jax.typeof(base).sharding)
         return ops.compose(
             base, lora, self._g(base.dtype), self.scale, implementation=self.implementation
         )

@@ -83,8 +83,8 @@ def runs_mosaic(target: Target) -> Option:
     if target.partitioned:
         return Option(
             "mosaic",
-            slower="several devices are visible, and XLA cannot partition the kernel; inside "
-            "jax.shard_map over the whole mesh it is used",
+            slower="several devices are visible, and XLA cannot partition the kernel; on a mesh "
+            "with explicit axes, and inside jax.shard_map over the whole mesh, it is used",
         )
     return Option("mosaic")
 

@@ -41,7 +41,7 @@ from jax_dora.ops.dropout import Dropout, drop, kept_share
 from jax_dora.ops.mosaic import dropped as mosaic_dropped
 from jax_dora.ops.mosaic import expand_compose as mosaic_expand
 from jax_dora.ops.mosaic import projection as mosaic_projection
-from jax_dora.ops.norm import factored_norm, magnitude_scale
+from jax_dora.ops.norm import factored_norm, magnitude_scale, of_layer
 from jax_dora.ops.residuals import pack, unpack
 
 NORM_NAME = "dora_norm"
@@ -114,7 +114,7 @@ def dora_linear(
             lora_b,
             scale,
             kernel_sq_norm=kernel_sq_norm,
-            implementation="xla" if implementation == "xla" else None,
+            implementation=of_layer(implementation),
         )
         norm = jnp.asarray(checkpoint_name(fresh, NORM_NAME))
     elif kernel_sq_norm is not None:

@@ -151,6 +151,12 @@ def _assemble(
     return lax.optimization_barrier(jnp.sqrt(jnp.maximum(base_sq + added, 0)))
 
 
+def of_layer(implementation: str | None) -> str | None:
+    """By what a layer's norm is taken whose `implementation` is this: "xla" takes no kernel, a
+    kernel of the projection names none for the norm."""
+    return "xla" if implementation == "xla" else None
+
+
 def squared_norm(kernel: jax.Array) -> jax.Array:
     """Σ_in kernel² per output feature: f32[out] of a kernel [in, out], detached."""
     check.is_float("kernel", kernel)

@@ -18,6 +18,7 @@ from jax_dora.adapt.apply import adapt_layer
 from jax_dora.adapt.stack import indices
 from jax_dora.adapt.tree import find_modules, replace_modules
 from jax_dora.hyperparameters import DropoutMode
+from jax_dora.model import check_model
 from jax_dora.ops import check
 from jax_dora.peft.names import Names
 from jax_dora.peft.places import Index, Place, Places, places_of, to_matrix
@@ -53,6 +54,9 @@ def load_adapter[Model: nnx.Module](
     nothing, with lora_a and lora_b zero. An output head that is tied to an adapted embedding stays
     as it is, as in PEFT: `jax_dora.DoRAEmbed`'s adapt_attend is False.
 
+    The adapter's dropout is off, as after PEFT's `from_pretrained`; to train the adapter further,
+    turn it on by `model.train()`.
+
     Args:
       model: plain, or with an adapter, in whose place the folder's comes.
       folder: holds adapter_config.json and adapter_model.safetensors.
@@ -60,7 +64,7 @@ def load_adapter[Model: nnx.Module](
       names: how PyTorch calls the modules of `model`; `Names()` by default.
       adapter_dtype: of lora_a and lora_b; by default that of the file.
       dropout_mode: where the folder's lora_dropout is not 0; by default as in PEFT, "input" for
-        DoRA and "adapter" for LoRA. As always, `model.eval()` turns dropout off.
+        DoRA and "adapter" for LoRA.
       implementation: of the compose, as in `jax_dora.ops.dora_linear`.
       rngs: its `dropout` stream makes the masks; `nnx.Rngs(0)` by default.
 
@@ -75,6 +79,7 @@ def load_adapter[Model: nnx.Module](
         raise TypeError(
             f"adapter_dtype is {adapter_dtype}; expected float16, bfloat16, float32 or float64"
         )
+    check_model(model)
     names = names or Names()
     with opened(folder, "np", adapter) as source:
         loaded = remove_dora(model)
@@ -108,6 +113,7 @@ def load_adapter[Model: nnx.Module](
         replacements = {}
         for path, rule in rules.items():
             layer = adapt_layer(found[path], rule, rngs)
+            layer.eval()
             _set_magnitude(source, layer.magnitude, stacks[path])
             replacements[id(found[path].module)] = layer
         loaded = replace_modules(loaded, replacements)

@@ -13,6 +13,7 @@ from jax_dora.adapt.kinds import Kind, kind_of_adapted, kind_of_base
 from jax_dora.adapt.stack import stack_shape
 from jax_dora.adapt.tree import find_modules
 from jax_dora.layers.layout import Axes, convolution_layout, matrix_layout, projection_layout
+from jax_dora.model import check_model
 from jax_dora.peft.names import Names
 from peft_format.fit import Layer, Shape, convolution_settings
 
@@ -117,8 +118,7 @@ def places_of(model: nnx.Module, names: Names) -> Places:
       TypeError: `model` is no nnx module.
       ValueError: two modules get the same name, or the layers of a stack get none.
     """
-    if not isinstance(model, nnx.Module):
-        raise TypeError(f"model is a {type(model).__name__}; expected an nnx.Module")
+    check_model(model)
     modules = {
         found.paths[0]: found.module
         for found in find_modules(model)

@@ -153,13 +153,19 @@ def _warn_of_tied_heads(adapted: dict[str, Any]) -> None:
 
 
 def _described(places: Places, name: str, module: Any) -> Adapted:
+    dropout = 0.0 if module.dropout is None else module.dropout.rate
     return Adapted(
         places.layers[name].layer,
-        module.rank,
-        module.alpha,
+        _python(module.rank),
+        _python(module.alpha),
         module.use_rslora,
-        0.0 if module.dropout is None else module.dropout.rate,
+        _python(dropout),
     )
+
+
+def _python(number: Any) -> Any:
+    """A number that JSON has, which knows none of NumPy's."""
+    return number.item() if isinstance(number, np.generic) else number
 
 
 def _check_is_lora(places: Places) -> None:

@@ -61,6 +61,21 @@ class Stacked(nnx.Module):
         return run(self.blocks, x)
 
 
+class Chain(nnx.Module):
+    """So many layers that "blocks/10" stands before "blocks/2" in the order of the alphabet."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.blocks = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(12)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for block in self.blocks:
+            x = x + nnx.tanh(block(x))
+        return x
+
+
+# Of one shape, each with a scale of its own.
+UNLIKE = [DoRARule(f"blocks/{index}", 2, 1 + index) for index in range(12)]
+
 ALL = [
     DoRARule("conv", 2, 4.0),
     DoRARule("embed|attention/.*|blocks/0|named/gate|pairs/0/one", 3, 4.0),

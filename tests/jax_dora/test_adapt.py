@@ -267,6 +267,17 @@ class TestRefusals:
         with pytest.raises(error, match=match):
             apply_dora(model, rules, rngs=rngs or nnx.Rngs(0))
 
+    def test_an_abstract_model(self):
+        abstract = nnx.eval_shape(lambda: Block(nnx.Rngs(0)))
+        rule = DoRARule("linear", 2, 4)
+        self.refuse(abstract, rule, ValueError, r"model is abstract.*inside of nnx\.eval_shape")
+
+        def adapt(model):
+            return apply_dora(model, rule, rngs=nnx.Rngs(1))
+
+        found = nnx.eval_shape(adapt, abstract)
+        assert nnx.graphdef(found) == nnx.graphdef(adapt(Block(nnx.Rngs(0))))
+
     def test_a_rule_that_matches_nothing(self):
         rules = [DoRARule("blocks/0", 2, 4), DoRARule("block", 2, 4)]
         match = r"rules\[1\], path 'block', matches no layer.*\n  again\n  attention/key\n"
@@ -314,6 +325,8 @@ class TestRefusals:
         ({"adapter_dtype": jnp.int32}, TypeError, "adapter_dtype is .*int32"),
         ({"implementation": "triton"}, ValueError, "implementation is 'triton'"),
         ({"inner_name": 3}, TypeError, "inner_name is 3; expected None or a string"),
+        ({"inner_name": ""}, ValueError, "inner_name is ''; expected a name that is not empty"),
+        ({"inner_name": ("", 0.5)}, ValueError, r"inner_name is \('', 0\.5\); expected a name"),
         (
             {"inner_name": "a", "dropout": 0.1, "dropout_mode": "input"},
             ValueError,

@@ -1,12 +1,16 @@
 """`jax_dora.linen.apply_dora`: the module transform."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import nnx
 
+import jax_dora
 from jax_dora import DoRARule
 from jax_dora.linen import apply_dora, join_adapters, merge_dora, split_adapters
 from parity.tolerances import OPERATOR_FP32_MAX_ABS
@@ -113,6 +117,31 @@ def test_merging_computes_the_same(base):
     for one, other, plain in zip(found, expected, jax.jit(MODEL.apply)(base, IDS), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=OPERATOR_FP32_MAX_ABS)
         assert not np.allclose(plain, other, atol=1e-2)
+
+
+def test_merging_says_what_it_changed(base):
+    adapted, variables = adapt(base)
+    variables = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), train(variables))
+    with jax.numpy_dtype_promotion("standard"):  # nn.LayerNorm in bf16 wants it
+        merged, report = merge_dora(adapted, variables, IDS, return_report=True)
+        jax.tree.map(np.testing.assert_array_equal, merged, merge_dora(adapted, variables, IDS))
+    paths = {"embed", "conv", "out", "head", "blocks/mlp"}
+    paths |= {f"blocks/attention/{name}" for name in ("query", "key", "value", "out")}
+    assert {row.path for row in report.layers} == paths
+    for row in report.layers:
+        before, after = (
+            functools.reduce(lambda tree, key: tree[key], row.path.split("/"), one["params"])
+            for one in (variables, merged)
+        )
+        name = "embedding" if row.path == "embed" else "kernel"
+        old, new = (np.asarray(one[name], np.float64) for one in (before, after))
+        assert row.dtype == "bfloat16"
+        # The rounding is in the difference too, and small beside it here.
+        change = np.linalg.norm(new - old) / np.linalg.norm(old)
+        np.testing.assert_allclose(row.change, change, rtol=0.1)
+        assert 2.0**-12 < row.rounding < 2.0**-8
+        np.testing.assert_allclose(row.lost, row.rounding / row.change, rtol=0.3)
+        assert 0 < row.max_abs <= 2.0**-8 * np.abs(new).max()
 
 
 def test_attend_may_leave_a_tied_head_as_it_was():
@@ -238,3 +267,40 @@ class TestRefusals:
             apply_dora({}, RULES)
         with pytest.raises(TypeError, match="adapted is a Model; expected apply_dora's result"):
             merge_dora(MODEL, {}, IDS)
+
+    def test_variables_without_params(self, base):
+        adapted, variables = adapt(base, DoRARule("head", 2, 4))
+        match = r"no collection 'params', but \['block.*pass \{'params': params\}"
+        with pytest.raises(ValueError, match=match):
+            merge_dora(adapted, variables["params"], IDS)
+
+    @pytest.mark.parametrize(
+        ("function", "counterpart"),
+        [
+            (lambda: jax_dora.apply_dora(MODEL, RULES, rngs=nnx.Rngs(0)), "apply_dora"),
+            (lambda: jax_dora.merge_dora(MODEL), "merge_dora"),
+            (lambda: jax_dora.get_adapter(MODEL), "split_adapters"),
+            (lambda: jax_dora.set_adapter(MODEL, None), "join_adapters"),
+            (lambda: jax_dora.remove_dora(MODEL), "split_adapters"),
+        ],
+    )
+    def test_functions_for_nnx_say_what_linen_has_instead(self, function, counterpart):
+        match = rf"model is a Model; .* for Flax linen there is jax_dora\.linen\.{counterpart}$"
+        with pytest.raises(TypeError, match=match):
+            function()
+
+    @pytest.mark.parametrize(
+        "function",
+        [
+            jax_dora.AdapterSet,
+            jax_dora.keep_norms,
+            jax_dora.refresh_norms,
+            jax_dora.drop_norms,
+            jax_dora.freeze,
+            lambda model: jax_dora.peft.save_adapter(model, "unused"),
+            lambda model: jax_dora.peft.load_adapter(model, "unused"),
+        ],
+    )
+    def test_functions_for_nnx_say_that_linen_has_no_such_thing(self, function):
+        with pytest.raises(TypeError, match=r"no counterpart for Flax linen.*in nnx for it"):
+            function(MODEL)

@@ -120,8 +120,7 @@ def test_fuses_only_what_it_computes_alike():
         (lambda: nnx.Linear(IN, OUT, rngs=nnx.Rngs(0)), lambda: make(1)),
         (lambda: make(0, implementation="xla"), lambda: make(1)),
         (lambda: make(0, dropout=0.5, dropout_mode="input"), lambda: make(1)),
-        (lambda: make(0, param_dtype=jnp.bfloat16, dtype=jnp.float32), lambda: make(1)),
-        (lambda: make(0, use_bias=True), lambda: make(1)),
+        (lambda: make(0, dtype=jnp.bfloat16), lambda: make(1)),
     ],
 )
 def test_other_layers_are_called_as_they_are(pair):
@@ -129,7 +128,36 @@ def test_other_layers_are_called_as_they_are(pair):
     for layer in (gate, up):
         layer.eval()
     x, _ = drawn(jnp.float32)
-    np.testing.assert_array_equal(jax_dora.swiglu(gate, up, x), plain(gate, up, x))
+    with jax.numpy_dtype_promotion("standard"):
+        np.testing.assert_array_equal(jax_dora.swiglu(gate, up, x), plain(gate, up, x))
+
+
+ALIKE = {
+    "gate's bias alone": ({"use_bias": True}, {}),
+    "up's bias alone": ({}, {"use_bias": True}),
+    "kernels of two dtypes": ({"param_dtype": jnp.bfloat16, "dtype": jnp.float32}, {}),
+}
+
+
+@pytest.mark.parametrize("options", ALIKE.values(), ids=list(ALIKE))
+def test_layers_with_results_of_one_dtype_are_fused(options, monkeypatch):
+    pair = [make(seed, **given) for seed, given in enumerate(options)]
+    x, dh = drawn(jnp.float32)
+    wanted = run(plain, pair, x, dh)
+    monkeypatch.setattr(DoRALinear, "_project", lambda *_: pytest.fail("called"))
+    found = run(jax_dora.swiglu, pair, x, dh)
+    assert found[0].dtype == wanted[0].dtype
+    assert_near(found, wanted, 2.0**-7 if "param_dtype" in options[0] else 1e-5)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_layers_of_other_widths_are_refused(adapted):
+    layers = [nnx.Linear(IN, OUT, rngs=nnx.Rngs(0)), nnx.Linear(IN, 1, rngs=nnx.Rngs(0))]
+    if adapted:
+        layers = [DoRALinear.from_linear(one, rank=2, alpha=4, rngs=nnx.Rngs(0)) for one in layers]
+    x, _ = drawn(jnp.float32)
+    with pytest.raises(ValueError, match=r"shape \(3, 5, 1\); expected gate's, \(3, 5, 80\)"):
+        jax_dora.swiglu(*layers, x)
 
 
 def test_plain_callables_take_no_options():

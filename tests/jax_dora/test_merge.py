@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_dora import DoRARule, apply_dora, get_adapter, merge_dora, set_adapter
+from jax_dora import DoRALinear, DoRARule, apply_dora, get_adapter, merge_dora, set_adapter
 from parity import oracle, tolerances
 from tests.jax_dora.models import (
     ALL,
@@ -84,6 +84,16 @@ def test_every_kind_of_layer_computes_the_same_merged():
     lines = str(report).splitlines()
     assert [line.split()[0] for line in lines] == ["layer", *(row.path for row in report.layers)]
     assert len(lines) == 1 + 9
+
+
+def test_a_shared_layer_is_merged_whichever_of_its_paths_comes_first():
+    layer = DoRALinear(WIDTH, WIDTH, rank=2, alpha=4, rngs=nnx.Rngs(0))
+    model = nnx.Dict(z=layer, a=layer)
+    train(model)
+    x = jax.random.normal(jax.random.key(0), (3, WIDTH))
+    merged = merge_dora(model)
+    assert merged.a is merged.z
+    close(call(merged.a, x), call(layer, x))
 
 
 def test_grouped_convolution_merges_by_group():

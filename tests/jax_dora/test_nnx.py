@@ -259,6 +259,19 @@ def test_remat_keeps_the_norm():
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        (("mine", 0.5), TypeError, "expected the name alone.*the share.*inner_name"),
+        (3, TypeError, "remat_policy is given 3; expected names, as strings"),
+        ("", ValueError, "remat_policy is given ''"),
+    ],
+)
+def test_remat_policy_refuses_what_no_array_is_called(name, error, message):
+    with pytest.raises(error, match=message):
+        jax_dora.remat_policy("other", name)
+
+
 def test_remat_policy_keeps_further_names():
     policy = jax_dora.remat_policy("attention")
 

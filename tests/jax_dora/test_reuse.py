@@ -169,6 +169,17 @@ def test_a_digest_tells_apart_what_is_regular(shape, dtype):
     assert len({tuple(digest.tolist()) for digest in digests}) == len(digests)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_digest_tells_apart_the_same_bits_elsewhere(dtype):
+    """Signs are as many of each kind in every row and column."""
+    signs = 1.0 - 2.0 * (np.indices((4, 40)).sum(0) % 2)
+    start = (signs * (jax.random.uniform(jax.random.key(0), (4, 40)) + 0.5)).astype(dtype)
+    others = [start[::-1], start[:, ::-1], start[::-1, ::-1], jnp.roll(start, 1, 1), -start]
+    others += [start.at[:2].mul(-1), start.at[:2, :2].mul(-1)]
+    digests = {tuple(_digest(array).tolist()) for array in (start, *others)}
+    assert len(digests) == 1 + len(others)
+
+
 class CheckedOnce(Model):
     """The same model, which compares its kept norms outside of the scan."""
 
@@ -292,6 +303,19 @@ def test_norms_are_kept_on_a_mesh(names, kind):
     alone = sharded_layer(nnx.Rngs(0))
     jax_dora.keep_norms(alone)
     np.testing.assert_allclose(kept, alone.kept_norm[...], rtol=1e-6)
+
+
+def test_a_frozen_model_drops_nothing_until_it_is_trained():
+    layer = jax_dora.DoRALinear(8, 8, rank=2, alpha=4, dropout=0.5, rngs=nnx.Rngs(0))
+    layer.lora_b[...] += 1
+    model = nnx.Sequential(layer, nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
+    x = jnp.ones((2, 8))
+    frozen = jax_dora.freeze(model)
+    assert jnp.array_equal(frozen.layers[0](x), frozen.layers[0](x))
+    assert not frozen.layers[1].deterministic
+    assert not layer.dropout.deterministic
+    frozen.train()
+    assert not jnp.array_equal(frozen.layers[0](x), frozen.layers[0](x))
 
 
 def test_dropout_goes_on_counting_through_checked_norms():

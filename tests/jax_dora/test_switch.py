@@ -1,5 +1,7 @@
 """Taking adapters out, putting them in, and switching between named ones."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -12,10 +14,23 @@ from jax_dora import (
     DoRARule,
     apply_dora,
     get_adapter,
+    merge_dora,
     remove_dora,
     set_adapter,
 )
-from tests.jax_dora.models import ALL, WIDTH, Block, Mixed, Stacked, call, identical, ids, train
+from tests.jax_dora.models import (
+    ALL,
+    UNLIKE,
+    WIDTH,
+    Block,
+    Chain,
+    Mixed,
+    Stacked,
+    call,
+    identical,
+    ids,
+    train,
+)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -68,6 +83,35 @@ def test_an_adapter_is_a_pytree_of_its_arrays():
     assert jnp.array_equal(again.linear.magnitude[...], 2 * adapter.arrays["linear"]["magnitude"])
 
 
+MAPPED = {
+    "tree.map": lambda adapter: jax.tree.map(lambda array: array, adapter),
+    "device_put": jax.device_put,
+    "jit": jax.jit(lambda adapter: adapter),
+    "reversed": lambda adapter: dataclasses.replace(
+        adapter, arrays=dict(reversed(adapter.arrays.items()))
+    ),
+}
+
+
+@pytest.mark.parametrize("mapped", MAPPED.values(), ids=list(MAPPED))
+def test_arrays_in_any_order_find_their_layers(mapped):
+    base = Chain(nnx.Rngs(0))
+    trained = train(apply_dora(base, UNLIKE, rngs=nnx.Rngs(1)))
+    adapter = get_adapter(trained)
+    moved = mapped(adapter)
+    assert list(moved.arrays) != list(adapter.arrays)
+    x = jax.random.normal(jax.random.key(0), (3, WIDTH))
+    again = set_adapter(base, moved)
+    assert [block.scale for block in again.blocks] == [block.scale for block in trained.blocks]
+    assert jnp.array_equal(call(again, x), call(trained, x))
+    assert jnp.array_equal(
+        call(merge_dora(base, adapters=[moved]), x), call(merge_dora(trained), x)
+    )
+    adapters = AdapterSet(base)
+    adapters.add("moved", moved)
+    assert jnp.array_equal(call(adapters.activate("moved"), x), call(trained, x))
+
+
 def test_switching_compiles_once():
     base = Block(nnx.Rngs(0))
     one, other = (
@@ -86,6 +130,44 @@ def test_switching_compiles_once():
     assert not jnp.array_equal(run(set_adapter(one, get_adapter(other)), x), y)
     assert jnp.array_equal(run(set_adapter(other, get_adapter(one)), x), y)
     assert compiled == 1
+
+
+def modes(model: nnx.Module) -> dict[str, bool]:
+    """By the path of each dropout, whether it is on."""
+    return {
+        "/".join(map(str, path)): not module.deterministic
+        for path, module in nnx.iter_modules(model)
+        if isinstance(module, nnx.Dropout)
+    }
+
+
+class TestDropoutOfAnAdapterThatIsPutIn:
+    """On or off as what it replaces, or else as the rest of the model."""
+
+    rule = DoRARule(".*", 2, 4, dropout=0.5)
+
+    def put_into(self, model: nnx.Module) -> dict[str, bool]:
+        adapter = get_adapter(apply_dora(Block(nnx.Rngs(0)), self.rule, rngs=nnx.Rngs(1)))
+        before = modes(model)
+        found = modes(set_adapter(model, adapter, rngs=nnx.Rngs(0)))
+        assert modes(model) == before
+        return found
+
+    def test_as_the_layer_that_it_replaces(self):
+        model = apply_dora(Block(nnx.Rngs(0)), self.rule, rngs=nnx.Rngs(2))
+        assert self.put_into(model) == {"linear/dropout": True, "heads/dropout": True}
+        model.eval()
+        assert self.put_into(model) == {"linear/dropout": False, "heads/dropout": False}
+        model.heads.train()
+        assert self.put_into(model) == {"linear/dropout": False, "heads/dropout": True}
+
+    def test_else_as_the_rest_of_the_model_and_off_where_nothing_says(self):
+        model = Block(nnx.Rngs(0))
+        assert set(self.put_into(model).values()) == {False}
+        model.dropout = nnx.Dropout(0.1, rngs=nnx.Rngs(0))
+        assert set(self.put_into(model).values()) == {True}
+        model.eval()
+        assert set(self.put_into(model).values()) == {False}
 
 
 class TestAdapterSet:
@@ -134,8 +216,27 @@ class TestAdapterSet:
         assert adapters.active is None
         model = adapters.activate("heads", rngs=nnx.Rngs(0))
         trained.eval()
-        model.eval()
         assert jnp.array_equal(call(model, self.x), call(trained, self.x))
+
+    def test_training_and_evaluation_last_from_one_to_the_next(self):
+        base = nnx.Sequential(Block(nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
+        base.eval()
+        adapters = AdapterSet(base)
+        for name, path in (("heads", ".*/heads"), ("both", ".*/(linear|heads)")):
+            rule = DoRARule(path, 2, 4, dropout=0.5)
+            adapters.add(name, rule, rngs=nnx.Rngs(1))
+        model = adapters.activate("heads", rngs=nnx.Rngs(0))
+        assert modes(model) == {"layers/0/heads/dropout": False, "layers/1": False}
+        model.train()
+        both = ("layers/0/heads/dropout", "layers/0/linear/dropout", "layers/1")
+        model = adapters.activate("both", rngs=nnx.Rngs(0))
+        assert modes(model) == dict.fromkeys(both, True)
+        model.eval()
+        adapters.activate("heads", rngs=nnx.Rngs(0))
+        model = adapters.activate("both", rngs=nnx.Rngs(0))
+        assert modes(model) == dict.fromkeys(both, False)
+        assert adapters.activate(None) is base
+        assert modes(base) == {"layers/1": False}
 
     def test_refusals(self):
         base, adapters = self.make()
@@ -158,6 +259,9 @@ def test_an_adapter_that_does_not_fit():
     wide = nnx.Dict(linear=nnx.Linear(WIDTH, 5, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match=r"lora_b \(2, 8\) for 'linear'.*takes \(2, 5\)"):
         set_adapter(wide, adapter)
+    others = dataclasses.replace(adapter, arrays={"heads": adapter.arrays["linear"]})
+    with pytest.raises(ValueError, match=r"not in both of:\n  heads\n  linear"):
+        set_adapter(base, others)
     with pytest.raises(TypeError, match="adapter is a dict; expected an Adapter"):
         set_adapter(base, adapter.arrays)
     with pytest.raises(ValueError, match="model holds no adapter"):

@@ -51,6 +51,13 @@ def train(model):
     return model
 
 
+def dense(layer):
+    """weight [n, out, in], lora_a [n, r, in] and lora_b [n, out, r] of any DoRA layer."""
+    if isinstance(layer, DoRALinear):
+        return layer.weight[None], layer.lora_a[None], layer.lora_b[None]
+    return layer.matrices()
+
+
 def test_every_layer_is_found_and_a_fresh_adapter_changes_no_bit():
     # Frozen from the start: torch multiplies by a weight that wants a gradient another way.
     model = Mixed().requires_grad_(False)
@@ -94,6 +101,35 @@ def test_merging_leaves_the_model_and_shares_the_rest():
     assert merged.again is merged.blocks[0]
     assert torch.equal(model(IDS), expected)
     assert type(model.conv) is DoRAConv
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merging_says_what_it_changed(dtype):
+    model = train(apply_dora(Mixed().to(dtype), ALL))
+    merged, report = merge_dora(model, return_report=True)
+    assert torch.equal(merged(IDS), merge_dora(model)(IDS))
+    assert [row.path for row in report.layers] == ["embed", "conv", "blocks.0", "named.gate"]
+    assert [line.split()[0] for line in str(report).splitlines()[1:]] == [
+        row.path for row in report.layers
+    ]
+    for row in report.layers:
+        layer = model.get_submodule(row.path)
+        w, a, b = (part.double() for part in dense(layer))
+        norm = (w + layer.scale * b @ a).norm(dim=2, keepdim=True)
+        g = layer.magnitude.double().reshape(norm.shape) / norm
+        exact = g * (w + layer.scale * b @ a)
+        weight = merged.get_submodule(row.path).weight
+        stored = (weight.T if row.path == "embed" else weight).reshape(exact.shape)
+        off, change = (stored - exact).norm(), (exact - w).norm()
+        assert row.dtype == str(dtype).removeprefix("torch.")
+        assert row.change == pytest.approx(float(change / w.norm()), rel=1e-4)
+        if dtype == torch.float32:
+            assert row.rounding == row.lost == row.max_abs == 0
+        else:
+            assert row.rounding == pytest.approx(float(off / exact.norm()), rel=1e-2)
+            assert row.lost == pytest.approx(float(off / change), rel=1e-2)
+            assert row.max_abs == pytest.approx(float((stored - exact).abs().max()), rel=1e-2)
 
 
 def test_gpt2():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from torch_dora import DoRALinear
-from torch_dora.ops import compose, compose_delta, norm
+from torch_dora.ops import compose, compose_delta, dora_linear, norm
 
 IMPLEMENTATIONS = ["eager", "triton"]
 
@@ -88,6 +88,18 @@ def test_an_operator_is_one_graph(operands, op, implementation):
     want = torch.autograd.grad(call(*leaves), leaves, dy)
     for got, exact in zip(torch.autograd.grad(compiled(*leaves), leaves, dy), want, strict=True):
         torch.testing.assert_close(got, exact)
+
+
+def test_gradients_of_single_examples_are_one_graph(adapted):
+    x, weight, lora_a, lora_b, magnitude, *_ = adapted()
+
+    def loss(x, magnitude):
+        return dora_linear(x, weight, lora_a, lora_b, magnitude, 0.7).square().sum()
+
+    gradients = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1)), in_dims=(0, None))
+    compiled = torch.compile(gradients, fullgraph=True, backend="aot_eager")
+    for got, want in zip(compiled(x, magnitude), gradients(x, magnitude), strict=True):
+        torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.7])

@@ -1,6 +1,7 @@
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -50,6 +51,16 @@ def test_computes_the_dense_definition():
 def test_scale_is_alpha_over_the_rank_or_its_root():
     assert DoRALinear(8, 8, rank=4, alpha=6).scale == 1.5
     assert DoRALinear(8, 8, rank=4, alpha=6, use_rslora=True).scale == 3.0
+
+
+def test_numbers_of_numpy_become_pythons():
+    layer = DoRALinear(
+        8, 8, rank=np.int64(4), alpha=np.float32(6), dropout=np.float64(0.1), use_rslora=True
+    )
+    assert (layer.rank, layer.alpha, layer.dropout, layer.scale) == (4, 6.0, 0.1, 3.0)
+    found = (layer.rank, layer.alpha, layer.dropout, layer.scale)
+    assert [type(value) for value in found] == [int, float, float, float]
+    layer(torch.randn(3, 8)).sum().backward()
 
 
 def test_from_linear_shares_and_freezes_the_base():
@@ -177,6 +188,8 @@ def test_repr_gives_the_hyperparameters():
         ({"rank": -2}, ValueError, "rank is -2"),
         ({"rank": 2.0}, TypeError, "rank is 2.0; expected an int"),
         ({"rank": True}, TypeError, "rank is True"),
+        ({"rank": np.float32(2)}, TypeError, "expected an int"),
+        ({"alpha": np.bool_(True)}, TypeError, "expected a number"),
         ({"alpha": float("inf")}, ValueError, "alpha is inf"),
         ({"alpha": "8"}, TypeError, "alpha is '8'"),
         ({"dropout": 1.0}, ValueError, "dropout is 1.0"),

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import torch_dora
-from torch_dora.peft import load_adapter, save_adapter
+from torch_dora.peft import AdapterConfig, load_adapter, save_adapter
 
 # PEFT asks transformers by a name that the newest transformers calls deprecated.
 pytestmark = [
@@ -303,6 +304,47 @@ def test_a_configuration_of_ones_own_is_written_as_it_is(tmp_path: Path) -> None
     )
     with pytest.raises(ValueError, match="config gives model"):
         save_adapter(model, tmp_path / "third", config=other)
+
+
+@pytest.mark.parametrize(
+    ("field", "default", "value", "other"),
+    [("rank_pattern", "r", 4, 2), ("alpha_pattern", "lora_alpha", 9.0, 100.0)],
+)
+def test_a_configuration_is_judged_by_what_its_file_will_say(
+    field: str, default: str, value: float, other: float, tmp_path: Path
+) -> None:
+    """The first pattern that matches counts, and a file has them sorted."""
+    model = base(llama)
+    rule = torch_dora.DoRARule(r".*\.q_proj", rank=4, alpha=9.0)
+    model = torch_dora.apply_dora(model, rule)
+    plain = {"r": 4, "lora_alpha": 9.0, "target_modules": ("q_proj",), "use_dora": True}
+    key = "layers.1.self_attn.q_proj"
+    mistaken = AdapterConfig(**plain | {default: 3, field: {"q_proj": value, key: other}})
+    with pytest.raises(ValueError, match=rf"layers\.1\..* by {field}\['{key}'\]"):
+        save_adapter(model, tmp_path / "mistaken", config=mistaken)
+    assert not (tmp_path / "mistaken").exists()
+
+    exact = AdapterConfig(**plain | {default: 3, field: {"q_proj": value, "^x": other}})
+    save_adapter(model, tmp_path / "exact", config=exact)
+    again = load_adapter(base(llama), tmp_path / "exact")
+    for layer in again.model.layers:
+        assert (layer.self_attn.q_proj.rank, layer.self_attn.q_proj.alpha) == (4, 9.0)
+
+
+def test_numbers_of_numpy_are_written(tmp_path: Path) -> None:
+    numbers: Any = {"rank": np.int64(2), "alpha": np.float32(4), "dropout": np.float32(0.5)}
+    save_adapter(nn.Sequential(torch_dora.DoRALinear(4, 5, **numbers)), tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["lora_dropout"]) == (2, 4.0, 0.5)
+
+
+def test_a_layer_alone_has_no_name_in_peft(tmp_path: Path) -> None:
+    layer = torch_dora.DoRALinear(4, 5, rank=2, alpha=4)
+    with pytest.raises(ValueError, match="names every layer by its path inside of a model"):
+        save_adapter(layer, tmp_path / "adapter")
+    config = AdapterConfig(r=2, lora_alpha=4, target_modules=("q",), use_dora=True)
+    with pytest.raises(ValueError, match="put it into a module"):
+        save_adapter(layer, tmp_path / "adapter", config=config)
 
 
 def snapshot(model: nn.Module) -> list[Any]:

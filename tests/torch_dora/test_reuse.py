@@ -80,6 +80,42 @@ def test_a_stale_norm_is_nan(model, device, name, through_data):
     assert bool(model(x).isfinite().all())
 
 
+REARRANGED = {
+    "rows reversed": lambda matrix: matrix.flip(0),
+    "columns reversed": lambda matrix: matrix.flip(1),
+    "rows rolled": lambda matrix: matrix.roll(1, 0),
+    "turned": lambda matrix: matrix.flip(0, 1),
+    "other signs": lambda matrix: -matrix,
+    "the signs of two columns": lambda matrix: torch.cat([-matrix[:, :2], matrix[:, 2:]], 1),
+    "the signs of a square": lambda matrix: torch.cat(
+        [torch.cat([-matrix[:2, :2], matrix[:2, 2:]], 1), matrix[2:]]
+    ),
+}
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_same_bits_elsewhere_are_another_adapter(device, dtype, compiles):
+    layer = DoRALinear(24, 40, rank=4, alpha=8, adapter_dtype=dtype, device=device)
+    x = torch.randn(5, 24, device=device)
+    called = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiles else layer
+    # As many of each sign in every row and column: sums without weights do not see them change.
+    signs = 1 - 2 * ((torch.arange(40)[:, None] + torch.arange(4)) % 2)
+    start = (signs * (torch.rand(40, 4) + 0.5)).to(device, dtype)
+    with torch.no_grad():
+        for name, rearrange in REARRANGED.items():
+            layer.lora_b.copy_(start)
+            keep_norms(layer)
+            assert called(x).isfinite().all(), name
+            layer.lora_b.copy_(rearrange(start))
+            assert called(x).isnan().all(), name
+            refresh_norms(layer)
+            fresh = copy.deepcopy(layer)
+            drop_norms(fresh)
+            assert torch.equal(layer(x), fresh(x)), name
+
+
 def test_magnitude_and_bias_may_move(model, device):
     keep_norms(model)
     with torch.no_grad():

@@ -7,7 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_dora.hyperparameters import DropoutMode, adapter_scale, check_hyperparameters
+from torch_dora.hyperparameters import (
+    DropoutMode,
+    adapter_scale,
+    as_python,
+    check_hyperparameters,
+)
 from torch_dora.ops import check, dispatch, factored_norm, magnitude_scale
 from torch_dora.ops.dtypes import accumulation_dtype
 from torch_dora.ops.products import product
@@ -59,6 +64,7 @@ class DoRALayer(nn.Module):
         weight, bias = base.weight, getattr(base, "bias", None)
         check.is_float("weight", weight)
         super().__init__()
+        rank, alpha, dropout = map(as_python, (rank, alpha, dropout))
         self.rank, self.alpha, self.use_rslora = rank, alpha, use_rslora
         self.scale = adapter_scale(rank, alpha, use_rslora)
         self.dropout, self.dropout_mode = dropout, dropout_mode
@@ -80,7 +86,16 @@ class DoRALayer(nn.Module):
 
     @property
     def base(self) -> Any:
-        """The layer that this one adapts, on the same parameters."""
+        """The layer that this one adapts, on the parameters that this one has now: whoever replaces
+        a parameter (``load_state_dict(assign=True)``, tying, ...) replaces it here alone."""
+        base = self.settings
+        for name in base._parameters:
+            base._parameters[name] = getattr(self, name)
+        return base
+
+    @property
+    def settings(self) -> Any:
+        """The layer that this one adapts, to read its settings of: its parameters may be old."""
         return self._base[0]
 
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -104,10 +119,9 @@ class DoRALayer(nn.Module):
         """Set the magnitude to the norm: call it after setting lora_a or lora_b by hand."""
         self.magnitude.copy_(self.norm())
 
-    @torch.no_grad()
     def norm(self) -> Tensor:
         """‖weight + scale·lora_b lora_a‖ of every output feature: f32[out], detached."""
-        weight, lora_a, lora_b = self.matrices()
+        weight, lora_a, lora_b = (matrices.detach() for matrices in self.matrices())
         if len(weight) == 1:
             return factored_norm(
                 weight[0],
@@ -155,7 +169,9 @@ class DoRALayer(nn.Module):
 
     def extra_repr(self) -> str:
         """The base and the hyperparameters, as ``nn.Module`` prints them."""
-        text = f"{self.base}, rank={self.rank}, alpha={self.alpha}, use_rslora={self.use_rslora}"
+        text = (
+            f"{self.settings}, rank={self.rank}, alpha={self.alpha}, use_rslora={self.use_rslora}"
+        )
         if self.dropout > 0:
             text += f", dropout={self.dropout}, dropout_mode={self.dropout_mode!r}"
         return text

@@ -1,5 +1,6 @@
 """DoRA for torch.nn.Conv1d, Conv2d and Conv3d."""
 
+import numbers
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class DoRAConv(DoRALayer):
             raise TypeError(
                 f"base must be a torch.nn.Conv1d, Conv2d or Conv3d, got {type(base).__name__}"
             )
-        if isinstance(rank, int) and rank % base.groups:
+        if isinstance(rank, numbers.Integral) and rank % base.groups:
             raise ValueError(
                 f"rank is {rank} and the convolution has {base.groups} groups, each of which takes "
                 f"an equal part of the rank; expected a multiple of {base.groups}"
@@ -42,12 +43,12 @@ class DoRAConv(DoRALayer):
         out, *window = self.weight.shape
         return {
             "lora_a": (self.rank, *window),
-            "lora_b": (out, self.rank // self.base.groups),
+            "lora_b": (out, self.rank // self.settings.groups),
             "magnitude": (out,),
         }
 
     def matrices(self) -> tuple[Tensor, Tensor, Tensor]:
-        groups = self.base.groups
+        groups = self.settings.groups
         weight, lora_a = (
             part.reshape(groups, len(part) // groups, -1) for part in (self.weight, self.lora_a)
         )
@@ -61,7 +62,7 @@ class DoRAConv(DoRALayer):
         channels = x.ndim - self.weight.ndim + 1
 
         def convolve(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-            return self.base._conv_forward(x, weight, bias).movedim(channels, -1)
+            return self.settings._conv_forward(x, weight, bias).movedim(channels, -1)
 
         y = convolve(x, self.weight, self.bias)
         lora = self._expand(convolve(dropped, self.lora_a.to(self.weight.dtype)))
@@ -79,7 +80,7 @@ class DoRAConv(DoRALayer):
 
     def _expand(self, z: Tensor) -> Tensor:
         """[..., rank] to [..., out] by lora_b, group by group."""
-        groups = self.base.groups
+        groups = self.settings.groups
         lora_b = self.lora_b.to(z.dtype)
         if groups == 1:
             return F.linear(z, lora_b)

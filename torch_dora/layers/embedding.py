@@ -22,8 +22,11 @@ class DoRAEmbedding(DoRALayer):
     """
 
     def __init__(self, base: nn.Module, *, dropout: float = 0.0, **options: Any) -> None:
-        if not isinstance(base, nn.Embedding):
-            raise TypeError(f"base must be a torch.nn.Embedding, got {type(base).__name__}")
+        if not isinstance(base, nn.Embedding) or type(base).forward is not nn.Embedding.forward:
+            raise TypeError(
+                f"base must be a torch.nn.Embedding, got {type(base).__name__}; a subclass must "
+                "compute what it computes: put a multiplier behind the layer"
+            )
         if dropout:
             raise ValueError(
                 f"dropout is {dropout} for an embedding, which reads token ids and has no "
@@ -58,8 +61,15 @@ class DoRAEmbedding(DoRALayer):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Integers [...] to [..., features]."""
-        base = self.base(ids)
-        rows = F.embedding(ids, self.lora_a.T, padding_idx=self.base.padding_idx)
+        settings = self.settings
+        base = F.embedding(
+            ids,
+            self.weight,
+            settings.padding_idx,
+            scale_grad_by_freq=settings.scale_grad_by_freq,
+            sparse=settings.sparse,
+        )
+        rows = F.embedding(ids, self.lora_a.T, padding_idx=settings.padding_idx)
         with torch.autocast(base.device.type, enabled=False):
             lora = F.linear(rows.to(base.dtype), self.lora_b.to(base.dtype))
         g = self.g(base.dtype)

@@ -1,6 +1,7 @@
 """Checks of what callers pass in: every error names the argument, its value and the mend."""
 
 import math
+import numbers
 
 import torch
 from torch import Tensor
@@ -38,13 +39,13 @@ def has_shape(name: str, tensor: Tensor, shape: tuple[int | None, ...], meaning:
 
 def is_scale(scale: object) -> None:
     """Raise unless ``scale`` is a finite real number: TypeError, or ValueError if not finite."""
-    if isinstance(scale, bool) or not isinstance(scale, int | float):
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(
             f"scale must be a Python number, got {type(scale).__name__}; it is alpha/r, or "
             "alpha/sqrt(r) with rsLoRA: take .item() of a tensor"
         )
     # Comparisons, which torch.compile can guard on; False for NaN.
-    if not -math.inf < scale < math.inf:
+    if not -math.inf < float(scale) < math.inf:
         raise ValueError(f"scale is {scale}; expected a finite number, alpha/r or alpha/sqrt(r)")
 
 

@@ -77,6 +77,7 @@ def choose_compose(base: Tensor, lora: Tensor, g: Tensor, implementation: str | 
         dtypes=(base.dtype, lora.dtype, g.dtype),
         device=base.device.type,
         training=torch.is_grad_enabled(),
+        transformed=dispatch.transformed(),
     )
     return dispatch.choose(_CANDIDATES, call, implementation)
 
@@ -185,6 +186,9 @@ def _checked(base, lora, g, scale, delta, implementation):
     check.has_shape("g", g, (base.shape[-1],), "[out]")
     check.is_scale(scale)
     chosen = choose_compose(base, lora, g, implementation)
+    if dispatch.transformed():
+        options = {"delta": delta, "want_inner": False, "implementation": chosen}
+        return forward(base, lora, g, None, float(scale), **options)[0]
     want_inner = torch.is_grad_enabled() and g.requires_grad
     return _Compose.apply(base, lora, g, float(scale), delta, want_inner, chosen)
 

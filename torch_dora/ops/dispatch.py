@@ -23,6 +23,7 @@ class Call(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
     device: str
     training: bool
+    transformed: bool = False
 
 
 class Candidate(NamedTuple):
@@ -89,12 +90,21 @@ TRITON_MODE = _triton_mode()
 """How Triton kernels run in this process: "compiled", "interpreted", or None without Triton."""
 
 
+def transformed() -> bool:
+    """Whether a transform of torch.func is at work: grad, vmap and so on. Their tensors have no
+    memory that a kernel could read, and they go through the definition of an operator themselves,
+    without our own gradients."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def triton_refuses(call: Call) -> str | None:
     """Why no Triton kernel at all can take ``call``; each kernel adds reasons of its own."""
     if TRITON_MODE is None:
         return "the triton package is not installed"
     if call.device != "cuda" and TRITON_MODE != "interpreted":
         return f"needs a CUDA device, or TRITON_INTERPRET=1 on a CPU; got device {call.device!r}"
+    if call.transformed:
+        return "cannot run inside of torch.func's transforms, such as vmap and grad"
     for dtype in call.dtypes:
         if dtype not in (torch.float32, torch.float16, torch.bfloat16):
             return f"computes in float32 and takes float32, float16 and bfloat16; got {dtype}"

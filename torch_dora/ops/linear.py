@@ -103,10 +103,29 @@ def dora_linear(
     g = magnitude_scale(magnitude, norm, dtype)
     like = x.new_empty((), dtype=dtype).expand(*x.shape[:-1], out_features)
     chosen = choose_compose(like, like, g, implementation)
+    if dispatch.transformed():
+        return _forward(
+            x, adapter_x, weight, bias, lora_a, lora_b, g, float(scale), dtype, False, chosen
+        )[0]
     want_inner = torch.is_grad_enabled() and g.requires_grad
     return _DoRALinear.apply(
         x, adapter_x, weight, bias, lora_a, lora_b, g, float(scale), dtype, want_inner, chosen
     )
+
+
+def _forward(
+    x, adapter_x, weight, bias, lora_a, lora_b, g, scale, dtype, want_inner, implementation
+):
+    """(y, z, inner or None)."""
+    with torch.autocast(x.device.type, enabled=False):
+        read = x if adapter_x is None else adapter_x
+        bias = None if bias is None else cast(bias, dtype)
+        base = F.linear(cast(x, dtype), cast(weight, dtype), bias)
+        z = F.linear(cast(read, dtype), cast(lora_a, dtype))
+        y, inner = _expand_compose(
+            base, z, cast(lora_b, dtype), g, bias, scale, want_inner, implementation
+        )
+    return y, z, inner
 
 
 class _DoRALinear(torch.autograd.Function):
@@ -114,14 +133,9 @@ class _DoRALinear(torch.autograd.Function):
     def forward(
         ctx, x, adapter_x, weight, bias, lora_a, lora_b, g, scale, dtype, want_inner, implementation
     ):
-        with torch.autocast(x.device.type, enabled=False):
-            read = x if adapter_x is None else adapter_x
-            bias_cast = None if bias is None else cast(bias, dtype)
-            base = F.linear(cast(x, dtype), cast(weight, dtype), bias_cast)
-            z = F.linear(cast(read, dtype), cast(lora_a, dtype))
-            y, inner = _expand_compose(
-                base, z, cast(lora_b, dtype), g, bias_cast, scale, want_inner, implementation
-            )
+        y, z, inner = _forward(
+            x, adapter_x, weight, bias, lora_a, lora_b, g, scale, dtype, want_inner, implementation
+        )
         _, _, d_weight, _, d_a, d_b, _ = ctx.needs_input_grad[:7]
         ctx.save_for_backward(
             x if d_weight or (d_a and adapter_x is None) else None,

@@ -9,7 +9,9 @@ BA is never formed. Everything accumulates in fp32 (fp64 for fp64 operands), wit
 operands as they are: see :mod:`torch_dora.ops.products`.
 """
 
-from typing import TYPE_CHECKING
+import numbers
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -77,11 +79,12 @@ def factored_norm(
         dtypes=(weight.dtype, lora_a.dtype, lora_b.dtype),
         device=weight.device.type,
         training=False,
+        transformed=dispatch.transformed(),
     )
-    if chunk_bytes is not None and (
-        isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int)
-    ):
-        raise TypeError(f"chunk_bytes is {chunk_bytes!r}; expected a number of bytes, or None")
+    if chunk_bytes is not None:
+        if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, numbers.Integral):
+            raise TypeError(f"chunk_bytes is {chunk_bytes!r}; expected a number of bytes, or None")
+        chunk_bytes = int(chunk_bytes)
     chosen = dispatch.choose(_CANDIDATES, call, implementation)
     if chosen == "triton" and chunk_bytes is None and one_pass_norm.refuses(call) is None:
         chosen = "one_pass"
@@ -139,11 +142,32 @@ def _factored_norm(
             return one_pass_norm.norm(weight, lora_a, lora_b, scale)
         base_sq = _squared_norm(weight) if kernel_sq_norm is None else kernel_sq_norm
         base_sq = base_sq.to(dtype)
-        if scale == 0:
-            return _sqrt(base_sq)
-        cross, ba_sq = _adapter_terms(weight, lora_a, lora_b, dtype, chunk_bytes)
-        assemble = norm_assembly.assemble_norm if implementation == "triton" else assemble_norm
+        cross = ba_sq = torch.zeros_like(base_sq)
+        if scale != 0:
+            cross, ba_sq = _adapter_terms(weight, lora_a, lora_b, dtype, chunk_bytes)
+        assemble = assemble_norm if implementation == "eager" else norm_assembly.assemble_norm
         return assemble(base_sq, cross, ba_sq, scale)
+
+
+def _one_by_one(operator: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, int]]:
+    """How torch.vmap runs an operator of its own."""
+
+    def run(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[Tensor, int]:
+        results = [
+            operator(
+                *(
+                    argument if dim is None else argument.select(dim, index)
+                    for argument, dim in zip(arguments, in_dims, strict=True)
+                )
+            )
+            for index in range(info.batch_size)
+        ]
+        return torch.stack(results), 0
+
+    return run
+
+
+_factored_norm.register_vmap(_one_by_one(_factored_norm))
 
 
 @_factored_norm.register_fake
@@ -161,6 +185,9 @@ def _squared_norm(weight: Tensor) -> Tensor:
     return torch.cat(
         [torch.linalg.vector_norm(rows.to(dtype), dim=1).square() for rows in weight.split(height)]
     )
+
+
+_squared_norm.register_vmap(_one_by_one(_squared_norm))
 
 
 @_squared_norm.register_fake

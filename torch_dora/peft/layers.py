@@ -61,7 +61,7 @@ def _layer(name: str, module: Any) -> Layer | None:
         vocabulary, width = module.weight.shape
         return Layer(name, "embedding", vocabulary, width)
     if isinstance(module, (*CONVOLUTIONS, DoRAConv)):
-        base = module.base if isinstance(module, DoRAConv) else module
+        base = module.settings if isinstance(module, DoRAConv) else module
         width, _, *window = module.weight.shape
         mode = base.padding_mode if _pads(base) else "zeros"
         settings = convolution_settings(base.groups, window, base.dilation, mode)

@@ -250,13 +250,24 @@ def test_merged_layers_compute_the_same():
         torch.testing.assert_close(merged(x), layer(x))
 
 
+class Doubled(nn.Embedding):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
 @pytest.mark.parametrize(
     ("make", "error", "match"),
     [
         (lambda: DoRAConv(nn.Linear(2, 3), **OPTIONS), TypeError, "Conv3d, got Linear"),
         (lambda: DoRAConv1D(nn.Conv1d(2, 3, 1), **OPTIONS), TypeError, "there is DoRAConv"),
         (lambda: DoRAEmbedding(nn.Linear(2, 3), **OPTIONS), TypeError, "Embedding, got Linear"),
+        (lambda: DoRAEmbedding(Doubled(2, 3), **OPTIONS), TypeError, "Embedding, got Doubled; a"),
         (lambda: DoRAConv(nn.Conv1d(6, 6, 3, groups=3), **OPTIONS), ValueError, "rank is 4.*of 3"),
+        (
+            lambda: DoRAConv(nn.Conv1d(6, 6, 3, groups=3), rank=np.int64(4), alpha=1),
+            ValueError,
+            "rank is 4.*of 3",
+        ),
         (
             lambda: DoRAEmbedding(nn.Embedding(2, 3), dropout=0.1, **OPTIONS),
             ValueError,

@@ -1,5 +1,7 @@
 import weakref
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -7,7 +9,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity import oracle, tolerances
-from torch_dora.ops import factored_norm, magnitude_scale, squared_norm
+from torch_dora.ops import compose, dora_linear, factored_norm, magnitude_scale, squared_norm
+from torch_dora.ops.triton import norm_assembly
 
 HALVES = [torch.bfloat16, torch.float16]
 MIXED = [
@@ -82,6 +85,36 @@ def test_scale_zero_is_the_weights_norm_whatever_the_adapter(adapted):
     layer.lora_a[0, 0] = torch.inf
     norm = factored_norm(*triple(layer), 0.0)
     torch.testing.assert_close(norm, layer.weight.norm(dim=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_named_implementation_runs_at_scale_zero_too(adapted, dtype, monkeypatch):
+    layer = adapted(dtype=dtype)
+    assemble, calls = norm_assembly.assemble_norm, []
+    monkeypatch.setattr(
+        norm_assembly, "assemble_norm", lambda *a: (calls.append(a), assemble(*a))[1]
+    )
+    norm = factored_norm(*triple(layer), 0.0, implementation="triton")
+    assert len(calls) == 1
+    assert torch.equal(norm, factored_norm(*triple(layer), 0.0, implementation="eager"))
+
+
+@pytest.mark.parametrize(
+    "scale", [np.float32(0.7), np.float64(0.7), np.int64(2), Fraction(7, 10)], ids=repr
+)
+def test_every_real_number_is_a_scale(adapted, scale):
+    layer = adapted()
+    expected = factored_norm(*triple(layer), float(scale))
+    assert torch.equal(factored_norm(*triple(layer), scale), expected)
+    y = dora_linear(layer.x, *triple(layer), layer.magnitude, scale)
+    assert torch.equal(y, dora_linear(layer.x, *triple(layer), layer.magnitude, float(scale)))
+    assert torch.equal(
+        compose(y, y, layer.magnitude, scale), compose(y, y, layer.magnitude, float(scale))
+    )
+    assert torch.equal(
+        factored_norm(*triple(layer), 0.7, chunk_bytes=np.int64(100_000)),
+        factored_norm(*triple(layer), 0.7, chunk_bytes=100_000),
+    )
 
 
 def test_no_gradient_flows(adapted):
@@ -214,6 +247,9 @@ def test_magnitude_scale_gradient_reaches_the_magnitude_alone(device):
         ({"scale": float("nan")}, ValueError, "scale is nan"),
         ({"scale": "1"}, TypeError, "scale must be a Python number, got str"),
         ({"scale": True}, TypeError, "got bool"),
+        ({"scale": np.bool_(True)}, TypeError, "got bool"),
+        ({"scale": torch.tensor(1.0)}, TypeError, "got Tensor"),
+        ({"scale": np.float32("inf")}, ValueError, "scale is inf"),
         ({"kernel_sq_norm": torch.ones(5)}, ValueError, r"kernel_sq_norm has shape \(5,\)"),
         ({"implementation": "mosaic"}, ValueError, "'mosaic' is not a torch implementation"),
     ],

@@ -1,0 +1,60 @@
+"""A layer's `implementation` is its norm's too."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jax_dora
+import jax_dora.linen
+from jax_dora.ops import device, tuning
+
+LAYERS = {
+    "linear": lambda rngs: nnx.Linear(64, 128, rngs=rngs),
+    "general": lambda rngs: nnx.LinearGeneral(64, (2, 64), rngs=rngs),
+    "conv": lambda rngs: nnx.Conv(64, 128, (1,), rngs=rngs),
+    "embed": lambda rngs: nnx.Embed(64, 128, rngs=rngs),
+}
+IMPLEMENTATIONS = [(None, True), ("xla", False)]
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Whether a norm's kernel is in what is traced for one, where no kernel is the slower one."""
+
+    def takes_the_kernel(function, *operands):
+        monkeypatch.setattr(device, "target", lambda: device.Target("gpu", "9.0", "NVIDIA H200"))
+        monkeypatch.setattr(tuning, "slower", lambda *_: None)
+        return "name=norm" in str(jax.make_jaxpr(function)(*operands))
+
+    return takes_the_kernel
+
+
+@pytest.mark.parametrize(("implementation", "fused"), IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_of_nnx(on_hopper, name, implementation, fused):
+    options = {"rank": 8, "alpha": 8, "implementation": implementation}
+    base = LAYERS[name](nnx.Rngs(0))
+    layer = jax_dora.apply_dora(base, jax_dora.DoRARule("", **options), rngs=nnx.Rngs(0))
+    assert on_hopper(layer.norm) == fused
+
+
+@pytest.mark.parametrize(("implementation", "fused"), IMPLEMENTATIONS)
+def test_of_linen(on_hopper, implementation, fused):
+    layer = jax_dora.linen.DoRADense(128, rank=8, alpha=8, implementation=implementation)
+    x = jnp.ones((8, 64))
+    variables = layer.init(jax.random.key(0), x)
+    assert on_hopper(layer.apply, variables, x) == fused
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_name_that_does_not_exist(name):
+    make = {
+        "linear": jax_dora.DoRALinear.from_linear,
+        "general": jax_dora.DoRALinearGeneral,
+        "conv": jax_dora.DoRAConv,
+        "embed": jax_dora.DoRAEmbed,
+    }[name]
+    base, rngs = LAYERS[name](nnx.Rngs(0)), nnx.Rngs(0)
+    with pytest.raises(ValueError, match="implementation is 'triton'"):
+        make(base, rank=2, alpha=2, implementation="triton", rngs=rngs)

@@ -1,0 +1,153 @@
+"""Adapted models on a mesh with explicit axes, the default of `jax.make_mesh`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_dora
+import jax_dora.linen
+
+IN = 24
+
+
+def rule(**options):
+    init = nnx.initializers.normal(0.1)
+    return jax_dora.DoRARule(".*", rank=4, alpha=8, lora_a_init=init, lora_b_init=init, **options)
+
+
+def explicit_mesh():
+    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+
+
+class One(nnx.Module):
+    def __init__(self, layer):
+        self.layer = layer
+
+    def __call__(self, x):
+        return self.layer(x)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.gate = nnx.Linear(IN, 48, rngs=rngs), nnx.Linear(IN, 48, rngs=rngs)
+        self.down = nnx.Linear(48, IN, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(jax_dora.swiglu(self.gate, self.up, x))
+
+
+MODELS = {
+    "linear": lambda rngs: One(nnx.Linear(IN, 40, rngs=rngs)),
+    "general": lambda rngs: One(nnx.LinearGeneral(IN, (2, 8), rngs=rngs)),
+    "einsum": lambda rngs: One(nnx.Einsum("bti,io->bto", (IN, 8), rngs=rngs)),
+    "conv": lambda rngs: One(nnx.Conv(IN, 8, (3,), rngs=rngs)),
+    "attention": lambda rngs: One(
+        nnx.MultiHeadAttention(2, in_features=IN, decode=False, rngs=rngs)
+    ),
+    "swiglu": Block,
+}
+
+
+def gradient(model, x):
+    graphdef, adapters, frozen = nnx.split(model, nnx.LoRAParam, ...)
+
+    @jax.jit
+    def run(adapters, frozen, x):
+        def loss(adapters):
+            call = nnx.merge(graphdef, adapters, frozen, copy=True)
+            # As in a model that rematerialises.
+            call = jax.checkpoint(call, policy=jax_dora.remat_policy("inner"))
+            return jnp.sum(call(x) ** 2)
+
+        return jax.grad(loss)(adapters)
+
+    return run(adapters, frozen, x)
+
+
+def assert_near(found, wanted):
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        other = np.asarray(other)
+        np.testing.assert_allclose(one, other, atol=2e-5 * np.abs(other).max())
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_over_devices(name, kept):
+    """The gradients of one device, in a model that was adapted on the mesh."""
+    options = {"inner_name": ("inner", 0.5)} if name in ("linear", "swiglu") else {}
+
+    def adapted():
+        model = jax_dora.apply_dora(MODELS[name](nnx.Rngs(0)), rule(**options), rngs=nnx.Rngs(1))
+        if kept:
+            jax_dora.keep_norms(model)
+        return model
+
+    x = jax.random.normal(jax.random.key(0), (8, 6, IN))
+    wanted = gradient(adapted(), x)
+    mesh = explicit_mesh()
+    with jax.set_mesh(mesh):
+        found = gradient(adapted(), jax.device_put(x, NamedSharding(mesh, P("data"))))
+    assert_near(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "spec", [P("data", None, None), P("data", None, "model"), P(None, "data", None)]
+)
+def test_embedding_takes_out_sharding(spec):
+    ids = jax.random.randint(jax.random.key(0), (8, 6), 0, 16)
+    layer = jax_dora.DoRAEmbed(
+        nnx.Embed(16, 8, rngs=nnx.Rngs(0)),
+        rank=4,
+        alpha=8,
+        lora_a_init=nnx.initializers.normal(0.1),
+        rngs=nnx.Rngs(1),
+    )
+    wanted = layer(ids)
+    mesh = explicit_mesh()
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(ids, NamedSharding(mesh, P("data")))
+        for sharding in (spec, NamedSharding(mesh, spec)):
+            found = layer(placed, sharding)
+            assert found.sharding.spec == spec
+            np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("spec", [P("model", None), P("data", "model")])
+def test_merging_where_a_kernels_inputs_are_sharded(spec):
+    plain = jax_dora.apply_dora(MODELS["linear"](nnx.Rngs(0)), rule(), rngs=nnx.Rngs(1))
+    wanted = jax_dora.merge_dora(plain).layer.kernel[...]
+    mesh = explicit_mesh()
+    with jax.set_mesh(mesh):
+        base = MODELS["linear"](nnx.Rngs(0))
+        base.layer.kernel.set_value(
+            jax.device_put(base.layer.kernel[...], NamedSharding(mesh, spec))
+        )
+        merged = jax_dora.merge_dora(jax_dora.apply_dora(base, rule(), rngs=nnx.Rngs(1)))
+        found = merged.layer.kernel[...]
+        assert found.sharding.spec == spec
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_linen():
+    layer = jax_dora.linen.DoRADense(40, rank=4, alpha=8, lora_b_init=nn.initializers.normal(0.1))
+    x = jax.random.normal(jax.random.key(0), (8, IN))
+    params = layer.init(jax.random.key(1), x)["params"]
+
+    def loss(adapters, frozen, x):
+        return jnp.sum(layer.apply({"params": frozen | adapters}, x) ** 2)
+
+    adapters = {name: params[name] for name in ("lora_a", "lora_b", "magnitude")}
+    wanted = jax.grad(loss)(adapters, params, x)
+    mesh = explicit_mesh()
+    with jax.set_mesh(mesh):
+        params = params | {
+            "kernel": jax.device_put(params["kernel"], NamedSharding(mesh, P("model", None)))
+        }
+        placed = jax.device_put(x, NamedSharding(mesh, P("data")))
+        found = jax.jit(jax.grad(loss))(adapters, params, placed)
+    assert_near(found, wanted)

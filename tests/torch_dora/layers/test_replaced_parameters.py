@@ -1,0 +1,111 @@
+"""A layer computes with the parameters that it has, whichever way they came into it."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from torch_dora import DoRARule, apply_dora, merge_dora, remove_dora
+
+LAYERS = {
+    "Linear": (lambda: nn.Linear(6, 8), (5, 6)),
+    "Conv1d": (lambda: nn.Conv1d(6, 8, 3, padding=1, padding_mode="circular"), (2, 6, 9)),
+    "Conv2d": (lambda: nn.Conv2d(6, 8, 3, groups=2), (2, 6, 5, 4)),
+    "Conv3d": (lambda: nn.Conv3d(6, 8, 2), (2, 6, 3, 4, 3)),
+    "Embedding": (lambda: nn.Embedding(11, 8, padding_idx=3), None),
+    "Conv1D": (lambda: Conv1D(8, 6), (5, 6)),
+}
+
+
+def model(make):
+    """A model of one adapted layer, every parameter random."""
+    adapted = apply_dora(nn.Sequential(make()), DoRARule("0", 4, 6.0))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if name == "0.magnitude":
+                parameter.mul_(1 + torch.rand_like(parameter))
+            else:
+                parameter.normal_(std=0.4)
+    return adapted
+
+
+def assigned(make, state):
+    adapted = model(make)
+    adapted.load_state_dict(state, assign=True)
+    return adapted
+
+
+def materialised(make, state):
+    adapted = model(make).to("meta").to_empty(device="cpu")
+    adapted.load_state_dict(state)
+    return adapted
+
+
+def built_on_meta(make, state):
+    with torch.device("meta"):
+        adapted = apply_dora(nn.Sequential(make()), DoRARule("0", 4, 6.0))
+    adapted.load_state_dict(state, assign=True)
+    return adapted
+
+
+def set_one_by_one(make, state):
+    adapted = model(make)
+    for name, value in state.items():
+        setattr(adapted[0], name.removeprefix("0."), nn.Parameter(value, requires_grad=False))
+    return adapted
+
+
+def overwritten(make, state):
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        adapted = model(make).double()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+    adapted.load_state_dict(state)
+    return adapted.float()
+
+
+@pytest.fixture(params=LAYERS)
+def layer(request):
+    """(what makes the base layer, an input of it)."""
+    make, shape = LAYERS[request.param]
+    return make, torch.arange(11) if shape is None else torch.randn(shape)
+
+
+@pytest.mark.parametrize(
+    "replace", [assigned, materialised, built_on_meta, set_one_by_one, overwritten]
+)
+def test_forward_merge_and_remove_go_by_the_new_ones(layer, replace):
+    make, x = layer
+    source = model(make)
+    adapted = replace(make, copy.deepcopy(source.state_dict()))
+    torch.testing.assert_close(adapted(x), source(x))
+    torch.testing.assert_close(adapted[0].merge()(x), source[0].merge()(x))
+    torch.testing.assert_close(merge_dora(adapted)(x), source(x), rtol=1e-4, atol=1e-4)
+    weight = adapted[0].weight
+    torch.testing.assert_close(remove_dora(adapted)(x), remove_dora(source)(x))
+    assert adapted[0].weight is weight
+
+
+def test_functional_call(layer):
+    make, x = layer
+    source, other = model(make), model(make)
+    found = torch.func.functional_call(other, dict(source.named_parameters()), (x,))
+    torch.testing.assert_close(found, source(x))
+    assert not torch.equal(other(x), found)
+
+
+@pytest.mark.parametrize("options", [{"scale_grad_by_freq": True}, {"sparse": True}])
+def test_an_unfrozen_embedding_keeps_its_options(options):
+    """The weight's gradient is that of the base, times g."""
+    plain = nn.Embedding(11, 8, padding_idx=3, **options)
+    adapted = model(lambda: copy.deepcopy(plain))
+    layer, ids = adapted[0], torch.tensor([1, 1, 3, 5])
+    layer.weight.requires_grad_(True)
+    adapted(ids).sum().backward()
+    plain(ids).sum().backward()
+    assert layer.weight.grad.is_sparse == plain.weight.grad.is_sparse
+    found, expected = (one.weight.grad.to_dense() for one in (layer, plain))
+    torch.testing.assert_close(found, expected * layer.g(torch.float32).detach())

@@ -1,0 +1,123 @@
+"""torch.func's transforms: grad and vmap of operators and layers, against autograd and a loop."""
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, hessian, vmap
+
+from torch_dora import DoRAConv, DoRAEmbedding, DoRALinear
+from torch_dora.ops import compose, compose_delta, dora_linear, factored_norm, squared_norm
+
+SCALE = 0.7
+
+
+def tensors_of(layer):
+    return layer.x, layer.weight, layer.lora_a, layer.lora_b, layer.magnitude, layer.bias
+
+
+def linear(x, weight, lora_a, lora_b, magnitude, bias):
+    return dora_linear(x, weight, lora_a, lora_b, magnitude, SCALE, bias=bias)
+
+
+def loss(*tensors):
+    return linear(*tensors).square().sum()
+
+
+def close(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def by_autograd(function, tensors):
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    return torch.autograd.grad(function(*leaves), leaves)
+
+
+def test_grad_is_autograds(adapted):
+    tensors = tensors_of(adapted())
+    close(grad(loss, argnums=tuple(range(6)))(*tensors), by_autograd(loss, tensors))
+
+
+@pytest.mark.parametrize("op", [compose, compose_delta])
+def test_grad_of_compose_is_autograds(operands, op):
+    base, lora, g, _ = operands((6, 24))
+
+    def loss(*tensors):
+        return op(*tensors, SCALE).square().sum()
+
+    close(grad(loss, argnums=(0, 1, 2))(base, lora, g), by_autograd(loss, (base, lora, g)))
+
+
+def test_vmap_is_a_loop(adapted):
+    layers = [tensors_of(adapted()) for _ in range(3)]
+    found = vmap(linear)(*(torch.stack(each) for each in zip(*layers, strict=True)))
+    close(found, [linear(*layer) for layer in layers])
+
+
+def test_vmap_of_the_norm_is_a_loop(adapted):
+    layers = [adapted() for _ in range(3)]
+    weights = torch.stack([layer.weight for layer in layers], dim=1)
+    _, lora_a, lora_b = layers[0][1:4]
+
+    def norm(weight):
+        return factored_norm(weight, lora_a, lora_b, SCALE, kernel_sq_norm=squared_norm(weight))
+
+    expected = [factored_norm(layer.weight, lora_a, lora_b, SCALE) for layer in layers]
+    close(vmap(norm, in_dims=1)(weights), expected)
+
+
+def test_gradients_of_single_examples(adapted):
+    x, *parameters = tensors_of(adapted())
+    gradients = grad(loss, argnums=(2, 3, 4))
+    found = vmap(gradients, in_dims=(0, None, None, None, None, None))(x, *parameters)
+    expected = [by_autograd(loss, (one, *parameters))[2:5] for one in x]
+    close(found, (torch.stack(each) for each in zip(*expected, strict=True)))
+
+
+def test_grad_and_autograd_of_vmap(adapted):
+    tensors = tensors_of(adapted())
+
+    def batched(*tensors):
+        return vmap(linear, in_dims=(0, *[None] * 5))(*tensors).square().sum()
+
+    expected = by_autograd(loss, tensors)
+    close(grad(batched, argnums=tuple(range(6)))(*tensors), expected)
+    close(by_autograd(batched, tensors), expected)
+
+
+# torch's own forward mode calls torch.jit.script.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_second_derivatives(adapted):
+    """The norm is a constant, so that y is linear in the magnitude: d²|y|² / dm² = 2 (dy/dm)²."""
+    layer = adapted(dtype=torch.float64)
+    x, *_, magnitude, bias = tensors_of(layer)
+    found = hessian(loss, argnums=4)(*tensors_of(layer))
+    slope = (linear(*tensors_of(layer)) - bias) / magnitude
+    torch.testing.assert_close(found, torch.diag(2 * slope.square().flatten(0, -2).sum(0)))
+    assert len(x) > 1
+
+
+@pytest.mark.parametrize(
+    ("layer", "x"),
+    [
+        (DoRALinear(6, 8, rank=2, alpha=3), torch.randn(4, 6)),
+        (DoRAConv(nn.Conv1d(6, 8, 3, groups=2), rank=2, alpha=3), torch.randn(2, 6, 5)),
+        (DoRAEmbedding(nn.Embedding(9, 8), rank=2, alpha=3), torch.arange(9)),
+    ],
+)
+def test_gradients_of_a_layers_parameters(layer, x):
+    parameters = {name: p.detach() for name, p in layer.named_parameters() if p.requires_grad}
+
+    def loss(parameters):
+        return functional_call(layer, parameters, (x,)).square().sum()
+
+    found = grad(loss)(parameters)
+    loss(dict(layer.named_parameters())).backward()
+    close(found.values(), [layer.get_parameter(name).grad for name in found])
+
+
+def test_a_named_kernel_refuses(operands):
+    base, lora, g, _ = operands((3, 6, 24))
+    with pytest.raises(NotImplementedError, match=r"inside of torch\.func's transforms"):
+        vmap(lambda base, lora: compose(base, lora, g, SCALE, implementation="triton"))(base, lora)
