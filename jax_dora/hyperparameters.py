@@ -7,6 +7,9 @@ from typing import Any, get_args
 from jax_dora.ops import check
 from jax_dora.ops.dropout import Mode as DropoutMode
 
+# An adapter's parameters, in every layer that has one.
+ADAPTER_NAMES = ("lora_a", "lora_b", "magnitude")
+
 
 def adapter_scale(rank: Any, alpha: Any, use_rslora: bool = False) -> float:
     """s = alpha / rank, or alpha / sqrt(rank) with rsLoRA (arXiv 2312.03732).

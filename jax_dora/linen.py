@@ -15,7 +15,13 @@ from jax_dora import ops
 from jax_dora.adapt.linen import DoRA as DoRA
 from jax_dora.adapt.linen import apply_dora as apply_dora
 from jax_dora.adapt.linen import merge_dora as merge_dora
-from jax_dora.hyperparameters import DropoutMode, adapter_scale, check_dropout, check_inner_name
+from jax_dora.hyperparameters import (
+    ADAPTER_NAMES,
+    DropoutMode,
+    adapter_scale,
+    check_dropout,
+    check_inner_name,
+)
 from jax_dora.ops.check import InnerName
 from jax_dora.ops.linear import NORM_NAME
 from jax_dora.ops.norm import of_layer
@@ -29,8 +35,6 @@ __all__ = [
     "merge_dora",
     "split_adapters",
 ]
-
-ADAPTER_NAMES = ("lora_a", "lora_b", "magnitude")
 
 Params = Mapping[str, Any]
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 from flax.typing import Dtype, Initializer, PrecisionLike
-from jax import lax
 from jax.sharding import AxisType, NamedSharding
 
 from jax_dora import ops
+from jax_dora.beneath import axis_names, check_base, sharded_like, sharding_metadata
 from jax_dora.dropout import drawn
 from jax_dora.hyperparameters import DropoutMode, adapter_scale, check_dropout, check_inner_name
 from jax_dora.ops import dispatch
@@ -122,20 +122,20 @@ class DoRALinear(nnx.Module):
         self.kernel = base.kernel
         self.bias = base.bias if use_bias else nnx.data(None)
 
-        in_name, out_name = _axis_names(self.kernel)
-        self.lora_a = _param(
+        in_name, out_name = axis_names(self.kernel, 2)
+        self.lora_a = sharded_like(
+            self.kernel,
             nnx.LoRAParam,
             lora_a_init(rngs.params(), (in_features, rank), adapter_dtype),
-            self.kernel,
             (in_name, None),
         )
-        self.lora_b = _param(
+        self.lora_b = sharded_like(
+            self.kernel,
             nnx.LoRAParam,
             lora_b_init(rngs.params(), (rank, out_features), adapter_dtype),
-            self.kernel,
             (None, out_name),
         )
-        self.magnitude = _param(DoRAParam, self.norm(), self.kernel, (out_name,))
+        self.magnitude = sharded_like(self.kernel, DoRAParam, self.norm(), (out_name,))
 
         self.in_features = in_features
         self.out_features = out_features
@@ -177,7 +177,7 @@ class DoRALinear(nnx.Module):
             `preferred_element_type`, which the adapted layer would not honour.
           TypeError, ValueError: as the constructor.
         """
-        _check_adaptable(linear)
+        check_base(linear, nnx.Linear)
         kernel, bias = linear.kernel, linear.bias
         layer = cls(
             linear.in_features,
@@ -196,7 +196,7 @@ class DoRALinear(nnx.Module):
             bias_init=_given(bias),
             lora_a_init=lora_a_init,
             lora_b_init=lora_b_init,
-            kernel_metadata=_sharding_metadata(kernel),
+            kernel_metadata=sharding_metadata(kernel),
             implementation=implementation,
             inner_name=inner_name,
             rngs=rngs,
@@ -286,53 +286,6 @@ def _partitioned_by_xla(
     return jax.sharding.auto_axes(function, out_sharding=NamedSharding(mesh, jax.P(*spec)))
 
 
-def _param(
-    kind: type[nnx.LoRAParam], value: Any, kernel: nnx.Param, names: tuple[Any, ...]
-) -> nnx.LoRAParam:
-    if isinstance(value, nnx.VariableMetadata):
-        return kind(value)
-    metadata = _sharding_metadata(kernel)
-    if "out_sharding" in metadata:
-        metadata["out_sharding"] = names
-    return kind(value, **metadata)
-
-
-def _axis_names(kernel: nnx.Param) -> tuple[Any, Any]:
-    names = tuple(_sharding_metadata(kernel).get("out_sharding", ()))
-    in_name, out_name = names + (None,) * (2 - len(names))
-    return in_name, out_name
-
-
-def _sharding_metadata(param: nnx.Param) -> dict[str, Any]:
-    metadata = param.get_metadata()
-    keys = ("out_sharding", "sharding_rules", "mesh")
-    return {key: metadata[key] for key in keys if metadata.get(key) is not None}
-
-
 def _given(param: nnx.Param | None) -> Callable[..., Any]:
     """An initializer that returns the array of `param` itself."""
     return lambda *_: None if param is None else param[...]
-
-
-def _check_adaptable(linear: Any) -> None:
-    if not isinstance(linear, nnx.Linear):
-        raise TypeError(
-            f"linear is a {type(linear).__name__}; expected an nnx.Linear: adapt the projection "
-            "inside it"
-        )
-    if type(linear).__call__ is not nnx.Linear.__call__:
-        raise TypeError(
-            f"linear is a {type(linear).__name__}, which computes something else than nnx.Linear; "
-            "expected an nnx.Linear itself"
-        )
-    own = {
-        "dot_general": linear.dot_general is not lax.dot_general,
-        "promote_dtype": linear.promote_dtype is not dtypes.promote_dtype,
-        "preferred_element_type": linear.preferred_element_type is not None,
-    }
-    for name, is_own in own.items():
-        if is_own:
-            raise NotImplementedError(
-                f"linear.{name} is {getattr(linear, name)!r}; expected nnx.Linear's default, the "
-                "only one that a DoRA layer honours: set it back, or leave this layer unadapted"
-            )

@@ -54,6 +54,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
+from jax_dora.hyperparameters import ADAPTER_NAMES
 from jax_dora.model import check_model
 from jax_dora.ops.linear import NORM_NAME
 
@@ -208,7 +209,7 @@ def _checked_norm(layer: Any) -> jax.Array:
 def _settle(layer: Any) -> None:
     """No call looks at the adapter again, and no optimizer finds it."""
     layer.kept_fingerprint = nnx.data(None)
-    for name in ("lora_a", "lora_b", "magnitude"):
+    for name in ADAPTER_NAMES:
         variable = getattr(layer, name)
         # As it is: a constructor would lay it out again by its metadata, which of a stack may lack
         # the leading axis, and run its hooks once more.

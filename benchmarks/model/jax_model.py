@@ -21,7 +21,6 @@ from benchmarks.model.worker import Built, Side
 from benchmarks.ops.inputs import to_torch
 from benchmarks.work import Expectation
 from examples.decoder import CausalLM, DecoderConfig, LoRALinear, Rope, last_tokens_loss, make_model
-from jax_dora.ops import factored_norm
 from jax_dora.reuse import DoRANorm
 
 # Of lora_b, so that s‖A B‖ is about 0.3 of ‖W‖ in a model whose weights have a deviation of 0.02.
@@ -42,10 +41,6 @@ class XLADoRA(jax_dora.DoRALinear):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, implementation="xla", **options)
-
-    def norm(self) -> jax.Array:
-        operands = (self.kernel[...], self.lora_a[...], self.lora_b[...], self.scale)
-        return factored_norm(*operands, implementation="xla")
 
 
 class DenseDoRA(jax_dora.DoRALinear):

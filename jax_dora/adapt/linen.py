@@ -18,9 +18,8 @@ from flax.linen.dtypes import promote_dtype
 from jax_dora.adapt.kinds import KINDS, Kind
 from jax_dora.adapt.merge import MergeReport, changed, kernel_change, reported
 from jax_dora.adapt.rule import DoRARule, Rules, as_rules, assign, listing
+from jax_dora.hyperparameters import ADAPTER_NAMES
 from jax_dora.layers.layout import Layout
-
-NAMES = ("lora_a", "lora_b", "magnitude")
 
 # The nnx counterpart of each linen layer, and what linen calls its settings.
 _COUNTERPARTS: dict[type[nn.Module], tuple[type[nnx.Module], Mapping[str, str]]] = {
@@ -185,7 +184,7 @@ def merge_dora(
     layers = []
     for path, (name, layout, scale) in calls.adapted.items():
         place = tuple(path.split("/")) if path else ()
-        values = {one: nn.unbox(params.pop((*place, one))) for one in NAMES}
+        values = {one: nn.unbox(params.pop((*place, one))) for one in ADAPTER_NAMES}
         boxed = params[*place, name]
         kernel = nn.unbox(boxed)
         if kernel.shape[kernel.ndim - len(layout.kernel.stored) :] != layout.kernel.stored:
@@ -209,7 +208,7 @@ def _call(module, path, rule, deterministic, args, kwargs, context, calls) -> ja
     kind = _kind(module)
     boxed = module.get_variable("params", kind.kernel)
     bias = module.get_variable("params", "bias") if getattr(module, "use_bias", False) else None
-    missing = [name for name in NAMES if not module.has_variable("params", name)]
+    missing = [name for name in ADAPTER_NAMES if not module.has_variable("params", name)]
     if missing and not (len(missing) == 3 and module.is_mutable_collection("params")):
         raise ValueError(
             f"params has no {missing[0]} for {path!r}; expected the adapter there: make it with "
@@ -223,9 +222,9 @@ def _call(module, path, rule, deterministic, args, kwargs, context, calls) -> ja
         raise type(error)(f"{path!r} cannot be adapted: {error}") from error
     if missing:
         axes = kind.adapter_axes(layer, _names(boxed))
-        for name in NAMES:
+        for name in ADAPTER_NAMES:
             module.put_variable("params", name, _box(boxed, getattr(layer, name)[...], axes[name]))
-    for name in NAMES:
+    for name in ADAPTER_NAMES:
         parameter, value = getattr(layer, name), nn.unbox(module.get_variable("params", name))
         if parameter.shape != value.shape:
             raise ValueError(

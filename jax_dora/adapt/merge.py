@@ -16,6 +16,7 @@ from jax_dora.adapt.remove import adapted, remove_dora
 from jax_dora.adapt.stack import indices, join
 from jax_dora.adapt.switch import Adapter, set_adapter
 from jax_dora.adapt.tree import find_modules
+from jax_dora.hyperparameters import ADAPTER_NAMES
 from jax_dora.layers.adapter import matrix_norm
 from jax_dora.layers.layout import Layout
 from jax_dora.model import check_model
@@ -159,7 +160,7 @@ def reported(path: str, kernel: jax.Array, change: jax.Array) -> MergedLayer:
 
 
 def _change(layer: Any, kind: Kind) -> jax.Array:
-    parameters = {name: getattr(layer, name)[...] for name in ("lora_a", "lora_b", "magnitude")}
+    parameters = {name: getattr(layer, name)[...] for name in ADAPTER_NAMES}
     kernel = getattr(layer, kind.kernel)[...]
     return kernel_change(kind.layout(layer), layer.scale, kernel=kernel, **parameters)
 

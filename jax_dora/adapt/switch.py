@@ -18,9 +18,8 @@ from jax_dora.adapt.kinds import kind_of_base
 from jax_dora.adapt.remove import adapted, remove_dora
 from jax_dora.adapt.rule import DoRARule, Rules, as_rules, listing
 from jax_dora.adapt.tree import find_modules, replace_modules
+from jax_dora.hyperparameters import ADAPTER_NAMES
 from jax_dora.model import check_model
-
-NAMES = ("lora_a", "lora_b", "magnitude")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +53,7 @@ def get_adapter(model: nnx.Module) -> Adapter:
     return Adapter(
         tuple(_rule(path, layer) for path, layer in layers.items()),
         {
-            path: {name: getattr(layer, name).get_value() for name in NAMES}
+            path: {name: getattr(layer, name).get_value() for name in ADAPTER_NAMES}
             for path, layer in layers.items()
         },
     )

@@ -7,28 +7,15 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.nnx.nn import dtypes
 from flax.typing import Dtype, Initializer
-from jax import lax
 
 from jax_dora import ops
+from jax_dora.beneath import axis_names, check_base, sharded_like
 from jax_dora.hyperparameters import DropoutMode, adapter_scale, check_dropout
 from jax_dora.layers.layout import Layout
 from jax_dora.nnx import DoRAParam, default_lora_a_init, default_lora_b_init
 from jax_dora.ops import dispatch
 from jax_dora.ops.norm import of_layer
-
-# What a Flax layer may be given in place of its own arithmetic. The adapter's part of the result
-# would not go through it.
-_OWN_ARITHMETIC = {
-    "promote_dtype": (dtypes.promote_dtype,),
-    "dot_general": (None, lax.dot_general),
-    "dot_general_cls": (None,),
-    "conv_general_dilated": (lax.conv_general_dilated,),
-    "einsum_op": (jnp.einsum,),
-    "preferred_element_type": (None,),
-    "mask": (None,),
-}
 
 
 class DoRALayer(nnx.Module):
@@ -85,7 +72,7 @@ class DoRALayer(nnx.Module):
         self.scale = adapter_scale(rank, alpha, use_rslora)
         dispatch.check_name(implementation)
         check_dropout(dropout, dropout_mode)
-        self._check_base(base)
+        check_base(base, self.base_type)
         for name, value in vars(base).items():
             if not name.startswith("_pytree__"):
                 setattr(self, name, nnx.data(None) if name == "bias" and value is None else value)
@@ -98,14 +85,15 @@ class DoRALayer(nnx.Module):
         self.dropout = nnx.Dropout(dropout, rngs=rngs) if dropout else nnx.data(None)
 
         layout = self.layout()
-        axes = self.adapter_axes(_axis_names(self._kernel()))
+        kernel = self._kernel()
+        axes = self.adapter_axes(axis_names(kernel, kernel.ndim))
         for name, init in (("lora_a", lora_a_init), ("lora_b", lora_b_init)):
             place = getattr(layout, name)
             init = init or self.default_inits[name]
             value = _initialize(init, rngs.params(), place.matrices, adapter_dtype)
             value = place.from_matrices(value)
-            setattr(self, name, self._parameter(nnx.LoRAParam, value, axes[name]))
-        self.magnitude = self._parameter(DoRAParam, self.norm(), axes["magnitude"])
+            setattr(self, name, sharded_like(kernel, nnx.LoRAParam, value, axes[name]))
+        self.magnitude = sharded_like(kernel, DoRAParam, self.norm(), axes["magnitude"])
 
     def layout(self) -> Layout:
         """How kernel, lora_a, lora_b and magnitude are matrices."""
@@ -129,33 +117,6 @@ class DoRALayer(nnx.Module):
 
     def _kernel(self) -> nnx.Param:
         return getattr(self, self.kernel_name)
-
-    def _parameter(self, kind: type[nnx.LoRAParam], value: Any, names: tuple[Any, ...]) -> Any:
-        metadata = self._kernel().get_metadata()
-        keys = ("out_sharding", "sharding_rules", "mesh")
-        kept = {key: metadata[key] for key in keys if metadata.get(key) is not None}
-        if "out_sharding" in kept:
-            kept["out_sharding"] = names
-        return kind(value, **kept)
-
-    def _check_base(self, base: Any) -> None:
-        expected = self.base_type
-        if not isinstance(base, expected):
-            raise TypeError(
-                f"the layer is a {type(base).__name__}; expected an nnx.{expected.__name__}"
-            )
-        if type(base).__call__ is not expected.__call__:
-            raise TypeError(
-                f"the layer is a {type(base).__name__}, which computes something else than "
-                f"nnx.{expected.__name__}; expected an nnx.{expected.__name__} itself"
-            )
-        for name, allowed in _OWN_ARITHMETIC.items():
-            value = getattr(base, name, allowed[0])
-            if not any(value is one for one in allowed):
-                raise NotImplementedError(
-                    f"the layer's {name} is {value!r}; expected Flax's default, the only one that "
-                    "a DoRA layer honours: set it back, or leave this layer unadapted"
-                )
 
 
 def matrix_norm(
@@ -186,8 +147,3 @@ def _initialize(init: Any, key: jax.Array, shape: tuple[int, int, int], dtype: A
     if n == 1:
         return init(key, tuple(matrix), dtype)[None]
     return jax.vmap(lambda one: init(one, tuple(matrix), dtype))(jax.random.split(key, n))
-
-
-def _axis_names(kernel: nnx.Param) -> tuple[Any, ...]:
-    names = tuple(kernel.get_metadata("out_sharding", None) or ())
-    return names + (None,) * (kernel.ndim - len(names))

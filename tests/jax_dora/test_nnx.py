@@ -582,9 +582,9 @@ def test_from_linear_refuses_what_it_cannot_honour():
             return 2 * super().__call__(inputs)
 
     adapt = functools.partial(DoRALinear.from_linear, rank=RANK, alpha=ALPHA, rngs=nnx.Rngs(0))
-    with pytest.raises(TypeError, match=r"linear is a Conv; expected an nnx\.Linear"):
+    with pytest.raises(TypeError, match=r"the layer is a Conv; expected an nnx\.Linear"):
         adapt(nnx.Conv(3, 3, kernel_size=(1,), rngs=nnx.Rngs(0)))
-    with pytest.raises(TypeError, match="linear is a Doubling"):
+    with pytest.raises(TypeError, match="the layer is a Doubling"):
         adapt(Doubling(3, 3, rngs=nnx.Rngs(0)))
 
     def own_dot(*args, **kwargs):
@@ -596,7 +596,7 @@ def test_from_linear_refuses_what_it_cannot_honour():
         "preferred_element_type": jnp.float32,
     }
     for name, value in own.items():
-        with pytest.raises(NotImplementedError, match=rf"linear\.{name} is"):
+        with pytest.raises(NotImplementedError, match=rf"the layer's {name} is"):
             adapt(nnx.Linear(3, 3, rngs=nnx.Rngs(0), **{name: value}))
 
 

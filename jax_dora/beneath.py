@@ -1,0 +1,70 @@
+"""What an adapter takes over from the Flax layer beneath it, and what it refuses there."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn import dtypes
+from jax import lax
+
+# What a Flax layer may be given in place of its own arithmetic. The adapter's part of the result
+# would not go through it.
+_OWN_ARITHMETIC = {
+    "promote_dtype": (dtypes.promote_dtype,),
+    "dot_general": (None, lax.dot_general),
+    "dot_general_cls": (None,),
+    "conv_general_dilated": (lax.conv_general_dilated,),
+    "einsum_op": (jnp.einsum,),
+    "preferred_element_type": (None,),
+    "mask": (None,),
+}
+
+
+def check_base(base: Any, expected: type[nnx.Module]) -> None:
+    """
+    Raises:
+      TypeError: `base` is no `expected`, or of a subclass that computes something else.
+      NotImplementedError: it has a setting that an adapter would not honour.
+    """
+    if not isinstance(base, expected):
+        raise TypeError(
+            f"the layer is a {type(base).__name__}; expected an nnx.{expected.__name__}"
+        )
+    if type(base).__call__ is not expected.__call__:
+        raise TypeError(
+            f"the layer is a {type(base).__name__}, which computes something else than "
+            f"nnx.{expected.__name__}; expected an nnx.{expected.__name__} itself"
+        )
+    for name, allowed in _OWN_ARITHMETIC.items():
+        value = getattr(base, name, allowed[0])
+        if not any(value is one for one in allowed):
+            raise NotImplementedError(
+                f"the layer's {name} is {value!r}; expected Flax's default, the only one that a "
+                "DoRA layer honours: set it back, or leave this layer unadapted"
+            )
+
+
+def sharding_metadata(kernel: nnx.Param) -> dict[str, Any]:
+    """What the kernel's variable says of its sharding."""
+    metadata = kernel.get_metadata()
+    keys = ("out_sharding", "sharding_rules", "mesh")
+    return {key: metadata[key] for key in keys if metadata.get(key) is not None}
+
+
+def axis_names(kernel: nnx.Param, ndim: int) -> tuple[Any, ...]:
+    """For each of the kernel's axes, which axis of the mesh it is sharded over, or None."""
+    names = tuple(sharding_metadata(kernel).get("out_sharding", ()))
+    return names + (None,) * (ndim - len(names))
+
+
+def sharded_like(
+    kernel: nnx.Param, kind: type[nnx.LoRAParam], value: Any, names: tuple[Any, ...]
+) -> Any:
+    """A variable of this kind for an adapter's array, with the kernel's metadata and these names of
+    its own axes; as it is where the value brings metadata."""
+    if isinstance(value, nnx.VariableMetadata):
+        return kind(value)
+    metadata = sharding_metadata(kernel)
+    if "out_sharding" in metadata:
+        metadata["out_sharding"] = names
+    return kind(value, **metadata)
