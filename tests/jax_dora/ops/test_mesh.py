@@ -131,8 +131,10 @@ def test_mosaic_lowers_for_cuda_on_several_devices(name, check):
     assert "all_reduce" in text
 
 
-@pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [("dora_linear", True), ("dora_linear", False), ("compose", True), ("swiglu", True)],
+)
 def test_runs_where_nobody_compiles_the_shard_map(name, check):
     trained, x, _ = problem(2)
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
@@ -177,7 +179,8 @@ def test_explicit_axes_are_as_one_device(name, mode):
     with jax.set_mesh(mesh):
         of_kernel, of_x, of_y = (NamedSharding(mesh, spec) for spec in SHARDINGS[name])
         placed = jax.device_put((x, KERNEL, dy), (of_x, of_kernel, of_y))
-        for call in (gradient, jax.jit(gradient)):
+        # Eagerly only once: it takes its time.
+        for call in (jax.jit(gradient), *([gradient] if (name, mode) == ("rows", None) else [])):
             (found, found_dx), y = call(trained, *placed)
             assert y.sharding.spec == of_y.spec
             assert found_dx.sharding.spec == of_x.spec
