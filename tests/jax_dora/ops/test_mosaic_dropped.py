@@ -19,13 +19,14 @@ def operands(seed, rows, n_in, rank, dtype, transposed):
 
 
 def run(x, right, dropout, transposed, sm_count=2, config=None):
-    return dropped_product(
+    found = dropped_product(
         *(x, right, dropout.seed),
         rate=dropout.rate,
         transposed=transposed,
         sm_count=sm_count,
         config=config,
     )
+    return jax.block_until_ready(found)
 
 
 def check(found, x, right, dropout, transposed):

@@ -26,12 +26,13 @@ def operands(seed, rows, rank, out, dtype):
 
 def run(arrays, config=None, *, sm_count=2, want_inner=True, with_bias=True):
     *arrays, bias = arrays
-    return expand_compose(
+    found = expand_compose(
         *(*arrays, jnp.float32(SCALE), bias if with_bias else None),
         want_inner=want_inner,
         sm_count=sm_count,
         config=config,
     )
+    return jax.block_until_ready(found)
 
 
 def check(arrays, y, inner, *, with_bias=True):

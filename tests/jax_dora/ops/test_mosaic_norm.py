@@ -24,7 +24,8 @@ def adapter(seed, n_in, rank, out, dtype, adapter_dtype):
 
 
 def run(arrays, config=None, *, sm_count=2):
-    return norm(*arrays, jnp.float32(SCALE), sm_count=sm_count, config=config)
+    found = norm(*arrays, jnp.float32(SCALE), sm_count=sm_count, config=config)
+    return jax.block_until_ready(found)
 
 
 def check(arrays, found):

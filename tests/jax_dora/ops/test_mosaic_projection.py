@@ -32,8 +32,10 @@ def operands(seed, rows, n_in, rank, out, dtype):
 
 
 def run(forward, back, config=CONFIG, *, sm_count=2, want_inner=True):
-    y, inner = project(**forward, want_inner=want_inner, sm_count=sm_count, config=config)
-    return y, inner, project_back(**back, sm_count=sm_count, config=config)
+    options = {"sm_count": sm_count, "config": config}
+    # One after the other: what is dispatched beside an interpreted kernel may wait for it forever.
+    y, inner = jax.block_until_ready(project(**forward, want_inner=want_inner, **options))
+    return y, inner, project_back(**back, **options)
 
 
 def product(left, right, more_left, more_right):
