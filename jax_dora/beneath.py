@@ -28,7 +28,8 @@ def check_base(base: Any, expected: type[nnx.Module]) -> None:
     """
     if not isinstance(base, expected):
         raise TypeError(
-            f"the layer is a {type(base).__name__}; expected an nnx.{expected.__name__}"
+            f"the layer is a {type(base).__name__}; expected an nnx.{expected.__name__}: of a "
+            "module that holds one, adapt that one"
         )
     if type(base).__call__ is not expected.__call__:
         raise TypeError(

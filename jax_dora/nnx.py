@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 from flax.typing import Dtype, Initializer, PrecisionLike
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 
 from jax_dora import ops
 from jax_dora.beneath import axis_names, check_base, sharded_like, sharding_metadata
@@ -17,6 +17,7 @@ from jax_dora.dropout import drawn
 from jax_dora.hyperparameters import DropoutMode, adapter_scale, check_dropout, check_inner_name
 from jax_dora.ops import dispatch
 from jax_dora.ops.check import InnerName
+from jax_dora.ops.mesh import left_to_xla
 from jax_dora.ops.norm import of_layer
 from jax_dora.reuse import current_norm
 
@@ -283,7 +284,7 @@ def _partitioned_by_xla(
         )
     if AxisType.Explicit not in mesh.axis_types:
         return function
-    return jax.sharding.auto_axes(function, out_sharding=NamedSharding(mesh, jax.P(*spec)))
+    return left_to_xla(function, mesh, jax.P(*spec))
 
 
 def _given(param: nnx.Param | None) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from flax.typing import Initializer
 from jax_dora import ops
 from jax_dora.layers.adapter import DoRALayer, no_out_sharding
 from jax_dora.layers.layout import Layout, matrix_layout
+from jax_dora.ops.mesh import left_to_xla
 from jax_dora.reuse import current_norm
 
 
@@ -75,7 +76,8 @@ class DoRAEmbed(DoRALayer, nnx.Embed):
         take = functools.partial(jnp.take, axis=0)
         if out_sharding is not None:
             spec = getattr(out_sharding, "spec", out_sharding)
-            take = jax.sharding.auto_axes(out_sharding=jax.P(*spec[:-1], None))(take)
+            mesh = jax.typeof(base).sharding.mesh
+            take = left_to_xla(take, mesh, jax.P(*spec[:-1], None))
         rows = take(self.lora_a[...], inputs).astype(base.dtype)
         lora = rows @ self.lora_b[...].astype(base.dtype)
         if out_sharding is not None:
