@@ -214,7 +214,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         prog="python -m parity controls",
         description="Plants known errors in each package and shows which level of parity catches "
         "which; on the CPU. Run it from the repository's root: the model's level needs "
-        "examples/decoder.",
+        "jax_dora.models.",
     )
     parser.add_argument("--out", type=Path, help="report folder; default parity/reports/cpu")
     parser.add_argument("--level", action="append", choices=LEVELS, help="only this; repeatable")

@@ -1,4 +1,4 @@
-"""The model in JAX: scan over layers, checkpointing, cuDNN's attention; `examples.decoder`."""
+"""The model in JAX: scan over layers, checkpointing, cuDNN's attention; `jax_dora.models`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.model.protocol import Protocol, Task, Variant
 from benchmarks.model.worker import Built, Side
 from benchmarks.ops.inputs import to_torch
 from benchmarks.work import Expectation
-from examples.decoder import CausalLM, DecoderConfig, LoRALinear, Rope, last_tokens_loss, make_model
+from jax_dora.models import CausalLM, DecoderConfig, LoRALinear, Rope, last_tokens_loss, make_model
 from jax_dora.reuse import DoRANorm
 
 # Of lora_b, so that s‖A B‖ is about 0.3 of ‖W‖ in a model whose weights have a deviation of 0.02.

@@ -13,6 +13,8 @@ import numpy as np
 from flax import nnx
 from flax.typing import Dtype
 
+from dora_common.peft.fit import Adapter, Fit, Shape
+from dora_common.peft.folder import Folder, opened
 from jax_dora.adapt import DoRARule, remove_dora
 from jax_dora.adapt.apply import adapt_layer
 from jax_dora.adapt.stack import indices
@@ -22,8 +24,6 @@ from jax_dora.model import check_model
 from jax_dora.ops import check
 from jax_dora.peft.names import Names
 from jax_dora.peft.places import Index, Place, Places, places_of, to_matrix
-from peft_format.fit import Adapter, Fit, Shape
-from peft_format.folder import Folder, opened
 
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _CACHE_LINE = 64

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
+from dora_common.peft.fit import Layer, Shape, convolution_settings
 from jax_dora.adapt.kinds import Kind, kind_of_adapted, kind_of_base
 from jax_dora.adapt.stack import stack_shape
 from jax_dora.adapt.tree import find_modules
 from jax_dora.layers.layout import Axes, convolution_layout, matrix_layout, projection_layout
 from jax_dora.model import check_model
 from jax_dora.peft.names import Names
-from peft_format.fit import Layer, Shape, convolution_settings
 
 Index = tuple[int, ...]
 

@@ -12,14 +12,14 @@ from flax import nnx
 from flax.typing import Dtype
 from safetensors.numpy import save_file
 
+from dora_common.peft import folder as folders
+from dora_common.peft.config import AdapterConfig
+from dora_common.peft.describe import Adapted, check_config, config_of
+from dora_common.peft.fit import fit, refuse_settings
+from dora_common.peft.keys import key_of, parameter_key
 from jax_dora.adapt.stack import take
 from jax_dora.peft.names import Names
 from jax_dora.peft.places import Places, places_of
-from peft_format import folder as folders
-from peft_format.config import AdapterConfig
-from peft_format.describe import Adapted, check_config, config_of
-from peft_format.fit import fit, refuse_settings
-from peft_format.keys import key_of, parameter_key
 
 _LOG = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         description="Runs one decoder with one DoRA adapter through Flax and jax_dora, through "
         "transformers and torch_dora, through transformers and PEFT, and densely in fp64, and "
         "compares logits and the adapter's gradients. Run it from the repository's root: the Flax "
-        "decoder is examples/decoder.",
+        "decoder is jax_dora.models.",
     )
     parser.add_argument(
         "--device",
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         sys.exit(
             f"python -m parity model: {error}; it needs transformers and peft (pip install "
-            "'jax-dora[dev]') and examples/decoder, so run it from the repository's root"
+            "'jax-dora[dev]') and jax_dora.models, so run it from the repository's root"
         )
     from parity.model.sizes import runs
     from parity.model.weights import draw

@@ -1,4 +1,4 @@
-"""`examples.decoder` with jax_dora, or without an adapter, on weights it is given."""
+"""`jax_dora.models` with jax_dora, or without an adapter, on weights it is given."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flax import nnx
 from torch import Tensor
 
 import jax_dora
-from examples.decoder import CausalLM, DecoderConfig, Rope, rope
+from jax_dora.models import CausalLM, DecoderConfig, Rope, rope
 from parity.jax_side import interpreted, to_jax, to_torch
 from parity.model.sizes import ADAPTER, Run
 from parity.model.weights import Layer, Result, Weights, rope_frequencies

@@ -1,4 +1,4 @@
-"""The run in JAX: `examples.decoder` with `jax_dora.apply_dora` and `optax.adamw`.
+"""The run in JAX: `jax_dora.models` with `jax_dora.apply_dora` and `optax.adamw`.
 
 How `optax.adamw` and `torch.optim.AdamW` compare. With m and v the moments after step t and
 b̂ = 1 - bᵗ, both take
@@ -28,7 +28,7 @@ import optax
 from flax import nnx
 
 import jax_dora
-from examples.decoder import CausalLM, DecoderConfig, load_model, make_model, save_model
+from jax_dora.models import CausalLM, DecoderConfig, load_model, make_model, save_model
 from parity.training.adapter import NAMES, Adapter
 from parity.training.run import Run
 from parity.training.settings import PROJECTIONS, Settings, schedule

@@ -1,6 +1,6 @@
 """The run in torch: transformers' Qwen3 with `torch_dora.apply_dora` and `torch.optim.AdamW`.
 
-transformers rounds cosine and sine to bf16 and rotates in bf16; `examples.decoder` rotates in fp32
+transformers rounds cosine and sine to bf16 and rotates in bf16; `jax_dora.models` rotates in fp32
 and rounds once. That is another function, not another rounding of the same one, so the rotation is
 made the same here: the tables stay fp32, and queries and keys are rounded where attention reads
 them. All else has the same order of roundings already: RMSNorm in fp32, rounded before its weight;

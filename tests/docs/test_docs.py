@@ -9,11 +9,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import finetune
 import jax
 import pytest
 
 import jax_dora
+import jax_dora.finetune.command as finetune
 import jax_dora.linen
 import jax_dora.ops
 import jax_dora.peft

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jax_dora import DoRARule, apply_dora, get_adapter, set_adapter
-from tests.jax_dora.models import UNLIKE, WIDTH, Chain, Stacked, call, train
+from tests.jax_dora.small_models import UNLIKE, WIDTH, Chain, Stacked, call, train
 
 RULE = DoRARule("blocks/.*", 2, 4, dropout=0.25)
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")

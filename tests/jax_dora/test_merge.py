@@ -8,7 +8,7 @@ from flax import nnx
 
 from jax_dora import DoRALinear, DoRARule, apply_dora, get_adapter, merge_dora, set_adapter
 from parity import oracle, tolerances
-from tests.jax_dora.models import (
+from tests.jax_dora.small_models import (
     ALL,
     LAYERS,
     WIDTH,

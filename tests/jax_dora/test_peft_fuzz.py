@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 import jax_dora
 from jax_dora.peft import load_adapter, save_adapter
-from tests.peft_format.damage import damage
+from tests.dora_common.peft.damage import damage
 
 MUTATIONS = 1000
 PLAIN_EVERY = 8

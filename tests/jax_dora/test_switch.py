@@ -18,7 +18,7 @@ from jax_dora import (
     remove_dora,
     set_adapter,
 )
-from tests.jax_dora.models import (
+from tests.jax_dora.small_models import (
     ALL,
     UNLIKE,
     WIDTH,

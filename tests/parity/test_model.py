@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from examples.decoder import rope
+from jax_dora.models import rope
 from parity.__main__ import main
 from parity.model import flax_systems, reference, torch_systems
 from parity.model.checks import judge

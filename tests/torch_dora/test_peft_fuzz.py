@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import torch_dora
-from tests.peft_format.damage import damage
+from tests.dora_common.peft.damage import damage
 from torch_dora.peft import load_adapter, save_adapter
 
 MUTATIONS = 1000

@@ -4,7 +4,7 @@ model = torch_dora.peft.load_adapter(model, "folder")
 torch_dora.peft.save_adapter(model, "another")
 """
 
-from peft_format.config import AdapterConfig
+from dora_common.peft.config import AdapterConfig
 from torch_dora.peft.load import load_adapter
 from torch_dora.peft.save import save_adapter
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from peft_format.fit import Layer, convolution_settings
+from dora_common.peft.fit import Layer, convolution_settings
 from torch_dora.layers import DoRAConv, DoRAConv1D, DoRAEmbedding
 from torch_dora.layers.conv import CONVOLUTIONS
 from torch_dora.layers.conv1d import is_conv1d

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peft_format.fit import Adapter, Fit
-from peft_format.folder import Folder, opened
+from dora_common.peft.fit import Adapter, Fit
+from dora_common.peft.folder import Folder, opened
 from torch_dora.adapt import DoRARule, apply_dora, remove_dora
 from torch_dora.hyperparameters import DropoutMode
 from torch_dora.ops import check

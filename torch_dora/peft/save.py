@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from peft_format import folder as folders
-from peft_format.config import AdapterConfig
-from peft_format.describe import Adapted, check_config, config_of
-from peft_format.fit import fit, refuse_settings
-from peft_format.keys import key_of, parameter_key
+from dora_common.peft import folder as folders
+from dora_common.peft.config import AdapterConfig
+from dora_common.peft.describe import Adapted, check_config, config_of
+from dora_common.peft.fit import fit, refuse_settings
+from dora_common.peft.keys import key_of, parameter_key
 from torch_dora.layers import DoRAConv1D
 from torch_dora.peft.layers import adapted_modules, layers_of, parameters_of
 

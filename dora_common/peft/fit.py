@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from peft_format import checks
-from peft_format.config import AdapterConfig, Names
-from peft_format.keys import Key, Role, key_of, parse
+from dora_common.peft import checks
+from dora_common.peft.config import AdapterConfig, Names
+from dora_common.peft.keys import Key, Role, key_of, parse
 
 Shape = tuple[int, ...]
 Kind = Literal["linear", "embedding", "conv"]

@@ -20,7 +20,8 @@ class Example(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Packed examples, each of the five [..., time]; as `decoder.next_token_loss` takes them."""
+    """Packed examples, five arrays [..., time], as `next_token_loss` of `jax_dora.models` takes
+    them."""
 
     tokens: np.ndarray  # i32
     targets: np.ndarray  # i32

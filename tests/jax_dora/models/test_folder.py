@@ -7,17 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-import decoder
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 import transformers
-from decoder import folder as folder_module
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
+
+import jax_dora.models as decoder
+from jax_dora.models import folder as folder_module
 
 ROOT = Path(__file__).parents[3]
 
@@ -106,7 +107,7 @@ def test_one_sharding_for_all(make_folder):
 MEASURE = """
 import sys
 
-import decoder
+import jax_dora.models as decoder
 
 def memory(field):
     lines = open("/proc/self/status").read().splitlines()

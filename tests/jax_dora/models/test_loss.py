@@ -1,12 +1,13 @@
 """The loss of chosen tokens, and that no other token's logits are computed."""
 
-import decoder
 import jax
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+
+import jax_dora.models as decoder
 
 CONFIG = decoder.DecoderConfig(
     vocab_size=97,

@@ -4,7 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from finetuning import data, tiny
+
+from jax_dora.finetune import data, tiny
 
 END = 256
 

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from decoder import CausalLM, next_token_loss
-from decoder.loss import Loss
 from flax import nnx
 
 import jax_dora
+from jax_dora.models import CausalLM, next_token_loss
+from jax_dora.models.loss import Loss
 from jax_dora.reuse import DoRANorm
 
 from .data import Rows

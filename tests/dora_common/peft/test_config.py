@@ -8,7 +8,7 @@ from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 
-from peft_format.config import AdapterConfig, patterns_for, targets_for
+from dora_common.peft.config import AdapterConfig, patterns_for, targets_for
 
 MODULES = [
     f"{stem}.{index}.{part}"

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from peft_format.config import AdapterConfig
-from peft_format.folder import CONFIG, TENSORS, opened, write
+from dora_common.peft.config import AdapterConfig
+from dora_common.peft.folder import CONFIG, TENSORS, opened, write
 
 
 def adapter(rank: int) -> tuple[AdapterConfig, dict[str, np.ndarray]]:

@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import numpy as np
-from decoder import DecoderConfig, make_model, save_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from jax_dora.models import DecoderConfig, make_model, save_model
 
 END = "<|end|>"
 CONFIG = {

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from decoder import CausalLM, DecoderConfig, load_model, read_config, save_model
 from flax import nnx
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -21,6 +20,7 @@ from tokenizers import Tokenizer
 
 import jax_dora
 import jax_dora.peft
+from jax_dora.models import CausalLM, DecoderConfig, load_model, read_config, save_model
 
 from . import data, tiny, training
 from .checkpoints import Checkpoints

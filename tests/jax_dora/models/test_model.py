@@ -2,7 +2,6 @@
 
 import functools
 
-import decoder
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 from flax import nnx
 
 import jax_dora
+import jax_dora.models as decoder
 from parity import tolerances
 
 CONFIG = decoder.DecoderConfig(

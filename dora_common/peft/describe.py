@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from peft_format.config import AdapterConfig, first_match, patterns_for, targets_for
-from peft_format.fit import Layer
+from dora_common.peft.config import AdapterConfig, first_match, patterns_for, targets_for
+from dora_common.peft.fit import Layer
 
 
 @dataclass(frozen=True)

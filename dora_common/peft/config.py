@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from peft_format import checks
+from dora_common.peft import checks
 
 # A file that lacks one of these says too little to compute with.
 _REQUIRED = ("peft_type", "r", "lora_alpha", "target_modules")

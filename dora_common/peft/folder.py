@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 
-from peft_format.config import AdapterConfig
-from peft_format.fit import Fit, Layer, Shape, fit
+from dora_common.peft.config import AdapterConfig
+from dora_common.peft.fit import Fit, Layer, Shape, fit
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
@@ -37,7 +37,7 @@ class Folder:
     def fit(
         self, layers: list[Layer], parameters: Mapping[str, Shape], *, adapter: str = "default"
     ) -> Fit:
-        """As `peft_format.fit.fit`; the message begins with the folder's path."""
+        """As `dora_common.peft.fit.fit`; the message begins with the folder's path."""
         with _telling(self.path):
             return fit(self.config, self.tensors, layers, parameters, adapter=adapter)
 

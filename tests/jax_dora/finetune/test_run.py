@@ -8,24 +8,24 @@ import subprocess
 import sys
 from pathlib import Path
 
-import decoder
-import finetune
 import jax
 import numpy as np
 import peft
 import pytest
 import torch
 import transformers
-from finetuning import data, guard, training
-from finetuning.checkpoints import Checkpoints
-from finetuning.run import Run
-from finetuning.tiny import byte_level_tokenizer
 from flax import nnx
 from rich.console import Console
 from safetensors.numpy import load_file
 
 import jax_dora
+import jax_dora.finetune.command as finetune
+import jax_dora.models as decoder
 import jax_dora.peft
+from jax_dora.finetune import data, guard, training
+from jax_dora.finetune.checkpoints import Checkpoints
+from jax_dora.finetune.run import Run
+from jax_dora.finetune.tiny import byte_level_tokenizer
 from parity import tolerances
 
 ROOT = Path(__file__).parents[3]

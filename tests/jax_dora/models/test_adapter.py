@@ -1,6 +1,5 @@
 """A decoder with an adapter that PEFT made computes, and learns, as PEFT does."""
 
-import decoder
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +9,7 @@ import torch
 from flax import nnx
 
 import jax_dora
+import jax_dora.models as decoder
 import jax_dora.peft
 from parity import tolerances
 

@@ -1,1 +1,0 @@
-"""What `finetune.py` is made of."""
