@@ -1,5 +1,4 @@
-"""Pure functions on arrays: the factored norm, the compose, a whole adapted projection, and SwiGLU
-of two."""
+"""Functions on arrays: the factored norm, the compose, an adapted projection, SwiGLU of two."""
 
 from jax_dora.ops.compose import compose as compose
 from jax_dora.ops.compose import compose_delta as compose_delta
@@ -9,5 +8,4 @@ from jax_dora.ops.linear import dora_linear as dora_linear
 from jax_dora.ops.linear import lora_linear as lora_linear
 from jax_dora.ops.norm import factored_norm as factored_norm
 from jax_dora.ops.norm import magnitude_scale as magnitude_scale
-from jax_dora.ops.norm import squared_norm as squared_norm
 from jax_dora.ops.swiglu import swiglu as swiglu

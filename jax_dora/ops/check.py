@@ -1,4 +1,4 @@
-"""Checks of what callers pass in: every error names the argument, its value and the mend."""
+"""Checks of what callers pass in: every error names the argument, its value and the fix."""
 
 import math
 import numbers
@@ -6,9 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-
-# A checkpoint name, alone or with the share of the tokens that carries it.
-type InnerName = str | tuple[str, float] | None
 
 FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 
@@ -42,7 +39,7 @@ def has_shape(name: str, array: jax.Array, shape: tuple[int | None, ...], meanin
 
 
 def scale_array(scale: Any) -> jax.Array:
-    """`scale` as a float scalar array; raises TypeError or ValueError for anything but a number."""
+    """Returns `scale` as a float scalar array, or raises TypeError or ValueError."""
     if isinstance(scale, numbers.Real) and not isinstance(scale, bool):
         if not math.isfinite(scale):
             raise ValueError(
@@ -59,30 +56,6 @@ def scale_array(scale: Any) -> jax.Array:
             "apply one scale per adapter"
         )
     return jnp.asarray(scale)
-
-
-def inner_name(given: Any) -> tuple[str | None, float]:
-    """The name, and the share of the tokens that carries it.
-
-    Raises:
-      TypeError, ValueError: `given` is no `InnerName`, its name is empty, or its share is not
-        between 0 and 1.
-    """
-    name, share = given if isinstance(given, tuple) and len(given) == 2 else (given, 1.0)
-    if not (name is None or isinstance(name, str)) or (name is None and given is not None):
-        raise TypeError(
-            f"inner_name is {given!r}; expected None or a string, as jax.ad_checkpoint."
-            "checkpoint_name takes it, or a string and the share of the tokens that carries it"
-        )
-    if name == "":
-        raise ValueError(
-            f"inner_name is {given!r}; expected a name that is not empty, or None for no name"
-        )
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-        raise ValueError(
-            f"inner_name is {given!r}; expected a share of the tokens greater than 0 and at most 1"
-        )
-    return name, float(share)
 
 
 def adapter(kernel: jax.Array, lora_a: jax.Array, lora_b: jax.Array) -> None:

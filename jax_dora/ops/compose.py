@@ -12,8 +12,6 @@ inner = base + s·lora, the gradients are
 """
 
 import functools
-import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,12 +20,12 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
-from jax_dora.ops import check, device, dispatch, tuning
+from jax_dora.ops import check, choose, residuals
 from jax_dora.ops import mesh as meshes
-from jax_dora.ops.mosaic import compose as mosaic_forward
-from jax_dora.ops.mosaic import compose_backward as mosaic_backward
-from jax_dora.ops.mosaic import rowwise
-from jax_dora.ops.residuals import pack, unpack
+from jax_dora.ops.choose import Choice
+from jax_dora.ops.mosaic import compose as kernel
+from jax_dora.ops.mosaic import compose_backward as kernel_backward
+from jax_dora.ops.operands import Composition
 
 
 def compose(
@@ -38,7 +36,7 @@ def compose(
     *,
     implementation: str | None = None,
 ) -> jax.Array:
-    """y = base + ((g-1)·base + g·(scale·lora)), evaluated in fp32 and rounded once.
+    """Returns y = base + ((g-1)·base + g·(scale·lora)), evaluated in fp32 and rounded once.
 
     Args:
       base: [..., out], the frozen projection's result without its bias.
@@ -54,7 +52,7 @@ def compose(
       TypeError, ValueError: an argument's dtype or shape does not fit; unknown implementation.
       NotImplementedError: the named implementation cannot take the call.
     """
-    return _checked("compose", False, base, lora, g, scale, implementation)
+    return _checked("compose", base, lora, g, scale, implementation)
 
 
 def compose_delta(
@@ -65,149 +63,101 @@ def compose_delta(
     *,
     implementation: str | None = None,
 ) -> jax.Array:
-    """ΔY = (g-1)·base + g·(scale·lora): the paper's operator, for callers who add it to base.
+    """Returns ΔY = (g-1)·base + g·(scale·lora), the paper's operator.
 
-    Arguments, result and errors as `compose`. Prefer `compose`: adding a rounded ΔY costs another
-    pass and another rounding.
+    It is for callers who add it to base. Arguments, result and errors are `compose`'s, which is to
+    be preferred: adding a rounded ΔY costs another pass and another rounding.
     """
-    return _checked("compose_delta", True, base, lora, g, scale, implementation)
+    return _checked("compose_delta", base, lora, g, scale, implementation)
 
 
 class Plan(NamedTuple):
-    """What is static in a call. `forward` and `backward` name the implementations."""
+    """What is static in a call: the operator, and the kernels; None stands for XLA."""
 
     delta: bool
-    forward: str
-    backward: str
+    forward: Choice | None
+    backward: Choice | None
 
 
-def plan_compose(op: str, delta: bool, base: jax.Array, implementation: str | None) -> Plan:
-    """Chooses the implementations for a result of `base`'s shape and dtype."""
-    pick = functools.partial(pick_rowwise, op, like=base, implementation=implementation)
-    return Plan(delta, pick("compose"), pick("compose_backward"))
-
-
-def pick_rowwise(
-    op: str,
-    kernel: str,
-    like: jax.Array,
-    implementation: str | None,
-    refuses: Callable[..., str | None] = rowwise.refuses,
-) -> str:
-    """The implementation of an elementwise kernel over tensors like `like`."""
-    target = device.target()
-    fits = dispatch.runs_mosaic(target)
-    rows, out = math.prod(like.shape[:-1]), like.shape[-1]
-    sizes = rowwise.sizes(rows, out, like.dtype)
-    mosaic = dispatch.Option(
-        "mosaic",
-        fits.refusal or refuses(rows, out, like.dtype),
-        fits.slower or tuning.slower(target.device_kind, kernel, sizes),
-    )
-    return dispatch.choose(op, implementation, (mosaic, dispatch.Option("xla")))
-
-
-def _checked(op, delta, base, lora, g, scale, implementation):
+def _checked(op, base, lora, g, scale, implementation):
     for name, array in (("base", base), ("lora", lora), ("g", g)):
         check.is_float(name, array)
     if base.ndim == 0:
         raise ValueError("base has shape (); expected [..., out]")
     check.has_shape("lora", lora, base.shape, "base's shape")
     check.has_shape("g", g, base.shape[-1:], "[out]")
-    dispatch.check_name(implementation)
-    operands = (base, lora, g, check.scale_array(scale))
-    return meshes.elementwise(_planned, (op, delta, implementation), *operands)
+    choose.check_name(implementation)
+    operands = Composition(base, lora, g, check.scale_array(scale))
+    return meshes.elementwise(_planned, (op, implementation), "base", "lora", operands)
 
 
-def _planned(op, delta, implementation, *operands):
-    plan = plan_compose(op, delta, operands[0], implementation)
-    return meshes.differentiable(_compose, (plan,), *operands)
+def _planned(static: tuple[str, str | None], operands: Composition) -> jax.Array:
+    base = operands.base
+    call = (base.size // max(base.shape[-1], 1), base.shape[-1], base.dtype)
+    forward, backward = (choose.choose(*static, (one, call)) for one in (kernel, kernel_backward))
+    plan = Plan(static[0] == "compose_delta", forward, backward)
+    operands = meshes.vary_alike(operands._replace(lora=operands.lora.astype(base.dtype)))
+    return meshes.differentiable(_compose)(plan, operands)
 
 
 def forward(
-    plan: Plan, base, lora, g, scale, bias=None, *, want_inner: bool
+    choice: Choice | None, base, lora, g, scale, bias=None, *, want_inner: bool, delta: bool = False
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(y or ΔY, inner or None) for [..., out] operands; no gradient of its own."""
-    if plan.forward == "mosaic":
-        target = device.target()
-        return mosaic_forward.compose(
-            dispatch.on_cuda(base, target),
-            lora.astype(base.dtype),
-            g,
-            scale,
-            bias,
-            delta=plan.delta,
-            want_inner=want_inner,
-            sm_count=device.sm_count(),
-            config=rowwise_config(
-                "compose",
-                base,
-                functools.partial(rowwise.fits, inputs=2, outputs=2 if want_inner else 1),
-            ),
-        )
-    return define(base, lora, g, scale, bias, delta=plan.delta, want_inner=want_inner)
+    """Returns (y or ΔY, inner or None) for [..., out] operands, without a gradient of its own.
 
-
-def rowwise_config(kernel: str, like: jax.Array, fits: Callable[[Any], bool]) -> Any | None:
-    """The measured config for a launch over tensors like `like`, or None."""
-    sizes = rowwise.sizes(math.prod(like.shape[:-1]), like.shape[-1], like.dtype)
-    return tuning.config(device.target().device_kind, kernel, sizes, fits)
+    Without g, y is inner.
+    """
+    options = {"delta": delta, "want_inner": want_inner}
+    if choice is None:
+        return define(base, lora, g, scale, bias, **options)
+    g = jnp.ones(base.shape[-1:], jnp.float32) if g is None else g
+    return kernel.launch(base, lora, g, scale, bias, **options, **choice.knobs)
 
 
 def define(base, lora, g, scale, bias=None, *, delta: bool, want_inner: bool):
-    """The definition that every implementation is held to: (y or ΔY, inner or None)."""
+    """Returns (y or ΔY, inner or None): the definition that every implementation is held to."""
     dtype = accumulator(base.dtype)
-    wide = base.astype(dtype)
-    g = per_feature(g, wide)
-    scaled = scale.astype(dtype) * lora.astype(dtype)
-    y = (g - 1) * wide + g * scaled
-    if not delta:
-        y = wide + y
+    wide, scaled = base.astype(dtype), scale.astype(dtype) * lora.astype(dtype)
+    inner = wide + scaled
+    y = inner
+    if g is not None:
+        g = per_feature(g, wide)
+        y = (g - 1) * wide + g * scaled
+        if not delta:
+            y = wide + y
     if bias is not None:
         y = y + per_feature(bias, wide)
-    return y.astype(base.dtype), (wide + scaled).astype(base.dtype) if want_inner else None
+    return y.astype(base.dtype), inner.astype(base.dtype) if want_inner else None
 
 
 class Cotangents(NamedTuple):
+    """The gradients of `forward`, None where one is not wanted."""
+
     base: jax.Array | None
     lora: jax.Array | None
     g: jax.Array | None
 
 
 def backward(
-    plan: Plan, dy, inner, g, scale, *, want_base: bool = True, want_lora: bool = True
+    choice: Choice | None,
+    dy,
+    inner,
+    g,
+    scale,
+    *,
+    want_base: bool = True,
+    want_lora: bool = True,
+    delta: bool = False,
 ) -> Cotangents:
-    """The cotangents of `forward`: d_base and d_lora in dy's dtype, d_g f32[out] if inner is given.
-
-    One pass: reads dy and inner, writes what is wanted.
-    """
-    if plan.backward == "mosaic":
-        target = device.target()
-        return Cotangents(
-            *mosaic_backward.compose_backward(
-                dispatch.on_cuda(dy, target),
-                inner,
-                g,
-                scale,
-                delta=plan.delta,
-                want_base=want_base,
-                want_lora=want_lora,
-                sm_count=device.sm_count(),
-                config=rowwise_config(
-                    "compose_backward",
-                    dy,
-                    functools.partial(
-                        rowwise.fits,
-                        inputs=1 if inner is None else 2,
-                        outputs=want_base + want_lora,
-                    ),
-                ),
-            )
-        )
+    """Returns d_base and d_lora in dy's dtype, and d_g f32[out] if inner is given, in one pass that
+    reads dy and inner and writes what is wanted."""
+    if choice is not None:
+        options = {"delta": delta, "want_base": want_base, "want_lora": want_lora}
+        return Cotangents(*kernel_backward.launch(dy, inner, g, scale, **options, **choice.knobs))
     dtype = accumulator(dy.dtype)
     wide = dy.astype(dtype)
     g = per_feature(g, wide)
-    d_base = ((g - 1 if plan.delta else g) * wide).astype(dy.dtype) if want_base else None
+    d_base = ((g - 1 if delta else g) * wide).astype(dy.dtype) if want_base else None
     d_lora = (scale.astype(dtype) * (g * wide)).astype(dy.dtype) if want_lora else None
     d_g = None
     if inner is not None:
@@ -216,59 +166,45 @@ def backward(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _compose(plan, base, lora, g, scale):
-    return forward(plan, base, lora, g, scale, want_inner=False)[0]
+def _compose(plan: Plan, operands: Composition) -> jax.Array:
+    return forward(plan.forward, *operands, delta=plan.delta, want_inner=False)[0]
 
 
-def _compose_fwd(plan, base, lora, g, scale):
-    refuse_scale_gradient(scale.perturbed)
-    want = (base.perturbed, lora.perturbed)
-    base, lora, g, scale, keep = base.value, lora.value, g.value, scale.value, g.perturbed
-    y, inner = forward(plan, base, lora, g, scale, want_inner=keep)
-    like = (witness(base, want[0]), witness(lora, want[1]), witness(g, keep))
-    return y, pack((g, scale, inner, like))
+def _compose_fwd(plan: Plan, primals: Any) -> tuple[jax.Array, Any]:
+    operands, wanted = residuals.values(primals), residuals.wanted(primals)
+    refuse_scale_gradient(wanted.scale)
+    options = {"delta": plan.delta, "want_inner": wanted.g is not None}
+    y, inner = forward(plan.forward, *operands, **options)
+    return y, residuals.pack((operands.g, operands.scale, inner, wanted))
 
 
-def _compose_bwd(plan, residuals, dy):
-    g, scale, inner, (base, lora, like_g) = unpack(residuals)
+def _compose_bwd(plan: Plan, packed: Any, dy: Any) -> tuple[Any]:
     if isinstance(dy, SymbolicZero):
-        return None, None, None, None
-    ct = backward(
-        plan,
-        dy,
-        inner,
-        g,
-        scale,
-        want_base=base is not None,
-        want_lora=lora is not None,
-    )
-    d_lora = None if ct.lora is None or lora is None else ct.lora.astype(lora.dtype)
-    d_g = None if ct.g is None or like_g is None else ct.g.astype(like_g.dtype)
-    return ct.base, d_lora, d_g, None
+        return (Composition(None, None, None, None),)  # pyright: ignore[reportArgumentType]
+    g, scale, inner, wanted = residuals.unpack(packed)
+    options = {"want_base": bool(wanted.base), "want_lora": bool(wanted.lora)}
+    ct = backward(plan.backward, dy, inner, g, scale, **options, delta=plan.delta)
+    d_g = None if ct.g is None else ct.g.astype(g.dtype)
+    return (Composition(ct.base, ct.lora, d_g, None),)  # pyright: ignore[reportArgumentType]
 
 
 _compose.defvjp(_compose_fwd, _compose_bwd, symbolic_zeros=True)
 
 
-def refuse_scale_gradient(perturbed: bool) -> None:
+def refuse_scale_gradient(wanted: bool | None) -> None:
     """Raises TypeError where the scale itself is differentiated."""
-    if perturbed:
+    if wanted:
         raise TypeError(
             "scale is being differentiated; it is a constant of the adapter (alpha/r): wrap it in "
             "jax.lax.stop_gradient, or take the gradient with respect to the other arguments only"
         )
 
 
-def witness(array: jax.Array, perturbed: bool) -> jax.Array | None:
-    """A zero-sized array, to carry through the residuals that and in which dtype one is wanted."""
-    return lax.full((0,), 0, array.dtype) if perturbed else None
-
-
 def per_feature(vector: jax.Array, like: jax.Array) -> jax.Array:
-    """[out] as [1, ..., out], in the dtype and rank of `like`."""
+    """Returns [out] as [1, ..., out], in the dtype and rank of `like`."""
     return lax.expand_dims(vector.astype(like.dtype), tuple(range(like.ndim - 1)))
 
 
-def accumulator(dtype) -> jnp.dtype:
-    """The dtype that elementwise arithmetic on `dtype` is done in."""
-    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+def accumulator(*dtypes: Any) -> jnp.dtype:
+    """Returns the dtype that arithmetic on `dtypes` is done in: fp64 where one is, else fp32."""
+    return jnp.dtype(jnp.float64 if jnp.float64 in dtypes else jnp.float32)

@@ -13,7 +13,7 @@ share one: the kernels are bound by its arithmetic.
 
 import functools
 import math
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -43,12 +43,12 @@ class Dropout(NamedTuple):
 
 
 def draw_seed(key: jax.Array) -> jax.Array:
-    """uint32[2] of a JAX random key."""
+    """Returns uint32[2] of a JAX random key."""
     return jax.random.bits(key, (2,), jnp.uint32)
 
 
 def keep_mask(seed: jax.Array, shape: tuple[int, ...], rate: float) -> jax.Array:
-    """bool[shape]: which elements of x [..., in] are kept."""
+    """Returns bool[shape]: which elements of x [..., in] are kept."""
     row = jnp.zeros((*shape[:-1], 1), jnp.uint32)
     for axis, stride in enumerate(_strides(shape[:-1])):
         row = row + stride * lax.broadcasted_iota(jnp.uint32, row.shape, axis)
@@ -59,29 +59,31 @@ def keep_mask(seed: jax.Array, shape: tuple[int, ...], rate: float) -> jax.Array
 
 
 def row_hash(low: jax.Array, high: jax.Array, row: jax.Array) -> jax.Array:
-    """uint32: what rows' numbers (uint32, in row-major order) are for the seed (low, high)."""
+    """Returns uint32: the hash of rows' numbers (uint32, in row-major order) for a seed."""
     return _mix(_mix(row ^ low) ^ high)
 
 
 def pair_bits(row_hash: jax.Array, pair: jax.Array) -> jax.Array:
-    """uint32: 16 bits each, the lower first, of columns c and c + 32, where c is 64i + j with j
-    below 32, and `pair` is 32i + j."""
+    """Returns uint32: 16 bits each, the lower first, of columns c and c + 32.
+
+    c is 64i + j with j below 32, and `pair` is 32i + j.
+    """
     return _mix(row_hash ^ pair)
 
 
 def threshold(rate: float) -> np.uint32:
-    """What an element's 16 bits are at least if it is kept."""
+    """Returns the least 16 bits with which an element is kept."""
     return np.uint32(min(round(rate * 2**16), 2**16 - 1))
 
 
 def kept_share(rate: float) -> float:
-    """The probability of being kept: 1 - rate, with the rate as rounded."""
+    """Returns the probability of being kept: 1 - rate, with the rate as rounded."""
     return 1 - int(threshold(rate)) / 2**16
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def drop(x: jax.Array, seed: jax.Array, rate: float) -> jax.Array:
-    """x over the share that is kept, where it is kept, else 0; its gradient keeps no mask.
+    """Returns x over the share that is kept, where it is kept, else 0; its gradient keeps no mask.
 
     Args:
       x: [..., in].
@@ -103,22 +105,29 @@ def _drop_bwd(rate, seed, dy):
 drop.defvjp(_drop_fwd, _drop_bwd)
 
 
-def check(dropout: Dropout) -> None:
-    """Raises TypeError or ValueError where `dropout` is none."""
+def active(dropout: Dropout | None) -> tuple[float, Mode, jax.Array | None]:
+    """Returns (rate, mode, seed); (0, "adapter", None) where nothing is dropped.
+
+    Raises:
+      TypeError, ValueError: `dropout` is no `Dropout`, or a field is out of range.
+    """
+    if dropout is None:
+        return 0.0, "adapter", None
     if not isinstance(dropout, Dropout):
         raise TypeError(f"dropout is {dropout!r}; expected a jax_dora.ops.Dropout")
     if not 0 <= dropout.rate < 1:
         raise ValueError(f"dropout.rate is {dropout.rate!r}; expected a number in [0, 1)")
-    if dropout.mode not in ("adapter", "input"):
+    if dropout.mode not in get_args(Mode):
         raise ValueError(f"dropout.mode is {dropout.mode!r}; expected 'adapter' or 'input'")
     if jnp.shape(dropout.seed) != (2,) or dropout.seed.dtype != jnp.uint32:
         raise ValueError(
             f"dropout.seed is {dropout.seed!r}; expected uint32[2], of jax_dora.ops.draw_seed(key)"
         )
+    return (dropout.rate, dropout.mode, dropout.seed) if dropout.rate else active(None)
 
 
 def _strides(shape: tuple[int, ...]) -> list[np.uint32]:
-    """Of row-major order, wrapping around as uint32 does."""
+    """Returns the strides of row-major order, wrapping around as uint32 does."""
     return [np.uint32(math.prod(shape[axis + 1 :]) % 2**32) for axis in range(len(shape))]
 
 

@@ -2,11 +2,13 @@
 
 On a mesh with explicit axes its operands say how they are sharded, and its result has to. Inside
 `jax.shard_map` with check_vma, its default, a custom gradient has to vary over the same axes of the
-mesh as its primal, and what a kernel makes is taken to vary over none.
+mesh as its primal.
+
+Operands come as one NamedTuple of `jax_dora.ops.operands`, in which None stays None.
 """
 
 import functools
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from typing import Any, cast
 
 import jax
@@ -14,38 +16,37 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 
-def explicit(*operands: jax.Array) -> AbstractMesh | None:
-    """The mesh with explicit axes that one of the operands lies on, or None."""
-    meshes = (jax.typeof(operand).sharding.mesh for operand in operands)
+def explicit(*arrays: jax.Array) -> AbstractMesh | None:
+    """Returns the mesh with explicit axes that one of the arrays lies on, or None."""
+    meshes = (jax.typeof(array).sharding.mesh for array in arrays)
     return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
 
 
 def spec(array: jax.Array) -> tuple[Any, ...]:
-    """The axes that each axis of `array` is sharded over, None where that is XLA's to say."""
+    """Returns the mesh axes that each axis of `array` is sharded over, None where XLA decides."""
     return tuple(jax.typeof(array).sharding.spec)
-
-
-def names(entry: Any) -> tuple[str, ...]:
-    """Of the axes in one entry of `spec`."""
-    return tuple(jax.tree.leaves(entry))
 
 
 @functools.partial(jax.jit, static_argnums=range(5))
 def per_device(
     function: Callable[..., jax.Array],
-    static: tuple[Hashable, ...],
+    static: Hashable,
     mesh: AbstractMesh,
     specs: tuple[PartitionSpec, ...],
     result: PartitionSpec,
-    *operands: jax.Array | None,
+    operands: Any,
 ) -> jax.Array:
-    """`function(*static, *operands)` of what each device holds of the operands, which `specs` shard
-    over explicit axes; None stays None."""
+    """Returns `function(static, operands)` of what each device holds of the operands.
+
+    Args:
+      specs: how the operands are sharded over explicit axes, in the operands' order.
+      result: how the result is.
+    """
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     sharded = jax.shard_map(
-        functools.partial(function, *static),
+        functools.partial(function, static),
         mesh=mesh,
-        in_specs=specs,
+        in_specs=(type(operands)(*specs),),
         out_specs=result,
         axis_names={name for name, kind in kinds if kind is AxisType.Explicit},
     )
@@ -53,87 +54,69 @@ def per_device(
         None if operand is None else jax.reshard(operand, NamedSharding(mesh, spec))
         for operand, spec in zip(operands, specs, strict=True)
     )
-    return sharded(*placed)
+    return sharded(type(operands)(*placed))
 
 
 def elementwise(
-    function: Callable[..., jax.Array],
-    static: tuple[Hashable, ...],
-    left: jax.Array,
-    right: jax.Array,
-    *others: jax.Array | None,
+    function: Callable[..., jax.Array], static: Hashable, left: str, right: str, operands: Any
 ) -> jax.Array:
-    """`function(*static, …)` of two arrays [..., out], and of vectors [out] and scalars.
+    """Returns `function(static, operands)` of two arrays [..., out], of vectors [out] and scalars.
 
     On a mesh with explicit axes each device computes its part of the result, which is sharded as
     both arrays are.
+
+    Args:
+      left, right: the names of the two arrays in `operands`.
     """
-    mesh, whole = explicit(left, right), jax.P(*spec(left))
-    if mesh is None or spec(left) != spec(right):
-        return function(*static, left, right, *others)  # JAX refuses two shardings
-    vector, scalar = jax.P(*whole[-1:]), jax.P()
-    specs = (scalar if other is None or other.ndim == 0 else vector for other in others)
-    operands = (left, right, *others)
-    return per_device(function, static, mesh, (whole, whole, *specs), whole, *operands)
+    one, other = getattr(operands, left), getattr(operands, right)
+    mesh, whole = explicit(one, other), jax.P(*spec(one))
+    if mesh is None or spec(one) != spec(other):
+        return function(static, operands)  # JAX refuses two shardings
+    vector = jax.P(*whole[-1:])
+    specs = tuple(
+        whole if name in (left, right) else jax.P() if jax.numpy.ndim(value) == 0 else vector
+        for name, value in zip(operands._fields, operands, strict=True)
+    )
+    return per_device(function, static, mesh, specs, whole, operands)
 
 
 def left_to_xla(
     function: Callable[..., jax.Array], mesh: AbstractMesh, result: PartitionSpec
 ) -> Callable[..., jax.Array]:
-    """`function` of operands on explicit axes, which XLA takes over inside of it."""
+    """Returns `function` for operands on explicit axes, which XLA takes over inside of it."""
     sharding: Any = NamedSharding(mesh, result)
     return cast(Any, jax.sharding.auto_axes(function, out_sharding=sharding))
 
 
-def differentiable(
-    function: Callable[..., jax.Array], static: tuple[Hashable, ...], *operands: jax.Array | None
-) -> jax.Array:
-    """`function(*static, *operands)`, which has a custom gradient, of operands that vary alike."""
+def differentiable[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """Returns `function`, which has a custom gradient and one static argument, its first, as it can
+    be called here: compiled inside a manual mesh, where JAX does not run a custom gradient
+    otherwise."""
     manual = AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
-    run = _compiled if manual else _run
-    return run(function, static, *vary_alike(*operands))
+    return _compiled(function) if manual else function
 
 
-def _run(function, static, *operands):
-    return function(*static, *operands)
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Any:
+    return jax.jit(lambda static, operands: function(static, operands), static_argnums=0)
 
 
-# Where nobody compiles a shard_map, a custom gradient in it is not implemented in JAX.
-_compiled = jax.jit(_run, static_argnums=(0, 1))
-
-
-def vary_alike(*operands: jax.Array | None) -> tuple[Any, ...]:
-    """The operands, each varying over every axis that one of them varies over; None stays None.
+def vary_alike[Tree](operands: Tree) -> Tree:
+    """Returns the operands, each varying over every mesh axis that one of them varies over.
 
     The gradient of one that varied over fewer is then summed over the others.
     """
-    axes = _axes(operands)
-    return tuple(None if operand is None else _vary(operand, axes) for operand in operands)
+    axes = varying(operands)
+    return jax.tree.map(lambda operand: vary(operand, axes), operands)
 
 
-def jit[**P, R](*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """`jax.jit`, with these static arguments, of a function around a kernel.
-
-    Its results vary over every axis that one of its operands varies over.
-    """
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        @functools.partial(jax.jit, static_argnames=static)
-        @functools.wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            axes = _axes(jax.tree.leaves((args, kwargs)))
-            return jax.tree.map(lambda result: _vary(result, axes), function(*args, **kwargs))
-
-        return call
-
-    return decorate
-
-
-def _axes(values: Iterable[Any]) -> frozenset[Any]:
-    arrays = (value for value in values if isinstance(value, jax.Array))
+def varying(tree: Any) -> frozenset[Any]:
+    """Returns the axes of a manual mesh that any array of `tree` varies over."""
+    arrays = (leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
     return frozenset().union(*(jax.typeof(array).manual_axis_type.varying for array in arrays))
 
 
-def _vary(array: jax.Array, axes: frozenset[Any]) -> jax.Array:
+def vary(array: jax.Array, axes: frozenset[Any]) -> jax.Array:
+    """Returns `array`, taken to vary over `axes` of a manual mesh."""
     missing = axes - jax.typeof(array).manual_axis_type.varying
     return lax.pcast(array, tuple(missing), to="varying") if missing else array

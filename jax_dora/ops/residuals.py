@@ -1,8 +1,8 @@
-"""What a custom gradient keeps of its forward pass, as a tree of one structure.
+"""Residuals of custom gradients, as arrays whose structure does not depend on what is wanted.
 
-What is kept depends on what is differentiated. A jitted function is traced once and may be
-differentiated at two places with respect to different arguments; JAX then unpacks the residuals of
-both by the structure that the latter had. So None is kept as an empty array.
+A function that is jitted (and `nnx.jit` jits every module method that is so) is traced once and may
+be differentiated at two places with respect to different arguments; JAX then unpacks the residuals
+of both by the structure that the latter had. So None and True are kept as empty arrays.
 """
 
 from typing import Any
@@ -11,18 +11,32 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+_NONE, _TRUE = jnp.bool_, jnp.int8
+
 
 def pack(tree: Any) -> Any:
-    """`tree`, of arrays that are not bool, with an array in the place of every None."""
-    return jax.tree.map(
-        lambda leaf: lax.full((0,), False) if leaf is None else leaf, tree, is_leaf=_is_none
-    )
+    """Returns `tree`, of arrays that are neither bool nor int8, None and True, as arrays alone."""
+
+    def one(leaf: Any) -> Any:
+        if leaf is None or leaf is True:
+            return lax.full((0,), 0, _NONE if leaf is None else _TRUE)
+        return leaf
+
+    return jax.tree.map(one, tree, is_leaf=lambda leaf: leaf is None)
 
 
 def unpack(packed: Any) -> Any:
-    """What was packed."""
-    return jax.tree.map(lambda leaf: None if leaf.dtype == jnp.bool_ else leaf, packed)
+    """Returns what was packed."""
+    constants = {jnp.dtype(_NONE): None, jnp.dtype(_TRUE): True}
+    return jax.tree.map(lambda leaf: constants.get(leaf.dtype, leaf), packed)
 
 
-def _is_none(leaf: Any) -> bool:
-    return leaf is None
+def wanted(primals: Any) -> Any:
+    """Returns `primals`, from a custom_vjp with symbolic zeros, with True where one is
+    differentiated and None elsewhere."""
+    return type(primals)(*(True if p is not None and p.perturbed else None for p in primals))
+
+
+def values(primals: Any) -> Any:
+    """Returns the arrays of `primals`, from a custom_vjp with symbolic zeros."""
+    return type(primals)(*(None if p is None else p.value for p in primals))

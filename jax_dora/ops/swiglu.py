@@ -4,25 +4,25 @@
 
 (arXiv 2002.05202, section 2.) gate and up are the layers' inner = x (W + s·A B), from
 `jax_dora.ops.lora_linear`; they are all that the gradient reads, so that inner takes the place of
-the layers' results instead of lying beside them. With σ = sigmoid(y₁):
+the layers' results. With σ = sigmoid(y₁):
 
     d₁ = dh∘y₂∘σ∘(1 + y₁∘(1-σ))      d₂ = dh∘silu(y₁)
     d_gate = g₁∘d₁    d_up = g₂∘d₂    d_g₁ = Σ_rows d₁∘gate    d_g₂ = Σ_rows d₂∘up    d_b = Σ_rows d
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from jax_dora.ops import check, device, dispatch
+from jax_dora.ops import check, choose, residuals
 from jax_dora.ops import mesh as meshes
-from jax_dora.ops.compose import accumulator, per_feature, pick_rowwise, rowwise_config, witness
-from jax_dora.ops.mosaic import swiglu_backward as mosaic
-from jax_dora.ops.residuals import pack, unpack
-
-KERNEL = "swiglu_backward"
+from jax_dora.ops.choose import Choice
+from jax_dora.ops.compose import accumulator, per_feature
+from jax_dora.ops.mosaic import swiglu_backward as kernel_backward
+from jax_dora.ops.operands import Gating
 
 
 def swiglu(
@@ -35,7 +35,7 @@ def swiglu(
     up_bias: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """silu(gate_g∘gate + gate_bias)∘(up_g∘up + up_bias), evaluated in fp32 and rounded once.
+    """Returns silu(gate_g∘gate + gate_bias)∘(up_g∘up + up_bias), evaluated in fp32, rounded once.
 
     Args:
       gate, up: [..., out] of one dtype, from `lora_linear`.
@@ -68,44 +68,49 @@ def swiglu(
     for name, vector in vectors.items():
         check.is_float(name, vector)
         check.has_shape(name, vector, gate.shape[-1:], "[out]")
-    operands = (gate, up, gate_g, gate_bias, up_g, up_bias)
-    return meshes.elementwise(_planned, (implementation,), *operands)
+    choose.check_name(implementation)
+    operands = Gating(gate, up, gate_g, gate_bias, up_g, up_bias)
+    return meshes.elementwise(_planned, implementation, "gate", "up", operands)
 
 
-def _planned(implementation, *operands):
-    plan = pick_rowwise("swiglu", KERNEL, operands[0], implementation, mosaic.refuses)
-    return meshes.differentiable(_swiglu, (plan,), *operands)
+def _planned(implementation: str | None, operands: Gating) -> jax.Array:
+    gate = operands.gate
+    call = (gate.size // max(gate.shape[-1], 1), gate.shape[-1], gate.dtype)
+    choice = choose.choose("swiglu", implementation, (kernel_backward, call))
+    return meshes.differentiable(_swiglu)(choice, meshes.vary_alike(operands))
 
 
-def define(gate, up, gate_g, gate_bias, up_g, up_bias) -> jax.Array:
-    """The definition of the result."""
-    (y1, y2), _ = _composed(gate, up, gate_g, gate_bias, up_g, up_bias)
-    return (y1 * jax.nn.sigmoid(y1) * y2).astype(gate.dtype)
+def define(operands: Gating) -> jax.Array:
+    """Returns the result: its definition."""
+    (y1, y2), _ = _composed(operands)
+    return (y1 * jax.nn.sigmoid(y1) * y2).astype(operands.gate.dtype)
 
 
-def define_backward(dh, gate, up, gate_g, gate_bias, up_g, up_bias) -> tuple[jax.Array, ...]:
-    """The definition of the gradient: (d_gate, d_up, d_gate_g, d_gate_bias, d_up_g, d_up_bias)."""
-    (y1, y2), (g1, g2) = _composed(gate, up, gate_g, gate_bias, up_g, up_bias)
+def define_backward(dh: jax.Array, operands: Gating) -> Gating:
+    """Returns the gradient: its definition, of every operand."""
+    (y1, y2), (g1, g2) = _composed(operands)
+    gate, up = operands.gate.astype(y1.dtype), operands.up.astype(y1.dtype)
     wide = dh.astype(y1.dtype)
     sigma = jax.nn.sigmoid(y1)
     d1 = wide * y2 * sigma * (1 + y1 * (1 - sigma))
     d2 = wide * y1 * sigma
     rows = tuple(range(dh.ndim - 1))
-    return (
-        (g1 * d1).astype(dh.dtype),
-        (g2 * d2).astype(dh.dtype),
-        jnp.sum(d1 * gate.astype(d1.dtype), axis=rows),
-        jnp.sum(d1, axis=rows),
-        jnp.sum(d2 * up.astype(d2.dtype), axis=rows),
-        jnp.sum(d2, axis=rows),
+    return Gating(
+        gate=(g1 * d1).astype(dh.dtype),
+        up=(g2 * d2).astype(dh.dtype),
+        gate_g=jnp.sum(d1 * gate, axis=rows),
+        gate_bias=jnp.sum(d1, axis=rows),
+        up_g=jnp.sum(d2 * up, axis=rows),
+        up_bias=jnp.sum(d2, axis=rows),
     )
 
 
-def _composed(gate, up, gate_g, gate_bias, up_g, up_bias):
-    dtype = accumulator(gate.dtype)
+def _composed(operands: Gating) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """Returns y of gate and of up, and their g, in the accumulator's dtype."""
+    gate, up, gate_g, gate_bias, up_g, up_bias = operands
 
     def composed(inner, g, bias):
-        wide = inner.astype(dtype)
+        wide = inner.astype(accumulator(inner.dtype))
         g = per_feature(g, wide)
         return g * wide if bias is None else g * wide + per_feature(bias, wide), g
 
@@ -114,36 +119,36 @@ def _composed(gate, up, gate_g, gate_bias, up_g, up_bias):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _swiglu(plan, gate, up, gate_g, gate_bias, up_g, up_bias):
-    return define(gate, up, gate_g, gate_bias, up_g, up_bias)
+def _swiglu(choice: Choice | None, operands: Gating) -> jax.Array:
+    return define(operands)
 
 
-def _swiglu_fwd(plan, *primals):
-    values = tuple(None if p is None else p.value for p in primals)
-    like = tuple(None if p is None else witness(p.value, p.perturbed) for p in primals)
-    return define(*values), pack((values, like))
+def _swiglu_fwd(choice: Choice | None, primals: Any) -> tuple[jax.Array, Any]:
+    operands = residuals.values(primals)
+    return define(operands), residuals.pack((operands, residuals.wanted(primals)))
 
 
-def _swiglu_bwd(plan, residuals, dh):
-    values, like = unpack(residuals)
+def _swiglu_bwd(choice: Choice | None, packed: Any, dh: Any) -> tuple[Any]:
     if isinstance(dh, SymbolicZero):
-        return (None,) * 6
-    if plan == "mosaic":
-        gate, up, gate_g, gate_bias, up_g, up_bias = values
-        d_gate, d_up, d_gate_g, d_up_g, *d_biases = mosaic.swiglu_backward(
-            dispatch.on_cuda(dh, device.target()),
-            *(gate, up, gate_g, up_g, gate_bias, up_bias),
-            want_bias=like[3] is not None or like[5] is not None,
-            sm_count=device.sm_count(),
-            config=rowwise_config(KERNEL, dh, mosaic.fits),
+        return (Gating(*(None,) * 6),)  # pyright: ignore[reportArgumentType]
+    operands, wanted = residuals.unpack(packed)
+    if choice is None:
+        found = define_backward(dh, operands)
+    else:
+        gate, up, gate_g, gate_bias, up_g, up_bias = operands
+        want_bias = bool(wanted.gate_bias or wanted.up_bias)
+        d_gate, d_up, d_gate_g, d_up_g, *d_biases = kernel_backward.launch(
+            *(dh, gate, up, gate_g, up_g, gate_bias, up_bias), want_bias=want_bias, **choice.knobs
         )
         d_gate_bias, d_up_bias = d_biases or (None, None)
-        found = (d_gate, d_up, d_gate_g, d_gate_bias, d_up_g, d_up_bias)
-    else:
-        found = define_backward(dh, *values)
-    return tuple(
-        None if want is None or one is None else one.astype(want.dtype)
-        for one, want in zip(found, like, strict=True)
+        found = Gating(d_gate, d_up, d_gate_g, d_gate_bias, d_up_g, d_up_bias)
+    return (
+        Gating(
+            *(
+                one.astype(operand.dtype) if want else None
+                for one, operand, want in zip(found, operands, wanted, strict=True)
+            )
+        ),
     )
 
 

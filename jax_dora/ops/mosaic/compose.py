@@ -13,16 +13,24 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_dora.ops import mesh
-from jax_dora.ops.mosaic import rowwise
-from jax_dora.ops.mosaic.rowwise import RowwiseConfig
-from jax_dora.ops.mosaic.rowwise import refuses as refuses
-
-CONFIG = RowwiseConfig()
+from jax_dora.ops.mosaic import elementwise
+from jax_dora.ops.mosaic.elementwise import Config
+from jax_dora.ops.mosaic.elementwise import refuses as refuses
+from jax_dora.ops.mosaic.launch import launcher
 
 
-@mesh.jit("delta", "want_inner", "sm_count", "config")
-def compose(
+def wins(rows: int, out: int, dtype: jax.typing.DTypeLike) -> bool:
+    """Returns False: XLA was as fast at every size."""
+    return False
+
+
+def config(rows: int, out: int, dtype: jax.typing.DTypeLike) -> Config:
+    """Returns the launch knobs for [rows, out] of `dtype`."""
+    return Config()
+
+
+@launcher("delta", "want_inner")
+def launch(
     base: jax.Array,
     lora: jax.Array,
     g: jax.Array,
@@ -31,15 +39,14 @@ def compose(
     *,
     delta: bool,
     want_inner: bool,
+    config: Config,
     sm_count: int,
-    config: RowwiseConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(y or ΔY, inner or None) of base, lora [..., out]; adds bias [out] if given."""
+    """Returns (y or ΔY, inner or None) of base, lora [..., out]; adds bias [out] if given."""
     shape, dtype = base.shape, base.dtype
     out = shape[-1]
     rows = base.size // out
-    config = config or CONFIG
-    t = rowwise.tile(rows, out, dtype, config, sm_count)
+    t = elementwise.tile(rows, out, dtype, config, sm_count)
     outputs = 2 if want_inner else 1
     vectors = [g] if bias is None else [g, bias]
 

@@ -19,16 +19,33 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_dora.ops import mesh
-from jax_dora.ops.mosaic import rowwise
-from jax_dora.ops.mosaic.rowwise import RowwiseConfig
-from jax_dora.ops.mosaic.rowwise import refuses as refuses
-
-CONFIG = RowwiseConfig()
+from jax_dora.ops.mosaic import elementwise
+from jax_dora.ops.mosaic.elementwise import Config, lane
+from jax_dora.ops.mosaic.elementwise import refuses as refuses
+from jax_dora.ops.mosaic.launch import launcher
 
 
-@mesh.jit("delta", "want_base", "want_lora", "sm_count", "config")
-def compose_backward(
+def wins(rows: int, out: int, dtype: jax.typing.DTypeLike) -> bool:
+    """Returns whether the kernel was no slower than XLA (H200, 1713ac4, `benchmarks ops`)."""
+    return (
+        rows >= 725
+        and 1024 <= out <= 18770
+        and rows * out >= 2**20
+        and lane(out) == 256
+        and jnp.dtype(dtype).itemsize == 2
+    )
+
+
+def config(rows: int, out: int, dtype: jax.typing.DTypeLike) -> Config:
+    """Returns the launch knobs for [rows, out] of `dtype` (H200, `benchmarks tune`)."""
+    is_half = jnp.dtype(dtype).itemsize == 2
+    if 512 <= rows <= 1448 and out >= 4096 and lane(out) == 256 and is_half:
+        return Config(tile_bytes=16384, stages=2, blocks_per_sm=1)
+    return Config()
+
+
+@launcher("delta", "want_base", "want_lora")
+def launch(
     dy: jax.Array,
     inner: jax.Array | None,
     g: jax.Array,
@@ -37,14 +54,13 @@ def compose_backward(
     delta: bool,
     want_base: bool,
     want_lora: bool,
+    config: Config,
     sm_count: int,
-    config: RowwiseConfig | None = None,
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-    """(d_base, d_lora, d_g), each None where it is not wanted; dy, inner [..., out]."""
+    """Returns (d_base, d_lora, d_g), each None where it is not wanted; dy, inner [..., out]."""
     shape, dtype = dy.shape, dy.dtype
     out = shape[-1]
-    config = config or CONFIG
-    t = rowwise.tile(dy.size // out, out, dtype, config, sm_count)
+    t = elementwise.tile(dy.size // out, out, dtype, config, sm_count)
     want_g = inner is not None
     tensors = want_base + want_lora
 
@@ -88,7 +104,7 @@ def compose_backward(
                         out_smem.at[slot, i], gmem.at[rows_here, columns], commit_group=False
                     )
                 plgpu.commit_smem_to_gmem_group()
-            return rowwise.add_compensated(sums, tile_sum) if want_g else sums
+            return elementwise.add_compensated(sums, tile_sum) if want_g else sums
 
         block = plgpu.BlockSpec(
             (t.tile_rows, *t.feature_block),

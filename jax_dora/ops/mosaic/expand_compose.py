@@ -11,68 +11,72 @@ Bytes: 2 · rows · out · 2 (3 with inner) through device memory, plus z and B 
 bytes / copy rate. FLOPs: 2 · rows · r · out, which takes as long at a rank near 400.
 """
 
+from collections.abc import Iterable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_dora.ops import mesh
-from jax_dora.ops.mosaic import strips
-from jax_dora.ops.mosaic.strips import StripConfig
-from jax_dora.ops.mosaic.sweep import Task, sweep_kernel
+from jax_dora.ops.mosaic import hopper
+from jax_dora.ops.mosaic.launch import launcher
+from jax_dora.ops.mosaic.low_rank_kernel import Task, low_rank_kernel
+from jax_dora.ops.mosaic.low_rank_tiling import (
+    CONFIGS,
+    TILE_ROWS,
+    Config,
+    Tiling,
+    first_with_room,
+    pad_features,
+)
 
 # Columns that the epilogue holds at once: a swizzled row of 16-bit numbers.
 CHUNK = 64
 
-# Best first; a rank takes the first that shared memory has room for. Slices of z count most: with
-# fewer than four in flight a consumer waits for them. A second slot gains little.
-CONFIGS = (
-    StripConfig(tile_cols=128, stages=4, slots=2),
-    StripConfig(tile_cols=128, stages=4, slots=1),
-    StripConfig(tile_cols=128, stages=3, slots=1),
-    StripConfig(tile_cols=64, stages=4, slots=2),
-    StripConfig(tile_cols=64, stages=4, slots=1),
-    StripConfig(tile_cols=64, stages=2, slots=1),
-)
 
-
-def heuristic(rank: int, want_inner: bool) -> StripConfig | None:
-    """The config for a rank, or None where its strip of B does not fit."""
-    return next((config for config in CONFIGS if fits(config, rank, want_inner)), None)
-
-
-def fits(config: StripConfig, rank: int, want_inner: bool) -> bool:
-    """Whether shared memory has room for a launch of `config`."""
-    return strips.fits(config, strips.slices(rank), 2, extra_tiles=1 if want_inner else 0)
-
-
-def refuses(
-    rows: int,
-    rank: int,
-    out: int,
-    dtype: jax.typing.DTypeLike,
-    adapter_dtype: jax.typing.DTypeLike,
-    *,
-    want_inner: bool = True,
-) -> str | None:
-    """Why the kernel cannot take base [rows, out] and z, B of those dtypes, or None."""
-    dtype, adapter_dtype = jnp.dtype(dtype), jnp.dtype(adapter_dtype)
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"base has dtype {dtype}, neither bfloat16 nor float16"
-    if adapter_dtype != dtype:
-        return f"z and B have dtype {adapter_dtype}, base has {dtype}"
+def refuses(rows: int, rank: int, out: int, dtype: jax.typing.DTypeLike) -> str | None:
+    """Returns why base [rows, out], z [rows, rank] and B of `dtype` are not taken, or None."""
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"base has dtype {jnp.dtype(dtype)}, neither bfloat16 nor float16"
     if rows == 0 or rank == 0:
         return f"there are no {'ranks' if rows else 'rows'}"
-    if out == 0 or out % strips.ALIGNMENT:
-        return f"out = {out} is not a multiple of {strips.ALIGNMENT} (rows of 16 bytes)"
-    if heuristic(rank, want_inner) is None:
+    if out == 0 or out % hopper.ALIGNMENT:
+        return f"out = {out} is not a multiple of {hopper.ALIGNMENT} (rows of 16 bytes)"
+    if _with_room(CONFIGS, rank, want_inner=True) is None:
         return f"a strip of B of rank {rank} does not fit into shared memory"
     return None
 
 
-@mesh.jit("want_inner", "sm_count", "config")
-def expand_compose(
+def wins(rows: int, rank: int, out: int, dtype: jax.typing.DTypeLike) -> bool:
+    """Returns whether the kernel was no slower than XLA (H200, 1713ac4, `benchmarks ops`)."""
+    return rows >= 1012 and out >= 1024 and rows * out >= 2**20 and rank <= 768
+
+
+def config(rows: int, rank: int, out: int, dtype: jax.typing.DTypeLike) -> Config:
+    """Returns what was fastest (H200, 9446849, `benchmarks tune`) where there is room for it, or
+    else the first of `CONFIGS` that there is room for."""
+    measured = None
+    if rows >= 4096 and 544 <= rank <= 768 and out >= 4096:
+        measured = Config(tile_cols=64, stages=4, slots=1, consumers=3)
+    elif rows >= 1024 and 1024 <= out <= 2896:
+        if 129 <= rank <= 384:
+            measured = Config(tile_cols=128, stages=4, slots=1)
+        elif 384 < rank <= 768:
+            measured = Config(tile_cols=64, stages=4, slots=1)
+        elif rank <= 64:
+            measured = Config(tile_cols=64, stages=4, slots=2)
+    found = _with_room([measured, *CONFIGS] if measured else CONFIGS, rank, want_inner=False)
+    assert found is not None
+    return found
+
+
+def _with_room(configs: Iterable[Config], rank: int, *, want_inner: bool) -> Config | None:
+    return first_with_room(configs, hopper.slices(rank), 2, extra_tiles=int(want_inner))
+
+
+@launcher("want_inner")
+def launch(
     base: jax.Array,
     z: jax.Array,
     lora_b: jax.Array,
@@ -81,29 +85,26 @@ def expand_compose(
     bias: jax.Array | None = None,
     *,
     want_inner: bool,
+    config: Config,
     sm_count: int,
-    config: StripConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(y, inner or None) for base [..., out] and z [..., r]."""
+    """Returns (y, inner or None) for base [..., out] and z [..., r]."""
     shape, dtype = base.shape, base.dtype
     out, rank = shape[-1], z.shape[-1]
     base, z = base.reshape(-1, out), z.reshape(-1, rank)
     rows = base.shape[0]
-    config = config or heuristic(rank, want_inner)
-    if config is None:
-        raise NotImplementedError(
-            f"rank = {rank} is too large for shared memory: ask `refuses` first"
-        )
-    padded_rows = pl.cdiv(rows, strips.ROW_ALIGNMENT) * strips.ROW_ALIGNMENT
-    padded_rank = strips.padded_rank(rank)
-    sweep = strips.Sweep(padded_rows, out, config, sm_count)
-    base = strips.pad(base, padded_rows, out)
-    z = strips.pad(z, padded_rows, padded_rank)
-    lora_b = strips.pad(lora_b, padded_rank, sweep.padded_out)
+    # inner takes a tile more; `refuses` has seen to it that one of these has room for it.
+    config = _with_room([config, *CONFIGS], rank, want_inner=want_inner) or config
+    padded_rows = pl.cdiv(rows, hopper.ROW_ALIGNMENT) * hopper.ROW_ALIGNMENT
+    padded_rank = hopper.padded_rank(rank)
+    tiling = Tiling(padded_rows, out, config, sm_count)
+    base = hopper.pad(base, padded_rows, out)
+    z = hopper.pad(z, padded_rows, padded_rank)
+    lora_b = hopper.pad(lora_b, padded_rank, tiling.padded_out)
     vectors = [g] if bias is None else [g, bias]
 
     def epilogue(carry, tile, out_gmem, inner_smem=None):
-        shape = (strips.TILE_ROWS, CHUNK)
+        shape = (TILE_ROWS, CHUNK)
         consumer = lax.axis_index("warpgroup")
         for start in range(0, config.tile_cols, CHUNK):
             chunk = pl.ds(start, CHUNK)
@@ -122,11 +123,11 @@ def expand_compose(
             plgpu.copy_smem_to_gmem(inner_smem.at[consumer], out_gmem[1].at[tile.rows, tile.cols])
         return carry
 
-    inner_smem = strips.tiled((config.consumers, strips.TILE_ROWS, config.tile_cols), dtype, out)
-    results = sweep_kernel(
-        sweep,
+    inner_smem = hopper.tiled((config.consumers, TILE_ROWS, config.tile_cols), dtype, out)
+    results = low_rank_kernel(
+        tiling,
         Task(
-            products=[(k,) for k in range(strips.slices(rank))],
+            products=[(k,) for k in range(hopper.slices(rank))],
             epilogue=epilogue,
             vectors=len(vectors),
             stores=True,
@@ -141,7 +142,7 @@ def expand_compose(
         lora_b,
         base,
         jnp.reshape(scale, 1).astype(jnp.float32),
-        strips.pad_features(vectors, sweep),
+        pad_features(vectors, tiling),
     )
     results = [result[:rows].reshape(shape) for result in results]
     return results[0], results[1] if want_inner else None

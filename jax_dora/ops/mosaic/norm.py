@@ -20,54 +20,33 @@ Bytes: W once, A and B once; FLOPs: 2 · in · r · out for each product of piec
 them), which set the floor at ranks over 200.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_dora.ops import mesh
-from jax_dora.ops.mosaic import strips
-from jax_dora.ops.mosaic.strips import StripConfig
-from jax_dora.ops.mosaic.sweep import Task, sweep_kernel
+from jax_dora.ops.mosaic import hopper
+from jax_dora.ops.mosaic.launch import launcher
+from jax_dora.ops.mosaic.low_rank_kernel import Task, low_rank_kernel
+from jax_dora.ops.mosaic.low_rank_tiling import (
+    CONFIGS,
+    TILE_ROWS,
+    Config,
+    Tiling,
+    first_with_room,
+)
 
 CHUNK = 64
 
-# Best first; a rank takes the first that shared memory has room for.
-CONFIGS = (
-    StripConfig(tile_cols=128, stages=4, slots=2),
-    StripConfig(tile_cols=128, stages=4, slots=1),
-    StripConfig(tile_cols=128, stages=3, slots=1),
-    StripConfig(tile_cols=64, stages=4, slots=2),
-    StripConfig(tile_cols=64, stages=4, slots=1),
-    StripConfig(tile_cols=64, stages=2, slots=1),
-)
-
 
 def pieces(kernel_dtype: jax.typing.DTypeLike, adapter_dtype: jax.typing.DTypeLike) -> int:
-    """How many 16-bit pieces an adapter is cut into."""
+    """Returns how many 16-bit pieces an adapter is cut into."""
     if jnp.dtype(adapter_dtype).itemsize == 2:
         return 1
     return 2 if jnp.dtype(kernel_dtype).itemsize == 2 else 3
-
-
-def heuristic(rank: int, kernel_dtype, adapter_dtype) -> StripConfig | None:
-    """The config for a rank, or None where its strip of B does not fit."""
-    # A product over many slices takes long enough for the next tile to arrive in the only slot.
-    short = _resident(rank, kernel_dtype, adapter_dtype) <= 4
-    candidates = (c for c in CONFIGS if short or c.slots == 1)
-    return next((c for c in candidates if fits(c, rank, kernel_dtype, adapter_dtype)), None)
-
-
-def fits(config: StripConfig, rank: int, kernel_dtype, adapter_dtype) -> bool:
-    """Whether shared memory has room for a launch of `config`."""
-    resident = _resident(rank, kernel_dtype, adapter_dtype)
-    return strips.fits(config, resident, jnp.dtype(kernel_dtype).itemsize)
-
-
-def _resident(rank: int, kernel_dtype, adapter_dtype) -> int:
-    """Slices of B that stay in shared memory, those of all its pieces."""
-    return pieces(kernel_dtype, adapter_dtype) * strips.slices(rank)
 
 
 def refuses(
@@ -77,49 +56,71 @@ def refuses(
     kernel_dtype: jax.typing.DTypeLike,
     adapter_dtype: jax.typing.DTypeLike,
 ) -> str | None:
-    """Why the kernel cannot take W [in, out] and A, B of rank `rank`, or None."""
+    """Returns why W [in, out] and A, B of rank `rank` are not taken, or None."""
     kernel_dtype, adapter_dtype = jnp.dtype(kernel_dtype), jnp.dtype(adapter_dtype)
     for name, dtype in (("the kernel", kernel_dtype), ("the adapter", adapter_dtype)):
         if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
             return f"{name} has dtype {dtype}, none of bfloat16, float16, float32"
     if 0 in (in_features, rank, out):
         return f"one of in = {in_features}, rank = {rank}, out = {out} is 0"
-    if in_features % strips.ROW_ALIGNMENT:
-        return f"in = {in_features} is not a multiple of {strips.ROW_ALIGNMENT}"
-    if out % strips.ALIGNMENT:
-        return f"out = {out} is not a multiple of {strips.ALIGNMENT}"
-    if heuristic(rank, kernel_dtype, adapter_dtype) is None:
+    if in_features % hopper.ROW_ALIGNMENT:
+        return f"in = {in_features} is not a multiple of {hopper.ROW_ALIGNMENT}"
+    if out % hopper.ALIGNMENT:
+        return f"out = {out} is not a multiple of {hopper.ALIGNMENT}"
+    if _config(in_features, rank, out, kernel_dtype, adapter_dtype) is None:
         return f"a strip of B of rank {rank} does not fit into shared memory"
     return None
 
 
-@mesh.jit("sm_count", "config")
-def norm(
+def wins(in_features: int, rank: int, out: int, kernel_dtype: Any, adapter_dtype: Any) -> bool:
+    """Returns whether the kernel was no slower than XLA (H200, 1713ac4, `benchmarks ops`)."""
+    return in_features >= 1024 and out >= 1024 and rank <= 768
+
+
+def config(in_features: int, rank: int, out: int, kernel_dtype: Any, adapter_dtype: Any) -> Config:
+    """Returns the launch knobs for a call that is not refused."""
+    found = _config(in_features, rank, out, kernel_dtype, adapter_dtype)
+    assert found is not None
+    return found
+
+
+def _config(
+    in_features: int, rank: int, out: int, kernel_dtype: Any, adapter_dtype: Any
+) -> Config | None:
+    """Returns what was fastest (H200, 9446849, `benchmarks tune`) where there is room for it, or
+    else the first of `CONFIGS` that there is room for."""
+    resident = pieces(kernel_dtype, adapter_dtype) * hopper.slices(rank)
+    # A product over many slices takes long enough for the next tile to arrive in the only slot.
+    candidates = [c for c in CONFIGS if resident <= 4 or c.slots == 1]
+    if in_features >= 1449 and 544 <= rank <= 768 and out >= 1024:
+        candidates.insert(0, Config(tile_cols=64, stages=4, slots=1, consumers=3))
+    elif in_features >= 1024 and rank <= 768 and 1024 <= out <= 4096:
+        candidates.insert(0, Config(tile_cols=64, stages=4, slots=2))
+    return first_with_room(candidates, resident, jnp.dtype(kernel_dtype).itemsize)
+
+
+@launcher()
+def launch(
     kernel: jax.Array,
     lora_a: jax.Array,
     lora_b: jax.Array,
     scale: jax.Array,
     *,
+    config: Config,
     sm_count: int,
-    config: StripConfig | None = None,
 ) -> jax.Array:
-    """f32[out]: the norm of kernel [in, out] adapted by lora_a [in, r] and lora_b [r, out]."""
+    """Returns f32[out]: the norm of kernel [in, out] adapted by lora_a [in, r], lora_b [r, out]."""
     in_features, out = kernel.shape
     rank = lora_a.shape[1]
-    config = config or heuristic(rank, kernel.dtype, lora_a.dtype)
-    if config is None:
-        raise NotImplementedError(
-            f"rank = {rank} is too large for shared memory: ask `refuses` first"
-        )
-    sweep = strips.Sweep(in_features, out, config, sm_count)
+    tiling = Tiling(in_features, out, config, sm_count)
     count = pieces(kernel.dtype, lora_a.dtype)
-    slices = strips.slices(rank)
-    width = strips.padded_rank(rank) if count == 1 else slices * strips.TILE_K
+    slices = hopper.slices(rank)
+    width = hopper.padded_rank(rank) if count == 1 else slices * hopper.TILE_K
     lora_a = jnp.concatenate(
-        [strips.pad(piece, in_features, width) for piece in _cut(lora_a, count)], axis=1
+        [hopper.pad(piece, in_features, width) for piece in _cut(lora_a, count)], axis=1
     )
     lora_b = jnp.concatenate(
-        [strips.pad(piece, width, sweep.padded_out) for piece in _cut(lora_b, count)], axis=0
+        [hopper.pad(piece, width, tiling.padded_out) for piece in _cut(lora_b, count)], axis=0
     )
     # Piece i of A meets the pieces of B that together are not beyond the last bit kept.
     products = [
@@ -127,7 +128,7 @@ def norm(
     ]
 
     def start():
-        zeros = jnp.zeros((strips.TILE_ROWS, CHUNK), jnp.float32)
+        zeros = jnp.zeros((TILE_ROWS, CHUNK), jnp.float32)
         return (zeros,) * (config.tile_cols // CHUNK)
 
     def epilogue(sums, tile, out_gmem, *, sums_smem):
@@ -147,13 +148,13 @@ def norm(
         # The next consumer writes there.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    partial_rows = sweep.splits * config.consumers
-    (partials,) = sweep_kernel(
-        sweep,
+    partial_rows = tiling.splits * config.consumers
+    (partials,) = low_rank_kernel(
+        tiling,
         Task(products=products, epilogue=epilogue, start=start, finish=finish),
         lora_a.dtype,
         kernel.dtype,
-        out_type=[jax.ShapeDtypeStruct((partial_rows, sweep.padded_out), jnp.float32)],
+        out_type=[jax.ShapeDtypeStruct((partial_rows, tiling.padded_out), jnp.float32)],
         scratch={"sums_smem": plgpu.SMEM((config.tile_cols,), jnp.float32)},
         kernel_name="dora_norm",
     )(lora_a, lora_b, kernel, jnp.reshape(scale, 1).astype(jnp.float32))
@@ -161,7 +162,7 @@ def norm(
 
 
 def _cut(x: jax.Array, count: int) -> list[jax.Array]:
-    """`count` bf16 arrays that add up to fp32 x, to 8 bits each; x itself for a count of one."""
+    """Returns `count` bf16 arrays that add up to fp32 x, to 8 bits each; x for a count of one."""
     if count == 1:
         return [x]
     cut = []

@@ -22,29 +22,33 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_dora.ops import mesh
-from jax_dora.ops.mosaic import rowwise
-from jax_dora.ops.mosaic.rowwise import RowwiseConfig
+from jax_dora.ops.mosaic import elementwise
+from jax_dora.ops.mosaic.elementwise import Config, lane
+from jax_dora.ops.mosaic.launch import launcher
 
-CONFIG = RowwiseConfig(tile_bytes=4096, stages=2, blocks_per_sm=3)
 # [rows, out] operands and results; vectors over the features.
 INPUTS, OUTPUTS, VECTORS = 3, 2, 4
 
 
 def refuses(rows: int, out: int, dtype: jax.typing.DTypeLike) -> str | None:
-    """Why [rows, out] of `dtype` is not taken, or None."""
+    """Returns why [rows, out] of `dtype` is not taken, or None."""
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"dtype {jnp.dtype(dtype)} is neither bfloat16 nor float16"
-    return rowwise.refuses(rows, out, dtype)
+    return elementwise.refuses(rows, out, dtype)
 
 
-def fits(config: RowwiseConfig) -> bool:
-    """Whether shared memory has room for the resident thread blocks of a launch."""
-    return rowwise.fits(config, INPUTS, OUTPUTS, VECTORS)
+def wins(rows: int, out: int, dtype: jax.typing.DTypeLike) -> bool:
+    """Returns whether the kernel was no slower than XLA (H200, b015f34, `benchmarks ops`)."""
+    return rows >= 512 and out >= 2048 and rows * out >= 2**21 and lane(out) >= 8
 
 
-@mesh.jit("want_bias", "sm_count", "config")
-def swiglu_backward(
+def config(rows: int, out: int, dtype: jax.typing.DTypeLike) -> Config:
+    """Returns the launch knobs for [rows, out] of `dtype` (H200, `benchmarks tune`)."""
+    return Config(tile_bytes=4096, stages=2, blocks_per_sm=3)
+
+
+@launcher("want_bias")
+def launch(
     dh: jax.Array,
     gate: jax.Array,
     up: jax.Array,
@@ -54,14 +58,13 @@ def swiglu_backward(
     up_bias: jax.Array | None = None,
     *,
     want_bias: bool = False,
+    config: Config,
     sm_count: int,
-    config: RowwiseConfig | None = None,
 ) -> tuple[jax.Array, ...]:
-    """(d_gate, d_up, d_gate_g, d_up_g), and (d_gate_bias, d_up_bias) where they are wanted, for
-    dh, gate, up [..., out]."""
+    """Returns (d_gate, d_up, d_gate_g, d_up_g), and (d_gate_bias, d_up_bias) where they are wanted,
+    for dh, gate, up [..., out]."""
     shape, dtype, out = dh.shape, dh.dtype, dh.shape[-1]
-    config = config or CONFIG
-    t = rowwise.tile(dh.size // out, out, dtype, config, sm_count)
+    t = elementwise.tile(dh.size // out, out, dtype, config, sm_count)
     sum_count = 4 if want_bias else 2
 
     def kernel(*refs):
@@ -101,7 +104,7 @@ def swiglu_backward(
                     out_smem.at[slot, i], gmem.at[rows_here, columns], commit_group=False
                 )
             plgpu.commit_smem_to_gmem_group()
-            return tuple(map(rowwise.add_compensated, sums, tile_sums))
+            return tuple(map(elementwise.add_compensated, sums, tile_sums))
 
         block = plgpu.BlockSpec(
             (t.tile_rows, *t.feature_block),

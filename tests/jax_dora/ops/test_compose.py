@@ -7,6 +7,9 @@ from hypothesis import strategies as st
 
 from jax_dora.ops import compose, compose_delta
 from jax_dora.ops.compose import define
+from jax_dora.ops.mosaic import compose as mosaic_compose
+from jax_dora.ops.mosaic import compose_backward
+from jax_dora.ops.mosaic.elementwise import Config
 from parity import oracle, tolerances
 
 DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
@@ -86,15 +89,12 @@ def test_mosaic_agrees_at_full_size(rows, out, dtype):
 
 def test_mosaic_adds_many_rows_without_drift(on_mosaic):
     """0.1 added up plainly drifts by half an ulp of the growing sum a row, always to one side."""
-    from jax_dora.ops.mosaic.compose_backward import compose_backward
-
     rows, out, g = 1024, 8, jnp.ones(8)
     dy, inner = jnp.ones((rows, out)), jnp.full((rows, out), 0.1, jnp.float32)
     with on_mosaic():
-        _, _, d_g = compose_backward(
-            *(dy, inner, g, jnp.float32(1)),
-            **{"delta": False, "want_base": False, "want_lora": False, "sm_count": 1},
-        )
+        options = {"delta": False, "want_base": False, "want_lora": False}
+        options |= {"config": Config(), "sm_count": 1}
+        _, _, d_g = compose_backward.launch(dy, inner, g, jnp.float32(1), **options)
     np.testing.assert_allclose(
         np.asarray(d_g, np.float64), rows * float(np.float32(0.1)), rtol=3e-7
     )
@@ -119,14 +119,11 @@ def test_mosaic_is_bitwise_deterministic():
 
 
 def test_mosaic_keeps_leading_axes_and_adds_the_bias(on_mosaic):
-    from jax_dora.ops.mosaic.compose import compose as kernel
-
     base, lora, g, bias = operands(5, (2, 3, 40), jnp.bfloat16)
     bias = bias[0, 0]
     with on_mosaic():
-        y, inner = kernel(
-            base, lora, g, jnp.float32(0.7), bias, delta=False, want_inner=True, sm_count=4
-        )
+        options = {"delta": False, "want_inner": True, "config": Config(), "sm_count": 4}
+        y, inner = mosaic_compose.launch(base, lora, g, jnp.float32(0.7), bias, **options)
     want, want_inner = define(base, lora, g, jnp.float32(0.7), bias, delta=False, want_inner=True)
     assert y.shape == base.shape
     # The two may contract multiplications and additions differently before the one rounding.

@@ -2,10 +2,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.test_util import check_grads
 
-from jax_dora.ops import Dropout, dora_linear, draw_seed, factored_norm, squared_norm
+from jax_dora.ops import Dropout, dora_linear, draw_seed, factored_norm
 from parity import oracle, tolerances
 
 DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
@@ -149,24 +148,21 @@ def test_the_kernel_gradient_is_right_where_somebody_asks_for_it():
     np.testing.assert_allclose(d_kernel.T, exact.d_weight, rtol=1e-4, atol=1e-5)
 
 
-def test_a_given_norm_or_squared_norm_changes_no_bit():
+def test_a_given_norm_changes_no_bit():
     arrays, dy = layer(5, (7,), 96, 40, 4, jnp.bfloat16)
     kernel, lora_a, lora_b = (arrays[k] for k in ("kernel", "lora_a", "lora_b"))
     norm = jax.jit(lambda *a: factored_norm(*a, SCALE))(kernel, lora_a, lora_b)
-    kept = jax.jit(squared_norm)(kernel)
 
     @jax.jit
-    def run(arrays, dy, **given):
+    def run(arrays, dy, norm=None):
         def call(trained):
-            return dora_linear(arrays["x"], kernel, *trained, SCALE, **given)
+            return dora_linear(arrays["x"], kernel, *trained, SCALE, norm=norm)
 
         trained = tuple(arrays[k] for k in ("lora_a", "lora_b", "magnitude"))
         y, vjp = jax.vjp(call, trained)
         return y, vjp(dy)
 
-    fresh = run(arrays, dy)
-    for given in ({"norm": norm}, {"kernel_sq_norm": kept}):
-        jax.tree.map(np.testing.assert_array_equal, run(arrays, dy, **given), fresh)
+    jax.tree.map(np.testing.assert_array_equal, run(arrays, dy, norm), run(arrays, dy))
 
 
 def test_remat_can_save_the_norm():
@@ -187,106 +183,26 @@ def test_remat_can_save_the_norm():
     np.testing.assert_allclose(remat, plain, rtol=1e-6)
 
 
-def test_remat_can_keep_what_only_the_magnitude_reads():
+@pytest.mark.parametrize("dropout", [None, Dropout(draw_seed(jax.random.key(0)), 0.5)])
+def test_remat_can_keep_what_only_the_magnitude_reads(dropout):
     arrays, dy = layer(6, (7,), 48, 40, 4, jnp.float32)
     order = ("x", "kernel", "lora_a", "lora_b", "magnitude")
-    keeps = jax.checkpoint_policies.save_only_these_names("mine", "dora_norm")
+    keeps = jax.checkpoint_policies.save_only_these_names("dora_inner", "dora_norm")
 
-    def gradient(name):
+    def gradient(keep):
         def block(*operands):
-            return dora_linear(*operands, SCALE, inner_name=name)
+            return dora_linear(*operands, SCALE, keep_inner=keep, dropout=dropout)
 
         remat = jax.checkpoint(block, policy=keeps)
         return jax.grad(lambda *operands: jnp.sum(dy * remat(*operands)), argnums=(0, 2, 3, 4))
 
-    def products(name):
-        return str(jax.make_jaxpr(gradient(name))(*map(arrays.get, order))).count("dot_general")
+    def products(keep):
+        return str(jax.make_jaxpr(gradient(keep))(*map(arrays.get, order))).count("dot_general")
 
     # x kernel and z lora_b are not multiplied again.
-    assert products("other") == products(None) == products("mine") + 2
-    named, plain = (jax.jit(gradient(name))(*map(arrays.get, order)) for name in ("mine", None))
-    jax.tree.map(np.testing.assert_array_equal, named, plain)
-
-
-@pytest.mark.parametrize(("n_in", "n_out"), [(256, 320), (64, 136)])
-def test_inner_in_two_parts_agrees_with_the_oracle(on_mosaic, n_in, n_out):
-    """One of them apart from y: from the whole projection, and from expand and compose."""
-    arrays, dy = layer(1, (2, 9), n_in, n_out, 16, jnp.bfloat16)
-    check(arrays, dy, "xla", inner_name=("mine", 0.5))
-    with on_mosaic():
-        check(arrays, dy, "mosaic", inner_name=("mine", 0.5))
-
-
-@pytest.mark.parametrize("dropout", [None, Dropout(draw_seed(jax.random.key(0)), 0.5)])
-@pytest.mark.parametrize(
-    ("rows", "share", "kept"), [((7,), 0.5, 4), ((2, 9), 0.3, 3), ((7,), 0.01, 1), ((7,), 1, 7)]
-)
-def test_remat_can_keep_it_of_a_share_of_the_tokens(rows, share, kept, dropout):
-    """The rest alone is computed again, and no gradient changes."""
-    arrays, dy = layer(6, rows, 48, 40, 4, jnp.float32)
-    order = ("x", "kernel", "lora_a", "lora_b", "magnitude")
-    keeps = jax.checkpoint_policies.save_only_these_names("mine", "dora_norm")
-
-    def gradient(name):
-        def block(*operands):
-            return dora_linear(*operands, SCALE, inner_name=name, dropout=dropout)
-
-        remat = jax.checkpoint(block, policy=keeps)
-        return jax.grad(lambda *operands: jnp.sum(dy * remat(*operands)), argnums=(0, 2, 3, 4))
-
-    operands = [arrays[name] for name in order]
-    jaxpr = jax.make_jaxpr(gradient(("mine", share)))(*operands).jaxpr
-    # x kernel and z lora_b, in the forward pass and again.
-    tokens = rows[-1]
-    assert matrices(jaxpr, (*rows, 40)) == 2
-    assert matrices(jaxpr, (*rows[:-1], tokens - kept, 40)) == (2 if kept < tokens else 0)
-    named, plain = (jax.jit(gradient(name))(*operands) for name in (("mine", share), None))
-    for a, b in zip(named, plain, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-
-
-def test_a_share_of_tokens_that_are_sharded_is_each_devices_own():
-    arrays, _ = layer(6, (4, 8), 48, 40, 4, jnp.float32)
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
-    del arrays["bias"]
-
-    def loss(magnitude, x, name):
-        return jnp.sum(
-            dora_linear(**arrays | {"x": x, "magnitude": magnitude}, scale=SCALE, inner_name=name)
-        )
-
-    with jax.set_mesh(mesh):
-        x = jax.device_put(arrays["x"], jax.NamedSharding(mesh, jax.P(None, "data", None)))
-        found, whole = (jax.grad(loss)(arrays["magnitude"], x, n) for n in (("mine", 0.4), "mine"))
-    wanted = jax.grad(loss)(arrays["magnitude"], arrays["x"], None)
-    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(whole, wanted, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("name", "error", "message"),
-    [
-        (3, TypeError, "inner_name is 3; expected None or a string"),
-        ((None, 0.5), TypeError, r"inner_name is \(None, 0\.5\); expected None or a string"),
-        (("a", "b", 1), TypeError, "expected None or a string.* and the share of the tokens"),
-        (("a", 0), ValueError, r"inner_name is \('a', 0\); expected a share .* greater than 0"),
-        (("a", 1.5), ValueError, r"inner_name is \('a', 1\.5\); expected a share"),
-        (("a", float("nan")), ValueError, "expected a share"),
-        (("a", True), ValueError, "expected a share"),
-        (("a", "half"), ValueError, "expected a share"),
-    ],
-)
-def test_a_name_is_a_string_and_a_share_lies_between_0_and_1(name, error, message):
-    arrays, _ = layer(6, (7,), 48, 40, 4, jnp.float32)
-    with pytest.raises(error, match=message):
-        dora_linear(**arrays, scale=SCALE, inner_name=name)
-
-
-def test_dropout_of_the_whole_input_has_no_inner_to_name():
-    arrays, _ = layer(6, (7,), 48, 40, 4, jnp.float32)
-    dropout = Dropout(draw_seed(jax.random.key(0)), 0.5, "input")
-    with pytest.raises(NotImplementedError, match="inner_name is 'mine'"):
-        dora_linear(**arrays, scale=SCALE, dropout=dropout, inner_name="mine")
+    assert products(False) == products(True) + 2
+    kept, plain = (jax.jit(gradient(keep))(*map(arrays.get, order)) for keep in (True, False))
+    jax.tree.map(np.testing.assert_array_equal, kept, plain)
 
 
 def test_vmap_over_adapters_and_scan_over_layers():
@@ -328,12 +244,6 @@ X, KERNEL, A, B, M = (np.zeros(s, np.float32) for s in ((3, 24), (24, 16), (24, 
         ((X, KERNEL, A, B, M[:3], 1.0), {}, ValueError, r"magnitude has shape \(3,\)"),
         ((X, KERNEL, A, B, M, 1.0), {"bias": M[:3]}, ValueError, r"bias has shape \(3,\)"),
         ((X, KERNEL, A, B, M, 1.0), {"norm": M[:3]}, ValueError, r"norm has shape \(3,\)"),
-        (
-            (X, KERNEL, A, B, M, 1.0),
-            {"norm": M, "kernel_sq_norm": M},
-            ValueError,
-            "both given",
-        ),
         ((X, KERNEL, A, B, M, 1.0), {"implementation": "fast"}, ValueError, "is 'fast'"),
         ((X.astype(int), KERNEL, A, B, M, 1.0), {}, TypeError, "x has dtype int"),
     ],

@@ -3,9 +3,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dora.ops.mosaic import strips
-from jax_dora.ops.mosaic.expand_compose import expand_compose, heuristic, refuses
-from jax_dora.ops.mosaic.strips import StripConfig
+from jax_dora.ops.mosaic import expand_compose, hopper, low_rank_tiling
+from jax_dora.ops.mosaic.expand_compose import refuses
+from jax_dora.ops.mosaic.low_rank_tiling import Config
 from parity import tolerances
 from parity.oracle import fp64
 
@@ -26,11 +26,13 @@ def operands(seed, rows, rank, out, dtype):
 
 def run(arrays, config=None, *, sm_count=2, want_inner=True, with_bias=True):
     *arrays, bias = arrays
-    found = expand_compose(
+    base, z = arrays[:2]
+    call = (base.size // base.shape[-1], z.shape[-1], base.shape[-1], base.dtype)
+    found = expand_compose.launch(
         *(*arrays, jnp.float32(SCALE), bias if with_bias else None),
         want_inner=want_inner,
         sm_count=sm_count,
-        config=config,
+        config=config or expand_compose.config(*call),
     )
     return jax.block_until_ready(found)
 
@@ -72,10 +74,10 @@ def test_agrees_with_fp64(on_mosaic, rows, rank, out, dtype):
 @pytest.mark.parametrize(
     "config",
     [
-        StripConfig(tile_cols=64, stages=2, slots=2, splits=1),
-        StripConfig(stages=3, slots=1, splits=3),
-        StripConfig(stages=2, slots=1, consumers=3, splits=2),
-        StripConfig(tile_cols=64, stages=3, slots=2, consumers=3),
+        Config(tile_cols=64, stages=2, slots=2, splits=1),
+        Config(stages=3, slots=1, splits=3),
+        Config(stages=2, slots=1, consumers=3, splits=2),
+        Config(tile_cols=64, stages=3, slots=2, consumers=3),
     ],
 )
 def test_every_kind_of_config_agrees(on_mosaic, config):
@@ -101,7 +103,9 @@ def test_lowers_for_hopper_at_full_size(rank, want_inner):
     def aval(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    call = jax.jit(lambda *a: expand_compose(*a, want_inner=want_inner, sm_count=132))
+    config = expand_compose.config(4096, rank, 8192, jnp.bfloat16)
+    options = {"want_inner": want_inner, "sm_count": 132, "config": config}
+    call = jax.jit(lambda *a: expand_compose.launch(*a, **options))
     traced = call.trace(
         aval(4096, 8192),
         aval(4096, rank),
@@ -115,22 +119,19 @@ def test_lowers_for_hopper_at_full_size(rank, want_inner):
 
 def test_refuses_with_a_reason():
     bf16, f32 = jnp.bfloat16, jnp.float32
-    assert refuses(4001, 100, 8200, bf16, bf16) is None
-    assert "float32" in refuses(64, 8, 64, f32, f32)
-    assert "z and B" in refuses(64, 8, 64, bf16, f32)
-    assert "no rows" in refuses(0, 8, 64, bf16, bf16)
-    assert "multiple of 8" in refuses(64, 8, 60, bf16, bf16)
-    assert "shared memory" in refuses(64, 4096, 64, bf16, bf16)
+    assert refuses(4001, 100, 8200, bf16) is None
+    assert "float32" in refuses(64, 8, 64, f32)
+    assert "no rows" in refuses(0, 8, 64, bf16)
+    assert "multiple of 8" in refuses(64, 8, 60, bf16)
+    assert "shared memory" in refuses(64, 4096, 64, bf16)
 
 
 @pytest.mark.parametrize("rank", [1, 8, 64, 256, 384, 512, 768])
-def test_the_heuristic_stays_within_shared_memory(rank):
-    for want_inner in (False, True):
-        config = heuristic(rank, want_inner)
-        assert (
-            strips.shared_memory(config, strips.slices(rank), 2, int(want_inner))
-            <= strips.SHARED_MEMORY
-        )
+@pytest.mark.parametrize(("rows", "out"), [(512, 1024), (4096, 2048), (8192, 8192)])
+def test_a_config_stays_within_shared_memory(rows, out, rank):
+    config = expand_compose.config(rows, rank, out, jnp.bfloat16)
+    taken = low_rank_tiling.shared_memory(config, hopper.slices(rank), 2)
+    assert taken <= hopper.SHARED_MEMORY
 
 
 @pytest.mark.gpu

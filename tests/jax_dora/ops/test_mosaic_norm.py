@@ -3,9 +3,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dora.ops.mosaic import strips
-from jax_dora.ops.mosaic.norm import fits, heuristic, norm, pieces, refuses
-from jax_dora.ops.mosaic.strips import StripConfig
+from jax_dora.ops.mosaic import hopper, low_rank_tiling, norm
+from jax_dora.ops.mosaic.low_rank_tiling import Config
+from jax_dora.ops.mosaic.norm import pieces, refuses
 from parity import oracle, tolerances
 from parity.oracle import fp64
 
@@ -24,7 +24,10 @@ def adapter(seed, n_in, rank, out, dtype, adapter_dtype):
 
 
 def run(arrays, config=None, *, sm_count=2):
-    found = norm(*arrays, jnp.float32(SCALE), sm_count=sm_count, config=config)
+    kernel, lora_a, _ = arrays
+    call = (kernel.shape[0], lora_a.shape[1], kernel.shape[1], kernel.dtype, lora_a.dtype)
+    config = config or norm.config(*call)
+    found = norm.launch(*arrays, jnp.float32(SCALE), sm_count=sm_count, config=config)
     return jax.block_until_ready(found)
 
 
@@ -64,10 +67,10 @@ def test_agrees_with_the_materialised_norm(on_mosaic, n_in, rank, out, dtype, ad
 @pytest.mark.parametrize(
     "config",
     [
-        StripConfig(tile_cols=64, stages=2, slots=2, splits=1),
-        StripConfig(stages=3, slots=1, splits=3),
-        StripConfig(stages=2, slots=1, consumers=3, splits=2),
-        StripConfig(tile_cols=64, stages=3, slots=2, consumers=3),
+        Config(tile_cols=64, stages=2, slots=2, splits=1),
+        Config(stages=3, slots=1, splits=3),
+        Config(stages=2, slots=1, consumers=3, splits=2),
+        Config(tile_cols=64, stages=3, slots=2, consumers=3),
     ],
 )
 def test_every_kind_of_config_agrees(on_mosaic, config):
@@ -110,13 +113,14 @@ def test_nothing_cancels_zero_is_zero_and_nan_stays(on_mosaic):
 @pytest.mark.parametrize("adapter_dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("rank", [8, 64, 384])
 def test_lowers_for_hopper_at_full_size(rank, adapter_dtype):
+    config = norm.config(8192, rank, 8192, jnp.bfloat16, adapter_dtype)
     avals = [
         jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16),
         jax.ShapeDtypeStruct((8192, rank), adapter_dtype),
         jax.ShapeDtypeStruct((rank, 8192), adapter_dtype),
         jax.ShapeDtypeStruct((), jnp.float32),
     ]
-    traced = jax.jit(lambda *a: norm(*a, sm_count=132)).trace(*avals)
+    traced = jax.jit(lambda *a: norm.launch(*a, config=config, sm_count=132)).trace(*avals)
     assert "dora_norm" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -133,11 +137,12 @@ def test_refuses_with_a_reason():
 
 @pytest.mark.parametrize("adapter_dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("rank", [1, 64, 384])
-def test_the_heuristic_stays_within_shared_memory(rank, dtype, adapter_dtype):
-    config = heuristic(rank, dtype, adapter_dtype)
-    resident = pieces(dtype, adapter_dtype) * strips.slices(rank)
-    assert strips.shared_memory(config, resident, jnp.dtype(dtype).itemsize) <= strips.SHARED_MEMORY
+@pytest.mark.parametrize(("rank", "out"), [(1, 64), (64, 2048), (384, 8192)])
+def test_a_config_stays_within_shared_memory(rank, out, dtype, adapter_dtype):
+    config = norm.config(4096, rank, out, dtype, adapter_dtype)
+    resident = pieces(dtype, adapter_dtype) * hopper.slices(rank)
+    taken = low_rank_tiling.shared_memory(config, resident, jnp.dtype(dtype).itemsize)
+    assert taken <= hopper.SHARED_MEMORY
 
 
 @pytest.mark.gpu
@@ -160,8 +165,8 @@ def test_agrees_at_full_size(n_in, rank, out, dtype, adapter_dtype):
 
 def test_two_or_three_consumers_fit_into_a_thread_block():
     def runs(consumers):
-        config = StripConfig(tile_cols=64, stages=2, slots=1, consumers=consumers)
-        return fits(config, 16, jnp.bfloat16, jnp.bfloat16)
+        config = Config(tile_cols=64, stages=2, slots=1, consumers=consumers)
+        return low_rank_tiling.has_room(config, 1, 2)
 
     assert [consumers for consumers in range(1, 5) if runs(consumers)] == [2, 3]
 
@@ -171,7 +176,7 @@ def test_three_consumers_lower_for_hopper():
         jax.ShapeDtypeStruct(shape, jnp.bfloat16)
         for shape in ((8192, 8192), (8192, 768), (768, 8192))
     ]
-    config = StripConfig(tile_cols=64, stages=4, slots=1, consumers=3)
-    call = jax.jit(lambda *a: norm(*a, jnp.float32(SCALE), sm_count=132, config=config))
+    config = Config(tile_cols=64, stages=4, slots=1, consumers=3)
+    call = jax.jit(lambda *a: norm.launch(*a, jnp.float32(SCALE), sm_count=132, config=config))
     text = call.trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
     assert "dora_norm" in text

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_dora.ops import factored_norm, magnitude_scale, squared_norm
+from jax_dora.ops import factored_norm, magnitude_scale
 from parity import oracle, tolerances
 
 HALF_OR_FULL = [jnp.bfloat16, jnp.float16, jnp.float32]
@@ -94,41 +94,7 @@ def test_scale_zero_skips_the_adapter():
     )
     assert "dot_general" not in jaxpr
     norm = factored_norm(kernel, lora_a * jnp.inf, lora_b, 0.0)
-    np.testing.assert_array_equal(norm, jnp.sqrt(squared_norm(kernel)))
-
-
-@pytest.mark.parametrize("dtype", HALF_OR_FULL)
-def test_a_given_squared_norm_changes_no_bit(dtype):
-    operands = adapter(6, 300, 72, 8, dtype)
-    kept = jax.jit(squared_norm)(operands[0])
-    fresh = jax.jit(lambda *o: factored_norm(*o, 0.3))(*operands)
-    reused = jax.jit(lambda *o, sq: factored_norm(*o, 0.3, kernel_sq_norm=sq))(*operands, sq=kept)
-    np.testing.assert_array_equal(fresh, reused)
-
-
-@pytest.mark.parametrize("chunk_bytes", [2_000, 20_000, 10**9])
-def test_chunks_agree_with_the_whole(chunk_bytes):
-    operands = adapter(7, 96, 200, 8, jnp.bfloat16)
-    norm = factored_norm(*operands, 0.7, chunk_bytes=chunk_bytes)
-    assert norm.shape == (200,)
-    assert_near_oracle(norm, *operands, 0.7)
-
-
-def test_chunk_bytes_bounds_the_temporaries():
-    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((512, 8192), (512, 32), (32, 8192))]
-
-    def temporaries(chunk_bytes):
-        def norm(*operands):
-            return factored_norm(*operands, 0.7, chunk_bytes=chunk_bytes)
-
-        analysis = jax.jit(norm).lower(*shapes).compile().memory_analysis()
-        assert analysis is not None
-        return analysis.temp_size_in_bytes
-
-    budget = 1 << 20
-    # Beside the chunk there are the result, the split adapter and the Gram matrix.
-    fixed = 4 * 4 * 8192 + 4 * 6 * 512 * 32 + 64 * 1024
-    assert temporaries(budget) <= budget + fixed < temporaries(None)
+    np.testing.assert_allclose(norm, jnp.linalg.norm(kernel, axis=0), rtol=1e-6)
 
 
 def test_no_gradient_flows_through_the_norm():
@@ -182,10 +148,7 @@ KERNEL, A, B = (np.zeros(s, np.float32) for s in ((24, 16), (24, 4), (4, 16)))
         ((KERNEL, A, B, float("nan")), {}, ValueError, "scale is nan"),
         ((KERNEL, A, B, "half"), {}, TypeError, "scale must be a number, got 'half'"),
         ((KERNEL, A, B, np.ones(2, np.float32)), {}, TypeError, "one real number"),
-        ((KERNEL, A, B, 1.0), {"chunk_bytes": 10}, ValueError, "chunk_bytes is 10"),
-        ((KERNEL, A, B, 1.0), {"chunk_bytes": 2.5}, TypeError, "chunk_bytes is 2.5"),
         ((KERNEL, A, B, 0), {"implementation": "mosaic"}, NotImplementedError, "Hopper"),
-        ((KERNEL, A, B, 1.0), {"kernel_sq_norm": KERNEL[:, 0]}, ValueError, "kernel_sq_norm has"),
     ],
 )
 def test_bad_input(arguments, options, error, message):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_dora.ops import swiglu
-from jax_dora.ops.mosaic.swiglu_backward import swiglu_backward
+from jax_dora.ops.mosaic.swiglu_backward import config, launch
 from parity import oracle, tolerances
 
 DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
@@ -20,6 +20,10 @@ def operands(seed, shape, dtype, biased=False, spread=1.0):
     gs = [jnp.asarray(1 + 0.1 * rng.normal(size=shape[-1]), jnp.float32) for _ in range(2)]
     biases = [jnp.asarray(rng.normal(size=shape[-1]), dtype) for _ in range(2)]
     return dh, (gate, up, *gs, *(biases if biased else ()))
+
+
+def knobs(like):
+    return {"config": config(*like.shape, like.dtype), "sm_count": 1}
 
 
 def check(dh, values, implementation=None, train_biases=True):
@@ -116,7 +120,7 @@ def test_mosaic_saturates_where_the_exponential_overflows(on_mosaic, value):
     dh, up = jnp.full(shape, 2, jnp.bfloat16), jnp.full(shape, 3, jnp.bfloat16)
     gate, ones = jnp.full(shape, value, jnp.bfloat16), jnp.ones(8)
     with on_mosaic():
-        d_gate, d_up, *_ = swiglu_backward(dh, gate, up, ones, ones, sm_count=1)
+        d_gate, d_up, *_ = launch(dh, gate, up, ones, ones, **knobs(dh))
     np.testing.assert_array_equal(d_gate, 6.0 if value > 0 else 0.0)
     want = 2 * np.asarray(gate, np.float32) if value > 0 else np.zeros(shape)
     np.testing.assert_array_equal(d_up, np.asarray(want, jnp.bfloat16))
@@ -128,7 +132,7 @@ def test_mosaic_adds_many_rows_without_drift(on_mosaic):
     tenth = jnp.full((rows, out), 0.1, jnp.bfloat16)
     gate = jnp.full((rows, out), 201, jnp.bfloat16)
     with on_mosaic():
-        *_, d_up_g = swiglu_backward(tenth, gate, tenth, ones, ones, sm_count=1)
+        *_, d_up_g = launch(tenth, gate, tenth, ones, ones, **knobs(gate))
     exact = rows * 201 * float(jnp.bfloat16(0.1)) ** 2
     np.testing.assert_allclose(np.asarray(d_up_g, np.float64), exact, rtol=1e-7)
 

@@ -1,15 +1,12 @@
-"""A whole projection in one matrix product: forward, and its gradient with respect to x.
+"""A matrix product in two parts, one accumulator: the frame of project and project_back.
 
-    y  = g∘(x W + z B) [+ bias]     x  [rows, in]   W  [in, out]   z  [rows, r]   B  [r, out]
-    dx = d Wᵀ + dz Aᵀ               d  [rows, out]  W  [in, out]   dz [rows, r]   A  [in, r]
-    g  f32[out]    bias  [out] (optional)    inner = x W + z B  [rows, out]  (optional)
+    result = g∘(left₁ right₁ + left₂ right₂) [+ bias]
 
-s is already in z and in dz. All of bf16 or all of fp16, results likewise. The loop over the
-contracted axis runs through (x, W), then through (z, B), into one fp32 accumulator; no base tensor
-is written, and since nothing is rounded before the last step there is no cancellation to guard
-g - 1 against.
+All of bf16 or all of fp16, the result likewise. The loop over the contracted axis runs through the
+first pair of operands, then through the second, into one fp32 accumulator; nothing is rounded
+before the last step.
 
-FLOPs: 2 · rows · (in + r) · out set the floor; bytes: each operand and result once, 2 bytes each.
+FLOPs: 2 · rows · (k₁ + k₂) · cols set the floor; bytes: each operand and result once, 2 bytes each.
 """
 
 import dataclasses
@@ -20,10 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_dora.ops import mesh
-from jax_dora.ops.mosaic import strips
-from jax_dora.ops.mosaic.strips import TILE_K
-from jax_dora.ops.mosaic.sweep import FETCH_REGISTERS, consume_registers
+from jax_dora.ops.mosaic import hopper
+from jax_dora.ops.mosaic.hopper import FETCH_REGISTERS, TILE_K, consume_registers
 
 CONSUMERS = 2
 # What a consumer stores at a time: one instruction's rows, one swizzled row of 16-bit numbers.
@@ -35,7 +30,7 @@ MAX_ACCUMULATORS = 128 * 128
 
 
 @dataclasses.dataclass(frozen=True)
-class ProjectionConfig:
+class Config:
     """Launch knobs.
 
     Attributes:
@@ -64,11 +59,8 @@ class ProjectionConfig:
         return self.tile_rows, self.tile_cols // CONSUMERS
 
 
-CONFIG = ProjectionConfig()
-
-
-def fits(config: ProjectionConfig) -> bool:
-    """Whether shared memory and the tensor cores' instructions have room for a launch."""
+def has_room(config: Config) -> bool:
+    """Returns whether shared memory and the tensor cores' instructions have room for a launch."""
     rows, cols = config.consumer_tile
     slices = config.stages * (config.tile_rows + config.tile_cols) * TILE_K * 2
     chunks = CONSUMERS * CHUNK_SLOTS * CHUNK_ROWS * CHUNK_COLS * 2
@@ -77,19 +69,14 @@ def fits(config: ProjectionConfig) -> bool:
         and cols % CHUNK_COLS == 0
         and cols <= MAX_INSTRUCTION_COLS
         and rows * cols <= MAX_ACCUMULATORS
-        and slices + chunks + strips.RESERVED <= strips.SHARED_MEMORY
+        and slices + chunks + hopper.RESERVED <= hopper.SHARED_MEMORY
     )
 
 
-def refuses(
-    rows: int, in_features: int, out: int, dtype: jax.typing.DTypeLike, adapter_dtype
-) -> str | None:
-    """Why x [rows, in], W [in, out] and an adapter of those dtypes are not taken, or None."""
-    dtype, adapter_dtype = jnp.dtype(dtype), jnp.dtype(adapter_dtype)
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"x and the kernel have dtype {dtype}, neither bfloat16 nor float16"
-    if adapter_dtype != dtype:
-        return f"the adapter has dtype {adapter_dtype}, x and the kernel have {dtype}"
+def refuses(rows: int, in_features: int, out: int, dtype: jax.typing.DTypeLike) -> str | None:
+    """Returns why x [rows, in], W [in, out] and an adapter of `dtype` are not taken, or None."""
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"x and the kernel have dtype {jnp.dtype(dtype)}, neither bfloat16 nor float16"
     if rows == 0:
         return "there are no rows"
     for name, size in (("in", in_features), ("out", out)):
@@ -100,65 +87,34 @@ def refuses(
     return None
 
 
-@mesh.jit("want_inner", "sm_count", "config")
-def project(
-    x: jax.Array,
-    kernel: jax.Array,
-    z: jax.Array,
-    lora_b: jax.Array,
-    g: jax.Array | None,
-    bias: jax.Array | None = None,
-    *,
-    want_inner: bool,
-    sm_count: int,
-    config: ProjectionConfig | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
-    """(y, inner or None) for x [..., in] and z [..., r], which s has been applied to.
-
-    Without g, y is inner; it has no bias then.
-    """
-    vectors = [vector for vector in (g, bias) if vector is not None]
-    shape = (*x.shape[:-1], kernel.shape[1])
-    x, z = x.reshape(-1, x.shape[-1]), z.reshape(-1, z.shape[-1])
-    rank = strips.padded_rank(z.shape[1])
-    z, lora_b = strips.pad(z, z.shape[0], rank), strips.pad(lora_b, rank, lora_b.shape[1])
-    results = _product(
-        (x, z), (kernel, lora_b), vectors, 2 if want_inner else 1, False, sm_count, config or CONFIG
-    )
-    return results[0].reshape(shape), results[1].reshape(shape) if want_inner else None
+def wins(rows: int, in_features: int, out: int, dtype: jax.typing.DTypeLike) -> bool:
+    """Returns whether the kernel was no slower than XLA (H200, 1713ac4, `benchmarks ops`)."""
+    return rows >= 1024 and in_features >= 4096 and out >= 1024 and rows * out >= 2**22
 
 
-@mesh.jit("sm_count", "config")
-def project_back(
-    d: jax.Array,
-    kernel: jax.Array,
-    dz: jax.Array,
-    lora_a: jax.Array,
-    *,
-    sm_count: int,
-    config: ProjectionConfig | None = None,
-) -> jax.Array:
-    """dx [..., in] for d = g∘dy [..., out] and dz = s·(d Bᵀ) [..., r]."""
-    shape = (*d.shape[:-1], kernel.shape[0])
-    d, dz = d.reshape(-1, d.shape[-1]), dz.reshape(-1, dz.shape[-1])
-    rank = strips.padded_rank(dz.shape[1])
-    dz, lora_a = strips.pad(dz, dz.shape[0], rank), strips.pad(lora_a, lora_a.shape[0], rank)
-    (dx,) = _product((d, dz), (kernel, lora_a), [], 1, True, sm_count, config or CONFIG)
-    return dx.reshape(shape)
+def config(rows: int, in_features: int, out: int, dtype: jax.typing.DTypeLike) -> Config:
+    """Returns the launch knobs (H200, 9446849, `benchmarks tune`)."""
+    if rows >= 1024 and in_features >= 2048 and 1449 <= out <= 2896 and rows * out >= 2**21:
+        return Config(tile_rows=128, tile_cols=128, stages=6)
+    return Config()
 
 
-def _product(
+def two_part_product(
     lefts: tuple[jax.Array, jax.Array],
     rights: tuple[jax.Array, jax.Array],
     vectors: list[jax.Array],
-    outputs: int,
-    transposed: bool,
+    *,
+    outputs: int = 1,
+    transposed: bool = False,
+    config: Config,
     sm_count: int,
-    config: ProjectionConfig,
 ) -> list[jax.Array]:
-    """g∘(Σ left @ right) + bias, and the bare sum if there are two outputs; g, bias = vectors.
+    """Returns g∘(Σ left @ right) + bias, and the bare sum if there are two outputs.
 
-    left [rows, k]; right [k, cols], or [cols, k] if transposed.
+    Args:
+      lefts: [rows, k] each.
+      rights: [k, cols] each, or [cols, k] if transposed.
+      vectors: g and bias, f32[cols]; none for the bare sum, or g alone.
     """
     c, dtype = config, lefts[0].dtype
     rows = lefts[0].shape[0]
@@ -167,16 +123,16 @@ def _product(
         # The copy engine drops an axis of one chunk, and with it the end of the columns: a chunk
         # that lies past it would be written into other rows.
         c = dataclasses.replace(c, tile_cols=CHUNK_COLS, split_rows=True)
-    padded_rows = pl.cdiv(rows, strips.ROW_ALIGNMENT) * strips.ROW_ALIGNMENT
+    padded_rows = pl.cdiv(rows, hopper.ROW_ALIGNMENT) * hopper.ROW_ALIGNMENT
     steps = [pl.cdiv(left.shape[1], TILE_K) for left in lefts]
     row_tiles, col_tiles = pl.cdiv(rows, c.tile_rows), pl.cdiv(cols, c.tile_cols)
     tiles = row_tiles * col_tiles
     blocks = min(sm_count, tiles)
     consumer_rows, consumer_cols = c.consumer_tile
-    arguments = [strips.pad(left, padded_rows, left.shape[1]) for left in lefts] + [*rights]
+    arguments = [hopper.pad(left, padded_rows, left.shape[1]) for left in lefts] + [*rights]
     if vectors:
         stacked = jnp.stack([v.astype(jnp.float32) for v in vectors])
-        arguments.append(strips.pad(stacked, len(vectors), col_tiles * c.tile_cols))
+        arguments.append(hopper.pad(stacked, len(vectors), col_tiles * c.tile_cols))
         features = {
             "smem": plgpu.SMEM((len(vectors), c.tile_cols), jnp.float32),
             "ready": plgpu.Barrier(),
@@ -322,11 +278,11 @@ def _product(
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         scratch_types={
-            "left_smem": strips.tiled((c.stages, c.tile_rows, TILE_K), dtype),
-            "right_smem": strips.tiled((c.stages, *right_tile), dtype),
+            "left_smem": hopper.tiled((c.stages, c.tile_rows, TILE_K), dtype),
+            "right_smem": hopper.tiled((c.stages, *right_tile), dtype),
             "ready": plgpu.Barrier(num_arrivals=2, num_barriers=c.stages),
             "free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=c.stages),
-            "chunk_smem": strips.tiled((CONSUMERS * CHUNK_SLOTS, CHUNK_ROWS, CHUNK_COLS), dtype),
+            "chunk_smem": hopper.tiled((CONSUMERS * CHUNK_SLOTS, CHUNK_ROWS, CHUNK_COLS), dtype),
             "features": features,
         },
         kernel_name="dora_project_back" if transposed else "dora_project",

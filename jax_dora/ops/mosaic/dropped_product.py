@@ -24,11 +24,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_dora.ops import mesh
 from jax_dora.ops.dropout import pair_bits, row_hash, threshold
-from jax_dora.ops.mosaic import strips
-from jax_dora.ops.mosaic.strips import TILE_K
-from jax_dora.ops.mosaic.sweep import FETCH_REGISTERS, consume_registers
+from jax_dora.ops.mosaic import hopper
+from jax_dora.ops.mosaic.hopper import FETCH_REGISTERS, TILE_K, consume_registers
+from jax_dora.ops.mosaic.launch import launcher
 
 CONSUMERS = 2
 # One m64 instruction for each consumer.
@@ -43,7 +42,7 @@ MOST_PARTS = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class DroppedConfig:
+class Config:
     """Launch knobs.
 
     Attributes:
@@ -55,18 +54,8 @@ class DroppedConfig:
     parts: int | None = None
 
 
-CONFIG = DroppedConfig()
-
-
-def fits(config: DroppedConfig, rank: int) -> bool:
-    """Whether shared memory has room for a launch of `config`."""
-    slices = config.stages * (TILE_ROWS + _tile_cols(rank)) * TILE_K * 2
-    stored = CONSUMERS * CHUNK_SLOTS * CHUNK * STORED_COLS * 4
-    return slices + stored + strips.RESERVED <= strips.SHARED_MEMORY
-
-
 def refuses(rows: int, in_features: int, rank: int, dtype: jax.typing.DTypeLike) -> str | None:
-    """Why x [rows, in] and an adapter of that rank are not taken, or None."""
+    """Returns why x [rows, in] and an adapter of that rank are not taken, or None."""
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"x has dtype {jnp.dtype(dtype)}, neither bfloat16 nor float16"
     if 0 in (rows, rank):
@@ -76,20 +65,30 @@ def refuses(rows: int, in_features: int, rank: int, dtype: jax.typing.DTypeLike)
     return None
 
 
-@mesh.jit("rate", "transposed", "sm_count", "config")
-def dropped_product(
+def wins(rows: int, in_features: int, rank: int, dtype: jax.typing.DTypeLike) -> bool:
+    """Returns whether the kernel was no slower than XLA (H200, 1713ac4, `benchmarks ops`)."""
+    return rows >= 1024 and in_features >= 4096 and rank <= 543
+
+
+def config(rows: int, in_features: int, rank: int, dtype: jax.typing.DTypeLike) -> Config:
+    """Returns the launch knobs for a call that is not refused."""
+    return Config()
+
+
+@launcher("rate", "transposed")
+def launch(
     x: jax.Array,
     right: jax.Array,
     seed: jax.Array,
     *,
     rate: float,
     transposed: bool,
+    config: Config,
     sm_count: int,
-    config: DroppedConfig | None = None,
 ) -> jax.Array:
-    """f32[rows, cols]: drop(x) right, or drop(x)ᵀ right; x has two axes, for rate and seed see
-    `jax_dora.ops.Dropout`."""
-    c, dtype = config or CONFIG, x.dtype
+    """Returns f32[rows, cols]: drop(x) right, or drop(x)ᵀ right, of x with two axes; rate and seed
+    are those of `jax_dora.ops.Dropout`."""
+    c, dtype = config, x.dtype
     k, rows = x.shape if transposed else x.shape[::-1]
     cols = right.shape[1]
     tile_cols = _tile_cols(cols)
@@ -98,13 +97,13 @@ def dropped_product(
     tiles = row_tiles * col_tiles
     part = pl.cdiv(
         steps,
-        c.parts or strips.balanced(steps, tiles, sm_count, overhead=PART_STEPS, most=MOST_PARTS),
+        c.parts or hopper.balanced(steps, tiles, sm_count, overhead=PART_STEPS, most=MOST_PARTS),
     )
     parts = pl.cdiv(steps, part)
     x_tile = (TILE_K, TILE_ROWS) if transposed else (TILE_ROWS, TILE_K)
     # The copy engine can address rows of 16 bytes, and the tensor cores blocks of 8 rows.
-    x = strips.pad(x, pl.cdiv(x.shape[0], strips.ROW_ALIGNMENT) * strips.ROW_ALIGNMENT, x.shape[1])
-    right = strips.pad(right, x.shape[0] if transposed else k, strips.padded_rank(cols))
+    x = hopper.pad(x, pl.cdiv(x.shape[0], hopper.ROW_ALIGNMENT) * hopper.ROW_ALIGNMENT, x.shape[1])
+    right = hopper.pad(right, x.shape[0] if transposed else k, hopper.padded_rank(cols))
     padded_rows, padded_cols = row_tiles * TILE_ROWS, col_tiles * tile_cols
 
     def body(x_gmem, right_gmem, seed_gmem, out_gmem, **buffers):
@@ -200,9 +199,9 @@ def dropped_product(
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         scratch_types={
-            "x_smem": strips.tiled((c.stages, *x_tile), dtype),
-            "right_smem": strips.tiled((c.stages, TILE_K, tile_cols), dtype),
-            "out_smem": strips.tiled((CONSUMERS * CHUNK_SLOTS, CHUNK, STORED_COLS), jnp.float32),
+            "x_smem": hopper.tiled((c.stages, *x_tile), dtype),
+            "right_smem": hopper.tiled((c.stages, TILE_K, tile_cols), dtype),
+            "out_smem": hopper.tiled((CONSUMERS * CHUNK_SLOTS, CHUNK, STORED_COLS), jnp.float32),
             "x_ready": barriers(),
             "right_ready": barriers(),
             "free": barriers(CONSUMERS),
@@ -215,7 +214,7 @@ def dropped_product(
 def _drop(
     tile: jax.Array, corner: tuple[Any, Any], seeds: tuple[Any, Any], rate: float
 ) -> jax.Array:
-    """`tile` [64, 64] of x, held as the tensor cores hold it, with zeros where x is dropped.
+    """Returns `tile` [64, 64] of x, as the tensor cores hold it, with zeros where x is dropped.
 
     `corner` says where the tile lies in x.
     """
@@ -234,5 +233,5 @@ def _drop(
 
 
 def _tile_cols(cols: int) -> int:
-    """Of the fewest tiles, the narrowest."""
+    """Returns the width of a tile: the narrowest of which the fewest tiles cover `cols`."""
     return pl.cdiv(pl.cdiv(cols, pl.cdiv(cols, MAX_TILE_COLS)), CHUNK) * CHUNK

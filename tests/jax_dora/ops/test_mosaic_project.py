@@ -3,7 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dora.ops.mosaic.projection import CONFIG, ProjectionConfig, project, project_back, refuses
+from jax_dora.ops.mosaic import project, project_back
+from jax_dora.ops.mosaic.product import Config, config, has_room, refuses
 from parity import tolerances
 from parity.oracle import fp64
 
@@ -31,11 +32,11 @@ def operands(seed, rows, n_in, rank, out, dtype):
     }
 
 
-def run(forward, back, config=CONFIG, *, sm_count=2, want_inner=True):
-    options = {"sm_count": sm_count, "config": config}
+def run(forward, back, config=None, *, sm_count=2, want_inner=True):
+    options = {"sm_count": sm_count, "config": config or Config()}
     # One after the other: what is dispatched beside an interpreted kernel may wait for it forever.
-    y, inner = jax.block_until_ready(project(**forward, want_inner=want_inner, **options))
-    return y, inner, project_back(**back, **options)
+    y, inner = jax.block_until_ready(project.launch(**forward, want_inner=want_inner, **options))
+    return y, inner, project_back.launch(**back, **options)
 
 
 def product(left, right, more_left, more_right):
@@ -69,16 +70,16 @@ def check(forward, back, y, inner, dx):
 @pytest.mark.parametrize(
     ("rows", "n_in", "rank", "out", "dtype", "config"),
     [
-        (200, 256, 24, 320, jnp.bfloat16, CONFIG),
-        (200, 64, 24, 64, jnp.bfloat16, CONFIG),
-        (37, 256, 4, 256, jnp.float16, ProjectionConfig(128, 128, split_rows=False, stages=2)),
+        (200, 256, 24, 320, jnp.bfloat16, Config()),
+        (200, 64, 24, 64, jnp.bfloat16, Config()),
+        (37, 256, 4, 256, jnp.float16, Config(128, 128, split_rows=False, stages=2)),
         (
             264,
             320,
             72,
             256,
             jnp.bfloat16,
-            ProjectionConfig(128, 128, stages=3, band=2, band_in_cols=True),
+            Config(128, 128, stages=3, band=2, band_in_cols=True),
         ),
     ],
 )
@@ -108,26 +109,31 @@ def test_lowers_for_hopper_at_full_size(rank):
     def aval(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
+    options = {"config": Config(), "sm_count": 132}
     features = jax.ShapeDtypeStruct((12288,), jnp.float32)
     x, kernel, dy = aval(4096, 4096), aval(4096, 12288), aval(4096, 12288)
-    forward = jax.jit(lambda *a: project(*a, want_inner=True, sm_count=132))
+    forward = jax.jit(lambda *a: project.launch(*a, want_inner=True, **options))
     traced = forward.trace(x, kernel, aval(4096, rank), aval(rank, 12288), features, features)
     assert "dora_project" in traced.lower(lowering_platforms=("cuda",)).as_text()
-    back = jax.jit(lambda *a: project_back(*a, sm_count=132))
+    back = jax.jit(lambda *a: project_back.launch(*a, **options))
     traced = back.trace(dy, kernel, aval(4096, rank), aval(4096, rank))
     assert "dora_project_back" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_refuses_with_a_reason():
     bf16, f32 = jnp.bfloat16, jnp.float32
-    assert refuses(4001, 4096, 12288, bf16, bf16) is None
-    assert "float32" in refuses(64, 256, 256, f32, f32)
-    assert "the adapter" in refuses(64, 256, 256, bf16, f32)
-    assert "no rows" in refuses(0, 256, 256, bf16, bf16)
-    assert "in = 96" in refuses(64, 96, 256, bf16, bf16)
-    assert "out = 96" in refuses(64, 256, 96, bf16, bf16)
-    assert "in is 0" in refuses(64, 0, 256, bf16, bf16)
-    assert refuses(64, 64, 64, bf16, bf16) is None
+    assert refuses(4001, 4096, 12288, bf16) is None
+    assert "float32" in refuses(64, 256, 256, f32)
+    assert "no rows" in refuses(0, 256, 256, bf16)
+    assert "in = 96" in refuses(64, 96, 256, bf16)
+    assert "out = 96" in refuses(64, 256, 96, bf16)
+    assert "in is 0" in refuses(64, 0, 256, bf16)
+    assert refuses(64, 64, 64, bf16) is None
+
+
+@pytest.mark.parametrize("out", [1024, 2048, 8192])
+def test_a_config_has_room(out):
+    assert has_room(config(4096, 4096, out, jnp.bfloat16))
 
 
 @pytest.mark.gpu

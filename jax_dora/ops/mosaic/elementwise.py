@@ -1,4 +1,4 @@
-"""How the elementwise kernels walk over [rows, out]: shared by compose forward and backward.
+"""How the elementwise kernels walk over [rows, out]: compose, its backward and SwiGLU's.
 
 A thread block owns one block of output features, so that g stays in its registers (and so does the
 sum over rows in the backward pass), and walks down the rows:
@@ -19,15 +19,14 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jax_dora.ops.mosaic import strips
+from jax_dora.ops.mosaic.hopper import ALIGNMENT
 
 FEATURES = 1024
 MAX_LANE = 256
-ALIGNMENT = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class RowwiseConfig:
+class Config:
     """Launch knobs.
 
     Attributes:
@@ -65,40 +64,23 @@ class Tiling:
         return FEATURES // self.lane, self.lane
 
 
-def tile(rows: int, out: int, dtype, config: RowwiseConfig, sm_count: int) -> Tiling:
-    """The tiling of [rows, out] over `sm_count` multiprocessors."""
-    lane = math.gcd(out, MAX_LANE)
+def tile(rows: int, out: int, dtype, config: Config, sm_count: int) -> Tiling:
+    """Returns the tiling of [rows, out] over `sm_count` multiprocessors."""
     tile_rows = max(1, config.tile_bytes // (FEATURES * jnp.dtype(dtype).itemsize))
     column_blocks = -(-out // FEATURES)
     row_tiles = -(-rows // tile_rows)
     row_blocks = min(row_tiles, max(1, sm_count * config.blocks_per_sm // column_blocks))
     steps = -(-row_tiles // row_blocks)
-    return Tiling(rows, out, lane, tile_rows, column_blocks, row_blocks, steps)
+    return Tiling(rows, out, lane(out), tile_rows, column_blocks, row_blocks, steps)
 
 
-def sizes(rows: int, out: int, dtype) -> dict[str, int]:
-    """What `tuning.slower` may judge a call by."""
-    return {
-        "rows": rows,
-        "out": out,
-        "elements": rows * out,
-        "lane": math.gcd(out, MAX_LANE),
-        "itemsize": jnp.dtype(dtype).itemsize,
-    }
-
-
-def fits(config: RowwiseConfig, inputs: int, outputs: int, vectors: int = 2) -> bool:
-    """Whether shared memory has room for the resident thread blocks of a launch.
-
-    `inputs` and `outputs` count the [rows, out] operands and results, `vectors` the f32[out] ones.
-    """
-    tiles = (config.stages * inputs + 2 * max(outputs, 1)) * config.tile_bytes
-    block = tiles + vectors * FEATURES * 4 + strips.RESERVED
-    return config.blocks_per_sm * block <= strips.SHARED_MEMORY
+def lane(out: int) -> int:
+    """Returns the largest power of two up to 256 that divides `out`."""
+    return math.gcd(out, MAX_LANE)
 
 
 def refuses(rows: int, out: int, dtype) -> str | None:
-    """Why the elementwise kernels cannot take [rows, out] of `dtype`, or None."""
+    """Returns why the elementwise kernels cannot take [rows, out] of `dtype`, or None."""
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"dtype {jnp.dtype(dtype)} is none of bfloat16, float16, float32"
     if rows == 0:
@@ -111,7 +93,8 @@ def refuses(rows: int, out: int, dtype) -> str | None:
 def add_compensated(
     sums: tuple[jax.Array, jax.Array], term: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """(total, what rounding has added to it so far) with `term` added; Kahan, CACM 8 (1965)."""
+    """Returns (total, what rounding has added to it so far) with `term` added; Kahan, CACM 8
+    (1965)."""
     total, excess = sums
     term = term - excess
     new = total + term

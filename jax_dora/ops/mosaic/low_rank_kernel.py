@@ -1,4 +1,4 @@
-"""The kernel that walks over the strips of a matrix: the frame of expand_compose and norm.
+"""The kernel that walks over the tiles of a low-rank product: the frame of norm and expand_compose.
 
 The consumers, a warpgroup each, take turns at the tiles of a run: while one works on its
 accumulator, the others keep the tensor cores busy. Each has its own ring of slices of `left` and
@@ -20,18 +20,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_dora.ops.mosaic.strips import TILE_K, TILE_ROWS, Sweep, tiled
+from jax_dora.ops.mosaic.hopper import FETCH_REGISTERS, TILE_K, consume_registers, tiled
+from jax_dora.ops.mosaic.low_rank_tiling import TILE_ROWS, Tiling
 
-# Registers a thread, of the 512 that 128 threads of each of a multiprocessor's warpgroups share.
-REGISTERS = 512
-FETCH_REGISTERS = 40
 REDUCTION_SCRATCH = 1_024
 WARPS = 4
-
-
-def consume_registers(consumers: int) -> int:
-    """For each thread of `consumers` warpgroups beside one that fetches."""
-    return (REGISTERS - FETCH_REGISTERS) // consumers // 8 * 8
 
 
 class Tile(NamedTuple):
@@ -83,8 +76,8 @@ class Task:
         return 1 + max(k for partners in self.products for k in partners)
 
 
-def sweep_kernel(
-    sweep: Sweep,
+def low_rank_kernel(
+    tiling: Tiling,
     task: Task,
     operand_dtype: jax.typing.DTypeLike,
     tile_dtype: jax.typing.DTypeLike,
@@ -93,11 +86,11 @@ def sweep_kernel(
     scratch: dict[str, Any],
     kernel_name: str,
 ) -> Callable[..., Any]:
-    """A function of (left, right, matrix, scale[1], *vectors[vectors, padded_out]).
+    """Returns a function of (left, right, matrix, scale[1], *vectors[vectors, padded_out]).
 
-    `scratch` is further shared memory by name, which the task's functions get as keywords.
+    `scratch` is further shared memory by name, which the functions of `task` get as keywords.
     """
-    c = sweep.config
+    c = tiling.config
     left_ring, tile_ring = c.consumers * c.stages, c.consumers * c.slots
     buffers = {
         "left_smem": tiled((left_ring, TILE_ROWS, TILE_K), operand_dtype),
@@ -106,7 +99,7 @@ def sweep_kernel(
         "right_smem": tiled((task.right_slices, TILE_K, c.tile_cols), operand_dtype),
         "right_ready": plgpu.Barrier(num_barriers=task.right_slices),
         "right_free": plgpu.Barrier(num_arrivals=c.consumers),
-        "tile_smem": tiled((tile_ring, TILE_ROWS, c.tile_cols), tile_dtype, sweep.out),
+        "tile_smem": tiled((tile_ring, TILE_ROWS, c.tile_cols), tile_dtype, tiling.out),
         "tile_ready": plgpu.Barrier(num_barriers=tile_ring),
         "tile_free": plgpu.Barrier(num_barriers=tile_ring),
     }
@@ -118,7 +111,7 @@ def sweep_kernel(
 
     def kernel(*gmem, buffers, scratch):
         inputs, out_gmem = gmem[: len(gmem) - len(out_type)], gmem[len(gmem) - len(out_type) :]
-        walk = _Walk(sweep, lax.axis_index("block"))
+        walk = _Walk(tiling, lax.axis_index("block"))
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == c.consumers)
@@ -145,7 +138,7 @@ def sweep_kernel(
     return plgpu.kernel(
         kernel,
         out_type=out_type,
-        grid=(sweep.blocks,),
+        grid=(tiling.blocks,),
         grid_names=("block",),
         num_threads=c.consumers + 1,
         thread_name="warpgroup",
@@ -159,21 +152,21 @@ def sweep_kernel(
 class _Walk:
     """The order in which one thread block takes its runs, and its consumers their tiles."""
 
-    sweep: Sweep
+    tiling: Tiling
     block: jax.Array
 
     @property
     def runs(self):
-        return lax.div(self.sweep.units - self.block + self.sweep.blocks - 1, self.sweep.blocks)
+        return lax.div(self.tiling.units - self.block + self.tiling.blocks - 1, self.tiling.blocks)
 
     def run(self, index):
         """The columns, the split, the first tile and the number of tiles of a run."""
-        unit = self.block + index * self.sweep.blocks
-        split = lax.rem(unit, self.sweep.splits)
-        first = split * self.sweep.run
-        tiles = jnp.minimum(self.sweep.run, self.sweep.row_tiles - first)
-        width = self.sweep.config.tile_cols
-        return pl.ds(lax.div(unit, self.sweep.splits) * width, width), split, first, tiles
+        unit = self.block + index * self.tiling.blocks
+        split = lax.rem(unit, self.tiling.splits)
+        first = split * self.tiling.run
+        tiles = jnp.minimum(self.tiling.run, self.tiling.row_tiles - first)
+        width = self.tiling.config.tile_cols
+        return pl.ds(lax.div(unit, self.tiling.splits) * width, width), split, first, tiles
 
     def turns(self, taker, before, tiles, takers):
         """Of `tiles` tiles, `before` gone by: the first of one of `takers`, and how many it has."""
@@ -187,7 +180,7 @@ class _Walk:
 def _fetch_slices(walk, task, inputs, buffers, consumer):
     """One warp: fills a consumer's ring of slices; the first also fetches the strip of `right`."""
     left_gmem, right_gmem, _, _, *vectors_gmem = inputs
-    c = walk.sweep.config
+    c = walk.tiling.config
 
     def fetch_run(index, before):
         cols, _, first, tiles = walk.run(index)
@@ -242,7 +235,7 @@ def _fetch_slices(walk, task, inputs, buffers, consumer):
 
 def _fetch_tiles(walk, inputs, buffers, fetcher, fetchers):
     """One warp of `fetchers`: fills a consumer's ring of tiles of the matrix, or that of all."""
-    matrix_gmem, c = inputs[2], walk.sweep.config
+    matrix_gmem, c = inputs[2], walk.tiling.config
 
     def fetch_run(index, before):
         cols, _, first, tiles = walk.run(index)
@@ -270,7 +263,7 @@ def _fetch_tiles(walk, inputs, buffers, fetcher, fetchers):
 
 def _consume(walk, task, inputs, out_gmem, buffers, scratch, consumer):
     """One warpgroup: multiplies its tiles and runs the task's functions on them."""
-    c = walk.sweep.config
+    c = walk.tiling.config
     scale = inputs[3][0]
     # Late enough not to wait for the stores, early enough for the next tile to arrive in time.
     hand_back_at = min(task.left_slices // 3, c.stages - 1)

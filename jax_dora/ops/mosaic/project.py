@@ -1,0 +1,50 @@
+"""A whole projection in one matrix product: y = g∘(x W + z B) [+ bias].
+
+    x  [rows, in]   W  [in, out]   z  [rows, r]   B  [r, out]     bf16 or fp16, all the same
+    g  f32[out]     bias  [out] (optional)        inner = x W + z B  [rows, out]  (optional)
+
+s is already in z. No base tensor is written, and since nothing is rounded before the last step
+there is no cancellation to guard g - 1 against.
+"""
+
+import jax
+
+from jax_dora.ops.mosaic.hopper import pad, padded_rank
+from jax_dora.ops.mosaic.launch import launcher
+from jax_dora.ops.mosaic.product import Config, two_part_product
+from jax_dora.ops.mosaic.product import config as config
+from jax_dora.ops.mosaic.product import refuses as refuses
+from jax_dora.ops.mosaic.product import wins as wins
+
+
+@launcher("want_inner")
+def launch(
+    x: jax.Array,
+    kernel: jax.Array,
+    z: jax.Array,
+    lora_b: jax.Array,
+    g: jax.Array | None,
+    bias: jax.Array | None = None,
+    *,
+    want_inner: bool,
+    config: Config,
+    sm_count: int,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns (y, inner or None) for x [..., in] and z [..., r], which s has been applied to.
+
+    Without g, y is inner; it has no bias then.
+    """
+    vectors = [vector for vector in (g, bias) if vector is not None]
+    shape = (*x.shape[:-1], kernel.shape[1])
+    x, z = x.reshape(-1, x.shape[-1]), z.reshape(-1, z.shape[-1])
+    rank = padded_rank(z.shape[1])
+    z, lora_b = pad(z, z.shape[0], rank), pad(lora_b, rank, lora_b.shape[1])
+    y, *inner = two_part_product(
+        (x, z),
+        (kernel, lora_b),
+        vectors,
+        outputs=2 if want_inner else 1,
+        config=config,
+        sm_count=sm_count,
+    )
+    return y.reshape(shape), inner[0].reshape(shape) if want_inner else None

@@ -1,0 +1,36 @@
+"""The gradient of a projection with respect to x in one matrix product: dx = d Wᵀ + dz Aᵀ.
+
+    d  [rows, out]   W  [in, out]   dz  [rows, r]   A  [in, r]    bf16 or fp16, all the same
+
+d = g∘dy, and s is already in dz = s·(d Bᵀ).
+"""
+
+import jax
+
+from jax_dora.ops.mosaic.hopper import pad, padded_rank
+from jax_dora.ops.mosaic.launch import launcher
+from jax_dora.ops.mosaic.product import Config, two_part_product
+from jax_dora.ops.mosaic.product import config as config
+from jax_dora.ops.mosaic.product import refuses as refuses
+from jax_dora.ops.mosaic.product import wins as wins
+
+
+@launcher()
+def launch(
+    d: jax.Array,
+    kernel: jax.Array,
+    dz: jax.Array,
+    lora_a: jax.Array,
+    *,
+    config: Config,
+    sm_count: int,
+) -> jax.Array:
+    """Returns dx [..., in] for d [..., out] and dz [..., r]."""
+    shape = (*d.shape[:-1], kernel.shape[0])
+    d, dz = d.reshape(-1, d.shape[-1]), dz.reshape(-1, dz.shape[-1])
+    rank = padded_rank(dz.shape[1])
+    dz, lora_a = pad(dz, dz.shape[0], rank), pad(lora_a, lora_a.shape[0], rank)
+    (dx,) = two_part_product(
+        (d, dz), (kernel, lora_a), [], transposed=True, config=config, sm_count=sm_count
+    )
+    return dx.reshape(shape)

@@ -1,0 +1,236 @@
+import inspect
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import jax_dora
+from jax_dora.ops import choose, compose, dora_linear, factored_norm
+from jax_dora.ops.choose import Choice, Target
+from jax_dora.ops.mosaic import (
+    compose_backward,
+    dropped_product,
+    dropped_product_back,
+    elementwise,
+    expand_compose,
+    norm,
+    product,
+    project,
+    project_back,
+    swiglu_backward,
+)
+
+PACKAGE = Path(jax_dora.__file__).parent
+HOPPER = Target("gpu", "9.0")
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+def kernel(refusal: str | None = None, wins: bool = True) -> Any:
+    return SimpleNamespace(
+        refuses=lambda size: refusal, wins=lambda size: wins, config=lambda size: f"for {size}"
+    )
+
+
+def picks(*kernels: Any, implementation: str | None = None, **options: Any) -> Choice | None:
+    return choose.choose("op", implementation, *((one, (3,)) for one in kernels), **options)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    monkeypatch.setattr(choose, "target", lambda: HOPPER)
+
+
+def test_an_unnamed_call_takes_the_first_that_is_able_and_wins(on_hopper):
+    good, loses, unable = kernel(), kernel(wins=False), kernel("odd")
+    assert picks(good) == (good, "for 3", choose.HOPPER_SM_COUNT)
+    assert picks(loses) is picks(unable) is picks(unable, loses) is None
+    assert picks(unable, loses, good).kernel is good
+
+
+def test_a_named_implementation_runs_or_raises(on_hopper):
+    loses, unable = kernel(wins=False), kernel("odd")
+    assert picks(unable, loses, implementation="mosaic").kernel is loses
+    assert picks(loses, implementation="xla") is None
+    assert picks(unable, implementation="mosaic", optional=True) is None
+    with pytest.raises(NotImplementedError, match=r"op: .*'mosaic' cannot .*: odd"):
+        picks(unable, implementation="mosaic")
+    with pytest.raises(ValueError, match="implementation is 'eager'; expected None"):
+        picks(loses, implementation="eager")
+
+
+@pytest.mark.parametrize(
+    ("target", "refused", "preferred"),
+    [
+        (HOPPER, False, True),
+        (Target("gpu", "8.0"), True, True),
+        (Target("gpu", "9.0", x64=True), True, True),
+        (Target("gpu", "9.0", partitioned=True), False, False),
+        (Target("cpu"), False, False),
+        (Target("cpu", interpreted=True), False, False),
+    ],
+)
+def test_what_the_target_alone_decides(target, refused, preferred):
+    assert (bool(target.refuses_mosaic()), target.prefers_mosaic) == (refused, preferred)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "call", "wins"),
+    [
+        (compose_backward, (4096, 4096, BF16), True),
+        (compose_backward, (724, 4096, BF16), False),
+        (compose_backward, (4096, 4096, F32), False),
+        (compose_backward, (4096, 4104, BF16), False),
+        (swiglu_backward, (4096, 12288, BF16), True),
+        (swiglu_backward, (511, 12288, BF16), False),
+        (expand_compose, (4096, 384, 4096, BF16), True),
+        (expand_compose, (4096, 769, 4096, BF16), False),
+        (expand_compose, (1000, 16, 4096, BF16), False),
+        (norm, (4096, 384, 4096, BF16, F32), True),
+        (norm, (1023, 384, 4096, BF16, F32), False),
+        (project, (4096, 4096, 4096, BF16), True),
+        (project_back, (4096, 2048, 4096, BF16), False),
+        (dropped_product, (2048, 4096, 64, BF16), True),
+        (dropped_product_back, (2048, 4096, 64, BF16), False),
+    ],
+)
+def test_the_crossovers(kernel, call, wins):
+    assert kernel.wins(*call) == wins
+
+
+@pytest.mark.parametrize(
+    ("found", "usual"),
+    [
+        (compose_backward.config(1024, 4096, BF16), compose_backward.config(4096, 4096, BF16)),
+        (expand_compose.config(4096, 64, 2048, BF16), expand_compose.config(4096, 64, 8192, BF16)),
+        (norm.config(4096, 64, 4096, BF16, BF16), norm.config(4096, 64, 8192, BF16, BF16)),
+        (product.config(4096, 4096, 2048, BF16), product.config(4096, 4096, 4096, BF16)),
+    ],
+)
+def test_some_sizes_have_knobs_of_their_own(found, usual):
+    assert found != usual
+
+
+def test_a_layer_reaches_its_kernel_in_nine_frames(monkeypatch):
+    from flax import nnx
+    from jax.experimental.pallas import mosaic_gpu
+
+    real, depths = mosaic_gpu.kernel, []
+
+    def counted(*arguments, **options):
+        frames = [
+            f for f in inspect.stack() if "/jax_dora/" in f.filename and "tests" not in f.filename
+        ]
+        depths.append(len(frames))
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(mosaic_gpu, "kernel", counted)
+    layer = jax_dora.DoRALinear(
+        64, 128, rank=8, alpha=8, implementation="mosaic", param_dtype=BF16, rngs=nnx.Rngs(0)
+    )
+    with plgpu.force_gpu_interpret_mode():
+        jax.eval_shape(layer, jax.ShapeDtypeStruct((16, 64), BF16))
+    assert 0 < max(depths) <= 9
+
+
+@pytest.mark.parametrize(
+    ("rows", "out", "dtype", "reason"),
+    [
+        (4, 16, jnp.float32, None),
+        (4, 12, jnp.float32, "out = 12 is not a multiple of 8"),
+        (0, 16, jnp.float32, "no rows"),
+        (4, 16, jnp.float64, "dtype float64"),
+    ],
+)
+def test_the_kernels_say_why_they_refuse(rows, out, dtype, reason):
+    got = elementwise.refuses(rows, out, dtype)
+    assert got is None if reason is None else reason in got
+
+
+def test_a_named_mosaic_refuses_what_the_kernel_cannot_take():
+    x = jnp.ones((3, 12))
+    with (
+        plgpu.force_gpu_interpret_mode(),
+        pytest.raises(NotImplementedError, match="out = 12 is not a multiple of 8"),
+    ):
+        compose(x, x, jnp.ones(12), 1.0, implementation="mosaic")
+
+
+def test_mosaic_is_refused_under_x64_and_another_takes_the_call(monkeypatch):
+    with jax.enable_x64(True):
+        assert choose.target().x64
+        monkeypatch.setattr(choose, "target", lambda: Target("gpu", "9.0", x64=True))
+        x, g = jnp.ones((8, 16), jnp.bfloat16), jnp.ones(16, jnp.float32)
+        assert compose(x, x, g, 1.0).dtype == jnp.bfloat16
+        with pytest.raises(NotImplementedError, match="jax_enable_x64 is set"):
+            compose(x, x, g, 1.0, implementation="mosaic")
+
+
+def test_unnamed_calls_of_any_shape_run():
+    x = jnp.ones((3, 12))
+    assert compose(x, x, jnp.ones(12), 1.0).shape == x.shape
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [lambda f: f, jax.jit, lambda f: jax.jit(jax.vmap(f))],
+    ids=["eager", "jit", "vmap"],
+)
+def test_mosaic_on_a_cpu_is_refused_with_its_reason(transform):
+    x = jnp.ones((2, 3, 16))
+    with pytest.raises(NotImplementedError, match="runs on a Hopper"):
+        transform(lambda x: compose(x, x, jnp.ones(16), 1.0, implementation="mosaic"))(x)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize(
+    ("rows", "out"), [(1, 512), (4097, 8192), (8192, 28672), (512, 2056), (33, 8)]
+)
+def test_mosaic_lowers_for_cuda_without_a_gpu(rows, out, dtype):
+    x = jax.ShapeDtypeStruct((rows, out), dtype)
+    g = jax.ShapeDtypeStruct((out,), jnp.float32)
+
+    def forward_and_backward(base, lora, g, dy):
+        y, vjp = jax.vjp(lambda *a: compose(*a, 0.7, implementation="mosaic"), base, lora, g)
+        return y, vjp(dy)
+
+    traced = jax.jit(forward_and_backward).trace(x, x, g, x)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "dora_compose_backward" in text
+    assert text.count("custom_call @mosaic_gpu") == 2
+
+
+def test_every_kernel_is_launched_with_its_config(monkeypatch):
+    used = []
+
+    def recorded(module):
+        launch = module.launch
+
+        def run(*arguments, config, **options):
+            used.append((module, config))
+            return launch(*arguments, config=config, **options)
+
+        monkeypatch.setattr(module, "launch", run)
+
+    for module in (norm, project, project_back, compose_backward):
+        recorded(module)
+    x, w = jnp.ones((128, 64), BF16), jnp.ones((64, 128), BF16)
+    a, b, m = jnp.ones((64, 16), BF16), jnp.ones((16, 128), BF16), jnp.ones(128)
+
+    def run(x, w, a, b, m):
+        kept = factored_norm(w, a, b, 0.5, implementation="mosaic")
+        y = dora_linear(x, w, a, b, m, 0.5, norm=kept, implementation="mosaic")
+        return y.astype(jnp.float32).sum()
+
+    with plgpu.force_gpu_interpret_mode():
+        jax.eval_shape(jax.grad(run, (0, 4)), x, w, a, b, m)
+    projection = product.config(128, 64, 128, BF16)
+    assert used == [
+        (norm, norm.config(64, 16, 128, BF16, BF16)),
+        (project, projection),
+        (compose_backward, elementwise.Config()),
+        (project_back, projection),
+    ]
