@@ -133,6 +133,31 @@ def test_mosaic_lowers_for_cuda_on_several_devices(name, check):
     assert "all_reduce" in text
 
 
+@pytest.mark.parametrize("check", [True, False])
+def test_kernels_of_a_low_rank_product_lower_for_cuda_on_several_devices(check):
+    """Their references may not vary over an axis of the mesh, which the interpreter does not see."""
+    mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,))
+
+    def run(x, kernel, lora_a, lora_b, magnitude):
+        norm = ops.factored_norm(kernel, lora_a, lora_b, SCALE, implementation="mosaic")
+        options = {"norm": norm, "implementation": "mosaic"}
+        return ops.dora_linear(x, kernel, lora_a, lora_b, magnitude, SCALE, **options)
+
+    across = P(None, "model")
+    sharded = jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=(P(), across, P(), across, P("model")),
+        out_specs=across,
+        check_vma=check,
+    )
+    shapes = (ROWS, 72), (72, 4 * 136), (72, RANK), (RANK, 4 * 136), (4 * 136,)
+    avals = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    text = jax.jit(sharded).trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
+    assert "dora_norm" in text
+    assert "dora_expand_compose" in text
+
+
 @pytest.mark.parametrize(
     ("name", "check"),
     [("dora_linear", True), ("dora_linear", False), ("compose", True), ("swiglu", True)],
