@@ -21,17 +21,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torch_dora.ops import check, dispatch
-from torch_dora.ops.dispatch import Call, Candidate
+from torch_dora.ops import check, choose
+from torch_dora.ops.choose import Call
 from torch_dora.ops.dtypes import accumulation_dtype, cast
 
-if TYPE_CHECKING or dispatch.TRITON_MODE is not None:
+if TYPE_CHECKING or choose.TRITON_MODE is not None:
     from torch_dora.ops.triton import compose_backward as triton_backward
     from torch_dora.ops.triton import compose_forward as triton_forward
-
-# Below these sizes one launch takes longer than the memory traffic it saves (arXiv 2603.22276).
-CROSSOVER_FEATURES = 2048
-CROSSOVER_ELEMENTS = 2048 * 6144
+else:
+    triton_forward = None
 
 
 def compose(
@@ -50,7 +48,7 @@ def compose(
         [..., out] in base's dtype.
 
     Raises:
-        TypeError, ValueError: an argument's dtype or shape does not fit; unknown implementation.
+        TypeError, ValueError: an argument's dtype or shape is wrong; unknown implementation.
         NotImplementedError: the named implementation cannot take the call.
     """
     return _checked(base, lora, g, scale, False, implementation)
@@ -68,7 +66,7 @@ def compose_delta(
 
 
 def choose_compose(base: Tensor, lora: Tensor, g: Tensor, implementation: str | None) -> str:
-    """The implementation of both passes for operands like these."""
+    """Returns the implementation of both passes for operands like these."""
     features = base.shape[-1]
     call = Call(
         rows=base.numel() // max(1, features),
@@ -76,10 +74,9 @@ def choose_compose(base: Tensor, lora: Tensor, g: Tensor, implementation: str | 
         rank=0,
         dtypes=(base.dtype, lora.dtype, g.dtype),
         device=base.device.type,
-        training=torch.is_grad_enabled(),
-        transformed=dispatch.transformed(),
+        transformed=choose.transformed(),
     )
-    return dispatch.choose(_CANDIDATES, call, implementation)
+    return choose.choose(call, implementation, triton_forward)
 
 
 def forward(
@@ -186,31 +183,8 @@ def _checked(base, lora, g, scale, delta, implementation):
     check.has_shape("g", g, (base.shape[-1],), "[out]")
     check.is_scale(scale)
     chosen = choose_compose(base, lora, g, implementation)
-    if dispatch.transformed():
+    if choose.transformed():
         options = {"delta": delta, "want_inner": False, "implementation": chosen}
         return forward(base, lora, g, None, float(scale), **options)[0]
     want_inner = torch.is_grad_enabled() and g.requires_grad
     return _Compose.apply(base, lora, g, float(scale), delta, want_inner, chosen)
-
-
-def _triton_refuses(call: Call) -> str | None:
-    if reason := dispatch.triton_refuses(call) or triton_forward.refuses(call):
-        return reason
-    return triton_backward.refuses(call) if call.training else None
-
-
-def _triton_loses(call: Call) -> str | None:
-    if call.features < CROSSOVER_FEATURES:
-        return f"out is {call.features}, below the crossover of {CROSSOVER_FEATURES}"
-    if call.rows * call.features < CROSSOVER_ELEMENTS:
-        return (
-            f"{call.rows} rows × {call.features} are below the crossover of "
-            f"{CROSSOVER_ELEMENTS} elements"
-        )
-    return dispatch.triton_loses(call)
-
-
-_CANDIDATES = (
-    Candidate("triton", _triton_refuses, _triton_loses),
-    Candidate("eager", dispatch.accepts, dispatch.accepts),
-)

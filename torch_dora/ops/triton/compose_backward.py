@@ -20,7 +20,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_dora.ops.dispatch import Call
 from torch_dora.ops.triton.jit import jit
 
 
@@ -56,14 +55,6 @@ class SumConfig:
 
 CONFIG = Config()
 SUM_CONFIG = SumConfig()
-
-
-def refuses(call: Call) -> str | None:
-    """Why the kernel cannot take ``call``; None when it can."""
-    base, lora, *_ = call.dtypes
-    if base != lora:
-        return f"base and lora must share a dtype; got {base} and {lora}"
-    return None
 
 
 @jit

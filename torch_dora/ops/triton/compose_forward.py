@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_dora.ops.dispatch import Call
+from torch_dora.ops.choose import Call
 from torch_dora.ops.triton.jit import jit
 
 
@@ -37,13 +37,23 @@ class Config:
 
 CONFIG = Config()
 
+# Below these sizes one launch takes longer than the memory traffic it saves (arXiv 2603.22276).
+CROSSOVER_FEATURES = 2048
+CROSSOVER_ELEMENTS = 2048 * 6144
+
 
 def refuses(call: Call) -> str | None:
-    """Why the kernel cannot take ``call``; None when it can."""
+    """Returns why the kernel, or that of the backward pass, cannot take ``call``, or None."""
     base, lora, *_ = call.dtypes
     if base != lora:
         return f"base and lora must share a dtype; got {base} and {lora}"
     return None
+
+
+def wins(call: Call) -> bool:
+    """Returns whether the kernel is faster than torch's own operators."""
+    elements = call.rows * call.features
+    return call.features >= CROSSOVER_FEATURES and elements >= CROSSOVER_ELEMENTS
 
 
 @jit

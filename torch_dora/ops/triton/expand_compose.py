@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_dora.ops.dispatch import TRITON_MODE
+from torch_dora.ops.choose import TRITON_MODE
 from torch_dora.ops.triton.jit import jit
 
 
@@ -42,7 +42,7 @@ CONFIG = Config()
 
 
 def refuses(dtype: torch.dtype) -> str | None:
-    """Why the kernel cannot take activations of ``dtype``; None when it can."""
+    """Returns why the kernel cannot take activations of ``dtype``; None when it can."""
     if dtype not in (torch.float16, torch.bfloat16):
         return f"multiplies on tensor cores, float16 or bfloat16; got {dtype}"
     return None
