@@ -1,9 +1,10 @@
 """Adapters into an existing torch model, and out of it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import as_rules, assign, listing
@@ -68,7 +69,7 @@ def apply_dora(model: nn.Module, rules: DoRARule | Sequence[DoRARule]) -> Any:
     """
     check_model(model)
     rules = as_rules(DoRARule, rules)
-    layers = [one for one in _modules(model) if any(one[0].parameters(recurse=False))]
+    layers = [one for one in _modules(model) if _holds_parameters(one[0])]
     output_head = getattr(model, "get_output_embeddings", lambda: None)()
     chosen = assign(
         rules,
@@ -132,6 +133,10 @@ def _adapt(module: nn.Module, names: tuple[str, ...], rule: DoRARule) -> DoRALay
     return layer
 
 
+def _holds_parameters(module: nn.Module) -> bool:
+    return bool([*module.parameters(recurse=False)]) or parametrize.is_parametrized(module)
+
+
 def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | DoRALinear | DoRAConv1D) or is_conv1d(module)
 
@@ -144,7 +149,7 @@ def _modules(model: nn.Module) -> list[_Named]:
     return [(module, tuple(found)) for module, found in names.items()]
 
 
-def _replace(model: nn.Module, new: dict[int, nn.Module]) -> nn.Module:
+def _replace(model: nn.Module, new: Mapping[int, nn.Module]) -> nn.Module:
     """Returns ``model`` with new modules, by the ids of those whose place and hooks they take."""
     for module in list(model.modules()):
         if id(module) in new:
