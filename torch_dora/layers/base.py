@@ -152,7 +152,7 @@ class DoRALayer(nn.Module):
 
     @property
     def base(self) -> Any:
-        """The layer that this one adapts, on the tensors that this one has now: whoever replaces a
+        """Returns the layer that this one adapts, on this one's tensors: whoever replaces a
         parameter (``load_state_dict(assign=True)``, tying, ...) replaces it here alone."""
         base = self.settings
         for tensors in (base._parameters, base._buffers):
@@ -162,7 +162,7 @@ class DoRALayer(nn.Module):
 
     @property
     def settings(self) -> Any:
-        """The layer that this one adapts, to read its settings of: its tensors may be old."""
+        """Returns the layer that this one adapts, to read its settings: its tensors may be old."""
         return self._base[0]
 
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:

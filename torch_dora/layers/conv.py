@@ -58,7 +58,7 @@ class DoRAConv(DoRALayer):
         return matrix if groups == 1 else matrix.unflatten(0, (groups, -1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, in, *positions], or without batch, as the base layer."""
+        """Returns [batch, out, *positions] of x [batch, in, *positions], or both without batch."""
         dropped = self.drop(x)
         channels = x.ndim - self.weight.ndim + 1
 

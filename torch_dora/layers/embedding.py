@@ -51,7 +51,7 @@ class DoRAEmbedding(DoRALayer):
         self.reset_magnitude()
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Integers [...] to [..., features]."""
+        """Returns [..., features] of integers [...]."""
         settings = self.settings
         base = F.embedding(
             ids,

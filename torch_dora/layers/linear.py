@@ -19,7 +19,7 @@ class _DoRAProjection(DoRALayer):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] to [..., out], in the dtype that x and the weight promote to."""
+        """Returns [..., out] of x [..., in], in the dtype that x and the weight promote to."""
         dropped = self.drop(x)
         weight = self.weight_matrix()
         if dropped is None or self.dropout_mode == "adapter":

@@ -19,7 +19,6 @@ class Call(NamedTuple):
 
     rows: int
     features: int
-    rank: int
     dtypes: tuple[torch.dtype, ...]
     device: str
     transformed: bool = False

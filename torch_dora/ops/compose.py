@@ -35,7 +35,7 @@ else:
 def compose(
     base: Tensor, lora: Tensor, g: Tensor, scale: float, *, implementation: str | None = None
 ) -> Tensor:
-    """y = base + ((g-1)·base + g·(scale·lora)), evaluated in fp32 and rounded once.
+    """Returns y = base + ((g-1)·base + g·(scale·lora)), evaluated in fp32 and rounded once.
 
     Args:
         base: [..., out], the frozen projection's result without its bias.
@@ -57,7 +57,7 @@ def compose(
 def compose_delta(
     base: Tensor, lora: Tensor, g: Tensor, scale: float, *, implementation: str | None = None
 ) -> Tensor:
-    """ΔY = (g-1)·base + g·(scale·lora): the paper's operator, for callers who add it to base.
+    """Returns ΔY = (g-1)·base + g·(scale·lora), the paper's operator, for adding to base.
 
     Arguments, result and errors as :func:`compose`, which is to be preferred: adding a rounded ΔY
     costs another pass and another rounding.
@@ -71,7 +71,6 @@ def choose_compose(base: Tensor, lora: Tensor, g: Tensor, implementation: str | 
     call = Call(
         rows=base.numel() // max(1, features),
         features=features,
-        rank=0,
         dtypes=(base.dtype, lora.dtype, g.dtype),
         device=base.device.type,
         transformed=choose.transformed(),
@@ -90,11 +89,10 @@ def forward(
     want_inner: bool,
     implementation: str,
 ) -> tuple[Tensor, Tensor | None]:
-    """(y or ΔY, inner or None) by one implementation, without a gradient of its own."""
+    """Returns (y or ΔY, inner or None) by one implementation, without a gradient of its own."""
     if implementation == "triton":
-        if want_inner:
-            return triton_forward.compose_with_inner(base, lora, g, bias, scale, delta)
-        return triton_forward.compose(base, lora, g, bias, scale, delta), None
+        y, *inner = triton_forward.compose(base, lora, g, bias, scale, delta, want_inner)
+        return y, inner[0] if want_inner else None
     dtype = accumulation_dtype(base, lora, g)
     wide = cast(base, dtype)
     unbiased = wide if bias is None else wide - cast(bias, dtype)
@@ -115,8 +113,8 @@ def backward(
     want_lora: bool,
     implementation: str,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(d_base, d_lora, d_g): the first two in dy's dtype where wanted, d_g [out] in fp32 where
-    ``inner`` is given."""
+    """Returns (d_base, d_lora, d_g): the first two in dy's dtype where wanted, d_g [out] in fp32
+    where ``inner`` is given."""
     if implementation == "triton":
         d = triton_backward.compose_backward(dy, inner, g, scale, delta, want_base, want_lora)
         found = iter(d)

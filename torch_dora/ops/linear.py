@@ -42,7 +42,7 @@ def dora_linear(
     implementation: str | None = None,
     adapter_x: Tensor | None = None,
 ) -> Tensor:
-    """y = magnitude ∘ x (weight + scale·lora_b lora_a)ᵀ / ‖weight + scale·lora_b lora_a‖ + bias.
+    """Returns y = magnitude ∘ x (weight + s·lora_b lora_a)ᵀ / ‖weight + s·lora_b lora_a‖ + bias.
 
     Args:
         x: [..., in].
@@ -105,7 +105,7 @@ def dora_linear(
 def _forward(
     x, adapter_x, weight, bias, lora_a, lora_b, g, scale, dtype, want_inner, implementation
 ):
-    """(y, z, inner or None)."""
+    """Returns (y, z, inner or None)."""
     with torch.autocast(x.device.type, enabled=False):
         read = x if adapter_x is None else adapter_x
         bias = None if bias is None else cast(bias, dtype)
@@ -201,12 +201,10 @@ def _expand_compose(
     want_inner: bool,
     implementation: str,
 ) -> tuple[Tensor, Tensor | None]:
-    """(y, inner or None) of lora = z lora_bᵀ, in one kernel where there is one for the dtype."""
+    """Returns (y, inner or None) of lora = z lora_bᵀ, in one kernel if the dtype has one."""
     if implementation == "triton" and expand_compose.refuses(base.dtype) is None:
-        arguments = (base, z, lora_b, g, bias, scale)
-        if want_inner:
-            return expand_compose.expand_compose_with_inner(*arguments)
-        return expand_compose.expand_compose(*arguments), None
+        y, *inner = expand_compose.expand_compose(base, z, lora_b, g, bias, scale, want_inner)
+        return y, inner[0] if want_inner else None
     return forward(
         base,
         F.linear(z, lora_b),
@@ -236,14 +234,14 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b in ``dtype``; the fp32 sum of fp16 or bf16 products is not rounded on the way."""
+    """Returns a @ b in ``dtype``; the fp32 sum of fp16 or bf16 products is not rounded before."""
     if a.device.type == "cuda" and dtype == torch.float32 and a.dtype.itemsize == 2:
         return torch.mm(a, b, out_dtype=dtype)
     return (a @ b).to(dtype)
 
 
 def _scaled_mm(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """scale·(a @ b) in ``dtype``, scaled before the sum is rounded."""
+    """Returns scale·(a @ b) in ``dtype``, scaled before the sum is rounded."""
     if dtype == a.dtype:
         # beta = 0: the first argument is never read.
         return torch.addmm(a.new_empty(()), a, b, beta=0, alpha=scale)

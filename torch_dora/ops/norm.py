@@ -40,7 +40,7 @@ def factored_norm(
     *,
     implementation: str | None = None,
 ) -> Tensor:
-    """‖weight + scale · lora_b @ lora_a‖ per output feature, without forming the product.
+    """Returns ‖weight + scale · lora_b @ lora_a‖ per output feature, without forming the product.
 
     Args:
         weight: [out, in], fp16, bf16, fp32 or fp64.
@@ -65,7 +65,6 @@ def factored_norm(
     call = Call(
         rows=weight.shape[1],
         features=weight.shape[0],
-        rank=lora_a.shape[0],
         dtypes=(weight.dtype, lora_a.dtype, lora_b.dtype),
         device=weight.device.type,
         transformed=choose.transformed(),
@@ -77,7 +76,7 @@ def factored_norm(
 
 
 def magnitude_scale(magnitude: Tensor, norm: Tensor, dtype: torch.dtype) -> Tensor:
-    """g = magnitude / max(norm, eps): one number per output feature, in fp32.
+    """Returns g = magnitude / max(norm, eps): one number per output feature, in fp32.
 
     Args:
         magnitude: [out], any float dtype.
@@ -153,20 +152,20 @@ def _squared_norm(weight: Tensor) -> Tensor:
 
 
 def assemble_norm(base_sq: Tensor, cross: Tensor, ba_sq: Tensor, scale: float) -> Tensor:
-    """√max(base_sq + 2·scale·cross + scale²·ba_sq, 0) of three f32[out] or f64[out]; NaN stays."""
+    """Returns √max(base_sq + 2·scale·cross + scale²·ba_sq, 0) of three [out]; NaN stays."""
     return _sqrt((base_sq + (2 * scale) * cross + (scale * scale) * ba_sq).clamp(min=0))
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """IEEE's square root, which torch's on a CPU is not in fp32: its vector library is a unit off
-    in the last place here and there. Rounded from fp64 it is exact."""
+    """Returns IEEE's square root, which torch's on a CPU is not in fp32: its vector library is
+    a unit off in the last place here and there. Rounded from fp64 it is exact."""
     return x.double().sqrt().to(x.dtype) if x.device.type == "cpu" else x.sqrt()
 
 
 def _adapter_terms(
     weight: Tensor, lora_a: Tensor, lora_b: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Σ_r B∘(W Aᵀ) and Σ_r (B A Aᵀ)∘B, [out] each, over tiles of the weight that fit the budget.
+    """Returns Σ_r B∘(W Aᵀ) and Σ_r (B A Aᵀ)∘B, [out] each, over tiles that stay in the budget.
 
     Both sums are linear in what one slab of input features contributes, so a tile's [height, r]
     products are reduced at once and dropped.
@@ -191,7 +190,8 @@ def _adapter_terms(
 
 
 def _tile(weight: Tensor, lora_a: Tensor, lora_b: Tensor, dtype: torch.dtype) -> tuple[int, int]:
-    """Input features of a slab of A, output features of a tile: half of the budget for either."""
+    """Returns the input features of a slab of A and the output features of a tile: half of the
+    budget for either."""
     out_features, in_features = weight.shape
     rank = lora_a.shape[0]
     w_bytes, a_bytes = _operand_bytes(weight, lora_a, dtype), _operand_bytes(lora_a, weight, dtype)
@@ -216,7 +216,7 @@ def _tile(weight: Tensor, lora_a: Tensor, lora_b: Tensor, dtype: torch.dtype) ->
 
 
 def _operand_bytes(tensor: Tensor, other: Tensor, dtype: torch.dtype) -> int:
-    """Bytes of temporaries for every element of ``tensor`` in a product with ``other``."""
+    """Returns the bytes of temporaries per element of ``tensor`` in a product with ``other``."""
     if dtype == torch.float64 or tensor.device.type != "cuda":
         return 0 if tensor.dtype == dtype == other.dtype else dtype.itemsize
     if tensor.dtype == other.dtype != torch.float32:

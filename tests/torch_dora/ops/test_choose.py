@@ -7,7 +7,7 @@ from torch_dora.ops import choose, compose
 from torch_dora.ops.choose import Call
 from torch_dora.ops.compose import choose_compose
 
-CALL = Call(4096, 8192, 0, (torch.bfloat16, torch.bfloat16, torch.float32), "cuda")
+CALL = Call(4096, 8192, (torch.bfloat16, torch.bfloat16, torch.float32), "cuda")
 
 
 def kernel(reason=None, wins=True):

@@ -126,7 +126,7 @@ def _sum_kernel(
 
 
 def strip_height(rows: int, features: int, config: Config = CONFIG) -> int:
-    """Rows of a strip. Powers of two, so that few kernels are compiled for many row counts."""
+    """Returns the rows of a strip: a power of two, so that many row counts share a kernel."""
     across = triton.cdiv(features, config.columns)
     strips = min(config.most_strips, triton.cdiv(config.programs, across))
     height = max(config.rows, triton.next_power_of_2(triton.cdiv(rows, strips)))
@@ -149,7 +149,7 @@ def launch(
     config: Config = CONFIG,
     sum_config: SumConfig = SUM_CONFIG,
 ) -> None:
-    """Fill those of ``d_base``, ``d_lora``, ``d_g`` that are given; ``d_g`` needs ``inner``.
+    """Fills those of ``d_base``, ``d_lora``, ``d_g`` that are given; ``d_g`` needs ``inner``.
 
     All [..., out] are contiguous and of one dtype; ``d_g`` is f32[out].
     """
@@ -212,7 +212,7 @@ def compose_backward(
     want_base: bool,
     want_lora: bool,
 ) -> list[Tensor]:
-    """Those of d_base and d_lora that are wanted, then d_g if ``inner`` is given; contiguous."""
+    """Returns those of d_base and d_lora that are wanted, then d_g if ``inner`` is given."""
     dy = dy.contiguous()
     inner = None if inner is None else inner.contiguous()
     d_base = torch.empty_like(dy) if want_base else None

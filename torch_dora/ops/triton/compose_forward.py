@@ -109,7 +109,7 @@ def launch(
     inner: Tensor | None,
     config: Config = CONFIG,
 ) -> None:
-    """Fill ``result``, and ``inner`` if given. All [..., out] are contiguous and of one dtype."""
+    """Fills ``result``, and ``inner`` if given. All [..., out] are contiguous and of one dtype."""
     features = base.shape[-1]
     rows = base.numel() // max(1, features)
     if rows == 0 or features == 0:
@@ -138,33 +138,23 @@ def launch(
 
 @torch.library.custom_op("torch_dora::compose", mutates_args=())
 def compose(
-    base: Tensor, lora: Tensor, g: Tensor, bias: Tensor | None, scale: float, delta: bool
-) -> Tensor:
-    """y, or ΔY if ``delta``, contiguous, in base's dtype."""
+    base: Tensor,
+    lora: Tensor,
+    g: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    delta: bool,
+    want_inner: bool,
+) -> list[Tensor]:
+    """Returns y, or ΔY if ``delta``, and inner if it is wanted; contiguous, in base's dtype."""
     base, lora = base.contiguous(), lora.contiguous()
     result = torch.empty_like(base)
+    inner = torch.empty_like(base) if want_inner else None
     bias = None if bias is None else bias.contiguous()
-    launch(base, lora, g.contiguous(), bias, scale, delta, result, None)
-    return result
+    launch(base, lora, g.contiguous(), bias, scale, delta, result, inner)
+    return [result] if inner is None else [result, inner]
 
 
 @compose.register_fake
-def _(base, lora, g, bias, scale, delta):
-    return base.new_empty(base.shape)
-
-
-@torch.library.custom_op("torch_dora::compose_with_inner", mutates_args=())
-def compose_with_inner(
-    base: Tensor, lora: Tensor, g: Tensor, bias: Tensor | None, scale: float, delta: bool
-) -> tuple[Tensor, Tensor]:
-    """(y or ΔY, inner), contiguous, in base's dtype."""
-    base, lora = base.contiguous(), lora.contiguous()
-    result, inner = torch.empty_like(base), torch.empty_like(base)
-    bias = None if bias is None else bias.contiguous()
-    launch(base, lora, g.contiguous(), bias, scale, delta, result, inner)
-    return result, inner
-
-
-@compose_with_inner.register_fake
-def _(base, lora, g, bias, scale, delta):
-    return base.new_empty(base.shape), base.new_empty(base.shape)
+def _(base, lora, g, bias, scale, delta, want_inner):
+    return [base.new_empty(base.shape) for _ in range(1 + want_inner)]

@@ -54,7 +54,7 @@ def test_a_row_that_is_nan_and_one_that_is_zero(adapted):
     ],
 )
 def test_refuses_what_the_factored_form_does_better(dtypes, reason):
-    refusal = one_pass_norm.refuses(Call(8, 8, 2, dtypes, "cuda"))
+    refusal = one_pass_norm.refuses(Call(8, 8, dtypes, "cuda"))
     assert refusal is None if reason is None else reason in (refusal or "")
 
 
