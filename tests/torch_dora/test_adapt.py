@@ -53,7 +53,7 @@ def train(model):
 
 
 def test_every_layer_is_found_and_a_fresh_adapter_changes_no_bit():
-    # Frozen from the start: torch multiplies by a weight that wants a gradient another way.
+    # Frozen from the start: torch multiplies by a weight that requires a gradient another way.
     model = Mixed().requires_grad_(False)
     expected = model(IDS)
     before = dict(model.named_parameters())

@@ -113,7 +113,7 @@ def backward(
     want_lora: bool,
     implementation: str,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Returns (d_base, d_lora, d_g): the first two in dy's dtype where wanted, d_g [out] in fp32
+    """Returns (d_base, d_lora, d_g): the first two in dy's dtype where asked for, d_g [out] in fp32
     where ``inner`` is given."""
     if implementation == "triton":
         d = triton_backward.compose_backward(dy, inner, g, scale, delta, want_base, want_lora)

@@ -30,7 +30,7 @@ def call(layer, scale=0.7, **kwargs):
 
 
 def leaf(layer, *names):
-    """The layer with those of its tensors as leaves that want a gradient."""
+    """The layer with those of its tensors as leaves that require a gradient."""
     return layer._replace(
         **{name: getattr(layer, name).detach().requires_grad_() for name in names}
     )

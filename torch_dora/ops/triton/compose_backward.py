@@ -9,7 +9,7 @@ partial sum per column, [strips, out] in fp32; a second kernel adds the strips i
 atomics, so the same inputs give the same bits run after run. A strip is every n-th tile of rows, n
 the number of strips, so that what is read at one time lies close together.
 
-Bytes: 2 reads and as many writes of rows·out as cotangents are wanted: at 4.2 TB/s and bf16, one
+Bytes: 2 reads and as many writes of rows·out as cotangents are asked for: at 4.2 TB/s and bf16, one
 cotangent at 4096×4096 takes 24 µs. The partials are 8/rows-of-a-strip of one operand's bytes.
 """
 
@@ -212,7 +212,7 @@ def compose_backward(
     want_base: bool,
     want_lora: bool,
 ) -> list[Tensor]:
-    """Returns those of d_base and d_lora that are wanted, then d_g if ``inner`` is given."""
+    """Returns those of d_base and d_lora that are asked for, then d_g if ``inner`` is given."""
     dy = dy.contiguous()
     inner = None if inner is None else inner.contiguous()
     d_base = torch.empty_like(dy) if want_base else None

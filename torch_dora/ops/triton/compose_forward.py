@@ -1,4 +1,4 @@
-"""Compose forward: y or ΔY in one pass, with inner beside it where a gradient of g will want it.
+"""Compose forward: y or ΔY in one pass, with inner beside it where a gradient of g needs it.
 
     unbiased = base - bias                  (base where there is no bias)
     change   = (g-1)·unbiased + g·(s·lora)
@@ -146,7 +146,7 @@ def compose(
     delta: bool,
     want_inner: bool,
 ) -> list[Tensor]:
-    """Returns y, or ΔY if ``delta``, and inner if it is wanted; contiguous, in base's dtype."""
+    """Returns y, or ΔY if ``delta``, and inner if ``want_inner``; contiguous, in base's dtype."""
     base, lora = base.contiguous(), lora.contiguous()
     result = torch.empty_like(base)
     inner = torch.empty_like(base) if want_inner else None

@@ -152,7 +152,7 @@ def expand_compose(
     scale: float,
     want_inner: bool,
 ) -> list[Tensor]:
-    """Returns y, and inner if it is wanted; contiguous, in base's dtype."""
+    """Returns y, and inner if ``want_inner``; contiguous, in base's dtype."""
     base = base.contiguous()
     y = torch.empty_like(base)
     inner = torch.empty_like(base) if want_inner else None
