@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -20,6 +22,13 @@ class Special(Rule):
 
 PATHS = [("model.q_proj",), ("model.norm",), ("lm_head",), ("blocks/0/up", "again")]
 LINEAR = [True, False, True, True]
+
+
+def test_no_framework_is_imported():
+    names = "dora_common.hyperparameters, dora_common.merge_report, dora_common.rules"
+    code = f"import sys, {names}\nprint({{'jax', 'flax', 'torch', 'numpy'}} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "set()"
 
 
 def chosen(*paths):
