@@ -2,41 +2,28 @@
 
 The layer is :class:`DoRALinear`, and :func:`apply_dora` puts such layers into an existing model.
 The functions they are made of are in :mod:`torch_dora.ops`; Hugging Face PEFT folders are read and
-written by :mod:`torch_dora.peft`, which is imported when it is first asked for.
+written by :mod:`torch_dora.peft`.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+import importlib.metadata
+from importlib.util import find_spec
 
-from torch_dora.adapt import DoRARule, apply_dora, merge_dora, remove_dora
-from torch_dora.layers import DoRAConv, DoRAConv1D, DoRAEmbedding
-from torch_dora.nn import DoRALinear
-from torch_dora.reuse import drop_norms, keep_norms, refresh_norms
+if find_spec("torch") is None:
+    raise ImportError("torch_dora needs PyTorch; install it by pip install 'jax-dora[torch]'")
 
-if TYPE_CHECKING:
-    from torch_dora import peft as peft
+from torch_dora import ops as ops
+from torch_dora import peft as peft
+from torch_dora.adapt import DoRARule as DoRARule
+from torch_dora.adapt import apply_dora as apply_dora
+from torch_dora.adapt import merge_dora as merge_dora
+from torch_dora.adapt import remove_dora as remove_dora
+from torch_dora.layers import DoRAConv as DoRAConv
+from torch_dora.layers import DoRAConv1D as DoRAConv1D
+from torch_dora.layers import DoRAEmbedding as DoRAEmbedding
+from torch_dora.layers import DoRALayer as DoRALayer
+from torch_dora.layers import DoRALinear as DoRALinear
+from torch_dora.norms import freeze as freeze
+from torch_dora.norms import norms as norms
+from torch_dora.norms import with_norms as with_norms
 
-__all__ = [
-    "DoRAConv",
-    "DoRAConv1D",
-    "DoRAEmbedding",
-    "DoRALinear",
-    "DoRARule",
-    "apply_dora",
-    "drop_norms",
-    "keep_norms",
-    "merge_dora",
-    "peft",
-    "refresh_norms",
-    "remove_dora",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "peft":
-        return importlib.import_module("torch_dora.peft")
-    raise AttributeError(f"module 'torch_dora' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__version__ = importlib.metadata.version("jax-dora")

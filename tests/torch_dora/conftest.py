@@ -107,11 +107,11 @@ def adapted(device: str) -> Callable[..., Adapted]:
 def assert_within(device: str) -> Callable[..., None]:
     """`assert_within(got, want, bound)`: no element of `got` is further off than its bound."""
     # Imported late: this file is read before the tests' configuration tells Triton to interpret.
-    from torch_dora.ops import dispatch
+    from torch_dora.ops import choose
 
     def check(got: Tensor, want: Tensor, bound: Tensor, implementation: str = "eager") -> None:
         slack = 1.0
-        interpreted = implementation == "triton" and dispatch.TRITON_MODE == "interpreted"
+        interpreted = implementation == "triton" and choose.TRITON_MODE == "interpreted"
         if interpreted and got.dtype == torch.bfloat16:
             slack = tolerances.TRITON_INTERPRETER_BF16
         assert got.shape == want.shape

@@ -1,9 +1,12 @@
+import importlib.metadata
 import subprocess
 import sys
 
-CODE = """
+import torch_dora
+
+WITHOUT_TRITON = """
 import sys
-for name in ("triton", "jax", "flax", "jax_dora", "parity"):
+for name in ("triton", "jax", "flax", "jax_dora", "parity", "accelerate", "transformers", "peft"):
     sys.modules[name] = None
 import torch
 from torch_dora import DoRALinear
@@ -14,31 +17,29 @@ try:
 except NotImplementedError as error:
     print(error)
 """
-
-
-def test_works_without_triton_and_without_jax():
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "the triton package is not installed" in done.stdout
-
-
-PEFT = """
+WITHOUT_TORCH = """
 import sys
-import torch_dora
-assert "torch_dora.peft" not in sys.modules
-assert "peft" in dir(torch_dora)
-print(torch_dora.peft.load_adapter.__name__)
+sys.modules["torch"] = None
 try:
-    torch_dora.other
-except AttributeError as error:
+    import torch_dora
+except ImportError as error:
     print(error)
 """
 
 
-def test_peft_is_imported_when_asked_for():
-    done = subprocess.run([sys.executable, "-c", PEFT], capture_output=True, text=True, check=False)
+def printed(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n")[:2] == [
-        "load_adapter",
-        "module 'torch_dora' has no attribute 'other'",
-    ]
+    return done.stdout
+
+
+def test_works_without_triton_and_without_jax():
+    assert "the triton package is not installed" in printed(WITHOUT_TRITON)
+
+
+def test_without_torch_the_extra_to_install_is_named():
+    assert "pip install 'jax-dora[torch]'" in printed(WITHOUT_TORCH)
+
+
+def test_the_version_is_the_distributions():
+    assert torch_dora.__version__ == importlib.metadata.version("jax-dora")

@@ -1,7 +1,18 @@
-"""DoRA layers over existing layers other than ``torch.nn.Linear``."""
+"""DoRA layers: an existing layer with an adapter beside it."""
 
-from torch_dora.layers.conv import DoRAConv
-from torch_dora.layers.conv1d import DoRAConv1D
-from torch_dora.layers.embedding import DoRAEmbedding
+from torch import nn
 
-__all__ = ["DoRAConv", "DoRAConv1D", "DoRAEmbedding"]
+from torch_dora.layers.base import DoRALayer as DoRALayer
+from torch_dora.layers.base import dora_layers as dora_layers
+from torch_dora.layers.conv import DoRAConv as DoRAConv
+from torch_dora.layers.embedding import DoRAEmbedding as DoRAEmbedding
+from torch_dora.layers.linear import DoRAConv1D as DoRAConv1D
+from torch_dora.layers.linear import DoRALinear as DoRALinear
+
+LAYERS: list[type[DoRALayer]] = [DoRALinear, DoRAConv, DoRAEmbedding, DoRAConv1D]
+"""The classes that :func:`torch_dora.apply_dora` chooses from; others can be appended."""
+
+
+def layer_class(module: nn.Module) -> type[DoRALayer] | None:
+    """Returns the class that adapts ``module``; None where none does."""
+    return next((kind for kind in LAYERS if kind.adapts(module)), None)

@@ -1,13 +1,12 @@
 """DoRA for torch.nn.Conv1d, Conv2d and Conv3d."""
 
-import numbers
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_dora.layers.adapter import DoRALayer
+from torch_dora.layers.base import DoRALayer
 from torch_dora.ops import compose, compose_delta
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -27,17 +26,17 @@ class DoRAConv(DoRALayer):
     :class:`DoRALayer`'s; rank is a multiple of the number of groups.
     """
 
-    def __init__(self, base: nn.Module, *, rank: int, **options: Any) -> None:
-        if not isinstance(base, CONVOLUTIONS):
-            raise TypeError(
-                f"base must be a torch.nn.Conv1d, Conv2d or Conv3d, got {type(base).__name__}"
-            )
-        if isinstance(rank, numbers.Integral) and rank % base.groups:
+    BASES = CONVOLUTIONS
+    BASES_NAMED = "torch.nn.Conv1d, Conv2d and Conv3d"
+
+    @classmethod
+    def check_base(cls, base: Any, rank: int, dropout: float) -> None:
+        super().check_base(base, rank, dropout)
+        if rank % base.groups:
             raise ValueError(
                 f"rank is {rank} and the convolution has {base.groups} groups, each of which takes "
                 f"an equal part of the rank; expected a multiple of {base.groups}"
             )
-        super().__init__(base, rank=rank, **options)
 
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
         out, *window = self.weight.shape
@@ -47,39 +46,42 @@ class DoRAConv(DoRALayer):
             "magnitude": (out,),
         }
 
+    def weight_matrix(self) -> Tensor:
+        return self._by_group(self.weight)
+
     def matrices(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.weight_matrix(), self._by_group(self.lora_a), self._by_group(self.lora_b)
+
+    def _by_group(self, tensor: Tensor) -> Tensor:
         groups = self.settings.groups
-        weight, lora_a = (
-            part.reshape(groups, len(part) // groups, -1) for part in (self.weight, self.lora_a)
-        )
-        return weight, lora_a, self.lora_b.reshape(groups, -1, self.lora_b.shape[1])
+        matrix = tensor.flatten(1)
+        return matrix if groups == 1 else matrix.unflatten(0, (groups, -1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, in, *positions], or without batch, as the base layer."""
-        dropped = x
-        if self.training and self.dropout > 0:
-            dropped = F.dropout(x, self.dropout)
+        """Returns [batch, out, *positions] of x [batch, in, *positions], or both without batch."""
+        dropped = self.drop(x)
         channels = x.ndim - self.weight.ndim + 1
 
         def convolve(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             return self.settings._conv_forward(x, weight, bias).movedim(channels, -1)
 
         y = convolve(x, self.weight, self.bias)
-        lora = self._expand(convolve(dropped, self.lora_a.to(self.weight.dtype)))
+        read = x if dropped is None else dropped
+        lora = self._expand(convolve(read, self.lora_a.to(self.weight.dtype)))
         g = self.g(y.dtype)
-        if dropped is not x and self.dropout_mode == "input":
-            read = convolve(dropped, self.weight)
+        if dropped is not None and self.dropout_mode == "input":
+            base = convolve(dropped, self.weight)
         elif self.bias is not None:
-            read = y - self.bias.to(y.dtype)
+            base = y - self.bias.to(y.dtype)
         else:
             y = compose(y, lora, g, self.scale, implementation=self.implementation)
             return y.movedim(-1, channels)
         # The base's own sum with its bias is kept whole: a fresh adapter changes no bit of it.
-        delta = compose_delta(read, lora, g, self.scale, implementation=self.implementation)
+        delta = compose_delta(base, lora, g, self.scale, implementation=self.implementation)
         return (y + delta).movedim(-1, channels)
 
     def _expand(self, z: Tensor) -> Tensor:
-        """[..., rank] to [..., out] by lora_b, group by group."""
+        """Returns [..., out] of z [..., rank], by lora_b, group by group."""
         groups = self.settings.groups
         lora_b = self.lora_b.to(z.dtype)
         if groups == 1:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_dora.layers.adapter import DoRALayer
+from torch_dora.layers.base import DoRALayer
 from torch_dora.ops import compose
 
 
@@ -21,12 +21,12 @@ class DoRAEmbedding(DoRALayer):
     Arguments as :class:`DoRALayer`'s, but for dropout: an embedding reads no activation.
     """
 
-    def __init__(self, base: nn.Module, *, dropout: float = 0.0, **options: Any) -> None:
-        if not isinstance(base, nn.Embedding) or type(base).forward is not nn.Embedding.forward:
-            raise TypeError(
-                f"base must be a torch.nn.Embedding, got {type(base).__name__}; a subclass must "
-                "compute what it computes: put a multiplier behind the layer"
-            )
+    BASES = (nn.Embedding,)
+    BASES_NAMED = "torch.nn.Embedding"
+
+    @classmethod
+    def check_base(cls, base: Any, rank: int, dropout: float) -> None:
+        super().check_base(base, rank, dropout)
         if dropout:
             raise ValueError(
                 f"dropout is {dropout} for an embedding, which reads token ids and has no "
@@ -37,30 +37,21 @@ class DoRAEmbedding(DoRALayer):
                 f"base.max_norm is {base.max_norm}, by which every call rewrites the weight; "
                 "expected None: a frozen weight cannot be rewritten"
             )
-        super().__init__(base, **options)
 
-    def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
-        vocabulary, features = self.weight.shape
-        return {
-            "lora_a": (self.rank, vocabulary),
-            "lora_b": (features, self.rank),
-            "magnitude": (features,),
-        }
+    def weight_matrix(self) -> Tensor:
+        return self.weight.T
 
-    def matrices(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.weight.T[None], self.lora_a[None], self.lora_b[None]
-
-    def as_weight(self, matrices: Tensor) -> Tensor:
-        return matrices[0].T.contiguous()
+    def as_weight(self, matrix: Tensor) -> Tensor:
+        return matrix.T.contiguous()
 
     def reset_adapter(self) -> None:
-        """Draw a fresh adapter: lora_a zero, lora_b normal, as PEFT."""
+        """Draws a fresh adapter: lora_a zero, lora_b normal, as PEFT."""
         nn.init.zeros_(self.lora_a)
         nn.init.normal_(self.lora_b)
         self.reset_magnitude()
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Integers [...] to [..., features]."""
+        """Returns [..., features] of integers [...]."""
         settings = self.settings
         base = F.embedding(
             ids,

@@ -2,7 +2,7 @@
 
 from torch_dora.ops.compose import compose, compose_delta
 from torch_dora.ops.linear import dora_linear
-from torch_dora.ops.norm import factored_norm, magnitude_scale, squared_norm
+from torch_dora.ops.norm import factored_norm, magnitude_scale
 
 __all__ = [
     "compose",
@@ -10,5 +10,4 @@ __all__ = [
     "dora_linear",
     "factored_norm",
     "magnitude_scale",
-    "squared_norm",
 ]

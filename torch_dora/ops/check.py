@@ -1,4 +1,4 @@
-"""Checks of what callers pass in: every error names the argument, its value and the mend."""
+"""Checks of what callers pass in: every error names the argument, its value and the fix."""
 
 import math
 import numbers
@@ -10,7 +10,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def is_float(name: str, tensor: object) -> None:
-    """Raise TypeError unless ``tensor`` is a tensor of fp16, bf16, fp32 or fp64."""
+    """Raises TypeError unless ``tensor`` is a tensor of fp16, bf16, fp32 or fp64."""
     if not isinstance(tensor, Tensor):
         raise TypeError(
             f"{name} must be a torch.Tensor, got {type(tensor).__name__}; "
@@ -23,22 +23,31 @@ def is_float(name: str, tensor: object) -> None:
         )
 
 
+def is_float_dtype(name: str, dtype: object) -> None:
+    """Raises TypeError unless ``dtype`` is fp16, bf16, fp32 or fp64."""
+    if dtype not in FLOATS:
+        raise TypeError(
+            f"{name} is {dtype!r}; expected torch.float16, bfloat16, float32 or float64"
+        )
+
+
 def has_shape(name: str, tensor: Tensor, shape: tuple[int | None, ...], meaning: str) -> None:
-    """Raise ValueError unless ``tensor.shape`` equals ``shape``, where None stands for any size."""
-    fits = tensor.ndim == len(shape) and all(
-        want is None or got == want for got, want in zip(tensor.shape, shape, strict=True)
+    """Raises ValueError unless ``tensor`` has ``shape``, where None stands for any size."""
+    right = tensor.ndim == len(shape) and all(
+        expected is None or got == expected
+        for got, expected in zip(tensor.shape, shape, strict=True)
     )
-    if not fits:
-        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+    if not right:
+        sizes = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(
-            f"{name} has shape {tuple(tensor.shape)}; expected ({wanted}) = {meaning}. The torch "
+            f"{name} has shape {tuple(tensor.shape)}; expected ({sizes}) = {meaning}. The torch "
             "layout is weight [out, in], lora_a [r, in], lora_b [out, r], magnitude [out]; "
             "transpose what comes from Flax"
         )
 
 
 def is_scale(scale: object) -> None:
-    """Raise unless ``scale`` is a finite real number: TypeError, or ValueError if not finite."""
+    """Raises unless ``scale`` is a finite real number: TypeError, or ValueError if not finite."""
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(
             f"scale must be a Python number, got {type(scale).__name__}; it is alpha/r, or "
@@ -50,7 +59,7 @@ def is_scale(scale: object) -> None:
 
 
 def adapter(weight: Tensor, lora_a: Tensor, lora_b: Tensor) -> None:
-    """Check weight [out, in] against lora_a [r, in] and lora_b [out, r], r at least 1."""
+    """Checks weight [out, in] against lora_a [r, in] and lora_b [out, r], r at least 1."""
     is_float("weight", weight)
     is_float("lora_a", lora_a)
     is_float("lora_b", lora_b)

@@ -21,23 +21,21 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torch_dora.ops import check, dispatch
-from torch_dora.ops.dispatch import Call, Candidate
+from torch_dora.ops import check, choose
+from torch_dora.ops.choose import Call
 from torch_dora.ops.dtypes import accumulation_dtype, cast
 
-if TYPE_CHECKING or dispatch.TRITON_MODE is not None:
+if TYPE_CHECKING or choose.TRITON_MODE is not None:
     from torch_dora.ops.triton import compose_backward as triton_backward
     from torch_dora.ops.triton import compose_forward as triton_forward
-
-# Below these sizes one launch takes longer than the memory traffic it saves (arXiv 2603.22276).
-CROSSOVER_FEATURES = 2048
-CROSSOVER_ELEMENTS = 2048 * 6144
+else:
+    triton_forward = None
 
 
 def compose(
     base: Tensor, lora: Tensor, g: Tensor, scale: float, *, implementation: str | None = None
 ) -> Tensor:
-    """y = base + ((g-1)·base + g·(scale·lora)), evaluated in fp32 and rounded once.
+    """Returns y = base + ((g-1)·base + g·(scale·lora)), evaluated in fp32 and rounded once.
 
     Args:
         base: [..., out], the frozen projection's result without its bias.
@@ -50,7 +48,7 @@ def compose(
         [..., out] in base's dtype.
 
     Raises:
-        TypeError, ValueError: an argument's dtype or shape does not fit; unknown implementation.
+        TypeError, ValueError: an argument's dtype or shape is wrong; unknown implementation.
         NotImplementedError: the named implementation cannot take the call.
     """
     return _checked(base, lora, g, scale, False, implementation)
@@ -59,7 +57,7 @@ def compose(
 def compose_delta(
     base: Tensor, lora: Tensor, g: Tensor, scale: float, *, implementation: str | None = None
 ) -> Tensor:
-    """ΔY = (g-1)·base + g·(scale·lora): the paper's operator, for callers who add it to base.
+    """Returns ΔY = (g-1)·base + g·(scale·lora), the paper's operator, for adding to base.
 
     Arguments, result and errors as :func:`compose`, which is to be preferred: adding a rounded ΔY
     costs another pass and another rounding.
@@ -68,18 +66,16 @@ def compose_delta(
 
 
 def choose_compose(base: Tensor, lora: Tensor, g: Tensor, implementation: str | None) -> str:
-    """The implementation of both passes for operands like these."""
+    """Returns the implementation of both passes for operands like these."""
     features = base.shape[-1]
     call = Call(
         rows=base.numel() // max(1, features),
         features=features,
-        rank=0,
         dtypes=(base.dtype, lora.dtype, g.dtype),
         device=base.device.type,
-        training=torch.is_grad_enabled(),
-        transformed=dispatch.transformed(),
+        transformed=choose.transformed(),
     )
-    return dispatch.choose(_CANDIDATES, call, implementation)
+    return choose.choose(call, implementation, triton_forward)
 
 
 def forward(
@@ -93,11 +89,10 @@ def forward(
     want_inner: bool,
     implementation: str,
 ) -> tuple[Tensor, Tensor | None]:
-    """(y or ΔY, inner or None) by one implementation, without a gradient of its own."""
+    """Returns (y or ΔY, inner or None) by one implementation, without a gradient of its own."""
     if implementation == "triton":
-        if want_inner:
-            return triton_forward.compose_with_inner(base, lora, g, bias, scale, delta)
-        return triton_forward.compose(base, lora, g, bias, scale, delta), None
+        y, *inner = triton_forward.compose(base, lora, g, bias, scale, delta, want_inner)
+        return y, inner[0] if want_inner else None
     dtype = accumulation_dtype(base, lora, g)
     wide = cast(base, dtype)
     unbiased = wide if bias is None else wide - cast(bias, dtype)
@@ -118,8 +113,8 @@ def backward(
     want_lora: bool,
     implementation: str,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(d_base, d_lora, d_g): the first two in dy's dtype where wanted, d_g [out] in fp32 where
-    ``inner`` is given."""
+    """Returns (d_base, d_lora, d_g): the first two in dy's dtype where asked for, d_g [out] in fp32
+    where ``inner`` is given."""
     if implementation == "triton":
         d = triton_backward.compose_backward(dy, inner, g, scale, delta, want_base, want_lora)
         found = iter(d)
@@ -186,31 +181,8 @@ def _checked(base, lora, g, scale, delta, implementation):
     check.has_shape("g", g, (base.shape[-1],), "[out]")
     check.is_scale(scale)
     chosen = choose_compose(base, lora, g, implementation)
-    if dispatch.transformed():
+    if choose.transformed():
         options = {"delta": delta, "want_inner": False, "implementation": chosen}
         return forward(base, lora, g, None, float(scale), **options)[0]
     want_inner = torch.is_grad_enabled() and g.requires_grad
     return _Compose.apply(base, lora, g, float(scale), delta, want_inner, chosen)
-
-
-def _triton_refuses(call: Call) -> str | None:
-    if reason := dispatch.triton_refuses(call) or triton_forward.refuses(call):
-        return reason
-    return triton_backward.refuses(call) if call.training else None
-
-
-def _triton_loses(call: Call) -> str | None:
-    if call.features < CROSSOVER_FEATURES:
-        return f"out is {call.features}, below the crossover of {CROSSOVER_FEATURES}"
-    if call.rows * call.features < CROSSOVER_ELEMENTS:
-        return (
-            f"{call.rows} rows × {call.features} are below the crossover of "
-            f"{CROSSOVER_ELEMENTS} elements"
-        )
-    return dispatch.triton_loses(call)
-
-
-_CANDIDATES = (
-    Candidate("triton", _triton_refuses, _triton_loses),
-    Candidate("eager", dispatch.accepts, dispatch.accepts),
-)

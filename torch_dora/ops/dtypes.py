@@ -5,13 +5,13 @@ from torch import Tensor
 
 
 def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
-    """Float64 as soon as one tensor is float64, else float32."""
+    """Returns float64 as soon as one tensor is float64, else float32."""
     wide = any(tensor.dtype == torch.float64 for tensor in tensors)
     return torch.float64 if wide else torch.float32
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``tensor.to(dtype)``, with nothing recorded where there is nothing to do.
+    """Returns ``tensor.to(dtype)``, with nothing recorded where there is nothing to do.
 
     torch.compile of torch 2.11 loses the cotangent of an autograd.Function whose forward makes a
     result by a conversion that converts nothing: it sees two results that are one tensor.

@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torch_dora.ops import check, dispatch
+from torch_dora.ops import check, choose
 from torch_dora.ops.compose import backward, choose_compose, forward
 from torch_dora.ops.dtypes import cast
 from torch_dora.ops.norm import factored_norm, magnitude_scale
 
-if TYPE_CHECKING or dispatch.TRITON_MODE is not None:
+if TYPE_CHECKING or choose.TRITON_MODE is not None:
     from torch_dora.ops.triton import expand_compose
 
 
@@ -39,11 +39,10 @@ def dora_linear(
     *,
     bias: Tensor | None = None,
     norm: Tensor | None = None,
-    kernel_sq_norm: Tensor | None = None,
     implementation: str | None = None,
     adapter_x: Tensor | None = None,
 ) -> Tensor:
-    """y = magnitude ∘ x (weight + scale·lora_b lora_a)ᵀ / ‖weight + scale·lora_b lora_a‖ + bias.
+    """Returns y = magnitude ∘ x (weight + s·lora_b lora_a)ᵀ / ‖weight + s·lora_b lora_a‖ + bias.
 
     Args:
         x: [..., in].
@@ -55,7 +54,6 @@ def dora_linear(
         bias: [out]; never scaled.
         norm: f32[out], :func:`factored_norm` of these very tensors, computed earlier. Not
             recomputed and not checked.
-        kernel_sq_norm: f32[out], ``squared_norm(weight)``; used where ``norm`` is not given.
         implementation: None, "triton" or "eager"; a named one runs or raises.
         adapter_x: [..., in], what the adapter reads in place of x: x after the adapter's dropout.
 
@@ -66,10 +64,10 @@ def dora_linear(
         back in their own dtype. The norm is a constant under differentiation.
 
     Raises:
-        TypeError, ValueError: an argument's dtype or shape does not fit; unknown implementation.
+        TypeError, ValueError: an argument's dtype or shape is wrong; unknown implementation.
         NotImplementedError: the named implementation cannot take the call.
     """
-    dispatch.check_name(implementation)
+    choose.check_name(implementation)
     check.is_float("x", x)
     check.adapter(weight, lora_a, lora_b)
     out_features, in_features = weight.shape
@@ -88,22 +86,13 @@ def dora_linear(
         check.is_float("adapter_x", adapter_x)
         check.has_shape("adapter_x", adapter_x, tuple(x.shape), "x's shape [..., in]")
     if norm is None:
-        norm = factored_norm(
-            weight,
-            lora_a,
-            lora_b,
-            scale,
-            kernel_sq_norm=kernel_sq_norm,
-            implementation=implementation,
-        )
-    elif kernel_sq_norm is not None:
-        raise ValueError("norm and kernel_sq_norm are both given; norm already contains the other")
+        norm = factored_norm(weight, lora_a, lora_b, scale, implementation=implementation)
 
     dtype = _result_dtype(x, weight)
     g = magnitude_scale(magnitude, norm, dtype)
     like = x.new_empty((), dtype=dtype).expand(*x.shape[:-1], out_features)
     chosen = choose_compose(like, like, g, implementation)
-    if dispatch.transformed():
+    if choose.transformed():
         return _forward(
             x, adapter_x, weight, bias, lora_a, lora_b, g, float(scale), dtype, False, chosen
         )[0]
@@ -116,7 +105,7 @@ def dora_linear(
 def _forward(
     x, adapter_x, weight, bias, lora_a, lora_b, g, scale, dtype, want_inner, implementation
 ):
-    """(y, z, inner or None)."""
+    """Returns (y, z, inner or None)."""
     with torch.autocast(x.device.type, enabled=False):
         read = x if adapter_x is None else adapter_x
         bias = None if bias is None else cast(bias, dtype)
@@ -212,12 +201,10 @@ def _expand_compose(
     want_inner: bool,
     implementation: str,
 ) -> tuple[Tensor, Tensor | None]:
-    """(y, inner or None) of lora = z lora_bᵀ, in one kernel where there is one for the dtype."""
+    """Returns (y, inner or None) of lora = z lora_bᵀ, in one kernel if the dtype has one."""
     if implementation == "triton" and expand_compose.refuses(base.dtype) is None:
-        arguments = (base, z, lora_b, g, bias, scale)
-        if want_inner:
-            return expand_compose.expand_compose_with_inner(*arguments)
-        return expand_compose.expand_compose(*arguments), None
+        y, *inner = expand_compose.expand_compose(base, z, lora_b, g, bias, scale, want_inner)
+        return y, inner[0] if want_inner else None
     return forward(
         base,
         F.linear(z, lora_b),
@@ -247,14 +234,14 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b in ``dtype``; the fp32 sum of fp16 or bf16 products is not rounded on the way."""
+    """Returns a @ b in ``dtype``; the fp32 sum of fp16 or bf16 products is not rounded before."""
     if a.device.type == "cuda" and dtype == torch.float32 and a.dtype.itemsize == 2:
         return torch.mm(a, b, out_dtype=dtype)
     return (a @ b).to(dtype)
 
 
 def _scaled_mm(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """scale·(a @ b) in ``dtype``, scaled before the sum is rounded."""
+    """Returns scale·(a @ b) in ``dtype``, scaled before the sum is rounded."""
     if dtype == a.dtype:
         # beta = 0: the first argument is never read.
         return torch.addmm(a.new_empty(()), a, b, beta=0, alpha=scale)

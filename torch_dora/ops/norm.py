@@ -9,22 +9,23 @@ BA is never formed. Everything accumulates in fp32 (fp64 for fp64 operands), wit
 operands as they are: see :mod:`torch_dora.ops.products`.
 """
 
-import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from torch_dora.ops import check, dispatch
-from torch_dora.ops.dispatch import Call, Candidate
+from torch_dora.ops import check, choose
+from torch_dora.ops.choose import Call
 from torch_dora.ops.dtypes import accumulation_dtype
 from torch_dora.ops.products import pieces, product
 
-if TYPE_CHECKING or dispatch.TRITON_MODE is not None:
+if TYPE_CHECKING or choose.TRITON_MODE is not None:
     from torch_dora.ops.triton import norm_assembly, one_pass_norm
 
-DEFAULT_CHUNK_BYTES = 256 * 2**20
+# Bounds the temporaries of the factored form. The result depends on it only by the order of fp32
+# sums.
+CHUNK_BYTES = 256 * 2**20
 _COLUMN_ALIGNMENT = 64
 
 EPS_FULL = 1e-12
@@ -37,69 +38,45 @@ def factored_norm(
     lora_b: Tensor,
     scale: float,
     *,
-    kernel_sq_norm: Tensor | None = None,
-    chunk_bytes: int | None = None,
     implementation: str | None = None,
 ) -> Tensor:
-    """‖weight + scale · lora_b @ lora_a‖ per output feature, without forming the product.
+    """Returns ‖weight + scale · lora_b @ lora_a‖ per output feature, without forming the product.
 
     Args:
         weight: [out, in], fp16, bf16, fp32 or fp64.
         lora_a: [r, in].
         lora_b: [out, r].
         scale: alpha/r or alpha/sqrt(r). 0 skips the adapter's terms.
-        kernel_sq_norm: f32[out], ``squared_norm(weight)`` computed earlier; saves the factored form
-            one pass over the weight while it is frozen, and changes no bit of the result.
-        chunk_bytes: bound on the temporaries of the factored form, in bytes; 256 MiB when None. The
-            result depends on it only by the order of fp32 sums.
         implementation: None, "triton" or "eager"; a named one runs or raises. "triton" is one pass
-            over W + s·BA in registers where all operands are half-precision and no ``chunk_bytes``
-            is given, else the factored form with its last step in a kernel.
+            over W + s·BA in registers where all operands are half-precision, else the factored form
+            with its last step in a kernel.
 
     Returns:
         f32[out] (f64 if an operand is fp64), detached: no gradient flows through the norm
         (arXiv 2402.09353, section 4.3). A NaN in the operands stays a NaN.
 
     Raises:
-        TypeError, ValueError: an argument's dtype or shape does not fit, ``chunk_bytes`` is too
-            small for the smallest tile, unknown implementation.
+        TypeError, ValueError: an argument's dtype or shape is wrong; unknown implementation.
         NotImplementedError: the named implementation cannot take the call.
     """
     check.adapter(weight, lora_a, lora_b)
     check.is_scale(scale)
-    if kernel_sq_norm is not None:
-        check.is_float("kernel_sq_norm", kernel_sq_norm)
-        check.has_shape("kernel_sq_norm", kernel_sq_norm, (weight.shape[0],), "[out]")
-        kernel_sq_norm = kernel_sq_norm.detach()
     weight, lora_a, lora_b = weight.detach(), lora_a.detach(), lora_b.detach()
     call = Call(
         rows=weight.shape[1],
         features=weight.shape[0],
-        rank=lora_a.shape[0],
         dtypes=(weight.dtype, lora_a.dtype, lora_b.dtype),
         device=weight.device.type,
-        training=False,
-        transformed=dispatch.transformed(),
+        transformed=choose.transformed(),
     )
-    if chunk_bytes is not None:
-        if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, numbers.Integral):
-            raise TypeError(f"chunk_bytes is {chunk_bytes!r}; expected a number of bytes, or None")
-        chunk_bytes = int(chunk_bytes)
-    chosen = dispatch.choose(_CANDIDATES, call, implementation)
-    if chosen == "triton" and chunk_bytes is None and one_pass_norm.refuses(call) is None:
+    chosen = choose.choose(call, implementation, None)
+    if chosen == "triton" and one_pass_norm.refuses(call) is None:
         chosen = "one_pass"
-    return _factored_norm(weight, lora_a, lora_b, float(scale), kernel_sq_norm, chunk_bytes, chosen)
-
-
-def squared_norm(weight: Tensor) -> Tensor:
-    """Σ_in weight² per output feature: f32[out] (f64 for fp64) of weight [out, in], detached."""
-    check.is_float("weight", weight)
-    check.has_shape("weight", weight, (None, None), "[out, in]")
-    return _squared_norm(weight.detach())
+    return _factored_norm(weight, lora_a, lora_b, float(scale), chosen)
 
 
 def magnitude_scale(magnitude: Tensor, norm: Tensor, dtype: torch.dtype) -> Tensor:
-    """g = magnitude / max(norm, eps): one number per output feature, in fp32.
+    """Returns g = magnitude / max(norm, eps): one number per output feature, in fp32.
 
     Args:
         magnitude: [out], any float dtype.
@@ -132,91 +109,70 @@ def _factored_norm(
     lora_a: Tensor,
     lora_b: Tensor,
     scale: float,
-    kernel_sq_norm: Tensor | None,
-    chunk_bytes: int | None,
     implementation: str,
 ) -> Tensor:
     dtype = accumulation_dtype(weight, lora_a, lora_b)
     with torch.autocast(weight.device.type, enabled=False):
         if implementation == "one_pass" and scale != 0:
-            return one_pass_norm.norm(weight, lora_a, lora_b, scale)
-        base_sq = _squared_norm(weight) if kernel_sq_norm is None else kernel_sq_norm
-        base_sq = base_sq.to(dtype)
+            return one_pass_norm.launch(weight, lora_a, lora_b, scale)
+        base_sq = _squared_norm(weight).to(dtype)
         cross = ba_sq = torch.zeros_like(base_sq)
         if scale != 0:
-            cross, ba_sq = _adapter_terms(weight, lora_a, lora_b, dtype, chunk_bytes)
-        assemble = assemble_norm if implementation == "eager" else norm_assembly.assemble_norm
+            cross, ba_sq = _adapter_terms(weight, lora_a, lora_b, dtype)
+        assemble = assemble_norm if implementation == "eager" else norm_assembly.launch
         return assemble(base_sq, cross, ba_sq, scale)
 
 
-def _one_by_one(operator: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, int]]:
-    """How torch.vmap runs an operator of its own."""
-
-    def run(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[Tensor, int]:
-        results = [
-            operator(
-                *(
-                    argument if dim is None else argument.select(dim, index)
-                    for argument, dim in zip(arguments, in_dims, strict=True)
-                )
-            )
-            for index in range(info.batch_size)
-        ]
-        return torch.stack(results), 0
-
-    return run
-
-
-_factored_norm.register_vmap(_one_by_one(_factored_norm))
+@_factored_norm.register_vmap
+def _(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[Tensor, int]:
+    """One call for each example."""
+    pairs = list(zip(arguments, in_dims, strict=True))
+    results = [
+        _factored_norm(*(one if dim is None else one.select(dim, at) for one, dim in pairs))
+        for at in range(info.batch_size)
+    ]
+    return torch.stack(results), 0
 
 
 @_factored_norm.register_fake
-def _(weight, lora_a, lora_b, scale, kernel_sq_norm, chunk_bytes, implementation):
+def _(weight, lora_a, lora_b, scale, implementation):
     return weight.new_empty(weight.shape[0], dtype=accumulation_dtype(weight, lora_a, lora_b))
 
 
-@torch.library.custom_op("torch_dora::squared_norm", mutates_args=())
 def _squared_norm(weight: Tensor) -> Tensor:
+    """Returns Σ_in weight² per output feature: f32[out] (f64 for fp64)."""
     dtype = accumulation_dtype(weight)
     if weight.device.type == "cuda" or weight.dtype == dtype:
         # The reduction converts while it reads: no converted copy of the weight exists.
         return torch.linalg.vector_norm(weight, dim=1, dtype=dtype).square()
-    height = max(1, DEFAULT_CHUNK_BYTES // max(1, weight.shape[1] * dtype.itemsize))
+    height = max(1, CHUNK_BYTES // max(1, weight.shape[1] * dtype.itemsize))
     return torch.cat(
         [torch.linalg.vector_norm(rows.to(dtype), dim=1).square() for rows in weight.split(height)]
     )
 
 
-_squared_norm.register_vmap(_one_by_one(_squared_norm))
-
-
-@_squared_norm.register_fake
-def _(weight):
-    return weight.new_empty(weight.shape[0], dtype=accumulation_dtype(weight))
-
-
 def assemble_norm(base_sq: Tensor, cross: Tensor, ba_sq: Tensor, scale: float) -> Tensor:
-    """√max(base_sq + 2·scale·cross + scale²·ba_sq, 0) of three f32[out] or f64[out]; NaN stays."""
+    """Returns √max(base_sq + 2·scale·cross + scale²·ba_sq, 0) of three [out]; NaN stays."""
     return _sqrt((base_sq + (2 * scale) * cross + (scale * scale) * ba_sq).clamp(min=0))
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """IEEE's square root, which torch's on a CPU is not in fp32: its vector library is a unit off
-    in the last place here and there. Rounded from fp64 it is exact."""
+    """Returns IEEE's square root, which torch's on a CPU is not in fp32: its vector library is
+    a unit off in the last place here and there. Rounded from fp64 it is exact."""
     return x.double().sqrt().to(x.dtype) if x.device.type == "cpu" else x.sqrt()
 
 
 def _adapter_terms(
-    weight: Tensor, lora_a: Tensor, lora_b: Tensor, dtype: torch.dtype, chunk_bytes: int | None
+    weight: Tensor, lora_a: Tensor, lora_b: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Σ_r B∘(W Aᵀ) and Σ_r (B A Aᵀ)∘B, [out] each, over tiles of the weight that fit the budget.
+    """Returns Σ_r B∘(W Aᵀ) and Σ_r (B A Aᵀ)∘B, [out] each, over tiles that stay in the budget.
 
     Both sums are linear in what one slab of input features contributes, so a tile's [height, r]
     products are reduced at once and dropped.
     """
     out_features, in_features = weight.shape
     rank = lora_a.shape[0]
-    width, height = _tile(weight, lora_a, lora_b, dtype, chunk_bytes)
+    width, height = _tile(weight, lora_a, lora_b, dtype)
     cross = weight.new_zeros(out_features, dtype=dtype)
     ba_sq = weight.new_zeros(out_features, dtype=dtype)
     gram = weight.new_zeros(rank, rank, dtype=dtype)
@@ -233,13 +189,11 @@ def _adapter_terms(
     return cross, ba_sq
 
 
-def _tile(
-    weight: Tensor, lora_a: Tensor, lora_b: Tensor, dtype: torch.dtype, chunk_bytes: int | None
-) -> tuple[int, int]:
-    """Input features of a slab of A, output features of a tile: half of the budget for either."""
+def _tile(weight: Tensor, lora_a: Tensor, lora_b: Tensor, dtype: torch.dtype) -> tuple[int, int]:
+    """Returns the input features of a slab of A and the output features of a tile: half of the
+    budget for either."""
     out_features, in_features = weight.shape
     rank = lora_a.shape[0]
-    budget = DEFAULT_CHUNK_BYTES if chunk_bytes is None else chunk_bytes
     w_bytes, a_bytes = _operand_bytes(weight, lora_a, dtype), _operand_bytes(lora_a, weight, dtype)
     # A product of [., r]: up to six terms of pieces, their sum so far and the next, and what stays.
     product_bytes = 9 * dtype.itemsize
@@ -247,11 +201,7 @@ def _tile(
     gram_bytes = rank * rank * product_bytes
     narrowest = min(in_features, _COLUMN_ALIGNMENT)
     least = gram_bytes + 2 * max(narrowest * rank * 2 * a_bytes, narrowest * w_bytes + row_bytes)
-    if budget < least:
-        raise ValueError(
-            f"chunk_bytes is {chunk_bytes}; the smallest tile of this layer (rank {rank}) needs "
-            f"{least} bytes: give at least that, or None for {DEFAULT_CHUNK_BYTES}"
-        )
+    budget = max(CHUNK_BYTES, least)
     half = (budget - gram_bytes) // 2
     width = in_features
     if a_bytes:
@@ -266,16 +216,10 @@ def _tile(
 
 
 def _operand_bytes(tensor: Tensor, other: Tensor, dtype: torch.dtype) -> int:
-    """Bytes of temporaries for every element of ``tensor`` in a product with ``other``."""
+    """Returns the bytes of temporaries per element of ``tensor`` in a product with ``other``."""
     if dtype == torch.float64 or tensor.device.type != "cuda":
         return 0 if tensor.dtype == dtype == other.dtype else dtype.itemsize
     if tensor.dtype == other.dtype != torch.float32:
         return 0
     # The bf16 pieces twice, as they are made and side by side, and what remains to be split.
     return 0 if pieces(tensor) == 1 else 4 * pieces(tensor) + 2 * dtype.itemsize
-
-
-_CANDIDATES = (
-    Candidate("triton", dispatch.triton_refuses, dispatch.triton_loses),
-    Candidate("eager", dispatch.accepts, dispatch.accepts),
-)

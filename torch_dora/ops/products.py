@@ -17,12 +17,12 @@ _PIECES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 
 
 def pieces(x: Tensor) -> int:
-    """How many bfloat16 numbers an element of ``x`` is the sum of; 1 for float64, never split."""
+    """Returns how many bfloat16 numbers an element of ``x`` is the sum of; 1 for float64."""
     return _PIECES.get(x.dtype, 1)
 
 
 def split(x: Tensor) -> list[Tensor]:
-    """Bfloat16 tensors, largest first, that add up to ``x``."""
+    """Returns bfloat16 tensors, largest first, that add up to ``x``."""
     parts = [x.to(torch.bfloat16)]
     rest = x
     while len(parts) < pieces(x):
@@ -32,7 +32,7 @@ def split(x: Tensor) -> list[Tensor]:
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """``a @ b`` for a [m, k] and b [k, n] of any floating dtypes, accumulated and returned in
+    """Returns ``a @ b`` for a [m, k] and b [k, n] of any float dtypes, accumulated and returned in
     ``dtype``: float64, or float32 when neither operand is float64."""
     if dtype == torch.float64 or a.device.type != "cuda":
         return a.to(dtype) @ b.to(dtype)

@@ -6,10 +6,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from dora_common.peft.fit import Layer, convolution_settings
-from torch_dora.layers import DoRAConv, DoRAConv1D, DoRAEmbedding
+from torch_dora.layers import DoRAConv, DoRAConv1D, DoRAEmbedding, DoRALinear
 from torch_dora.layers.conv import CONVOLUTIONS
-from torch_dora.layers.conv1d import is_conv1d
-from torch_dora.nn import DoRALinear
+from torch_dora.layers.linear import is_conv1d
 
 ADAPTER = ("lora_a", "lora_b", "magnitude")
 ADAPTED = (DoRALinear, DoRAConv1D, DoRAEmbedding, DoRAConv)

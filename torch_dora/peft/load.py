@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dora_common.hyperparameters import DropoutMode
 from dora_common.peft.fit import Adapter, Fit
 from dora_common.peft.folder import Folder, opened
 from torch_dora.adapt import DoRARule, apply_dora, remove_dora
-from torch_dora.hyperparameters import DropoutMode
 from torch_dora.ops import check
 from torch_dora.peft.layers import ADAPTER, adapted_modules, layers_of, parameters_of
 

@@ -5,7 +5,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from parity import oracle, tolerances
-from torch_dora.ops import dora_linear, factored_norm, squared_norm
+from torch_dora.ops import dora_linear, factored_norm
 
 MIXED = [
     (torch.float32, torch.float32),
@@ -30,7 +30,7 @@ def call(layer, scale=0.7, **kwargs):
 
 
 def leaf(layer, *names):
-    """The layer with those of its tensors as leaves that want a gradient."""
+    """The layer with those of its tensors as leaves that require a gradient."""
     return layer._replace(
         **{name: getattr(layer, name).detach().requires_grad_() for name in names}
     )
@@ -173,7 +173,6 @@ def test_a_given_norm_is_used_and_changes_no_bit(adapted):
     layer = adapted()
     norm = factored_norm(layer.weight, layer.lora_a, layer.lora_b, 0.7)
     assert torch.equal(call(layer, norm=norm), call(layer))
-    assert torch.equal(call(layer, kernel_sq_norm=squared_norm(layer.weight)), call(layer))
     torch.testing.assert_close(call(layer, norm=2 * norm), call(layer) / 2)
 
 
@@ -211,11 +210,6 @@ def test_non_contiguous_operands(adapted, implementation):
         ({"adapter_x": torch.ones(4, 8)}, ValueError, r"adapter_x has shape \(4, 8\)"),
         ({"scale": float("nan")}, ValueError, "scale is nan"),
         ({"norm": torch.ones(5)}, ValueError, r"norm has shape \(5,\); expected \(6\)"),
-        (
-            {"norm": torch.ones(6), "kernel_sq_norm": torch.ones(6)},
-            ValueError,
-            "norm and kernel_sq_norm are both given",
-        ),
         ({"implementation": "mosaic"}, ValueError, "'mosaic' is not a torch implementation"),
     ],
 )

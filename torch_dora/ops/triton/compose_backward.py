@@ -9,7 +9,7 @@ partial sum per column, [strips, out] in fp32; a second kernel adds the strips i
 atomics, so the same inputs give the same bits run after run. A strip is every n-th tile of rows, n
 the number of strips, so that what is read at one time lies close together.
 
-Bytes: 2 reads and as many writes of rows·out as cotangents are wanted: at 4.2 TB/s and bf16, one
+Bytes: 2 reads and as many writes of rows·out as cotangents are asked for: at 4.2 TB/s and bf16, one
 cotangent at 4096×4096 takes 24 µs. The partials are 8/rows-of-a-strip of one operand's bytes.
 """
 
@@ -20,7 +20,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_dora.ops.dispatch import Call
 from torch_dora.ops.triton.jit import jit
 
 
@@ -56,14 +55,6 @@ class SumConfig:
 
 CONFIG = Config()
 SUM_CONFIG = SumConfig()
-
-
-def refuses(call: Call) -> str | None:
-    """Why the kernel cannot take ``call``; None when it can."""
-    base, lora, *_ = call.dtypes
-    if base != lora:
-        return f"base and lora must share a dtype; got {base} and {lora}"
-    return None
 
 
 @jit
@@ -135,7 +126,7 @@ def _sum_kernel(
 
 
 def strip_height(rows: int, features: int, config: Config = CONFIG) -> int:
-    """Rows of a strip. Powers of two, so that few kernels are compiled for many row counts."""
+    """Returns the rows of a strip: a power of two, so that many row counts share a kernel."""
     across = triton.cdiv(features, config.columns)
     strips = min(config.most_strips, triton.cdiv(config.programs, across))
     height = max(config.rows, triton.next_power_of_2(triton.cdiv(rows, strips)))
@@ -158,7 +149,7 @@ def launch(
     config: Config = CONFIG,
     sum_config: SumConfig = SUM_CONFIG,
 ) -> None:
-    """Fill those of ``d_base``, ``d_lora``, ``d_g`` that are given; ``d_g`` needs ``inner``.
+    """Fills those of ``d_base``, ``d_lora``, ``d_g`` that are given; ``d_g`` needs ``inner``.
 
     All [..., out] are contiguous and of one dtype; ``d_g`` is f32[out].
     """
@@ -221,7 +212,7 @@ def compose_backward(
     want_base: bool,
     want_lora: bool,
 ) -> list[Tensor]:
-    """Those of d_base and d_lora that are wanted, then d_g if ``inner`` is given; contiguous."""
+    """Returns those of d_base and d_lora that are asked for, then d_g if ``inner`` is given."""
     dy = dy.contiguous()
     inner = None if inner is None else inner.contiguous()
     d_base = torch.empty_like(dy) if want_base else None

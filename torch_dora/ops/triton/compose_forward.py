@@ -1,4 +1,4 @@
-"""Compose forward: y or ΔY in one pass, with inner beside it where a gradient of g will want it.
+"""Compose forward: y or ΔY in one pass, with inner beside it where a gradient of g needs it.
 
     unbiased = base - bias                  (base where there is no bias)
     change   = (g-1)·unbiased + g·(s·lora)
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_dora.ops.dispatch import Call
+from torch_dora.ops.choose import Call
 from torch_dora.ops.triton.jit import jit
 
 
@@ -37,13 +37,23 @@ class Config:
 
 CONFIG = Config()
 
+# Below these sizes one launch takes longer than the memory traffic it saves (arXiv 2603.22276).
+CROSSOVER_FEATURES = 2048
+CROSSOVER_ELEMENTS = 2048 * 6144
+
 
 def refuses(call: Call) -> str | None:
-    """Why the kernel cannot take ``call``; None when it can."""
+    """Returns why the kernel, or that of the backward pass, cannot take ``call``, or None."""
     base, lora, *_ = call.dtypes
     if base != lora:
         return f"base and lora must share a dtype; got {base} and {lora}"
     return None
+
+
+def wins(call: Call) -> bool:
+    """Returns whether the kernel is faster than torch's own operators."""
+    elements = call.rows * call.features
+    return call.features >= CROSSOVER_FEATURES and elements >= CROSSOVER_ELEMENTS
 
 
 @jit
@@ -99,7 +109,7 @@ def launch(
     inner: Tensor | None,
     config: Config = CONFIG,
 ) -> None:
-    """Fill ``result``, and ``inner`` if given. All [..., out] are contiguous and of one dtype."""
+    """Fills ``result``, and ``inner`` if given. All [..., out] are contiguous and of one dtype."""
     features = base.shape[-1]
     rows = base.numel() // max(1, features)
     if rows == 0 or features == 0:
@@ -128,33 +138,23 @@ def launch(
 
 @torch.library.custom_op("torch_dora::compose", mutates_args=())
 def compose(
-    base: Tensor, lora: Tensor, g: Tensor, bias: Tensor | None, scale: float, delta: bool
-) -> Tensor:
-    """y, or ΔY if ``delta``, contiguous, in base's dtype."""
+    base: Tensor,
+    lora: Tensor,
+    g: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    delta: bool,
+    want_inner: bool,
+) -> list[Tensor]:
+    """Returns y, or ΔY if ``delta``, and inner if ``want_inner``; contiguous, in base's dtype."""
     base, lora = base.contiguous(), lora.contiguous()
     result = torch.empty_like(base)
+    inner = torch.empty_like(base) if want_inner else None
     bias = None if bias is None else bias.contiguous()
-    launch(base, lora, g.contiguous(), bias, scale, delta, result, None)
-    return result
+    launch(base, lora, g.contiguous(), bias, scale, delta, result, inner)
+    return [result] if inner is None else [result, inner]
 
 
 @compose.register_fake
-def _(base, lora, g, bias, scale, delta):
-    return base.new_empty(base.shape)
-
-
-@torch.library.custom_op("torch_dora::compose_with_inner", mutates_args=())
-def compose_with_inner(
-    base: Tensor, lora: Tensor, g: Tensor, bias: Tensor | None, scale: float, delta: bool
-) -> tuple[Tensor, Tensor]:
-    """(y or ΔY, inner), contiguous, in base's dtype."""
-    base, lora = base.contiguous(), lora.contiguous()
-    result, inner = torch.empty_like(base), torch.empty_like(base)
-    bias = None if bias is None else bias.contiguous()
-    launch(base, lora, g.contiguous(), bias, scale, delta, result, inner)
-    return result, inner
-
-
-@compose_with_inner.register_fake
-def _(base, lora, g, bias, scale, delta):
-    return base.new_empty(base.shape), base.new_empty(base.shape)
+def _(base, lora, g, bias, scale, delta, want_inner):
+    return [base.new_empty(base.shape) for _ in range(1 + want_inner)]

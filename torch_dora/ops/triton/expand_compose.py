@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_dora.ops.dispatch import TRITON_MODE
+from torch_dora.ops.choose import TRITON_MODE
 from torch_dora.ops.triton.jit import jit
 
 
@@ -42,7 +42,7 @@ CONFIG = Config()
 
 
 def refuses(dtype: torch.dtype) -> str | None:
-    """Why the kernel cannot take activations of ``dtype``; None when it can."""
+    """Returns why the kernel cannot take activations of ``dtype``; None when it can."""
     if dtype not in (torch.float16, torch.bfloat16):
         return f"multiplies on tensor cores, float16 or bfloat16; got {dtype}"
     return None
@@ -112,7 +112,7 @@ def launch(
     inner: Tensor | None,
     config: Config = CONFIG,
 ) -> None:
-    """Fill ``y``, and ``inner`` if given. All are contiguous; all but g and bias of one dtype."""
+    """Fills ``y``, and ``inner`` if given. All are contiguous; all but g and bias of one dtype."""
     features, rank = lora_b.shape
     rows = base.numel() // max(1, features)
     if rows == 0 or features == 0:
@@ -144,33 +144,23 @@ def launch(
 
 @torch.library.custom_op("torch_dora::expand_compose", mutates_args=())
 def expand_compose(
-    base: Tensor, z: Tensor, lora_b: Tensor, g: Tensor, bias: Tensor | None, scale: float
-) -> Tensor:
-    """y, contiguous, in base's dtype."""
+    base: Tensor,
+    z: Tensor,
+    lora_b: Tensor,
+    g: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    want_inner: bool,
+) -> list[Tensor]:
+    """Returns y, and inner if ``want_inner``; contiguous, in base's dtype."""
     base = base.contiguous()
     y = torch.empty_like(base)
+    inner = torch.empty_like(base) if want_inner else None
     bias = None if bias is None else bias.contiguous()
-    launch(base, z.contiguous(), lora_b.contiguous(), g.contiguous(), bias, scale, y, None)
-    return y
+    launch(base, z.contiguous(), lora_b.contiguous(), g.contiguous(), bias, scale, y, inner)
+    return [y] if inner is None else [y, inner]
 
 
 @expand_compose.register_fake
-def _(base, z, lora_b, g, bias, scale):
-    return base.new_empty(base.shape)
-
-
-@torch.library.custom_op("torch_dora::expand_compose_with_inner", mutates_args=())
-def expand_compose_with_inner(
-    base: Tensor, z: Tensor, lora_b: Tensor, g: Tensor, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """(y, inner), contiguous, in base's dtype."""
-    base = base.contiguous()
-    y, inner = torch.empty_like(base), torch.empty_like(base)
-    bias = None if bias is None else bias.contiguous()
-    launch(base, z.contiguous(), lora_b.contiguous(), g.contiguous(), bias, scale, y, inner)
-    return y, inner
-
-
-@expand_compose_with_inner.register_fake
-def _(base, z, lora_b, g, bias, scale):
-    return base.new_empty(base.shape), base.new_empty(base.shape)
+def _(base, z, lora_b, g, bias, scale, want_inner):
+    return [base.new_empty(base.shape) for _ in range(1 + want_inner)]

@@ -44,10 +44,10 @@ def _kernel(
     tl.store(norm_ptr + column, tl.sqrt_rn(total), mask=here)
 
 
-def assemble_norm(
+def launch(
     base_sq: Tensor, cross: Tensor, ba_sq: Tensor, scale: float, config: Config = CONFIG
 ) -> Tensor:
-    """The norm f32[out] of three f32[out]."""
+    """Returns the norm f32[out] of three f32[out]."""
     norm = torch.empty_like(base_sq)
     features = norm.shape[0]
     if features:

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_dora.ops.dispatch import TRITON_MODE, Call
+from torch_dora.ops.choose import TRITON_MODE, Call
 from torch_dora.ops.triton.jit import jit
 
 
@@ -55,7 +55,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def refuses(call: Call) -> str | None:
-    """Why the kernel cannot take ``call``; None when it can."""
+    """Returns why the kernel cannot take ``call``; None when it can."""
     weight, lora_a, lora_b = call.dtypes
     for name, dtype in (("weight", weight), ("lora_a", lora_a)):
         if dtype not in _HALVES:
@@ -126,7 +126,7 @@ def _root_kernel(
     tl.store(norm_ptr + column, tl.sqrt_rn(total), mask=here)
 
 
-def norm(
+def launch(
     weight: Tensor,
     lora_a: Tensor,
     lora_b: Tensor,
@@ -134,7 +134,7 @@ def norm(
     config: Config = CONFIG,
     sum_config: SumConfig = SUM_CONFIG,
 ) -> Tensor:
-    """‖weight + scale·lora_b lora_a‖ per row, f32[out]."""
+    """Returns ‖weight + scale·lora_b lora_a‖ per row, f32[out]."""
     out_features, in_features = weight.shape
     result = torch.empty(out_features, device=weight.device, dtype=torch.float32)
     if out_features == 0 or in_features == 0:

@@ -3,7 +3,7 @@ import torch
 
 from parity import oracle, tolerances
 from torch_dora.ops import factored_norm
-from torch_dora.ops.dispatch import Call
+from torch_dora.ops.choose import Call
 from torch_dora.ops.triton import one_pass_norm
 from torch_dora.ops.triton.one_pass_norm import Config, SumConfig
 
@@ -17,7 +17,7 @@ CONFIG = Config(rows=16, columns=32, depth=16, warps=4, stages=1)
 def test_agrees_with_the_oracle(adapted, assert_within, dtype, sizes):
     layer = adapted(sizes=sizes, dtype=dtype)
     operands = layer.weight, layer.lora_a, layer.lora_b
-    norm = one_pass_norm.norm(*operands, 0.7, CONFIG, SumConfig(elements=32))
+    norm = one_pass_norm.launch(*operands, 0.7, CONFIG, SumConfig(elements=32))
     assert_within(norm, oracle.norm(*operands, 0.7), tolerances.norm(*operands, 0.7))
 
 
@@ -26,7 +26,7 @@ def test_cancellation_costs_nothing(adapted):
     weight = (-0.7 * layer.lora_b.double() @ layer.lora_a.double()).bfloat16()
     operands = weight, layer.lora_a, layer.lora_b
     exact = oracle.norm(*operands, 0.7)
-    one_pass = one_pass_norm.norm(*operands, 0.7, CONFIG)
+    one_pass = one_pass_norm.launch(*operands, 0.7, CONFIG)
     factored = factored_norm(*operands, 0.7, implementation="eager")
     error = ((one_pass - exact).abs() / exact).max()
     # An element of s·BA carries a few roundings of the terms that cancel, 2⁸ times what is left.
@@ -38,7 +38,7 @@ def test_a_row_that_is_nan_and_one_that_is_zero(adapted):
     layer = adapted(dtype=torch.bfloat16)
     layer.weight[2, 1] = torch.nan
     layer.weight[3], layer.lora_b[3] = 0, 0
-    norm = one_pass_norm.norm(layer.weight, layer.lora_a, layer.lora_b, 0.7, CONFIG)
+    norm = one_pass_norm.launch(layer.weight, layer.lora_a, layer.lora_b, 0.7, CONFIG)
     assert norm.isnan().nonzero().flatten().tolist() == [2]
     assert norm[3] == 0
 
@@ -54,17 +54,15 @@ def test_a_row_that_is_nan_and_one_that_is_zero(adapted):
     ],
 )
 def test_refuses_what_the_factored_form_does_better(dtypes, reason):
-    refusal = one_pass_norm.refuses(Call(8, 8, 2, dtypes, "cuda", False))
+    refusal = one_pass_norm.refuses(Call(8, 8, dtypes, "cuda"))
     assert refusal is None if reason is None else reason in (refusal or "")
 
 
-def test_factored_norm_uses_it_unless_a_budget_is_given(adapted, monkeypatch):
+def test_factored_norm_uses_it(adapted, monkeypatch):
     layer = adapted(dtype=torch.bfloat16)
     operands = layer.weight, layer.lora_a, layer.lora_b
     calls = []
-    norm = one_pass_norm.norm
-    monkeypatch.setattr(one_pass_norm, "norm", lambda *a: (calls.append(1), norm(*a))[1])
+    norm = one_pass_norm.launch
+    monkeypatch.setattr(one_pass_norm, "launch", lambda *a: (calls.append(1), norm(*a))[1])
     factored_norm(*operands, 0.7, implementation="triton")
-    assert calls == [1]
-    factored_norm(*operands, 0.7, implementation="triton", chunk_bytes=2**20)
     assert calls == [1]

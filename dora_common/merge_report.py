@@ -1,18 +1,16 @@
-"""What merging changed, layer by layer."""
+"""What merging an adapter into the weights changed, layer by layer."""
 
 import dataclasses
-
-import torch
-from torch import Tensor
+from typing import Self
 
 
 @dataclasses.dataclass(frozen=True)
 class MergedLayer:
-    """What merging did to one layer; all norms are Frobenius'.
+    """What merging did to one layer; all norms are Frobenius norms.
 
     Attributes:
-        path: the layer's name, as in ``named_modules``; the first of them where it is shared.
-        dtype: of its weight.
+        path: the layer's path; the first of them where it is shared.
+        dtype: the dtype of its weight.
         change: ‖merged - weight‖ / ‖weight‖, before rounding: how much the adapter does.
         rounding: ‖rounded - merged‖ / ‖merged‖: what the cast to ``dtype`` costs.
         lost: ‖rounded - merged‖ / ‖merged - weight‖: that cost as a part of the adapter's work; at
@@ -26,6 +24,29 @@ class MergedLayer:
     rounding: float
     lost: float
     max_abs: float
+
+    @classmethod
+    def from_norms(
+        cls,
+        path: str,
+        dtype: str,
+        *,
+        weight: float,
+        merged: float,
+        change: float,
+        error: float,
+        max_abs: float,
+    ) -> Self:
+        """Returns the row of a layer from the norms of its weight, of the merged weight before
+        rounding, of their difference, and of the error that rounding makes."""
+        return cls(
+            path=path,
+            dtype=dtype,
+            change=change / weight if weight else float("inf"),
+            rounding=error / merged if merged else 0.0,
+            lost=error / change if change else 0.0,
+            max_abs=max_abs,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,18 +63,3 @@ class MergeReport:
             columns = "  ".join(f"{number:<8.2e}" for number in numbers)
             lines.append(f"{layer.path:{width}}  {layer.dtype:8}  {columns}")
         return "\n".join(lines)
-
-
-@torch.no_grad()
-def reported(path: str, weight: Tensor, merged: Tensor, rounded: Tensor) -> MergedLayer:
-    """The row of a layer, of its weight, the merged one in fp32 (fp64) and that as it was cast."""
-    change, error = merged - weight, rounded - merged
-    start, size, moved, off = (float(x.norm()) for x in (weight.to(merged), merged, change, error))
-    return MergedLayer(
-        path=path,
-        dtype=str(weight.dtype).removeprefix("torch."),
-        change=moved / start if start else float("inf"),
-        rounding=off / size if size else 0.0,
-        lost=off / moved if moved else 0.0,
-        max_abs=float(error.abs().max()),
-    )

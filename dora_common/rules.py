@@ -1,0 +1,130 @@
+"""Rules: which layer of a model gets which adapter."""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from dora_common.hyperparameters import DropoutMode, adapter_scale, check_dropout
+
+ALL_LINEAR = "all-linear"
+"""The path of a rule that matches every linear projection but embeddings and the output head."""
+
+OUTPUT_HEADS = ("lm_head", "embed_out", "output", "head", "score", "classifier")
+"""The last components of the paths that "all-linear" takes for output heads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """The adapter of every layer whose path ``path`` matches; packages add fields of their own.
+
+    Attributes:
+        path: a regular expression that the whole path has to match, as in ``re.fullmatch``; or
+            "all-linear", which matches every linear projection except embeddings and the output
+            head (a path that ends in one of :data:`OUTPUT_HEADS`).
+        rank: the rank r of the adapter, at least 1.
+        alpha: the scale s of the adapter is alpha / rank,
+        use_rslora: or alpha / sqrt(rank).
+        dropout: probability of dropping an input in training; 0 for embeddings, which read no
+            activation.
+        dropout_mode: "adapter" drops what lora_a reads, "input" what the whole correction reads.
+
+    Raises:
+        TypeError, ValueError: an attribute is out of range, or ``path`` is no regular expression.
+    """
+
+    path: str
+    rank: int
+    alpha: float
+    use_rslora: bool = False
+    dropout: float = 0.0
+    dropout_mode: DropoutMode = dataclasses.field(default="adapter", kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, str):
+            raise TypeError(f"path is {self.path!r}; expected a regular expression as a string")
+        try:
+            re.compile(self.path)
+        except re.error as error:
+            raise ValueError(
+                f"path is {self.path!r}, which is no regular expression ({error}); write a '.' or "
+                "'*' that stands for itself with a backslash before it"
+            ) from error
+        adapter_scale(self.rank, self.alpha, self.use_rslora)
+        check_dropout(self.dropout, self.dropout_mode)
+
+    def matches(self, path: str, *, linear: bool = False) -> bool:
+        """Returns whether the rule matches the layer at ``path``, "a/b/0/c" or "a.b.0.c".
+
+        Args:
+            path: the whole path of the layer.
+            linear: whether the layer is a linear projection and not the model's output head.
+        """
+        if self.path == ALL_LINEAR:
+            return linear and re.split(r"[./]", path)[-1] not in OUTPUT_HEADS
+        return re.fullmatch(self.path, path) is not None
+
+    def options(self) -> dict[str, Any]:
+        """Returns the keyword arguments that the DoRA layers take: every attribute but ``path``,
+        without those that are None."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del values["path"]
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def as_rules[R: Rule](kind: type[R], rules: R | Sequence[R]) -> tuple[R, ...]:
+    """Returns ``rules``, one or several of class ``kind``, as a tuple.
+
+    Raises:
+        TypeError: one of them is no ``kind``.
+        ValueError: there is none.
+    """
+    found = (rules,) if isinstance(rules, kind) else tuple(rules)  # pyright: ignore[reportArgumentType]
+    for index, rule in enumerate(found):
+        if not isinstance(rule, kind):
+            raise TypeError(
+                f"rules[{index}] is a {type(rule).__name__}; expected a {kind.__name__}"
+            )
+    if not found:
+        raise ValueError(f"rules is empty; expected at least one {kind.__name__}")
+    return found
+
+
+def assign[R: Rule](
+    rules: Sequence[R], paths: Sequence[Sequence[str]], linear: Sequence[bool]
+) -> list[R | None]:
+    """Returns the rule of each layer: the first that matches one of its paths, or None.
+
+    Args:
+        rules: the rules, in order of precedence.
+        paths: all paths of each layer; a shared layer has several.
+        linear: for each layer, as in :meth:`Rule.matches`.
+
+    Raises:
+        ValueError: a rule is no layer's first match; the message lists the paths.
+    """
+
+    def matched(rule: R, index: int) -> bool:
+        return any(rule.matches(path, linear=linear[index]) for path in paths[index])
+
+    layers = range(len(paths))
+    chosen = [next((rule for rule in rules if matched(rule, at)), None) for at in layers]
+    for index, rule in enumerate(rules):
+        if any(rule is one for one in chosen):
+            continue
+        taken = any(matched(rule, at) for at in layers)
+        reason = (
+            "matches only layers that earlier rules take (the first match wins)"
+            if taken
+            else "matches no layer"
+        )
+        raise ValueError(
+            f"rules[{index}], path {rule.path!r}, {reason}; a path is matched as a whole. The "
+            f"layers with parameters are:{listing(path for names in paths for path in names)}"
+        )
+    return chosen
+
+
+def listing(lines: Iterable[str]) -> str:
+    """Returns the lines in order, each on a line of its own and indented, to end a message with."""
+    return "".join(f"\n  {line}" for line in sorted(lines))

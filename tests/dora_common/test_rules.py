@@ -1,0 +1,106 @@
+"""Rules and hyperparameters: ranges, matching, assignment, and the messages that list paths."""
+
+import dataclasses
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from dora_common.hyperparameters import adapter_scale
+from dora_common.rules import Rule, as_rules, assign
+
+
+@dataclasses.dataclass(frozen=True)
+class Special(Rule):
+    """A package's rule, with fields of its own."""
+
+    keep: bool = False
+    dtype: str | None = None
+
+
+PATHS = [("model.q_proj",), ("model.norm",), ("lm_head",), ("blocks/0/up", "again")]
+LINEAR = [True, False, True, True]
+
+
+def test_no_framework_is_imported():
+    names = "dora_common.hyperparameters, dora_common.merge_report, dora_common.rules"
+    code = f"import sys, {names}\nprint({{'jax', 'flax', 'torch', 'numpy'}} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "set()"
+
+
+def chosen(*paths):
+    rules = [Rule(path, rank, 1.0) for rank, path in enumerate(paths, 1)]
+    return [rule and rule.rank for rule in assign(rules, PATHS, LINEAR)]
+
+
+def test_the_whole_path_is_matched_and_the_first_rule_wins():
+    assert chosen(r".*q_proj", "blocks/0/up|model.*") == [1, 2, None, 2]
+    assert chosen("again") == [None, None, None, 1]
+    with pytest.raises(ValueError, match="rules\\[0\\], path 'q_proj', matches no layer"):
+        chosen("q_proj")
+
+
+def test_all_linear_leaves_out_the_output_head_and_what_is_not_linear():
+    assert chosen("all-linear") == [1, None, None, 1]
+    assert not Rule("all-linear", 1, 1.0).matches("decoder/head", linear=True)
+    assert not Rule("all-linear", 1, 1.0).matches("all-linear")
+    # A name that only begins or ends as an output head's does is none.
+    assert Rule("all-linear", 1, 1.0).matches("model.head_proj", linear=True)
+    assert Rule("all-linear", 1, 1.0).matches("attention.output.dense", linear=True)
+
+
+def test_a_rule_that_adapts_nothing_lists_the_paths():
+    everything = r"(.|\n)*:\n  again\n  blocks/0/up\n  lm_head\n  model\.norm\n  model\.q_proj$"
+    with pytest.raises(ValueError, match=r"rules\[1\], path 'x', matches no layer" + everything):
+        chosen("lm_head", "x")
+    with pytest.raises(ValueError, match=r"rules\[1\], path 'again', .*earlier rules take"):
+        chosen(".*", "again")
+
+
+def test_rules_may_be_one_or_several_of_the_packages_class():
+    rule = Special("a", 2, 4.0, False, 0.1, True, dropout_mode="input")
+    assert as_rules(Special, rule) == as_rules(Special, [rule]) == (rule,)
+    assert rule.keep
+    assert rule.options() == {
+        "rank": 2,
+        "alpha": 4.0,
+        "use_rslora": False,
+        "dropout": 0.1,
+        "dropout_mode": "input",
+        "keep": True,
+    }
+    with pytest.raises(TypeError, match=r"rules\[1\] is a Rule; expected a Special"):
+        as_rules(Special, [rule, Rule("a", 2, 4.0)])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="rules is empty; expected at least one Special"):
+        as_rules(Special, [])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"path": "("}, ValueError, r"path is '\(', which is no regular expression"),
+        ({"path": 3}, TypeError, "path is 3; expected a regular expression"),
+        ({"rank": 0}, ValueError, "rank is 0; expected at least 1"),
+        ({"rank": 2.0}, TypeError, "rank is 2.0, a float; expected an integer"),
+        ({"rank": True}, TypeError, "rank is True"),
+        ({"alpha": "8"}, TypeError, "alpha is '8', a str; expected a real number"),
+        ({"alpha": np.bool_(True)}, TypeError, "expected a real number"),
+        ({"alpha": math.inf}, ValueError, "alpha is inf; expected a finite number"),
+        ({"dropout": None}, TypeError, "dropout is None"),
+        ({"dropout": 1.0}, ValueError, "dropout is 1.0; expected a probability"),
+        ({"dropout": math.nan}, ValueError, "dropout is nan"),
+        ({"dropout_mode": "both"}, ValueError, "dropout_mode is 'both'; expected 'adapter'"),
+    ],
+)
+def test_what_is_out_of_range_is_named(change, error, message):
+    with pytest.raises(error, match=message):
+        Rule(**({"path": "a", "rank": 2, "alpha": 4.0} | change))
+
+
+def test_the_scale_is_alpha_over_the_rank_or_its_root():
+    assert adapter_scale(4, 6) == 1.5
+    assert adapter_scale(4, 6, use_rslora=True) == 3.0
+    assert type(adapter_scale(np.int64(4), np.float32(6))) is float

@@ -1,0 +1,207 @@
+"""Norms as values: taken, used, and frozen."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
+
+import torch_dora
+from torch_dora import DoRAConv, DoRAConv1D, DoRAEmbedding, DoRALinear, freeze, with_norms
+from torch_dora.ops import norm as norm_module
+
+IDS = torch.arange(8).reshape(2, 4)
+
+
+def random(model):
+    """The model with a random adapter in every layer, whose magnitude is off the norm."""
+    for layer in model.modules():
+        if hasattr(layer, "lora_b"):
+            nn.init.normal_(layer.lora_a, std=0.2)
+            nn.init.normal_(layer.lora_b, std=0.2)
+            layer.reset_magnitude()
+            layer.magnitude.data.mul_(1 + torch.rand_like(layer.magnitude) / 10)
+    return model
+
+
+@pytest.fixture
+def model(device):
+    layers = [DoRALinear(24, 40, rank=4, alpha=8), nn.ReLU(), DoRALinear(40, 16, rank=4, alpha=8)]
+    return random(nn.Sequential(*layers).to(device))
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """Counts how many norms are computed."""
+    calls = []
+    compute = norm_module._factored_norm
+    monkeypatch.setattr(norm_module, "_factored_norm", lambda *a: (calls.append(1), compute(*a))[1])
+    return calls
+
+
+def gradients(model, x):
+    model.zero_grad()
+    y = model(x)
+    y.square().sum().backward()
+    return [y, *(p.grad for p in model.parameters() if p.requires_grad)]
+
+
+def test_norms_are_those_of_the_layers_detached_and_in_fp32(model):
+    values = torch_dora.norms(model.to(torch.bfloat16))
+    assert list(values) == ["0", "2"]
+    for name, value in values.items():
+        assert value.dtype == torch.float32
+        assert not value.requires_grad
+        assert torch.equal(value, model[int(name)].norm())
+
+
+def test_given_norms_are_not_computed_and_change_no_bit(model, device, computed):
+    x = torch.randn(5, 24, device=device)
+    want = gradients(model, x)
+    values = torch_dora.norms(model)
+    computed.clear()
+    with with_norms(model, values):
+        for _ in range(3):
+            for got, exact in zip(gradients(model, x), want, strict=True):
+                assert torch.equal(got, exact)
+    assert computed == []
+    model(x)
+    assert computed == [1, 1]
+
+
+def test_the_values_are_what_is_used(model, device):
+    x = torch.randn(5, 24, device=device)
+    values = torch_dora.norms(model)
+    model[2].bias.data.zero_()
+    want = model(x) / 2
+    with with_norms(model, {"0": values["0"], "2": 2 * values["2"]}):
+        torch.testing.assert_close(model(x), want)
+
+
+def test_what_was_before_comes_back_after_errors_and_inside_of_another(model):
+    values = torch_dora.norms(model)
+    other = {name: 2 * value for name, value in values.items()}
+    with with_norms(model, values):
+        with pytest.raises(RuntimeError, match="stop"), with_norms(model, other):  # noqa: PT012
+            assert model[0].constant_norm is not None
+            raise RuntimeError("stop")
+        assert torch.equal(model[0].constant_norm, values["0"])
+    assert model[0].constant_norm is None
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_accumulation_and_checkpointing_compute_each_norm_once_a_step(
+    model, device, computed, reentrant
+):
+    x = torch.randn(2, 4, 5, 24, device=device, requires_grad=True)
+    plain = copy.deepcopy(model)
+
+    def step(model, batches):
+        model.zero_grad()
+        for batch in batches:
+            checkpoint(model, batch, use_reentrant=reentrant).square().sum().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.grad is not None:
+                    p -= 0.01 * p.grad
+
+    for batches in x:
+        step(plain, batches)
+        computed.clear()
+        with with_norms(model, torch_dora.norms(model)):
+            step(model, batches)
+        assert len(computed) == 2
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+# What torch's compilers call is theirs: 2.11's use several things that 2.11 deprecates.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_under_torch_compile_other_values_compile_nothing(model, device):
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = torch.randn(5, 24, device=device)
+    assert torch.equal(compiled(x), model(x))
+    values = torch_dora.norms(model)
+    with with_norms(model, values):
+        assert torch.equal(compiled(x), model(x))
+    other = {name: 2 * value for name, value in values.items()}
+    with with_norms(model, other), torch.compiler.set_stance("fail_on_recompile"):
+        assert torch.equal(compiled(x), model(x))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert torch.equal(compiled(x), model(x))
+    # The names of a wrapper's layers are its own.
+    with with_norms(compiled, torch_dora.norms(compiled)):
+        assert torch.equal(compiled(x), model(x))
+
+
+OTHERS = {
+    "conv": (lambda: DoRAConv(nn.Conv1d(6, 8, 3), rank=2, alpha=4), torch.randn(2, 6, 9)),
+    "grouped": (
+        lambda: DoRAConv(nn.Conv2d(4, 6, 3, groups=2), rank=2, alpha=4),
+        torch.randn(2, 4, 5, 5),
+    ),
+    "conv1d": (lambda: DoRAConv1D(Conv1D(8, 6), rank=2, alpha=4), torch.randn(5, 6)),
+    "embedding": (lambda: DoRAEmbedding(nn.Embedding(9, 8), rank=2, alpha=4), IDS),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("way", ["given", "frozen"])
+def test_every_layer_uses_them(kind, way, monkeypatch):
+    make, x = OTHERS[kind]
+    layer = random(make())
+    want = layer(x)
+    values = torch_dora.norms(layer)
+    if way == "frozen":
+        freeze(layer)
+    monkeypatch.setattr(layer, "norm", lambda: pytest.fail("computed"))
+    if way == "frozen":
+        # A convolution whose weights require no gradient adds up in another order.
+        torch.testing.assert_close(layer(x), want, rtol=1e-5, atol=1e-5)
+    else:
+        with with_norms(layer, values):
+            assert torch.equal(layer(x), want)
+
+
+def test_frozen_is_constant_and_untrained(device, computed):
+    model = nn.Sequential(DoRALinear(24, 40, rank=4, alpha=8, dropout=0.5, dtype=torch.bfloat16))
+    model = random(model.to(device)).eval()
+    x = torch.randn(5, 24, device=device, dtype=torch.bfloat16)
+    want, names = model(x), set(model.state_dict())
+    assert freeze(model.train()) is model
+    computed.clear()
+    assert torch.equal(model(x), want)
+    assert computed == []
+    assert not any(p.requires_grad for p in model.parameters())
+    assert set(model.state_dict()) == names
+    assert torch.equal(copy.deepcopy(model)(x), want)
+    assert not model.training
+    assert model.to("meta")[0].constant_norm.is_meta
+
+
+@pytest.mark.parametrize(
+    "function", [torch_dora.norms, freeze, lambda model: with_norms(model, {}).__enter__()]
+)
+def test_a_model_without_a_dora_layer_is_refused(function):
+    with pytest.raises(ValueError, match="Linear has no DoRA layer"):
+        function(nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"2": None}, ValueError, r"expected what torch_dora\.norms.*\n  no norm for layer 2$"),
+        ({"1": torch.ones(4)}, ValueError, r"\n  no layer for norm 1$"),
+        ({"2": torch.ones(1, 16)}, ValueError, r"values\['2'\] has shape \(1, 16\); expected \(16"),
+        ({"2": torch.ones(16, dtype=torch.int32)}, TypeError, r"values\['2'\] has dtype torch.int"),
+        ({"2": [1.0] * 16}, TypeError, r"values\['2'\] must be a torch.Tensor"),
+    ],
+)
+def test_values_of_another_model_are_refused(model, change, error, match):
+    values = torch_dora.norms(model) | change
+    values = {name: value for name, value in values.items() if value is not None}
+    with pytest.raises(error, match=match), with_norms(model, values):
+        pass
+    assert model[0].constant_norm is None

@@ -1,0 +1,6 @@
+"""Adapters into an existing torch model, out of it, and into its weights."""
+
+from torch_dora.adapt.apply import apply_dora as apply_dora
+from torch_dora.adapt.apply import remove_dora as remove_dora
+from torch_dora.adapt.merge import merge_dora as merge_dora
+from torch_dora.adapt.rule import DoRARule as DoRARule

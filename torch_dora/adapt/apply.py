@@ -1,0 +1,189 @@
+"""Adapters into an existing torch model, and out of it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from dora_common.hyperparameters import ADAPTER_NAMES
+from dora_common.rules import as_rules, assign, listing
+from torch_dora.adapt.rule import DoRARule
+from torch_dora.layers import LAYERS, DoRAConv1D, DoRALayer, DoRALinear, dora_layers, layer_class
+from torch_dora.layers.linear import is_conv1d
+
+# What wraps a model, by the name of its class, and the model inside.
+_WRAPPERS = {
+    "OptimizedModule": "model._orig_mod, and call torch.compile afterwards",
+    "DataParallel": "model.module, and wrap it afterwards",
+    "DistributedDataParallel": "model.module, and wrap it afterwards",
+    "PeftModel": "what model.unload() returns, or read its folder by torch_dora.peft.load_adapter",
+}
+# What the hooks of a module are stored in. Handles that remove hooks know the dictionaries, so a
+# layer takes over the very ones of the layer that it replaces.
+_HOOKS = (
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks",
+    "_forward_hooks_always_called",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_is_full_backward_hook",
+    "_load_state_dict_post_hooks",
+    "_load_state_dict_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+)
+
+type _Named = tuple[nn.Module, tuple[str, ...]]
+
+
+def apply_dora(model: nn.Module, rules: DoRARule | Sequence[DoRARule]) -> Any:
+    """Puts a fresh DoRA adapter into every layer of ``model`` that a rule matches, in place.
+
+        model = apply_dora(model, DoRARule(r".*\\.(q|v)_proj", rank=16, alpha=32))
+        model = apply_dora(model, DoRARule("all-linear", rank=16, alpha=32))
+
+    Weights and biases are shared, not copied. Every parameter of the model that is not of an
+    adapter is frozen (``requires_grad`` is False). Adapted are ``torch.nn.Linear``, ``Conv1d``,
+    ``Conv2d``, ``Conv3d``, ``Embedding`` and the Conv1D of transformers' GPT-2; a module that is
+    shared stays shared, and a rule that matches one of its names adapts it everywhere. A layer's
+    hooks, accelerate's too, go over to the layer in its place. The adapters draw from torch's
+    generator: see ``torch.manual_seed``.
+
+    Args:
+        model: a model; one of the layers above is one too, whose name is "".
+        rules: one rule or several; the first that matches a layer's name adapts it. Only modules
+            that hold parameters themselves are matched, so ".*" does not stumble over containers.
+
+    Returns:
+        ``model``, or the DoRA layer in its place where the model itself is a layer.
+
+    Raises:
+        TypeError: ``model`` is no module, or a wrapper of one; a matched module cannot be adapted.
+        ValueError: a rule adapts nothing; a matched layer is adapted already; a rule does not suit
+            its layer. The message lists what is there, and ``model`` is unchanged.
+        NotImplementedError: a matched layer has a setting that its adapter would not honour: it is
+            parametrized, its weight is offloaded, ...
+    """
+    check_model(model)
+    rules = as_rules(DoRARule, rules)
+    layers = [one for one in _modules(model) if _holds_parameters(one[0])]
+    output_head = getattr(model, "get_output_embeddings", lambda: None)()
+    chosen = assign(
+        rules,
+        [names for _, names in layers],
+        [_is_linear(module) and module is not output_head for module, _ in layers],
+    )
+    matched = [(*layer, rule) for layer, rule in zip(layers, chosen, strict=True) if rule]
+    _refuse(model, [(module, names) for module, names, _ in matched])
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    try:
+        new = {id(module): _adapt(module, names, rule) for module, names, rule in matched}
+    except Exception:
+        # A layer that was made before the one that failed has frozen its weight.
+        for parameter in trainable:
+            parameter.requires_grad_(True)
+        raise
+    model = _replace(model, new)
+    adapters = {id(getattr(one, name)) for _, one in dora_layers(model) for name in ADAPTER_NAMES}
+    for parameter in model.parameters():
+        if id(parameter) not in adapters:
+            parameter.requires_grad_(False)
+    return model
+
+
+def remove_dora(model: nn.Module) -> Any:
+    """Puts every adapted layer's base layer back, in place: the base model exactly.
+
+    Its parameters stay frozen. Returns ``model``, or the base layer in its place.
+
+    Raises:
+        TypeError: ``model`` is no module, or a wrapper of one.
+    """
+    check_model(model)
+    return _replace(model, {id(one): one.base.train(one.training) for _, one in dora_layers(model)})
+
+
+def check_model(model: object) -> None:
+    """Raises TypeError unless ``model`` is a module, and none that wraps the model itself."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    for kind in type(model).__mro__:
+        if kind.__name__ in _WRAPPERS:
+            raise TypeError(
+                f"model is a {type(model).__name__}, which wraps the model itself; pass the inner "
+                f"one: {_WRAPPERS[kind.__name__]}"
+            )
+
+
+def _adapt(module: nn.Module, names: tuple[str, ...], rule: DoRARule) -> DoRALayer:
+    kind = layer_class(module)
+    assert kind is not None
+    try:
+        layer = kind.from_base(module, **rule.options())
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise type(error)(f"{names[0]!r} cannot be adapted: {error}") from error
+    hook: Any = getattr(module, "_hf_hook", None)
+    if hook is not None:
+        from accelerate.hooks import add_hook_to_module
+
+        add_hook_to_module(layer, hook)
+    return layer
+
+
+def _holds_parameters(module: nn.Module) -> bool:
+    return bool([*module.parameters(recurse=False)]) or parametrize.is_parametrized(module)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | DoRALinear | DoRAConv1D) or is_conv1d(module)
+
+
+def _modules(model: nn.Module) -> list[_Named]:
+    """Returns every module with all its names."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    return [(module, tuple(found)) for module, found in names.items()]
+
+
+def _replace(model: nn.Module, new: Mapping[int, nn.Module]) -> nn.Module:
+    """Returns ``model`` with new modules, by the ids of those whose place and hooks they take."""
+    for module in list(model.modules()):
+        if id(module) in new:
+            vars(new[id(module)]).update({name: vars(module)[name] for name in _HOOKS})
+        for name, child in list(module._modules.items()):
+            if id(child) in new:
+                setattr(module, name, new[id(child)])
+    return new.get(id(model), model)
+
+
+def _refuse(model: nn.Module, matched: list[_Named]) -> None:
+    """Raises an error that lists those of the matched modules that cannot be adapted."""
+
+    def listed(modules: Iterable[_Named]) -> str:
+        return listing(f"{names[0]} ({type(module).__name__})" for module, names in modules)
+
+    if adapted := [one for one in matched if isinstance(one[0], DoRALayer)]:
+        raise ValueError(
+            "a layer holds one adapter at a time, and these that the rules match hold one already: "
+            f"take it out with remove_dora, or merge it with merge_dora, first:{listed(adapted)}"
+        )
+    if others := [one for one in matched if layer_class(one[0]) is None]:
+        expected = ", ".join(kind.BASES_NAMED for kind in LAYERS)
+        raise TypeError(
+            f"the rules match modules that cannot be adapted; expected {expected}, not subclasses "
+            "that compute something else, nor the out_proj of a torch.nn.MultiheadAttention, which "
+            "reads that layer's weight and never calls it: give the rules paths that leave out"
+            f"{listed(others)}"
+        )
+    offloads = any(hasattr(module, "_hf_hook") for module in model.modules())
+    offloaded = [one for one in matched if any(p.is_meta for p in one[0].parameters(recurse=False))]
+    if offloads and offloaded:
+        raise NotImplementedError(
+            "accelerate has offloaded the weights of these layers to the CPU or to disk, and an "
+            "adapter needs them to start from; load the model without offloading (a device_map "
+            f"that names devices alone), or leave these layers out:{listed(offloaded)}"
+        )

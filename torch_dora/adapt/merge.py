@@ -1,0 +1,61 @@
+"""Adapters into the weights: plain layers, merged in fp32 and cast once."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dora_common.merge_report import MergedLayer, MergeReport
+from torch_dora.adapt.apply import check_model
+from torch_dora.layers import dora_layers
+
+
+def merge_dora(model: nn.Module, *, return_report: bool = False) -> Any:
+    """Returns a copy of ``model`` with plain layers, every adapter merged into its layer's weight.
+
+    Merged in fp32 and cast once to the weight's dtype. In bf16 that cast can cost more than a small
+    adapter does: ``return_report`` says. ``model`` keeps its adapters and is the way back; the copy
+    shares every parameter but the merged weights.
+
+    Args:
+        model: with adapters.
+        return_report: return a :class:`~dora_common.merge_report.MergeReport` too.
+
+    Returns:
+        The copy, or that and the report.
+
+    Raises:
+        TypeError: ``model`` is no module, or a wrapper of one.
+        ValueError: it holds no adapter.
+    """
+    check_model(model)
+    layers = dict(dora_layers(model))
+    if not layers:
+        raise ValueError("model holds no adapter; expected a model from apply_dora")
+    plain: dict[str, Any] = {name: layer.merge() for name, layer in layers.items()}
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in model.parameters()}
+    memo |= {id(layer): plain[name] for name, layer in layers.items()}
+    merged = copy.deepcopy(model, memo)
+    if not return_report:
+        return merged
+    rows = (
+        _row(name, layer.weight, layer.merged_weight(), plain[name].weight)
+        for name, layer in layers.items()
+    )
+    return merged, MergeReport(tuple(rows))
+
+
+@torch.no_grad()
+def _row(path: str, weight: Tensor, merged: Tensor, rounded: Tensor) -> MergedLayer:
+    """Returns a layer's row, from its weight, the merged one in fp32 (fp64), and that as cast."""
+    error = rounded - merged
+    return MergedLayer.from_norms(
+        path,
+        str(weight.dtype).removeprefix("torch."),
+        weight=float(weight.to(merged).norm()),
+        merged=float(merged.norm()),
+        change=float((merged - weight).norm()),
+        error=float(error.norm()),
+        max_abs=float(error.abs().max()),
+    )

@@ -1,0 +1,34 @@
+"""DoRARule: which layers of a torch model get which adapter."""
+
+import dataclasses
+
+import torch
+
+from dora_common.rules import Rule
+from torch_dora.ops import check, choose
+
+
+@dataclasses.dataclass(frozen=True)
+class DoRARule(Rule):
+    """The adapter of every layer whose name ``path`` matches.
+
+    Attributes:
+        path: a regular expression that the whole name has to match, as in ``re.fullmatch``. Names
+            are those of ``named_modules``: r"model\\.layers\\.\\d+\\.self_attn\\.(q|v)_proj". Or
+            "all-linear", for every ``torch.nn.Linear`` and Conv1D of transformers but the output
+            head: ``model.get_output_embeddings()``, and what is called lm_head, embed_out, output,
+            head, score or classifier.
+        rank, alpha, use_rslora, dropout, dropout_mode, adapter_dtype, implementation: as
+            :class:`~torch_dora.DoRALinear`'s. Embeddings read no activation: dropout 0.
+
+    Raises:
+        TypeError, ValueError: an attribute is out of range, or ``path`` is no regular expression.
+    """
+
+    adapter_dtype: torch.dtype = dataclasses.field(default=torch.float32, kw_only=True)
+    implementation: str | None = dataclasses.field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check.is_float_dtype("adapter_dtype", self.adapter_dtype)
+        choose.check_name(self.implementation)

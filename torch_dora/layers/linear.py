@@ -1,0 +1,119 @@
+"""DoRA for torch.nn.Linear, and for the Conv1D of GPT-2's family: a linear layer whose weight is
+[in, out]."""
+
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from torch_dora.layers.base import DoRALayer
+from torch_dora.ops import compose_delta, dora_linear
+
+
+class _DoRAProjection(DoRALayer):
+    """y = x W'ᵀ + bias with W' = magnitude ∘ (W + s·BA) / ‖W + s·BA‖ row by row (arXiv 2402.09353).
+
+    W [out, in] is :meth:`weight_matrix`.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns [..., out] of x [..., in], in the dtype that x and the weight promote to."""
+        dropped = self.drop(x)
+        weight = self.weight_matrix()
+        if dropped is None or self.dropout_mode == "adapter":
+            return dora_linear(
+                x,
+                weight,
+                self.lora_a,
+                self.lora_b,
+                self.magnitude,
+                self.scale,
+                bias=self.bias,
+                norm=self.current_norm(),
+                adapter_x=dropped,
+                implementation=self.implementation,
+            )
+        y = F.linear(x, weight, self.bias)
+        base = F.linear(dropped, weight)
+        z = F.linear(dropped.to(base.dtype), self.lora_a.to(base.dtype))
+        lora = F.linear(z, self.lora_b.to(base.dtype))
+        g = self.g(base.dtype)
+        return y + compose_delta(base, lora, g, self.scale, implementation=self.implementation)
+
+
+class DoRALinear(_DoRAProjection):
+    """y = x W'ᵀ + bias with W' = magnitude ∘ (W + s·BA) / ‖W + s·BA‖ row by row (arXiv 2402.09353).
+
+    Parameters: the frozen ``weight`` [out, in] and ``bias`` [out] or None, and the trained
+    ``lora_a`` [rank, in], ``lora_b`` [out, rank] and ``magnitude`` [out].
+
+    Args:
+        in_features, out_features, bias, device, dtype: as in ``torch.nn.Linear``.
+        rank, alpha, use_rslora, dropout, dropout_mode, adapter_dtype, implementation: as
+            :class:`DoRALayer`'s.
+
+    Raises:
+        TypeError, ValueError: an argument is out of its range.
+    """
+
+    BASES = (nn.Linear,)
+    BASES_NAMED = "torch.nn.Linear"
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        rank: int,
+        alpha: float,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        base = nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        super().__init__(base, rank=rank, alpha=alpha, **options)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, *, rank: int, alpha: float, **options: Any) -> Self:
+        """Returns an adapted ``linear``. Its weight and bias are shared, not copied, and frozen.
+
+        Arguments and errors as :class:`DoRALayer`'s.
+        """
+        return cls.from_base(linear, rank=rank, alpha=alpha, **options)
+
+    @classmethod
+    def adapts(cls, module: nn.Module) -> bool:
+        # MultiheadAttention reads the weight of its out_proj and never calls it.
+        return super().adapts(module) and not isinstance(module, NonDynamicallyQuantizableLinear)
+
+
+class DoRAConv1D(_DoRAProjection):
+    """y = x W' + bias, with the weight stored as [in, out] and the adapter as everywhere else.
+
+    Parameters: ``weight`` [in, out], ``bias`` [out], ``lora_a`` [rank, in], ``lora_b`` [out, rank],
+    ``magnitude`` [out]. Arguments as :class:`DoRALayer`'s.
+    """
+
+    BASES_NAMED = "transformers' Conv1D (for a torch.nn.Conv1d there is DoRAConv)"
+
+    @classmethod
+    def adapts(cls, module: nn.Module) -> bool:
+        return is_conv1d(module)
+
+    def weight_matrix(self) -> Tensor:
+        return self.weight.T
+
+    def as_weight(self, matrix: Tensor) -> Tensor:
+        return matrix.T.contiguous()
+
+
+def is_conv1d(module: Any) -> bool:
+    """Returns whether ``module`` is transformers' Conv1D, known by its name and its attributes, so
+    that transformers need not be there."""
+    if not (type(module).__name__ == "Conv1D" and hasattr(module, "nx") and hasattr(module, "nf")):
+        return False
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and tuple(weight.shape) == (module.nx, module.nf)
