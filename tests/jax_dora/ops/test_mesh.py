@@ -135,7 +135,7 @@ def test_mosaic_lowers_for_cuda_on_several_devices(name, check):
 
 @pytest.mark.parametrize("check", [True, False])
 def test_kernels_of_a_low_rank_product_lower_for_cuda_on_several_devices(check):
-    """Their references may not vary over an axis of the mesh, which the interpreter does not see."""
+    """Their references may vary over no axis of the mesh, which the interpreter does not see."""
     mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,))
 
     def run(x, kernel, lora_a, lora_b, magnitude):
