@@ -6,6 +6,7 @@
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -85,7 +86,8 @@ def dora_linear(
     rate, mode, seed = dropouts.active(dropout)
     options = Options("dora_linear", implementation, _precision(precision), rate, mode, keep_inner)
     scale = check.scale_array(scale)
-    return _on_mesh(options, Projection(x, kernel, lora_a, lora_b, g, scale, bias, seed))
+    operands = Projection(x, kernel, lora_a, lora_b, g, scale, bias, seed)
+    return _on_mesh(options, operands)(operands)
 
 
 def lora_linear(
@@ -124,29 +126,33 @@ def lora_linear(
         )
     options = Options("lora_linear", implementation, _precision(precision), rate, mode, False)
     operands = Projection(x, kernel, lora_a, lora_b, None, check.scale_array(scale), None, seed)
-    inner = _on_mesh(options, operands)
+    inner = _on_mesh(options, operands)(operands)
     return jnp.asarray(checkpoint_name(inner, INNER_NAME)) if keep_inner else inner
 
 
-def _on_mesh(options: Options, operands: Projection) -> jax.Array:
-    """Returns the result; on a mesh with explicit axes it is sharded as x's rows and the kernel's
-    columns are, and each device computes its part by itself, where it can."""
+def _on_mesh(options: Options, operands: Projection) -> Callable[[Projection], jax.Array]:
+    """Returns the function of `operands` that computes the result.
+
+    On a mesh with explicit axes the result is sharded as x's rows and the kernel's columns are, and
+    each device computes its part by itself, where it can.
+    """
+    on_one = functools.partial(_planned, options)
     mesh = meshes.explicit(operands.x, operands.kernel)
     if mesh is None:
-        return _planned(options, operands)
+        return on_one
     *rows, contracted = meshes.spec(operands.x)
     of_in, columns = meshes.spec(operands.kernel)
     result = jax.P(*rows, columns)
     axes = jax.tree.leaves(tuple(result))
     if (contracted and of_in) or len(axes) > len(set(axes)):
-        return _planned(options, operands)  # JAX asks for an out_sharding, or refuses
+        return on_one  # JAX asks for an out_sharding, or refuses
     if contracted or of_in or operands.seed is not None:
         # A mask is drawn by an element's position in the whole of x, and a kernel whose inputs are
         # sharded is gathered only where XLA needs it.
-        return meshes.left_to_xla(functools.partial(_planned, options), mesh, result)(operands)
+        return meshes.left_to_xla(on_one, mesh, result)
     whole, across, vector = jax.P(None, None), jax.P(None, columns), jax.P(columns)
     specs = Projection(jax.P(*rows, None), across, whole, across, vector, jax.P(), vector, jax.P())
-    return meshes.per_device(_planned, options, mesh, specs, result, operands)
+    return functools.partial(meshes.per_device, _planned, options, mesh, specs, result)
 
 
 def _planned(options: Options, operands: Projection) -> jax.Array:
