@@ -116,10 +116,11 @@ class DoRALayer(nnx.Module):
         self.implementation = chosen.implementation
         if "adapt_attend" in self.takes:
             self.adapt_attend = chosen.adapt_attend is not False
-        rate = chosen.dropout
-        self.dropout = nnx.Dropout(rate, rngs=rngs) if rate else nnx.data(None)
         self.given_norm = nnx.data(None)
         self._make_adapter(chosen, rngs, arrays)
+        # Last, so that the adapter that `rngs` draws does not depend on it.
+        rate = chosen.dropout
+        self.dropout = nnx.Dropout(rate, rngs=rngs) if rate else nnx.data(None)
 
     @classmethod
     def from_base(cls, base: Any, *, rngs: nnx.Rngs, **options: Any) -> Self:
