@@ -52,7 +52,8 @@ class Layout(NamedTuple):
     @property
     def is_one_matrix(self) -> bool:
         """Whether the parameters are stored as the matrices that they are."""
-        return self.kernel == matrix_layout(*self.kernel.stored[:2], 1).kernel
+        rows, columns = self.kernel.stored[0], self.kernel.stored[-1]
+        return self.kernel == matrix_layout(rows, columns, 1).kernel
 
     def to_matrices(
         self, kernel: jax.Array, lora_a: jax.Array, lora_b: jax.Array

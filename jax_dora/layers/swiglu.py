@@ -93,8 +93,12 @@ def _dtype(layer: DoRALinear, inputs: jax.Array) -> Any:
 def _parts(layer: DoRALinear, inputs: jax.Array, deterministic, rngs):
     """Returns (inner, g, bias) of a call."""
     given, dropout = layer.operands(inputs), layer.dropout_of_call(deterministic, rngs)
-    operands = (given[name] for name in ("x", "kernel", "lora_a", "lora_b"))
-    inner = ops.lora_linear(*operands, layer.scale, precision=layer.precision, dropout=dropout)
+    inner = ops.lora_linear(
+        **{name: given[name] for name in ("x", "kernel", "lora_a", "lora_b")},
+        scale=layer.scale,
+        precision=layer.precision,
+        dropout=dropout,
+    )
     if layer.keep_inner:
         inner = checkpoint_name(inner, INNER_NAME)
     return inner, ops.magnitude_scale(given["magnitude"], given["norm"], inner.dtype), given["bias"]
