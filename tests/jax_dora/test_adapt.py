@@ -94,7 +94,7 @@ OTHERS = {
     "embed": lambda rngs: nnx.Embed(6, 4, rngs=rngs),
     "conv": lambda rngs: nnx.Conv(6, 4, (3,), rngs=rngs),
     "norm": lambda rngs: nnx.LayerNorm(6, rngs=rngs),
-    "without an equation": lambda rngs: nnx.Einsum(None, (6, 4), rngs=rngs),
+    "no projection": lambda rngs: nnx.Einsum("td,dt->t", (6, 4), rngs=rngs),
     "of its own": lambda rngs: Own(6, 4, rngs=rngs),
 }
 

@@ -278,10 +278,13 @@ class TestRefusals:
     def test_a_missing_adapter_and_one_of_another_rank(self, base):
         adapted = apply_dora(MODEL, RULES)
         with pytest.raises(ValueError, match="params has no lora_a for 'embed'"):
-            adapted.apply(base, IDS)
-        _, variables = adapt(base, DoRARule("head", 2, 4))
-        with pytest.raises(ValueError, match=r"lora_a \(8, 2\) for 'head'.*takes \(8, 3\)"):
-            apply_dora(MODEL, DoRARule("head", 3, 4)).apply(variables, IDS)
+            jax.eval_shape(adapted.apply, base, IDS)
+        two = apply_dora(MODEL, DoRARule("head", 2, 4))
+        variables = jax.eval_shape(two.init, KEY, IDS)
+        with pytest.raises(
+            ValueError, match=r"'head' cannot be.*lora_a has shape \(8, 2\).*takes \(8, 3\)"
+        ):
+            jax.eval_shape(apply_dora(MODEL, DoRARule("head", 3, 4)).apply, variables, IDS)
 
     def test_things_that_are_no_module(self):
         with pytest.raises(TypeError, match=r"model is a dict; expected a linen nn\.Module"):
