@@ -2,7 +2,7 @@
 
     python examples/linen_train.py --steps 200
 
-Shows how a pretrained `nn.Dense` tree is adapted, and how the adapter alone is differentiated.
+Shows how a pretrained network is adapted, and how the adapter alone is differentiated.
 """
 
 import argparse
@@ -16,27 +16,21 @@ import optax
 from flax import linen as nn
 from rich.progress import track
 
-from jax_dora.linen import DoRADense, join_adapters, split_adapters
+from jax_dora import DoRARule
+from jax_dora.linen import apply_dora, join_adapters, split_adapters
 
 CONTEXT = 8
 ROWS = 64
 
 
 class NextByte(nn.Module):
-    """Logits of the next byte from the last `CONTEXT` ones; rank 0 is the bare base."""
-
-    rank: int = 0
+    """Logits of the next byte from the last `CONTEXT` ones."""
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        def dense(features: int, name: str) -> nn.Module:
-            if self.rank == 0:
-                return nn.Dense(features, name=name)
-            return DoRADense(features, self.rank, alpha=2 * self.rank, name=name)
-
         x = nn.Embed(256, 32, name="token")(tokens).reshape(*tokens.shape[:-1], -1)
-        x = nn.gelu(dense(256, "hidden")(x))
-        return dense(256, "out")(x)
+        x = nn.gelu(nn.Dense(256, name="hidden")(x))
+        return nn.Dense(256, name="out")(x)
 
 
 def fit(loss_fn, params, learning_rate: float, text: np.ndarray, steps: int, what: str):
@@ -80,7 +74,7 @@ def main() -> None:
     )
 
     # Whatever the pretrained tree lacks is made: lora_a, lora_b, magnitude.
-    adapted = NextByte(rank=options.rank)
+    adapted = apply_dora(base, DoRARule("all-linear", options.rank, alpha=2 * options.rank))
     _, variables = adapted.apply(
         {"params": pretrained}, tokens, rngs={"params": jax.random.key(1)}, mutable=["params"]
     )

@@ -89,16 +89,6 @@ def fit(model, trained, learning_rate: float, text: np.ndarray, steps: int, what
     return [float(loss) for loss in losses]
 
 
-def add_adapters(model: Transformer, rank: int, alpha: float, *, rngs: nnx.Rngs) -> None:
-    """Puts a DoRA adapter on every projection of every block."""
-    for block in model.blocks:
-        for name in ("qkv", "out", "up", "down"):
-            adapted = jax_dora.DoRALinear.from_linear(
-                getattr(block, name), rank=rank, alpha=alpha, rngs=rngs
-            )
-            setattr(block, name, adapted)
-
-
 def plot(curves: dict[str, list[float]], path: Path) -> None:
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.subplots()
@@ -123,7 +113,9 @@ def main() -> None:
     code = fit(
         model, nnx.Param, 3e-3, corpus.source_code(1_000_000), options.steps, "base, on code"
     )
-    add_adapters(model, options.rank, options.alpha, rngs=nnx.Rngs(1))
+    # Every projection of every block; the embedding, to which the head is tied, stays as it is.
+    rule = jax_dora.DoRARule("all-linear", options.rank, options.alpha)
+    model = jax_dora.apply_dora(model, rule, rngs=nnx.Rngs(1))
     english = fit(
         model, nnx.LoRAParam, 1e-2, corpus.english(400_000), options.steps, "adapter, on English"
     )

@@ -4,7 +4,6 @@ import math
 import numbers
 from typing import Any, get_args
 
-from jax_dora.ops import check
 from jax_dora.ops.dropout import Mode as DropoutMode
 
 # An adapter's parameters, in every layer that has one.
@@ -60,14 +59,4 @@ def check_dropout(dropout: Any, mode: Any) -> None:
         raise ValueError(
             f"dropout_mode is {mode!r}; expected 'adapter' (drop what the adapter reads, as LoRA "
             "does) or 'input' (drop what the whole correction reads, as PEFT's DoRA does)"
-        )
-
-
-def check_inner_name(inner_name: Any, dropout: float, mode: str) -> None:
-    """Raises TypeError or ValueError unless it is an `InnerName`, and there is such an array."""
-    check.inner_name(inner_name)
-    if inner_name is not None and dropout and mode == "input":
-        raise ValueError(
-            f"inner_name is {inner_name!r} with dropout_mode 'input', whose correction is composed "
-            "apart from the base's result; expected None, or dropout_mode 'adapter'"
         )

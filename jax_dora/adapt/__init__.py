@@ -1,7 +1,7 @@
 """Adapters into an existing model, out of it, into its weights, and one in another's place.
 
-Checkpoints want nothing of ours. Orbax saves an adapter alone by the arrays of `get_adapter`, and
-restores it into those of a model adapted by the same rules:
+Checkpoints need nothing of this library. Orbax saves an adapter alone by the arrays of
+`get_adapter`, and restores it into those of a model adapted by the same rules:
 
     checkpointer.save(folder, get_adapter(model).arrays)
     fresh = get_adapter(model)
@@ -18,13 +18,12 @@ To go on with training bit for bit, save all that a step changes, and the base m
     nnx.update((model, optimizer), checkpointer.restore(folder, target))
 """
 
+from jax_dora.adapt.adapter import Adapter as Adapter
+from jax_dora.adapt.adapter import get_adapter as get_adapter
+from jax_dora.adapt.adapter import set_adapter as set_adapter
 from jax_dora.adapt.apply import apply_dora as apply_dora
 from jax_dora.adapt.merge import MergedLayer as MergedLayer
 from jax_dora.adapt.merge import MergeReport as MergeReport
 from jax_dora.adapt.merge import merge_dora as merge_dora
 from jax_dora.adapt.remove import remove_dora as remove_dora
 from jax_dora.adapt.rule import DoRARule as DoRARule
-from jax_dora.adapt.switch import Adapter as Adapter
-from jax_dora.adapt.switch import AdapterSet as AdapterSet
-from jax_dora.adapt.switch import get_adapter as get_adapter
-from jax_dora.adapt.switch import set_adapter as set_adapter

@@ -8,18 +8,17 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_dora.adapt.kinds import KINDS, Kind, kind_of_adapted, kind_of_base
-from jax_dora.adapt.rule import DoRARule, Rules, as_rules, assign, listing
+from jax_dora.adapt.rule import Candidate, DoRARule, Rules, as_rules, assign, listing
 from jax_dora.adapt.stack import adapt_stack, stack_shape
-from jax_dora.adapt.tree import Found, find_modules, is_node, replace_modules
-from jax_dora.model import check_model
+from jax_dora.adapt.tree import Found, check_model, find_modules, is_node, replace_modules
+from jax_dora.layers import DORA_CLASSES, DoRALayer, dora_class_of
+from jax_dora.layers.base_layer import padded
 
 
 def apply_dora[Model: nnx.Module](model: Model, rules: Rules, *, rngs: nnx.Rngs) -> Model:
-    """`model` with a fresh DoRA adapter in every layer that a rule matches.
+    """Returns `model` with a fresh DoRA adapter in every layer that a rule matches.
 
-        rules = [DoRARule(r"layers/\\d+/attention/(query|value)", rank=16, alpha=32)]
-        model = apply_dora(model, rules, rngs=nnx.Rngs(0))
+        model = apply_dora(model, DoRARule("all-linear", rank=16, alpha=32), rngs=nnx.Rngs(0))
 
     The result is a model of its own, which computes what `model` did; `model` is left as it is. The
     two share the arrays of every parameter, and no array is copied. A layer keeps its dtype, its
@@ -55,7 +54,7 @@ def apply_dora[Model: nnx.Module](model: Model, rules: Rules, *, rngs: nnx.Rngs)
         )
     copy = nnx.clone(model)
     layers = [found for found in find_modules(copy) if _holds_parameters(found.module)]
-    chosen = assign(rules, [found.paths for found in layers])
+    chosen = assign(rules, [Candidate(one.paths, _is_linear(one.module)) for one in layers])
     matched = [(found, rule) for found, rule in zip(layers, chosen, strict=True) if rule]
     _refuse_others([found for found, _ in matched])
     replacements = {}
@@ -65,40 +64,38 @@ def apply_dora[Model: nnx.Module](model: Model, rules: Rules, *, rngs: nnx.Rngs)
 
 
 def adapt_layer(found: Found, rule: DoRARule, rngs: nnx.Rngs) -> Any:
-    """The DoRA layer over `found.module`, whose parameters it shares."""
-    layer, kind = found.module, kind_of_base(found.module)
-    assert kind is not None
-    sharding = _mesh_sharding(getattr(layer, kind.kernel))
+    """Returns the DoRA layer over `found.module`, whose parameters it shares."""
+    layer, cls = found.module, dora_class_of(found.module)
+    assert cls is not None
+    sharding = _mesh_sharding(getattr(layer, cls.kernel_name))
+
+    def adapt(one: Any) -> DoRALayer:
+        return cls.from_base(one, rngs=rngs, **rule.arguments())
+
     try:
         with contextlib.ExitStack() as scope:
             if sharding is not None:
                 # Flax places a parameter with sharding metadata at once, on the mesh in scope.
                 scope.enter_context(jax.set_mesh(cast(Mesh, sharding.mesh)))
-            shape = stack_shape(layer, kind)
-            if shape:
-                adapted = adapt_stack(
-                    layer, kind, shape, lambda one: kind.adapted_by(one, rule, rngs)
-                )
-            else:
-                adapted = kind.adapted_by(layer, rule, rngs)
+            shape = stack_shape(layer)
+            adapted = adapt_stack(layer, shape, adapt) if shape else adapt(layer)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise type(error)(f"{found.paths[0]!r} cannot be adapted: {error}") from error
     if sharding is not None:
-        _shard_like_kernel(adapted, kind, sharding, len(shape))
+        _shard_like_kernel(adapted, sharding, len(shape))
     return adapted
 
 
-def _shard_like_kernel(adapted: Any, kind: Kind, sharding: NamedSharding, lead: int) -> None:
-    ndim = getattr(adapted, kind.kernel).ndim
-    spec = (*sharding.spec, *(None,) * (ndim - len(sharding.spec)))
-    for name, names in kind.adapter_axes(adapted, spec[lead:]).items():
+def _shard_like_kernel(adapted: DoRALayer, sharding: NamedSharding, lead: int) -> None:
+    spec = padded(sharding.spec, adapted.kernel_param().ndim)
+    for name, names in adapted.adapter_axes(spec[lead:]).items():
         variable = getattr(adapted, name)
         target = NamedSharding(sharding.mesh, PartitionSpec(*spec[:lead], *names))
         variable.set_value(jax.device_put(variable.get_value(), target))
 
 
 def _mesh_sharding(variable: nnx.Variable) -> NamedSharding | None:
-    """How a concrete array lies on a mesh of its own."""
+    """Returns how a concrete array lies on a mesh of its own."""
     value = variable.get_value()
     if isinstance(value, jax.Array) and not isinstance(value, Tracer):
         sharding = value.sharding
@@ -108,23 +105,33 @@ def _mesh_sharding(variable: nnx.Variable) -> NamedSharding | None:
 
 
 def _refuse_others(matched: list[Found]) -> None:
-    adapted = [f"{one.paths[0]} ({_name(one)})" for one in matched if kind_of_adapted(one.module)]
+    def named(found: Found) -> str:
+        return f"{found.paths[0]} ({type(found.module).__name__})"
+
+    adapted = [named(one) for one in matched if isinstance(one.module, DoRALayer)]
     if adapted:
         raise ValueError(
             "a layer holds one adapter at a time, and these that the rules match hold one already: "
             f"take it out with remove_dora, or merge it with merge_dora, first:{listing(adapted)}"
         )
-    others = [f"{one.paths[0]} ({_name(one)})" for one in matched if not kind_of_base(one.module)]
+    others = [named(one) for one in matched if dora_class_of(one.module) is None]
     if others:
-        names = ", ".join(kind.base.__name__ for kind in KINDS)
+        names = ", ".join(base.__name__ for base in DORA_CLASSES)
         raise TypeError(
             f"the rules match modules that cannot be adapted; expected {names} alone: narrow the "
             f"rules' paths so that they leave out:{listing(others)}"
         )
 
 
-def _name(found: Found) -> str:
-    return type(found.module).__name__
+def _is_linear(module: nnx.Module) -> bool:
+    """Whether "all-linear" means this layer, adapted or not. A subclass that computes something
+    else is no linear projection."""
+    if isinstance(module, DoRALayer):
+        return module.is_linear(module)
+    cls = dora_class_of(module)
+    if cls is None or type(module).__call__ is not cls.base_type.__call__:
+        return False
+    return cls.is_linear(module)
 
 
 def _holds_parameters(module: nnx.Module) -> bool:

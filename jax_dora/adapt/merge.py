@@ -11,15 +11,14 @@ from flax import nnx
 from jax import lax
 
 from jax_dora import ops
-from jax_dora.adapt.kinds import Kind
-from jax_dora.adapt.remove import adapted, remove_dora
+from jax_dora.adapt.adapter import Adapter, set_adapter
+from jax_dora.adapt.remove import remove_dora
 from jax_dora.adapt.stack import indices, join
-from jax_dora.adapt.switch import Adapter, set_adapter
-from jax_dora.adapt.tree import find_modules
+from jax_dora.adapt.tree import check_model, find_dora_layers, find_modules
 from jax_dora.hyperparameters import ADAPTER_NAMES
-from jax_dora.layers.adapter import matrix_norm
+from jax_dora.layers import DoRALayer
+from jax_dora.layers.base import matrix_norm
 from jax_dora.layers.layout import Layout
-from jax_dora.model import check_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +73,7 @@ def merge_dora[Model: nnx.Module](
 def merge_dora(
     model: Any, *, adapters: Sequence[Adapter] | None = None, return_report: bool = False
 ) -> Any:
-    """`model` as a plain model, with every adapter in its layer's kernel.
+    """Returns `model` as a plain model, with every adapter in its layer's kernel.
 
     The kernel becomes W' = W + ((g-1)∘W + g∘(s·lora_a lora_b)), evaluated in fp32 and cast once to
     the kernel's dtype. In bf16 that cast can cost more than a small adapter does: `return_report`
@@ -103,12 +102,12 @@ def merge_dora(
     models = [model]
     if adapters is not None:
         models = [set_adapter(merged, _without_dropout(adapter)) for adapter in adapters]
-    sources: dict[str, list[tuple[Any, Kind]]] = {}
+    sources: dict[str, list[DoRALayer]] = {}
     for one in models:
-        for found, kind in adapted(one):
+        for found in find_dora_layers(one):
             # By every path: of a shared layer's, a copy of the model may hold another first.
             for path in found.paths:
-                sources.setdefault(path, []).append((found.module, kind))
+                sources.setdefault(path, []).append(found.module)
     if not sources:
         raise ValueError(
             "model holds no adapter and adapters names none; expected a model from apply_dora"
@@ -128,23 +127,23 @@ def _without_dropout(adapter: Adapter) -> Adapter:
 
 
 def _merge_layer(
-    path: str, base: Any, sources: list[tuple[Any, Kind]], report: bool
+    path: str, base: Any, sources: list[DoRALayer], report: bool
 ) -> MergedLayer | None:
     """Sets the kernel of `base` to the merged one."""
-    parameter = getattr(base, sources[0][1].kernel)
+    parameter = getattr(base, sources[0].kernel_name)
     kernel = parameter.get_value()
-    change = functools.reduce(jnp.add, (_change(layer, kind) for layer, kind in sources))
+    change = functools.reduce(jnp.add, map(_change, sources))
     parameter.set_value(changed(kernel, change))
     return reported(path, kernel, change) if report else None
 
 
 def changed(kernel: jax.Array, change: jax.Array) -> jax.Array:
-    """kernel + change, evaluated in the dtype of `change` and cast once to the kernel's."""
+    """Returns kernel + change, evaluated in the dtype of `change` and cast once to the kernel's."""
     return (kernel.astype(change.dtype) + change).astype(kernel.dtype)
 
 
 def reported(path: str, kernel: jax.Array, change: jax.Array) -> MergedLayer:
-    """What `changed` does to the kernel of the layer at `path`."""
+    """Measures what `changed` does to the kernel of the layer at `path`."""
     exact = kernel.astype(change.dtype) + change
     error = changed(kernel, change).astype(change.dtype) - exact
     size, moved, off = (float(jnp.linalg.norm(x.reshape(-1))) for x in (exact, change, error))
@@ -159,10 +158,10 @@ def reported(path: str, kernel: jax.Array, change: jax.Array) -> MergedLayer:
     )
 
 
-def _change(layer: Any, kind: Kind) -> jax.Array:
+def _change(layer: DoRALayer) -> jax.Array:
     parameters = {name: getattr(layer, name)[...] for name in ADAPTER_NAMES}
-    kernel = getattr(layer, kind.kernel)[...]
-    return kernel_change(kind.layout(layer), layer.scale, kernel=kernel, **parameters)
+    kernel = layer.kernel_param()[...]
+    return kernel_change(layer.layout(), layer.scale, kernel=kernel, **parameters)
 
 
 def kernel_change(
@@ -174,7 +173,7 @@ def kernel_change(
     lora_b: jax.Array,
     magnitude: jax.Array,
 ) -> jax.Array:
-    """W' - W in the kernel's shape, in fp32 (fp64 if a parameter is).
+    """Returns W' - W in the kernel's shape, in fp32 (fp64 if a parameter is).
 
     The parameters have the shapes of `layout`, behind the axes of a stack if there are any.
     """
@@ -193,7 +192,7 @@ def kernel_change(
 def _matrix_change(
     kernel: jax.Array, lora_a: jax.Array, lora_b: jax.Array, magnitude: jax.Array, scale: float
 ) -> jax.Array:
-    """(g-1)∘W + g∘(s·AB) of [n, in, out], [n, in, r], [n, r, out] and [n, 1, out]."""
+    """Returns (g-1)∘W + g∘(s·AB) of [n, in, out], [n, in, r], [n, r, out] and [n, 1, out]."""
     norm = matrix_norm(kernel, lora_a, lora_b, scale)
     g = ops.magnitude_scale(magnitude.reshape(-1), norm.reshape(-1), kernel.dtype)
     dtype = norm.dtype

@@ -2,54 +2,46 @@
 
 import dataclasses
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-import jax.numpy as jnp
-from flax.typing import Dtype, Initializer
+from jax_dora.layers.options import AdapterOptions
 
-from jax_dora.hyperparameters import DropoutMode, adapter_scale, check_dropout, check_inner_name
-from jax_dora.ops import check, dispatch
-from jax_dora.ops.check import InnerName
+ALL_LINEAR = "all-linear"
+# What models call the layer that makes their result, which "all-linear" leaves out.
+OUTPUT_HEADS = ("lm_head", "embed_out", "output", "head", "score", "classifier")
 
 
 @dataclasses.dataclass(frozen=True)
-class DoRARule:
+class _Path:
+    path: str
+
+
+# A dataclass has the fields of its last base first.
+@dataclasses.dataclass(frozen=True)
+class DoRARule(AdapterOptions, _Path):
     """The adapter of every layer whose path `path` matches.
+
+        DoRARule("all-linear", rank=16, alpha=32)
+        DoRARule(r"layers/\\d+/attention/(query|value)", 16, 32, dropout=0.05, use_rslora=True)
 
     Attributes:
       path: a regular expression that the whole path has to match, as in `re.fullmatch`. A path is
         "a/b/0/c": attribute names, and positions or keys where modules stand in lists or dicts.
-      rank: of the adapter.
+        Or "all-linear": every linear projection but the output head, which is what is called
+        lm_head, embed_out, output, head, score or classifier.
+      rank: the adapter's rank.
       alpha: the scale s is alpha / rank,
       use_rslora: or alpha / sqrt(rank).
-      dropout: probability of dropping an input in training; 0 for embeddings, which read no
-        activation.
-      dropout_mode: "adapter" or "input", as `jax_dora.DoRALinear`'s.
-      adapter_dtype: of lora_a and lora_b.
-      lora_a_init, lora_b_init: None leaves it to the layer. Called with the shape [in, rank] or
-        [rank, out] of one matrix, whatever the layer's shape.
-      adapt_attend: as `jax_dora.DoRAEmbed`'s, for rules that match embeddings alone; None leaves it
-        to the layer.
-      implementation: of the compose, as in `jax_dora.ops.dora_linear`.
-      inner_name: as there, for rules that match linear layers alone; see `jax_dora.remat_policy`.
+      dropout: the probability of dropping an input in training.
+      keep_inner: for linear layers, whether `jax_dora.remat_policy` keeps what only the magnitude's
+        gradient reads.
+      dropout_mode, adapter_dtype, lora_a_init, lora_b_init, adapt_attend, implementation: as
+        `jax_dora.layers.AdapterOptions`'.
 
     Raises:
       TypeError, ValueError: an attribute is out of range, or `path` is no regular expression.
     """
-
-    path: str
-    rank: int
-    alpha: float
-    use_rslora: bool = False
-    dropout: float = 0.0
-    dropout_mode: DropoutMode = "adapter"
-    adapter_dtype: Dtype = jnp.float32
-    lora_a_init: Initializer | None = None
-    lora_b_init: Initializer | None = None
-    adapt_attend: bool | None = None
-    implementation: str | None = None
-    inner_name: InnerName = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, str):
@@ -58,35 +50,33 @@ class DoRARule:
             re.compile(self.path)
         except re.error as error:
             raise ValueError(
-                f"path is {self.path!r}, which is no regular expression ({error}); a '.' or '*' "
-                "that stands for itself wants a backslash"
+                f"path is {self.path!r}, which is no regular expression ({error}); put a backslash "
+                "before a '.' or '*' that stands for itself"
             ) from error
-        adapter_scale(self.rank, self.alpha, self.use_rslora)
-        check_dropout(self.dropout, self.dropout_mode)
-        check_inner_name(self.inner_name, self.dropout, self.dropout_mode)
-        if jnp.dtype(self.adapter_dtype) not in check.FLOATS:
-            raise TypeError(
-                f"adapter_dtype is {self.adapter_dtype}; expected float16, bfloat16, float32 or "
-                "float64"
-            )
-        dispatch.check_name(self.implementation)
+        super().__post_init__()
 
-    def matches(self, path: str) -> bool:
-        """Whether the whole of `path` matches."""
+    def matches(self, path: str, *, is_linear: bool = False) -> bool:
+        """Whether the rule is for a layer at `path`, which is a linear projection or not."""
+        if self.path == ALL_LINEAR:
+            return is_linear and path.rpartition("/")[2] not in OUTPUT_HEADS
         return re.fullmatch(self.path, path) is not None
 
-    def options(self) -> dict[str, Any]:
-        """What the DoRA layers take to be made so, as keyword arguments; `rngs` is wanting."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        del values["path"]
-        return {name: value for name, value in values.items() if value is not None}
+
+class Candidate(NamedTuple):
+    """A layer that a rule may match: all its paths, of which a shared module has several."""
+
+    paths: tuple[str, ...]
+    is_linear: bool
+
+    def matches(self, rule: DoRARule) -> bool:
+        return any(rule.matches(path, is_linear=self.is_linear) for path in self.paths)
 
 
 Rules = DoRARule | Sequence[DoRARule]
 
 
 def as_rules(rules: Rules) -> tuple[DoRARule, ...]:
-    """`rules` as a tuple; raises TypeError or ValueError for anything else than rules."""
+    """Returns `rules` as a tuple; raises TypeError or ValueError for anything else than rules."""
     found = (rules,) if isinstance(rules, DoRARule) else tuple(rules)
     for index, rule in enumerate(found):
         if not isinstance(rule, DoRARule):
@@ -96,31 +86,28 @@ def as_rules(rules: Rules) -> tuple[DoRARule, ...]:
     return found
 
 
-def assign(rules: Sequence[DoRARule], paths: Sequence[tuple[str, ...]]) -> list[DoRARule | None]:
-    """The rule of each module, given all its paths (a shared module has several): the first match.
+def assign(rules: Sequence[DoRARule], layers: Sequence[Candidate]) -> list[DoRARule | None]:
+    """Returns the rule of each layer: the first that matches.
 
     Raises:
       ValueError: a rule is nobody's first match; it lists the paths.
     """
-    chosen = [
-        next((rule for rule in rules if any(map(rule.matches, names))), None) for names in paths
-    ]
+    chosen = [next((rule for rule in rules if layer.matches(rule)), None) for layer in layers]
     for index, rule in enumerate(rules):
         if any(rule is one for one in chosen):
             continue
-        taken = any(rule.matches(path) for names in paths for path in names)
         reason = (
             "matches only layers that earlier rules take (the first match wins)"
-            if taken
+            if any(layer.matches(rule) for layer in layers)
             else "matches no layer"
         )
         raise ValueError(
             f"rules[{index}], path {rule.path!r}, {reason}; a path is matched as a whole. The "
-            f"layers with parameters are:{listing(path for names in paths for path in names)}"
+            f"layers with parameters are:{listing(path for one in layers for path in one.paths)}"
         )
     return chosen
 
 
-def listing(lines) -> str:
-    """One line each, indented, for the end of a message."""
+def listing(lines: Iterable[str]) -> str:
+    """Returns one line each, indented, for the end of a message."""
     return "".join(f"\n  {line}" for line in sorted(lines))

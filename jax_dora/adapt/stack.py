@@ -17,33 +17,35 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_dora.adapt.kinds import Kind
+from jax_dora.layers import DoRALayer, dora_class_of
 
 
-def stack_shape(layer: Any, kind: Kind) -> tuple[int, ...]:
-    """The leading axes that stacking gave to the parameters of `layer`; () for a single layer.
+def stack_shape(layer: Any) -> tuple[int, ...]:
+    """Returns the leading axes that stacking gave to the parameters of a base or DoRA layer; () for
+    a single layer.
 
     Raises:
       NotImplementedError: the axes of the stack are not the leading ones.
     """
-    shape = getattr(layer, kind.kernel).shape
-    single = tuple(kind.kernel_shape(layer))
+    cls = dora_class_of(layer) or type(layer)
+    shape = getattr(layer, cls.kernel_name).shape
+    single = cls.unstacked_shape(layer)
     lead = len(shape) - len(single)
     if lead < 0 or tuple(shape[lead:]) != single:
         raise NotImplementedError(
-            f"its {kind.kernel} has shape {tuple(shape)}; expected {single}, behind the axes of a "
-            "stack if nnx.vmap made one: stack layers along the leading axis (out_axes=0)"
+            f"its {cls.kernel_name} has shape {tuple(shape)}; expected {single}, behind the axes "
+            "of a stack if nnx.vmap made one: stack layers along the leading axis (out_axes=0)"
         )
     return tuple(shape[:lead])
 
 
 def indices(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Every index into the axes of a stack, in row-major order."""
+    """Yields every index into the axes of a stack, in row-major order."""
     return itertools.product(*map(range, shape))
 
 
 def take(layer: Any, index: tuple[int, ...]) -> Any:
-    """The layer at `index` of a stack."""
+    """Returns the layer at `index` of a stack."""
     graphdef, state = nnx.split(layer)
     one = nnx.merge(graphdef, jax.tree.map(lambda array: array[index], state))
     for _, variable in nnx.iter_graph(one):
@@ -53,9 +55,10 @@ def take(layer: Any, index: tuple[int, ...]) -> Any:
 
 
 def adapt_stack(
-    layer: Any, kind: Kind, shape: tuple[int, ...], adapt_one: Callable[[Any], Any]
-) -> Any:
-    """The DoRA layer of a stack of `shape`, over the very parameters of `layer`."""
+    layer: Any, shape: tuple[int, ...], adapt_one: Callable[[Any], DoRALayer]
+) -> DoRALayer:
+    """Returns the DoRA layer of a stack of `shape`, over the very parameters of `layer`."""
+    adapted: Any
     adapted, parameters, streams = None, None, []
     for number, index in enumerate(indices(shape)):
         one = adapt_one(take(layer, index))
@@ -72,7 +75,7 @@ def adapt_stack(
         parameters = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), parameters)
     nnx.update(adapted, parameters)
     nnx.update(adapted, jax.tree.map(lambda *arrays: join(arrays, shape), *streams))
-    kernel = getattr(layer, kind.kernel)
+    kernel = getattr(layer, adapted.kernel_name)
     names = kernel.get_metadata("out_sharding", None)
     lead = () if names is None else tuple(names)[: len(shape)]
     for _, variable in nnx.iter_graph(adapted):
@@ -85,7 +88,7 @@ def adapt_stack(
 
 
 def join(arrays: Any, shape: tuple[int, ...]) -> jax.Array:
-    """Arrays of the layers of a stack, in row-major order, as one array with the stack's axes."""
+    """Joins the layers' arrays, in row-major order, into one array with the stack's axes."""
     return jnp.stack(arrays).reshape(*shape, *arrays[0].shape)
 
 
@@ -98,7 +101,7 @@ def _empty(layer: Any) -> None:
 
 
 def _room(count: int, one: jax.Array) -> jax.Array:
-    """Zeros for `count` arrays like `one`, along a new leading axis, on the same devices."""
+    """Returns zeros for `count` arrays like `one`, along a new leading axis, where it lies."""
     shape = (count, *one.shape)
     if isinstance(one, Tracer):
         return jnp.zeros(shape, one.dtype)
@@ -110,7 +113,7 @@ def _room(count: int, one: jax.Array) -> jax.Array:
 
 
 def _fill(room: jax.Array, one: jax.Array, number: int) -> jax.Array:
-    """`room` with `one` at `number`, in place where both are arrays."""
+    """Returns `room` with `one` at `number`, in place where both are arrays."""
     if isinstance(one, Tracer):
         return room.at[number].set(one)
     named = isinstance(room.sharding, NamedSharding)

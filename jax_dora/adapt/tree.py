@@ -5,19 +5,45 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-from flax import nnx
+from flax import linen, nnx
+
+from jax_dora.layers import DoRALayer
 
 
 @dataclasses.dataclass
 class Found:
     """A module and every path that leads to it: more than one where it is shared."""
 
-    module: nnx.Module
+    module: Any
     paths: tuple[str, ...]
 
 
+def check_model(model: Any, *, for_linen: str | None = None) -> None:
+    """Raises TypeError unless `model` is an nnx module.
+
+    Args:
+      for_linen: what does the same for a linen model, by its full name; None where nothing does.
+    """
+    if isinstance(model, nnx.Module):
+        return
+    message = f"model is a {type(model).__name__}; expected an nnx.Module"
+    if for_linen is not None:
+        message += f": for Flax linen there is {for_linen}"
+    elif isinstance(model, linen.Module):
+        message += (
+            ": this has no counterpart for Flax linen, for which there are apply_dora, merge_dora, "
+            "split_adapters and join_adapters in jax_dora.linen; write the model in nnx for it"
+        )
+    raise TypeError(message)
+
+
+def find_dora_layers(model: nnx.Module) -> list[Found]:
+    """Returns every DoRA layer of `model`, in the order of the paths."""
+    return [found for found in find_modules(model) if isinstance(found.module, DoRALayer)]
+
+
 def find_modules(model: nnx.Module) -> list[Found]:
-    """Every module of `model`, itself included, in the order of the paths."""
+    """Returns every module of `model`, itself included, in the order of the paths."""
     found: dict[int, Found] = {}
 
     def visit(node: Any, path: tuple[str, ...], above: tuple[int, ...]) -> None:
@@ -35,8 +61,8 @@ def find_modules(model: nnx.Module) -> list[Found]:
 
 
 def replace_modules(model: nnx.Module, replacements: Mapping[int, nnx.Module]) -> Any:
-    """`model`, changed in place, with the module of each `id` replaced; the result is another
-    object only where `model` itself is replaced."""
+    """Replaces the module of each `id` in `model`, in place, and returns `model`, or what replaces
+    it itself."""
     done: set[int] = set()
 
     def visit(value: Any) -> Any:
@@ -61,7 +87,7 @@ def replace_modules(model: nnx.Module, replacements: Mapping[int, nnx.Module]) -
 
 
 def _children(node: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """(keys, child) of a module: modules in containers are its children by two keys or more."""
+    """Yields (keys, child) of a module, with two keys or more for a module in a container."""
     if not isinstance(node, nnx.Pytree):
         return
     for name, value in _attributes(node):

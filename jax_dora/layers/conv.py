@@ -8,11 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_dora import ops
-from jax_dora.dropout import drawn
-from jax_dora.layers.adapter import DoRALayer, no_out_sharding
+from jax_dora.layers.base import DoRALayer, no_out_sharding
 from jax_dora.layers.layout import Layout, convolution_layout
+from jax_dora.layers.options import AdapterOptions
 from jax_dora.ops.dropout import drop
-from jax_dora.reuse import current_norm
 
 
 class DoRAConv(DoRALayer, nnx.Conv):
@@ -34,14 +33,19 @@ class DoRAConv(DoRALayer, nnx.Conv):
 
     base_type = nnx.Conv
 
-    def __init__(self, base: nnx.Conv, *, rank: int, **options: Any) -> None:
-        groups = getattr(base, "feature_group_count", 1)
-        if isinstance(rank, int) and rank % groups:
+    @classmethod
+    def check(cls, base: Any, options: AdapterOptions) -> None:
+        super().check(base, options)
+        groups = base.feature_group_count
+        if options.rank % groups:
             raise ValueError(
-                f"rank is {rank} and the convolution has {groups} groups, each of which takes an "
-                f"equal part of the rank; expected a multiple of {groups}"
+                f"rank is {options.rank} and the convolution has {groups} groups, each of which "
+                f"takes an equal part of the rank; expected a multiple of {groups}"
             )
-        super().__init__(base, rank=rank, **options)
+
+    @staticmethod
+    def unstacked_shape(module: Any) -> tuple[int, ...]:
+        return tuple(module.kernel_shape)
 
     def layout(self) -> Layout:
         return convolution_layout(self.kernel_shape, self.feature_group_count, self.rank)
@@ -69,9 +73,8 @@ class DoRAConv(DoRALayer, nnx.Conv):
         no_out_sharding(out_sharding)
         bias = None if self.bias is None else self.bias[...]
         x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
-        norm = current_norm(self)
-        g = ops.magnitude_scale(self.magnitude[...], norm, x.dtype)
-        dropout = drawn(self.dropout, self.dropout_mode, deterministic, rngs)
+        g = ops.magnitude_scale(self.magnitude[...], self.norm_of_call(), x.dtype)
+        dropout = self.dropout_of_call(deterministic, rngs)
         dropped = x if dropout is None else drop(x, dropout.seed, dropout.rate)
 
         base = self._convolve(x, kernel)
@@ -89,13 +92,13 @@ class DoRAConv(DoRALayer, nnx.Conv):
         return y if bias is None else y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
 
     def _convolve(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
-        """`nnx.Conv` without its bias, with another kernel."""
+        """Returns what `nnx.Conv` would with another kernel and no bias."""
         settings = vars(self) | {"kernel": kernel, "bias": None, "use_bias": False}
         stand_in: Any = SimpleNamespace(**settings)
         return nnx.Conv.__call__(stand_in, x)
 
     def _expand(self, z: jax.Array) -> jax.Array:
-        """[..., rank] to [..., out] by lora_b, group by group."""
+        """Takes [..., rank] to [..., out] by lora_b, group by group."""
         layout, groups = self.layout(), self.feature_group_count
         lora_b = layout.lora_b.to_matrices(self.lora_b[...]).astype(z.dtype)
         if groups == 1:

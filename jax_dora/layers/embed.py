@@ -10,10 +10,10 @@ from flax import nnx
 from flax.typing import Initializer
 
 from jax_dora import ops
-from jax_dora.layers.adapter import DoRALayer, no_out_sharding
+from jax_dora.layers.base import DoRALayer, no_out_sharding
 from jax_dora.layers.layout import Layout, matrix_layout
+from jax_dora.layers.options import AdapterOptions
 from jax_dora.ops.mesh import left_to_xla
-from jax_dora.reuse import current_norm
 
 
 class DoRAEmbed(DoRALayer, nnx.Embed):
@@ -22,14 +22,10 @@ class DoRAEmbed(DoRALayer, nnx.Embed):
     The norm is of each feature, over the vocabulary. As in PEFT, lora_a starts at zero and lora_b
     normal.
 
-    Args:
-      base: the embedding.
-      dropout: 0: an embedding reads no activation.
-      adapt_attend: whether `attend`, by which a model ties its output head to the embedding,
-        multiplies by the adapted embedding. True is what merging computes, since a merged embedding
-        is one array for both uses. False leaves the head as it was, as PEFT does, in whose files an
-        embedding's adapter does not reach the head: `jax_dora.peft.load_adapter` sets it so.
-      **options: as `DoRALayer`'s.
+    Its dropout is 0, since an embedding reads no activation. With adapt_attend False, `attend`
+    leaves a tied output head as it was: PEFT does so, in whose files an embedding's adapter does
+    not reach the head, and `jax_dora.peft.load_adapter` sets it so. Merging adapts the head too,
+    since a merged embedding is one array for both uses.
 
     Attributes:
       embedding: [vocabulary, features].
@@ -40,38 +36,31 @@ class DoRAEmbed(DoRALayer, nnx.Embed):
 
     base_type = nnx.Embed
     kernel_name = "embedding"
+    takes = frozenset({"adapt_attend"})
     default_inits: ClassVar[Mapping[str, Initializer]] = {
         "lora_a": nnx.initializers.zeros_init(),
         "lora_b": nnx.initializers.normal(1.0),
     }
 
-    def __init__(
-        self,
-        base: nnx.Embed,
-        *,
-        dropout: float = 0.0,
-        adapt_attend: bool = True,
-        **options: Any,
-    ) -> None:
-        if dropout:
+    @classmethod
+    def check(cls, base: Any, options: AdapterOptions) -> None:
+        super().check(base, options)
+        if options.dropout:
             raise ValueError(
-                f"dropout is {dropout} for an embedding, which reads token ids and has no "
+                f"dropout is {options.dropout} for an embedding, which reads token ids and has no "
                 "activation to drop; expected 0: give embeddings a rule of their own"
             )
-        if not isinstance(adapt_attend, bool):
-            raise TypeError(f"adapt_attend is {adapt_attend!r}; expected True or False")
-        super().__init__(base, **options)
-        self.adapt_attend = adapt_attend
+
+    @staticmethod
+    def unstacked_shape(module: Any) -> tuple[int, ...]:
+        return module.num_embeddings, module.features
 
     def layout(self) -> Layout:
         return matrix_layout(self.num_embeddings, self.features, self.rank)
 
-    def adapter_axes(self, axes: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
-        return {"lora_a": (axes[0], None), "lora_b": (None, axes[1]), "magnitude": (axes[1],)}
-
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """Integers [...] to [..., features], in the dtype that `nnx.Embed` would return, sharded as
-        it would be."""
+        """Takes integers [...] to [..., features], in the dtype that `nnx.Embed` would return,
+        sharded as it would be."""
         base = nnx.Embed.__call__(self, inputs, out_sharding)
         take = functools.partial(jnp.take, axis=0)
         if out_sharding is not None:
@@ -87,7 +76,7 @@ class DoRAEmbed(DoRALayer, nnx.Embed):
         )
 
     def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """[..., features] to [..., vocabulary]: the product with the adapted embedding, or with
+        """Takes [..., features] to [..., vocabulary]: multiplies by the adapted embedding, or by
         `embedding` itself where `adapt_attend` is False."""
         if not self.adapt_attend:
             return nnx.Embed.attend(self, query, out_sharding)
@@ -101,5 +90,4 @@ class DoRAEmbed(DoRALayer, nnx.Embed):
         return scaled @ embedding.T + z @ self.lora_a[...].astype(dtype).T
 
     def _g(self, dtype: Any) -> jax.Array:
-        norm = current_norm(self)
-        return ops.magnitude_scale(self.magnitude[...], norm, dtype)
+        return ops.magnitude_scale(self.magnitude[...], self.norm_of_call(), dtype)

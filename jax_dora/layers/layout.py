@@ -29,12 +29,12 @@ class Axes(NamedTuple):
         return size(self.batch), size(self.rows), size(self.columns)
 
     def to_matrices(self, array: jax.Array) -> jax.Array:
-        """[n, rows, columns] of an array of the stored shape."""
+        """Returns [n, rows, columns] of an array of the stored shape."""
         order = (*self.batch, *self.rows, *self.columns)
         return array.reshape(self.split).transpose(order).reshape(self.matrices)
 
     def from_matrices(self, matrices: jax.Array) -> jax.Array:
-        """The inverse of `to_matrices`."""
+        """Reverses `to_matrices`."""
         order = (*self.batch, *self.rows, *self.columns)
         split = matrices.reshape(tuple(self.split[axis] for axis in order))
         inverse = sorted(range(len(order)), key=order.__getitem__)
@@ -49,9 +49,25 @@ class Layout(NamedTuple):
     lora_b: Axes
     magnitude: Axes
 
+    @property
+    def is_one_matrix(self) -> bool:
+        """Whether the parameters are stored as the matrices that they are."""
+        rows, columns = self.kernel.stored[0], self.kernel.stored[-1]
+        return self.kernel == matrix_layout(rows, columns, 1).kernel
+
+    def to_matrices(
+        self, kernel: jax.Array, lora_a: jax.Array, lora_b: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns [n, in, out], [n, in, r] and [n, r, out]."""
+        return (
+            self.kernel.to_matrices(kernel),
+            self.lora_a.to_matrices(lora_a),
+            self.lora_b.to_matrices(lora_b),
+        )
+
 
 def matrix_layout(in_features: int, out_features: int, rank: int) -> Layout:
-    """Of a layer whose parameters are matrices already."""
+    """Returns the layout of a layer whose parameters are matrices already."""
 
     def whole(rows: int, columns: int) -> Axes:
         return Axes((rows, columns), (rows, columns), (), (0,), (1,))
@@ -67,7 +83,7 @@ def matrix_layout(in_features: int, out_features: int, rank: int) -> Layout:
 def projection_layout(
     batch: tuple[int, ...], in_: tuple[int, ...], out: tuple[int, ...], order: str, rank: int
 ) -> Layout:
-    """Of a kernel with several axes of each sort.
+    """Returns the layout of a kernel with several axes of each sort.
 
     lora_a is [*batch, *in, rank], lora_b [*batch, rank, *out] and magnitude [*batch, *out].
 
@@ -85,14 +101,8 @@ def projection_layout(
 
     def after_batch(rows: tuple[int, ...], columns: tuple[int, ...]) -> Axes:
         shape = (*batch, *rows, *columns)
-        split = n + len(rows)
-        return Axes(
-            shape,
-            shape,
-            tuple(range(n)),
-            tuple(range(n, split)),
-            tuple(range(split, len(shape))),
-        )
+        axes, split = tuple(range(len(shape))), n + len(rows)
+        return Axes(shape, shape, axes[:n], axes[n:split], axes[split:])
 
     return Layout(
         kernel=Axes(stored, stored, places["b"], places["i"], places["o"]),
@@ -103,9 +113,10 @@ def projection_layout(
 
 
 def convolution_layout(kernel_shape: tuple[int, ...], groups: int, rank: int) -> Layout:
-    """Of a kernel [*window, in / groups, out], every group of which has rank / groups of the rank.
+    """Returns the layout of a kernel [*window, in / groups, out].
 
-    lora_a is [*window, in / groups, rank], lora_b [rank / groups, out] and magnitude [out].
+    Each group has rank / groups of the rank: lora_a is [*window, in / groups, rank], lora_b
+    [rank / groups, out] and magnitude [out].
     """
     *rows, out = kernel_shape
     n = len(rows)

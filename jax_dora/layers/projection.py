@@ -13,13 +13,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_dora import ops
-from jax_dora.dropout import drawn
-from jax_dora.hyperparameters import check_inner_name
-from jax_dora.layers.adapter import DoRALayer, no_out_sharding
+from jax_dora.layers.base import DoRALayer, no_out_sharding
 from jax_dora.layers.layout import Layout, projection_layout
-from jax_dora.ops.check import InnerName
-from jax_dora.reuse import current_norm
+from jax_dora.layers.options import AdapterOptions
 
 
 class Equation(NamedTuple):
@@ -30,20 +26,18 @@ class Equation(NamedTuple):
     y: str
 
     def sort(self, letter: str) -> str:
-        """Of an axis of the kernel: "b" for batch, "i" for input, "o" for output."""
+        """Returns what an axis of the kernel is: "b" for batch, "i" for input, "o" for output."""
         if letter in self.y:
             return "b" if letter in self.x else "o"
         return "i"
 
     def kernel_letters(self, sort: str) -> str:
-        """The kernel's axes of one sort, in the kernel's order."""
+        """Returns the kernel's axes of one sort, in the kernel's order."""
         return "".join(letter for letter in self.kernel if self.sort(letter) == sort)
 
 
 class DoRAProjection(DoRALayer):
     """What `DoRALinearGeneral` and `DoRAEinsum` have in common.
-
-    Arguments as `DoRALayer`'s, and inner_name, of `jax_dora.ops.dora_linear`.
 
     Attributes:
       kernel: as the base layer's.
@@ -52,56 +46,33 @@ class DoRAProjection(DoRALayer):
       magnitude: [*batch, *out].
     """
 
+    takes = frozenset({"keep_inner"})
+
     kernel: nnx.Param
     bias: nnx.Param | None
-    dropout: nnx.Dropout | None
-    rank: int
     dtype: Any
     precision: Any
     promote_dtype: Any
 
-    def __init__(self, base: Any, *, inner_name: InnerName = None, **options: Any) -> None:
-        super().__init__(base, **options)
-        rate = 0.0 if self.dropout is None else self.dropout.rate
-        check_inner_name(inner_name, rate, self.dropout_mode)
-        self.inner_name = inner_name
-
     def equation(self, ndim: int | None = None) -> Equation:
-        """The einsum for an input of `ndim` axes; None for one of the fewest axes."""
-        raise NotImplementedError
-
-    def unstacked_shape(self) -> tuple[int, ...]:
-        """The kernel's shape, were it in no stack."""
+        """Returns the einsum for an input of `ndim` axes; None stands for the fewest."""
         raise NotImplementedError
 
     def layout(self) -> Layout:
         equation = self.equation()
         order = "".join(map(equation.sort, equation.kernel))
-        shape = self.unstacked_shape()
+        shape = self.unstacked_shape(self)
         sizes = {
             sort: tuple(size for size, one in zip(shape, order, strict=True) if one == sort)
             for sort in "bio"
         }
         return projection_layout(sizes["b"], sizes["i"], sizes["o"], order, self.rank)
 
-    def adapter_axes(self, axes: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
-        kernel = self.layout().kernel
-        batch, rows, columns = (
-            tuple(axes[axis] for axis in part)
-            for part in (kernel.batch, kernel.rows, kernel.columns)
-        )
-        return {
-            "lora_a": (*batch, *rows, None),
-            "lora_b": (*batch, None, *columns),
-            "magnitude": (*batch, *columns),
-        }
-
     def _project(self, equation: Equation, inputs: jax.Array, deterministic, rngs) -> jax.Array:
         bias = None if self.bias is None else self.bias[...]
         x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
         layout = self.layout()
-        norm = current_norm(self)
-        dropout = drawn(self.dropout, self.dropout_mode, deterministic, rngs)
+        dropout = self.dropout_of_call(deterministic, rngs)
 
         batch, in_, out = map(equation.kernel_letters, "bio")
         rows = "".join(letter for letter in equation.x if letter not in batch + in_)
@@ -119,40 +90,26 @@ class DoRAProjection(DoRALayer):
             bias = bias.transpose([letters.index(letter) for letter in batch + out])
             bias = bias.reshape(layout.magnitude.matrices[0], -1)
 
+        kernel, lora_a, lora_b = layout.to_matrices(kernel, self.lora_a[...], self.lora_b[...])
         operands = {
             "x": as_rows(x),
-            "kernel": layout.kernel.to_matrices(kernel),
-            "lora_a": layout.lora_a.to_matrices(self.lora_a[...]),
-            "lora_b": layout.lora_b.to_matrices(self.lora_b[...]),
+            "kernel": kernel,
+            "lora_a": lora_a,
+            "lora_b": lora_b,
             "magnitude": layout.magnitude.to_matrices(self.magnitude[...])[:, 0],
-            "norm": layout.magnitude.to_matrices(norm)[:, 0],
+            "norm": layout.magnitude.to_matrices(self.norm_of_call())[:, 0],
             "bias": bias,
         }
         if dropout is not None:
             # Each matrix of the batch has a mask of its own.
-            count = operands["kernel"].shape[0]
-            index = jnp.arange(count, dtype=jnp.uint32)[:, None]
+            index = jnp.arange(kernel.shape[0], dtype=jnp.uint32)[:, None]
             operands["seed"] = dropout.seed[None] + index * jnp.uint32(0x9E3779B9)
         if batch:
-            y = jax.vmap(self._one)(operands)
+            y = jax.vmap(self.project)(operands)
         else:
-            y = self._one(jax.tree.map(lambda array: array[0], operands))[None]
+            y = self.project(jax.tree.map(lambda array: array[0], operands))[None]
         y = y.reshape([size[letter] for letter in batch + rows + out])
         return y.transpose([(batch + rows + out).index(letter) for letter in equation.y])
-
-    def _one(self, operands: dict[str, Any]) -> jax.Array:
-        seed = operands.pop("seed", None)
-        dropout = None
-        if seed is not None and self.dropout is not None:
-            dropout = ops.Dropout(seed, self.dropout.rate, self.dropout_mode)
-        return ops.dora_linear(
-            **operands,
-            scale=self.scale,
-            precision=self.precision,
-            implementation=self.implementation,
-            dropout=dropout,
-            inner_name=self.inner_name,
-        )
 
 
 class DoRALinearGeneral(DoRAProjection, nnx.LinearGeneral):
@@ -160,8 +117,13 @@ class DoRALinearGeneral(DoRAProjection, nnx.LinearGeneral):
 
     base_type = nnx.LinearGeneral
 
-    def unstacked_shape(self) -> tuple[int, ...]:
-        return (*self.batch_axis.values(), *self.in_features, *self.out_features)
+    @classmethod
+    def is_linear(cls, module: Any) -> bool:
+        return True
+
+    @staticmethod
+    def unstacked_shape(module: Any) -> tuple[int, ...]:
+        return (*module.batch_axis.values(), *module.in_features, *module.out_features)
 
     def equation(self, ndim: int | None = None) -> Equation:
         batch, contracted = len(self.batch_axis), self.axis
@@ -201,12 +163,19 @@ class DoRAEinsum(DoRAProjection, nnx.Einsum):
 
     base_type = nnx.Einsum
 
-    def __init__(self, base: nnx.Einsum, **options: Any) -> None:
-        _check_equation(getattr(base, "einsum_str", ""))
-        super().__init__(base, **options)
+    @classmethod
+    def check(cls, base: Any, options: AdapterOptions) -> None:
+        super().check(base, options)
+        if refusal := _refusal(base.einsum_str):
+            raise NotImplementedError(refusal)
 
-    def unstacked_shape(self) -> tuple[int, ...]:
-        return tuple(self.kernel_shape)
+    @classmethod
+    def is_linear(cls, module: Any) -> bool:
+        return _refusal(module.einsum_str) is None
+
+    @staticmethod
+    def unstacked_shape(module: Any) -> tuple[int, ...]:
+        return tuple(module.kernel_shape)
 
     def equation(self, ndim: int | None = None) -> Equation:
         x, kernel, y = _operands(self.einsum_str)
@@ -240,9 +209,10 @@ def _operands(einsum_str: str) -> tuple[str, str, str]:
     return x, kernel, y
 
 
-def _check_equation(einsum_str: str | None) -> None:
+def _refusal(einsum_str: str | None) -> str | None:
+    """Says why an equation is no projection."""
     if not einsum_str:
-        raise NotImplementedError(
+        return (
             "einsum_str is None; expected an equation: a layer that gets it with each call has no "
             "fixed output features. Give it to the constructor of nnx.Einsum"
         )
@@ -254,9 +224,7 @@ def _check_equation(einsum_str: str | None) -> None:
         reason = "the kernel has an ellipsis"
     elif ellipses[0] != ellipses[2]:
         reason = "the ellipsis is not in both the input and the result"
-    elif any(
-        len(set(one)) < len(one) for one in (x.replace("...", ""), kernel, y.replace("...", ""))
-    ):
+    elif any(len(set(one)) < len(one) for one in (x, kernel, y)):
         reason = "a letter stands twice in one operand"
     elif lone := (set(x) ^ set(kernel)) - set(y):
         reason = f"{sorted(lone)} is summed away on its own"
@@ -264,8 +232,7 @@ def _check_equation(einsum_str: str | None) -> None:
         reason = "the kernel has no output axis"
     elif not (set(x) & set(kernel)) - set(y):
         reason = "no axis is contracted"
-    if reason:
-        raise NotImplementedError(
-            f"einsum_str is {einsum_str!r}, in which {reason}; expected a projection such as "
-            "'...d,dnh->...nh'"
-        )
+    return reason and (
+        f"einsum_str is {einsum_str!r}, in which {reason}; expected a projection such as "
+        "'...d,dnh->...nh'"
+    )

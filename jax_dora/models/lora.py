@@ -8,7 +8,7 @@ from flax import nnx
 from flax.typing import Dtype, Initializer
 
 from jax_dora.hyperparameters import adapter_scale
-from jax_dora.nnx import default_lora_a_init, default_lora_b_init
+from jax_dora.layers.base import default_lora_a_init, default_lora_b_init
 
 
 class LoRALinear(nnx.Linear):

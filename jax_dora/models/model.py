@@ -137,9 +137,8 @@ class Decoder(nnx.Module):
     def _scan(
         self, x: jax.Array, angles: tuple[jax.Array, jax.Array], mask: jax.Array | None
     ) -> jax.Array:
-        layers = jax_dora.checked_norms(self.layers)
         # Dropout streams count their calls; everything else a layer only reads.
-        graphdef, streams, arrays = nnx.split(layers, nnx.RngState, ...)
+        graphdef, streams, arrays = nnx.split(self.layers, nnx.RngState, ...)
 
         def one_layer(x, state):
             layer = nnx.merge(graphdef, *state)

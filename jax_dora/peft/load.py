@@ -18,9 +18,8 @@ from dora_common.peft.folder import Folder, opened
 from jax_dora.adapt import DoRARule, remove_dora
 from jax_dora.adapt.apply import adapt_layer
 from jax_dora.adapt.stack import indices
-from jax_dora.adapt.tree import find_modules, replace_modules
+from jax_dora.adapt.tree import check_model, find_modules, replace_modules
 from jax_dora.hyperparameters import DropoutMode
-from jax_dora.model import check_model
 from jax_dora.ops import check
 from jax_dora.peft.names import Names
 from jax_dora.peft.places import Index, Place, Places, places_of, to_matrix

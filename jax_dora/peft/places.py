@@ -10,11 +10,10 @@ import numpy as np
 from flax import nnx
 
 from dora_common.peft.fit import Layer, Shape, convolution_settings
-from jax_dora.adapt.kinds import Kind, kind_of_adapted, kind_of_base
 from jax_dora.adapt.stack import stack_shape
-from jax_dora.adapt.tree import find_modules
+from jax_dora.adapt.tree import check_model, find_modules
+from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.layers.layout import Axes, convolution_layout, matrix_layout, projection_layout
-from jax_dora.model import check_model
 from jax_dora.peft.names import Names
 
 Index = tuple[int, ...]
@@ -86,18 +85,19 @@ class Places:
     """
 
     modules: Mapping[str, nnx.Module]
-    kinds: Mapping[str, Kind]
+    kinds: Mapping[str, type[DoRALayer]]
     stacks: Mapping[str, Shape]
     layers: Mapping[str, LayerPlace]
     parameters: Mapping[str, Place]
     names: Mapping[str, str]
 
     def adapted_paths(self) -> list[str]:
-        return [path for path in self.kinds if kind_of_adapted(self.modules[path])]
+        return [path for path in self.kinds if isinstance(self.modules[path], DoRALayer)]
 
     def of_adapter(self, place: LayerPlace, rank: int) -> dict[str, Place]:
         """lora_a, lora_b and magnitude of a layer that is adapted."""
-        layout = self.kinds[place.path].layout(self.modules[place.path])
+        module: Any = self.modules[place.path]
+        layout = module.layout()
         return {
             name: Place(
                 place.path,
@@ -125,12 +125,12 @@ def places_of(model: nnx.Module, names: Names) -> Places:
         # Its members are what has names; that of a Sequential has none of its own in PyTorch.
         if not isinstance(found.module, nnx.List)
     }
-    kinds = {
+    kinds: dict[str, type[DoRALayer]] = {
         path: kind
         for path, module in modules.items()
-        if (kind := kind_of_base(module) or kind_of_adapted(module))
+        if (kind := type(module) if isinstance(module, DoRALayer) else dora_class_of(module))
     }
-    stacks = {path: stack_shape(modules[path], kind) for path, kind in kinds.items()}
+    stacks = {path: stack_shape(modules[path]) for path in kinds}
     stacks |= {path: _stack_around(path, stacks, names) for path in modules if path not in stacks}
 
     layers, parameters, paths = {}, {}, {}
@@ -188,17 +188,19 @@ def _stack_around(path: str, stacks: Mapping[str, Shape], names: Names) -> Shape
     return ()
 
 
-def _layer(name: str, module: Any, kind: Kind | None) -> tuple[Layer | None, Axes | None]:
+def _layer(
+    name: str, module: Any, kind: type[DoRALayer] | None
+) -> tuple[Layer | None, Axes | None]:
     """What PyTorch would have, and how the weight is a matrix; no layer where it has no such."""
     if kind is None:
         return None, None
-    if kind.base is nnx.Embed:
+    if kind.base_type is nnx.Embed:
         features, width = module.num_embeddings, module.features
         return Layer(name, "embedding", features, width), matrix_layout(features, width, 1).kernel
-    if kind.base is nnx.Linear:
+    if kind.base_type is nnx.Linear:
         features, width = module.in_features, module.out_features
         return Layer(name, "linear", features, width), matrix_layout(features, width, 1).kernel
-    if kind.base is nnx.Conv:
+    if kind.base_type is nnx.Conv:
         *window, _, width = module.kernel_shape
         settings = convolution_settings(
             module.feature_group_count,
@@ -226,13 +228,13 @@ def _padding_mode(padding: Any, window: Sequence[int]) -> str:
     return "zeros"
 
 
-def _projection(name: str, module: Any, kind: Kind) -> tuple[Layer | None, Axes | None]:
+def _projection(name: str, module: Any, kind: type[DoRALayer]) -> tuple[Layer | None, Axes | None]:
     """LinearGeneral and Einsum, as the Linear that they are where they have no batch axes."""
-    if kind.base is nnx.Einsum and not module.einsum_str:
+    if kind.base_type is nnx.Einsum and not module.einsum_str:
         return None, None
-    equation = kind.adapted.equation(module)  # pyright: ignore[reportAttributeAccessIssue]
+    equation = kind.equation(module)  # pyright: ignore[reportAttributeAccessIssue]
     order = "".join(map(equation.sort, equation.kernel))
-    shape = kind.kernel_shape(module)
+    shape = kind.unstacked_shape(module)
     out = equation.kernel_letters("o")
     is_linear = set(order) == {"i", "o"} and len(set(equation.kernel)) == len(shape)
     if not is_linear or out != "".join(letter for letter in equation.y if letter in out):
@@ -250,7 +252,7 @@ def _parameters(
     path: str,
     index: Index,
     module: nnx.Module,
-    kind: Kind | None,
+    kind: type[DoRALayer] | None,
     layer: Layer | None,
     weight: Axes | None,
 ) -> Iterator[Place]:
@@ -260,7 +262,7 @@ def _parameters(
         shape = tuple(value.get_value().shape)[len(index) :]
         if layer is None or kind is None:
             yield Place(path, attribute, index, shape)
-        elif attribute != kind.kernel:
+        elif attribute != kind.kernel_name:
             yield Place(path, attribute, index, (layer.out_features,))
         elif layer.kind == "embedding":
             yield Place(path, attribute, index, (layer.in_features, layer.out_features))

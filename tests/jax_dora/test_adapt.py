@@ -85,42 +85,59 @@ def test_the_rule_reaches_the_layer():
     assert jnp.any(layer.lora_b[...] != 0)
 
 
-@pytest.mark.parametrize(
-    "base",
-    [
-        lambda: nnx.Linear(6, 4, rngs=nnx.Rngs(0)),
-        lambda: nnx.LinearGeneral(6, (2, 2), rngs=nnx.Rngs(0)),
-        lambda: nnx.Einsum("ti,io->to", (6, 4), rngs=nnx.Rngs(0)),
-    ],
-)
-def test_a_rule_names_inner_for_every_linear_layer(base):
-    model = nnx.Dict(layer=base())
-    rule = DoRARule("layer", 2, 2, inner_name="mine")
+LINEAR = {
+    "linear": lambda rngs: nnx.Linear(6, 4, rngs=rngs),
+    "general": lambda rngs: nnx.LinearGeneral(6, (2, 2), rngs=rngs),
+    "einsum": lambda rngs: nnx.Einsum("ti,io->to", (6, 4), rngs=rngs),
+}
+OTHERS = {
+    "embed": lambda rngs: nnx.Embed(6, 4, rngs=rngs),
+    "conv": lambda rngs: nnx.Conv(6, 4, (3,), rngs=rngs),
+    "norm": lambda rngs: nnx.LayerNorm(6, rngs=rngs),
+    "no projection": lambda rngs: nnx.Einsum("td,dt->t", (6, 4), rngs=rngs),
+    "of its own": lambda rngs: Own(6, 4, rngs=rngs),
+}
+
+
+class Own(nnx.Linear):
+    """Computes something else."""
+
+    def __call__(self, inputs, out_sharding=None):
+        return super().__call__(inputs) ** 2
+
+
+def test_all_linear_adapts_every_projection_but_the_output_head():
+    rngs = nnx.Rngs(0)
+    layers = {name: make(rngs) for name, make in (LINEAR | OTHERS).items()}
+    model = nnx.Dict(**layers, lm_head=LINEAR["linear"](rngs), inner=Block(rngs))
+    model.inner.head = LINEAR["general"](rngs)
+    adapted = apply_dora(model, DoRARule("all-linear", 2, 4), rngs=rngs)
+    paths = {*LINEAR, "inner/linear", "inner/heads"}
+    assert get_adapter(adapted).arrays.keys() == paths
+    with pytest.raises(ValueError, match=r"one adapter at a time.*\n  einsum \(DoRAEinsum\)"):
+        apply_dora(adapted, DoRARule("all-linear", 2, 4), rngs=rngs)
+    with pytest.raises(ValueError, match="path 'all-linear', matches no layer"):
+        apply_dora(nnx.Dict(head=LINEAR["linear"](rngs)), DoRARule("all-linear", 2, 4), rngs=rngs)
+
+
+@pytest.mark.parametrize("base", LINEAR.values(), ids=LINEAR)
+def test_keep_inner_goes_with_the_adapter(base):
+    model = nnx.Dict(layer=base(nnx.Rngs(0)))
+    rule = DoRARule("layer", 2, 2, keep_inner=True)
     adapted = apply_dora(model, rule, rngs=nnx.Rngs(0))
-    assert "name=mine" in str(
+    assert "name=dora_inner" in str(
         jax.make_jaxpr(nnx.grad(lambda adapted: jnp.sum(adapted["layer"](jnp.ones((3, 6))))))(
             adapted
         )
     )
-    assert set_adapter(model, get_adapter(adapted))["layer"].inner_name == "mine"
-    rule = DoRARule("layer", 2, 2, inner_name=("mine", 0.5))
-    half = apply_dora(model, rule, rngs=nnx.Rngs(0))
-    np.testing.assert_array_equal(
-        half["layer"](jnp.ones((4, 6))), adapted["layer"](jnp.ones((4, 6)))
-    )
+    assert set_adapter(model, get_adapter(adapted))["layer"].keep_inner
 
 
-@pytest.mark.parametrize(
-    "base",
-    [
-        lambda: nnx.Embed(6, 4, rngs=nnx.Rngs(0)),
-        lambda: nnx.Conv(6, 4, (3,), rngs=nnx.Rngs(0)),
-    ],
-)
-def test_a_rule_names_no_inner_for_other_layers(base):
-    rule = DoRARule("layer", 2, 2, inner_name="mine")
-    with pytest.raises(ValueError, match=r"inner_name is 'mine' for an nnx\.(Embed|Conv)"):
-        apply_dora(nnx.Dict(layer=base()), rule, rngs=nnx.Rngs(0))
+@pytest.mark.parametrize("name", ["embed", "conv"])
+def test_keep_inner_is_for_linear_layers(name):
+    rule = DoRARule("layer", 2, 2, keep_inner=True)
+    with pytest.raises(ValueError, match=r"keep_inner is True for an nnx\.(Embed|Conv)"):
+        apply_dora(nnx.Dict(layer=OTHERS[name](nnx.Rngs(0))), rule, rngs=nnx.Rngs(0))
 
 
 def test_a_layer_is_a_model_and_dots_match_everything_with_parameters():
@@ -324,13 +341,11 @@ class TestRefusals:
         ({"dropout_mode": "both"}, ValueError, "dropout_mode is 'both'"),
         ({"adapter_dtype": jnp.int32}, TypeError, "adapter_dtype is .*int32"),
         ({"implementation": "triton"}, ValueError, "implementation is 'triton'"),
-        ({"inner_name": 3}, TypeError, "inner_name is 3; expected None or a string"),
-        ({"inner_name": ""}, ValueError, "inner_name is ''; expected a name that is not empty"),
-        ({"inner_name": ("", 0.5)}, ValueError, r"inner_name is \('', 0\.5\); expected a name"),
+        ({"keep_inner": 3}, TypeError, "keep_inner is 3; expected True or False"),
         (
-            {"inner_name": "a", "dropout": 0.1, "dropout_mode": "input"},
+            {"keep_inner": True, "dropout": 0.1, "dropout_mode": "input"},
             ValueError,
-            "inner_name is 'a' with dropout_mode 'input'",
+            "keep_inner is True with dropout_mode 'input'",
         ),
     ],
 )

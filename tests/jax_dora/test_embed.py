@@ -72,7 +72,7 @@ def test_attend_may_leave_a_tied_head_as_it_was():
     assert jnp.array_equal(layer.attend(query), base.attend(query))
     ids = jnp.arange(VOCABULARY)
     assert jnp.array_equal(layer(ids), trained(make())(ids))
-    with pytest.raises(TypeError, match="adapt_attend is 'no'; expected True or False"):
+    with pytest.raises(TypeError, match="adapt_attend is 'no'; expected True, False or None"):
         make(adapt_attend="no")
 
 

@@ -240,17 +240,17 @@ def test_remat_and_scan():
         chex.assert_trees_all_close(grads, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_named_inner_can_be_kept():
+def test_inner_can_be_kept():
     x = inputs(shape=(5,))
 
-    def products(name):
-        remat = nn.remat(DoRADense, policy=jax_dora.remat_policy("mine"))
-        layer = remat(OUT, RANK, ALPHA, lora_b_init=nonzero, inner_name=name)
+    def products(keep_inner):
+        remat = nn.remat(DoRADense, policy=jax_dora.remat_policy())
+        layer = remat(OUT, RANK, ALPHA, lora_b_init=nonzero, keep_inner=keep_inner)
         variables = layer.init(jax.random.key(0), x)
         gradient = jax.grad(lambda variables: jnp.sum(layer.apply(variables, x)))
         return str(jax.make_jaxpr(gradient)(variables)).count("dot_general")
 
-    assert products("mine") == products(None) - 2
+    assert products(True) == products(False) - 2
 
 
 def test_vmap_over_experts():

@@ -10,7 +10,8 @@ from flax.nnx.nn.dtypes import canonicalize_dtype
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_dora import ops
-from jax_dora.nnx import DoRALinear
+from jax_dora.layers.base import INNER_NAME
+from jax_dora.layers.linear import DoRALinear
 
 
 def swiglu(
@@ -22,7 +23,7 @@ def swiglu(
     deterministic: bool | None = None,
     rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
 ) -> jax.Array:
-    """silu(gate(inputs)) * up(inputs), in less memory and time where both are DoRA layers:
+    """Returns silu(gate(inputs)) * up(inputs), in less memory and time where both are DoRA layers:
 
         def __call__(self, x):
             return self.down_proj(jax_dora.swiglu(self.gate_proj, self.up_proj, x))
@@ -34,9 +35,8 @@ def swiglu(
     none.
 
     The layers are called as they are, so that a model may be written so before it is adapted, where
-    one of them is no `DoRALinear` or has a `__call__` of its own, dropout mode "input", an
-    `implementation`, or an inner_name with a share; where their results differ in dtype; and where
-    `out_sharding` is given.
+    one of them is no `DoRALinear` or has a `__call__` of its own, dropout mode "input" or an
+    `implementation`; where their results differ in dtype; and where `out_sharding` is given.
 
     Args:
       gate, up: the layers; any callables of [..., in].
@@ -67,7 +67,7 @@ def swiglu(
 
 
 def _taken(layer: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Those of `options` that a call of `layer` takes, or would not do without."""
+    """Returns those of `options` that a call of `layer` takes or must be asked about."""
     if not options:
         return {}
     parameters = inspect.signature(layer).parameters
@@ -81,21 +81,24 @@ def _fuses(layer: Any) -> bool:
     if not isinstance(layer, DoRALinear) or type(layer).__call__ is not DoRALinear.__call__:
         return False
     drops_whole = layer.dropout is not None and layer.dropout_mode == "input"
-    names_a_share = isinstance(layer.inner_name, tuple)
-    return layer.implementation is None and not drops_whole and not names_a_share
+    return layer.implementation is None and not drops_whole
 
 
 def _dtype(layer: DoRALinear, inputs: jax.Array) -> Any:
-    """Of the layer's result, as `DoRALinear.operands` promotes."""
+    """Returns the dtype of the layer's result, as `DoRALinear.operands` promotes."""
     bias = None if layer.bias is None else layer.bias[...]
     return jnp.dtype(canonicalize_dtype(inputs, layer.kernel[...], bias, dtype=layer.dtype))
 
 
 def _parts(layer: DoRALinear, inputs: jax.Array, deterministic, rngs):
-    """(inner, g, bias) of a call."""
-    x, kernel, bias, norm, dropout = layer.operands(inputs, deterministic, rngs)
-    adapter = (layer.lora_a[...], layer.lora_b[...], layer.scale)
-    inner = ops.lora_linear(x, kernel, *adapter, precision=layer.precision, dropout=dropout)
-    if layer.inner_name is not None:
-        inner = checkpoint_name(inner, layer.inner_name)
-    return inner, ops.magnitude_scale(layer.magnitude[...], norm, inner.dtype), bias
+    """Returns (inner, g, bias) of a call."""
+    given, dropout = layer.operands(inputs), layer.dropout_of_call(deterministic, rngs)
+    inner = ops.lora_linear(
+        **{name: given[name] for name in ("x", "kernel", "lora_a", "lora_b")},
+        scale=layer.scale,
+        precision=layer.precision,
+        dropout=dropout,
+    )
+    if layer.keep_inner:
+        inner = checkpoint_name(inner, INNER_NAME)
+    return inner, ops.magnitude_scale(given["magnitude"], given["norm"], inner.dtype), given["bias"]

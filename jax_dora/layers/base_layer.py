@@ -1,4 +1,4 @@
-"""What an adapter takes over from the Flax layer beneath it, and what it refuses there."""
+"""The Flax layer that an adapter is put on: what may be adapted, and how its kernel is sharded."""
 
 from typing import Any
 
@@ -21,7 +21,8 @@ _OWN_ARITHMETIC = {
 
 
 def check_base(base: Any, expected: type[nnx.Module]) -> None:
-    """
+    """Checks that a layer of type `expected` can be adapted.
+
     Raises:
       TypeError: `base` is no `expected`, or of a subclass that computes something else.
       NotImplementedError: it has a setting that an adapter would not honour.
@@ -45,27 +46,31 @@ def check_base(base: Any, expected: type[nnx.Module]) -> None:
             )
 
 
-def sharding_metadata(kernel: nnx.Param) -> dict[str, Any]:
-    """What the kernel's variable says of its sharding."""
-    metadata = kernel.get_metadata()
-    keys = ("out_sharding", "sharding_rules", "mesh")
-    return {key: metadata[key] for key in keys if metadata.get(key) is not None}
+def axis_names(kernel: nnx.Param) -> tuple[Any, ...]:
+    """Returns for each of the kernel's axes the axis of the mesh that it is sharded over, or None,
+    as its `out_sharding` metadata says."""
+    return padded(_sharding_metadata(kernel).get("out_sharding", ()), kernel.ndim)
 
 
-def axis_names(kernel: nnx.Param, ndim: int) -> tuple[Any, ...]:
-    """For each of the kernel's axes, which axis of the mesh it is sharded over, or None."""
-    names = tuple(sharding_metadata(kernel).get("out_sharding", ()))
-    return names + (None,) * (ndim - len(names))
+def padded(names: Any, ndim: int) -> tuple[Any, ...]:
+    """Returns the names of an array's axes, None for each that has none."""
+    return (*names, *(None,) * (ndim - len(names)))
 
 
 def sharded_like(
     kernel: nnx.Param, kind: type[nnx.LoRAParam], value: Any, names: tuple[Any, ...]
 ) -> Any:
-    """A variable of this kind for an adapter's array, with the kernel's metadata and these names of
-    its own axes; as it is where the value brings metadata."""
+    """Returns a variable of this kind for an adapter's array, with the kernel's sharding metadata
+    and these names of its own axes; as it is where the value brings metadata."""
     if isinstance(value, nnx.VariableMetadata):
         return kind(value)
-    metadata = sharding_metadata(kernel)
+    metadata = _sharding_metadata(kernel)
     if "out_sharding" in metadata:
         metadata["out_sharding"] = names
     return kind(value, **metadata)
+
+
+def _sharding_metadata(kernel: nnx.Param) -> dict[str, Any]:
+    metadata = kernel.get_metadata()
+    keys = ("out_sharding", "sharding_rules", "mesh")
+    return {key: metadata[key] for key in keys if metadata.get(key) is not None}

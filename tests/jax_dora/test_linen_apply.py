@@ -214,6 +214,27 @@ def test_partitioned_parameters_stay_so():
     assert merged["kernel"].names == ("data", "model")
 
 
+def test_a_kernel_with_fewer_names_than_axes():
+    """As in Flax's lm1b, where a projection into heads is ("embed", "kv")."""
+    init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "kv"))
+    x = jnp.ones((2, 4))
+    model = nn.DenseGeneral((2, 3), kernel_init=init)
+    adapted = apply_dora(model, DoRARule("", 2, 4))
+    params = adapted.init(KEY, x)["params"]
+    assert params["lora_a"].names == ("embed", None)
+    assert params["lora_b"].names == (None, "kv", None)
+    assert params["magnitude"].names == ("kv", None)
+    assert params["magnitude"].value.shape == (2, 3)
+    assert jnp.array_equal(adapted.apply({"params": params}, x), model.apply({"params": params}, x))
+
+
+def test_all_linear_leaves_out_embedding_and_head(base):
+    _, variables = adapt(base, DoRARule("all-linear", 2, 4))
+    adapters, _ = split_adapters(variables["params"])
+    assert adapters.keys() == {"out", "blocks"}
+    assert adapters["blocks"].keys() == {"mlp", "attention"}
+
+
 def test_dense_general_with_batch_axes():
     model = nn.DenseGeneral((2, 3), axis=(1,), batch_dims=(0,))
     x = jax.random.normal(KEY, (3, 5, 4))
@@ -257,10 +278,13 @@ class TestRefusals:
     def test_a_missing_adapter_and_one_of_another_rank(self, base):
         adapted = apply_dora(MODEL, RULES)
         with pytest.raises(ValueError, match="params has no lora_a for 'embed'"):
-            adapted.apply(base, IDS)
-        _, variables = adapt(base, DoRARule("head", 2, 4))
-        with pytest.raises(ValueError, match=r"lora_a \(8, 2\) for 'head'.*takes \(8, 3\)"):
-            apply_dora(MODEL, DoRARule("head", 3, 4)).apply(variables, IDS)
+            jax.eval_shape(adapted.apply, base, IDS)
+        two = apply_dora(MODEL, DoRARule("head", 2, 4))
+        variables = jax.eval_shape(two.init, KEY, IDS)
+        with pytest.raises(
+            ValueError, match=r"'head' cannot be.*lora_a has shape \(8, 2\).*takes \(8, 3\)"
+        ):
+            jax.eval_shape(apply_dora(MODEL, DoRARule("head", 3, 4)).apply, variables, IDS)
 
     def test_things_that_are_no_module(self):
         with pytest.raises(TypeError, match=r"model is a dict; expected a linen nn\.Module"):
@@ -292,10 +316,8 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "function",
         [
-            jax_dora.AdapterSet,
-            jax_dora.keep_norms,
-            jax_dora.refresh_norms,
-            jax_dora.drop_norms,
+            jax_dora.norms,
+            lambda model: jax_dora.with_norms(model, {}),
             jax_dora.freeze,
             lambda model: jax_dora.peft.save_adapter(model, "unused"),
             lambda model: jax_dora.peft.load_adapter(model, "unused"),

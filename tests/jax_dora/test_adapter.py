@@ -1,4 +1,4 @@
-"""Taking adapters out, putting them in, and switching between named ones."""
+"""Taking adapters out, putting them in, and one in another's place."""
 
 import dataclasses
 
@@ -9,7 +9,6 @@ from flax import nnx
 
 from jax_dora import (
     Adapter,
-    AdapterSet,
     DoRALinear,
     DoRARule,
     apply_dora,
@@ -107,9 +106,6 @@ def test_arrays_in_any_order_find_their_layers(mapped):
     assert jnp.array_equal(
         call(merge_dora(base, adapters=[moved]), x), call(merge_dora(trained), x)
     )
-    adapters = AdapterSet(base)
-    adapters.add("moved", moved)
-    assert jnp.array_equal(call(adapters.activate("moved"), x), call(trained, x))
 
 
 def test_switching_compiles_once():
@@ -170,87 +166,6 @@ class TestDropoutOfAnAdapterThatIsPutIn:
         assert set(self.put_into(model).values()) == {False}
 
 
-class TestAdapterSet:
-    """Named adapters over one base."""
-
-    x = jax.random.normal(jax.random.key(0), (3, WIDTH))
-
-    def make(self) -> tuple[Block, AdapterSet[Block]]:
-        base = Block(nnx.Rngs(0))
-        adapters = AdapterSet(base)
-        adapters.add("linear", DoRARule("linear", 2, 4), rngs=nnx.Rngs(1))
-        adapters.add("both", DoRARule(".*", 3, 4), rngs=nnx.Rngs(2))
-        return base, adapters
-
-    def test_off_is_the_base_bit_for_bit(self):
-        base, adapters = self.make()
-        assert adapters.active is None
-        assert adapters.model is base
-        train(adapters.activate("both"))
-        off = adapters.activate(None)
-        assert off is base
-        assert jnp.array_equal(call(off, self.x), call(Block(nnx.Rngs(0)), self.x))
-
-    def test_an_adapter_keeps_what_training_did_while_others_are_active(self):
-        _, adapters = self.make()
-        assert adapters.names == ["both", "linear"]
-        y = call(train(adapters.activate("both")), self.x)
-        kept = adapters["both"].arrays["heads"]["lora_b"]
-        other = adapters.activate("linear")
-        assert adapters.active == "linear"
-        assert isinstance(other.heads, nnx.LinearGeneral)
-        assert not hasattr(other.heads, "lora_a")
-        z = call(train(other), self.x)
-        assert not jnp.array_equal(y, z)
-        assert adapters["both"].arrays["heads"]["lora_b"] is kept
-        assert jnp.array_equal(call(adapters.activate("both"), self.x), y)
-        assert jnp.array_equal(call(adapters.activate("linear"), self.x), z)
-        assert adapters.names == ["both", "linear"]
-
-    def test_an_adapter_of_another_model_of_the_same_base(self):
-        base, adapters = self.make()
-        trained = train(apply_dora(base, DoRARule("heads", 4, 4, dropout=0.5), rngs=nnx.Rngs(3)))
-        adapters.add("heads", get_adapter(trained))
-        with pytest.raises(ValueError, match="rngs is None and the adapter drops inputs"):
-            adapters.activate("heads")
-        assert adapters.active is None
-        model = adapters.activate("heads", rngs=nnx.Rngs(0))
-        trained.eval()
-        assert jnp.array_equal(call(model, self.x), call(trained, self.x))
-
-    def test_training_and_evaluation_last_from_one_to_the_next(self):
-        base = nnx.Sequential(Block(nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
-        base.eval()
-        adapters = AdapterSet(base)
-        for name, path in (("heads", ".*/heads"), ("both", ".*/(linear|heads)")):
-            rule = DoRARule(path, 2, 4, dropout=0.5)
-            adapters.add(name, rule, rngs=nnx.Rngs(1))
-        model = adapters.activate("heads", rngs=nnx.Rngs(0))
-        assert modes(model) == {"layers/0/heads/dropout": False, "layers/1": False}
-        model.train()
-        both = ("layers/0/heads/dropout", "layers/0/linear/dropout", "layers/1")
-        model = adapters.activate("both", rngs=nnx.Rngs(0))
-        assert modes(model) == dict.fromkeys(both, True)
-        model.eval()
-        adapters.activate("heads", rngs=nnx.Rngs(0))
-        model = adapters.activate("both", rngs=nnx.Rngs(0))
-        assert modes(model) == dict.fromkeys(both, False)
-        assert adapters.activate(None) is base
-        assert modes(base) == {"layers/1": False}
-
-    def test_refusals(self):
-        base, adapters = self.make()
-        with pytest.raises(ValueError, match=r"name is 'both', which is taken"):
-            adapters.add("both", DoRARule("linear", 2, 4), rngs=nnx.Rngs(0))
-        with pytest.raises(ValueError, match=r"name is 'french'; expected one of \['both'"):
-            adapters.activate("french")
-        with pytest.raises(ValueError, match="rngs is None; expected nnx"):
-            adapters.add("new", DoRARule("linear", 2, 4))
-        with pytest.raises(ValueError, match="base holds an adapter"):
-            AdapterSet(apply_dora(base, DoRARule("linear", 2, 4), rngs=nnx.Rngs(0)))
-        assert adapters.names == ["both", "linear"]
-
-
 def test_an_adapter_that_does_not_fit():
     base = Block(nnx.Rngs(0))
     adapter = get_adapter(apply_dora(base, DoRARule("linear", 2, 4), rngs=nnx.Rngs(1)))
@@ -262,6 +177,9 @@ def test_an_adapter_that_does_not_fit():
     others = dataclasses.replace(adapter, arrays={"heads": adapter.arrays["linear"]})
     with pytest.raises(ValueError, match=r"not in both of:\n  heads\n  linear"):
         set_adapter(base, others)
+    dropped = apply_dora(base, DoRARule("linear", 2, 4, dropout=0.5), rngs=nnx.Rngs(1))
+    with pytest.raises(ValueError, match="rngs is None and the adapter drops inputs"):
+        set_adapter(base, get_adapter(dropped))
     with pytest.raises(TypeError, match="adapter is a dict; expected an Adapter"):
         set_adapter(base, adapter.arrays)
     with pytest.raises(ValueError, match="model holds no adapter"):

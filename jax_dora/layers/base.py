@@ -1,0 +1,334 @@
+"""What every DoRA layer is: a Flax layer with an adapter on its kernel."""
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self, cast
+
+import jax
+from flax import nnx
+from flax.typing import Initializer
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_dora import ops
+from jax_dora.hyperparameters import DropoutMode
+from jax_dora.layers.base_layer import axis_names, check_base, sharded_like
+from jax_dora.layers.layout import Axes, Layout
+from jax_dora.layers.options import AdapterOptions
+from jax_dora.ops.linear import NORM_NAME as NORM_NAME
+from jax_dora.ops.norm import of_layer as layer_norm_implementation  # bridge: its new name
+
+# The names by which `jax_dora.remat_policy` knows the norm and x (kernel + s·lora_a lora_b).
+INNER_NAME = "dora_inner"  # bridge: ops has it
+
+# Uniform in ±1/sqrt(in): PEFT's, which is torch.nn.Linear's own.
+default_lora_a_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+default_lora_b_init = nnx.initializers.zeros_init()
+
+
+class DoRAParam(nnx.LoRAParam):
+    """The magnitude of a DoRA layer; whatever filters for `nnx.LoRAParam` finds it too."""
+
+
+class Constant(nnx.Variable):
+    """A given norm, or an array of a frozen adapter: no `nnx.Param`, so nothing trains it."""
+
+
+class DoRALayer(nnx.Module):
+    """A Flax layer with an adapter, whose kernel and other parameters are the base layer's own.
+
+    A fresh layer computes what the base would with kernel + s·lora_a lora_b: its magnitude is its
+    norm, and g exactly 1. The norm is per output feature and constant under differentiation
+    (arXiv 2402.09353, section 4.3). The base's parameters stay `nnx.Param`s, lora_a and lora_b are
+    `nnx.LoRAParam`s and magnitude is a `DoRAParam`, which is one, so that this trains the adapter
+    alone:
+
+        optimizer = nnx.Optimizer(model, optax.adamw(1e-4), wrt=nnx.LoRAParam)
+        grads = nnx.grad(loss_fn, argnums=nnx.DiffState(0, nnx.LoRAParam))(model, batch)
+        optimizer.update(model, grads)
+
+    Every layer is also an instance of its base's class. `base_type`, `kernel_name`, `takes`,
+    `default_inits`, `unstacked_shape`, `layout` and `__call__` are what a subclass says of itself.
+
+    Class attributes:
+      base_type: the class of the layers that it adapts.
+      kernel_name: the name of the parameter that is adapted.
+      takes: the options, of those that not every layer has, that this one has.
+      default_inits: the initializers of lora_a and lora_b.
+
+    Attributes:
+      magnitude: in fp32 even beside bf16 adapters: rounded to bf16 it would lie further from its
+        norm than training usually takes it.
+      dropout: an `nnx.Dropout`, or None at rate 0; `model.train()` and `model.eval()` reach it.
+      given_norm: the norm that calls use instead of computing it (see `jax_dora.with_norms`), or
+        None.
+      rank, alpha, use_rslora, keep_inner, dropout_mode, adapter_dtype, implementation: as
+        `AdapterOptions`'.
+    """
+
+    base_type: ClassVar[type[nnx.Module]]
+    kernel_name: ClassVar[str] = "kernel"
+    takes: ClassVar[frozenset[str]] = frozenset()
+    default_inits: ClassVar[Mapping[str, Initializer]] = {
+        "lora_a": default_lora_a_init,
+        "lora_b": default_lora_b_init,
+    }
+
+    lora_a: nnx.LoRAParam
+    lora_b: nnx.LoRAParam
+    magnitude: DoRAParam
+    dropout: nnx.Dropout | None
+    given_norm: Constant | None
+
+    def __init__(
+        self,
+        base: Any,
+        *,
+        rngs: nnx.Rngs,
+        arrays: Mapping[str, jax.Array] | None = None,
+        **options: Any,
+    ) -> None:
+        """
+        Args:
+          base: the layer to adapt. Its parameters (the very `nnx.Param`s) and settings are shared.
+          rngs: its `params` stream makes parameters, its `dropout` stream masks.
+          arrays: lora_a, lora_b and magnitude in this layer's shapes; None draws a fresh adapter.
+          **options: rank, alpha and the other attributes of `AdapterOptions`.
+
+        Sharding: the axis names in the kernel's `out_sharding` metadata are given to the adapter's
+        axes that correspond to them, unless an initializer brings its own.
+
+        Raises:
+          TypeError: `base` is of another type, or of a subclass that computes something else.
+          TypeError, ValueError: an option is unknown or out of range, or an array of another shape.
+          NotImplementedError: `base` has a setting that the adapter would not honour.
+        """
+        chosen = AdapterOptions(**options)
+        self.check(base, chosen)
+        for name, value in vars(base).items():
+            if not name.startswith("_pytree__"):
+                setattr(self, name, nnx.data(None) if name == "bias" and value is None else value)
+        self.rank, self.alpha, self.use_rslora = chosen.rank, chosen.alpha, chosen.use_rslora
+        self.scale = chosen.scale
+        self.keep_inner = chosen.keep_inner
+        self.dropout_mode: DropoutMode = chosen.dropout_mode
+        self.adapter_dtype = chosen.adapter_dtype
+        self.implementation = chosen.implementation
+        if "adapt_attend" in self.takes:
+            self.adapt_attend = chosen.adapt_attend is not False
+        self.given_norm = nnx.data(None)
+        self._make_adapter(chosen, rngs, arrays)
+        # Last, so that the adapter that `rngs` draws does not depend on it.
+        rate = chosen.dropout
+        self.dropout = nnx.Dropout(rate, rngs=rngs) if rate else nnx.data(None)
+
+    @classmethod
+    def from_base(cls, base: Any, *, rngs: nnx.Rngs, **options: Any) -> Self:
+        """Returns the DoRA layer over `base`; arguments as the constructor's of `DoRALayer`."""
+        return cls(base, rngs=rngs, **options)
+
+    @classmethod
+    def check(cls, base: Any, options: AdapterOptions) -> None:
+        """Raises as the constructor unless `base` can be adapted by this class so."""
+        for name, default in (("keep_inner", False), ("adapt_attend", None)):
+            if getattr(options, name) is not default and name not in cls.takes:
+                raise ValueError(
+                    f"{name} is {getattr(options, name)!r} for an nnx.{cls.base_type.__name__}, "
+                    f"which takes none; expected {default}: give such layers a rule of their own"
+                )
+        check_base(base, cls.base_type)
+
+    @classmethod
+    def is_linear(cls, module: Any) -> bool:
+        """Whether "all-linear" means a layer of `base_type` such as `module`."""
+        return False
+
+    @staticmethod
+    def unstacked_shape(module: Any) -> tuple[int, ...]:
+        """Returns the kernel's shape in a base or DoRA layer, were it in no stack."""
+        raise NotImplementedError
+
+    def layout(self) -> Layout:
+        """Returns how kernel, lora_a, lora_b and magnitude are matrices."""
+        raise NotImplementedError
+
+    def adapter_axes(self, axes: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
+        """Returns for the axes of lora_a, lora_b and magnitude what `axes` says of the kernel's."""
+        kernel = self.layout().kernel
+        batch, rows, columns = (
+            tuple(axes[axis] for axis in part)
+            for part in (kernel.batch, kernel.rows, kernel.columns)
+        )
+        return {
+            "lora_a": (*batch, *rows, None),
+            "lora_b": (*batch, None, *columns),
+            "magnitude": (*batch, *columns),
+        }
+
+    def kernel_param(self) -> nnx.Param:
+        """Returns the parameter that is adapted."""
+        return getattr(self, self.kernel_name)
+
+    def options(self) -> AdapterOptions:
+        """Returns the layer's settings; its initializers are not remembered."""
+        return AdapterOptions(
+            self.rank,
+            self.alpha,
+            use_rslora=self.use_rslora,
+            dropout=0.0 if self.dropout is None else self.dropout.rate,
+            keep_inner=self.keep_inner,
+            dropout_mode=self.dropout_mode,
+            adapter_dtype=self.adapter_dtype,
+            adapt_attend=self.adapt_attend if "adapt_attend" in self.takes else None,
+            implementation=self.implementation,
+        )
+
+    def base_layer(self) -> Any:
+        """Returns the Flax layer that this one was made of, over the very same parameters."""
+        make: Any = self.base_type
+        settings = {
+            name: getattr(self, name)
+            for name in inspect.signature(make.__init__).parameters
+            if name not in ("self", "rngs") and hasattr(self, name)
+        }
+        # Abstract, since what it would draw is not needed.
+        plain = nnx.eval_shape(lambda: make(**settings, rngs=nnx.Rngs(0)))
+        for name, value in vars(plain).items():
+            if isinstance(value, nnx.Variable):
+                setattr(plain, name, getattr(self, name))
+        return plain
+
+    def norm(self) -> jax.Array:
+        """Returns ‖kernel + s·lora_a lora_b‖ per output feature, of the parameters as stored, in
+        fp32. It is computed, whatever `given_norm` is."""
+        arrays = (self.kernel_param()[...], self.lora_a[...], self.lora_b[...])
+        implementation = layer_norm_implementation(self.implementation)
+        layout = self.layout()
+        if layout.is_one_matrix:
+            return ops.factored_norm(*arrays, self.scale, implementation=implementation)
+        kernel, lora_a, lora_b = layout.to_matrices(*arrays)
+        norm = matrix_norm(kernel, lora_a, lora_b, self.scale, implementation)
+        return layout.magnitude.from_matrices(norm[:, None])
+
+    def norm_of_call(self) -> jax.Array:
+        """Returns the norm that a call uses: the given one, or a computed one that
+        `jax_dora.remat_policy` keeps."""
+        if self.given_norm is not None:
+            return self.given_norm[...]
+        return checkpoint_name(self.norm(), NORM_NAME)
+
+    def dropout_of_call(
+        self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | jax.Array | None
+    ) -> ops.Dropout | None:
+        """Returns what to drop in this call, or None for nothing.
+
+        Args:
+          deterministic, rngs: as `nnx.Dropout.__call__`'s; they take precedence over the layer's.
+
+        Raises:
+          ValueError: neither the call nor the layer says whether to drop, or with which key.
+        """
+        dropout = self.dropout
+        if dropout is None:
+            return None
+        if deterministic is None:
+            deterministic = dropout.deterministic
+        if deterministic is None:
+            raise ValueError(
+                "deterministic is None in the call and in the layer; expected a bool from either, "
+                "or model.train() or model.eval() before"
+            )
+        if deterministic or not dropout.rate:
+            return None
+        rngs = dropout.rngs if rngs is None else rngs
+        if rngs is None:
+            raise ValueError(
+                "rngs is None in the call and in the layer; expected an nnx.Rngs, an nnx.RngStream "
+                "or a key from either"
+            )
+        if isinstance(rngs, nnx.Rngs):
+            rngs = rngs[dropout.rng_collection]
+        key = rngs() if isinstance(rngs, nnx.RngStream) else rngs
+        return ops.Dropout(ops.draw_seed(key), dropout.rate, self.dropout_mode)
+
+    def project(self, operands: Mapping[str, Any]) -> jax.Array:
+        """Returns `ops.dora_linear` of matrices by this layer's settings.
+
+        Args:
+          operands: x, kernel, lora_a, lora_b, magnitude, norm, bias and the dropout's seed, or None
+            for the last two.
+        """
+        arrays = dict(operands)
+        seed, dropout = arrays.pop("seed", None), None
+        if seed is not None and self.dropout is not None:
+            dropout = ops.Dropout(seed, self.dropout.rate, self.dropout_mode)
+        return ops.dora_linear(
+            **arrays,
+            scale=self.scale,
+            implementation=self.implementation,
+            precision=cast(Any, self).precision,
+            dropout=dropout,
+            inner_name=INNER_NAME if self.keep_inner else None,  # bridge: keep_inner
+        )
+
+    def _make_adapter(
+        self, options: AdapterOptions, rngs: nnx.Rngs, arrays: Mapping[str, jax.Array] | None
+    ) -> None:
+        layout, kernel = self.layout(), self.kernel_param()
+        axes = self.adapter_axes(axis_names(kernel))
+        for name in ("lora_a", "lora_b"):
+            place = getattr(layout, name)
+            if arrays is None:
+                init = getattr(options, f"{name}_init") or self.default_inits[name]
+                value = _initialize(init, rngs.params(), place, options.adapter_dtype)
+            else:
+                value = _shaped(name, arrays[name], place.stored)
+            setattr(self, name, sharded_like(kernel, nnx.LoRAParam, value, axes[name]))
+        if arrays is None:
+            value = self.norm()
+        else:
+            value = _shaped("magnitude", arrays["magnitude"], layout.magnitude.stored)
+        self.magnitude = sharded_like(kernel, DoRAParam, value, axes["magnitude"])
+
+
+def matrix_norm(
+    kernel: jax.Array,
+    lora_a: jax.Array,
+    lora_b: jax.Array,
+    scale: float,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Returns ‖kernel + scale·lora_a lora_b‖ of every column: f32[n, out] of [n, in, out] etc."""
+    norm = functools.partial(ops.factored_norm, scale=scale, implementation=implementation)
+    if kernel.shape[0] == 1:
+        return norm(kernel[0], lora_a[0], lora_b[0])[None]
+    return jax.vmap(norm)(kernel, lora_a, lora_b)
+
+
+def no_out_sharding(out_sharding: Any) -> None:
+    """Raises NotImplementedError where a call asks for a sharding of the result."""
+    if out_sharding is not None:
+        raise NotImplementedError(
+            f"out_sharding is {out_sharding}; expected None, since this DoRA layer takes none: use "
+            "jax.sharding.reshard or jax.lax.with_sharding_constraint on its result"
+        )
+
+
+def _initialize(init: Any, key: jax.Array, place: Axes, dtype: Any) -> Any:
+    n, *matrix = place.matrices
+    shape = tuple(matrix)
+    if shape == place.stored:
+        return init(key, shape, dtype)  # perhaps with metadata of its own
+    if n == 1:
+        return place.from_matrices(init(key, shape, dtype)[None])
+    keys = jax.random.split(key, n)
+    return place.from_matrices(jax.vmap(lambda one: init(one, shape, dtype))(keys))
+
+
+def _shaped(name: str, array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    if tuple(array.shape) != shape:
+        raise ValueError(
+            f"{name} has shape {tuple(array.shape)}; this rule's layer takes {shape}: give the "
+            "rank that the adapter was made with"
+        )
+    return array

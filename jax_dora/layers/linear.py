@@ -1,0 +1,171 @@
+"""DoRA for nnx.Linear."""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+from flax import nnx
+from jax.sharding import AxisType
+
+from jax_dora.layers.base import DoRALayer
+from jax_dora.layers.base_layer import check_base
+from jax_dora.layers.layout import Layout, matrix_layout
+from jax_dora.layers.options import OPTION_FIELDS, AdapterOptions
+from jax_dora.ops.mesh import left_to_xla
+
+
+class DoRALinear(DoRALayer, nnx.Linear):
+    """y = magnitude ∘ x(kernel + s·lora_a lora_b) / ‖kernel + s·lora_a lora_b‖ + bias.
+
+    A fresh layer computes x(kernel + s·lora_a lora_b) + bias exactly; see `DoRALayer`.
+
+    Attributes:
+      kernel: [in, out].
+      bias: [out], or None.
+      lora_a: [in, rank].
+      lora_b: [rank, out].
+      magnitude: [out].
+    """
+
+    base_type = nnx.Linear
+    takes = frozenset({"keep_inner"})
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        rank: int,
+        alpha: float,
+        rngs: nnx.Rngs,
+        base: nnx.Linear | None = None,
+        **options: Any,
+    ) -> None:
+        """
+        Args:
+          in_features, out_features: as `nnx.Linear`'s.
+          rank: the adapter's rank; it may exceed in_features and out_features.
+          alpha: the scale s is alpha / rank.
+          rngs: its `params` stream makes parameters, its `dropout` stream masks.
+          base: the layer to adapt, as by `from_linear`; None makes one.
+          **options: the adapter's, which are the other attributes of `jax_dora.DoRARule`
+            (use_rslora, dropout, dropout_mode, keep_inner, adapter_dtype, lora_a_init, lora_b_init,
+            implementation), and `nnx.Linear`'s (use_bias, dtype, param_dtype, precision,
+            kernel_init, bias_init, kernel_metadata, bias_metadata).
+
+        Sharding: the axis names in kernel's `out_sharding` metadata are given to lora_a (in, None),
+        lora_b (None, out) and magnitude (out), unless the initializer brings its own.
+
+        Raises:
+          TypeError, ValueError: rank, alpha or another option is out of range.
+          NotImplementedError: `nnx.Linear` is given arithmetic of its own (dot_general,
+            promote_dtype, preferred_element_type), which the adapter would not honour.
+        """
+        names = {"arrays", *(field.name for field in OPTION_FIELDS)}
+        adapter = {name: options.pop(name) for name in names & options.keys()}
+        adapter |= {"rank": rank, "alpha": alpha}
+        AdapterOptions(**{name: adapter[name] for name in adapter if name != "arrays"})
+        if base is None:
+            base = nnx.Linear(in_features, out_features, rngs=rngs, **options)
+        elif options:
+            raise TypeError(f"{sorted(options)} are the base layer's own; expected none of them")
+        super().__init__(base, rngs=rngs, **adapter)
+
+    @classmethod
+    def from_linear(cls, linear: nnx.Linear, *, rngs: nnx.Rngs, **options: Any) -> Self:
+        """Returns a DoRA layer over `linear`, whose kernel and bias it shares (the very
+        `nnx.Param`s).
+
+        Args:
+          linear: the layer to adapt; dtype, precision and metadata are its own.
+          rngs: as the constructor's.
+          **options: the adapter's, as the constructor's: rank, alpha and so on.
+
+        Raises:
+          TypeError: `linear` is no `nnx.Linear`, or a subclass with a `__call__` of its own.
+          NotImplementedError: `linear` has its own `dot_general`, `promote_dtype` or
+            `preferred_element_type`, which the adapted layer would not honour.
+          TypeError, ValueError: an option is unknown or out of range.
+        """
+        check_base(linear, nnx.Linear)
+        return cls(linear.in_features, linear.out_features, base=linear, rngs=rngs, **options)
+
+    @classmethod
+    def from_base(cls, base: Any, *, rngs: nnx.Rngs, **options: Any) -> Self:
+        return cls.from_linear(base, rngs=rngs, **options)
+
+    @classmethod
+    def is_linear(cls, module: Any) -> bool:
+        return True
+
+    @staticmethod
+    def unstacked_shape(module: Any) -> tuple[int, ...]:
+        return module.in_features, module.out_features
+
+    def layout(self) -> Layout:
+        return matrix_layout(self.in_features, self.out_features, self.rank)
+
+    def __call__(
+        self,
+        inputs: jax.Array,
+        out_sharding: Any = None,
+        *,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+    ) -> jax.Array:
+        """
+        Args:
+          inputs: [..., in].
+          out_sharding: the sharding of the result, as `nnx.Linear.__call__`'s: a PartitionSpec or
+            NamedSharding over explicit axes of the mesh, which is needed where they shard kernel's
+            input axis.
+          deterministic, rngs: as `nnx.Dropout.__call__`'s.
+
+        Returns:
+          [..., out] in the dtype that `nnx.Linear` would return.
+
+        Raises:
+          ValueError: out_sharding names an axis that is not explicit.
+        """
+        operands = self.operands(inputs)
+        dropout = self.dropout_of_call(deterministic, rngs)
+        operands["seed"] = None if dropout is None else dropout.seed
+        if out_sharding is None:
+            return self.project(operands)
+        return _partitioned_by_xla(self.project, out_sharding, operands["kernel"])(operands)
+
+    def operands(self, inputs: jax.Array) -> dict[str, Any]:
+        """Returns what a call computes with: x, kernel and bias as `nnx.Linear` promotes them, the
+        adapter, and the norm of the stored parameters, so that g does not depend on the dtype of
+        the computation."""
+        bias = None if self.bias is None else self.bias[...]
+        x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
+        return {
+            "x": x,
+            "kernel": kernel,
+            "bias": bias,
+            "lora_a": self.lora_a[...],
+            "lora_b": self.lora_b[...],
+            "magnitude": self.magnitude[...],
+            "norm": self.norm_of_call(),
+        }
+
+
+def _partitioned_by_xla(
+    function: Callable[..., jax.Array], out_sharding: Any, kernel: jax.Array
+) -> Any:
+    """Returns `function` for operands on a mesh with explicit axes, which XLA takes over inside of
+    it; its result is sharded as `out_sharding` says."""
+    mesh = jax.typeof(kernel).sharding.mesh
+    spec = getattr(out_sharding, "spec", out_sharding)
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    named = jax.tree.leaves(tuple(spec))
+    if others := [name for name in named if types.get(name) is not AxisType.Explicit]:
+        raise ValueError(
+            f"out_sharding is {spec}; expected explicit axes of the kernel's mesh, which "
+            f"{', '.join(others)} is not among {types}: use jax.lax.with_sharding_constraint on "
+            "the result for an axis that is left to XLA"
+        )
+    if AxisType.Explicit not in mesh.axis_types:
+        return function
+    return left_to_xla(function, mesh, jax.P(*spec))

@@ -1,0 +1,22 @@
+"""Which DoRA layer adapts which Flax layer."""
+
+from flax import nnx
+
+from jax_dora.layers.base import DoRALayer
+from jax_dora.layers.conv import DoRAConv
+from jax_dora.layers.embed import DoRAEmbed
+from jax_dora.layers.linear import DoRALinear
+from jax_dora.layers.projection import DoRAEinsum, DoRALinearGeneral
+
+# By the class of the base layer. Everything that adapts, merges, loads or saves asks here.
+DORA_CLASSES: dict[type[nnx.Module], type[DoRALayer]] = {
+    cls.base_type: cls for cls in (DoRALinear, DoRALinearGeneral, DoRAEinsum, DoRAEmbed, DoRAConv)
+}
+
+
+def dora_class_of(module: nnx.Module) -> type[DoRALayer] | None:
+    """Returns the class that adapts a base layer; None for a module that cannot be adapted, or that
+    is a DoRA layer already."""
+    if isinstance(module, DoRALayer):
+        return None
+    return next((DORA_CLASSES[one] for one in type(module).__mro__ if one in DORA_CLASSES), None)

@@ -1,0 +1,97 @@
+"""DoRA for flax.linen: a dense layer with its adapter."""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import nnx
+from flax.typing import Dtype, Initializer, PrecisionLike
+
+from jax_dora.hyperparameters import DropoutMode
+from jax_dora.layers import AdapterOptions, DoRALinear
+from jax_dora.layers.options import OPTION_FIELDS
+from jax_dora.linen.layer import NO_RNGS, dora_layer, given
+
+
+class DoRADense(nn.Module):
+    """y = magnitude ∘ x(kernel + s·lora_a lora_b) / ‖kernel + s·lora_a lora_b‖ + bias.
+
+    Its `params` are an `nn.Dense`'s, kernel [in, out] and bias [out], and beside them lora_a
+    [in, rank], lora_b [rank, out] and magnitude [out]. Where these three are missing they are made,
+    so that a pretrained `nn.Dense` tree is adapted by
+
+        _, adapted = model.apply(
+            {"params": pretrained}, x, rngs={"params": key}, mutable=["params"]
+        )
+
+    A fresh layer computes x(kernel + s·lora_a lora_b) + bias exactly; see `jax_dora.DoRALayer`.
+    `adapter_labels`, `split_adapters` and `join_adapters` keep the base frozen. To adapt a module
+    that is written already, see `apply_dora`.
+
+    Attributes:
+      features, use_bias, dtype, param_dtype, precision, kernel_init, bias_init: as `nn.Dense`'s.
+      rank: the adapter's rank; it may exceed the numbers of features.
+      alpha: the scale s is alpha / rank,
+      use_rslora: or alpha / sqrt(rank).
+      dropout, keep_inner, dropout_mode, adapter_dtype, lora_a_init, lora_b_init, implementation: as
+        `jax_dora.layers.AdapterOptions`'.
+      deterministic: True turns dropout off; here or in the call, as for `nn.Dropout`.
+
+    Sharding: where `kernel_init` is `nn.with_partitioning` or `nn.with_logical_partitioning`, its
+    names are given to lora_a (in, None), lora_b (None, out) and magnitude (out), unless the
+    initializer brings its own.
+
+    Raises:
+      TypeError, ValueError: rank, alpha, dropout or dropout_mode is out of range.
+    """
+
+    features: int
+    rank: int
+    alpha: float
+    use_rslora: bool = False
+    dropout: float = 0.0
+    keep_inner: bool = False
+    dropout_mode: DropoutMode = "adapter"
+    deterministic: bool | None = None
+    use_bias: bool = True
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+    adapter_dtype: Dtype = jnp.float32
+    precision: PrecisionLike = None
+    kernel_init: Initializer = nn.initializers.lecun_normal()
+    bias_init: Initializer = nn.initializers.zeros_init()
+    lora_a_init: Initializer | None = None
+    lora_b_init: Initializer | None = None
+    implementation: str | None = None
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array, *, deterministic: bool | None = None) -> jax.Array:
+        """
+        Args:
+          inputs: [..., in].
+          deterministic: True turns dropout off. Dropout needs a "dropout" rng otherwise.
+
+        Returns:
+          [..., out] in the dtype that `nn.Dense` would return.
+        """
+        names = {field.name for field in OPTION_FIELDS} & vars(self).keys()
+        options = AdapterOptions(**{name: getattr(self, name) for name in names})
+        shape = (inputs.shape[-1], self.features)
+        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype, unbox=False)
+        bias = None
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
+        base = nnx.Linear(
+            *shape,
+            use_bias=self.use_bias,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            precision=self.precision,
+            kernel_init=given(kernel),
+            bias_init=given(bias),
+            rngs=NO_RNGS,
+        )
+        layer = dora_layer(self, DoRALinear, base, options, kernel)
+        if layer.dropout is None:
+            return layer(inputs)
+        off = nn.merge_param("deterministic", self.deterministic, deterministic)
+        return layer(inputs, deterministic=off, rngs=None if off else self.make_rng("dropout"))

@@ -1,0 +1,143 @@
+"""A linen layer with an adapter, computed by the nnx layer of the same settings and parameters, so
+that there is one implementation of each."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax import nnx
+from flax.linen.dtypes import promote_dtype
+
+from jax_dora.hyperparameters import ADAPTER_NAMES
+from jax_dora.layers import DORA_CLASSES, AdapterOptions, DoRALayer
+from jax_dora.layers.base_layer import padded
+
+# The nnx counterpart of each linen layer, and what linen calls its settings.
+COUNTERPARTS: dict[type[nn.Module], tuple[type[nnx.Module], Mapping[str, str]]] = {
+    nn.Dense: (nnx.Linear, {"out_features": "features"}),
+    nn.DenseGeneral: (nnx.LinearGeneral, {"out_features": "features"}),
+    nn.Einsum: (nnx.Einsum, {"kernel_shape": "shape"}),
+    nn.Conv: (nnx.Conv, {"out_features": "features"}),
+    nn.Embed: (nnx.Embed, {}),
+}
+
+
+class _NoRngs:
+    """For a layer whose parameters are given."""
+
+    def params(self) -> None:
+        return None
+
+
+NO_RNGS: Any = _NoRngs()
+
+
+def dora_class_of(module: nn.Module) -> type[DoRALayer] | None:
+    """Returns the class that adapts a linen layer's counterpart; None where there is none."""
+    counterpart = COUNTERPARTS.get(type(module))
+    return counterpart and DORA_CLASSES[counterpart[0]]
+
+
+def given(boxed: Any) -> Callable[..., Any]:
+    """Returns an initializer that returns this parameter, unboxed."""
+    value = nn.unbox(boxed)
+    return lambda *_: value
+
+
+def counterpart(module: Any, inputs: jax.Array, kernel: Any, **arguments: Any) -> Any:
+    """Returns the nnx layer with the settings of `module`, over its very parameters.
+
+    Args:
+      module: of a type in `COUNTERPARTS`.
+      inputs: of the call.
+      kernel: the parameter that is to be adapted.
+      **arguments: the call's other arguments.
+
+    Raises:
+      NotImplementedError: a setting that its adapter would not honour.
+    """
+    bias = module.get_variable("params", "bias") if getattr(module, "use_bias", False) else None
+    cls, renamed = COUNTERPARTS[type(module)]
+    settings: dict[str, Any] = {"rngs": NO_RNGS}
+    for name in inspect.signature(cls.__init__).parameters:
+        if name.endswith("_init"):
+            settings[name] = given(bias if name == "bias_init" else kernel)
+        elif getattr(module, renamed.get(name, name), None) is not None:
+            settings[name] = getattr(module, renamed.get(name, name))
+    if settings.pop("promote_dtype") is not promote_dtype:
+        raise NotImplementedError("promote_dtype is not Flax's; expected the default")
+    for name in ("dot_general_cls", "conv_general_dilated_cls"):
+        if getattr(module, name, None) is not None:
+            raise NotImplementedError(f"{name} is {getattr(module, name)}; expected None")
+    settings |= {name: value for name, value in arguments.items() if value is not None}
+    shape = nn.unbox(kernel).shape
+    if cls is nnx.Linear:
+        settings["in_features"] = shape[0]
+    elif cls is nnx.LinearGeneral:
+        axes = sorted(axis % inputs.ndim for axis in _as_tuple(module.axis))
+        settings["axis"] = tuple(axes)
+        settings["in_features"] = tuple(inputs.shape[axis] for axis in axes)
+        settings["batch_axis"] = {axis: inputs.shape[axis] for axis in _as_tuple(module.batch_dims)}
+    elif cls is nnx.Conv:
+        settings["in_features"] = shape[-2] * module.feature_group_count
+    elif cls is nnx.Einsum:
+        settings["bias_shape"] = None if bias is None else nn.unbox(bias).shape
+    make: Callable[..., Any] = cls
+    return make(**settings)
+
+
+def dora_layer(
+    module: nn.Module, cls: type[DoRALayer], base: Any, options: AdapterOptions, kernel: Any
+) -> DoRALayer:
+    """Returns the DoRA layer over `base` with the adapter in `module`'s params, which is made where
+    it is missing.
+
+    Args:
+      kernel: the parameter as `module` has it: where it is `nn.Partitioned`, a fresh adapter's
+        parameters are too, by the names of the axes that they share with it, unless the initializer
+        brings its own.
+
+    Raises:
+      ValueError: the adapter is missing and `params` is not mutable, or it is of another rank.
+    """
+    missing = [name for name in ADAPTER_NAMES if not module.has_variable("params", name)]
+    if missing and not (len(missing) == 3 and module.is_mutable_collection("params")):
+        path = "/".join(module.path)
+        raise ValueError(
+            f"params has no {missing[0]} for {path!r}; expected the adapter there: make it with "
+            'init, or with apply(…, rngs={"params": key}, mutable=["params"])'
+        )
+    arguments: dict[str, Any] = options.arguments()
+    if not missing:
+        arguments["arrays"] = {
+            name: nn.unbox(module.get_variable("params", name)) for name in ADAPTER_NAMES
+        }
+        return cls.from_base(base, rngs=nnx.Rngs(0), **arguments)
+    boxes: dict[str, Any] = {}
+    for name in ("lora_a", "lora_b"):
+        if init := arguments[f"{name}_init"]:
+            arguments[f"{name}_init"] = functools.partial(_unboxed, init, boxes, name)
+    layer = cls.from_base(base, rngs=nnx.Rngs(module.make_rng("params")), **arguments)
+    if isinstance(kernel, nn.Partitioned):
+        axes = layer.adapter_axes(padded(kernel.names, nn.unbox(kernel).ndim))
+        boxes = {name: kernel.replace(names=axes[name]) for name in ADAPTER_NAMES} | boxes
+    for name in ADAPTER_NAMES:
+        value = getattr(layer, name)[...]
+        module.put_variable(
+            "params", name, boxes[name].replace_boxed(value) if name in boxes else value
+        )
+    return layer
+
+
+def _unboxed(init: Any, boxes: dict[str, Any], name: str, *args: Any) -> Any:
+    value = init(*args)
+    if isinstance(value, nn.meta.AxisMetadata):
+        boxes[name] = value
+    return nn.unbox(value)
+
+
+def _as_tuple(value: Any) -> tuple[int, ...]:
+    return (value,) if isinstance(value, int) else tuple(value)

@@ -1,0 +1,308 @@
+"""`norms`, `with_norms`, `freeze` and `remat_policy`: what computes a norm, and what uses one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+
+import jax_dora
+from jax_dora import DoRARule
+
+WIDTH = 16
+
+
+class Model(nnx.Module):
+    """Every kind of layer, one of them twice, and a scanned and rematerialised stack."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(11, WIDTH, rngs=rngs)
+        self.conv = nnx.Conv(WIDTH, WIDTH, (3,), rngs=rngs)
+        self.heads = nnx.LinearGeneral(WIDTH, (2, 8), rngs=rngs)
+        self.one = self.other = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        make = nnx.vmap(lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs))
+        self.stack = nnx.split_rngs(splits=3)(make)(rngs)
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        x = self.conv(self.embed(ids))
+        x = self.other(jnp.tanh(self.one(self.heads(x).reshape(x.shape))))
+
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        @nnx.remat(policy=jax_dora.remat_policy(), prevent_cse=False)
+        def run(x, layer):
+            return jnp.tanh(layer(x))
+
+        return run(x, self.stack)
+
+
+PATHS = ["embed", "conv", "heads", "one", "stack"]
+IDS = jax.random.randint(jax.random.key(1), (2, 4, 5), 0, 11)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    init = nnx.initializers.normal(0.1)
+    rule = DoRARule(".*", 4, 8, lora_a_init=init, lora_b_init=init)
+    model = jax_dora.apply_dora(Model(nnx.Rngs(0)), rule, rngs=nnx.Rngs(1))
+    for _, variable in nnx.iter_graph(model):
+        if isinstance(variable, jax_dora.DoRAParam):
+            variable[...] *= 1.1
+    return model
+
+
+def loss_fn(model, ids):
+    return jnp.mean(model(ids) ** 2)
+
+
+@nnx.jit
+def gradients(model, values, ids):
+    """The mean over micro-batches, each of which uses `values`, or computes its own norms."""
+
+    def loss_of(model, ids):
+        return loss_fn(model if values is None else jax_dora.with_norms(model, values), ids)
+
+    wrt = nnx.DiffState(0, nnx.LoRAParam)
+    loss, total = nnx.value_and_grad(loss_of, argnums=wrt)(model, ids[0])
+    for one in ids[1:]:
+        more = nnx.grad(loss_of, argnums=wrt)(model, one)
+        total = jax.tree.map(jnp.add, total, more)
+    return loss, total
+
+
+def assert_same(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def square_roots(function, *args) -> int:
+    """How many norms, one square root each, the program of `function` takes."""
+
+    def count(jaxpr) -> int:
+        inner = jax.tree.leaves([list(equation.params.values()) for equation in jaxpr.eqns])
+        own = sum(equation.primitive.name == "sqrt" for equation in jaxpr.eqns)
+        bodies = (getattr(one, "jaxpr", one) for one in inner)
+        return own + sum(count(body) for body in bodies if hasattr(body, "eqns"))
+
+    return count(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+def call(model):
+    graphdef, state = nnx.split(model)
+    return (lambda state, ids: loss_fn(nnx.merge(graphdef, state), ids)), state, IDS[0]
+
+
+def test_accumulating_with_the_norms_of_the_step_changes_no_bit(model):
+    values = nnx.jit(jax_dora.norms)(model)
+    assert sorted(values) == sorted(PATHS)
+    assert values["stack"].shape == (3, WIDTH)
+    assert values["heads"].shape == (2, 8)
+    assert {value.dtype for value in values.values()} == {jnp.dtype("float32")}
+    found, expected = gradients(model, values, IDS), gradients(model, None, IDS)
+    assert_same(*(nnx.to_pure_dict(one[1]) for one in (found, expected)))
+    assert_same(found[0], expected[0])
+    assert all(leaf.any() for leaf in jax.tree.leaves(found[1]))
+
+
+def test_what_is_given_is_what_is_used(model):
+    """No layer computes a norm behind it."""
+    assert square_roots(*call(model)) == 6  # the shared layer's is computed by both of its calls
+    values = jax_dora.norms(model)
+    given = jax_dora.with_norms(model, values)
+    assert square_roots(*call(given)) == 0
+    assert square_roots(*call(jax_dora.freeze(model))) == 0
+    assert square_roots(*call(model)) == 6
+    halved = jax_dora.with_norms(model, values | {"one": values["one"] / 2})
+    doubled = nnx.clone(model)
+    doubled.one.magnitude[...] *= 2
+    np.testing.assert_allclose(
+        nnx.jit(loss_fn)(halved, IDS[0]), nnx.jit(loss_fn)(doubled, IDS[0]), rtol=1e-5
+    )
+
+
+def test_norms_are_constants_of_the_gradient(model):
+    def total(model):
+        return sum(jnp.sum(value) for value in jax_dora.norms(model).values())
+
+    found = nnx.grad(total, argnums=nnx.DiffState(0, nnx.LoRAParam))(model)
+    assert not any(leaf.any() for leaf in jax.tree.leaves(found))
+
+
+def test_a_copy_shares_the_variables_and_leaves_the_model_alone():
+    layer = jax_dora.DoRALinear(4, 4, rank=2, alpha=4, dropout=0.5, rngs=nnx.Rngs(0))
+    before = nnx.graphdef(layer)
+    given = jax_dora.with_norms(layer, jax_dora.norms(layer))
+    assert nnx.graphdef(layer) == before
+    assert given.lora_a is layer.lora_a
+    count = layer.dropout.rngs.count[...]
+    given(jnp.ones((1, 4)))
+    assert layer.dropout.rngs.count[...] == count + 1
+
+
+def test_a_scan_by_hand_over_a_stack(model):
+    """Each layer sees its own norm."""
+    x = jax.random.normal(jax.random.key(2), (5, WIDTH))
+    given = jax_dora.with_norms(model.stack, jax_dora.norms(model.stack))
+    graphdef, layers = nnx.split(given)
+    found = lax.scan(lambda x, one: (nnx.merge(graphdef, one)(x), None), x, layers)[0]
+    graphdef, layers = nnx.split(model.stack)
+    for i in range(3):
+        x = nnx.merge(graphdef, jax.tree.map(lambda a, i=i: a[i], layers))(x)
+    np.testing.assert_allclose(found, x, rtol=1e-5)
+
+
+def test_a_split_model(model):
+    graphdef, adapters, frozen = nnx.split(model, nnx.LoRAParam, ...)
+    values = jax_dora.norms(model)
+
+    @jax.jit
+    def loss_of(adapters, frozen, values):
+        return loss_fn(jax_dora.with_norms(nnx.merge(graphdef, adapters, frozen), values), IDS[0])
+
+    found, expected = loss_of(adapters, frozen, values), nnx.jit(loss_fn)(model, IDS[0])
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("copied", ["given", "frozen"])
+def test_adapters_come_out_of_a_copy_without_its_norms(model, copied):
+    model = nnx.Dict(one=model.one, stack=model.stack)
+    stale = jax.tree.map(jnp.ones_like, jax_dora.norms(model))
+    copy = jax_dora.with_norms(model, stale) if copied == "given" else jax_dora.freeze(model)
+    arrays = [jax_dora.get_adapter(one).arrays for one in (copy, model)]
+    assert all(a is b for a, b in zip(*map(jax.tree.leaves, arrays), strict=True))
+    again = jax_dora.set_adapter(copy, jax_dora.get_adapter(copy))
+    assert again.one.given_norm is None
+    assert type(again.one.lora_a) is nnx.LoRAParam
+    merged = [jax_dora.merge_dora(one.stack).kernel[...] for one in (copy, model)]
+    assert_same(*merged)
+    assert type(jax_dora.remove_dora(copy).stack) is nnx.Linear
+
+
+def test_freeze_leaves_nothing_to_train(model):
+    frozen = jax_dora.freeze(model)
+    assert_same(nnx.jit(loss_fn)(frozen, IDS[0]), nnx.jit(loss_fn)(model, IDS[0]))
+    assert not jax.tree.leaves(nnx.state(frozen, nnx.LoRAParam))
+    adapter = jax.tree.leaves(nnx.state(model, nnx.LoRAParam))
+    parameters = [len(jax.tree.leaves(nnx.state(one, nnx.Param))) for one in (frozen, model)]
+    assert parameters[0] == parameters[1] - len(adapter)
+    assert frozen.one.kernel[...] is model.one.kernel[...]
+
+
+def test_a_frozen_model_drops_nothing_until_it_is_trained():
+    layer = jax_dora.DoRALinear(8, 8, rank=2, alpha=4, dropout=0.5, rngs=nnx.Rngs(0))
+    layer.lora_b[...] += 1
+    model = nnx.Sequential(layer, nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
+    x = jnp.ones((2, 8))
+    frozen = jax_dora.freeze(model)
+    assert jnp.array_equal(frozen.layers[0](x), frozen.layers[0](x))
+    assert not frozen.layers[1].deterministic
+    assert not layer.dropout.deterministic
+    frozen.train()
+    assert not jnp.array_equal(frozen.layers[0](x), frozen.layers[0](x))
+
+
+def sharded_layer(rngs, names=None, width=128):
+    return jax_dora.DoRALinear(
+        *(width, WIDTH),
+        rank=4,
+        alpha=8,
+        lora_b_init=nnx.initializers.normal(0.1),
+        kernel_metadata={"out_sharding": names} if names else {},
+        rngs=rngs,
+    )
+
+
+def test_a_frozen_sharded_stack_stays_where_it_is():
+    """`nnx.vmap` alone does not tell the metadata of the layers' axis."""
+    mesh = jax.make_mesh((4,), ("b",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        make = nnx.vmap(lambda rngs: sharded_layer(rngs, (None, "b"), width=8))
+        stack = nnx.split_rngs(splits=3)(make)(nnx.Rngs(0))
+        frozen = jax_dora.freeze(stack)
+        for name in ("lora_a", "lora_b", "magnitude"):
+            assert getattr(frozen, name)[...] is getattr(stack, name)[...]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("names", [("a", "b"), (None, "b")])
+def test_norms_on_a_mesh(names, kind):
+    expected = jax_dora.norms(sharded_layer(nnx.Rngs(0)))[""]
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind, kind))
+    with jax.set_mesh(mesh):
+        layer = sharded_layer(nnx.Rngs(0), names)
+        values = jax_dora.norms(layer)
+        np.testing.assert_allclose(values[""], expected, rtol=1e-6)
+        x = jax.device_put(jnp.ones((4, 128)), NamedSharding(mesh, jax.P()))
+        out = jax.P(None, "b") if kind is AxisType.Explicit else None
+        given = jax_dora.with_norms(layer, values)
+        np.testing.assert_allclose(given(x, out), layer(x, out), rtol=1e-6)
+
+
+def test_values_that_do_not_fit(model):
+    values = jax_dora.norms(model)
+    linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    for function in (jax_dora.norms, jax_dora.freeze, lambda m: jax_dora.with_norms(m, {})):
+        with pytest.raises(ValueError, match="Linear has no DoRA layer"):
+            function(linear)
+        with pytest.raises(TypeError, match=r"model is a dict; expected an nnx\.Module"):
+            function({"model": model})
+    with pytest.raises(ValueError, match=r"norms for \['other layer'\].*\n  conv\n  embed"):
+        jax_dora.with_norms(model, values | {"other layer": values["one"]})
+    missing = {path: value for path, value in values.items() if path != "conv"}
+    with pytest.raises(ValueError, match="values has no norm for 'conv'"):
+        jax_dora.with_norms(model, missing)
+    with pytest.raises(ValueError, match=r"shape \(16,\) for 'stack'; expected \(3, 16\)"):
+        jax_dora.with_norms(model, values | {"stack": values["stack"][0]})
+
+
+class TestRematPolicy:
+    """What a rematerialised layer computes twice."""
+
+    @staticmethod
+    def gradients(policy, **options):
+        layer = jax_dora.DoRALinear(8, WIDTH, rank=2, alpha=4, rngs=nnx.Rngs(0), **options)
+        graphdef, adapter, rest = nnx.split(layer, nnx.LoRAParam, ...)
+
+        def loss(adapter, x):
+            function = jax.checkpoint(
+                lambda adapter, x: nnx.merge(graphdef, adapter, rest)(x), policy=policy
+            )
+            return jnp.sum(jnp.sin(function(adapter, x)))
+
+        return jax.grad(loss, argnums=(0, 1)), adapter, jnp.ones((3, 8))
+
+    def test_it_keeps_the_norm(self):
+        kept, *args = self.gradients(jax_dora.remat_policy())
+        recomputed, *_ = self.gradients(None)
+        assert square_roots(kept, *args) == 1
+        assert square_roots(recomputed, *args) == 2
+        assert_same(kept(*args), recomputed(*args))
+
+    def test_it_keeps_inner_where_asked(self):
+        def products(function, *args):
+            return str(jax.make_jaxpr(function)(*args)).count("dot_general")
+
+        plain = self.gradients(jax_dora.remat_policy())
+        kept = self.gradients(jax_dora.remat_policy(), keep_inner=True)
+        assert products(*kept) == products(*plain) - 2
+        assert_same(kept[0](*kept[1:]), plain[0](*plain[1:]))
+
+    def test_it_keeps_further_names(self):
+        @functools.partial(jax.checkpoint, policy=jax_dora.remat_policy("attention"))
+        def function(x):
+            return jnp.sin(jax.ad_checkpoint.checkpoint_name(jnp.sin(x), "attention"))
+
+        assert str(jax.make_jaxpr(jax.grad(function))(1.0)).count("= sin ") == 2
+
+    @pytest.mark.parametrize(
+        ("name", "error", "message"),
+        [
+            (3, TypeError, "remat_policy is given 3; expected names, as strings"),
+            ("", ValueError, "remat_policy is given ''"),
+        ],
+    )
+    def test_it_refuses_what_no_array_is_called(self, name, error, message):
+        with pytest.raises(error, match=message):
+            jax_dora.remat_policy("other", name)
