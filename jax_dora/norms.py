@@ -28,12 +28,14 @@ import jax
 from flax import nnx
 from jax import lax
 
-from jax_dora.adapt.rule import listing
+from dora_common.hyperparameters import ADAPTER_NAMES
+from dora_common.rules import listing
 from jax_dora.adapt.stack import stack_shape
 from jax_dora.adapt.tree import Found, check_model, find_dora_layers
-from jax_dora.hyperparameters import ADAPTER_NAMES
 from jax_dora.layers import DoRALayer
-from jax_dora.layers.base import INNER_NAME, NORM_NAME, Constant
+from jax_dora.layers.base import Constant
+from jax_dora.ops.linear import NORM_NAME
+from jax_dora.ops.projection import INNER_NAME
 
 
 def norms(model: nnx.Module) -> dict[str, jax.Array]:

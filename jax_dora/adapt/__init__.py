@@ -22,8 +22,6 @@ from jax_dora.adapt.adapter import Adapter as Adapter
 from jax_dora.adapt.adapter import get_adapter as get_adapter
 from jax_dora.adapt.adapter import set_adapter as set_adapter
 from jax_dora.adapt.apply import apply_dora as apply_dora
-from jax_dora.adapt.merge import MergedLayer as MergedLayer
-from jax_dora.adapt.merge import MergeReport as MergeReport
 from jax_dora.adapt.merge import merge_dora as merge_dora
 from jax_dora.adapt.remove import remove_dora as remove_dora
-from jax_dora.adapt.rule import DoRARule as DoRARule
+from jax_dora.layers.rule import DoRARule as DoRARule

@@ -13,12 +13,13 @@ from typing import Any
 import jax
 from flax import nnx
 
+from dora_common.hyperparameters import ADAPTER_NAMES
+from dora_common.rules import listing
 from jax_dora.adapt.apply import adapt_layer
 from jax_dora.adapt.remove import remove_dora
-from jax_dora.adapt.rule import DoRARule, listing
 from jax_dora.adapt.tree import check_model, find_dora_layers, find_modules, replace_modules
-from jax_dora.hyperparameters import ADAPTER_NAMES
 from jax_dora.layers import dora_class_of
+from jax_dora.layers.rule import DoRARule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +51,7 @@ def get_adapter(model: nnx.Module) -> Adapter:
     if not layers:
         raise ValueError("model holds no adapter; expected a model from apply_dora")
     return Adapter(
-        tuple(
-            DoRARule(re.escape(path), **layer.options().arguments())
-            for path, layer in layers.items()
-        ),
+        tuple(layer.rule(re.escape(path)) for path, layer in layers.items()),
         {
             path: {name: getattr(layer, name).get_value() for name in ADAPTER_NAMES}
             for path, layer in layers.items()

@@ -8,11 +8,12 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_dora.adapt.rule import Candidate, DoRARule, Rules, as_rules, assign, listing
+from dora_common.rules import as_rules, assign, listing
 from jax_dora.adapt.stack import adapt_stack, stack_shape
 from jax_dora.adapt.tree import Found, check_model, find_modules, is_node, replace_modules
 from jax_dora.layers import DORA_CLASSES, DoRALayer, dora_class_of
 from jax_dora.layers.base_layer import padded
+from jax_dora.layers.rule import DoRARule, Rules
 
 
 def apply_dora[Model: nnx.Module](model: Model, rules: Rules, *, rngs: nnx.Rngs) -> Model:
@@ -45,7 +46,7 @@ def apply_dora[Model: nnx.Module](model: Model, rules: Rules, *, rngs: nnx.Rngs)
     check_model(model, for_linen="jax_dora.linen.apply_dora")
     if not isinstance(rngs, nnx.Rngs):
         raise TypeError(f"rngs is a {type(rngs).__name__}; expected nnx.Rngs, e.g. nnx.Rngs(0)")
-    rules = as_rules(rules)
+    rules = as_rules(DoRARule, rules)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(model))):
         raise ValueError(
             "model is abstract: it holds shapes instead of arrays; expected arrays, or this call "
@@ -54,7 +55,9 @@ def apply_dora[Model: nnx.Module](model: Model, rules: Rules, *, rngs: nnx.Rngs)
         )
     copy = nnx.clone(model)
     layers = [found for found in find_modules(copy) if _holds_parameters(found.module)]
-    chosen = assign(rules, [Candidate(one.paths, _is_linear(one.module)) for one in layers])
+    chosen = assign(
+        rules, [one.paths for one in layers], [_is_linear(one.module) for one in layers]
+    )
     matched = [(found, rule) for found, rule in zip(layers, chosen, strict=True) if rule]
     _refuse_others([found for found, _ in matched])
     replacements = {}
@@ -70,7 +73,7 @@ def adapt_layer(found: Found, rule: DoRARule, rngs: nnx.Rngs) -> Any:
     sharding = _mesh_sharding(getattr(layer, cls.kernel_name))
 
     def adapt(one: Any) -> DoRALayer:
-        return cls.from_base(one, rngs=rngs, **rule.arguments())
+        return cls.from_base(one, rngs=rngs, **rule.options())
 
     try:
         with contextlib.ExitStack() as scope:

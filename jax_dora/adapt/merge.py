@@ -10,53 +10,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from dora_common.hyperparameters import ADAPTER_NAMES
+from dora_common.merge_report import MergedLayer, MergeReport
 from jax_dora import ops
 from jax_dora.adapt.adapter import Adapter, set_adapter
 from jax_dora.adapt.remove import remove_dora
 from jax_dora.adapt.stack import indices, join
 from jax_dora.adapt.tree import check_model, find_dora_layers, find_modules
-from jax_dora.hyperparameters import ADAPTER_NAMES
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base import matrix_norm
 from jax_dora.layers.layout import Layout
-
-
-@dataclasses.dataclass(frozen=True)
-class MergedLayer:
-    """What merging did to one layer; all norms are Frobenius'.
-
-    Attributes:
-      path: of the layer.
-      dtype: of its kernel.
-      change: ‖merged - kernel‖ / ‖kernel‖, before rounding: how much the adapter does.
-      rounding: ‖rounded - merged‖ / ‖merged‖: what the cast to `dtype` costs.
-      lost: ‖rounded - merged‖ / ‖merged - kernel‖: that cost as a part of the adapter's work; at 1
-        the rounding is as large as all that training changed.
-      max_abs: the largest difference that the cast makes to an element.
-    """
-
-    path: str
-    dtype: str
-    change: float
-    rounding: float
-    lost: float
-    max_abs: float
-
-
-@dataclasses.dataclass(frozen=True)
-class MergeReport:
-    """The rounding that merging caused, layer by layer; `print` shows a table."""
-
-    layers: tuple[MergedLayer, ...]
-
-    def __str__(self) -> str:
-        width = max([len("layer"), *(len(layer.path) for layer in self.layers)])
-        lines = [f"{'layer':{width}}  dtype     change    rounding  lost      max abs"]
-        for layer in self.layers:
-            numbers = (layer.change, layer.rounding, layer.lost, layer.max_abs)
-            columns = "  ".join(f"{number:<8.2e}" for number in numbers)
-            lines.append(f"{layer.path:{width}}  {layer.dtype:8}  {columns}")
-        return "\n".join(lines)
 
 
 @overload
@@ -148,12 +111,13 @@ def reported(path: str, kernel: jax.Array, change: jax.Array) -> MergedLayer:
     error = changed(kernel, change).astype(change.dtype) - exact
     size, moved, off = (float(jnp.linalg.norm(x.reshape(-1))) for x in (exact, change, error))
     start = float(jnp.linalg.norm(kernel.astype(change.dtype).reshape(-1)))
-    return MergedLayer(
-        path=path,
-        dtype=str(kernel.dtype),
-        change=moved / start if start else float("inf"),
-        rounding=off / size if size else 0.0,
-        lost=off / moved if moved else 0.0,
+    return MergedLayer.from_norms(
+        path,
+        str(kernel.dtype),
+        weight=start,
+        merged=size,
+        change=moved,
+        error=off,
         max_abs=float(jnp.max(jnp.abs(error))),
     )
 

@@ -10,16 +10,13 @@ from flax import nnx
 from flax.typing import Initializer
 from jax.ad_checkpoint import checkpoint_name
 
+from dora_common.hyperparameters import DropoutMode
 from jax_dora import ops
-from jax_dora.hyperparameters import DropoutMode
 from jax_dora.layers.base_layer import axis_names, check_base, sharded_like
 from jax_dora.layers.layout import Axes, Layout
-from jax_dora.layers.options import AdapterOptions
-from jax_dora.ops.linear import NORM_NAME as NORM_NAME
-from jax_dora.ops.norm import of_layer as layer_norm_implementation  # bridge: its new name
-
-# The names by which `jax_dora.remat_policy` knows the norm and x (kernel + s·lora_a lora_b).
-INNER_NAME = "dora_inner"  # bridge: ops has it
+from jax_dora.layers.rule import DoRARule, layer_rule
+from jax_dora.ops.linear import NORM_NAME
+from jax_dora.ops.norm import norm_implementation
 
 # Uniform in ±1/sqrt(in): PEFT's, which is torch.nn.Linear's own.
 default_lora_a_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
@@ -63,7 +60,7 @@ class DoRALayer(nnx.Module):
       given_norm: the norm that calls use instead of computing it (see `jax_dora.with_norms`), or
         None.
       rank, alpha, use_rslora, keep_inner, dropout_mode, adapter_dtype, implementation: as
-        `AdapterOptions`'.
+        `jax_dora.DoRARule`'s.
     """
 
     base_type: ClassVar[type[nnx.Module]]
@@ -93,7 +90,7 @@ class DoRALayer(nnx.Module):
           base: the layer to adapt. Its parameters (the very `nnx.Param`s) and settings are shared.
           rngs: its `params` stream makes parameters, its `dropout` stream masks.
           arrays: lora_a, lora_b and magnitude in this layer's shapes; None draws a fresh adapter.
-          **options: rank, alpha and the other attributes of `AdapterOptions`.
+          **options: rank, alpha and the other attributes of `jax_dora.DoRARule`.
 
         Sharding: the axis names in the kernel's `out_sharding` metadata are given to the adapter's
         axes that correspond to them, unless an initializer brings its own.
@@ -103,7 +100,7 @@ class DoRALayer(nnx.Module):
           TypeError, ValueError: an option is unknown or out of range, or an array of another shape.
           NotImplementedError: `base` has a setting that the adapter would not honour.
         """
-        chosen = AdapterOptions(**options)
+        chosen = layer_rule(**options)
         self.check(base, chosen)
         for name, value in vars(base).items():
             if not name.startswith("_pytree__"):
@@ -128,7 +125,7 @@ class DoRALayer(nnx.Module):
         return cls(base, rngs=rngs, **options)
 
     @classmethod
-    def check(cls, base: Any, options: AdapterOptions) -> None:
+    def check(cls, base: Any, options: DoRARule) -> None:
         """Raises as the constructor unless `base` can be adapted by this class so."""
         for name, default in (("keep_inner", False), ("adapt_attend", None)):
             if getattr(options, name) is not default and name not in cls.takes:
@@ -169,9 +166,10 @@ class DoRALayer(nnx.Module):
         """Returns the parameter that is adapted."""
         return getattr(self, self.kernel_name)
 
-    def options(self) -> AdapterOptions:
-        """Returns the layer's settings; its initializers are not remembered."""
-        return AdapterOptions(
+    def rule(self, path: str = "") -> DoRARule:
+        """Returns the rule that makes such a layer; its initializers are not remembered."""
+        return DoRARule(
+            path,
             self.rank,
             self.alpha,
             use_rslora=self.use_rslora,
@@ -202,7 +200,7 @@ class DoRALayer(nnx.Module):
         """Returns ‖kernel + s·lora_a lora_b‖ per output feature, of the parameters as stored, in
         fp32. It is computed, whatever `given_norm` is."""
         arrays = (self.kernel_param()[...], self.lora_a[...], self.lora_b[...])
-        implementation = layer_norm_implementation(self.implementation)
+        implementation = norm_implementation(self.implementation)
         layout = self.layout()
         if layout.is_one_matrix:
             return ops.factored_norm(*arrays, self.scale, implementation=implementation)
@@ -268,11 +266,11 @@ class DoRALayer(nnx.Module):
             implementation=self.implementation,
             precision=cast(Any, self).precision,
             dropout=dropout,
-            inner_name=INNER_NAME if self.keep_inner else None,  # bridge: keep_inner
+            keep_inner=self.keep_inner,
         )
 
     def _make_adapter(
-        self, options: AdapterOptions, rngs: nnx.Rngs, arrays: Mapping[str, jax.Array] | None
+        self, options: DoRARule, rngs: nnx.Rngs, arrays: Mapping[str, jax.Array] | None
     ) -> None:
         layout, kernel = self.layout(), self.kernel_param()
         axes = self.adapter_axes(axis_names(kernel))

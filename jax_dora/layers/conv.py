@@ -10,7 +10,7 @@ from flax import nnx
 from jax_dora import ops
 from jax_dora.layers.base import DoRALayer, no_out_sharding
 from jax_dora.layers.layout import Layout, convolution_layout
-from jax_dora.layers.options import AdapterOptions
+from jax_dora.layers.rule import DoRARule
 from jax_dora.ops.dropout import drop
 
 
@@ -34,7 +34,7 @@ class DoRAConv(DoRALayer, nnx.Conv):
     base_type = nnx.Conv
 
     @classmethod
-    def check(cls, base: Any, options: AdapterOptions) -> None:
+    def check(cls, base: Any, options: DoRARule) -> None:
         super().check(base, options)
         groups = base.feature_group_count
         if options.rank % groups:

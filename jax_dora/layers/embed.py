@@ -12,7 +12,7 @@ from flax.typing import Initializer
 from jax_dora import ops
 from jax_dora.layers.base import DoRALayer, no_out_sharding
 from jax_dora.layers.layout import Layout, matrix_layout
-from jax_dora.layers.options import AdapterOptions
+from jax_dora.layers.rule import DoRARule
 from jax_dora.ops.mesh import left_to_xla
 
 
@@ -43,7 +43,7 @@ class DoRAEmbed(DoRALayer, nnx.Embed):
     }
 
     @classmethod
-    def check(cls, base: Any, options: AdapterOptions) -> None:
+    def check(cls, base: Any, options: DoRARule) -> None:
         super().check(base, options)
         if options.dropout:
             raise ValueError(

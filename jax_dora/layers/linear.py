@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from jax_dora.layers.base import DoRALayer
 from jax_dora.layers.base_layer import check_base
 from jax_dora.layers.layout import Layout, matrix_layout
-from jax_dora.layers.options import OPTION_FIELDS, AdapterOptions
+from jax_dora.layers.rule import OPTIONS, layer_rule
 from jax_dora.ops.mesh import left_to_xla
 
 
@@ -61,10 +61,10 @@ class DoRALinear(DoRALayer, nnx.Linear):
           NotImplementedError: `nnx.Linear` is given arithmetic of its own (dot_general,
             promote_dtype, preferred_element_type), which the adapter would not honour.
         """
-        names = {"arrays", *(field.name for field in OPTION_FIELDS)}
+        names = {"arrays", *OPTIONS}
         adapter = {name: options.pop(name) for name in names & options.keys()}
         adapter |= {"rank": rank, "alpha": alpha}
-        AdapterOptions(**{name: adapter[name] for name in adapter if name != "arrays"})
+        layer_rule(**{name: adapter[name] for name in adapter if name != "arrays"})
         if base is None:
             base = nnx.Linear(in_features, out_features, rngs=rngs, **options)
         elif options:

@@ -15,7 +15,7 @@ from flax import nnx
 
 from jax_dora.layers.base import DoRALayer, no_out_sharding
 from jax_dora.layers.layout import Layout, projection_layout
-from jax_dora.layers.options import AdapterOptions
+from jax_dora.layers.rule import DoRARule
 
 
 class Equation(NamedTuple):
@@ -164,7 +164,7 @@ class DoRAEinsum(DoRAProjection, nnx.Einsum):
     base_type = nnx.Einsum
 
     @classmethod
-    def check(cls, base: Any, options: AdapterOptions) -> None:
+    def check(cls, base: Any, options: DoRARule) -> None:
         super().check(base, options)
         if refusal := _refusal(base.einsum_str):
             raise NotImplementedError(refusal)

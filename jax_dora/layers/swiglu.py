@@ -7,10 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import canonicalize_dtype
-from jax.ad_checkpoint import checkpoint_name
 
 from jax_dora import ops
-from jax_dora.layers.base import INNER_NAME
 from jax_dora.layers.linear import DoRALinear
 
 
@@ -98,7 +96,6 @@ def _parts(layer: DoRALinear, inputs: jax.Array, deterministic, rngs):
         scale=layer.scale,
         precision=layer.precision,
         dropout=dropout,
+        keep_inner=layer.keep_inner,
     )
-    if layer.keep_inner:
-        inner = checkpoint_name(inner, INNER_NAME)
     return inner, ops.magnitude_scale(given["magnitude"], given["norm"], inner.dtype), given["bias"]

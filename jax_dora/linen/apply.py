@@ -9,11 +9,13 @@ import jax
 from flax import linen as nn
 from flax import traverse_util
 
-from jax_dora.adapt.merge import MergeReport, changed, kernel_change, reported
-from jax_dora.adapt.rule import Candidate, DoRARule, Rules, as_rules, assign, listing
-from jax_dora.hyperparameters import ADAPTER_NAMES
+from dora_common.hyperparameters import ADAPTER_NAMES
+from dora_common.merge_report import MergeReport
+from dora_common.rules import as_rules, assign, listing
+from jax_dora.adapt.merge import changed, kernel_change, reported
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.layout import Layout
+from jax_dora.layers.rule import DoRARule, Rules
 from jax_dora.linen.layer import COUNTERPARTS, counterpart, dora_class_of, dora_layer
 
 _METHODS = ("__call__", "attend")
@@ -68,7 +70,7 @@ def apply_dora(model: nn.Module, rules: Rules, *, deterministic: bool | None = N
             f"model is a {type(model).__name__}; expected a linen nn.Module: for nnx there is "
             "jax_dora.apply_dora"
         )
-    found = as_rules(rules)
+    found = as_rules(DoRARule, rules)
     if deterministic is None and any(rule.dropout for rule in found):
         raise ValueError(
             "deterministic is None and a rule has dropout; expected False (training) or True"
@@ -100,7 +102,8 @@ class DoRA(nn.Module):
         """As `__call__`; adds what was called to `calls`."""
         with nn.intercept_methods(self._interceptor(calls)):
             result = self.model(*args, **kwargs)
-        assign(self.rules, [Candidate((path,), one) for path, one in sorted(calls.linear.items())])
+        paths = sorted(calls.linear)
+        assign(self.rules, [(path,) for path in paths], [calls.linear[path] for path in paths])
         return result
 
     def _interceptor(self, calls: _Calls) -> Callable[..., Any]:
@@ -112,7 +115,7 @@ class DoRA(nn.Module):
                 return next_fun(*args, **kwargs)
             cls = dora_class_of(module)
             is_linear = cls is not None and cls.is_linear(module)
-            matching = (rule for rule in self.rules if rule.matches(path, is_linear=is_linear))
+            matching = (rule for rule in self.rules if rule.matches(path, linear=is_linear))
             rule = next(matching, None)
             if rule is not None and cls is not None:
                 calls.linear[path] = is_linear

@@ -6,9 +6,9 @@ from flax import linen as nn
 from flax import nnx
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from jax_dora.hyperparameters import DropoutMode
-from jax_dora.layers import AdapterOptions, DoRALinear
-from jax_dora.layers.options import OPTION_FIELDS
+from dora_common.hyperparameters import DropoutMode
+from jax_dora.layers import DoRALinear
+from jax_dora.layers.rule import OPTIONS, layer_rule
 from jax_dora.linen.layer import NO_RNGS, dora_layer, given
 
 
@@ -33,7 +33,7 @@ class DoRADense(nn.Module):
       alpha: the scale s is alpha / rank,
       use_rslora: or alpha / sqrt(rank).
       dropout, keep_inner, dropout_mode, adapter_dtype, lora_a_init, lora_b_init, implementation: as
-        `jax_dora.layers.AdapterOptions`'.
+        `jax_dora.DoRARule`'s.
       deterministic: True turns dropout off; here or in the call, as for `nn.Dropout`.
 
     Sharding: where `kernel_init` is `nn.with_partitioning` or `nn.with_logical_partitioning`, its
@@ -73,8 +73,8 @@ class DoRADense(nn.Module):
         Returns:
           [..., out] in the dtype that `nn.Dense` would return.
         """
-        names = {field.name for field in OPTION_FIELDS} & vars(self).keys()
-        options = AdapterOptions(**{name: getattr(self, name) for name in names})
+        names = set(OPTIONS) & vars(self).keys()
+        options = layer_rule(**{name: getattr(self, name) for name in names})
         shape = (inputs.shape[-1], self.features)
         kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype, unbox=False)
         bias = None

@@ -11,8 +11,8 @@ from flax import linen as nn
 from flax import nnx
 from flax.linen.dtypes import promote_dtype
 
-from jax_dora.hyperparameters import ADAPTER_NAMES
-from jax_dora.layers import DORA_CLASSES, AdapterOptions, DoRALayer
+from dora_common.hyperparameters import ADAPTER_NAMES
+from jax_dora.layers import DORA_CLASSES, DoRALayer, DoRARule
 from jax_dora.layers.base_layer import padded
 
 # The nnx counterpart of each linen layer, and what linen calls its settings.
@@ -90,7 +90,7 @@ def counterpart(module: Any, inputs: jax.Array, kernel: Any, **arguments: Any) -
 
 
 def dora_layer(
-    module: nn.Module, cls: type[DoRALayer], base: Any, options: AdapterOptions, kernel: Any
+    module: nn.Module, cls: type[DoRALayer], base: Any, options: DoRARule, kernel: Any
 ) -> DoRALayer:
     """Returns the DoRA layer over `base` with the adapter in `module`'s params, which is made where
     it is missing.
@@ -110,7 +110,7 @@ def dora_layer(
             f"params has no {missing[0]} for {path!r}; expected the adapter there: make it with "
             'init, or with apply(…, rngs={"params": key}, mutable=["params"])'
         )
-    arguments: dict[str, Any] = options.arguments()
+    arguments: dict[str, Any] = options.options()
     if not missing:
         arguments["arrays"] = {
             name: nn.unbox(module.get_variable("params", name)) for name in ADAPTER_NAMES

@@ -5,7 +5,7 @@ from typing import Any
 
 from flax import traverse_util
 
-from jax_dora.hyperparameters import ADAPTER_NAMES
+from dora_common.hyperparameters import ADAPTER_NAMES
 
 Params = Mapping[str, Any]
 

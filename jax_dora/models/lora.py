@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, Initializer
 
-from jax_dora.hyperparameters import adapter_scale
+from dora_common.hyperparameters import adapter_scale
 from jax_dora.layers.base import default_lora_a_init, default_lora_b_init
 
 

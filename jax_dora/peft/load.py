@@ -13,13 +13,13 @@ import numpy as np
 from flax import nnx
 from flax.typing import Dtype
 
+from dora_common.hyperparameters import DropoutMode
 from dora_common.peft.fit import Adapter, Fit, Shape
 from dora_common.peft.folder import Folder, opened
 from jax_dora.adapt import DoRARule, remove_dora
 from jax_dora.adapt.apply import adapt_layer
 from jax_dora.adapt.stack import indices
 from jax_dora.adapt.tree import check_model, find_modules, replace_modules
-from jax_dora.hyperparameters import DropoutMode
 from jax_dora.ops import check
 from jax_dora.peft.names import Names
 from jax_dora.peft.places import Index, Place, Places, places_of, to_matrix

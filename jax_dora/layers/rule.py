@@ -1,20 +1,27 @@
 """What an adapter is given besides arrays, declared and checked in one place."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 
-from jax_dora.hyperparameters import DropoutMode, adapter_scale, check_dropout
-from jax_dora.ops import check
-from jax_dora.ops.dispatch import check_name  # bridge: jax_dora.ops.choose
+from dora_common.rules import Rule
+from jax_dora.ops import check, choose
 
 
 @dataclasses.dataclass(frozen=True)
-class AdapterOptions:
-    """The settings of one layer's adapter.
+class DoRARule(Rule):
+    """The adapter of every layer whose path `path` matches.
+
+        DoRARule("all-linear", rank=16, alpha=32)
+        DoRARule(r"layers/\\d+/attention/(query|value)", 16, 32, dropout=0.05, use_rslora=True)
 
     Attributes:
+      path: a regular expression that the whole path has to match, as in `re.fullmatch`. A path is
+        "a/b/0/c": attribute names, and positions or keys where modules stand in lists or dicts.
+        Or "all-linear": every linear projection but the output head, which is what is called
+        lm_head, embed_out, output, head, score or classifier.
       rank: the adapter's rank; it may exceed the numbers of features.
       alpha: the scale s is alpha / rank,
       use_rslora: or alpha / sqrt(rank).
@@ -33,15 +40,10 @@ class AdapterOptions:
       implementation: as in `jax_dora.ops.dora_linear`.
 
     Raises:
-      TypeError, ValueError: an attribute is out of range.
+      TypeError, ValueError: an attribute is out of range, or `path` is no regular expression.
     """
 
-    rank: int
-    alpha: float
-    use_rslora: bool = False
-    dropout: float = 0.0
     keep_inner: bool = False
-    dropout_mode: DropoutMode = "adapter"
     adapter_dtype: Dtype = jnp.float32
     lora_a_init: Initializer | None = None
     lora_b_init: Initializer | None = None
@@ -49,8 +51,7 @@ class AdapterOptions:
     implementation: str | None = None
 
     def __post_init__(self) -> None:
-        adapter_scale(self.rank, self.alpha, self.use_rslora)
-        check_dropout(self.dropout, self.dropout_mode)
+        super().__post_init__()
         if not isinstance(self.keep_inner, bool):
             raise TypeError(f"keep_inner is {self.keep_inner!r}; expected True or False")
         if self.keep_inner and self.dropout and self.dropout_mode == "input":
@@ -65,16 +66,17 @@ class AdapterOptions:
             )
         if not isinstance(self.adapt_attend, bool | None):
             raise TypeError(f"adapt_attend is {self.adapt_attend!r}; expected True, False or None")
-        check_name(self.implementation)
-
-    @property
-    def scale(self) -> float:
-        """s."""
-        return adapter_scale(self.rank, self.alpha, self.use_rslora)
-
-    def arguments(self) -> dict[str, object]:
-        """Returns the keyword arguments of a DoRA layer with this adapter."""
-        return {field.name: getattr(self, field.name) for field in OPTION_FIELDS}
+        choose.check_name(self.implementation)
 
 
-OPTION_FIELDS = dataclasses.fields(AdapterOptions)
+type Rules = DoRARule | Sequence[DoRARule]
+
+# The keyword arguments of a DoRA layer: all but the path.
+OPTIONS = tuple(field.name for field in dataclasses.fields(DoRARule) if field.name != "path")
+
+
+def layer_rule(**options: object) -> DoRARule:
+    """Returns the rule of one layer made by hand, without a path."""
+    if unknown := options.keys() - set(OPTIONS):
+        raise TypeError(f"{sorted(unknown)} is no option of an adapter; expected some of {OPTIONS}")
+    return DoRARule("", **options)  # pyright: ignore[reportArgumentType]
