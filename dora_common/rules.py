@@ -53,6 +53,11 @@ class Rule:
         adapter_scale(self.rank, self.alpha, self.use_rslora)
         check_dropout(self.dropout, self.dropout_mode)
 
+    @property
+    def scale(self) -> float:
+        """The scale s of the adapter."""
+        return adapter_scale(self.rank, self.alpha, self.use_rslora)
+
     def matches(self, path: str, *, linear: bool = False) -> bool:
         """Returns whether the rule matches the layer at ``path``, "a/b/0/c" or "a.b.0.c".
 
