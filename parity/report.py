@@ -84,7 +84,7 @@ def used(row: Row) -> float:
     """Returns the error in units of what is allowed; infinity where it is not a number."""
     error, bound, of_bound = row["error"], row["bound"], row.get("of_bound")
     if error is None or not math.isfinite(error):
-        return math.inf
+        return 0.0 if error is None and row["ok"] else math.inf
     share = 0.0 if bound is None else error / bound if bound else math.inf * error
     # 0 · inf: exact where nothing but exactness is allowed
     return max(0.0 if math.isnan(share) else share, of_bound or 0.0)
@@ -121,7 +121,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def finite(value: Any) -> Any:
-    """Returns the value as JSON can hold it: numbers of `DIGITS` digits, neither infinity nor NaN."""
+    """Returns the value as JSON can hold it: `DIGITS` digits a number, no infinity and no NaN."""
     match value:
         case Mapping():
             return {key: finite(item) for key, item in value.items()}
@@ -147,7 +147,12 @@ def main(arguments: Sequence[str]) -> int:
             header, rows = read(file)
         except (OSError, ValueError) as error:
             sys.exit(f"python -m parity report: {error}")
-        print(text(header, rows, options.all))
+        if header["level"] == "controls":
+            from parity.controls import matrix
+
+            print(matrix(rows))
+        else:
+            print(text(header, rows, options.all))
         sound = sound and passed(rows)
     return 0 if sound else 1
 
@@ -200,7 +205,8 @@ def _facts(rows: Iterable[Row]) -> Iterator[tuple[tuple[str, ...], list[str], li
             name
             for row in group
             for name, value in row.items()
-            if name not in ("case", "quantity", "side") and not (value is None or isinstance(value, dict))
+            if name not in ("case", "quantity", "side")
+            and not (value is None or isinstance(value, dict))
         )
         cells = [
             [row["case"], row["side"] or "", *(_cell(row.get(name)) for name in names)]

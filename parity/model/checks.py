@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from parity import tolerances
-from parity.model.execute import BASES, FP64, FP64_BASE, PEFT, framework
+from parity.model.execute import BASES, FP64, FP64_BASE, PEFT, side_of
 from parity.model.measure import Distance, Pair, compare
 from parity.model.sizes import Run
 from parity.model.weights import Result
@@ -27,26 +27,11 @@ class Check:
     def passed(self) -> bool:
         return self.value <= self.allowed  # not so where it is NaN
 
-    def as_dict(self) -> dict:
-        return vars(self) | {"passed": self.passed}
 
-
-@dataclass(frozen=True)
-class Verdict:
-    pairs: list[Pair]
-    checks: list[Check]
-    errors: Mapping[str, str]  # by system: why it has no result
-
-    @property
-    def passed(self) -> bool:
-        return not self.errors and bool(self.checks) and all(c.passed for c in self.checks)
-
-
-def judge(run: Run, results: Mapping[str, Result], errors: Mapping[str, str]) -> Verdict:
-    """Of the results that there are; a system without one fails the run by its error."""
+def judge(run: Run, results: Mapping[str, Result]) -> tuple[list[Pair], list[Check]]:
+    """Returns every pair of the systems that have a result, and what they must satisfy."""
     pairs = _Pairs(results)
-    checks = [*_agreement(run, pairs), *_nearness(run, pairs)]
-    return Verdict(list(pairs.found.values()), checks, errors)
+    return list(pairs.found.values()), [*_agreement(run, pairs), *_nearness(run, pairs)]
 
 
 class _Pairs:
@@ -84,7 +69,7 @@ def _agreement(run: Run, pairs: _Pairs) -> Iterator[Check]:
         found = pairs.logits(first, second)
         assert found is not None
         met = "met" if found.cosine <= goal else "not met"
-        note = f"goal {goal:.0e} {met}; without adapters Flax and torch {control:.1e}"
+        note = f"goal {goal:.0e} {met}; without adapters jax and torch {control:.1e}"
         systems = f"{first}, {second}"
         yield Check(systems, "logits, 1 - cosine", found.cosine, allowed, note)
     effect = pairs.logits(FP64, FP64_BASE)
@@ -149,7 +134,7 @@ def _nearness(run: Run, pairs: _Pairs) -> Iterator[Check]:
 
 def _framework_factor(pairs: _Pairs, name: str) -> float:
     """How much further from fp64 the framework's unadapted model is than torch's, if it is."""
-    own, torch = (pairs.logits(b, FP64_BASE) for b in (f"{framework(name)} base", "torch base"))
+    own, torch = (pairs.logits(b, FP64_BASE) for b in (f"{side_of(name)} base", "torch base"))
     if own is None or torch is None or not torch.relative:
         return 1.0
     return max(1.0, own.relative / torch.relative)

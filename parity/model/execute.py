@@ -12,36 +12,41 @@ from dataclasses import dataclass, field
 import jax
 import torch
 
-from parity.model import flax_systems, reference, torch_systems
+from parity.model import reference
 from parity.model.sizes import Run
 from parity.model.weights import Result, Weights
+from parity.sides import SIDES, Backend
 
-FP64, FP64_BASE, PEFT = "fp64", "fp64 base", "PEFT"
-BASES = ("torch base", "Flax base")
+FP64, FP64_BASE, PEFT = "fp64", "fp64 base", "torch peft"
+BASES = ("torch base", "jax base")
 
 System = Callable[[Run, Weights], Result]
 
 
-def framework(name: str) -> str:
+def side_of(name: str) -> str:
+    """Returns "jax", "torch" or "fp64", of a system's name."""
     return name.partition(" ")[0]
 
 
 def systems(run: Run) -> dict[str, System]:
-    """All that a run compares, by name."""
+    """Returns all that a run compares, by name: a side and its implementation."""
     found: dict[str, System] = {
         FP64_BASE: functools.partial(reference.compute, adapted=False),
         FP64: reference.compute,
-        "torch base": torch_systems.base,
-        PEFT: torch_systems.peft,
     }
-    for name in run.torch:
-        ours = functools.partial(torch_systems.ours, implementation=name)
-        found[f"torch {name or ''}".strip()] = ours
-    found["Flax base"] = flax_systems.base
-    for name in run.flax:
-        ours = functools.partial(flax_systems.ours, implementation=name)
-        found[f"Flax {name or ''}".strip()] = ours
+    chosen: dict[Backend, tuple] = {
+        "torch": ("base", "peft", *run.torch),
+        "jax": ("base", *run.jax),
+    }
+    for side, implementations in chosen.items():
+        for implementation in implementations:
+            compute = functools.partial(_compute, side=side, implementation=implementation)
+            found[f"{side} {implementation or ''}".strip()] = compute
     return found
+
+
+def _compute(run: Run, weights: Weights, side: Backend, implementation: str | None) -> Result:
+    return SIDES[side].decoder.compute(run, weights, implementation)
 
 
 @dataclass

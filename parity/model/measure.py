@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -26,10 +25,6 @@ class Distance:
     cosine: float
     relative: float
     peak: float
-
-    @property
-    def finite(self) -> bool:
-        return all(value == value and abs(value) != float("inf") for value in vars(self).values())
 
 
 @dataclass(frozen=True)
@@ -59,12 +54,8 @@ class Pair:
     first: str
     second: str
     logits: LogitsDistance
-    loss: float
     gradients: dict[str, Distance]
     adapter: Distance | None
-
-    def as_dict(self) -> dict:
-        return dataclasses.asdict(self)
 
 
 class _Sums:
@@ -116,7 +107,6 @@ def compare(first: str, a: Result, second: str, b: Result) -> Pair:
         first,
         second,
         compare_logits(a.logits, b.logits),
-        a.loss - b.loss,
         dict(sorted(gradients.items())),
         whole.distance() if gradients else None,
     )

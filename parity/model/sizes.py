@@ -78,7 +78,7 @@ class Run:
       tokens: that the model reads.
       last: of these the logits are compared and the loss is the mean; the token after each is its
         target.
-      flax, torch: the implementations of the two packages, None for what they choose unasked.
+      jax, torch: the implementations of the two packages, None for what they choose unasked.
     """
 
     sizes: Sizes
@@ -86,17 +86,17 @@ class Run:
     layers: int
     tokens: int
     last: int
-    flax: tuple[str | None, ...] = (None,)
+    jax: tuple[str | None, ...] = (None,)
     torch: tuple[str | None, ...] = (None,)
 
     @property
     def name(self) -> str:
-        forced = ", implementations named" if self.flax != (None,) else ""
+        forced = ", implementations named" if self.jax != (None,) else ""
         return f"{self.dtype}, {self.layers} layers, {self.tokens} tokens{forced}"
 
 
 FORCED: dict[str, tuple[str | None, ...]] = {
-    "flax": ("mosaic", "xla"),
+    "jax": ("mosaic", "xla"),
     "torch": ("triton", "eager"),
 }
 

@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from parity.sides import SIDES
 from parity.training import adapter as adapters
 from parity.training.settings import Settings
 from parity.training.variants import Variant
@@ -21,9 +22,9 @@ def main() -> None:
     device, base = spec["device"], Path(spec["base"])
     if spec["variant"] is None:
         _set_up_jax(device)
-        from parity.training import jax_side
+        from parity.sides.jax.training import make_base
 
-        losses = jax_side.make_base(settings, base, _progress("base", settings.base_steps))
+        losses = make_base(settings, base, _progress("base", settings.base_steps))
         Path(spec["result"]).write_text(json.dumps(losses))
         return
 
@@ -32,19 +33,14 @@ def main() -> None:
     if variant.perturbed:
         start = adapters.one_ulp_off(start, seed)
     progress = _progress(f"seed {seed}, {variant.label}", settings.steps)
-    arguments = (settings, base, start, seed, variant.implementation, progress)
     if variant.framework == "jax":
         _set_up_jax(device)
-        from parity.training import jax_side
-
-        run = jax_side.train(*arguments)
     else:
         import torch
 
-        from parity.training import torch_side
-
         torch.backends.cuda.matmul.allow_tf32 = False
-        run = torch_side.train(*arguments, device)
+    train = SIDES[variant.framework].training.train
+    run = train(settings, base, start, seed, variant.implementation, progress, device)
     run.save(Path(spec["result"]))
 
 

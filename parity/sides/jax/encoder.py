@@ -6,7 +6,7 @@ Its projections are `jax_dora.DoRALinear`, or the same in plain jnp.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from flax import nnx
 
 from jax_dora import DoRALinear
 from parity import minilm, oracle
-from parity.minilm_torch import ADAPTER, Adapter, Evaluation
+from parity.minilm import ADAPTER, Adapter, Evaluation
 
 Project = Callable[[str, nnx.Linear], nnx.Module]
 
@@ -109,21 +109,27 @@ class PlainDoRA(nnx.Module):
         return y.astype(x.dtype)
 
 
-def adapted(kind: str, adapter: Adapter, dtype: str, implementations: dict[str, str]) -> Encoder:
-    """An encoder with the adapter in it; `kind` is "dora" or "plain".
+def adapted(
+    adapter: Adapter,
+    dtype: str,
+    implementation: str | Mapping[str, str] | None,
+    device: str = "cpu",
+) -> Encoder:
+    """Returns an encoder with the adapter in it, on JAX's default device.
 
-    `implementations` of the projections by name; the package's choice where there is none.
+    `implementation` is that of all projections, or of those named.
     """
+    names = minilm.by_projection(implementation)
 
     def project(name: str, linear: nnx.Linear) -> nnx.Module:
-        if kind == "plain":
+        if names.get(name) == "plain":
             layer = PlainDoRA(linear)
         else:
             layer = DoRALinear.from_linear(
                 linear,
                 rank=minilm.RANK,
                 alpha=minilm.SCALE * minilm.RANK,
-                implementation=implementations.get(name),
+                implementation=names.get(name),
                 rngs=nnx.Rngs(0),
             )
         for key, value in adapter[name].items():

@@ -11,90 +11,72 @@ from parity import oracle
 from parity.cases import ComposeInputs, LayerInputs
 from torch_dora import ops
 
-NAME = "torch"
 Tensors = dict[str, torch.Tensor]
 
 
-def implementation(kernels: bool) -> str:
-    return "triton" if kernels else "eager"
-
-
 def norm(inputs: LayerInputs, scale: float, implementation: str) -> torch.Tensor:
-    return ops.factored_norm(
-        inputs.weight, inputs.lora_a, inputs.lora_b, scale, implementation=implementation
-    )
+    adapter = (inputs.weight, inputs.lora_a, inputs.lora_b)
+    if implementation == "plain":
+        weight, lora_a, lora_b = (t.float() for t in adapter)
+        return torch.linalg.vector_norm(weight + scale * (lora_b @ lora_a), dim=1)
+    return ops.factored_norm(*adapter, scale, implementation=implementation)
 
 
-def plain_norm(inputs: LayerInputs, scale: float) -> torch.Tensor:
-    weight, lora_a, lora_b = (t.float() for t in (inputs.weight, inputs.lora_a, inputs.lora_b))
-    return torch.linalg.vector_norm(weight + scale * (lora_b @ lora_a), dim=1)
-
-
-def magnitude_scale(magnitude: torch.Tensor, row_norm: torch.Tensor, dtype: str) -> torch.Tensor:
+def magnitude_scale(
+    magnitude: torch.Tensor, row_norm: torch.Tensor, dtype: str, implementation: str
+) -> torch.Tensor:
+    if implementation == "plain":
+        return magnitude.float() / row_norm.clamp(min=oracle.EPS[dtype])
     return ops.magnitude_scale(magnitude, row_norm, getattr(torch, dtype))
 
 
-def plain_magnitude_scale(
-    magnitude: torch.Tensor, row_norm: torch.Tensor, dtype: str
-) -> torch.Tensor:
-    return magnitude.float() / row_norm.clamp(min=oracle.EPS[dtype])
-
-
 def compose(inputs: ComposeInputs, scale: float, implementation: str, *, frozen: bool) -> Tensors:
-    options = {"scale": scale, "implementation": implementation}
-    return _compose(
-        {
-            "compose": functools.partial(ops.compose, **options),
-            "compose_delta": functools.partial(ops.compose_delta, **options),
-        },
-        inputs,
-        frozen,
-    )
-
-
-def plain_compose(inputs: ComposeInputs, scale: float, *, frozen: bool) -> Tensors:
-    return _compose(
-        {
+    options: dict = {"scale": scale, "implementation": implementation}
+    operators: dict[str, Callable] = {
+        "compose": functools.partial(ops.compose, **options),
+        "compose_delta": functools.partial(ops.compose_delta, **options),
+    }
+    if implementation == "plain":
+        operators = {
             "compose": functools.partial(_plain_compose, scale=scale, delta=False),
             "compose_delta": functools.partial(_plain_compose, scale=scale, delta=True),
-        },
-        inputs,
-        frozen,
-    )
+        }
+    wanted = {"base": inputs.base, "lora": inputs.lora} | ({} if frozen else {"g": inputs.g})
+    results = {}
+    for operator, op in operators.items():
+        leaves = {name: value.clone().requires_grad_() for name, value in wanted.items()}
+        y = op(**({"g": inputs.g} | leaves))
+        for name, value in _with_gradients(y, leaves, inputs.dy).items():
+            results[f"{operator} {name}"] = value
+    return results
 
 
 def naive_delta(inputs: ComposeInputs, scale: float) -> torch.Tensor:
-    """`g(s·lora + base) - base` in the dtype of its operands: what cancels near g = 1."""
+    """Returns `g(s·lora + base) - base` in its operands' dtype: what cancels near g = 1."""
     g = inputs.g.to(inputs.base.dtype)
     return g * (scale * inputs.lora + inputs.base) - inputs.base
 
 
 def layer(inputs: LayerInputs, scale: float, implementation: str, *, frozen: bool) -> Tensors:
-    def run(x, lora_a, lora_b, magnitude, bias):
+    weight = inputs.weight
+
+    def ours(x, lora_a, lora_b, magnitude, bias):
         return ops.dora_linear(
-            x,
-            inputs.weight,
-            lora_a,
-            lora_b,
-            magnitude,
-            scale,
-            bias=bias,
-            implementation=implementation,
+            x, weight, lora_a, lora_b, magnitude, scale, bias=bias, implementation=implementation
         )
 
-    return _layer(run, inputs, frozen)
-
-
-def plain_layer(inputs: LayerInputs, scale: float, *, frozen: bool) -> Tensors:
-    row_norm = plain_norm(inputs, scale)
-
-    def run(x, lora_a, lora_b, magnitude, bias):
-        g = plain_magnitude_scale(magnitude, row_norm, oracle.dtype_name(x.dtype))
-        base = x @ inputs.weight.T
+    def plain(x, lora_a, lora_b, magnitude, bias):
+        row_norm = norm(inputs, scale, "plain")
+        g = magnitude_scale(magnitude, row_norm, oracle.dtype_name(x.dtype), "plain")
         lora = (x @ lora_a.to(x.dtype).T) @ lora_b.to(x.dtype).T
-        return _plain_compose(base, lora, g, scale, False, bias)
+        return _plain_compose(x @ weight.T, lora, g, scale, False, bias)
 
-    return _layer(run, inputs, frozen)
+    names = ["x", "lora_a", "lora_b"] + ["magnitude"] * (not frozen)
+    names += ["bias"] * (inputs.bias is not None)
+    leaves = {name: getattr(inputs, name).clone().requires_grad_() for name in names}
+    op = plain if implementation == "plain" else ours
+    y = op(**({"magnitude": inputs.magnitude, "bias": inputs.bias} | leaves))
+    return _with_gradients(y, leaves, inputs.dy)
 
 
 def _plain_compose(base, lora, g, scale, delta, bias=None):
@@ -105,27 +87,6 @@ def _plain_compose(base, lora, g, scale, delta, bias=None):
     if bias is not None:
         y = y + bias.float()
     return y.to(base.dtype)
-
-
-def _compose(operators: dict[str, Callable], inputs: ComposeInputs, frozen: bool) -> Tensors:
-    wanted = {"base": inputs.base, "lora": inputs.lora}
-    if not frozen:
-        wanted["g"] = inputs.g
-    results = {}
-    for operator, op in operators.items():
-        leaves = {name: value.clone().requires_grad_() for name, value in wanted.items()}
-        y = op(**({"g": inputs.g} | leaves))
-        for name, value in _with_gradients(y, leaves, inputs.dy).items():
-            results[f"{operator} {name}"] = value
-    return results
-
-
-def _layer(op: Callable, inputs: LayerInputs, frozen: bool) -> Tensors:
-    names = ["x", "lora_a", "lora_b"] + ["magnitude"] * (not frozen)
-    names += ["bias"] * (inputs.bias is not None)
-    leaves = {name: getattr(inputs, name).clone().requires_grad_() for name in names}
-    y = op(**({"magnitude": inputs.magnitude, "bias": inputs.bias} | leaves))
-    return _with_gradients(y, leaves, inputs.dy)
 
 
 def _with_gradients(y: torch.Tensor, leaves: Tensors, dy: torch.Tensor) -> Tensors:
