@@ -5,11 +5,11 @@ import signal
 from types import FrameType
 from typing import Self
 
-from .training import Metrics
+from jax_dora.finetune.training import Metrics
 
 
 class DivergedError(RuntimeError):
-    """Training went wrong in a way that going on cannot mend."""
+    """Training went wrong in a way that going on cannot fix."""
 
 
 class LossGuard:

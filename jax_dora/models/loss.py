@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .model import CausalLM
+from jax_dora.models.model import CausalLM
 
 
 class Loss(NamedTuple):

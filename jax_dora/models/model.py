@@ -15,8 +15,8 @@ from jax import lax
 
 import jax_dora
 
-from . import rope
-from .config import DecoderConfig
+from jax_dora.models import rope
+from jax_dora.models.config import DecoderConfig
 
 # Called like nnx.Linear, which it is unless a model is defined with adapters in it.
 MakeLinear = Callable[..., Any]
@@ -137,9 +137,8 @@ class Decoder(nnx.Module):
     def _scan(
         self, x: jax.Array, angles: tuple[jax.Array, jax.Array], mask: jax.Array | None
     ) -> jax.Array:
-        layers = jax_dora.checked_norms(self.layers)
         # Dropout streams count their calls; everything else a layer only reads.
-        graphdef, streams, arrays = nnx.split(layers, nnx.RngState, ...)
+        graphdef, streams, arrays = nnx.split(self.layers, nnx.RngState, ...)
 
         def one_layer(x, state):
             layer = nnx.merge(graphdef, *state)
@@ -147,7 +146,7 @@ class Decoder(nnx.Module):
 
         if self.config.remat:
             # Inside a scan no common subexpressions can undo the rematerialisation.
-            policy = jax_dora.remat_policy(*self.config.remat_keeps)
+            policy = jax_dora.remat_policy()
             one_layer = jax.checkpoint(one_layer, policy=policy, prevent_cse=False)
         x, streams = lax.scan(one_layer, x, (streams, arrays))
         nnx.update(self.layers, streams)

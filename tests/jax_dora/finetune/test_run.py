@@ -175,7 +175,7 @@ def test_explosion_stops(command, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "--model and --data are wanted"),
+        ([], "--model or --data is missing"),
         (["--tiny", "--model", "x"], "--model and --tiny are both given"),
         (["--tiny", "--data", "missing.jsonl"], "--data missing.jsonl is no file"),
         (["--tiny", "--rank", "0"], "rank is 0"),
