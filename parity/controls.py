@@ -114,7 +114,7 @@ def run_controls(
     from parity.sides import SIDES
 
     for level, failures in chosen.items():
-        plantable: list[tuple[Fault | None, Backend | None]] = [(None, None)]
+        plantable: list[tuple] = [(None, None)]
         for name, fault in faults.items():
             # Levels above those of the kernels run without their faults.
             if name not in KERNEL_FAULTS or level in fault.caught_by:

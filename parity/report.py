@@ -47,9 +47,10 @@ class Report:
     def add(self, case: str, quantity: str | Sequence[str], **values: Any) -> None:
         """Adds a line; a list among the values has an element for every row of it."""
         line = {"case": case, "quantity": quantity, **values}
+        rows = list(_rows(line))
         with self.path.open("a", encoding="utf-8") as file:
             file.write(_line(line))
-        self.rows += _rows(line)
+        self.rows += rows
 
     @property
     def passed(self) -> bool:

@@ -121,6 +121,7 @@ print(memory("VmHWM") - before)
 """
 
 
+@pytest.mark.slow
 def test_host_memory(tmp_path):
     """The peak stays below 1.2 times the folder, in one file and in several."""
     for name, hidden, layers, max_file_bytes in (
