@@ -6,7 +6,6 @@ trained networks: rows of W of norm about 1, `sBA` a fraction of that.
 
 from __future__ import annotations
 
-import dataclasses
 import zlib
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -288,7 +287,3 @@ def quick(cases: list[Case]) -> list[Case]:
     for case in sorted(cases, key=lambda c: c.n_out * max(c.rows, c.n_in)):
         kept.setdefault((case.kind, case.dtype, case.regime), case)
     return list(kept.values())
-
-
-def as_dict(case: Case) -> dict:
-    return {"name": case.name, **dataclasses.asdict(case), "scale": case.scale}

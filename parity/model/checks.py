@@ -95,41 +95,26 @@ def _nearness(run: Run, pairs: _Pairs) -> Iterator[Check]:
             continue
         own = _framework_factor(pairs, name)
         nearness = tolerances.MODEL_NEARNESS[run.dtype] * own
-        note = f"PEFT {peft.logits.distance.relative:.2e}, framework × {own:.2f}"
-        yield Check(
-            f"{name}, fp64",
-            "logits, relative",
-            found.logits.distance.relative,
-            nearness * peft.logits.distance.relative,
-            note,
-        )
         allowed_adapter[name] = nearness * peft.adapter.relative
-        yield Check(
-            f"{name}, fp64",
-            "adapter's gradient, relative",
-            found.adapter.relative,
-            allowed_adapter[name],
-            f"PEFT {peft.adapter.relative:.2e}, framework × {own:.2f}",
-        )
+
+        def check(quantity, ours, theirs, allowed, name=name, own=own):
+            note = f"PEFT {theirs.relative:.2e}, framework × {own:.2f}"
+            return Check(f"{name}, fp64", f"{quantity}, relative", ours.relative, allowed, note)
+
+        ours, theirs = found.logits.distance, peft.logits.distance
+        yield check("logits", ours, theirs, nearness * theirs.relative)
+        yield check("adapter's gradient", found.adapter, peft.adapter, allowed_adapter[name])
         for kind, distance in found.gradients.items():
-            theirs = peft.gradients[kind].relative
-            yield Check(
-                f"{name}, fp64",
-                f"gradient of {kind}, relative",
-                distance.relative,
-                own * tolerances.flash_rule(theirs, 1.0, run.dtype),
-                f"PEFT {theirs:.2e}",
-            )
+            theirs = peft.gradients[kind]
+            allowed = own * tolerances.flash_rule(theirs.relative, 1.0, run.dtype)
+            yield check(f"gradient of {kind}", distance, theirs, allowed)
     for first, second in itertools.combinations(allowed_adapter, 2):
         pair = pairs.get(first, second)
         assert pair is not None
         assert pair.adapter is not None
-        yield Check(
-            f"{first}, {second}",
-            "adapter's gradient, relative",
-            pair.adapter.relative,
-            allowed_adapter[first] + allowed_adapter[second],
-        )
+        allowed = allowed_adapter[first] + allowed_adapter[second]
+        quantity = "adapter's gradient, relative"
+        yield Check(f"{first}, {second}", quantity, pair.adapter.relative, allowed)
 
 
 def _framework_factor(pairs: _Pairs, name: str) -> float:

@@ -6,34 +6,32 @@ import argparse
 import dataclasses
 import hashlib
 import json
+import multiprocessing
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from parity import command
 from parity.environment import choose_device, environment
 from parity.report import Report
 from parity.training import adapter as adapters
+from parity.training import worker
 from parity.training.compare import FULL_PRECISION, PAPER, compare
 from parity.training.run import Run
 from parity.training.settings import Settings
 from parity.training.text import text
-from parity.training.variants import NATIVE_ONLY, PAIRINGS, PEFT, VARIANTS, Variant
+from parity.training.variants import NATIVE_ONLY, PAIRINGS, PEFT, VARIANTS, Job, Variant
 
-ROOT = Path(__file__).parents[2]
 SEEDS = (1, 2, 3)
 # Of the first seed's losses the report has every so many steps'; statistics are over all.
 CURVE_EVERY = 10
 QUANTITIES = ("mean |Δloss|", "worst |Δloss|", "final evaluation |Δ|")
-Job = tuple[int, Variant]
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -185,31 +183,29 @@ def _run_all(
     at_a_time: int | None,
     done: Callable[[Job, str], None],
 ) -> None:
-    """Calls `done` with every job as it ends, and with what went wrong or ""."""
-    base: dict[str, Any] = {
-        "settings": dataclasses.asdict(settings),
-        "device": device,
-        "base": str(work / "base"),
-    }
+    """Runs every job in a process of its own; calls `done` with it and what went wrong, or ""."""
     at_a_time = at_a_time or (6 if device == "cuda" else 1)
-    made = work / "base.json"
-    if not made.exists():
-        problem = _work(base | {"variant": None, "result": str(made)}, device, 1)
-        if problem:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    if device == "cuda":
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{0.9 / at_a_time:.3f}"
+    base, spawn = work / "base", multiprocessing.get_context("spawn")
+
+    def run(job: Job | None) -> None:
+        file = work / "base.json" if job is None else _file(work, job)
+        problem = ""
+        if not file.exists():
+            # A process each: what one leaves behind, or breaks, is no other's.
+            with ProcessPoolExecutor(1, spawn) as process:
+                try:
+                    process.submit(worker.work, settings, device, base, job, file).result()
+                except Exception as error:
+                    problem = f"{type(error).__name__}: {error}"
+        if job is not None:
+            done(job, problem)
+        elif problem:
             sys.exit(f"the base model could not be made: {problem}")
 
-    def run(job: Job) -> None:
-        seed, variant = job
-        result, problem = _file(work, job), ""
-        if not result.exists():
-            # Renamed when complete, so that what is there is whole.
-            partial = result.with_suffix(".partial.npz")
-            spec = base | {"variant": variant._asdict(), "seed": seed, "result": str(partial)}
-            problem = _work(spec, device, at_a_time)
-            if not problem:
-                partial.rename(result)
-        done(job, problem)
-
+    run(None)
     with ThreadPoolExecutor(at_a_time) as pool:
         list(pool.map(run, jobs))
 
@@ -217,34 +213,3 @@ def _run_all(
 def _file(work: Path, job: Job) -> Path:
     seed, variant = job
     return work / f"{seed} {variant.label.replace(',', '')}.npz".replace(" ", "_")
-
-
-def _work(spec: dict[str, Any], device: str, at_a_time: int) -> str:
-    """Runs a worker; returns the last line of what went wrong."""
-    environment = dict(os.environ)
-    if device == "cuda":
-        environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-        environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{0.9 / at_a_time:.3f}"
-    else:
-        environment["JAX_PLATFORMS"] = "cpu"
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "spec.json")
-        file.write_text(json.dumps(spec))
-        process = subprocess.Popen(
-            [sys.executable, "-m", "parity.training.worker", str(file)],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stderr is not None
-        lines: list[str] = []
-        for line in process.stderr:
-            lines = [*lines[-30:], line.rstrip()]
-            if ": step " in line:
-                print(line, end="", file=sys.stderr, flush=True)
-        if process.wait() == 0:
-            return ""
-    print(*lines, sep="\n", file=sys.stderr, flush=True)
-    return next((line for line in reversed(lines) if line), f"exit status {process.returncode}")

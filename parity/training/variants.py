@@ -30,6 +30,9 @@ class Variant(NamedTuple):
         return self.perturbed or self.implementation == "peft"
 
 
+Job = tuple[int, Variant]  # with its seed
+
+
 class Pairing(NamedTuple):
     """Two variants that must train alike.
 

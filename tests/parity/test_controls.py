@@ -9,13 +9,8 @@ from parity.levels import Failure, levels
 from parity.report import Report, read
 
 
-@pytest.mark.parametrize(
-    ("level", "fault"),
-    [
-        ("layer", "norm_attached"),
-        pytest.param("model", "g_rounded", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("level", "fault"), [("layer", "norm_attached"), ("model", "g_rounded")])
 def test_a_level_catches_a_fault(level, fault, tmp_path):
     arguments = ["controls", "--level", level, "--fault", fault, "--out", str(tmp_path)]
     assert main(arguments) == 0

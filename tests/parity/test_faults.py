@@ -25,7 +25,12 @@ ALL = FAULTS | KERNEL_FAULTS
 @pytest.mark.parametrize("backend", SIDES)
 @pytest.mark.parametrize(
     ("name", "case", "quantity"),
-    [(name, *caught) for name, cases in CAUGHT.items() for caught in cases],
+    [
+        # Interpreted, a whole layer takes longer than all operators.
+        pytest.param(name, *caught, marks=[pytest.mark.slow] * caught[0].startswith("^layer"))
+        for name, cases in CAUGHT.items()
+        for caught in cases
+    ],
 )
 def test_a_planted_error_is_caught(name, case, quantity, backend, tmp_path):
     with ALL[name].plant(backend):

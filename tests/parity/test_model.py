@@ -100,6 +100,7 @@ def _norm(projection, moved):
     return torch.linalg.vector_norm(projection.weight.double() + TINY.scale * product, dim=1)
 
 
+@pytest.mark.slow
 def test_sound_systems_pass(results):
     checks = judge(RUN, results)[1]
     assert checks
@@ -114,6 +115,7 @@ def test_sound_systems_pass(results):
         assert all(g.abs().max() > 0 for g in results["jax"].gradients[kind])
 
 
+@pytest.mark.slow
 def test_a_wrong_logit_or_gradient_fails(results):
     for part in ("logits", "gradients"):
         wrong = dict(results)
@@ -130,6 +132,7 @@ def test_a_wrong_logit_or_gradient_fails(results):
         assert all("torch" in check.systems for check in failed)
 
 
+@pytest.mark.slow
 def test_nan_fails(results):
     nan = {kind: [g * float("nan") for g in gs] for kind, gs in results["jax"].gradients.items()}
     logits = results["jax"].logits.clone()

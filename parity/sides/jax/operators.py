@@ -59,15 +59,19 @@ def layer(inputs: LayerInputs, scale: float, implementation: str, *, frozen: boo
             x, kernel, lora_a, lora_b, magnitude, scale, bias=bias, implementation=implementation
         )
 
-    def plain(x, lora_a, lora_b, magnitude, bias, kernel):
-        dtype = x.dtype
-        row_norm = jax.lax.stop_gradient(_plain_norm(kernel, lora_a, lora_b, scale))
-        g = _plain_magnitude_scale(magnitude, row_norm, dtype)
-        lora = (x @ lora_a.astype(dtype)) @ lora_b.astype(dtype)
-        return _plain_compose(x @ kernel, lora, g, scale, False, bias)
-
+    plain = functools.partial(plain_linear, scale=scale)
     with _exact_fp32(), _interpreted(implementation, inputs.x):
         return _layer(plain if implementation == "plain" else ours, inputs, frozen)
+
+
+def plain_linear(x, lora_a, lora_b, magnitude, bias, kernel, scale):
+    """Returns y in plain jnp: the norm of `W + sBA` and the composition in fp32, activations'
+    products in their dtype."""
+    dtype = x.dtype
+    row_norm = jax.lax.stop_gradient(_plain_norm(kernel, lora_a, lora_b, scale))
+    g = _plain_magnitude_scale(magnitude, row_norm, dtype)
+    lora = (x @ lora_a.astype(dtype)) @ lora_b.astype(dtype)
+    return _plain_compose(x @ kernel, lora, g, scale, False, bias)
 
 
 def to_jax(tensor: torch.Tensor) -> jax.Array:
@@ -93,12 +97,12 @@ def _plain_magnitude_scale(magnitude, row_norm, dtype):
 
 def _plain_compose(base, lora, g, scale, delta, bias=None):
     wide = base.astype(jnp.float32)
-    g = g[None]
+    g = g.reshape((1,) * (wide.ndim - 1) + (-1,))
     y = (g - 1) * wide + g * (scale * lora.astype(jnp.float32))
     if not delta:
         y = wide + y
     if bias is not None:
-        y = y + bias.astype(jnp.float32)[None]
+        y = y + bias.astype(jnp.float32).reshape(g.shape)
     return y.astype(base.dtype)
 
 

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parity import minilm, oracle
+from parity import minilm
 from parity.minilm import ADAPTER, Adapter, Evaluation
+from parity.sides.torch.operators import plain_linear
 from torch_dora import DoRALinear
 
 Project = Callable[[str, nn.Linear], nn.Module]
@@ -94,8 +95,7 @@ class Encoder(nn.Module):
 
 
 class PlainDoRA(nn.Module):
-    """An adapted projection in plain torch: the norm of `W + sBA` in fp32, activations' products
-    in the weight's dtype, the composition in fp32."""
+    """An adapted projection in plain torch."""
 
     def __init__(self, linear: nn.Linear, adapter: dict[str, Tensor]) -> None:
         super().__init__()
@@ -105,14 +105,8 @@ class PlainDoRA(nn.Module):
         self.lora_a, self.lora_b, self.magnitude = map(nn.Parameter, (a, b, m))
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            adapted = self.weight.float() + minilm.SCALE * (self.lora_b @ self.lora_a)
-            norm = torch.linalg.vector_norm(adapted, dim=1)
-        g = self.magnitude / norm.clamp(min=oracle.EPS[oracle.dtype_name(x.dtype)])
-        base = F.linear(x, self.weight).float()
-        lora = F.linear(F.linear(x, self.lora_a.to(x.dtype)), self.lora_b.to(x.dtype)).float()
-        y = base + ((g - 1) * base + g * (minilm.SCALE * lora)) + self.bias.float()
-        return y.to(x.dtype)
+        adapter = (self.lora_a, self.lora_b, self.magnitude)
+        return plain_linear(x, *adapter, self.bias, self.weight, minilm.SCALE)
 
 
 class DenseDoRA(PlainDoRA):

@@ -17,8 +17,7 @@ Tensors = dict[str, torch.Tensor]
 def norm(inputs: LayerInputs, scale: float, implementation: str) -> torch.Tensor:
     adapter = (inputs.weight, inputs.lora_a, inputs.lora_b)
     if implementation == "plain":
-        weight, lora_a, lora_b = (t.float() for t in adapter)
-        return torch.linalg.vector_norm(weight + scale * (lora_b @ lora_a), dim=1)
+        return _plain_norm(*adapter, scale)
     return ops.factored_norm(*adapter, scale, implementation=implementation)
 
 
@@ -65,18 +64,28 @@ def layer(inputs: LayerInputs, scale: float, implementation: str, *, frozen: boo
             x, weight, lora_a, lora_b, magnitude, scale, bias=bias, implementation=implementation
         )
 
-    def plain(x, lora_a, lora_b, magnitude, bias):
-        row_norm = norm(inputs, scale, "plain")
-        g = magnitude_scale(magnitude, row_norm, oracle.dtype_name(x.dtype), "plain")
-        lora = (x @ lora_a.to(x.dtype).T) @ lora_b.to(x.dtype).T
-        return _plain_compose(x @ weight.T, lora, g, scale, False, bias)
-
+    plain = functools.partial(plain_linear, weight=weight, scale=scale)
     names = ["x", "lora_a", "lora_b"] + ["magnitude"] * (not frozen)
     names += ["bias"] * (inputs.bias is not None)
     leaves = {name: getattr(inputs, name).clone().requires_grad_() for name in names}
     op = plain if implementation == "plain" else ours
     y = op(**({"magnitude": inputs.magnitude, "bias": inputs.bias} | leaves))
     return _with_gradients(y, leaves, inputs.dy)
+
+
+def plain_linear(x, lora_a, lora_b, magnitude, bias, weight, scale):
+    """Returns y in plain torch: the norm of `W + sBA` and the composition in fp32, activations'
+    products in their dtype."""
+    with torch.no_grad():
+        row_norm = _plain_norm(weight, lora_a, lora_b, scale)
+    g = magnitude_scale(magnitude, row_norm, oracle.dtype_name(x.dtype), "plain")
+    lora = (x @ lora_a.to(x.dtype).T) @ lora_b.to(x.dtype).T
+    return _plain_compose(x @ weight.T, lora, g, scale, False, bias)
+
+
+def _plain_norm(weight, lora_a, lora_b, scale):
+    weight, lora_a, lora_b = (tensor.float() for tensor in (weight, lora_a, lora_b))
+    return torch.linalg.vector_norm(weight + scale * (lora_b @ lora_a), dim=1)
 
 
 def _plain_compose(base, lora, g, scale, delta, bias=None):
