@@ -1,4 +1,4 @@
-"""What the command lines of `python -m parity` have in common."""
+"""The common part of the command lines of `python -m parity`."""
 
 from __future__ import annotations
 

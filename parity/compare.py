@@ -22,7 +22,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Score:
-    """How one side did on one quantity. Errors are peaks of `|result - fp64|`.
+    """One side's result on one quantity. Errors are peaks of `|result - fp64|`.
 
     `plain` is the error of the same computation in the framework's own plain operations, and
     `of_bound` the largest error of an element in units of that element's bound.
@@ -81,7 +81,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Expected:
-    """What fp64 says of a quantity, and what may be missed.
+    """The fp64 value of a quantity, and what may be missed.
 
     Attributes:
       want: the fp64 value.
@@ -119,7 +119,7 @@ def run_case(case: Case, device: str) -> Iterator[Comparison]:
 
 
 def _slack(implementation: str, case: Case, device: torch.device) -> float:
-    """By how much an interpreter misses the arithmetic of the GPU that it stands for."""
+    """Returns by how much an interpreter misses the arithmetic of the GPU that it stands for."""
     truncates = implementation == "triton" and case.dtype == "bfloat16" and device.type == "cpu"
     return tolerances.TRITON_INTERPRETER_BF16 if truncates else 1.0
 

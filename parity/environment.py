@@ -1,4 +1,5 @@
-"""What a report was measured on, and the choice of the device for both frameworks."""
+"""Commit, versions and card that a report was measured on, and the choice of the device for both
+frameworks."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def _rebind(package: str, old: Callable, new: Callable) -> None:
 
 
 def _bindings(package: str, function: Callable) -> Iterator[tuple[ModuleType, str]]:
-    """Every name that a loaded module of the package knows the function by."""
+    """Yields every name that a loaded module of the package knows the function by."""
     for path, module in list(sys.modules.items()):
         if path == package or path.startswith(f"{package}."):
             for name, value in list(vars(module).items()):

@@ -57,7 +57,7 @@ PROJECTIONS = (
 
 
 def folder() -> Path:
-    """Where the model's files lie.
+    """Returns the folder of the model's files.
 
     Raises:
       FileNotFoundError: the package is not installed.
@@ -143,7 +143,7 @@ def initial_adapter(seed: int = 0) -> Adapter:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an encoder makes of a batch, in fp64 on the CPU."""
+    """An encoder's results on a batch, in fp64 on the CPU."""
 
     embeddings: torch.Tensor  # [2·pairs, hidden]
     gradients: dict[str, torch.Tensor]  # by ADAPTER's names, all projections' in one vector

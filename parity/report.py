@@ -54,7 +54,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether anything was judged, and nothing failed."""
+        """Tells whether anything was judged, and nothing failed."""
         return passed(self.rows)
 
     def print(self, whole: bool = False) -> None:

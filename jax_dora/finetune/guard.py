@@ -1,4 +1,4 @@
-"""When to stop: a loss that diverges, a person who interrupts."""
+"""Reasons to stop: a loss that diverges, a person who interrupts."""
 
 import math
 import signal

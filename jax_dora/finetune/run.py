@@ -20,11 +20,10 @@ from tokenizers import Tokenizer
 
 import jax_dora
 import jax_dora.peft
-from jax_dora.models import CausalLM, DecoderConfig, load_model, read_config, save_model
-
 from jax_dora.finetune import data, tiny, training
 from jax_dora.finetune.checkpoints import Checkpoints
 from jax_dora.finetune.guard import Interruption, LossGuard
+from jax_dora.models import CausalLM, DecoderConfig, load_model, read_config, save_model
 
 INTERRUPTED = 130
 EMBEDDING = "model/embed_tokens"
@@ -140,7 +139,8 @@ class Run:
         return jax.device_get(metrics)
 
     def _kept(self) -> tuple[nnx.State, optax.OptState, nnx.State]:
-        """What a checkpoint holds. Everything else follows from it, or from the settings."""
+        """Returns what a checkpoint holds. Everything else follows from it, or from the
+        settings."""
         counts = nnx.filter_state(self.parts.moving, nnx.RngCount)
         return self.parts.adapters, self.state, counts
 

@@ -14,10 +14,9 @@ import optax
 from flax import nnx
 
 import jax_dora
+from jax_dora.finetune.data import Rows
 from jax_dora.models import CausalLM, next_token_loss
 from jax_dora.models.loss import Loss
-
-from jax_dora.finetune.data import Rows
 
 
 class Parts(NamedTuple):
@@ -115,7 +114,8 @@ def _evaluate(graphdef: nnx.GraphDef[CausalLM], state: nnx.State, rows: Rows) ->
 
 
 def evaluate(model: CausalLM, rows: Rows, batch: int) -> float:
-    """Returns the mean loss over the completion tokens of `rows` [count, time], `batch` rows at a time."""
+    """Returns the mean loss over the completion tokens of `rows` [count, time], `batch` rows at a
+    time."""
     # Every batch is as large as the first, so that nothing is compiled twice.
     missing = -len(rows.tokens) % batch
     rows = Rows(*(np.pad(array, ((0, missing), (0, 0))) for array in rows))

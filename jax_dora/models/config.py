@@ -1,4 +1,4 @@
-"""What a decoder is made of, and how Hugging Face's config.json says it."""
+"""The sizes and switches of a decoder, and their form in Hugging Face's config.json."""
 
 import dataclasses
 from collections.abc import Mapping

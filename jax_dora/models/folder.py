@@ -207,7 +207,7 @@ def _check(
     for name, shape in expected.items():
         if stored[name].shape != shape:
             raise ValueError(
-                f"{name} in {folder} has shape {stored[name].shape}; config.json wants {shape}"
+                f"{name} in {folder} has shape {stored[name].shape}; config.json says {shape}"
             )
     # Computed from the config, and stored by old versions only.
     surplus = {name for name in stored if not name.endswith(".rotary_emb.inv_freq")} - set(expected)

@@ -14,7 +14,6 @@ from flax import nnx
 from jax import lax
 
 import jax_dora
-
 from jax_dora.models import rope
 from jax_dora.models.config import DecoderConfig
 

@@ -1,4 +1,4 @@
-"""What a run's results must satisfy; the tolerances are `parity.tolerances`'s."""
+"""The checks of a run's results; the tolerances are `parity.tolerances`'s."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def judge(run: Run, results: Mapping[str, Result]) -> tuple[list[Pair], list[Che
 
 
 class _Pairs:
-    """Every pair of adapted systems, each with fp64, and the same of the unadapted ones."""
+    """Compares every pair of adapted systems, each with fp64, and the same of the unadapted
+    ones."""
 
     def __init__(self, results: Mapping[str, Result]) -> None:
         self.adapted = [name for name in results if name not in (FP64, FP64_BASE, *BASES)]
@@ -118,7 +119,7 @@ def _nearness(run: Run, pairs: _Pairs) -> Iterator[Check]:
 
 
 def _framework_factor(pairs: _Pairs, name: str) -> float:
-    """How much further from fp64 the framework's unadapted model is than torch's, if it is."""
+    """Returns how much further from fp64 the framework's unadapted model is than torch's, or 1."""
     own, torch = (pairs.logits(b, FP64_BASE) for b in (f"{side_of(name)} base", "torch base"))
     if own is None or torch is None or not torch.relative:
         return 1.0

@@ -51,7 +51,7 @@ def _compute(run: Run, weights: Weights, side: Backend, implementation: str | No
 
 @dataclass
 class Executed:
-    """By system: its result or its error, seconds with compilation, and free GiB afterwards."""
+    """Holds, by system, its result or error, seconds with compilation, and free GiB after it."""
 
     results: dict[str, Result] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
@@ -65,7 +65,7 @@ def execute(
     chosen: Mapping[str, System],
     say: Callable[[str], None] = lambda line: None,
 ) -> Executed:
-    """Every system that there is memory and code for; one that fails does not stop the others."""
+    """Runs every system in turn; one that fails does not stop the others."""
     executed = Executed()
     for name, system in chosen.items():
         start = time.perf_counter()

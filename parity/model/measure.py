@@ -1,4 +1,4 @@
-"""How far two systems' results lie apart; all sums in fp64, on the device of the results."""
+"""Distances between two systems' results; all sums in fp64, on the device of the results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROWS = 64  # of logits, in fp64 at a time
 
 @dataclass(frozen=True)
 class Distance:
-    """Between two tensors, the second of which is the one to compare with.
+    """The distance of one tensor from another, with which it is compared.
 
     Attributes:
       cosine: 1 - cosine of the angle.

@@ -158,7 +158,7 @@ def write_pairs(
 
 
 def _jobs(options: argparse.Namespace, device: str) -> list[Job]:
-    """Those that take longest first."""
+    """Returns all runs, those that take longest first."""
     return [
         (seed, variant)
         for variant in VARIANTS

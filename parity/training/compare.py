@@ -35,7 +35,7 @@ FULL_PRECISION = Limits(
 
 @dataclass(frozen=True)
 class Difference:
-    """Between two runs; losses in nats.
+    """The difference of two runs; losses in nats.
 
     Attributes:
       mean, worst, final: of |Δloss| over the steps, and of the evaluation after the last.

@@ -42,7 +42,7 @@ def train(backend: Backend, device: str = "cpu") -> Run:
 
 
 def difference(ours: Run, theirs: Run) -> Difference:
-    """Between JAX's half and torch's."""
+    """Returns how far JAX's half and torch's are apart."""
     return compare(ours, theirs, start())
 
 

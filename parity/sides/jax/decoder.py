@@ -77,9 +77,9 @@ def _surroundings(run: Run, weights: Weights, *, interpret: bool) -> Iterator[No
 
 
 def _rotate(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
-    """As transformers, with cosine and sine rounded to the activations' dtype: in bf16 that is a
-    larger error than all other rounding of the rotation, and no difference between the frameworks.
-    """
+    """Rotates as transformers does, with cosine and sine rounded to the activations' dtype: in bf16
+    that is a larger error than all other rounding of the rotation, and no difference between the
+    frameworks."""
     if x.dtype == jnp.bfloat16:
         # A cast there and back XLA may drop.
         cosine, sine = (jax.lax.reduce_precision(v, 8, 7) for v in (cosine, sine))

@@ -193,7 +193,7 @@ def test_old_rotary_buffers_are_passed_over(llama, change):
 def test_wrong_shape(llama, change):
     change(lambda tensors: tensors.update({NAME: tensors[NAME].T.copy()}))
     with pytest.raises(
-        ValueError, match=rf"{NAME}.*has shape \(48, 80\); config.json wants \(80, 48\)"
+        ValueError, match=rf"{NAME}.*has shape \(48, 80\); config.json says \(80, 48\)"
     ):
         decoder.load_model(llama)
 
