@@ -103,7 +103,7 @@ def text(header: Mapping[str, Any], rows: Sequence[Row], whole: bool = False) ->
         f"{'FAILED: ' if failed or not judged else ''}{verdict}.",
         "\n".join(f"- {name}: {value}" for name, value in header["environment"].items()),
         table(COLUMNS, _summary(judged)),
-        *(table((*columns, *extra), cells) for columns, extra, cells in _facts(rows)),
+        *_facts(rows),
     ]
     if failed:
         parts += ["## Failed", table(("case", *COLUMNS[:2], *COLUMNS[4:], "note"), _each(failed))]
@@ -195,25 +195,24 @@ def _numbers(row: Row) -> list[str]:
     return [_cell(row["error"]), _cell(row["bound"]), f"{used(row):.2f}"]
 
 
-def _facts(rows: Iterable[Row]) -> Iterator[tuple[tuple[str, ...], list[str], list[list[str]]]]:
-    """A table for every quantity that is measured and not judged."""
+def _facts(rows: Iterable[Row]) -> Iterator[str]:
+    """Yields tables of what is measured and not judged: of single values, and a quantity each."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         if row["ok"] is None and row["quantity"] != "seconds":
-            groups.setdefault(row["quantity"], []).append(row)
+            single = "value" in row and row["side"] is None
+            groups.setdefault("" if single else row["quantity"], []).append(row)
     for quantity, group in groups.items():
-        names = dict.fromkeys(
+        shown = dict.fromkeys(
             name
             for row in group
             for name, value in row.items()
-            if name not in ("case", "quantity", "side")
-            and not (value is None or isinstance(value, dict))
+            if value is not None and not isinstance(value, dict)
         )
-        cells = [
-            [row["case"], row["side"] or "", *(_cell(row.get(name)) for name in names)]
-            for row in group
-        ]
-        yield (quantity, "side"), list(names), cells
+        if quantity:
+            shown.pop("quantity")
+        cells = ([_cell(row.get(name)) for name in shown] for row in group)
+        yield (f"{quantity}:\n\n" if quantity else "") + table(list(shown), cells)
 
 
 def _cell(value: Any) -> str:
