@@ -176,7 +176,7 @@ def _attached_g(_: Callable) -> Callable:
 def _points(*functions: tuple[str, str, Callable]) -> dict[Backend, tuple[Point, ...]]:
     """The same functions of both packages."""
     return {
-        side: tuple(Point(f"{PACKAGES[side]}.{module}", *rest) for module, *rest in functions)
+        side: tuple(Point(f"{PACKAGES[side]}.{m}", name, spoil) for m, name, spoil in functions)
         for side in SIDES
     }
 
