@@ -1,4 +1,4 @@
-"""What parity runs: named cases, and their inputs, drawn once and given to both frameworks.
+"""Named cases, and their inputs, drawn once and given to both frameworks.
 
 All arrays are torch tensors in PyTorch's layout on the device under test. Weights are scaled as in
 trained networks: rows of W of norm about 1, `sBA` a fraction of that.
@@ -6,7 +6,6 @@ trained networks: rows of W of norm about 1, `sBA` a fraction of that.
 
 from __future__ import annotations
 
-import dataclasses
 import zlib
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -194,7 +193,7 @@ class _Draw:
         return torch.randn(shape, generator=self._generator, device=self._device)
 
     def uniform(self, *shape: int) -> torch.Tensor:
-        """In [-1, 1)."""
+        """Draws from [-1, 1)."""
         return 2 * torch.rand(shape, generator=self._generator, device=self._device) - 1
 
 
@@ -288,7 +287,3 @@ def quick(cases: list[Case]) -> list[Case]:
     for case in sorted(cases, key=lambda c: c.n_out * max(c.rows, c.n_in)):
         kept.setdefault((case.kind, case.dtype, case.regime), case)
     return list(kept.values())
-
-
-def as_dict(case: Case) -> dict:
-    return {"name": case.name, **dataclasses.asdict(case), "scale": case.scale}

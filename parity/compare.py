@@ -2,85 +2,86 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 
-from parity import jax_side, oracle, tolerances, torch_side
+from parity import oracle, tolerances
 from parity.cases import Case, compose_inputs, layer_inputs
+from parity.report import Report
+from parity.sides import SIDES, Backend, Operators
+from parity.sides.torch.operators import naive_delta
 
 # Mosaic's kernels copy rows of whole 16 bytes, and refuse other widths when named.
 MOSAIC_WIDTH = 8
 
-SIDES = (jax_side, torch_side)
 Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Side:
-    """How one framework did on one quantity. Errors are peaks of `|result - fp64|`.
+class Score:
+    """One side's result on one quantity. Errors are peaks of `|result - fp64|`.
 
-    `plain_error` is that of the same computation in the framework's own plain operations, and
+    `plain` is the error of the same computation in the framework's own plain operations, and
     `of_bound` the largest error of an element in units of that element's bound.
     """
 
     implementation: str
     error: float
-    plain_error: float
-    tolerance: float
-    of_bound: float
+    plain: float
+    bound: float
+    of_bound: float | None = None
 
     @property
     def passed(self) -> bool:
-        return self.error <= self.tolerance and self.of_bound <= 1.0
+        return self.error <= self.bound and (self.of_bound is None or self.of_bound <= 1.0)
 
 
 @dataclass(frozen=True)
-class Row:
-    """One quantity of one case, in both frameworks. `difference` is the peak of |JAX - torch|."""
+class Comparison:
+    """One quantity of one case, on both sides. `apart` is the peak of |JAX - torch|."""
 
     case: str
-    level: str
     dtype: str
     quantity: str
-    jax: Side
-    torch: Side
-    difference: float
-    difference_tolerance: float
+    scores: dict[Backend, Score]
+    apart: float
+    apart_bound: float
     peak: float
     failure: str = ""
 
     @property
     def passed(self) -> bool:
-        agree = self.difference <= self.difference_tolerance
-        return not self.failure and self.jax.passed and self.torch.passed and agree
+        return all(self._verdicts()) and not self.failure
 
-    @property
-    def worst(self) -> float:
-        """The largest of all errors in units of what is allowed; above 1 means failed."""
+    def _verdicts(self) -> list[bool]:
+        return [*(s.passed for s in self.scores.values()), self.apart <= self.apart_bound]
+
+    def write(self, report: Report) -> None:
+        """Adds a line to the report: each side, and then how far they are apart."""
+        scores = list(self.scores.values())
+        sides = [f"{name} {score.implementation}" for name, score in self.scores.items()]
+        values: dict = {
+            "dtype": self.dtype,
+            "side": [*sides, ", ".join(sides)],
+            "error": [*(s.error for s in scores), self.apart],
+            "bound": [*(s.bound for s in scores), self.apart_bound],
+            "ok": [ok and not self.failure for ok in self._verdicts()],
+            "plain": [*(s.plain for s in scores), None],
+            "peak": self.peak,
+        }
+        if any(s.of_bound is not None for s in scores):
+            values["of_bound"] = [*(s.of_bound for s in scores), None]
         if self.failure:
-            return math.inf
-        pairs = [
-            (self.jax.error, self.jax.tolerance),
-            (self.torch.error, self.torch.tolerance),
-            (self.difference, self.difference_tolerance),
-        ]
-        ratios = [error / allowed if allowed else math.inf * error for error, allowed in pairs]
-        # 0 · inf: exact where nothing but exactness is allowed
-        ratios = [0.0 if math.isnan(ratio) else ratio for ratio in ratios]
-        return max(*ratios, self.jax.of_bound, self.torch.of_bound)
-
-    def as_dict(self) -> dict:
-        return dataclasses.asdict(self) | {"passed": self.passed, "worst": self.worst}
+            values["note"] = self.failure
+        report.add(self.case, self.quantity, **values)
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What fp64 says of a quantity, and what may be missed.
+    """The fp64 value of a quantity, and what may be missed.
 
     Attributes:
       want: the fp64 value.
@@ -97,78 +98,60 @@ class Expected:
     cap: float = math.inf
 
 
-def run_case(case: Case, device: str) -> Iterator[Row]:
-    """Every quantity of the case, first by plain framework operations, then by the kernels."""
-    expected, run, plain = _PREPARE[case.kind](case, device)
-    plain_results = {side.NAME: plain(side) for side in SIDES}
+def run_case(case: Case, device: str) -> Iterator[Comparison]:
+    """Yields every quantity of the case, first by plain framework operations, then by kernels."""
+    expected, run = _PREPARE[case.kind](case, device)
+    plain: dict[Backend, Tensors] = {n: run(s.operators, "plain") for n, s in SIDES.items()}
+    mosaic_refuses = bool(case.n_out % MOSAIC_WIDTH or case.n_in % MOSAIC_WIDTH)
     for kernels in (False, True):
-        results: dict[str, Tensors] = {}
-        names = {side.NAME: side.implementation(kernels) for side in SIDES}
+        names: dict[Backend, str] = {}
+        results: dict[Backend, Tensors] = {}
         failures = []
-        for side in SIDES:
-            name = names[side.NAME]
-            if name == "mosaic" and (case.n_out % MOSAIC_WIDTH or case.n_in % MOSAIC_WIDTH):
-                name = names[side.NAME] = side.implementation(False)
+        for name, side in SIDES.items():
+            takes = kernels and not (side.kernels == "mosaic" and mosaic_refuses)
+            names[name] = side.kernels if takes else side.plain
             try:
-                results[side.NAME] = run(side, name)
+                results[name] = run(side.operators, names[name])
             except Exception as error:
-                failures.append(f"{side.NAME} {name}: {type(error).__name__}: {error}")
+                failures.append(f"{name} {names[name]}: {type(error).__name__}: {error}")
         for quantity, exact in expected.items():
-            yield _row(case, quantity, exact, results, plain_results, names, "; ".join(failures))
+            yield _judge(case, quantity, exact, results, plain, names, "; ".join(failures))
 
 
 def _slack(implementation: str, case: Case, device: torch.device) -> float:
-    """By how much an interpreter misses the arithmetic of the GPU that it stands for."""
+    """Returns by how much an interpreter misses the arithmetic of the GPU that it stands for."""
     truncates = implementation == "triton" and case.dtype == "bfloat16" and device.type == "cpu"
     return tolerances.TRITON_INTERPRETER_BF16 if truncates else 1.0
 
 
-def _row(
+def _judge(
     case: Case,
     quantity: str,
     exact: Expected,
-    results: dict[str, Tensors],
-    plain_results: dict[str, Tensors],
-    implementations: dict[str, str],
+    results: dict[Backend, Tensors],
+    plain: dict[Backend, Tensors],
+    names: dict[Backend, str],
     failure: str,
-) -> Row:
+) -> Comparison:
     peak = peak_of(exact.want)
-    sides = []
-    for side in SIDES:
-        plain_error = peak_of(difference(plain_results[side.NAME][quantity], exact.want))
+    found = {side: of[quantity] for side, of in results.items() if quantity in of}
+    scores: dict[Backend, Score] = {}
+    for side, implementation in names.items():
+        plain_error = peak_of(difference(plain[side][quantity], exact.want))
         allowed = tolerances.flash_rule(plain_error, peak, exact.dtype, exact.floor)
-        implementation = implementations[side.NAME]
         slack = _slack(implementation, case, exact.want.device)
         error = of_bound = math.inf
-        if quantity in results.get(side.NAME, {}):
-            missed = difference(results[side.NAME][quantity], exact.want)
+        if side in found:
+            missed = difference(found[side], exact.want)
             error, of_bound = peak_of(missed), peak_of(missed / exact.bound) / slack
-        sides.append(
-            Side(
-                implementation=implementation,
-                error=error,
-                plain_error=plain_error,
-                tolerance=min(slack * allowed, exact.cap),
-                of_bound=of_bound,
-            )
-        )
-    both = [
-        results[side.NAME][quantity] for side in SIDES if quantity in results.get(side.NAME, {})
-    ]
-    apart = peak_of(difference(both[0], oracle.fp64(both[1]))) if len(both) == 2 else math.inf
-    return Row(
-        case=case.name,
-        level=case.level,
-        dtype=case.dtype,
-        quantity=quantity,
-        jax=sides[0],
-        torch=sides[1],
-        difference=apart,
-        # Both lie within their own tolerance of the same value.
-        difference_tolerance=min(sides[0].tolerance + sides[1].tolerance, exact.cap),
-        peak=peak,
-        failure=failure,
-    )
+        bound = min(slack * allowed, exact.cap)
+        scores[side] = Score(implementation, error, plain_error, bound, of_bound)
+    apart = math.inf
+    if len(found) == 2:
+        apart = peak_of(difference(found["jax"], oracle.fp64(found["torch"])))
+    # Both lie within their own tolerance of the same value.
+    allowed = min(sum(score.bound for score in scores.values()), exact.cap)
+    return Comparison(case.name, case.dtype, quantity, scores, apart, allowed, peak, failure)
 
 
 def difference(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
@@ -183,11 +166,7 @@ def peak_of(values: torch.Tensor) -> float:
     return float(values.abs().max())
 
 
-_Prepared = tuple[
-    dict[str, Expected],
-    Callable[[ModuleType, str], Tensors],
-    Callable[[ModuleType], Tensors],
-]
+_Prepared = tuple[dict[str, Expected], Callable[[Operators, str], Tensors]]
 
 
 def _prepare_norm(case: Case, device: str) -> _Prepared:
@@ -207,15 +186,11 @@ def _prepare_norm(case: Case, device: str) -> _Prepared:
         "g": Expected(want_g, g_bound, "float32", cap=cap),
     }
 
-    def run(side: ModuleType, implementation: str) -> Tensors:
-        g = side.magnitude_scale(inputs.magnitude, given, case.dtype)
+    def run(side: Operators, implementation: str) -> Tensors:
+        g = side.magnitude_scale(inputs.magnitude, given, case.dtype, implementation)
         return {"norm": side.norm(inputs, s, implementation), "g": g}
 
-    def plain(side: ModuleType) -> Tensors:
-        g = side.plain_magnitude_scale(inputs.magnitude, given, case.dtype)
-        return {"norm": side.plain_norm(inputs, s), "g": g}
-
-    return expected, run, plain
+    return expected, run
 
 
 def _prepare_compose(case: Case, device: str) -> _Prepared:
@@ -235,7 +210,7 @@ def _prepare_compose(case: Case, device: str) -> _Prepared:
         y_cap = cap
         want = forward(*operands)
         if delta and case.regime == "near_unity" and not fp32:
-            naive = peak_of(difference(torch_side.naive_delta(inputs, s), want))
+            naive = peak_of(difference(naive_delta(inputs, s), want))
             y_cap = naive / tolerances.STABLE_OVER_NAIVE
         bound = forward_bound(*operands, case.dtype)
         expected[f"{op} y"] = Expected(want, bound, case.dtype, cap=y_cap)
@@ -251,13 +226,10 @@ def _prepare_compose(case: Case, device: str) -> _Prepared:
             floor = peak_of(tolerances.stored_inner(inputs.dy, inner, case.dtype))
             expected[f"{op} d_g"] = Expected(grads.d_g, bounds.d_g, "float32", floor, d_g_cap)
 
-    def run(side: ModuleType, implementation: str) -> Tensors:
+    def run(side: Operators, implementation: str) -> Tensors:
         return side.compose(inputs, s, implementation, frozen=frozen)
 
-    def plain(side: ModuleType) -> Tensors:
-        return side.plain_compose(inputs, s, frozen=frozen)
-
-    return expected, run, plain
+    return expected, run
 
 
 def _prepare_layer(case: Case, device: str) -> _Prepared:
@@ -293,13 +265,10 @@ def _prepare_layer(case: Case, device: str) -> _Prepared:
         for name, (value, bound) in wanted.items()
     }
 
-    def run(side: ModuleType, implementation: str) -> Tensors:
+    def run(side: Operators, implementation: str) -> Tensors:
         return side.layer(inputs, s, implementation, frozen=frozen)
 
-    def plain(side: ModuleType) -> Tensors:
-        return side.plain_layer(inputs, s, frozen=frozen)
-
-    return expected, run, plain
+    return expected, run
 
 
 _PREPARE: dict[str, Callable[[Case, str], _Prepared]] = {

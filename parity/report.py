@@ -1,209 +1,219 @@
-"""The verdicts, as a table on the terminal, as JSON and as Markdown."""
+"""Reports: JSON Lines, written comparison by comparison, and tables made of them on demand.
+
+The first line of a file is its header, `{"kind": "parity", "level": …, "environment": {…}, …}`.
+Every other line is a comparison or a fact, of these names:
+
+    case, quantity, side    what was computed, which of its results, by whom
+    error, bound, ok        the largest error, what is allowed, and the verdict; `ok` is null where
+                            nothing is judged
+    note                    what went wrong, or is worth knowing
+    …                       whatever else was measured, such as `plain`, `peak`, `seconds`
+
+A line with lists stands for as many rows as they have elements, so that both frameworks' errors of
+one quantity, and the difference between them, are one line. A number that JSON has no form for
+(infinity, NaN) is null. `read` undoes both.
+"""
 
 from __future__ import annotations
 
-import importlib.metadata
+import argparse
 import json
-import platform
-import subprocess
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import math
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import torch
-from rich.console import Console
-from rich.table import Table
+Row = dict[str, Any]
 
-from parity.compare import Row
-
-COLUMNS = (
-    "level",
-    "quantity",
-    "dtype",
-    "JAX / torch",
-    "cases",
-    "JAX vs fp64",
-    "torch vs fp64",
-    "JAX vs torch",
-    "tolerance",
-    "of allowed",
-    "verdict",
-)
+DIGITS = 9  # significant ones of a number in a report: they tell any two fp32 numbers apart
+COLUMNS = ("quantity", "side", "rows", "nearest to its bound", "error", "bound", "used", "verdict")
 
 
-@dataclass
 class Report:
-    device: str
-    commit: str | None = None  # asked of git when None
-    rows: list[Row] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)  # wall time per case
-    figures: list[str] = field(default_factory=list)  # file names beside the report
-    facts: dict[str, object] = field(default_factory=dict)  # what is worth knowing, without verdict
+    """One level's results, on the disk as soon as they are known.
+
+    Attributes:
+      rows: those added so far, one a side, as `read` returns them.
+    """
+
+    def __init__(self, path: Path, level: str, environment: Mapping[str, str], **facts: Any):
+        """Begins the file, in a folder that is made; `facts` go to the header."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path, self.rows = path, []
+        self.header = {"kind": "parity", "level": level, "environment": dict(environment), **facts}
+        path.write_text(_line(self.header), encoding="utf-8")
+
+    def add(self, case: str, quantity: str | Sequence[str], **values: Any) -> None:
+        """Adds a line; a list among the values has an element for every row of it."""
+        line = {"case": case, "quantity": quantity, **values}
+        rows = list(_rows(line))
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(_line(line))
+        self.rows += rows
 
     @property
     def passed(self) -> bool:
-        return bool(self.rows) and all(row.passed for row in self.rows)
+        """Tells whether anything was judged, and nothing failed."""
+        return passed(self.rows)
 
-    def as_dict(self) -> dict:
-        return {
-            "passed": self.passed,
-            "environment": environment(self.device, self.commit),
-            "seconds": self.seconds,
-            "facts": self.facts,
-            "figures": self.figures,
-            "rows": [row.as_dict() for row in self.rows],
-        }
-
-    def write(self, folder: Path) -> None:
-        """`parity.json` and `parity.md` in `folder`."""
-        folder.mkdir(parents=True, exist_ok=True)
-        # JSON has no infinity: what is infinitely wrong, or allowed anything, is null.
-        text = json.dumps(finite(self.as_dict()), indent=1, allow_nan=False)
-        (folder / "parity.json").write_text(text + "\n")
-        (folder / "parity.md").write_text(self.markdown())
-
-    def markdown(self) -> str:
-        versions = environment(self.device, self.commit)
-        lines = [
-            "# Parity",
-            "",
-            f"{'Every check passed.' if self.passed else 'SOME CHECKS FAILED.'} "
-            f"{len(self.rows)} comparisons on {versions['card']}.",
-            "",
-            *(f"- {name}: {value}" for name, value in versions.items()),
-            *(f"- {name}: {_fact(value)}" for name, value in self.facts.items()),
-            "",
-            "Errors are the largest absolute differences over all elements of the row of the group "
-            "that comes nearest to its tolerance, against a materialised fp64 computation; "
-            "`of allowed` is that row's error in units of what is allowed. Tolerances and their "
-            "derivations: `parity/tolerances.py`.",
-            "",
-            "## Summary",
-            "",
-            *markdown_table(COLUMNS, map(_cells, _groups(self.rows))),
-            "",
-            *(f"![{name}]({name})" for name in self.figures),
-            "",
-            "## Every case",
-            "",
-            *markdown_table(
-                ("case", *COLUMNS[1:4], *COLUMNS[5:]),
-                ([row.case, *_row_cells(row)] for row in self.rows),
-            ),
-            "",
-        ]
-        return "\n".join(lines)
-
-    def print(self, console: Console) -> None:
-        table = Table(title=f"Parity on {environment(self.device, self.commit)['card']}")
-        for column in COLUMNS:
-            numbers = column in COLUMNS[4:10]
-            table.add_column(column, justify="right" if numbers else "left", no_wrap=numbers)
-        for group in _groups(self.rows):
-            cells = _cells(group)
-            passed = all(row.passed for row in group)
-            style = "green" if passed else "bold red"
-            table.add_row(*cells[:-1], f"[{style}]{cells[-1]}[/{style}]")
-        console.print(table)
-        for row in self.rows:
-            if not row.passed:
-                console.print(
-                    f"[bold red]FAILED[/bold red] {row.case}: {' '.join(_row_cells(row))}"
-                )
-        total = f"{sum(row.passed for row in self.rows)} of {len(self.rows)} comparisons passed"
-        console.print(total, style="bold green" if self.passed else "bold red")
+    def print(self, whole: bool = False) -> None:
+        print(text(self.header, self.rows, whole))
+        print(f"written: {self.path}")
 
 
-def environment(device: str, commit: str | None, others: Sequence[str] = ()) -> dict[str, str]:
-    """What produced a report; `others` are packages to name beside those of every report."""
-    card = torch.cuda.get_device_name() if device == "cuda" else f"CPU ({platform.machine()})"
-    packages = ("jax", "jaxlib", "flax", "torch", "triton", "numpy", *others)
-    return {
-        "commit": commit or _commit(),
-        "card": card,
-        "python": platform.python_version(),
-        **{name: _version(name) for name in packages},
-        "cuda (torch)": torch.version.cuda or "none",
-        "kernels": "native" if device == "cuda" else "interpreted",
-        "jax backend": jax.default_backend(),
-    }
+def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
+    """Returns a report's header and rows; every row has all of case, quantity, side, error, bound,
+    ok and note.
+
+    Raises:
+      ValueError: the file is no report of parity.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines()
+    header = json.loads(lines[0]) if lines else {}
+    if header.get("kind") != "parity":
+        raise ValueError(f"{path} does not begin with a header of kind 'parity'; got {header}")
+    return header, [row for line in lines[1:] for row in _rows(json.loads(line))]
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
+def passed(rows: Iterable[Row]) -> bool:
+    verdicts = [row["ok"] for row in rows if row["ok"] is not None]
+    return bool(verdicts) and all(verdicts)
 
 
-def _commit() -> str:
-    root = Path(__file__).parent
-    try:
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True
-        ).stdout.strip()
-        dirty = subprocess.run(
-            ["git", "status", "--porcelain", "--untracked-files=no"],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return commit + (" with changes" if dirty.strip() else "")
+def used(row: Row) -> float:
+    """Returns the error in units of what is allowed; infinity where it is not a number."""
+    error, bound, of_bound = row["error"], row["bound"], row.get("of_bound")
+    if error is None or not math.isfinite(error):
+        return 0.0 if error is None and row["ok"] else math.inf
+    share = 0.0 if bound is None else error / bound if bound else math.inf * error
+    # 0 · inf: exact where nothing but exactness is allowed
+    return max(0.0 if math.isnan(share) else share, of_bound or 0.0)
 
 
-def _groups(rows: Sequence[Row]) -> list[list[Row]]:
-    """Rows of one level, quantity, dtype and pair of implementations."""
-    groups: dict[tuple, list[Row]] = {}
-    for row in rows:
-        key = (row.level, row.quantity, row.dtype, row.jax.implementation, row.torch.implementation)
-        groups.setdefault(key, []).append(row)
-    return list(groups.values())
-
-
-def _cells(group: list[Row]) -> list[str]:
-    worst = max(group, key=lambda row: row.worst)
-    cells = _row_cells(worst)
-    passed = sum(row.passed for row in group)
-    verdict = "pass" if passed == len(group) else f"FAIL {len(group) - passed}"
-    return [worst.level, *cells[:3], str(len(group)), *cells[3:-1], verdict]
-
-
-def _row_cells(row: Row) -> list[str]:
-    return [
-        row.quantity,
-        row.dtype,
-        f"{row.jax.implementation} / {row.torch.implementation}",
-        f"{row.jax.error:.1e}",
-        f"{row.torch.error:.1e}",
-        f"{row.difference:.1e}",
-        f"{max(row.jax.tolerance, row.torch.tolerance):.1e}",
-        f"{row.worst:.2f}",
-        "pass" if row.passed else f"FAIL {row.failure}".strip(),
+def text(header: Mapping[str, Any], rows: Sequence[Row], whole: bool = False) -> str:
+    """Returns the report as Markdown: a line for every quantity and side, all that failed, what was
+    measured and not judged, and, if `whole`, every row.
+    """
+    judged = [row for row in rows if row["ok"] is not None]
+    failed = [row for row in judged if not row["ok"]]
+    verdict = f"{len(judged) - len(failed)} of {len(judged)} comparisons passed"
+    parts = [
+        f"# Parity: {header['level']}",
+        f"{'FAILED: ' if failed or not judged else ''}{verdict}.",
+        "\n".join(f"- {name}: {value}" for name, value in header["environment"].items()),
+        table(COLUMNS, _summary(judged)),
+        *_facts(rows),
     ]
+    if failed:
+        parts += ["## Failed", table(("case", *COLUMNS[:2], *COLUMNS[4:], "note"), _each(failed))]
+    if whole:
+        parts += ["## All", table(("case", *COLUMNS[:2], *COLUMNS[4:], "note"), _each(judged))]
+    return "\n\n".join(part for part in parts if part)
 
 
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    body = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-    return ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header), *body]
-
-
-def _fact(value: object) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns a Markdown table whose columns are aligned."""
+    cells = [[str(cell).replace("|", "\\|") for cell in row] for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    cells.insert(1, ["-" * max(3, width) for width in widths])
+    padded = ([cell.ljust(width) for cell, width in zip(r, widths, strict=True)] for r in cells)
+    return "\n".join(f"| {' | '.join(row)} |" for row in padded)
 
 
 def finite(value: Any) -> Any:
-    """JSON has no infinity and no NaN: either is null."""
+    """Returns the value as JSON can hold it: `DIGITS` digits a number, no infinity and no NaN."""
     match value:
-        case dict():
+        case Mapping():
             return {key: finite(item) for key, item in value.items()}
         case list() | tuple():
             return [finite(item) for item in value]
-        case float() if value in (float("inf"), float("-inf")) or value != value:
-            return None
+        case float():
+            return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
         case _:
             return value
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`python -m parity report FILE`; 1 if a comparison in it failed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m parity report", description="Prints a report as Markdown."
+    )
+    parser.add_argument("file", type=Path, nargs="+")
+    parser.add_argument("--all", action="store_true", help="every comparison, not the worst alone")
+    options = parser.parse_args(arguments)
+    sound = True
+    for file in options.file:
+        try:
+            header, rows = read(file)
+        except (OSError, ValueError) as error:
+            sys.exit(f"python -m parity report: {error}")
+        if header["level"] == "controls":
+            from parity.controls import matrix
+
+            print(matrix(rows))
+        else:
+            print(text(header, rows, options.all))
+        sound = sound and passed(rows)
+    return 0 if sound else 1
+
+
+def _line(values: Mapping[str, Any]) -> str:
+    compact = json.dumps(finite(values), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    return compact + "\n"
+
+
+def _rows(line: Mapping[str, Any]) -> Iterator[Row]:
+    lengths = {len(value) for value in line.values() if isinstance(value, list | tuple)}
+    if len(lengths) > 1:
+        raise ValueError(f"a line's lists have lengths {sorted(lengths)}; expected one: {line}")
+    names = dict.fromkeys(("case", "quantity", "side", "error", "bound", "ok", "note"))
+    for index in range(*lengths or {1}):
+        row = {k: v[index] if isinstance(v, list | tuple) else v for k, v in line.items()}
+        yield names | row
+
+
+def _summary(judged: Sequence[Row]) -> Iterator[list[str]]:
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in judged:
+        quantity = " ".join(filter(None, (row["quantity"], row.get("dtype"))))
+        groups.setdefault((quantity, row["side"] or ""), []).append(row)
+    for key, group in groups.items():
+        nearest = max(group, key=used)
+        failed = sum(not row["ok"] for row in group)
+        verdict = f"FAIL {failed}" if failed else "pass"
+        yield [*key, str(len(group)), nearest["case"], *_numbers(nearest), verdict]
+
+
+def _each(rows: Iterable[Row]) -> Iterator[list[str]]:
+    for row in rows:
+        words = [row["case"], row["quantity"], row["side"] or ""]
+        yield [*words, *_numbers(row), "pass" if row["ok"] else "FAIL", row["note"] or ""]
+
+
+def _numbers(row: Row) -> list[str]:
+    return [_cell(row["error"]), _cell(row["bound"]), f"{used(row):.2f}"]
+
+
+def _facts(rows: Iterable[Row]) -> Iterator[str]:
+    """Yields tables of what is measured and not judged: of single values, and a quantity each."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["ok"] is None and row["quantity"] != "seconds":
+            single = "value" in row and row["side"] is None
+            groups.setdefault("" if single else row["quantity"], []).append(row)
+    for quantity, group in groups.items():
+        shown = dict.fromkeys(
+            name
+            for row in group
+            for name, value in row.items()
+            if value is not None and not isinstance(value, dict)
+        )
+        if quantity:
+            shown.pop("quantity")
+        cells = ([_cell(row.get(name)) for name in shown] for row in group)
+        yield (f"{quantity}:\n\n" if quantity else "") + table(list(shown), cells)
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -101,9 +101,9 @@ MODEL_RESOLUTION = 0.1
 
 
 def model_cosine_distance(dtype: Any, control: float) -> float:
-    """How far `1 - cosine` of two systems' logits may be from 0: what `COSINE` promises, or, where
-    the unadapted models of the two frameworks are themselves further apart than that, `control`,
-    `MODEL_CONTROL` times as far.
+    """Returns how far `1 - cosine` of two systems' logits may be from 0: what `COSINE` promises,
+    or, where the unadapted models of the two frameworks are themselves further apart than that,
+    `control`, `MODEL_CONTROL` times as far.
 
     Two bf16 models that add up differently round a residual stream of L layers 2L times apart. One
     rounding errs by u/√3 of a spacing's half, about 0.2u of the value in the mean square, so the

@@ -25,7 +25,7 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def facts(self, step: int) -> dict[str, Any]:
-        """What `save` was given as `facts`."""
+        """Returns what `save` was given as `facts`."""
         args = ocp.args.Composite(facts=ocp.args.JsonRestore())
         return self._manager.restore(step, args=args)["facts"]
 

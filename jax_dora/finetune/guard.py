@@ -1,15 +1,15 @@
-"""When to stop: a loss that diverges, a person who interrupts."""
+"""Reasons to stop: a loss that diverges, a person who interrupts."""
 
 import math
 import signal
 from types import FrameType
 from typing import Self
 
-from .training import Metrics
+from jax_dora.finetune.training import Metrics
 
 
 class DivergedError(RuntimeError):
-    """Training went wrong in a way that going on cannot mend."""
+    """Training went wrong in a way that going on cannot fix."""
 
 
 class LossGuard:

@@ -20,11 +20,10 @@ from tokenizers import Tokenizer
 
 import jax_dora
 import jax_dora.peft
+from jax_dora.finetune import data, tiny, training
+from jax_dora.finetune.checkpoints import Checkpoints
+from jax_dora.finetune.guard import Interruption, LossGuard
 from jax_dora.models import CausalLM, DecoderConfig, load_model, read_config, save_model
-
-from . import data, tiny, training
-from .checkpoints import Checkpoints
-from .guard import Interruption, LossGuard
 
 INTERRUPTED = 130
 EMBEDDING = "model/embed_tokens"
@@ -140,7 +139,8 @@ class Run:
         return jax.device_get(metrics)
 
     def _kept(self) -> tuple[nnx.State, optax.OptState, nnx.State]:
-        """What a checkpoint holds. Everything else follows from it, or from the settings."""
+        """Returns what a checkpoint holds. Everything else follows from it, or from the
+        settings."""
         counts = nnx.filter_state(self.parts.moving, nnx.RngCount)
         return self.parts.adapters, self.state, counts
 
@@ -153,7 +153,6 @@ class Run:
     def _export(self) -> None:
         args = self.args
         model = self.parts.model()
-        jax_dora.drop_norms(model)
         jax_dora.peft.save_adapter(
             model,
             args.output / "adapter",
@@ -182,7 +181,7 @@ class Run:
                 file = args.output / "tiny.jsonl"
                 tiny.make_tiny_data(file, args.seed)
         if folder is None or file is None:
-            raise ValueError("--model and --data are wanted; or --tiny, which can make both")
+            raise ValueError("--model or --data is missing; give both, or --tiny, which makes them")
         for name, value in (("data", file), ("eval-data", args.eval_data)):
             if value is not None and not value.is_file():
                 raise FileNotFoundError(f"--{name} {value} is no file; expected JSONL")
@@ -247,11 +246,11 @@ class Run:
             )
         model = jax_dora.apply_dora(model, rules, rngs=nnx.Rngs(args.seed))
         model.train()
-        jax_dora.keep_norms(model)
         return model
 
     def _rules(self, model: CausalLM) -> list[jax_dora.DoRARule]:
-        """One for the projections and, where --target takes it too, one for the embedding."""
+        """Returns one rule for the projections and, where --target takes it too, one for the
+        embedding."""
         args = self.args
         rule = jax_dora.DoRARule(
             args.target,

@@ -14,11 +14,9 @@ import optax
 from flax import nnx
 
 import jax_dora
+from jax_dora.finetune.data import Rows
 from jax_dora.models import CausalLM, next_token_loss
 from jax_dora.models.loss import Loss
-from jax_dora.reuse import DoRANorm
-
-from .data import Rows
 
 
 class Parts(NamedTuple):
@@ -26,7 +24,7 @@ class Parts(NamedTuple):
 
     graphdef: nnx.GraphDef[CausalLM]
     adapters: nnx.State  # by the optimizer
-    moving: nnx.State  # by the step: kept norms, counts of the dropout streams
+    moving: nnx.State  # by the step: the dropout streams count
     frozen: nnx.State  # by nobody
 
     def model(self) -> CausalLM:
@@ -40,7 +38,7 @@ class Metrics(NamedTuple):
 
 
 def take_apart(model: CausalLM) -> Parts:
-    return Parts(*nnx.split(model, nnx.LoRAParam, nnx.Any(nnx.RngState, DoRANorm), ...))
+    return Parts(*nnx.split(model, nnx.LoRAParam, nnx.RngState, ...))
 
 
 def make_optimizer(
@@ -72,27 +70,26 @@ def accumulate(
     frozen: nnx.State,
     rows: Rows,
 ) -> tuple[jax.Array, nnx.State, nnx.State]:
-    """The mean loss over all completion tokens of `rows` [accumulate, batch, time], its gradient,
-    and what else has moved."""
-    model = nnx.merge(graphdef, adapters, moving, frozen)
+    """Returns the mean loss over all completion tokens of `rows` [accumulate, batch, time], its
+    gradient, and what else has moved."""
     # Once for all micro-batches: the adapters do not move between them.
-    jax_dora.refresh_norms(model)
-    _, norms, streams, _ = nnx.split(model, DoRANorm, nnx.RngState, ...)
+    norms = jax_dora.norms(nnx.merge(graphdef, adapters, moving, frozen))
     weight = jnp.maximum(jnp.sum(rows.weights), 1)
 
-    def loss_fn(adapters, streams, rows):
+    def loss_fn(adapters, moving, rows):
         # Copied: jax.grad hands over the variables of the trace around it, and streams count on.
-        model = nnx.merge(graphdef, adapters, norms, streams, frozen, copy=True)
+        model = nnx.merge(graphdef, adapters, moving, frozen, copy=True)
+        model = jax_dora.with_norms(model, norms)
         return _loss(model, rows).total / weight, nnx.state(model, nnx.RngState)
 
     def micro_step(carry, rows):
-        total, gradients, streams = carry
-        (loss, streams), more = jax.value_and_grad(loss_fn, has_aux=True)(adapters, streams, rows)
-        return (total + loss, jax.tree.map(jnp.add, gradients, more), streams), None
+        total, gradients, moving = carry
+        (loss, moving), more = jax.value_and_grad(loss_fn, has_aux=True)(adapters, moving, rows)
+        return (total + loss, jax.tree.map(jnp.add, gradients, more), moving), None
 
-    zero = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, adapters), streams
-    (loss, gradients, streams), _ = jax.lax.scan(micro_step, zero, rows)
-    return loss, gradients, nnx.merge_state(norms, streams)
+    zero = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, adapters), moving
+    (loss, gradients, moving), _ = jax.lax.scan(micro_step, zero, rows)
+    return loss, gradients, moving
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
@@ -113,13 +110,12 @@ def update(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _evaluate(graphdef: nnx.GraphDef[CausalLM], state: nnx.State, rows: Rows) -> Loss:
-    model = nnx.merge(graphdef, state)
-    jax_dora.refresh_norms(model)
-    return _loss(model, rows)
+    return _loss(nnx.merge(graphdef, state), rows)
 
 
 def evaluate(model: CausalLM, rows: Rows, batch: int) -> float:
-    """The mean loss over the completion tokens of `rows` [count, time], `batch` rows at a time."""
+    """Returns the mean loss over the completion tokens of `rows` [count, time], `batch` rows at a
+    time."""
     # Every batch is as large as the first, so that nothing is compiled twice.
     missing = -len(rows.tokens) % batch
     rows = Rows(*(np.pad(array, ((0, missing), (0, 0))) for array in rows))

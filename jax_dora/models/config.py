@@ -1,4 +1,4 @@
-"""What a decoder is made of, and how Hugging Face's config.json says it."""
+"""The sizes and switches of a decoder, and their form in Hugging Face's config.json."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -68,8 +68,8 @@ class DecoderConfig:
       dtype: of parameters and activations. Norms, rotations and losses compute in fp32.
       attention: `implementation` of `jax.nn.dot_product_attention`; "cudnn" is the fast one on a
         GPU, for bf16 and fp16.
-      remat: recompute each layer in the backward pass, keeping its input and its adapters' norms,
-      remat_keeps: and what has one of these checkpoint names; see `jax_dora.remat_policy`.
+      remat: recompute each layer in the backward pass, keeping its input and what
+        `jax_dora.remat_policy` says.
     """
 
     vocab_size: int
@@ -89,11 +89,10 @@ class DecoderConfig:
     dtype: Dtype = jnp.bfloat16
     attention: Literal["xla", "cudnn"] | None = None
     remat: bool = True
-    remat_keeps: tuple[str, ...] = ()
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], **changes: Any) -> Self:
-        """Of the contents of a config.json.
+        """Returns the config that the contents of a config.json describe.
 
         Args:
           config: the parsed file.

@@ -20,9 +20,9 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from .config import DecoderConfig
-from .model import CausalLM
-from .weights import StoredTensor, TensorToStore, stored_tensors, write_files
+from jax_dora.models.config import DecoderConfig
+from jax_dora.models.model import CausalLM
+from jax_dora.models.weights import StoredTensor, TensorToStore, stored_tensors, write_files
 
 # Name in the file, and whether it is stored transposed, of each name in the model.
 LEAVES = {
@@ -207,7 +207,7 @@ def _check(
     for name, shape in expected.items():
         if stored[name].shape != shape:
             raise ValueError(
-                f"{name} in {folder} has shape {stored[name].shape}; config.json wants {shape}"
+                f"{name} in {folder} has shape {stored[name].shape}; config.json says {shape}"
             )
     # Computed from the config, and stored by old versions only.
     surplus = {name for name in stored if not name.endswith(".rotary_emb.inv_freq")} - set(expected)

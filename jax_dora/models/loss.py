@@ -1,4 +1,4 @@
-"""Cross-entropy of the next token, with logits only where somebody wants the loss."""
+"""Cross-entropy of the next token, with logits only where the loss is taken."""
 
 import functools
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .model import CausalLM
+from jax_dora.models.model import CausalLM
 
 
 class Loss(NamedTuple):
@@ -21,8 +21,8 @@ class Loss(NamedTuple):
 def last_tokens_loss(
     model: CausalLM, tokens: jax.Array, last: int, *, chunk: int | None = None
 ) -> Loss:
-    """Of the last `last` tokens of every row of `tokens` i32[batch, time], each predicted from the
-    tokens before it.
+    """Returns the loss of the last `last` tokens of every row of `tokens` i32[batch, time], each
+    predicted from the tokens before it.
 
     Args:
       model, tokens: the model and what it reads; the last token is a target only.
@@ -51,7 +51,7 @@ def next_token_loss(
     segment_ids: jax.Array | None = None,
     chunk: int | None = 1024,
 ) -> Loss:
-    """Of targets i32[batch, time], weighted by weights f32[batch, time].
+    """Returns the loss of targets i32[batch, time], weighted by weights f32[batch, time].
 
     Tokens of weight 0 are moved behind the others, and chunks that hold nothing else are skipped:
     at most `chunk` logits are ever computed in vain.

@@ -14,9 +14,8 @@ from flax import nnx
 from jax import lax
 
 import jax_dora
-
-from . import rope
-from .config import DecoderConfig
+from jax_dora.models import rope
+from jax_dora.models.config import DecoderConfig
 
 # Called like nnx.Linear, which it is unless a model is defined with adapters in it.
 MakeLinear = Callable[..., Any]
@@ -146,7 +145,7 @@ class Decoder(nnx.Module):
 
         if self.config.remat:
             # Inside a scan no common subexpressions can undo the rematerialisation.
-            policy = jax_dora.remat_policy(*self.config.remat_keeps)
+            policy = jax_dora.remat_policy()
             one_layer = jax.checkpoint(one_layer, policy=policy, prevent_cse=False)
         x, streams = lax.scan(one_layer, x, (streams, arrays))
         nnx.update(self.layers, streams)

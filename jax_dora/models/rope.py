@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .config import Rope
+from jax_dora.models.config import Rope
 
 
 def frequencies(rope: Rope, head_dim: int) -> np.ndarray:

@@ -23,8 +23,8 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies. Reads with plain file calls: pages of a memory map would stay resident
-    and count as a second copy of the weights."""
+    """A tensor's place in a file. It is read with plain file calls: pages of a memory map would
+    stay resident and count as a second copy of the weights."""
 
     file: Path
     name: str
@@ -50,7 +50,7 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the folder's safetensors files, by name; reads only their headers.
+    """Returns every tensor of the folder's safetensors files, by name; reads only their headers.
 
     Raises:
       FileNotFoundError: neither model.safetensors nor its index is there, or a file it names.

@@ -1,4 +1,4 @@
-"""What a run's results must satisfy; the tolerances are `parity.tolerances`'s."""
+"""The checks of a run's results; the tolerances are `parity.tolerances`'s."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from parity import tolerances
-from parity.model.execute import BASES, FP64, FP64_BASE, PEFT, framework
+from parity.model.execute import BASES, FP64, FP64_BASE, PEFT, side_of
 from parity.model.measure import Distance, Pair, compare
 from parity.model.sizes import Run
 from parity.model.weights import Result
@@ -27,30 +27,16 @@ class Check:
     def passed(self) -> bool:
         return self.value <= self.allowed  # not so where it is NaN
 
-    def as_dict(self) -> dict:
-        return vars(self) | {"passed": self.passed}
 
-
-@dataclass(frozen=True)
-class Verdict:
-    pairs: list[Pair]
-    checks: list[Check]
-    errors: Mapping[str, str]  # by system: why it has no result
-
-    @property
-    def passed(self) -> bool:
-        return not self.errors and bool(self.checks) and all(c.passed for c in self.checks)
-
-
-def judge(run: Run, results: Mapping[str, Result], errors: Mapping[str, str]) -> Verdict:
-    """Of the results that there are; a system without one fails the run by its error."""
+def judge(run: Run, results: Mapping[str, Result]) -> tuple[list[Pair], list[Check]]:
+    """Returns every pair of the systems that have a result, and what they must satisfy."""
     pairs = _Pairs(results)
-    checks = [*_agreement(run, pairs), *_nearness(run, pairs)]
-    return Verdict(list(pairs.found.values()), checks, errors)
+    return list(pairs.found.values()), [*_agreement(run, pairs), *_nearness(run, pairs)]
 
 
 class _Pairs:
-    """Every pair of adapted systems, each with fp64, and the same of the unadapted ones."""
+    """Compares every pair of adapted systems, each with fp64, and the same of the unadapted
+    ones."""
 
     def __init__(self, results: Mapping[str, Result]) -> None:
         self.adapted = [name for name in results if name not in (FP64, FP64_BASE, *BASES)]
@@ -84,7 +70,7 @@ def _agreement(run: Run, pairs: _Pairs) -> Iterator[Check]:
         found = pairs.logits(first, second)
         assert found is not None
         met = "met" if found.cosine <= goal else "not met"
-        note = f"goal {goal:.0e} {met}; without adapters Flax and torch {control:.1e}"
+        note = f"goal {goal:.0e} {met}; without adapters jax and torch {control:.1e}"
         systems = f"{first}, {second}"
         yield Check(systems, "logits, 1 - cosine", found.cosine, allowed, note)
     effect = pairs.logits(FP64, FP64_BASE)
@@ -110,46 +96,31 @@ def _nearness(run: Run, pairs: _Pairs) -> Iterator[Check]:
             continue
         own = _framework_factor(pairs, name)
         nearness = tolerances.MODEL_NEARNESS[run.dtype] * own
-        note = f"PEFT {peft.logits.distance.relative:.2e}, framework × {own:.2f}"
-        yield Check(
-            f"{name}, fp64",
-            "logits, relative",
-            found.logits.distance.relative,
-            nearness * peft.logits.distance.relative,
-            note,
-        )
         allowed_adapter[name] = nearness * peft.adapter.relative
-        yield Check(
-            f"{name}, fp64",
-            "adapter's gradient, relative",
-            found.adapter.relative,
-            allowed_adapter[name],
-            f"PEFT {peft.adapter.relative:.2e}, framework × {own:.2f}",
-        )
+
+        def check(quantity, ours, theirs, allowed, name=name, own=own):
+            note = f"PEFT {theirs.relative:.2e}, framework × {own:.2f}"
+            return Check(f"{name}, fp64", f"{quantity}, relative", ours.relative, allowed, note)
+
+        ours, theirs = found.logits.distance, peft.logits.distance
+        yield check("logits", ours, theirs, nearness * theirs.relative)
+        yield check("adapter's gradient", found.adapter, peft.adapter, allowed_adapter[name])
         for kind, distance in found.gradients.items():
-            theirs = peft.gradients[kind].relative
-            yield Check(
-                f"{name}, fp64",
-                f"gradient of {kind}, relative",
-                distance.relative,
-                own * tolerances.flash_rule(theirs, 1.0, run.dtype),
-                f"PEFT {theirs:.2e}",
-            )
+            theirs = peft.gradients[kind]
+            allowed = own * tolerances.flash_rule(theirs.relative, 1.0, run.dtype)
+            yield check(f"gradient of {kind}", distance, theirs, allowed)
     for first, second in itertools.combinations(allowed_adapter, 2):
         pair = pairs.get(first, second)
         assert pair is not None
         assert pair.adapter is not None
-        yield Check(
-            f"{first}, {second}",
-            "adapter's gradient, relative",
-            pair.adapter.relative,
-            allowed_adapter[first] + allowed_adapter[second],
-        )
+        allowed = allowed_adapter[first] + allowed_adapter[second]
+        quantity = "adapter's gradient, relative"
+        yield Check(f"{first}, {second}", quantity, pair.adapter.relative, allowed)
 
 
 def _framework_factor(pairs: _Pairs, name: str) -> float:
-    """How much further from fp64 the framework's unadapted model is than torch's, if it is."""
-    own, torch = (pairs.logits(b, FP64_BASE) for b in (f"{framework(name)} base", "torch base"))
+    """Returns how much further from fp64 the framework's unadapted model is than torch's, or 1."""
+    own, torch = (pairs.logits(b, FP64_BASE) for b in (f"{side_of(name)} base", "torch base"))
     if own is None or torch is None or not torch.relative:
         return 1.0
     return max(1.0, own.relative / torch.relative)

@@ -2,64 +2,36 @@
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import gc
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
+
+from parity import command
+from parity.environment import choose_device, environment
+from parity.report import Report
 
 DTYPES = {"bf16": ("bfloat16",), "fp32": ("float32",), "both": ("bfloat16", "float32")}
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m parity model",
-        description="Runs one decoder with one DoRA adapter through Flax and jax_dora, through "
-        "transformers and torch_dora, through transformers and PEFT, and densely in fp64, and "
-        "compares logits and the adapter's gradients. Run it from the repository's root: the Flax "
-        "decoder is jax_dora.models.",
-    )
-    parser.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="cpu runs a tiny model and interprets the kernels; cuda one of Qwen3-8B's size",
-    )
-    parser.add_argument("--out", type=Path, help="report folder; default parity/reports/<device>")
-    parser.add_argument("--quick", action="store_true", help="few layers")
-    parser.add_argument("--layers", type=_positive, help="of every run, in place of its own")
-    parser.add_argument("--sequence", type=_positive, help="tokens of every run")
-    parser.add_argument("--dtype", choices=DTYPES, default="both")
-    parser.add_argument("--commit", help="to record in the report, where there is no git checkout")
-    return parser.parse_args(arguments)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return value
-
-
 def main(arguments: Sequence[str]) -> int:
-    """0 if every check of every run passed, else 1."""
-    from parity.__main__ import set_up
-
-    options = parse(arguments)
-    device = set_up(options.device)
-
-    from rich.console import Console
-
+    """Returns 0 if every check of every run passed, else 1."""
+    parser = command.parser(
+        "model",
+        "Runs one decoder with one DoRA adapter through Flax and jax_dora, through transformers "
+        "and torch_dora, through transformers and PEFT, and densely in fp64, and compares logits "
+        "and the adapter's gradients.",
+    )
+    parser.add_argument("--layers", type=command.positive, help="of every run, in place of its own")
+    parser.add_argument("--sequence", type=command.positive, help="tokens of every run")
+    parser.add_argument("--dtype", choices=DTYPES, default="both")
+    options = parser.parse_args(arguments)
+    device = choose_device(options.device)
     try:
-        from parity.model.checks import judge
         from parity.model.execute import execute, free_memory, systems
-        from parity.model.report import Entry, Report
     except ModuleNotFoundError as error:
-        sys.exit(
-            f"python -m parity model: {error}; it needs transformers and peft (pip install "
-            "'jax-dora[dev]') and jax_dora.models, so run it from the repository's root"
-        )
+        sys.exit(f"python -m parity model: {error}; pip install 'jax-dora[dev]'")
     from parity.model.sizes import runs
     from parity.model.weights import draw
 
@@ -68,8 +40,8 @@ def main(arguments: Sequence[str]) -> int:
     def say(line: str) -> None:
         print(f"[{time.perf_counter() - start:6.1f} s] {line}", file=sys.stderr, flush=True)
 
-    folder = options.out or Path(__file__).parents[1] / "reports" / device
-    report = Report(device, commit=options.commit)
+    described = environment(device, options.commit, ("transformers", "peft"))
+    report = Report(command.report_file(options, device, "model"), "model", described)
     chosen = runs(
         device,
         DTYPES[options.dtype],
@@ -83,16 +55,45 @@ def main(arguments: Sequence[str]) -> int:
         free = free_memory(weights.tokens.device)
         say("  weights drawn" + ("" if free is None else f", {free:.1f} GiB free"))
         executed = execute(run, weights, systems(run), say)
-        verdict = judge(run, executed.results, executed.errors)
+        _write(report, run, executed)
         say("  compared")
-        losses = {name: result.loss for name, result in executed.results.items()}
-        executed.results.clear()
-        report.entries.append(Entry(run, executed, losses, verdict))
-        # What is finished is on the disk, whatever happens to the runs that follow.
-        report.write(folder)
-        del weights
+        del weights, executed
         gc.collect()
-
-    report.print(Console(width=None if sys.stdout.isatty() else 170))
-    print(f"written: {folder / 'model.md'}, {folder / 'model.json'}")
+    report.print()
     return 0 if report.passed else 1
+
+
+def _write(report: Report, run, executed) -> None:
+    """Adds every system's loss, the checks, and how far each pair of systems is apart."""
+    from parity.model.checks import judge
+
+    losses = {name: result.loss for name, result in executed.results.items()}
+    report.add(
+        run.name,
+        "loss",
+        side=list(losses),
+        value=list(losses.values()),
+        seconds=[executed.seconds[name] for name in losses],
+        free_gib=[executed.free[name] for name in losses],
+        run=dataclasses.asdict(run),
+    )
+    for name, error in executed.errors.items():
+        report.add(run.name, "result", side=name, ok=False, note=error)
+    pairs, checks = judge(run, executed.results)
+    for check in checks:
+        note = {"note": check.note} if check.note else {}
+        report.add(
+            run.name,
+            check.quantity,
+            side=check.systems,
+            error=check.value,
+            bound=check.allowed,
+            ok=check.passed,
+            **note,
+        )
+    for pair in pairs:
+        found = dataclasses.asdict(pair)
+        logits, sides = found["logits"], f"{pair.first}, {pair.second}"
+        gradients = {key: found[key] for key in ("adapter", "gradients") if found[key]}
+        distance = logits.pop("distance")
+        report.add(run.name, "distance", side=sides, **distance, **logits, **gradients)

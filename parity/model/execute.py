@@ -12,41 +12,46 @@ from dataclasses import dataclass, field
 import jax
 import torch
 
-from parity.model import flax_systems, reference, torch_systems
+from parity.model import reference
 from parity.model.sizes import Run
 from parity.model.weights import Result, Weights
+from parity.sides import SIDES, Backend
 
-FP64, FP64_BASE, PEFT = "fp64", "fp64 base", "PEFT"
-BASES = ("torch base", "Flax base")
+FP64, FP64_BASE, PEFT = "fp64", "fp64 base", "torch peft"
+BASES = ("torch base", "jax base")
 
 System = Callable[[Run, Weights], Result]
 
 
-def framework(name: str) -> str:
+def side_of(name: str) -> str:
+    """Returns "jax", "torch" or "fp64", of a system's name."""
     return name.partition(" ")[0]
 
 
 def systems(run: Run) -> dict[str, System]:
-    """All that a run compares, by name."""
+    """Returns all that a run compares, by name: a side and its implementation."""
     found: dict[str, System] = {
         FP64_BASE: functools.partial(reference.compute, adapted=False),
         FP64: reference.compute,
-        "torch base": torch_systems.base,
-        PEFT: torch_systems.peft,
     }
-    for name in run.torch:
-        ours = functools.partial(torch_systems.ours, implementation=name)
-        found[f"torch {name or ''}".strip()] = ours
-    found["Flax base"] = flax_systems.base
-    for name in run.flax:
-        ours = functools.partial(flax_systems.ours, implementation=name)
-        found[f"Flax {name or ''}".strip()] = ours
+    chosen: dict[Backend, tuple] = {
+        "torch": ("base", "peft", *run.torch),
+        "jax": ("base", *run.jax),
+    }
+    for side, implementations in chosen.items():
+        for implementation in implementations:
+            compute = functools.partial(_compute, side=side, implementation=implementation)
+            found[f"{side} {implementation or ''}".strip()] = compute
     return found
+
+
+def _compute(run: Run, weights: Weights, side: Backend, implementation: str | None) -> Result:
+    return SIDES[side].decoder.compute(run, weights, implementation)
 
 
 @dataclass
 class Executed:
-    """By system: its result or its error, seconds with compilation, and free GiB afterwards."""
+    """Holds, by system, its result or error, seconds with compilation, and free GiB after it."""
 
     results: dict[str, Result] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
@@ -60,7 +65,7 @@ def execute(
     chosen: Mapping[str, System],
     say: Callable[[str], None] = lambda line: None,
 ) -> Executed:
-    """Every system that there is memory and code for; one that fails does not stop the others."""
+    """Runs every system in turn; one that fails does not stop the others."""
     executed = Executed()
     for name, system in chosen.items():
         start = time.perf_counter()

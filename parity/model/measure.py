@@ -1,8 +1,8 @@
-"""How far two systems' results lie apart; all sums in fp64, on the device of the results."""
+"""Distances between two systems' results; all sums in fp64, on the device of the results."""
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ ROWS = 64  # of logits, in fp64 at a time
 
 @dataclass(frozen=True)
 class Distance:
-    """Between two tensors, the second of which is the one to compare with.
+    """The distance of one tensor from another, with which it is compared.
 
     Attributes:
       cosine: 1 - cosine of the angle.
@@ -27,17 +27,14 @@ class Distance:
     relative: float
     peak: float
 
-    @property
-    def finite(self) -> bool:
-        return all(value == value and abs(value) != float("inf") for value in vars(self).values())
-
 
 @dataclass(frozen=True)
 class LogitsDistance:
-    """Attributes:
-    distance: of all logits as one vector.
-    top1: share of the tokens whose largest logit is the same.
-    kl_mean, kl_max: KL(second ‖ first) per token, in nats.
+    """
+    Attributes:
+      distance: of all logits as one vector.
+      top1: share of the tokens whose largest logit is the same.
+      kl_mean, kl_max: KL(second ‖ first) per token, in nats.
     """
 
     distance: Distance
@@ -59,78 +56,51 @@ class Pair:
     first: str
     second: str
     logits: LogitsDistance
-    loss: float
     gradients: dict[str, Distance]
     adapter: Distance | None
 
-    def as_dict(self) -> dict:
-        return dataclasses.asdict(self)
 
-
-class _Sums:
-    """‖a‖², ‖b‖², ‖a - b‖² and max |a - b| of what was added."""
-
-    def __init__(self) -> None:
-        self._sums: Tensor | None = None
-        self._peak: Tensor | None = None
-
-    def add(self, a: Tensor, b: Tensor) -> None:
-        a, b = a.double(), b.double()
-        if a.shape != b.shape:
-            raise ValueError(f"results of shapes {tuple(a.shape)} and {tuple(b.shape)}")
+def measure(parts: Iterable[tuple[Tensor, Tensor]]) -> Distance:
+    """Returns the distance of two vectors that come in parts, never in fp64 as a whole."""
+    sums, peaks = [], []
+    for one, other in parts:
+        if one.shape != other.shape:
+            raise ValueError(f"results of shapes {tuple(one.shape)} and {tuple(other.shape)}")
+        a, b = one.double(), other.double()
         difference = a - b
-        sums = torch.stack([(a * a).sum(), (b * b).sum(), (difference * difference).sum()])
-        peak = difference.abs().max()
-        self._sums = sums if self._sums is None else self._sums + sums
-        self._peak = peak if self._peak is None else torch.maximum(self._peak, peak)
-
-    def merge(self, other: _Sums) -> None:
-        if other._sums is not None and other._peak is not None:
-            self._sums = other._sums if self._sums is None else self._sums + other._sums
-            self._peak = (
-                other._peak if self._peak is None else torch.maximum(self._peak, other._peak)
-            )
-
-    def distance(self) -> Distance:
-        assert self._sums is not None
-        assert self._peak is not None
-        aa, bb, dd = self._sums.tolist()
-        a, b = aa**0.5, bb**0.5
-        if not a * b:
-            return Distance(float("nan"), float("nan"), self._peak.item())
-        # 1 - a·b / (‖a‖‖b‖), without taking the cosine from 1.
-        cosine = max(0.0, dd - (a - b) ** 2) / (2 * a * b) if dd == dd else dd
-        return Distance(cosine, (dd / bb) ** 0.5, self._peak.item())
+        sums.append(torch.stack([(v * v).sum() for v in (a, b, difference)]))
+        peaks.append(difference.abs().max())
+    aa, bb, dd = torch.stack(sums).sum(0).tolist()
+    peak, a, b = torch.stack(peaks).max().item(), aa**0.5, bb**0.5
+    if not a * b:
+        return Distance(float("nan"), float("nan"), peak)
+    # 1 - a·b / (‖a‖‖b‖), without taking the cosine from 1.
+    cosine = max(0.0, dd - (a - b) ** 2) / (2 * a * b) if dd == dd else dd
+    return Distance(cosine, (dd / bb) ** 0.5, peak)
 
 
 def compare(first: str, a: Result, second: str, b: Result) -> Pair:
-    gradients: dict[str, Distance] = {}
-    whole = _Sums()
-    for kind in a.gradients.keys() & b.gradients.keys():
-        sums = _Sums()
-        for one, other in zip(a.gradients[kind], b.gradients[kind], strict=True):
-            sums.add(one, other)
-        gradients[kind] = sums.distance()
-        whole.merge(sums)
+    kinds = {
+        kind: list(zip(a.gradients[kind], b.gradients[kind], strict=True))
+        for kind in sorted(a.gradients.keys() & b.gradients.keys())
+    }
     return Pair(
         first,
         second,
         compare_logits(a.logits, b.logits),
-        a.loss - b.loss,
-        dict(sorted(gradients.items())),
-        whole.distance() if gradients else None,
+        {kind: measure(parts) for kind, parts in kinds.items()},
+        measure(part for parts in kinds.values() for part in parts) if kinds else None,
     )
 
 
 def compare_logits(a: Tensor, b: Tensor) -> LogitsDistance:
-    sums = _Sums()
+    rows = list(zip(a.split(ROWS), b.split(ROWS), strict=True))
     same, divergences = [], []
-    for one, other in zip(a.split(ROWS), b.split(ROWS), strict=True):
-        sums.add(one, other)
+    for one, other in rows:
         same.append((one.argmax(-1) == other.argmax(-1)).double())
         log_p, log_q = other.double().log_softmax(-1), one.double().log_softmax(-1)
         divergences.append((log_p.exp() * (log_p - log_q)).sum(-1))
     kl = torch.cat(divergences)
     return LogitsDistance(
-        sums.distance(), torch.cat(same).mean().item(), kl.mean().item(), kl.max().item()
+        measure(rows), torch.cat(same).mean().item(), kl.mean().item(), kl.max().item()
     )

@@ -1,4 +1,4 @@
-"""How large the decoder is, and what is run of it."""
+"""The sizes of the decoder, and the runs of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ADAPTER = ("lora_a", "lora_b", "magnitude")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a Qwen3 decoder; the adapter is DoRA with rsLoRA on all seven projections."""
+    """Sizes of a Qwen3 decoder and of its adapter, DoRA with rsLoRA on all seven projections."""
 
     hidden: int
     intermediate: int
@@ -78,7 +78,7 @@ class Run:
       tokens: that the model reads.
       last: of these the logits are compared and the loss is the mean; the token after each is its
         target.
-      flax, torch: the implementations of the two packages, None for what they choose unasked.
+      jax, torch: the implementations of the two packages, None for what they choose unasked.
     """
 
     sizes: Sizes
@@ -86,17 +86,17 @@ class Run:
     layers: int
     tokens: int
     last: int
-    flax: tuple[str | None, ...] = (None,)
+    jax: tuple[str | None, ...] = (None,)
     torch: tuple[str | None, ...] = (None,)
 
     @property
     def name(self) -> str:
-        forced = ", implementations named" if self.flax != (None,) else ""
+        forced = ", implementations named" if self.jax != (None,) else ""
         return f"{self.dtype}, {self.layers} layers, {self.tokens} tokens{forced}"
 
 
 FORCED: dict[str, tuple[str | None, ...]] = {
-    "flax": ("mosaic", "xla"),
+    "jax": ("mosaic", "xla"),
     "torch": ("triton", "eager"),
 }
 
@@ -109,7 +109,7 @@ def runs(
     layers: int | None = None,
     tokens: int | None = None,
 ) -> list[Run]:
-    """What `python -m parity model` runs.
+    """Returns what `python -m parity model` runs.
 
     On a GPU: Qwen3-8B whole in bf16, then a few of its layers with every implementation named, in
     bf16 and in fp32 (whose products without tensor cores take long). On a CPU: a tiny model; the

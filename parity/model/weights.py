@@ -118,7 +118,7 @@ def rope_frequencies(sizes: Sizes, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Result:
-    """What one system computed.
+    """The results of one system.
 
     Attributes:
       logits: [last, vocabulary].

@@ -6,44 +6,51 @@ import argparse
 import dataclasses
 import hashlib
 import json
+import multiprocessing
 import os
 import re
-import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
+from parity import command
+from parity.environment import choose_device, environment
+from parity.report import Report
+from parity.training import adapter as adapters
+from parity.training import worker
+from parity.training.compare import FULL_PRECISION, PAPER, compare
+from parity.training.run import Run
 from parity.training.settings import Settings
 from parity.training.text import text
-from parity.training.variants import NATIVE_ONLY, PEFT, VARIANTS, Variant
+from parity.training.variants import NATIVE_ONLY, PAIRINGS, PEFT, VARIANTS, Job, Variant
 
-ROOT = Path(__file__).parents[2]
-Job = tuple[int, Variant]
+SEEDS = (1, 2, 3)
+# Of the first seed's losses the report has every so many steps'; statistics are over all.
+CURVE_EVERY = 10
+QUANTITIES = ("mean |Δloss|", "worst |Δloss|", "final evaluation |Δ|")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m parity training",
-        description="Trains the same DoRA adapter in JAX and in torch, from the same initial state "
-        "on the same batches, and compares losses, gradient norms and adapters.",
+    parser = command.parser(
+        "training",
+        "Trains the same DoRA adapter in JAX and in torch, from the same initial state on the same "
+        "batches, and compares losses, gradient norms and adapters. --quick: a tiny model, one "
+        "seed, few steps.",
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--steps", type=int, help="of every run; 2000, or 40 with --quick")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--out", type=Path, help="report folder; default parity/reports/<device>")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, one seed, few steps")
-    parser.add_argument("--commit", help="to record in the report, where there is no git checkout")
+    parser.add_argument("--seeds", type=int, nargs="+", help="default 1 2 3, or 1 with --quick")
     parser.add_argument(
         "--variant",
         default="",
+        type=command.expression,
         help="only variants whose name, such as 'torch triton', has this regular expression",
     )
     parser.add_argument(
-        "--jobs", type=int, help="runs at a time; default 6 on a GPU and 1 on a CPU"
+        "--jobs", type=command.positive, help="runs at a time; default 6 on a GPU and 1 on a CPU"
     )
     parser.add_argument(
         "--work",
@@ -52,24 +59,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "an interrupted command can be given again; a temporary folder if not given",
     )
     options = parser.parse_args(arguments)
-    try:
-        re.compile(options.variant)
-    except re.error as error:
-        parser.error(f"--variant is {options.variant!r}, no regular expression: {error}")
     if options.steps is not None and options.steps < 2:
         parser.error(f"--steps is {options.steps}; expected at least 2")
-    if options.quick and options.seeds == [1, 2, 3]:
-        options.seeds = [1]
+    options.seeds = options.seeds or (SEEDS[:1] if options.quick else SEEDS)
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    from parity.__main__ import set_up
-
+    """Returns 1 if runs came further apart than `parity.tolerances` allows."""
     options = parse(arguments)
     # The workers do the work; this process holds nothing on the card.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    device = set_up(options.device)
+    device = choose_device(options.device)
     settings = Settings.tiny() if options.quick else Settings()
     if options.steps:
         settings = dataclasses.replace(settings, steps=options.steps)
@@ -78,23 +79,86 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = ", ".join(variant.label for variant in VARIANTS)
         sys.exit(f"no variant on {device} matches --variant {options.variant!r}; expected {names}")
 
-    folder = options.out or ROOT / "parity" / "reports" / device
+    report = Report(
+        command.report_file(options, device, "training"),
+        "training",
+        environment(device, options.commit, ("optax", "transformers", "peft")),
+        settings=dataclasses.asdict(settings),
+        text=text().facts(),
+    )
     with tempfile.TemporaryDirectory(prefix="parity-training-") as temporary:
         work = (options.work or Path(temporary)) / _digest(settings, device)
         work.mkdir(parents=True, exist_ok=True)
-        files, failures = _run_all(jobs, settings, device, work, options.jobs)
+        curves, lock = options.seeds[0], threading.Lock()
 
-        from parity.training.report import Report
+        def done(job: Job, problem: str) -> None:
+            with lock:
+                if problem:
+                    report.add(f"seed {job[0]}", "run", side=job[1].label, ok=False, note=problem)
+                else:
+                    write_run(report, job, Run.load(_file(work, job)), curve=job[0] == curves)
 
-        report = Report.of(settings, device, options.commit, work / "base", files, failures)
-    report.write(folder)
-    print(report.summary())
-    print(f"written: {folder / 'training.md'}, {folder / 'training.json'}")
+        _run_all(jobs, settings, device, work, options.jobs, done)
+        for seed in options.seeds:
+            files = {v: _file(work, (s, v)) for s, v in jobs if s == seed}
+            # A seed's at a time: an adapter has tens of millions of numbers.
+            runs = {v: Run.load(file) for v, file in files.items() if file.exists()}
+            write_pairs(
+                report, settings, seed, runs, adapters.initial(settings, work / "base", seed)
+            )
+    report.print()
     return 0 if report.passed else 1
 
 
+def write_run(report: Report, job: Job, run: Run, *, curve: bool) -> None:
+    """Adds one run's losses to the report; with `curve`, those of its steps."""
+    losses = {"curve": {"every": CURVE_EVERY, "loss": run.losses[::CURVE_EVERY].tolist()}}
+    report.add(
+        f"seed {job[0]}",
+        "run",
+        side=job[1].label,
+        seconds=round(run.seconds, 1),
+        first_loss=float(run.losses[0]),
+        last_losses=float(run.losses[-100:].mean()),
+        eval_before=run.eval_before,
+        eval_after=run.eval_after,
+        **(losses if curve else {}),
+    )
+
+
+def write_pairs(
+    report: Report,
+    settings: Settings,
+    seed: int,
+    runs: dict[Variant, Run],
+    start: adapters.Adapter,
+) -> None:
+    """Adds what every pair of one seed's runs came to, from the initial adapter `start`."""
+    limits = FULL_PRECISION if settings.dtype == "float32" else PAPER
+    for pairing in PAIRINGS:
+        if pairing.one not in runs or pairing.other not in runs:
+            continue
+        found = compare(runs[pairing.one], runs[pairing.other], start)
+        errors = [found.mean, found.worst, found.final]
+        bounds = [limits.mean, limits.worst, limits.final]
+        report.add(
+            f"seed {seed}",
+            QUANTITIES,
+            side=f"{pairing.one.label}, {pairing.other.label}",
+            kind=pairing.kind,
+            error=errors,
+            bound=bounds if pairing.judged else None,
+            ok=found.verdicts(limits) if pairing.judged else None,
+            worst_step=found.worst_step,
+            gradient_norm_median=found.gradient_norm_median,
+            gradient_norm_worst=found.gradient_norm_worst,
+            drift=found.drift,
+            travelled=found.travelled,
+        )
+
+
 def _jobs(options: argparse.Namespace, device: str) -> list[Job]:
-    """Those that take longest first."""
+    """Returns all runs, those that take longest first."""
     return [
         (seed, variant)
         for variant in VARIANTS
@@ -112,76 +176,40 @@ def _digest(settings: Settings, device: str) -> str:
 
 
 def _run_all(
-    jobs: list[Job], settings: Settings, device: str, work: Path, at_a_time: int | None
-) -> tuple[dict[Job, Path], list[str]]:
-    """The files that the jobs made, and what is wrong with the jobs that made none."""
-    base: dict[str, Any] = {
-        "settings": dataclasses.asdict(settings),
-        "device": device,
-        "base": str(work / "base"),
-    }
+    jobs: list[Job],
+    settings: Settings,
+    device: str,
+    work: Path,
+    at_a_time: int | None,
+    done: Callable[[Job, str], None],
+) -> None:
+    """Runs every job in a process of its own; calls `done` with it and what went wrong, or ""."""
     at_a_time = at_a_time or (6 if device == "cuda" else 1)
-    made = work / "base.json"
-    if not made.exists():
-        problem = _work(base | {"variant": None, "result": str(made)}, device, 1)
-        if problem:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    if device == "cuda":
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{0.9 / at_a_time:.3f}"
+    base, spawn = work / "base", multiprocessing.get_context("spawn")
+
+    def run(job: Job | None) -> None:
+        file = work / "base.json" if job is None else _file(work, job)
+        problem = ""
+        if not file.exists():
+            # A process each: what one leaves behind, or breaks, is no other's.
+            with ProcessPoolExecutor(1, spawn) as process:
+                try:
+                    process.submit(worker.work, settings, device, base, job, file).result()
+                except Exception as error:
+                    problem = f"{type(error).__name__}: {error}"
+        if job is not None:
+            done(job, problem)
+        elif problem:
             sys.exit(f"the base model could not be made: {problem}")
 
-    def run(job: Job) -> str:
-        seed, variant = job
-        result = _file(work, job)
-        if result.exists():
-            return ""
-        # Renamed when complete, so that what is there is whole.
-        partial = result.with_suffix(".partial.npz")
-        spec = base | {"variant": variant._asdict(), "seed": seed, "result": str(partial)}
-        problem = _work(spec, device, at_a_time)
-        if not problem:
-            partial.rename(result)
-        return problem
-
+    run(None)
     with ThreadPoolExecutor(at_a_time) as pool:
-        problems = list(pool.map(run, jobs))
-    files, failures = {}, []
-    for job, problem in zip(jobs, problems, strict=True):
-        if problem:
-            failures.append(f"seed {job[0]}, {job[1].label}: {problem}")
-        else:
-            files[job] = _file(work, job)
-    return files, failures
+        list(pool.map(run, jobs))
 
 
 def _file(work: Path, job: Job) -> Path:
     seed, variant = job
     return work / f"{seed} {variant.label.replace(',', '')}.npz".replace(" ", "_")
-
-
-def _work(spec: dict[str, Any], device: str, at_a_time: int) -> str:
-    """Runs a worker; returns the last line of what went wrong."""
-    environment = dict(os.environ)
-    if device == "cuda":
-        environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-        environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{0.9 / at_a_time:.3f}"
-    else:
-        environment["JAX_PLATFORMS"] = "cpu"
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "spec.json")
-        file.write_text(json.dumps(spec))
-        process = subprocess.Popen(
-            [sys.executable, "-m", "parity.training.worker", str(file)],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stderr is not None
-        lines: list[str] = []
-        for line in process.stderr:
-            lines = [*lines[-30:], line.rstrip()]
-            if ": step " in line:
-                print(line, end="", file=sys.stderr, flush=True)
-        if process.wait() == 0:
-            return ""
-    print(*lines, sep="\n", file=sys.stderr, flush=True)
-    return next((line for line in reversed(lines) if line), f"exit status {process.returncode}")

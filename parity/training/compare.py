@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -36,7 +35,7 @@ FULL_PRECISION = Limits(
 
 @dataclass(frozen=True)
 class Difference:
-    """Between two runs; losses in nats.
+    """The difference of two runs; losses in nats.
 
     Attributes:
       mean, worst, final: of |Δloss| over the steps, and of the evaluation after the last.
@@ -57,17 +56,14 @@ class Difference:
     travelled: float
     finite: bool
 
-    @property
-    def relative_drift(self) -> float:
-        return self.drift / self.travelled if self.travelled else 0.0
-
-    def within(self, limits: Limits) -> bool:
+    def verdicts(self, limits: Limits) -> list[bool]:
+        """Returns whether mean, worst and final are each within their limit."""
         figures = (self.mean, self.worst, self.final)
         allowed = (limits.mean, limits.worst, limits.final)
-        return self.finite and all(f <= a for f, a in zip(figures, allowed, strict=True))
+        return [self.finite and f <= a for f, a in zip(figures, allowed, strict=True)]
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"relative_drift": self.relative_drift}
+    def within(self, limits: Limits) -> bool:
+        return all(self.verdicts(limits))
 
 
 def compare(one: Run, other: Run, start: Adapter) -> Difference:

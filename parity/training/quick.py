@@ -8,10 +8,10 @@ from pathlib import Path
 
 import jax
 
-from parity.faults import Backend
+from parity.sides import SIDES, Backend
+from parity.sides.jax.training import make_base
 from parity.training import adapter as adapters
-from parity.training import jax_side, torch_side
-from parity.training.compare import FULL_PRECISION, Difference, compare
+from parity.training.compare import Difference, compare
 from parity.training.run import Run
 from parity.training.settings import Settings
 
@@ -29,31 +29,25 @@ SETTINGS = Settings.tiny(
 SEED = 1
 
 
-def quick_check(device: str = "cpu") -> bool:
-    """Whether the frameworks train alike in fp32; an error planted in either makes it False."""
-    return quick_difference(device).within(FULL_PRECISION)
-
-
 def quick_difference(device: str = "cpu") -> Difference:
-    """Between plain JAX and plain torch; the kernels have their own levels."""
+    """Returns how far plain JAX and plain torch are apart; the kernels have their own levels."""
     return difference(train("jax"), train("torch", device))
 
 
 def train(backend: Backend, device: str = "cpu") -> Run:
-    """One framework's half; `device` is torch's."""
-    if backend == "torch":
-        return torch_side.train(SETTINGS, _base(), _start(), SEED, "eager", device=device)
+    """Trains on one side; `device` is torch's."""
+    side = SIDES[backend]
     with jax.default_matmul_precision("highest"), jax.numpy_dtype_promotion("standard"):
-        return jax_side.train(SETTINGS, _base(), _start(), SEED, "xla")
+        return side.training.train(SETTINGS, base(), start(), SEED, side.plain, device=device)
 
 
 def difference(ours: Run, theirs: Run) -> Difference:
-    """Between JAX's half and torch's."""
-    return compare(ours, theirs, _start())
+    """Returns how far JAX's half and torch's are apart."""
+    return compare(ours, theirs, start())
 
 
-def _start() -> adapters.Adapter:
-    return adapters.initial(SETTINGS, _base(), SEED)
+def start() -> adapters.Adapter:
+    return adapters.initial(SETTINGS, base(), SEED)
 
 
 @functools.cache
@@ -61,10 +55,10 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="parity-training-")
 
 
-def _base() -> Path:
+def base() -> Path:
     """The tiny base model's folder, made once a process. No adapter is in it, and so no fault."""
-    base = Path(_folder().name) / "base"
-    if not base.exists():
+    folder = Path(_folder().name) / "base"
+    if not folder.exists():
         with jax.numpy_dtype_promotion("standard"):
-            jax_side.make_base(SETTINGS, base)
-    return base
+            make_base(SETTINGS, folder)
+    return folder

@@ -1,4 +1,4 @@
-"""What one run leaves behind."""
+"""The results of one run, and their file."""
 
 from __future__ import annotations
 

@@ -7,16 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from parity.model.sizes import PROJECTIONS as BLOCKS
+from parity.model.sizes import Sizes
+
 # The seven projections of a layer, as Hugging Face names them.
-PROJECTIONS = (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
-)
+PROJECTIONS = tuple(f"{block}.{name}" for block, names in BLOCKS.items() for name in names)
 
 
 @dataclass(frozen=True)
@@ -91,16 +86,11 @@ class Settings:
 
     def shape(self, projection: str) -> tuple[int, int]:
         """(out, in) of one of `PROJECTIONS`."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return {
-            "self_attn.q_proj": (q, self.hidden),
-            "self_attn.k_proj": (kv, self.hidden),
-            "self_attn.v_proj": (kv, self.hidden),
-            "self_attn.o_proj": (self.hidden, q),
-            "mlp.gate_proj": (self.intermediate, self.hidden),
-            "mlp.up_proj": (self.intermediate, self.hidden),
-            "mlp.down_proj": (self.hidden, self.intermediate),
-        }[projection]
+        sizes = Sizes(
+            *(self.hidden, self.intermediate, self.heads, self.kv_heads, self.head_dim),
+            *(self.vocabulary, self.rank, self.alpha),
+        )
+        return sizes.projections()[projection.rpartition(".")[2]]
 
     def learning_rates(self) -> np.ndarray:
         """f64[steps]: a linear rise from 1/warmup of the peak, then half a cosine down to 0."""

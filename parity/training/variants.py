@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from parity.sides import Backend
+
 
 class Variant(NamedTuple):
     """One implementation of the run.
@@ -14,7 +16,7 @@ class Variant(NamedTuple):
       perturbed: the initial lora_a is off by one unit in the last place.
     """
 
-    framework: str
+    framework: Backend
     implementation: str
     perturbed: bool = False
 
@@ -26,6 +28,9 @@ class Variant(NamedTuple):
     def once(self) -> bool:
         """Runs with the first seed alone: what it is compared with is not judged."""
         return self.perturbed or self.implementation == "peft"
+
+
+Job = tuple[int, Variant]  # with its seed
 
 
 class Pairing(NamedTuple):

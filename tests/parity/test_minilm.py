@@ -1,32 +1,22 @@
 """The pretrained encoder: its tokenizer, its two forms, and the run on real input."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer
 
-from parity import minilm, minilm_jax, minilm_torch
+from parity import minilm
 from parity.__main__ import main
+from parity.report import read
+from parity.sides.jax import encoder as jax_encoder
+from parity.sides.torch import encoder as torch_encoder
 
 SENTENCES = [
     "The café's 3 naïve waiters — unbelievably — said: “Hello, World!”",
     "supercalifragilisticexpialidocious $100 C++ e-mail@example.com",
     "東京 is larger than São Paulo?\tNo;\nnot by much…",
 ]
-
-
-def test_tokens_are_those_of_the_published_tokenizer():
-    reference = Tokenizer.from_file(str(minilm.folder() / "tokenizer.json"))
-    reference.no_padding()
-    pairs = [sentence for pair in minilm.sentence_pairs() for sentence in pair]
-    for sentence in SENTENCES + pairs:
-        ids, mask = minilm.tokenizer()([sentence])
-        assert ids[0] == reference.encode(sentence).ids
-        assert mask == [[1] * len(ids[0])]
 
 
 def test_padding_is_masked():
@@ -40,7 +30,7 @@ def test_torch_encoder_is_the_published_model():
     from transformers import BertModel
 
     reference = BertModel.from_pretrained(minilm.folder(), add_pooling_layer=False).eval()
-    encoder = minilm_torch.Encoder(lambda _, linear: linear)
+    encoder = torch_encoder.Encoder(lambda _, linear: linear)
     ids, mask = map(torch.from_numpy, minilm.tokens(SENTENCES))
     with torch.no_grad():
         want = reference(input_ids=ids, attention_mask=mask).last_hidden_state
@@ -49,24 +39,25 @@ def test_torch_encoder_is_the_published_model():
     torch.testing.assert_close(got[kept], want[kept], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_jax_encoder_is_the_same_model():
     ids, mask = minilm.tokens(SENTENCES)
     with torch.no_grad():
-        encoder = minilm_torch.Encoder(lambda _, linear: linear)
+        encoder = torch_encoder.Encoder(lambda _, linear: linear)
         want = encoder(torch.from_numpy(ids), torch.from_numpy(mask)).numpy()
-    encoder = minilm_jax.Encoder(lambda _, linear: linear)
+    encoder = jax_encoder.Encoder(lambda _, linear: linear)
     got = np.asarray(encoder(jnp.asarray(ids, jnp.int32), jnp.asarray(mask, jnp.int32)))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
 
 
 def test_a_fresh_adapter_changes_nothing():
     batch = minilm.batch(minilm.sentence_pairs()[:1])
-    plain = minilm_torch.Encoder(lambda _, linear: linear)
+    plain = torch_encoder.Encoder(lambda _, linear: linear)
     ids, mask = torch.from_numpy(batch.ids), torch.from_numpy(batch.mask)
     want = plain(ids, mask).detach().double()
-    adapter = minilm_torch.initial_adapter()
-    adapted = minilm_torch.adapted("dora", adapter, torch.float32, "cpu", {})
-    got = minilm_torch.evaluate(adapted, batch, False).embeddings
+    adapter = minilm.initial_adapter()
+    adapted = torch_encoder.adapted(adapter, "float32", None)
+    got = torch_encoder.evaluate(adapted, batch, False).embeddings
     torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
 
 
@@ -76,16 +67,16 @@ def test_missing_weights_are_named(monkeypatch):
         minilm.folder()
 
 
+@pytest.mark.slow
 def test_training_and_embeddings_agree(tmp_path):
     arguments = ["--device", "cpu", "--quick", "--level", "encoder", "--out", str(tmp_path)]
     # optax's AdamW promotes.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         assert main(arguments) == 0
-    report = json.loads((tmp_path / "parity.json").read_text())
-    quantities = {row["quantity"] for row in report["rows"]}
+    rows = read(tmp_path / "encoder.jsonl")[1]
+    quantities = {row["quantity"] for row in rows}
     assert {"mean |Δloss|", "embeddings", "embeddings, 1 - cosine"} < quantities
-    assert {f"d_{name}, relative" for name in minilm_torch.ADAPTER} < quantities
-    assert {row["jax"]["implementation"] for row in report["rows"]} == {"xla", "mosaic"}
-    first, last = report["facts"]["encoder loss before and after"]
-    assert last < first
-    assert (tmp_path / "encoder.png").read_bytes().startswith(b"\x89PNG")
+    assert {f"d_{name}, relative" for name in minilm.ADAPTER} < quantities
+    assert {"jax xla", "jax mosaic", "torch eager", "torch triton"} <= {r["side"] for r in rows}
+    facts = {row["quantity"]: row["value"] for row in rows if "value" in row}
+    assert facts["loss after training, fp64"] < facts["loss before training, fp64"]

@@ -67,6 +67,7 @@ def command(finished, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_learns(finished):
     lines = metrics(finished)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
@@ -78,6 +79,7 @@ def test_learns(finished):
     assert rates[1] == max(rates) == pytest.approx(1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_exports_agree_with_peft(finished):
     """PEFT on the base, and transformers on the merged folder, compute the same."""
@@ -111,6 +113,7 @@ def interrupt_at(monkeypatch, step):
     monkeypatch.setattr(data, "batch", batch)
 
 
+@pytest.mark.slow
 def test_ctrl_c_and_resume_are_bitwise_the_same_run(
     finished, command, monkeypatch, capsys, tmp_path
 ):
@@ -138,6 +141,7 @@ def test_ctrl_c_and_resume_are_bitwise_the_same_run(
         np.testing.assert_array_equal(array, theirs[name])
 
 
+@pytest.mark.slow
 def test_nan_stops_and_leaves_the_last_checkpoint(command, monkeypatch, capsys, tmp_path):
     original = data.batch
 
@@ -160,6 +164,7 @@ def test_nan_stops_and_leaves_the_last_checkpoint(command, monkeypatch, capsys, 
     assert finetune.main([*command, "--resume"]) == 0
 
 
+@pytest.mark.slow
 def test_explosion_stops(command, capsys, tmp_path):
     """Weights that the decay multiplies by -999 at every step."""
     options = ["--learning-rate", "1e4", "--schedule", "constant", "--warmup", "0"]
@@ -175,7 +180,7 @@ def test_explosion_stops(command, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "--model and --data are wanted"),
+        ([], "--model or --data is missing"),
         (["--tiny", "--model", "x"], "--model and --tiny are both given"),
         (["--tiny", "--data", "missing.jsonl"], "--data missing.jsonl is no file"),
         (["--tiny", "--rank", "0"], "rank is 0"),
@@ -188,6 +193,7 @@ def test_bad_options(options, message, tmp_path, capsys):
     assert message in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 @pytest.mark.parametrize("target", ["model/embed_tokens", "model/(embed_tokens|.*/o_proj)"])

@@ -134,6 +134,7 @@ def test_logits_and_gradients(pair, tokens):
     assert count == 3 * in_layers + (len(found) - in_layers)
 
 
+@pytest.mark.slow
 def test_peft_reads_what_we_write(pair, make_torch_model, tokens, tmp_path):
     theirs, _, ours, family = pair
     jax_dora.peft.save_adapter(ours, tmp_path / "ours", task_type="CAUSAL_LM")

@@ -121,6 +121,7 @@ print(memory("VmHWM") - before)
 """
 
 
+@pytest.mark.slow
 def test_host_memory(tmp_path):
     """The peak stays below 1.2 times the folder, in one file and in several."""
     for name, hidden, layers, max_file_bytes in (
@@ -192,7 +193,7 @@ def test_old_rotary_buffers_are_passed_over(llama, change):
 def test_wrong_shape(llama, change):
     change(lambda tensors: tensors.update({NAME: tensors[NAME].T.copy()}))
     with pytest.raises(
-        ValueError, match=rf"{NAME}.*has shape \(48, 80\); config.json wants \(80, 48\)"
+        ValueError, match=rf"{NAME}.*has shape \(48, 80\); config.json says \(80, 48\)"
     ):
         decoder.load_model(llama)
 

@@ -21,81 +21,57 @@ from jax_dora import ops
 from parity import oracle
 from parity.cases import ComposeInputs, LayerInputs
 
-NAME = "JAX"
 Tensors = dict[str, torch.Tensor]
 
 
-def implementation(kernels: bool) -> str:
-    return "mosaic" if kernels else "xla"
-
-
 def norm(inputs: LayerInputs, scale: float, implementation: str) -> torch.Tensor:
-    run = jax.jit(functools.partial(ops.factored_norm, implementation=implementation))
+    op = functools.partial(ops.factored_norm, implementation=implementation)
+    run = jax.jit(_plain_norm if implementation == "plain" else op)
     with _exact_fp32(), _interpreted(implementation, inputs.weight):
         return to_torch(run(*_adapter(inputs), scale))
 
 
-def plain_norm(inputs: LayerInputs, scale: float) -> torch.Tensor:
-    with _exact_fp32():
-        return to_torch(jax.jit(_plain_norm)(*_adapter(inputs), scale))
-
-
-def magnitude_scale(magnitude: torch.Tensor, row_norm: torch.Tensor, dtype: str) -> torch.Tensor:
-    return to_torch(ops.magnitude_scale(to_jax(magnitude), to_jax(row_norm), jnp.dtype(dtype)))
-
-
-def plain_magnitude_scale(
-    magnitude: torch.Tensor, row_norm: torch.Tensor, dtype: str
+def magnitude_scale(
+    magnitude: torch.Tensor, row_norm: torch.Tensor, dtype: str, implementation: str
 ) -> torch.Tensor:
-    m, n = to_jax(magnitude), to_jax(row_norm)
-    return to_torch(m.astype(jnp.float32) / jnp.maximum(n, oracle.EPS[dtype]))
+    op = _plain_magnitude_scale if implementation == "plain" else ops.magnitude_scale
+    return to_torch(op(to_jax(magnitude), to_jax(row_norm), jnp.dtype(dtype)))
 
 
 def compose(inputs: ComposeInputs, scale: float, implementation: str, *, frozen: bool) -> Tensors:
-    options = {"scale": scale, "implementation": implementation}
-    with _interpreted(implementation, inputs.base):
-        return _compose(
-            {
-                "compose": functools.partial(ops.compose, **options),
-                "compose_delta": functools.partial(ops.compose_delta, **options),
-            },
-            inputs,
-            frozen,
-        )
-
-
-def plain_compose(inputs: ComposeInputs, scale: float, *, frozen: bool) -> Tensors:
-    return _compose(
-        {
+    options: dict = {"scale": scale, "implementation": implementation}
+    operators: dict[str, Callable] = {
+        "compose": functools.partial(ops.compose, **options),
+        "compose_delta": functools.partial(ops.compose_delta, **options),
+    }
+    if implementation == "plain":
+        operators = {
             "compose": functools.partial(_plain_compose, scale=scale, delta=False),
             "compose_delta": functools.partial(_plain_compose, scale=scale, delta=True),
-        },
-        inputs,
-        frozen,
-    )
+        }
+    with _interpreted(implementation, inputs.base):
+        return _compose(operators, inputs, frozen)
 
 
 def layer(inputs: LayerInputs, scale: float, implementation: str, *, frozen: bool) -> Tensors:
-    def run(x, lora_a, lora_b, magnitude, bias, kernel):
+    def ours(x, lora_a, lora_b, magnitude, bias, kernel):
         return ops.dora_linear(
             x, kernel, lora_a, lora_b, magnitude, scale, bias=bias, implementation=implementation
         )
 
+    plain = functools.partial(plain_linear, scale=scale)
     with _exact_fp32(), _interpreted(implementation, inputs.x):
-        return _layer(run, inputs, frozen)
+        return _layer(plain if implementation == "plain" else ours, inputs, frozen)
 
 
-def plain_layer(inputs: LayerInputs, scale: float, *, frozen: bool) -> Tensors:
-    def run(x, lora_a, lora_b, magnitude, bias, kernel):
-        dtype = x.dtype
-        row_norm = jax.lax.stop_gradient(_plain_norm(kernel, lora_a, lora_b, scale))
-        eps = oracle.EPS[dtype.name]
-        g = magnitude.astype(jnp.float32) / jnp.maximum(row_norm, eps)
-        lora = (x @ lora_a.astype(dtype)) @ lora_b.astype(dtype)
-        return _plain_compose(x @ kernel, lora, g, scale, False, bias)
-
-    with _exact_fp32():
-        return _layer(run, inputs, frozen)
+def plain_linear(x, lora_a, lora_b, magnitude, bias, kernel, scale):
+    """Returns y in plain jnp: the norm of `W + sBA` and the composition in fp32, activations'
+    products in their dtype."""
+    dtype = x.dtype
+    row_norm = jax.lax.stop_gradient(_plain_norm(kernel, lora_a, lora_b, scale))
+    g = _plain_magnitude_scale(magnitude, row_norm, dtype)
+    lora = (x @ lora_a.astype(dtype)) @ lora_b.astype(dtype)
+    return _plain_compose(x @ kernel, lora, g, scale, False, bias)
 
 
 def to_jax(tensor: torch.Tensor) -> jax.Array:
@@ -115,14 +91,18 @@ def _plain_norm(kernel, lora_a, lora_b, scale):
     return jnp.linalg.norm(kernel + scale * (lora_a @ lora_b), axis=0)
 
 
+def _plain_magnitude_scale(magnitude, row_norm, dtype):
+    return magnitude.astype(jnp.float32) / jnp.maximum(row_norm, oracle.EPS[dtype.name])
+
+
 def _plain_compose(base, lora, g, scale, delta, bias=None):
     wide = base.astype(jnp.float32)
-    g = g[None]
+    g = g.reshape((1,) * (wide.ndim - 1) + (-1,))
     y = (g - 1) * wide + g * (scale * lora.astype(jnp.float32))
     if not delta:
         y = wide + y
     if bias is not None:
-        y = y + bias.astype(jnp.float32)[None]
+        y = y + bias.astype(jnp.float32).reshape(g.shape)
     return y.astype(base.dtype)
 
 

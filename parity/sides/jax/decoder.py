@@ -16,18 +16,16 @@ from torch import Tensor
 
 import jax_dora
 from jax_dora.models import CausalLM, DecoderConfig, Rope, rope
-from parity.jax_side import interpreted, to_jax, to_torch
 from parity.model.sizes import ADAPTER, Run
 from parity.model.weights import Layer, Result, Weights, rope_frequencies
+from parity.sides.jax.operators import interpreted, to_jax, to_torch
 
 
-def base(run: Run, weights: Weights) -> Result:
-    return _compute(run, weights, nnx.Linear, kernels=False)
-
-
-def ours(run: Run, weights: Weights, implementation: str | None) -> Result:
-    """`jax_dora.DoRALinear` as every projection."""
-    linear = functools.partial(
+def compute(run: Run, weights: Weights, implementation: str | None) -> Result:
+    """Returns what the decoder computes, `jax_dora.DoRALinear` being every projection; "base" is
+    the decoder without adapters."""
+    kernels = implementation == "mosaic"
+    linear: Any = functools.partial(
         jax_dora.DoRALinear,
         rank=run.sizes.rank,
         alpha=run.sizes.alpha,
@@ -35,10 +33,8 @@ def ours(run: Run, weights: Weights, implementation: str | None) -> Result:
         adapter_dtype=jnp.dtype(run.dtype),
         implementation=implementation,
     )
-    return _compute(run, weights, linear, kernels=implementation == "mosaic")
-
-
-def _compute(run: Run, weights: Weights, linear: Any, *, kernels: bool) -> Result:
+    if implementation == "base":
+        linear = nnx.Linear
     config = _config(run, weights.tokens.is_cuda)
     abstract = nnx.eval_shape(lambda: CausalLM(config, linear=linear, rngs=nnx.Rngs(0)))
     graphdef, adapter, frozen = nnx.split(abstract, nnx.LoRAParam, ...)
@@ -81,9 +77,9 @@ def _surroundings(run: Run, weights: Weights, *, interpret: bool) -> Iterator[No
 
 
 def _rotate(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
-    """As transformers, with cosine and sine rounded to the activations' dtype: in bf16 that is a
-    larger error than all other rounding of the rotation, and no difference between the frameworks.
-    """
+    """Rotates as transformers does, with cosine and sine rounded to the activations' dtype: in bf16
+    that is a larger error than all other rounding of the rotation, and no difference between the
+    frameworks."""
     if x.dtype == jnp.bfloat16:
         # A cast there and back XLA may drop.
         cosine, sine = (jax.lax.reduce_precision(v, 8, 7) for v in (cosine, sine))

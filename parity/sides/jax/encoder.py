@@ -6,7 +6,7 @@ Its projections are `jax_dora.DoRALinear`, or the same in plain jnp.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,9 @@ import torch
 from flax import nnx
 
 from jax_dora import DoRALinear
-from parity import minilm, oracle
-from parity.minilm_torch import ADAPTER, Adapter, Evaluation
+from parity import minilm
+from parity.minilm import ADAPTER, Adapter, Evaluation
+from parity.sides.jax.operators import plain_linear
 
 Project = Callable[[str, nnx.Linear], nnx.Module]
 
@@ -87,8 +88,7 @@ class Encoder(nnx.Module):
 
 
 class PlainDoRA(nnx.Module):
-    """An adapted projection in plain jnp: the norm of `W + sBA` in fp32, activations' products
-    in the kernel's dtype, the composition in fp32."""
+    """An adapted projection in plain jnp."""
 
     def __init__(self, linear: nnx.Linear) -> None:
         assert linear.bias is not None
@@ -98,32 +98,31 @@ class PlainDoRA(nnx.Module):
         self.magnitude = nnx.LoRAParam(jnp.zeros(linear.out_features))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        kernel, lora_a, lora_b = self.kernel[...], self.lora_a[...], self.lora_b[...]
-        adapted = kernel.astype(jnp.float32) + minilm.SCALE * (lora_a @ lora_b)
-        norm = jax.lax.stop_gradient(jnp.linalg.norm(adapted, axis=0))
-        g = self.magnitude[...] / jnp.maximum(norm, oracle.EPS[x.dtype.name])
-        g, bias = g[None, None], self.bias[...].astype(jnp.float32)[None, None]
-        base = (x @ kernel).astype(jnp.float32)
-        lora = ((x @ lora_a.astype(x.dtype)) @ lora_b.astype(x.dtype)).astype(jnp.float32)
-        y = base + ((g - 1) * base + g * (minilm.SCALE * lora)) + bias
-        return y.astype(x.dtype)
+        adapter = (self.lora_a[...], self.lora_b[...], self.magnitude[...])
+        return plain_linear(x, *adapter, self.bias[...], self.kernel[...], minilm.SCALE)
 
 
-def adapted(kind: str, adapter: Adapter, dtype: str, implementations: dict[str, str]) -> Encoder:
-    """An encoder with the adapter in it; `kind` is "dora" or "plain".
+def adapted(
+    adapter: Adapter,
+    dtype: str,
+    implementation: str | Mapping[str, str] | None,
+    device: str = "cpu",
+) -> Encoder:
+    """Returns an encoder with the adapter in it, on JAX's default device.
 
-    `implementations` of the projections by name; the package's choice where there is none.
+    `implementation` is that of all projections, or of those named.
     """
+    names = minilm.by_projection(implementation)
 
     def project(name: str, linear: nnx.Linear) -> nnx.Module:
-        if kind == "plain":
+        if names.get(name) == "plain":
             layer = PlainDoRA(linear)
         else:
             layer = DoRALinear.from_linear(
                 linear,
                 rank=minilm.RANK,
                 alpha=minilm.SCALE * minilm.RANK,
-                implementation=implementations.get(name),
+                implementation=names.get(name),
                 rngs=nnx.Rngs(0),
             )
         for key, value in adapter[name].items():

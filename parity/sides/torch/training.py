@@ -4,13 +4,12 @@ transformers rounds cosine and sine to bf16 and rotates in bf16; `jax_dora.model
 and rounds once. That is another function, not another rounding of the same one, so the rotation is
 made the same here: the tables stay fp32, and queries and keys are rounded where attention reads
 them. All else has the same order of roundings already: RMSNorm in fp32, rounded before its weight;
-softmax in fp32; the residual stream in bf16. `parity.training.jax_side` compares the optimizers.
+softmax in fp32; the residual stream in bf16. `parity.sides.jax.training` compares the optimizers.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 import torch_dora
+from parity.sides import Progress
+from parity.sides.torch.decoder import apply_peft, peft_adapter
 from parity.training.adapter import NAMES, Adapter
 from parity.training.run import Run
 from parity.training.settings import PROJECTIONS, Settings
@@ -29,8 +30,6 @@ from parity.training.text import even_starts, starts, text
 EVAL_BATCH = 32
 PROGRESS = 50
 RULE = r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj"
-
-Progress = Callable[[int, float], None]
 
 
 def train(
@@ -42,8 +41,7 @@ def train(
     progress: Progress | None = None,
     device: str = "cpu",
 ) -> Run:
-    """Arguments as `parity.training.jax_side.train`'s; `implementation` is `torch_dora.ops`', or
-    "peft" for Hugging Face PEFT's layers in the place of ours."""
+    """See `parity.sides.Training`; "peft" is Hugging Face PEFT's layers in the place of ours."""
     begin = time.perf_counter()
     model = _model(settings, base, adapter, implementation, device)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -131,7 +129,7 @@ def _model(
     model.model.rotary_emb = WideRotation(model.model.rotary_emb)
     model = model.to(device)  # a named implementation is refused where it could not run
     if implementation == "peft":
-        _apply_peft(model, settings)
+        apply_peft(model, settings.rank, settings.alpha, autocast=True)
     else:
         rule = torch_dora.DoRARule(
             RULE,
@@ -176,27 +174,9 @@ def _adapter_of(model: Any, settings: Settings) -> Adapter:
     return {p: {name: stacked(p, name) for name in NAMES} for p in PROJECTIONS}
 
 
-def _apply_peft(model: Any, settings: Settings) -> None:
-    """PEFT's DoRA, its adapters in fp32, in place."""
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.alpha,
-        use_rslora=True,
-        use_dora=True,
-        target_modules=[name.rpartition(".")[2] for name in PROJECTIONS],
-    )
-    get_peft_model(model, config, autocast_adapter_dtype=True)
-
-
 def _parameters(model: Any, layer: int, projection: str) -> dict[str, Tensor]:
     """The adapter of one projection, ours or PEFT's, by `NAMES`."""
     module = model.get_submodule(f"model.layers.{layer}.{projection}")
     if isinstance(module, torch_dora.DoRALinear):
         return {name: getattr(module, name) for name in NAMES}
-    return {
-        "lora_a": module.lora_A["default"].weight,
-        "lora_b": module.lora_B["default"].weight,
-        "magnitude": module.lora_magnitude_vector["default"].weight,
-    }
+    return dict(peft_adapter(module))

@@ -5,18 +5,16 @@ Its projections are `torch_dora.DoRALinear`, or the same in plain torch, or dens
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parity import minilm, oracle
+from parity import minilm
+from parity.minilm import ADAPTER, Adapter, Evaluation
+from parity.sides.torch.operators import plain_linear
 from torch_dora import DoRALinear
-
-ADAPTER = ("lora_a", "lora_b", "magnitude")
-Adapter = dict[str, dict[str, Tensor]]  # by projection, then by ADAPTER; torch's layout
 
 Project = Callable[[str, nn.Linear], nn.Module]
 
@@ -97,8 +95,7 @@ class Encoder(nn.Module):
 
 
 class PlainDoRA(nn.Module):
-    """An adapted projection in plain torch: the norm of `W + sBA` in fp32, activations' products
-    in the weight's dtype, the composition in fp32."""
+    """An adapted projection in plain torch."""
 
     def __init__(self, linear: nn.Linear, adapter: dict[str, Tensor]) -> None:
         super().__init__()
@@ -108,14 +105,8 @@ class PlainDoRA(nn.Module):
         self.lora_a, self.lora_b, self.magnitude = map(nn.Parameter, (a, b, m))
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            adapted = self.weight.float() + minilm.SCALE * (self.lora_b @ self.lora_a)
-            norm = torch.linalg.vector_norm(adapted, dim=1)
-        g = self.magnitude / norm.clamp(min=oracle.EPS[oracle.dtype_name(x.dtype)])
-        base = F.linear(x, self.weight).float()
-        lora = F.linear(F.linear(x, self.lora_a.to(x.dtype)), self.lora_b.to(x.dtype)).float()
-        y = base + ((g - 1) * base + g * (minilm.SCALE * lora)) + self.bias.float()
-        return y.to(x.dtype)
+        adapter = (self.lora_a, self.lora_b, self.magnitude)
+        return plain_linear(x, *adapter, self.bias, self.weight, minilm.SCALE)
 
 
 class DenseDoRA(PlainDoRA):
@@ -128,56 +119,36 @@ class DenseDoRA(PlainDoRA):
 
 
 def adapted(
-    kind: str,
     adapter: Adapter,
-    dtype: torch.dtype,
-    device: str,
-    implementations: dict[str, str],
-    stored: torch.dtype | None = None,
+    dtype: str,
+    implementation: str | Mapping[str, str] | None,
+    device: str = "cpu",
+    stored: str | None = None,
 ) -> Encoder:
-    """An encoder with the adapter in it; `kind` is "dora", "plain" or "dense".
+    """Returns an encoder with the adapter in it.
 
-    `implementations` of the projections by name; the package's choice where there is none. The
-    weights are rounded to `stored`, where given, and then held in `dtype`.
+    Args:
+      implementation: of all projections, or of those named; "dense" is `DenseDoRA`.
+      stored: a dtype to which the weights are rounded before they are held in `dtype`.
     """
+    names = minilm.by_projection(implementation)
 
     def project(name: str, linear: nn.Linear) -> nn.Module:
-        if kind != "dora":
-            return {"plain": PlainDoRA, "dense": DenseDoRA}[kind](linear, adapter[name])
+        if kind := {"plain": PlainDoRA, "dense": DenseDoRA}.get(names.get(name, "")):
+            return kind(linear, adapter[name])
         layer = DoRALinear.from_linear(
             linear,
             rank=minilm.RANK,
             alpha=minilm.SCALE * minilm.RANK,
-            implementation=implementations.get(name),
+            implementation=names.get(name),
         )
         with torch.no_grad():
             for key, value in adapter[name].items():
                 getattr(layer, key).copy_(value)
         return layer
 
-    return Encoder(project, dtype, device, stored)
-
-
-def initial_adapter(seed: int = 0) -> Adapter:
-    """As DoRA starts: lora_a uniform in ±1/sqrt(in), lora_b zero, the magnitude the norm."""
-    generator = torch.Generator().manual_seed(seed)
-    adapter = {}
-    for name in minilm.projection_names():
-        weight = minilm.weights()[f"{name}.weight"]
-        n_out, n_in = weight.shape
-        lora_a = (2 * torch.rand(minilm.RANK, n_in, generator=generator) - 1) / n_in**0.5
-        lora_b = torch.zeros(n_out, minilm.RANK)
-        norm = torch.tensor(oracle.norm(weight, lora_a.numpy(), lora_b.numpy(), minilm.SCALE))
-        adapter[name] = {"lora_a": lora_a, "lora_b": lora_b, "magnitude": norm.float()}
-    return adapter
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What an encoder makes of a batch, in fp64 on the CPU."""
-
-    embeddings: Tensor  # [2·pairs, hidden]
-    gradients: dict[str, Tensor]  # by ADAPTER's names, all projections' in one vector
+    rounded = None if stored is None else getattr(torch, stored)
+    return Encoder(project, getattr(torch, dtype), device, rounded)
 
 
 def evaluate(encoder: Encoder, batch: minilm.Batch, gradients: bool) -> Evaluation:

@@ -16,17 +16,23 @@ from parity.model.sizes import ADAPTER, PROJECTIONS, Run
 from parity.model.weights import Projection, Result, Weights
 from torch_dora import DoRALinear
 
+Adapters = dict[str, dict[str, nn.Parameter]]  # by path, then by ADAPTER's names
 
-def base(run: Run, weights: Weights) -> Result:
+
+def compute(run: Run, weights: Weights, implementation: str | None) -> Result:
+    """Returns what the model computes, `torch_dora.DoRALinear` in place of every projection; "base"
+    is the model without adapters, "peft" PEFT's own DoRA, all of it in the model's dtype."""
     model = _model(run, weights)
-    with torch.no_grad():
-        logits, loss = _forward(run, model, weights.tokens)
-    return Result(logits, float(loss), {})
+    if implementation == "base":
+        with torch.no_grad():
+            logits, loss = _forward(run, model, weights.tokens)
+        return Result(logits, float(loss), {})
+    adapt = _adapt_by_peft if implementation == "peft" else _adapt
+    adapters = adapt(run, weights, model, implementation)
+    return _with_gradients(run, weights, model, adapters)
 
 
-def ours(run: Run, weights: Weights, implementation: str | None) -> Result:
-    """`torch_dora.DoRALinear` in place of every projection."""
-    model = _model(run, weights)
+def _adapt(run: Run, weights: Weights, model: Any, implementation: str | None) -> Adapters:
     found = {}
     for path, projection in _projections(weights).items():
         layer = DoRALinear.from_linear(
@@ -39,30 +45,34 @@ def ours(run: Run, weights: Weights, implementation: str | None) -> Result:
         )
         model.set_submodule(path, layer)
         found[path] = dict(zip(ADAPTER, (layer.lora_a, layer.lora_b, layer.magnitude), strict=True))
-    return _compute(run, weights, model, found)
+    return found
 
 
-def peft(run: Run, weights: Weights) -> Result:
-    """PEFT's own DoRA, its adapter (the magnitude too) in the model's dtype."""
-    model = _model(run, weights)
+def _adapt_by_peft(run: Run, weights: Weights, model: Any, _: str | None) -> Adapters:
+    with warnings.catch_warnings(), torch.device(weights.tokens.device):
+        # PEFT asks transformers by a name that the newest transformers calls deprecated.
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        apply_peft(model, run.sizes.rank, run.sizes.alpha, autocast=False)
+    return {path: peft_adapter(model.get_submodule(path)) for path in _projections(weights)}
+
+
+def apply_peft(model: Any, rank: int, alpha: int, *, autocast: bool) -> None:
+    """Adapts a decoder's projections with PEFT's DoRA (rsLoRA), in place; with `autocast`, in fp32
+    whatever the model's dtype."""
     config = LoraConfig(
-        r=run.sizes.rank,
-        lora_alpha=run.sizes.alpha,
+        r=rank,
+        lora_alpha=alpha,
         use_rslora=True,
         use_dora=True,
         target_modules=[name for names in PROJECTIONS.values() for name in names],
     )
-    with warnings.catch_warnings(), torch.device(weights.tokens.device):
-        # PEFT asks transformers by a name that the newest transformers calls deprecated.
-        warnings.filterwarnings("ignore", category=FutureWarning)
-        get_peft_model(model, config, autocast_adapter_dtype=False)
-    found = {}
-    for path in _projections(weights):
-        layer: Any = model.get_submodule(path)
-        parts = (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector)
-        values = (part["default"].weight for part in parts)
-        found[path] = dict(zip(ADAPTER, values, strict=True))
-    return _compute(run, weights, model, found)
+    get_peft_model(model, config, autocast_adapter_dtype=autocast)
+
+
+def peft_adapter(layer: Any) -> dict[str, nn.Parameter]:
+    """Returns the parameters of one of PEFT's layers by `ADAPTER`'s names."""
+    parts = (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector)
+    return dict(zip(ADAPTER, (part["default"].weight for part in parts), strict=True))
 
 
 def _model(run: Run, weights: Weights) -> Any:
@@ -104,9 +114,7 @@ def _projections(weights: Weights) -> dict[str, Projection]:
     }
 
 
-def _compute(
-    run: Run, weights: Weights, model: Any, found: dict[str, dict[str, nn.Parameter]]
-) -> Result:
+def _with_gradients(run: Run, weights: Weights, model: Any, found: Adapters) -> Result:
     with torch.no_grad():
         for path, projection in _projections(weights).items():
             for name, parameter in found[path].items():

@@ -29,6 +29,7 @@ from flax import nnx
 
 import jax_dora
 from jax_dora.models import CausalLM, DecoderConfig, load_model, make_model, save_model
+from parity.sides import Progress
 from parity.training.adapter import NAMES, Adapter
 from parity.training.run import Run
 from parity.training.settings import PROJECTIONS, Settings, schedule
@@ -38,8 +39,6 @@ from parity.training.text import even_starts, starts, text
 CHUNK = 50
 EVAL_BATCH = 32
 RULE = r"model/layers/(self_attn|mlp)/\w+_proj"
-
-Progress = Callable[[int, float], None]
 
 
 def make_base(settings: Settings, folder: Path, progress: Progress | None = None) -> list[float]:
@@ -77,14 +76,9 @@ def train(
     seed: int,
     implementation: str | None,
     progress: Progress | None = None,
+    device: str = "cpu",
 ) -> Run:
-    """
-    Args:
-      base: the folder of the base model.
-      adapter: the initial one.
-      seed: of the order of batches.
-      implementation: of `jax_dora.ops.dora_linear`.
-    """
+    """See `parity.sides.Training`; the device is JAX's default one."""
     begin = time.perf_counter()
     graphdef, trained, frozen = nnx.split(
         _model(settings, base, adapter, implementation), nnx.LoRAParam, ...

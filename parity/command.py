@@ -1,0 +1,45 @@
+"""The common part of the command lines of `python -m parity`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+REPORTS = Path(__file__).parent / "reports"
+
+
+def parser(command: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
+    """Returns a parser that knows --device, --out, --quick and --commit."""
+    made = argparse.ArgumentParser(
+        prog=f"python -m parity {command}".strip(), description=description, epilog=epilog
+    )
+    made.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="cpu interprets the kernels at small sizes; cuda runs them at the paper's",
+    )
+    made.add_argument("--out", type=Path, help="report folder; default parity/reports/<device>")
+    made.add_argument("--quick", action="store_true", help="a small run of every kind")
+    made.add_argument("--commit", help="to record in the report, where there is no git checkout")
+    return made
+
+
+def report_file(options: argparse.Namespace, device: str, level: str) -> Path:
+    return (options.out or REPORTS / device) / f"{level}.jsonl"
+
+
+def expression(text: str) -> str:
+    """Returns the text, which must be a regular expression, to argparse."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from error
+    return text
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no positive integer")
+    return int(text)

@@ -1,0 +1,107 @@
+"""Commit, versions and card that a report was measured on, and the choice of the device for both
+frameworks."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+PACKAGES = ("jax", "jaxlib", "flax", "torch", "triton", "numpy")
+CARD_QUERY = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit")
+
+
+def environment(
+    device: str, commit: str | None = None, others: Sequence[str] = ()
+) -> dict[str, str]:
+    """Returns commit, versions and card.
+
+    Args:
+      device: "cpu" or "cuda".
+      commit: overrides what git says here.
+      others: packages to name beside those of every report.
+    """
+    return {
+        "commit": commit or _commit(),
+        "device": device,
+        "kernels": "native" if device == "cuda" else "interpreted",
+        "python": platform.python_version(),
+        **{name: _version(name) for name in (*PACKAGES, *others)},
+        **(card() if device == "cuda" else {"card": f"CPU ({platform.machine()})"}),
+    }
+
+
+def card() -> dict[str, str]:
+    """Returns the card as nvidia-smi sees it now, clocks included."""
+    answer = _output("nvidia-smi", f"--query-gpu={','.join(CARD_QUERY)}", "--format=csv,noheader")
+    values = [value.strip() for value in answer.splitlines()[0].split(",")] if answer else []
+    if len(values) != len(CARD_QUERY):
+        return {"card": "unknown"}
+    named = dict(zip(CARD_QUERY, values, strict=True))
+    return {"card": named.pop("name"), **named}
+
+
+def choose_device(device: str) -> str:
+    """Sets up both frameworks for "auto", "cpu" or "cuda" and returns which of the two it is.
+
+    Must be called before either kernel package is imported.
+
+    Raises:
+      SystemExit: "cuda" is asked for and one of the frameworks has none.
+    """
+    import torch
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+        # XLA's size for its thread pool. Callbacks of interpreted kernels wait for each other on
+        # that pool, and with as few threads as a small machine has cores they deadlock.
+        os.environ.setdefault("NPROC", "16")
+        import jax
+
+        jax.config.update("jax_platforms", "cpu")
+        return device
+    if not torch.cuda.is_available():
+        sys.exit(
+            "--device cuda: torch sees no GPU; install a CUDA build of torch or use --device cpu"
+        )
+    # Both frameworks share the card.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    import jax
+
+    if jax.default_backend() != "gpu":
+        sys.exit(
+            "--device cuda: jax sees no GPU; pip install 'jax-dora[cuda13]' or use --device cpu"
+        )
+    torch.backends.cuda.matmul.allow_tf32 = False
+    return device
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _commit() -> str:
+    commit = _output("git", "rev-parse", "HEAD")
+    if not commit:
+        return "unknown"
+    changed = _output("git", "status", "--porcelain", "--untracked-files=no")
+    return commit + (" with changes" if changed else "")
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return done.stdout.strip()
