@@ -103,6 +103,8 @@ def _is_jax(array: Any) -> bool:
 
 
 def _rounded(g: Any) -> Any:
+    if g is None:
+        return None
     if _is_jax(g):
         # A cast there and back XLA may drop.
         return jax.lax.reduce_precision(g, exponent_bits=8, mantissa_bits=7)
@@ -233,10 +235,9 @@ KERNEL_FAULTS: dict[str, Fault] = {
             "g rounded to bf16 in the Mosaic, or the Triton, compose alone",
             ("operator",),
             {
-                "jax": (Point("jax_dora.ops.mosaic.compose", "compose", _round_argument(2)),),
-                "torch": tuple(
-                    Point("torch_dora.ops.triton.compose_forward", name, _round_argument(2))
-                    for name in ("compose", "compose_with_inner")
+                "jax": (Point("jax_dora.ops.mosaic.compose", "launch", _round_argument(2)),),
+                "torch": (
+                    Point("torch_dora.ops.triton.compose_forward", "compose", _round_argument(2)),
                 ),
             },
         ),

@@ -123,14 +123,14 @@ def test_text_is_split_by_files():
 
 
 def test_every_kernel_takes_the_models_sizes():
-    from jax_dora.ops.mosaic import norm, projection
+    from jax_dora.ops.mosaic import norm, project
 
     settings = Settings()
     assert settings.rows * settings.length >= 4096
     for name in PROJECTIONS:
         n_out, n_in = settings.shape(name)
         rows = settings.rows * settings.length
-        assert projection.refuses(rows, n_in, n_out, jnp.bfloat16, jnp.bfloat16) is None
+        assert project.refuses(rows, n_in, n_out, jnp.bfloat16) is None
         assert norm.refuses(n_in, settings.rank, n_out, jnp.bfloat16, jnp.float32) is None
 
 
