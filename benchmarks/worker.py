@@ -122,8 +122,8 @@ class Worker:
 
 @functools.cache
 def _compiled() -> tempfile.TemporaryDirectory[str]:
-    """Returns a folder for this run: what one process has compiled, and which of cuBLAS's kernels it
-    found to be the fastest, the next need not find out again, and two checkouts find the same."""
+    """Returns a folder for this run: what one process has compiled, and which of cuBLAS's kernels
+    are the fastest, the next need not find out again, and two checkouts find the same."""
     return tempfile.TemporaryDirectory()
 
 
@@ -135,7 +135,11 @@ def main() -> None:
     import parity  # noqa: F401  (ours; what follows is the other checkout's)
 
     sys.path.insert(0, spec["root"])
+    import jax_dora
     from benchmarks import measure as measuring
+
+    if not Path(str(jax_dora.__file__)).is_relative_to(spec["root"]):
+        raise RuntimeError(f"jax_dora is {jax_dora.__file__}; expected that of {spec['root']}")
 
     if spec["device"] == "cpu":
         import jax

@@ -42,12 +42,13 @@ def variants(kind: Kind, protocol: Protocol, device: str) -> Iterator[tuple[Task
         arguments = (trained, frozen, None if frozen_model else values, tokens)
         if task == "step":
             arguments += (OPTIMIZER.init(trained),)
+        function = TASKS.get(task) or functools.partial(_accumulation, kind.keeps_norms)
         yield (
             task,
             Variant(
                 "jax",
                 kind.name,
-                functools.partial(TASKS[task], graphdef, protocol.last),
+                functools.partial(function, graphdef, protocol.last),
                 [arguments],
                 check=check,
                 compiler_options={"xla_gpu_enable_triton_gemm": kind.triton},
@@ -132,9 +133,9 @@ def _step(graphdef, last, trained, frozen, norms, tokens, optimizer):
     return value, optax.apply_updates(trained, updates), optimizer
 
 
-def _accumulation(graphdef, last, trained, frozen, norms, tokens):
+def _accumulation(keeps_norms, graphdef, last, trained, frozen, norms, tokens):
     """Returns the micro-steps' losses and the sum of their gradients; kept norms are taken once."""
-    if norms is not None or not before.NORMS_ARE_VALUES:
+    if keeps_norms:
         model = nnx.merge(graphdef, trained, frozen)
         norms = before.retake_norms(model)
         frozen = nnx.split(model, nnx.LoRAParam, ...)[2]
@@ -147,12 +148,7 @@ def _accumulation(graphdef, last, trained, frozen, norms, tokens):
     return losses, total
 
 
-TASKS: dict[Task, Callable] = {
-    "inference": _inference,
-    "gradient": _gradient,
-    "step": _step,
-    "accumulation": _accumulation,
-}
+TASKS: dict[Task, Callable] = {"inference": _inference, "gradient": _gradient, "step": _step}
 
 
 def _check(kind: Kind, protocol: Protocol, device: str) -> Check:
