@@ -70,7 +70,8 @@ class Measurement:
         """Returns a line of results: whatever is not as by default."""
         fields = dataclasses.fields(self)
         plain = dataclasses.asdict(self)
-        return {f.name: plain[f.name] for f in fields if plain[f.name] or f.name == "flops"}
+        kept = ("bytes", "flops")
+        return {f.name: plain[f.name] for f in fields if plain[f.name] or f.name in kept}
 
     @property
     def label(self) -> str:
@@ -202,7 +203,7 @@ class Report:
         time, ratio = m.time(self.clock), self.ratio(m, self.clock)
         words = ["?" if time is None else f"{time:.1f}"]
         words += [] if ratio is None else [f"{ratio:.2f}×"]
-        if self.ceilings and time:
+        if self.ceilings and time and m.bytes:
             words.append(f"{m.floor_us(self.ceilings) / time:.0%}")
         words += [f"{m.peak_bytes / 2**30:.1f}GiB"] if m.peak_bytes else []
         return " ".join(words)

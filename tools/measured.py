@@ -151,7 +151,7 @@ def _speed(report: Report) -> str:
         largest = max(group, key=lambda m: m.bytes)
         yield " × ".join(f"{size} {axis}" for axis, size in largest.shape.items())
         yield f"{largest.time('device'):.1f}"
-        if not report.ceilings:
+        if not (report.ceilings and largest.bytes):
             yield ""
             return
         shares = [m.floor_us(report.ceilings) / (m.time("device") or math.inf) for m in group]

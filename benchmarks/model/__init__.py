@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 from collections.abc import Iterator, Sequence
 
 from benchmarks.clock import Effort
@@ -24,8 +25,6 @@ def chosen(only: Sequence[str], tasks: Sequence[str], compared: bool = False) ->
 
     `compared` yields what two checkouts are compared by, unless `only` or `tasks` ask for others.
     """
-    import fnmatch
-
     standard = dict(COMPARED) if compared and not (only or tasks) else None
     for kind in KINDS:
         if only and not any(fnmatch.fnmatch(kind.label, f"{p}*") for p in only):
@@ -49,21 +48,10 @@ def works(kind: Kind, device: str, quick: bool) -> Iterator[Work]:
         from benchmarks.model.jax_model import variants
     else:
         from benchmarks.model.torch_model import variants
+    baselines = {kind.label: kind.baseline} if kind.baseline else {}
     for task, variant in variants(kind, protocol, device):
-        yield dataclasses.replace(_work(kind, task, protocol), variants=[variant])
-
-
-def _work(kind: Kind, task: Task, protocol: Protocol) -> Work:
-    return Work(
-        group(task),
-        protocol.shape(),
-        protocol.bytes(kind.method),
-        protocol.flops(task, kind.method),
-        {},
-        [],
-        {kind.label: kind.baseline} if kind.baseline else {},
-        EFFORT[task],
-    )
+        options = {"baselines": baselines, "effort": EFFORT[task]}
+        yield Work(group(task), protocol.shape(), 0, 0, {}, [variant], **options)
 
 
 def run(report: Report, device: str, quick: bool, kinds: Sequence[Kind], seconds: float) -> None:
@@ -86,8 +74,6 @@ def run(report: Report, device: str, quick: bool, kinds: Sequence[Kind], seconds
         for task in kind.tasks:
             if group(task) not in measured:
                 # What a stopped process has measured before counts; the rest is named.
-                work = _work(kind, task, protocol_of(quick))
-                row = {"group": work.group, "shape": work.shape, "bytes": 0, "flops": 0}
-                row |= {"framework": kind.framework, "variant": kind.name}
                 failed = failed or ("" if refused else "its process ended without it")
-                report.add(Measurement(**row, refused=refused, failed=failed))
+                named = (group(task), protocol_of(quick).shape(), kind.framework, kind.name, 0, 0)
+                report.add(Measurement(*named, refused=refused, failed=failed))

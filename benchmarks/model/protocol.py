@@ -81,33 +81,6 @@ class Protocol:
             "down_proj": (self.intermediate, self.hidden),
         }
 
-    def flops(self, task: Task, method: Method) -> int:
-        """Returns the FLOPs of the products that checkpointing asks for, without the norm's.
-
-        A forward pass has each product once. A gradient computes the layers' forward pass twice;
-        a frozen product has one in the backward pass, an adapter's two, and flash attention's two
-        have five.
-        """
-        sizes = self.projections().values()
-        frozen = sum(n_in * n_out for n_in, n_out in sizes)
-        adapters = 0 if method == "base" else sum(self.rank * (a + b) for a, b in sizes)
-        # Causal: half of the tokens, on average, for each of the two products.
-        attention = self.heads * self.head_dim * self.tokens
-        head = self.hidden * self.vocabulary * self.last
-        if task == "inference":
-            return 2 * (self.layers * self.tokens * (frozen + adapters + attention) + head)
-        per_token = 3 * frozen + 4 * adapters + (2 + 2.5) * attention
-        micro_step = int(2 * (self.layers * self.tokens * per_token + 2 * head))
-        return micro_step * (self.micro_steps if task == "accumulation" else 1)
-
-    def bytes(self, method: Method) -> int:
-        """Returns the bytes of the bf16 weights, each read once: the least that inference moves."""
-        sizes = self.projections().values()
-        layer = sum(n_in * n_out for n_in, n_out in sizes)
-        if method != "base":
-            layer += sum(self.rank * (a + b) for a, b in sizes)
-        return 2 * (self.layers * layer + self.hidden * self.vocabulary)
-
 
 @dataclass(frozen=True)
 class Kind:

@@ -136,7 +136,6 @@ def test_a_model_s_gradient_is_measured(label: str) -> None:
         (work,) = model.works(kind, "cpu", quick=True)
         found = measure(Bench.on("cpu", True), work, work.variants[0])
     assert found.correct, found
-    assert found.flops > 0
     assert found.label == label
 
 
