@@ -177,36 +177,21 @@ class Report:
         )
 
     def _table(self, group: str) -> Table:
-        measured = [m for m in self.measurements if m.group == group]
-        labels = list(dict.fromkeys(m.label for m in measured))
-        shapes = list(dict.fromkeys(shape_name(m.shape) for m in measured))
-        cells = {(shape_name(m.shape), m.label): self._cell(m) for m in measured}
-        # The longer side goes down the page.
-        across = shapes if len(labels) > len(shapes) else labels
-        over = next((m.baseline for m in measured if m.baseline), "")
-        title = f"{group}: {self.clock} time in µs" + (f", times that of {over}" if over else "")
-        title += ", share of the floor" if self.ceilings else ""
-        table = Table("", title=title, title_justify="left", padding=(0, 1), box=SIMPLE_HEAD)
-        for name in across:
-            table.add_column(name, justify="right")
-        for name in labels if across is shapes else shapes:
-            keys = [(other, name) if across is shapes else (name, other) for other in across]
-            table.add_row(name, *(cells.get(key, "") for key in keys))
+        table = Table(title=group, title_justify="left", box=SIMPLE_HEAD)
+        for name in ("", "implementation", f"{self.clock} µs", "of baseline", "floor", "peak GiB"):
+            table.add_column(name, justify="left" if name in ("", "implementation") else "right")
+        for m in self.measurements:
+            if m.group == group and not m.refused:
+                table.add_row(shape_name(m.shape), m.label, *self._cells(m))
         return table
 
-    def _cell(self, m: Measurement) -> str:
-        """Returns the time, times the baseline's, share of the floor, and peak memory."""
-        if m.refused:
-            return "–"
-        if not m.correct:
-            return "[bold red]red[/bold red]"
+    def _cells(self, m: Measurement) -> list[str]:
         time, ratio = m.time(self.clock), self.ratio(m, self.clock)
-        words = ["?" if time is None else f"{time:.1f}"]
-        words += [] if ratio is None else [f"{ratio:.2f}×"]
-        if self.ceilings and time and m.bytes:
-            words.append(f"{m.floor_us(self.ceilings) / time:.0%}")
-        words += [f"{m.peak_bytes / 2**30:.1f}GiB"] if m.peak_bytes else []
-        return " ".join(words)
+        if time is None:
+            return ["[bold red]red[/bold red]", "", "", ""]
+        floor = self.ceilings and m.bytes and f"{m.floor_us(self.ceilings) / time:.0%}"
+        peak = m.peak_bytes and f"{m.peak_bytes / 2**30:.1f}"
+        return [f"{time:.1f}", f"{ratio:.2f}×" if ratio else "", floor or "", peak or ""]
 
     def _line(self, m: Measurement) -> str:
         head = f"{m.name:<42} {m.label:<34} {m.state}"
