@@ -66,8 +66,8 @@ def pullback(
     forward = jax.jit(interpreted(lambda *arguments: vjp(*arguments)[1], device))
     try:
         pulls = [forward(*arguments) for _, *arguments in sets]
-    except NotImplementedError as error:
-        return refusing(error), list(sets)
+    except Exception as error:
+        return raising(error), list(sets)
     tree = jax.tree.structure(pulls[0])
 
     def step(cotangent: jax.Array, *kept: jax.Array) -> Any:
@@ -77,7 +77,7 @@ def pullback(
     return interpreted(step, device), inputs
 
 
-def refusing(error: NotImplementedError) -> Callable[..., Any]:
+def raising(error: Exception) -> Callable[..., Any]:
     """Returns a step that raises `error`, for a variant that could not even be built."""
 
     def step(*_: Any) -> Any:

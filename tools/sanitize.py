@@ -2,11 +2,11 @@
 
     python tools/sanitize.py --out FILE [--tool memcheck --tool racecheck] [--kernel NAME]
 
-Runs this file again for each kernel and tool under `compute-sanitizer`, and writes one line of JSON
-for each: the number of errors (null where the tool could not run) and the seconds. Shapes are small
-and ragged: the tools slow a kernel down a thousandfold. Planted faults show that the tools see our
-kernels. Ends with 1 if anything else was found, a planted fault was missed, or a tool could not run;
-without compute-sanitizer or a kernel of that name, at once and with nothing written.
+Runs this file again for each kernel and tool under `compute-sanitizer`, and writes a line of JSON for
+each: the number of errors (null where the tool could not run) and the seconds. Shapes are small and
+ragged: the tools slow a kernel down a thousandfold. Planted faults show that the tools see our
+kernels. Ends with 1 if anything else was found, a planted fault was missed, or a tool could not
+run; without compute-sanitizer or a kernel of that name, at once and with nothing written.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from benchmarks.arrays import interpreted, pullback, refusing, rotate, to_jax, to_torch
+from benchmarks.arrays import interpreted, pullback, raising, rotate, to_jax, to_torch
 from benchmarks.work import Expectation, Variant, Work
 from jax_dora import ops as jax_ops
 from parity import oracle, tolerances
@@ -120,8 +120,8 @@ def backward(case: Case, device: str, inputs: Callable[[], ComposeInputs], with_
 
         try:
             return _in_torch(name, step, [kept(*one) for one in sets], results, device)
-        except NotImplementedError as error:
-            return Variant("torch", name, refusing(error), sets, results)
+        except Exception as error:
+            return Variant("torch", name, raising(error), sets, results)
 
     return Work(
         "backward" if with_lora else "backward, d_base",
