@@ -2,7 +2,7 @@
 
     python tools/sanitize.py --out FILE [--tool memcheck --tool racecheck] [--kernel NAME]
 
-Runs this file again for each kernel and tool under `compute-sanitizer`, and writes a line of JSON for
+Runs this file again for each kernel and tool under `compute-sanitizer`, and writes a JSON line for
 each: the number of errors (null where the tool could not run) and the seconds. Shapes are small and
 ragged: the tools slow a kernel down a thousandfold. Planted faults show that the tools see our
 kernels. Ends with 1 if anything else was found, a planted fault was missed, or a tool could not

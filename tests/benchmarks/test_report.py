@@ -52,7 +52,7 @@ def test_a_file_keeps_what_was_measured_before_a_run_was_stopped(tmp_path: Path)
 def test_a_file_without_a_header_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "ops.jsonl"
     path.write_text(results.line({"group": "compose"}))
-    with pytest.raises(ValueError, match="begins with no header"):
+    with pytest.raises(ValueError, match="does not begin with a header"):
         results.read(path)
 
 
