@@ -30,7 +30,7 @@ from jax_dora.ops.mosaic import (
 
 RATE = 0.1
 ONE = jnp.float32(1)
-F32 = {"preferred_element_type": jnp.float32}
+F32: dict[str, Any] = {"preferred_element_type": jnp.float32}
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def _composed(base, lora, g):
 
 
 def _compose_backward(dy, inner, g, config=None):
-    options = {"delta": False, "want_base": True, "want_lora": False}
+    options: dict[str, Any] = {"delta": False, "want_base": True, "want_lora": False}
     options |= {"sm_count": device.sm_count(), "config": config}
     d_base, _, d_g = compose_backward.compose_backward(dy, inner, g, ONE, **options)
     return d_base, d_g

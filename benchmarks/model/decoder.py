@@ -51,6 +51,14 @@ class Style(NamedTuple):
 class Layer(nnx.Module):
     """Attention and MLP, each behind a norm and beside a residual connection."""
 
+    q_proj: Any
+    k_proj: Any
+    v_proj: Any
+    o_proj: Any
+    gate_proj: Any
+    up_proj: Any
+    down_proj: Any
+
     def __init__(self, sizes: Protocol, style: Style, rngs: nnx.Rngs) -> None:
         self.attention_norm = style.norm(sizes.hidden, rngs)
         self.mlp_norm = style.norm(sizes.hidden, rngs)

@@ -137,7 +137,8 @@ KINDS = (
         keeps_inner=True,
     ),
     Kind(
-        *("jax", "DoRA, plain SwiGLU (no Triton)", "DoRA", ("gradient", "step")),
+        *("jax", "DoRA, plain SwiGLU (no Triton)", "DoRA"),
+        tasks=("gradient", "step"),
         fused_swiglu=False,
     ),
     Kind("torch", "PEFT DoRA, defaults", "DoRA", BOTH, peft="wide", baseline=PEFT),
@@ -149,7 +150,8 @@ KINDS = (
     Kind("jax", "DoRA", "DoRA", BOTH, triton=True),
     Kind("jax", "base (no Triton)", "base", ("inference",)),
     Kind(
-        *("jax", "XLA DoRA, norm twice (no Triton)", "DoRA", ("gradient",)),
+        *("jax", "XLA DoRA, norm twice (no Triton)", "DoRA"),
+        tasks=("gradient",),
         implementation="xla",
         remat_keeps_norms=False,
     ),

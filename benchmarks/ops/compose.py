@@ -99,7 +99,7 @@ def backward(case: Case, device: str, inputs: Callable[[], ComposeInputs], with_
                 return jax.vjp(functools.partial(_compose, s=s, name=name), base, g, lora)
             return jax.vjp(functools.partial(_compose, lora=lora, s=s, name=name), base, g)
 
-        def results(found):
+        def results(found) -> dict[str, torch.Tensor]:
             return dict(zip(names, map(to_torch, found), strict=True))
 
         step, kept = pullback(vjp, to_jax(sets), device)
@@ -115,7 +115,7 @@ def backward(case: Case, device: str, inputs: Callable[[], ComposeInputs], with_
         def step(y, leaves, dy):
             return torch.autograd.grad(y, leaves, dy, retain_graph=True)
 
-        def results(found):
+        def results(found) -> dict[str, torch.Tensor]:
             return dict(zip(names, found, strict=True))
 
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 
@@ -46,7 +47,7 @@ def work(rows: int, out: int, device: str) -> Work:
         swiglu = functools.partial(ops.swiglu, implementation=name)
         step, kept = pullback(functools.partial(jax.vjp, swiglu), sets, device)
 
-        def results(found):
+        def results(found) -> dict[str, Any]:
             return dict(zip(RESULTS, map(to_torch, found), strict=True))
 
         return Variant("jax", name, step, kept, results)
