@@ -8,7 +8,6 @@ VENV ?= .venv
 VENV_OLDEST ?= .venv-oldest
 PARITY_ARGS ?=
 PYTEST_ARGS ?=
-FIGURES_ARGS ?=
 # Workers for the CPU tests; each holds jax and torch, so memory bounds their number.
 WORKERS ?= -n auto --maxprocesses 8
 
@@ -47,9 +46,9 @@ types: $(SETUP)
 docs: $(SETUP)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
-# From the committed JSON. FIGURES_ARGS=--allow-missing leaves out what was not measured.
+# The measured parts of README and docs, and the figures, from the committed results.
 figures: $(SETUP)
-	$(RUN) tools/figures.py $(FIGURES_ARGS)
+	$(RUN) tools/measured.py
 
 format: $(SETUP)
 	$(RUN) -m ruff check --fix .

@@ -13,19 +13,19 @@ PAPER_CHUNK_ALIGNMENT = 64
 
 
 def dense_norm(kernel: jax.Array, lora_a: jax.Array, lora_b: jax.Array, scale: float) -> jax.Array:
-    """‖kernel + scale·lora_a lora_b‖ per output feature with the product formed, in fp32."""
+    """Returns ‖kernel + scale·lora_a lora_b‖ per output, the product formed in fp32."""
     product = jnp.dot(lora_a, lora_b, preferred_element_type=jnp.float32)
     return jnp.linalg.norm(kernel.astype(jnp.float32) + scale * product, axis=0)
 
 
 def torch_dense_norm(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
-    """‖weight + scale·lora_b lora_a‖ per row with the product formed, in the operands' dtype."""
+    """Returns ‖weight + scale·lora_b lora_a‖ per row, the product formed in the operands' dtype."""
     return torch.linalg.vector_norm(weight + scale * (lora_b @ lora_a), dim=1, dtype=torch.float32)
 
 
 def paper_norm(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
-    """The factored norm as the paper takes it: every chunk of the weight is cast to fp32, and its
-    products are fp32 products (arXiv 2603.22276, section 3)."""
+    """Returns the factored norm as the paper takes it: every chunk of the weight is cast to fp32,
+    and its products are fp32 products (arXiv 2603.22276, section 3)."""
     out_features, in_features = weight.shape
     width = PAPER_CHUNK_BYTES // (4 * out_features)
     width = max(PAPER_CHUNK_ALIGNMENT, width - width % PAPER_CHUNK_ALIGNMENT)
@@ -45,7 +45,7 @@ def paper_norm(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> 
 
 
 def peft_norm(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
-    """PEFT's norm, by PEFT: the product is formed by sending an identity matrix through the
+    """Returns PEFT's norm, by PEFT: the product is formed by sending an identity matrix through the
     adapter, and summed in the weight's dtype."""
     from peft.tuners.lora.dora import DoraLinearLayer
 

@@ -22,15 +22,16 @@ class Check:
     Attributes:
       passed: every result is within its tolerance.
       exact: the tolerance is that of `parity.tolerances`, not a relative one.
-      of_bound: the largest error of an element in units of that element's bound, if exact.
+      of_bound: the largest error of an element in units of that element's bound, if exact; None, in
+        a file of results, is infinite.
       relative: the largest ‖result - fp64‖ / ‖fp64‖.
       worst: the result that this is about.
     """
 
     passed: bool
     exact: bool
-    of_bound: float
-    relative: float
+    of_bound: float | None
+    relative: float | None
     worst: str
 
 
@@ -40,8 +41,9 @@ def judge(
     exact: bool,
     same: float = SAME_FUNCTION,
 ) -> Check:
-    """The verdict on `results`, which must have exactly the expected names. `same` is the relative
-    error allowed to what is not exact.
+    """Returns the verdict on `results`, which must have exactly the expected names.
+
+    `same` is the relative error allowed to what is not exact.
 
     Raises:
       ValueError: a result is missing, unexpected or of another shape.

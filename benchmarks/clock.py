@@ -47,14 +47,6 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class KernelTimes:
-    """Device time of a step, and the median time of each of its kernels in launch order."""
-
-    total: Spread
-    kernels: list[tuple[str, float]]
-
-
-@dataclass(frozen=True)
 class Effort:
     """How long to measure.
 
@@ -77,14 +69,14 @@ QUICK = Effort(seconds=0.0, least=1, most=1, blocks=2)
 
 
 def synchronise(*results: Any) -> None:
-    """Returns when everything that either framework has launched is done."""
+    """Waits until everything that either framework has launched is done."""
     jax.block_until_ready(results)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def wall_time(step: Step, inputs: Sequence[tuple], effort: Effort) -> Spread:
-    """Wall time of one of many back-to-back steps over rotating inputs; `step` has run before."""
+    """Returns the wall time of one of many steps over rotating inputs; `step` has run before."""
     sets = itertools.cycle(inputs)
     begin = time.perf_counter()
     synchronise(step(*next(sets)))
@@ -124,7 +116,7 @@ class DeviceClock:
         self._flushes: dict[str, tuple[Step, list[str]]] = {}
 
     def kernels(self, launch: Callable[[], Any]) -> list[tuple[str, float]]:
-        """(name, microseconds) of every kernel that `launch` starts, in order."""
+        """Returns (name, microseconds) of every kernel that `launch` starts, in order."""
         synchronise()
         self._cupti._cupti_init()
         try:
@@ -133,10 +125,8 @@ class DeviceClock:
             timings = self._cupti._cupti_get_timings(False)
         return [(name, milliseconds * 1e3) for name, milliseconds in timings]
 
-    def time(
-        self, framework: str, step: Step, inputs: Sequence[tuple], effort: Effort
-    ) -> KernelTimes:
-        """Device time of `step` over rotating inputs; `step` has run before."""
+    def time(self, framework: str, step: Step, inputs: Sequence[tuple], effort: Effort) -> Spread:
+        """Returns the device time of `step` over rotating inputs; `step` has run before."""
         flush, expected = self._flush(framework)
         one = self.kernels(lambda: step(*inputs[0]))
         # Launching takes the host some microseconds a kernel, more under CUPTI.
@@ -160,16 +150,10 @@ class DeviceClock:
         own = _by_position(timings, expected, period)
         if own is None:
             own = _by_name(timings, expected, one, count)
-        return KernelTimes(
-            Spread.of([sum(us for _, us in kernels) for kernels in own]),
-            [
-                (name, statistics.median(kernels[i][1] for kernels in own))
-                for i, (name, _) in enumerate(own[0])
-            ],
-        )
+        return Spread.of([sum(us for _, us in kernels) for kernels in own])
 
     def _flush(self, framework: str) -> tuple[Step, list[str]]:
-        """A step that empties the L2, and the names of its kernels."""
+        """Returns a step that empties the L2, and the names of its kernels."""
         if framework not in self._flushes:
             # Read, not written: writing would leave dirty lines for the step to evict.
             count = FLUSH_BYTES // 4
@@ -192,7 +176,7 @@ Kernels = list[tuple[str, float]]
 
 
 def _by_position(timings: Kernels, expected: list[str], period: int) -> list[Kernels] | None:
-    """The kernels of each step, after those that empty the L2; None if these are not in place."""
+    """Returns the kernels of each step without those that empty the L2; None if out of order."""
     steps = [timings[start : start + period] for start in range(0, len(timings), period)]
     if any([name for name, _ in kernels[: len(expected)]] != expected for kernels in steps):
         return None
@@ -200,7 +184,7 @@ def _by_position(timings: Kernels, expected: list[str], period: int) -> list[Ker
 
 
 def _by_name(timings: Kernels, expected: list[str], one: Kernels, count: int) -> list[Kernels]:
-    """The kernels of each of `count` steps like `one`, from records that are not in launch order.
+    """Returns the kernels of each of `count` steps like `one`, from records in another order.
 
     CUPTI keeps a buffer for every thread that launches, and torch's backward pass has a thread of
     its own. What one thread launches stays in order, so the n-th of a name belongs to the step that

@@ -5,13 +5,11 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
-from rich.console import Console
 
 from benchmarks import clock
 from benchmarks.check import judge
@@ -23,6 +21,8 @@ from benchmarks.work import Variant, Work
 CEILING_ELEMENTS = 2**30
 CEILING_WIDTH = 8192
 
+Step = Callable[..., Any]
+
 
 @dataclass(frozen=True)
 class Bench:
@@ -30,79 +30,100 @@ class Bench:
 
     Attributes:
       device: "cuda" or "cpu".
+      quick: tiny shapes and one step each.
+      only: how the measured "<work> <variant>" begin, as `fnmatch` patterns; empty for everything.
       clock: None without a GPU.
-      effort: how long to measure.
-      only: how the wanted "<work> <variant>" begin, as `fnmatch` patterns; empty for everything.
     """
 
     device: str
-    clock: DeviceClock | None
-    effort: Effort
+    quick: bool
     only: tuple[str, ...] = ()
+    clock: DeviceClock | None = None
 
-    def wants(self, work: Work, variant: Variant) -> bool:
-        name = f"{work.name} {variant.label}"
+    @classmethod
+    def on(cls, device: str, quick: bool, only: tuple[str, ...] = ()) -> Bench:
+        return cls(device, quick, only, DeviceClock() if device == "cuda" else None)
+
+    def includes(self, name: str) -> bool:
         return not self.only or any(fnmatch.fnmatch(name, f"{p}*") for p in self.only)
 
+    def effort(self, work: Work | None = None) -> Effort:
+        if self.quick or self.device == "cpu":
+            return clock.QUICK
+        return (work and work.effort) or Effort()
 
-def measure_all(
-    bench: Bench,
-    report: Report,
-    works: Iterable[Callable[[], Work]],
-    folder: Path,
-    console: Console,
-) -> None:
-    """Measures every piece of work into `report`, which is written after each."""
+
+def measure_all(bench: Bench, report: Report, works: Iterable[Callable[[], Work]]) -> None:
+    """Measures every piece of work into `report`."""
     for make in works:
         work = make()
-        wanted = [variant for variant in work.variants if bench.wants(work, variant)]
-        for variant in wanted:
-            measurement = measure(bench, work, variant)
-            report.measurements.append(measurement)
-            console.print(_line(measurement, report.ceilings), highlight=False, soft_wrap=True)
-        if wanted:
-            report.write(folder)
-        del work, wanted
+        for variant in work.variants:
+            if bench.includes(f"{work.name} {variant.label}"):
+                report.add(measure(bench, work, variant))
+        del work
         free()
-    report.complete = True
-    report.write(folder)
 
 
 def measure(bench: Bench, work: Work, variant: Variant) -> Measurement:
-    """One variant: built, checked against fp64, timed by both clocks."""
-    fields: dict[str, Any] = {
+    """Returns one variant's measurement: built, checked against fp64, timed by both clocks.
+
+    One variant that cannot be built or run must not cost the others' measurements: what is raised
+    becomes the measurement's `refused` or `failed`.
+    """
+    fields = identity(work, variant)
+    try:
+        step, facts = prepare(bench, work, variant)
+        fields |= facts
+        fields |= take_times(bench, work, variant, step)
+    except NotImplementedError as error:
+        return Measurement(**identity(work, variant), refused=str(error)[:200])
+    except Exception as error:
+        fields["failed"] = f"{type(error).__name__}: {error}"[:400]
+    return Measurement(**fields)
+
+
+def identity(work: Work, variant: Variant) -> dict[str, Any]:
+    """Returns what is known of a measurement before it is made."""
+    return {
         "group": work.group,
         "shape": work.shape,
         "framework": variant.framework,
         "variant": variant.name,
-        "bytes": variant.bytes or work.bytes,
+        "bytes": work.bytes,
         "flops": variant.flops or work.flops,
         "cached": variant.cached,
         "config": dict(variant.config),
         "baseline": work.baselines.get(variant.label, ""),
     }
-    if variant.unless:
-        return Measurement(**fields, refused=variant.unless)
-    # One variant that cannot be built or run must not cost the others' measurements.
-    try:
-        step, temp = _build(variant)
-        outputs, peak = _first(step, variant, bench.device)
-        fields |= {"temp_bytes": temp if variant.framework == "jax" else peak}
-        fields["check"] = judge(
-            variant.results(outputs), variant.expected or work.expected, variant.exact
-        )
-        del outputs
-        if bench.clock is not None:
-            times = bench.clock.time(variant.framework, step, variant.inputs, bench.effort)
-            fields |= {"device": times.total, "kernels": times.kernels}
-        fields["wall"] = clock.wall_time(step, variant.inputs, bench.effort)
-        if bench.clock is not None:
-            clock.check_clocks(variant.framework, fields["device"], fields["wall"])
-    except NotImplementedError as error:
-        return Measurement(**fields, refused=str(error))
-    except Exception as error:
-        fields["failed"] = f"{type(error).__name__}: {error}"[:400]
-    return Measurement(**fields)
+
+
+def prepare(bench: Bench, work: Work, variant: Variant) -> tuple[Step, dict[str, Any]]:
+    """Returns the step, run once and ready to be timed, with its memory and the check of it.
+
+    Raises:
+      NotImplementedError: the variant does not run here.
+    """
+    memory = "peak_bytes" if variant.whole else "temp_bytes"
+    step, planned = _build(variant)
+    outputs, held = _first(step, variant, bench.device)
+    facts: dict[str, Any] = {memory: planned if variant.framework == "jax" else held}
+    if variant.check is not None:
+        facts["check"] = variant.check()
+    else:
+        expected = variant.expected or work.expected
+        facts["check"] = judge(variant.results(outputs), expected, variant.exact)
+    return step, facts
+
+
+def take_times(bench: Bench, work: Work, variant: Variant, step: Step) -> dict[str, Any]:
+    """Returns device and wall time of a prepared step."""
+    effort, device = bench.effort(work), None
+    if bench.clock is not None:
+        device = bench.clock.time(variant.framework, step, variant.inputs, effort)
+    wall = clock.wall_time(step, variant.inputs, effort)
+    if device is not None:
+        clock.check_clocks(variant.framework, device, wall)
+    return {"device": device, "wall": wall}
 
 
 def free() -> None:
@@ -114,77 +135,61 @@ def free() -> None:
 
 
 def ceilings(bench: Bench) -> Ceilings:
-    """The copy and matrix-product rates of this run, each the better of the two frameworks'."""
+    """Returns the copy and product rates of this run, each the better of the two frameworks'."""
     elements, width = CEILING_ELEMENTS, CEILING_WIDTH
     source = torch.randn(elements, device="cuda").bfloat16()
-    sets = [(source,), (source.clone(),)]
-    jax_sets = [(jax.dlpack.from_dlpack(x),) for (x,) in sets]
-    copies = (
-        _seconds(bench, "jax", jax.jit(jnp.negative), jax_sets),
-        _seconds(bench, "torch", torch.neg, sets),
-    )
-    del source, sets, jax_sets
     a, b = (torch.randn(width, width, device="cuda").bfloat16() for _ in range(2))
-    products = (
-        _seconds(
-            bench,
-            "jax",
-            jax.jit(jnp.matmul),
-            [(jax.dlpack.from_dlpack(a), jax.dlpack.from_dlpack(b))],
-        ),
-        _seconds(bench, "torch", torch.matmul, [(a, b)]),
+    works = (
+        ([(source,), (source.clone(),)], jnp.negative, torch.neg, 2 * 2 * elements),
+        ([(a, b)], jnp.matmul, torch.matmul, 2 * width**3),
     )
-    del a, b
+    rates = []
+    for sets, in_jax, in_torch, amount in works:
+        jax_sets = [tuple(map(jax.dlpack.from_dlpack, one)) for one in sets]
+        best = min(
+            _seconds(bench, "jax", jax.jit(in_jax), jax_sets),
+            _seconds(bench, "torch", in_torch, sets),
+        )
+        rates.append(amount / best)
     free()
-    return Ceilings(2 * 2 * elements / min(copies), 2 * width**3 / min(products))
+    return Ceilings(*rates)
 
 
-def _seconds(bench: Bench, framework: str, step: Callable, sets: list[tuple]) -> float:
+def _seconds(bench: Bench, framework: str, step: Step, sets: list[tuple]) -> float:
     assert bench.clock is not None
     clock.synchronise(step(*sets[0]))
-    return bench.clock.time(framework, step, sets, bench.effort).total.median * 1e-6
+    return bench.clock.time(framework, step, sets, bench.effort()).median * 1e-6
 
 
-def _build(variant: Variant) -> tuple[Callable, int | None]:
-    """The step, compiled if JAX's, and the bytes of temporaries that XLA plans for it."""
+def _build(variant: Variant) -> tuple[Step, int | None]:
+    """Returns the step, compiled if JAX's, and the bytes that XLA plans for it."""
     if variant.framework == "torch":
         return variant.step, None
     lowered = jax.jit(variant.step).lower(*variant.inputs[0])
-    compiled = lowered.compile(compiler_options=dict(variant.compiler_options))
+    options = dict(variant.compiler_options) if jax.default_backend() == "gpu" else {}
+    compiled = lowered.compile(compiler_options=options)
     memory = compiled.memory_analysis()
-    return compiled, None if memory is None else memory.temp_size_in_bytes
+    if memory is None:
+        return compiled, None
+    planned = memory.temp_size_in_bytes
+    if variant.whole:
+        planned += memory.argument_size_in_bytes + memory.output_size_in_bytes
+        planned -= memory.alias_size_in_bytes
+    return compiled, planned
 
 
-def _first(step: Callable, variant: Variant, device: str) -> tuple[Any, int | None]:
-    """The first result, and the bytes that torch held beyond arguments and results."""
+def _first(step: Step, variant: Variant, device: str) -> tuple[Any, int | None]:
+    """Returns the first result, and the bytes that torch held at most."""
+    result = step(*variant.inputs[0])
+    clock.synchronise(result)
     if variant.framework == "jax" or device == "cpu":
-        result = step(*variant.inputs[0])
-        clock.synchronise(result)
         return result, None
-    # Once unobserved: autotuning, workspaces and compilation allocate.
-    clock.synchronise(step(*variant.inputs[0]))
+    # Observed the second time: autotuning, workspaces and compilation allocate.
+    del result
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
     result = step(*variant.inputs[0])
     torch.cuda.synchronize()
-    kept = torch.cuda.memory_allocated() - before
-    return result, torch.cuda.max_memory_allocated() - before - kept
-
-
-def _line(m: Measurement, ceilings: Ceilings | None) -> str:
-    head = f"{m.name:<42} {m.label:<26}"
-    if m.refused:
-        return f"{head} [dim]{m.refused[:60]}[/dim]"
-    if m.failed:
-        return f"{head} [bold red]{m.failed[:160]}[/bold red]"
-    words = [head]
-    if m.device:
-        words.append(f"{m.device.median:9.1f} µs {m.bytes / m.device.median * 1e-6:6.3f} TB/s")
-        if ceilings:
-            words.append(f"{m.floor_us(ceilings) / m.device.median:6.1%} of floor")
-    if m.wall:
-        words.append(f"wall {m.wall.median:9.1f} µs")
-    if not m.correct:
-        words.append(f"[bold red]WRONG: {m.check}[/bold red]")
-    return " ".join(words)
+    peak, after = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+    # Temporaries are what is beyond arguments and results.
+    return result, peak if variant.whole else peak - after

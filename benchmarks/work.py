@@ -1,12 +1,19 @@
-"""What there is to measure: a piece of work, and the variants that do it."""
+"""What there is to measure: a piece of work, and the variants that do it.
+
+Operators, layers and whole models, in JAX, in torch and by PEFT, are all of these two classes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+
+if TYPE_CHECKING:
+    from benchmarks.check import Check
+    from benchmarks.clock import Effort
 
 Framework = Literal["jax", "torch"]
 
@@ -29,33 +36,33 @@ class Variant:
     Attributes:
       framework: whose arrays it takes.
       name: unique within its work and framework.
-      step: a function of arrays, to be jitted if JAX's.
+      step: a function of arrays, which is compiled if it is JAX's.
       inputs: rotating sets of arguments.
       results: from what `step` returns to named tensors, in the layout of `Work.expected`.
       exact: held to the tolerances of `parity.tolerances`; a variant of others is only asked to
         compute the same function.
-      unless: why it cannot run here, or None.
-      bytes, flops: where they differ from the work's.
+      check: the verdict, where it is not that on `results`.
+      flops: where they differ from the work's.
       expected: what fp64 says of this variant's results, where it computes another function.
       compiler_options: for XLA, as in `jax.stages.Lowered.compile`.
-      cached: reads what the caller keeps between steps (a norm, a squared norm): caching, not
-        kernels.
-      config: the knobs that it runs with, where they are not the kernel's own choice.
+      cached: reads what the caller keeps between steps, such as a norm: caching, not kernels.
+      config: the launch config that it runs with, where it is not the kernel's own choice.
+      whole: its memory is told as the peak of everything, not as that of temporaries.
     """
 
     framework: Framework
     name: str
     step: Callable[..., Any]
     inputs: Sequence[tuple]
-    results: Callable[[Any], Mapping[str, Any]]
+    results: Callable[[Any], Mapping[str, Any]] = dict
     exact: bool = True
-    unless: str | None = None
-    bytes: int | None = None
+    check: Callable[[], Check] | None = None
     flops: int | None = None
     expected: Mapping[str, Expectation] | None = None
     compiler_options: Mapping[str, bool | str] = field(default_factory=dict)
     cached: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)
+    whole: bool = False
 
     @property
     def label(self) -> str:
@@ -75,6 +82,7 @@ class Work:
       variants: those to be compared.
       baselines: from the labels of variants over which speed-ups are stated to the baseline's name;
         where several share one, the fastest counts.
+      effort: how long to measure it, where that is not the level's choice.
     """
 
     group: str
@@ -84,6 +92,7 @@ class Work:
     expected: Mapping[str, Expectation]
     variants: Sequence[Variant]
     baselines: Mapping[str, str] = field(default_factory=dict)
+    effort: Effort | None = None
 
     @property
     def name(self) -> str:
@@ -91,6 +100,6 @@ class Work:
 
 
 def shape_name(shape: Mapping[str, int]) -> str:
-    """`4096×8192 r384` for rows, out and rank; other sizes are written the same way."""
+    """Returns `4096×8192 r384` for rows, out and rank; other sizes are written the same way."""
     sizes = "×".join(str(size) for name, size in shape.items() if name != "rank")
     return f"{sizes} r{shape['rank']}" if "rank" in shape else sizes

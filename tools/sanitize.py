@@ -2,18 +2,16 @@
 
     python tools/sanitize.py --out FILE [--tool memcheck --tool racecheck] [--kernel NAME]
 
-Runs this file again for each kernel and tool under `compute-sanitizer`, and writes as JSON what was
-found: for each tool and kernel the number of errors (null where the tool could not run), the
-seconds and the last lines. Shapes are small and ragged: the tools slow a kernel down a
-thousandfold. Planted faults show that the tools see our kernels. Ends with 1 if anything else was
-found, a planted fault was missed, or a tool could not run; without compute-sanitizer or a kernel of
-that name, at once and with nothing written.
+Runs this file again for each kernel and tool under `compute-sanitizer`, and writes a JSON line for
+each: the number of errors (null where the tool could not run) and the seconds. Shapes are small and
+ragged: the tools slow a kernel down a thousandfold. Planted faults show that the tools see our
+kernels. Ends with 1 if anything else was found, a planted fault was missed, or a tool could not
+run; without compute-sanitizer or a kernel of that name, at once and with nothing written.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -29,6 +27,8 @@ import triton.language as tl
 
 ROWS, IN, RANK, OUT = 200, 192, 72, 328
 SCALE = 0.7
+SIZES = {"rows": ROWS, "in": IN, "rank": RANK, "out": OUT}
+ALIGNED = SIZES | {"out": 320}
 # The faults that each tool must find.
 PLANTED = {
     "memcheck": ("jax/planted overrun", "torch/planted overrun"),
@@ -45,26 +45,12 @@ def _overrunning_kernel(pointer):
 def jax_kernels() -> dict[str, Callable[[], object]]:
     import jax
     import jax.numpy as jnp
-    import numpy as np
     from jax import lax
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from jax_dora.ops.dropout import draw_seed
-    from jax_dora.ops.mosaic import (
-        compose,
-        compose_backward,
-        dropped,
-        expand_compose,
-        norm,
-        projection,
-        swiglu_backward,
-    )
-
-    rng = np.random.default_rng(0)
-
-    def draw(*shape: int, dtype=jnp.bfloat16) -> jax.Array:
-        return jnp.asarray(rng.normal(size=shape), dtype)
+    from benchmarks.kernels import KERNELS as OURS
+    from jax_dora import ops
 
     def planted(body):
         return plgpu.kernel(
@@ -92,56 +78,33 @@ def jax_kernels() -> dict[str, Callable[[], object]]:
         past = 1_000_000 * (1 + lax.axis_index("warpgroup"))
         out_gmem[pl.ds(past, 128)] = jnp.ones(smem.shape, jnp.float32)
 
-    rows, out, scale = draw(ROWS, OUT), OUT, jnp.float32(SCALE)
-    g, bias, z = draw(out, dtype=jnp.float32), draw(out), draw(ROWS, RANK)
-    a, b, kernel = draw(IN, RANK), draw(RANK, out), draw(IN, out)
-    x, wide = draw(ROWS, IN), draw(IN, 320)
-    seed = draw_seed(jax.random.key(0))
+    def norm_of_fp32_adapters():
+        kernel, a, b = OURS["norm"].draw(SIZES)
+        wide = (a.astype(jnp.float32), b.astype(jnp.float32))
+        return ops.factored_norm(kernel, *wide, SCALE, implementation="mosaic")
+
+    def layer():
+        """A layer in training: with bias, and with what its gradient keeps."""
+        x, kernel, _, b, g = OURS["project"].draw(ALIGNED)
+        _, a, _ = OURS["norm"].draw(ALIGNED)
+
+        def summed(a, b, g):
+            options = {"bias": g.astype(x.dtype), "implementation": "mosaic"}
+            return ops.dora_linear(x, kernel, a, b, g, SCALE, **options).sum()
+
+        return jax.grad(summed, (0, 1, 2))(a, b, g)
+
+    def launched(name):
+        # The tensor cores' tiles have no ragged columns.
+        sizes = ALIGNED if name.startswith("project") else SIZES
+        return lambda: OURS[name].launch(*OURS[name].draw(sizes))
+
     return {
         "planted race": lambda: planted(race),
         "planted overrun": lambda: planted(overrun),
-        "compose": lambda: compose.compose(
-            rows, rows, g, scale, bias, delta=False, want_inner=True, sm_count=4
-        ),
-        "compose_backward": lambda: compose_backward.compose_backward(
-            rows, rows, g, scale, delta=False, want_base=True, want_lora=True, sm_count=4
-        ),
-        "compose_backward d_g": lambda: compose_backward.compose_backward(
-            rows, rows, g, scale, delta=False, want_base=False, want_lora=False, sm_count=4
-        ),
-        "expand_compose": lambda: expand_compose.expand_compose(
-            rows, z, b, g, scale, bias, want_inner=True, sm_count=4
-        ),
-        "norm": lambda: norm.norm(kernel, a, b, scale, sm_count=4),
-        "norm fp32 adapters": lambda: norm.norm(
-            kernel, a.astype(jnp.float32), b.astype(jnp.float32), scale, sm_count=4
-        ),
-        "project": lambda: projection.project(
-            x,
-            wide,
-            z,
-            draw(RANK, 320),
-            draw(320),
-            draw(320),
-            want_inner=True,
-            sm_count=4,
-        ),
-        "project inner": lambda: projection.project(
-            x, wide, z, draw(RANK, 320), None, want_inner=False, sm_count=4
-        ),
-        "project_back": lambda: projection.project_back(draw(ROWS, 320), wide, z, a, sm_count=4),
-        "project_back narrow": lambda: projection.project_back(
-            draw(ROWS, 64), draw(64, 64), z, draw(64, RANK), sm_count=4
-        ),
-        "swiglu_backward": lambda: swiglu_backward.swiglu_backward(
-            rows, rows, rows, g, g, bias, bias, sm_count=4
-        ),
-        "dropped_product": lambda: dropped.dropped_product(
-            x, a, seed, rate=0.3, transposed=False, sm_count=4
-        ),
-        "dropped_product back": lambda: dropped.dropped_product(
-            x, z, seed, rate=0.3, transposed=True, sm_count=4
-        ),
+        **{name: launched(name) for name in OURS},
+        "norm fp32 adapters": norm_of_fp32_adapters,
+        "layer": layer,
     }
 
 
@@ -198,7 +161,7 @@ def run_one(name: str) -> None:
 
 
 def sanitize(tool: str, name: str) -> dict[str, object]:
-    """What `tool` says of the kernel `name`."""
+    """Returns what `tool` says of the kernel `name`."""
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
     # Only our own kernels: the frameworks' are not on trial, and each takes its time.
     ours = "dora" if name.startswith("jax") else "kernel"
@@ -233,7 +196,7 @@ def sanitize(tool: str, name: str) -> dict[str, object]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, help="the JSON to write")
+    parser.add_argument("--out", type=Path, help="the file of results to write")
     parser.add_argument("--tool", action="append", choices=("memcheck", "racecheck", "synccheck"))
     parser.add_argument("--kernel", default="", help="only those whose name contains this")
     parser.add_argument("--jobs", type=int, default=4, help="kernels at a time")
@@ -244,8 +207,8 @@ def main() -> int:
         run_one(options.one)
         return 0
 
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    from benchmarks.environment import environment
+    from benchmarks.environment import describe
+    from benchmarks.results import Writer
 
     if not shutil.which("compute-sanitizer"):
         sys.exit("compute-sanitizer is not on PATH; the CUDA toolkit brings it")
@@ -260,19 +223,21 @@ def main() -> int:
         sys.exit(f"--kernel {options.kernel!r} chooses none of: {', '.join(names)}")
     with ThreadPoolExecutor(options.jobs) as pool:
         runs = {(tool, name): pool.submit(sanitize, tool, name) for tool, name in chosen}
-    report = {"environment": environment("cuda", options.commit), "tools": {}}
+    header = {"kind": "sanitizer", "level": "sanitize"}
+    header |= {"environment": describe("cuda", options.commit)}
+    writer = Writer(options.out, header) if options.out else None
     clean = True
     for (tool, name), run in runs.items():
-        found = report["tools"].setdefault(tool, {})[name] = run.result()
+        found = run.result()
         errors = found["errors"]
-        as_wanted = errors == 0 if "planted" not in name else bool(errors)
-        clean &= as_wanted
+        as_expected = errors == 0 if "planted" not in name else bool(errors)
+        clean &= as_expected
         print(f"{tool:10s} {name:26s} {errors} errors, {found['seconds']} s", flush=True)
-        if not as_wanted:
+        if not as_expected:
             print(found["last"])
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+        if writer:
+            row = {"tool": tool, "kernel": name, "errors": errors, "seconds": found["seconds"]}
+            writer.add(row)
     return 0 if clean else 1
 
 

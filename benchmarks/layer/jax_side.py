@@ -9,14 +9,10 @@ from typing import Any
 import jax
 
 from benchmarks import baselines
-from benchmarks.layer.problem import Method, Problem
-from benchmarks.ops.inputs import rotate, to_jax, to_torch
+from benchmarks.arrays import NO_TRITON, rotate, to_jax, to_torch
+from benchmarks.problem import Method, Problem
 from benchmarks.work import Variant
 from jax_dora import ops
-
-# XLA's own choice of matrix products is now and then a slower one; LoRA is held against at its
-# best, so both sides are measured both ways.
-NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
 
 Apply = Callable[..., jax.Array]
 TRAINED = {
@@ -27,55 +23,38 @@ TRAINED = {
 
 
 def variants(problem: Problem, every: bool, backward: bool) -> Iterator[Variant]:
-    """The variants, those of `every` included or not, with XLA's Triton products and without."""
+    """Yields the variants, with XLA's Triton products and without; all of them if `every`."""
     i, s = problem.inputs, problem.scale
-    fixed = to_jax(
-        [
-            (
-                i.weight.T.contiguous(),
-                i.lora_a.T.contiguous(),
-                i.lora_b.T.contiguous(),
-                i.magnitude,
-            )
-        ]
-    )[0]
-    norm = jax.jit(ops.factored_norm)(*fixed[:3], s)
-    squared = jax.jit(ops.squared_norm)(fixed[0])
-    inputs = [(*fixed, norm, squared, x, dy) for x, dy in to_jax(rotate([i.x, i.dy]))]
+    fixed = to_jax([(*(t.T.contiguous() for t in (i.weight, i.lora_a, i.lora_b)), i.magnitude)])[0]
+    kept = jax.jit(ops.factored_norm)(*fixed[:3], s)
+    inputs = [(*fixed, kept, x, dy) for x, dy in to_jax(rotate([i.x, i.dy]))]
 
     def dora(implementation: str | None, with_norm: Callable[..., dict[str, Any]]) -> Apply:
-        def apply(kernel, norm, squared, *, x, lora_a, lora_b, magnitude):
-            given = with_norm(kernel, lora_a, lora_b, norm, squared)
+        def apply(kernel, norm, *, x, lora_a, lora_b, magnitude):
+            given = with_norm(kernel, lora_a, lora_b, norm)
             return ops.dora_linear(
                 x, kernel, lora_a, lora_b, magnitude, s, implementation=implementation, **given
             )
 
         return apply
 
-    def dense(kernel, lora_a, lora_b, norm, squared):
-        return {"norm": jax.lax.stop_gradient(baselines.dense_norm(kernel, lora_a, lora_b, s))}
-
-    def lora(kernel, norm, squared, *, x, lora_a, lora_b):
+    def lora(kernel, norm, *, x, lora_a, lora_b):
         return x @ kernel + s * ((x @ lora_a) @ lora_b)
 
-    def base(kernel, norm, squared, *, x):
+    def base(kernel, norm, *, x):
         return x @ kernel
 
-    def computed(*operands):
+    def computed(kernel, lora_a, lora_b, norm):
         return {}
 
-    def computed_by_xla(kernel, lora_a, lora_b, norm, squared):
+    def computed_by_xla(kernel, lora_a, lora_b, norm):
         return {"norm": ops.factored_norm(kernel, lora_a, lora_b, s, implementation="xla")}
 
-    def norm_kept(kernel, lora_a, lora_b, norm, squared):
-        return {"norm": norm}
+    def dense(kernel, lora_a, lora_b, norm):
+        return {"norm": jax.lax.stop_gradient(baselines.dense_norm(kernel, lora_a, lora_b, s))}
 
-    def squared_kept(kernel, lora_a, lora_b, norm, squared):
-        return {
-            "norm": ops.factored_norm(
-                kernel, lora_a, lora_b, s, kernel_sq_norm=squared, implementation="xla"
-            )
-        }
+    def norm_kept(kernel, lora_a, lora_b, norm):
+        return {"norm": norm}
 
     rows: list[tuple[str, Method, Apply, bool, bool]] = [
         ("LoRA", "LoRA", lora, False, True),
@@ -85,7 +64,6 @@ def variants(problem: Problem, every: bool, backward: bool) -> Iterator[Variant]
         ("base", "base", base, False, False),
         ("XLA DoRA, dense norm", "DoRA", dora("xla", dense), False, False),
         ("XLA DoRA, norm kept", "DoRA", dora("xla", norm_kept), True, False),
-        ("XLA DoRA, ‖W‖² kept", "DoRA", dora("xla", squared_kept), True, False),
     ]
     for name, method, apply, cached, always in rows:
         if not (every or always):
@@ -97,7 +75,7 @@ def variants(problem: Problem, every: bool, backward: bool) -> Iterator[Variant]
             inputs,
             _results,
             exact=method == "DoRA",
-            flops=problem.flops(method, backward, method == "DoRA" and "norm kept" not in name),
+            flops=problem.flops(method, backward, method == "DoRA" and not cached),
             expected=problem.expected(method, backward),
             cached=cached,
         )
@@ -107,12 +85,12 @@ def variants(problem: Problem, every: bool, backward: bool) -> Iterator[Variant]
 
 
 def _step(apply: Apply, trained: tuple[str, ...], backward: bool) -> Callable:
-    def step(kernel, lora_a, lora_b, magnitude, norm, squared, x, dy):
+    def step(kernel, lora_a, lora_b, magnitude, norm, x, dy):
         operands = {"x": x, "lora_a": lora_a, "lora_b": lora_b, "magnitude": magnitude}
         operands = {name: operands[name] for name in trained}
         if not backward:
-            return {"y": apply(kernel, norm, squared, **operands)}
-        y, pull = jax.vjp(lambda some: apply(kernel, norm, squared, **some), operands)
+            return {"y": apply(kernel, norm, **operands)}
+        y, pull = jax.vjp(lambda some: apply(kernel, norm, **some), operands)
         return {"y": y} | {f"d_{name}": value for name, value in pull(dy)[0].items()}
 
     return step

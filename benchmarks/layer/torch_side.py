@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,8 +12,8 @@ from peft import LoraConfig, get_peft_model
 from peft.helpers import DoraCaching
 from torch import Tensor, nn
 
-from benchmarks.layer.problem import Method, Problem
-from benchmarks.ops.inputs import rotate
+from benchmarks.arrays import rotate
+from benchmarks.problem import Method, Problem
 from benchmarks.work import Variant
 from torch_dora import ops
 
@@ -21,7 +21,7 @@ Apply = Callable[[Tensor], Tensor]
 
 
 class _Holder(nn.Module):
-    """What PEFT wants around a projection."""
+    """What PEFT expects around a projection."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -30,8 +30,10 @@ class _Holder(nn.Module):
 
 
 def peft_layer(problem: Problem, *, dora: bool, wide: bool) -> tuple[nn.Module, list[nn.Parameter]]:
-    """PEFT's layer with the problem's values, and [lora_a, lora_b, magnitude]. `wide`: adapters in
-    fp32, PEFT's default, else in the weight's dtype."""
+    """Returns PEFT's layer with the problem's values, and [lora_a, lora_b, magnitude].
+
+    `wide`: adapters in fp32, PEFT's default, else in the weight's dtype.
+    """
     i = problem.inputs
     config = LoraConfig(
         r=problem.rank,
@@ -55,16 +57,15 @@ def peft_layer(problem: Problem, *, dora: bool, wide: bool) -> tuple[nn.Module, 
 
 
 def variants(problem: Problem, every: bool, backward: bool) -> Iterator[Variant]:
+    """Yields the variants, those of `every` included or not."""
     i, s = problem.inputs, problem.scale
-    cuda = problem.device == "cuda"
     inputs = [(x.clone().requires_grad_(backward), dy) for x, dy in rotate([i.x, i.dy])]
-    adapter = [i.lora_a, i.lora_b, i.magnitude]
-    adapter = [t.clone().requires_grad_(backward) for t in adapter]
+    adapter = [t.clone().requires_grad_(backward) for t in (i.lora_a, i.lora_b, i.magnitude)]
+    a, b, m = adapter
     norm = ops.factored_norm(i.weight, i.lora_a, i.lora_b, s)
 
-    def ours(**given: Any) -> Apply:
-        a, b, m = adapter
-        return lambda x: ops.dora_linear(x, i.weight, a, b, m, s, **given)
+    def ours(x: Tensor, norm: Tensor | None = None) -> Tensor:
+        return ops.dora_linear(x, i.weight, a, b, m, s, norm=norm)
 
     def variant(
         name: str,
@@ -74,18 +75,14 @@ def variants(problem: Problem, every: bool, backward: bool) -> Iterator[Variant]
         *,
         exact: bool = False,
         cached: bool = False,
-        norm_done: bool = False,
-        unless: str | None = None,
     ) -> Variant:
         return Variant(
             "torch",
             name,
             _step(apply, parameters, backward),
             inputs,
-            lambda found: found,
             exact=exact,
-            unless=unless,
-            flops=problem.flops(method, backward, method == "DoRA" and not norm_done),
+            flops=problem.flops(method, backward, method == "DoRA" and not cached),
             expected=problem.expected(method, backward),
             cached=cached,
         )
@@ -96,49 +93,32 @@ def variants(problem: Problem, every: bool, backward: bool) -> Iterator[Variant]
         with torch.autocast(problem.device, dtype=torch.bfloat16):
             return wide_dora(x)
 
+    kept = functools.partial(ours, norm=norm)
     yield variant("PEFT DoRA, defaults", "DoRA", defaults, wide_parameters)
-    yield variant("torch_dora", "DoRA", ours(), adapter, exact=True)
-    kept = ours(norm=norm)
-    yield variant(
-        "torch_dora, norm kept", "DoRA", kept, adapter, exact=True, cached=True, norm_done=True
-    )
+    yield variant("torch_dora", "DoRA", ours, adapter, exact=True)
+    yield variant("torch_dora, norm kept", "DoRA", kept, adapter, exact=True, cached=True)
     peft_lora, lora_parameters = peft_layer(problem, dora=False, wide=False)
     yield variant("PEFT LoRA, bf16", "LoRA", peft_lora, lora_parameters)
     if not every:
         return
 
     peft_dora, parameters = peft_layer(problem, dora=True, wide=False)
-    no_compiler = None if cuda else "torch.compile is measured on a GPU"
     yield variant("base", "base", lambda x: F.linear(x, i.weight), ())
     yield variant("PEFT DoRA, bf16", "DoRA", peft_dora, parameters)
-    compiled = torch.compile(peft_dora) if cuda else peft_dora
-    yield variant("PEFT DoRA, bf16, compiled", "DoRA", compiled, parameters, unless=no_compiler)
-    compiled_lora = torch.compile(peft_lora) if cuda else peft_lora
-    yield variant(
-        "PEFT LoRA, bf16, compiled", "LoRA", compiled_lora, lora_parameters, unless=no_compiler
-    )
+    if problem.device == "cuda":
+        compiled, compiled_lora = torch.compile(peft_dora), torch.compile(peft_lora)
+        yield variant("PEFT DoRA, bf16, compiled", "DoRA", compiled, parameters)
+        yield variant("PEFT LoRA, bf16, compiled", "LoRA", compiled_lora, lora_parameters)
     if not backward:
         caching, cached_parameters = peft_layer(problem, dora=True, wide=False)
         caching.eval()
 
         def with_cache(x: Tensor) -> Tensor:
-            with _dora_caching():
+            with DoraCaching():
                 return caching(x)
 
-        yield variant(
-            "PEFT DoRA, bf16, its cache",
-            "DoRA",
-            with_cache,
-            cached_parameters,
-            cached=True,
-            norm_done=True,
-        )
-
-
-@contextlib.contextmanager
-def _dora_caching() -> Iterator[None]:
-    with DoraCaching():
-        yield
+        name = "PEFT DoRA, bf16, its cache"
+        yield variant(name, "DoRA", with_cache, cached_parameters, cached=True)
 
 
 def _step(apply: Apply, parameters: Sequence[Tensor], backward: bool) -> Callable:

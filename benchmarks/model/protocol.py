@@ -7,15 +7,18 @@ from typing import Literal
 
 from benchmarks.work import Framework
 
-Task = Literal["inference", "gradient", "accumulation"]
+Task = Literal["inference", "gradient", "step", "accumulation"]
 Method = Literal["base", "LoRA", "DoRA"]
 
 
 def group(task: Task) -> str:
-    """What a report calls the measurements of a task."""
+    """Returns what a report calls the measurements of a task."""
     return f"model {task}"
 
 
+# Two layers and the head, forward and backward, in bf16 where the reference has fp32: some twenty
+# roundings of 2⁻⁸ in a chain, which add up like a root.
+SAME_MODEL = 2.0**-5
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -66,7 +69,7 @@ class Protocol:
         return {"layers": self.layers, "tokens": self.tokens, "rank": self.rank}
 
     def projections(self) -> dict[str, tuple[int, int]]:
-        """in, out of the seven projections of a layer."""
+        """Returns in, out of the seven projections of a layer."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return {
             "q_proj": (self.hidden, q),
@@ -78,98 +81,87 @@ class Protocol:
             "down_proj": (self.intermediate, self.hidden),
         }
 
-    def flops(self, task: Task, method: Method) -> int:
-        """Of the matrix products that checkpointing asks for, without the norm's.
-
-        A forward pass has each product once. A gradient computes the layers' forward pass twice;
-        a frozen product has one in the backward pass, an adapter's two, and flash attention's two
-        have five.
-        """
-        sizes = self.projections().values()
-        frozen = sum(n_in * n_out for n_in, n_out in sizes)
-        adapters = 0 if method == "base" else sum(self.rank * (a + b) for a, b in sizes)
-        # Causal: half of the tokens, on average, for each of the two products.
-        attention = self.heads * self.head_dim * self.tokens
-        head = self.hidden * self.vocabulary * self.last
-        if task == "inference":
-            return 2 * (self.layers * self.tokens * (frozen + adapters + attention) + head)
-        per_token = 3 * frozen + 4 * adapters + (2 + 2.5) * attention
-        micro_step = int(2 * (self.layers * self.tokens * per_token + 2 * head))
-        return micro_step * (self.micro_steps if task == "accumulation" else 1)
-
-    def bytes(self, method: Method) -> int:
-        """Of the bf16 weights, each read once: the least that inference moves."""
-        sizes = self.projections().values()
-        layer = sum(n_in * n_out for n_in, n_out in sizes)
-        if method != "base":
-            layer += sum(self.rank * (a + b) for a, b in sizes)
-        return 2 * (self.layers * layer + self.hidden * self.vocabulary)
-
 
 @dataclass(frozen=True)
-class Variant:
-    """One way to run the model.
+class Kind:
+    """One way to run the model, which is measured in a process of its own.
 
     Attributes:
-      kind: which implementation; see `benchmarks.model.jax_model` and `torch_model`.
+      name: of its variant in a report.
       tasks: what it is measured at.
       triton: whether XLA may choose Triton matrix products.
-      cached: the norm, or its parts, outlive a step's pass.
-      baseline: see `benchmarks.report.Measurement`.
+      implementation: of jax_dora's or torch_dora's operators.
+      keeps_norms: the norms outlive a step's pass; frozen, for inference.
+      keeps_inner: so does inner of the last projection, from forward to backward pass.
+      remat_keeps_norms: rematerialisation does not compute the norm twice.
+      fused_swiglu: `jax_dora.swiglu`, or `silu(gate(x)) * up(x)`.
+      peft: which way of PEFT's: "wide" adapters, "narrow" ones, "compiled", "cached"; or "".
     """
 
     framework: Framework
     name: str
     method: Method
-    kind: str
     tasks: tuple[Task, ...]
     triton: bool = False
-    cached: bool = False
+    implementation: str | None = None
+    keeps_norms: bool = False
+    keeps_inner: bool = False
+    remat_keeps_norms: bool = True
+    fused_swiglu: bool = True
+    peft: str = ""
     baseline: str = ""
 
     @property
     def label(self) -> str:
         return f"{self.framework} {self.name}"
 
+    @property
+    def cached(self) -> bool:
+        return self.keeps_norms or self.peft == "cached"
+
 
 BEST_LORA = "the best jax LoRA"
 PEFT = "torch PEFT DoRA, defaults"
 ALL: tuple[Task, ...] = ("inference", "gradient", "accumulation")
 BOTH: tuple[Task, ...] = ("inference", "gradient")
+TRAINING: tuple[Task, ...] = ("gradient", "accumulation")
 
-# In order of interest: those at the end are left out first when time runs short. Those that differ
-# only in `triton` follow each other.
-VARIANTS = (
-    Variant("jax", "LoRA (no Triton)", "LoRA", "lora", ALL, baseline=BEST_LORA),
-    Variant("jax", "DoRA (no Triton)", "DoRA", "dora", ALL),
-    Variant("jax", "DoRA, norm kept (no Triton)", "DoRA", "dora, norm kept", ALL, cached=True),
-    Variant(
-        "jax",
-        "DoRA, norm and half of inner kept (no Triton)",
-        "DoRA",
-        "dora, norm and half of inner kept",
-        ("gradient", "accumulation"),
-        cached=True,
+# In order of interest: those at the end are left out first when time runs short.
+KINDS = (
+    Kind("jax", "LoRA (no Triton)", "LoRA", (*ALL, "step"), baseline=BEST_LORA),
+    Kind("jax", "DoRA (no Triton)", "DoRA", (*ALL, "step")),
+    Kind("jax", "DoRA, norm kept (no Triton)", "DoRA", ALL, keeps_norms=True),
+    Kind(
+        *("jax", "DoRA, norm and inner kept (no Triton)", "DoRA", TRAINING),
+        keeps_norms=True,
+        keeps_inner=True,
     ),
-    Variant(
-        "jax",
-        "DoRA, norm and inner kept (no Triton)",
-        "DoRA",
-        "dora, norm and inner kept",
-        ("gradient", "accumulation"),
-        cached=True,
+    Kind(
+        *("jax", "DoRA, plain SwiGLU (no Triton)", "DoRA"),
+        tasks=("gradient", "step"),
+        fused_swiglu=False,
     ),
-    Variant("torch", "PEFT DoRA, defaults", "DoRA", "peft, wide", BOTH, baseline=PEFT),
-    Variant("jax", "XLA DoRA (no Triton)", "DoRA", "xla", BOTH),
-    Variant("torch", "torch_dora", "DoRA", "torch_dora", BOTH),
-    Variant("torch", "PEFT DoRA, bf16", "DoRA", "peft", BOTH),
-    Variant("torch", "PEFT LoRA, bf16", "LoRA", "peft lora", BOTH),
-    Variant("jax", "LoRA", "LoRA", "lora", BOTH, triton=True, baseline=BEST_LORA),
-    Variant("jax", "DoRA", "DoRA", "dora", BOTH, triton=True),
-    Variant("jax", "base (no Triton)", "base", "base", ("inference",)),
-    Variant("jax", "XLA DoRA, norm twice (no Triton)", "DoRA", "xla, norm twice", ("gradient",)),
-    Variant("torch", "torch_dora, norm kept", "DoRA", "torch_dora, norm kept", BOTH, cached=True),
-    Variant("torch", "PEFT DoRA, bf16, compiled", "DoRA", "peft, compiled", BOTH),
-    Variant("torch", "PEFT DoRA, its cache", "DoRA", "peft, cached", ("inference",), cached=True),
-    Variant("torch", "base", "base", "base", ("inference",)),
+    Kind("torch", "PEFT DoRA, defaults", "DoRA", BOTH, peft="wide", baseline=PEFT),
+    Kind("jax", "XLA DoRA (no Triton)", "DoRA", BOTH, implementation="xla"),
+    Kind("torch", "torch_dora", "DoRA", BOTH),
+    Kind("torch", "PEFT DoRA, bf16", "DoRA", BOTH, peft="narrow"),
+    Kind("torch", "PEFT LoRA, bf16", "LoRA", BOTH, peft="narrow"),
+    Kind("jax", "LoRA", "LoRA", BOTH, triton=True, baseline=BEST_LORA),
+    Kind("jax", "DoRA", "DoRA", BOTH, triton=True),
+    Kind("jax", "base (no Triton)", "base", ("inference",)),
+    Kind(
+        *("jax", "XLA DoRA, norm twice (no Triton)", "DoRA"),
+        tasks=("gradient",),
+        implementation="xla",
+        remat_keeps_norms=False,
+    ),
+    Kind("torch", "torch_dora, norm kept", "DoRA", BOTH, keeps_norms=True),
+    Kind("torch", "PEFT DoRA, bf16, compiled", "DoRA", BOTH, peft="compiled"),
+    Kind("torch", "PEFT DoRA, its cache", "DoRA", ("inference",), peft="cached"),
+    Kind("torch", "base", "base", ("inference",)),
+)
+# What `--against` compares: (label, tasks).
+COMPARED: tuple[tuple[str, tuple[Task, ...]], ...] = (
+    ("jax DoRA, norm kept (no Triton)", BOTH),
+    ("jax DoRA, plain SwiGLU (no Triton)", ("step",)),
 )

@@ -17,15 +17,13 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 import torch_dora
 from benchmarks.check import Check, judge
-from benchmarks.model.protocol import PROJECTIONS, Protocol, Variant
-from benchmarks.model.worker import Built, Side
-from benchmarks.work import Expectation
-from torch_dora.ops import dora_linear
+from benchmarks.model.protocol import PROJECTIONS, SAME_MODEL, Kind, Protocol, Task
+from benchmarks.work import Expectation, Variant
+from torch_dora import ops
 
 # As in `benchmarks.model.jax_model`, whose reasons hold here too.
 LORA_B_DEVIATION = 0.0035
 MAGNITUDE_DEVIATION = 0.05
-SAME_MODEL = 2.0**-5
 EPS = 1e-6
 
 
@@ -35,12 +33,11 @@ class NormKept(torch_dora.DoRALinear):
     kept: Tensor | None = None
 
     def take_norm(self) -> None:
-        self.kept = self.norm()
+        self.kept = ops.factored_norm(self.weight, self.lora_a, self.lora_b, self.scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        return dora_linear(
-            x, self.weight, self.lora_a, self.lora_b, self.magnitude, self.scale, norm=self.kept
-        )
+        operands = (x, self.weight, self.lora_a, self.lora_b, self.magnitude, self.scale)
+        return ops.dora_linear(*operands, norm=self.kept)
 
 
 class Dense(nn.Module):
@@ -89,11 +86,35 @@ class Adapter:
         return found if self.magnitude is None else found | {"d_magnitude": self.magnitude}
 
 
-def side(variant: Variant, protocol: Protocol, device: str) -> Side:
-    return Side(
-        functools.partial(_check, variant, protocol, device),
-        _tasks(variant, protocol, device),
-    )
+def variants(kind: Kind, protocol: Protocol, device: str) -> Iterator[tuple[Task, Variant]]:
+    """Yields each task of `kind`, the model built when the first is asked for."""
+    check = functools.cache(functools.partial(_check, kind, protocol, device))
+    check()
+    model = _build(kind, protocol, protocol.layers, device)
+    tokens = _tokens(protocol, device)
+    surroundings = _surroundings(kind, device)
+
+    def inference() -> Tensor:
+        with torch.no_grad(), surroundings():
+            return _logits(model, protocol.last, tokens[0])
+
+    def gradient() -> Tensor:
+        model.zero_grad(set_to_none=True)
+        with surroundings():
+            return _gradient(model, protocol.last, tokens[0])
+
+    steps = {"inference": inference, "gradient": gradient}
+    for task in kind.tasks:
+        model.train(task != "inference")
+        yield (
+            task,
+            Variant(
+                *("torch", kind.name, steps[task], [()]),
+                check=check,
+                cached=kind.cached,
+                whole=True,
+            ),
+        )
 
 
 def _base(protocol: Protocol, layers: int, device: str, dtype: torch.dtype) -> Any:
@@ -116,41 +137,38 @@ def _base(protocol: Protocol, layers: int, device: str, dtype: torch.dtype) -> A
     return model.requires_grad_(False)
 
 
-def _build(variant: Variant, protocol: Protocol, layers: int, device: str) -> Any:
+def _build(kind: Kind, protocol: Protocol, layers: int, device: str) -> Any:
     """The adapted model in training mode, checkpointing on, its adapters as after some training."""
     model = _base(protocol, layers, device, torch.bfloat16)
     # transformers is about to rename it.
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable()
     with torch.device(device):
-        if variant.kind.startswith("peft"):
+        if kind.peft:
             config = LoraConfig(
                 r=protocol.rank,
                 lora_alpha=protocol.alpha,
                 use_rslora=True,
-                use_dora=variant.method == "DoRA",
+                use_dora=kind.method == "DoRA",
                 target_modules=list(PROJECTIONS),
             )
-            wide = variant.kind == "peft, wide"
-            get_peft_model(model, config, autocast_adapter_dtype=wide)
-        elif variant.kind.startswith("torch_dora"):
-            _adapt(model, NormKept if "kept" in variant.kind else torch_dora.DoRALinear, protocol)
-        elif variant.kind != "base":
-            raise ValueError(f"kind is {variant.kind!r}, no kind of model in torch")
+            get_peft_model(model, config, autocast_adapter_dtype=kind.peft == "wide")
+        elif kind.method == "DoRA":
+            _adapt(model, NormKept if kind.keeps_norms else torch_dora.DoRALinear, protocol)
     _stray(model)
     for module in model.modules():
         if isinstance(module, NormKept):
             module.take_norm()
-    if variant.kind == "peft, compiled" and device == "cuda":
+    if kind.peft == "compiled" and device == "cuda":
         # Layer by layer: all layers share one compiled program.
         for layer in model.model.layers:
             layer.compile()
     return model.train()
 
 
-def _adapt(model: nn.Module, kind: type[torch_dora.DoRALinear], protocol: Protocol) -> None:
+def _adapt(model: nn.Module, layer: type[torch_dora.DoRALinear], protocol: Protocol) -> None:
     for path, linear in _projections(model).items():
-        adapted = kind.from_linear(
+        adapted = layer.from_linear(
             linear,
             rank=protocol.rank,
             alpha=protocol.alpha,
@@ -197,65 +215,19 @@ def _gradient(model: nn.Module, last: int, tokens: Tensor) -> Tensor:
     return loss.detach()
 
 
-def _surroundings(variant: Variant, device: str) -> Callable[[], contextlib.AbstractContextManager]:
+def _surroundings(kind: Kind, device: str) -> Callable[[], contextlib.AbstractContextManager]:
     """What the variant's steps run in."""
-    if variant.kind == "peft, wide":
+    if kind.peft == "wide":
         return functools.partial(torch.autocast, device, dtype=torch.bfloat16)
-    if variant.kind == "peft, cached":
-        return _dora_caching
+    if kind.peft == "cached":
+        return DoraCaching
     return contextlib.nullcontext
 
 
-@contextlib.contextmanager
-def _dora_caching() -> Iterator[None]:
-    with DoraCaching():
-        yield
-
-
-def _tasks(variant: Variant, protocol: Protocol, device: str) -> Iterator[Built]:
-    model = _build(variant, protocol, protocol.layers, device)
-    tokens = _tokens(protocol, device)
-    surroundings = _surroundings(variant, device)
-
-    def inference() -> Tensor:
-        with torch.no_grad(), surroundings():
-            return _logits(model, protocol.last, tokens[0])
-
-    def gradient() -> Tensor:
-        model.zero_grad(set_to_none=True)
-        with surroundings():
-            return _gradient(model, protocol.last, tokens[0])
-
-    def accumulation() -> Tensor:
-        model.zero_grad(set_to_none=True)
-        for module in model.modules():
-            if isinstance(module, NormKept):
-                module.take_norm()
-        with surroundings():
-            return torch.stack([_gradient(model, protocol.last, t) for t in tokens])
-
-    steps = {"inference": inference, "gradient": gradient, "accumulation": accumulation}
-    for task in variant.tasks:
-        model.train(task != "inference")
-        step = steps[task]
-        yield Built(task, step, functools.partial(_peak_bytes, step, device))
-
-
-def _peak_bytes(step: Callable[[], Any], device: str) -> int | None:
-    """Of one more step, when nothing is compiled or tuned any more."""
-    if device != "cuda":
-        return None
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated()
-
-
-def _check(variant: Variant, protocol: Protocol, device: str) -> Check:
+def _check(kind: Kind, protocol: Protocol, device: str) -> Check:
     """Logits and adapters' gradients of the first layers against fp32, DoRA's weights formed."""
     tokens = _tokens(protocol, device)[0]
-    model = _build(variant, protocol, protocol.checked_layers, device)
+    model = _build(kind, protocol, protocol.checked_layers, device)
     reference = _base(protocol, protocol.checked_layers, device, torch.float32)
     found_projections = _projections(model)
     for path in _projections(reference):
@@ -267,17 +239,17 @@ def _check(variant: Variant, protocol: Protocol, device: str) -> Check:
         for name, value in model.state_dict().items()
         if name in reference.state_dict() and not any(p in name for p in PROJECTIONS)
     }
-    if variant.method == "base":
+    if kind.method == "base":
         frozen = {name: value.float() for name, value in model.state_dict().items()}
-    reference.load_state_dict(frozen, strict=variant.method == "base")
+    reference.load_state_dict(frozen, strict=kind.method == "base")
     reference.train()
 
     results = []
     for one, around in (
-        (model, _surroundings(variant, device)),
+        (model, _surroundings(kind, device)),
         (reference, contextlib.nullcontext),
     ):
-        if variant.method == "base" or variant.tasks == ("inference",):
+        if kind.method == "base" or kind.tasks == ("inference",):
             with torch.no_grad(), around():
                 results.append({"logits": _logits(one.eval(), protocol.last, tokens).flatten()})
             continue

@@ -3,68 +3,45 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 import torch
 
-from benchmarks.ops.inputs import mosaic_refuses, rotate, to_jax, to_torch, tuned
+from benchmarks.arrays import interpreted, pullback, raising, rotate, to_jax, to_torch
 from benchmarks.work import Expectation, Variant, Work
-from jax_dora.ops import device as jax_device
-from jax_dora.ops.compose import Plan, define
-from jax_dora.ops.compose import backward as jax_backward
-from jax_dora.ops.mosaic import compose as mosaic_forward
-from jax_dora.ops.mosaic import compose_backward as mosaic_backward
-from jax_dora.ops.mosaic import rowwise
-from jax_dora.ops.mosaic.rowwise import RowwiseConfig
+from jax_dora import ops as jax_ops
 from parity import oracle, tolerances
 from parity.cases import PAPER_ACTIVATIONS, Case, ComposeInputs, compose_inputs
-from torch_dora.ops import dispatch as torch_dispatch
-from torch_dora.ops.compose import backward as torch_backward
-from torch_dora.ops.compose import forward as torch_forward
+from torch_dora import ops as torch_ops
 
 DTYPE = "bfloat16"
 ITEM = 2
 QUICK_SHAPES = ((3, 64),)
-XLA = Plan(False, "xla", "xla")
+BASELINES = {"jax xla": "jax xla", "torch eager": "torch eager"}
 
 
 def works(device: str, quick: bool) -> Iterator[Callable[[], Work]]:
     for rows, out in QUICK_SHAPES if quick else PAPER_ACTIVATIONS:
-        inputs = functools.cache(functools.partial(inputs_of, rows, out, device))
+        case = Case("operator", DTYPE, rows=rows, n_out=out)
+        inputs = functools.cache(functools.partial(compose_inputs, case, device))
         yield functools.partial(_copy, rows, out, inputs)
-        for want_inner in (False, True):
-            yield functools.partial(forward, rows, out, device, inputs, want_inner)
-        for want_lora in (True, False):
-            yield functools.partial(backward, rows, out, device, inputs, want_lora)
-
-
-def triton_refuses(device: str) -> str | None:
-    """Why no Triton kernel runs on this device, or None."""
-    call = torch_dispatch.Call(1, 8, 0, (torch.bfloat16,), device, False)
-    return torch_dispatch.triton_refuses(call)
-
-
-def triton_is_exact(device: str) -> bool:
-    """Triton's interpreter, which runs on a CPU, truncates to bf16 instead of rounding."""
-    return device == "cuda"
-
-
-def inputs_of(rows: int, out: int, device: str) -> ComposeInputs:
-    return compose_inputs(Case("operator", DTYPE, rows=rows, n_out=out), device)
+        for keeps_inner in (False, True):
+            yield functools.partial(forward, case, device, inputs, keeps_inner)
+        for with_lora in (True, False):
+            yield functools.partial(backward, case, device, inputs, with_lora)
 
 
 def _copy(rows: int, out: int, inputs: Callable[[], ComposeInputs]) -> Work:
     base = inputs().base
     sets = rotate([base])
-    expected = {"y": Expectation(-base.double(), torch.ones_like(base).double())}
     return Work(
         "copy",
         {"rows": rows, "out": out},
         2 * rows * out * ITEM,
         0,
-        expected,
+        {"y": Expectation(-base.double(), torch.ones_like(base).double())},
         [
             Variant("jax", "xla", jnp.negative, to_jax(sets), lambda y: {"y": to_torch(y)}),
             Variant("torch", "eager", torch.neg, sets, lambda y: {"y": y}),
@@ -73,166 +50,95 @@ def _copy(rows: int, out: int, inputs: Callable[[], ComposeInputs]) -> Work:
 
 
 def forward(
-    rows: int,
-    out: int,
-    device: str,
-    inputs: Callable[[], ComposeInputs],
-    want_inner: bool,
-    configs: Sequence[RowwiseConfig] = (),
+    case: Case, device: str, inputs: Callable[[], ComposeInputs], keeps_inner: bool
 ) -> Work:
-    drawn = inputs()
-    s = Case("operator", DTYPE, n_out=out).scale
+    """y; in training, `keeps_inner`, it also writes what the magnitude's gradient reads."""
+    drawn, s = inputs(), case.scale
     operands = (drawn.base, drawn.lora, drawn.g)
-    expected = {
-        "y": Expectation(oracle.compose(*operands, s), tolerances.compose(*operands, s, DTYPE))
-    }
-    if want_inner:
-        # inner is y at g = 1.
-        at_one = (drawn.base, drawn.lora, torch.ones_like(drawn.g))
-        expected["inner"] = Expectation(
-            oracle.compose(*at_one, s), tolerances.compose(*at_one, s, DTYPE)
-        )
+    bound = tolerances.compose(*operands, s, DTYPE)
     sets = rotate(operands)
-    jax_s = jnp.float32(s)
+    jax_sets = to_jax(sets)
 
-    def mosaic(base: jax.Array, lora: jax.Array, g: jax.Array, config=None):
-        return mosaic_forward.compose(
-            base,
-            lora,
-            g,
-            jax_s,
-            delta=False,
-            want_inner=want_inner,
-            sm_count=jax_device.sm_count(),
-            config=config,
-        )
-
-    def xla(base: jax.Array, lora: jax.Array, g: jax.Array):
-        return define(base, lora, g, jax_s, delta=False, want_inner=want_inner)
-
-    def in_torch(implementation: str) -> Callable:
-        @torch.no_grad()
+    def in_jax(name: str) -> Variant:
         def step(base, lora, g):
-            return torch_forward(
-                base,
-                lora,
-                g,
-                None,
-                s,
-                delta=False,
-                want_inner=want_inner,
-                implementation=implementation,
-            )
+            composed = functools.partial(_compose, lora=lora, s=s, name=name)
+            return jax.vjp(composed, base, g) if keeps_inner else (composed(base, g), None)
 
-        return step
+        step = interpreted(step, device)
+        return Variant("jax", name, step, jax_sets, lambda found: {"y": to_torch(found[0])})
+
+    def in_torch(name: str) -> Variant:
+        def step(base, lora, g):
+            base, g = (t.detach().requires_grad_(keeps_inner) for t in (base, g))
+            return torch_ops.compose(base, lora, g, s, implementation=name)
+
+        return _in_torch(name, step, sets, lambda y: {"y": y.detach()}, device)
 
     return Work(
-        "compose+inner" if want_inner else "compose",
-        {"rows": rows, "out": out},
-        (4 if want_inner else 3) * rows * out * ITEM,
+        "compose+inner" if keeps_inner else "compose",
+        {"rows": case.rows, "out": case.n_out},
+        (4 if keeps_inner else 3) * case.rows * case.n_out * ITEM,
         0,
-        expected,
-        _variants(("y", "inner"), xla, mosaic, in_torch, sets, configs, device),
-        {"jax xla": "jax xla", "torch eager": "torch eager"},
+        {"y": Expectation(oracle.compose(*operands, s), bound)},
+        [in_jax("xla"), in_jax("mosaic"), in_torch("eager"), in_torch("triton")],
+        BASELINES,
     )
 
 
-def backward(
-    rows: int,
-    out: int,
-    device: str,
-    inputs: Callable[[], ComposeInputs],
-    want_lora: bool,
-    configs: Sequence[RowwiseConfig] = (),
-) -> Work:
-    drawn = inputs()
-    s = Case("operator", DTYPE, n_out=out).scale
+def backward(case: Case, device: str, inputs: Callable[[], ComposeInputs], with_lora: bool) -> Work:
+    """The gradients, from dy and inner alone."""
+    drawn, s = inputs(), case.scale
     grads = oracle.compose_grads(drawn.dy, drawn.base, drawn.lora, drawn.g, s)
     bounds = tolerances.compose_grads(drawn.dy, drawn.base, drawn.lora, drawn.g, s, DTYPE)
-    names = ("d_base", "d_lora", "d_g") if want_lora else ("d_base", "d_g")
-    expected = {n: Expectation(getattr(grads, n), getattr(bounds, n)) for n in names}
-    inner = (drawn.base.float() + s * drawn.lora.float()).to(drawn.base.dtype)
-    sets = rotate([drawn.dy, inner, drawn.g])
-    jax_s = jnp.float32(s)
+    names = ("d_base", "d_g", "d_lora") if with_lora else ("d_base", "d_g")
+    sets = rotate([drawn.dy, drawn.base, drawn.lora, drawn.g])
 
-    def mosaic(dy: jax.Array, inner: jax.Array, g: jax.Array, config=None):
-        return mosaic_backward.compose_backward(
-            dy,
-            inner,
-            g,
-            jax_s,
-            delta=False,
-            want_base=True,
-            want_lora=want_lora,
-            sm_count=jax_device.sm_count(),
-            config=config,
-        )
+    def in_jax(name: str) -> Variant:
+        def vjp(base, lora, g):
+            if with_lora:
+                return jax.vjp(functools.partial(_compose, s=s, name=name), base, g, lora)
+            return jax.vjp(functools.partial(_compose, lora=lora, s=s, name=name), base, g)
 
-    def xla(dy: jax.Array, inner: jax.Array, g: jax.Array):
-        return tuple(jax_backward(XLA, dy, inner, g, jax_s, want_lora=want_lora))
+        def results(found) -> dict[str, torch.Tensor]:
+            return dict(zip(names, map(to_torch, found), strict=True))
 
-    def in_torch(implementation: str) -> Callable:
-        @torch.no_grad()
-        def step(dy, inner, g):
-            return torch_backward(
-                dy,
-                inner,
-                g,
-                s,
-                delta=False,
-                want_base=True,
-                want_lora=want_lora,
-                implementation=implementation,
-            )
+        step, kept = pullback(vjp, to_jax(sets), device)
+        return Variant("jax", name, step, kept, results)
 
-        return step
+    def in_torch(name: str) -> Variant:
+        def kept(dy, base, lora, g):
+            leaves = [t.clone().requires_grad_() for t in (base, g)]
+            lora = lora.clone().requires_grad_(with_lora)
+            y = torch_ops.compose(leaves[0], lora, leaves[1], s, implementation=name)
+            return y, [*leaves, lora] if with_lora else leaves, dy
+
+        def step(y, leaves, dy):
+            return torch.autograd.grad(y, leaves, dy, retain_graph=True)
+
+        def results(found) -> dict[str, torch.Tensor]:
+            return dict(zip(names, found, strict=True))
+
+        try:
+            return _in_torch(name, step, [kept(*one) for one in sets], results, device)
+        except Exception as error:
+            return Variant("torch", name, raising(error), sets, results)
 
     return Work(
-        "backward" if want_lora else "backward, d_base",
-        {"rows": rows, "out": out},
-        (4 if want_lora else 3) * rows * out * ITEM,
+        "backward" if with_lora else "backward, d_base",
+        {"rows": case.rows, "out": case.n_out},
+        (4 if with_lora else 3) * case.rows * case.n_out * ITEM,
         0,
-        expected,
-        _variants(("d_base", "d_lora", "d_g"), xla, mosaic, in_torch, sets, configs, device),
-        {"jax xla": "jax xla", "torch eager": "torch eager"},
+        {n: Expectation(getattr(grads, n), getattr(bounds, n)) for n in names},
+        [in_jax("xla"), in_jax("mosaic"), in_torch("eager"), in_torch("triton")],
+        BASELINES,
     )
 
 
-def _variants(
-    names: tuple[str, ...],
-    xla: Callable,
-    mosaic: Callable,
-    in_torch: Callable[[str], Callable],
-    sets: list[tuple[torch.Tensor, ...]],
-    configs: Sequence[RowwiseConfig],
-    device: str,
-) -> list[Variant]:
-    """Both frameworks' implementations; a step returns something or None for each of `names`."""
-    jax_sets = to_jax(sets)
-    rows, out = sets[0][0].shape
+def _compose(base, g, lora, s: float, name: str) -> jax.Array:
+    return jax_ops.compose(base, lora, g, s, implementation=name)
 
-    def jax_results(found):
-        return {n: to_torch(a) for n, a in zip(names, found, strict=True) if a is not None}
 
-    def torch_results(found):
-        return {n: t for n, t in zip(names, found, strict=True) if t is not None}
-
-    refusal = mosaic_refuses(device) or rowwise.refuses(rows, out, jnp.bfloat16)
-    return [
-        Variant("jax", "xla", xla, jax_sets, jax_results),
-        *tuned(
-            Variant("jax", "mosaic", mosaic, jax_sets, jax_results, unless=refusal),
-            configs,
-            device,
-        ),
-        Variant("torch", "eager", in_torch("eager"), sets, torch_results),
-        Variant(
-            "torch",
-            "triton",
-            in_torch("triton"),
-            sets,
-            torch_results,
-            exact=triton_is_exact(device),
-            unless=triton_refuses(device),
-        ),
-    ]
+def _in_torch(name: str, step: Callable, sets: list, results: Callable, device: str) -> Variant:
+    # Triton's interpreter, which runs on a CPU, truncates to bf16 instead of rounding.
+    exact = name == "eager" or device == "cuda"
+    return Variant("torch", name, step, sets, results, exact=exact)

@@ -66,10 +66,8 @@ def test_device_time_leaves_out_what_empties_the_cache(
         recorded.launch("compose", 20.0 + next(calls) % 2)
 
     times = clock.time("torch", step, [(0.0,), (2.0,)], Effort(0.0, least=6, most=6))
-    assert times.total.samples == 6
-    assert 30 <= times.total.p10 <= times.total.median <= times.total.p90 <= 33
-    assert [name for name, _ in times.kernels] == ["sum", "compose"]
-    assert times.kernels[0][1] == pytest.approx(11.0)
+    assert times.samples == 6
+    assert 30 <= times.p10 <= times.median <= times.p90 <= 33
 
 
 def test_device_time_refuses_steps_that_differ_in_kernels(
@@ -104,9 +102,7 @@ def test_device_time_of_kernels_that_another_thread_launches(
 
     recorded._cupti_get_timings = timings  # pyright: ignore[reportAttributeAccessIssue]
     times = clock.time("torch", step, [()], Effort(0.0, least=5, most=5))
-    assert (times.total.p10, times.total.p90) == (pytest.approx(33.0), pytest.approx(34.0))
-    assert [name for name, _ in times.kernels] == ["forward", "backward", "backward"]
-    assert times.kernels[2][1] == pytest.approx(3.0)
+    assert (times.p10, times.p90) == (pytest.approx(33.0), pytest.approx(34.0))
 
 
 def test_device_time_refuses_kernels_out_of_place(

@@ -62,14 +62,14 @@ class Problem:
         return self.case.scale
 
     def bytes(self, backward: bool) -> int:
-        """Each operand read once, each result written once."""
+        """Returns the bytes of each operand read once and each result written once."""
         activations = self.rows * (self.n_in + self.n_out)
         adapters = self.rank * (self.n_in + self.n_out)
         forward = activations + self.n_in * self.n_out + adapters
         return ITEM * (3 * forward - self.n_in * self.n_out if backward else forward)
 
     def flops(self, method: Method, backward: bool, with_norm: bool = False) -> int:
-        """Of the matrix products; the frozen weight has no gradient."""
+        """Returns the FLOPs of the matrix products; the frozen weight has no gradient."""
         base = 2 * self.rows * self.n_in * self.n_out
         adapters = 2 * self.rows * self.rank * (self.n_in + self.n_out)
         total = base * (2 if backward else 1)

@@ -1,0 +1,318 @@
+"""Makes the measured parts of the documentation from the committed results: no number is typed.
+
+    python tools/measured.py            write README's part, docs/measured.md, docs/figures/*.svg
+    python tools/measured.py --check    exit 1 if README's part is not what that would write
+
+mkdocs runs it before it builds the site; only README's part is committed.
+"""
+
+# ruff: noqa: E402
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+
+from benchmarks import results
+from benchmarks.report import Measurement, Report
+
+BENCHMARKS = "benchmarks/results/h200"
+PARITY = "parity/reports/cuda"
+BEGIN = "<!-- measured: begin (tools/measured.py) -->"
+END = "<!-- measured: end -->"
+# Below this many elements an activation fits a cache or takes less time than a launch.
+LARGE_ACTIVATION = 4096 * 4096
+BEST_LORA = "the best jax LoRA"
+WAYS = {
+    "DoRA (no Triton)": "norm in every call",
+    "DoRA, norm kept (no Triton)": "norm kept",
+    "DoRA, norm and inner kept (no Triton)": "norm and inner kept",
+}
+# arXiv 2603.22276, its H200: geometric means over shapes, and how far g strays from 1.
+PAPER_COMPOSE = {"compose": 2.00, "backward": 1.08}
+NEAR_UNITY = 0.0015
+# Legible on a light and on a dark page.
+INK = "#808080"
+STYLE: dict[Any, Any] = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "font.size": 8,
+    "legend.frameon": False,
+    "savefig.transparent": True,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "figures",  # the same file from the same measurements
+    **dict.fromkeys(
+        ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK
+    ),
+}
+
+
+def reports(root: Path) -> dict[str, Report]:
+    """Returns the benchmarks by their path under `root`."""
+    paths = sorted((root / BENCHMARKS).glob("*.jsonl"))
+    kinds = {path: results.read(path)[0]["kind"] for path in paths}
+    return {
+        path.relative_to(root).as_posix(): Report.read(path)
+        for path, kind in kinds.items()
+        if kind == "benchmark"
+    }
+
+
+def headline(root: Path) -> str:
+    """Returns README's part: what agrees, and DoRA in JAX beside the best LoRA in JAX."""
+    agreement = []
+    for path in sorted((root / PARITY).glob("*.jsonl")):
+        header, rows = results.read(path)
+        judged = [row["ok"] for row in rows if row.get("ok") is not None]
+        good = sum(all(ok) if isinstance(ok, list) else ok for ok in judged)
+        link = f"[`{path.name}`]({path.relative_to(root).as_posix()})"
+        agreement.append(
+            (header["level"], header["environment"]["card"], f"{good} of {len(judged)}", link)
+        )
+    speed: dict[str, dict[str, list[float]]] = {}
+    sources: dict[str, list[str]] = {}
+    for name, report in reports(root).items():
+        for m in report.measurements:
+            ratio = report.ratio(m, "device", BEST_LORA)
+            if (
+                m.variant not in WAYS
+                or m.framework != "jax"
+                or m.shape.get("rank") != 384
+                or not ratio
+            ):
+                continue
+            speed.setdefault(m.name, {}).setdefault(WAYS[m.variant], []).append(ratio)
+            link = f"[`{Path(name).name}`]({name})"
+            if link not in sources.setdefault(m.name, []):
+                sources[m.name].append(link)
+    rows = (
+        (work, *(_range(found.get(way, [])) for way in WAYS.values()), ", ".join(sources[work]))
+        for work, found in speed.items()
+    )
+    parts = [
+        _table(("comparison", "card", "within tolerance", "from"), agreement),
+        "Device time of DoRA over that of the best plain LoRA that XLA gives in the same run; of "
+        "several runs, the least and the most:",
+        _table(("work", *WAYS.values(), "from"), rows),
+        "More in [`docs/performance.md`](docs/performance.md).",
+    ]
+    return "\n\n".join(parts[0 if agreement else 1 :])
+
+
+def _range(ratios: Sequence[float]) -> str:
+    ends = [f"{end:.2f}×" for end in sorted({min(ratios), max(ratios)})] if ratios else ["–"]
+    return " to ".join(dict.fromkeys(ends))
+
+
+def measured(root: Path) -> str:
+    """Returns the page of everything that was measured."""
+    parts = [
+        "# Measured",
+        "Medians of device time. The floor is the time of the bytes at the copy rate of the same "
+        "run, or of the products at its bf16 rate, whichever is longer; shapes of at least "
+        "4096 × 4096 elements.",
+    ]
+    for name, report in reports(root).items():
+        environment = report.environment
+        versions = ", ".join(f"{key} {environment[key]}" for key in ("jax", "torch", "triton"))
+        parts.append(f"## {Path(name).stem}")
+        parts.append(
+            f"`{name}`: {environment['card']}, {versions}, commit {environment['commit']}."
+        )
+        parts.append(_speed(report))
+    drawn = (f"![{title}](figures/{name}.svg)" for name, (title, _) in FIGURES.items())
+    return "\n\n".join([*parts, "## Figures", *drawn]) + "\n"
+
+
+def _speed(report: Report) -> str:
+    groups: dict[tuple[str, str], list[Measurement]] = {}
+    for m in report.measurements:
+        wide = m.shape.get("out", m.shape.get("in", 1))
+        large = m.shape.get("rows", LARGE_ACTIVATION) * wide >= LARGE_ACTIVATION
+        if m.device and large and not m.config:
+            groups.setdefault((m.group, m.label), []).append(m)
+
+    def cells(key: tuple[str, str], group: list[Measurement]) -> Iterator[str]:
+        yield from (*key, str(len(group)))
+        if not all(m.correct for m in group):
+            yield from ("withheld: its check is red", "", "")
+            return
+        largest = max(group, key=lambda m: m.bytes)
+        yield " × ".join(f"{size} {axis}" for axis, size in largest.shape.items())
+        yield f"{largest.time('device'):.1f}"
+        if not (report.ceilings and largest.bytes):
+            yield ""
+            return
+        shares = [m.floor_us(report.ceilings) / (m.time("device") or math.inf) for m in group]
+        yield f"{statistics.geometric_mean(shares):.0%}, worst {min(shares):.0%}"
+
+    header = ("work", "implementation", "shapes", "the largest", "µs there", "of the floor")
+    return _table(header, (cells(key, group) for key, group in groups.items()))
+
+
+def _table(header: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def stability(root: Path) -> Figure:
+    """Draws the error of ΔY in bf16 over |g - 1|, of three ways to compute it, against fp64."""
+    import ml_dtypes
+
+    bf16: Any = ml_dtypes.bfloat16
+    f32 = np.float32
+    rng = np.random.default_rng(0)
+    base, lora = rng.normal(size=4096).astype(bf16), (0.1 * rng.normal(size=4096)).astype(bf16)
+    distances = np.logspace(-5, -1, 33)
+    errors: dict[str, list[float]] = {}
+    for distance in distances:
+        g = f32(1 + distance * rng.uniform(-1, 1, 4096))
+        wide = g.astype(np.float64) - 1
+        exact = wide * base.astype(np.float64) + (1 + wide) * lora.astype(np.float64)
+        narrow: Any = g.astype(bf16)
+        fp32 = (g - f32(1)) * base.astype(f32) + g * lora.astype(f32)
+        found = {
+            "(g-1)∘base + g∘lora in fp32, rounded once (ours)": fp32.astype(bf16),
+            "the same in bf16": (narrow - bf16(1)) * base + narrow * lora,
+            "g∘(base + lora) - base in bf16": narrow * (base + lora) - base,
+        }
+        for name, value in found.items():
+            error = float(np.abs(np.asarray(value, np.float64) - exact).max())
+            errors.setdefault(name, []).append(error)
+    figure, (axes,) = _axes(1)
+    for (name, values), style in zip(errors.items(), ("-", "--", ":"), strict=True):
+        axes.plot(distances, values, style, label=name)
+    axes.axvline(NEAR_UNITY, color=INK, linewidth=0.8, label="trained adapters (the paper)")
+    axes.set(xscale="log", yscale="log", xlabel="largest |g - 1|", ylabel="peak error against fp64")
+    return figure
+
+
+def compose_speedups(root: Path) -> Figure:
+    """Draws fused over plain in the same framework over the paper's shapes."""
+    report = Report.read(root / BENCHMARKS / "ops.jsonl")
+    figure, panels = _axes(2)
+    for axes, (group, paper) in zip(panels, PAPER_COMPOSE.items(), strict=True):
+        times = {
+            (m.shape["rows"] * m.shape["out"], m.label): time
+            for m in report.measurements
+            if m.group == group and (time := m.time("device"))
+        }
+        for fused, plain in (("jax mosaic", "jax xla"), ("torch triton", "torch eager")):
+            sizes = sorted({size for size, label in times if label == fused})
+            ratios = [times[size, plain] / times[size, fused] for size in sizes]
+            mean = statistics.geometric_mean(ratios)
+            axes.plot(sizes, ratios, "o-", markersize=3, label=f"{fused} over {plain}: {mean:.2f}×")
+        axes.axhline(paper, color="tab:red", linestyle="--", label=f"the paper: {paper:.2f}×")
+        axes.set(xscale="log", yscale="log", xlabel="elements", ylabel="speed-up", title=group)
+    return figure
+
+
+def norm_over_rank(root: Path) -> Figure:
+    """Draws time and temporary memory of the norm of an 8192 × 8192 kernel."""
+    report = Report.read(root / BENCHMARKS / "ops.jsonl")
+    square = [m for m in report.measurements if m.name.startswith("norm 8192×8192 ") and m.correct]
+    figure, (times, memory) = _axes(2)
+    for label in dict.fromkeys(m.label for m in square):
+        mine = sorted((m for m in square if m.label == label), key=lambda m: m.shape["rank"])
+        ranks = [m.shape["rank"] for m in mine]
+        style = "o-" if label.startswith("jax") else "s--"
+        times.plot(ranks, [m.time("device") for m in mine], style, markersize=3, label=label)
+        memory.plot(ranks, [(m.temp_bytes or 0) / 2**20 for m in mine], style, markersize=3)
+    times.set(xlabel="rank", ylabel="device time, µs", yscale="log")
+    memory.set(xlabel="rank", ylabel="temporary memory, MiB", yscale="symlog")
+    return figure
+
+
+def model_times(root: Path) -> Figure:
+    """Draws milliseconds of a whole model."""
+    report = Report.read(root / BENCHMARKS / "model.jsonl")
+    figure, panels = _axes(2)
+    for axes, group in zip(panels, ("model inference", "model gradient"), strict=True):
+        found = {m.label: m.time("wall") for m in report.measurements if m.group == group}
+        times = {label: time * 1e-3 for label, time in found.items() if time}
+        bars = axes.barh(list(times), list(times.values()), color="tab:blue")
+        axes.bar_label(bars, fmt=" %.0f", color=INK)
+        axes.invert_yaxis()
+        axes.set(xlabel="ms, wall time", title=group)
+    return figure
+
+
+FIGURES: dict[str, tuple[str, Callable[[Path], Figure]]] = {
+    "stability": ("Error near g = 1, in bf16", stability),
+    "compose_speedups": ("Compose, fused over plain", compose_speedups),
+    "norm_over_rank": ("The norm over the rank", norm_over_rank),
+    "model_times": ("A whole model's times", model_times),
+}
+
+
+def _axes(count: int) -> tuple[Figure, list[Any]]:
+    figure = Figure(figsize=(5.5 * count, 4), layout="constrained")
+    return figure, list(figure.subplots(1, count, squeeze=False).flat)
+
+
+def draw(root: Path, folder: Path) -> None:
+    """Writes every figure to `folder`, its legend below."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, (_, make) in FIGURES.items():
+        with mpl.rc_context(STYLE):
+            figure = make(root)
+            for axes in figure.axes:
+                if axes.get_legend_handles_labels()[0]:
+                    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
+            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+
+
+def updated(text: str, body: str) -> str:
+    """Returns `text` with `body` between the markers.
+
+    Raises:
+      ValueError: a marker is missing.
+    """
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"README.md lacks a marker; expected {BEGIN!r} and then {END!r}")
+    return f"{before}{BEGIN}\n\n{body}\n\n{END}{after}"
+
+
+def write(root: Path = ROOT) -> None:
+    """Writes docs/measured.md and the figures."""
+    draw(root, root / "docs/figures")
+    (root / "docs/measured.md").write_text(measured(root))
+
+
+def on_pre_build(config: Any) -> None:
+    """Runs before mkdocs reads the pages: a hook of mkdocs.yml."""
+    write()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if outdated")
+    options = parser.parse_args(arguments)
+    readme = ROOT / "README.md"
+    new = updated(readme.read_text(), headline(ROOT))
+    if options.check:
+        if new == readme.read_text():
+            return 0
+        print("README.md is outdated: run `python tools/measured.py`", file=sys.stderr)
+        return 1
+    readme.write_text(new)
+    write()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
