@@ -10,7 +10,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from dora_common.peft.config import AdapterConfig
-from dora_common.peft.folder import CONFIG, TENSORS, opened, write
+from dora_common.peft.folder import CONFIG, TENSORS, opened
+from dora_common.peft.writing import write
 
 
 def adapter(rank: int) -> tuple[AdapterConfig, dict[str, np.ndarray]]:
