@@ -420,6 +420,54 @@ def test_dtypes_are_kept(dtype: str, tmp_path: Path) -> None:
     assert_same(tensors_of(tmp_path / "ours"), tensors_of(folder))
 
 
+def small(seed: int = 0) -> nnx.Dict:
+    return nnx.Dict(q=jax_dora.DoRALinear(4, 5, rank=2, alpha=4, rngs=nnx.Rngs(seed)))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "float8_e4m3fn"])
+def test_a_dtype_that_would_destroy_the_adapter_is_refused(dtype: str, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=f"dtype is {dtype}; expected float16, bfloat16"):
+        save_adapter(small(), tmp_path / "a", dtype=dtype)
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(np.nan, None), (np.inf, None), (7e4, "float16")])
+def test_what_is_not_finite_is_not_written(value: float, dtype: Any, tmp_path: Path) -> None:
+    model = small()
+    model.q.lora_a[...] = model.q.lora_a[...].at[0, 1].set(value)
+    with pytest.raises(ValueError, match=r"model\.q\.lora_A.weight holds NaN or infinity, in 1 of"):
+        save_adapter(model, tmp_path / "a", dtype=dtype)
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_name_that_matches_nothing_is_refused(tmp_path: Path) -> None:
+    model = nnx.Dict(q=small().q, score=nnx.Linear(5, 3, rngs=nnx.Rngs(0)))
+    for names in ("scor", ["scor"], ["score", "scor"]):
+        with pytest.raises(ValueError, match=r"modules_to_save has 'scor'.* nearest are score"):
+            save_adapter(model, tmp_path / "a", modules_to_save=names)
+    with pytest.raises(ValueError, match=r"trainable_token_indices has 'embed'"):
+        save_adapter(model, tmp_path / "a", trainable_token_indices={"embed": [0]})
+
+    save_adapter(model, tmp_path / "a", modules_to_save="score")
+    whole = [key for key in tensors_of(tmp_path / "a") if "lora" not in key]
+    assert whole == [f"base_model.model.score.{name}" for name in ("bias", "weight")]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_magnitude_keeps_its_values(dtype: str, tmp_path: Path) -> None:
+    model = small()
+    model.q.magnitude[...] = model.q.magnitude[...] * 1.1
+    save_adapter(model, tmp_path / "a", dtype=dtype)
+
+    magnitude = load_adapter(small(1), tmp_path / "a").q.magnitude[...]
+
+    assert magnitude.dtype == jnp.float32
+    np.testing.assert_array_equal(magnitude, model.q.magnitude[...].astype(dtype))
+    rewritten(tmp_path / "a", change=lambda a: np.float64(a) + 1e-12 if a.ndim == 1 else a)
+    with pytest.raises(ValueError, match="is F64, and rounded in a magnitude of float32"):
+        load_adapter(small(1), tmp_path / "a")
+    load_adapter(small(1), tmp_path / "a", adapter_dtype=jnp.float32)
+
+
 def test_rounding_wants_to_be_asked_for(tmp_path: Path) -> None:
     folder, _ = peft_folder(tmp_path, target_modules=["q_proj"])
     low = load_adapter(flax_model(), folder, adapter_dtype=jnp.bfloat16)

@@ -346,3 +346,77 @@ def test_what_the_format_has_once_may_not_differ(tmp_path: Path) -> None:
     model = torch_dora.apply_dora(base(llama), rules)
     with pytest.raises(ValueError, match=r"dropout: .*q_proj has 0\.5, .*o_proj has 0\.0"):
         save_adapter(model, tmp_path / "adapter")
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+        self.attention = nn.MultiheadAttention(4, 2)
+
+
+def small() -> nn.Module:
+    rule = torch_dora.DoRARule("up", rank=2, alpha=2)
+    return torch_dora.apply_dora(base(Attention), rule)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.float8_e4m3fn, "float16"])
+def test_a_dtype_that_would_destroy_the_adapter_is_refused(dtype: Any, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"dtype is .*; expected torch\.float16, bfloat16"):
+        save_adapter(small(), tmp_path / "a", dtype=dtype)
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(torch.nan, None), (torch.inf, None), (7e4, torch.float16)]
+)
+@pytest.mark.parametrize("name", ["lora_a", "lora_b", "magnitude", "bias"])
+def test_what_is_not_finite_is_not_written(
+    name: str, value: float, dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    model = small()
+    key = {"lora_a": "lora_A", "lora_b": "lora_B", "magnitude": "lora_mag"}.get(name, "base_layer")
+    with torch.no_grad():
+        getattr(model.up, name).view(-1)[0] = value
+    if name == "bias" and dtype is not None:
+        save_adapter(model, tmp_path / "a", bias="lora_only", dtype=dtype)
+        return
+    with pytest.raises(ValueError, match=rf"model\.up\.{key}.* holds NaN or infinity, in 1 of"):
+        save_adapter(model, tmp_path / "a", bias="lora_only", dtype=dtype)
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_magnitude_keeps_its_values(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = perturbed(small())
+    save_adapter(model, tmp_path / "a", dtype=dtype)
+    magnitude = load_adapter(base(Attention), tmp_path / "a").up.magnitude
+
+    assert magnitude.dtype == torch.float32
+    assert torch.equal(magnitude, model.up.magnitude.to(dtype).float())
+    rewritten(tmp_path / "a", change=lambda t: t.double() + 1e-12 if t.ndim == 1 else t)
+    with pytest.raises(ValueError, match="is F64, and rounded in the magnitude of up"):
+        load_adapter(base(Attention), tmp_path / "a")
+    load_adapter(base(Attention), tmp_path / "a", adapter_dtype=torch.float32)
+
+
+def test_what_stands_around_a_model_is_refused(tmp_path: Path) -> None:
+    folder, theirs = peft_folder(tmp_path / "a", llama, target_modules=["q_proj"])
+    for model, told in (
+        (theirs, r"PeftModel; expected the model in it: pass model\.unload\(\)"),
+        (torch.compile(base(llama)), r"OptimizedModule; .* pass model\._orig_mod"),
+        (nn.DataParallel(base(llama)), r"DataParallel; .* pass model\.module"),
+        (nn.Sequential(torch.compile(base(llama))), r"model\.0 is a OptimizedModule"),
+    ):
+        with pytest.raises(TypeError, match=told):
+            load_adapter(model, folder)
+        with pytest.raises(TypeError, match=told):
+            save_adapter(model, tmp_path / "b")
+
+
+def test_what_multihead_attention_holds_is_refused_where_it_is_selected(tmp_path: Path) -> None:
+    save_adapter(small(), tmp_path / "a")
+    load_adapter(base(Attention), tmp_path / "a")
+    reconfigured(tmp_path / "a", target_modules="all-linear")
+    with pytest.raises(NotImplementedError, match=r"attention\.out_proj is the out_proj of a Mult"):
+        load_adapter(base(Attention), tmp_path / "a")

@@ -152,7 +152,7 @@ def _make_layers(
     ]
     new = dict(apply_dora(shell, rules).named_modules())
     for name, one in fit.adapters.items():
-        _fill(new[name], source, one)
+        _fill(new[name], source, one, adapter_dtype is None)
     return {module: new[name] for name, module in old.items()}
 
 
@@ -177,17 +177,18 @@ def _dtype(source: Folder, adapter: Adapter) -> torch.dtype:
 
 
 @torch.no_grad()
-def _fill(layer: Any, source: Folder, adapter: Adapter) -> None:
+def _fill(layer: Any, source: Folder, adapter: Adapter, exactly: bool) -> None:
     for name in ("lora_a", "lora_b"):
         parameter = getattr(layer, name)
         parameter.copy_(source.read(adapter.keys[name]).reshape(parameter.shape))
     if key := adapter.keys.get("magnitude"):
         value = source.read(key).reshape(-1)
         layer.magnitude.copy_(value)
-        if value.dtype == torch.float64 and not torch.equal(layer.magnitude.cpu().double(), value):
+        kept = layer.magnitude.cpu().to(value.dtype)
+        if exactly and value.dtype == torch.float64 and not torch.equal(kept, value):
             raise ValueError(
                 f"{source.path}: {key} is F64, and rounded in the magnitude of {adapter.layer.name}"
-                f", which is {layer.magnitude.dtype}; expected F32, or a model of float64"
+                "; pass adapter_dtype=torch.float32 if it may"
             )
     else:
         layer.reset_magnitude()

@@ -3,12 +3,15 @@
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
+from safetensors.numpy import save_file
 
 from dora_common.peft.config import AdapterConfig, patterns_for, targets_for
+from dora_common.peft.folder import CONFIG, TENSORS, opened
 
 MODULES = [
     f"{stem}.{index}.{part}"
@@ -142,6 +145,16 @@ def test_indices_beside_an_expression_are_refused() -> None:
 def test_a_missing_field_is_named(field: str) -> None:
     with pytest.raises(ValueError, match=field):
         AdapterConfig.from_json(described(**{field: None}))
+
+
+@pytest.mark.parametrize("fields", [{}, {"target_modules": None}])
+def test_what_a_configuration_lacks_is_as_in_peft(fields: dict[str, Any], tmp_path) -> None:
+    (tmp_path / CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": 2} | fields))
+    save_file({"x.a.lora_A.weight": np.ones((2, 3), np.float32)}, tmp_path / TENSORS)
+
+    with opened(tmp_path, "np") as source:
+        assert source.config.lora_alpha == LoraConfig().lora_alpha
+        assert source.config.target_modules == ("x.a",)
 
 
 @pytest.mark.parametrize(
