@@ -194,7 +194,7 @@ class AdapterConfig:
             return False
         if self.targets_all_linear:
             return is_linear
-        if isinstance(self.target_modules, str) or name in self.target_modules:
+        if isinstance(self.target_modules, str) or name in (self.target_modules or ()):
             return _matches(self.target_modules, name)
         return _matches(self.target_modules, name) and self._is_in_chosen_block(name)
 

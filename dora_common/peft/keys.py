@@ -32,7 +32,8 @@ _SUFFIXES: dict[Role, tuple[str, str]] = {
     ),
 }
 _NAMED = re.compile(
-    r"\.(?:lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector|trainable_tokens_delta)\.(?!weight$)(?P<name>[^.]+)(?:$|\.)"
+    r"\.(?:lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector|trainable_tokens_delta)"
+    r"\.(?!weight$)(?P<name>[^.]+)(?:$|\.)"
 )
 
 

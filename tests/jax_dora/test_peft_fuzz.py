@@ -89,7 +89,7 @@ def assert_all_is_there(loaded: Model, folder: Path, told: str) -> None:
         layer = getattr(loaded, name)
         root = math.sqrt if config.get("use_rslora") else float
         alphas = config.get("alpha_pattern") or {}
-        expected = alphas.get(name, config["lora_alpha"]) / root(layer.rank)
+        expected = alphas.get(name, config.get("lora_alpha", 8)) / root(layer.rank)
         assert layer.scale == pytest.approx(expected), told
     for key, tensor in load_file(folder / "adapter_model.safetensors").items():
         short = key.removeprefix("base_model.model.").replace(".default", "")

@@ -420,3 +420,25 @@ def test_what_multihead_attention_holds_is_refused_where_it_is_selected(tmp_path
     reconfigured(tmp_path / "a", target_modules="all-linear")
     with pytest.raises(NotImplementedError, match=r"attention\.out_proj is the out_proj of a Mult"):
         load_adapter(base(Attention), tmp_path / "a")
+
+
+def test_several_adapters_are_merged_in_turn_by_peft(tmp_path: Path) -> None:
+    """Each scales what was merged before it, by its norm over the base alone."""
+    folders = [
+        peft_folder(tmp_path / str(seed), Attention, seed=seed, target_modules=["up"])[0]
+        for seed in (1, 2)
+    ]
+    theirs = peft.PeftModel.from_pretrained(base(Attention), folders[0], "0")
+    theirs.load_adapter(folders[1], "1")
+
+    merged = theirs.merge_and_unload(adapter_names=["0", "1"]).up.weight
+
+    expected = base(Attention).up.weight
+    for folder in folders:
+        layer = load_adapter(base(Attention), folder).up
+        g = (layer.magnitude / layer.norm())[:, None]
+        expected = g * (expected + layer.scale * layer.lora_b @ layer.lora_a)
+    assert (merged - expected).abs().max() <= 1e-6
+    one = torch_dora.merge_dora(load_adapter(base(Attention), folders[0])).up.weight
+    theirs = peft.PeftModel.from_pretrained(base(Attention), folders[0])
+    assert (theirs.merge_and_unload().up.weight - one).abs().max() <= 1e-6
