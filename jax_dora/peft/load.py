@@ -207,30 +207,28 @@ def _set_magnitude(
 
 
 def _set_parameters(source: Folder, view: TorchView, fit: Fit) -> None:
-    read: dict[tuple[str, str], dict[TorchParameter, Any]] = {}
+    read: dict[tuple[str, str], list[tuple[TorchParameter, str, Any]]] = {}
     for name, (key, *others) in fit.parameters.items():
         for other in others:
             if source.read(key).tobytes() != source.read(other).tobytes():
                 raise ValueError(f"{source.path}: {key} and {other} differ; expected one {name}")
         one = view.parameters[name]
-        read.setdefault((one.path, one.attribute), {})[one] = (key, slice(None))
+        read.setdefault((one.path, one.attribute), []).append((one, key, None))
     for name, (key, rows) in fit.tokens.items():
         one = view.parameters[name]
-        read.setdefault((one.path, one.attribute), {})[one] = (key, list(rows))
+        read.setdefault((one.path, one.attribute), []).append((one, key, list(rows)))
     for (path, attribute), parts in read.items():
         variable = getattr(view.modules[path], attribute)
         old = variable.get_value()
         value = _zeros(old.shape, old.dtype)
-        wholes = [one for one, (_, rows) in parts.items() if isinstance(rows, slice)]
-        if len(wholes) < math.prod(view.stacks[path]):
+        if sum(rows is None for _, _, rows in parts) < math.prod(view.stacks[path]):
             value[...] = jax.device_get(old)
-        for one, (key, rows) in parts.items():
-            if isinstance(rows, slice):
-                value[one.index] = one.from_torch(source.read(key))
-            else:
-                matrix = np.array(one.to_torch(value[one.index]))
-                matrix[rows] = source.read(key)
-                value[one.index] = one.from_torch(matrix)
+        for one, key, rows in parts:
+            matrix = source.read(key)
+            if rows is not None:
+                matrix, stored = np.array(one.to_torch(value[one.index])), matrix
+                matrix[rows] = stored
+            value[one.index] = one.from_torch(matrix)
         variable.set_value(jax.device_put(value, old.sharding))
 
 

@@ -218,7 +218,9 @@ def _untie(model: nn.Module, name: str) -> None:
         module._parameters = dict(module._parameters)
         parent, _, last = path.rpartition(".")
         setattr(model.get_submodule(parent), last, module)
-    setattr(module, attribute, nn.Parameter(getattr(module, attribute).detach().clone()))
+    old = getattr(module, attribute)
+    new = old.detach().clone()
+    setattr(module, attribute, nn.Parameter(new) if isinstance(old, nn.Parameter) else new)
 
 
 def _replace(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
