@@ -24,6 +24,11 @@ class UntiedEmbed(nnx.Embed):
                 setattr(self, name, value)
         self.head = nnx.Variable(base.embedding.get_value())
 
+    def __call__(self, inputs: jax.Array, *args: Any, **options: Any) -> jax.Array:
+        """As `nnx.Embed`'s; a method of its own, so that `apply_dora` refuses the layer, whose
+        `attend` a `DoRAEmbed` would not have."""
+        return super().__call__(inputs, *args, **options)
+
     def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
         """[..., features] to [..., vocabulary]."""
         query, head = self.promote_dtype((query, self.head[...]), dtype=self.dtype)

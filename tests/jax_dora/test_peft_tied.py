@@ -186,6 +186,8 @@ def test_an_embedding_that_may_be_the_head_is_untied(tmp_path: Path) -> None:
 
     ids = jnp.arange(5)
     np.testing.assert_array_equal(loaded(ids), model(ids))
+    with pytest.raises(TypeError, match="UntiedEmbed"):
+        jax_dora.apply_dora(loaded, jax_dora.DoRARule("embed", rank=2, alpha=2), rngs=nnx.Rngs(0))
     np.testing.assert_allclose(loaded(ids), base.embed.attend(base.q(2 * base.embed(ids))), 1e-5)
 
 
