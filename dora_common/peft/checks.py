@@ -47,6 +47,19 @@ def are_targets(name: str, value: Any) -> None:
         _are_names(name, value)
 
 
+def are_token_indices(name: str, value: Any) -> None:
+    """Indices of tokens, or such by the name of a module."""
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            are_token_indices(f"{name}[{key!r}]", one)
+        return
+    has_type(name, value, tuple, "a list of token indices, or an object of such lists")
+    if not value or not all(_is_integer(one) and one >= 0 for one in value):
+        _refuse(name, value, "one or more indices from 0 on")
+    if len(set(value)) < len(value):
+        _refuse(name, value, "every index once")
+
+
 def are_expressions(name: str, value: Any) -> None:
     _are_names(name, value)
     for one in value:
@@ -79,8 +92,8 @@ def keeps_the_base(init_lora_weights: Any) -> None:
         raise NotImplementedError(
             f"init_lora_weights is {short(init_lora_weights)}; expected one of "
             f"{', '.join(map(repr, _INITIALIZATIONS))}: others change the base weights, which an "
-            "adapter folder does not hold. PEFT's save_pretrained converts such an adapter to a "
-            "plain one"
+            "adapter folder does not hold. PEFT converts such an adapter to a plain one: "
+            "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
         )
 
 

@@ -14,7 +14,8 @@ from typing import Any, Self
 from dora_common.peft import checks
 
 # A file that lacks one of these says too little to compute with.
-_REQUIRED = ("peft_type", "r", "lora_alpha", "target_modules")
+_REQUIRED = ("peft_type", "r")
+_OPTIONAL = ("exclude_modules", "trainable_token_indices", "ensure_weight_tying")
 
 # Beside what changes results: told to people and to PEFT, or how training began or ran.
 _INFORMATIVE = frozenset(
@@ -42,18 +43,23 @@ class AdapterConfig:
       use_rslora: the scale is alpha / sqrt(rank), else alpha / rank, of the layer's own two.
       use_dora: the layers have magnitudes; without, this is a LoRA adapter.
       target_modules: names or ends of names, or one regular expression for whole names, or
-        "all-linear": every linear layer, the output head possibly left out.
+        "all-linear": every linear layer, the output head possibly left out. None in a file means
+        the layers that have tensors in it.
       exclude_modules: names, ends of names, or a regular expression; wins over target_modules.
       layers_to_transform, layers_pattern: only these indices of the block list, and its name.
-      modules_to_save: modules that are stored whole, by the ends of their names.
+      modules_to_save: modules that are stored whole, by the ends of their names; what else their
+        weights are tied to keeps its own.
+      ensure_weight_tying: weights that are tied stay tied, whichever of them is stored.
+      trainable_token_indices: rows of embeddings that are stored, by the ends of the embeddings'
+        names; or only the rows, where one embedding has such.
       bias: "none", "all" or "lora_only": the biases that were trained and are stored.
       lora_dropout, fan_in_fan_out, init_lora_weights: as PEFT's.
       base_model_name_or_path, revision, task_type, auto_mapping: for whoever reads the folder.
     """
 
     r: int
-    lora_alpha: float
-    target_modules: Names | str
+    lora_alpha: float = 8
+    target_modules: Names | str | None = None
     use_dora: bool = False
     use_rslora: bool = False
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
@@ -62,6 +68,8 @@ class AdapterConfig:
     layers_to_transform: tuple[int, ...] | None = None
     layers_pattern: Names | None = None
     modules_to_save: Names | None = None
+    ensure_weight_tying: bool = False
+    trainable_token_indices: Mapping[str, tuple[int, ...]] | tuple[int, ...] | None = None
     fan_in_fan_out: bool = False
     bias: str = "none"
     lora_dropout: float = 0.0
@@ -81,14 +89,16 @@ class AdapterConfig:
         checks.is_alpha("lora_alpha", self.lora_alpha)
         checks.is_pattern("rank_pattern", self.rank_pattern, checks.is_rank)
         checks.is_pattern("alpha_pattern", self.alpha_pattern, checks.is_alpha)
-        for name in ("use_dora", "use_rslora", "fan_in_fan_out"):
+        for name in ("use_dora", "use_rslora", "fan_in_fan_out", "ensure_weight_tying"):
             checks.has_type(name, getattr(self, name), bool, "true or false")
         for name in ("base_model_name_or_path", "revision", "task_type"):
             checks.has_type(name, getattr(self, name), str | None, "a string or null")
         checks.has_type("auto_mapping", self.auto_mapping, Mapping | None, "an object or null")
-        checks.are_targets("target_modules", self.target_modules)
-        if self.exclude_modules is not None:
-            checks.are_targets("exclude_modules", self.exclude_modules)
+        for name in ("target_modules", "exclude_modules"):
+            if getattr(self, name) is not None:
+                checks.are_targets(name, getattr(self, name))
+        if self.trainable_token_indices is not None:
+            checks.are_token_indices("trainable_token_indices", self.trainable_token_indices)
         for name in ("layers_pattern", "modules_to_save"):
             if getattr(self, name) is not None:
                 checks.are_expressions(name, getattr(self, name))
@@ -107,6 +117,7 @@ class AdapterConfig:
         """
         given: dict[str, Any] = _json_object(text)
         missing = [name for name in _REQUIRED if given.get(name) is None]
+        missing += [name for name in ("lora_alpha",) if given.get(name, 8) is None]
         if missing:
             raise ValueError(
                 f"{', '.join(missing)} missing; expected a complete LoRA configuration"
@@ -138,20 +149,27 @@ class AdapterConfig:
             for name, value in given.items()
             if name in own and value is not None
         }
-        for name in ("layers_to_transform", "layers_pattern", "modules_to_save"):
+        lists = ("layers_to_transform", "layers_pattern", "modules_to_save")
+        for name in lists:
             if isinstance(fields.get(name), int | str):
                 fields[name] = (fields[name],)
-        for name in ("exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"):
-            if fields.get(name) in ("", (), ("",)):
+        for name in (*lists, "exclude_modules", "trainable_token_indices"):
+            if fields.get(name) in ("", (), ("",), {}):
                 del fields[name]
+        if isinstance(tokens := fields.get("trainable_token_indices"), Mapping):
+            fields["trainable_token_indices"] = {
+                name: tuple(rows) if isinstance(rows, list) else rows
+                for name, rows in tokens.items()
+            }
         return cls(**fields)
 
     def to_json(self) -> str:
         """As PEFT writes it: two spaces, sorted keys. Fields that old versions lack are written
         only when they are set, for those versions refuse them."""
         value = dataclasses.asdict(self)
-        if self.exclude_modules is None:
-            del value["exclude_modules"]
+        for name in _OPTIONAL:
+            if not value[name]:
+                del value[name]
         value |= {"peft_type": "LORA", "inference_mode": True}
         return json.dumps(value, indent=2, sort_keys=True) + "\n"
 
@@ -176,7 +194,7 @@ class AdapterConfig:
             return False
         if self.targets_all_linear:
             return is_linear
-        if isinstance(self.target_modules, str) or name in self.target_modules:
+        if isinstance(self.target_modules, str) or name in (self.target_modules or ()):
             return _matches(self.target_modules, name)
         return _matches(self.target_modules, name) and self._is_in_chosen_block(name)
 
@@ -186,6 +204,13 @@ class AdapterConfig:
         modules = [".".join(parts[:length]) for length in range(1, len(parts))]
         saved = self.modules_to_save or ()
         return any(module.endswith(name) for module in modules for name in saved)
+
+    def token_indices_of(self, name: str) -> tuple[int, ...] | None:
+        """The rows of the embedding `name` that are stored on their own, if any."""
+        indices = self.trainable_token_indices
+        if isinstance(indices, Mapping):
+            return next((rows for end, rows in indices.items() if name.endswith(end)), None)
+        return indices
 
     def stores(self, parameter: str, *, of_adapted_layer: bool) -> bool:
         """Whether `parameter`, of the base model, is in the folder: whole modules and biases."""

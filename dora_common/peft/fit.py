@@ -1,72 +1,25 @@
 """What a folder holds against what a model has: everything is checked before anything is loaded."""
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from dora_common.peft import checks
-from dora_common.peft.config import AdapterConfig, Names
-from dora_common.peft.keys import Key, Role, key_of, parse
-
-Shape = tuple[int, ...]
-Kind = Literal["linear", "embedding", "conv"]
+from dora_common.peft.config import AdapterConfig
+from dora_common.peft.keys import Key, Role, adapter_in, key_of, parse
+from dora_common.peft.layers import Layer, Shape, refuse_layers
+from dora_common.peft.ties import tied_names, untied_names
 
 # safetensors' names of the dtypes an adapter may have.
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 # Where "all-linear" may or may not have taken the output head: PEFT leaves it out of the models
 # that tell it which one that is.
-_HEADS = ("lm_head", "embed_out", "output", "head", "score", "classifier")
+HEADS = ("lm_head", "embed_out", "output", "head", "score", "classifier")
 # PEFT stores the weights of these two when the vocabulary was resized.
 _TOKEN_EMBEDDINGS = ("embed_tokens", "lm_head")
 
 _MOST_LISTED = 20
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A layer that can be adapted, as PyTorch would have it.
-
-    Attributes:
-      name: its module's name.
-      kind: "linear" (GPT-2's Conv1D too), "embedding" or "conv" (1d, 2d, 3d).
-      in_features, out_features: an embedding's are its vocabulary and its width; a convolution's
-        its channels.
-      kernel_size: of a convolution.
-      settings: of a convolution, those that PEFT's adapters do not honour, told in words.
-    """
-
-    name: str
-    kind: Kind
-    in_features: int
-    out_features: int
-    kernel_size: Shape = ()
-    settings: tuple[str, ...] = ()
-
-    def shapes(self, rank: int) -> dict[Role, Shape]:
-        """The shapes PEFT writes for an adapter of `rank`."""
-        out, ones = self.out_features, (1,) * len(self.kernel_size)
-        if self.kind == "embedding":
-            return {
-                "embedding_a": (rank, self.in_features),
-                "embedding_b": (out, rank),
-                "magnitude": (out,),
-            }
-        return {
-            "lora_a": (rank, self.in_features, *self.kernel_size),
-            "lora_b": (out, rank, *ones),
-            "magnitude": (1, out, *ones) if self.kind == "conv" else (out,),
-        }
-
-    def accepted_shapes(self, role: Role, rank: int) -> tuple[Shape, ...]:
-        """`shapes`, and those other tools give a magnitude; its elements are [out] in all of them.
-        (1, out) of a linear layer is not among them: there it may be a norm per input."""
-        usual = self.shapes(rank)[role]
-        if role != "magnitude":
-            return (usual,)
-        ones = (1,) * len(self.kernel_size)
-        return (usual, (self.out_features,), (self.out_features, 1, *ones))
 
 
 @dataclass(frozen=True)
@@ -87,10 +40,15 @@ class Fit:
       adapters: by layer name.
       parameters: the keys that hold a parameter's value, by the parameter's name. Where there are
         several they hold the same.
+      tokens: the key that holds some rows of a parameter, and which, by the parameter's name.
+      untied: the parameters, of `parameters`, that need an array of their own, since another that
+        shares it now keeps its value.
     """
 
     adapters: Mapping[str, Adapter]
     parameters: Mapping[str, tuple[str, ...]]
+    tokens: Mapping[str, tuple[str, tuple[int, ...]]]
+    untied: Sequence[str]
 
 
 def fit(
@@ -98,6 +56,7 @@ def fit(
     tensors: Mapping[str, tuple[str, Shape]],
     layers: Iterable[Layer],
     parameters: Mapping[str, Shape],
+    arrays: Mapping[str, Hashable],
     *,
     adapter: str = "default",
 ) -> Fit:
@@ -108,17 +67,23 @@ def fit(
       tensors: dtype and shape of every tensor of the folder, by key.
       layers: those of the model that can be adapted.
       parameters: shape of every parameter of the base model, by its name in PyTorch.
+      arrays: what identifies the array of each of them; the same for those that share one.
       adapter: the adapter's name, where it was left in the keys.
 
     Raises:
-      NotImplementedError: a convolution is selected whose settings PEFT's adapters do not honour.
+      NotImplementedError: a layer is selected where PEFT's adapter computes something else; the
+        adapters of two tied layers are tied.
       ValueError: a tensor has no place or the wrong shape, one is missing, or one has two keys.
         All that is found is listed.
     """
-    fitting = _Fitting(config, {layer.name: layer for layer in layers}, parameters)
-    refuse_settings(fitting.layers[name] for name in fitting.selected)
+    fitting = _Fitting(config, {layer.name: layer for layer in layers}, parameters, arrays)
+    refuse_layers(fitting.layers[name] for name in fitting.selected)
+    fitting.refuse_tied_adapters()
     for key, (dtype, shape) in sorted(tensors.items()):
-        fitting.place(key, parse(key, adapter), dtype, shape)
+        if (named := adapter_in(key)) in (None, "default", adapter):
+            fitting.place(key, parse(key, adapter), dtype, shape)
+        else:
+            fitting.problems.append(f"{key} is of the adapter {named!r}; pass adapter={named!r}")
     fitting.find_missing()
     if problems := fitting.problems:
         listed = problems[:_MOST_LISTED]
@@ -137,15 +102,23 @@ def fit(
             )
             for name, found in fitting.adapters.items()
         },
-        {name: tuple(keys) for name, keys in fitting.whole.items()},
+        fitting.by_array(),
+        fitting.tokens,
+        untied_names(config, arrays, fitting.whole),
     )
 
 
 class _Fitting:
     def __init__(
-        self, config: AdapterConfig, layers: dict[str, Layer], parameters: Mapping[str, Shape]
+        self,
+        config: AdapterConfig,
+        layers: dict[str, Layer],
+        parameters: Mapping[str, Shape],
+        arrays: Mapping[str, Hashable],
     ) -> None:
         self.config, self.layers, self.parameters = config, layers, parameters
+        self.arrays = arrays
+        self.ties = {name: names for names in tied_names(arrays) for name in names}
         self.selected = {
             name
             for name, layer in layers.items()
@@ -153,17 +126,79 @@ class _Fitting:
         }
         self.adapters: dict[str, dict[Role, str]] = {}
         self.whole: dict[str, list[str]] = {}
+        self.tokens: dict[str, tuple[str, tuple[int, ...]]] = {}
         self.problems: list[str] = []
 
     def place(self, key: str, parsed: Key, dtype: str, shape: Shape) -> None:
         if dtype not in FLOATS:
             self.problems.append(f"{key} is {dtype}; expected one of {', '.join(FLOATS)}")
+        elif parsed.role == "tokens":
+            self._place_tokens(key, parsed.module, shape)
         elif parsed.role is not None:
             self._place_in_adapter(key, parsed.module, parsed.role, shape)
         elif problem := self._problem_of_parameter(parsed, shape):
             self.problems.append(f"{key} {problem}")
         elif not parsed.is_original:
             self.whole.setdefault(parsed.name, []).append(key)
+
+    def refuse_tied_adapters(self) -> None:
+        """
+        Raises:
+          NotImplementedError: one adapter is to be the embedding's and the head's.
+        """
+        tied = [one for one in self.selected if f"{one}.weight" in self.ties]
+        if tied and self.config.ensure_weight_tying:
+            raise NotImplementedError(
+                f"ensure_weight_tying is true and target_modules selects {', '.join(sorted(tied))}"
+                ", whose weight is tied, so that PEFT ties the adapters too; expected false there"
+            )
+
+    def by_array(self) -> dict[str, tuple[str, ...]]:
+        """The keys of every parameter that is stored whole; of several that stay one array, by the
+        first one's name."""
+        untied = untied_names(self.config, self.arrays, self.whole)
+        found: dict[str, tuple[str, ...]] = {}
+        for name, keys in self.whole.items():
+            tied = [one for one in self.ties.get(name, ()) if one in self.whole]
+            owner = next((one for one in tied if one not in untied), name)
+            owner = name if name in untied else owner
+            found[owner] = (*found.get(owner, ()), *keys)
+        return found
+
+    def _place_tokens(self, key: str, module: str, shape: Shape) -> None:
+        name = f"{module}.weight"
+        layer, indices = self.layers.get(module), self.config.token_indices_of(module)
+        rows, *width = self.parameters.get(name, (0,))
+        tied = [one for one in self.ties.get(name, ()) if one != name]
+        if layer is None or layer.kind == "conv":
+            problem = f"finds no embedding{self._hint(module, self.layers)}"
+        elif indices is None:
+            problem = "holds rows that trainable_token_indices does not name"
+        elif shape != (len(indices), *width):
+            problem = f"has shape {list(shape)}; expected {[len(indices), *width]}"
+        elif max(indices) >= rows:
+            problem = f"holds row {max(indices)} of {name}, which has {rows}"
+        elif module in self.selected or self.config.saves(name):
+            problem = f"holds rows of {name}, which target_modules or modules_to_save names too"
+        elif layer.kind == "linear" and (tied or f"{module}.bias" in self.parameters):
+            problem = (
+                f"holds rows of {name}, which has a bias or is tied to {tied or 'nothing'}; "
+                "expected rows of the embedding"
+            )
+        else:
+            self.tokens[name] = (key, indices)
+            return
+        self.problems.append(f"{key} {problem}")
+
+    def _find_missing_tokens(self) -> None:
+        indices = self.config.trainable_token_indices
+        ends = indices if isinstance(indices, Mapping) else [""] if indices else []
+        found = [one for name in self.tokens for one in (name, *self.ties.get(name, ()))]
+        for end in ends:
+            if not any(name.removesuffix(".weight").endswith(end) for name in found):
+                self.problems.append(
+                    f"{end or 'an embedding'} has no rows, though trainable_token_indices names it"
+                )
 
     def _place_in_adapter(self, key: str, module: str, role: Role, shape: Shape) -> None:
         layer = self.layers.get(module)
@@ -200,15 +235,17 @@ class _Fitting:
             return f"finds no parameter{self._hint(key.name, self.parameters)}"
         if shape != self.parameters[key.name]:
             return f"has shape {list(shape)}; expected {list(self.parameters[key.name])}"
-        if not (self._is_announced(key) or self._is_token_embedding(key)):
+        tied = self.ties.get(key.name, ()) if self.config.ensure_weight_tying else ()
+        announced = self._is_announced(key.name) or any(map(self._is_announced, tied))
+        if not (announced or self._is_token_embedding(key)):
             return (
                 "is a parameter of the base model; expected it to be named by modules_to_save or "
                 "bias in adapter_config.json"
             )
         return None
 
-    def _is_announced(self, key: Key) -> bool:
-        return self.config.stores(key.name, of_adapted_layer=key.module in self.selected)
+    def _is_announced(self, name: str) -> bool:
+        return self.config.stores(name, of_adapted_layer=name.rpartition(".")[0] in self.selected)
 
     def _is_token_embedding(self, key: Key) -> bool:
         layer = self.layers.get(key.module)
@@ -232,7 +269,7 @@ class _Fitting:
         for name in sorted(self.selected):
             found = self.adapters.get(name)
             if found is None:
-                is_head = name.rpartition(".")[2] in _HEADS
+                is_head = name.rpartition(".")[2] in HEADS
                 if not (is_head and self.config.targets_all_linear):
                     self.problems.append(
                         f"{name} has no tensors, though adapter_config.json selects it"
@@ -241,46 +278,10 @@ class _Fitting:
             for role in self.layers[name].shapes(self.config.rank_of(name)):
                 if role not in found and (role != "magnitude" or self.config.use_dora):
                     self.problems.append(f"{key_of(name, role)} is missing")
-        for name in sorted(self.parameters):
-            module, _, parameter = name.rpartition(".")
-            if name not in self.whole and self._is_announced(Key(module, None, parameter)):
+        stored = set(self.whole)
+        if self.config.ensure_weight_tying:
+            stored |= {tied for name in self.whole for tied in self.ties.get(name, ())}
+        for name in sorted(set(self.parameters) - stored):
+            if self._is_announced(name):
                 self.problems.append(f"{name} is missing, though adapter_config.json announces it")
-
-
-def convolution_settings(
-    groups: int, window: Sequence[int], dilation: Sequence[int], padding_mode: str
-) -> Names:
-    """What `Layer.settings` is of a convolution.
-
-    PEFT gives lora_A the window, stride and padding of the base layer, and no more of it: so lora_A
-    reads every input channel in every group, where no weight of the base's shape can hold what it
-    does, and PEFT itself refuses to merge; it reads other positions than a dilated window; and it
-    pads with zeros.
-
-    Args:
-      groups: of the channels.
-      window, dilation: of each spatial axis.
-      padding_mode: as PyTorch's; "zeros" too where nothing is padded.
-    """
-    apart = any(step != 1 for size, step in zip(window, dilation, strict=True) if size > 1)
-    told = {
-        f"{groups} groups": groups != 1,
-        f"dilation {tuple(dilation)}": apart,
-        f"{padding_mode} padding": padding_mode != "zeros",
-    }
-    return tuple(setting for setting, is_set in told.items() if is_set)
-
-
-def refuse_settings(layers: Iterable[Layer]) -> None:
-    """
-    Raises:
-      NotImplementedError: PEFT's adapter of one of the layers, which are to be adapted, would
-        compute something else than a DoRA layer does.
-    """
-    told = [f"{one.name} has {', '.join(one.settings)}" for one in layers if one.settings]
-    if told:
-        raise NotImplementedError(
-            f"{'; '.join(sorted(told))}; expected one group, no dilation and zero padding: PEFT "
-            "gives lora_A none of the convolution's other settings, so that it computes something "
-            "else there: leave these layers out of target_modules"
-        )
+        self._find_missing_tokens()

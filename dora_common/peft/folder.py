@@ -1,22 +1,23 @@
-"""An adapter's folder on disk: opened lazily, written whole or not at all."""
+"""An adapter's folder on disk, opened lazily."""
 
 import contextlib
+import math
 import os
-import shutil
-import uuid
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 
 from dora_common.peft.config import AdapterConfig
-from dora_common.peft.fit import Fit, Layer, Shape, fit
+from dora_common.peft.fit import Fit, fit
+from dora_common.peft.keys import adapter_in, parse
+from dora_common.peft.layers import Layer, Shape
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
-_PICKLE = "adapter_model.bin"
+PICKLE = "adapter_model.bin"
 
 
 @dataclass(frozen=True)
@@ -27,28 +28,56 @@ class Folder:
       path: where the two files are.
       config: adapter_config.json.
       tensors: dtype, as safetensors names it, and shape, by key.
+      adapter: the adapter's name, where the keys have one.
     """
 
     path: Path
     config: AdapterConfig
     tensors: Mapping[str, tuple[str, Shape]]
+    adapter: str
     _file: Any
 
     def fit(
-        self, layers: list[Layer], parameters: Mapping[str, Shape], *, adapter: str = "default"
+        self,
+        layers: list[Layer],
+        parameters: Mapping[str, Shape],
+        arrays: Mapping[str, Hashable],
     ) -> Fit:
         """As `dora_common.peft.fit.fit`; the message begins with the folder's path."""
         with _telling(self.path):
-            return fit(self.config, self.tensors, layers, parameters, adapter=adapter)
+            return fit(self.config, self.tensors, layers, parameters, arrays, adapter=self.adapter)
 
     def read(self, key: str) -> Any:
         """One tensor, as the framework's array on the host, in the dtype of the file.
 
         Raises:
-          ValueError: it cannot be read.
+          ValueError: it cannot be read, or holds NaN or infinity.
         """
         with _telling(self.path / TENSORS):
-            return self._file.get_tensor(key)
+            tensor = self._file.get_tensor(key)
+            check_finite(key, tensor)
+            return tensor
+
+
+def check_finite(
+    key: str, tensor: Any, reason: str = "where training diverged, take an earlier state"
+) -> None:
+    """
+    Args:
+      key: the tensor's.
+      tensor: of NumPy or of PyTorch.
+      reason: what may have led to it.
+
+    Raises:
+      ValueError: it holds NaN or infinity.
+    """
+    is_finite = abs(tensor) < math.inf
+    if not bool(is_finite.all()):
+        count = int((~is_finite).sum())
+        raise ValueError(
+            f"{key} holds NaN or infinity, in {count} of {math.prod(tensor.shape)} elements; "
+            f"expected finite numbers: {reason}"
+        )
 
 
 @contextlib.contextmanager
@@ -60,10 +89,12 @@ def opened(
     Args:
       folder: holds adapter_config.json and adapter_model.safetensors.
       framework: what `Folder.read` returns: NumPy's arrays or PyTorch's tensors.
-      adapter: the adapter's name; its files may lie in a subfolder of that name.
+      adapter: the adapter's name: of the subfolder that holds its files, or as the keys have it;
+        "default" is also an adapter without a name.
 
     Raises:
-      FileNotFoundError, NotADirectoryError: there is no such folder, or a file is missing from it.
+      FileNotFoundError, NotADirectoryError: there is no such folder, or a file is missing from it,
+        or no adapter of that name.
       ValueError, TypeError, NotImplementedError: a file is damaged, or asks for what is not
         supported.
     """
@@ -76,7 +107,7 @@ def opened(
         file = safe_open(path / TENSORS, framework=framework, backend="pread")
     with file:
         with _telling(path):
-            # `write` takes the configuration away before it touches the tensors.
+            # `writing.write` takes the configuration away before it touches the tensors.
             if _version(path / CONFIG) != version:
                 raise ValueError("another adapter was written while this one was read; read again")
         with _telling(path / TENSORS):
@@ -84,69 +115,14 @@ def opened(
             tensors = {
                 key: (one.get_dtype(), tuple(one.get_shape())) for key, one in slices.items()
             }
-        yield Folder(path, config, tensors, file)
-
-
-def write(
-    folder: str | os.PathLike[str],
-    config: AdapterConfig,
-    write_tensors: Callable[[Path], None],
-    *,
-    overwrite: bool = False,
-) -> None:
-    """Write an adapter folder. Whoever reads it meanwhile, or after this was killed, finds the old
-    adapter, the new one, or none: never a part of one, nor the tensors of one with the
-    configuration of another. Other files in the folder are left alone.
-
-    Args:
-      folder: made if it is not there.
-      write_tensors: writes the safetensors file at the path it is given.
-      overwrite: replace an adapter that is there.
-
-    Raises:
-      FileExistsError: there is an adapter, and `overwrite` is False; or a file has that name.
-    """
-    path = Path(folder)
-    check_free(path, overwrite=overwrite)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.parent / f".{path.name}.{uuid.uuid4().hex}"
-    new.mkdir()
-    try:
-        write_tensors(new / TENSORS)
-        (new / CONFIG).write_text(config.to_json(), encoding="utf-8")
-        for name in (TENSORS, CONFIG):
-            _to_disk(new / name)
-        if not path.is_dir():
-            new.rename(path)
-        else:
-            # Without its configuration a folder is no adapter: so is this one until both are in.
-            (path / CONFIG).unlink(missing_ok=True)
-            (new / TENSORS).replace(path / TENSORS)
-            (new / CONFIG).replace(path / CONFIG)
-        _to_disk(path)
-        _to_disk(path.parent)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-
-
-def check_free(folder: str | os.PathLike[str], *, overwrite: bool) -> None:
-    """
-    Raises:
-      FileExistsError: `write` would refuse.
-    """
-    path = Path(folder)
-    if path.exists() and not path.is_dir():
-        raise FileExistsError(f"folder is {path}, a file; expected a folder, or none")
-    there = [name for name in (CONFIG, TENSORS, _PICKLE) if (path / name).exists()]
-    if there and not overwrite:
-        raise FileExistsError(
-            f"folder {path} holds {', '.join(there)}; expected no adapter there: choose another "
-            "folder, or pass overwrite=True"
-        )
-    if (path / _PICKLE).exists():
-        raise FileExistsError(
-            f"folder {path} holds {_PICKLE}; expected no other adapter there: choose another folder"
-        )
+        if path == Path(folder):
+            _check_name(path, adapter, tensors)
+        name = adapter or "default"
+        if config.target_modules is None:
+            found = [parse(key, name) for key in tensors]
+            targets = {one.module for one in found if one.role not in (None, "tokens")}
+            config = replace(config, target_modules=tuple(sorted(targets)) or None)
+        yield Folder(path, config, tensors, name, file)
 
 
 def _find(folder: Path, adapter: str | None) -> Path:
@@ -158,18 +134,32 @@ def _find(folder: Path, adapter: str | None) -> Path:
     if adapter is not None and (folder / adapter / CONFIG).is_file():
         path = folder / adapter
     if not (path / CONFIG).is_file():
-        named = sorted(one.parent.name for one in folder.glob(f"*/{CONFIG}"))
+        named = _subfolders(folder)
         hint = f"; it has the adapters {', '.join(named)}: pass adapter=" if named else ""
         raise FileNotFoundError(f"{path / CONFIG} is missing{hint}")
     if not (path / TENSORS).is_file():
         hint = (
-            f"; {_PICKLE} is never read, since unpickling can run any code: load it with PEFT and "
+            f"; {PICKLE} is never read, since unpickling can run any code: load it with PEFT and "
             "save it with safe_serialization=True"
-            if (path / _PICKLE).exists()
+            if (path / PICKLE).exists()
             else ""
         )
         raise FileNotFoundError(f"{path / TENSORS} is missing{hint}")
     return path
+
+
+def _check_name(path: Path, adapter: str | None, tensors: Mapping[str, Any]) -> None:
+    named = {name for key in tensors if (name := adapter_in(key))}
+    if adapter in (None, "default", path.name) or adapter in named:
+        return
+    there = sorted({*_subfolders(path), *(named or {"default"})})
+    raise FileNotFoundError(
+        f"adapter is {adapter!r}, which {path} does not have; expected one of {', '.join(there)}"
+    )
+
+
+def _subfolders(folder: Path) -> list[str]:
+    return sorted(one.parent.name for one in folder.glob(f"*/{CONFIG}"))
 
 
 @contextlib.contextmanager
@@ -191,11 +181,3 @@ def _version(file: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return status.st_ino, status.st_mtime_ns
-
-
-def _to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

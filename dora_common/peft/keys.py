@@ -2,6 +2,7 @@
 
     linear, conv    .lora_A.weight      .lora_B.weight      .lora_magnitude_vector
     embedding       .lora_embedding_A   .lora_embedding_B   .lora_magnitude_vector
+    single tokens   .token_adapter.trainable_tokens_delta
 
 Besides them stand whole parameters: biases, modules_to_save, and an adapted embedding's own weight.
 """
@@ -12,7 +13,7 @@ from typing import Literal
 
 PREFIX = "base_model.model."
 
-Role = Literal["lora_a", "lora_b", "magnitude", "embedding_a", "embedding_b"]
+Role = Literal["lora_a", "lora_b", "magnitude", "embedding_a", "embedding_b", "tokens"]
 
 # What PEFT writes, then what other versions and tools write: the adapter's name left in, NVlabs'
 # `weight_m_wdecomp`, the diffusion tools' `dora_scale`.
@@ -25,7 +26,15 @@ _SUFFIXES: dict[Role, tuple[str, str]] = {
         "lora_magnitude_vector",
         r"lora_magnitude_vector(\.{name})?(\.weight)?|weight_m_wdecomp\.weight|dora_scale",
     ),
+    "tokens": (
+        "token_adapter.trainable_tokens_delta",
+        r"token_adapter\.trainable_tokens_delta(\.{name})?",
+    ),
 }
+_NAMED = re.compile(
+    r"\.(?:lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector|trainable_tokens_delta)"
+    r"\.(?!weight$)(?P<name>[^.]+)(?:$|\.)"
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,12 @@ def parameter_key(name: str, *, of_adapted_layer: bool) -> str:
     """The key PEFT writes for a parameter; that of an adapted layer lies in its `base_layer`."""
     module, _, parameter = name.rpartition(".")
     return f"{PREFIX}{module}.base_layer.{parameter}" if of_adapted_layer else PREFIX + name
+
+
+def adapter_in(key: str) -> str | None:
+    """The adapter's name, where a key of the adapter has it."""
+    found = _NAMED.search(key)
+    return found["name"] if found else None
 
 
 def parse(key: str, adapter: str = "default") -> Key:

@@ -14,15 +14,17 @@ from flax import nnx
 from flax.typing import Dtype
 
 from dora_common.hyperparameters import DropoutMode
-from dora_common.peft.fit import Adapter, Fit, Shape
+from dora_common.peft.fit import Adapter, Fit
 from dora_common.peft.folder import Folder, opened
+from dora_common.peft.layers import Shape
 from jax_dora.adapt import DoRARule, remove_dora
 from jax_dora.adapt.apply import adapt_layer
 from jax_dora.adapt.stack import indices
 from jax_dora.adapt.tree import check_model, find_modules, replace_modules
 from jax_dora.ops import check
 from jax_dora.peft.names import Names
-from jax_dora.peft.places import Index, Place, Places, places_of, to_matrix
+from jax_dora.peft.torch_view import Index, TorchParameter, TorchView, to_matrix, torch_view
+from jax_dora.peft.untie import untie
 
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _CACHE_LINE = 64
@@ -45,13 +47,15 @@ def load_adapter[Model: nnx.Module](
 
     The result is a model of its own; `model` is left as it is, and shares every array with the
     result but the adapter's and those parameters that the folder holds whole (modules_to_save,
-    biases), which are cast to the model's dtypes. Everything in the folder finds its place before
-    anything is read, computed or made.
+    biases) or rows of (trainable_token_indices), which are cast to the model's dtypes. Everything
+    in the folder finds its place before anything is read, computed or made.
 
     A LoRA folder is loaded too: as the DoRA that computes the same, its magnitude equal to its
     norm. Where only some layers of a stack have an adapter, the others get one that changes
     nothing, with lora_a and lora_b zero. An output head that is tied to an adapted embedding stays
-    as it is, as in PEFT: `jax_dora.DoRAEmbed`'s adapt_attend is False.
+    as it is, as in PEFT: `jax_dora.DoRAEmbed`'s adapt_attend is False. A module of modules_to_save
+    whose weight is tied to another gets an array of its own, as in PEFT. What an earlier folder
+    replaced in the base model stays as that folder had it.
 
     The adapter's dropout is off, as after PEFT's `from_pretrained`; to train the adapter further,
     turn it on by `model.train()`.
@@ -59,7 +63,8 @@ def load_adapter[Model: nnx.Module](
     Args:
       model: plain, or with an adapter, in whose place the folder's comes.
       folder: holds adapter_config.json and adapter_model.safetensors.
-      adapter: the adapter's name, where the files lie in a subfolder of that name.
+      adapter: the adapter's name, where the files lie in a subfolder of that name, or the keys have
+        it.
       names: how PyTorch calls the modules of `model`; `Names()` by default.
       adapter_dtype: of lora_a and lora_b; by default that of the file.
       dropout_mode: where the folder's lora_dropout is not 0; by default as in PEFT, "input" for
@@ -68,9 +73,10 @@ def load_adapter[Model: nnx.Module](
       rngs: its `dropout` stream makes the masks; `nnx.Rngs(0)` by default.
 
     Raises:
-      FileNotFoundError, NotADirectoryError: there is no such folder, or a file is missing from it.
+      FileNotFoundError, NotADirectoryError: there is no such folder or adapter, or a file is
+        missing from it.
       ValueError: a file is damaged; a tensor has no place in the model or another shape than it, or
-        one is missing. What is wrong is listed.
+        one is missing, or is not finite. What is wrong is listed.
       NotImplementedError: the configuration asks for something that is not supported.
       TypeError: an argument or a field of the configuration has the wrong type.
     """
@@ -82,13 +88,13 @@ def load_adapter[Model: nnx.Module](
     names = names or Names()
     with opened(folder, "np", adapter) as source:
         loaded = remove_dora(model)
-        places = places_of(loaded, names)
+        view = torch_view(loaded, names)
         fit = source.fit(
-            [place.layer for place in places.layers.values()],
-            {name: place.shape for name, place in places.parameters.items()},
-            adapter=adapter or "default",
+            [one.layer for one in view.layers.values()],
+            {name: one.shape for name, one in view.parameters.items()},
+            view.arrays(),
         )
-        stacks = _by_path(source, places, fit)
+        stacks = _by_path(source, view, fit)
         rules = {
             path: DoRARule(
                 re.escape(path),
@@ -100,8 +106,8 @@ def load_adapter[Model: nnx.Module](
                 dropout_mode=dropout_mode or ("input" if source.config.use_dora else "adapter"),
                 adapter_dtype=adapter_dtype or _dtype(source, path, adapters.values()),
                 adapt_attend=False if one.layer.kind == "embedding" else None,
-                lora_a_init=_Stored(source, "lora_a", adapters, places.stacks[path]),
-                lora_b_init=_Stored(source, "lora_b", adapters, places.stacks[path]),
+                lora_a_init=_Stored(source, "lora_a", adapters, view.stacks[path]),
+                lora_b_init=_Stored(source, "lora_b", adapters, view.stacks[path]),
                 implementation=implementation,
             )
             for path, adapters in stacks.items()
@@ -113,14 +119,15 @@ def load_adapter[Model: nnx.Module](
         for path, rule in rules.items():
             layer = adapt_layer(found[path], rule, rngs)
             layer.eval()
-            _set_magnitude(source, layer.magnitude, stacks[path])
+            _set_magnitude(source, layer.magnitude, stacks[path], adapter_dtype is None)
             replacements[id(found[path].module)] = layer
+        loaded = untie(loaded, view, fit, source.config)
         loaded = replace_modules(loaded, replacements)
-        _set_parameters(source, places_of(loaded, names), fit)
+        _set_parameters(source, torch_view(loaded, names), fit)
     return loaded
 
 
-def _by_path(source: Folder, places: Places, fit: Fit) -> dict[str, dict[Index, Adapter]]:
+def _by_path(source: Folder, view: TorchView, fit: Fit) -> dict[str, dict[Index, Adapter]]:
     """The adapters of each module, by their index in it: several where the module is a stack.
 
     Raises:
@@ -128,8 +135,8 @@ def _by_path(source: Folder, places: Places, fit: Fit) -> dict[str, dict[Index, 
     """
     stacks: dict[str, dict[Index, Adapter]] = {}
     for name, adapter in fit.adapters.items():
-        place = places.layers[name]
-        stacks.setdefault(place.path, {})[place.index] = adapter
+        layer = view.layers[name]
+        stacks.setdefault(layer.path, {})[layer.index] = adapter
     for path, adapters in stacks.items():
         kinds = {(one.rank, one.alpha): one.layer.name for one in adapters.values()}
         if len(kinds) > 1:
@@ -181,33 +188,46 @@ class _Stored:
 
 
 def _set_magnitude(
-    source: Folder, magnitude: nnx.Variable, adapters: Mapping[Index, Adapter]
+    source: Folder, magnitude: nnx.Variable, adapters: Mapping[Index, Adapter], exactly: bool
 ) -> None:
     """A LoRA adapter, and a layer without one, keep the norm that they have."""
     old = magnitude.get_value()
     value = np.array(jax.device_get(old))
     for index, adapter in adapters.items():
         if key := adapter.keys.get("magnitude"):
-            value[index] = source.read(key).reshape(value[index].shape)
+            stored = source.read(key).reshape(value[index].shape)
+            value[index] = stored
+            if exactly and stored.dtype == np.float64 and (value[index] != stored).any():
+                raise ValueError(
+                    f"{source.path}: {key} is F64, and rounded in a magnitude of {value.dtype}; "
+                    "pass adapter_dtype='float32' if it may"
+                )
     magnitude.set_value(jax.device_put(value, old.sharding))
 
 
-def _set_parameters(source: Folder, places: Places, fit: Fit) -> None:
-    wholes: dict[tuple[str, str], dict[Place, str]] = {}
+def _set_parameters(source: Folder, view: TorchView, fit: Fit) -> None:
+    read: dict[tuple[str, str], list[tuple[TorchParameter, str, Any]]] = {}
     for name, (key, *others) in fit.parameters.items():
-        place = places.parameters[name]
         for other in others:
             if source.read(key).tobytes() != source.read(other).tobytes():
                 raise ValueError(f"{source.path}: {key} and {other} differ; expected one {name}")
-        wholes.setdefault((place.path, place.attribute), {})[place] = key
-    for (path, attribute), keys in wholes.items():
-        variable = getattr(places.modules[path], attribute)
+        one = view.parameters[name]
+        read.setdefault((one.path, one.attribute), []).append((one, key, None))
+    for name, (key, rows) in fit.tokens.items():
+        one = view.parameters[name]
+        read.setdefault((one.path, one.attribute), []).append((one, key, list(rows)))
+    for (path, attribute), parts in read.items():
+        variable = getattr(view.modules[path], attribute)
         old = variable.get_value()
         value = _zeros(old.shape, old.dtype)
-        if len(keys) < math.prod(places.stacks[path]):
+        if sum(rows is None for _, _, rows in parts) < math.prod(view.stacks[path]):
             value[...] = jax.device_get(old)
-        for place, key in keys.items():
-            value[place.index] = place.from_torch(source.read(key))
+        for one, key, rows in parts:
+            matrix = source.read(key)
+            if rows is not None:
+                matrix, stored = np.array(one.to_torch(value[one.index])), matrix
+                matrix[rows] = stored
+            value[one.index] = one.from_torch(matrix)
         variable.set_value(jax.device_put(value, old.sharding))
 
 

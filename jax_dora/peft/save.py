@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,14 +12,19 @@ from flax import nnx
 from flax.typing import Dtype
 from safetensors.numpy import save_file
 
-from dora_common.peft import folder as folders
 from dora_common.peft.config import AdapterConfig
-from dora_common.peft.describe import Adapted, check_config, config_of
-from dora_common.peft.fit import fit, refuse_settings
+from dora_common.peft.describe import Adapted, check_config, config_of, token_rows
+from dora_common.peft.fit import fit
+from dora_common.peft.folder import check_finite
 from dora_common.peft.keys import key_of, parameter_key
+from dora_common.peft.layers import refuse_layers
+from dora_common.peft.ties import refuse_to_split
+from dora_common.peft.writing import check_free, write
 from jax_dora.adapt.stack import take
+from jax_dora.ops import check
 from jax_dora.peft.names import Names
-from jax_dora.peft.places import Places, places_of
+from jax_dora.peft.torch_view import TorchView, torch_view
+from jax_dora.peft.untie import refuse_possible_heads
 
 _LOG = logging.getLogger(__name__)
 
@@ -30,7 +35,8 @@ def save_adapter(
     *,
     names: Names | None = None,
     use_dora: bool = True,
-    modules_to_save: Sequence[str] = (),
+    modules_to_save: Sequence[str] | str = (),
+    trainable_token_indices: Mapping[str, Sequence[int]] | Sequence[int] | None = None,
     bias: str = "none",
     fan_in_fan_out: bool = False,
     base_model_name_or_path: str | None = None,
@@ -52,12 +58,16 @@ def save_adapter(
       folder: made if it is not there.
       names: how PyTorch calls the modules of `model`; `Names()` by default.
       use_dora: False writes a LoRA adapter, for which every magnitude has to be its norm.
-      modules_to_save: ends of the names, in PyTorch, of modules to store whole.
+      modules_to_save: ends of the names, in PyTorch, of modules to store whole; of modules that
+        share a weight, all or none.
+      trainable_token_indices: rows to store of embeddings, by the ends of their names in PyTorch;
+        or the rows alone, where the model has one embedding.
       bias: "none", or the biases to store: "all", or "lora_only" for those of adapted layers.
       fan_in_fan_out: PyTorch's layers are GPT-2's Conv1D.
       base_model_name_or_path, task_type: for whoever reads the folder; PEFT's task types are
         "CAUSAL_LM", "SEQ_CLS" and so on.
-      dtype: of lora_a, lora_b and magnitude in the file; by default each has its own.
+      dtype: of lora_a, lora_b and magnitude in the file: float16, bfloat16, float32 or float64; by
+        default each has its own.
       config: written as it is instead of one made from the model and the arguments above; it has to
         say the same as the model.
       overwrite: replace an adapter that is in the folder.
@@ -65,23 +75,28 @@ def save_adapter(
     Raises:
       FileExistsError: there is an adapter in the folder, and `overwrite` is False.
       ValueError: the model has no adapter, or one that the format cannot express; `config` does not
-        fit the model.
+        fit the model; a name matches no module; a number is not finite, or not in `dtype`.
       NotImplementedError: an adapted layer has no counterpart in PyTorch, or is a convolution with
         settings that PEFT does not honour.
       TypeError: an argument has the wrong type.
     """
-    folders.check_free(folder, overwrite=overwrite)
-    places = places_of(model, names or Names())
-    adapted = _adapted_layers(places)
-    refuse_settings(places.layers[name].layer for name in adapted)
+    if dtype is not None and jnp.dtype(dtype) not in check.FLOATS:
+        raise TypeError(f"dtype is {dtype}; expected float16, bfloat16, float32 or float64")
+    check_free(folder, overwrite=overwrite)
+    view = torch_view(model, names or Names())
+    layers = [one.layer for one in view.layers.values()]
+    adapted = _adapted_layers(view)
+    refuse_layers(view.layers[name].layer for name in adapted)
     _warn_of_tied_heads(adapted)
-    described = {name: _described(places, name, module) for name, module in adapted.items()}
+    described = {name: _described(view, name, module) for name, module in adapted.items()}
     if config is None:
         config = config_of(
             described,
-            places.names,
+            view.names,
+            view.parameters,
             use_dora=use_dora,
-            modules_to_save=tuple(modules_to_save) or None,
+            modules_to_save=modules_to_save,
+            trainable_token_indices=token_rows(trainable_token_indices, layers),
             bias=bias,
             fan_in_fan_out=fan_in_fan_out,
             base_model_name_or_path=base_model_name_or_path,
@@ -90,17 +105,25 @@ def save_adapter(
     else:
         check_config(config, described)
     if not config.use_dora:
-        _check_is_lora(places)
-    tensors = _adapter_tensors(places, adapted, config, dtype)
-    tensors |= _parameter_tensors(places, adapted, config)
+        _check_is_lora(view)
+    arrays = view.arrays()
+    refuse_to_split(config, arrays, adapted)
+    refuse_possible_heads(view, config)
+    tensors = _adapter_tensors(view, adapted, config, dtype)
+    tensors |= _parameter_tensors(view, adapted, config)
+    for name, rows in (token_rows(config.trainable_token_indices, layers) or {}).items():
+        tensors[key_of(name, "tokens")] = _stored(view, f"{name}.weight")[list(rows)]
     # What is written can be read: the same check as a reader's.
     fit(
         config,
         {key: ("F32", array.shape) for key, array in tensors.items()},
-        [place.layer for place in places.layers.values()],
-        {name: place.shape for name, place in places.parameters.items()},
+        layers,
+        {name: one.shape for name, one in view.parameters.items()},
+        arrays,
     )
-    folders.write(
+    for key, array in tensors.items():
+        check_finite(key, array, f"{array.dtype} cannot hold the numbers, or training diverged")
+    write(
         folder,
         config,
         lambda path: save_file(tensors, path, metadata={"format": "pt"}),
@@ -108,36 +131,36 @@ def save_adapter(
     )
 
 
-def _adapted_layers(places: Places) -> dict[str, Any]:
+def _adapted_layers(view: TorchView) -> dict[str, Any]:
     """The module of every adapted layer, by PyTorch's name."""
-    paths = places.adapted_paths()
+    paths = view.adapted_paths()
     if not paths:
         raise ValueError(
             "model has no adapter; expected one with DoRA layers, as jax_dora.apply_dora makes it"
         )
-    reachable = {place.path for place in places.layers.values()}
+    reachable = {layer.path for layer in view.layers.values()}
     if strange := [path for path in paths if path not in reachable]:
         raise NotImplementedError(
             f"{', '.join(strange)}: projections with batch axes or another order of output axes "
             "than their kernel's; expected layers that are a Linear, Embedding or ConvNd in PyTorch"
         )
     return {
-        name: places.modules[place.path]
-        for name, place in places.layers.items()
-        if place.path in set(paths) and not _changes_nothing(places, name)
+        name: view.modules[layer.path]
+        for name, layer in view.layers.items()
+        if layer.path in set(paths) and not _changes_nothing(view, name)
     }
 
 
-def _changes_nothing(places: Places, name: str) -> bool:
+def _changes_nothing(view: TorchView, name: str) -> bool:
     """Whether the layer lies in a stack where others have an adapter and it has none: lora_a and
     lora_b are zero, which no training of an adapter leads to, and the magnitude is the norm."""
-    place = places.layers[name]
-    module: Any = places.modules[place.path]
-    if not place.index or any(
-        bool(jnp.any(part[...][place.index])) for part in (module.lora_a, module.lora_b)
+    layer = view.layers[name]
+    module: Any = view.modules[layer.path]
+    if not layer.index or any(
+        bool(jnp.any(part[...][layer.index])) for part in (module.lora_a, module.lora_b)
     ):
         return False
-    one = take(module, place.index)
+    one = take(module, layer.index)
     return bool(jnp.all(one.norm() == one.magnitude[...]))
 
 
@@ -152,10 +175,10 @@ def _warn_of_tied_heads(adapted: dict[str, Any]) -> None:
         )
 
 
-def _described(places: Places, name: str, module: Any) -> Adapted:
+def _described(view: TorchView, name: str, module: Any) -> Adapted:
     dropout = 0.0 if module.dropout is None else module.dropout.rate
     return Adapted(
-        places.layers[name].layer,
+        view.layers[name].layer,
         _python(module.rank),
         _python(module.alpha),
         module.use_rslora,
@@ -168,10 +191,10 @@ def _python(number: Any) -> Any:
     return number.item() if isinstance(number, np.generic) else number
 
 
-def _check_is_lora(places: Places) -> None:
-    for path in places.adapted_paths():
-        module: Any = places.modules[path]
-        for index in np.ndindex(*places.stacks[path]):
+def _check_is_lora(view: TorchView) -> None:
+    for path in view.adapted_paths():
+        module: Any = view.modules[path]
+        for index in np.ndindex(*view.stacks[path]):
             one = take(module, index) if index else module
             if not bool(jnp.all(one.norm() == one.magnitude[...])):
                 raise ValueError(
@@ -181,32 +204,36 @@ def _check_is_lora(places: Places) -> None:
 
 
 def _adapter_tensors(
-    places: Places, adapted: dict[str, Any], config: AdapterConfig, dtype: Dtype | None
+    view: TorchView, adapted: dict[str, Any], config: AdapterConfig, dtype: Dtype | None
 ) -> dict[str, np.ndarray]:
     tensors = {}
     for name, module in adapted.items():
-        place = places.layers[name]
-        parts = places.of_adapter(place, module.rank)
-        for role in place.layer.shapes(module.rank):
+        layer = view.layers[name]
+        parts = view.of_adapter(layer, module.rank)
+        for role in layer.layer.shapes(module.rank):
             if role == "magnitude" and not config.use_dora:
                 continue
             part = parts[role.replace("embedding_", "lora_")]
-            array = part.to_torch(_host(getattr(module, part.attribute), place.index))
+            array = part.to_torch(_host(getattr(module, part.attribute), layer.index))
             tensors[key_of(name, role)] = _contiguous(array, dtype)
     return tensors
 
 
 def _parameter_tensors(
-    places: Places, adapted: dict[str, Any], config: AdapterConfig
+    view: TorchView, adapted: dict[str, Any], config: AdapterConfig
 ) -> dict[str, np.ndarray]:
     tensors = {}
-    for name, place in places.parameters.items():
+    for name in view.parameters:
         is_adapted = name.rpartition(".")[0] in adapted
         if config.stores(name, of_adapted_layer=is_adapted):
-            variable = getattr(places.modules[place.path], place.attribute)
-            array = place.to_torch(_host(variable, place.index))
-            tensors[parameter_key(name, of_adapted_layer=is_adapted)] = _contiguous(array)
+            tensors[parameter_key(name, of_adapted_layer=is_adapted)] = _stored(view, name)
     return tensors
+
+
+def _stored(view: TorchView, name: str) -> np.ndarray:
+    """A parameter as PyTorch has it, on the host."""
+    one = view.parameters[name]
+    return _contiguous(one.to_torch(_host(view.variable(one), one.index)))
 
 
 def _host(variable: nnx.Variable, index: tuple[int, ...]) -> np.ndarray:
@@ -215,4 +242,6 @@ def _host(variable: nnx.Variable, index: tuple[int, ...]) -> np.ndarray:
 
 
 def _contiguous(array: np.ndarray, dtype: Dtype | None = None) -> np.ndarray:
-    return np.ascontiguousarray(array, dtype=None if dtype is None else jnp.dtype(dtype))
+    # What overflows is told of later, by its key.
+    with np.errstate(over="ignore"):
+        return np.ascontiguousarray(array, dtype=None if dtype is None else jnp.dtype(dtype))

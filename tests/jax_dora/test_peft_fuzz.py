@@ -17,7 +17,7 @@ import jax_dora
 from jax_dora.peft import load_adapter, save_adapter
 from tests.dora_common.peft.damage import damage
 
-MUTATIONS = 1000
+MUTATIONS = (200, pytest.param(2000, marks=pytest.mark.slow))
 PLAIN_EVERY = 8
 PLACES = {
     "first.lora_A.weight": ("first", "lora_a"),
@@ -52,7 +52,8 @@ def values(model: nnx.Module) -> dict[Any, bytes]:
     }
 
 
-def test_damaged_folders(adapted: Model, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mutations", MUTATIONS)
+def test_damaged_folders(mutations: int, adapted: Model, tmp_path: Path) -> None:
     whole, folder = tmp_path / "whole", tmp_path / "damaged"
     save_adapter(adapted, whole, modules_to_save=["last"])
     plain = Model()
@@ -60,7 +61,7 @@ def test_damaged_folders(adapted: Model, tmp_path: Path) -> None:
     chance = random.Random(0)
     refused = 0
 
-    for number in range(MUTATIONS):
+    for number in range(mutations):
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(whole, folder)
         told = f"mutation {number}: {damage(folder, chance)}"
@@ -77,7 +78,7 @@ def test_damaged_folders(adapted: Model, tmp_path: Path) -> None:
         assert message is None or str(folder) in message, told
         assert values(model) == before[id(model)], told
 
-    assert MUTATIONS / 2 < refused < MUTATIONS - 50
+    assert mutations / 2 < refused < mutations * 0.95
 
 
 def assert_all_is_there(loaded: Model, folder: Path, told: str) -> None:
@@ -88,7 +89,7 @@ def assert_all_is_there(loaded: Model, folder: Path, told: str) -> None:
         layer = getattr(loaded, name)
         root = math.sqrt if config.get("use_rslora") else float
         alphas = config.get("alpha_pattern") or {}
-        expected = alphas.get(name, config["lora_alpha"]) / root(layer.rank)
+        expected = alphas.get(name, config.get("lora_alpha", 8)) / root(layer.rank)
         assert layer.scale == pytest.approx(expected), told
     for key, tensor in load_file(folder / "adapter_model.safetensors").items():
         short = key.removeprefix("base_model.model.").replace(".default", "")

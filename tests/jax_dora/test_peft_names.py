@@ -7,7 +7,7 @@ from flax import nnx
 
 import jax_dora
 from jax_dora.peft import Names, load_adapter, save_adapter
-from jax_dora.peft.places import places_of
+from jax_dora.peft.torch_view import torch_view
 
 
 @pytest.mark.parametrize(
@@ -51,12 +51,12 @@ class Pair(nnx.Module):
 
 
 def test_the_members_of_a_sequential_are_its_own() -> None:
-    assert set(places_of(Pair(), Names()).layers) == {"mlp.0", "mlp.1"}
+    assert set(torch_view(Pair(), Names()).layers) == {"mlp.0", "mlp.1"}
 
 
 def test_two_modules_of_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match=r"two modules 'mlp'"):
-        places_of(Pair(), Names(rules=[(r"mlp/\d", "mlp")]))
+        torch_view(Pair(), Names(rules=[(r"mlp/\d", "mlp")]))
 
 
 def test_names_may_be_computed(tmp_path) -> None:

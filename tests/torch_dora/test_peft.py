@@ -9,11 +9,26 @@ import numpy as np
 import peft
 import pytest
 import torch
-import transformers
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 import torch_dora
+from tests.torch_dora.peft_folders import (
+    Convolutions,
+    assert_same,
+    assert_unchanged,
+    base,
+    classifier,
+    gpt2,
+    llama,
+    output,
+    peft_folder,
+    perturbed,
+    qwen3,
+    reconfigured,
+    rewritten,
+    snapshot,
+    tensors_of,
+)
 from torch_dora.peft import AdapterConfig, load_adapter, save_adapter
 
 # PEFT asks transformers by a name that the newest transformers calls deprecated.
@@ -22,57 +37,6 @@ pytestmark = [
     # PEFT's advice on how to adapt a tied embedding.
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"),
 ]
-
-IDS = torch.randint(0, 40, (2, 9), generator=torch.Generator().manual_seed(0))
-SIZES = {
-    "vocab_size": 40,
-    "hidden_size": 24,
-    "intermediate_size": 36,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 32,
-}
-
-
-class Convolutions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(40, 6)
-        self.conv = nn.Conv1d(6, 6, 3, padding=1)
-        self.image = nn.Conv2d(1, 5, (3, 2), stride=2, bias=False)
-        self.volume = nn.Conv3d(1, 2, 2)
-        self.score = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
-
-    def forward(self, ids):
-        x = self.conv(self.embed(ids).mT)
-        image = self.image(x[:, None])
-        volume = self.volume(image[:, None]).flatten(1).mean(1)
-        return self.score(image.amax((2, 3))) + volume[:, None]
-
-
-def llama() -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, attention_bias=True))
-
-
-def qwen3() -> nn.Module:
-    return transformers.Qwen3ForCausalLM(
-        transformers.Qwen3Config(**SIZES, tie_word_embeddings=True)
-    )
-
-
-def gpt2() -> nn.Module:
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=40, n_positions=32, n_embd=24, n_layer=2, n_head=4)
-    )
-
-
-def classifier() -> nn.Module:
-    return transformers.LlamaForSequenceClassification(
-        transformers.LlamaConfig(**SIZES, num_labels=3, pad_token_id=0)
-    )
-
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "names": (llama, {"target_modules": ["q_proj", "v_proj"]}),
@@ -115,48 +79,6 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "dropout": (llama, {"target_modules": ["q_proj"], "lora_dropout": 0.5}),
 }
-
-
-def base(make: Any) -> nn.Module:
-    torch.manual_seed(0)
-    return make().eval()
-
-
-def perturbed(module: nn.Module, seed: int = 1) -> nn.Module:
-    """Every trained parameter moved, so that no magnitude is its norm and no lora_b is zero."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                noise = torch.randn(parameter.shape, generator=generator)
-                parameter.add_(0.2 * noise.to(parameter.dtype))
-    return module
-
-
-def output(model: nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        found = model.eval()(IDS)
-    return found if isinstance(found, torch.Tensor) else found.logits
-
-
-def peft_folder(folder: Path, make: Any, *, seed: int = 1, **fields: Any) -> tuple[Path, Any]:
-    """A folder that PEFT wrote, and its model."""
-    config = peft.LoraConfig(**({"r": 4, "lora_alpha": 6, "use_dora": True} | fields))
-    theirs = perturbed(peft.get_peft_model(base(make), config), seed).eval()
-    # PEFT says at every turn that it stores an embedding that it was told to store.
-    theirs.save_pretrained(folder, save_embedding_layers=False)
-    return folder, theirs
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "adapter_model.safetensors")
-
-
-def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        assert a[name].dtype == b[name].dtype, name
-        assert torch.equal(a[name], b[name]), name
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -264,12 +186,6 @@ def test_shared_modules_stay_shared(tmp_path: Path) -> None:
     assert isinstance(loaded.first, torch_dora.DoRALinear)
 
 
-def rewritten(folder: Path, rename: Any = lambda key: key, change: Any = lambda t: t) -> None:
-    file = folder / "adapter_model.safetensors"
-    tensors = {rename(key): change(t).contiguous() for key, t in load_file(file).items()}
-    save_file(tensors, file)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_dtypes_are_kept(dtype: torch.dtype, tmp_path: Path) -> None:
     folder, _ = peft_folder(tmp_path / "theirs", llama, target_modules=["q_proj"])
@@ -347,18 +263,6 @@ def test_a_layer_alone_has_no_name_in_peft(tmp_path: Path) -> None:
         save_adapter(layer, tmp_path / "adapter", config=config)
 
 
-def snapshot(model: nn.Module) -> list[Any]:
-    return [
-        [(name, type(module)) for name, module in model.named_modules()],
-        [(name, id(p), p.requires_grad, p.clone()) for name, p in model.named_parameters()],
-    ]
-
-
-def reconfigured(folder: Path, **fields: Any) -> None:
-    file = folder / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -409,13 +313,6 @@ def test_what_fails_while_it_is_read_changes_nothing(
     assert_unchanged(before, snapshot(model))
 
 
-def assert_unchanged(before: list[Any], after: list[Any]) -> None:
-    assert before[0] == after[0]
-    for (name, *old, value), (_, *new, now) in zip(before[1], after[1], strict=True):
-        assert old == new, name
-        assert torch.equal(value, now), name
-
-
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
@@ -449,3 +346,99 @@ def test_what_the_format_has_once_may_not_differ(tmp_path: Path) -> None:
     model = torch_dora.apply_dora(base(llama), rules)
     with pytest.raises(ValueError, match=r"dropout: .*q_proj has 0\.5, .*o_proj has 0\.0"):
         save_adapter(model, tmp_path / "adapter")
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+        self.attention = nn.MultiheadAttention(4, 2)
+
+
+def small() -> nn.Module:
+    rule = torch_dora.DoRARule("up", rank=2, alpha=2)
+    return torch_dora.apply_dora(base(Attention), rule)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.float8_e4m3fn, "float16"])
+def test_a_dtype_that_would_destroy_the_adapter_is_refused(dtype: Any, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"dtype is .*; expected torch\.float16, bfloat16"):
+        save_adapter(small(), tmp_path / "a", dtype=dtype)
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(torch.nan, None), (torch.inf, None), (7e4, torch.float16)]
+)
+@pytest.mark.parametrize("name", ["lora_a", "lora_b", "magnitude", "bias"])
+def test_what_is_not_finite_is_not_written(
+    name: str, value: float, dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    model = small()
+    key = {"lora_a": "lora_A", "lora_b": "lora_B", "magnitude": "lora_mag"}.get(name, "base_layer")
+    with torch.no_grad():
+        getattr(model.up, name).view(-1)[0] = value
+    if name == "bias" and dtype is not None:
+        save_adapter(model, tmp_path / "a", bias="lora_only", dtype=dtype)
+        return
+    with pytest.raises(ValueError, match=rf"model\.up\.{key}.* holds NaN or infinity, in 1 of"):
+        save_adapter(model, tmp_path / "a", bias="lora_only", dtype=dtype)
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_magnitude_keeps_its_values(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = perturbed(small())
+    save_adapter(model, tmp_path / "a", dtype=dtype)
+    magnitude = load_adapter(base(Attention), tmp_path / "a").up.magnitude
+
+    assert magnitude.dtype == torch.float32
+    assert torch.equal(magnitude, model.up.magnitude.to(dtype).float())
+    rewritten(tmp_path / "a", change=lambda t: t.double() + 1e-12 if t.ndim == 1 else t)
+    with pytest.raises(ValueError, match="is F64, and rounded in the magnitude of up"):
+        load_adapter(base(Attention), tmp_path / "a")
+    load_adapter(base(Attention), tmp_path / "a", adapter_dtype=torch.float32)
+
+
+def test_what_stands_around_a_model_is_refused(tmp_path: Path) -> None:
+    folder, theirs = peft_folder(tmp_path / "a", llama, target_modules=["q_proj"])
+    for model, told in (
+        (theirs, r"PeftModel; expected the model in it: pass model\.unload\(\)"),
+        (torch.compile(base(llama)), r"OptimizedModule; .* pass model\._orig_mod"),
+        (nn.DataParallel(base(llama)), r"DataParallel; .* pass model\.module"),
+        (nn.Sequential(torch.compile(base(llama))), r"model\.0 is a OptimizedModule"),
+    ):
+        with pytest.raises(TypeError, match=told):
+            load_adapter(model, folder)
+        with pytest.raises(TypeError, match=told):
+            save_adapter(model, tmp_path / "b")
+
+
+def test_what_multihead_attention_holds_is_refused_where_it_is_selected(tmp_path: Path) -> None:
+    save_adapter(small(), tmp_path / "a")
+    load_adapter(base(Attention), tmp_path / "a")
+    reconfigured(tmp_path / "a", target_modules="all-linear")
+    with pytest.raises(NotImplementedError, match=r"attention\.out_proj is the out_proj of a Mult"):
+        load_adapter(base(Attention), tmp_path / "a")
+
+
+def test_several_adapters_are_merged_in_turn_by_peft(tmp_path: Path) -> None:
+    """Each scales what was merged before it, by its norm over the base alone."""
+    folders = [
+        peft_folder(tmp_path / str(seed), Attention, seed=seed, target_modules=["up"])[0]
+        for seed in (1, 2)
+    ]
+    theirs = peft.PeftModel.from_pretrained(base(Attention), folders[0], "0")
+    theirs.load_adapter(folders[1], "1")
+
+    merged = theirs.merge_and_unload(adapter_names=["0", "1"]).up.weight
+
+    expected = base(Attention).up.weight
+    for folder in folders:
+        layer = load_adapter(base(Attention), folder).up
+        g = (layer.magnitude / layer.norm())[:, None]
+        expected = g * (expected + layer.scale * layer.lora_b @ layer.lora_a)
+    assert (merged - expected).abs().max() <= 1e-6
+    one = torch_dora.merge_dora(load_adapter(base(Attention), folders[0])).up.weight
+    theirs = peft.PeftModel.from_pretrained(base(Attention), folders[0])
+    assert (theirs.merge_and_unload().up.weight - one).abs().max() <= 1e-6

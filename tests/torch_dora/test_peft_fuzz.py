@@ -17,7 +17,7 @@ import torch_dora
 from tests.dora_common.peft.damage import damage
 from torch_dora.peft import load_adapter, save_adapter
 
-MUTATIONS = 1000
+MUTATIONS = (200, pytest.param(2000, marks=pytest.mark.slow))
 SELECTING = ("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform")
 PLACES = {
     "first.lora_A.weight": "first.lora_a",
@@ -52,14 +52,15 @@ def snapshot(model: nn.Module) -> dict[str, tuple[object, ...]]:
     }
 
 
-def test_damaged_folders(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mutations", MUTATIONS)
+def test_damaged_folders(mutations: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     whole, folder = tmp_path / "whole", tmp_path / "damaged"
     save_adapter(adapted(), whole, modules_to_save=["last"])
     chance = random.Random(1)
     refused = 0
 
-    for number in range(MUTATIONS):
+    for number in range(mutations):
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(whole, folder)
         told = f"mutation {number}: {damage(folder, chance)}"
@@ -77,7 +78,7 @@ def test_damaged_folders(tmp_path: Path) -> None:
         assert unchanged, told
         assert message is None or str(folder) in message, told
 
-    assert MUTATIONS / 2 < refused < MUTATIONS - 50
+    assert mutations / 2 < refused < mutations * 0.95
 
 
 def assert_all_is_there(loaded: Model, folder: Path, told: str) -> None:
@@ -89,11 +90,11 @@ def assert_all_is_there(loaded: Model, folder: Path, told: str) -> None:
     )
     for name in ("first", "middle"):
         layer = loaded.get_submodule(name)
-        assert check_target_module_exists(theirs, name), told
+        assert theirs.target_modules is None or check_target_module_exists(theirs, name), told
         assert isinstance(layer, torch_dora.DoRALinear | torch_dora.DoRAEmbedding)
         root = math.sqrt if config.get("use_rslora") else float
         alphas = config.get("alpha_pattern") or {}
-        expected = alphas.get(name, config["lora_alpha"]) / root(layer.rank)
+        expected = alphas.get(name, config.get("lora_alpha", 8)) / root(layer.rank)
         assert layer.scale == pytest.approx(expected), told
     for key, tensor in load_file(folder / "adapter_model.safetensors").items():
         short = key.removeprefix("base_model.model.").replace(".default", "")

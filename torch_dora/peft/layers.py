@@ -5,12 +5,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dora_common.peft.fit import Layer, convolution_settings
+from dora_common.peft.layers import Layer, convolution_refusals
 from torch_dora.layers import DoRAConv, DoRAConv1D, DoRAEmbedding, DoRALinear
 from torch_dora.layers.conv import CONVOLUTIONS
 from torch_dora.layers.linear import is_conv1d
 
 ADAPTER = ("lora_a", "lora_b", "magnitude")
+# What may stand around a model, and how its model is reached.
+_WRAPPERS = {
+    "PeftModel": "model.unload()",
+    "OptimizedModule": "model._orig_mod",
+    "DataParallel": "model.module",
+    "DistributedDataParallel": "model.module",
+}
+_HELD = "is the out_proj of a MultiheadAttention, which reads its weight and never calls it"
 ADAPTED = (DoRALinear, DoRAConv1D, DoRAEmbedding, DoRAConv)
 
 
@@ -18,12 +26,18 @@ def layers_of(model: nn.Module) -> dict[str, Layer]:
     """Every layer that can be adapted or is, by its module's name.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is no module, or one around the model.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     found = {}
     for name, module in model.named_modules():
+        for kind in type(module).__mro__:
+            if kind.__name__ in _WRAPPERS:
+                raise TypeError(
+                    f"model{name and '.'}{name} is a {type(module).__name__}; expected the model "
+                    f"in it: pass {_WRAPPERS[kind.__name__]}"
+                )
         layer = _layer(name, module)
         if layer is not None:
             found[name] = layer
@@ -55,7 +69,8 @@ def _layer(name: str, module: Any) -> Layer | None:
         return Layer(name, "linear", features, width)
     if isinstance(module, nn.Linear | DoRALinear):
         width, features = module.weight.shape
-        return Layer(name, "linear", features, width)
+        is_held = isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
+        return Layer(name, "linear", features, width, refusals=(_HELD,) if is_held else ())
     if isinstance(module, nn.Embedding | DoRAEmbedding):
         vocabulary, width = module.weight.shape
         return Layer(name, "embedding", vocabulary, width)
@@ -63,8 +78,8 @@ def _layer(name: str, module: Any) -> Layer | None:
         base = module.settings if isinstance(module, DoRAConv) else module
         width, _, *window = module.weight.shape
         mode = base.padding_mode if _pads(base) else "zeros"
-        settings = convolution_settings(base.groups, window, base.dilation, mode)
-        return Layer(name, "conv", base.in_channels, width, tuple(window), settings)
+        refusals = convolution_refusals(base.groups, window, base.dilation, mode)
+        return Layer(name, "conv", base.in_channels, width, tuple(window), refusals)
     return None
 
 

@@ -1,5 +1,6 @@
 """A PEFT folder into a torch model."""
 
+import copy
 import functools
 import os
 import re
@@ -39,7 +40,10 @@ def load_adapter(
 
     Everything in the folder finds its place before anything is made, and everything is made and
     read before ``model`` is changed. Afterwards the adapter is trainable, and so is what the folder
-    holds whole (modules_to_save, biases), which is cast to the model's dtypes; the rest is frozen.
+    holds whole (modules_to_save, biases), which is cast to the model's dtypes; the rest is frozen,
+    rows of single tokens (trainable_token_indices) included. A module of modules_to_save whose
+    weight is tied to another gets a copy of its own, as in PEFT. What an earlier folder replaced in
+    the base model stays as that folder had it.
 
     A LoRA folder is loaded too: as the DoRA that computes the same, its magnitude equal to its
     norm.
@@ -47,7 +51,8 @@ def load_adapter(
     Args:
         model: plain, or with an adapter, in whose place the folder's comes.
         folder: holds adapter_config.json and adapter_model.safetensors.
-        adapter: the adapter's name, where the files lie in a subfolder of that name.
+        adapter: the adapter's name, where the files lie in a subfolder of that name, or the keys
+            have it.
         adapter_dtype: of lora_a and lora_b; by default that of the file.
         dropout_mode: where the folder's lora_dropout is not 0; by default as in PEFT, "input" for
             DoRA and "adapter" for LoRA. As always, ``model.eval()`` turns dropout off.
@@ -57,10 +62,10 @@ def load_adapter(
         ``model``.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: there is no such folder, or a file is missing from
-            it.
+        FileNotFoundError, NotADirectoryError: there is no such folder or adapter, or a file is
+            missing from it.
         ValueError: a file is damaged; a tensor has no place in the model or another shape than it,
-            or one is missing. What is wrong is listed.
+            or one is missing, or is not finite. What is wrong is listed.
         NotImplementedError: the configuration asks for something that is not supported.
         TypeError: an argument or a field of the configuration has the wrong type.
     """
@@ -75,11 +80,12 @@ def load_adapter(
         fit = source.fit(
             list(layers.values()),
             {name: tuple(tensor.shape) for name, tensor in parameters.items()},
-            adapter=adapter or "default",
+            {name: id(tensor) for name, tensor in parameters.items()},
         )
         trainable = {parameter: parameter.requires_grad for parameter in model.parameters()}
         try:
             wholes = _read_parameters(source, fit)
+            rows = {name: (list(at), source.read(key)) for name, (key, at) in fit.tokens.items()}
             replacements = _make_layers(
                 model,
                 source,
@@ -93,9 +99,14 @@ def load_adapter(
                 parameter.requires_grad_(was)
             raise
     _replace(model, replacements)
+    for name in fit.untied:
+        _untie(model, name)
+    parameters = parameters_of(model)
     with torch.no_grad():
         for name, value in wholes.items():
             parameters[name].copy_(value)
+        for name, (indices, values) in rows.items():
+            parameters[name][indices] = values.to(parameters[name])
     stored = {
         id(parameters[name])
         for name in wholes
@@ -141,7 +152,7 @@ def _make_layers(
     ]
     new = dict(apply_dora(shell, rules).named_modules())
     for name, one in fit.adapters.items():
-        _fill(new[name], source, one)
+        _fill(new[name], source, one, adapter_dtype is None)
     return {module: new[name] for name, module in old.items()}
 
 
@@ -166,12 +177,19 @@ def _dtype(source: Folder, adapter: Adapter) -> torch.dtype:
 
 
 @torch.no_grad()
-def _fill(layer: Any, source: Folder, adapter: Adapter) -> None:
+def _fill(layer: Any, source: Folder, adapter: Adapter, exactly: bool) -> None:
     for name in ("lora_a", "lora_b"):
         parameter = getattr(layer, name)
         parameter.copy_(source.read(adapter.keys[name]).reshape(parameter.shape))
-    if "magnitude" in adapter.keys:
-        layer.magnitude.copy_(source.read(adapter.keys["magnitude"]).reshape(-1))
+    if key := adapter.keys.get("magnitude"):
+        value = source.read(key).reshape(-1)
+        layer.magnitude.copy_(value)
+        kept = layer.magnitude.cpu().to(value.dtype)
+        if exactly and value.dtype == torch.float64 and not torch.equal(kept, value):
+            raise ValueError(
+                f"{source.path}: {key} is F64, and rounded in the magnitude of {adapter.layer.name}"
+                "; pass adapter_dtype=torch.float32 if it may"
+            )
     else:
         layer.reset_magnitude()
 
@@ -189,6 +207,20 @@ def _read_parameters(source: Folder, fit: Fit) -> dict[str, Tensor]:
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     """Also where both are the same NaN."""
     return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def _untie(model: nn.Module, name: str) -> None:
+    """Gives the parameter ``name`` an array of its own, and its module too where it is shared."""
+    path, _, attribute = name.rpartition(".")
+    module = model.get_submodule(path)
+    if sum(module is one for _, one in model.named_modules(remove_duplicate=False)) > 1:
+        module = copy.copy(module)
+        module._parameters = dict(module._parameters)
+        parent, _, last = path.rpartition(".")
+        setattr(model.get_submodule(parent), last, module)
+    old = getattr(module, attribute)
+    new = old.detach().clone()
+    setattr(module, attribute, nn.Parameter(new) if isinstance(old, nn.Parameter) else new)
 
 
 def _replace(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:

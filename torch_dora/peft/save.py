@@ -8,12 +8,16 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from dora_common.peft import folder as folders
 from dora_common.peft.config import AdapterConfig
-from dora_common.peft.describe import Adapted, check_config, config_of
-from dora_common.peft.fit import fit, refuse_settings
+from dora_common.peft.describe import Adapted, check_config, config_of, token_rows
+from dora_common.peft.fit import fit
+from dora_common.peft.folder import check_finite
 from dora_common.peft.keys import key_of, parameter_key
+from dora_common.peft.layers import refuse_layers
+from dora_common.peft.ties import refuse_to_split
+from dora_common.peft.writing import check_free, write
 from torch_dora.layers import DoRAConv1D
+from torch_dora.ops import check
 from torch_dora.peft.layers import adapted_modules, layers_of, parameters_of
 
 
@@ -23,7 +27,8 @@ def save_adapter(
     folder: str | os.PathLike[str],
     *,
     use_dora: bool = True,
-    modules_to_save: Sequence[str] = (),
+    modules_to_save: Sequence[str] | str = (),
+    trainable_token_indices: Mapping[str, Sequence[int]] | Sequence[int] | None = None,
     bias: str = "none",
     base_model_name_or_path: str | None = None,
     task_type: str | None = None,
@@ -40,11 +45,15 @@ def save_adapter(
         model: with adapters.
         folder: made if it is not there.
         use_dora: False writes a LoRA adapter, for which every magnitude has to be its norm.
-        modules_to_save: ends of the names of modules to store whole.
+        modules_to_save: ends of the names of modules to store whole; of modules that share a
+            weight, all or none.
+        trainable_token_indices: rows to store of embeddings, by the ends of their names; or the
+            rows alone, where the model has one embedding.
         bias: "none", or the biases to store: "all", or "lora_only" for those of adapted layers.
         base_model_name_or_path, task_type: for whoever reads the folder; PEFT's task types are
             "CAUSAL_LM", "SEQ_CLS" and so on.
-        dtype: of lora_a, lora_b and magnitude in the file; by default each has its own.
+        dtype: of lora_a, lora_b and magnitude in the file: float16, bfloat16, float32 or float64;
+            by default each has its own.
         config: written as it is instead of one made from the model and the arguments above; it has
             to say the same as the model.
         overwrite: replace an adapter that is in the folder.
@@ -52,19 +61,23 @@ def save_adapter(
     Raises:
         FileExistsError: there is an adapter in the folder, and ``overwrite`` is False.
         ValueError: the model has no adapter, or one that the format cannot express; ``config`` does
-            not fit the model.
+            not fit the model; a name matches no module; a number is not finite, or not in
+            ``dtype``.
         NotImplementedError: a convolution has groups, dilation or a padding that PEFT does not
             honour.
         TypeError: an argument has the wrong type.
     """
-    folders.check_free(folder, overwrite=overwrite)
+    if dtype is not None and dtype not in check.FLOATS:
+        raise TypeError(f"dtype is {dtype!r}; expected torch.float16, bfloat16, float32 or float64")
+    check_free(folder, overwrite=overwrite)
     layers = layers_of(model)
     modules = dict(adapted_modules(model))
     if not modules:
         raise ValueError(
             "model has no adapter; expected one with DoRA layers, as torch_dora.apply_dora makes it"
         )
-    refuse_settings(layers[name] for name in modules)
+    refuse_layers(layers[name] for name in modules)
+    parameters = parameters_of(model)
     adapted = {
         name: Adapted(layers[name], one.rank, one.alpha, one.use_rslora, one.dropout)
         for name, one in modules.items()
@@ -73,8 +86,10 @@ def save_adapter(
         config = config_of(
             adapted,
             [name for name, _ in model.named_modules()],
+            parameters,
             use_dora=use_dora,
-            modules_to_save=tuple(modules_to_save) or None,
+            modules_to_save=modules_to_save,
+            trainable_token_indices=token_rows(trainable_token_indices, layers.values()),
             bias=bias,
             fan_in_fan_out=any(isinstance(module, DoRAConv1D) for module in modules.values()),
             base_model_name_or_path=base_model_name_or_path,
@@ -84,8 +99,12 @@ def save_adapter(
         check_config(config, adapted)
     if not config.use_dora:
         _check_is_lora(modules)
-    parameters = parameters_of(model)
+    arrays = {name: id(tensor) for name, tensor in parameters.items()}
+    refuse_to_split(config, arrays, modules)
     tensors = _adapter_tensors(modules, adapted, config, dtype)
+    for name, rows in (token_rows(config.trainable_token_indices, layers.values()) or {}).items():
+        rows_of = parameters[f"{name}.weight"]
+        tensors[key_of(name, "tokens")] = _stored(rows_of[list(rows)])
     for name, tensor in parameters.items():
         is_adapted = name.rpartition(".")[0] in modules
         if config.stores(name, of_adapted_layer=is_adapted):
@@ -97,8 +116,11 @@ def save_adapter(
         {key: ("F32", tuple(tensor.shape)) for key, tensor in tensors.items()},
         layers.values(),
         {name: tuple(tensor.shape) for name, tensor in parameters.items()},
+        arrays,
     )
-    folders.write(
+    for key, tensor in tensors.items():
+        check_finite(key, tensor, f"{tensor.dtype} cannot hold the numbers, or training diverged")
+    write(
         folder,
         config,
         lambda path: save_file(tensors, path, metadata={"format": "pt"}),

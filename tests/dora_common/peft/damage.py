@@ -16,6 +16,7 @@ _VALUES: tuple[Any, ...] = (
     *([], [""], ["first"], ["last"], ["first", "last"], [0], [1], [[1]], [None], {}),
     *({"first": 2}, {"first": 5}, {"(": 1}, {"first": -1}, {"": 1}, {"a": "b"}),
 )
+_OTHERS = ("a_field_of_the_future", "trainable_token_indices", "ensure_weight_tying")
 _NAMES = ("first", "last", "lora_A", "lora_B", "weight", "default", "base_layer", "bias", "", "é")
 _DTYPES = ("F64", "F32", "F16", "BF16", "I32", "I8", "U8", "BOOL", "F8_E4M3", "X")
 
@@ -53,7 +54,7 @@ def _write(folder: Path, header: dict[str, Any], data: bytes) -> None:
 
 def _change_field(folder: Path, chance: random.Random) -> str:
     fields = json.loads((folder / CONFIG).read_text())
-    name = chance.choice([*fields, "a_field_of_the_future"])
+    name = chance.choice([*fields, *_OTHERS])
     if chance.random() < 0.1:
         fields.pop(name, None)
     else:

@@ -3,12 +3,15 @@
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
+from safetensors.numpy import save_file
 
 from dora_common.peft.config import AdapterConfig, patterns_for, targets_for
+from dora_common.peft.folder import CONFIG, TENSORS, opened
 
 MODULES = [
     f"{stem}.{index}.{part}"
@@ -83,7 +86,7 @@ def test_ranks_and_alphas_are_matched_as_peft_matches_them() -> None:
     [
         ({"layer_replication": [[0, 4]]}, ["layer_replication"]),
         ({"lora_bias": True, "use_qalora": True}, ["lora_bias", "use_qalora"]),
-        ({"trainable_token_indices": [1]}, ["trainable_token_indices"]),
+        ({"alora_invocation_tokens": [1]}, ["alora_invocation_tokens"]),
         ({"a_field_of_the_future": 0.5}, ["a_field_of_the_future = 0.5"]),
         ({"init_lora_weights": "pissa_niter_16"}, ["init_lora_weights", "pissa_niter_16"]),
         ({"peft_type": "LOHA"}, ["peft_type", "LOHA"]),
@@ -138,10 +141,20 @@ def test_indices_beside_an_expression_are_refused() -> None:
         AdapterConfig.from_json(described(target_modules=".*", layers_to_transform=[0]))
 
 
-@pytest.mark.parametrize("field", ["peft_type", "r", "lora_alpha", "target_modules"])
+@pytest.mark.parametrize("field", ["peft_type", "r", "lora_alpha"])
 def test_a_missing_field_is_named(field: str) -> None:
     with pytest.raises(ValueError, match=field):
         AdapterConfig.from_json(described(**{field: None}))
+
+
+@pytest.mark.parametrize("fields", [{}, {"target_modules": None}])
+def test_what_a_configuration_lacks_is_as_in_peft(fields: dict[str, Any], tmp_path) -> None:
+    (tmp_path / CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": 2} | fields))
+    save_file({"x.a.lora_A.weight": np.ones((2, 3), np.float32)}, tmp_path / TENSORS)
+
+    with opened(tmp_path, "np") as source:
+        assert source.config.lora_alpha == LoraConfig().lora_alpha
+        assert source.config.target_modules == ("x.a",)
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,24 @@
 """Adapter folders on disk: whole or not at all."""
 
+import errno
 import multiprocessing
 import os
 import stat
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from dora_common.peft.config import AdapterConfig
-from dora_common.peft.folder import CONFIG, TENSORS, opened, write
+from dora_common.peft.folder import CONFIG, TENSORS, opened
+from dora_common.peft.layers import Layer
+from dora_common.peft.writing import write
 
 
 def adapter(rank: int) -> tuple[AdapterConfig, dict[str, np.ndarray]]:
@@ -127,3 +135,168 @@ def test_a_reader_beside_a_writer_sees_one_adapter_or_none(tmp_path: Path) -> No
     finally:
         writer.kill()
         writer.join()
+
+
+def test_two_writers_leave_one_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first is held between its two files until the second is done, or waits."""
+    save(tmp_path / "a", 1)
+    replace, halfway, second = Path.replace, threading.Event(), threading.Event()
+
+    def slowly(source: Path, target: Path) -> None:
+        replace(source, target)
+        if target.name == TENSORS and not halfway.is_set():
+            halfway.set()
+            second.wait(timeout=0.5)
+
+    def write_second() -> None:
+        halfway.wait()
+        save(tmp_path / "a", 3, overwrite=True)
+        second.set()
+
+    monkeypatch.setattr(Path, "replace", slowly)
+    thread = threading.Thread(target=write_second)
+    thread.start()
+    save(tmp_path / "a", 2, overwrite=True)
+    assert not second.is_set()
+    thread.join()
+
+    assert rank_in(tmp_path / "a") == 3
+
+
+def _write_often(folder: Path, rank: int) -> None:
+    for _ in range(20):
+        save(folder, rank, overwrite=True)
+
+
+def test_processes_that_write_at_once_leave_one_adapter(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=_write_often, args=(tmp_path / "a", r)) for r in (2, 3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+
+    assert rank_in(tmp_path / "a") in (2, 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_who_comes_second_finds_the_folder_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = Path.rename
+
+    def late(source: Path, target: Path) -> None:
+        monkeypatch.setattr(Path, "rename", rename)
+        save(tmp_path / "a", 3)
+        rename(source, target)
+
+    monkeypatch.setattr(Path, "rename", late)
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        save(tmp_path / "a", 2)
+    assert rank_in(tmp_path / "a") == 3
+
+
+def _write_and_hang(folder: Path, started: Any) -> None:
+    def hang(path: Path) -> None:
+        path.write_bytes(b"half")
+        os.utime(path.parent, (0, 0))
+        started.set()
+        time.sleep(600)
+
+    write(folder, adapter(2)[0], hang)
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    started = context.Event()
+    writer = context.Process(target=_write_and_hang, args=(tmp_path / "a", started), daemon=True)
+    writer.start()
+    assert started.wait(timeout=60)
+    (left,) = tmp_path.iterdir()
+    others = [tmp_path / name for name in (".a.mine", f".b.{'0' * 32}")]
+    for other in others:
+        other.mkdir()
+        os.utime(other, (0, 0))
+    save(tmp_path / "a", 2)
+    assert left.is_dir(), "its writer is alive"
+    writer.kill()
+    writer.join()
+
+    save(tmp_path / "a", 3, overwrite=True)
+
+    assert sorted(tmp_path.iterdir()) == sorted([tmp_path / "a", *others])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        SafetensorError("I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_full_disk_is_told_with_the_folder(error: Exception, tmp_path: Path) -> None:
+    def fail(path: Path) -> None:
+        raise error
+
+    with pytest.raises(OSError, match="No space left on device") as refusal:
+        write(tmp_path / "a", adapter(2)[0], fail)
+
+    assert (refusal.value.errno, refusal.value.filename) == (errno.ENOSPC, str(tmp_path / "a"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_what_is_not_finite_is_not_read(value: float, dtype: str, tmp_path: Path) -> None:
+    config, tensors = adapter(2)
+    (key,) = tensors
+    array = tensors[key].astype(np.dtype(getattr(ml_dtypes, dtype, dtype)))
+    array[1, 2] = value
+    write(tmp_path / "a", config, lambda path: save_file({key: array}, path))
+
+    with (
+        opened(tmp_path / "a", "np") as source,
+        pytest.raises(ValueError, match=rf"{key} holds NaN or infinity, in 1 of 6 elements"),
+    ):
+        source.read(key)
+
+
+def named(folder: Path, name: str) -> None:
+    config, tensors = adapter(2)
+    tensors = {key.replace("lora_A", f"lora_A.{name}"): a for key, a in tensors.items()}
+    write(folder, config, lambda path: save_file(tensors, path))
+
+
+def test_an_adapter_is_found_by_its_name_alone(tmp_path: Path) -> None:
+    save(tmp_path / "a", 2)
+    save(tmp_path / "a" / "second", 3)
+    named(tmp_path / "b", "third")
+    for folder, name in (
+        ("a", None),
+        ("a", "default"),
+        ("a", "second"),
+        ("a/second", "second"),
+        ("b", "third"),
+    ):
+        with opened(tmp_path / folder, "np", name) as source:
+            assert source.config.r == (3 if name == "second" else 2)
+    for folder, name, there in (
+        ("a", "sceond", "default, second"),
+        ("b", "second", "third"),
+        ("a/second", "third", "default"),
+    ):
+        with (
+            pytest.raises(FileNotFoundError, match=f"adapter is '{name}'.*one of {there}$"),
+            opened(tmp_path / folder, "np", name),
+        ):
+            pass
+
+
+def test_keys_of_another_adapter_ask_for_its_name(tmp_path: Path) -> None:
+    named(tmp_path / "a", "third")
+    with (
+        opened(tmp_path / "a", "np") as source,
+        pytest.raises(ValueError, match="of the adapter 'third'; pass adapter='third'"),
+    ):
+        source.fit([Layer("a", "linear", 3, 3)], {}, {})

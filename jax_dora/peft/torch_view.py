@@ -1,26 +1,28 @@
-"""Where a Flax model keeps what PyTorch calls by another name and lays out otherwise."""
+"""A Flax model as PyTorch has it: by other names, and laid out otherwise."""
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from flax import nnx
 
-from dora_common.peft.fit import Layer, Shape, convolution_settings
-from jax_dora.adapt.stack import stack_shape
+from dora_common.peft.layers import Layer, Shape, convolution_refusals
+from jax_dora.adapt.stack import indices, stack_shape
 from jax_dora.adapt.tree import check_model, find_modules
 from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.layers.layout import Axes, convolution_layout, matrix_layout, projection_layout
 from jax_dora.peft.names import Names
 
 Index = tuple[int, ...]
+# The names of a head that is None where a model ties it to its embedding.
+_TIED_HEADS = ("lm_head", "embed_out")
 
 
 @dataclass(frozen=True)
-class Place:
+class TorchParameter:
     """An array, or one layer's part of a stacked one.
 
     Attributes:
@@ -63,7 +65,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class LayerPlace:
+class TorchLayer:
     """One layer that can be adapted or is."""
 
     path: str
@@ -72,7 +74,7 @@ class LayerPlace:
 
 
 @dataclass(frozen=True)
-class Places:
+class TorchView:
     """A model by PyTorch's names.
 
     Attributes:
@@ -80,51 +82,58 @@ class Places:
       kinds: of the modules that can be adapted or are, by path.
       stacks: by path, the leading axes that stacking gave to the module's arrays.
       layers: what can be adapted or is, by name.
-      parameters: of the base model, by name.
+      parameters: of the base model, by name: by each name of a module that is shared, and by that
+        of a head which is None since it is tied to the embedding.
       names: of every module, and its path.
+      tied_heads: by the name of the weight, the paths of such heads.
     """
 
     modules: Mapping[str, nnx.Module]
     kinds: Mapping[str, type[DoRALayer]]
     stacks: Mapping[str, Shape]
-    layers: Mapping[str, LayerPlace]
-    parameters: Mapping[str, Place]
+    layers: Mapping[str, TorchLayer]
+    parameters: Mapping[str, TorchParameter]
     names: Mapping[str, str]
+    tied_heads: Mapping[str, str]
+
+    def variable(self, parameter: TorchParameter) -> nnx.Variable:
+        return getattr(self.modules[parameter.path], parameter.attribute)
+
+    def arrays(self) -> dict[str, Hashable]:
+        """What identifies the array of every parameter."""
+        return {name: (id(self.variable(one)), one.index) for name, one in self.parameters.items()}
 
     def adapted_paths(self) -> list[str]:
         return [path for path in self.kinds if isinstance(self.modules[path], DoRALayer)]
 
-    def of_adapter(self, place: LayerPlace, rank: int) -> dict[str, Place]:
+    def of_adapter(self, layer: TorchLayer, rank: int) -> dict[str, TorchParameter]:
         """lora_a, lora_b and magnitude of a layer that is adapted."""
-        module: Any = self.modules[place.path]
+        module: Any = self.modules[layer.path]
         layout = module.layout()
         return {
-            name: Place(
-                place.path,
+            name: TorchParameter(
+                layer.path,
                 name,
-                place.index,
+                layer.index,
                 shape,
                 getattr(layout, name),
                 is_transposed=name != "magnitude",
             )
-            for role, shape in place.layer.shapes(rank).items()
+            for role, shape in layer.layer.shapes(rank).items()
             for name in [role.replace("embedding_", "lora_")]
         }
 
 
-def places_of(model: nnx.Module, names: Names) -> Places:
+def torch_view(model: nnx.Module, names: Names) -> TorchView:
     """
     Raises:
       TypeError: `model` is no nnx module.
       ValueError: two modules get the same name, or the layers of a stack get none.
     """
     check_model(model)
-    modules = {
-        found.paths[0]: found.module
-        for found in find_modules(model)
-        # Its members are what has names; that of a Sequential has none of its own in PyTorch.
-        if not isinstance(found.module, nnx.List)
-    }
+    # The members of a List are what has names; that of a Sequential has none of its own in PyTorch.
+    all_found = [one for one in find_modules(model) if not isinstance(one.module, nnx.List)]
+    modules = {found.paths[0]: found.module for found in all_found}
     kinds: dict[str, type[DoRALayer]] = {
         path: kind
         for path, module in modules.items()
@@ -133,23 +142,41 @@ def places_of(model: nnx.Module, names: Names) -> Places:
     stacks = {path: stack_shape(modules[path]) for path in kinds}
     stacks |= {path: _stack_around(path, stacks, names) for path in modules if path not in stacks}
 
-    layers, parameters, paths = {}, {}, {}
-    for path, module in modules.items():
-        plain = _without_sequential(path, modules)
-        for index in itertools.product(*map(range, stacks[path])):
-            name = names.module(plain, index)
-            if name in paths:
+    layers, parameters, names_of = {}, {}, {}
+    for found in all_found:
+        path, module = found.paths[0], found.module
+        for other, index in itertools.product(found.paths, indices(stacks[path])):
+            name = names.module(_without_sequential(other, modules), index)
+            if names_of.get(name, path) != path:
                 raise ValueError(
-                    f"names calls two modules {name!r}: the one at {paths[name]!r} and the one at "
-                    f"{path!r}; expected a name for each"
+                    f"names calls two modules {name!r}: the one at {names_of[name]!r} and the one "
+                    f"at {path!r}; expected a name for each"
                 )
-            paths[name] = path
             layer, weight = _layer(name, module, kinds.get(path))
-            if layer is not None:
-                layers[name] = LayerPlace(path, index, layer)
-            for place in _parameters(path, index, module, kinds.get(path), layer, weight):
-                parameters[".".join(filter(None, (name, names.parameter(place.attribute))))] = place
-    return Places(modules, kinds, stacks, layers, parameters, paths)
+            if other == path:
+                names_of[name] = path
+                if layer is not None:
+                    layers[name] = TorchLayer(path, index, layer)
+            for one in _parameters(path, index, module, kinds.get(path), layer, weight):
+                parameters[".".join(filter(None, (name, names.parameter(one.attribute))))] = one
+    tied_heads = _tied_heads(modules, names)
+    embeddings = [name for name, one in layers.items() if one.layer.kind == "embedding"]
+    if len(embeddings) != 1:
+        tied_heads = {}
+    for head in tied_heads:
+        parameters[head] = parameters[f"{embeddings[0]}.{names.parameter('embedding')}"]
+    return TorchView(modules, kinds, stacks, layers, parameters, names_of, tied_heads)
+
+
+def _tied_heads(modules: Mapping[str, nnx.Module], names: Names) -> dict[str, str]:
+    """The paths of the heads that are None, by the name of the weight that they have in PyTorch."""
+    paths = [
+        "/".join(filter(None, (path, attribute)))
+        for path, module in modules.items()
+        for attribute in _TIED_HEADS
+        if getattr(module, attribute, module) is None
+    ]
+    return {f"{names.module(path)}.{names.parameter('kernel')}": path for path in paths}
 
 
 def to_matrix(array: np.ndarray) -> np.ndarray:
@@ -202,15 +229,15 @@ def _layer(
         return Layer(name, "linear", features, width), matrix_layout(features, width, 1).kernel
     if kind.base_type is nnx.Conv:
         *window, _, width = module.kernel_shape
-        settings = convolution_settings(
+        refusals = convolution_refusals(
             module.feature_group_count,
             window,
             _each(module.kernel_dilation, len(window)),
             _padding_mode(module.padding, window),
         )
         if any(step != 1 for step in _each(module.input_dilation, len(window))):
-            settings = (*settings, "input dilation")
-        layer = Layer(name, "conv", module.in_features, width, tuple(window), settings)
+            refusals = (*refusals, "has input dilation")
+        layer = Layer(name, "conv", module.in_features, width, tuple(window), refusals)
         # Groups lie alike in both, so that the window is all there is to move.
         return layer, convolution_layout(tuple(module.kernel_shape), 1, 1).kernel
     return _projection(name, module, kind)
@@ -255,20 +282,20 @@ def _parameters(
     kind: type[DoRALayer] | None,
     layer: Layer | None,
     weight: Axes | None,
-) -> Iterator[Place]:
+) -> Iterator[TorchParameter]:
     for attribute, value in vars(module).items():
         if not isinstance(value, nnx.Param | nnx.BatchStat) or isinstance(value, nnx.LoRAParam):
             continue
         shape = tuple(value.get_value().shape)[len(index) :]
         if layer is None or kind is None:
-            yield Place(path, attribute, index, shape)
+            yield TorchParameter(path, attribute, index, shape)
         elif attribute != kind.kernel_name:
-            yield Place(path, attribute, index, (layer.out_features,))
+            yield TorchParameter(path, attribute, index, (layer.out_features,))
         elif layer.kind == "embedding":
-            yield Place(path, attribute, index, (layer.in_features, layer.out_features))
+            yield TorchParameter(path, attribute, index, (layer.in_features, layer.out_features))
         else:
             assert weight is not None
             window_and_in = weight.matrices[1]
             features = window_and_in // math.prod(layer.kernel_size)
             shape = (layer.out_features, features, *layer.kernel_size)
-            yield Place(path, attribute, index, shape, weight, is_transposed=True)
+            yield TorchParameter(path, attribute, index, shape, weight, is_transposed=True)

@@ -1,0 +1,157 @@
+"""An adapter's folder, written whole or not at all."""
+
+import contextlib
+import errno
+import glob
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from dora_common.peft.config import AdapterConfig
+from dora_common.peft.folder import CONFIG, PICKLE, TENSORS
+
+try:
+    import fcntl
+except ImportError:  # Windows: folders are replaced without a lock
+    fcntl = None
+
+_STALE_SECONDS = 60
+
+
+def write(
+    folder: str | os.PathLike[str],
+    config: AdapterConfig,
+    write_tensors: Callable[[Path], None],
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Writes an adapter folder. Whoever reads it meanwhile, or after this was killed, finds the old
+    adapter, the new one, or none: never a part of one, nor the tensors of one with the
+    configuration of another, also where several processes of a host write at once. Other files in
+    the folder are left alone; what killed writers left beside it is removed.
+
+    Args:
+      folder: made if it is not there.
+      write_tensors: writes the safetensors file at the path it is given.
+      overwrite: replace an adapter that is there.
+
+    Raises:
+      FileExistsError: there is an adapter, and `overwrite` is False; or a file has that name.
+      OSError: the files cannot be written, for example since the disk is full.
+    """
+    path = Path(folder)
+    check_free(path, overwrite=overwrite)
+    with _telling_of_the_disk(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_stale(path)
+        new = path.parent / f".{path.name}.{uuid.uuid4().hex}"
+        new.mkdir()
+        try:
+            # Held while this writes, so that no other writer takes it for a killed one's.
+            with _locked(new):
+                write_tensors(new / TENSORS)
+                (new / CONFIG).write_text(config.to_json(), encoding="utf-8")
+                for name in (TENSORS, CONFIG):
+                    _to_disk(new / name)
+                if not _renamed(new, path):
+                    with _locked(path):
+                        check_free(path, overwrite=overwrite)
+                        # Without its configuration a folder is no adapter, until both are in.
+                        (path / CONFIG).unlink(missing_ok=True)
+                        (new / TENSORS).replace(path / TENSORS)
+                        (new / CONFIG).replace(path / CONFIG)
+            _to_disk(path)
+            _to_disk(path.parent)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+
+
+def check_free(folder: str | os.PathLike[str], *, overwrite: bool) -> None:
+    """
+    Raises:
+      FileExistsError: `write` would refuse.
+    """
+    path = Path(folder)
+    if path.exists() and not path.is_dir():
+        raise FileExistsError(f"folder is {path}, a file; expected a folder, or none")
+    there = [name for name in (CONFIG, TENSORS, PICKLE) if (path / name).exists()]
+    if there and not overwrite:
+        raise FileExistsError(
+            f"folder {path} holds {', '.join(there)}; expected no adapter there: choose another "
+            "folder, or pass overwrite=True"
+        )
+    if (path / PICKLE).exists():
+        raise FileExistsError(
+            f"folder {path} holds {PICKLE}; expected no other adapter there: choose another folder"
+        )
+
+
+def _renamed(new: Path, path: Path) -> bool:
+    if path.is_dir():
+        return False
+    try:
+        new.rename(path)
+    except OSError:
+        # Another writer made the folder first.
+        if path.is_dir():
+            return False
+        raise
+    return True
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
+    """Holds the folder against other processes and threads of this host.
+
+    Raises:
+      BlockingIOError: another holds it, and `wait` is False.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        if fcntl is not None:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except OSError as error:
+                # Some network file systems have no locks.
+                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                    raise
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove_stale(path: Path) -> None:
+    """Removes what writers of this folder left that were killed."""
+    for old in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 32}"):
+        with contextlib.suppress(OSError):
+            # A writer makes its folder a moment before it locks it.
+            if time.time() - old.stat().st_mtime > _STALE_SECONDS:
+                with _locked(old, wait=False):
+                    shutil.rmtree(old)
+
+
+@contextlib.contextmanager
+def _telling_of_the_disk(path: Path) -> Iterator[None]:
+    """Names the folder where an error of the disk names none."""
+    try:
+        yield
+    except SafetensorError as error:
+        full = "os error 28" in str(error)
+        raise OSError(errno.ENOSPC if full else errno.EIO, str(error), str(path)) from error
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,215 @@
+"""Tied weights and rows of single tokens in Flax: as in PEFT, or refused by name."""
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from flax import nnx
+from safetensors.numpy import load_file
+from torch import nn
+
+import jax_dora
+from jax_dora import models
+from jax_dora.peft import Names, UntiedEmbed, load_adapter, save_adapter
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning"),
+]
+SIZES: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+BOTH = ["embed_tokens", "lm_head"]
+IDS = np.random.default_rng(0).integers(0, 40, (2, 7))
+TOLERANCE = 1e-6
+
+
+def torch_model(folder: Path, kind: str = "Qwen3", **sizes: Any) -> nn.Module:
+    """A model of this kind, in a folder of its own too; the same every time."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SIZES | sizes)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    model.save_pretrained(folder / "base")
+    return model
+
+
+def tied(folder: Path, **sizes: Any) -> nn.Module:
+    return torch_model(folder, tie_word_embeddings=True, **sizes)
+
+
+def peft_folder(folder: Path, model: nn.Module, **fields: Any) -> tuple[Path, np.ndarray]:
+    """A folder that PEFT wrote, and the logits of its model."""
+    options = {"r": 3, "lora_alpha": 5, "use_dora": True, "target_modules": ["q_proj"]} | fields
+    theirs = peft.get_peft_model(model, peft.LoraConfig(**options)).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    theirs.save_pretrained(folder / "theirs", save_embedding_layers=False)
+    return folder / "theirs", torch_logits(theirs)
+
+
+def torch_logits(model: nn.Module) -> np.ndarray:
+    with torch.no_grad():
+        return model.eval()(torch.from_numpy(IDS)).logits.numpy()
+
+
+def logits(model: nnx.Module) -> np.ndarray:
+    model.eval()
+    return np.asarray(model(jnp.asarray(IDS)))
+
+
+def tensors_of(folder: Path) -> dict[str, np.ndarray]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def assert_same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
+    assert a.keys() == b.keys()
+    assert all(a[name].tobytes() == b[name].tobytes() for name in a)
+
+
+def relative(a: np.ndarray, b: np.ndarray) -> float:
+    return np.abs(a - b).max() / max(1, np.abs(b).max())
+
+
+@pytest.mark.parametrize("saved", [["embed_tokens"], ["lm_head"], BOTH])
+def test_a_module_that_is_saved_is_untied_as_in_peft(saved: list[str], tmp_path: Path) -> None:
+    folder, expected = peft_folder(tmp_path, tied(tmp_path), modules_to_save=saved)
+    base = models.load_model(tmp_path / "base")
+    before = logits(base)
+
+    ours = load_adapter(base, folder)
+    save_adapter(ours, tmp_path / "again", modules_to_save=saved)
+
+    assert relative(logits(ours), expected) <= TOLERANCE
+    assert_same(tensors_of(tmp_path / "again"), tensors_of(folder))
+    assert base.lm_head is None
+    assert (logits(base) == before).all()
+
+
+def test_one_of_two_tied_modules_is_not_saved_alone(tmp_path: Path) -> None:
+    model = tied(tmp_path)
+    rule = jax_dora.DoRARule(".*/q_proj", rank=2, alpha=2)
+    ours = jax_dora.apply_dora(models.load_model(tmp_path / "base"), rule, rngs=nnx.Rngs(0))
+    embedding = ours.model.embed_tokens.embedding
+    embedding.set_value(1.5 * embedding.get_value())
+    for one in BOTH:
+        with pytest.raises(ValueError, match=r"shares its array.*'lm_head'"):
+            save_adapter(ours, tmp_path / "a", modules_to_save=one)
+
+    save_adapter(ours, tmp_path / "a", modules_to_save=BOTH)
+
+    theirs = peft.PeftModel.from_pretrained(model, tmp_path / "a")
+    assert relative(torch_logits(theirs), logits(ours)) <= TOLERANCE
+
+
+def test_a_resized_vocabulary_of_a_tied_model(tmp_path: Path) -> None:
+    model = tied(tmp_path)
+    model.resize_token_embeddings(43, mean_resizing=False)
+    model.save_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.5)
+    theirs = peft.get_peft_model(
+        model, peft.LoraConfig(r=2, use_dora=True, target_modules=["q_proj"])
+    )
+    theirs.save_pretrained(tmp_path / "theirs", save_embedding_layers=True)
+    assert f"base_model.model.{BOTH[1]}.weight" in tensors_of(tmp_path / "theirs")
+
+    ours = load_adapter(models.load_model(tmp_path / "base"), tmp_path / "theirs")
+
+    assert ours.lm_head is None
+    assert relative(logits(ours), torch_logits(theirs)) <= TOLERANCE
+
+
+def test_rows_of_single_tokens(tmp_path: Path) -> None:
+    model = tied(tmp_path)
+    folder, expected = peft_folder(tmp_path, model, trainable_token_indices=[7, 2])
+
+    ours = load_adapter(models.load_model(tmp_path / "base"), folder)
+    save_adapter(ours, tmp_path / "again", trainable_token_indices=[7, 2])
+
+    assert relative(logits(ours), expected) <= TOLERANCE
+    assert_same(tensors_of(tmp_path / "again"), tensors_of(folder))
+    again = peft.PeftModel.from_pretrained(tied(tmp_path), tmp_path / "again")
+    assert relative(torch_logits(again), expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Mistral"])
+def test_a_folder_of_an_architecture(kind: str, tmp_path: Path) -> None:
+    model = torch_model(tmp_path, kind, **({"sliding_window": None} if kind == "Mistral" else {}))
+    fields = {"target_modules": "all-linear", "modules_to_save": ["lm_head"]}
+    folder, expected = peft_folder(tmp_path, model, **fields)
+
+    ours = load_adapter(models.load_model(tmp_path / "base"), folder)
+    save_adapter(ours, tmp_path / "again", modules_to_save=["lm_head"])
+
+    assert relative(logits(ours), expected) <= TOLERANCE
+    assert_same(tensors_of(tmp_path / "again"), tensors_of(folder))
+
+
+class Attending(nnx.Module):
+    """Its head is its embedding, as no name tells."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.embed = nnx.Embed(5, 4, rngs=rngs)
+        self.q = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, ids):
+        return self.embed.attend(self.q(self.embed(ids)))
+
+
+def test_an_embedding_that_may_be_the_head_is_untied(tmp_path: Path) -> None:
+    base = Attending()
+    rule = jax_dora.DoRARule("q", rank=2, alpha=2)
+    model = jax_dora.apply_dora(base, rule, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"has embed, and the model has no head.*UntiedEmbed"):
+        save_adapter(model, tmp_path / "a", modules_to_save=["embed"])
+    model.embed = UntiedEmbed(model.embed)
+    model.embed.embedding = nnx.Param(2 * model.embed.embedding[...])
+
+    save_adapter(model, tmp_path / "a", modules_to_save=["embed"])
+    loaded = load_adapter(base, tmp_path / "a")
+
+    ids = jnp.arange(5)
+    np.testing.assert_array_equal(loaded(ids), model(ids))
+    with pytest.raises(TypeError, match="UntiedEmbed"):
+        jax_dora.apply_dora(loaded, jax_dora.DoRARule("embed", rank=2, alpha=2), rngs=nnx.Rngs(0))
+    np.testing.assert_allclose(loaded(ids), base.embed.attend(base.q(2 * base.embed(ids))), 1e-5)
+
+
+def test_what_is_shared_is_not_written_twice(tmp_path: Path) -> None:
+    class Shared(nnx.Module):
+        def __init__(self, *, by: str) -> None:
+            rngs = nnx.Rngs(0)
+            self.a = nnx.Linear(4, 4, rngs=rngs)
+            self.b = nnx.Linear(4, 4, rngs=rngs) if by == "array" else self.a
+            self.b.kernel = self.a.kernel
+            self.q = nnx.Linear(4, 4, rngs=rngs)
+
+    rule = jax_dora.DoRARule("q", rank=2, alpha=2)
+    model = jax_dora.apply_dora(Shared(by="array"), rule, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"has a\.weight, which shares its array with b\.weight"):
+        save_adapter(model, tmp_path / "a", modules_to_save=["a"])
+    model.b.kernel = nnx.Param(model.b.kernel[...])
+    model.a.kernel.set_value(2 * model.a.kernel[...])
+    save_adapter(model, tmp_path / "a", modules_to_save=["a"])
+
+    loaded = load_adapter(Shared(by="array"), tmp_path / "a")
+
+    np.testing.assert_array_equal(loaded.a.kernel[...], 2 * loaded.b.kernel[...])
+    with pytest.raises(NotImplementedError, match=r"a\.bias and b\.bias at once"):
+        load_adapter(Shared(by="module"), tmp_path / "a", names=Names())
