@@ -1,7 +1,6 @@
 """DoRA, weight-decomposed low-rank adaptation, for Flax."""
 
-from importlib import metadata as _metadata
-
+from dora_common import __version__ as __version__
 from jax_dora import linen as linen
 from jax_dora import ops as ops
 from jax_dora import peft as peft
@@ -24,8 +23,3 @@ from jax_dora.norms import freeze as freeze
 from jax_dora.norms import norms as norms
 from jax_dora.norms import remat_policy as remat_policy
 from jax_dora.norms import with_norms as with_norms
-
-try:
-    __version__ = _metadata.version("jax-dora")
-except _metadata.PackageNotFoundError:  # run from a source tree
-    __version__ = "0+unknown"

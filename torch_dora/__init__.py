@@ -5,12 +5,12 @@ The functions they are made of are in :mod:`torch_dora.ops`; Hugging Face PEFT f
 written by :mod:`torch_dora.peft`.
 """
 
-import importlib.metadata
 from importlib.util import find_spec
 
 if find_spec("torch") is None:
     raise ImportError("torch_dora needs PyTorch; install it by pip install 'jax-dora[torch]'")
 
+from dora_common import __version__ as __version__
 from torch_dora import ops as ops
 from torch_dora import peft as peft
 from torch_dora.adapt import DoRARule as DoRARule
@@ -25,5 +25,3 @@ from torch_dora.layers import DoRALinear as DoRALinear
 from torch_dora.norms import freeze as freeze
 from torch_dora.norms import norms as norms
 from torch_dora.norms import with_norms as with_norms
-
-__version__ = importlib.metadata.version("jax-dora")
