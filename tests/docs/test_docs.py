@@ -60,6 +60,7 @@ def test_options_exist():
     assert named <= known
 
 
+@pytest.mark.slow
 def test_site_builds(tmp_path):
     result = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"],
