@@ -116,9 +116,7 @@ def test_reference_is_complete(package):
     public = {
         name: value
         for name, value in vars(package).items()
-        if name[0].isalpha()
-        and callable(value)
-        and value.__module__.split(".")[0] in packages
+        if name[0].isalpha() and callable(value) and value.__module__.split(".")[0] in packages
     }
     assert public
     counts = {name: sum(value is one for one in documented) for name, value in public.items()}
