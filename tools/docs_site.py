@@ -1,18 +1,19 @@
 """Hooks of mkdocs.yml: MathJax as a part of the site, and the version in its footer."""
 
-import importlib.metadata
 import importlib.util
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
+from dora_common import __version__
+
 # One file, fonts included.
 MATHJAX = "static/mathjax/es5/tex-svg.js"
 
 
 def on_config(config: Any) -> None:
-    config.copyright = f"jax_dora {importlib.metadata.version('jax-dora')}, Apache-2.0"
+    config.copyright = f"jax_dora {__version__}, Apache-2.0"
 
 
 def on_files(files: Files, *, config: Any) -> None:
