@@ -11,6 +11,7 @@ PARITY_ARGS ?=
 PYTEST_ARGS ?=
 # Workers for the CPU tests; each holds jax and torch, so memory bounds their number.
 WORKERS ?= -n auto --maxprocesses 8
+GPU_WORKERS ?= -n 4
 # What runs at the oldest versions; OLDEST_TESTS=tests runs all.
 OLDEST_TESTS ?= tests/jax_dora/ops tests/jax_dora/test_linear.py tests/jax_dora/test_linen.py \
     tests/torch_dora/ops tests/test_readme.py
@@ -36,9 +37,10 @@ test-all: $(SETUP)
 	$(RUN) -m pytest $(WORKERS) -m "not gpu" $(PYTEST_ARGS)
 	$(MAKE) test-oldest
 
-# One process: JAX reserves most of a GPU's memory.
+# Several processes on one GPU, none of which may reserve its memory: their time goes into the fp64
+# references on the host.
 test-gpu: $(SETUP)
-	$(RUN) -m pytest -m gpu $(PYTEST_ARGS)
+	XLA_PYTHON_CLIENT_PREALLOCATE=false $(RUN) -m pytest $(GPU_WORKERS) -m gpu $(PYTEST_ARGS)
 
 test-oldest:
 	@PYTHON='$(PYTHON)' EXTRAS=dev sh tools/setup.sh $(VENV_OLDEST) tools/oldest.txt

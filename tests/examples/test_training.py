@@ -30,6 +30,7 @@ def test_layer(tmp_path):
     assert "'magnitude': (256,)" in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["train.py", "linen_train.py"])
 def test_adapter_learns(name, tmp_path):
     output = run(name, "--steps", "40", cwd=tmp_path)

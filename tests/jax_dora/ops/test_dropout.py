@@ -192,6 +192,7 @@ def test_no_mask_is_saved_for_the_gradient(mode):
     assert like_x[0].dtype == jnp.float32
 
 
+@pytest.mark.usefixtures("optimized")
 def test_compiled_gradient_has_no_array_of_the_mask():
     arrays = operands()
     dropout = Dropout(seed(), 0.5)

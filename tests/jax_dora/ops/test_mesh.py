@@ -241,6 +241,7 @@ def test_elementwise_on_explicit_axes(op):
 
 
 @pytest.mark.parametrize("spec", [P("data", "model"), P(("data", "model"), None), P(None, "model")])
+@pytest.mark.usefixtures("optimized")
 def test_only_vectors_of_a_norm_travel(spec):
     lora_a, lora_b = draw(0, IN, RANK), draw(1, RANK, OUT)
     mesh = explicit_mesh()
