@@ -118,6 +118,7 @@ class Worker:
         if self._process.poll() is None:
             self._stop()
         self._process.communicate()
+        self._said.close()
 
 
 @functools.cache

@@ -129,18 +129,13 @@ def torch_kernels() -> dict[str, Callable[[], object]]:
     squares = draw(OUT, dtype=torch.float32).abs()
     return {
         "planted overrun": lambda: _overrunning_kernel[(1,)](squares),
-        "compose": lambda: compose_forward.compose(rows, rows, g, bias, SCALE, False),
-        "compose_with_inner": lambda: compose_forward.compose_with_inner(
-            rows, rows, g, bias, SCALE, False
-        ),
+        "compose": lambda: compose_forward.compose(rows, rows, g, bias, SCALE, False, True),
         "compose_backward": lambda: compose_backward.compose_backward(
             rows, rows, g, SCALE, False, True, True
         ),
-        "expand_compose": lambda: expand_compose.expand_compose_with_inner(
-            rows, z, b, g, bias, SCALE
-        ),
-        "norm_assembly": lambda: norm_assembly.assemble_norm(squares, squares, squares, SCALE),
-        "one_pass_norm": lambda: one_pass_norm.norm(weight, a, b, SCALE),
+        "expand_compose": lambda: expand_compose.expand_compose(rows, z, b, g, bias, SCALE, True),
+        "norm_assembly": lambda: norm_assembly.launch(squares, squares, squares, SCALE),
+        "one_pass_norm": lambda: one_pass_norm.launch(weight, a, b, SCALE),
     }
 
 

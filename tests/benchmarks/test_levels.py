@@ -78,7 +78,8 @@ def test_tune_has_every_kernel_with_its_candidates() -> None:
     assert len(works) == sum(len(kernel.shapes) for kernel in KERNELS.values())
     (first, *_) = tune.works("cpu", quick=True)
     xla, own, candidate = first().variants
-    assert (xla.name, own.name, bool(candidate.config)) == ("xla", "mosaic", True)
+    assert (xla.name, own.name) == ("xla", "mosaic, chosen: no")
+    assert candidate.config
     assert measure(Bench.on("cpu", True), first(), own).correct
 
 
