@@ -37,8 +37,7 @@ class Measurement:
 
     `baseline` names the baseline that this is, or is one candidate for. `refused` says why it could
     not run here, `failed` what went wrong. `temp_bytes` is memory beyond arguments and results,
-    `peak_bytes` everything: XLA's own account in JAX, the allocator's peak in torch. `state` tells
-    the two checkouts of a comparison apart.
+    `peak_bytes` everything: XLA's own account in JAX, the allocator's peak in torch.
     """
 
     group: str
@@ -57,7 +56,6 @@ class Measurement:
     check: Check | None = None
     refused: str = ""
     failed: str = ""
-    state: str = ""
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Measurement:
@@ -194,7 +192,7 @@ class Report:
         return [f"{time:.1f}", f"{ratio:.2f}×" if ratio else "", floor or "", peak or ""]
 
     def _line(self, m: Measurement) -> str:
-        head = f"{m.name:<42} {m.label:<34} {m.state}"
+        head = f"{m.name:<42} {m.label:<34}"
         if m.refused:
             return f"{head} [dim]refused: {m.refused[:80]}[/dim]"
         if not m.correct:

@@ -5,6 +5,7 @@ Operators, layers and whole models, in JAX, in torch and by PEFT, are all of the
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -103,3 +104,8 @@ def shape_name(shape: Mapping[str, int]) -> str:
     """Returns `4096×8192 r384` for rows, out and rank; other sizes are written the same way."""
     sizes = "×".join(str(size) for name, size in shape.items() if name != "rank")
     return f"{sizes} r{shape['rank']}" if "rank" in shape else sizes
+
+
+def matches(name: str, only: Sequence[str]) -> bool:
+    """Returns whether `name` begins like one of these `fnmatch` patterns, or there are none."""
+    return not only or any(fnmatch.fnmatch(name, f"{pattern}*") for pattern in only)

@@ -16,7 +16,6 @@ from flax import nnx
 import jax_dora
 from benchmarks.arrays import to_torch
 from benchmarks.check import Check, judge
-from benchmarks.model import before
 from benchmarks.model.decoder import Decoder, Dense, LoRALinear, Style, loss
 from benchmarks.model.protocol import PROJECTIONS, SAME_MODEL, Kind, Protocol, Task
 from benchmarks.work import Expectation, Variant
@@ -30,9 +29,8 @@ OPTIMIZER = optax.adamw(1e-4)
 def variants(kind: Kind, protocol: Protocol, device: str) -> Iterator[tuple[Task, Variant]]:
     """Yields each task of `kind`, the model built when the first is asked for."""
     check = functools.cache(functools.partial(_check, kind, protocol, device))
-    check()
     model = build(kind, protocol, device)
-    values = before.keep_norms(model) if kind.keeps_norms else None
+    values = nnx.jit(jax_dora.norms)(model) if kind.keeps_norms else None
     micro_steps = _tokens(protocol, protocol.micro_steps)
     for task in kind.tasks:
         frozen_model = task == "inference" and kind.keeps_norms
@@ -52,7 +50,7 @@ def variants(kind: Kind, protocol: Protocol, device: str) -> Iterator[tuple[Task
                 [arguments],
                 check=check,
                 compiler_options={"xla_gpu_enable_triton_gemm": kind.triton},
-                cached=kind.cached,
+                cached=kind.keeps_norms,
                 whole=True,
             ),
         )
@@ -63,7 +61,6 @@ def build(kind: Kind, protocol: Protocol, device: str) -> Decoder:
     style = Style(
         attention="cudnn" if device == "cuda" else "xla",
         fused_swiglu=kind.fused_swiglu,
-        keeps_norms=kind.remat_keeps_norms,
     )
     if kind.method == "LoRA":
         style = style._replace(linear=functools.partial(LoRALinear, **_lora(protocol)))
@@ -77,16 +74,14 @@ def build(kind: Kind, protocol: Protocol, device: str) -> Decoder:
         use_rslora=True,
         adapter_dtype=jnp.bfloat16,
         lora_b_init=LORA_B_INIT,
-        implementation=kind.implementation,
     )
+    rules = [rule]
     if kind.keeps_inner:
         # The last projection of a rematerialised layer, whose result nothing in the layer reads.
-        kept = {"path": "layers/down_proj"} | before.keep_inner()
         others = rf"layers/({'|'.join(PROJECTIONS[:-1])})"
-        rules = [dataclasses.replace(rule, **kept), dataclasses.replace(rule, path=others)]
-        model = jax_dora.apply_dora(model, rules, rngs=nnx.Rngs(1))
-    else:
-        model = jax_dora.apply_dora(model, rule, rngs=nnx.Rngs(1))
+        rules = [dataclasses.replace(rule, path="layers/down_proj", keep_inner=True)]
+        rules.append(dataclasses.replace(rule, path=others))
+    model = jax_dora.apply_dora(model, rules, rngs=nnx.Rngs(1))
     magnitudes = nnx.state(model, jax_dora.DoRAParam)
     leaves, tree = jax.tree.flatten(magnitudes)
     keys = jax.random.split(jax.random.key(1), len(leaves))
@@ -111,8 +106,13 @@ def _tokens(protocol: Protocol, steps: int) -> jax.Array:
     return jax.random.randint(jax.random.key(2), shape, 0, protocol.vocabulary)
 
 
+def _merge(graphdef: Any, trained: Any, frozen: Any, norms: Any) -> Decoder:
+    model = nnx.merge(graphdef, trained, frozen)
+    return model if norms is None else jax_dora.with_norms(model, norms)
+
+
 def _inference(graphdef: Any, last: int, trained: Any, frozen: Any, norms: Any, tokens: jax.Array):
-    model = before.with_norms(nnx.merge(graphdef, trained, frozen), norms)
+    model = _merge(graphdef, trained, frozen, norms)
     return model(tokens[:, :-1], last)
 
 
@@ -120,8 +120,7 @@ def _gradient(graphdef: Any, last: int, trained: Any, frozen: Any, norms: Any, t
     """Returns the mean loss, and gradients like `trained`."""
 
     def of_adapters(trained: Any) -> jax.Array:
-        model = before.with_norms(nnx.merge(graphdef, trained, frozen), norms)
-        return loss(model, tokens, last)
+        return loss(_merge(graphdef, trained, frozen, norms), tokens, last)
 
     return jax.value_and_grad(of_adapters)(trained)
 
@@ -136,9 +135,7 @@ def _step(graphdef, last, trained, frozen, norms, tokens, optimizer):
 def _accumulation(keeps_norms, graphdef, last, trained, frozen, norms, tokens):
     """Returns the micro-steps' losses and the sum of their gradients; kept norms are taken once."""
     if keeps_norms:
-        model = nnx.merge(graphdef, trained, frozen)
-        norms = before.retake_norms(model)
-        frozen = nnx.split(model, nnx.LoRAParam, ...)[2]
+        norms = jax_dora.norms(nnx.merge(graphdef, trained, frozen))
 
     def micro_step(total: Any, tokens: jax.Array):
         value, gradients = _gradient(graphdef, last, trained, frozen, norms, tokens)
@@ -168,7 +165,7 @@ def _check(kind: Kind, protocol: Protocol, device: str) -> Check:
     ]
     reference = nnx.merge(nnx.graphdef(reference), nnx.from_flat_state(filled))
 
-    norms = before.keep_norms(model) if kind.keeps_norms else None
+    norms = nnx.jit(jax_dora.norms)(model) if kind.keeps_norms else None
     found = _outcome(model, norms, protocol.last, tokens)
     with jax.default_matmul_precision("highest"):
         wanted = _outcome(reference, None, protocol.last, tokens)

@@ -8,7 +8,7 @@ from typing import Literal
 from benchmarks.work import Framework
 
 Task = Literal["inference", "gradient", "step", "accumulation"]
-Method = Literal["base", "LoRA", "DoRA"]
+Method = Literal["LoRA", "DoRA"]
 
 
 def group(task: Task) -> str:
@@ -46,6 +46,10 @@ class Protocol:
     last: int = 1024
     micro_steps: int = 8
     checked_layers: int = 2
+
+    @classmethod
+    def of(cls, quick: bool) -> Protocol:
+        return cls.quick() if quick else cls()
 
     @classmethod
     def quick(cls) -> Protocol:
@@ -90,12 +94,11 @@ class Kind:
       name: of its variant in a report.
       tasks: what it is measured at.
       triton: whether XLA may choose Triton matrix products.
-      implementation: of jax_dora's or torch_dora's operators.
       keeps_norms: the norms outlive a step's pass; frozen, for inference.
       keeps_inner: so does inner of the last projection, from forward to backward pass.
-      remat_keeps_norms: rematerialisation does not compute the norm twice.
       fused_swiglu: `jax_dora.swiglu`, or `silu(gate(x)) * up(x)`.
-      peft: which way of PEFT's: "wide" adapters, "narrow" ones, "compiled", "cached"; or "".
+      peft: which way of PEFT's: fp32 adapters under autocast ("wide"), bf16 ones ("compiled"),
+        or "" for torch_dora.
     """
 
     framework: Framework
@@ -103,10 +106,8 @@ class Kind:
     method: Method
     tasks: tuple[Task, ...]
     triton: bool = False
-    implementation: str | None = None
     keeps_norms: bool = False
     keeps_inner: bool = False
-    remat_keeps_norms: bool = True
     fused_swiglu: bool = True
     peft: str = ""
     baseline: str = ""
@@ -115,16 +116,11 @@ class Kind:
     def label(self) -> str:
         return f"{self.framework} {self.name}"
 
-    @property
-    def cached(self) -> bool:
-        return self.keeps_norms or self.peft == "cached"
-
 
 BEST_LORA = "the best jax LoRA"
 PEFT = "torch PEFT DoRA, defaults"
-ALL: tuple[Task, ...] = ("inference", "gradient", "accumulation")
 BOTH: tuple[Task, ...] = ("inference", "gradient")
-TRAINING: tuple[Task, ...] = ("gradient", "accumulation")
+ALL: tuple[Task, ...] = (*BOTH, "accumulation")
 
 # In order of interest: those at the end are left out first when time runs short.
 KINDS = (
@@ -132,36 +128,12 @@ KINDS = (
     Kind("jax", "DoRA (no Triton)", "DoRA", (*ALL, "step")),
     Kind("jax", "DoRA, norm kept (no Triton)", "DoRA", ALL, keeps_norms=True),
     Kind(
-        *("jax", "DoRA, norm and inner kept (no Triton)", "DoRA", TRAINING),
+        *("jax", "DoRA, norm and inner kept (no Triton)", "DoRA", ("gradient", "accumulation")),
         keeps_norms=True,
         keeps_inner=True,
     ),
-    Kind(
-        *("jax", "DoRA, plain SwiGLU (no Triton)", "DoRA"),
-        tasks=("gradient", "step"),
-        fused_swiglu=False,
-    ),
     Kind("torch", "PEFT DoRA, defaults", "DoRA", BOTH, peft="wide", baseline=PEFT),
-    Kind("jax", "XLA DoRA (no Triton)", "DoRA", BOTH, implementation="xla"),
     Kind("torch", "torch_dora", "DoRA", BOTH),
-    Kind("torch", "PEFT DoRA, bf16", "DoRA", BOTH, peft="narrow"),
-    Kind("torch", "PEFT LoRA, bf16", "LoRA", BOTH, peft="narrow"),
     Kind("jax", "LoRA", "LoRA", BOTH, triton=True, baseline=BEST_LORA),
-    Kind("jax", "DoRA", "DoRA", BOTH, triton=True),
-    Kind("jax", "base (no Triton)", "base", ("inference",)),
-    Kind(
-        *("jax", "XLA DoRA, norm twice (no Triton)", "DoRA"),
-        tasks=("gradient",),
-        implementation="xla",
-        remat_keeps_norms=False,
-    ),
-    Kind("torch", "torch_dora, norm kept", "DoRA", BOTH, keeps_norms=True),
     Kind("torch", "PEFT DoRA, bf16, compiled", "DoRA", BOTH, peft="compiled"),
-    Kind("torch", "PEFT DoRA, its cache", "DoRA", ("inference",), peft="cached"),
-    Kind("torch", "base", "base", ("inference",)),
-)
-# What `--against` compares: (label, tasks).
-COMPARED: tuple[tuple[str, tuple[Task, ...]], ...] = (
-    ("jax DoRA, norm kept (no Triton)", BOTH),
-    ("jax DoRA, plain SwiGLU (no Triton)", ("step",)),
 )
