@@ -90,8 +90,6 @@ def identity(work: Work, variant: Variant) -> dict[str, Any]:
         "variant": variant.name,
         "bytes": work.bytes,
         "flops": variant.flops or work.flops,
-        "cached": variant.cached,
-        "config": dict(variant.config),
         "baseline": work.baselines.get(variant.label, ""),
     }
 

@@ -46,8 +46,6 @@ class Measurement:
     variant: str
     bytes: int
     flops: int
-    cached: bool = False
-    config: dict[str, Any] = field(default_factory=dict)
     baseline: str = ""
     device: Spread | None = None
     wall: Spread | None = None
@@ -59,10 +57,11 @@ class Measurement:
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Measurement:
-        """Returns the measurement of a line of results."""
+        """Returns the measurement of a line of results, which may hold more."""
         nested = {"device": Spread, "wall": Spread, "check": Check}
         made = {name: kind(**row[name]) for name, kind in nested.items() if row.get(name)}
-        return cls(**(dict(row) | made))
+        known = {field.name for field in dataclasses.fields(cls)}
+        return cls(**({k: v for k, v in row.items() if k in known} | made))
 
     def row(self) -> results.Row:
         """Returns a line of results: whatever is not as by default."""

@@ -46,9 +46,8 @@ def _work(name: str, kernel: Kernel, sizes: Mapping[str, int], device: str, quic
         variant("xla", kernel.define, compiler_options=NO_TRITON),
         variant(f"mosaic, chosen: {'yes' if wins else 'no'}", kernel.launch),
         *(
-            variant(_name(config), functools.partial(kernel.launch, config=config), config=knobs)
+            variant(_name(config), functools.partial(kernel.launch, config=config))
             for config in candidates
-            if (knobs := _knobs(config))
         ),
     ]
     wide = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in inputs[0]]
@@ -61,16 +60,11 @@ def _work(name: str, kernel: Kernel, sizes: Mapping[str, int], device: str, quic
     return Work(group, shape, moved, kernel.flops(sizes), expected, variants, baselines)
 
 
-def _knobs(config: Any) -> dict[str, Any]:
-    """Returns what `config` sets otherwise than by default, or all of it if nothing."""
-    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    defaults = {f.name: f.default for f in dataclasses.fields(config)}
-    changed = {name: value for name, value in values.items() if value != defaults[name]}
-    return changed or values
-
-
 def _name(config: Any) -> str:
-    return " ".join(["mosaic", *(f"{name}={value}" for name, value in _knobs(config).items())])
+    """Returns what `config` sets otherwise than by default."""
+    values = {f.name: (getattr(config, f.name), f.default) for f in dataclasses.fields(config)}
+    knobs = [f"{name}={value}" for name, (value, default) in values.items() if value != default]
+    return " ".join(["mosaic", *(knobs or ["by default"])])
 
 
 def _results(found: Any) -> dict[str, Any]:

@@ -46,8 +46,6 @@ class Variant:
       flops: where they differ from the work's.
       expected: what fp64 says of this variant's results, where it computes another function.
       compiler_options: for XLA, as in `jax.stages.Lowered.compile`.
-      cached: reads what the caller keeps between steps, such as a norm: caching, not kernels.
-      config: the launch config that it runs with, where it is not the kernel's own choice.
       whole: its memory is told as the peak of everything, not as that of temporaries.
     """
 
@@ -61,8 +59,6 @@ class Variant:
     flops: int | None = None
     expected: Mapping[str, Expectation] | None = None
     compiler_options: Mapping[str, bool | str] = field(default_factory=dict)
-    cached: bool = False
-    config: Mapping[str, Any] = field(default_factory=dict)
     whole: bool = False
 
     @property

@@ -126,6 +126,8 @@ def main() -> None:
         raise RuntimeError(f"jax_dora is {jax_dora.__file__}; expected that of {spec['root']}")
     if spec["device"] == "cpu":
         jax.config.update("jax_platforms", "cpu")
+        # Programs this small take far longer to compile than to run.
+        jax.config.update("jax_disable_most_optimizations", True)
     serving = importlib.import_module(spec["module"]).serve(spec)
     first = True
     for line in sys.stdin:

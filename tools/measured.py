@@ -140,7 +140,7 @@ def _speed(report: Report) -> str:
     for m in report.measurements:
         wide = m.shape.get("out", m.shape.get("in", 1))
         large = m.shape.get("rows", LARGE_ACTIVATION) * wide >= LARGE_ACTIVATION
-        if m.device and large and not m.config:
+        if m.device and large:
             groups.setdefault((m.group, m.label), []).append(m)
 
     def cells(key: tuple[str, str], group: list[Measurement]) -> Iterator[str]:

@@ -36,16 +36,16 @@ def work(
 ) -> Work:
     """Returns the work of one problem, with all variants of those frameworks if `every`."""
     problem = make()
-    variants = []
+    c, variants = problem.case, []
     for framework in frameworks:
         # Where one framework is asked for, the other is not imported.
         side = importlib.import_module(f"benchmarks.layer.{framework}_side")
         variants += side.variants(problem, every, backward)
     return Work(
         "layer forward+backward" if backward else "layer forward",
-        {"rows": problem.rows, "in": problem.n_in, "out": problem.n_out, "rank": problem.rank},
+        {"rows": c.rows, "in": c.n_in, "out": c.n_out, "rank": c.rank},
         problem.bytes(backward),
-        problem.flops("DoRA", backward, with_norm=True),
+        problem.flops(backward, with_norm=True),
         problem.dora_expected(backward),
         variants,
         {

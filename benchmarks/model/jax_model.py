@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,34 +26,25 @@ MAGNITUDE_DEVIATION = 0.05
 OPTIMIZER = optax.adamw(1e-4)
 
 
-def variants(kind: Kind, protocol: Protocol, device: str) -> Iterator[tuple[Task, Variant]]:
-    """Yields each task of `kind`, the model built when the first is asked for."""
-    check = functools.cache(functools.partial(_check, kind, protocol, device))
+def variant(kind: Kind, task: Task, protocol: Protocol, device: str) -> Variant:
+    """Returns a task of `kind`, with a model of its own."""
     model = build(kind, protocol, device)
-    values = nnx.jit(jax_dora.norms)(model) if kind.keeps_norms else None
-    micro_steps = _tokens(protocol, protocol.micro_steps)
-    for task in kind.tasks:
-        frozen_model = task == "inference" and kind.keeps_norms
-        measured = jax_dora.freeze(model) if frozen_model else model
-        graphdef, trained, frozen = nnx.split(measured, nnx.LoRAParam, ...)
-        tokens = micro_steps if task == "accumulation" else micro_steps[0]
-        arguments = (trained, frozen, None if frozen_model else values, tokens)
-        if task == "step":
-            arguments += (OPTIMIZER.init(trained),)
-        function = TASKS.get(task) or functools.partial(_accumulation, kind.keeps_norms)
-        yield (
-            task,
-            Variant(
-                "jax",
-                kind.name,
-                functools.partial(function, graphdef, protocol.last),
-                [arguments],
-                check=check,
-                compiler_options={"xla_gpu_enable_triton_gemm": kind.triton},
-                cached=kind.keeps_norms,
-                whole=True,
-            ),
-        )
+    norms = nnx.jit(jax_dora.norms)(model) if kind.keeps_norms else None
+    if task == "inference" and kind.keeps_norms:
+        model, norms = jax_dora.freeze(model), None
+    graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam, ...)
+    arguments = (trained, frozen, norms, _tokens(protocol))
+    if task == "step":
+        arguments += (OPTIMIZER.init(trained),)
+    return Variant(
+        "jax",
+        kind.name,
+        functools.partial(TASKS[task], graphdef, protocol.last),
+        [arguments],
+        check=functools.partial(_check, kind, protocol, device),
+        compiler_options={"xla_gpu_enable_triton_gemm": kind.triton},
+        whole=True,
+    )
 
 
 def build(kind: Kind, protocol: Protocol, device: str) -> Decoder:
@@ -101,8 +92,8 @@ def _lora(protocol: Protocol) -> dict[str, Any]:
     }
 
 
-def _tokens(protocol: Protocol, steps: int) -> jax.Array:
-    shape = (steps, 1, protocol.tokens + 1)
+def _tokens(protocol: Protocol) -> jax.Array:
+    shape = (1, protocol.tokens + 1)
     return jax.random.randint(jax.random.key(2), shape, 0, protocol.vocabulary)
 
 
@@ -132,27 +123,15 @@ def _step(graphdef, last, trained, frozen, norms, tokens, optimizer):
     return value, optax.apply_updates(trained, updates), optimizer
 
 
-def _accumulation(keeps_norms, graphdef, last, trained, frozen, norms, tokens):
-    """Returns the micro-steps' losses and the sum of their gradients; kept norms are taken once."""
-    if keeps_norms:
-        norms = jax_dora.norms(nnx.merge(graphdef, trained, frozen))
-
-    def micro_step(total: Any, tokens: jax.Array):
-        value, gradients = _gradient(graphdef, last, trained, frozen, norms, tokens)
-        return jax.tree.map(jnp.add, total, gradients), value
-
-    total, losses = jax.lax.scan(micro_step, jax.tree.map(jnp.zeros_like, trained), tokens)
-    return losses, total
-
-
 TASKS: dict[Task, Callable] = {"inference": _inference, "gradient": _gradient, "step": _step}
 
 
+@functools.cache
 def _check(kind: Kind, protocol: Protocol, device: str) -> Check:
     """Holds logits and adapters' gradients of a few layers against fp32, DoRA's weights formed."""
     protocol = dataclasses.replace(protocol, layers=protocol.checked_layers)
     model = build(kind, protocol, device)
-    tokens = _tokens(protocol, 1)[0]
+    tokens = _tokens(protocol)
     style = Style(dtype=jnp.float32, fused_swiglu=False)
     if kind.method != "base":
         dense = functools.partial(Dense, dora=kind.method == "DoRA", **_lora(protocol))

@@ -7,13 +7,8 @@ from typing import Literal
 
 from benchmarks.work import Framework
 
-Task = Literal["inference", "gradient", "step", "accumulation"]
+Task = Literal["inference", "gradient", "step"]
 Method = Literal["LoRA", "DoRA"]
-
-
-def group(task: Task) -> str:
-    """Returns what a report calls the measurements of a task."""
-    return f"model {task}"
 
 
 # Two layers and the head, forward and backward, in bf16 where the reference has fp32: some twenty
@@ -28,7 +23,6 @@ class Protocol:
 
     Attributes:
       last: the loss, and the logits of inference, are of the last tokens only.
-      micro_steps: of one accumulation.
       checked_layers: of the same width, that the correctness check runs through; what it compares
         with is computed in fp32.
     """
@@ -44,12 +38,7 @@ class Protocol:
     alpha: int = 192
     tokens: int = 4096
     last: int = 1024
-    micro_steps: int = 8
     checked_layers: int = 2
-
-    @classmethod
-    def of(cls, quick: bool) -> Protocol:
-        return cls.quick() if quick else cls()
 
     @classmethod
     def quick(cls) -> Protocol:
@@ -65,7 +54,6 @@ class Protocol:
             alpha=4,
             tokens=32,
             last=8,
-            micro_steps=2,
             checked_layers=2,
         )
 
@@ -88,7 +76,7 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Kind:
-    """One way to run the model, which is measured in a process of its own.
+    """One way to run the model.
 
     Attributes:
       name: of its variant in a report.
@@ -120,15 +108,14 @@ class Kind:
 BEST_LORA = "the best jax LoRA"
 PEFT = "torch PEFT DoRA, defaults"
 BOTH: tuple[Task, ...] = ("inference", "gradient")
-ALL: tuple[Task, ...] = (*BOTH, "accumulation")
 
-# In order of interest: those at the end are left out first when time runs short.
+# In order of interest.
 KINDS = (
-    Kind("jax", "LoRA (no Triton)", "LoRA", (*ALL, "step"), baseline=BEST_LORA),
-    Kind("jax", "DoRA (no Triton)", "DoRA", (*ALL, "step")),
-    Kind("jax", "DoRA, norm kept (no Triton)", "DoRA", ALL, keeps_norms=True),
+    Kind("jax", "LoRA (no Triton)", "LoRA", (*BOTH, "step"), baseline=BEST_LORA),
+    Kind("jax", "DoRA (no Triton)", "DoRA", (*BOTH, "step")),
+    Kind("jax", "DoRA, norm kept (no Triton)", "DoRA", BOTH, keeps_norms=True),
     Kind(
-        *("jax", "DoRA, norm and inner kept (no Triton)", "DoRA", ("gradient", "accumulation")),
+        *("jax", "DoRA, norm and inner kept (no Triton)", "DoRA", ("gradient",)),
         keeps_norms=True,
         keeps_inner=True,
     ),
