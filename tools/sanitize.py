@@ -202,8 +202,8 @@ def main() -> int:
         run_one(options.one)
         return 0
 
-    from benchmarks.environment import describe
     from benchmarks.results import Writer
+    from parity.environment import environment
 
     if not shutil.which("compute-sanitizer"):
         sys.exit("compute-sanitizer is not on PATH; the CUDA toolkit brings it")
@@ -219,7 +219,7 @@ def main() -> int:
     with ThreadPoolExecutor(options.jobs) as pool:
         runs = {(tool, name): pool.submit(sanitize, tool, name) for tool, name in chosen}
     header = {"kind": "sanitizer", "level": "sanitize"}
-    header |= {"environment": describe("cuda", options.commit)}
+    header |= {"environment": environment("cuda", options.commit)}
     writer = Writer(options.out, header) if options.out else None
     clean = True
     for (tool, name), run in runs.items():
