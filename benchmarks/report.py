@@ -133,17 +133,10 @@ class Report:
     def clock(self) -> str:
         return "device" if self.environment["device"] == "cuda" else "wall"
 
-    def works(self) -> dict[str, list[Measurement]]:
-        """Returns the measurements of every piece of work, by its name."""
-        found: dict[str, list[Measurement]] = {}
-        for measurement in self.measurements:
-            found.setdefault(measurement.name, []).append(measurement)
-        return found
-
     def ratio(self, m: Measurement, clock: str, baseline: str = "") -> float | None:
         """Returns m's time over that of its work's baseline, the fastest where several bear the
         name; None where either's check is red, or nothing is named `baseline`."""
-        group = [one for one in self.works()[m.name] if not one.refused]
+        group = [one for one in self.measurements if one.name == m.name and not one.refused]
         baseline = baseline or next((one.baseline for one in group if one.baseline), "")
         others = [one for one in group if baseline and one.baseline == baseline]
         times = [one.time(clock) for one in others]
