@@ -27,7 +27,7 @@ def run(level: str, folder: Path, *only: str) -> tuple[int, dict, list[dict]]:
 
 
 def test_ops_measures_operators_in_both_frameworks(tmp_path: Path, capsys) -> None:
-    code, header, rows = run("ops", tmp_path, "norm 64×48*jax f", "copy", "backward,*[xe]*")
+    code, header, rows = run("ops", tmp_path, "norm 64×48*jax f", "backward,*[xe]*")
     assert (code, [row for row in rows if row.get("failed")]) == (0, [])
     assert (header["kind"], header["level"], header["quick"]) == ("benchmark", "ops", True)
     assert header["environment"]["commit"] == "abc"
@@ -40,7 +40,7 @@ def test_ops_measures_operators_in_both_frameworks(tmp_path: Path, capsys) -> No
 
 def test_ops_has_the_paper_s_shapes() -> None:
     works = list(compose.works("cuda", quick=False))
-    assert len(works) == 20 * 5
+    assert len(works) == 20 * 3
     assert len(list(ops.works("cuda", quick=False))) > len(works)
 
 
