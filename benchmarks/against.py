@@ -99,7 +99,7 @@ def _pairs(
         if None in rows.values():
             return
         values = [f"{row.pop('value'):.5g}" for row in rows.values()]
-        times: dict[str, list[dict[str, float | None]]] = {state: [] for state in workers}
+        times: dict[str, list[dict[str, Any]]] = {state: [] for state in workers}
         for turn in range(ROUNDS):
             for state in list(workers)[:: 1 if turn % 2 else -1]:
                 times[state].append(workers[state].ask("time"))

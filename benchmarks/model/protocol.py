@@ -115,7 +115,10 @@ KINDS = (
     Kind("jax", "DoRA (no Triton)", "DoRA", (*BOTH, "step")),
     Kind("jax", "DoRA, norm kept (no Triton)", "DoRA", BOTH, keeps_norms=True),
     Kind(
-        *("jax", "DoRA, norm and inner kept (no Triton)", "DoRA", ("gradient",)),
+        "jax",
+        "DoRA, norm and inner kept (no Triton)",
+        "DoRA",
+        ("gradient",),
         keeps_norms=True,
         keeps_inner=True,
     ),

@@ -86,19 +86,21 @@ def _build(kind: Kind, protocol: Protocol, layers: int, device: str) -> Any:
     # transformers is about to rename it.
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable()
-    sizes = {"use_rslora": True}
+    rank, alpha = protocol.rank, protocol.alpha
     with torch.device(device):
         if kind.peft:
-            sizes |= {"r": protocol.rank, "lora_alpha": protocol.alpha, "use_dora": True}
-            config = LoraConfig(target_modules=list(PROJECTIONS), **sizes)
+            config = LoraConfig(
+                r=rank,
+                lora_alpha=alpha,
+                use_rslora=True,
+                use_dora=True,
+                target_modules=list(PROJECTIONS),
+            )
             get_peft_model(model, config, autocast_adapter_dtype=kind.peft == "wide")
         else:
+            paths = rf".*\.({'|'.join(PROJECTIONS)})"
             rule = torch_dora.DoRARule(
-                rf".*\.({'|'.join(PROJECTIONS)})",
-                protocol.rank,
-                protocol.alpha,
-                adapter_dtype=torch.bfloat16,
-                **sizes,
+                paths, rank, alpha, use_rslora=True, adapter_dtype=torch.bfloat16
             )
             torch_dora.apply_dora(model, rule)
     for adapter in _adapters(model).values():
