@@ -1,11 +1,11 @@
 """Measures one level; prints tables and writes DIR/<level>.jsonl, line by line.
 
     python -m benchmarks ops|layer|model|tune [--out DIR] [--only PATTERN …] [--quick]
-    python -m benchmarks layer|model --against CHECKOUT
+    python -m benchmarks against CHECKOUT [--out DIR] [--only PATTERN …] [--quick]
 
 `ops` measures the operators, `layer` one projection beside LoRA and PEFT, `model` a decoder of
-Qwen3-8B's dimensions, `tune` the kernels with candidate launch configs. `--against` measures this
-checkout and another one in turns and prints the ratios of their times.
+Qwen3-8B's dimensions, `tune` the kernels with candidate launch configs. `against` measures layers
+and a model with this checkout and with another one in turns, and prints the ratios of their times.
 
 Exits 1 if anything that was timed is not correct, or failed; ratios of it are withheld.
 """
@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-# What is left of ten minutes when a process has started.
-MODEL_SECONDS = 560.0
 MEASURES = {
     "ops": "the public operators of both packages over shapes, beside a copy, PEFT and the paper's",
-    "layer": "one adapted projection, forward and backward, beside LoRA, the base and PEFT",
-    "model": "inference and gradient of a decoder, each variant in a process of its own",
+    "layer": "one adapted projection, forward and backward, beside LoRA and PEFT",
+    "model": "inference and gradient of a decoder of Qwen3-8B's dimensions",
     "tune": "each Mosaic kernel with candidate launch configs, beside XLA",
+    "against": "layers and a small model of this checkout and another one, in turns",
 }
 
 
@@ -34,7 +33,8 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks", description="Measure one level; print tables, write results."
     )
     made.add_argument("level", choices=tuple(MEASURES))
-    made.add_argument("--out", type=Path, metavar="DIR", help="folder for <level>.jsonl")
+    made.add_argument("checkout", nargs="?", type=Path, help="level against: the other one")
+    made.add_argument("--out", type=Path, help="a .jsonl file, or a folder for <level>.jsonl")
     made.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     made.add_argument("--quick", action="store_true", help="tiny shapes and few steps")
     made.add_argument(
@@ -42,23 +42,13 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="PATTERN",
-        help="measure only what begins so, such as 'norm*jax', or 'jax DoRA' of a model",
-    )
-    made.add_argument(
-        "--task",
-        action="append",
-        default=[],
-        choices=("inference", "gradient", "step", "accumulation"),
-        help="level model: measure only this; repeatable",
+        help="measure only what begins so, such as 'norm*jax' or 'model gradient*jax DoRA'",
     )
     made.add_argument(
         "--seconds",
         type=float,
-        default=MODEL_SECONDS,
-        help="level model and --against: start nothing, and stop what runs, after this long",
-    )
-    made.add_argument(
-        "--against", type=Path, metavar="CHECKOUT", help="measure it too, in turns, and compare"
+        default=420.0,
+        help="level against: start nothing, and stop what runs, after this long",
     )
     made.add_argument("--commit", help="the commit, where git cannot tell")
     return made
@@ -67,8 +57,8 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     parsing = parser()
     options = parsing.parse_args(arguments)
-    if options.against and options.level not in ("layer", "model"):
-        parsing.error("--against compares the levels layer and model")
+    if (options.level == "against") != bool(options.checkout):
+        parsing.error("level against, and no other, takes another checkout's folder")
     # Both frameworks allocate on the one card: JAX must not take most of it at once.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import torch
@@ -79,9 +69,11 @@ def main(arguments: list[str] | None = None) -> int:
         parsing.error("--device is cuda, and torch sees no GPU; use --device cpu to try the code")
     real = device == "cuda" and not options.quick
     out = options.out
+    if out and out.suffix != ".jsonl":
+        options.out = out = out / f"{options.level}.jsonl"
     if not real and out and out.resolve().is_relative_to(RESULTS.resolve()):
         parsing.error(f"--out is {out}; a quick or CPU run measures nothing worth keeping")
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(f"{options.level}: {MEASURES[options.level]}, on {device}", highlight=False)
     if device == "cpu":
         import jax
@@ -91,44 +83,56 @@ def main(arguments: list[str] | None = None) -> int:
             "There is no GPU here: kernels are interpreted or left out, and times mean nothing. "
             + ("" if options.quick else "Add --quick for tiny shapes; the real ones take hours.")
         )
-    return 0 if _measure(options, device, console) else 1
+    measure = _compare if options.checkout else _measure
+    return 0 if measure(options, device, console) else 1
 
 
 def _measure(options: argparse.Namespace, device: str, console: Any) -> bool:
-    from benchmarks import against, layer, model, ops, tune
-    from benchmarks.environment import describe
+    from benchmarks import layer, model, ops, tune
     from benchmarks.measure import Bench, ceilings, measure_all
-    from benchmarks.report import Ceilings, Report
-    from benchmarks.worker import Deadline, Worker
+    from benchmarks.report import Report
 
     level, quick, only = options.level, options.quick, tuple(options.only)
-    report = Report(level, describe(device, options.commit), console=console)
-    header: dict[str, Any] = {"quick": True} if quick else {}
-    if options.against:
-        if refusal := against.check(options.against):
-            parser().error(refusal)
-        header["against"] = describe(device, root=options.against)["commit"]
-    spec = {"level": level, "device": device, "quick": quick, "only": only}
-    bench = None
-    if device == "cuda" and not options.against:
-        if level == "model":
-            with Worker(spec | {"kind": {"tasks": ()}}, Deadline(options.seconds)) as worker:
-                report.ceilings = Ceilings(**worker.ask("ceilings"))
-        else:
-            bench = Bench.on(device, quick, only)
-            report.ceilings = ceilings(bench)
+    report = Report(level, _environment(options, device), console=console)
+    bench = Bench.on(device, quick, only)
+    if device == "cuda":
+        report.ceilings = ceilings(bench)
     if options.out:
-        report.begin(options.out / f"{level}.jsonl", **header)
-    if options.against:
-        against.run(report, options.against, spec, tuple(options.task), options.seconds)
-        return report.passed
+        report.begin(options.out, **({"quick": True} if quick else {}))
     if level == "model":
-        model.run(report, device, quick, list(model.chosen(only, options.task)), options.seconds)
+        works = model.works(device, quick, only)
     else:
         works = {"ops": ops, "layer": layer, "tune": tune}[level].works(device, quick)
-        measure_all(bench or Bench.on(device, quick, only), report, works)
+    measure_all(bench, report, works)
     report.show()
     return report.passed
+
+
+def _compare(options: argparse.Namespace, device: str, console: Any) -> bool:
+    from benchmarks import against, results
+
+    there = options.checkout
+    if refusal := against.check(there):
+        parser().error(refusal)
+    environment = _environment(options, device)
+    header = {"kind": "comparison", "level": "against", "environment": environment}
+    # In a folder without a git of its own, git would tell of the folder around it.
+    header["against"] = _commit(there) if (there / ".git").exists() else there.name
+    writer = results.Writer(options.out, header) if options.out else None
+    spec = {"device": device, "quick": options.quick, "only": options.only}
+    return against.run(there, spec, options.seconds, writer, console)
+
+
+def _environment(options: argparse.Namespace, device: str) -> dict[str, str]:
+    from parity.environment import environment
+
+    return environment(device, options.commit, ("peft", "transformers"))
+
+
+def _commit(root: Path) -> str:
+    from parity.environment import environment
+
+    return environment("cpu", root=root)["commit"]
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import torch
 FLUSH_BYTES = 256 * 2**20
 
 Step = Callable[..., Any]
+Kernels = list[tuple[str, float]]
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class DeviceClock:
         self._cupti = mosaic_gpu._mosaic_gpu_ext  # pyright: ignore[reportPrivateImportUsage]
         self._flushes: dict[str, tuple[Step, list[str]]] = {}
 
-    def kernels(self, launch: Callable[[], Any]) -> list[tuple[str, float]]:
+    def kernels(self, launch: Callable[[], Any]) -> Kernels:
         """Returns (name, microseconds) of every kernel that `launch` starts, in order."""
         synchronise()
         self._cupti._cupti_init()
@@ -130,8 +131,7 @@ class DeviceClock:
         flush, expected = self._flush(framework)
         one = self.kernels(lambda: step(*inputs[0]))
         # Launching takes the host some microseconds a kernel, more under CUPTI.
-        seconds = 1e-6 * (sum(us for _, us in one) + 100 + 20 * len(one))
-        count = effort.steps(seconds)
+        count = effort.steps(1e-6 * (sum(us for _, us in one) + 100 + 20 * len(one)))
 
         def launch() -> Any:
             result = None
@@ -147,10 +147,10 @@ class DeviceClock:
                 f"{count} steps of {len(one)} kernels, each after {len(expected)} that empty the "
                 f"L2, are {count * period}; CUPTI recorded {len(timings)}"
             )
-        own = _by_position(timings, expected, period)
-        if own is None:
-            own = _by_name(timings, expected, one, count)
-        return Spread.of([sum(us for _, us in kernels) for kernels in own])
+        steps = [timings[start : start + period] for start in range(0, len(timings), period)]
+        if all([name for name, _ in step[: len(expected)]] == expected for step in steps):
+            return Spread.of([sum(us for _, us in step[len(expected) :]) for step in steps])
+        return Spread.of(_by_name(timings, [name for name, _ in one], count))
 
     def _flush(self, framework: str) -> tuple[Step, list[str]]:
         """Returns a step that empties the L2, and the names of its kernels."""
@@ -172,36 +172,20 @@ class DeviceClock:
         return self._flushes[framework]
 
 
-Kernels = list[tuple[str, float]]
-
-
-def _by_position(timings: Kernels, expected: list[str], period: int) -> list[Kernels] | None:
-    """Returns the kernels of each step without those that empty the L2; None if out of order."""
-    steps = [timings[start : start + period] for start in range(0, len(timings), period)]
-    if any([name for name, _ in kernels[: len(expected)]] != expected for kernels in steps):
-        return None
-    return [kernels[len(expected) :] for kernels in steps]
-
-
-def _by_name(timings: Kernels, expected: list[str], one: Kernels, count: int) -> list[Kernels]:
-    """Returns the kernels of each of `count` steps like `one`, from records in another order.
+def _by_name(timings: Kernels, names: list[str], count: int) -> list[float]:
+    """Returns the times of `count` steps that launch `names`, from records in another order.
 
     CUPTI keeps a buffer for every thread that launches, and torch's backward pass has a thread of
     its own. What one thread launches stays in order, so the n-th of a name belongs to the step that
-    its place among its namesakes says.
+    its place among its namesakes says. A step that launches what empties the L2 has too many.
     """
-    names = [name for name, _ in one]
-    if set(names) & set(expected):
-        raise RuntimeError(
-            f"the kernels {expected} are not before every step, and the step launches some of that "
-            f"name too: {sorted(set(names) & set(expected))}"
-        )
-    times = {name: [us for other, us in timings if other == name] for name in dict.fromkeys(names)}
-    for name, found in times.items():
-        if len(found) != count * names.count(name):
+    total = [0.0] * count
+    for name in dict.fromkeys(names):
+        found, each = [us for other, us in timings if other == name], names.count(name)
+        if len(found) != count * each:
             raise RuntimeError(
-                f"{count} steps launch {name!r} {count * names.count(name)} times; CUPTI recorded "
-                f"{len(found)}"
+                f"{count} steps launch {name!r} {count * each} times; CUPTI recorded {len(found)}"
             )
-    taken = {name: iter(found) for name, found in times.items()}
-    return [[(name, next(taken[name])) for name in names] for _ in range(count)]
+        for step in range(count):
+            total[step] += sum(found[step * each : (step + 1) * each])
+    return total

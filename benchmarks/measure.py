@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from benchmarks import clock
 from benchmarks.check import judge
 from benchmarks.clock import DeviceClock, Effort
 from benchmarks.report import Ceilings, Measurement, Report
-from benchmarks.work import Variant, Work
+from benchmarks.work import Variant, Work, matches
 
 # Elements of the copy and width of the matrix product that the ceilings are taken from.
 CEILING_ELEMENTS = 2**30
@@ -45,7 +44,7 @@ class Bench:
         return cls(device, quick, only, DeviceClock() if device == "cuda" else None)
 
     def includes(self, name: str) -> bool:
-        return not self.only or any(fnmatch.fnmatch(name, f"{p}*") for p in self.only)
+        return matches(name, self.only)
 
     def effort(self, work: Work | None = None) -> Effort:
         if self.quick or self.device == "cpu":
@@ -91,8 +90,6 @@ def identity(work: Work, variant: Variant) -> dict[str, Any]:
         "variant": variant.name,
         "bytes": work.bytes,
         "flops": variant.flops or work.flops,
-        "cached": variant.cached,
-        "config": dict(variant.config),
         "baseline": work.baselines.get(variant.label, ""),
     }
 

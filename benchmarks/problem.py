@@ -6,8 +6,6 @@ import functools
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
 from benchmarks.work import Expectation
 from parity import oracle, tolerances
 from parity.cases import Case, LayerInputs, layer_inputs
@@ -15,7 +13,7 @@ from parity.cases import Case, LayerInputs, layer_inputs
 DTYPE = "bfloat16"
 ITEM = 2
 
-Method = Literal["base", "LoRA", "DoRA"]
+Method = Literal["LoRA", "DoRA"]
 
 
 @dataclass(frozen=True)
@@ -42,49 +40,27 @@ class Problem:
         return cls(case, layer_inputs(case, device), device)
 
     @property
-    def rows(self) -> int:
-        return self.case.rows
-
-    @property
-    def n_in(self) -> int:
-        return self.case.n_in
-
-    @property
-    def n_out(self) -> int:
-        return self.case.n_out
-
-    @property
-    def rank(self) -> int:
-        return self.case.rank
-
-    @property
     def scale(self) -> float:
         return self.case.scale
 
     def bytes(self, backward: bool) -> int:
         """Returns the bytes of each operand read once and each result written once."""
-        activations = self.rows * (self.n_in + self.n_out)
-        adapters = self.rank * (self.n_in + self.n_out)
-        forward = activations + self.n_in * self.n_out + adapters
-        return ITEM * (3 * forward - self.n_in * self.n_out if backward else forward)
+        c = self.case
+        forward = (c.rows + c.rank) * (c.n_in + c.n_out) + c.n_in * c.n_out
+        return ITEM * (3 * forward - c.n_in * c.n_out if backward else forward)
 
-    def flops(self, method: Method, backward: bool, with_norm: bool = False) -> int:
+    def flops(self, backward: bool, with_norm: bool) -> int:
         """Returns the FLOPs of the matrix products; the frozen weight has no gradient."""
-        base = 2 * self.rows * self.n_in * self.n_out
-        adapters = 2 * self.rows * self.rank * (self.n_in + self.n_out)
-        total = base * (2 if backward else 1)
-        if method != "base":
-            total += adapters * (3 if backward else 1)
+        c = self.case
+        base = 2 * c.rows * c.n_in * c.n_out
+        adapters = 2 * c.rows * c.rank * (c.n_in + c.n_out)
+        total = base * (2 if backward else 1) + adapters * (3 if backward else 1)
         if with_norm:
-            total += 2 * self.n_in * self.n_out * self.rank
+            total += 2 * c.n_in * c.n_out * c.rank
         return total
 
     def expected(self, method: Method, backward: bool) -> dict[str, Expectation]:
-        return {
-            "base": self._base_expected,
-            "LoRA": self._lora_expected,
-            "DoRA": self.dora_expected,
-        }[method](backward)
+        return (self.dora_expected if method == "DoRA" else self._lora_expected)(backward)
 
     def dora_expected(self, backward: bool) -> dict[str, Expectation]:
         expected = self._dora
@@ -114,11 +90,4 @@ class Problem:
                 "d_lora_a": s * (i.lora_b.double().T @ dense),
                 "d_lora_b": s * (dense @ i.lora_a.double().T),
             }
-        return {name: Expectation(want) for name, want in wanted.items()}
-
-    def _base_expected(self, backward: bool) -> dict[str, Expectation]:
-        weight = self.inputs.weight.double()
-        wanted: dict[str, torch.Tensor] = {"y": self.inputs.x.double() @ weight.T}
-        if backward:
-            wanted["d_x"] = self.inputs.dy.double() @ weight
         return {name: Expectation(want) for name, want in wanted.items()}

@@ -37,8 +37,7 @@ class Measurement:
 
     `baseline` names the baseline that this is, or is one candidate for. `refused` says why it could
     not run here, `failed` what went wrong. `temp_bytes` is memory beyond arguments and results,
-    `peak_bytes` everything: XLA's own account in JAX, the allocator's peak in torch. `state` tells
-    the two checkouts of a comparison apart.
+    `peak_bytes` everything: XLA's own account in JAX, the allocator's peak in torch.
     """
 
     group: str
@@ -47,8 +46,6 @@ class Measurement:
     variant: str
     bytes: int
     flops: int
-    cached: bool = False
-    config: dict[str, Any] = field(default_factory=dict)
     baseline: str = ""
     device: Spread | None = None
     wall: Spread | None = None
@@ -57,14 +54,14 @@ class Measurement:
     check: Check | None = None
     refused: str = ""
     failed: str = ""
-    state: str = ""
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Measurement:
-        """Returns the measurement of a line of results."""
+        """Returns the measurement of a line of results, which may hold more."""
         nested = {"device": Spread, "wall": Spread, "check": Check}
         made = {name: kind(**row[name]) for name, kind in nested.items() if row.get(name)}
-        return cls(**(dict(row) | made))
+        known = {field.name for field in dataclasses.fields(cls)}
+        return cls(**({k: v for k, v in row.items() if k in known} | made))
 
     def row(self) -> results.Row:
         """Returns a line of results: whatever is not as by default."""
@@ -136,17 +133,10 @@ class Report:
     def clock(self) -> str:
         return "device" if self.environment["device"] == "cuda" else "wall"
 
-    def works(self) -> dict[str, list[Measurement]]:
-        """Returns the measurements of every piece of work, by its name."""
-        found: dict[str, list[Measurement]] = {}
-        for measurement in self.measurements:
-            found.setdefault(measurement.name, []).append(measurement)
-        return found
-
     def ratio(self, m: Measurement, clock: str, baseline: str = "") -> float | None:
         """Returns m's time over that of its work's baseline, the fastest where several bear the
         name; None where either's check is red, or nothing is named `baseline`."""
-        group = [one for one in self.works()[m.name] if not one.refused]
+        group = [one for one in self.measurements if one.name == m.name and not one.refused]
         baseline = baseline or next((one.baseline for one in group if one.baseline), "")
         others = [one for one in group if baseline and one.baseline == baseline]
         times = [one.time(clock) for one in others]
@@ -194,7 +184,7 @@ class Report:
         return [f"{time:.1f}", f"{ratio:.2f}×" if ratio else "", floor or "", peak or ""]
 
     def _line(self, m: Measurement) -> str:
-        head = f"{m.name:<42} {m.label:<34} {m.state}"
+        head = f"{m.name:<42} {m.label:<34}"
         if m.refused:
             return f"{head} [dim]refused: {m.refused[:80]}[/dim]"
         if not m.correct:

@@ -6,9 +6,10 @@ A file is written line by line, so that a run that is stopped leaves what it had
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
+
+from parity.report import finite
 
 Row = dict[str, Any]
 
@@ -32,28 +33,15 @@ def read(path: Path) -> tuple[Row, list[Row]]:
     Raises:
       ValueError: the file is empty, or its first line is no header.
     """
-    lines = [json.loads(text) for text in path.read_text().splitlines()]
-    if not lines or "environment" not in lines[0]:
+    header, *rows = [json.loads(text) for text in path.read_text().splitlines()] or [{}]
+    if "environment" not in header:
         raise ValueError(
             f"{path} does not begin with a header; expected an object with environment"
         )
-    return lines[0], lines[1:]
+    return header, rows
 
 
 def line(row: Row) -> str:
-    """Returns the row as one line of JSON."""
+    """Returns the row as one line of JSON, with null for infinities and NaN."""
     text = json.dumps(finite(row), ensure_ascii=False, allow_nan=False, separators=(", ", ": "))
     return text + "\n"
-
-
-def finite(value: Any) -> Any:
-    """Returns the value with null for what JSON has no number for: infinities and NaN."""
-    match value:
-        case dict():
-            return {key: finite(item) for key, item in value.items()}
-        case list() | tuple():
-            return [finite(item) for item in value]
-        case float() if not math.isfinite(value):
-            return None
-        case _:
-            return value

@@ -1,6 +1,7 @@
 """Level `tune`: each Mosaic kernel with candidate configs, beside its own choice and XLA.
 
-It prints; the tables that the kernels go by stand in their modules, in Python.
+It prints; what the kernels go by stands in their `wins` and `config`. "chosen" is what `wins` says
+of the shape, to be compared with the time over XLA's.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ def works(device: str, quick: bool) -> Iterator[Callable[[], Work]]:
 
 
 def _work(name: str, kernel: Kernel, sizes: Mapping[str, int], device: str, quick: bool) -> Work:
-    count = max(2, min(MOST_SETS, -(-ROTATION_BYTES // kernel.bytes(sizes))))
-    inputs = [tuple(kernel.draw(sizes, seed)) for seed in range(2 if quick else count)]
+    inputs = [tuple(kernel.draw(sizes))]
+    moved = kernel.bytes(inputs[0])
+    count = 2 if quick else max(2, min(MOST_SETS, -(-ROTATION_BYTES // moved)))
+    inputs += [tuple(kernel.draw(sizes, seed)) for seed in range(1, count)]
 
     # What is asked is the same function; the kernels' own tests hold them to their bounds.
     def variant(label: str, step: Callable[..., Any], **options: Any) -> Variant:
@@ -38,13 +41,13 @@ def _work(name: str, kernel: Kernel, sizes: Mapping[str, int], device: str, quic
         return Variant("jax", label, step, inputs, _results, exact=False, **options)
 
     candidates = kernel.candidates[:1] if quick else kernel.candidates
+    wins = kernel.module.wins(*kernel.arguments(sizes))
     variants = [
         variant("xla", kernel.define, compiler_options=NO_TRITON),
-        variant("mosaic", kernel.launch),
+        variant(f"mosaic, chosen: {'yes' if wins else 'no'}", kernel.launch),
         *(
-            variant(_name(config), functools.partial(kernel.launch, config=config), config=knobs)
+            variant(_name(config), functools.partial(kernel.launch, config=config))
             for config in candidates
-            if (knobs := _knobs(config))
         ),
     ]
     wide = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in inputs[0]]
@@ -54,21 +57,14 @@ def _work(name: str, kernel: Kernel, sizes: Mapping[str, int], device: str, quic
     shape = {axis: sizes[axis] for axis in QUICK if axis in sizes}
     baselines = {"jax xla": "jax xla"}
     group = name.replace("_", " ")
-    return Work(
-        group, shape, kernel.bytes(sizes), kernel.flops(sizes), expected, variants, baselines
-    )
-
-
-def _knobs(config: Any) -> dict[str, Any]:
-    """Returns what `config` sets otherwise than by default, or all of it if nothing."""
-    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    defaults = {f.name: f.default for f in dataclasses.fields(config)}
-    changed = {name: value for name, value in values.items() if value != defaults[name]}
-    return changed or values
+    return Work(group, shape, moved, kernel.flops(sizes), expected, variants, baselines)
 
 
 def _name(config: Any) -> str:
-    return " ".join(["mosaic", *(f"{name}={value}" for name, value in _knobs(config).items())])
+    """Returns what `config` sets otherwise than by default."""
+    values = {f.name: (getattr(config, f.name), f.default) for f in dataclasses.fields(config)}
+    knobs = [f"{name}={value}" for name, (value, default) in values.items() if value != default]
+    return " ".join(["mosaic", *(knobs or ["by default"])])
 
 
 def _results(found: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Operators, layers and whole models, in JAX, in torch and by PEFT, are all of the
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -45,8 +46,6 @@ class Variant:
       flops: where they differ from the work's.
       expected: what fp64 says of this variant's results, where it computes another function.
       compiler_options: for XLA, as in `jax.stages.Lowered.compile`.
-      cached: reads what the caller keeps between steps, such as a norm: caching, not kernels.
-      config: the launch config that it runs with, where it is not the kernel's own choice.
       whole: its memory is told as the peak of everything, not as that of temporaries.
     """
 
@@ -60,8 +59,6 @@ class Variant:
     flops: int | None = None
     expected: Mapping[str, Expectation] | None = None
     compiler_options: Mapping[str, bool | str] = field(default_factory=dict)
-    cached: bool = False
-    config: Mapping[str, Any] = field(default_factory=dict)
     whole: bool = False
 
     @property
@@ -103,3 +100,8 @@ def shape_name(shape: Mapping[str, int]) -> str:
     """Returns `4096×8192 r384` for rows, out and rank; other sizes are written the same way."""
     sizes = "×".join(str(size) for name, size in shape.items() if name != "rank")
     return f"{sizes} r{shape['rank']}" if "rank" in shape else sizes
+
+
+def matches(name: str, only: Sequence[str]) -> bool:
+    """Returns whether `name` begins like one of these `fnmatch` patterns, or there are none."""
+    return not only or any(fnmatch.fnmatch(name, f"{pattern}*") for pattern in only)

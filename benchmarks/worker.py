@@ -6,8 +6,8 @@ A process may import the packages of another checkout than this one; the benchma
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
+import importlib
 import json
 import os
 import signal
@@ -16,15 +16,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks import results
-
-if TYPE_CHECKING:
-    from benchmarks.measure import Bench
-    from benchmarks.work import Variant, Work
 
 ROOT = Path(__file__).parents[1]
 
@@ -33,33 +28,23 @@ class WorkerError(RuntimeError):
     """The process has ended, or raised; its last words."""
 
 
-class Deadline:
-    """When the processes of a run must have ended."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self._begin = seconds, time.monotonic()
-
-    @property
-    def left(self) -> float:
-        return self.seconds - (time.monotonic() - self._begin)
-
-
 class Worker:
-    """A process that measures, one request after the other.
+    """A process that runs `serve(spec)` of a module: a generator of answers to requests.
 
     Args:
-      spec: what it is to measure; see `_works`.
-      deadline: it is stopped then.
+      spec: "module" names the module; "device" is "cuda" or "cpu".
+      until: the process is stopped when `time.monotonic()` says so.
       root: the checkout whose packages it imports.
 
     Raises:
-      TimeoutError: the deadline has passed.
+      TimeoutError: it is past `until`.
     """
 
-    def __init__(self, spec: dict[str, Any], deadline: Deadline, root: Path = ROOT) -> None:
-        if deadline.left <= 0:
+    def __init__(self, spec: dict[str, Any], until: float, root: Path = ROOT) -> None:
+        left = until - time.monotonic()
+        if left <= 0:
             raise TimeoutError("no time was left for it")
-        self._doing, self._stopped, self._begin = "starts", False, time.monotonic()
+        self._stopped = False
         self._said = tempfile.TemporaryFile()
         environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         if spec["device"] == "cuda":
@@ -73,27 +58,24 @@ class Worker:
             text=True,
             start_new_session=True,
         )
-        self._timer = threading.Timer(deadline.left, self._stop)
+        self._timer = threading.Timer(left, self._stop)
         self._timer.start()
         self._send(spec | {"root": str(root)})
 
-    def ask(self, request: str) -> Any:
-        """Returns the answer to "measure", "prepare" (None when all is done), "time", "ceilings".
+    def ask(self, request: str = "next") -> Any:
+        """Returns the answer, or None when the generator has ended.
 
         Raises:
-          TimeoutError: the deadline has passed.
+          TimeoutError: it is past the time.
           WorkerError: the process has failed.
         """
-        self._doing = request
         self._send(request)
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if line:
-            return json.loads(line)
+        if line := self._process.stdout.readline():
+            return json.loads(line)["answer"]
         self._process.wait()
         if self._stopped:
-            after = time.monotonic() - self._begin
-            raise TimeoutError(f"no time was left for it: stopped after {after:.0f} s ({request})")
+            raise TimeoutError(f"no time was left for it: stopped ({request})")
         self._said.seek(0)
         words = self._said.read().decode(errors="replace").strip().split("\n")
         raise WorkerError(words[-1][:400] or f"no output ({request})")
@@ -118,6 +100,7 @@ class Worker:
         if self._process.poll() is None:
             self._stop()
         self._process.communicate()
+        self._said.close()
 
 
 @functools.cache
@@ -135,66 +118,23 @@ def main() -> None:
     import parity  # noqa: F401  (ours; what follows is the other checkout's)
 
     sys.path.insert(0, spec["root"])
+    import jax
+
     import jax_dora
-    from benchmarks import measure as measuring
 
     if not Path(str(jax_dora.__file__)).is_relative_to(spec["root"]):
         raise RuntimeError(f"jax_dora is {jax_dora.__file__}; expected that of {spec['root']}")
-
     if spec["device"] == "cpu":
-        import jax
-
         jax.config.update("jax_platforms", "cpu")
-    bench = measuring.Bench.on(spec["device"], spec["quick"], tuple(spec.get("only", ())))
-    pairs = _pairs(spec, bench)
-    timing: Callable[[], dict[str, Any]] | None = None
+        # Programs this small take far longer to compile than to run.
+        jax.config.update("jax_disable_most_optimizations", True)
+    serving = importlib.import_module(spec["module"]).serve(spec)
+    first = True
     for line in sys.stdin:
-        request, answer = json.loads(line), None
-        if request == "ceilings":
-            answer = dataclasses.asdict(measuring.ceilings(bench))
-        elif request == "time":
-            assert timing is not None
-            answer = {k: v and dataclasses.asdict(v) for k, v in timing().items()}
-        elif (pair := next(pairs, None)) is not None:
-            work, variant = pair
-            if request == "measure":
-                answer = measuring.measure(bench, work, variant).row()
-            else:
-                answer, timing = _prepare(bench, work, variant)
-        answers.write(results.line({"answer": answer})[len('{"answer": ') : -2] + "\n")
+        try:
+            answer = serving.send(None if first else json.loads(line))
+        except StopIteration:
+            answer = None
+        first = False
+        answers.write(results.line({"answer": answer}))
         answers.flush()
-
-
-def _prepare(bench: Bench, work: Work, variant: Variant) -> tuple[dict, Callable[[], dict]]:
-    """Returns a measurement without times, and what takes them."""
-    from benchmarks.measure import identity, prepare, take_times
-    from benchmarks.report import Measurement
-
-    fields = identity(work, variant)
-    step: Any = None
-    try:
-        step, facts = prepare(bench, work, variant)
-        fields |= facts
-    except NotImplementedError as error:
-        fields["refused"] = str(error)[:200]
-    return Measurement(**fields).row(), lambda: take_times(bench, work, variant, step)
-
-
-def _pairs(spec: dict[str, Any], bench: Bench) -> Iterator[tuple[Work, Variant]]:
-    """Yields what `spec` names: a kind of model, or the layers that checkouts are compared by."""
-    from benchmarks import layer, model
-    from benchmarks.measure import free
-    from benchmarks.model.protocol import Kind
-
-    if spec["level"] == "model":
-        kind = Kind(**(spec["kind"] | {"tasks": tuple(spec["kind"]["tasks"])}))
-        for work in model.works(kind, bench.device, bench.quick):
-            yield work, work.variants[0]
-        return
-    for make in layer.works(bench.device, bench.quick, compared=True):
-        work = make()
-        for variant in work.variants:
-            if bench.includes(f"{work.name} {variant.label}"):
-                yield work, variant
-        del work
-        free()

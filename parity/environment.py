@@ -11,22 +11,24 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+ROOT = Path(__file__).parents[1]
 PACKAGES = ("jax", "jaxlib", "flax", "torch", "triton", "numpy")
 CARD_QUERY = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit")
 
 
 def environment(
-    device: str, commit: str | None = None, others: Sequence[str] = ()
+    device: str, commit: str | None = None, others: Sequence[str] = (), root: Path = ROOT
 ) -> dict[str, str]:
     """Returns commit, versions and card.
 
     Args:
       device: "cpu" or "cuda".
-      commit: overrides what git says here.
+      commit: overrides what git says of `root`.
       others: packages to name beside those of every report.
+      root: a checkout.
     """
     return {
-        "commit": commit or _commit(),
+        "commit": commit or _commit(root),
         "device": device,
         "kernels": "native" if device == "cuda" else "interpreted",
         "python": platform.python_version(),
@@ -89,19 +91,18 @@ def _version(package: str) -> str:
         return "none"
 
 
-def _commit() -> str:
-    commit = _output("git", "rev-parse", "HEAD")
+def _commit(root: Path) -> str:
+    git = ("git", "-C", str(root))
+    commit = _output(*git, "rev-parse", "HEAD")
     if not commit:
         return "unknown"
-    changed = _output("git", "status", "--porcelain", "--untracked-files=no")
+    changed = _output(*git, "status", "--porcelain", "--untracked-files=no")
     return commit + (" with changes" if changed else "")
 
 
 def _output(*command: str) -> str:
     try:
-        done = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return ""
     return done.stdout.strip()

@@ -35,8 +35,8 @@ def summarise(files: list[Path]) -> dict[str, dict[str, Any]]:
 
 
 def main() -> int:
-    from benchmarks.environment import describe
     from benchmarks.results import Writer
+    from parity.environment import environment
 
     parser = argparse.ArgumentParser(description="Write what make test-gpu showed.")
     parser.add_argument("files", nargs="+", type=Path, help="pytest's JUnit XML")
@@ -46,7 +46,8 @@ def main() -> int:
     modules = summarise(options.files)
     passed = sum(entry["passed"] for entry in modules.values())
     failed = sum(len(entry["failed"]) for entry in modules.values())
-    header = {"kind": "tests", "level": "test_gpu", "environment": describe("cuda", options.commit)}
+    header = {"kind": "tests", "level": "test_gpu"}
+    header |= {"environment": environment("cuda", options.commit)}
     writer = Writer(options.out, header)
     for module, entry in modules.items():
         writer.add({"module": module} | entry)

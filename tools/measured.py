@@ -85,12 +85,8 @@ def headline(root: Path) -> str:
     for name, report in reports(root).items():
         for m in report.measurements:
             ratio = report.ratio(m, "device", BEST_LORA)
-            if (
-                m.variant not in WAYS
-                or m.framework != "jax"
-                or m.shape.get("rank") != 384
-                or not ratio
-            ):
+            rank = m.shape.get("rank")
+            if m.framework != "jax" or m.variant not in WAYS or rank != 384 or not ratio:
                 continue
             speed.setdefault(m.name, {}).setdefault(WAYS[m.variant], []).append(ratio)
             link = f"[`{Path(name).name}`]({name})"
@@ -140,7 +136,7 @@ def _speed(report: Report) -> str:
     for m in report.measurements:
         wide = m.shape.get("out", m.shape.get("in", 1))
         large = m.shape.get("rows", LARGE_ACTIVATION) * wide >= LARGE_ACTIVATION
-        if m.device and large and not m.config:
+        if m.device and large:
             groups.setdefault((m.group, m.label), []).append(m)
 
     def cells(key: tuple[str, str], group: list[Measurement]) -> Iterator[str]:
@@ -219,41 +215,9 @@ def compose_speedups(root: Path) -> Figure:
     return figure
 
 
-def norm_over_rank(root: Path) -> Figure:
-    """Draws time and temporary memory of the norm of an 8192 × 8192 kernel."""
-    report = Report.read(root / BENCHMARKS / "ops.jsonl")
-    square = [m for m in report.measurements if m.name.startswith("norm 8192×8192 ") and m.correct]
-    figure, (times, memory) = _axes(2)
-    for label in dict.fromkeys(m.label for m in square):
-        mine = sorted((m for m in square if m.label == label), key=lambda m: m.shape["rank"])
-        ranks = [m.shape["rank"] for m in mine]
-        style = "o-" if label.startswith("jax") else "s--"
-        times.plot(ranks, [m.time("device") for m in mine], style, markersize=3, label=label)
-        memory.plot(ranks, [(m.temp_bytes or 0) / 2**20 for m in mine], style, markersize=3)
-    times.set(xlabel="rank", ylabel="device time, µs", yscale="log")
-    memory.set(xlabel="rank", ylabel="temporary memory, MiB", yscale="symlog")
-    return figure
-
-
-def model_times(root: Path) -> Figure:
-    """Draws milliseconds of a whole model."""
-    report = Report.read(root / BENCHMARKS / "model.jsonl")
-    figure, panels = _axes(2)
-    for axes, group in zip(panels, ("model inference", "model gradient"), strict=True):
-        found = {m.label: m.time("wall") for m in report.measurements if m.group == group}
-        times = {label: time * 1e-3 for label, time in found.items() if time}
-        bars = axes.barh(list(times), list(times.values()), color="tab:blue")
-        axes.bar_label(bars, fmt=" %.0f", color=INK)
-        axes.invert_yaxis()
-        axes.set(xlabel="ms, wall time", title=group)
-    return figure
-
-
 FIGURES: dict[str, tuple[str, Callable[[Path], Figure]]] = {
     "stability": ("Error near g = 1, in bf16", stability),
     "compose_speedups": ("Compose, fused over plain", compose_speedups),
-    "norm_over_rank": ("The norm over the rank", norm_over_rank),
-    "model_times": ("A whole model's times", model_times),
 }
 
 

@@ -27,13 +27,13 @@ import triton.language as tl
 
 ROWS, IN, RANK, OUT = 200, 192, 72, 328
 SCALE = 0.7
+JOBS = 4
 SIZES = {"rows": ROWS, "in": IN, "rank": RANK, "out": OUT}
 ALIGNED = SIZES | {"out": 320}
 # The faults that each tool must find.
 PLANTED = {
     "memcheck": ("jax/planted overrun", "torch/planted overrun"),
     "racecheck": ("jax/planted race",),
-    "synccheck": (),
 }
 
 
@@ -129,18 +129,13 @@ def torch_kernels() -> dict[str, Callable[[], object]]:
     squares = draw(OUT, dtype=torch.float32).abs()
     return {
         "planted overrun": lambda: _overrunning_kernel[(1,)](squares),
-        "compose": lambda: compose_forward.compose(rows, rows, g, bias, SCALE, False),
-        "compose_with_inner": lambda: compose_forward.compose_with_inner(
-            rows, rows, g, bias, SCALE, False
-        ),
+        "compose": lambda: compose_forward.compose(rows, rows, g, bias, SCALE, False, True),
         "compose_backward": lambda: compose_backward.compose_backward(
             rows, rows, g, SCALE, False, True, True
         ),
-        "expand_compose": lambda: expand_compose.expand_compose_with_inner(
-            rows, z, b, g, bias, SCALE
-        ),
-        "norm_assembly": lambda: norm_assembly.assemble_norm(squares, squares, squares, SCALE),
-        "one_pass_norm": lambda: one_pass_norm.norm(weight, a, b, SCALE),
+        "expand_compose": lambda: expand_compose.expand_compose(rows, z, b, g, bias, SCALE, True),
+        "norm_assembly": lambda: norm_assembly.launch(squares, squares, squares, SCALE),
+        "one_pass_norm": lambda: one_pass_norm.launch(weight, a, b, SCALE),
     }
 
 
@@ -197,9 +192,8 @@ def sanitize(tool: str, name: str) -> dict[str, object]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, help="the file of results to write")
-    parser.add_argument("--tool", action="append", choices=("memcheck", "racecheck", "synccheck"))
+    parser.add_argument("--tool", action="append", choices=("memcheck", "racecheck"))
     parser.add_argument("--kernel", default="", help="only those whose name contains this")
-    parser.add_argument("--jobs", type=int, default=4, help="kernels at a time")
     parser.add_argument("--commit", help="to record, where there is no git checkout")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -207,8 +201,8 @@ def main() -> int:
         run_one(options.one)
         return 0
 
-    from benchmarks.environment import describe
     from benchmarks.results import Writer
+    from parity.environment import environment
 
     if not shutil.which("compute-sanitizer"):
         sys.exit("compute-sanitizer is not on PATH; the CUDA toolkit brings it")
@@ -221,10 +215,10 @@ def main() -> int:
     ]
     if not chosen:
         sys.exit(f"--kernel {options.kernel!r} chooses none of: {', '.join(names)}")
-    with ThreadPoolExecutor(options.jobs) as pool:
+    with ThreadPoolExecutor(JOBS) as pool:
         runs = {(tool, name): pool.submit(sanitize, tool, name) for tool, name in chosen}
     header = {"kind": "sanitizer", "level": "sanitize"}
-    header |= {"environment": describe("cuda", options.commit)}
+    header |= {"environment": environment("cuda", options.commit)}
     writer = Writer(options.out, header) if options.out else None
     clean = True
     for (tool, name), run in runs.items():

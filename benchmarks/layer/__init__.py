@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Iterator
 
-from benchmarks.layer import jax_side, torch_side
 from benchmarks.problem import Problem
 from benchmarks.work import Work
 
@@ -15,39 +15,37 @@ RANKS = (64, 128, 256, 512, 768)
 MAIN = (4096, 8192, 8192)
 OTHERS = ((4096, 4096, 4096), (4096, 4096, 14336))
 BEST_LORA = "the best jax LoRA"
-QUICK = (24, 64, 48)
-QUICK_RANK = 8
-# What `--against` compares, at the shapes of rank `RANK`.
-COMPARED = ("jax DoRA (no Triton)", "jax DoRA, norm kept (no Triton)", "jax LoRA (no Triton)")
+QUICK = (24, 64, 48, 8)
 
 
-def works(device: str, quick: bool, compared: bool = False) -> Iterator[Callable[[], Work]]:
-    """Yields everything at the main shape; fewer variants at other shapes and over ranks.
-
-    `compared` yields what two checkouts are compared by.
-    """
-    cases = [(QUICK, QUICK_RANK, True)] if quick else [(MAIN, RANK, not compared)]
-    if not quick:
-        cases += [(shape, RANK, False) for shape in OTHERS]
-        cases += [(MAIN, other, False) for other in RANKS if not compared]
-    for shape, r, every in cases:
-        problem = functools.cache(functools.partial(Problem.draw, *shape, r, device))
+def works(device: str, quick: bool) -> Iterator[Callable[[], Work]]:
+    """Yields everything at the main shape; fewer variants at other shapes and over ranks."""
+    cases = [(*MAIN, RANK), *((*o, RANK) for o in OTHERS), *((*MAIN, rank) for rank in RANKS)]
+    for sizes in [QUICK] if quick else cases:
+        problem = functools.cache(functools.partial(Problem.draw, *sizes, device))
+        every = sizes in (QUICK, cases[0])
         for backward in (False, True):
-            yield functools.partial(_work, problem, every, backward, compared)
+            yield functools.partial(work, problem, every, backward)
 
 
-def _work(make: Callable[[], Problem], every: bool, backward: bool, compared: bool) -> Work:
+def work(
+    make: Callable[[], Problem],
+    every: bool,
+    backward: bool,
+    frameworks: tuple[str, ...] = ("jax", "torch"),
+) -> Work:
+    """Returns the work of one problem, with all variants of those frameworks if `every`."""
     problem = make()
-    variants = list(jax_side.variants(problem, every, backward))
-    if compared:
-        variants = [variant for variant in variants if variant.label in COMPARED]
-    else:
-        variants += torch_side.variants(problem, every, backward)
+    c, variants = problem.case, []
+    for framework in frameworks:
+        # Where one framework is asked for, the other is not imported.
+        side = importlib.import_module(f"benchmarks.layer.{framework}_side")
+        variants += side.variants(problem, every, backward)
     return Work(
         "layer forward+backward" if backward else "layer forward",
-        {"rows": problem.rows, "in": problem.n_in, "out": problem.n_out, "rank": problem.rank},
+        {"rows": c.rows, "in": c.n_in, "out": c.n_out, "rank": c.rank},
         problem.bytes(backward),
-        problem.flops("DoRA", backward, with_norm=True),
+        problem.flops(backward, with_norm=True),
         problem.dora_expected(backward),
         variants,
         {

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import jax
 
-from benchmarks import baselines
 from benchmarks.arrays import NO_TRITON, rotate, to_jax, to_torch
 from benchmarks.problem import Method, Problem
 from benchmarks.work import Variant
@@ -16,7 +14,6 @@ from jax_dora import ops
 
 Apply = Callable[..., jax.Array]
 TRAINED = {
-    "base": ("x",),
     "LoRA": ("x", "lora_a", "lora_b"),
     "DoRA": ("x", "lora_a", "lora_b", "magnitude"),
 }
@@ -29,45 +26,29 @@ def variants(problem: Problem, every: bool, backward: bool) -> Iterator[Variant]
     kept = jax.jit(ops.factored_norm)(*fixed[:3], s)
     inputs = [(*fixed, kept, x, dy) for x, dy in to_jax(rotate([i.x, i.dy]))]
 
-    def dora(implementation: str | None, with_norm: Callable[..., dict[str, Any]]) -> Apply:
-        def apply(kernel, norm, *, x, lora_a, lora_b, magnitude):
-            given = with_norm(kernel, lora_a, lora_b, norm)
-            return ops.dora_linear(
-                x, kernel, lora_a, lora_b, magnitude, s, implementation=implementation, **given
-            )
+    def dora(implementation: str | None, norm_of: Callable[..., jax.Array | None]) -> Apply:
+        def apply(kernel, kept, *, x, lora_a, lora_b, magnitude):
+            options = {
+                "implementation": implementation,
+                "norm": norm_of(kernel, lora_a, lora_b, kept),
+            }
+            return ops.dora_linear(x, kernel, lora_a, lora_b, magnitude, s, **options)
 
         return apply
 
-    def lora(kernel, norm, *, x, lora_a, lora_b):
+    def lora(kernel, kept, *, x, lora_a, lora_b):
         return x @ kernel + s * ((x @ lora_a) @ lora_b)
 
-    def base(kernel, norm, *, x):
-        return x @ kernel
+    def by_xla(kernel, lora_a, lora_b, kept):
+        return ops.factored_norm(kernel, lora_a, lora_b, s, implementation="xla")
 
-    def computed(kernel, lora_a, lora_b, norm):
-        return {}
-
-    def computed_by_xla(kernel, lora_a, lora_b, norm):
-        return {"norm": ops.factored_norm(kernel, lora_a, lora_b, s, implementation="xla")}
-
-    def dense(kernel, lora_a, lora_b, norm):
-        return {"norm": jax.lax.stop_gradient(baselines.dense_norm(kernel, lora_a, lora_b, s))}
-
-    def norm_kept(kernel, lora_a, lora_b, norm):
-        return {"norm": norm}
-
-    rows: list[tuple[str, Method, Apply, bool, bool]] = [
-        ("LoRA", "LoRA", lora, False, True),
-        ("XLA DoRA", "DoRA", dora("xla", computed_by_xla), False, True),
-        ("DoRA", "DoRA", dora(None, computed), False, True),
-        ("DoRA, norm kept", "DoRA", dora(None, norm_kept), True, True),
-        ("base", "base", base, False, False),
-        ("XLA DoRA, dense norm", "DoRA", dora("xla", dense), False, False),
-        ("XLA DoRA, norm kept", "DoRA", dora("xla", norm_kept), True, False),
+    rows: list[tuple[str, Method, Apply, bool]] = [
+        ("LoRA", "LoRA", lora, False),
+        ("XLA DoRA", "DoRA", dora("xla", by_xla), False),
+        ("DoRA", "DoRA", dora(None, lambda *_: None), False),
+        ("DoRA, norm kept", "DoRA", dora(None, lambda *operands: operands[-1]), True),
     ]
-    for name, method, apply, cached, always in rows:
-        if not (every or always):
-            continue
+    for name, method, apply, norm_kept in rows:
         variant = Variant(
             "jax",
             name,
@@ -75,9 +56,8 @@ def variants(problem: Problem, every: bool, backward: bool) -> Iterator[Variant]
             inputs,
             _results,
             exact=method == "DoRA",
-            flops=problem.flops(method, backward, method == "DoRA" and not cached),
+            flops=problem.flops(backward, method == "DoRA" and not norm_kept),
             expected=problem.expected(method, backward),
-            cached=cached,
         )
         yield replace(variant, name=f"{name} (no Triton)", compiler_options=NO_TRITON)
         if every:

@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
-from peft.helpers import DoraCaching
 from torch import Tensor, nn
 
 from benchmarks.arrays import rotate
@@ -36,8 +34,8 @@ def peft_layer(problem: Problem, *, dora: bool, wide: bool) -> tuple[nn.Module, 
     """
     i = problem.inputs
     config = LoraConfig(
-        r=problem.rank,
-        lora_alpha=round(problem.scale * problem.rank**0.5),
+        r=problem.case.rank,
+        lora_alpha=round(problem.scale * problem.case.rank**0.5),
         use_rslora=True,
         use_dora=dora,
         target_modules=["proj"],
@@ -74,7 +72,7 @@ def variants(problem: Problem, every: bool, backward: bool) -> Iterator[Variant]
         parameters: Sequence[Tensor],
         *,
         exact: bool = False,
-        cached: bool = False,
+        norm_kept: bool = False,
     ) -> Variant:
         return Variant(
             "torch",
@@ -82,9 +80,8 @@ def variants(problem: Problem, every: bool, backward: bool) -> Iterator[Variant]
             _step(apply, parameters, backward),
             inputs,
             exact=exact,
-            flops=problem.flops(method, backward, method == "DoRA" and not cached),
+            flops=problem.flops(backward, method == "DoRA" and not norm_kept),
             expected=problem.expected(method, backward),
-            cached=cached,
         )
 
     wide_dora, wide_parameters = peft_layer(problem, dora=True, wide=True)
@@ -96,29 +93,13 @@ def variants(problem: Problem, every: bool, backward: bool) -> Iterator[Variant]
     kept = functools.partial(ours, norm=norm)
     yield variant("PEFT DoRA, defaults", "DoRA", defaults, wide_parameters)
     yield variant("torch_dora", "DoRA", ours, adapter, exact=True)
-    yield variant("torch_dora, norm kept", "DoRA", kept, adapter, exact=True, cached=True)
+    yield variant("torch_dora, norm kept", "DoRA", kept, adapter, exact=True, norm_kept=True)
     peft_lora, lora_parameters = peft_layer(problem, dora=False, wide=False)
     yield variant("PEFT LoRA, bf16", "LoRA", peft_lora, lora_parameters)
-    if not every:
-        return
-
-    peft_dora, parameters = peft_layer(problem, dora=True, wide=False)
-    yield variant("base", "base", lambda x: F.linear(x, i.weight), ())
-    yield variant("PEFT DoRA, bf16", "DoRA", peft_dora, parameters)
-    if problem.device == "cuda":
-        compiled, compiled_lora = torch.compile(peft_dora), torch.compile(peft_lora)
+    if every and problem.device == "cuda":
+        peft_dora, parameters = peft_layer(problem, dora=True, wide=False)
+        compiled = torch.compile(peft_dora)
         yield variant("PEFT DoRA, bf16, compiled", "DoRA", compiled, parameters)
-        yield variant("PEFT LoRA, bf16, compiled", "LoRA", compiled_lora, lora_parameters)
-    if not backward:
-        caching, cached_parameters = peft_layer(problem, dora=True, wide=False)
-        caching.eval()
-
-        def with_cache(x: Tensor) -> Tensor:
-            with DoraCaching():
-                return caching(x)
-
-        name = "PEFT DoRA, bf16, its cache"
-        yield variant(name, "DoRA", with_cache, cached_parameters, cached=True)
 
 
 def _step(apply: Apply, parameters: Sequence[Tensor], backward: bool) -> Callable:

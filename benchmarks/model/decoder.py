@@ -15,7 +15,6 @@ from flax import nnx
 from jax import lax
 
 import jax_dora
-from benchmarks.model import before
 from benchmarks.model.protocol import Protocol
 
 INIT = nnx.initializers.normal(0.02)
@@ -29,14 +28,12 @@ class Style(NamedTuple):
     Attributes:
       linear: makes the seven projections of a layer; called like `nnx.Linear`.
       attention: as `jax.nn.dot_product_attention`'s `implementation`.
-      keeps_norms: rematerialisation keeps what `jax_dora.remat_policy` keeps, or nothing.
     """
 
     dtype: Any = jnp.bfloat16
     linear: Callable[..., Any] = nnx.Linear
     attention: Any = "xla"
     fused_swiglu: bool = True
-    keeps_norms: bool = True
 
     def make(self, n_in: int, n_out: int, rngs: nnx.Rngs, plain: bool = False) -> Any:
         options = {"dtype": self.dtype, "param_dtype": self.dtype, "kernel_init": INIT}
@@ -105,10 +102,8 @@ class Decoder(nnx.Module):
 
     def __call__(self, tokens: jax.Array, last: int) -> jax.Array:
         """Returns the logits of the `last` tokens of each row."""
-        graphdef, stacked = nnx.split(before.prepared_for_scan(self.layers))
-        policy = jax.checkpoint_policies.nothing_saveable
-        if self.style.keeps_norms:
-            policy = before.remat_policy()
+        graphdef, stacked = nnx.split(self.layers)
+        policy = jax_dora.remat_policy()
 
         def one_layer(x: jax.Array, state: Any) -> tuple[jax.Array, None]:
             return nnx.merge(graphdef, state)(x), None

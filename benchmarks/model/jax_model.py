@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,7 +16,6 @@ from flax import nnx
 import jax_dora
 from benchmarks.arrays import to_torch
 from benchmarks.check import Check, judge
-from benchmarks.model import before
 from benchmarks.model.decoder import Decoder, Dense, LoRALinear, Style, loss
 from benchmarks.model.protocol import PROJECTIONS, SAME_MODEL, Kind, Protocol, Task
 from benchmarks.work import Expectation, Variant
@@ -27,35 +26,25 @@ MAGNITUDE_DEVIATION = 0.05
 OPTIMIZER = optax.adamw(1e-4)
 
 
-def variants(kind: Kind, protocol: Protocol, device: str) -> Iterator[tuple[Task, Variant]]:
-    """Yields each task of `kind`, the model built when the first is asked for."""
-    check = functools.cache(functools.partial(_check, kind, protocol, device))
-    check()
+def variant(kind: Kind, task: Task, protocol: Protocol, device: str) -> Variant:
+    """Returns a task of `kind`, with a model of its own."""
     model = build(kind, protocol, device)
-    values = before.keep_norms(model) if kind.keeps_norms else None
-    micro_steps = _tokens(protocol, protocol.micro_steps)
-    for task in kind.tasks:
-        frozen_model = task == "inference" and kind.keeps_norms
-        measured = jax_dora.freeze(model) if frozen_model else model
-        graphdef, trained, frozen = nnx.split(measured, nnx.LoRAParam, ...)
-        tokens = micro_steps if task == "accumulation" else micro_steps[0]
-        arguments = (trained, frozen, None if frozen_model else values, tokens)
-        if task == "step":
-            arguments += (OPTIMIZER.init(trained),)
-        function = TASKS.get(task) or functools.partial(_accumulation, kind.keeps_norms)
-        yield (
-            task,
-            Variant(
-                "jax",
-                kind.name,
-                functools.partial(function, graphdef, protocol.last),
-                [arguments],
-                check=check,
-                compiler_options={"xla_gpu_enable_triton_gemm": kind.triton},
-                cached=kind.cached,
-                whole=True,
-            ),
-        )
+    norms = nnx.jit(jax_dora.norms)(model) if kind.keeps_norms else None
+    if task == "inference" and kind.keeps_norms:
+        model, norms = jax_dora.freeze(model), None
+    graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam, ...)
+    arguments = (trained, frozen, norms, _tokens(protocol))
+    if task == "step":
+        arguments += (OPTIMIZER.init(trained),)
+    return Variant(
+        "jax",
+        kind.name,
+        functools.partial(TASKS[task], graphdef, protocol.last),
+        [arguments],
+        check=functools.partial(_check, kind, protocol, device),
+        compiler_options={"xla_gpu_enable_triton_gemm": kind.triton},
+        whole=True,
+    )
 
 
 def build(kind: Kind, protocol: Protocol, device: str) -> Decoder:
@@ -63,7 +52,6 @@ def build(kind: Kind, protocol: Protocol, device: str) -> Decoder:
     style = Style(
         attention="cudnn" if device == "cuda" else "xla",
         fused_swiglu=kind.fused_swiglu,
-        keeps_norms=kind.remat_keeps_norms,
     )
     if kind.method == "LoRA":
         style = style._replace(linear=functools.partial(LoRALinear, **_lora(protocol)))
@@ -77,16 +65,14 @@ def build(kind: Kind, protocol: Protocol, device: str) -> Decoder:
         use_rslora=True,
         adapter_dtype=jnp.bfloat16,
         lora_b_init=LORA_B_INIT,
-        implementation=kind.implementation,
     )
+    rules = [rule]
     if kind.keeps_inner:
         # The last projection of a rematerialised layer, whose result nothing in the layer reads.
-        kept = {"path": "layers/down_proj"} | before.keep_inner()
         others = rf"layers/({'|'.join(PROJECTIONS[:-1])})"
-        rules = [dataclasses.replace(rule, **kept), dataclasses.replace(rule, path=others)]
-        model = jax_dora.apply_dora(model, rules, rngs=nnx.Rngs(1))
-    else:
-        model = jax_dora.apply_dora(model, rule, rngs=nnx.Rngs(1))
+        rules = [dataclasses.replace(rule, path="layers/down_proj", keep_inner=True)]
+        rules.append(dataclasses.replace(rule, path=others))
+    model = jax_dora.apply_dora(model, rules, rngs=nnx.Rngs(1))
     magnitudes = nnx.state(model, jax_dora.DoRAParam)
     leaves, tree = jax.tree.flatten(magnitudes)
     keys = jax.random.split(jax.random.key(1), len(leaves))
@@ -106,13 +92,18 @@ def _lora(protocol: Protocol) -> dict[str, Any]:
     }
 
 
-def _tokens(protocol: Protocol, steps: int) -> jax.Array:
-    shape = (steps, 1, protocol.tokens + 1)
+def _tokens(protocol: Protocol) -> jax.Array:
+    shape = (1, protocol.tokens + 1)
     return jax.random.randint(jax.random.key(2), shape, 0, protocol.vocabulary)
 
 
+def _merge(graphdef: Any, trained: Any, frozen: Any, norms: Any) -> Decoder:
+    model = nnx.merge(graphdef, trained, frozen)
+    return model if norms is None else jax_dora.with_norms(model, norms)
+
+
 def _inference(graphdef: Any, last: int, trained: Any, frozen: Any, norms: Any, tokens: jax.Array):
-    model = before.with_norms(nnx.merge(graphdef, trained, frozen), norms)
+    model = _merge(graphdef, trained, frozen, norms)
     return model(tokens[:, :-1], last)
 
 
@@ -120,8 +111,7 @@ def _gradient(graphdef: Any, last: int, trained: Any, frozen: Any, norms: Any, t
     """Returns the mean loss, and gradients like `trained`."""
 
     def of_adapters(trained: Any) -> jax.Array:
-        model = before.with_norms(nnx.merge(graphdef, trained, frozen), norms)
-        return loss(model, tokens, last)
+        return loss(_merge(graphdef, trained, frozen, norms), tokens, last)
 
     return jax.value_and_grad(of_adapters)(trained)
 
@@ -133,29 +123,15 @@ def _step(graphdef, last, trained, frozen, norms, tokens, optimizer):
     return value, optax.apply_updates(trained, updates), optimizer
 
 
-def _accumulation(keeps_norms, graphdef, last, trained, frozen, norms, tokens):
-    """Returns the micro-steps' losses and the sum of their gradients; kept norms are taken once."""
-    if keeps_norms:
-        model = nnx.merge(graphdef, trained, frozen)
-        norms = before.retake_norms(model)
-        frozen = nnx.split(model, nnx.LoRAParam, ...)[2]
-
-    def micro_step(total: Any, tokens: jax.Array):
-        value, gradients = _gradient(graphdef, last, trained, frozen, norms, tokens)
-        return jax.tree.map(jnp.add, total, gradients), value
-
-    total, losses = jax.lax.scan(micro_step, jax.tree.map(jnp.zeros_like, trained), tokens)
-    return losses, total
-
-
 TASKS: dict[Task, Callable] = {"inference": _inference, "gradient": _gradient, "step": _step}
 
 
+@functools.cache
 def _check(kind: Kind, protocol: Protocol, device: str) -> Check:
     """Holds logits and adapters' gradients of a few layers against fp32, DoRA's weights formed."""
     protocol = dataclasses.replace(protocol, layers=protocol.checked_layers)
     model = build(kind, protocol, device)
-    tokens = _tokens(protocol, 1)[0]
+    tokens = _tokens(protocol)
     style = Style(dtype=jnp.float32, fused_swiglu=False)
     if kind.method != "base":
         dense = functools.partial(Dense, dora=kind.method == "DoRA", **_lora(protocol))
@@ -168,7 +144,7 @@ def _check(kind: Kind, protocol: Protocol, device: str) -> Check:
     ]
     reference = nnx.merge(nnx.graphdef(reference), nnx.from_flat_state(filled))
 
-    norms = before.keep_norms(model) if kind.keeps_norms else None
+    norms = nnx.jit(jax_dora.norms)(model) if kind.keeps_norms else None
     found = _outcome(model, norms, protocol.last, tokens)
     with jax.default_matmul_precision("highest"):
         wanted = _outcome(reference, None, protocol.last, tokens)

@@ -7,13 +7,8 @@ from typing import Literal
 
 from benchmarks.work import Framework
 
-Task = Literal["inference", "gradient", "step", "accumulation"]
-Method = Literal["base", "LoRA", "DoRA"]
-
-
-def group(task: Task) -> str:
-    """Returns what a report calls the measurements of a task."""
-    return f"model {task}"
+Task = Literal["inference", "gradient", "step"]
+Method = Literal["LoRA", "DoRA"]
 
 
 # Two layers and the head, forward and backward, in bf16 where the reference has fp32: some twenty
@@ -28,7 +23,6 @@ class Protocol:
 
     Attributes:
       last: the loss, and the logits of inference, are of the last tokens only.
-      micro_steps: of one accumulation.
       checked_layers: of the same width, that the correctness check runs through; what it compares
         with is computed in fp32.
     """
@@ -44,7 +38,6 @@ class Protocol:
     alpha: int = 192
     tokens: int = 4096
     last: int = 1024
-    micro_steps: int = 8
     checked_layers: int = 2
 
     @classmethod
@@ -61,7 +54,6 @@ class Protocol:
             alpha=4,
             tokens=32,
             last=8,
-            micro_steps=2,
             checked_layers=2,
         )
 
@@ -84,18 +76,17 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Kind:
-    """One way to run the model, which is measured in a process of its own.
+    """One way to run the model.
 
     Attributes:
       name: of its variant in a report.
       tasks: what it is measured at.
       triton: whether XLA may choose Triton matrix products.
-      implementation: of jax_dora's or torch_dora's operators.
       keeps_norms: the norms outlive a step's pass; frozen, for inference.
       keeps_inner: so does inner of the last projection, from forward to backward pass.
-      remat_keeps_norms: rematerialisation does not compute the norm twice.
       fused_swiglu: `jax_dora.swiglu`, or `silu(gate(x)) * up(x)`.
-      peft: which way of PEFT's: "wide" adapters, "narrow" ones, "compiled", "cached"; or "".
+      peft: which way of PEFT's: fp32 adapters under autocast ("wide"), bf16 ones ("compiled"),
+        or "" for torch_dora.
     """
 
     framework: Framework
@@ -103,10 +94,8 @@ class Kind:
     method: Method
     tasks: tuple[Task, ...]
     triton: bool = False
-    implementation: str | None = None
     keeps_norms: bool = False
     keeps_inner: bool = False
-    remat_keeps_norms: bool = True
     fused_swiglu: bool = True
     peft: str = ""
     baseline: str = ""
@@ -115,53 +104,26 @@ class Kind:
     def label(self) -> str:
         return f"{self.framework} {self.name}"
 
-    @property
-    def cached(self) -> bool:
-        return self.keeps_norms or self.peft == "cached"
-
 
 BEST_LORA = "the best jax LoRA"
 PEFT = "torch PEFT DoRA, defaults"
-ALL: tuple[Task, ...] = ("inference", "gradient", "accumulation")
 BOTH: tuple[Task, ...] = ("inference", "gradient")
-TRAINING: tuple[Task, ...] = ("gradient", "accumulation")
 
-# In order of interest: those at the end are left out first when time runs short.
+# In order of interest.
 KINDS = (
-    Kind("jax", "LoRA (no Triton)", "LoRA", (*ALL, "step"), baseline=BEST_LORA),
-    Kind("jax", "DoRA (no Triton)", "DoRA", (*ALL, "step")),
-    Kind("jax", "DoRA, norm kept (no Triton)", "DoRA", ALL, keeps_norms=True),
+    Kind("jax", "LoRA (no Triton)", "LoRA", (*BOTH, "step"), baseline=BEST_LORA),
+    Kind("jax", "DoRA (no Triton)", "DoRA", (*BOTH, "step")),
+    Kind("jax", "DoRA, norm kept (no Triton)", "DoRA", BOTH, keeps_norms=True),
     Kind(
-        *("jax", "DoRA, norm and inner kept (no Triton)", "DoRA", TRAINING),
+        "jax",
+        "DoRA, norm and inner kept (no Triton)",
+        "DoRA",
+        ("gradient",),
         keeps_norms=True,
         keeps_inner=True,
     ),
-    Kind(
-        *("jax", "DoRA, plain SwiGLU (no Triton)", "DoRA"),
-        tasks=("gradient", "step"),
-        fused_swiglu=False,
-    ),
     Kind("torch", "PEFT DoRA, defaults", "DoRA", BOTH, peft="wide", baseline=PEFT),
-    Kind("jax", "XLA DoRA (no Triton)", "DoRA", BOTH, implementation="xla"),
     Kind("torch", "torch_dora", "DoRA", BOTH),
-    Kind("torch", "PEFT DoRA, bf16", "DoRA", BOTH, peft="narrow"),
-    Kind("torch", "PEFT LoRA, bf16", "LoRA", BOTH, peft="narrow"),
     Kind("jax", "LoRA", "LoRA", BOTH, triton=True, baseline=BEST_LORA),
-    Kind("jax", "DoRA", "DoRA", BOTH, triton=True),
-    Kind("jax", "base (no Triton)", "base", ("inference",)),
-    Kind(
-        *("jax", "XLA DoRA, norm twice (no Triton)", "DoRA"),
-        tasks=("gradient",),
-        implementation="xla",
-        remat_keeps_norms=False,
-    ),
-    Kind("torch", "torch_dora, norm kept", "DoRA", BOTH, keeps_norms=True),
     Kind("torch", "PEFT DoRA, bf16, compiled", "DoRA", BOTH, peft="compiled"),
-    Kind("torch", "PEFT DoRA, its cache", "DoRA", ("inference",), peft="cached"),
-    Kind("torch", "base", "base", ("inference",)),
-)
-# What `--against` compares: (label, tasks).
-COMPARED: tuple[tuple[str, tuple[Task, ...]], ...] = (
-    ("jax DoRA, norm kept (no Triton)", BOTH),
-    ("jax DoRA, plain SwiGLU (no Triton)", ("step",)),
 )

@@ -1,4 +1,4 @@
-"""Compose forward and backward over the paper's activation shapes, and the copy at each."""
+"""Compose forward and backward over the paper's activation shapes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Iterator
 
 import jax
-import jax.numpy as jnp
 import torch
 
 from benchmarks.arrays import interpreted, pullback, raising, rotate, to_jax, to_torch
@@ -26,60 +25,35 @@ def works(device: str, quick: bool) -> Iterator[Callable[[], Work]]:
     for rows, out in QUICK_SHAPES if quick else PAPER_ACTIVATIONS:
         case = Case("operator", DTYPE, rows=rows, n_out=out)
         inputs = functools.cache(functools.partial(compose_inputs, case, device))
-        yield functools.partial(_copy, rows, out, inputs)
-        for keeps_inner in (False, True):
-            yield functools.partial(forward, case, device, inputs, keeps_inner)
+        yield functools.partial(forward, case, device, inputs)
         for with_lora in (True, False):
             yield functools.partial(backward, case, device, inputs, with_lora)
 
 
-def _copy(rows: int, out: int, inputs: Callable[[], ComposeInputs]) -> Work:
-    base = inputs().base
-    sets = rotate([base])
-    return Work(
-        "copy",
-        {"rows": rows, "out": out},
-        2 * rows * out * ITEM,
-        0,
-        {"y": Expectation(-base.double(), torch.ones_like(base).double())},
-        [
-            Variant("jax", "xla", jnp.negative, to_jax(sets), lambda y: {"y": to_torch(y)}),
-            Variant("torch", "eager", torch.neg, sets, lambda y: {"y": y}),
-        ],
-    )
-
-
-def forward(
-    case: Case, device: str, inputs: Callable[[], ComposeInputs], keeps_inner: bool
-) -> Work:
-    """y; in training, `keeps_inner`, it also writes what the magnitude's gradient reads."""
+def forward(case: Case, device: str, inputs: Callable[[], ComposeInputs]) -> Work:
+    """y, in inference."""
     drawn, s = inputs(), case.scale
     operands = (drawn.base, drawn.lora, drawn.g)
-    bound = tolerances.compose(*operands, s, DTYPE)
     sets = rotate(operands)
     jax_sets = to_jax(sets)
 
     def in_jax(name: str) -> Variant:
-        def step(base, lora, g):
-            composed = functools.partial(_compose, lora=lora, s=s, name=name)
-            return jax.vjp(composed, base, g) if keeps_inner else (composed(base, g), None)
-
-        step = interpreted(step, device)
-        return Variant("jax", name, step, jax_sets, lambda found: {"y": to_torch(found[0])})
+        step = interpreted(lambda base, lora, g: _compose(base, g, lora, s, name), device)
+        return Variant("jax", name, step, jax_sets, lambda y: {"y": to_torch(y)})
 
     def in_torch(name: str) -> Variant:
         def step(base, lora, g):
-            base, g = (t.detach().requires_grad_(keeps_inner) for t in (base, g))
             return torch_ops.compose(base, lora, g, s, implementation=name)
 
-        return _in_torch(name, step, sets, lambda y: {"y": y.detach()}, device)
+        return _in_torch(name, step, sets, lambda y: {"y": y}, device)
 
+    expected = Expectation(oracle.compose(*operands, s), tolerances.compose(*operands, s, DTYPE))
     return Work(
-        "compose+inner" if keeps_inner else "compose",
+        "compose",
         {"rows": case.rows, "out": case.n_out},
-        (4 if keeps_inner else 3) * case.rows * case.n_out * ITEM,
+        3 * case.rows * case.n_out * ITEM,
         0,
-        {"y": Expectation(oracle.compose(*operands, s), bound)},
+        {"y": expected},
         [in_jax("xla"), in_jax("mosaic"), in_torch("eager"), in_torch("triton")],
         BASELINES,
     )

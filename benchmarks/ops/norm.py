@@ -1,4 +1,4 @@
-"""The norm ‖W + sBA‖: dense and factored; its time over shapes, its memory over ranks."""
+"""The norm ‖W + sBA‖: dense and factored, over shapes and ranks."""
 
 from __future__ import annotations
 
@@ -30,27 +30,18 @@ def works(device: str, quick: bool) -> Iterator[Callable[[], Work]]:
     shapes = [(*shape, RANK) for shape in SHAPES]
     shapes += [(*RANK_SHAPE, rank) for rank in RANKS if rank != RANK]
     for shape in QUICK if quick else shapes:
-        yield functools.partial(work, *shape, "bfloat16", device)
-    yield functools.partial(work, *(QUICK[0] if quick else (*RANK_SHAPE, RANK)), "float32", device)
+        yield functools.partial(work, *shape, device)
 
 
-def work(n_in: int, n_out: int, rank: int, adapter_dtype: str, device: str) -> Work:
-    case = Case(
-        "operator",
-        DTYPE,
-        n_in=n_in,
-        n_out=n_out,
-        rank=rank,
-        adapter_dtype=adapter_dtype,
-        bias=False,
-    )
+def work(n_in: int, n_out: int, rank: int, device: str) -> Work:
+    sizes: dict[str, Any] = {"n_in": n_in, "n_out": n_out, "rank": rank}
+    case = Case("operator", DTYPE, **sizes, adapter_dtype=DTYPE, bias=False)
     s = case.scale
     drawn = layer_inputs(case, device)
     operands = (drawn.weight, drawn.lora_a, drawn.lora_b)
     expected = {"norm": Expectation(oracle.norm(*operands, s), tolerances.norm(*operands, s))}
     sets = rotate(operands)
     jax_sets = to_jax([tuple(t.T.contiguous() for t in one) for one in sets])
-    same_dtype = adapter_dtype == DTYPE
 
     def in_jax(name: str, norm: Callable, *, exact: bool = True, **options: Any) -> Variant:
         def step(kernel, lora_a, lora_b):
@@ -76,18 +67,13 @@ def work(n_in: int, n_out: int, rank: int, adapter_dtype: str, device: str) -> W
         in_torch("the paper's", baselines.paper_norm, exact=False),
         in_torch("factored", theirs, implementation="eager"),
         in_torch("triton", theirs, implementation="triton"),
+        in_torch("dense", baselines.torch_dense_norm, exact=False),
+        in_torch("PEFT", baselines.peft_norm, exact=False),
     ]
-    if same_dtype:
-        # A sum of bf16 and fp32 in torch is fp32: that would be another computation, not PEFT's.
-        variants += [
-            in_torch("dense", baselines.torch_dense_norm, exact=False),
-            in_torch("PEFT", baselines.peft_norm, exact=False),
-        ]
-    item = torch.finfo(getattr(torch, adapter_dtype)).bits // 8
     return Work(
-        "norm" if same_dtype else "norm, fp32 adapters",
+        "norm",
         {"in": n_in, "out": n_out, "rank": rank},
-        n_in * n_out * ITEM + rank * (n_in + n_out) * item + 4 * n_out,
+        ITEM * (n_in * n_out + rank * (n_in + n_out)) + 4 * n_out,
         2 * n_in * n_out * rank,
         expected,
         variants,

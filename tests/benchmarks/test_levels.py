@@ -1,25 +1,23 @@
 """The levels run as the README writes it, on tiny shapes and without a GPU."""
 
-import dataclasses
+import time
 from pathlib import Path
 
 import jax
 import pytest
 import torch
+from rich.console import Console
 
 from benchmarks import __main__ as command
-from benchmarks import against, layer, model, ops, results, tune
+from benchmarks import against, model, ops, results, tune
 from benchmarks.kernels import KERNELS
 from benchmarks.measure import Bench, measure
-from benchmarks.model import jax_model, torch_model
-from benchmarks.model.protocol import COMPARED, KINDS, Protocol
+from benchmarks.model.protocol import KINDS, Protocol
 from benchmarks.ops import compose
-from benchmarks.report import Report
-from benchmarks.worker import ROOT, Deadline, Worker, WorkerError
+from benchmarks.worker import ROOT, Worker, WorkerError
 
 QUICK = ("--quick", "--device", "cpu")
 BY_LABEL = {kind.label: kind for kind in KINDS}
-CPU = {"card": "CPU", "device": "cpu"}
 
 
 def run(level: str, folder: Path, *only: str) -> tuple[int, dict, list[dict]]:
@@ -29,7 +27,7 @@ def run(level: str, folder: Path, *only: str) -> tuple[int, dict, list[dict]]:
 
 
 def test_ops_measures_operators_in_both_frameworks(tmp_path: Path, capsys) -> None:
-    code, header, rows = run("ops", tmp_path, "norm 64×48*jax f", "copy", "backward,*[xe]*")
+    code, header, rows = run("ops", tmp_path, "norm 64×48*jax f", "backward,*[xe]*")
     assert (code, [row for row in rows if row.get("failed")]) == (0, [])
     assert (header["kind"], header["level"], header["quick"]) == ("benchmark", "ops", True)
     assert header["environment"]["commit"] == "abc"
@@ -42,7 +40,7 @@ def test_ops_measures_operators_in_both_frameworks(tmp_path: Path, capsys) -> No
 
 def test_ops_has_the_paper_s_shapes() -> None:
     works = list(compose.works("cuda", quick=False))
-    assert len(works) == 20 * 5
+    assert len(works) == 20 * 3
     assert len(list(ops.works("cuda", quick=False))) > len(works)
 
 
@@ -70,7 +68,6 @@ def test_layer_measures_forward_and_backward(tmp_path: Path) -> None:
     code, _, rows = run("layer", tmp_path, "*jax LoRA (", "*jax DoRA, norm k*(", "*PEFT DoRA, def")
     assert (code, [row for row in rows if row.get("failed")]) == (0, [])
     assert {row["group"] for row in rows} == {"layer forward", "layer forward+backward"}
-    assert {row["variant"] for row in rows if row.get("cached")} == {"DoRA, norm kept (no Triton)"}
 
 
 def test_tune_has_every_kernel_with_its_candidates() -> None:
@@ -78,7 +75,8 @@ def test_tune_has_every_kernel_with_its_candidates() -> None:
     assert len(works) == sum(len(kernel.shapes) for kernel in KERNELS.values())
     (first, *_) = tune.works("cpu", quick=True)
     xla, own, candidate = first().variants
-    assert (xla.name, own.name, bool(candidate.config)) == ("xla", "mosaic", True)
+    assert (xla.name, own.name) == ("xla", "mosaic, chosen: no")
+    assert candidate.name.startswith("mosaic ")
     assert measure(Bench.on("cpu", True), first(), own).correct
 
 
@@ -95,53 +93,44 @@ def test_a_missing_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys) -> N
     assert "no GPU" in capsys.readouterr().err
 
 
-def test_two_checkouts_are_measured_in_turns() -> None:
+@pytest.mark.slow
+def test_two_checkouts_are_measured_in_turns(tmp_path: Path) -> None:
     assert "holds no jax_dora" in against.check(ROOT / "docs")
     assert "this very checkout" in against.check(ROOT)
-    report = Report("layer", CPU)
-    spec = {"level": "layer", "device": "cpu", "quick": True}
-    against.run(report, ROOT, spec | {"only": ["layer forward 24*kept"]}, (), 300)
-    here, there = report.measurements
-    assert (here.state, there.state) == ("here", "there")
-    assert here.correct
-    assert here.wall.samples == against.ROUNDS
-    assert set(layer.COMPARED) >= {here.label}
+    writer = results.Writer(tmp_path / "against.jsonl", {"environment": {}})
+    spec = {"device": "cpu", "quick": True, "only": ["layer*DoRA", "model step"]}
+    assert against.run(ROOT, spec, 300, writer, Console(quiet=True))
+    _, rows = results.read(writer.path)
+    states = [(row["group"], row["state"], row["wall"]["samples"]) for row in rows]
+    assert states == [
+        (group, state, against.ROUNDS)
+        for group in ("layer forward+backward", "model step")
+        for state in ("here", "there")
+    ]
 
 
 def test_a_process_that_dies_or_is_late_is_named() -> None:
-    spec = {"level": "model", "device": "cpu", "quick": True, "kind": {"no": "kind"}}
-    with Worker(spec, Deadline(100)) as worker, pytest.raises(WorkerError, match="tasks"):
-        worker.ask("measure")
-    with Worker(spec, Deadline(0.5)) as worker, pytest.raises(TimeoutError, match="stopped after"):
-        worker.ask("measure")
-    report = Report("model", CPU)
-    model.run(report, "cpu", True, [BY_LABEL["jax base (no Triton)"]], 0)
-    assert "no time was left" in report.measurements[0].refused
+    spec = {"device": "cpu", "module": "benchmarks.nothing"}
+    with Worker(spec, time.monotonic() + 100) as worker, pytest.raises(WorkerError, match="nothin"):
+        worker.ask()
+    with pytest.raises(TimeoutError), Worker(spec, time.monotonic() + 0.3) as worker:
+        worker.ask()
 
 
 def test_kinds_are_named_once_and_chosen_by_label_and_task() -> None:
     assert len(BY_LABEL) == len(KINDS)
-    chosen = [(k.label, k.tasks) for k in model.chosen(["jax LoRA"], ["gradient"])]
-    assert chosen == [("jax LoRA (no Triton)", ("gradient",)), ("jax LoRA", ("gradient",))]
-    assert [(k.label, k.tasks) for k in model.chosen([], [], compared=True)] == list(COMPARED)
     assert set(model.EFFORT) == {task for kind in KINDS for task in kind.tasks}
+    assert len(list(model.works("cpu", True))) == sum(len(kind.tasks) for kind in KINDS)
+    assert len(list(model.works("cpu", True, ["model gradient*jax LoRA"]))) == 2
 
 
-@pytest.mark.parametrize("label", ["jax LoRA (no Triton)", "torch torch_dora, norm kept"])
+@pytest.mark.slow
+@pytest.mark.parametrize("label", ["jax DoRA, norm kept (no Triton)", "torch torch_dora"])
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 def test_a_model_s_gradient_is_measured(label: str) -> None:
-    kind = dataclasses.replace(BY_LABEL[label], tasks=("gradient",))
     # JAX's own attention does not promote strictly.
     with jax.numpy_dtype_promotion("standard"):
-        (work,) = model.works(kind, "cpu", quick=True)
+        work = model.work(BY_LABEL[label], "gradient", Protocol.quick(), "cpu")
         found = measure(Bench.on("cpu", True), work, work.variants[0])
     assert found.correct, found
     assert found.label == label
-
-
-def test_the_check_sees_a_wrong_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
-    dense = torch_model.Dense.forward
-    monkeypatch.setattr(torch_model.Dense, "forward", lambda self, x: 1.05 * dense(self, x))
-    kind = BY_LABEL["torch torch_dora"]
-    assert not torch_model._check(kind, Protocol.quick(), "cpu").passed
-    assert jax_model.TASKS

@@ -1,12 +1,11 @@
 """`tools/sanitize.py`: what it makes of compute-sanitizer's words; it leaves no kernel out."""
 
-import ast
 import importlib
 import pkgutil
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -22,31 +21,20 @@ from tools import sanitize
 
 HEAD = "========= COMPUTE-SANITIZER"
 CLEAN = f"{HEAD}\n========= ERROR SUMMARY: 0 errors"
-INVALID = f"{HEAD}\n========= Invalid __global__ write of size 4 bytes\n"
-FOUND = f"{INVALID}========= ERROR SUMMARY: 72 errors"
-UNPRINTED = (
-    f"{INVALID}========= ERROR SUMMARY: 104 errors\n========= ERROR SUMMARY: 4 errors were not "
-    "printed. Use --print-limit option to adjust the number of printed errors"
-)
-NO_HAZARD = f"{HEAD}\n========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"
+FOUND = f"{HEAD}\n========= Invalid __global__ write\n========= ERROR SUMMARY: 72 errors"
+# Past 100 errors, memcheck adds a second summary.
+UNPRINTED = f"{FOUND}\n========= ERROR SUMMARY: 4 errors were not printed"
 HAZARD = f"{HEAD}\n========= RACECHECK SUMMARY: 1 hazard displayed (0 errors, 1 warning)"
-CRASH = f"""{HEAD}
-Traceback (most recent call last):
-RuntimeError: no such kernel
-========= Target application returned an error
-========= ERROR SUMMARY: 0 errors"""
-
-Say = Callable[[dict[str, tuple[str, int]]], None]
-
-
-@pytest.fixture
-def log(tmp_path: Path) -> Path:
-    """What compute-sanitizer was called with, and the allocators that it saw."""
-    return tmp_path / "log"
+CRASH = f"{HEAD}\nRuntimeError: no such kernel\n========= ERROR SUMMARY: 0 errors"
+PLANTED_FOUND = {
+    "memcheck jax/planted overrun": (FOUND, 9),
+    "memcheck torch/planted overrun": (FOUND, 9),
+    "racecheck jax/planted race": (HAZARD, 9),
+}
 
 
 @pytest.fixture
-def say(tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch) -> Say:
+def say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict], None]:
     """Puts alone on PATH a compute-sanitizer with these words and exit codes, by tool and kernel.
 
     Any other kernel is clean.
@@ -59,10 +47,8 @@ def say(tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch) -> Say:
             f"{shlex.quote(case)}) printf '%s\\n' {shlex.quote(text)}; exit {code} ;;"
             for case, (text, code) in words.items()
         ]
-        allocators = "$XLA_PYTHON_CLIENT_ALLOCATOR $PYTORCH_NO_CUDA_MEMORY_CACHING"
         lines = [
             "#!/bin/sh",
-            f'echo "$* {allocators}" >>{shlex.quote(str(log))}',
             "while [ $# -gt 0 ]; do",
             '  case "$1" in --tool) tool="$2" ;; --one) name="$2" ;; esac; shift',
             "done",
@@ -88,7 +74,6 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 
     def run(*arguments: object) -> int:
         monkeypatch.setattr(sys, "argv", ["sanitize.py", *map(str, arguments)])
-        monkeypatch.setattr(sys, "path", [*sys.path])
         return sanitize.main()
 
     for framework, names in kernels.items():
@@ -98,146 +83,72 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 
 
 @pytest.mark.parametrize(
-    ("text", "code", "errors", "shown"),
+    ("text", "code", "errors"),
     [
-        (CLEAN, 0, 0, "========= ERROR SUMMARY: 0 errors"),
-        (NO_HAZARD, 0, 0, NO_HAZARD.splitlines()[-1]),
-        (FOUND, 9, 72, FOUND),
-        (HAZARD, 0, 1, HAZARD),
-        (UNPRINTED, 9, 104, UNPRINTED),
-        # The fault took the process down with it.
-        (FOUND, 1, 72, FOUND),
-        (CRASH, 1, None, CRASH),
-        (CLEAN, 139, None, CLEAN),
-        ("no driver", 0, None, "no driver"),
-        ("", 127, None, ""),
+        (CLEAN, 0, 0),
+        (FOUND, 9, 72),
+        (HAZARD, 0, 1),
+        (UNPRINTED, 9, 72),
+        (CRASH, 1, None),
+        (CLEAN, 139, None),
+        ("no driver", 0, None),
+        ("", 127, None),
     ],
 )
-def test_reads_the_number_of_errors(say, text, code, errors, shown):
+def test_reads_the_number_of_errors(say, text, code, errors):
     say({"memcheck jax/norm": (text, code)})
-    found = sanitize.sanitize("memcheck", "jax/norm")
-    assert (found["errors"], found["last"]) == (errors, shown)
-    assert found["seconds"] >= 0
-
-
-@pytest.mark.parametrize(("framework", "ours"), [("jax", "dora"), ("torch", "kernel")])
-def test_runs_itself_under_the_tool_on_our_kernels_only(say, log, framework, ours):
-    say({})
-    sanitize.sanitize("racecheck", f"{framework}/norm fp32")
-    assert log.read_text() == (
-        f"--tool racecheck --error-exitcode 9 --kernel-name kernel_substring={ours} "
-        f"{sys.executable} {sanitize.__file__} --one {framework}/norm fp32 platform 1\n"
-    )
-
-
-def test_one_runs_that_kernel(call, monkeypatch):
-    ran: list[str] = []
-    kernels = {name: lambda name=name: ran.append(name) for name in ("norm", "norm fp32")}
-    monkeypatch.setitem(sanitize.KERNELS, "jax", lambda: kernels)
-    assert call("--one", "jax/norm fp32") == 0
-    assert ran == ["norm fp32"]
-    with pytest.raises(KeyError, match="absent"):
-        call("--one", "jax/absent")
-
-
-PLANTED_FOUND = {
-    "memcheck jax/planted overrun": (FOUND, 9),
-    "memcheck torch/planted overrun": (FOUND, 9),
-    "racecheck jax/planted race": (HAZARD, 9),
-}
+    assert sanitize.sanitize("memcheck", "jax/norm")["errors"] == errors
 
 
 @pytest.mark.parametrize(
     ("words", "code"),
     [
         ({}, 0),
-        ({"racecheck jax/planted race": (NO_HAZARD, 0)}, 1),
-        ({"memcheck torch/planted overrun": (CRASH, 1)}, 1),
+        ({"racecheck jax/planted race": (CLEAN, 0)}, 1),
         ({"memcheck torch/norm": (FOUND, 9)}, 1),
-        ({"racecheck jax/sound": (HAZARD, 0)}, 1),
-        ({"memcheck jax/sound": (CRASH, 1)}, 1),
+        ({"racecheck jax/sound": (CRASH, 1)}, 1),
     ],
 )
 def test_ends_with_0_only_if_the_planted_faults_are_all_that_is_found(
-    say, call, capsys, words, code
+    say, call, tmp_path, words, code
 ):
     say(PLANTED_FOUND | words)
-    assert call("--commit", "abc") == code
-    printed = capsys.readouterr().out
-    # The last lines of what is not as it should be, and of nothing else.
-    shown = [line for line in printed.splitlines() if line.startswith("=========")]
-    assert bool(shown) == bool(words)
-    assert all(text.splitlines()[-1] in shown for text, _ in words.values())
-
-
-def test_writes_what_each_tool_found(say, call, tmp_path):
-    say(PLANTED_FOUND | {"racecheck torch/norm": (CRASH, 1)})
-    out = tmp_path / "results/sanitize.jsonl"
-    assert call("--out", out, "--commit", "abc") == 1
+    out = tmp_path / "sanitize.jsonl"
+    assert call("--commit", "abc", "--out", out) == code
     header, rows = results.read(out)
     assert header["environment"]["commit"] == "abc"
-    errors: dict[str, dict[str, int | None]] = {}
-    for row in rows:
-        errors.setdefault(row["tool"], {})[row["kernel"]] = row["errors"]
-    assert errors == {
-        "memcheck": {
-            "jax/planted overrun": 72,
-            "jax/sound": 0,
-            "torch/planted overrun": 72,
-            "torch/norm": 0,
-        },
-        "racecheck": {"jax/planted race": 1, "jax/sound": 0, "torch/norm": None},
-    }
+    assert len(rows) == 7
+    assert {"tool": "memcheck", "kernel": "jax/planted overrun", "errors": 72}.items() <= rows[
+        0
+    ].items()
 
 
-def test_a_kernel_that_is_not_there_is_no_success(say, call, log, tmp_path):
+def test_a_kernel_or_a_tool_that_is_not_there_is_no_success(say, call, monkeypatch, tmp_path):
     say({})
     with pytest.raises(SystemExit, match=r"'nrom' chooses none of: .*torch/norm"):
-        call("--kernel", "nrom", "--out", tmp_path / "out.json")
-    assert not log.exists()
-    assert not (tmp_path / "out.json").exists()
-
-
-def test_says_that_the_tool_is_missing(call, monkeypatch, tmp_path):
+        call("--kernel", "nrom")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SystemExit, match="compute-sanitizer is not on PATH"):
-        call("--out", tmp_path / "out.json")
-    assert not (tmp_path / "out.json").exists()
-
-
-def names_given(source: Path) -> Iterator[str]:
-    """The names of the Mosaic kernels in `source`."""
-    for node in ast.walk(ast.parse(source.read_text())):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "plgpu.kernel":
-            assert "kernel_name" in {keyword.arg for keyword in node.keywords}, source
-        if isinstance(node, ast.keyword) and node.arg == "kernel_name":
-            parts = (part for part in ast.walk(node.value) if isinstance(part, ast.Constant))
-            yield from (str(part.value) for part in parts)
+        call()
 
 
 def test_every_mosaic_kernel_is_run():
-    """Each case lowers for CUDA, and one has each kernel."""
+    """Each kernel's module has a case, which lowers for CUDA to that kernel alone."""
     (folder,) = map(Path, jax_dora.ops.mosaic.__path__)
-    given = {name for source in folder.glob("*.py") for name in names_given(source)}
-    # What sanitize() tells our kernels by.
-    assert all("dora" in name for name in given)
-    assert given == {f"dora_{name}" for name in KERNELS}
+    modules = {path.stem for path in folder.glob("*.py") if "\ndef wins(" in path.read_text()}
+    modules |= {path.stem for path in folder.glob("*.py") if "import wins" in path.read_text()}
+    assert modules - {"product"} == set(KERNELS)
     for name in KERNELS:
         case = sanitize.jax_kernels()[name]
         text = jax.jit(case).trace().lower(lowering_platforms=("cuda",)).as_text()
+        # "dora" is what sanitize() tells our kernels by.
         assert set(re.findall(r"dora_\w+(?=_mosaic_gpu\\)", text)) == {f"dora_{name}"}
 
 
-@pytest.fixture
-def torch_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has the torch cases' operands drawn on the CPU."""
-    randn = torch.randn
-    monkeypatch.setattr(torch, "randn", lambda *shape, device: randn(*shape))
-
-
-@pytest.mark.usefixtures("torch_on_cpu")
 def test_every_triton_kernel_is_run(monkeypatch):
     """Each case runs, interpreted, and one launches each kernel."""
+    randn = torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *shape, device: randn(*shape))
     launched: set[KernelInterface] = set()
     launch = KernelInterface.__getitem__
 
@@ -249,26 +160,14 @@ def test_every_triton_kernel_is_run(monkeypatch):
     for name, kernel in sanitize.torch_kernels().items():
         if "planted" not in name:  # its fault would be one of this process
             kernel()
-
     package = torch_dora.ops.triton
-    modules = [
-        importlib.import_module(f"{package.__name__}.{module.name}")
-        for module in pkgutil.iter_modules(package.__path__)
-    ]
     kernels = {
-        f"{module.__name__}.{name}": value
-        for module in modules
-        for name, value in vars(module).items()
+        value
+        for module in pkgutil.iter_modules(package.__path__)
+        for value in vars(importlib.import_module(f"{package.__name__}.{module.name}")).values()
         if isinstance(value, KernelInterface)
     }
-    assert len(kernels) >= len(modules) - 1
-    assert [name for name, kernel in kernels.items() if kernel not in launched] == []
+    assert kernels
+    assert kernels <= launched
     # What sanitize() tells our kernels by.
-    assert all("kernel" in kernel.__name__ for kernel in kernels.values())
-
-
-@pytest.mark.usefixtures("torch_on_cpu")
-def test_every_planted_fault_is_there():
-    names = {f"{framework}/{name}" for framework, of in sanitize.KERNELS.items() for name in of()}
-    planted = {name for faults in sanitize.PLANTED.values() for name in faults}
-    assert planted == {name for name in names if "planted" in name}
+    assert all("kernel" in kernel.__name__ for kernel in kernels)
