@@ -1,14 +1,13 @@
 """What a folder holds against what a model has: everything is checked before anything is loaded."""
 
 import difflib
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dora_common.peft import checks
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.keys import Key, Role, adapter_in, key_of, parse
 from dora_common.peft.layers import Layer, Shape, refuse_layers
-from dora_common.peft.ties import tied_names, untied_names
 
 # safetensors' names of the dtypes an adapter may have.
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -104,8 +103,35 @@ def fit(
         },
         fitting.by_array(),
         fitting.tokens,
-        untied_names(config, arrays, fitting.whole),
+        _untied_names(config, arrays, fitting.whole),
     )
+
+
+def tied_names(arrays: Mapping[str, Hashable]) -> list[list[str]]:
+    """The groups of two and more parameters that share an array, as an output head that is tied to
+    the embedding does.
+
+    Args:
+      arrays: what identifies the array of every parameter, by the parameter's name.
+    """
+    groups: dict[Hashable, list[str]] = {}
+    for name, array in arrays.items():
+        groups.setdefault(array, []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def _untied_names(
+    config: AdapterConfig, arrays: Mapping[str, Hashable], stored: Collection[str]
+) -> list[str]:
+    """The parameters that need an array of their own once the `stored` ones are loaded: PEFT gives
+    one to every module of modules_to_save, and leaves what it was tied to as it was, unless
+    ensure_weight_tying is set."""
+    untied = []
+    for names in tied_names(arrays):
+        saved = [name for name in names if name in stored and config.saves(name)]
+        if not config.ensure_weight_tying:
+            untied += saved[len(saved) == len(names) :]
+    return untied
 
 
 class _Fitting:
@@ -156,7 +182,7 @@ class _Fitting:
     def by_array(self) -> dict[str, tuple[str, ...]]:
         """The keys of every parameter that is stored whole; of several that stay one array, by the
         first one's name."""
-        untied = untied_names(self.config, self.arrays, self.whole)
+        untied = _untied_names(self.config, self.arrays, self.whole)
         found: dict[str, tuple[str, ...]] = {}
         for name, keys in self.whole.items():
             tied = [one for one in self.ties.get(name, ()) if one in self.whole]
