@@ -162,7 +162,14 @@ def outputs(model: Model) -> np.ndarray:
     return np.asarray(model(jnp.asarray(IDS)))
 
 
-@pytest.mark.parametrize(("stacked", "name"), [(s, n) for s in (False, True) for n in CASES])
+# A stack is read layer by layer as a list is, which "everything" and the partial ones below guard.
+STACKED = [
+    pytest.param(True, name, marks=() if name == "everything" else pytest.mark.slow)
+    for name in CASES
+]
+
+
+@pytest.mark.parametrize(("stacked", "name"), [*((False, name) for name in CASES), *STACKED])
 def test_a_folder_of_peft_computes_as_in_peft(stacked: bool, name: str, tmp_path: Path) -> None:
     folder, expected = peft_folder(tmp_path, **CASES[name])
 
@@ -206,7 +213,7 @@ def test_some_layers_of_many(name: str, stacked: bool, tmp_path: Path) -> None:
     assert_same(tensors_of(tmp_path / "again"), tensors_of(tmp_path))
 
 
-@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("stacked", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
