@@ -10,7 +10,7 @@ from torch_dora.ops.triton.compose_backward import Config, strip_height
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("wanted", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1), (1, 0, 1)], ids=str)
-@pytest.mark.parametrize("shape", [(5, 7), (67, 40), (1, 1), (130, 33)])
+@pytest.mark.parametrize("shape", [(5, 7), (67, 40), (1, 1)])
 def test_every_variant_equals_the_plain_evaluation(operands, delta, wanted, shape):
     _, inner, g, dy = operands(shape)
     want_base, want_lora, want_g = map(bool, wanted)
