@@ -1,7 +1,8 @@
-# make parity   compare both packages with each other and with an fp64 oracle
-# make test     every test that needs no GPU
+# make parity     compare both packages with each other and with an fp64 oracle
+# make test       the tests that guard a formula or a contract, without a GPU: minutes
+# make test-all   every test that needs no GPU, and the core once more at the oldest versions
 #
-# Both make .venv first. With an interpreter that has everything already, and no network:
+# Each makes .venv first. With an interpreter that has everything already, and no network:
 #   make NO_VENV=1 PYTHON=/path/to/python3 test-gpu
 
 VENV ?= .venv
@@ -10,6 +11,9 @@ PARITY_ARGS ?=
 PYTEST_ARGS ?=
 # Workers for the CPU tests; each holds jax and torch, so memory bounds their number.
 WORKERS ?= -n auto --maxprocesses 8
+# What runs at the oldest versions; OLDEST_TESTS=tests runs all.
+OLDEST_TESTS ?= tests/jax_dora/ops tests/jax_dora/test_linear.py tests/jax_dora/test_linen.py \
+    tests/torch_dora/ops tests/test_readme.py
 
 ifdef NO_VENV
 PYTHON ?= python3
@@ -20,7 +24,7 @@ RUN := $(VENV)/bin/python
 SETUP := setup
 endif
 
-.PHONY: parity test test-gpu test-oldest lint types docs figures format setup clean
+.PHONY: parity test test-all test-gpu test-oldest lint types docs figures format setup clean
 
 parity: $(SETUP)
 	$(RUN) -m parity $(PARITY_ARGS)
@@ -28,13 +32,17 @@ parity: $(SETUP)
 test: $(SETUP)
 	$(RUN) -m pytest $(WORKERS) $(PYTEST_ARGS)
 
+test-all: $(SETUP)
+	$(RUN) -m pytest $(WORKERS) -m "not gpu" $(PYTEST_ARGS)
+	$(MAKE) test-oldest
+
 # One process: JAX reserves most of a GPU's memory.
 test-gpu: $(SETUP)
 	$(RUN) -m pytest -m gpu $(PYTEST_ARGS)
 
 test-oldest:
 	@PYTHON='$(PYTHON)' EXTRAS=dev sh tools/setup.sh $(VENV_OLDEST) tools/oldest.txt
-	$(VENV_OLDEST)/bin/python -m pytest $(WORKERS) $(PYTEST_ARGS)
+	$(VENV_OLDEST)/bin/python -m pytest $(WORKERS) $(OLDEST_TESTS) $(PYTEST_ARGS)
 
 lint: $(SETUP)
 	$(RUN) -m ruff check .
@@ -46,7 +54,7 @@ types: $(SETUP)
 docs: $(SETUP)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
-# The measured parts of README and docs, and the figures, from the committed results.
+# README's table, docs/measured.md and the figures, from the committed results.
 figures: $(SETUP)
 	$(RUN) tools/measured.py
 

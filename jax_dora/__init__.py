@@ -1,7 +1,9 @@
 """DoRA, weight-decomposed low-rank adaptation, for Flax."""
 
-from importlib import metadata as _metadata
+from typing import TYPE_CHECKING
 
+from dora_common import __version__ as __version__
+from dora_common.renamed import no_attribute as _no_attribute
 from jax_dora import linen as linen
 from jax_dora import ops as ops
 from jax_dora import peft as peft
@@ -25,7 +27,7 @@ from jax_dora.norms import norms as norms
 from jax_dora.norms import remat_policy as remat_policy
 from jax_dora.norms import with_norms as with_norms
 
-try:
-    __version__ = _metadata.version("jax-dora")
-except _metadata.PackageNotFoundError:  # run from a source tree
-    __version__ = "0+unknown"
+if not TYPE_CHECKING:  # type checkers would take every name for one of the package
+
+    def __getattr__(name: str) -> None:
+        raise _no_attribute(__name__, name)

@@ -9,6 +9,7 @@ import pytest
 
 # Enough host devices for a mesh of two axes, one of them longer than two.
 _CPU_DEVICES = 8
+_QUICK = "not gpu and not slow"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -19,9 +20,21 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"  # for the processes that tests start
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", _CPU_DEVICES)
+    # Half of the time of the quick tests would be LLVM's; the slow ones run as users do.
+    if config.getoption("markexpr") == _QUICK:
+        jax.config.update("jax_disable_most_optimizations", True)
 
     hypothesis.settings.register_profile("tests", deadline=None, derandomize=True, database=None)
     hypothesis.settings.load_profile("tests")
+
+
+@pytest.fixture
+def optimized() -> Iterator[None]:
+    """Compiles as users do, for a test that reads what is compiled."""
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(autouse=True)

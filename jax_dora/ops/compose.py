@@ -180,12 +180,12 @@ def _compose_fwd(plan: Plan, primals: Any) -> tuple[jax.Array, Any]:
 
 def _compose_bwd(plan: Plan, packed: Any, dy: Any) -> tuple[Any]:
     if isinstance(dy, SymbolicZero):
-        return (Composition(None, None, None, None),)  # pyright: ignore[reportArgumentType]
+        return (Composition(None, None, None, None),)
     g, scale, inner, wanted = residuals.unpack(packed)
     options = {"want_base": bool(wanted.base), "want_lora": bool(wanted.lora)}
     ct = backward(plan.backward, dy, inner, g, scale, **options, delta=plan.delta)
     d_g = None if ct.g is None else ct.g.astype(g.dtype)
-    return (Composition(ct.base, ct.lora, d_g, None),)  # pyright: ignore[reportArgumentType]
+    return (Composition(ct.base, ct.lora, d_g, None),)
 
 
 _compose.defvjp(_compose_fwd, _compose_bwd, symbolic_zeros=True)

@@ -74,7 +74,7 @@ def elementwise(
         return function(static, operands)  # JAX refuses two shardings
     vector = jax.P(*whole[-1:])
     specs = tuple(
-        whole if name in (left, right) else jax.P() if jax.numpy.ndim(value) == 0 else vector
+        whole if name in (left, right) else jax.P() if value is None or value.ndim == 0 else vector
         for name, value in zip(operands._fields, operands, strict=True)
     )
     return per_device(function, static, mesh, specs, whole, operands)

@@ -1,11 +1,10 @@
 """The operands of the differentiable operators, each bundle a pytree that is handed on whole.
 
-None stands for an operand that the call does without.
+A field holds an array, or None for an operand that the call does without. The same bundle also
+holds, field by field, what belongs to its operands: their gradients, or how they are sharded.
 """
 
-from typing import NamedTuple
-
-import jax
+from typing import Any, NamedTuple
 
 
 class Projection(NamedTuple):
@@ -22,14 +21,14 @@ class Projection(NamedTuple):
       seed: uint32[2], of the dropout of x.
     """
 
-    x: jax.Array
-    kernel: jax.Array
-    lora_a: jax.Array
-    lora_b: jax.Array
-    g: jax.Array | None
-    scale: jax.Array
-    bias: jax.Array | None = None
-    seed: jax.Array | None = None
+    x: Any
+    kernel: Any
+    lora_a: Any
+    lora_b: Any
+    g: Any
+    scale: Any
+    bias: Any = None
+    seed: Any = None
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -41,27 +40,27 @@ class Projection(NamedTuple):
 class Composition(NamedTuple):
     """The operands of compose: base, lora [..., out], g f32[out], scale f32[]."""
 
-    base: jax.Array
-    lora: jax.Array
-    g: jax.Array
-    scale: jax.Array
+    base: Any
+    lora: Any
+    g: Any
+    scale: Any
 
 
 class Gating(NamedTuple):
     """The operands of SwiGLU: gate, up [..., out], g f32[out] and bias [out] of either."""
 
-    gate: jax.Array
-    up: jax.Array
-    gate_g: jax.Array
-    gate_bias: jax.Array | None
-    up_g: jax.Array
-    up_bias: jax.Array | None
+    gate: Any
+    up: Any
+    gate_g: Any
+    gate_bias: Any
+    up_g: Any
+    up_bias: Any
 
 
 class Adapted(NamedTuple):
     """The operands of a norm: kernel [in, out], lora_a [in, r], lora_b [r, out], scale f32[]."""
 
-    kernel: jax.Array
-    lora_a: jax.Array
-    lora_b: jax.Array
-    scale: jax.Array
+    kernel: Any
+    lora_a: Any
+    lora_b: Any
+    scale: Any

@@ -163,7 +163,7 @@ def _projection_fwd(plan: Plan, primals: Any) -> tuple[jax.Array, Any]:
 
 
 def _projection_bwd(plan: Plan, packed: Any, dy: Any) -> tuple[Any]:
-    nothing = Projection(*(None,) * 8)  # pyright: ignore[reportArgumentType]
+    nothing = Projection(*(None,) * 8)
     if isinstance(dy, SymbolicZero):
         return (nothing,)
     operands, wanted, z, inner = residuals.unpack(packed)
@@ -178,36 +178,34 @@ def _projection_bwd(plan: Plan, packed: Any, dy: Any) -> tuple[Any]:
     def summed(left, right, dtype):
         return dot(left, right, (rows, rows), wide if partitioned else dtype).astype(dtype)
 
-    d, d_g = dy, None
+    d, found = dy, {}
     if g is not None:
         ct = backward(plan.scaled, dy, inner, g, scale, want_lora=False)
-        d, d_g = ct.base, ct.g if ct.g is None else ct.g.astype(g.dtype)
-    found = nothing
-    if d_g is not None:
-        found = found._replace(g=d_g)
+        d = ct.base
+        if ct.g is not None:
+            found["g"] = ct.g.astype(g.dtype)
     if wanted.x or wanted.lora_a:
         dz = (scale * dot(d, lora_b, (-1, 1), wide)).astype(dy.dtype)
         if wanted.x:
-            found = found._replace(x=_dx(plan, operands, d, dz))
+            found["x"] = _dx(plan, operands, d, dz)
         if wanted.lora_a:
-            found = found._replace(lora_a=_d_lora_a(plan, summed, operands, dz))
+            found["lora_a"] = _d_lora_a(plan, summed, operands, dz)
     if wanted.kernel:
-        found = found._replace(kernel=summed(x, d, kernel.dtype))
+        found["kernel"] = summed(x, d, kernel.dtype)
     if wanted.lora_b:
         if plan.forward is not None and plan.forward.kernel is project:  # s is in z
-            d_b = summed(z, d, lora_b.dtype)
+            found["lora_b"] = summed(z, d, lora_b.dtype)
         else:
-            d_b = (scale * dot(z, d, (rows, rows), wide)).astype(lora_b.dtype)
-        found = found._replace(lora_b=d_b)
+            found["lora_b"] = (scale * dot(z, d, (rows, rows), wide)).astype(lora_b.dtype)
     if wanted.bias:
-        found = found._replace(bias=jnp.sum(dy.astype(wide), axis=rows).astype(bias.dtype))
-    return (found,)
+        found["bias"] = jnp.sum(dy.astype(wide), axis=rows).astype(bias.dtype)
+    return (nothing._replace(**found),)
 
 
 projection.defvjp(_projection_fwd, _projection_bwd, symbolic_zeros=True)
 
 
-def _dx(plan: Plan, operands: Projection, d: jax.Array, dz: jax.Array) -> jax.Array:
+def _dx(plan: Plan, operands: Projection, d: Any, dz: jax.Array) -> jax.Array:
     """Returns d Wᵀ + dz Aᵀ, the latter dropped as x was."""
     kernel, lora_a, seed = operands.kernel, operands.lora_a, operands.seed
     if plan.dx is not None:

@@ -130,7 +130,7 @@ def _swiglu_fwd(choice: Choice | None, primals: Any) -> tuple[jax.Array, Any]:
 
 def _swiglu_bwd(choice: Choice | None, packed: Any, dh: Any) -> tuple[Any]:
     if isinstance(dh, SymbolicZero):
-        return (Gating(*(None,) * 6),)  # pyright: ignore[reportArgumentType]
+        return (Gating(*(None,) * 6),)
     operands, wanted = residuals.unpack(packed)
     if choice is None:
         found = define_backward(dh, operands)

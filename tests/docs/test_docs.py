@@ -1,7 +1,7 @@
 """The site builds without a warning and runs its notebook, every page's snippets run, and the
 reference is complete."""
 
-import inspect
+import importlib
 import os
 import re
 import subprocess
@@ -15,6 +15,7 @@ import pytest
 import jax_dora
 import jax_dora.finetune.command as finetune
 import jax_dora.linen
+import jax_dora.models
 import jax_dora.ops
 import jax_dora.peft
 import torch_dora
@@ -23,6 +24,8 @@ import torch_dora.peft
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 SNIPPET = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# Over 10 s each.
+SLOW = ("adapting.md", "exporting.md", "finetuning.md", "peft.md")
 SNIPPETS = {
     path.relative_to(DOCS).as_posix(): snippets
     for path in sorted(DOCS.glob("**/*.md"))
@@ -42,7 +45,9 @@ def quick_compilation() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 # PEFT asks transformers by a name that the newest transformers calls deprecated.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-@pytest.mark.parametrize("page", SNIPPETS)
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=[pytest.mark.slow] * (p in SLOW)) for p in SNIPPETS]
+)
 def test_snippets_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {}
@@ -60,6 +65,7 @@ def test_options_exist():
     assert named <= known
 
 
+@pytest.mark.slow
 def test_site_builds(tmp_path):
     result = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"],
@@ -71,7 +77,10 @@ def test_site_builds(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     page = (tmp_path / "site" / "reference" / "jax_dora.html").read_text()
-    assert "DoRALinear" in page
+    assert 'id="jax_dora.DoRALinear"' in page
+    assert re.search(r'id="jax_dora\.norms\.norms"[^>]*>\s*jax_dora\.norms\s', page)
+    assert (tmp_path / "site" / "javascripts" / "tex-svg.js").stat().st_size > 10**6
+    assert r"\odot" in (tmp_path / "site" / "maths.html").read_text()
     notebook = (tmp_path / "site" / "notebooks" / "quickstart.html").read_text()
     # What its cells printed.
     loss = re.search(r"loss (\d\.\d+) -&gt; (\d\.\d+)", notebook)
@@ -86,16 +95,29 @@ def test_site_builds(tmp_path):
 
 @pytest.mark.parametrize(
     "package",
-    [jax_dora, jax_dora.linen, jax_dora.ops, jax_dora.peft, torch_dora, torch_dora.peft],
+    [
+        jax_dora,
+        jax_dora.linen,
+        jax_dora.models,
+        jax_dora.ops,
+        jax_dora.peft,
+        torch_dora,
+        torch_dora.ops,
+        torch_dora.peft,
+    ],
     ids=lambda package: package.__name__,
 )
 def test_reference_is_complete(package):
-    """Every public name that has a docstring of its own stands in the reference, as what it is: two
-    packages may have functions of one name."""
+    """Every public class and function stands in the reference once, by a name to import it by."""
     text = "".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
-    documented = set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
-    names = getattr(package, "__all__", None) or [n for n in vars(package) if n[0].isalpha()]
-    public = [getattr(package, name) for name in names]
-    public = {f"{one.__module__}.{one.__qualname__}" for one in public if not inspect.ismodule(one)}
+    parents = [name.rpartition(".") for name in re.findall(r"^::: (\S+)$", text, re.MULTILINE)]
+    documented = [getattr(importlib.import_module(parent), name) for parent, _, name in parents]
+    packages = ("jax_dora", "torch_dora", "dora_common")
+    public = {
+        name: value
+        for name, value in vars(package).items()
+        if name[0].isalpha() and callable(value) and value.__module__.split(".")[0] in packages
+    }
     assert public
-    assert public <= documented
+    counts = {name: sum(value is one for one in documented) for name, value in public.items()}
+    assert {name: count for name, count in counts.items() if count != 1} == {}

@@ -22,6 +22,9 @@ def launcher[**P, R](*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        # A program names what is jitted: by the kernel.
+        function.__name__ = function.__module__.rpartition(".")[2]
+
         @functools.partial(jax.jit, static_argnames=("config", "sm_count", *static))
         @functools.wraps(function)
         def launch(*operands: Any, **options: Any) -> Any:
