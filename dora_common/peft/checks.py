@@ -1,11 +1,10 @@
-"""What a field of adapter_config.json may hold. Each check names the field, its value and what was
-expected."""
+"""What a field of adapter_config.json may hold: each error names the field and its value."""
 
 import math
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 # These leave the base weights alone, so that an adapter's own tensors say all; "pissa", "olora",
 # "corda", "loftq" and "lora_ga" store the adapter of a base that they changed.
@@ -13,18 +12,15 @@ _INITIALIZATIONS = (True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
 def is_rank(name: str, value: Any) -> None:
-    if not _is_integer(value) or value < 1:
-        _refuse(name, value, "an integer of at least 1")
+    expect(_is_integer(value) and value >= 1, name, value, "an integer of at least 1")
 
 
 def is_alpha(name: str, value: Any) -> None:
-    if not _is_finite(value):
-        _refuse(name, value, "a finite number")
+    expect(_is_finite(value), name, value, "a finite number")
 
 
 def is_dropout(name: str, value: Any) -> None:
-    if not _is_finite(value) or not 0 <= value < 1:
-        _refuse(name, value, "a probability in [0, 1)")
+    expect(_is_finite(value) and 0 <= value < 1, name, value, "a probability in [0, 1)")
 
 
 def is_pattern(name: str, value: Any, check: Callable[[str, Any], None]) -> None:
@@ -32,6 +28,11 @@ def is_pattern(name: str, value: Any, check: Callable[[str, Any], None]) -> None
     for key, one in value.items():
         _is_expression(name, rf"(.*\.)?({key})$", key)
         check(f"{name}[{key!r}]", one)
+
+
+def expect(right: bool, name: str, value: Any, expected: str) -> None:
+    if not right:
+        raise ValueError(f"{name} is {short(value)}; expected {expected}")
 
 
 def has_type(name: str, value: Any, kind: Any, expected: str) -> None:
@@ -54,10 +55,8 @@ def are_token_indices(name: str, value: Any) -> None:
             are_token_indices(f"{name}[{key!r}]", one)
         return
     has_type(name, value, tuple, "a list of token indices, or an object of such lists")
-    if not value or not all(_is_integer(one) and one >= 0 for one in value):
-        _refuse(name, value, "one or more indices from 0 on")
-    if len(set(value)) < len(value):
-        _refuse(name, value, "every index once")
+    expect(bool(value) and are_indices(value), name, value, "one or more indices from 0 on")
+    expect(len(set(value)) == len(value), name, value, "every index once")
 
 
 def are_expressions(name: str, value: Any) -> None:
@@ -66,25 +65,12 @@ def are_expressions(name: str, value: Any) -> None:
         _is_expression(name, one, one)
 
 
-def are_layers(chosen: Any, pattern: Any, targets: Any) -> None:
-    if chosen is not None:
-        has_type("layers_to_transform", chosen, tuple, "indices")
-        if not all(_is_integer(index) and index >= 0 for index in chosen):
-            _refuse("layers_to_transform", chosen, "indices from 0 on")
-    if pattern is not None and chosen is None:
-        _refuse("layers_to_transform", chosen, "indices, since layers_pattern is given")
-    if chosen is not None and isinstance(targets, str):
-        _refuse(
-            "layers_to_transform",
-            chosen,
-            f"null beside the regular expression target_modules = {targets!r}: PEFT takes indices "
-            "beside a list of names only",
-        )
+def are_indices(values: Any) -> bool:
+    return all(_is_integer(one) and one >= 0 for one in values)
 
 
 def is_one_of(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if not _is_in(value, choices):
-        _refuse(name, value, f"one of {', '.join(map(repr, choices))}")
+    expect(_is_in(value, choices), name, value, f"one of {', '.join(map(repr, choices))}")
 
 
 def keeps_the_base(init_lora_weights: Any) -> None:
@@ -105,8 +91,8 @@ def short(value: Any) -> str:
 
 def _are_names(name: str, value: Any) -> None:
     has_type(name, value, tuple, "a list of names")
-    if not value or not all(isinstance(one, str) and one for one in value):
-        _refuse(name, value, "a list of one or more names")
+    all_named = all(isinstance(one, str) and one for one in value)
+    expect(bool(value) and all_named, name, value, "a list of one or more names")
 
 
 def _is_expression(name: str, expression: str, given: str) -> None:
@@ -116,9 +102,8 @@ def _is_expression(name: str, expression: str, given: str) -> None:
             warnings.simplefilter("error", FutureWarning)
             re.compile(expression)
     except (re.error, RecursionError, OverflowError, FutureWarning) as error:
-        raise ValueError(
-            f"{name} has {short(given)}; expected a regular expression ({error})"
-        ) from error
+        told = f"{name} has {short(given)}; expected a regular expression ({error})"
+        raise ValueError(told) from error
 
 
 def _is_integer(value: Any) -> bool:
@@ -134,7 +119,3 @@ def _is_finite(value: Any) -> bool:
 
 def _is_in(value: Any, choices: tuple[Any, ...]) -> bool:
     return any(type(value) is type(choice) and value == choice for choice in choices)
-
-
-def _refuse(name: str, value: Any, expected: str) -> NoReturn:
-    raise ValueError(f"{name} is {short(value)}; expected {expected}")

@@ -102,10 +102,24 @@ class AdapterConfig:
         for name in ("layers_pattern", "modules_to_save"):
             if getattr(self, name) is not None:
                 checks.are_expressions(name, getattr(self, name))
-        checks.are_layers(self.layers_to_transform, self.layers_pattern, self.target_modules)
+        self._check_layers()
         checks.is_one_of("bias", self.bias, ("none", "all", "lora_only"))
         checks.is_dropout("lora_dropout", self.lora_dropout)
         checks.keeps_the_base(self.init_lora_weights)
+
+    def _check_layers(self) -> None:
+        name, chosen = "layers_to_transform", self.layers_to_transform
+        if chosen is None:
+            given = "indices, since layers_pattern is given"
+            checks.expect(self.layers_pattern is None, name, chosen, given)
+        else:
+            checks.has_type(name, chosen, tuple, "indices")
+            checks.expect(checks.are_indices(chosen), name, chosen, "indices from 0 on")
+            null = (
+                "null beside the regular expression target_modules = "
+                f"{self.target_modules!r}: PEFT takes indices beside a list of names only"
+            )
+            checks.expect(not isinstance(self.target_modules, str), name, chosen, null)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -136,16 +150,14 @@ class AdapterConfig:
             if name not in own | _INFORMATIVE and value not in _OFF
         }
         if asked:
-            told = ", ".join(
-                f"{name} = {checks.short(value)}" for name, value in sorted(asked.items())
-            )
+            told = ", ".join(f"{name} = {checks.short(asked[name])}" for name in sorted(asked))
             raise NotImplementedError(
                 f"{told}: not supported; expected null, false or no such field, since it may "
                 "change what the adapter computes"
             )
         # PEFT writes null for what is not given, and takes a scalar for a list of one.
         fields: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
+            name: _as_tuple(value)
             for name, value in given.items()
             if name in own and value is not None
         }
@@ -157,10 +169,7 @@ class AdapterConfig:
             if fields.get(name) in ("", (), ("",), {}):
                 del fields[name]
         if isinstance(tokens := fields.get("trainable_token_indices"), Mapping):
-            fields["trainable_token_indices"] = {
-                name: tuple(rows) if isinstance(rows, list) else rows
-                for name, rows in tokens.items()
-            }
+            fields["trainable_token_indices"] = {n: _as_tuple(one) for n, one in tokens.items()}
         return cls(**fields)
 
     def to_json(self) -> str:
@@ -266,6 +275,10 @@ def _matches(targets: Names | str | None, name: str) -> bool:
     if isinstance(targets, str):
         return re.fullmatch(targets, name) is not None
     return any(name == target or name.endswith(f".{target}") for target in targets or ())
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _json_object(text: str) -> dict[str, Any]:

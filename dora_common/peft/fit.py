@@ -1,21 +1,18 @@
 """What a folder holds against what a model has: everything is checked before anything is loaded."""
 
 import difflib
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dora_common.peft import checks
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.keys import Key, Role, adapter_in, key_of, parse
 from dora_common.peft.layers import Layer, Shape, refuse_layers
-from dora_common.peft.ties import tied_names, untied_names
+from dora_common.rules import OUTPUT_HEADS
 
 # safetensors' names of the dtypes an adapter may have.
 FLOATS = ("F64", "F32", "F16", "BF16")
 
-# Where "all-linear" may or may not have taken the output head: PEFT leaves it out of the models
-# that tell it which one that is.
-HEADS = ("lm_head", "embed_out", "output", "head", "score", "classifier")
 # PEFT stores the weights of these two when the vocabulary was resized.
 _TOKEN_EMBEDDINGS = ("embed_tokens", "lm_head")
 
@@ -104,8 +101,35 @@ def fit(
         },
         fitting.by_array(),
         fitting.tokens,
-        untied_names(config, arrays, fitting.whole),
+        _untied_names(config, arrays, fitting.whole),
     )
+
+
+def tied_names(arrays: Mapping[str, Hashable]) -> list[list[str]]:
+    """The groups of two and more parameters that share an array, as an output head that is tied to
+    the embedding does.
+
+    Args:
+      arrays: what identifies the array of every parameter, by the parameter's name.
+    """
+    groups: dict[Hashable, list[str]] = {}
+    for name, array in arrays.items():
+        groups.setdefault(array, []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def _untied_names(
+    config: AdapterConfig, arrays: Mapping[str, Hashable], stored: Collection[str]
+) -> list[str]:
+    """The parameters that need an array of their own once the `stored` ones are loaded: PEFT gives
+    one to every module of modules_to_save, and leaves what it was tied to as it was, unless
+    ensure_weight_tying is set."""
+    untied = []
+    for names in tied_names(arrays):
+        saved = [name for name in names if name in stored and config.saves(name)]
+        if not config.ensure_weight_tying:
+            untied += saved[len(saved) == len(names) :]
+    return untied
 
 
 class _Fitting:
@@ -131,15 +155,17 @@ class _Fitting:
 
     def place(self, key: str, parsed: Key, dtype: str, shape: Shape) -> None:
         if dtype not in FLOATS:
-            self.problems.append(f"{key} is {dtype}; expected one of {', '.join(FLOATS)}")
+            problem = f"is {dtype}; expected one of {', '.join(FLOATS)}"
         elif parsed.role == "tokens":
-            self._place_tokens(key, parsed.module, shape)
+            problem = self._place_tokens(key, parsed.module, shape)
         elif parsed.role is not None:
-            self._place_in_adapter(key, parsed.module, parsed.role, shape)
-        elif problem := self._problem_of_parameter(parsed, shape):
+            problem = self._place_in_adapter(key, parsed.module, parsed.role, shape)
+        else:
+            problem = self._problem_of_parameter(parsed, shape)
+            if not problem and not parsed.is_original:
+                self.whole.setdefault(parsed.name, []).append(key)
+        if problem:
             self.problems.append(f"{key} {problem}")
-        elif not parsed.is_original:
-            self.whole.setdefault(parsed.name, []).append(key)
 
     def refuse_tied_adapters(self) -> None:
         """
@@ -156,7 +182,7 @@ class _Fitting:
     def by_array(self) -> dict[str, tuple[str, ...]]:
         """The keys of every parameter that is stored whole; of several that stay one array, by the
         first one's name."""
-        untied = untied_names(self.config, self.arrays, self.whole)
+        untied = _untied_names(self.config, self.arrays, self.whole)
         found: dict[str, tuple[str, ...]] = {}
         for name, keys in self.whole.items():
             tied = [one for one in self.ties.get(name, ()) if one in self.whole]
@@ -165,30 +191,28 @@ class _Fitting:
             found[owner] = (*found.get(owner, ()), *keys)
         return found
 
-    def _place_tokens(self, key: str, module: str, shape: Shape) -> None:
+    def _place_tokens(self, key: str, module: str, shape: Shape) -> str | None:
         name = f"{module}.weight"
         layer, indices = self.layers.get(module), self.config.token_indices_of(module)
         rows, *width = self.parameters.get(name, (0,))
         tied = [one for one in self.ties.get(name, ()) if one != name]
         if layer is None or layer.kind == "conv":
-            problem = f"finds no embedding{self._hint(module, self.layers)}"
-        elif indices is None:
-            problem = "holds rows that trainable_token_indices does not name"
-        elif shape != (len(indices), *width):
-            problem = f"has shape {list(shape)}; expected {[len(indices), *width]}"
-        elif max(indices) >= rows:
-            problem = f"holds row {max(indices)} of {name}, which has {rows}"
-        elif module in self.selected or self.config.saves(name):
-            problem = f"holds rows of {name}, which target_modules or modules_to_save names too"
-        elif layer.kind == "linear" and (tied or f"{module}.bias" in self.parameters):
-            problem = (
+            return f"finds no embedding{self._hint(module, self.layers)}"
+        if indices is None:
+            return "holds rows that trainable_token_indices does not name"
+        if shape != (len(indices), *width):
+            return f"has shape {list(shape)}; expected {[len(indices), *width]}"
+        if max(indices) >= rows:
+            return f"holds row {max(indices)} of {name}, which has {rows}"
+        if module in self.selected or self.config.saves(name):
+            return f"holds rows of {name}, which target_modules or modules_to_save names too"
+        if layer.kind == "linear" and (tied or f"{module}.bias" in self.parameters):
+            return (
                 f"holds rows of {name}, which has a bias or is tied to {tied or 'nothing'}; "
                 "expected rows of the embedding"
             )
-        else:
-            self.tokens[name] = (key, indices)
-            return
-        self.problems.append(f"{key} {problem}")
+        self.tokens[name] = (key, indices)
+        return None
 
     def _find_missing_tokens(self) -> None:
         indices = self.config.trainable_token_indices
@@ -200,35 +224,25 @@ class _Fitting:
                     f"{end or 'an embedding'} has no rows, though trainable_token_indices names it"
                 )
 
-    def _place_in_adapter(self, key: str, module: str, role: Role, shape: Shape) -> None:
+    def _place_in_adapter(self, key: str, module: str, role: Role, shape: Shape) -> str | None:
         layer = self.layers.get(module)
-        found = self.adapters.setdefault(module, {}) if layer else {}
         if layer is None:
-            self.problems.append(
-                f"{key} finds no layer that can be adapted{self._hint(module, self.layers)}"
-            )
-        elif role in found:
-            self.problems.append(f"{key} and {found[role]} are the same tensor; expected one")
-        elif module not in self.selected:
-            found[role] = key
-            self.problems.append(
-                f"{key} belongs to a layer that adapter_config.json does not select"
-            )
-        else:
-            found[role] = key
-            self._check_adapter_tensor(key, layer, role, shape)
-
-    def _check_adapter_tensor(self, key: str, layer: Layer, role: Role, shape: Shape) -> None:
-        rank = self.config.rank_of(layer.name)
+            return f"finds no layer that can be adapted{self._hint(module, self.layers)}"
+        found = self.adapters.setdefault(module, {})
+        if role in found:
+            return f"and {found[role]} are the same tensor; expected one"
+        found[role] = key
+        rank = self.config.rank_of(module)
+        if module not in self.selected:
+            return "belongs to a layer that adapter_config.json does not select"
         if role not in layer.shapes(rank):
-            wanted = ", ".join(key_of(layer.name, role) for role in layer.shapes(rank))
-            self.problems.append(f"{key} is not for {layer.kind} layers; expected {wanted}")
-        elif role == "magnitude" and not self.config.use_dora:
-            self.problems.append(f"{key} is a magnitude; expected none, since use_dora is false")
-        elif shape not in (accepted := layer.accepted_shapes(role, rank)):
-            self.problems.append(
-                f"{key} has shape {list(shape)}; expected {list(accepted[0])} for rank {rank}"
-            )
+            expected = ", ".join(key_of(module, role) for role in layer.shapes(rank))
+            return f"is not for {layer.kind} layers; expected {expected}"
+        if role == "magnitude" and not self.config.use_dora:
+            return "is a magnitude; expected none, since use_dora is false"
+        if shape not in (accepted := layer.accepted_shapes(role, rank)):
+            return f"has shape {list(shape)}; expected {list(accepted[0])} for rank {rank}"
+        return None
 
     def _problem_of_parameter(self, key: Key, shape: Shape) -> str | None:
         if key.name not in self.parameters:
@@ -269,7 +283,8 @@ class _Fitting:
         for name in sorted(self.selected):
             found = self.adapters.get(name)
             if found is None:
-                is_head = name.rpartition(".")[2] in HEADS
+                # PEFT leaves the output head out of the models that tell it which one that is.
+                is_head = name.rpartition(".")[2] in OUTPUT_HEADS
                 if not (is_head and self.config.targets_all_linear):
                     self.problems.append(
                         f"{name} has no tensors, though adapter_config.json selects it"

@@ -3,21 +3,23 @@
 import contextlib
 import math
 import os
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 
+from dora_common.hyperparameters import DropoutMode
 from dora_common.peft.config import AdapterConfig
-from dora_common.peft.fit import Fit, fit
+from dora_common.peft.fit import Adapter, Fit, fit
 from dora_common.peft.keys import adapter_in, parse
 from dora_common.peft.layers import Layer, Shape
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,47 @@ class Folder:
             tensor = self._file.get_tensor(key)
             check_finite(key, tensor)
             return tensor
+
+    def read_parameter(self, name: str, keys: Sequence[str]) -> Any:
+        """One tensor that has several keys.
+
+        Raises:
+          ValueError: they hold different numbers.
+        """
+        key, *others = keys
+        tensor = self.read(key)
+        for other in others:
+            same = self.tensors[other] == self.tensors[key]
+            if not same or bool((tensor != self.read(other)).any()):
+                raise ValueError(f"{self.path}: {key} and {other} differ; expected one {name}")
+        return tensor
+
+    def options(self, adapter: Adapter, dropout_mode: DropoutMode | None) -> dict[str, Any]:
+        """Returns the hyperparameters of a layer, under the names that a rule has for them."""
+        config = self.config
+        return {
+            "rank": adapter.rank,
+            "alpha": adapter.alpha,
+            "use_rslora": config.use_rslora,
+            # An embedding reads no activation that could be dropped.
+            "dropout": 0.0 if adapter.layer.kind == "embedding" else config.lora_dropout,
+            "dropout_mode": dropout_mode or ("input" if config.use_dora else "adapter"),
+        }
+
+    def dtypes(self, adapter: Adapter) -> set[str]:
+        """Returns the dtypes of lora_a and lora_b: "float64", "float32", "float16", "bfloat16"."""
+        return {_DTYPES[self.tensors[adapter.keys[name]][0]] for name in ("lora_a", "lora_b")}
+
+    def refuse_rounding(self, key: str, stored: Any, kept: Any) -> None:
+        """
+        Raises:
+          ValueError: a magnitude of float64 is not equal to what the model keeps of it.
+        """
+        if self.tensors[key][0] == "F64" and bool((stored != kept).any()):
+            raise ValueError(
+                f"{self.path}: {key} is F64, and rounded in a magnitude of {kept.dtype}; pass "
+                "adapter_dtype=float32 if it may be"
+            )
 
 
 def check_finite(

@@ -2,8 +2,8 @@
 
 A layer holds one adapter at a time. DoRA has no agreed meaning for several at once, since each
 brings a norm and a magnitude of its own, so that they do not simply add up: `merge_dora` with
-`adapters=` adds up what each changes, and `merge_dora` followed by `apply_dora` or `set_adapter`
-puts one on top of another.
+`adapters=` merges them in turn as PEFT does, each with its norm over the base alone, and
+`merge_dora` followed by `apply_dora` or `set_adapter` puts one on top of another.
 """
 
 import dataclasses

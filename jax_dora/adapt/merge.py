@@ -48,9 +48,10 @@ def merge_dora(
 
     Args:
       model: a model with an adapter; dropout plays no part.
-      adapters: merges these into the base of `model` instead of the adapter that it holds. Several
-        at once add up what each changes, W + Σ_i (W'_i - W), whatever their order; each keeps its
-        own norm, taken over the base alone.
+      adapters: merges these into the base of `model` instead of the adapter that it holds: several
+        in turn, as PEFT does since 0.21.2. After each, W' becomes g∘(W' + s·lora_a lora_b), where g
+        is its magnitude by its norm over the base W alone; so each scales what was merged before
+        it, and the order matters. The cast to the kernel's dtype comes once, after the last.
       return_report: return a `MergeReport` too.
 
     Returns:
@@ -95,7 +96,8 @@ def _merge_layer(
     """Sets the kernel of `base` to the merged one."""
     parameter = getattr(base, sources[0].kernel_name)
     kernel = parameter.get_value()
-    change = functools.reduce(jnp.add, map(_change, sources))
+    change = functools.reduce(_change, sources, None)
+    assert change is not None
     parameter.set_value(changed(kernel, change))
     return reported(path, kernel, change) if report else None
 
@@ -122,26 +124,24 @@ def reported(path: str, kernel: jax.Array, change: jax.Array) -> MergedLayer:
     )
 
 
-def _change(layer: DoRALayer) -> jax.Array:
+def _change(before: jax.Array | None, layer: DoRALayer) -> jax.Array:
     parameters = {name: getattr(layer, name)[...] for name in ADAPTER_NAMES}
     kernel = layer.kernel_param()[...]
+    if before is not None:
+        parameters["before"] = before
     return kernel_change(layer.layout(), layer.scale, kernel=kernel, **parameters)
 
 
-def kernel_change(
-    layout: Layout,
-    scale: float,
-    *,
-    kernel: jax.Array,
-    lora_a: jax.Array,
-    lora_b: jax.Array,
-    magnitude: jax.Array,
-) -> jax.Array:
+def kernel_change(layout: Layout, scale: float, **parameters: jax.Array) -> jax.Array:
     """Returns W' - W in the kernel's shape, in fp32 (fp64 if a parameter is).
 
-    The parameters have the shapes of `layout`, behind the axes of a stack if there are any.
+    Args:
+      layout: of a layer without the axes of a stack; the parameters have them in front.
+      scale: s.
+      **parameters: kernel, lora_a, lora_b and magnitude; and before, like the kernel, where W' - W
+        of adapters that were merged before this one is not zero.
     """
-    parameters = {"kernel": kernel, "lora_a": lora_a, "lora_b": lora_b, "magnitude": magnitude}
+    kernel = parameters["kernel"]
     stack = kernel.shape[: kernel.ndim - len(layout.kernel.stored)]
     if stack:
         one_by_one = [
@@ -149,19 +149,29 @@ def kernel_change(
             for index in indices(stack)
         ]
         return join(one_by_one, stack)
-    matrices = {name: getattr(layout, name).to_matrices(p) for name, p in parameters.items()}
+    matrices = {
+        name: (layout.kernel if name == "before" else getattr(layout, name)).to_matrices(value)
+        for name, value in parameters.items()
+    }
     return layout.kernel.from_matrices(_matrix_change(scale=scale, **matrices))
 
 
 def _matrix_change(
-    kernel: jax.Array, lora_a: jax.Array, lora_b: jax.Array, magnitude: jax.Array, scale: float
+    kernel: jax.Array,
+    lora_a: jax.Array,
+    lora_b: jax.Array,
+    magnitude: jax.Array,
+    scale: float,
+    before: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns (g-1)∘W + g∘(s·AB) of [n, in, out], [n, in, r], [n, r, out] and [n, 1, out]."""
+    """Returns (g-1)∘W + g∘(s·AB + before) of [n, in, out], [n, in, r], [n, r, out], [n, 1, out]."""
     norm = matrix_norm(kernel, lora_a, lora_b, scale)
     g = ops.magnitude_scale(magnitude.reshape(-1), norm.reshape(-1), kernel.dtype)
     dtype = norm.dtype
     g = g.astype(dtype).reshape(magnitude.shape)
-    product = jnp.matmul(
+    change = scale * jnp.matmul(
         lora_a.astype(dtype), lora_b.astype(dtype), precision=lax.Precision.HIGHEST
     )
-    return (g - 1) * kernel.astype(dtype) + g * (scale * product)
+    if before is not None:
+        change = change + before
+    return (g - 1) * kernel.astype(dtype) + g * change

@@ -23,10 +23,9 @@ from jax_dora.adapt.stack import indices
 from jax_dora.adapt.tree import check_model, find_modules, replace_modules
 from jax_dora.ops import check
 from jax_dora.peft.names import Names
-from jax_dora.peft.torch_view import Index, TorchParameter, TorchView, to_matrix, torch_view
+from jax_dora.peft.torch_view import Index, TorchView, to_matrix, torch_view
 from jax_dora.peft.untie import untie
 
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _CACHE_LINE = 64
 
 
@@ -98,12 +97,7 @@ def load_adapter[Model: nnx.Module](
         rules = {
             path: DoRARule(
                 re.escape(path),
-                rank=one.rank,
-                alpha=one.alpha,
-                use_rslora=source.config.use_rslora,
-                # An embedding reads no activation that could be dropped.
-                dropout=0.0 if one.layer.kind == "embedding" else source.config.lora_dropout,
-                dropout_mode=dropout_mode or ("input" if source.config.use_dora else "adapter"),
+                **source.options(one, dropout_mode),
                 adapter_dtype=adapter_dtype or _dtype(source, path, adapters.values()),
                 adapt_attend=False if one.layer.kind == "embedding" else None,
                 lora_a_init=_Stored(source, "lora_a", adapters, view.stacks[path]),
@@ -155,10 +149,9 @@ def _dtype(source: Folder, path: str, adapters: Iterable[Adapter]) -> np.dtype:
     Raises:
       ValueError: JAX would round them.
     """
-    keys = [one.keys[name] for one in adapters for name in ("lora_a", "lora_b")]
-    dtypes = {jnp.dtype(_DTYPES[source.tensors[key][0]]) for key in keys}
+    dtypes = set[str]().union(*map(source.dtypes, adapters))
     with jax.numpy_dtype_promotion("standard"):
-        dtype = functools.reduce(jnp.promote_types, dtypes)
+        dtype = functools.reduce(jnp.promote_types, map(jnp.dtype, dtypes))
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(
             f"{source.path} holds {dtype.name} for {path!r}, which JAX rounds unless "
@@ -197,33 +190,26 @@ def _set_magnitude(
         if key := adapter.keys.get("magnitude"):
             stored = source.read(key).reshape(value[index].shape)
             value[index] = stored
-            if exactly and stored.dtype == np.float64 and (value[index] != stored).any():
-                raise ValueError(
-                    f"{source.path}: {key} is F64, and rounded in a magnitude of {value.dtype}; "
-                    "pass adapter_dtype='float32' if it may"
-                )
+            if exactly:
+                source.refuse_rounding(key, stored, value[index])
     magnitude.set_value(jax.device_put(value, old.sharding))
 
 
 def _set_parameters(source: Folder, view: TorchView, fit: Fit) -> None:
-    read: dict[tuple[str, str], list[tuple[TorchParameter, str, Any]]] = {}
-    for name, (key, *others) in fit.parameters.items():
-        for other in others:
-            if source.read(key).tobytes() != source.read(other).tobytes():
-                raise ValueError(f"{source.path}: {key} and {other} differ; expected one {name}")
+    wanted = [(name, keys, None) for name, keys in fit.parameters.items()]
+    wanted += [(name, (key,), list(rows)) for name, (key, rows) in fit.tokens.items()]
+    read: dict[tuple[str, str], list[tuple[str, tuple[str, ...], Any]]] = {}
+    for name, keys, rows in wanted:
         one = view.parameters[name]
-        read.setdefault((one.path, one.attribute), []).append((one, key, None))
-    for name, (key, rows) in fit.tokens.items():
-        one = view.parameters[name]
-        read.setdefault((one.path, one.attribute), []).append((one, key, list(rows)))
+        read.setdefault((one.path, one.attribute), []).append((name, keys, rows))
     for (path, attribute), parts in read.items():
         variable = getattr(view.modules[path], attribute)
         old = variable.get_value()
         value = _zeros(old.shape, old.dtype)
         if sum(rows is None for _, _, rows in parts) < math.prod(view.stacks[path]):
             value[...] = jax.device_get(old)
-        for one, key, rows in parts:
-            matrix = source.read(key)
+        for name, keys, rows in parts:
+            one, matrix = view.parameters[name], source.read_parameter(name, keys)
             if rows is not None:
                 matrix, stored = np.array(one.to_torch(value[one.index])), matrix
                 matrix[rows] = stored

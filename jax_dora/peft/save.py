@@ -13,17 +13,11 @@ from flax.typing import Dtype
 from safetensors.numpy import save_file
 
 from dora_common.peft.config import AdapterConfig
-from dora_common.peft.describe import Adapted, check_config, config_of, token_rows
-from dora_common.peft.fit import fit
-from dora_common.peft.folder import check_finite
-from dora_common.peft.keys import key_of, parameter_key
-from dora_common.peft.layers import refuse_layers
-from dora_common.peft.ties import refuse_to_split
-from dora_common.peft.writing import check_free, write
+from dora_common.peft.save import Adapted, Source
 from jax_dora.adapt.stack import take
 from jax_dora.ops import check
 from jax_dora.peft.names import Names
-from jax_dora.peft.torch_view import TorchView, torch_view
+from jax_dora.peft.torch_view import TorchParameter, TorchView, torch_view
 from jax_dora.peft.untie import refuse_possible_heads
 
 _LOG = logging.getLogger(__name__)
@@ -82,53 +76,47 @@ def save_adapter(
     """
     if dtype is not None and jnp.dtype(dtype) not in check.FLOATS:
         raise TypeError(f"dtype is {dtype}; expected float16, bfloat16, float32 or float64")
-    check_free(folder, overwrite=overwrite)
     view = torch_view(model, names or Names())
-    layers = [one.layer for one in view.layers.values()]
-    adapted = _adapted_layers(view)
-    refuse_layers(view.layers[name].layer for name in adapted)
-    _warn_of_tied_heads(adapted)
-    described = {name: _described(view, name, module) for name, module in adapted.items()}
-    if config is None:
-        config = config_of(
-            described,
-            view.names,
-            view.parameters,
-            use_dora=use_dora,
-            modules_to_save=modules_to_save,
-            trainable_token_indices=token_rows(trainable_token_indices, layers),
-            bias=bias,
-            fan_in_fan_out=fan_in_fan_out,
-            base_model_name_or_path=base_model_name_or_path,
-            task_type=task_type,
-        )
-    else:
-        check_config(config, described)
-    if not config.use_dora:
-        _check_is_lora(view)
-    arrays = view.arrays()
-    refuse_to_split(config, arrays, adapted)
+    modules = _adapted_layers(view)
+    _warn_of_tied_heads(modules)
+
+    def stored(owner: Any, part: TorchParameter, dtype: Dtype | None = None) -> np.ndarray:
+        array = np.asarray(jax.device_get(getattr(owner, part.attribute).get_value()[part.index]))
+        # What overflows is told of later, by its key.
+        with np.errstate(over="ignore"):
+            kind = None if dtype is None else jnp.dtype(dtype)
+            return np.ascontiguousarray(part.to_torch(array), dtype=kind)
+
+    def read(name: str) -> np.ndarray:
+        one = view.parameters[name]
+        return stored(view.modules[one.path], one)
+
+    def read_adapter(name: str, attribute: str) -> np.ndarray:
+        module = modules[name]
+        return stored(module, view.of_adapter(view.layers[name], module.rank)[attribute], dtype)
+
+    source = Source(
+        layers=[one.layer for one in view.layers.values()],
+        adapted={name: _described(view, name, module) for name, module in modules.items()},
+        modules=view.names.keys(),
+        parameters={name: one.shape for name, one in view.parameters.items()},
+        arrays=view.arrays(),
+        read=read,
+        read_adapter=read_adapter,
+        is_lora=lambda name: _is_lora(view, name),
+    )
+    config = source.config(
+        config,
+        modules_to_save,
+        trainable_token_indices,
+        use_dora=use_dora,
+        bias=bias,
+        fan_in_fan_out=fan_in_fan_out,
+        base_model_name_or_path=base_model_name_or_path,
+        task_type=task_type,
+    )
     refuse_possible_heads(view, config)
-    tensors = _adapter_tensors(view, adapted, config, dtype)
-    tensors |= _parameter_tensors(view, adapted, config)
-    for name, rows in (token_rows(config.trainable_token_indices, layers) or {}).items():
-        tensors[key_of(name, "tokens")] = _stored(view, f"{name}.weight")[list(rows)]
-    # What is written can be read: the same check as a reader's.
-    fit(
-        config,
-        {key: ("F32", array.shape) for key, array in tensors.items()},
-        layers,
-        {name: one.shape for name, one in view.parameters.items()},
-        arrays,
-    )
-    for key, array in tensors.items():
-        check_finite(key, array, f"{array.dtype} cannot hold the numbers, or training diverged")
-    write(
-        folder,
-        config,
-        lambda path: save_file(tensors, path, metadata={"format": "pt"}),
-        overwrite=overwrite,
-    )
+    source.write(folder, config, save_file, overwrite=overwrite)
 
 
 def _adapted_layers(view: TorchView) -> dict[str, Any]:
@@ -160,8 +148,7 @@ def _changes_nothing(view: TorchView, name: str) -> bool:
         bool(jnp.any(part[...][layer.index])) for part in (module.lora_a, module.lora_b)
     ):
         return False
-    one = take(module, layer.index)
-    return bool(jnp.all(one.norm() == one.magnitude[...]))
+    return _is_lora(view, name)
 
 
 def _warn_of_tied_heads(adapted: dict[str, Any]) -> None:
@@ -191,57 +178,8 @@ def _python(number: Any) -> Any:
     return number.item() if isinstance(number, np.generic) else number
 
 
-def _check_is_lora(view: TorchView) -> None:
-    for path in view.adapted_paths():
-        module: Any = view.modules[path]
-        for index in np.ndindex(*view.stacks[path]):
-            one = take(module, index) if index else module
-            if not bool(jnp.all(one.norm() == one.magnitude[...])):
-                raise ValueError(
-                    f"use_dora is False and the magnitude at {path!r} is not its norm; expected a "
-                    "LoRA adapter, as load_adapter makes it of a LoRA folder: pass use_dora=True"
-                )
-
-
-def _adapter_tensors(
-    view: TorchView, adapted: dict[str, Any], config: AdapterConfig, dtype: Dtype | None
-) -> dict[str, np.ndarray]:
-    tensors = {}
-    for name, module in adapted.items():
-        layer = view.layers[name]
-        parts = view.of_adapter(layer, module.rank)
-        for role in layer.layer.shapes(module.rank):
-            if role == "magnitude" and not config.use_dora:
-                continue
-            part = parts[role.replace("embedding_", "lora_")]
-            array = part.to_torch(_host(getattr(module, part.attribute), layer.index))
-            tensors[key_of(name, role)] = _contiguous(array, dtype)
-    return tensors
-
-
-def _parameter_tensors(
-    view: TorchView, adapted: dict[str, Any], config: AdapterConfig
-) -> dict[str, np.ndarray]:
-    tensors = {}
-    for name in view.parameters:
-        is_adapted = name.rpartition(".")[0] in adapted
-        if config.stores(name, of_adapted_layer=is_adapted):
-            tensors[parameter_key(name, of_adapted_layer=is_adapted)] = _stored(view, name)
-    return tensors
-
-
-def _stored(view: TorchView, name: str) -> np.ndarray:
-    """A parameter as PyTorch has it, on the host."""
-    one = view.parameters[name]
-    return _contiguous(one.to_torch(_host(view.variable(one), one.index)))
-
-
-def _host(variable: nnx.Variable, index: tuple[int, ...]) -> np.ndarray:
-    """One layer's part of an array, on the host."""
-    return np.asarray(jax.device_get(variable.get_value()[index]))
-
-
-def _contiguous(array: np.ndarray, dtype: Dtype | None = None) -> np.ndarray:
-    # What overflows is told of later, by its key.
-    with np.errstate(over="ignore"):
-        return np.ascontiguousarray(array, dtype=None if dtype is None else jnp.dtype(dtype))
+def _is_lora(view: TorchView, name: str) -> bool:
+    layer = view.layers[name]
+    module: Any = view.modules[layer.path]
+    one = take(module, layer.index) if layer.index else module
+    return bool(jnp.all(one.norm() == one.magnitude[...]))

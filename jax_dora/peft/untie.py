@@ -6,7 +6,8 @@ import jax
 from flax import nnx
 
 from dora_common.peft.config import AdapterConfig
-from dora_common.peft.fit import HEADS, Fit
+from dora_common.peft.fit import Fit
+from dora_common.rules import OUTPUT_HEADS
 from jax_dora.adapt.tree import replace_modules
 from jax_dora.peft.torch_view import TorchView
 
@@ -82,7 +83,7 @@ def refuse_possible_heads(view: TorchView, config: AdapterConfig) -> None:
 def _possible_heads(view: TorchView, config: AdapterConfig) -> dict[str, Any]:
     """The embeddings that modules_to_save names, where nothing tells whether one is the head."""
     lasts = {path.rpartition("/")[2] for path in view.modules}
-    if view.tied_heads or not lasts.isdisjoint(HEADS) or config.ensure_weight_tying:
+    if view.tied_heads or not lasts.isdisjoint(OUTPUT_HEADS) or config.ensure_weight_tying:
         return {}
     return {
         name: view.modules[one.path]

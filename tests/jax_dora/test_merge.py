@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_dora import DoRALinear, DoRARule, apply_dora, get_adapter, merge_dora, set_adapter
+from jax_dora import DoRALinear, DoRARule, apply_dora, get_adapter, merge_dora, norms, set_adapter
 from parity import oracle, tolerances
 from tests.jax_dora.small_models import (
     ALL,
@@ -116,21 +116,34 @@ def test_a_stack_is_merged_layer_by_layer():
 
 
 class TestSeveral:
-    """`adapters=`: W + Σ (W'_i - W), each with its own norm over the base alone."""
+    """`adapters=`: in turn, each with its own norm over the base alone."""
 
-    def test_changes_add_up_in_any_order(self):
-        first, first_arguments = linear(seed=1)
-        second, second_arguments = linear(seed=2)
-        adapters = [get_adapter(first), get_adapter(second)]
-        exact = first_arguments[0] + sum(
-            oracle.merged_weight(*arguments, jnp.float32) - arguments[0]
-            for arguments in (first_arguments, second_arguments)
-        )
-        bound = bound_of(first_arguments, exact, jnp.float32)
-        bound = bound + bound_of(second_arguments, exact, jnp.float32)
-        for order in (adapters, adapters[::-1]):
-            merged = merge_dora(first, adapters=order)
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+    def test_each_scales_what_was_merged_before_it(self, dtype):
+        layers, arguments = zip(*(linear(dtype, seed) for seed in (1, 2)), strict=True)
+        for order in ((0, 1), (1, 0)):
+            exact, bound = arguments[0][0], 0.0
+            for one in (arguments[index] for index in order):
+                weight, lora_a, lora_b, magnitude, scale = one
+                g = (magnitude / oracle.norm(weight, lora_a, lora_b, scale))[:, None]
+                exact = g * (exact + scale * lora_b @ lora_a)
+                bound = g * bound + bound_of(one, exact, jnp.float32)
+            merged = merge_dora(layers[0], adapters=[get_adapter(layers[index]) for index in order])
+            bound = bound + tolerances.rounding(np.abs(exact) + bound, dtype)
             within(merged.kernel[...].T, exact, bound)
+
+    def test_the_layers_of_a_stack(self):
+        rule = DoRARule("blocks/heads", 2, 4)
+        both = [
+            train(apply_dora(Stacked(nnx.Rngs(0)), rule, rngs=nnx.Rngs(seed)), seed)
+            for seed in (1, 2)
+        ]
+        merged = merge_dora(both[0], adapters=[get_adapter(one) for one in both])
+        first, second = (merge_dora(one).blocks.heads.kernel[...] for one in both)
+        g = both[1].blocks.heads.magnitude[...] / norms(both[1])["blocks/heads"]
+        g = g.reshape(LAYERS, 1, *first.shape[2:])
+        base = Stacked(nnx.Rngs(0)).blocks.heads.kernel[...]
+        close(merged.blocks.heads.kernel[...], second + g * (first - base))
 
     def test_one_alone_is_itself_and_layers_may_differ(self):
         base = Block(nnx.Rngs(0))

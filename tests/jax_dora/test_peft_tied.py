@@ -10,12 +10,13 @@ import pytest
 import torch
 import transformers
 from flax import nnx
-from safetensors.numpy import load_file
 from torch import nn
 
 import jax_dora
 from jax_dora import models
 from jax_dora.peft import Names, UntiedEmbed, load_adapter, save_adapter
+from tests.jax_dora.peft_folders import assert_same, tensors_of
+from tests.torch_dora.peft_folders import perturbed
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
@@ -49,15 +50,10 @@ def tied(folder: Path, **sizes: Any) -> nn.Module:
     return torch_model(folder, tie_word_embeddings=True, **sizes)
 
 
-def peft_folder(folder: Path, model: nn.Module, **fields: Any) -> tuple[Path, np.ndarray]:
+def peft_folder(folder: Path, model: Any, **fields: Any) -> tuple[Path, np.ndarray]:
     """A folder that PEFT wrote, and the logits of its model."""
     options = {"r": 3, "lora_alpha": 5, "use_dora": True, "target_modules": ["q_proj"]} | fields
-    theirs = peft.get_peft_model(model, peft.LoraConfig(**options)).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    theirs = perturbed(peft.get_peft_model(model, peft.LoraConfig(**options))).eval()
     theirs.save_pretrained(folder / "theirs", save_embedding_layers=False)
     return folder / "theirs", torch_logits(theirs)
 
@@ -70,15 +66,6 @@ def torch_logits(model: nn.Module) -> np.ndarray:
 def logits(model: nnx.Module) -> np.ndarray:
     model.eval()
     return np.asarray(model(jnp.asarray(IDS)))
-
-
-def tensors_of(folder: Path) -> dict[str, np.ndarray]:
-    return load_file(folder / "adapter_model.safetensors")
-
-
-def assert_same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
-    assert a.keys() == b.keys()
-    assert all(a[name].tobytes() == b[name].tobytes() for name in a)
 
 
 def relative(a: np.ndarray, b: np.ndarray) -> float:

@@ -113,17 +113,6 @@ def test_a_folder_of_peft_computes_as_in_peft_and_goes_back(name: str, tmp_path:
     assert torch.equal(output(again), expected)
 
 
-@pytest.mark.parametrize("make", [llama, qwen3, gpt2])
-def test_peft_computes_what_a_model_adapted_here_does(make: Any, tmp_path: Path) -> None:
-    names = r"(.*\.0\..*(q_proj|up_proj|c_attn|mlp\.c_proj)|.*\.(embed_tokens|wte))"
-    model = torch_dora.apply_dora(base(make), torch_dora.DoRARule(names, rank=3, alpha=5))
-    save_adapter(perturbed(model), tmp_path / "adapter", task_type="CAUSAL_LM")
-
-    theirs = peft.PeftModel.from_pretrained(base(make), tmp_path / "adapter")
-
-    assert (output(theirs) - output(model)).abs().max() <= 1e-5
-
-
 def test_a_lora_folder_becomes_the_dora_that_computes_the_same(tmp_path: Path) -> None:
     targets = ["q_proj", "embed_tokens"]
     folder, theirs = peft_folder(tmp_path / "a", llama, use_dora=False, target_modules=targets)
@@ -313,24 +302,6 @@ def test_what_fails_while_it_is_read_changes_nothing(
     assert_unchanged(before, snapshot(model))
 
 
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"groups": 2}, "0 has 2 groups;"),
-        ({"dilation": 2}, r"0 has dilation \(2,\);"),
-        ({"padding": 1, "padding_mode": "circular"}, "0 has circular padding;"),
-    ],
-)
-def test_a_convolution_that_peft_adapts_otherwise_is_refused(
-    settings: dict[str, Any], told: str, tmp_path: Path
-) -> None:
-    rule = torch_dora.DoRARule("0", rank=4, alpha=4)
-    model = torch_dora.apply_dora(nn.Sequential(nn.Conv1d(4, 6, 3, **settings)), rule)
-    with pytest.raises(NotImplementedError, match=told):
-        save_adapter(model, tmp_path / "adapter")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_model_without_an_adapter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="model has no adapter"):
         save_adapter(base(llama), tmp_path / "adapter")
@@ -395,7 +366,7 @@ def test_a_magnitude_keeps_its_values(dtype: torch.dtype, tmp_path: Path) -> Non
     assert magnitude.dtype == torch.float32
     assert torch.equal(magnitude, model.up.magnitude.to(dtype).float())
     rewritten(tmp_path / "a", change=lambda t: t.double() + 1e-12 if t.ndim == 1 else t)
-    with pytest.raises(ValueError, match="is F64, and rounded in the magnitude of up"):
+    with pytest.raises(ValueError, match=r"is F64, and rounded in a magnitude of torch\.float32"):
         load_adapter(base(Attention), tmp_path / "a")
     load_adapter(base(Attention), tmp_path / "a", adapter_dtype=torch.float32)
 
@@ -403,9 +374,9 @@ def test_a_magnitude_keeps_its_values(dtype: torch.dtype, tmp_path: Path) -> Non
 def test_what_stands_around_a_model_is_refused(tmp_path: Path) -> None:
     folder, theirs = peft_folder(tmp_path / "a", llama, target_modules=["q_proj"])
     for model, told in (
-        (theirs, r"PeftModel; expected the model in it: pass model\.unload\(\)"),
-        (torch.compile(base(llama)), r"OptimizedModule; .* pass model\._orig_mod"),
-        (nn.DataParallel(base(llama)), r"DataParallel; .* pass model\.module"),
+        (theirs, r"PeftModel, which wraps .* model\.unload\(\)"),
+        (torch.compile(base(llama)), r"OptimizedModule, .* model\._orig_mod"),
+        (nn.DataParallel(base(llama)), r"DataParallel, .* model\.module"),
         (nn.Sequential(torch.compile(base(llama))), r"model\.0 is a OptimizedModule"),
     ):
         with pytest.raises(TypeError, match=told):
@@ -422,23 +393,7 @@ def test_what_multihead_attention_holds_is_refused_where_it_is_selected(tmp_path
         load_adapter(base(Attention), tmp_path / "a")
 
 
-def test_several_adapters_are_merged_in_turn_by_peft(tmp_path: Path) -> None:
-    """Each scales what was merged before it, by its norm over the base alone."""
-    folders = [
-        peft_folder(tmp_path / str(seed), Attention, seed=seed, target_modules=["up"])[0]
-        for seed in (1, 2)
-    ]
-    theirs = peft.PeftModel.from_pretrained(base(Attention), folders[0], "0")
-    theirs.load_adapter(folders[1], "1")
-
-    merged = theirs.merge_and_unload(adapter_names=["0", "1"]).up.weight
-
-    expected = base(Attention).up.weight
-    for folder in folders:
-        layer = load_adapter(base(Attention), folder).up
-        g = (layer.magnitude / layer.norm())[:, None]
-        expected = g * (expected + layer.scale * layer.lora_b @ layer.lora_a)
-    assert (merged - expected).abs().max() <= 1e-6
-    one = torch_dora.merge_dora(load_adapter(base(Attention), folders[0])).up.weight
-    theirs = peft.PeftModel.from_pretrained(base(Attention), folders[0])
-    assert (theirs.merge_and_unload().up.weight - one).abs().max() <= 1e-6
+def test_an_adapter_is_merged_as_by_peft(tmp_path: Path) -> None:
+    folder, theirs = peft_folder(tmp_path, Attention, target_modules=["up"])
+    ours = torch_dora.merge_dora(load_adapter(base(Attention), folder)).up.weight
+    assert (theirs.merge_and_unload().up.weight - ours).abs().max() <= 1e-6

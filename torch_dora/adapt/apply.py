@@ -77,16 +77,16 @@ def apply_dora(model: nn.Module, rules: DoRARule | Sequence[DoRARule]) -> Any:
         [_is_linear(module) and module is not output_head for module, _ in layers],
     )
     matched = [(*layer, rule) for layer, rule in zip(layers, chosen, strict=True) if rule]
-    _refuse(model, [(module, names) for module, names, _ in matched])
+    refuse(model, [(module, names) for module, names, _ in matched])
     trainable = [p for p in model.parameters() if p.requires_grad]
     try:
-        new = {id(module): _adapt(module, names, rule) for module, names, rule in matched}
+        new = {id(module): adapt(module, names[0], rule) for module, names, rule in matched}
     except Exception:
         # A layer that was made before the one that failed has frozen its weight.
         for parameter in trainable:
             parameter.requires_grad_(True)
         raise
-    model = _replace(model, new)
+    model = replace(model, new)
     adapters = {id(getattr(one, name)) for _, one in dora_layers(model) for name in ADAPTER_NAMES}
     for parameter in model.parameters():
         if id(parameter) not in adapters:
@@ -103,28 +103,29 @@ def remove_dora(model: nn.Module) -> Any:
         TypeError: ``model`` is no module, or a wrapper of one.
     """
     check_model(model)
-    return _replace(model, {id(one): one.base.train(one.training) for _, one in dora_layers(model)})
+    return replace(model, {id(one): one.base.train(one.training) for _, one in dora_layers(model)})
 
 
-def check_model(model: object) -> None:
+def check_model(model: object, name: str = "model") -> None:
     """Raises TypeError unless ``model`` is a module, and none that wraps the model itself."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+        raise TypeError(f"{name} is a {type(model).__name__}; expected a torch.nn.Module")
     for kind in type(model).__mro__:
         if kind.__name__ in _WRAPPERS:
             raise TypeError(
-                f"model is a {type(model).__name__}, which wraps the model itself; pass the inner "
+                f"{name} is a {type(model).__name__}, which wraps the model itself; pass the inner "
                 f"one: {_WRAPPERS[kind.__name__]}"
             )
 
 
-def _adapt(module: nn.Module, names: tuple[str, ...], rule: DoRARule) -> DoRALayer:
+def adapt(module: nn.Module, name: str, rule: DoRARule) -> DoRALayer:
+    """Returns a DoRA layer in the place of ``module``, whose name is for messages."""
     kind = layer_class(module)
     assert kind is not None
     try:
         layer = kind.from_base(module, **rule.options())
     except (TypeError, ValueError, NotImplementedError) as error:
-        raise type(error)(f"{names[0]!r} cannot be adapted: {error}") from error
+        raise type(error)(f"{name!r} cannot be adapted: {error}") from error
     hook: Any = getattr(module, "_hf_hook", None)
     if hook is not None:
         from accelerate.hooks import add_hook_to_module
@@ -149,7 +150,7 @@ def _modules(model: nn.Module) -> list[_Named]:
     return [(module, tuple(found)) for module, found in names.items()]
 
 
-def _replace(model: nn.Module, new: Mapping[int, nn.Module]) -> nn.Module:
+def replace(model: nn.Module, new: Mapping[int, nn.Module]) -> nn.Module:
     """Returns ``model`` with new modules, by the ids of those whose place and hooks they take."""
     for module in list(model.modules()):
         if id(module) in new:
@@ -160,7 +161,7 @@ def _replace(model: nn.Module, new: Mapping[int, nn.Module]) -> nn.Module:
     return new.get(id(model), model)
 
 
-def _refuse(model: nn.Module, matched: list[_Named]) -> None:
+def refuse(model: nn.Module, matched: list[_Named]) -> None:
     """Raises an error that lists those of the matched modules that cannot be adapted."""
 
     def listed(modules: Iterable[_Named]) -> str:

@@ -84,7 +84,6 @@ def forward(
     g: Tensor,
     bias: Tensor | None,
     scale: float,
-    *,
     delta: bool,
     want_inner: bool,
     implementation: str,
@@ -107,7 +106,6 @@ def backward(
     inner: Tensor | None,
     g: Tensor,
     scale: float,
-    *,
     delta: bool,
     want_base: bool,
     want_lora: bool,
@@ -116,13 +114,11 @@ def backward(
     """Returns (d_base, d_lora, d_g): the first two in dy's dtype where asked for, d_g [out] in fp32
     where ``inner`` is given."""
     if implementation == "triton":
-        d = triton_backward.compose_backward(dy, inner, g, scale, delta, want_base, want_lora)
-        found = iter(d)
-        return (
-            next(found) if want_base else None,
-            next(found) if want_lora else None,
-            next(found) if inner is not None else None,
+        d = iter(triton_backward.compose_backward(dy, inner, g, scale, delta, want_base, want_lora))
+        d_base, d_lora, d_g = (
+            next(d) if wanted else None for wanted in (want_base, want_lora, inner is not None)
         )
+        return d_base, d_lora, d_g
     dtype = accumulation_dtype(dy, g)
     wide, g = cast(dy, dtype), cast(g, dtype)
     d_base = cast((g - 1 if delta else g) * wide, dy.dtype) if want_base else None
@@ -136,19 +132,9 @@ def backward(
 class _Compose(torch.autograd.Function):
     @staticmethod
     def forward(ctx, base, lora, g, scale, delta, want_inner, implementation):
-        result, inner = forward(
-            base,
-            lora,
-            g,
-            None,
-            scale,
-            delta=delta,
-            want_inner=want_inner,
-            implementation=implementation,
-        )
+        result, inner = forward(base, lora, g, None, scale, delta, want_inner, implementation)
         ctx.save_for_backward(inner, g)
-        ctx.scale, ctx.delta, ctx.implementation = scale, delta, implementation
-        ctx.lora_dtype = lora.dtype
+        ctx.constants, ctx.lora_dtype = (scale, delta, implementation), lora.dtype
         return result
 
     @staticmethod
@@ -156,15 +142,10 @@ class _Compose(torch.autograd.Function):
     def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
         inner, g = ctx.saved_tensors
         want_base, want_lora, want_g = ctx.needs_input_grad[:3]
+        scale, delta, implementation = ctx.constants
+        inner = inner if want_g else None
         d_base, d_lora, d_g = backward(
-            dy,
-            inner if want_g else None,
-            g,
-            ctx.scale,
-            delta=ctx.delta,
-            want_base=want_base,
-            want_lora=want_lora,
-            implementation=ctx.implementation,
+            dy, inner, g, scale, delta, want_base, want_lora, implementation
         )
         d_lora = None if d_lora is None else d_lora.to(ctx.lora_dtype)
         d_g = None if d_g is None else d_g.to(g.dtype)
@@ -182,7 +163,6 @@ def _checked(base, lora, g, scale, delta, implementation):
     check.is_scale(scale)
     chosen = choose_compose(base, lora, g, implementation)
     if choose.transformed():
-        options = {"delta": delta, "want_inner": False, "implementation": chosen}
-        return forward(base, lora, g, None, float(scale), **options)[0]
+        return forward(base, lora, g, None, float(scale), delta, False, chosen)[0]
     want_inner = torch.is_grad_enabled() and g.requires_grad
     return _Compose.apply(base, lora, g, float(scale), delta, want_inner, chosen)

@@ -92,14 +92,10 @@ def dora_linear(
     g = magnitude_scale(magnitude, norm, dtype)
     like = x.new_empty((), dtype=dtype).expand(*x.shape[:-1], out_features)
     chosen = choose_compose(like, like, g, implementation)
+    operands = (x, adapter_x, weight, bias, lora_a, lora_b, g, float(scale), dtype)
     if choose.transformed():
-        return _forward(
-            x, adapter_x, weight, bias, lora_a, lora_b, g, float(scale), dtype, False, chosen
-        )[0]
-    want_inner = torch.is_grad_enabled() and g.requires_grad
-    return _DoRALinear.apply(
-        x, adapter_x, weight, bias, lora_a, lora_b, g, float(scale), dtype, want_inner, chosen
-    )
+        return _forward(*operands, False, chosen)[0]
+    return _DoRALinear.apply(*operands, torch.is_grad_enabled() and g.requires_grad, chosen)
 
 
 def _forward(
@@ -152,16 +148,9 @@ class _DoRALinear(torch.autograd.Function):
         x_dtype, adapter_x_dtype, weight_dtype, bias_dtype, a_dtype, b_dtype = ctx.dtypes
         shared = adapter_x_dtype is None
         with torch.autocast(dy.device.type, enabled=False):
-            d, _, d_g = backward(
-                dy,
-                inner if want_g else None,
-                g,
-                ctx.scale,
-                delta=False,
-                want_base=any((want_x, want_adapter_x, want_weight, want_a, want_b)),
-                want_lora=False,
-                implementation=ctx.implementation,
-            )
+            inner = inner if want_g else None
+            want_d = any((want_x, want_adapter_x, want_weight, want_a, want_b))
+            d, _, d_g = backward(dy, inner, g, ctx.scale, False, want_d, False, ctx.implementation)
             dx = d_adapter_x = d_weight = d_bias = d_a = d_b = None
             if d is not None:
                 d = _rows(d)
@@ -191,30 +180,13 @@ class _DoRALinear(torch.autograd.Function):
         return dx, d_adapter_x, d_weight, d_bias, d_a, d_b, d_g, None, None, None, None
 
 
-def _expand_compose(
-    base: Tensor,
-    z: Tensor,
-    lora_b: Tensor,
-    g: Tensor,
-    bias: Tensor | None,
-    scale: float,
-    want_inner: bool,
-    implementation: str,
-) -> tuple[Tensor, Tensor | None]:
+def _expand_compose(base, z, lora_b, g, bias, scale, want_inner, implementation):
     """Returns (y, inner or None) of lora = z lora_bᵀ, in one kernel if the dtype has one."""
     if implementation == "triton" and expand_compose.refuses(base.dtype) is None:
         y, *inner = expand_compose.expand_compose(base, z, lora_b, g, bias, scale, want_inner)
         return y, inner[0] if want_inner else None
-    return forward(
-        base,
-        F.linear(z, lora_b),
-        g,
-        bias,
-        scale,
-        delta=False,
-        want_inner=want_inner,
-        implementation=implementation,
-    )
+    lora = F.linear(z, lora_b)
+    return forward(base, lora, g, bias, scale, False, want_inner, implementation)
 
 
 def _result_dtype(x: Tensor, weight: Tensor) -> torch.dtype:

@@ -1,25 +1,18 @@
 """What a torch model has that PEFT's files speak of."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.peft.layers import Layer, convolution_refusals
-from torch_dora.layers import DoRAConv, DoRAConv1D, DoRAEmbedding, DoRALinear
+from torch_dora.adapt.apply import check_model
+from torch_dora.layers import DoRAConv, DoRAConv1D, DoRAEmbedding, DoRALayer, DoRALinear
 from torch_dora.layers.conv import CONVOLUTIONS
 from torch_dora.layers.linear import is_conv1d
 
-ADAPTER = ("lora_a", "lora_b", "magnitude")
-# What may stand around a model, and how its model is reached.
-_WRAPPERS = {
-    "PeftModel": "model.unload()",
-    "OptimizedModule": "model._orig_mod",
-    "DataParallel": "model.module",
-    "DistributedDataParallel": "model.module",
-}
 _HELD = "is the out_proj of a MultiheadAttention, which reads its weight and never calls it"
-ADAPTED = (DoRALinear, DoRAConv1D, DoRAEmbedding, DoRAConv)
 
 
 def layers_of(model: nn.Module) -> dict[str, Layer]:
@@ -28,18 +21,11 @@ def layers_of(model: nn.Module) -> dict[str, Layer]:
     Raises:
         TypeError: ``model`` is no module, or one around the model.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    check_model(model)
     found = {}
     for name, module in model.named_modules():
-        for kind in type(module).__mro__:
-            if kind.__name__ in _WRAPPERS:
-                raise TypeError(
-                    f"model{name and '.'}{name} is a {type(module).__name__}; expected the model "
-                    f"in it: pass {_WRAPPERS[kind.__name__]}"
-                )
-        layer = _layer(name, module)
-        if layer is not None:
+        check_model(module, f"model{name and '.'}{name}")
+        if (layer := _layer(name, module)) is not None:
             found[name] = layer
     return found
 
@@ -49,18 +35,11 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
     adapters = {
         f"{name}.{attribute}"
         for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, ADAPTED)
-        for attribute in ADAPTER
+        if isinstance(module, DoRALayer)
+        for attribute in ADAPTER_NAMES
     }
     tensors = model.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in tensors.items() if name not in adapters}
-
-
-def adapted_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Every DoRA layer of the model and its name."""
-    for name, module in model.named_modules():
-        if isinstance(module, ADAPTED):
-            yield name, module
 
 
 def _layer(name: str, module: Any) -> Layer | None:
@@ -69,7 +48,7 @@ def _layer(name: str, module: Any) -> Layer | None:
         return Layer(name, "linear", features, width)
     if isinstance(module, nn.Linear | DoRALinear):
         width, features = module.weight.shape
-        is_held = isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
+        is_held = isinstance(module, NonDynamicallyQuantizableLinear)
         return Layer(name, "linear", features, width, refusals=(_HELD,) if is_held else ())
     if isinstance(module, nn.Embedding | DoRAEmbedding):
         vocabulary, width = module.weight.shape

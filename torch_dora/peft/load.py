@@ -4,25 +4,19 @@ import copy
 import functools
 import os
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from dora_common.hyperparameters import DropoutMode
+from dora_common.hyperparameters import ADAPTER_NAMES, DropoutMode
 from dora_common.peft.fit import Adapter, Fit
 from dora_common.peft.folder import Folder, opened
-from torch_dora.adapt import DoRARule, apply_dora, remove_dora
+from torch_dora.adapt import DoRARule
+from torch_dora.adapt.apply import adapt, refuse, replace
+from torch_dora.layers import dora_layers
 from torch_dora.ops import check
-from torch_dora.peft.layers import ADAPTER, adapted_modules, layers_of, parameters_of
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+from torch_dora.peft.layers import layers_of, parameters_of
 
 
 def load_adapter(
@@ -69,11 +63,8 @@ def load_adapter(
         NotImplementedError: the configuration asks for something that is not supported.
         TypeError: an argument or a field of the configuration has the wrong type.
     """
-    if adapter_dtype is not None and adapter_dtype not in check.FLOATS:
-        raise TypeError(
-            f"adapter_dtype is {adapter_dtype!r}; expected torch.float16, bfloat16, float32 or "
-            "float64"
-        )
+    if adapter_dtype is not None:
+        check.is_float_dtype("adapter_dtype", adapter_dtype)
     layers = layers_of(model)
     with opened(folder, "pt", adapter) as source:
         parameters = parameters_of(model)
@@ -84,21 +75,16 @@ def load_adapter(
         )
         trainable = {parameter: parameter.requires_grad for parameter in model.parameters()}
         try:
-            wholes = _read_parameters(source, fit)
+            wholes = {
+                name: source.read_parameter(name, keys) for name, keys in fit.parameters.items()
+            }
             rows = {name: (list(at), source.read(key)) for name, (key, at) in fit.tokens.items()}
-            replacements = _make_layers(
-                model,
-                source,
-                fit,
-                adapter_dtype=adapter_dtype,
-                dropout_mode=dropout_mode or ("input" if source.config.use_dora else "adapter"),
-                implementation=implementation,
-            )
+            new = _make_layers(model, source, fit, adapter_dtype, dropout_mode, implementation)
         except BaseException:
             for parameter, was in trainable.items():
                 parameter.requires_grad_(was)
             raise
-    _replace(model, replacements)
+    replace(model, new)
     for name in fit.untied:
         _untie(model, name)
     parameters = parameters_of(model)
@@ -112,8 +98,8 @@ def load_adapter(
         for name in wholes
         if source.config.stores(name, of_adapted_layer=name.rpartition(".")[0] in fit.adapters)
     }
-    for _, module in adapted_modules(model):
-        stored |= {id(getattr(module, name)) for name in ADAPTER}
+    for _, layer in dora_layers(model):
+        stored |= {id(getattr(layer, name)) for name in ADAPTER_NAMES}
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in stored)
     return model
@@ -123,57 +109,30 @@ def _make_layers(
     model: nn.Module,
     source: Folder,
     fit: Fit,
-    *,
     adapter_dtype: torch.dtype | None,
-    **options: Any,
-) -> dict[nn.Module, nn.Module]:
-    """A new DoRA layer for every module that the folder has an adapter for, and a base layer for
-    every other that has one now. ``model`` itself is not changed."""
-    modules = dict(model.named_modules())
-    old = {name: modules[name] for name in fit.adapters} | dict(adapted_modules(model))
-    shell = remove_dora(_shell(old))
-    groups: dict[tuple[Any, ...], list[str]] = {}
+    dropout_mode: DropoutMode | None,
+    implementation: str | None,
+) -> dict[int, nn.Module]:
+    """Returns, by the id of the module in whose place it comes, a new DoRA layer for every module
+    that the folder has an adapter for, and the base layer of every other that has one now. The
+    model is not changed."""
+    modules: dict[str, Any] = dict(model.named_modules())
+    bases = {name: modules[name] for name in fit.adapters}
+    bases |= {name: one.base.train(one.training) for name, one in dora_layers(model)}
+    refuse(model, [(bases[name], (name,)) for name in fit.adapters])
+    new = {id(modules[name]): base for name, base in bases.items()}
     for name, one in fit.adapters.items():
-        # An embedding reads no activation that could be dropped.
-        dropout = 0.0 if one.layer.kind == "embedding" else source.config.lora_dropout
-        dtype = adapter_dtype or _dtype(source, one)
-        groups.setdefault((one.rank, one.alpha, dropout, dtype), []).append(name)
-    rules = [
-        DoRARule(
-            "|".join(map(re.escape, names)),
-            rank=rank,
-            alpha=alpha,
-            use_rslora=source.config.use_rslora,
-            dropout=dropout,
-            adapter_dtype=dtype,
-            **options,
+        dtypes = (getattr(torch, dtype) for dtype in source.dtypes(one))
+        rule = DoRARule(
+            re.escape(name),
+            **source.options(one, dropout_mode),
+            adapter_dtype=adapter_dtype or functools.reduce(torch.promote_types, dtypes),
+            implementation=implementation,
         )
-        for (rank, alpha, dropout, dtype), names in groups.items()
-    ]
-    new = dict(apply_dora(shell, rules).named_modules())
-    for name, one in fit.adapters.items():
-        _fill(new[name], source, one, adapter_dtype is None)
-    return {module: new[name] for name, module in old.items()}
-
-
-def _shell(modules: Mapping[str, nn.Module]) -> nn.Module:
-    """A model of these modules alone, under their own names."""
-    shell = nn.Module()
-    for name, module in modules.items():
-        *path, last = name.split(".")
-        parent = shell
-        for part in path:
-            if part not in parent._modules:
-                parent.add_module(part, nn.Module())
-            parent = parent.get_submodule(part)
-        parent.add_module(last, module)
-    return shell
-
-
-def _dtype(source: Folder, adapter: Adapter) -> torch.dtype:
-    """Of lora_a and lora_b, as they are stored."""
-    dtypes = (_DTYPES[source.tensors[adapter.keys[name]][0]] for name in ("lora_a", "lora_b"))
-    return functools.reduce(torch.promote_types, dtypes)
+        layer = adapt(bases[name], name, rule)
+        _fill(layer, source, one, adapter_dtype is None)
+        new[id(modules[name])] = layer
+    return new
 
 
 @torch.no_grad()
@@ -184,29 +143,10 @@ def _fill(layer: Any, source: Folder, adapter: Adapter, exactly: bool) -> None:
     if key := adapter.keys.get("magnitude"):
         value = source.read(key).reshape(-1)
         layer.magnitude.copy_(value)
-        kept = layer.magnitude.cpu().to(value.dtype)
-        if exactly and value.dtype == torch.float64 and not torch.equal(kept, value):
-            raise ValueError(
-                f"{source.path}: {key} is F64, and rounded in the magnitude of {adapter.layer.name}"
-                "; pass adapter_dtype=torch.float32 if it may"
-            )
+        if exactly:
+            source.refuse_rounding(key, value, layer.magnitude.cpu())
     else:
         layer.reset_magnitude()
-
-
-def _read_parameters(source: Folder, fit: Fit) -> dict[str, Tensor]:
-    values = {}
-    for name, (key, *others) in fit.parameters.items():
-        values[name] = source.read(key)
-        for other in others:
-            if not _same_bits(values[name], source.read(other)):
-                raise ValueError(f"{source.path}: {key} and {other} differ; expected one {name}")
-    return values
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Also where both are the same NaN."""
-    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def _untie(model: nn.Module, name: str) -> None:
@@ -221,11 +161,3 @@ def _untie(model: nn.Module, name: str) -> None:
     old = getattr(module, attribute)
     new = old.detach().clone()
     setattr(module, attribute, nn.Parameter(new) if isinstance(old, nn.Parameter) else new)
-
-
-def _replace(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
-    """Wherever they stand: a module that is shared stays shared."""
-    for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):
-            if child is not None and child in replacements:
-                setattr(parent, name, replacements[child])

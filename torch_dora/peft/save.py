@@ -2,23 +2,16 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dora_common.peft.config import AdapterConfig
-from dora_common.peft.describe import Adapted, check_config, config_of, token_rows
-from dora_common.peft.fit import fit
-from dora_common.peft.folder import check_finite
-from dora_common.peft.keys import key_of, parameter_key
-from dora_common.peft.layers import refuse_layers
-from dora_common.peft.ties import refuse_to_split
-from dora_common.peft.writing import check_free, write
-from torch_dora.layers import DoRAConv1D
+from dora_common.peft.save import Adapted, Source
+from torch_dora.layers import DoRAConv1D, dora_layers
 from torch_dora.ops import check
-from torch_dora.peft.layers import adapted_modules, layers_of, parameters_of
+from torch_dora.peft.layers import layers_of, parameters_of
 
 
 @torch.no_grad()
@@ -67,90 +60,41 @@ def save_adapter(
             honour.
         TypeError: an argument has the wrong type.
     """
-    if dtype is not None and dtype not in check.FLOATS:
-        raise TypeError(f"dtype is {dtype!r}; expected torch.float16, bfloat16, float32 or float64")
-    check_free(folder, overwrite=overwrite)
+    if dtype is not None:
+        check.is_float_dtype("dtype", dtype)
     layers = layers_of(model)
-    modules = dict(adapted_modules(model))
+    modules = dict(dora_layers(model))
     if not modules:
         raise ValueError(
             "model has no adapter; expected one with DoRA layers, as torch_dora.apply_dora makes it"
         )
-    refuse_layers(layers[name] for name in modules)
     parameters = parameters_of(model)
-    adapted = {
-        name: Adapted(layers[name], one.rank, one.alpha, one.use_rslora, one.dropout)
-        for name, one in modules.items()
-    }
-    if config is None:
-        config = config_of(
-            adapted,
-            [name for name, _ in model.named_modules()],
-            parameters,
-            use_dora=use_dora,
-            modules_to_save=modules_to_save,
-            trainable_token_indices=token_rows(trainable_token_indices, layers.values()),
-            bias=bias,
-            fan_in_fan_out=any(isinstance(module, DoRAConv1D) for module in modules.values()),
-            base_model_name_or_path=base_model_name_or_path,
-            task_type=task_type,
-        )
-    else:
-        check_config(config, adapted)
-    if not config.use_dora:
-        _check_is_lora(modules)
-    arrays = {name: id(tensor) for name, tensor in parameters.items()}
-    refuse_to_split(config, arrays, modules)
-    tensors = _adapter_tensors(modules, adapted, config, dtype)
-    for name, rows in (token_rows(config.trainable_token_indices, layers.values()) or {}).items():
-        rows_of = parameters[f"{name}.weight"]
-        tensors[key_of(name, "tokens")] = _stored(rows_of[list(rows)])
-    for name, tensor in parameters.items():
-        is_adapted = name.rpartition(".")[0] in modules
-        if config.stores(name, of_adapted_layer=is_adapted):
-            # A copy: safetensors takes no two tensors in one piece of memory.
-            tensors[parameter_key(name, of_adapted_layer=is_adapted)] = _stored(tensor).clone()
-    # What is written can be read: the same check as a reader's.
-    fit(
-        config,
-        {key: ("F32", tuple(tensor.shape)) for key, tensor in tensors.items()},
-        layers.values(),
-        {name: tuple(tensor.shape) for name, tensor in parameters.items()},
-        arrays,
+
+    def stored(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        # A copy: safetensors takes no two tensors in one piece of memory.
+        return tensor.detach().to("cpu", dtype, copy=True).contiguous()
+
+    source = Source(
+        layers=list(layers.values()),
+        adapted={
+            name: Adapted(layers[name], one.rank, one.alpha, one.use_rslora, one.dropout)
+            for name, one in modules.items()
+        },
+        modules=[name for name, _ in model.named_modules()],
+        parameters={name: tuple(tensor.shape) for name, tensor in parameters.items()},
+        arrays={name: id(tensor) for name, tensor in parameters.items()},
+        read=lambda name: stored(parameters[name]),
+        read_adapter=lambda name, attribute: stored(getattr(modules[name], attribute), dtype),
+        is_lora=lambda name: torch.equal(modules[name].norm(), modules[name].magnitude),
     )
-    for key, tensor in tensors.items():
-        check_finite(key, tensor, f"{tensor.dtype} cannot hold the numbers, or training diverged")
-    write(
-        folder,
+    config = source.config(
         config,
-        lambda path: save_file(tensors, path, metadata={"format": "pt"}),
-        overwrite=overwrite,
+        modules_to_save,
+        trainable_token_indices,
+        use_dora=use_dora,
+        bias=bias,
+        fan_in_fan_out=any(isinstance(module, DoRAConv1D) for module in modules.values()),
+        base_model_name_or_path=base_model_name_or_path,
+        task_type=task_type,
     )
-
-
-def _adapter_tensors(
-    modules: Mapping[str, Any],
-    adapted: Mapping[str, Adapted],
-    config: AdapterConfig,
-    dtype: torch.dtype | None,
-) -> dict[str, Tensor]:
-    tensors = {}
-    for name, module in modules.items():
-        for role, shape in adapted[name].layer.shapes(module.rank).items():
-            if role != "magnitude" or config.use_dora:
-                tensor = getattr(module, role.replace("embedding_", "lora_"))
-                tensors[key_of(name, role)] = _stored(tensor, dtype).reshape(shape)
-    return tensors
-
-
-def _stored(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    return tensor.detach().to("cpu", dtype).contiguous()
-
-
-def _check_is_lora(modules: Mapping[str, Any]) -> None:
-    for name, module in modules.items():
-        if not torch.equal(module.norm(), module.magnitude):
-            raise ValueError(
-                f"use_dora is False and the magnitude of {name} is not its norm; expected a LoRA "
-                "adapter, as load_adapter makes it of a LoRA folder: pass use_dora=True"
-            )
+    source.write(folder, config, save_file, overwrite=overwrite)

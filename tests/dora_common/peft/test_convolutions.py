@@ -16,6 +16,7 @@ from torch import nn
 
 import jax_dora
 import torch_dora
+from tests.torch_dora.peft_folders import perturbed
 
 POSITIONS = 12
 
@@ -89,17 +90,11 @@ def flax_model(settings: dict[str, Any], theirs: nn.Module) -> Flax:
     return model
 
 
-def adapted_by_peft(settings: dict[str, Any]) -> peft.PeftModel:
+def adapted_by_peft(settings: dict[str, Any]) -> Any:
     model = torch_model(settings)
     model.forward = lambda x: model.conv(x)
     config = peft.LoraConfig(r=4, lora_alpha=6, use_dora=True, target_modules=["conv"])
-    adapted = peft.PeftModel(model, config)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return adapted.eval()
+    return perturbed(peft.PeftModel(model, config)).eval()
 
 
 def batch() -> torch.Tensor:
@@ -159,8 +154,24 @@ def test_what_is_no_dora_layer_in_peft_is_refused(case: str, tmp_path: Path) -> 
     with pytest.raises(NotImplementedError, match=f"conv has {told}"):
         torch_dora.peft.load_adapter(base, tmp_path)
     assert base.conv is before
+    flax = flax_model(in_flax, base)
     with pytest.raises(NotImplementedError, match=f"conv has {told}"):
-        jax_dora.peft.load_adapter(flax_model(in_flax, base), tmp_path)
+        jax_dora.peft.load_adapter(flax, tmp_path)
+    torch_dora.apply_dora(base, torch_dora.DoRARule("conv", 4, 4))
+    with pytest.raises(NotImplementedError, match=f"conv has {told}"):
+        torch_dora.peft.save_adapter(base, tmp_path / "a")
+    refuses_to_save(flax, told, tmp_path / "a")
+
+
+def refuses_to_save(model: Flax, told: str, folder: Path) -> None:
+    model = jax_dora.apply_dora(model, jax_dora.DoRARule("conv", 4, 4), rngs=nnx.Rngs(0))
+    with pytest.raises(NotImplementedError, match=f"conv has {told}"):
+        jax_dora.peft.save_adapter(model, folder)
+    assert not folder.exists()
+
+
+def test_input_dilation_is_refused(tmp_path: Path) -> None:
+    refuses_to_save(Flax({"input_dilation": 2}), "input dilation", tmp_path / "a")
 
 
 def test_no_weight_holds_what_peft_adds_to_a_grouped_convolution() -> None:

@@ -9,7 +9,7 @@ import pytest
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("dora_common.peft.folder, dora_common.peft.describe", ("jax", "torch", "flax")),
+        ("dora_common.peft.folder, dora_common.peft.save", ("jax", "torch", "flax")),
         ("jax_dora.peft", ("torch", "peft", "transformers")),
         ("torch_dora.peft", ("jax", "flax", "peft", "transformers")),
     ],

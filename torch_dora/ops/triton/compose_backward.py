@@ -5,9 +5,9 @@
 dy, inner, d_base, d_lora: [rows, out], fp16, bf16 or fp32; g: f32[out]; d_g: f32[out].
 
 d_g is reduced in two stages: a program walks a strip of rows of one block of columns and writes one
-partial sum per column, [strips, out] in fp32; a second kernel adds the strips in their order. No
-atomics, so the same inputs give the same bits run after run. A strip is every n-th tile of rows, n
-the number of strips, so that what is read at one time lies close together.
+partial sum per column, [strips, out] in fp32; ``column_sums`` adds the strips in their order. A
+strip is every n-th tile of rows, n the number of strips, so that what is read at one time lies
+close together.
 
 Bytes: 2 reads and as many writes of rows·out as cotangents are asked for: at 4.2 TB/s and bf16, one
 cotangent at 4096×4096 takes 24 µs. The partials are 8/rows-of-a-strip of one operand's bytes.
@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_dora.ops.triton import column_sums
 from torch_dora.ops.triton.jit import jit
 
 
@@ -42,19 +43,7 @@ class Config:
     most_strips: int = 512
 
 
-@dataclasses.dataclass(frozen=True)
-class SumConfig:
-    """The second stage: a program adds up as many columns as ``elements`` partials are, at once.
-
-    32 of them to a thread; at least 8 columns, the 32 bytes that memory gives at a time.
-    """
-
-    elements: int = 4096
-    warps: int = 4
-
-
 CONFIG = Config()
-SUM_CONFIG = SumConfig()
 
 
 @jit
@@ -107,24 +96,6 @@ def _kernel(
         tl.store(partial_ptr + at, tl.sum(total, axis=0), mask=here)
 
 
-@jit
-def _sum_kernel(
-    partial_ptr,  # f32[strips, out]
-    d_g_ptr,  # f32[out]
-    strips,
-    features,
-    STRIPS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
-    here = column < features
-    strip = tl.arange(0, STRIPS)  # [STRIPS]
-    mask = (strip < strips)[:, None] & here[None, :]
-    offset = strip.to(tl.int64)[:, None] * features + column[None, :]  # [STRIPS, COLUMNS]
-    total = tl.load(partial_ptr + offset, mask=mask, other=0.0)
-    tl.store(d_g_ptr + column, tl.sum(total, axis=0), mask=here)
-
-
 def strip_height(rows: int, features: int, config: Config = CONFIG) -> int:
     """Returns the rows of a strip: a power of two, so that many row counts share a kernel."""
     across = triton.cdiv(features, config.columns)
@@ -147,7 +118,7 @@ def launch(
     d_lora: Tensor | None,
     d_g: Tensor | None,
     config: Config = CONFIG,
-    sum_config: SumConfig = SUM_CONFIG,
+    sum_config: column_sums.SumConfig = column_sums.CONFIG,
 ) -> None:
     """Fills those of ``d_base``, ``d_lora``, ``d_g`` that are given; ``d_g`` needs ``inner``.
 
@@ -187,19 +158,8 @@ def launch(
         num_warps=config.warps,
         enable_fp_fusion=True,
     )
-    if d_g is not None and strips > 1:
-        padded = triton.next_power_of_2(strips)
-        columns = max(8, sum_config.elements // padded)
-        _sum_kernel[(triton.cdiv(features, columns),)](
-            partial,
-            d_g,
-            strips,
-            features,
-            STRIPS=padded,
-            COLUMNS=columns,
-            num_warps=sum_config.warps,
-            enable_fp_fusion=True,
-        )
+    if d_g is not None and partial is not None and strips > 1:
+        column_sums.launch(partial, d_g, root=False, config=sum_config)
 
 
 @torch.library.custom_op("torch_dora::compose_backward", mutates_args=())

@@ -4,8 +4,8 @@
 
 W: [out, in], fp16 or bf16; B: [out, r], A: [r, in], both fp16 or both bf16; norm: f32[out]. A tile
 of BA is a product on tensor cores; W is added to it in fp32, and a program leaves one sum of
-squares per output feature, [in/columns, out] in fp32, which a second kernel adds up in order and
-takes the root of. Nothing cancels, so nothing has to be clamped, and a NaN stays one.
+squares per output feature, [in/columns, out] in fp32, which ``column_sums`` adds up and takes the
+root of. Nothing cancels, so nothing has to be clamped, and a NaN stays one.
 
 fp32 adapters are refused: six products of bf16 pieces would make BA, and the factored form, where
 only A meets the half-precision W, needs three for the same accuracy.
@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_dora.ops.choose import TRITON_MODE, Call
+from torch_dora.ops.triton import column_sums
 from torch_dora.ops.triton.jit import jit
 
 
@@ -40,16 +41,7 @@ class Config:
     stages: int = 3
 
 
-@dataclasses.dataclass(frozen=True)
-class SumConfig:
-    """The second stage: a program adds up as many features as ``elements`` partials are."""
-
-    elements: int = 4096
-    warps: int = 4
-
-
 CONFIG = Config()
-SUM_CONFIG = SumConfig()
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -108,31 +100,13 @@ def _kernel(
     tl.store(partial_ptr + block.to(tl.int64) * out_features + row, squares, mask=row_here)
 
 
-@jit
-def _root_kernel(
-    partial_ptr,  # f32[blocks, out]
-    norm_ptr,  # f32[out]
-    blocks,
-    features,
-    BLOCKS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
-    here = column < features
-    block = tl.arange(0, BLOCKS)  # [BLOCKS]
-    mask = (block < blocks)[:, None] & here[None, :]
-    offset = block.to(tl.int64)[:, None] * features + column[None, :]  # [BLOCKS, COLUMNS]
-    total = tl.sum(tl.load(partial_ptr + offset, mask=mask, other=0.0), axis=0)
-    tl.store(norm_ptr + column, tl.sqrt_rn(total), mask=here)
-
-
 def launch(
     weight: Tensor,
     lora_a: Tensor,
     lora_b: Tensor,
     scale: float,
     config: Config = CONFIG,
-    sum_config: SumConfig = SUM_CONFIG,
+    sum_config: column_sums.SumConfig = column_sums.CONFIG,
 ) -> Tensor:
     """Returns ‖weight + scale·lora_b lora_a‖ per row, f32[out]."""
     out_features, in_features = weight.shape
@@ -158,16 +132,5 @@ def launch(
         num_stages=config.stages,
         enable_fp_fusion=True,
     )
-    padded = triton.next_power_of_2(blocks)
-    columns = max(8, sum_config.elements // padded)
-    _root_kernel[(triton.cdiv(out_features, columns),)](
-        partial,
-        result,
-        blocks,
-        out_features,
-        BLOCKS=padded,
-        COLUMNS=columns,
-        num_warps=sum_config.warps,
-        enable_fp_fusion=True,
-    )
+    column_sums.launch(partial, result, root=True, config=sum_config)
     return result

@@ -3,32 +3,25 @@ import torch
 
 from torch_dora.ops.compose import backward
 from torch_dora.ops.triton import compose_backward
+from torch_dora.ops.triton.column_sums import SumConfig
 from torch_dora.ops.triton.compose_backward import Config, strip_height
 
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("wanted", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1), (1, 0, 1)], ids=str)
-@pytest.mark.parametrize("shape", [(5, 7), (67, 40), (1, 1), (130, 33)])
+@pytest.mark.parametrize("shape", [(5, 7), (67, 40), (1, 1)])
 def test_every_variant_equals_the_plain_evaluation(operands, delta, wanted, shape):
     _, inner, g, dy = operands(shape)
     want_base, want_lora, want_g = map(bool, wanted)
-    want = backward(
-        dy,
-        inner if want_g else None,
-        g,
-        0.7,
-        delta=delta,
-        want_base=want_base,
-        want_lora=want_lora,
-        implementation="eager",
-    )
+    inner = inner if want_g else None
+    want = backward(dy, inner, g, 0.7, delta, want_base, want_lora, "eager")
     d_base = torch.empty_like(dy) if want_base else None
     d_lora = torch.empty_like(dy) if want_lora else None
     d_g = torch.empty_like(g) if want_g else None
     compose_backward.launch(
         dy,
-        inner if want_g else None,
+        inner,
         g,
         0.7,
         delta,
@@ -36,7 +29,7 @@ def test_every_variant_equals_the_plain_evaluation(operands, delta, wanted, shap
         d_lora,
         d_g,
         Config(rows=4, columns=16, warps=1, programs=12),
-        compose_backward.SumConfig(elements=64),
+        SumConfig(elements=64),
     )
     for got, expected in zip((d_base, d_lora, d_g), want, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from torch_dora.ops.triton import (
-    compose_backward, compose_forward, expand_compose, norm_assembly, one_pass_norm
+    column_sums, compose_backward, compose_forward, expand_compose, norm_assembly, one_pass_norm
 )
 
 def lower(kernel, types, constants, warps, **options):
@@ -65,13 +65,13 @@ code = lower(
 )
 assert "st.global.v4" in code
 code = lower(
-    compose_backward._sum_kernel,
-    dict(partial_ptr=full, d_g_ptr=full, strips="i32", features="i32"),
-    dict(STRIPS=64, COLUMNS=64),
-    compose_backward.SUM_CONFIG.warps,
+    column_sums._kernel,
+    dict(partial_ptr=full, result_ptr=full, parts="i32", features="i32"),
+    dict(ROOT=True, PARTS=64, COLUMNS=64),
+    column_sums.CONFIG.warps,
     enable_fp_fusion=True,
 )
-assert "atom" not in code
+assert "sqrt.rn.f32" in code and "atom" not in code
 """
 
 ASSEMBLY = """
@@ -122,14 +122,6 @@ code = lower(
     enable_fp_fusion=True,
 )
 assert "wgmma.mma_async" in code and "ld.global.v4" in code and "atom" not in code
-code = lower(
-    one_pass_norm._root_kernel,
-    dict(partial_ptr=full, norm_ptr=full, blocks="i32", features="i32"),
-    dict(BLOCKS=64, COLUMNS=64),
-    one_pass_norm.SUM_CONFIG.warps,
-    enable_fp_fusion=True,
-)
-assert "sqrt.rn.f32" in code
 """
 
 

@@ -5,7 +5,8 @@ from parity import oracle, tolerances
 from torch_dora.ops import factored_norm
 from torch_dora.ops.choose import Call
 from torch_dora.ops.triton import one_pass_norm
-from torch_dora.ops.triton.one_pass_norm import Config, SumConfig
+from torch_dora.ops.triton.column_sums import SumConfig
+from torch_dora.ops.triton.one_pass_norm import Config
 
 HALVES = [torch.bfloat16, torch.float16]
 CONFIG = Config(rows=16, columns=32, depth=16, warps=4, stages=1)
