@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from parity import command, minilm
-from parity.environment import choose_device, environment
+from parity.environment import choose_device
+from parity.report import Report
 
 LEVELS = ("operator", "layer", "encoder")
 # What the first word may ask for instead: a module whose `main(arguments)` returns the exit code.
@@ -93,14 +94,10 @@ def _require_encoder() -> None:
 def _run(options: argparse.Namespace, device: str, work: Work) -> bool:
     import torch
 
-    from parity.report import Report
-
-    described = environment(device, options.commit)
     reports: dict[str, Report] = {}
     for number, (level, name, add) in enumerate(work, 1):
         if level not in reports:
-            file = command.report_file(options, device, level)
-            reports[level] = Report(file, level, described)
+            reports[level] = command.report(options, device, level)
         start = time.perf_counter()
         add(reports[level])
         seconds = time.perf_counter() - start

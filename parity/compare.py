@@ -257,10 +257,7 @@ def _prepare_layer(case: Case, device: str) -> _Prepared:
         floors["d_magnitude"] += peak_of(stored / row_norm.clip(oracle.EPS[case.dtype]))
     expected = {
         name: Expected(
-            value,
-            bound,
-            "float32" if name == "d_magnitude" else case.dtype,
-            floor=floors[name],
+            value, bound, "float32" if name == "d_magnitude" else case.dtype, floor=floors[name]
         )
         for name, (value, bound) in wanted.items()
     }

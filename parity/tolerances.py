@@ -24,18 +24,12 @@ that of fp32. An error is tracked the way it arises, by four rules:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from parity import oracle
 from parity.oracle import Array, dtype_name, fp64
 
 # Precision p bits, significand included: u = 2^-p.
-UNIT_ROUNDOFF = {
-    "bfloat16": 2.0**-8,
-    "float16": 2.0**-11,
-    "float32": 2.0**-24,
-    "float64": 2.0**-53,
-}
+UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
 # Half the spacing of the smallest numbers: fp16's subnormals are met in practice, the others' are
 # not, but XLA and Triton may flush subnormals to zero, so theirs is the smallest normal number.
 UNDERFLOW = {
@@ -100,7 +94,7 @@ MODEL_NEARNESS = {"bfloat16": 1.1, "float32": 1.5}
 MODEL_RESOLUTION = 0.1
 
 
-def model_cosine_distance(dtype: Any, control: float) -> float:
+def model_cosine_distance(dtype, control: float) -> float:
     """Returns how far `1 - cosine` of two systems' logits may be from 0: what `COSINE` promises,
     or, where the unadapted models of the two frameworks are themselves further apart than that,
     `control`, `MODEL_CONTROL` times as far.
@@ -113,16 +107,16 @@ def model_cosine_distance(dtype: Any, control: float) -> float:
     return max(1 - COSINE[dtype_name(dtype)], MODEL_CONTROL * control)
 
 
-def unit_roundoff(dtype: Any) -> float:
+def unit_roundoff(dtype) -> float:
     return UNIT_ROUNDOFF[dtype_name(dtype)]
 
 
-def rounding(value: Any, dtype: Any) -> Array:
+def rounding(value, dtype) -> Array:
     """Rule 1: the cost of storing `value` in `dtype`."""
     return unit_roundoff(dtype) * abs(fp64(value)) + UNDERFLOW[dtype_name(dtype)]
 
 
-def accumulation(n: int, total: Any, terms_norm: Any) -> Array:
+def accumulation(n: int, total, terms_norm) -> Array:
     """Rule 4: the cost of summing n terms of 2-norm `terms_norm` to `total` in fp32."""
     steps = max(1.0, n / BLOCK)
     factor = UNIT_ROUNDOFF["float32"] * (SIGMAS * steps**0.5 + steps)
@@ -139,7 +133,7 @@ def independent(a: Array, b: Array) -> Array:
     return SIGMAS * two_norm_of_products(a, b)
 
 
-def flash_rule(plain_error: float, reference_peak: float, dtype: Any, floor: float = 0.0) -> float:
+def flash_rule(plain_error: float, reference_peak: float, dtype, floor: float = 0.0) -> float:
     """flash-attention's rule: error(kernel) ≤ 2 · error(same computation, same dtype, plain ops) +
     rounding floor.
 
@@ -151,7 +145,7 @@ def flash_rule(plain_error: float, reference_peak: float, dtype: Any, floor: flo
     return 2.0 * plain_error + unit_roundoff(dtype) * reference_peak + floor
 
 
-def norm(weight: Any, lora_a: Any, lora_b: Any, scale: float) -> Array:
+def norm(weight, lora_a, lora_b, scale: float) -> Array:
     """`[out]`: how far an fp32-accumulated factored norm may lie from `‖W + sBA‖row`.
 
     Of the three sums that make the square, each is at most `(‖W‖ + s‖BA‖)²`, of `in` products
@@ -174,7 +168,7 @@ def norm(weight: Any, lora_a: Any, lora_b: Any, scale: float) -> Array:
     return smaller + 2 * UNIT_ROUNDOFF["float32"] * exact + tiny
 
 
-def magnitude_scale(magnitude: Any, row_norm: Any, dtype: Any, norm_error: Any = 0.0) -> Array:
+def magnitude_scale(magnitude, row_norm, dtype, norm_error=0.0) -> Array:
     """`[out]`: how far g may lie off when the norm given to it does by `norm_error`.
 
     g falls with the norm, and fastest below, so the worst case is `|m| / max(n - e, eps) - |g|`;
@@ -187,7 +181,7 @@ def magnitude_scale(magnitude: Any, row_norm: Any, dtype: Any, norm_error: Any =
     return moved + 3 * UNIT_ROUNDOFF["float32"] * g + UNDERFLOW["float32"]
 
 
-def compose(base: Any, lora: Any, g: Any, scale: float, dtype: Any) -> Array:
+def compose(base, lora, g, scale: float, dtype) -> Array:
     """`y = base + ((g-1)·base + g·(s·lora))` in fp32, rounded once: rule 2 with at most four
     operations deep on every term (product, product, sum, sum; the subtraction g-1 rounds once),
     then rule 1.
@@ -198,7 +192,7 @@ def compose(base: Any, lora: Any, g: Any, scale: float, dtype: Any) -> Array:
     return rounding(y, dtype) + 4 * UNIT_ROUNDOFF["float32"] * entering
 
 
-def compose_delta(base: Any, lora: Any, g: Any, scale: float, dtype: Any) -> Array:
+def compose_delta(base, lora, g, scale: float, dtype) -> Array:
     """`ΔY = (g-1)·base + g·(s·lora)`, as `compose` but for `base` itself: nothing of its size may
     enter.
     """
@@ -209,7 +203,7 @@ def compose_delta(base: Any, lora: Any, g: Any, scale: float, dtype: Any) -> Arr
 
 
 def compose_grads(
-    dy: Any, base: Any, lora: Any, g: Any, scale: float, dtype: Any, *, delta: bool = False
+    dy, base, lora, g, scale: float, dtype, *, delta: bool = False
 ) -> oracle.ComposeGrads:
     """Bounds for the cotangents of `compose`, or of `compose_delta`.
 
@@ -235,7 +229,7 @@ def compose_grads(
     )
 
 
-def stored_inner(dy: Any, inner: Any, dtype: Any) -> Array:
+def stored_inner(dy, inner, dtype) -> Array:
     """`[out]`: what `d_g = Σ_rows dY ∘ inner` loses if inner was stored in `dtype` after the
     forward pass, by rule 3: a plain computation under autograd keeps fp32 instead."""
     terms = abs(fp64(dy)) * rounding(inner, dtype)
@@ -255,17 +249,7 @@ class SwigluBounds:
     d_up_bias: Array
 
 
-def swiglu(
-    dh: Any,
-    gate: Any,
-    up: Any,
-    gate_g: Any,
-    up_g: Any,
-    dtype: Any,
-    *,
-    gate_bias: Any = 0.0,
-    up_bias: Any = 0.0,
-) -> SwigluBounds:
+def swiglu(dh, gate, up, gate_g, up_g, dtype, *, gate_bias=0.0, up_bias=0.0) -> SwigluBounds:
     """Bounds for `silu(y₁)∘y₂`, y₁ = g₁∘gate + b₁, y₂ = g₂∘up + b₂, and its gradients in fp32.
 
     y₁ and y₂ cost rule 2's two operations. σ = sigmoid(y₁) may come from approximate instructions,
@@ -341,16 +325,7 @@ class LinearBounds:
 
 
 def dora_linear(
-    dy: Any,
-    x: Any,
-    weight: Any,
-    lora_a: Any,
-    lora_b: Any,
-    magnitude: Any,
-    scale: float,
-    dtype: Any,
-    *,
-    bias: Any = None,
+    dy, x, weight, lora_a, lora_b, magnitude, scale: float, dtype, *, bias=None
 ) -> LinearBounds:
     """Bounds for a whole layer whose every intermediate may be rounded to `dtype` once.
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from parity import command
-from parity.environment import choose_device, environment
+from parity.environment import choose_device
 from parity.report import Report
 
 DTYPES = {"bf16": ("bfloat16",), "fp32": ("float32",), "both": ("bfloat16", "float32")}
@@ -40,8 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     def say(line: str) -> None:
         print(f"[{time.perf_counter() - start:6.1f} s] {line}", file=sys.stderr, flush=True)
 
-    described = environment(device, options.commit, ("transformers", "peft"))
-    report = Report(command.report_file(options, device, "model"), "model", described)
+    report = command.report(options, device, "model", ("transformers", "peft"))
     chosen = runs(
         device,
         DTYPES[options.dtype],

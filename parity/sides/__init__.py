@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from parity.model.sizes import Run as ModelRun
     from parity.model.weights import Result, Weights
     from parity.training.adapter import Adapter as StackedAdapter
-    from parity.training.run import Run
+    from parity.training.compare import Run
     from parity.training.settings import Settings
 
 Backend = Literal["jax", "torch"]

@@ -152,10 +152,7 @@ def train(encoder: Encoder, batch: minilm.Batch, steps: int) -> tuple[list[float
     """The loss before every step, and the adapter after the last."""
     graph, adapter, rest = nnx.split(encoder, nnx.LoRAParam, ...)
     optimizer = optax.adamw(
-        minilm.LEARNING_RATE,
-        *minilm.BETAS,
-        eps=minilm.ADAM_EPS,
-        weight_decay=minilm.WEIGHT_DECAY,
+        minilm.LEARNING_RATE, *minilm.BETAS, eps=minilm.ADAM_EPS, weight_decay=minilm.WEIGHT_DECAY
     )
 
     @jax.jit

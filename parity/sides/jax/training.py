@@ -15,6 +15,7 @@ the two clip by formulas that differ (torch adds 10⁻⁶ to the norm).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable
@@ -30,9 +31,10 @@ from flax import nnx
 import jax_dora
 from jax_dora.models import CausalLM, DecoderConfig, load_model, make_model, save_model
 from parity.sides import Progress
-from parity.training.adapter import NAMES, Adapter
-from parity.training.run import Run
-from parity.training.settings import PROJECTIONS, Settings, schedule
+from parity.sides.jax.decoder import adapter_of, with_adapter
+from parity.training.adapter import Adapter
+from parity.training.compare import Run
+from parity.training.settings import Settings, schedule
 from parity.training.text import even_starts, starts, text
 
 # Steps in one compiled loop: often enough for a line of progress.
@@ -43,9 +45,8 @@ RULE = r"model/layers/(self_attn|mlp)/\w+_proj"
 
 def make_base(settings: Settings, folder: Path, progress: Progress | None = None) -> list[float]:
     """Pre-trains the base model in fp32 and writes it in bf16; returns its losses."""
-    config = DecoderConfig.from_hf(
-        settings.hf_config(), dtype=jnp.float32, attention="xla", remat=False
-    )
+    hf = settings.hf_config(settings.layers, max(settings.length, 1024))
+    config = DecoderConfig.from_hf(hf, dtype=jnp.float32, attention="xla", remat=False)
     graphdef, weights = nnx.split(make_model(config, seed=0))
     rates = schedule(settings.base_steps, settings.warmup, settings.base_learning_rate)
     optimizer = optax.adamw(_table(rates), weight_decay=settings.weight_decay)
@@ -62,10 +63,10 @@ def make_base(settings: Settings, folder: Path, progress: Progress | None = None
         losses += np.asarray(some, np.float64).tolist()
         if progress:
             progress(len(losses), losses[-1])
-    narrow = DecoderConfig.from_hf(settings.hf_config(), attention="xla", remat=False)
+    narrow = dataclasses.replace(config, dtype=jnp.bfloat16)
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: CausalLM(narrow, rngs=nnx.Rngs(0))))
     weights = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights)
-    save_model(nnx.merge(graphdef, weights), folder, settings.hf_config())
+    save_model(nnx.merge(graphdef, weights), folder, hf)
     return losses
 
 
@@ -112,7 +113,7 @@ def train(
         gradient_norms=np.concatenate(norms),
         eval_before=before,
         eval_after=evaluate(trained, frozen),
-        adapter=_adapter_of(trained),
+        adapter=adapter_of(trained, np.asarray),
         seconds=time.perf_counter() - begin,
     )
 
@@ -138,12 +139,7 @@ def _model(
         implementation=implementation,
     )
     model = jax_dora.apply_dora(model, rule, rngs=nnx.Rngs(0))
-    state = nnx.state(model, nnx.LoRAParam)
-    for projection in PROJECTIONS:
-        layer = _at(state, projection)
-        for name, array in adapter[projection].items():
-            value = array.swapaxes(1, 2) if array.ndim == 3 else array
-            layer[name].set_value(jnp.asarray(value))
+    state = with_adapter(nnx.state(model, nnx.LoRAParam), adapter, jnp.asarray)
     nnx.update(model, state)
     return model
 
@@ -208,16 +204,3 @@ def _decayed(trained: Any) -> Any:
     return jax.tree.map(
         lambda variable: not isinstance(variable, jax_dora.DoRAParam), trained, is_leaf=is_variable
     )
-
-
-def _adapter_of(trained: Any) -> Adapter:
-    def leaf(projection: str, name: str) -> np.ndarray:
-        array = np.asarray(_at(trained, projection)[name].get_value())
-        return array.swapaxes(1, 2) if array.ndim == 3 else array
-
-    return {p: {name: leaf(p, name) for name in NAMES} for p in PROJECTIONS}
-
-
-def _at(state: Any, projection: str) -> Any:
-    block, name = projection.split(".")
-    return state["model"]["layers"][block][name]
