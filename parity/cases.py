@@ -20,17 +20,11 @@ Regime = Literal["trained", "near_unity", "cancellation", "zero_rows"]
 NEAR_UNITY = 0.0015  # how far g strays from 1 in trained adapters (arXiv 2603.22276)
 
 # rows × out: the span of the paper's twenty activation shapes.
-PAPER_ACTIVATIONS = tuple(
-    (int(rows), int(out))
-    for rows, out in (
-        shape.split("x")
-        for shape in (
-            "1x512 1x4096 1x8192 1x28672 16x2048 64x4096 128x8192 512x2048 512x8192 1024x1024 "
-            "1024x4096 2048x2048 2048x6144 4096x4096 4096x8192 4096x28672 8192x4096 8192x8192 "
-            "8192x28672 32768x8192"
-        ).split()
-    )
-)
+_PAPER = """
+    1x512 1x4096 1x8192 1x28672 16x2048 64x4096 128x8192 512x2048 512x8192 1024x1024 1024x4096
+    2048x2048 2048x6144 4096x4096 4096x8192 4096x28672 8192x4096 8192x8192 8192x28672 32768x8192
+"""
+PAPER_ACTIVATIONS = tuple(tuple(map(int, shape.split("x"))) for shape in _PAPER.split())
 # What a CPU's interpreters can walk: the same shapes, this many times smaller along each axis.
 CPU_ROWS_DIVISOR = 512
 CPU_FEATURES_DIVISOR = 64

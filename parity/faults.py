@@ -176,6 +176,11 @@ def _points_of(side: Backend, *functions: tuple[str, str, Callable]) -> tuple[Po
     return tuple(Point(f"{PACKAGES[side]}.{m}", name, spoil) for m, name, spoil in functions)
 
 
+def _with_rounded_g(side: Backend, at: int) -> tuple[Point, ...]:
+    rounded = ("ops.compose", "forward", _round_argument(at))
+    return _points_of(side, ("ops.norm", "magnitude_scale", _round_result), rounded)
+
+
 FAULTS: dict[str, Fault] = {
     fault.name: fault
     for fault in (
@@ -190,14 +195,7 @@ FAULTS: dict[str, Fault] = {
             "g_rounded",
             "g rounded to bf16 before 1 is taken from it",
             ("operator", "layer", "encoder", "model"),
-            {
-                side: _points_of(
-                    side,
-                    ("ops.norm", "magnitude_scale", _round_result),
-                    ("ops.compose", "forward", _round_argument(at)),
-                )
-                for side, at in (("jax", 3), ("torch", 2))
-            },
+            {"jax": _with_rounded_g("jax", 3), "torch": _with_rounded_g("torch", 2)},
         ),
         Fault(
             "cross_term_dropped",

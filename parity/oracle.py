@@ -35,8 +35,7 @@ def dtype_name(dtype) -> str:
 
 def fp64(array) -> Array:
     """The exact value in fp64: torch stays torch, everything else becomes NumPy, but for a Python
-    number, which goes with either.
-    """
+    number, which goes with either."""
     if isinstance(array, int | float):
         return float(array)
     if hasattr(array, "detach"):
@@ -46,8 +45,7 @@ def fp64(array) -> Array:
 
 def from_flax(kernel, lora_a, lora_b) -> tuple[Array, Array, Array]:
     """Flax `kernel [in, out]`, `lora_a [in, r]`, `lora_b [r, out]` as `weight`, `lora_a`, `lora_b`
-    of this file.
-    """
+    of this file."""
     return fp64(kernel).T, fp64(lora_a).T, fp64(lora_b).T
 
 
@@ -76,8 +74,7 @@ def merged_weight(weight, lora_a, lora_b, magnitude, scale: float, dtype="float6
 
 def compose(base, lora, g, scale: float) -> Array:
     """`y = g ⊙ (base + s·lora)`: in fp64 the unstable form is exact enough, and it is not the form
-    under test.
-    """
+    under test."""
     return fp64(g) * (fp64(base) + scale * fp64(lora))
 
 
@@ -106,8 +103,7 @@ def compose_grads(dy, base, lora, g, scale: float) -> ComposeGrads:
 
 def compose_delta_grads(dy, base, lora, g, scale: float) -> ComposeGrads:
     """Gradients of `sum(dy ∘ compose_delta(base, lora, g, scale))`: those of `compose`, less `dy`
-    for `base`.
-    """
+    for `base`."""
     grads = compose_grads(dy, base, lora, g, scale)
     return ComposeGrads(d_base=grads.d_base - fp64(dy), d_lora=grads.d_lora, d_g=grads.d_g)
 
@@ -116,8 +112,7 @@ def dora_linear(
     x, weight, lora_a, lora_b, magnitude, scale: float, *, bias=None, dtype="float64"
 ) -> Array:
     """`y = x W'ᵀ (+ bias)`, `[..., out]`. `dtype` is the dtype of the result under test: it decides
-    eps alone.
-    """
+    eps alone."""
     y = fp64(x) @ merged_weight(weight, lora_a, lora_b, magnitude, scale, dtype).T
     return y if bias is None else y + fp64(bias)
 
@@ -125,8 +120,7 @@ def dora_linear(
 @dataclass(frozen=True)
 class LinearGrads:
     """Cotangents of `dora_linear`, each shaped like its argument. `d_weight` is the frozen
-    weight's, were it trained.
-    """
+    weight's, were it trained."""
 
     d_x: Array
     d_weight: Array

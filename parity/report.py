@@ -93,8 +93,7 @@ def used(row: Row) -> float:
 
 def text(header: Mapping[str, Any], rows: Sequence[Row], whole: bool = False) -> str:
     """Returns the report as Markdown: a line for every quantity and side, all that failed, what was
-    measured and not judged, and, if `whole`, every row.
-    """
+    measured and not judged, and, if `whole`, every row."""
     judged = [row for row in rows if row["ok"] is not None]
     failed = [row for row in judged if not row["ok"]]
     verdict = f"{len(judged) - len(failed)} of {len(judged)} comparisons passed"

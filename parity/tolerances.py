@@ -184,8 +184,7 @@ def magnitude_scale(magnitude, row_norm, dtype, norm_error=0.0) -> Array:
 def compose(base, lora, g, scale: float, dtype) -> Array:
     """`y = base + ((g-1)·base + g·(s·lora))` in fp32, rounded once: rule 2 with at most four
     operations deep on every term (product, product, sum, sum; the subtraction g-1 rounds once),
-    then rule 1.
-    """
+    then rule 1."""
     base, lora, g = fp64(base), fp64(lora), fp64(g)
     entering = abs(base) + abs((g - 1) * base) + abs(g * scale * lora)
     y = g * (base + scale * lora)
@@ -194,8 +193,7 @@ def compose(base, lora, g, scale: float, dtype) -> Array:
 
 def compose_delta(base, lora, g, scale: float, dtype) -> Array:
     """`ΔY = (g-1)·base + g·(s·lora)`, as `compose` but for `base` itself: nothing of its size may
-    enter.
-    """
+    enter."""
     base, lora, g = fp64(base), fp64(lora), fp64(g)
     entering = abs((g - 1) * base) + abs(g * scale * lora)
     delta = (g - 1) * base + g * (scale * lora)
@@ -312,8 +310,7 @@ def _u32(*entering: Array) -> Array:
 @dataclass(frozen=True)
 class LinearBounds:
     """Bounds for `dora_linear` and its gradients, each shaped like what it bounds, activations as
-    `[rows, features]`.
-    """
+    `[rows, features]`."""
 
     y: Array
     d_x: Array

@@ -90,7 +90,7 @@ def adapter_of(state: Any, convert: Callable[[jax.Array], Any]) -> dict[str, dic
     """Returns what `with_adapter` was given, each array as `convert` makes it."""
     found: dict[str, dict[str, Any]] = {}
     for (*_, block, name, kind), variable in nnx.to_flat_state(state) if state else ():
-        found.setdefault(f"{block}.{name}", {})[kind] = _turned(convert(variable.get_value()))
+        found.setdefault(f"{block}.{name}", {})[str(kind)] = _turned(convert(variable.get_value()))
     return found
 
 

@@ -29,6 +29,7 @@ import optax
 from flax import nnx
 
 import jax_dora
+from jax_dora.finetune.training import decayed
 from jax_dora.models import CausalLM, DecoderConfig, load_model, make_model, save_model
 from parity.sides import Progress
 from parity.sides.jax.decoder import adapter_of, with_adapter
@@ -89,7 +90,7 @@ def train(
         *settings.betas,
         eps=settings.eps,
         weight_decay=settings.weight_decay,
-        mask=_decayed,
+        mask=decayed,
     )
 
     def loss(trained, tokens, frozen):
@@ -195,12 +196,3 @@ def _rows(part: jax.Array, where: jax.Array, length: int) -> jax.Array:
 def _table(rates: np.ndarray) -> optax.Schedule:
     table = jnp.asarray(rates, jnp.float32)
     return lambda count: table[count]
-
-
-def _decayed(trained: Any) -> Any:
-    def is_variable(x: Any) -> bool:
-        return isinstance(x, nnx.Variable)
-
-    return jax.tree.map(
-        lambda variable: not isinstance(variable, jax_dora.DoRAParam), trained, is_leaf=is_variable
-    )
