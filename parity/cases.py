@@ -145,11 +145,9 @@ def layer_inputs(case: Case, device: str) -> LayerInputs:
     weight = weight.to(dtype)
 
     norm = oracle.norm(weight, lora_a, lora_b, case.scale)
-    if case.regime == "near_unity":
-        factor = 1 + NEAR_UNITY * draw.uniform(case.n_out)
-    else:
-        factor = 1 + 0.05 * draw.normal(case.n_out)
-    magnitude = (norm * factor).float()
+    near = case.regime == "near_unity"
+    stray = NEAR_UNITY * draw.uniform(case.n_out) if near else 0.05 * draw.normal(case.n_out)
+    magnitude = (norm * (1 + stray)).float()
     if case.regime == "zero_rows":
         magnitude[::5] = 10 * oracle.EPS[case.dtype]
 

@@ -34,8 +34,7 @@ def dtype_name(dtype) -> str:
 
 
 def fp64(array) -> Array:
-    """The exact value in fp64: torch stays torch, everything else becomes NumPy, but for a Python
-    number, which goes with either."""
+    """The exact value in fp64, in torch or NumPy; a Python number goes with either."""
     if isinstance(array, int | float):
         return float(array)
     if hasattr(array, "detach"):
@@ -73,8 +72,7 @@ def merged_weight(weight, lora_a, lora_b, magnitude, scale: float, dtype="float6
 
 
 def compose(base, lora, g, scale: float) -> Array:
-    """`y = g ⊙ (base + s·lora)`: in fp64 the unstable form is exact enough, and it is not the form
-    under test."""
+    """`y = g ⊙ (base + s·lora)`, which is not the form under test, and exact enough in fp64."""
     return fp64(g) * (fp64(base) + scale * fp64(lora))
 
 

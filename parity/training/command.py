@@ -68,7 +68,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not jobs:
         names = ", ".join(variant.label for variant in VARIANTS)
         sys.exit(f"no variant on {device} matches --variant {options.variant!r}; expected {names}")
-
     facts = {"settings": dataclasses.asdict(settings), "text": text().facts()}
     packages = ("optax", "transformers", "peft")
     report = command.report(options, device, "training", packages, **facts)

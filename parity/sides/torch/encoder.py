@@ -166,7 +166,7 @@ def evaluate(encoder: Encoder, batch: minilm.Batch, gradients: bool) -> Evaluati
 def train(encoder: Encoder, batch: minilm.Batch, steps: int) -> tuple[list[float], Adapter]:
     """The loss before every step, and the adapter after the last, in fp32."""
     parameters = [getattr(layer, name) for layer in _layers(encoder) for name in ADAPTER]
-    options = {"eps": minilm.ADAM_EPS, "weight_decay": minilm.WEIGHT_DECAY}
+    options: dict = {"eps": minilm.ADAM_EPS, "weight_decay": minilm.WEIGHT_DECAY}
     optimizer = torch.optim.AdamW(parameters, minilm.LEARNING_RATE, minilm.BETAS, **options)
     losses = []
     for _ in range(steps):

@@ -43,12 +43,9 @@ def train(
     begin = time.perf_counter()
     model = _model(settings, base, adapter, implementation, device)
     trained = [p for p in model.parameters() if p.requires_grad]
-    magnitudes = [p for p in trained if p.ndim == 1]
+    matrices, magnitudes = ([p for p in trained if (p.ndim > 1) is big] for big in (True, False))
     optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in trained if p.ndim > 1]},
-            {"params": magnitudes, "weight_decay": 0.0},
-        ],
+        [{"params": matrices}, {"params": magnitudes, "weight_decay": 0.0}],
         betas=settings.betas,
         eps=settings.eps,
         weight_decay=settings.weight_decay,
@@ -136,11 +133,8 @@ def _model(
 def _evaluate(model: Any, settings: Settings, device: str) -> float:
     part = torch.from_numpy(text().held_out.copy()).to(device)
     where = even_starts(text().held_out, settings.eval_rows, settings.length)
-    batches = np.split(where, max(1, len(where) // EVAL_BATCH))
-    losses = [
-        mean_loss(model, _rows(part, torch.from_numpy(batch).to(device), settings.length))
-        for batch in batches
-    ]
+    batches = torch.from_numpy(where).to(device).split(EVAL_BATCH)
+    losses = [mean_loss(model, _rows(part, batch, settings.length)) for batch in batches]
     return float(torch.stack(losses).double().mean())
 
 
