@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from parity import command, minilm
-from parity.environment import choose_device, environment
+from parity.environment import choose_device
+from parity.report import Report
 
 LEVELS = ("operator", "layer", "encoder")
 # What the first word may ask for instead: a module whose `main(arguments)` returns the exit code.
@@ -32,12 +33,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "runs, the proof that each level catches planted faults, and tables of a report.",
     )
     parser.add_argument("--level", action="append", choices=LEVELS, help="only this; repeatable")
-    parser.add_argument(
-        "--case",
-        default="",
-        type=command.expression,
-        help="only cases whose name has this regular expression",
-    )
+    only = "only cases whose name has this regular expression"
+    parser.add_argument("--case", default="", type=command.expression, help=only)
     parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
     options = parser.parse_args(arguments)
     options.level = options.level or list(LEVELS)
@@ -58,7 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(name for _, name, _ in work))
         return 0
     if any(level == "encoder" for level, _, _ in work):
-        _require_encoder()
+        try:
+            minilm.folder()  # what is missing is told before the first case, not after the last
+        except FileNotFoundError as error:
+            sys.exit(f"python -m parity: {error}, or leave it out: --level operator --level layer")
     return 0 if _run(options, device, work) else 1
 
 
@@ -82,25 +82,13 @@ def _work(options: argparse.Namespace, device: str) -> Work:
     return [w for w in found if w[0] in options.level and re.search(options.case, w[1])]
 
 
-def _require_encoder() -> None:
-    """Says what is missing before the first case runs, not after the last."""
-    try:
-        minilm.folder()
-    except FileNotFoundError as error:
-        sys.exit(f"python -m parity: {error}, or leave it out: --level operator --level layer")
-
-
 def _run(options: argparse.Namespace, device: str, work: Work) -> bool:
     import torch
 
-    from parity.report import Report
-
-    described = environment(device, options.commit)
     reports: dict[str, Report] = {}
     for number, (level, name, add) in enumerate(work, 1):
         if level not in reports:
-            file = command.report_file(options, device, level)
-            reports[level] = Report(file, level, described)
+            reports[level] = command.report(options, device, level)
         start = time.perf_counter()
         add(reports[level])
         seconds = time.perf_counter() - start

@@ -20,28 +20,11 @@ Regime = Literal["trained", "near_unity", "cancellation", "zero_rows"]
 NEAR_UNITY = 0.0015  # how far g strays from 1 in trained adapters (arXiv 2603.22276)
 
 # rows × out: the span of the paper's twenty activation shapes.
-PAPER_ACTIVATIONS = (
-    (1, 512),
-    (1, 4096),
-    (1, 8192),
-    (1, 28672),
-    (16, 2048),
-    (64, 4096),
-    (128, 8192),
-    (512, 2048),
-    (512, 8192),
-    (1024, 1024),
-    (1024, 4096),
-    (2048, 2048),
-    (2048, 6144),
-    (4096, 4096),
-    (4096, 8192),
-    (4096, 28672),
-    (8192, 4096),
-    (8192, 8192),
-    (8192, 28672),
-    (32768, 8192),
-)
+_PAPER = """
+    1x512 1x4096 1x8192 1x28672 16x2048 64x4096 128x8192 512x2048 512x8192 1024x1024 1024x4096
+    2048x2048 2048x6144 4096x4096 4096x8192 4096x28672 8192x4096 8192x8192 8192x28672 32768x8192
+"""
+PAPER_ACTIVATIONS = tuple(tuple(map(int, shape.split("x"))) for shape in _PAPER.split())
 # What a CPU's interpreters can walk: the same shapes, this many times smaller along each axis.
 CPU_ROWS_DIVISOR = 512
 CPU_FEATURES_DIVISOR = 64
@@ -162,11 +145,9 @@ def layer_inputs(case: Case, device: str) -> LayerInputs:
     weight = weight.to(dtype)
 
     norm = oracle.norm(weight, lora_a, lora_b, case.scale)
-    if case.regime == "near_unity":
-        factor = 1 + NEAR_UNITY * draw.uniform(case.n_out)
-    else:
-        factor = 1 + 0.05 * draw.normal(case.n_out)
-    magnitude = (norm * factor).float()
+    near = case.regime == "near_unity"
+    stray = NEAR_UNITY * draw.uniform(case.n_out) if near else 0.05 * draw.normal(case.n_out)
+    magnitude = (norm * (1 + stray)).float()
     if case.regime == "zero_rows":
         magnitude[::5] = 10 * oracle.EPS[case.dtype]
 

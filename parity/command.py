@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from parity.environment import environment
+from parity.report import Report
 
 REPORTS = Path(__file__).parent / "reports"
 
@@ -26,8 +31,12 @@ def parser(command: str, description: str, epilog: str = "") -> argparse.Argumen
     return made
 
 
-def report_file(options: argparse.Namespace, device: str, level: str) -> Path:
-    return (options.out or REPORTS / device) / f"{level}.jsonl"
+def report(
+    options: argparse.Namespace, device: str, level: str, packages: Sequence[str] = (), **facts: Any
+) -> Report:
+    """Begins the report of a level that `parser`'s options ask for."""
+    described = environment(device, options.commit, packages)
+    return Report((options.out or REPORTS / device) / f"{level}.jsonl", level, described, **facts)
 
 
 def expression(text: str) -> str:

@@ -197,39 +197,29 @@ def _prepare_compose(case: Case, device: str) -> _Prepared:
     inputs = compose_inputs(case, device)
     s, frozen = case.scale, case.frozen_magnitude
     operands = (inputs.base, inputs.lora, inputs.g, s)
+    fp32 = case.dtype == "float32"
+    cap = tolerances.OPERATOR_FP32_MAX_ABS if fp32 else math.inf
     expected: dict[str, Expected] = {}
-    naive = math.inf
     for delta, op in ((False, "compose"), (True, "compose_delta")):
-        forward, backward, forward_bound = (
-            (oracle.compose_delta, oracle.compose_delta_grads, tolerances.compose_delta)
-            if delta
-            else (oracle.compose, oracle.compose_grads, tolerances.compose)
-        )
-        fp32 = case.dtype == "float32"
-        cap = tolerances.OPERATOR_FP32_MAX_ABS if fp32 else math.inf
         y_cap = cap
-        want = forward(*operands)
+        want = getattr(oracle, op)(*operands)
         if delta and case.regime == "near_unity" and not fp32:
             naive = peak_of(difference(naive_delta(inputs, s), want))
             y_cap = naive / tolerances.STABLE_OVER_NAIVE
-        bound = forward_bound(*operands, case.dtype)
+        bound = getattr(tolerances, op)(*operands, case.dtype)
         expected[f"{op} y"] = Expected(want, bound, case.dtype, cap=y_cap)
-        grads = backward(inputs.dy, *operands)
+        grads = getattr(oracle, f"{op}_grads")(inputs.dy, *operands)
         bounds = tolerances.compose_grads(inputs.dy, *operands, case.dtype, delta=delta)
         for name in ("d_base", "d_lora"):
-            expected[f"{op} {name}"] = Expected(
-                getattr(grads, name), getattr(bounds, name), case.dtype, cap=cap
-            )
+            want, bound = getattr(grads, name), getattr(bounds, name)
+            expected[f"{op} {name}"] = Expected(want, bound, case.dtype, cap=cap)
         if not frozen:
             d_g_cap = tolerances.D_MAGNITUDE_FP32_MAX_ABS if fp32 else math.inf
             inner = oracle.compose(inputs.base, inputs.lora, torch.ones_like(inputs.g), s)
             floor = peak_of(tolerances.stored_inner(inputs.dy, inner, case.dtype))
             expected[f"{op} d_g"] = Expected(grads.d_g, bounds.d_g, "float32", floor, d_g_cap)
 
-    def run(side: Operators, implementation: str) -> Tensors:
-        return side.compose(inputs, s, implementation, frozen=frozen)
-
-    return expected, run
+    return expected, lambda side, name: side.compose(inputs, s, name, frozen=frozen)
 
 
 def _prepare_layer(case: Case, device: str) -> _Prepared:
@@ -255,20 +245,13 @@ def _prepare_layer(case: Case, device: str) -> _Prepared:
         inner = inputs.x.double() @ oracle.direction(*adapter, s).T
         stored = tolerances.stored_inner(inputs.dy, inner, case.dtype)
         floors["d_magnitude"] += peak_of(stored / row_norm.clip(oracle.EPS[case.dtype]))
+    dtypes = {"d_magnitude": "float32"}
     expected = {
-        name: Expected(
-            value,
-            bound,
-            "float32" if name == "d_magnitude" else case.dtype,
-            floor=floors[name],
-        )
+        name: Expected(value, bound, dtypes.get(name, case.dtype), floors[name])
         for name, (value, bound) in wanted.items()
     }
 
-    def run(side: Operators, implementation: str) -> Tensors:
-        return side.layer(inputs, s, implementation, frozen=frozen)
-
-    return expected, run
+    return expected, lambda side, name: side.layer(inputs, s, name, frozen=frozen)
 
 
 _PREPARE: dict[str, Callable[[Case, str], _Prepared]] = {

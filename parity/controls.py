@@ -6,69 +6,22 @@ level run on it. A level that passes with sound packages, and fails with the fau
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from parity import command
-from parity.environment import choose_device, environment
+from parity.environment import choose_device
 from parity.report import Report, Row, table
 
 if TYPE_CHECKING:
     from parity.faults import Fault, Level
-    from parity.levels import Failure, Failures
+    from parity.levels import Failures
     from parity.sides import Backend
 
 LEVELS = ("operator", "layer", "encoder", "model", "training")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One level, with one fault in one package; with neither, the sound packages.
-
-    Attributes:
-      failed: quantities that did not pass.
-      blamed: whether no failure is of the other package alone.
-      error: why the level could not run, if it could not.
-    """
-
-    level: Level
-    fault: str
-    backend: Backend | None
-    expected: bool
-    failed: tuple[str, ...]
-    blamed: bool
-    seconds: float
-    error: str = ""
-
-    @property
-    def caught(self) -> bool:
-        return bool(self.failed)
-
-    @property
-    def passed(self) -> bool:
-        if self.error:
-            return False
-        if self.backend is None:
-            return not self.caught
-        return self.blamed and (self.caught or not self.expected)
-
-    def write(self, report: Report) -> None:
-        """Adds a line whose case is the fault, whose quantity the level, and whose side the package
-        at fault."""
-        report.add(
-            self.fault,
-            self.level,
-            side=self.backend,
-            ok=self.passed,
-            expected=self.expected,
-            failed="; ".join(dict.fromkeys(self.failed)),
-            blamed=self.blamed,
-            seconds=self.seconds,
-            **({"note": self.error} if self.error else {}),
-        )
 
 
 def matrix(rows: Sequence[Row]) -> str:
@@ -77,11 +30,8 @@ def matrix(rows: Sequence[Row]) -> str:
     lines = []
     rows = [row for row in rows if row["ok"] is not None]
     for fault, backend in dict.fromkeys((row["case"], row["side"]) for row in rows):
-        cells = {
-            row["quantity"]: _cell(row)
-            for row in rows
-            if (row["case"], row["side"]) == (fault, backend)
-        }
+        planted = [row for row in rows if (row["case"], row["side"]) == (fault, backend)]
+        cells = {row["quantity"]: _cell(row) for row in planted}
         lines.append([fault, backend or "", *(cells.get(level, "not run") for level in LEVELS)])
     return table(("fault", "planted in", *LEVELS), lines)
 
@@ -95,12 +45,6 @@ def _cell(row: Row) -> str:
         return "MISSED" if row["expected"] else "–"
     word = "**caught**" if row["expected"] else "caught"
     return word if row["blamed"] else f"{word}, WRONG SIDE: {row['failed']}"
-
-
-def _all_faults() -> Mapping[str, Fault]:
-    from parity.faults import FAULTS, KERNEL_FAULTS
-
-    return FAULTS | KERNEL_FAULTS
 
 
 def run_controls(
@@ -121,42 +65,43 @@ def run_controls(
                 plantable += [(fault, backend) for backend in SIDES]
         for fault, backend in plantable:
             try:
-                outcome = _outcome(level, failures, fault, backend)
+                _try(report, level, failures, fault, backend)
             except ModuleNotFoundError as error:
                 report.add("none", f"{level} is absent", note=str(error))
                 say(f"{level}: absent, {error}")
                 break
-            outcome.write(report)
-            cell = _cell(report.rows[-1])
-            where = "no fault" if fault is None else f"{outcome.fault} in {backend}"
-            say(f"{level}, {where}: {cell} ({outcome.seconds:.1f} s)")
+            row = report.rows[-1]
+            where = "no fault" if fault is None else f"{fault.name} in {backend}"
+            say(f"{level}, {where}: {_cell(row)} ({row['seconds']:.1f} s)")
 
 
-def _outcome(
-    level: Level, failures: Failures, fault: Fault | None, backend: Backend | None
-) -> Outcome:
-    start = time.perf_counter()
-    found: list[Failure] = []
-    error = ""
+def _try(
+    report: Report, level: Level, failures: Failures, fault: Fault | None, backend: Backend | None
+) -> None:
+    """Adds a line whose case is the fault, whose quantity the level, and whose side the package at
+    fault: the quantities that failed, whether none of them blames the other package alone, and in
+    `note` why the level could not run, if it could not."""
+    start, found, note = time.perf_counter(), [], {}
     try:
-        if fault is None or backend is None:
-            found = failures(None)
-        else:
-            with fault.plant(backend):
-                found = failures(backend)
+        with fault.plant(backend) if fault and backend else contextlib.nullcontext():
+            found = failures(backend)
     except ModuleNotFoundError:
         raise
-    except Exception as exception:
-        error = f"{type(exception).__name__}: {exception}"[:500]
-    return Outcome(
-        level=level,
-        fault="none" if fault is None else fault.name,
-        backend=backend,
-        expected=fault is not None and level in fault.caught_by,
-        failed=tuple(failure.quantity for failure in found),
-        blamed=all(failure.backend in (None, backend) for failure in found),
+    except Exception as error:
+        note = {"note": f"{type(error).__name__}: {error}"[:500]}
+    expected = fault is not None and level in fault.caught_by
+    blamed = all(failure.backend in (None, backend) for failure in found)
+    passed = blamed and (bool(found) or not expected) if fault else not found
+    report.add(
+        fault.name if fault else "none",
+        level,
+        side=backend,
+        ok=passed and not note,
+        expected=expected,
+        failed="; ".join(dict.fromkeys(failure.quantity for failure in found)),
+        blamed=blamed,
         seconds=time.perf_counter() - start,
-        error=error,
+        **note,
     )
 
 
@@ -173,14 +118,13 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     device = choose_device("cpu")
 
+    from parity.faults import FAULTS, KERNEL_FAULTS
     from parity.levels import levels
 
-    faults = _all_faults()
-    unknown = sorted(set(options.fault or ()) - set(faults))
-    if unknown:
+    faults = FAULTS | KERNEL_FAULTS
+    if unknown := sorted(set(options.fault or ()) - set(faults)):
         sys.exit(f"--fault {', '.join(unknown)}: there are {', '.join(faults)}")
-    file = command.report_file(options, device, "controls")
-    report = Report(file, "controls", environment(device, options.commit))
+    report = command.report(options, device, "controls")
     run_controls(
         report,
         {name: run for name, run in levels().items() if name in (options.level or LEVELS)},
@@ -189,5 +133,5 @@ def main(arguments: Sequence[str]) -> int:
     )
     print(matrix(report.rows))
     print("every check passed" if report.passed else "SOME CHECKS FAILED")
-    print(f"written: {file}")
+    print(f"written: {report.path}")
     return 0 if report.passed else 1

@@ -115,16 +115,12 @@ def _round_result(function: Callable) -> Callable:
     return lambda *arguments, **options: _rounded(function(*arguments, **options))
 
 
-def _round_argument(position: int) -> Callable[[Callable], Callable]:
-    def spoil(function: Callable) -> Callable:
-        def spoilt(*arguments: Any, **options: Any) -> Any:
-            given = list(arguments)
-            given[position] = _rounded(given[position])
-            return function(*given, **options)
-
-        return spoilt
-
-    return spoil
+def _round_argument(at: int) -> Callable[[Callable], Callable]:
+    return lambda function: (
+        lambda *given, **options: function(
+            *given[:at], _rounded(given[at]), *given[at + 1 :], **options
+        )
+    )
 
 
 def _eps_in_the_root(factored_norm: Callable) -> Callable:
@@ -166,21 +162,23 @@ def _attached_norm(factored_norm: Callable) -> Callable:
 
 
 def _attached_g(_: Callable) -> Callable:
-    def spoilt(magnitude: Any, norm: Any, dtype: Any) -> Any:
-        eps = EPS[dtype_name(dtype)]
-        if _is_jax(norm):
-            return magnitude.astype(jnp.float32) / jnp.maximum(norm, eps)
-        return magnitude.float() / norm.clamp(min=eps)
-
-    return spoilt
+    return lambda magnitude, norm, dtype: (
+        _fp32(magnitude)[0] / norm.clip(min=EPS[dtype_name(dtype)])
+    )
 
 
 def _points(*functions: tuple[str, str, Callable]) -> dict[Backend, tuple[Point, ...]]:
     """The same functions of both packages."""
-    return {
-        side: tuple(Point(f"{PACKAGES[side]}.{m}", name, spoil) for m, name, spoil in functions)
-        for side in SIDES
-    }
+    return {side: _points_of(side, *functions) for side in SIDES}
+
+
+def _points_of(side: Backend, *functions: tuple[str, str, Callable]) -> tuple[Point, ...]:
+    return tuple(Point(f"{PACKAGES[side]}.{m}", name, spoil) for m, name, spoil in functions)
+
+
+def _with_rounded_g(side: Backend, at: int) -> tuple[Point, ...]:
+    rounded = ("ops.compose", "forward", _round_argument(at))
+    return _points_of(side, ("ops.norm", "magnitude_scale", _round_result), rounded)
 
 
 FAULTS: dict[str, Fault] = {
@@ -197,16 +195,7 @@ FAULTS: dict[str, Fault] = {
             "g_rounded",
             "g rounded to bf16 before 1 is taken from it",
             ("operator", "layer", "encoder", "model"),
-            {
-                "jax": (
-                    Point("jax_dora.ops.norm", "magnitude_scale", _round_result),
-                    Point("jax_dora.ops.compose", "forward", _round_argument(3)),
-                ),
-                "torch": (
-                    Point("torch_dora.ops.norm", "magnitude_scale", _round_result),
-                    Point("torch_dora.ops.compose", "forward", _round_argument(2)),
-                ),
-            },
+            {"jax": _with_rounded_g("jax", 3), "torch": _with_rounded_g("torch", 2)},
         ),
         Fault(
             "cross_term_dropped",
@@ -228,18 +217,15 @@ FAULTS: dict[str, Fault] = {
 
 # In one kernel alone: what only a run that names the implementation can find.
 KERNEL_FAULTS: dict[str, Fault] = {
-    fault.name: fault
-    for fault in (
-        Fault(
-            "g_rounded_in_kernel",
-            "g rounded to bf16 in the Mosaic, or the Triton, compose alone",
-            ("operator",),
-            {
-                "jax": (Point("jax_dora.ops.mosaic.compose", "launch", _round_argument(2)),),
-                "torch": (
-                    Point("torch_dora.ops.triton.compose_forward", "compose", _round_argument(2)),
-                ),
-            },
-        ),
+    "g_rounded_in_kernel": Fault(
+        "g_rounded_in_kernel",
+        "g rounded to bf16 in the Mosaic, or the Triton, compose alone",
+        ("operator",),
+        {
+            "jax": _points_of("jax", ("ops.mosaic.compose", "launch", _round_argument(2))),
+            "torch": _points_of(
+                "torch", ("ops.triton.compose_forward", "compose", _round_argument(2))
+            ),
+        },
     )
 }

@@ -17,7 +17,7 @@ from parity.compare import Comparison, run_case
 from parity.faults import Level
 from parity.minilm import Adapter, Evaluation
 from parity.model.sizes import TINY, Run
-from parity.model.weights import Result, Weights, draw
+from parity.model.weights import draw
 from parity.sides import SIDES, Backend
 from parity.sides.torch.encoder import evaluate
 
@@ -59,34 +59,46 @@ def _cases(names: Iterable[str], backend: Backend | None) -> list[Failure]:
 
 
 def _failures(comparisons: Iterable[Comparison]) -> list[Failure]:
-    found = []
-    for one in comparisons:
-        if not one.passed:
-            wrong: list[Backend] = [side for side, score in one.scores.items() if not score.passed]
-            found.append(Failure(one.quantity, _only(wrong)))
-    return found
+    def blamed(one: Comparison) -> Backend | None:
+        return _only([side for side, score in one.scores.items() if not score.passed])
+
+    return [Failure(one.quantity, blamed(one)) for one in comparisons if not one.passed]
 
 
 def _only(backends: Sequence[Backend]) -> Backend | None:
     return backends[0] if len(backends) == 1 else None
 
 
-class _Encoder:
-    """Pretrained weights, embeddings and the adapter's gradients in fp32."""
+class _Level:
+    """Runs the sound packages once, and after that only the one in which a fault is planted."""
 
     def __init__(self) -> None:
-        self._exact: Evaluation | None = None
-        self._plain: dict[Backend, Evaluation] = {}
-        self._sound: dict[Backend, Evaluation] = {}
+        self._sound: dict[str, Any] = {}
 
     def __call__(self, backend: Backend | None) -> list[Failure]:
-        if self._exact is None:
+        if not self._sound:
+            self._sound = self.run(None)
+        return self.judge(self._sound | (self.run(backend) if backend else {}))
+
+    def run(self, backend: Backend | None) -> dict[str, Any]:
+        """Returns results by name: those of one package, or all."""
+        raise NotImplementedError
+
+    def judge(self, found: dict[str, Any]) -> list[Failure]:
+        raise NotImplementedError
+
+
+class _Encoder(_Level):
+    """Pretrained weights, embeddings and the adapter's gradients in fp32."""
+
+    def run(self, backend: Backend | None) -> dict[str, Any]:
+        if backend is None:
             self._exact = evaluate(encoder.dense(self._adapter, "cpu"), self._batch, True)
             self._plain = {side: self._evaluate(side, "plain") for side in SIDES}
-            self._sound = {side: self._evaluate(side, SIDES[side].plain) for side in SIDES}
-        found = dict(self._sound)
-        if backend is not None:
-            found[backend] = self._evaluate(backend, SIDES[backend].plain)
+        sides = [backend] if backend else SIDES
+        return {side: self._evaluate(side, SIDES[side].plain) for side in sides}
+
+    def judge(self, found: dict[str, Any]) -> list[Failure]:
         compared = encoder.compare("float32", encoder.PLAIN, self._exact, found, self._plain)
         return _failures(compared)
 
@@ -110,57 +122,41 @@ class _Encoder:
         return adapter
 
 
-class _Model:
+class _Model(_Level):
     """A tiny decoder in fp32 against transformers with PEFT and against fp64."""
 
-    def __init__(self) -> None:
-        self._sound: dict[str, Result] = {}
-
-    def __call__(self, backend: Backend | None) -> list[Failure]:
+    def run(self, backend: Backend | None) -> dict[str, Any]:
         # transformers and PEFT, which the levels below can do without.
-        from parity.model.checks import judge
-        from parity.model.execute import systems
-
-        if not self._sound:
-            self._sound = self._execute(list(systems(MODEL_RUN)))
-        found = dict(self._sound)
-        if backend is not None:
-            found |= self._execute([backend])
-        failures = []
-        for check in judge(MODEL_RUN, found)[1]:
-            if not check.passed:
-                # A side's own choice of an implementation is called by the side's name.
-                sides: list[Backend] = [side for side in SIDES if side in check.systems.split(", ")]
-                failures.append(Failure(check.quantity, _only(sides)))
-        return failures
-
-    def _execute(self, names: Sequence[str]) -> dict[str, Result]:
         from parity.model.execute import execute, systems
 
-        chosen = {name: system for name, system in systems(MODEL_RUN).items() if name in names}
-        executed = execute(MODEL_RUN, self._weights, chosen)
+        chosen = systems(MODEL_RUN)
+        weights = draw(MODEL_RUN, "cpu")
+        executed = execute(MODEL_RUN, weights, {backend: chosen[backend]} if backend else chosen)
         if executed.errors:
             raise RuntimeError(f"the model cannot run: {executed.errors}")
         return executed.results
 
-    @functools.cached_property
-    def _weights(self) -> Weights:
-        return draw(MODEL_RUN, "cpu")
+    def judge(self, found: dict[str, Any]) -> list[Failure]:
+        from parity.model.checks import judge
+
+        def blamed(systems: str) -> Backend | None:
+            # A side's own choice of an implementation is called by the side's name.
+            return _only([side for side in SIDES if side in systems.split(", ")])
+
+        checks = judge(MODEL_RUN, found)[1]
+        return [Failure(c.quantity, blamed(c.systems)) for c in checks if not c.passed]
 
 
-class _Training:
+class _Training(_Level):
     """A short training run in fp32."""
 
-    def __init__(self) -> None:
-        self._sound: dict[Backend, Any] = {}
+    def run(self, backend: Backend | None) -> dict[str, Any]:
+        from parity.training import quick
 
-    def __call__(self, backend: Backend | None) -> list[Failure]:
+        return {side: quick.train(side) for side in ([backend] if backend else SIDES)}
+
+    def judge(self, found: dict[str, Any]) -> list[Failure]:
         from parity.training import compare, quick
 
-        if not self._sound:
-            self._sound = {side: quick.train(side) for side in SIDES}
-        found = dict(self._sound)
-        if backend is not None:
-            found[backend] = quick.train(backend)
         apart = quick.difference(found["jax"], found["torch"])
         return [] if apart.within(compare.FULL_PRECISION) else [Failure("losses, adapters")]

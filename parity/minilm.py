@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -32,17 +33,6 @@ LEARNING_RATE = 5e-4
 BETAS = (0.9, 0.999)
 ADAM_EPS = 1e-8
 WEIGHT_DECAY = 0.01
-
-
-@dataclass(frozen=True)
-class Config:
-    """The fields of BERT's `config.json` that this encoder depends on."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    layer_norm_eps: float
 
 
 # The projections of one layer, by their place in the weights' names.
@@ -72,9 +62,9 @@ def folder() -> Path:
 
 
 @cache
-def config() -> Config:
-    fields = json.loads((folder() / "config.json").read_text())
-    return Config(**{name: fields[name] for name in Config.__dataclass_fields__})
+def config() -> SimpleNamespace:
+    """The fields of BERT's `config.json`."""
+    return SimpleNamespace(**json.loads((folder() / "config.json").read_text()))
 
 
 @cache

@@ -25,7 +25,7 @@ Array = Any  # np.ndarray or torch.Tensor, always fp64 once inside
 EPS = {"bfloat16": 1e-6, "float16": 1e-6, "float32": 1e-12, "float64": 1e-12}
 
 
-def dtype_name(dtype: Any) -> str:
+def dtype_name(dtype) -> str:
     """`"bfloat16"` for a NumPy, JAX or torch dtype, or for the name itself."""
     name = str(dtype)
     if name.startswith("torch."):
@@ -33,10 +33,8 @@ def dtype_name(dtype: Any) -> str:
     return name if name in EPS else np.dtype(dtype).name
 
 
-def fp64(array: Any) -> Array:
-    """The exact value in fp64: torch stays torch, everything else becomes NumPy, but for a Python
-    number, which goes with either.
-    """
+def fp64(array) -> Array:
+    """The exact value in fp64, in torch or NumPy; a Python number goes with either."""
     if isinstance(array, int | float):
         return float(array)
     if hasattr(array, "detach"):
@@ -44,46 +42,41 @@ def fp64(array: Any) -> Array:
     return np.asarray(array).astype(np.float64)
 
 
-def from_flax(kernel: Any, lora_a: Any, lora_b: Any) -> tuple[Array, Array, Array]:
+def from_flax(kernel, lora_a, lora_b) -> tuple[Array, Array, Array]:
     """Flax `kernel [in, out]`, `lora_a [in, r]`, `lora_b [r, out]` as `weight`, `lora_a`, `lora_b`
-    of this file.
-    """
+    of this file."""
     return fp64(kernel).T, fp64(lora_a).T, fp64(lora_b).T
 
 
-def direction(weight: Any, lora_a: Any, lora_b: Any, scale: float) -> Array:
+def direction(weight, lora_a, lora_b, scale: float) -> Array:
     """`V = W + sBA`, `[out, in]`."""
     return fp64(weight) + scale * (fp64(lora_b) @ fp64(lora_a))
 
 
-def norm(weight: Any, lora_a: Any, lora_b: Any, scale: float) -> Array:
+def norm(weight, lora_a, lora_b, scale: float) -> Array:
     """`‖W + sBA‖` of every row, `[out]`."""
     v = direction(weight, lora_a, lora_b, scale)
     return (v * v).sum(1) ** 0.5
 
 
-def magnitude_scale(magnitude: Any, row_norm: Any, dtype: Any) -> Array:
+def magnitude_scale(magnitude, row_norm, dtype) -> Array:
     """`g = m / max(norm, eps)`, `[out]`, with the eps that belongs to a result of `dtype`."""
     return fp64(magnitude) / fp64(row_norm).clip(EPS[dtype_name(dtype)])
 
 
-def merged_weight(
-    weight: Any, lora_a: Any, lora_b: Any, magnitude: Any, scale: float, dtype: Any = "float64"
-) -> Array:
+def merged_weight(weight, lora_a, lora_b, magnitude, scale: float, dtype="float64") -> Array:
     """`W'`, `[out, in]`."""
     v = direction(weight, lora_a, lora_b, scale)
     g = magnitude_scale(magnitude, (v * v).sum(1) ** 0.5, dtype)
     return g[:, None] * v
 
 
-def compose(base: Any, lora: Any, g: Any, scale: float) -> Array:
-    """`y = g ⊙ (base + s·lora)`: in fp64 the unstable form is exact enough, and it is not the form
-    under test.
-    """
+def compose(base, lora, g, scale: float) -> Array:
+    """`y = g ⊙ (base + s·lora)`, which is not the form under test, and exact enough in fp64."""
     return fp64(g) * (fp64(base) + scale * fp64(lora))
 
 
-def compose_delta(base: Any, lora: Any, g: Any, scale: float) -> Array:
+def compose_delta(base, lora, g, scale: float) -> Array:
     """`ΔY = y - base`."""
     return compose(base, lora, g, scale) - fp64(base)
 
@@ -97,7 +90,7 @@ class ComposeGrads:
     d_g: Array
 
 
-def compose_grads(dy: Any, base: Any, lora: Any, g: Any, scale: float) -> ComposeGrads:
+def compose_grads(dy, base, lora, g, scale: float) -> ComposeGrads:
     """Gradients of `sum(dy ∘ compose(base, lora, g, scale))`."""
     dy, g = fp64(dy), fp64(g)
     inner = fp64(base) + scale * fp64(lora)
@@ -106,28 +99,18 @@ def compose_grads(dy: Any, base: Any, lora: Any, g: Any, scale: float) -> Compos
     return ComposeGrads(d_base=dy * g, d_lora=dy * (g * scale), d_g=d_g)
 
 
-def compose_delta_grads(dy: Any, base: Any, lora: Any, g: Any, scale: float) -> ComposeGrads:
+def compose_delta_grads(dy, base, lora, g, scale: float) -> ComposeGrads:
     """Gradients of `sum(dy ∘ compose_delta(base, lora, g, scale))`: those of `compose`, less `dy`
-    for `base`.
-    """
+    for `base`."""
     grads = compose_grads(dy, base, lora, g, scale)
     return ComposeGrads(d_base=grads.d_base - fp64(dy), d_lora=grads.d_lora, d_g=grads.d_g)
 
 
 def dora_linear(
-    x: Any,
-    weight: Any,
-    lora_a: Any,
-    lora_b: Any,
-    magnitude: Any,
-    scale: float,
-    *,
-    bias: Any = None,
-    dtype: Any = "float64",
+    x, weight, lora_a, lora_b, magnitude, scale: float, *, bias=None, dtype="float64"
 ) -> Array:
     """`y = x W'ᵀ (+ bias)`, `[..., out]`. `dtype` is the dtype of the result under test: it decides
-    eps alone.
-    """
+    eps alone."""
     y = fp64(x) @ merged_weight(weight, lora_a, lora_b, magnitude, scale, dtype).T
     return y if bias is None else y + fp64(bias)
 
@@ -135,8 +118,7 @@ def dora_linear(
 @dataclass(frozen=True)
 class LinearGrads:
     """Cotangents of `dora_linear`, each shaped like its argument. `d_weight` is the frozen
-    weight's, were it trained.
-    """
+    weight's, were it trained."""
 
     d_x: Array
     d_weight: Array
@@ -147,15 +129,7 @@ class LinearGrads:
 
 
 def dora_linear_grads(
-    dy: Any,
-    x: Any,
-    weight: Any,
-    lora_a: Any,
-    lora_b: Any,
-    magnitude: Any,
-    scale: float,
-    *,
-    dtype: Any = "float64",
+    dy, x, weight, lora_a, lora_b, magnitude, scale: float, *, dtype="float64"
 ) -> LinearGrads:
     """Gradients of `sum(dy ∘ dora_linear(...))` with the norm held constant (arXiv 2402.09353,
     §4.3).
@@ -179,9 +153,7 @@ def dora_linear_grads(
     )
 
 
-def swiglu(
-    gate: Any, up: Any, gate_g: Any, up_g: Any, gate_bias: Any = 0.0, up_bias: Any = 0.0
-) -> Array:
+def swiglu(gate, up, gate_g, up_g, gate_bias: Array = 0.0, up_bias: Array = 0.0) -> Array:
     """`silu(gate_g ⊙ gate + gate_bias) ⊙ (up_g ⊙ up + up_bias)` (arXiv 2002.05202)."""
     import torch
 
@@ -190,7 +162,7 @@ def swiglu(
     return h if hasattr(gate, "detach") else h.numpy()
 
 
-def swiglu_grads(dh: Any, *operands: Any) -> tuple[Array, ...]:
+def swiglu_grads(dh, *operands) -> tuple[Array, ...]:
     """The cotangents of `swiglu`'s operands, in their order, by differentiating it."""
     import torch
 
@@ -199,7 +171,7 @@ def swiglu_grads(dh: Any, *operands: Any) -> tuple[Array, ...]:
     return found if hasattr(dh, "detach") else tuple(grad.numpy() for grad in found)
 
 
-def _swiglu(gate, up, gate_g, up_g, gate_bias: Any = 0.0, up_bias: Any = 0.0):
+def _swiglu(gate, up, gate_g, up_g, gate_bias: Array = 0.0, up_bias: Array = 0.0):
     import torch
 
     return torch.nn.functional.silu(gate_g * gate + gate_bias) * (up_g * up + up_bias)

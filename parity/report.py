@@ -93,8 +93,7 @@ def used(row: Row) -> float:
 
 def text(header: Mapping[str, Any], rows: Sequence[Row], whole: bool = False) -> str:
     """Returns the report as Markdown: a line for every quantity and side, all that failed, what was
-    measured and not judged, and, if `whole`, every row.
-    """
+    measured and not judged, and, if `whole`, every row."""
     judged = [row for row in rows if row["ok"] is not None]
     failed = [row for row in judged if not row["ok"]]
     verdict = f"{len(judged) - len(failed)} of {len(judged)} comparisons passed"
@@ -105,11 +104,11 @@ def text(header: Mapping[str, Any], rows: Sequence[Row], whole: bool = False) ->
         table(COLUMNS, _summary(judged)),
         *_facts(rows),
     ]
-    if failed:
-        parts += ["## Failed", table(("case", *COLUMNS[:2], *COLUMNS[4:], "note"), _each(failed))]
-    if whole:
-        parts += ["## All", table(("case", *COLUMNS[:2], *COLUMNS[4:], "note"), _each(judged))]
-    return "\n\n".join(part for part in parts if part)
+    for heading, chosen in (("Failed", failed), ("All", judged if whole else ())):
+        if chosen:
+            each = table(("case", *COLUMNS[:2], *COLUMNS[4:], "note"), _each(chosen))
+            parts.append(f"## {heading}\n\n{each}")
+    return "\n\n".join(parts)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -203,12 +202,8 @@ def _facts(rows: Iterable[Row]) -> Iterator[str]:
             single = "value" in row and row["side"] is None
             groups.setdefault("" if single else row["quantity"], []).append(row)
     for quantity, group in groups.items():
-        shown = dict.fromkeys(
-            name
-            for row in group
-            for name, value in row.items()
-            if value is not None and not isinstance(value, dict)
-        )
+        values = [item for row in group for item in row.items()]
+        shown = {name: None for name, v in values if v is not None and not isinstance(v, dict)}
         if quantity:
             shown.pop("quantity")
         cells = ([_cell(row.get(name)) for name in shown] for row in group)

@@ -24,18 +24,13 @@ that of fp32. An error is tracked the way it arises, by four rules:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from parity import oracle
 from parity.oracle import Array, dtype_name, fp64
 
 # Precision p bits, significand included: u = 2^-p.
-UNIT_ROUNDOFF = {
-    "bfloat16": 2.0**-8,
-    "float16": 2.0**-11,
-    "float32": 2.0**-24,
-    "float64": 2.0**-53,
-}
+UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
+U32 = UNIT_ROUNDOFF["float32"]
 # Half the spacing of the smallest numbers: fp16's subnormals are met in practice, the others' are
 # not, but XLA and Triton may flush subnormals to zero, so theirs is the smallest normal number.
 UNDERFLOW = {
@@ -100,7 +95,7 @@ MODEL_NEARNESS = {"bfloat16": 1.1, "float32": 1.5}
 MODEL_RESOLUTION = 0.1
 
 
-def model_cosine_distance(dtype: Any, control: float) -> float:
+def model_cosine_distance(dtype, control: float) -> float:
     """Returns how far `1 - cosine` of two systems' logits may be from 0: what `COSINE` promises,
     or, where the unadapted models of the two frameworks are themselves further apart than that,
     `control`, `MODEL_CONTROL` times as far.
@@ -113,19 +108,19 @@ def model_cosine_distance(dtype: Any, control: float) -> float:
     return max(1 - COSINE[dtype_name(dtype)], MODEL_CONTROL * control)
 
 
-def unit_roundoff(dtype: Any) -> float:
+def unit_roundoff(dtype) -> float:
     return UNIT_ROUNDOFF[dtype_name(dtype)]
 
 
-def rounding(value: Any, dtype: Any) -> Array:
+def rounding(value, dtype) -> Array:
     """Rule 1: the cost of storing `value` in `dtype`."""
     return unit_roundoff(dtype) * abs(fp64(value)) + UNDERFLOW[dtype_name(dtype)]
 
 
-def accumulation(n: int, total: Any, terms_norm: Any) -> Array:
+def accumulation(n: int, total, terms_norm) -> Array:
     """Rule 4: the cost of summing n terms of 2-norm `terms_norm` to `total` in fp32."""
     steps = max(1.0, n / BLOCK)
-    factor = UNIT_ROUNDOFF["float32"] * (SIGMAS * steps**0.5 + steps)
+    factor = U32 * (SIGMAS * steps**0.5 + steps)
     return factor * (abs(fp64(total)) + fp64(terms_norm))
 
 
@@ -139,7 +134,7 @@ def independent(a: Array, b: Array) -> Array:
     return SIGMAS * two_norm_of_products(a, b)
 
 
-def flash_rule(plain_error: float, reference_peak: float, dtype: Any, floor: float = 0.0) -> float:
+def flash_rule(plain_error: float, reference_peak: float, dtype, floor: float = 0.0) -> float:
     """flash-attention's rule: error(kernel) ≤ 2 · error(same computation, same dtype, plain ops) +
     rounding floor.
 
@@ -151,7 +146,7 @@ def flash_rule(plain_error: float, reference_peak: float, dtype: Any, floor: flo
     return 2.0 * plain_error + unit_roundoff(dtype) * reference_peak + floor
 
 
-def norm(weight: Any, lora_a: Any, lora_b: Any, scale: float) -> Array:
+def norm(weight, lora_a, lora_b, scale: float) -> Array:
     """`[out]`: how far an fp32-accumulated factored norm may lie from `‖W + sBA‖row`.
 
     Of the three sums that make the square, each is at most `(‖W‖ + s‖BA‖)²`, of `in` products
@@ -171,10 +166,10 @@ def norm(weight: Any, lora_a: Any, lora_b: Any, scale: float) -> Array:
     # min(δ/n, sqrt δ), without a two-operand minimum, whose name differs between NumPy and torch
     root = delta**0.5
     smaller = (ratio + root - abs(ratio - root)) / 2
-    return smaller + 2 * UNIT_ROUNDOFF["float32"] * exact + tiny
+    return smaller + 2 * U32 * exact + tiny
 
 
-def magnitude_scale(magnitude: Any, row_norm: Any, dtype: Any, norm_error: Any = 0.0) -> Array:
+def magnitude_scale(magnitude, row_norm, dtype, norm_error=0.0) -> Array:
     """`[out]`: how far g may lie off when the norm given to it does by `norm_error`.
 
     g falls with the norm, and fastest below, so the worst case is `|m| / max(n - e, eps) - |g|`;
@@ -184,32 +179,30 @@ def magnitude_scale(magnitude: Any, row_norm: Any, dtype: Any, norm_error: Any =
     eps = oracle.EPS[dtype_name(dtype)]
     g = m / n.clip(eps)
     moved = m / (n - fp64(norm_error)).clip(eps) - g
-    return moved + 3 * UNIT_ROUNDOFF["float32"] * g + UNDERFLOW["float32"]
+    return moved + 3 * U32 * g + UNDERFLOW["float32"]
 
 
-def compose(base: Any, lora: Any, g: Any, scale: float, dtype: Any) -> Array:
+def compose(base, lora, g, scale: float, dtype) -> Array:
     """`y = base + ((g-1)·base + g·(s·lora))` in fp32, rounded once: rule 2 with at most four
     operations deep on every term (product, product, sum, sum; the subtraction g-1 rounds once),
-    then rule 1.
-    """
+    then rule 1."""
     base, lora, g = fp64(base), fp64(lora), fp64(g)
     entering = abs(base) + abs((g - 1) * base) + abs(g * scale * lora)
     y = g * (base + scale * lora)
-    return rounding(y, dtype) + 4 * UNIT_ROUNDOFF["float32"] * entering
+    return rounding(y, dtype) + 4 * U32 * entering
 
 
-def compose_delta(base: Any, lora: Any, g: Any, scale: float, dtype: Any) -> Array:
+def compose_delta(base, lora, g, scale: float, dtype) -> Array:
     """`ΔY = (g-1)·base + g·(s·lora)`, as `compose` but for `base` itself: nothing of its size may
-    enter.
-    """
+    enter."""
     base, lora, g = fp64(base), fp64(lora), fp64(g)
     entering = abs((g - 1) * base) + abs(g * scale * lora)
     delta = (g - 1) * base + g * (scale * lora)
-    return rounding(delta, dtype) + 4 * UNIT_ROUNDOFF["float32"] * entering
+    return rounding(delta, dtype) + 4 * U32 * entering
 
 
 def compose_grads(
-    dy: Any, base: Any, lora: Any, g: Any, scale: float, dtype: Any, *, delta: bool = False
+    dy, base, lora, g, scale: float, dtype, *, delta: bool = False
 ) -> oracle.ComposeGrads:
     """Bounds for the cotangents of `compose`, or of `compose_delta`.
 
@@ -224,18 +217,17 @@ def compose_grads(
     d_lora = g * (scale * dy)
     features = dy.shape[-1]
     terms = (dy * inner).reshape(-1, features)
-    stored = (abs(dy) * (rounding(inner, dtype) + 2 * _u32(base, scale * lora))).reshape(
-        -1, features
-    )
+    stored = abs(dy) * (rounding(inner, dtype) + 2 * _u32(base, scale * lora))
+    stored = stored.reshape(-1, features)
     length = (terms**2).sum(0) ** 0.5
     return oracle.ComposeGrads(
-        d_base=rounding(d_base, dtype) + 3 * UNIT_ROUNDOFF["float32"] * abs(d_base),
-        d_lora=rounding(d_lora, dtype) + 3 * UNIT_ROUNDOFF["float32"] * abs(d_lora),
+        d_base=rounding(d_base, dtype) + 3 * U32 * abs(d_base),
+        d_lora=rounding(d_lora, dtype) + 3 * U32 * abs(d_lora),
         d_g=SIGMAS * (stored**2).sum(0) ** 0.5 + accumulation(terms.shape[0], terms.sum(0), length),
     )
 
 
-def stored_inner(dy: Any, inner: Any, dtype: Any) -> Array:
+def stored_inner(dy, inner, dtype) -> Array:
     """`[out]`: what `d_g = Σ_rows dY ∘ inner` loses if inner was stored in `dtype` after the
     forward pass, by rule 3: a plain computation under autograd keeps fp32 instead."""
     terms = abs(fp64(dy)) * rounding(inner, dtype)
@@ -255,17 +247,7 @@ class SwigluBounds:
     d_up_bias: Array
 
 
-def swiglu(
-    dh: Any,
-    gate: Any,
-    up: Any,
-    gate_g: Any,
-    up_g: Any,
-    dtype: Any,
-    *,
-    gate_bias: Any = 0.0,
-    up_bias: Any = 0.0,
-) -> SwigluBounds:
+def swiglu(dh, gate, up, gate_g, up_g, dtype, *, gate_bias=0.0, up_bias=0.0) -> SwigluBounds:
     """Bounds for `silu(y₁)∘y₂`, y₁ = g₁∘gate + b₁, y₂ = g₂∘up + b₂, and its gradients in fp32.
 
     y₁ and y₂ cost rule 2's two operations. σ = sigmoid(y₁) may come from approximate instructions,
@@ -278,7 +260,7 @@ def swiglu(
     """
     dh, gate, up, g1, g2 = (fp64(value) for value in (dh, gate, up, gate_g, up_g))
     b1, b2 = fp64(gate_bias), fp64(up_bias)
-    u32 = UNIT_ROUNDOFF["float32"]
+    u32 = U32
     y1, y2 = g1 * gate + b1, g2 * up + b2
     e1, e2 = 2 * u32 * (abs(g1 * gate) + abs(b1)), 2 * u32 * (abs(g2 * up) + abs(b2))
     # exp(-|y|) overflows nowhere.
@@ -305,10 +287,8 @@ def swiglu(
 
     def summed(terms: Array, error: Array) -> Array:
         terms, error = (v.reshape(-1, v.shape[-1]) for v in (terms, error))
-        length = (terms**2).sum(0) ** 0.5
-        return SIGMAS * (error**2).sum(0) ** 0.5 + accumulation(
-            terms.shape[0], terms.sum(0), length
-        )
+        summing = accumulation(terms.shape[0], terms.sum(0), (terms**2).sum(0) ** 0.5)
+        return SIGMAS * (error**2).sum(0) ** 0.5 + summing
 
     return SwigluBounds(
         h=rounding(h, dtype) + e_silu * abs(y2) + abs(silu) * e2 + 2 * u32 * abs(h),
@@ -322,14 +302,13 @@ def swiglu(
 
 
 def _u32(*entering: Array) -> Array:
-    return UNIT_ROUNDOFF["float32"] * sum(abs(value) for value in entering)
+    return U32 * sum(abs(value) for value in entering)
 
 
 @dataclass(frozen=True)
 class LinearBounds:
     """Bounds for `dora_linear` and its gradients, each shaped like what it bounds, activations as
-    `[rows, features]`.
-    """
+    `[rows, features]`."""
 
     y: Array
     d_x: Array
@@ -341,16 +320,7 @@ class LinearBounds:
 
 
 def dora_linear(
-    dy: Any,
-    x: Any,
-    weight: Any,
-    lora_a: Any,
-    lora_b: Any,
-    magnitude: Any,
-    scale: float,
-    dtype: Any,
-    *,
-    bias: Any = None,
+    dy, x, weight, lora_a, lora_b, magnitude, scale: float, dtype, *, bias=None
 ) -> LinearBounds:
     """Bounds for a whole layer whose every intermediate may be rounded to `dtype` once.
 
@@ -369,10 +339,8 @@ def dora_linear(
 
     def product(left: Array, right: Array, n: int) -> tuple[Array, Array]:
         """A matrix product, and what fp32 accumulation and one rounding cost it."""
-        total = left @ right
-        return total, rounding(total, dtype) + accumulation(
-            n, total, two_norm_of_products(left, right)
-        )
+        total, length = left @ right, two_norm_of_products(left, right)
+        return total, rounding(total, dtype) + accumulation(n, total, length)
 
     def cast(left: Array, right: Array) -> Array:
         """Rule 3 on the casting of one adapter in `left @ right`."""
@@ -405,14 +373,9 @@ def dora_linear(
     dz_error = dz_error + independent(d_lora_error, b) + cast(d_lora, b)
     dx_base, dx_base_error = product(d_base, w, n_out)
     dx_lora, dx_lora_error = product(dz, a, rank)
-    dx_error = (
-        dx_base_error
-        + independent(d_base_error, w)
-        + dx_lora_error
-        + independent(dz_error, a)
-        + cast(dz, a)
-        + rounding(dx_base + dx_lora, dtype)
-    )
+    dx_error = dx_base_error + independent(d_base_error, w) + dx_lora_error
+    dx_error = dx_error + independent(dz_error, a) + cast(dz, a)
+    dx_error = dx_error + rounding(dx_base + dx_lora, dtype)
     _, d_a_error = product(dz.T, x, rows)
     _, d_b_error = product(d_lora.T, z, rows)
 
@@ -426,13 +389,12 @@ def dora_linear(
     smallest = (row_norm - norm_error).clip(oracle.EPS[dtype_name(dtype)])
     d_m_error = d_g_error / smallest + abs(d_g) * (1 / smallest - 1 / floor)
 
+    d_b_error = d_b_error + independent(d_lora_error.T, z)
     return LinearBounds(
         y=y_error,
         d_x=dx_error,
         d_lora_a=d_a_error + independent(dz_error.T, x),
-        d_lora_b=d_b_error
-        + independent(d_lora_error.T, z)
-        + SIGMAS * two_norm_of_products(d_lora.T, z_error),
+        d_lora_b=d_b_error + SIGMAS * two_norm_of_products(d_lora.T, z_error),
         d_magnitude=d_m_error + rounding(d_g / floor, dtype) + 3 * _u32(d_g / floor),
         d_bias=rounding(dy.sum(0), dtype) + accumulation(rows, dy.sum(0), (dy**2).sum(0) ** 0.5),
         relative_g=relative_g,

@@ -46,8 +46,12 @@ class Run:
             raise FileExistsError(f"--merge {args.merge} exists; expected a folder to be made")
         args.output.mkdir(parents=True, exist_ok=True)
         self.folder, file = self._inputs()
-        config = read_config(self.folder)
-        tokenizer = Tokenizer.from_file(str(self._tokenizer_file()))
+        config, tokenizer_file = read_config(self.folder), self.folder / "tokenizer.json"
+        if not tokenizer_file.is_file():
+            raise FileNotFoundError(
+                f"{tokenizer_file} is missing: expected the tokenizer's fast form there"
+            )
+        tokenizer = Tokenizer.from_file(str(tokenizer_file))
         self.rows = self._read(file, tokenizer, config)
         self.eval_rows = None
         if args.eval_data is not None:
@@ -56,18 +60,14 @@ class Run:
         self.steps = args.steps or math.ceil(
             args.epochs * len(self.rows.tokens) / math.prod(self.step_rows)
         )
-        self.settings = {
-            name: value for name, value in sorted(vars(args).items()) if name not in FREE
-        }
+        self.settings = {name: value for name, value in vars(args).items() if name not in FREE}
         # What the files hold counts, not where they lie.
+        described = json.dumps(config, sort_keys=True).encode()
         self.settings["data"] = hashlib.sha256(file.read_bytes()).hexdigest()
-        self.settings["config"] = hashlib.sha256(
-            json.dumps(config, sort_keys=True).encode()
-        ).hexdigest()
+        self.settings["config"] = hashlib.sha256(described).hexdigest()
         self.schedule = self._schedule()
-        self.optimizer = training.make_optimizer(
-            self.schedule, clip=args.clip, weight_decay=args.weight_decay
-        )
+        options = {"clip": args.clip, "weight_decay": args.weight_decay}
+        self.optimizer = training.make_optimizer(self.schedule, **options)
         self.parts = training.take_apart(self._adapted_model())
         self.state = self.optimizer.init(self.parts.adapters)
         self.done = 0  # steps
@@ -100,12 +100,11 @@ class Run:
                     metrics = self._step(rows)
                     self.guard.check(step, metrics)
                     speed = (rows.segment_ids > 0).sum() / (time.perf_counter() - start)
-                    progress.update(
-                        task,
-                        advance=1,
-                        loss=f"loss {float(metrics.loss):.4f}",
-                        speed=f"{speed:,.0f} tokens/s",
-                    )
+                    shown = {
+                        "loss": f"loss {float(metrics.loss):.4f}",
+                        "speed": f"{speed:,.0f} tokens/s",
+                    }
+                    progress.update(task, advance=1, **shown)
                     line = {
                         "step": step,
                         "loss": float(metrics.loss),
@@ -187,12 +186,6 @@ class Run:
                 raise FileNotFoundError(f"--{name} {value} is no file; expected JSONL")
         return folder, file
 
-    def _tokenizer_file(self) -> Path:
-        file = self.folder / "tokenizer.json"
-        if not file.is_file():
-            raise FileNotFoundError(f"{file} is missing: expected the tokenizer's fast form there")
-        return file
-
     def _read(self, file: Path, tokenizer: Tokenizer, config: dict[str, Any]) -> data.Rows:
         end = config.get("eos_token_id")
         end = end[0] if isinstance(end, list) and end else end
@@ -272,11 +265,8 @@ class Run:
         now = json.loads(json.dumps(self.settings, default=str))
         changed = {name for name in now | saved if now.get(name) != saved.get(name)}
         if changed:
-            told = ", ".join(
-                f"{name} was {saved.get(name)!r} and is {now.get(name)!r}"
-                for name in sorted(changed)
-            )
-            raise ValueError(f"--resume goes on with the same run only, but {told}")
+            told = [f"{n} was {saved.get(n)!r} and is {now.get(n)!r}" for n in sorted(changed)]
+            raise ValueError(f"--resume goes on with the same run only, but {', '.join(told)}")
 
     def _metrics_file(self, step: int) -> Any:
         """metrics.jsonl without what was written after `step`, open for more."""
@@ -286,11 +276,6 @@ class Run:
         return file.open("a")
 
     def _progress(self) -> Progress:
-        return Progress(
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[loss]}"),
-            TextColumn("{task.fields[speed]}"),
-            TimeRemainingColumn(),
-            console=self.console,
-        )
+        told = (TextColumn("{task.fields[loss]}"), TextColumn("{task.fields[speed]}"))
+        columns = (BarColumn(), MofNCompleteColumn(), *told, TimeRemainingColumn())
+        return Progress(*columns, console=self.console)

@@ -44,21 +44,17 @@ def take_apart(model: CausalLM) -> Parts:
 def make_optimizer(
     schedule: optax.Schedule, *, clip: float, weight_decay: float
 ) -> optax.GradientTransformation:
-    """AdamW with clipping; a magnitude is not decayed, for its rest is the base's norm, not 0."""
+    """AdamW with clipping."""
+    adamw = optax.adamw(schedule, weight_decay=weight_decay, mask=decayed)
+    return optax.chain(optax.clip_by_global_norm(clip), adamw)
 
-    def decayed(adapters: nnx.State) -> Any:
-        def is_variable(x: Any) -> bool:
-            return isinstance(x, nnx.Variable)
 
-        return jax.tree.map(
-            lambda variable: not isinstance(variable, jax_dora.DoRAParam),
-            adapters,
-            is_leaf=is_variable,
-        )
-
-    return optax.chain(
-        optax.clip_by_global_norm(clip),
-        optax.adamw(schedule, weight_decay=weight_decay, mask=decayed),
+def decayed(adapters: nnx.State) -> Any:
+    """Returns what weight decay is for: no magnitude, whose rest is the base's norm, not 0."""
+    return jax.tree.map(
+        lambda variable: not isinstance(variable, jax_dora.DoRAParam),
+        adapters,
+        is_leaf=lambda x: isinstance(x, nnx.Variable),
     )
 
 

@@ -39,12 +39,8 @@ class Rope:
             raise NotImplementedError(
                 f"config.json asks for rope_type {kind!r}; expected one of {', '.join(ROPE_KINDS)}"
             )
-        names = {
-            "factor": "factor",
-            "low_freq_factor": "low_freq_factor",
-            "high_freq_factor": "high_freq_factor",
-            "original_max_position_embeddings": "original_length",
-        }
+        names = {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")}
+        names["original_max_position_embeddings"] = "original_length"
         unknown = sorted(set(given) - set(names))
         if unknown:
             raise NotImplementedError(
@@ -54,9 +50,8 @@ class Rope:
         if kind == "default":
             given = {}
         if kind == "llama3":
-            given.setdefault(
-                "original_max_position_embeddings", config.get("max_position_embeddings")
-            )
+            longest = config.get("max_position_embeddings")
+            given.setdefault("original_max_position_embeddings", longest)
         return cls(theta=float(theta), kind=kind, **{names[key]: v for key, v in given.items()})
 
 
@@ -150,9 +145,7 @@ def _refuse(config: Mapping[str, Any]) -> None:
     wrong = {
         "hidden_act": config.get("hidden_act", "silu") != "silu",
         "sliding_window": slides,
-        "layer_types": set(config.get("layer_types") or ()) - {"full_attention"}
-        if layers
-        else False,
+        "layer_types": layers and set(config.get("layer_types") or ()) - {"full_attention"},
         "quantization_config": config.get("quantization_config") is not None,
         "partial_rotary_factor": config.get("partial_rotary_factor", 1.0) != 1.0,
     }

@@ -40,7 +40,7 @@ ChooseSharding = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Target:
+class Target:
     """An array of the model and the tensors it is made of: one a layer, or one."""
 
     path: tuple[str, ...]
@@ -101,11 +101,11 @@ def load_model(
     stored = stored_tensors(folder)
     abstract = nnx.eval_shape(lambda: CausalLM(config, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(abstract)
-    targets = list(_targets(state, config))
-    _check(folder, config, targets, stored)
+    wanted = list(targets(state, config))
+    _check(folder, config, wanted, stored)
 
     flat = dict(nnx.to_flat_state(state))
-    for target in targets:
+    for target in wanted:
         if sharding is None or isinstance(sharding, jax.sharding.Sharding):
             chosen = sharding
         else:
@@ -152,7 +152,7 @@ def save_model(
     arrays = dict(nnx.to_flat_state(state))
     tensors = [
         TensorToStore(name, _nbytes(target), functools.partial(_fetch, arrays, target, layer))
-        for target in _targets(state, model.config)
+        for target in targets(state, model.config)
         for layer, name in enumerate(target.names)
     ]
 
@@ -178,7 +178,8 @@ def save_model(
         raise
 
 
-def _targets(state: nnx.State, config: DecoderConfig) -> Iterator[_Target]:
+def targets(state: nnx.State, config: DecoderConfig) -> Iterator[Target]:
+    """Yields every array of a model's state, and the tensors of a folder that it is made of."""
     for path, variable in nnx.to_flat_state(state):
         path = tuple(map(str, path))
         if path[-1] not in LEAVES:
@@ -194,11 +195,11 @@ def _targets(state: nnx.State, config: DecoderConfig) -> Iterator[_Target]:
         else:
             names = (".".join((*path[:-1], leaf)),)
         shape, dtype = variable.get_value().shape, np.dtype(variable.get_value().dtype)
-        yield _Target(path, shape, dtype, names, stacked, transposed)
+        yield Target(path, shape, dtype, names, stacked, transposed)
 
 
 def _check(
-    folder: Path, config: DecoderConfig, targets: list[_Target], stored: dict[str, StoredTensor]
+    folder: Path, config: DecoderConfig, targets: list[Target], stored: dict[str, StoredTensor]
 ) -> None:
     expected = {name: target.tensor_shape() for target in targets for name in target.names}
     missing = sorted(set(expected) - set(stored))
@@ -237,7 +238,7 @@ def _whole(tensor: StoredTensor) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def _load(
-    target: _Target, tensors: list[StoredTensor], sharding: jax.sharding.Sharding | None
+    target: Target, tensors: list[StoredTensor], sharding: jax.sharding.Sharding | None
 ) -> jax.Array:
     if sharding is None:
         # On the default device, and free to be moved from there.
@@ -248,7 +249,7 @@ def _load(
 
 
 def _load_part(
-    target: _Target,
+    target: Target,
     tensors: list[StoredTensor],
     device: Any,  # a jax.Device, which type checkers take for a function
     index: tuple[slice, ...],
@@ -285,11 +286,11 @@ def _write(part: jax.Array, block: jax.Array, corner: jax.Array, *, transposed: 
     return lax.dynamic_update_slice(part, block, list(corner))
 
 
-def _nbytes(target: _Target) -> int:
+def _nbytes(target: Target) -> int:
     return int(np.prod(target.tensor_shape())) * target.dtype.itemsize
 
 
-def _fetch(arrays: dict[tuple[Any, ...], Any], target: _Target, layer: int) -> np.ndarray:
+def _fetch(arrays: dict[tuple[Any, ...], Any], target: Target, layer: int) -> np.ndarray:
     array = arrays[target.path].get_value()
     value = np.asarray(array[layer] if target.stacked else array)
     return value.T if target.transposed else value

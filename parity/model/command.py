@@ -7,9 +7,10 @@ import gc
 import sys
 import time
 from collections.abc import Sequence
+from importlib import import_module
 
 from parity import command
-from parity.environment import choose_device, environment
+from parity.environment import choose_device
 from parity.report import Report
 
 DTYPES = {"bf16": ("bfloat16",), "fp32": ("float32",), "both": ("bfloat16", "float32")}
@@ -30,6 +31,8 @@ def main(arguments: Sequence[str]) -> int:
     device = choose_device(options.device)
     try:
         from parity.model.execute import execute, free_memory, systems
+
+        import_module("parity.sides.torch.decoder")  # needs transformers and PEFT
     except ModuleNotFoundError as error:
         sys.exit(f"python -m parity model: {error}; pip install 'jax-dora[dev]'")
     from parity.model.sizes import runs
@@ -40,8 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     def say(line: str) -> None:
         print(f"[{time.perf_counter() - start:6.1f} s] {line}", file=sys.stderr, flush=True)
 
-    described = environment(device, options.commit, ("transformers", "peft"))
-    report = Report(command.report_file(options, device, "model"), "model", described)
+    report = command.report(options, device, "model", ("transformers", "peft"))
     chosen = runs(
         device,
         DTYPES[options.dtype],
@@ -81,7 +83,6 @@ def _write(report: Report, run, executed) -> None:
         report.add(run.name, "result", side=name, ok=False, note=error)
     pairs, checks = judge(run, executed.results)
     for check in checks:
-        note = {"note": check.note} if check.note else {}
         report.add(
             run.name,
             check.quantity,
@@ -89,11 +90,9 @@ def _write(report: Report, run, executed) -> None:
             error=check.value,
             bound=check.allowed,
             ok=check.passed,
-            **note,
+            **({"note": check.note} if check.note else {}),
         )
     for pair in pairs:
-        found = dataclasses.asdict(pair)
-        logits, sides = found["logits"], f"{pair.first}, {pair.second}"
-        gradients = {key: found[key] for key in ("adapter", "gradients") if found[key]}
-        distance = logits.pop("distance")
-        report.add(run.name, "distance", side=sides, **distance, **logits, **gradients)
+        found = {k: v for k, v in dataclasses.asdict(pair).items() if v not in (None, {})}
+        sides = f"{found.pop('first')}, {found.pop('second')}"
+        report.add(run.name, "distance", side=sides, **found)

@@ -34,19 +34,14 @@ def systems(run: Run) -> dict[str, System]:
         FP64_BASE: functools.partial(reference.compute, adapted=False),
         FP64: reference.compute,
     }
-    chosen: dict[Backend, tuple] = {
-        "torch": ("base", "peft", *run.torch),
-        "jax": ("base", *run.jax),
-    }
+    chosen: dict[Backend, tuple] = {"torch": ("base", "peft", *run.torch)}
+    chosen["jax"] = ("base", *run.jax)
     for side, implementations in chosen.items():
+        decoder = SIDES[side].decoder
         for implementation in implementations:
-            compute = functools.partial(_compute, side=side, implementation=implementation)
-            found[f"{side} {implementation or ''}".strip()] = compute
+            name = f"{side} {implementation or ''}".strip()
+            found[name] = functools.partial(decoder.compute, implementation=implementation)
     return found
-
-
-def _compute(run: Run, weights: Weights, side: Backend, implementation: str | None) -> Result:
-    return SIDES[side].decoder.compute(run, weights, implementation)
 
 
 @dataclass

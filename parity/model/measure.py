@@ -29,35 +29,33 @@ class Distance:
 
 
 @dataclass(frozen=True)
-class LogitsDistance:
-    """
+class LogitsDistance(Distance):
+    """The distance of all logits as one vector.
+
     Attributes:
-      distance: of all logits as one vector.
       top1: share of the tokens whose largest logit is the same.
       kl_mean, kl_max: KL(second ‖ first) per token, in nats.
     """
 
-    distance: Distance
     top1: float
     kl_mean: float
     kl_max: float
 
 
 @dataclass(frozen=True)
-class Pair:
-    """Two systems' results side by side.
+class Pair(LogitsDistance):
+    """Two systems' results side by side: their logits' distance, and their gradients'.
 
     Attributes:
-      gradients: by "q_proj.lora_a" and the like, all layers' in one vector; empty where one of the
-        two has none.
+      gradients: by "self_attn.q_proj.lora_a" and the like, all layers' in one vector; empty where
+        one of the two has none.
       adapter: all of them in one vector.
     """
 
     first: str
     second: str
-    logits: LogitsDistance
-    gradients: dict[str, Distance]
     adapter: Distance | None
+    gradients: dict[str, Distance]
 
 
 def measure(parts: Iterable[tuple[Tensor, Tensor]]) -> Distance:
@@ -84,13 +82,10 @@ def compare(first: str, a: Result, second: str, b: Result) -> Pair:
         kind: list(zip(a.gradients[kind], b.gradients[kind], strict=True))
         for kind in sorted(a.gradients.keys() & b.gradients.keys())
     }
-    return Pair(
-        first,
-        second,
-        compare_logits(a.logits, b.logits),
-        {kind: measure(parts) for kind, parts in kinds.items()},
-        measure(part for parts in kinds.values() for part in parts) if kinds else None,
-    )
+    adapter = measure(part for parts in kinds.values() for part in parts) if kinds else None
+    gradients = {kind: measure(parts) for kind, parts in kinds.items()}
+    logits = vars(compare_logits(a.logits, b.logits))
+    return Pair(**logits, first=first, second=second, adapter=adapter, gradients=gradients)
 
 
 def compare_logits(a: Tensor, b: Tensor) -> LogitsDistance:
@@ -100,7 +95,6 @@ def compare_logits(a: Tensor, b: Tensor) -> LogitsDistance:
         same.append((one.argmax(-1) == other.argmax(-1)).double())
         log_p, log_q = other.double().log_softmax(-1), one.double().log_softmax(-1)
         divergences.append((log_p.exp() * (log_p - log_q)).sum(-1))
-    kl = torch.cat(divergences)
-    return LogitsDistance(
-        measure(rows), torch.cat(same).mean().item(), kl.mean().item(), kl.max().item()
-    )
+    kl, top1 = torch.cat(divergences), torch.cat(same).mean().item()
+    distance, kl_mean, kl_max = measure(rows), kl.mean().item(), kl.max().item()
+    return LogitsDistance(**vars(distance), top1=top1, kl_mean=kl_mean, kl_max=kl_max)

@@ -26,11 +26,7 @@ def compute(run: Run, weights: Weights, *, adapted: bool = True) -> Result:
         for layer, adapters in zip(weights.layers, leaves, strict=True):
             arguments = (run, layer, adapters if adapted else None, rotation, x)
             # A layer's dense weights exist while it is computed, not longer.
-            x = (
-                checkpoint(_layer, *arguments, use_reentrant=False)
-                if adapted
-                else _layer(*arguments)
-            )
+            x = checkpoint(_layer, *arguments, use_reentrant=False)
         x = _rms_norm(run, weights.norm, x[-run.last :])
         logits = x @ weights.head.double().T
         loss = F.cross_entropy(logits, weights.tokens[0, -run.last :])
@@ -66,14 +62,14 @@ def _layer(
         return x.unflatten(-1, (-1, run.sizes.head_dim)).transpose(0, 1)  # [heads, tokens, head]
 
     normed = _rms_norm(run, layer.norms["input_layernorm"], x)
-    q = _rms_norm(run, layer.norms["q_norm"], heads(project("q_proj", normed)))
-    k = _rms_norm(run, layer.norms["k_norm"], heads(project("k_proj", normed)))
-    v = heads(project("v_proj", normed))
+    q, k, v = (heads(project(f"self_attn.{name}_proj", normed)) for name in "qkv")
+    q = _rms_norm(run, layer.norms["q_norm"], q)
+    k = _rms_norm(run, layer.norms["k_norm"], k)
     attended = _attention(_rotate(q, *rotation), _rotate(k, *rotation), v)
-    x = x + project("o_proj", attended.transpose(0, 1).flatten(1))
+    x = x + project("self_attn.o_proj", attended.transpose(0, 1).flatten(1))
     normed = _rms_norm(run, layer.norms["post_attention_layernorm"], x)
-    gate = project("gate_proj", normed)
-    return x + project("down_proj", gate * torch.sigmoid(gate) * project("up_proj", normed))
+    gate, up = project("mlp.gate_proj", normed), project("mlp.up_proj", normed)
+    return x + project("mlp.down_proj", gate * torch.sigmoid(gate) * up)
 
 
 def _merged(

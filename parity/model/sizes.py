@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Dtype = Literal["bfloat16", "float32"]
 
-PROJECTIONS = {
-    "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "mlp": ("gate_proj", "up_proj", "down_proj"),
-}
+# The seven projections of a layer, as Hugging Face names them.
+PROJECTIONS = (
+    *(f"self_attn.{name}_proj" for name in "qkvo"),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+)
 ADAPTER = ("lora_a", "lora_b", "magnitude")
 
 
@@ -34,40 +35,35 @@ class Sizes:
     def scale(self) -> float:
         return self.alpha / self.rank**0.5
 
-    def projections(self) -> dict[str, tuple[int, int]]:
+    def shapes(self) -> dict[str, tuple[int, int]]:
         """(out, in) of the seven projections of a layer."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        q, kv, wide = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.intermediate
+        inputs = (*[self.hidden] * 3, q, self.hidden, self.hidden, wide)
+        outputs = (q, kv, kv, self.hidden, wide, wide, self.hidden)
+        return dict(zip(PROJECTIONS, zip(outputs, inputs, strict=True), strict=True))
+
+    def hf_config(self, layers: int, tokens: int) -> dict[str, Any]:
+        """Returns the contents of the config.json of a bf16 decoder of these sizes."""
         return {
-            "q_proj": (q, self.hidden),
-            "k_proj": (kv, self.hidden),
-            "v_proj": (kv, self.hidden),
-            "o_proj": (self.hidden, q),
-            "gate_proj": (self.intermediate, self.hidden),
-            "up_proj": (self.intermediate, self.hidden),
-            "down_proj": (self.hidden, self.intermediate),
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "rms_norm_eps": self.epsilon,
+            "max_position_embeddings": tokens,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "tie_word_embeddings": False,
+            "dtype": "bfloat16",
         }
 
 
-QWEN3_8B = Sizes(
-    hidden=4096,
-    intermediate=12_288,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    vocabulary=151_936,
-    rank=384,
-    alpha=192,
-)
-TINY = Sizes(
-    hidden=64,
-    intermediate=96,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    vocabulary=512,
-    rank=16,
-    alpha=8,
-)
+QWEN3_8B = Sizes(4096, 12_288, 32, 8, 128, 151_936, rank=384, alpha=192)
+TINY = Sizes(64, 96, 4, 2, 16, 512, rank=16, alpha=8)
 
 
 @dataclass(frozen=True)
@@ -95,10 +91,7 @@ class Run:
         return f"{self.dtype}, {self.layers} layers, {self.tokens} tokens{forced}"
 
 
-FORCED: dict[str, tuple[str | None, ...]] = {
-    "jax": ("mosaic", "xla"),
-    "torch": ("triton", "eager"),
-}
+FORCED: dict[str, tuple[str | None, ...]] = {"jax": ("mosaic", "xla"), "torch": ("triton", "eager")}
 
 
 def runs(

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from parity import oracle
-from parity.model.sizes import PROJECTIONS, Run, Sizes
+from parity.model.sizes import ADAPTER, PROJECTIONS, Run, Sizes
 
 # 0.02 at a width of 4096, as transformers initialises Qwen3, and the same gain at others. What
 # is added to the residual stream is smaller by sqrt(2 · layers), as GPT-2 starts.
 GAIN = 1.28
-WRITERS = ("o_proj", "down_proj")
+WRITERS = ("self_attn.o_proj", "mlp.down_proj")
 # As large, beside that, that a layer turns the stream by a few percent, as in trained models. A
 # network that turns it further at every layer amplifies bf16's rounding instead of averaging it.
 EMBEDDING = 4.0
@@ -39,7 +39,7 @@ class Projection:
 
 @dataclass(frozen=True)
 class Layer:
-    projections: dict[str, Projection]  # by name: q_proj, …
+    projections: dict[str, Projection]  # by name: self_attn.q_proj, …
     norms: dict[str, Tensor]  # by name: input_layernorm, …
 
 
@@ -60,13 +60,20 @@ class Weights:
         }
         for index, layer in enumerate(self.layers):
             prefix = f"model.layers.{index}"
-            for block, projections in PROJECTIONS.items():
-                for name in projections:
-                    named[f"{prefix}.{block}.{name}.weight"] = layer.projections[name].weight
+            for path, projection in layer.projections.items():
+                named[f"{prefix}.{path}.weight"] = projection.weight
             for name, norm in layer.norms.items():
                 block = "self_attn." if name in ("q_norm", "k_norm") else ""
                 named[f"{prefix}.{block}{name}.weight"] = norm
         return named
+
+    def adapter(self) -> dict[str, dict[str, list[Tensor]]]:
+        """The adapter by projection, then by `ADAPTER`'s names, one tensor a layer."""
+        parts = {path: [layer.projections[path] for layer in self.layers] for path in PROJECTIONS}
+        return {
+            path: {kind: [getattr(part, kind) for part in every] for kind in ADAPTER}
+            for path, every in parts.items()
+        }
 
 
 def draw(run: Run, device: str, seed: int = 0) -> Weights:
@@ -84,19 +91,22 @@ def draw(run: Run, device: str, seed: int = 0) -> Weights:
         lora_a = normal(sizes.rank, n_in, deviation=n_in**-0.5)
         share = ADAPTER_SHARE * gain / (sizes.scale * sizes.rank**0.5)
         lora_b = normal(n_out, sizes.rank, deviation=share)
-        norm = oracle.norm(weight, lora_a, lora_b, sizes.scale)
+        row_norm = oracle.norm(weight, lora_a, lora_b, sizes.scale)
         factor = normal(n_out, deviation=MAGNITUDE_DEVIATION, mean=1.0)
-        return Projection(weight, lora_a, lora_b, (norm * factor).to(dtype).float())
+        return Projection(weight, lora_a, lora_b, (row_norm * factor).to(dtype).float())
+
+    def norm(size: int, mean: float = 1.0) -> Tensor:
+        return normal(size, deviation=NORM_DEVIATION, mean=mean)
 
     def layer() -> Layer:
         hidden, head = sizes.hidden, sizes.head_dim
         return Layer(
-            {name: projection(name, *shape) for name, shape in sizes.projections().items()},
+            {name: projection(name, *shape) for name, shape in sizes.shapes().items()},
             {
-                "input_layernorm": normal(hidden, deviation=NORM_DEVIATION, mean=1.0),
-                "post_attention_layernorm": normal(hidden, deviation=NORM_DEVIATION, mean=1.0),
-                "q_norm": normal(head, deviation=NORM_DEVIATION, mean=QK_NORM),
-                "k_norm": normal(head, deviation=NORM_DEVIATION, mean=QK_NORM),
+                "input_layernorm": norm(hidden),
+                "post_attention_layernorm": norm(hidden),
+                "q_norm": norm(head, QK_NORM),
+                "k_norm": norm(head, QK_NORM),
             },
         )
 
@@ -104,7 +114,7 @@ def draw(run: Run, device: str, seed: int = 0) -> Weights:
     return Weights(
         embedding=normal(sizes.vocabulary, sizes.hidden, deviation=EMBEDDING),
         head=normal(sizes.vocabulary, sizes.hidden, deviation=GAIN / sizes.hidden**0.5),
-        norm=normal(sizes.hidden, deviation=NORM_DEVIATION, mean=1.0),
+        norm=norm(sizes.hidden),
         layers=[layer() for _ in range(run.layers)],
         tokens=torch.randint(sizes.vocabulary, shape, generator=generator, device=device),
     )
@@ -123,8 +133,8 @@ class Result:
     Attributes:
       logits: [last, vocabulary].
       loss: mean cross-entropy of the last tokens, in nats.
-      gradients: of the adapter, by "q_proj.lora_a" and the like, one tensor a layer in torch's
-        layout; empty for a model without adapter.
+      gradients: of the adapter, by "self_attn.q_proj.lora_a" and the like, a tensor a layer in
+        torch's layout; empty for a model without adapter.
     """
 
     logits: Tensor

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from parity.model.sizes import Run as ModelRun
     from parity.model.weights import Result, Weights
     from parity.training.adapter import Adapter as StackedAdapter
-    from parity.training.run import Run
+    from parity.training.compare import Run
     from parity.training.settings import Settings
 
 Backend = Literal["jax", "torch"]
@@ -106,21 +106,10 @@ class Side:
     plain: str
     kernels: str
 
-    @property
-    def operators(self) -> Operators:
-        return cast(Operators, self._module("operators"))
-
-    @property
-    def encoder(self) -> Encoder:
-        return cast(Encoder, self._module("encoder"))
-
-    @property
-    def decoder(self) -> Decoder:
-        return cast(Decoder, self._module("decoder"))
-
-    @property
-    def training(self) -> Training:
-        return cast(Training, self._module("training"))
+    operators = property(lambda self: cast(Operators, self._module("operators")))
+    encoder = property(lambda self: cast(Encoder, self._module("encoder")))
+    decoder = property(lambda self: cast(Decoder, self._module("decoder")))
+    training = property(lambda self: cast(Training, self._module("training")))
 
     def _module(self, level: str) -> Any:
         return importlib.import_module(f"parity.sides.{self.name}.{level}")

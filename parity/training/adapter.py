@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 from safetensors import safe_open
 
-from parity.training.settings import PROJECTIONS, Settings
+from parity.model.sizes import ADAPTER, PROJECTIONS
+from parity.training.settings import Settings
 
 # By projection, then by name: lora_a f32[layers, rank, in], lora_b f32[layers, out, rank],
 # magnitude f32[layers, out].
 Adapter = dict[str, dict[str, np.ndarray]]
-NAMES = ("lora_a", "lora_b", "magnitude")
 
 
 def initial(settings: Settings, base: Path, seed: int) -> Adapter:
@@ -24,7 +24,7 @@ def initial(settings: Settings, base: Path, seed: int) -> Adapter:
     rng = np.random.default_rng((23, seed))
     adapter: Adapter = {}
     for projection in PROJECTIONS:
-        n_out, n_in = settings.shape(projection)
+        n_out, n_in = settings.shapes()[projection]
         a_shape = (settings.layers, settings.rank, n_in)
         b_shape = (settings.layers, n_out, settings.rank)
         a = rng.uniform(-(n_in**-0.5), n_in**-0.5, a_shape).astype(np.float32)
@@ -48,7 +48,7 @@ def one_ulp_off(adapter: Adapter, seed: int) -> Adapter:
 
 def flat(adapter: Adapter) -> np.ndarray:
     """f32[…]: all numbers of an adapter, in one order."""
-    return np.concatenate([adapter[p][name].ravel() for p in PROJECTIONS for name in NAMES])
+    return np.concatenate([adapter[p][name].ravel() for p in PROJECTIONS for name in ADAPTER])
 
 
 def _weights(base: Path, projection: str, settings: Settings) -> np.ndarray:

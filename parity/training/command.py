@@ -18,12 +18,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from parity import command
-from parity.environment import choose_device, environment
+from parity.environment import choose_device
 from parity.report import Report
 from parity.training import adapter as adapters
 from parity.training import worker
-from parity.training.compare import FULL_PRECISION, PAPER, compare
-from parity.training.run import Run
+from parity.training.compare import FULL_PRECISION, PAPER, Run, compare
 from parity.training.settings import Settings
 from parity.training.text import text
 from parity.training.variants import NATIVE_ONLY, PAIRINGS, PEFT, VARIANTS, Job, Variant
@@ -43,21 +42,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, help="of every run; 2000, or 40 with --quick")
     parser.add_argument("--seeds", type=int, nargs="+", help="default 1 2 3, or 1 with --quick")
-    parser.add_argument(
-        "--variant",
-        default="",
-        type=command.expression,
-        help="only variants whose name, such as 'torch triton', has this regular expression",
-    )
-    parser.add_argument(
-        "--jobs", type=command.positive, help="runs at a time; default 6 on a GPU and 1 on a CPU"
-    )
-    parser.add_argument(
-        "--work",
-        type=Path,
-        help="folder for the runs themselves: a run that is there already is not repeated, so that "
-        "an interrupted command can be given again; a temporary folder if not given",
-    )
+    only = "only variants whose name, such as 'torch triton', has this regular expression"
+    parser.add_argument("--variant", default="", type=command.expression, help=only)
+    at_a_time = "runs at a time; default 6 on a GPU and 1 on a CPU"
+    parser.add_argument("--jobs", type=command.positive, help=at_a_time)
+    kept = "folder for runs, none of which is repeated that is there; a temporary one by default"
+    parser.add_argument("--work", type=Path, help=kept)
     options = parser.parse_args(arguments)
     if options.steps is not None and options.steps < 2:
         parser.error(f"--steps is {options.steps}; expected at least 2")
@@ -78,14 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not jobs:
         names = ", ".join(variant.label for variant in VARIANTS)
         sys.exit(f"no variant on {device} matches --variant {options.variant!r}; expected {names}")
-
-    report = Report(
-        command.report_file(options, device, "training"),
-        "training",
-        environment(device, options.commit, ("optax", "transformers", "peft")),
-        settings=dataclasses.asdict(settings),
-        text=text().facts(),
-    )
+    facts = {"settings": dataclasses.asdict(settings), "text": text().facts()}
+    packages = ("optax", "transformers", "peft")
+    report = command.report(options, device, "training", packages, **facts)
     with tempfile.TemporaryDirectory(prefix="parity-training-") as temporary:
         work = (options.work or Path(temporary)) / _digest(settings, device)
         work.mkdir(parents=True, exist_ok=True)
@@ -103,9 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             files = {v: _file(work, (s, v)) for s, v in jobs if s == seed}
             # A seed's at a time: an adapter has tens of millions of numbers.
             runs = {v: Run.load(file) for v, file in files.items() if file.exists()}
-            write_pairs(
-                report, settings, seed, runs, adapters.initial(settings, work / "base", seed)
-            )
+            start = adapters.initial(settings, work / "base", seed)
+            write_pairs(report, settings, seed, runs, start)
     report.print()
     return 0 if report.passed else 1
 
@@ -127,11 +111,7 @@ def write_run(report: Report, job: Job, run: Run, *, curve: bool) -> None:
 
 
 def write_pairs(
-    report: Report,
-    settings: Settings,
-    seed: int,
-    runs: dict[Variant, Run],
-    start: adapters.Adapter,
+    report: Report, settings: Settings, seed: int, runs: dict[Variant, Run], start: adapters.Adapter
 ) -> None:
     """Adds what every pair of one seed's runs came to, from the initial adapter `start`."""
     limits = FULL_PRECISION if settings.dtype == "float32" else PAPER
@@ -139,15 +119,13 @@ def write_pairs(
         if pairing.one not in runs or pairing.other not in runs:
             continue
         found = compare(runs[pairing.one], runs[pairing.other], start)
-        errors = [found.mean, found.worst, found.final]
-        bounds = [limits.mean, limits.worst, limits.final]
         report.add(
             f"seed {seed}",
             QUANTITIES,
             side=f"{pairing.one.label}, {pairing.other.label}",
             kind=pairing.kind,
-            error=errors,
-            bound=bounds if pairing.judged else None,
+            error=found.figures,
+            bound=limits if pairing.judged else None,
             ok=found.verdicts(limits) if pairing.judged else None,
             worst_step=found.worst_step,
             gradient_norm_median=found.gradient_norm_median,
@@ -212,4 +190,4 @@ def _run_all(
 
 def _file(work: Path, job: Job) -> Path:
     seed, variant = job
-    return work / f"{seed} {variant.label.replace(',', '')}.npz".replace(" ", "_")
+    return work / f"{seed} {variant.label.replace(',', '')}.run".replace(" ", "_")

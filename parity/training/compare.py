@@ -2,17 +2,46 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Self
 
 import numpy as np
 
 from parity import tolerances
 from parity.training.adapter import Adapter, flat
-from parity.training.run import Run
 
 
-@dataclass(frozen=True)
-class Limits:
+@dataclass
+class Run:
+    """The results of one run.
+
+    Attributes:
+      losses: f64[steps], the batch's mean cross-entropy in nats before each step.
+      gradient_norms: f64[steps], over all adapters.
+      eval_before, eval_after: mean cross-entropy of the held-out rows.
+      adapter: after the last step.
+      seconds: wall time of the steps, compilation included.
+    """
+
+    losses: np.ndarray
+    gradient_norms: np.ndarray
+    eval_before: float
+    eval_after: float
+    adapter: Adapter
+    seconds: float
+
+    def save(self, file: Path) -> None:
+        file.write_bytes(pickle.dumps(self))
+
+    @classmethod
+    def load(cls, file: Path) -> Self:
+        """Returns what `save` wrote: a file of this command's own, whose bytes are trusted."""
+        return pickle.loads(file.read_bytes())
+
+
+class Limits(NamedTuple):
     """The largest mean and single |Δloss| over the steps, and |Δ| of the final evaluation."""
 
     mean: float
@@ -48,19 +77,21 @@ class Difference:
 
     mean: float
     worst: float
-    worst_step: int
     final: float
+    worst_step: int
     gradient_norm_median: float
     gradient_norm_worst: float
     drift: float
     travelled: float
     finite: bool
 
+    @property
+    def figures(self) -> Limits:
+        return Limits(self.mean, self.worst, self.final)
+
     def verdicts(self, limits: Limits) -> list[bool]:
         """Returns whether mean, worst and final are each within their limit."""
-        figures = (self.mean, self.worst, self.final)
-        allowed = (limits.mean, limits.worst, limits.final)
-        return [self.finite and f <= a for f, a in zip(figures, allowed, strict=True)]
+        return [self.finite and f <= a for f, a in zip(self.figures, limits, strict=True)]
 
     def within(self, limits: Limits) -> bool:
         return all(self.verdicts(limits))
@@ -76,8 +107,8 @@ def compare(one: Run, other: Run, start: Adapter) -> Difference:
     return Difference(
         mean=float(apart.mean()),
         worst=float(apart.max()),
-        worst_step=int(apart.argmax()) + 1,
         final=abs(one.eval_after - other.eval_after),
+        worst_step=int(apart.argmax()) + 1,
         gradient_norm_median=float(np.median(norms)),
         gradient_norm_worst=float(norms.max()),
         drift=float(np.linalg.norm(a - b)),

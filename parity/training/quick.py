@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import tempfile
 from pathlib import Path
@@ -11,27 +12,22 @@ import jax
 from parity.sides import SIDES, Backend
 from parity.sides.jax.training import make_base
 from parity.training import adapter as adapters
-from parity.training.compare import Difference, compare
-from parity.training.run import Run
+from parity.training.compare import Difference, Run, compare
 from parity.training.settings import Settings
 
 # The adapter begins away from its base and moves fast, so that norm and magnitude matter at once.
-SETTINGS = Settings.tiny(
-    dtype="float32",
-    steps=16,
-    warmup=2,
-    learning_rate=2e-3,
-    lora_b_deviation=0.02,
-    length=48,
-    rows=6,
-    eval_rows=32,
-)
+_RUN = {"steps": 16, "warmup": 2, "length": 48, "rows": 6, "eval_rows": 32}
+SETTINGS = Settings.tiny(dtype="float32", learning_rate=2e-3, lora_b_deviation=0.02, **_RUN)
 SEED = 1
 
 
 def quick_difference(device: str = "cpu") -> Difference:
     """Returns how far plain JAX and plain torch are apart; the kernels have their own levels."""
     return difference(train("jax"), train("torch", device))
+
+
+def difference(ours: Run, theirs: Run) -> Difference:
+    return compare(ours, theirs, start())
 
 
 def train(backend: Backend, device: str = "cpu") -> Run:
@@ -41,24 +37,16 @@ def train(backend: Backend, device: str = "cpu") -> Run:
         return side.training.train(SETTINGS, base(), start(), SEED, side.plain, device=device)
 
 
-def difference(ours: Run, theirs: Run) -> Difference:
-    """Returns how far JAX's half and torch's are apart."""
-    return compare(ours, theirs, start())
-
-
 def start() -> adapters.Adapter:
     return adapters.initial(SETTINGS, base(), SEED)
 
 
 @functools.cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="parity-training-")
-
-
 def base() -> Path:
     """The tiny base model's folder, made once a process. No adapter is in it, and so no fault."""
-    folder = Path(_folder().name) / "base"
-    if not folder.exists():
-        with jax.numpy_dtype_promotion("standard"):
-            make_base(SETTINGS, folder)
+    temporary = tempfile.TemporaryDirectory(prefix="parity-training-")
+    atexit.register(temporary.cleanup)
+    folder = Path(temporary.name) / "base"
+    with jax.numpy_dtype_promotion("standard"):
+        make_base(SETTINGS, folder)
     return folder

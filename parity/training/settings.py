@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
-from parity.model.sizes import PROJECTIONS as BLOCKS
 from parity.model.sizes import Sizes
-
-# The seven projections of a layer, as Hugging Face names them.
-PROJECTIONS = tuple(f"{block}.{name}" for block, names in BLOCKS.items() for name in names)
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Sizes):
     """A decoder of the Qwen3 type over bytes, its adapter, and the run.
 
     Rank, alpha and the number of steps are the paper's (arXiv 2603.22276); the model is as small as
@@ -36,13 +32,14 @@ class Settings:
 
     hidden: int = 1024
     intermediate: int = 2048
-    layers: int = 3
     heads: int = 16
     kv_heads: int = 8
     head_dim: int = 64
     vocabulary: int = 256
     rank: int = 384
     alpha: int = 192
+    rope_theta: float = 10_000.0
+    layers: int = 3
     dtype: str = "bfloat16"
     length: int = 256
     rows: int = 16
@@ -58,64 +55,15 @@ class Settings:
     lora_b_deviation: float = 0.0
 
     @classmethod
-    def tiny(cls, **changes: Any) -> Settings:
-        """Seconds on a CPU."""
-        small = cls(
-            hidden=64,
-            intermediate=128,
-            layers=2,
-            heads=4,
-            kv_heads=2,
-            head_dim=16,
-            rank=24,
-            alpha=12,
-            length=64,
-            rows=8,
-            steps=40,
-            warmup=5,
-            base_steps=50,
-            base_learning_rate=3e-3,
-            eval_rows=64,
-        )
-        return replace(small, **changes)
-
-    @property
-    def scale(self) -> float:
-        """s = alpha / sqrt(rank), rsLoRA's."""
-        return self.alpha / self.rank**0.5
-
-    def shape(self, projection: str) -> tuple[int, int]:
-        """(out, in) of one of `PROJECTIONS`."""
-        sizes = Sizes(
-            *(self.hidden, self.intermediate, self.heads, self.kv_heads, self.head_dim),
-            *(self.vocabulary, self.rank, self.alpha),
-        )
-        return sizes.projections()[projection.rpartition(".")[2]]
+    def tiny(cls, **changes: Any) -> Self:
+        """Returns the settings of a run that takes seconds on a CPU."""
+        sizes = cls(64, 128, 4, 2, 16, rank=24, alpha=12, layers=2)
+        run = replace(sizes, length=64, rows=8, steps=40, warmup=5, eval_rows=64)
+        return replace(replace(run, base_steps=50, base_learning_rate=3e-3), **changes)
 
     def learning_rates(self) -> np.ndarray:
         """f64[steps]: a linear rise from 1/warmup of the peak, then half a cosine down to 0."""
         return schedule(self.steps, self.warmup, self.learning_rate)
-
-    def hf_config(self) -> dict[str, Any]:
-        """The contents of config.json."""
-        return {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
-            "vocab_size": self.vocabulary,
-            "hidden_size": self.hidden,
-            "intermediate_size": self.intermediate,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "rms_norm_eps": 1e-6,
-            "max_position_embeddings": max(self.length, 1024),
-            "rope_theta": 10_000.0,
-            "tie_word_embeddings": False,
-            "attention_bias": False,
-            "dtype": "bfloat16",
-        }
 
 
 def schedule(steps: int, warmup: int, peak: float) -> np.ndarray:

@@ -62,13 +62,13 @@ VARIANTS = (PEFT, TRITON, EAGER, EAGER_OFF, MOSAIC, XLA, XLA_OFF)
 # Interpreted kernels would take days.
 NATIVE_ONLY = (MOSAIC, TRITON)
 
-PAIRINGS = (
-    Pairing("across frameworks", MOSAIC, TRITON),
-    Pairing("across frameworks", XLA, EAGER),
-    Pairing("fused against plain", MOSAIC, XLA),
-    Pairing("fused against plain", TRITON, EAGER),
-    Pairing(FLOOR, XLA, XLA_OFF),
-    Pairing(FLOOR, EAGER, EAGER_OFF),
-    Pairing(BESIDE_PEFT, XLA, PEFT),
-    Pairing(BESIDE_PEFT, EAGER, PEFT),
+PAIRINGS = tuple(
+    Pairing(kind, *pair)
+    for kind, pairs in {
+        "across frameworks": ((MOSAIC, TRITON), (XLA, EAGER)),
+        "fused against plain": ((MOSAIC, XLA), (TRITON, EAGER)),
+        FLOOR: ((XLA, XLA_OFF), (EAGER, EAGER_OFF)),
+        BESIDE_PEFT: ((XLA, PEFT), (EAGER, PEFT)),
+    }.items()
+    for pair in pairs
 )

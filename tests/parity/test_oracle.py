@@ -47,10 +47,7 @@ def test_layer_agrees_with_autograd_through_the_dense_weight(layer):
 
 @pytest.mark.parametrize(
     ("forward", "backward"),
-    [
-        (oracle.compose, oracle.compose_grads),
-        (oracle.compose_delta, oracle.compose_delta_grads),
-    ],
+    [(oracle.compose, oracle.compose_grads), (oracle.compose_delta, oracle.compose_delta_grads)],
 )
 def test_compose_gradients_agree_with_central_differences(forward, backward):
     rng = np.random.default_rng(1)

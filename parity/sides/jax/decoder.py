@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -12,19 +12,19 @@ import jax
 import jax.numpy as jnp
 import torch
 from flax import nnx
-from torch import Tensor
 
 import jax_dora
-from jax_dora.models import CausalLM, DecoderConfig, Rope, rope
-from parity.model.sizes import ADAPTER, Run
-from parity.model.weights import Layer, Result, Weights, rope_frequencies
+from jax_dora.models import CausalLM, DecoderConfig, rope
+from jax_dora.models.folder import targets
+from parity.model.sizes import Run
+from parity.model.weights import Result, Weights, rope_frequencies
 from parity.sides.jax.operators import interpreted, to_jax, to_torch
 
 
 def compute(run: Run, weights: Weights, implementation: str | None) -> Result:
     """Returns what the decoder computes, `jax_dora.DoRALinear` being every projection; "base" is
     the decoder without adapters."""
-    kernels = implementation == "mosaic"
+    cuda = weights.tokens.is_cuda
     linear: Any = functools.partial(
         jax_dora.DoRALinear,
         rank=run.sizes.rank,
@@ -35,12 +35,17 @@ def compute(run: Run, weights: Weights, implementation: str | None) -> Result:
     )
     if implementation == "base":
         linear = nnx.Linear
-    config = _config(run, weights.tokens.is_cuda)
+    config = DecoderConfig.from_hf(
+        run.sizes.hf_config(run.layers, run.tokens),
+        dtype=jnp.dtype(run.dtype),
+        attention="cudnn" if cuda and run.dtype == "bfloat16" else "xla",
+        # The interpreter's callbacks are no part of what can be computed again.
+        remat=cuda,
+    )
     abstract = nnx.eval_shape(lambda: CausalLM(config, linear=linear, rngs=nnx.Rngs(0)))
     graphdef, adapter, frozen = nnx.split(abstract, nnx.LoRAParam, ...)
-    values = _Values(weights)
-    adapter, frozen = values.fill(adapter), values.fill(frozen)
-    tokens = to_jax(weights.tokens.int())
+    adapter = with_adapter(adapter, weights.adapter(), lambda one: to_jax(torch.stack(one)))
+    frozen, tokens = _with_weights(frozen, config, weights), to_jax(weights.tokens.int())
 
     def loss(adapter: Any, frozen: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         model = nnx.merge(graphdef, adapter, frozen)
@@ -50,14 +55,57 @@ def compute(run: Run, weights: Weights, implementation: str | None) -> Result:
         return -jnp.take_along_axis(scores, targets, axis=-1).mean(), logits
 
     program = jax.value_and_grad(loss, has_aux=True) if jax.tree.leaves(adapter) else loss
-    with _surroundings(run, weights, interpret=kernels and not weights.tokens.is_cuda):
+    with _surroundings(run, weights, interpret=implementation == "mosaic" and not cuda):
         # Triton's matrix products take XLA long to tune, and none of ours is among them.
-        options = {"xla_gpu_enable_triton_gemm": False} if weights.tokens.is_cuda else {}
+        options = {"xla_gpu_enable_triton_gemm": False} if cuda else {}
         arguments = (adapter, frozen, tokens)
         compiled = jax.jit(program).lower(*arguments).compile(compiler_options=options)
         found = jax.block_until_ready(compiled(*arguments))
     (value, logits), gradients = found if jax.tree.leaves(adapter) else (found, {})
-    return Result(to_torch(logits), float(value), _gradients(gradients))
+    by_name = {
+        f"{projection}.{kind}": list(gradient)
+        for projection, kinds in adapter_of(gradients, to_torch).items()
+        for kind, gradient in kinds.items()
+    }
+    return Result(to_torch(logits), float(value), by_name)
+
+
+def with_adapter(
+    state: Any, adapter: Mapping[str, Mapping[str, Any]], to_array: Callable[[Any], jax.Array]
+) -> Any:
+    """Returns the state of a decoder's adapters with these values, which are in torch's layout: by
+    projection, then by name, what `to_array` makes an array [layers, …] of."""
+
+    def filled(path: tuple[Any, ...], variable: Any) -> Any:
+        *_, block, name, kind = path
+        array = _turned(to_array(adapter[f"{block}.{name}"][kind]))
+        if (array.shape, array.dtype) != (variable.shape, variable.dtype):
+            raise ValueError(f"{path} is {variable.dtype}{variable.shape}; got {array.aval}")
+        return variable.replace(array)
+
+    return nnx.from_flat_state([(p, filled(p, v)) for p, v in nnx.to_flat_state(state)])
+
+
+def adapter_of(state: Any, convert: Callable[[jax.Array], Any]) -> dict[str, dict[str, Any]]:
+    """Returns what `with_adapter` was given, each array as `convert` makes it."""
+    found: dict[str, dict[str, Any]] = {}
+    for (*_, block, name, kind), variable in nnx.to_flat_state(state) if state else ():
+        found.setdefault(f"{block}.{name}", {})[str(kind)] = _turned(convert(variable.get_value()))
+    return found
+
+
+def _turned(array: Any) -> Any:
+    return array.swapaxes(1, 2) if array.ndim == 3 else array
+
+
+def _with_weights(state: Any, config: DecoderConfig, weights: Weights) -> Any:
+    flat: dict[Any, Any] = dict(nnx.to_flat_state(state))
+    named = weights.frozen()
+    for target in targets(state, config):
+        tensors = [named[name].T if target.transposed else named[name] for name in target.names]
+        array = to_jax(torch.stack(tensors) if target.stacked else tensors[0])
+        flat[target.path] = flat[target.path].replace(array)
+    return nnx.from_flat_state(flat)
 
 
 @contextlib.contextmanager
@@ -86,76 +134,3 @@ def _rotate(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     halves = (first * cosine - second * sine, second * cosine + first * sine)
     return jnp.concatenate(halves, axis=-1).astype(x.dtype)
-
-
-def _config(run: Run, cuda: bool) -> DecoderConfig:
-    sizes = run.sizes
-    return DecoderConfig(
-        vocab_size=sizes.vocabulary,
-        hidden_size=sizes.hidden,
-        intermediate_size=sizes.intermediate,
-        num_hidden_layers=run.layers,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
-        rms_norm_eps=sizes.epsilon,
-        rope=Rope(theta=sizes.rope_theta),
-        qk_norm=True,
-        dtype=jnp.dtype(run.dtype),
-        attention="cudnn" if cuda and run.dtype == "bfloat16" else "xla",
-        # The interpreter's callbacks are no part of what can be computed again.
-        remat=cuda,
-    )
-
-
-class _Values:
-    """The arrays of the decoder's state: Flax's layout, the layers stacked."""
-
-    def __init__(self, weights: Weights) -> None:
-        self._weights = weights
-
-    def fill(self, state: Any) -> Any:
-        """The abstract `state` with its values."""
-        flat = nnx.to_flat_state(state)
-        filled = []
-        for path, variable in flat:
-            array = to_jax(self._tensor(path))
-            if array.shape != variable.shape or array.dtype != variable.dtype:
-                raise ValueError(
-                    f"{'/'.join(map(str, path))} is {array.dtype}{array.shape} here and "
-                    f"{variable.dtype}{variable.shape} in the decoder"
-                )
-            filled.append((path, variable.replace(array)))
-        return nnx.from_flat_state(filled)
-
-    def _tensor(self, path: tuple[Any, ...]) -> Tensor:
-        match path:
-            case ("model", "embed_tokens", "embedding"):
-                return self._weights.embedding
-            case ("model", "norm", "scale"):
-                return self._weights.norm
-            case ("lm_head", "kernel"):
-                return self._weights.head.T
-            case ("model", "layers", *_, name, "scale"):
-                return self._stacked(lambda layer: layer.norms[name])
-            case ("model", "layers", _, name, "kernel"):
-                return self._stacked(lambda layer: layer.projections[name].weight.T)
-            case ("model", "layers", _, name, "magnitude"):
-                return self._stacked(lambda layer: layer.projections[name].magnitude)
-            case ("model", "layers", _, name, kind) if kind in ADAPTER:
-                return self._stacked(lambda layer: getattr(layer.projections[name], kind).T)
-        raise ValueError(f"the decoder has {'/'.join(map(str, path))}, and the weights have not")
-
-    def _stacked(self, of: Callable[[Layer], Tensor]) -> Tensor:
-        return torch.stack([of(layer) for layer in self._weights.layers])
-
-
-def _gradients(state: Any) -> dict[str, list[Tensor]]:
-    found: dict[str, list[Tensor]] = {}
-    for path, variable in nnx.to_flat_state(state) if state else ():
-        *_, name, kind = path
-        stacked = to_torch(variable[...])
-        found[f"{name}.{kind}"] = [
-            gradient.T if gradient.ndim == 2 else gradient for gradient in stacked
-        ]
-    return found

@@ -141,8 +141,7 @@ def evaluate(encoder: Encoder, batch: minilm.Batch, gradients: bool) -> Evaluati
             (_, embeddings), cotangents = _loss_and_gradients(graph, adapter, rest, *_arrays(batch))
             by_name = _adapter_of(cotangents).values()
             for key in ADAPTER:
-                parts = [values[key].double().flatten() for values in by_name]
-                vectors[key] = torch.cat(parts)
+                vectors[key] = torch.cat([values[key].double().flatten() for values in by_name])
         else:
             embeddings = _embed(graph, adapter, rest, *_arrays(batch))
     return Evaluation(torch.tensor(np.asarray(embeddings, np.float64)), vectors)
@@ -152,10 +151,7 @@ def train(encoder: Encoder, batch: minilm.Batch, steps: int) -> tuple[list[float
     """The loss before every step, and the adapter after the last."""
     graph, adapter, rest = nnx.split(encoder, nnx.LoRAParam, ...)
     optimizer = optax.adamw(
-        minilm.LEARNING_RATE,
-        *minilm.BETAS,
-        eps=minilm.ADAM_EPS,
-        weight_decay=minilm.WEIGHT_DECAY,
+        minilm.LEARNING_RATE, *minilm.BETAS, eps=minilm.ADAM_EPS, weight_decay=minilm.WEIGHT_DECAY
     )
 
     @jax.jit
@@ -197,9 +193,7 @@ def _adapter_of(state: nnx.State) -> Adapter:
     """The adapters in a state, as torch tensors in torch's layout."""
     projections = state["projections"]
     return {
-        name: {
-            key: torch.tensor(np.asarray(projections[_key(name)][key][...]).T) for key in ADAPTER
-        }
+        name: {k: torch.tensor(np.asarray(projections[_key(name)][k][...]).T) for k in ADAPTER}
         for name in minilm.projection_names()
     }
 

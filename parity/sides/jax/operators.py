@@ -27,7 +27,7 @@ Tensors = dict[str, torch.Tensor]
 def norm(inputs: LayerInputs, scale: float, implementation: str) -> torch.Tensor:
     op = functools.partial(ops.factored_norm, implementation=implementation)
     run = jax.jit(_plain_norm if implementation == "plain" else op)
-    with _exact_fp32(), _interpreted(implementation, inputs.weight):
+    with jax.default_matmul_precision("highest"), _interpreted(implementation, inputs.weight):
         return to_torch(run(*_adapter(inputs), scale))
 
 
@@ -39,16 +39,13 @@ def magnitude_scale(
 
 
 def compose(inputs: ComposeInputs, scale: float, implementation: str, *, frozen: bool) -> Tensors:
-    options: dict = {"scale": scale, "implementation": implementation}
+    plain = implementation == "plain"
     operators: dict[str, Callable] = {
-        "compose": functools.partial(ops.compose, **options),
-        "compose_delta": functools.partial(ops.compose_delta, **options),
+        op: functools.partial(_plain_compose, scale=scale, delta=op == "compose_delta")
+        if plain
+        else functools.partial(getattr(ops, op), scale=scale, implementation=implementation)
+        for op in ("compose", "compose_delta")
     }
-    if implementation == "plain":
-        operators = {
-            "compose": functools.partial(_plain_compose, scale=scale, delta=False),
-            "compose_delta": functools.partial(_plain_compose, scale=scale, delta=True),
-        }
     with _interpreted(implementation, inputs.base):
         return _compose(operators, inputs, frozen)
 
@@ -60,7 +57,7 @@ def layer(inputs: LayerInputs, scale: float, implementation: str, *, frozen: boo
         )
 
     plain = functools.partial(plain_linear, scale=scale)
-    with _exact_fp32(), _interpreted(implementation, inputs.x):
+    with jax.default_matmul_precision("highest"), _interpreted(implementation, inputs.x):
         return _layer(plain if implementation == "plain" else ours, inputs, frozen)
 
 
@@ -152,12 +149,6 @@ def _layer(op: Callable, inputs: LayerInputs, frozen: bool) -> Tensors:
         name: to_torch(value).T if name in ("d_lora_a", "d_lora_b") else to_torch(value)
         for name, value in results.items()
     }
-
-
-@contextlib.contextmanager
-def _exact_fp32() -> Iterator[None]:
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 def _interpreted(implementation: str, tensor: torch.Tensor):

@@ -15,6 +15,7 @@ the two clip by formulas that differ (torch adds 10⁻⁶ to the norm).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable
@@ -28,11 +29,13 @@ import optax
 from flax import nnx
 
 import jax_dora
+from jax_dora.finetune.training import decayed
 from jax_dora.models import CausalLM, DecoderConfig, load_model, make_model, save_model
 from parity.sides import Progress
-from parity.training.adapter import NAMES, Adapter
-from parity.training.run import Run
-from parity.training.settings import PROJECTIONS, Settings, schedule
+from parity.sides.jax.decoder import adapter_of, with_adapter
+from parity.training.adapter import Adapter
+from parity.training.compare import Run
+from parity.training.settings import Settings, schedule
 from parity.training.text import even_starts, starts, text
 
 # Steps in one compiled loop: often enough for a line of progress.
@@ -43,9 +46,8 @@ RULE = r"model/layers/(self_attn|mlp)/\w+_proj"
 
 def make_base(settings: Settings, folder: Path, progress: Progress | None = None) -> list[float]:
     """Pre-trains the base model in fp32 and writes it in bf16; returns its losses."""
-    config = DecoderConfig.from_hf(
-        settings.hf_config(), dtype=jnp.float32, attention="xla", remat=False
-    )
+    hf = settings.hf_config(settings.layers, max(settings.length, 1024))
+    config = DecoderConfig.from_hf(hf, dtype=jnp.float32, attention="xla", remat=False)
     graphdef, weights = nnx.split(make_model(config, seed=0))
     rates = schedule(settings.base_steps, settings.warmup, settings.base_learning_rate)
     optimizer = optax.adamw(_table(rates), weight_decay=settings.weight_decay)
@@ -62,10 +64,10 @@ def make_base(settings: Settings, folder: Path, progress: Progress | None = None
         losses += np.asarray(some, np.float64).tolist()
         if progress:
             progress(len(losses), losses[-1])
-    narrow = DecoderConfig.from_hf(settings.hf_config(), attention="xla", remat=False)
+    narrow = dataclasses.replace(config, dtype=jnp.bfloat16)
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: CausalLM(narrow, rngs=nnx.Rngs(0))))
     weights = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights)
-    save_model(nnx.merge(graphdef, weights), folder, settings.hf_config())
+    save_model(nnx.merge(graphdef, weights), folder, hf)
     return losses
 
 
@@ -88,7 +90,7 @@ def train(
         *settings.betas,
         eps=settings.eps,
         weight_decay=settings.weight_decay,
-        mask=_decayed,
+        mask=decayed,
     )
 
     def loss(trained, tokens, frozen):
@@ -112,7 +114,7 @@ def train(
         gradient_norms=np.concatenate(norms),
         eval_before=before,
         eval_after=evaluate(trained, frozen),
-        adapter=_adapter_of(trained),
+        adapter=adapter_of(trained, np.asarray),
         seconds=time.perf_counter() - begin,
     )
 
@@ -138,12 +140,7 @@ def _model(
         implementation=implementation,
     )
     model = jax_dora.apply_dora(model, rule, rngs=nnx.Rngs(0))
-    state = nnx.state(model, nnx.LoRAParam)
-    for projection in PROJECTIONS:
-        layer = _at(state, projection)
-        for name, array in adapter[projection].items():
-            value = array.swapaxes(1, 2) if array.ndim == 3 else array
-            layer[name].set_value(jnp.asarray(value))
+    state = with_adapter(nnx.state(model, nnx.LoRAParam), adapter, jnp.asarray)
     nnx.update(model, state)
     return model
 
@@ -199,25 +196,3 @@ def _rows(part: jax.Array, where: jax.Array, length: int) -> jax.Array:
 def _table(rates: np.ndarray) -> optax.Schedule:
     table = jnp.asarray(rates, jnp.float32)
     return lambda count: table[count]
-
-
-def _decayed(trained: Any) -> Any:
-    def is_variable(x: Any) -> bool:
-        return isinstance(x, nnx.Variable)
-
-    return jax.tree.map(
-        lambda variable: not isinstance(variable, jax_dora.DoRAParam), trained, is_leaf=is_variable
-    )
-
-
-def _adapter_of(trained: Any) -> Adapter:
-    def leaf(projection: str, name: str) -> np.ndarray:
-        array = np.asarray(_at(trained, projection)[name].get_value())
-        return array.swapaxes(1, 2) if array.ndim == 3 else array
-
-    return {p: {name: leaf(p, name) for name in NAMES} for p in PROJECTIONS}
-
-
-def _at(state: Any, projection: str) -> Any:
-    block, name = projection.split(".")
-    return state["model"]["layers"][block][name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,11 +13,11 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from parity.model.sizes import ADAPTER, PROJECTIONS, Run
-from parity.model.weights import Projection, Result, Weights
-from torch_dora import DoRALinear
+from parity.model.sizes import ADAPTER, PROJECTIONS, Run, Sizes
+from parity.model.weights import Result, Weights
+from torch_dora import DoRARule, apply_dora
 
-Adapters = dict[str, dict[str, nn.Parameter]]  # by path, then by ADAPTER's names
+RULE = r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj"
 
 
 def compute(run: Run, weights: Weights, implementation: str | None) -> Result:
@@ -27,70 +28,78 @@ def compute(run: Run, weights: Weights, implementation: str | None) -> Result:
         with torch.no_grad():
             logits, loss = _forward(run, model, weights.tokens)
         return Result(logits, float(loss), {})
-    adapt = _adapt_by_peft if implementation == "peft" else _adapt
-    adapters = adapt(run, weights, model, implementation)
-    return _with_gradients(run, weights, model, adapters)
+    with torch.device(weights.tokens.device):
+        adapt(model, run.sizes, implementation, getattr(torch, run.dtype))
+    set_adapter(model, weights.adapter())
+    # transformers is about to rename it.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable()
+    model.train()
+    logits, loss = _forward(run, model, weights.tokens)
+    loss.backward()
+    gradients: dict[str, list[Tensor]] = {}
+    for path, kind, parameter in parameters(model):
+        if parameter.grad is None:
+            raise RuntimeError(f"{path}.{kind} has no gradient")
+        gradients.setdefault(f"{path}.{kind}", []).append(parameter.grad)
+    return Result(logits.detach(), float(loss.detach()), gradients)
 
 
-def _adapt(run: Run, weights: Weights, model: Any, implementation: str | None) -> Adapters:
-    found = {}
-    for path, projection in _projections(weights).items():
-        layer = DoRALinear.from_linear(
-            model.get_submodule(path),
-            rank=run.sizes.rank,
-            alpha=run.sizes.alpha,
+def adapt(model: Any, sizes: Sizes, implementation: str | None, dtype: torch.dtype) -> None:
+    """Adapts a decoder's projections with rsLoRA's scale, in place.
+
+    Args:
+      implementation: of torch_dora, or "peft" for PEFT's layers.
+      dtype: of lora_a and lora_b; of PEFT's, fp32 or the model's own.
+    """
+    if implementation != "peft":
+        rule = DoRARule(
+            RULE,
+            rank=sizes.rank,
+            alpha=sizes.alpha,
             use_rslora=True,
-            adapter_dtype=projection.lora_a.dtype,
+            adapter_dtype=dtype,
             implementation=implementation,
         )
-        model.set_submodule(path, layer)
-        found[path] = dict(zip(ADAPTER, (layer.lora_a, layer.lora_b, layer.magnitude), strict=True))
-    return found
-
-
-def _adapt_by_peft(run: Run, weights: Weights, model: Any, _: str | None) -> Adapters:
-    with warnings.catch_warnings(), torch.device(weights.tokens.device):
+        apply_dora(model, rule)
+        return
+    config = LoraConfig(
+        r=sizes.rank, lora_alpha=sizes.alpha, use_rslora=True, use_dora=True, target_modules=RULE
+    )
+    with warnings.catch_warnings():
         # PEFT asks transformers by a name that the newest transformers calls deprecated.
         warnings.filterwarnings("ignore", category=FutureWarning)
-        apply_peft(model, run.sizes.rank, run.sizes.alpha, autocast=False)
-    return {path: peft_adapter(model.get_submodule(path)) for path in _projections(weights)}
+        get_peft_model(model, config, autocast_adapter_dtype=dtype == torch.float32)
 
 
-def apply_peft(model: Any, rank: int, alpha: int, *, autocast: bool) -> None:
-    """Adapts a decoder's projections with PEFT's DoRA (rsLoRA), in place; with `autocast`, in fp32
-    whatever the model's dtype."""
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        use_rslora=True,
-        use_dora=True,
-        target_modules=[name for names in PROJECTIONS.values() for name in names],
-    )
-    get_peft_model(model, config, autocast_adapter_dtype=autocast)
+def parameters(model: Any) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """Yields projection, name and parameter, ours or PEFT's, of every layer in turn."""
+    for layer in model.model.layers:
+        for projection in PROJECTIONS:
+            module = layer.get_submodule(projection)
+            found: list[Any] = [getattr(module, name, None) for name in ADAPTER]
+            if found[0] is None:
+                parts = (module.lora_A, module.lora_B, module.lora_magnitude_vector)
+                found = [part["default"].weight for part in parts]
+            for name, parameter in zip(ADAPTER, found, strict=True):
+                yield projection, name, parameter
 
 
-def peft_adapter(layer: Any) -> dict[str, nn.Parameter]:
-    """Returns the parameters of one of PEFT's layers by `ADAPTER`'s names."""
-    parts = (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector)
-    return dict(zip(ADAPTER, (part["default"].weight for part in parts), strict=True))
+@torch.no_grad()
+def set_adapter(model: Any, adapter: Mapping[str, Mapping[str, Any]]) -> None:
+    """Fills the adapters with what `adapter` has by projection, then by name, for each layer."""
+    values = {
+        (p, name): iter(every) for p, kinds in adapter.items() for name, every in kinds.items()
+    }
+    for projection, name, parameter in parameters(model):
+        parameter.copy_(torch.as_tensor(next(values[projection, name])))
+        parameter.requires_grad_()
 
 
 def _model(run: Run, weights: Weights) -> Any:
     """The base model, which shares `weights`' tensors; frozen."""
-    sizes = run.sizes
     config = Qwen3Config(
-        vocab_size=sizes.vocabulary,
-        hidden_size=sizes.hidden,
-        intermediate_size=sizes.intermediate,
-        num_hidden_layers=run.layers,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
-        max_position_embeddings=max(run.tokens, 40_960),
-        rms_norm_eps=sizes.epsilon,
-        rope_parameters={"rope_type": "default", "rope_theta": sizes.rope_theta},
-        tie_word_embeddings=False,
-        use_cache=False,
+        **run.sizes.hf_config(run.layers, max(run.tokens, 40_960)), use_cache=False
     )
     # The fused attention of fp32 is not an fp32 product of matrices on every GPU.
     attention = "sdpa" if run.dtype == "bfloat16" else "eager"
@@ -103,38 +112,6 @@ def _model(run: Run, weights: Weights) -> Any:
     with torch.device(weights.tokens.device):
         model.model.rotary_emb = type(model.model.rotary_emb)(config)
     return model.requires_grad_(False)
-
-
-def _projections(weights: Weights) -> dict[str, Projection]:
-    return {
-        f"model.layers.{index}.{block}.{name}": layer.projections[name]
-        for index, layer in enumerate(weights.layers)
-        for block, names in PROJECTIONS.items()
-        for name in names
-    }
-
-
-def _with_gradients(run: Run, weights: Weights, model: Any, found: Adapters) -> Result:
-    with torch.no_grad():
-        for path, projection in _projections(weights).items():
-            for name, parameter in found[path].items():
-                if parameter.dtype not in (projection.lora_a.dtype, torch.float32):
-                    raise TypeError(f"{path}.{name} is {parameter.dtype} in a {run.dtype} run")
-                parameter.copy_(getattr(projection, name))
-                parameter.requires_grad_()
-    # transformers is about to rename it.
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable()
-    model.train()
-    logits, loss = _forward(run, model, weights.tokens)
-    loss.backward()
-    gradients: dict[str, list[Tensor]] = {}
-    for path, parameters in found.items():
-        for kind, parameter in parameters.items():
-            if parameter.grad is None:
-                raise RuntimeError(f"{path}.{kind} has no gradient")
-            gradients.setdefault(f"{path.rpartition('.')[2]}.{kind}", []).append(parameter.grad)
-    return Result(logits.detach(), float(loss.detach()), gradients)
 
 
 def _forward(run: Run, model: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -61,7 +61,9 @@ class Encoder(nn.Module):
         return x
 
     def _layer(self, prefix: str, x: Tensor, attend: Tensor) -> Tensor:
-        project = self._projections(prefix)
+        def project(name: str, value: Tensor) -> Tensor:
+            return self.projections[_key(f"{prefix}.{name}")](value)
+
         split = (*x.shape[:2], minilm.config().num_attention_heads, -1)
         q, k, v = (
             project(f"attention.self.{name}", x).view(split).transpose(1, 2)
@@ -74,9 +76,6 @@ class Encoder(nn.Module):
         )
         wide = F.gelu(project("intermediate.dense", x))
         return self._layer_norm(f"{prefix}.output", x + project("output.dense", wide))
-
-    def _projections(self, prefix: str) -> Callable[[str, Tensor], Tensor]:
-        return lambda name, x: self.projections[_key(f"{prefix}.{name}")](x)
 
     def _layer_norm(self, prefix: str, x: Tensor) -> Tensor:
         scale = self._get(f"{prefix}.LayerNorm.weight")
@@ -167,13 +166,8 @@ def evaluate(encoder: Encoder, batch: minilm.Batch, gradients: bool) -> Evaluati
 def train(encoder: Encoder, batch: minilm.Batch, steps: int) -> tuple[list[float], Adapter]:
     """The loss before every step, and the adapter after the last, in fp32."""
     parameters = [getattr(layer, name) for layer in _layers(encoder) for name in ADAPTER]
-    optimizer = torch.optim.AdamW(
-        parameters,
-        lr=minilm.LEARNING_RATE,
-        betas=minilm.BETAS,
-        eps=minilm.ADAM_EPS,
-        weight_decay=minilm.WEIGHT_DECAY,
-    )
+    options: dict = {"eps": minilm.ADAM_EPS, "weight_decay": minilm.WEIGHT_DECAY}
+    optimizer = torch.optim.AdamW(parameters, minilm.LEARNING_RATE, minilm.BETAS, **options)
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()

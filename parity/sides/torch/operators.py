@@ -30,16 +30,13 @@ def magnitude_scale(
 
 
 def compose(inputs: ComposeInputs, scale: float, implementation: str, *, frozen: bool) -> Tensors:
-    options: dict = {"scale": scale, "implementation": implementation}
+    plain = implementation == "plain"
     operators: dict[str, Callable] = {
-        "compose": functools.partial(ops.compose, **options),
-        "compose_delta": functools.partial(ops.compose_delta, **options),
+        op: functools.partial(_plain_compose, scale=scale, delta=op == "compose_delta")
+        if plain
+        else functools.partial(getattr(ops, op), scale=scale, implementation=implementation)
+        for op in ("compose", "compose_delta")
     }
-    if implementation == "plain":
-        operators = {
-            "compose": functools.partial(_plain_compose, scale=scale, delta=False),
-            "compose_delta": functools.partial(_plain_compose, scale=scale, delta=True),
-        }
     wanted = {"base": inputs.base, "lora": inputs.lora} | ({} if frozen else {"g": inputs.g})
     results = {}
     for operator, op in operators.items():

@@ -19,17 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-import torch_dora
 from parity.sides import Progress
-from parity.sides.torch.decoder import apply_peft, peft_adapter
-from parity.training.adapter import NAMES, Adapter
-from parity.training.run import Run
-from parity.training.settings import PROJECTIONS, Settings
+from parity.sides.torch.decoder import adapt, parameters, set_adapter
+from parity.training.adapter import Adapter
+from parity.training.compare import Run
+from parity.training.settings import Settings
 from parity.training.text import even_starts, starts, text
 
 EVAL_BATCH = 32
 PROGRESS = 50
-RULE = r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj"
 
 
 def train(
@@ -45,12 +43,9 @@ def train(
     begin = time.perf_counter()
     model = _model(settings, base, adapter, implementation, device)
     trained = [p for p in model.parameters() if p.requires_grad]
-    magnitudes = [p for p in trained if p.ndim == 1]
+    matrices, magnitudes = ([p for p in trained if (p.ndim > 1) is big] for big in (True, False))
     optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in trained if p.ndim > 1]},
-            {"params": magnitudes, "weight_decay": 0.0},
-        ],
+        [{"params": matrices}, {"params": magnitudes, "weight_decay": 0.0}],
         betas=settings.betas,
         eps=settings.eps,
         weight_decay=settings.weight_decay,
@@ -78,7 +73,7 @@ def train(
         gradient_norms=norms.double().cpu().numpy(),
         eval_before=before,
         eval_after=_evaluate(model, settings, device),
-        adapter=_adapter_of(model, settings),
+        adapter=_adapter_of(model),
         seconds=time.perf_counter() - begin,
     )
 
@@ -128,24 +123,9 @@ def _model(
     )
     model.model.rotary_emb = WideRotation(model.model.rotary_emb)
     model = model.to(device)  # a named implementation is refused where it could not run
-    if implementation == "peft":
-        apply_peft(model, settings.rank, settings.alpha, autocast=True)
-    else:
-        rule = torch_dora.DoRARule(
-            RULE,
-            rank=settings.rank,
-            alpha=settings.alpha,
-            use_rslora=True,
-            implementation=implementation,
-        )
-        model = torch_dora.apply_dora(model, rule)
+    adapt(model, settings, implementation, torch.float32)
     model = model.to(device)
-    with torch.no_grad():
-        for projection in PROJECTIONS:
-            for layer in range(settings.layers):
-                parameters = _parameters(model, layer, projection)
-                for name in NAMES:
-                    parameters[name].copy_(torch.from_numpy(adapter[projection][name][layer]))
+    set_adapter(model, adapter)
     return model.train()
 
 
@@ -153,11 +133,8 @@ def _model(
 def _evaluate(model: Any, settings: Settings, device: str) -> float:
     part = torch.from_numpy(text().held_out.copy()).to(device)
     where = even_starts(text().held_out, settings.eval_rows, settings.length)
-    batches = np.split(where, max(1, len(where) // EVAL_BATCH))
-    losses = [
-        mean_loss(model, _rows(part, torch.from_numpy(batch).to(device), settings.length))
-        for batch in batches
-    ]
+    batches = torch.from_numpy(where).to(device).split(EVAL_BATCH)
+    losses = [mean_loss(model, _rows(part, batch, settings.length)) for batch in batches]
     return float(torch.stack(losses).double().mean())
 
 
@@ -166,17 +143,9 @@ def _rows(part: Tensor, where: Tensor, length: int) -> Tensor:
     return part[at].long()
 
 
-def _adapter_of(model: Any, settings: Settings) -> Adapter:
-    def stacked(projection: str, name: str) -> np.ndarray:
-        layers = [_parameters(model, layer, projection)[name] for layer in range(settings.layers)]
-        return torch.stack([p.detach() for p in layers]).cpu().numpy()
-
-    return {p: {name: stacked(p, name) for name in NAMES} for p in PROJECTIONS}
-
-
-def _parameters(model: Any, layer: int, projection: str) -> dict[str, Tensor]:
-    """The adapter of one projection, ours or PEFT's, by `NAMES`."""
-    module = model.get_submodule(f"model.layers.{layer}.{projection}")
-    if isinstance(module, torch_dora.DoRALinear):
-        return {name: getattr(module, name) for name in NAMES}
-    return dict(peft_adapter(module))
+def _adapter_of(model: Any) -> Adapter:
+    layers: dict[str, dict[str, list[np.ndarray]]] = {}
+    for projection, name, parameter in parameters(model):
+        one = layers.setdefault(projection, {}).setdefault(name, [])
+        one.append(parameter.detach().cpu().numpy())
+    return {p: {name: np.stack(every) for name, every in k.items()} for p, k in layers.items()}

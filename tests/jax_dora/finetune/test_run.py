@@ -278,6 +278,7 @@ def test_second_ctrl_c_interrupts():
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 def test_runs_as_a_script():
     result = subprocess.run(
         [sys.executable, ROOT / "examples" / "finetune.py", "--help"],

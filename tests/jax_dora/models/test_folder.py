@@ -68,6 +68,7 @@ def test_dtype_on_loading(make_folder):
     assert model.model.layers.self_attn.config.attention == "xla"
 
 
+@pytest.mark.slow
 def test_sharded(make_folder, tokens, monkeypatch):
     source = make_folder("qwen3")
     whole = decoder.load_model(source)

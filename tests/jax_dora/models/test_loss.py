@@ -43,7 +43,7 @@ def reference(model, tokens, targets, weights):
     return -(weights * chosen).sum()
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 8, 69, 1000, None])
+@pytest.mark.parametrize("chunk", [1, 7, 69, None])
 def test_next_token_loss(model, batch, chunk):
     loss = decoder.next_token_loss(model, *map(jnp.asarray, batch), chunk=chunk)
     np.testing.assert_allclose(loss.total, reference(model, *batch), rtol=1e-5)

@@ -110,6 +110,7 @@ def gradients(model, tokens):
     return compute(model, jnp.asarray(tokens % CONFIG.vocab_size))
 
 
+@pytest.mark.slow
 def test_remat_changes_no_gradient_and_saves_the_norm(tokens):
     """Recomputing a layer is exact, and computes no norm a second time."""
     linear = functools.partial(DORA, lora_b_init=nnx.initializers.normal(0.1))
