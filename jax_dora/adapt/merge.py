@@ -149,6 +149,12 @@ def kernel_change(layout: Layout, scale: float, **parameters: jax.Array) -> jax.
             for index in indices(stack)
         ]
         return join(one_by_one, stack)
+    return _one_change(layout, scale, **parameters)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _one_change(layout: Layout, scale: float, **parameters: jax.Array) -> jax.Array:
+    """Returns `kernel_change` of a layer that is in no stack."""
     matrices = {
         name: (layout.kernel if name == "before" else getattr(layout, name)).to_matrices(value)
         for name, value in parameters.items()
