@@ -69,6 +69,10 @@ def _only(backends: Sequence[Backend]) -> Backend | None:
     return backends[0] if len(backends) == 1 else None
 
 
+def _sides(backend: Backend | None) -> list[Backend]:
+    return [backend] if backend else list(SIDES)
+
+
 class _Level:
     """Runs the sound packages once, and after that only the one in which a fault is planted."""
 
@@ -84,7 +88,7 @@ class _Level:
         """Returns results by name: those of one package, or all."""
         raise NotImplementedError
 
-    def judge(self, found: dict[str, Any]) -> list[Failure]:
+    def judge(self, found: Any) -> list[Failure]:
         raise NotImplementedError
 
 
@@ -94,11 +98,12 @@ class _Encoder(_Level):
     def run(self, backend: Backend | None) -> dict[str, Any]:
         if backend is None:
             self._exact = evaluate(encoder.dense(self._adapter, "cpu"), self._batch, True)
-            self._plain = {side: self._evaluate(side, "plain") for side in SIDES}
-        sides = [backend] if backend else SIDES
-        return {side: self._evaluate(side, SIDES[side].plain) for side in sides}
+            self._plain: dict[Backend, Evaluation] = {
+                side: self._evaluate(side, "plain") for side in SIDES
+            }
+        return {side: self._evaluate(side, SIDES[side].plain) for side in _sides(backend)}
 
-    def judge(self, found: dict[str, Any]) -> list[Failure]:
+    def judge(self, found: Any) -> list[Failure]:
         compared = encoder.compare("float32", encoder.PLAIN, self._exact, found, self._plain)
         return _failures(compared)
 
@@ -136,7 +141,7 @@ class _Model(_Level):
             raise RuntimeError(f"the model cannot run: {executed.errors}")
         return executed.results
 
-    def judge(self, found: dict[str, Any]) -> list[Failure]:
+    def judge(self, found: Any) -> list[Failure]:
         from parity.model.checks import judge
 
         def blamed(systems: str) -> Backend | None:
@@ -153,9 +158,9 @@ class _Training(_Level):
     def run(self, backend: Backend | None) -> dict[str, Any]:
         from parity.training import quick
 
-        return {side: quick.train(side) for side in ([backend] if backend else SIDES)}
+        return {side: quick.train(side) for side in _sides(backend)}
 
-    def judge(self, found: dict[str, Any]) -> list[Failure]:
+    def judge(self, found: Any) -> list[Failure]:
         from parity.training import compare, quick
 
         apart = quick.difference(found["jax"], found["torch"])

@@ -100,7 +100,7 @@ class Run:
                     metrics = self._step(rows)
                     self.guard.check(step, metrics)
                     speed = (rows.segment_ids > 0).sum() / (time.perf_counter() - start)
-                    shown = {
+                    shown: dict = {
                         "loss": f"loss {float(metrics.loss):.4f}",
                         "speed": f"{speed:,.0f} tokens/s",
                     }
