@@ -34,7 +34,7 @@ test: $(SETUP)
 	$(RUN) -m pytest $(WORKERS) $(PYTEST_ARGS)
 
 test-all: $(SETUP)
-	$(RUN) -m pytest $(WORKERS) -m "not gpu" $(PYTEST_ARGS)
+	$(RUN) -m pytest $(WORKERS) --optimized -m "not gpu" $(PYTEST_ARGS)
 	$(MAKE) test-oldest
 
 # Several processes on one GPU, none of which may reserve its memory: their time goes into the fp64
@@ -44,7 +44,7 @@ test-gpu: $(SETUP)
 
 test-oldest:
 	@PYTHON='$(PYTHON)' EXTRAS=dev sh tools/setup.sh $(VENV_OLDEST) tools/oldest.txt
-	$(VENV_OLDEST)/bin/python -m pytest $(WORKERS) $(OLDEST_TESTS) $(PYTEST_ARGS)
+	$(VENV_OLDEST)/bin/python -m pytest $(WORKERS) --optimized $(OLDEST_TESTS) $(PYTEST_ARGS)
 
 lint: $(SETUP)
 	$(RUN) -m ruff check .

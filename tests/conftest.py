@@ -9,7 +9,14 @@ import pytest
 
 # Enough host devices for a mesh of two axes, one of them longer than two.
 _CPU_DEVICES = 8
-_QUICK = "not gpu and not slow"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--optimized",
+        action="store_true",
+        help="compile for CPUs with all optimizations, as users do",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -20,9 +27,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"  # for the processes that tests start
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", _CPU_DEVICES)
-    # Half of the time of the quick tests would be LLVM's; the slow ones run as users do.
-    if config.getoption("markexpr") == _QUICK:
-        jax.config.update("jax_disable_most_optimizations", True)
+        # Half of the time would be LLVM's.
+        if not config.getoption("optimized"):
+            jax.config.update("jax_disable_most_optimizations", True)
 
     hypothesis.settings.register_profile("tests", deadline=None, derandomize=True, database=None)
     hypothesis.settings.load_profile("tests")

@@ -44,6 +44,7 @@ def test_ops_has_the_paper_s_shapes() -> None:
     assert len(list(ops.works("cuda", quick=False))) > len(works)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [True, False])
 def test_what_is_wrong_or_fails_is_caught(
     wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -70,6 +71,7 @@ def test_layer_measures_forward_and_backward(tmp_path: Path) -> None:
     assert {row["group"] for row in rows} == {"layer forward", "layer forward+backward"}
 
 
+@pytest.mark.slow
 def test_tune_has_every_kernel_with_its_candidates() -> None:
     works = list(tune.works("cuda", quick=False))
     assert len(works) == sum(len(kernel.shapes) for kernel in KERNELS.values())

@@ -57,6 +57,7 @@ def test_layers_that_the_file_has_in_another_order(tmp_path):
     assert jnp.array_equal(call(again, x), call(model, x))
 
 
+@pytest.mark.slow
 def test_resuming_is_the_same_run_bit_for_bit(tmp_path):
     """Base frozen and remade; adapters, optimizer and the dropout's random state from the file."""
     x = jax.random.normal(jax.random.key(0), (3, WIDTH))

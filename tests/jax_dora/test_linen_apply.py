@@ -119,6 +119,7 @@ def test_merging_computes_the_same(base):
         assert not np.allclose(plain, other, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_merging_says_what_it_changed(base):
     adapted, variables = adapt(base)
     variables = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), train(variables))

@@ -1,6 +1,7 @@
 """`norms`, `with_norms`, `freeze` and `remat_policy`: what computes a norm, and what uses one."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -197,7 +198,8 @@ def test_a_frozen_model_drops_nothing_until_it_is_trained():
     x = jnp.ones((2, 8))
     frozen = jax_dora.freeze(model)
     assert jnp.array_equal(frozen.layers[0](x), frozen.layers[0](x))
-    assert not frozen.layers[1].deterministic
+    other: Any = frozen.layers[1]
+    assert not other.deterministic
     assert not layer.dropout.deterministic
     frozen.train()
     assert not jnp.array_equal(frozen.layers[0](x), frozen.layers[0](x))

@@ -36,7 +36,7 @@ def _published(weights, merged):
     """transformers' model in fp64, of base weights or of merged ones."""
     model = torch_decoder._model(RUN, weights).double()
     with torch.no_grad():
-        for index, layer in enumerate(weights.layers if merged else ()):
+        for index, layer in enumerate(list(weights.layers) if merged else []):
             for path, p in layer.projections.items():
                 direction = p.weight.double() + TINY.scale * (p.lora_b.double() @ p.lora_a.double())
                 norm = torch.linalg.vector_norm(direction, dim=1)

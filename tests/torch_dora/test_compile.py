@@ -62,6 +62,7 @@ def test_a_layer_is_one_graph(device, implementation, dtype, mode):
 
 
 # Inductor recommends TF32, which would not compute the same.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 def test_inductor_computes_the_same(device):
     layer = DoRALinear(24, 40, rank=4, alpha=8, device=device)
