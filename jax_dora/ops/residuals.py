@@ -1,8 +1,8 @@
 """Residuals of custom gradients, as arrays whose structure does not depend on what is wanted.
 
-A function that is jitted (and `nnx.jit` jits every module method that is so) is traced once and may
-be differentiated at two places with respect to different arguments; JAX then unpacks the residuals
-of both by the structure that the latter had. So None and True are kept as empty arrays.
+A jitted function is traced once and may be differentiated at two places with respect to different
+arguments. JAX then unpacks the residuals of both by the structure that the second had, so None and
+True are kept as empty arrays.
 """
 
 from typing import Any
