@@ -16,7 +16,7 @@ from jax_dora import ops
 from jax_dora.adapt.adapter import Adapter, set_adapter
 from jax_dora.adapt.remove import remove_dora
 from jax_dora.adapt.stack import indices, join
-from jax_dora.adapt.tree import check_model, find_dora_layers, find_modules
+from jax_dora.adapt.tree import check_model, find_dora_layers, find_modules, shared_variables
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base import matrix_norm
 from jax_dora.layers.layout import Layout
@@ -45,6 +45,9 @@ def merge_dora(
     A merged embedding is one array for every use of it: an output head that is tied to it is
     adapted from then on even where `adapt_attend` was False (as by PEFT's merging). Untie it first,
     or set `adapt_attend`, where that matters.
+
+    Of layers that share a parameter each has an adapter of its own, and gets an array of its own:
+    whatever else refers to the parameter keeps the base's, as in `model`.
 
     Args:
       model: a model with an adapter; dropout plays no part.
@@ -76,12 +79,14 @@ def merge_dora(
         raise ValueError(
             "model holds no adapter and adapters names none; expected a model from apply_dora"
         )
-    layers = []
+    layers, shared = [], shared_variables(merged)
     for found in find_modules(merged):
         if found.paths[0] in sources:
-            layers.append(
-                _merge_layer(found.paths[0], found.module, sources[found.paths[0]], return_report)
-            )
+            path, base, its = found.paths[0], found.module, sources[found.paths[0]]
+            name = its[0].kernel_name
+            if id(getattr(base, name)) in shared:
+                setattr(base, name, getattr(base, name).copy())
+            layers.append(_merge_layer(path, base, its, return_report))
     return (merged, MergeReport(tuple(filter(None, layers)))) if return_report else merged
 
 

@@ -1,5 +1,6 @@
 """Walking an nnx model by paths, and replacing modules in it."""
 
+import collections
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -58,6 +59,18 @@ def find_modules(model: nnx.Module) -> list[Found]:
 
     visit(model, (), ())
     return list(found.values())
+
+
+def shared_variables(model: nnx.Module) -> set[int]:
+    """Returns the `id` of every variable that stands in more than one place in `model`."""
+    places = collections.Counter(
+        id(leaf)
+        for found in find_modules(model)
+        for _, value in _attributes(found.module)
+        for leaf in jax.tree.leaves(value, is_leaf=is_node)
+        if isinstance(leaf, nnx.Variable)
+    )
+    return {one for one, count in places.items() if count > 1}
 
 
 def replace_modules(model: nnx.Module, replacements: Mapping[int, nnx.Module]) -> Any:

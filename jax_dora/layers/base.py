@@ -1,7 +1,6 @@
 """What every DoRA layer is: a Flax layer with an adapter on its kernel."""
 
 import functools
-import inspect
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self, cast
 
@@ -10,17 +9,32 @@ from flax import nnx
 from flax.typing import Initializer
 from jax.ad_checkpoint import checkpoint_name
 
-from dora_common.hyperparameters import DropoutMode
+from dora_common.hyperparameters import ADAPTER_NAMES, DropoutMode
 from jax_dora import ops
-from jax_dora.layers.base_layer import axis_names, check_base, sharded_like
+from jax_dora.layers.base_layer import (
+    axis_names,
+    bare,
+    check_base,
+    copy_attributes,
+    sharded_like,
+)
 from jax_dora.layers.layout import Axes, Layout
-from jax_dora.layers.rule import DoRARule, layer_rule
+from jax_dora.layers.rule import OPTIONS, DoRARule, layer_rule
 from jax_dora.ops.linear import NORM_NAME
 from jax_dora.ops.norm import norm_implementation
 
 # Uniform in ±1/sqrt(in): PEFT's, which is torch.nn.Linear's own.
 default_lora_a_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 default_lora_b_init = nnx.initializers.zeros_init()
+
+
+# The attributes that a DoRA layer has and its base has not.
+_OF_ADAPTER = frozenset(
+    {
+        *(*ADAPTER_NAMES, *(name for name in OPTIONS if not name.endswith("_init"))),
+        *("scale", "given_norm", "plain_type"),
+    }
+)
 
 
 class DoRAParam(nnx.LoRAParam):
@@ -59,6 +73,7 @@ class DoRALayer(nnx.Module):
       dropout: an `nnx.Dropout`, or None at rate 0; `model.train()` and `model.eval()` reach it.
       given_norm: the norm that calls use instead of computing it (see `jax_dora.with_norms`), or
         None.
+      plain_type: the class of the layer that it was made of, `base_type` or a subclass.
       rank, alpha, use_rslora, keep_inner, dropout_mode, adapter_dtype, implementation: as
         `jax_dora.DoRARule`'s.
     """
@@ -98,13 +113,13 @@ class DoRALayer(nnx.Module):
         Raises:
           TypeError: `base` is of another type, or of a subclass that computes something else.
           TypeError, ValueError: an option is unknown or out of range, or an array of another shape.
+          ValueError: `base` has an attribute by the name of one of the adapter's.
           NotImplementedError: `base` has a setting that the adapter would not honour.
         """
         chosen = layer_rule(**options)
         self.check(base, chosen)
-        for name, value in vars(base).items():
-            if not name.startswith("_pytree__"):
-                setattr(self, name, nnx.data(None) if name == "bias" and value is None else value)
+        copy_attributes(base, self)
+        self.plain_type = type(base)
         self.rank, self.alpha, self.use_rslora = chosen.rank, chosen.alpha, chosen.use_rslora
         self.scale = chosen.scale
         self.keep_inner = chosen.keep_inner
@@ -134,6 +149,11 @@ class DoRALayer(nnx.Module):
                     f"which takes none; expected {default}: give such layers a rule of their own"
                 )
         check_base(base, cls.base_type)
+        if taken := sorted(vars(base).keys() & _OF_ADAPTER):
+            raise ValueError(
+                f"the layer is a {type(base).__name__} and has an attribute {taken[0]!r}, which is "
+                "a name of the adapter's; expected another name: rename it in the class"
+            )
 
     @classmethod
     def is_linear(cls, module: Any) -> bool:
@@ -182,18 +202,10 @@ class DoRALayer(nnx.Module):
         )
 
     def base_layer(self) -> Any:
-        """Returns the Flax layer that this one was made of, over the very same parameters."""
-        make: Any = self.base_type
-        settings = {
-            name: getattr(self, name)
-            for name in inspect.signature(make.__init__).parameters
-            if name not in ("self", "rngs") and hasattr(self, name)
-        }
-        # Abstract, since what it would draw is not needed.
-        plain = nnx.eval_shape(lambda: make(**settings, rngs=nnx.Rngs(0)))
-        for name, value in vars(plain).items():
-            if isinstance(value, nnx.Variable):
-                setattr(plain, name, getattr(self, name))
+        """Returns the layer that this one was made of: its class, with all its attributes, over
+        the very same parameters."""
+        plain = bare(self.plain_type)
+        copy_attributes(self, plain, leave_out=_OF_ADAPTER)
         return plain
 
     def norm(self) -> jax.Array:

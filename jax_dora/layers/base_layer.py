@@ -1,5 +1,6 @@
 """The Flax layer that an adapter is put on: what may be adapted, and how its kernel is sharded."""
 
+from collections.abc import Collection
 from typing import Any
 
 import jax.numpy as jnp
@@ -44,6 +45,21 @@ def check_base(base: Any, expected: type[nnx.Module]) -> None:
                 f"the layer's {name} is {value!r}; expected Flax's default, the only one that a "
                 "DoRA layer honours: set it back, or leave this layer unadapted"
             )
+
+
+def copy_attributes(source: Any, target: Any, leave_out: Collection[str] = ()) -> None:
+    """Sets every attribute of `source` on `target`, variables too, as data where it is data."""
+    is_data = vars(source)["_pytree__nodes"]
+    for name, value in vars(source).items():
+        if not name.startswith("_pytree__") and name not in leave_out:
+            setattr(target, name, nnx.data(value) if is_data[name] else value)
+
+
+def bare(module_type: type[nnx.Module]) -> Any:
+    """Returns an object of this class without attributes, whose constructor has not run."""
+    module = nnx.Module()
+    module.__class__ = module_type
+    return module
 
 
 def axis_names(kernel: nnx.Param) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ from dora_common.peft.config import AdapterConfig
 from dora_common.peft.fit import Fit
 from dora_common.rules import OUTPUT_HEADS
 from jax_dora.adapt.tree import replace_modules
+from jax_dora.layers.base_layer import copy_attributes
 from jax_dora.peft.torch_view import TorchView
 
 
@@ -20,9 +21,7 @@ class UntiedEmbed(nnx.Embed):
     """
 
     def __init__(self, base: nnx.Embed) -> None:
-        for name, value in vars(base).items():
-            if not name.startswith("_pytree__"):
-                setattr(self, name, value)
+        copy_attributes(base, self)
         self.head = nnx.Variable(base.embedding.get_value())
 
     def __call__(self, inputs: jax.Array, *args: Any, **options: Any) -> jax.Array:

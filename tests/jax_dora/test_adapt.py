@@ -367,3 +367,41 @@ def test_a_module_that_refers_to_its_parent():
     adapted = apply_dora(Parent(nnx.Rngs(0)), DoRARule("child/linear", 1, 1), rngs=nnx.Rngs(0))
     assert type(adapted.child.linear) is DoRALinear
     assert adapted.child.parent is adapted
+
+
+class Named(nnx.Linear):
+    """A subclass that computes what nnx.Linear does, with things of its own."""
+
+    def __init__(self, width: int, *, label: str, rngs: nnx.Rngs) -> None:
+        super().__init__(width, width, rngs=rngs)
+        self.label = label
+        self.temperature = nnx.Param(jnp.full((1,), 2.0))
+        self.history = nnx.data([jnp.zeros(2)])
+
+    def describe(self) -> str:
+        return f"{self.label} of {self.out_features}"
+
+
+@pytest.mark.parametrize("back", [jax_dora.remove_dora, jax_dora.merge_dora])
+def test_a_subclass_comes_back_as_it_was(back):
+    model = Named(WIDTH, label="gate", rngs=nnx.Rngs(0))
+    adapted = apply_dora(model, DoRARule("", 2, 4), rngs=nnx.Rngs(1))
+    assert adapted.temperature[...] is model.temperature[...]
+    plain = back(adapted)
+    assert type(plain) is Named
+    assert plain.describe() == "gate of 8"
+    assert nnx.graphdef(plain) == nnx.graphdef(nnx.clone(model))
+    assert plain.temperature[...] is model.temperature[...]
+    again = apply_dora(plain, DoRARule("", 2, 4), rngs=nnx.Rngs(1))
+    x = jnp.ones((2, WIDTH))
+    assert jnp.array_equal(call(again, x), call(model, x))
+
+
+def test_an_attribute_by_an_adapters_name_is_refused():
+    class Scaled(nnx.Linear):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            super().__init__(3, 4, rngs=rngs)
+            self.scale = 2.0
+
+    with pytest.raises(ValueError, match=r"Scaled.* has an attribute 'scale'.*the adapter's"):
+        apply_dora(Scaled(nnx.Rngs(0)), DoRARule("", 2, 4), rngs=nnx.Rngs(0))

@@ -180,3 +180,48 @@ def test_nothing_to_merge():
         merge_dora(base, adapters=[])
     with pytest.raises(TypeError, match="model is a dict"):
         merge_dora({"model": base})
+
+
+class Tied(nnx.Module):
+    """Two layers that read one kernel, and a third reader that no rule matches."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.one = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.two = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.three = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.two.kernel = self.three.kernel = self.one.kernel
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.three(nnx.tanh(self.two(nnx.tanh(self.one(x)))))
+
+
+def test_layers_that_share_a_parameter_are_merged_each_into_an_array_of_its_own():
+    rules = [DoRARule("one", 2, 4.0), DoRARule("two", 2, 3.0)]
+    model = Tied(nnx.Rngs(0))
+    adapted = train(apply_dora(model, rules, rngs=nnx.Rngs(1)))
+    x = jax.random.normal(jax.random.key(2), (5, WIDTH))
+    merged = merge_dora(adapted)
+    with jax.default_matmul_precision("highest"):
+        close(call(merged, x), call(adapted, x))
+    assert merged.three.kernel[...] is model.three.kernel[...]
+    assert len({id(one.kernel) for one in (merged.one, merged.two, merged.three)}) == 3
+    again = merge_dora(adapted, adapters=[get_adapter(adapted)])
+    assert all(
+        jnp.array_equal(a, b)
+        for a, b in zip(*(jax.tree.leaves(nnx.state(m)) for m in (merged, again)), strict=True)
+    )
+
+
+def test_a_parameter_that_a_module_refers_to_besides_stays_the_bases_there():
+    class Reader(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.layer = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+            self.tables = nnx.data([self.layer.kernel])
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.layer(x) @ self.tables[0]
+
+    adapted = train(apply_dora(Reader(nnx.Rngs(0)), DoRARule("layer", 2, 4), rngs=nnx.Rngs(1)))
+    x = jax.random.normal(jax.random.key(2), (5, WIDTH))
+    with jax.default_matmul_precision("highest"):
+        close(call(merge_dora(adapted), x), call(adapted, x))
