@@ -1,7 +1,7 @@
-"""Fine-tunes a Llama, Mistral or Qwen with DoRA: the same as `python -m jax_dora.finetune`."""
+"""Fine-tunes a Llama, Mistral or Qwen with DoRA: the same as `jax-dora finetune`."""
 
 import sys
 
-from jax_dora.finetune.command import main
+from jax_dora.commands import main
 
-sys.exit(main())
+sys.exit(main(["finetune", *sys.argv[1:]]))

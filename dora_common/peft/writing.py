@@ -12,13 +12,9 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from dora_common.lock import locked
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.folder import CONFIG, PICKLE, TENSORS
-
-try:
-    import fcntl
-except ImportError:  # Windows: folders are replaced without a lock
-    fcntl = None
 
 _STALE_SECONDS = 60
 
@@ -53,13 +49,13 @@ def write(
         new.mkdir()
         try:
             # Held while this writes, so that no other writer takes it for a killed one's.
-            with _locked(new):
+            with locked(new):
                 write_tensors(new / TENSORS)
                 (new / CONFIG).write_text(config.to_json(), encoding="utf-8")
                 for name in (TENSORS, CONFIG):
                     _to_disk(new / name)
                 if not _renamed(new, path):
-                    with _locked(path):
+                    with locked(path):
                         check_free(path, overwrite=overwrite)
                         # Without its configuration a folder is no adapter, until both are in.
                         (path / CONFIG).unlink(missing_ok=True)
@@ -104,34 +100,13 @@ def _renamed(new: Path, path: Path) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def _locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
-    """Holds the folder against other processes and threads of this host.
-
-    Raises:
-      BlockingIOError: another holds it, and `wait` is False.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        if fcntl is not None:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except OSError as error:
-                # Some network file systems have no locks.
-                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                    raise
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def _remove_stale(path: Path) -> None:
     """Removes what writers of this folder left that were killed."""
     for old in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 32}"):
         with contextlib.suppress(OSError):
             # A writer makes its folder a moment before it locks it.
             if time.time() - old.stat().st_mtime > _STALE_SECONDS:
-                with _locked(old, wait=False):
+                with locked(old, wait=False):
                     shutil.rmtree(old)
 
 

@@ -1,7 +1,7 @@
-"""Runs `python -m jax_dora.finetune`."""
+"""Runs `python -m jax_dora.finetune`, the same as `jax-dora finetune`."""
 
 import sys
 
-from jax_dora.finetune.command import main
+from jax_dora.commands import main
 
-sys.exit(main())
+sys.exit(main(["finetune", *sys.argv[1:]]))

@@ -1,22 +1,15 @@
-"""Prompts and completions from a JSONL file, packed into rows of one length.
-
-A line is {"prompt": ..., "completion": ...}, whose loss is taken on the completion alone, or
-{"text": ...}, whose loss is taken on everything.
-"""
+"""Examples, packed into rows of one length."""
 
 import bisect
-import json
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
-from tokenizers import Tokenizer
 
 
 class Example(NamedTuple):
     tokens: list[int]
-    prompt: int  # so many of them are the prompt's
+    learned: list[bool]  # whether the loss counts of predicting each
 
 
 class Rows(NamedTuple):
@@ -25,7 +18,7 @@ class Rows(NamedTuple):
 
     tokens: np.ndarray  # i32
     targets: np.ndarray  # i32
-    weights: np.ndarray  # f32: 1 where the target belongs to a completion
+    weights: np.ndarray  # f32: 1 where the target is to be learned
     positions: np.ndarray  # i32, from 0 in every example
     segment_ids: np.ndarray  # i32: 1, 2, … for the examples of a row, 0 for padding
 
@@ -40,30 +33,6 @@ class Packed(NamedTuple):
     dropped: int  # examples of which no completion was left
 
 
-def read_examples(file: Path, tokenizer: Tokenizer, end: int) -> Iterator[Example]:
-    """
-    Args:
-      file: JSONL.
-      tokenizer: its special tokens, such as the beginning of a text, go before the prompt.
-      end: the token that ends a completion.
-
-    Raises:
-      ValueError: a line has neither form, or the file no line; it names the line.
-    """
-    count = 0
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            prompt, completion = _parse(line, f"{file}, line {number}")
-            before = tokenizer.encode(prompt).ids
-            after = tokenizer.encode(completion, add_special_tokens=False).ids
-            yield Example([*before, *after, end], len(before))
-            count += 1
-    if not count:
-        raise ValueError(f"{file} has no line; expected JSON objects, one a line")
-
-
 def pack(examples: Sequence[Example], length: int) -> Packed:
     """Examples into as few rows of `length` tokens as best-fit decreasing finds.
 
@@ -71,9 +40,9 @@ def pack(examples: Sequence[Example], length: int) -> Packed:
       ValueError: no example has a completion within `length` tokens.
     """
     # A row reads all but the last token of an example, and predicts all but the first.
-    kept = [Example(example.tokens[: length + 1], example.prompt) for example in examples]
+    kept = [Example(one.tokens[: length + 1], one.learned[: length + 1]) for one in examples]
     truncated = sum(len(example.tokens) > length + 1 for example in examples)
-    kept = [example for example in kept if len(example.tokens) > max(example.prompt, 1)]
+    kept = [example for example in kept if any(example.learned[1:])]
     if not kept:
         raise ValueError(
             f"none of {len(examples)} examples has a completion within {length} tokens: "
@@ -118,21 +87,6 @@ def batch(rows: Rows, step: int, shape: tuple[int, int], seed: int) -> Rows:
     return Rows(*(array.reshape(*shape, -1) for array in taken))
 
 
-def _parse(line: str, where: str) -> tuple[str, str]:
-    try:
-        record: Any = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where} is no JSON: {error}") from error
-    fields = record if isinstance(record, dict) else {}
-    match fields:
-        case {"prompt": str(prompt), "completion": str(completion)}:
-            return prompt, completion
-        case {"text": str(text)}:
-            return "", text
-    found = ", ".join(fields) or type(record).__name__
-    raise ValueError(f'{where} has {found}; expected strings "prompt" and "completion", or "text"')
-
-
 def _fill(row: Rows, examples: Sequence[Example]) -> None:
     start = 0
     for segment, example in enumerate(examples, 1):
@@ -140,7 +94,7 @@ def _fill(row: Rows, examples: Sequence[Example]) -> None:
         place = (0, slice(start, start + size))
         row.tokens[place] = example.tokens[:-1]
         row.targets[place] = example.tokens[1:]
-        row.weights[place] = np.arange(1, size + 1) >= example.prompt
+        row.weights[place] = example.learned[1:]
         row.positions[place] = np.arange(size)
         row.segment_ids[place] = segment
         start += size

@@ -1,7 +1,9 @@
 """Reasons to stop: a loss that diverges, a person who interrupts."""
 
 import math
+import os
 import signal
+from collections.abc import Callable
 from types import FrameType
 from typing import Self
 
@@ -26,14 +28,25 @@ class LossGuard:
     def __init__(self, mean: float | None = None) -> None:
         self.mean = mean
 
-    def check(self, step: int, metrics: Metrics) -> None:
-        """Raises DivergedError, or takes the loss into the mean."""
+    def check(self, step: int, metrics: Metrics, base_loss: Callable[[], float]) -> None:
+        """Takes the loss into the mean.
+
+        Args:
+          base_loss: the loss of the same rows without the adapter, for the message.
+
+        Raises:
+          DivergedError: a number is not finite, or the loss is too high.
+        """
         loss = float(metrics.loss)
         if not metrics.finite:
             wrong = "the gradient or the updated adapter" if math.isfinite(loss) else "the loss"
+            base = base_loss()
+            told = f"the base model's own loss on the same rows is {base:.4g}"
+            if not math.isfinite(base):
+                told += ", not finite either: check its weights, or pass --dtype float32"
             raise DivergedError(
                 f"step {step}: {wrong} is not finite (loss {loss:.4g}, gradient norm "
-                f"{float(metrics.gradient_norm):.4g})"
+                f"{float(metrics.gradient_norm):.4g}); {told}"
             )
         if self.mean is not None:
             limit = max(self.FACTOR * self.mean, self.mean + self.DISTANCE)
@@ -50,6 +63,7 @@ class Interruption:
     """While it lasts, the first Ctrl-C (or SIGTERM) only asks; a second one interrupts."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    TOLD = b"\nFinishing the step, then saving; once more to stop at once.\n"
 
     def __enter__(self) -> Self:
         self.requested = False
@@ -62,6 +76,8 @@ class Interruption:
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
         self._restore()
+        # Past every lock that printing may hold at this moment.
+        os.write(2, self.TOLD)
 
     def _restore(self) -> None:
         for one, handler in self._before.items():

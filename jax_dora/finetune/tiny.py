@@ -1,6 +1,7 @@
 """A model small enough for a laptop, its byte-level tokenizer, and sums for it to learn."""
 
 import json
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from jax_dora.models import DecoderConfig, make_model, save_model
 
 END = "<|end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'assistant' %}{{ message.content + eos_token }}"
+    "{% else %}{{ message.role + ': ' + message.content + '\\n' }}{% endif %}"
+    "{% endfor %}"
+)
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -28,16 +35,21 @@ CONFIG = {
 }
 
 
-def make_tiny_model(folder: Path, seed: int) -> None:
-    """A Hugging Face folder with a Qwen3 of random weights."""
+def make_tiny_model(folder: Path) -> None:
+    """Makes a Hugging Face folder with a Qwen3 of random weights, whole or not at all."""
     config = DecoderConfig.from_hf(CONFIG)
-    model = make_model(config, seed=seed)
+    model = make_model(config)
     # Embeddings of 0.02 under a head tied to them could not tell any token from another.
     model.model.norm.scale[...] = 10 * model.model.norm.scale[...]
-    save_model(model, folder, CONFIG)
-    byte_level_tokenizer().save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    with tempfile.TemporaryDirectory() as beside:
+        byte_level_tokenizer().save(str(Path(beside) / "tokenizer.json"))
+        (Path(beside) / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+        save_model(model, folder, CONFIG, tokenizer_from=beside)
 
 
 def byte_level_tokenizer() -> Tokenizer:
@@ -50,9 +62,9 @@ def byte_level_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def make_tiny_data(file: Path, seed: int, count: int = 500) -> None:
-    """Sums of two numbers, as prompts and completions."""
-    rng = np.random.default_rng(seed)
-    with file.open("w", encoding="utf-8") as lines:
-        for a, b in rng.integers(0, 50, (count, 2)).tolist():
-            lines.write(json.dumps({"prompt": f"{a}+{b}=", "completion": f"{a + b}"}) + "\n")
+def make_tiny_data(file: Path, count: int = 500) -> None:
+    """Writes sums of two numbers, as prompts and completions."""
+    rng = np.random.default_rng(0)
+    sums = rng.integers(0, 50, (count, 2)).tolist()
+    records = ({"prompt": f"{a}+{b}=", "completion": f"{a + b}"} for a, b in sums)
+    file.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")

@@ -15,6 +15,7 @@ from jax import lax
 
 import jax_dora
 from jax_dora.models import rope
+from jax_dora.models.cache import Cache, LayerCache
 from jax_dora.models.config import DecoderConfig
 
 # Called like nnx.Linear, which it is unless a model is defined with adapters in it.
@@ -53,8 +54,12 @@ class Attention(nnx.Module):
         self.config = config
 
     def __call__(
-        self, x: jax.Array, angles: tuple[jax.Array, jax.Array], mask: jax.Array | None
-    ) -> jax.Array:
+        self,
+        x: jax.Array,
+        angles: tuple[jax.Array, jax.Array],
+        mask: jax.Array | None,
+        memory: LayerCache | None = None,
+    ) -> tuple[jax.Array, LayerCache | None]:
         config = self.config
         per_head = (*x.shape[:2], -1, config.head_dim)
         q = self.q_proj(x).reshape(per_head)
@@ -62,15 +67,17 @@ class Attention(nnx.Module):
         v = self.v_proj(x).reshape(per_head)
         if config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rope.rotate(q, *angles), rope.rotate(k, *angles)
+        implementation = config.attention
+        if memory is not None:
+            memory = memory.add(k, v)
+            k, v = memory.read()
+            mask = memory.mask()
+            implementation = None  # cuDNN is for many queries
         attended = jax.nn.dot_product_attention(
-            rope.rotate(q, *angles),
-            rope.rotate(k, *angles),
-            v,
-            mask=mask,
-            is_causal=True,
-            implementation=config.attention,
+            q, k, v, mask=mask, is_causal=memory is None, implementation=implementation
         )
-        return self.o_proj(attended.reshape(*x.shape[:2], -1))
+        return self.o_proj(attended.reshape(*x.shape[:2], -1)), memory
 
 
 class MLP(nnx.Module):
@@ -95,10 +102,15 @@ class DecoderLayer(nnx.Module):
         self.mlp = MLP(config, linear, rngs)
 
     def __call__(
-        self, x: jax.Array, angles: tuple[jax.Array, jax.Array], mask: jax.Array | None
-    ) -> jax.Array:
-        x = x + self.self_attn(self.input_layernorm(x), angles, mask)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        self,
+        x: jax.Array,
+        angles: tuple[jax.Array, jax.Array],
+        mask: jax.Array | None,
+        memory: LayerCache | None = None,
+    ) -> tuple[jax.Array, LayerCache | None]:
+        attended, memory = self.self_attn(self.input_layernorm(x), angles, mask, memory)
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x)), memory
 
 
 class Decoder(nnx.Module):
@@ -141,7 +153,7 @@ class Decoder(nnx.Module):
 
         def one_layer(x, state):
             layer = nnx.merge(graphdef, *state)
-            return layer(x, angles, mask), nnx.state(layer, nnx.RngState)
+            return layer(x, angles, mask)[0], nnx.state(layer, nnx.RngState)
 
         if self.config.remat:
             # Inside a scan no common subexpressions can undo the rematerialisation.
@@ -150,6 +162,30 @@ class Decoder(nnx.Module):
         x, streams = lax.scan(one_layer, x, (streams, arrays))
         nnx.update(self.layers, streams)
         return x
+
+    def extend(
+        self, tokens: jax.Array, cache: Cache, counts: jax.Array | None = None
+    ) -> tuple[jax.Array, Cache]:
+        """Returns [batch, time, hidden] of tokens that follow those in `cache`, and the cache with
+        them; see `CausalLM.extend`."""
+        positions = cache.positions(tokens.shape[1])
+        angles = rope.angles(self.config.rope, self.config.head_dim, positions)
+        graphdef, arrays = nnx.split(self.layers)
+
+        def one_layer(carry, layer_and_state):
+            number, state = layer_and_state
+            x, keys, values = carry
+            x, memory = nnx.merge(graphdef, state)(
+                x, angles, None, LayerCache(keys, values, number, positions)
+            )
+            assert memory is not None
+            return (x, memory.keys, memory.values), None
+
+        carry = self.embed_tokens(tokens), cache.keys, cache.values
+        numbers = jnp.arange(self.config.num_hidden_layers)
+        (x, keys, values), _ = lax.scan(one_layer, carry, (numbers, arrays))
+        added = tokens.shape[1] if counts is None else counts
+        return self.norm(x), Cache(keys, values, cache.lengths + added)
 
 
 class CausalLM(nnx.Module):
@@ -195,6 +231,28 @@ class CausalLM(nnx.Module):
           [batch, time, vocab] in config.dtype.
         """
         return self.logits(self.model(tokens, positions, segment_ids))
+
+    def extend(
+        self, tokens: jax.Array, cache: Cache, counts: jax.Array | None = None
+    ) -> tuple[jax.Array, Cache]:
+        """Reads more tokens of each row, after those that `cache` holds.
+
+        Rows may hold different numbers of tokens, and be given different numbers:
+
+            cache = make_cache(model.config, batch, capacity)
+            hidden, cache = model.extend(prompts, cache, lengths_of_prompts)
+            hidden, cache = model.extend(next_tokens[:, None], cache)
+
+        Args:
+          tokens: i32[batch, time].
+          cache: the rows so far; what does not fit into its capacity is forgotten.
+          counts: i32[batch]: so many of the first tokens of each row are its own, and the others
+            padding; all of them if not given. A row of 0 stays as it is.
+
+        Returns:
+          [batch, time, hidden], which `logits` takes; and the cache with the tokens in it.
+        """
+        return self.model.extend(tokens, cache, counts)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """The head: [..., hidden] to [..., vocab]."""

@@ -13,13 +13,13 @@ import jax
 import pytest
 
 import jax_dora
-import jax_dora.finetune.command as finetune
 import jax_dora.linen
 import jax_dora.models
 import jax_dora.ops
 import jax_dora.peft
 import torch_dora
 import torch_dora.peft
+from jax_dora.commands import parser
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -59,7 +59,13 @@ def test_snippets_run(page, tmp_path, monkeypatch):
 
 def test_options_exist():
     """Every option that the guide names is one of the script's."""
-    known = {option for action in finetune.parser()._actions for option in action.option_strings}
+    [commands] = (one for one in parser()._actions if isinstance(one.choices, dict))
+    known = {
+        option
+        for command in commands.choices.values()
+        for action in command._actions
+        for option in action.option_strings
+    }
     named = set(re.findall(r"--[a-z]+(?:-[a-z]+)*", (DOCS / "finetuning.md").read_text()))
     assert named
     assert named <= known

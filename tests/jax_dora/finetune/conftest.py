@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import jax
 import pytest
 
+from jax_dora.finetune import tiny
+
 
 @pytest.fixture(autouse=True)
 def strict_jax() -> None:
@@ -17,3 +19,12 @@ def quick_compilation() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory) -> list[str]:
+    """The flags for what --tiny makes, made once."""
+    folder = tmp_path_factory.mktemp("inputs")
+    tiny.make_tiny_model(folder / "model")
+    tiny.make_tiny_data(folder / "data.jsonl")
+    return ["--model", str(folder / "model"), "--data", str(folder / "data.jsonl")]

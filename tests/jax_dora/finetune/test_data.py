@@ -1,13 +1,9 @@
-"""Reading, packing and the order of rows."""
-
-import json
+"""Packing and the order of rows."""
 
 import numpy as np
 import pytest
 
 from jax_dora.finetune import data, tiny
-
-END = 256
 
 
 @pytest.fixture(scope="module")
@@ -15,49 +11,18 @@ def tokenizer():
     return tiny.byte_level_tokenizer()
 
 
-def write(file, *records):
-    file.write_text("\n".join(json.dumps(record) for record in records) + "\n")
-    return file
-
-
 def test_tokenizer_has_one_token_a_byte(tokenizer):
     text = "1+2=3\nÄ\x00"
     tokens = tokenizer.encode(text).ids
     assert len(tokens) == len(text.encode())
     assert tokenizer.decode(tokens) == text
-    assert tokenizer.token_to_id(tiny.END) == END
+    assert tokenizer.token_to_id(tiny.END) == tiny.CONFIG["eos_token_id"]
     assert tokenizer.get_vocab_size() == tiny.CONFIG["vocab_size"]
 
 
-def test_examples(tmp_path, tokenizer):
-    records = {"prompt": "ab", "completion": "c"}, {"text": "de"}
-    examples = list(data.read_examples(write(tmp_path / "x", *records), tokenizer, END))
-    letters = tokenizer.encode("abcde").ids
-    assert examples == [([*letters[:3], END], 2), ([*letters[3:], END], 0)]
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"prompt": "a"', "line 2 is no JSON"),
-        ('{"prompt": "a"}', 'line 2 has prompt; expected strings "prompt" and "completion"'),
-        ('{"messages": []}', "line 2 has messages; expected"),
-        ('{"prompt": "a", "completion": 4}', "line 2 has prompt, completion; expected strings"),
-        ("[]", "line 2 has list; expected"),
-    ],
-)
-def test_bad_line(tmp_path, tokenizer, line, message):
-    file = tmp_path / "data.jsonl"
-    file.write_text('{"text": "good"}\n' + line)
-    with pytest.raises(ValueError, match=message):
-        list(data.read_examples(file, tokenizer, END))
-
-
-def test_no_line(tmp_path, tokenizer):
-    file = tmp_path / "data.jsonl"
-    file.write_text("\n\n")
-    with pytest.raises(ValueError, match="has no line"):
-        list(data.read_examples(file, tokenizer, END))
+def example(tokens, prompt):
+    """The first `prompt` tokens are read, the others learned."""
+    return data.Example(tokens, [place >= prompt for place in range(len(tokens))])
 
 
 def unpack(rows):
@@ -84,10 +49,10 @@ def test_packing_keeps_every_example():
     for size in rng.integers(2, 34, 200):
         tokens = rng.integers(0, 99, size).tolist()
         # Without a prompt the first token is never predicted, so it counts as one of it.
-        examples.append(data.Example(tokens, int(rng.integers(1, size))))
+        examples.append(example(tokens, int(rng.integers(1, size))))
     packed = data.pack(examples, 32)
-    key = lambda example: (example[0], example[1])  # noqa: E731
-    assert sorted(unpack(packed.rows), key=key) == sorted(map(tuple, examples), key=key)
+    expected = [(one.tokens, one.learned.count(False)) for one in examples]
+    assert sorted(unpack(packed.rows)) == sorted(expected)
     assert (packed.examples, packed.truncated, packed.dropped) == (200, 0, 0)
     # Best-fit decreasing is within 11/9 of the best.
     assert len(packed.rows.tokens) <= 11 / 9 * (packed.rows.segment_ids > 0).sum() / 32 + 1
@@ -95,9 +60,9 @@ def test_packing_keeps_every_example():
 
 def test_long_examples_are_cut_and_counted():
     examples = [
-        data.Example(list(range(20)), 3),
-        data.Example(list(range(20)), 12),
-        data.Example([1, 2, 3], 1),
+        example(list(range(20)), 3),
+        example(list(range(20)), 12),
+        example([1, 2, 3], 1),
     ]
     packed = data.pack(examples, 10)
     assert (packed.examples, packed.truncated, packed.dropped) == (2, 2, 1)

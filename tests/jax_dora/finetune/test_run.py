@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,11 +20,13 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 import jax_dora
-import jax_dora.finetune.command as finetune
 import jax_dora.models as decoder
 import jax_dora.peft
+from dora_common.lock import locked
+from jax_dora.commands import main, parser
 from jax_dora.finetune import data, guard, training
 from jax_dora.finetune.checkpoints import Checkpoints
+from jax_dora.finetune.plan import Plan
 from jax_dora.finetune.run import Run
 from jax_dora.finetune.tiny import byte_level_tokenizer
 from parity import tolerances
@@ -35,6 +38,35 @@ OPTIONS = (
     *("--steps", str(STEPS), "--learning-rate", "1e-2", "--weight-decay", "0.1", "--warmup", "2"),
     *("--checkpoint-every", "2", "--eval-every", "3"),
 )
+
+
+OUT_OF_RANGE = {
+    "--rank": "0 -1 1.5 99999999999",
+    "--alpha": "0 -1 nan inf",
+    "--dropout": "1 -0.1 nan",
+    "--length": "0",
+    "--steps": "0 -1",
+    "--epochs": "0 -1 inf nan",
+    "--batch": "0",
+    "--accumulate": "0",
+    "--learning-rate": "0 -1 nan x",
+    "--warmup": "-1",
+    "--weight-decay": "-0.1 inf",
+    "--clip": "0 -1 nan",
+    "--seed": "-1 4294967296",
+    "--checkpoint-every": "0",
+    "--eval-every": "0",
+    "--keep": "0 -1",
+}
+
+
+def finetune(options):
+    return main(["finetune", *options])
+
+
+def told(capsys):
+    """What was printed, on one line."""
+    return " ".join("".join(capsys.readouterr()).split())
 
 
 def metrics(folder):
@@ -52,7 +84,7 @@ def finished(tmp_path_factory):
     eval_data = output / "eval.jsonl"
     eval_data.write_text('{"prompt": "3+4=", "completion": "7"}\n' * 5)
     command = ["--tiny", *OPTIONS, "--output", str(output), "--eval-data", str(eval_data)]
-    assert finetune.main([*command, "--merge", str(output / "merged")]) == 0
+    assert finetune([*command, "--merge", str(output / "merged")]) == 0
     return output
 
 
@@ -119,62 +151,63 @@ def test_ctrl_c_and_resume_are_bitwise_the_same_run(
 ):
     with monkeypatch.context() as patch:
         interrupt_at(patch, 3)
-        assert finetune.main(command) == 130
-    assert "Interrupted after step 3 of 6, and saved" in capsys.readouterr().out
+        assert finetune(command) == 130
+    assert "Interrupted after step 3; Step 3 is saved" in told(capsys)
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3]
     assert not (tmp_path / "run" / "adapter").exists()
 
-    assert finetune.main(command) == 2
-    assert "holds a run already; pass --resume" in capsys.readouterr().out
-    assert finetune.main([*command, "--resume", "--rank", "5"]) == 2
-    assert "rank was 4 and is 5" in capsys.readouterr().out
+    assert finetune(command) == 2
+    assert "holds a run already; pass --resume" in told(capsys)
+    assert finetune([*command, "--resume", "--rank", "5"]) == 2
+    assert "rank was 4 and is 5" in told(capsys)
 
     # What a killed process may have written after its last checkpoint.
     with (tmp_path / "run" / "metrics.jsonl").open("a") as log:
-        log.write('{"step": 4, "loss": 9}\n')
-    assert finetune.main([*command, "--resume"]) == 0
+        log.write('{"step": 4, "loss": 9}\n{"step": 5, "lo')
+    training.accumulate.clear_cache()
+    training.update.clear_cache()
+    assert finetune([*command, "--resume"]) == 0
+    # What is restored is as what a step returns, so that nothing is compiled twice.
+    assert (training.accumulate._cache_size(), training.update._cache_size()) == (1, 1)
     assert without_speed(metrics(tmp_path / "run")) == without_speed(metrics(finished))
-    ours = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
-    theirs = load_file(finished / "adapter" / "adapter_model.safetensors")
-    assert ours.keys() == theirs.keys()
-    for name, array in ours.items():
-        np.testing.assert_array_equal(array, theirs[name])
+    same_adapter(tmp_path / "run", finished)
 
 
 @pytest.mark.slow
 def test_nan_stops_and_leaves_the_last_checkpoint(command, monkeypatch, capsys, tmp_path):
-    original = data.batch
+    original = training.update
 
-    def batch(rows, place, *rest):
-        rows = original(rows, place, *rest)
-        if place == 2:
-            rows.weights[rows.weights > 0] = np.nan
-        return rows
+    factors = iter((1.0, 1.0, np.nan))
 
-    monkeypatch.setattr(data, "batch", batch)
-    assert finetune.main(command) == 1
-    output = capsys.readouterr().out
-    assert "Stopped: step 3: the loss is not finite" in output
-    assert "last good checkpoint" in output
+    def update(optimizer, adapters, state, gradients, loss):
+        return original(optimizer, adapters, state, gradients, loss * next(factors))
+
+    monkeypatch.setattr(training, "update", update)
+    assert finetune(command) == 1
+    output = told(capsys)
+    found = re.search(
+        r"Stopped: step 3: the loss is not finite \(.*on the same rows is (.*?)\.", output
+    )
+    assert found, output
+    assert 4 < float(found[1]) < 12
+    assert "Step 2 is saved: the same command with --resume" in output
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2]
-    with Checkpoints(tmp_path / "run" / "checkpoints", keep=3) as checkpoints:
-        assert checkpoints.latest() == 2
+    with Checkpoints(tmp_path / "run" / "checkpoints") as checkpoints:
+        assert checkpoints.steps() == [2]
         assert checkpoints.facts(2)["settings"]["rank"] == 4
-    monkeypatch.setattr(data, "batch", original)
-    assert finetune.main([*command, "--resume"]) == 0
+    monkeypatch.setattr(training, "update", original)
+    assert finetune([*command, "--resume"]) == 0
 
 
 @pytest.mark.slow
 def test_explosion_stops(command, capsys, tmp_path):
     """Weights that the decay multiplies by -999 at every step."""
     options = ["--learning-rate", "1e4", "--schedule", "constant", "--warmup", "0"]
-    assert finetune.main([*command, *options, "--steps", "100"]) == 1
-    output = " ".join(capsys.readouterr().out.split())
-    stopped = re.search(r"Stopped: step (\d+): the", output)
+    assert finetune([*command, *options, "--steps", "100"]) == 1
+    stopped = re.search(r"Stopped: step (\d+): the", told(capsys))
     assert stopped
-    with Checkpoints(tmp_path / "run" / "checkpoints", keep=3) as checkpoints:
-        latest = checkpoints.latest()
-        assert latest is None or latest < int(stopped[1])
+    with Checkpoints(tmp_path / "run" / "checkpoints") as checkpoints:
+        assert all(step < int(stopped[1]) for step in checkpoints.steps())
 
 
 @pytest.mark.parametrize(
@@ -183,14 +216,26 @@ def test_explosion_stops(command, capsys, tmp_path):
         ([], "--model or --data is missing"),
         (["--tiny", "--model", "x"], "--model and --tiny are both given"),
         (["--tiny", "--data", "missing.jsonl"], "--data missing.jsonl is no file"),
-        (["--tiny", "--rank", "0"], "rank is 0"),
-        (["--tiny", "--target", "nothing"], "matches no layer"),
+        (["--target", "nothing"], "matches no layer"),
+        (["--target", ".*"], "match modules that cannot be adapted"),
+        (["--tiny", "--target", "("], "'(' is no regular expression"),
+        (["--steps", "5", "--warmup", "5"], "--warmup 5 leaves nothing of the 5 steps"),
         (["--model", "missing", "--data", str(ROOT / "README.md")], "config.json is missing"),
+        (["--tiny", "--unknown"], "unrecognized arguments: --unknown"),
+        *(
+            (["--tiny", flag, value], f"argument {flag}: '{value}' is out of range")
+            for flag, values in OUT_OF_RANGE.items()
+            for value in values.split()
+        ),
     ],
 )
-def test_bad_options(options, message, tmp_path, capsys):
-    assert finetune.main([*options, "--output", str(tmp_path / "run")]) == 2
-    assert message in " ".join(capsys.readouterr().out.split())
+def test_bad_options(options, message, inputs, tmp_path, capsys):
+    if "--tiny" not in options and "--model" not in options and options:
+        options = [*inputs, *options]
+    assert finetune([*options, "--output", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.slow
@@ -199,10 +244,10 @@ def test_bad_options(options, message, tmp_path, capsys):
 @pytest.mark.parametrize("target", ["model/embed_tokens", "model/(embed_tokens|.*/o_proj)"])
 def test_an_embedding_beside_a_tied_head(finished, command, target, capsys, caplog, tmp_path):
     """Trained as in PEFT, where the head stays as it is; merging could not say so."""
-    command = [*command, "--target", target, "--steps", "2"]
-    assert finetune.main([*command, "--merge", str(tmp_path / "merged")]) == 2
-    assert "leave out --merge, or the embedding" in " ".join(capsys.readouterr().out.split())
-    assert finetune.main(command) == 0
+    command = [*command, "--target", target, "--steps", "3"]
+    assert finetune([*command, "--merge", str(tmp_path / "merged")]) == 2
+    assert "leave out --merge, or the embedding" in told(capsys)
+    assert finetune(command) == 0
     assert "adapt_attend" not in caplog.text
 
     tokens = np.array([byte_level_tokenizer().encode("12+30=42").ids])
@@ -218,14 +263,12 @@ def test_an_embedding_beside_a_tied_head(finished, command, target, capsys, capl
     assert np.abs(found - expected).max() <= tolerances.OPERATOR_FP32_MAX_ABS * peak
 
 
-def test_accumulation_is_one_large_batch(finished):
+def test_accumulation_is_one_large_batch(inputs, tmp_path):
     """The gradient of four micro-batches is that of one batch four times as large."""
-    args = finetune.parser().parse_args(
-        ["--model", str(finished / "tiny-model"), "--data", str(finished / "tiny.jsonl"), *OPTIONS]
-    )
-    args.output, args.dropout, args.target = finished / "accumulation", 0.0, ".*/(up|o)_proj"
-    run = Run(args, Console())
-    rows = data.batch(run.rows, 0, (2, 2), seed=1)
+    args = parser().parse_args(["finetune", *inputs, *OPTIONS])
+    args.output, args.dropout, args.target = tmp_path / "run", 0.0, ".*/(up|o)_proj"
+    run = Run(Plan(args, Console()))
+    rows = data.batch(run.plan.rows, 0, (2, 2), seed=1)
     large = data.Rows(*(array.reshape(1, 4, -1) for array in rows))
     (loss, gradients, _), (large_loss, large_gradients, _) = (
         training.accumulate(*run.parts, one) for one in (rows, large)
@@ -249,19 +292,22 @@ def test_magnitudes_are_not_decayed():
 
 
 def test_guard():
-    def step(loss, finite=True):
-        return training.Metrics(np.float32(loss), np.float32(1), np.bool_(finite))
+    def check(one, loss, finite=True, base=2.5):
+        metrics = training.Metrics(np.float32(loss), np.float32(1), np.bool_(finite))
+        one.check(7, metrics, lambda: base)
 
     calm = guard.LossGuard()
     for loss in (2.0, 2.5, 1.8, 3.5, 0.01, 0.02):
-        calm.check(1, step(loss))
-    assert guard.LossGuard(0.01).check(1, step(1.5)) is None  # a noisy end is no explosion
+        check(calm, loss)
+    check(guard.LossGuard(0.01), 1.5)  # a noisy end is no explosion
     with pytest.raises(guard.DivergedError, match="step 7: the loss is 9, over 6"):
-        guard.LossGuard(2.0).check(7, step(9.0))
-    with pytest.raises(guard.DivergedError, match="the loss is not finite"):
-        calm.check(7, step(np.nan, finite=False))
+        check(guard.LossGuard(2.0), 9.0)
+    with pytest.raises(guard.DivergedError, match=r"the loss is not finite .* rows is 2\.5$"):
+        check(calm, np.nan, finite=False)
+    with pytest.raises(guard.DivergedError, match="rows is nan, not finite either: check its"):
+        check(calm, np.inf, finite=False, base=np.nan)
     with pytest.raises(guard.DivergedError, match="the gradient or the updated adapter is not"):
-        calm.check(7, step(1.0, finite=False))
+        check(calm, 1.0, finite=False)
 
 
 def test_second_ctrl_c_interrupts():
@@ -278,10 +324,114 @@ def test_second_ctrl_c_interrupts():
         signal.signal(signal.SIGINT, before)
 
 
+def same_adapter(a, b):
+    ours, theirs = (load_file(one / "adapter" / "adapter_model.safetensors") for one in (a, b))
+    assert ours.keys() == theirs.keys()
+    for name, array in ours.items():
+        np.testing.assert_array_equal(array, theirs[name])
+
+
 @pytest.mark.slow
-def test_runs_as_a_script():
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(finished, command, capsys, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished / "checkpoints", run / "checkpoints")
+    shutil.copy(finished / "metrics.jsonl", run)
+    [largest, *_] = sorted(
+        (file for file in (run / "checkpoints" / "6").rglob("*") if file.is_file()),
+        key=lambda file: -file.stat().st_size,
+    )
+    raw = bytearray(largest.read_bytes())
+    raw[len(raw) // 2 :][:4] = bytes(4)
+    largest.write_bytes(bytes(b ^ 1 for b in raw))
+    assert finetune([*command, "--resume"]) == 0
+    output = told(capsys)
+    assert f"--resume: {largest} is damaged" in output
+    assert "--resume: going on after step 4 of 6" in output
+    assert without_speed(metrics(run)) == without_speed(metrics(finished))
+    same_adapter(run, finished)
+
+    for step in (2, 4, 6):
+        (run / "checkpoints" / str(step) / "facts" / "metadata").write_text("{}")
+    assert finetune([*command, "--resume"]) == 2
+    assert "none of the checkpoints in" in told(capsys)
+
+
+@pytest.mark.slow
+def test_nothing_to_resume_is_said_and_a_run_is_prolonged(finished, command, capsys, tmp_path):
+    command = [*command, "--schedule", "constant", "--eval-every", "2"]
+    assert finetune([*command, "--steps", "4", "--resume"]) == 0
+    assert "has no checkpoint; starting at step 1" in told(capsys)
+    assert finetune([*command, "--resume", "--dropout", "0.2"]) == 2
+    assert finetune([*command, "--resume", "--steps", "3"]) == 2
+    assert "the run is at step 4, after the last of 3" in told(capsys)
+    assert finetune([*command, "--resume"]) == 0
+    assert "the run had 4 steps and has 6" in told(capsys)
+    assert finetune([*command, "--output", str(tmp_path / "whole")]) == 0
+    assert without_speed(metrics(tmp_path / "run")) == without_speed(metrics(tmp_path / "whole"))
+    same_adapter(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_folder_in_use(tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    with locked(run):
+        assert finetune(["--tiny", "--output", str(run)]) == 2
+    assert "is in use by another run" in told(capsys)
+    assert list(run.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (MemoryError("8 GiB"), 1, "Out of memory: 8 GiB. Nothing is saved yet"),
+        (
+            jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nlong table"),
+            1,
+            "Out of memory on the device: RESOURCE_EXHAUSTED: Out of memory. Nothing is saved",
+        ),
+        (OSError(28, "No space left", "x"), 1, "The disk is full: [Errno 28] No space left: 'x'"),
+        (KeyboardInterrupt(), 130, "Interrupted. Nothing is saved yet"),
+    ],
+)
+def test_what_stops_a_run_is_told_in_one_line(
+    error, status, message, inputs, tmp_path, monkeypatch, capsys
+):
+    command = [*inputs, *OPTIONS, "--output", str(tmp_path / "run")]
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(data, "batch", fail)
+    assert finetune(command) == status
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert printed.count("\n") == 1
+    # The corrected command is accepted.
+    monkeypatch.setattr(Run, "train", lambda _: 0)
+    assert finetune(command) == 0
+
+
+def test_interrupted_while_it_starts():
+    """Before anything is imported that takes long."""
+    code = (
+        "import signal, sys, dora_common.start as start\n"
+        "sys.modules['jax_dora.commands'] = type('M', (), {\n"
+        "  'main': lambda: signal.raise_signal(signal.SIGINT)})\n"
+        "start.jax_dora()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.strip(), done.stdout) == (130, "Interrupted.", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [["examples/finetune.py"], ["-m", "jax_dora", "finetune"], ["-m", "jax_dora.finetune"]],
+)
+def test_runs_as_a_script(command):
     result = subprocess.run(
-        [sys.executable, ROOT / "examples" / "finetune.py", "--help"],
+        [sys.executable, *command, "--help"],
+        cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

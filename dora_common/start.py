@@ -1,0 +1,22 @@
+"""The installed command, which ends in one line also where Ctrl-C comes before JAX is imported."""
+
+import importlib
+import os
+import signal
+import sys
+from typing import NoReturn
+
+# Shows the cursor, which a progress bar hides.
+_TOLD = b"\x1b[?25h\nInterrupted.\n" if os.isatty(2) else b"\nInterrupted.\n"
+
+
+def _stop(*_: object) -> NoReturn:
+    # Nothing is cleaned up, as under a kill, for which every file has to be written anyway.
+    os.write(2, _TOLD)
+    os._exit(130)
+
+
+def jax_dora() -> NoReturn:
+    """Runs `jax-dora`."""
+    signal.signal(signal.SIGINT, _stop)
+    sys.exit(importlib.import_module("jax_dora.commands").main())

@@ -1,0 +1,7 @@
+"""Runs `python -m jax_dora`, the same as the command `jax-dora`."""
+
+import sys
+
+from jax_dora.commands import main
+
+sys.exit(main())

@@ -1,0 +1,106 @@
+"""Fine-tunes a Llama, Mistral or Qwen with DoRA: examples in, an adapter out.
+
+    jax-dora finetune --model FOLDER --data FILE.jsonl --rank 384 --output RUN
+    jax-dora finetune --tiny --output RUN        # its own model and data, on a laptop
+
+The model is a Hugging Face folder (config.json, safetensors, tokenizer.json). An example of the
+data is {"messages": ...}, {"prompt": ..., "completion": ...}, {"instruction": ..., "output": ...}
+or {"text": ...}, in JSON Lines, a JSON list, parquet, or a folder that datasets wrote. RUN gets
+checkpoints, metrics.jsonl and, at the end, the adapter as a PEFT folder and, if asked for, the
+merged model as a Hugging Face folder. Ctrl-C saves; --resume takes up where a run has stopped, and
+comes to the same result bit for bit; with more --steps it prolongs the run.
+"""
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+from dora_common.lock import locked
+from jax_dora.commands.flags import (
+    UsageError,
+    corrections,
+    not_negative,
+    pattern,
+    positive,
+    rate,
+    whole,
+)
+from jax_dora.finetune.plan import Plan
+from jax_dora.finetune.run import Run
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("model and data").add_argument
+    add("--model", type=Path, help="a Hugging Face folder")
+    add("--tiny", action="store_true", help="make a small model, and data unless --data is given")
+    add("--data", type=Path, help="what to train on")
+    add("--eval-data", type=Path, help="what to evaluate on")
+    add("--output", type=Path, default=Path("finetuned"), help="folder of the run (%(default)s)")
+    length = whole(1, 2**24)
+    add("--length", type=length, default=1024, help="tokens of a packed row (%(default)s)")
+    add("--dtype", choices=("bfloat16", "float32"), help="of the base; config.json's by default")
+
+    add = parser.add_argument_group("adapter").add_argument
+    add("--rank", type=whole(1, 2**20), default=64, help="%(default)s")
+    add("--alpha", type=positive, help="half the rank by default")
+    add("--rslora", action="store_true", help="scale by alpha/sqrt(rank)")
+    add("--dropout", type=rate, default=0.0, help="of the adapter's input (%(default)s)")
+    target = "model/layers/.*_proj"
+    add("--target", type=pattern, default=target, help="regular expression (%(default)s)")
+
+    add = parser.add_argument_group("training").add_argument
+    add("--steps", type=whole(1), help="optimizer steps; those of --epochs by default")
+    add("--epochs", type=positive, default=1.0, help="%(default)s")
+    add("--batch", type=whole(1, 2**20), default=1, help="rows of a micro-batch (%(default)s)")
+    add(
+        "--accumulate",
+        type=whole(1, 2**20),
+        default=8,
+        help="micro-batches of a step (%(default)s)",
+    )
+    add("--learning-rate", type=positive, default=1e-4, help="%(default)s")
+    add("--schedule", choices=("cosine", "linear", "constant"), default="cosine")
+    add("--warmup", type=whole(0), default=0, help="steps (%(default)s)")
+    add("--weight-decay", type=not_negative, default=0.0, help="%(default)s")
+    add("--clip", type=positive, default=1.0, help="global norm of the gradient (%(default)s)")
+    seed = whole(0, 2**32 - 1)
+    add("--seed", type=seed, default=0, help="of adapter, data order and dropout (%(default)s)")
+
+    add = parser.add_argument_group("what is kept").add_argument
+    add("--resume", action="store_true", help="go on from the last checkpoint in the output")
+    add("--checkpoint-every", type=whole(1), default=50, help="steps (%(default)s)")
+    add("--keep", type=whole(1), default=3, help="so many checkpoints (%(default)s)")
+    add("--eval-every", type=whole(1), default=50, help="steps (%(default)s)")
+    add("--merge", type=Path, help="write the merged model to this Hugging Face folder")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains; returns the exit status."""
+    console = Console()
+    with _held(args.output):
+        with corrections():
+            one = Run(Plan(args, console))
+            one.take_up()
+        try:
+            return one.train()
+        except (Exception, KeyboardInterrupt) as error:
+            error.add_note(one.way_on())
+            raise
+
+
+@contextlib.contextmanager
+def _held(output: Path) -> Iterator[None]:
+    """Makes the run's folder, and holds it against another run."""
+    with contextlib.ExitStack() as stack:
+        with corrections():
+            output.mkdir(parents=True, exist_ok=True)
+            try:
+                stack.enter_context(locked(output, wait=False))
+            except BlockingIOError:
+                raise UsageError(
+                    f"--output {output} is in use by another run; wait for it, or choose another"
+                ) from None
+        yield

@@ -1,0 +1,86 @@
+"""Flags with ranges: what is out of range is told in one line."""
+
+import argparse
+import contextlib
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+MOST = 2**31 - 1  # what an index into an array may be
+
+
+class UsageError(Exception):
+    """A flag, a file or a folder that the person who gave it can correct."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises UsageError where argparse prints the usage and exits."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} ({self.prog} --help lists all)")
+
+
+def whole(least: int, most: int = MOST) -> Callable[[str], int]:
+    """Returns a parser of whole numbers from `least` to `most`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is out of range: expected a whole number from {least:,} to {most:,}"
+            )
+        return value
+
+    return parse
+
+
+def number(told: str, is_right: Callable[[float], bool]) -> Callable[[str], float]:
+    """Returns a parser of the finite numbers for which `is_right`, as `told`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and is_right(value)):
+            raise argparse.ArgumentTypeError(f"{text!r} is out of range: expected a number {told}")
+        return value
+
+    return parse
+
+
+positive = number("above 0", lambda value: value > 0)
+not_negative = number("of at least 0", lambda value: value >= 0)
+rate = number("from 0 to below 1", lambda value: 0 <= value < 1)
+share = number("above 0, to 1", lambda value: 0 < value <= 1)
+
+
+def pattern(text: str) -> str:
+    """Parses a regular expression."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from error
+    return text
+
+
+@contextlib.contextmanager
+def corrections() -> Iterator[None]:
+    """While it lasts, what is wrong are flags and files, which UsageError tells."""
+    try:
+        yield
+    except FileExistsError as error:
+        told = str(error)
+        if error.filename is not None:
+            told = f"{error.filename} is a file; expected a folder, or none"
+        raise UsageError(told) from error
+    except (ValueError, TypeError, NotImplementedError, ImportError) as error:
+        raise UsageError(str(error)) from error
+    except OSError as error:
+        if error.errno is None or isinstance(error, FileNotFoundError | PermissionError):
+            raise UsageError(str(error)) from error
+        raise

@@ -1,0 +1,61 @@
+"""A base model's folder and an adapter on it: what several commands begin with."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+import jax_dora.peft
+from jax_dora.models import CausalLM, load_model
+
+ADAPTER = "adapter_config.json"
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds --model, --adapter and --dtype."""
+    add = parser.add_argument_group("model").add_argument
+    add("--model", type=Path, help="a Hugging Face folder; the one the adapter names by default")
+    add("--adapter", type=Path, help="a PEFT folder, or a folder that finetune made")
+    add("--dtype", choices=("bfloat16", "float32"), help="of the base; config.json's by default")
+
+
+def adapter_folder(folder: Path) -> Path:
+    """Returns the PEFT folder that `folder` is, or that the run in it has exported.
+
+    Raises:
+      FileNotFoundError: there is none.
+    """
+    for one in (folder, folder / "adapter"):
+        if (one / ADAPTER).is_file():
+            return one
+    raise FileNotFoundError(f"{folder} has no {ADAPTER}; expected a PEFT folder, or a run's")
+
+
+def base_folder(args: argparse.Namespace) -> Path:
+    """Returns the folder of --model, or else the one that the adapter was trained on.
+
+    Raises:
+      ValueError, FileNotFoundError: neither is given, or the adapter's is not there.
+    """
+    if args.model is not None:
+        return args.model
+    if args.adapter is None:
+        raise ValueError("--model is missing; expected a Hugging Face folder")
+    config = json.loads((adapter_folder(args.adapter) / ADAPTER).read_text("utf-8"))
+    folder = config.get("base_model_name_or_path")
+    if not isinstance(folder, str) or not Path(folder).is_dir():
+        raise FileNotFoundError(
+            f"{args.adapter} was trained on {folder!r}, which is no folder here; pass --model"
+        )
+    return Path(folder)
+
+
+def adapted_model(args: argparse.Namespace, folder: Path) -> CausalLM:
+    """Returns the model of `folder`, with the adapter of --adapter if it is given."""
+    changes: dict[str, Any] = {"dtype": jnp.dtype(args.dtype)} if args.dtype else {}
+    model = load_model(folder, **changes)
+    if args.adapter is None:
+        return model
+    return jax_dora.peft.load_adapter(model, adapter_folder(args.adapter))

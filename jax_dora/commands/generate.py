@@ -1,0 +1,98 @@
+"""Generates text with a model, with or without an adapter.
+
+    jax-dora generate --adapter RUN --prompt "12+30="
+    jax-dora generate --model FOLDER --chat --prompt "Why is the sky blue?" --temperature 0.7
+
+One prompt's answer is printed as it comes. Several are answered together, and printed as JSON Lines
+of "prompt" and "completion". Without --prompt, standard input is the prompt.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+import jax_dora
+from jax_dora.commands.flags import corrections, not_negative, share, whole
+from jax_dora.commands.folders import adapted_model, add_model_flags, base_folder
+from jax_dora.models import CausalLM, Sampling, generate, generate_steps, read_config
+from jax_dora.models.chat import ChatTemplate
+from jax_dora.models.tokenizer import read_ends, read_tokenizer
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add_model_flags(parser)
+    add = parser.add_argument_group("text").add_argument
+    add("--prompt", action="append", help="what to go on from; may be given several times")
+    add("--chat", action="store_true", help="put each prompt into the model's chat template")
+    add("--system", help="with --chat: the system's message")
+    add("--tokens", type=whole(1, 2**24), default=128, help="at most so many new (%(default)s)")
+
+    add = parser.add_argument_group("sampling").add_argument
+    add("--temperature", type=not_negative, default=0.0, help="0 takes the likeliest (%(default)s)")
+    add("--top-k", type=whole(0), default=0, help="of so many likeliest; 0 for all (%(default)s)")
+    add("--top-p", type=share, default=1.0, help="of the likeliest of this share (%(default)s)")
+    add("--seed", type=whole(0, 2**32 - 1), default=0, help="%(default)s")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints what the model says; returns the exit status."""
+    with corrections():
+        folder = base_folder(args)
+        tokenizer, ends = read_tokenizer(folder), read_ends(folder, read_config(folder))
+        prompts = args.prompt or [sys.stdin.read()]
+        if args.chat:
+            texts = [_conversation(folder, args.system, prompt) for prompt in prompts]
+        else:
+            texts = prompts
+        tokens = [tokenizer.encode(one, add_special_tokens=not args.chat).ids for one in texts]
+        if not all(tokens):
+            raise ValueError(
+                "--prompt is empty, and the model's tokenizer begins texts with nothing"
+            )
+        model = adapted_model(args, folder)
+        if args.adapter is not None:
+            model = jax_dora.freeze(model)
+    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+    if len(prompts) == 1:
+        _print_as_it_comes(model, tokenizer, tokens[0], args.tokens, sampling, ends)
+        return 0
+    answers = generate(model, tokens, args.tokens, sampling, ends=ends)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        line = {"prompt": prompt, "completion": tokenizer.decode(answer)}
+        print(json.dumps(line, ensure_ascii=False))
+    return 0
+
+
+def _conversation(folder: Path, system: str | None, prompt: str) -> str:
+    template = ChatTemplate.of(folder)
+    if template is None:
+        raise ValueError(f"--chat: {folder} has no chat template")
+    messages = [{"role": "user", "content": prompt}]
+    if system is not None:
+        messages = [{"role": "system", "content": system}, *messages]
+    return template.render(messages, reply=True)
+
+
+def _print_as_it_comes(
+    model: CausalLM,
+    tokenizer: Tokenizer,
+    prompt: list[int],
+    count: int,
+    sampling: Sampling,
+    ends: list[int],
+) -> None:
+    answer: list[int] = []
+    shown = ""
+    for drawn in generate_steps(model, [prompt], count, sampling):
+        if drawn[0] in ends:
+            break
+        answer.append(int(drawn[0]))
+        text = tokenizer.decode(answer)
+        # A letter of several tokens comes with its last one.
+        if text.startswith(shown) and not text.endswith("\ufffd"):
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+    print(tokenizer.decode(answer)[len(shown) :])

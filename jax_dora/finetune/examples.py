@@ -1,0 +1,104 @@
+"""Records of any of the usual forms as tokens, with what of them is to be learned."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from jax_dora.finetune.data import Example
+from jax_dora.finetune.records import Record
+from jax_dora.models.chat import ChatTemplate
+
+FORMS = (
+    'a list "messages", strings "prompt" and "completion", strings "instruction" and "output" '
+    '(and "input"), or a string "text"'
+)
+# The words that Stanford Alpaca was trained with.
+ALPACA = (
+    "Below is an instruction that describes a task{paired}. Write a response that appropriately "
+    "completes the request.\n\n### Instruction:\n{instruction}\n\n{given}### Response:\n"
+)
+
+
+class Encoder:
+    """Makes examples of records, as one model reads them."""
+
+    def __init__(self, tokenizer: Tokenizer, end: int, template: ChatTemplate | None) -> None:
+        """
+        Args:
+          tokenizer: its special tokens, such as the beginning of a text, go before a prompt.
+          end: the token that ends a completion; a chat template writes its own.
+          template: of "messages".
+        """
+        self.tokenizer, self.end, self.template = tokenizer, end, template
+
+    def examples(self, records: Iterable[Record]) -> Iterator[Example]:
+        """Yields one example for each record, or several for a conversation.
+
+        Raises:
+          ValueError: a record has none of the forms; it names the file and the line or row.
+        """
+        for where, fields in records:
+            try:
+                yield from self._examples(fields)
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{where}: {error}") from error
+
+    def prompt(self, text: str) -> list[int]:
+        """Returns the tokens of what goes before a completion."""
+        text.encode()  # tokenizers does not say what is wrong with half a surrogate pair
+        return self.tokenizer.encode(text).ids
+
+    def conversation(self, text: str) -> list[int]:
+        """Returns the tokens of what a chat template has rendered, or of a completion."""
+        text.encode()
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def _examples(self, fields: dict[str, Any]) -> Iterator[Example]:
+        match fields:
+            case {"messages": list(messages)}:
+                yield from self._chat(messages, fields.get("tools"))
+            case {"prompt": str(prompt), "completion": str(completion)}:
+                yield self._answer(prompt, completion)
+            case {"instruction": str(instruction), "output": str(output)}:
+                given = fields.get("input") or ""
+                if not isinstance(given, str):
+                    raise ValueError(f'"input" is a {type(given).__name__}; expected a string')
+                prompt = ALPACA.format(
+                    paired=", paired with an input that provides further context" * bool(given),
+                    instruction=instruction,
+                    given=f"### Input:\n{given}\n\n" * bool(given),
+                )
+                yield self._answer(prompt, output)
+            case {"text": str(text)}:
+                yield self._answer("", text)
+            case _:
+                raise ValueError(f"it has {', '.join(fields) or 'nothing'}; expected {FORMS}")
+
+    def _answer(self, prompt: str, completion: str) -> Example:
+        before, after = self.prompt(prompt), self.conversation(completion)
+        learned = [False] * len(before) + [True] * (len(after) + 1)
+        return Example([*before, *after, self.end], learned)
+
+    def _chat(self, messages: Sequence[Any], tools: Any) -> Iterator[Example]:
+        if self.template is None:
+            raise ValueError(
+                'it has "messages", and the model has no chat template; expected one in its '
+                "tokenizer_config.json or chat_template.jinja"
+            )
+        for number, one in enumerate(messages, 1):
+            if not isinstance(one, dict) or not isinstance(one.get("role"), str):
+                raise ValueError(f'message {number} has no "role"; expected a string')
+            if not isinstance(one.get("content", ""), str | None):
+                raise ValueError(f"message {number} has content that is no string")
+        turns = self.template.turns(messages, **({} if tools is None else {"tools": tools}))
+        if not turns:
+            raise ValueError('no message has the role "assistant", whose replies are learned')
+        for pieces in turns:
+            tokens: list[int] = []
+            learned: list[bool] = []
+            for text, is_reply in pieces:
+                more = self.conversation(text)
+                tokens += more
+                learned += [is_reply] * len(more)
+            yield Example(tokens, learned)

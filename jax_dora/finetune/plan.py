@@ -1,0 +1,196 @@
+"""What a run will do, as far as it is known before a weight is read."""
+
+import argparse
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from rich.console import Console
+
+import jax_dora
+from jax_dora.finetune import data, tiny
+from jax_dora.finetune.checkpoints import Checkpoints
+from jax_dora.finetune.examples import Encoder
+from jax_dora.finetune.records import read_records
+from jax_dora.models import CausalLM, DecoderConfig, read_config
+from jax_dora.models.chat import ChatTemplate
+from jax_dora.models.tokenizer import read_ends, read_tokenizer
+
+EMBEDDING = "model/embed_tokens"
+# Flags that a run can only be taken up with as they were; with others its steps would be others.
+BINDING = (
+    *("length", "dtype", "rank", "alpha", "rslora", "dropout", "target"),
+    *("learning_rate", "schedule", "warmup", "weight_decay", "clip", "seed"),
+)
+
+
+class Plan:
+    """The inputs of a run, its rows, steps and rules.
+
+    Attributes:
+      rows, eval_rows: packed examples; the latter None without --eval-data.
+      steps: optimizer steps of the whole run.
+      settings: what a checkpoint must have been made with to go on from it.
+    """
+
+    def __init__(self, args: argparse.Namespace, console: Console) -> None:
+        """
+        Raises:
+          FileExistsError: a folder to be made is there.
+          FileNotFoundError, ValueError, NotImplementedError: an input is missing, damaged, or does
+            not fit the others.
+        """
+        self.args, self.console = args, console
+        self.checkpoints = args.output / "checkpoints"
+        with Checkpoints(self.checkpoints) as checkpoints:
+            if not args.resume and any(map(checkpoints.is_finished, checkpoints.steps())):
+                raise FileExistsError(
+                    f"{args.output} holds a run already; pass --resume to go on with it, or "
+                    "another --output"
+                )
+        if args.merge is not None and args.merge.exists():
+            raise FileExistsError(f"--merge {args.merge} exists; expected a folder to be made")
+        self.folder, file = self._inputs()
+        config = read_config(self.folder)
+        self.tokenizer, self.ends = read_tokenizer(self.folder), read_ends(self.folder, config)
+        template = ChatTemplate.of(self.folder)
+        self.encoder = Encoder(self.tokenizer, self.ends[0], template)
+        self.rows = self._read(file, config)
+        self.eval_rows = None
+        if args.eval_data is not None:
+            self.eval_rows = self._read(args.eval_data, config)
+        self.step_rows = (args.accumulate, args.batch)
+        self.steps = args.steps or math.ceil(
+            args.epochs * len(self.rows.tokens) / math.prod(self.step_rows)
+        )
+        if args.warmup >= self.steps:
+            raise ValueError(f"--warmup {args.warmup} leaves nothing of the {self.steps} steps")
+        self.changes: dict[str, Any] = {"dtype": jnp.dtype(args.dtype)} if args.dtype else {}
+        self.config = DecoderConfig.from_hf(config, **self.changes)
+        if jax.default_backend() == "gpu" and self.config.dtype != jnp.float32:
+            self.changes["attention"] = "cudnn"
+        self.rules = self._rules()
+        self._refuse_to_merge()
+        self.settings = {name: getattr(args, name) for name in BINDING} | {
+            # The same rows make a step, however many of them are computed at once.
+            "rows of a step": math.prod(self.step_rows),
+            # What the files hold counts, not where they lie.
+            "data": _digest(self.rows),
+            "config": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
+        }
+
+    @functools.cached_property
+    def schedule(self) -> optax.Schedule:
+        """The learning rate of every step."""
+        args = self.args
+        steps = self.steps - args.warmup
+        after = {
+            "cosine": optax.cosine_decay_schedule(args.learning_rate, steps),
+            "linear": optax.linear_schedule(args.learning_rate, 0.0, steps),
+            "constant": optax.constant_schedule(args.learning_rate),
+        }[args.schedule]
+        # From 1/warmup, not from 0, so that no step is wasted.
+        warmup = optax.linear_schedule(
+            args.learning_rate / max(1, args.warmup), args.learning_rate, max(1, args.warmup - 1)
+        )
+        return optax.join_schedules([warmup, after], [args.warmup]) if args.warmup else after
+
+    @functools.cached_property
+    def abstract_model(self) -> CausalLM:
+        """The adapted model, of shapes alone.
+
+        Raises:
+          ValueError, TypeError: --target takes nothing, or what cannot be adapted.
+        """
+        return nnx.eval_shape(lambda: self.adapted(CausalLM(self.config, rngs=nnx.Rngs(0))))
+
+    def adapted(self, model: CausalLM) -> CausalLM:
+        """Returns `model` with new adapters, in training."""
+        model = jax_dora.apply_dora(model, self.rules, rngs=nnx.Rngs(self.args.seed))
+        model.train()
+        return model
+
+    def _inputs(self) -> tuple[Path, Path]:
+        """The model's folder and the data's file, made if they are to be."""
+        args = self.args
+        folder, file = args.model, args.data
+        if args.tiny:
+            if folder is not None:
+                raise ValueError("--model and --tiny are both given; expected one of them")
+            folder = args.output / "tiny-model"
+            if not folder.exists():
+                tiny.make_tiny_model(folder)
+            if file is None:
+                file = args.output / "tiny.jsonl"
+                tiny.make_tiny_data(file)
+        if folder is None or file is None:
+            raise ValueError("--model or --data is missing; give both, or --tiny, which makes them")
+        for name, value in (("data", file), ("eval-data", args.eval_data)):
+            if value is not None and not value.exists():
+                raise FileNotFoundError(f"--{name} {value} is no file")
+        return folder, file
+
+    def _read(self, file: Path, config: dict[str, Any]) -> data.Rows:
+        packed = data.pack(list(self.encoder.examples(read_records(file))), self.args.length)
+        largest = max(packed.rows.tokens.max(), packed.rows.targets.max())
+        if largest >= config["vocab_size"]:
+            raise ValueError(
+                f"the tokenizer makes token {largest}; expected less than config.json's "
+                f"vocab_size {config['vocab_size']}: it belongs to another model"
+            )
+        full = (packed.rows.segment_ids > 0).mean()
+        self.console.print(
+            f"{file}: {packed.examples} examples in {len(packed.rows.tokens)} rows, {full:.0%} "
+            f"full; {packed.truncated} cut to {self.args.length} tokens, {packed.dropped} dropped "
+            "of which nothing to learn was left",
+            soft_wrap=True,
+            markup=False,
+        )
+        return packed.rows
+
+    def _rules(self) -> list[jax_dora.DoRARule]:
+        """Returns one rule for the projections and, where --target takes it too, one for the
+        embedding."""
+        args = self.args
+        rule = jax_dora.DoRARule(
+            args.target,
+            rank=args.rank,
+            alpha=args.rank / 2 if args.alpha is None else args.alpha,
+            use_rslora=args.rslora,
+            dropout=args.dropout,
+        )
+        if not rule.matches(EMBEDDING):
+            return [rule]
+        embedding = dataclasses.replace(
+            rule, path=re.escape(EMBEDDING), dropout=0.0, adapt_attend=False
+        )
+        model = nnx.eval_shape(lambda: CausalLM(self.config, rngs=nnx.Rngs(0)))
+        paths = ("/".join(map(str, path)) for path, _ in nnx.iter_modules(model))
+        takes_others = any(rule.matches(path) for path in paths if path != EMBEDDING)
+        return [embedding, rule] if takes_others else [embedding]
+
+    def _refuse_to_merge(self) -> None:
+        takes_embedding = any(rule.matches(EMBEDDING) for rule in self.rules)
+        if self.args.merge is not None and takes_embedding and self.config.tie_word_embeddings:
+            raise ValueError(
+                f"--merge is given and --target {self.args.target!r} takes the embedding, to which "
+                "this model's head is tied; expected the head to stay as it is, as in PEFT, which "
+                "no merged folder of a tied model can say: leave out --merge, or the embedding"
+            )
+
+
+def _digest(rows: data.Rows) -> str:
+    digest = hashlib.sha256()
+    for array in rows:
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()

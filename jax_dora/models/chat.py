@@ -1,0 +1,140 @@
+"""A model's own chat template, rendered by jinja2's sandbox as transformers does it."""
+
+import datetime
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+Messages = Sequence[dict[str, Any]]
+
+
+class ChatTemplate:
+    """Renders conversations as the model was trained to read them."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        """
+        Args:
+          source: the template.
+          special_tokens: what it may name: bos_token, eos_token, and others.
+
+        Raises:
+          ValueError: the template is no jinja2.
+        """
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template is no jinja2: {error}") from error
+        self._special_tokens = special_tokens
+
+    @classmethod
+    def of(cls, folder: Path) -> Self | None:
+        """Returns the template of a model's folder, or None where it has none.
+
+        Raises:
+          ValueError: it has several and none is called "default", or one that is damaged.
+        """
+        settings = _read(folder / "tokenizer_config.json")
+        file = folder / "chat_template.jinja"
+        source = file.read_text("utf-8") if file.is_file() else settings.get("chat_template")
+        if isinstance(source, list):
+            by_name = {one["name"]: one["template"] for one in source}
+            if "default" not in by_name:
+                raise ValueError(
+                    f"{folder} has the chat templates {', '.join(by_name)}; expected a default"
+                )
+            source = by_name["default"]
+        if source is None:
+            return None
+        special = _read(folder / "special_tokens_map.json") | settings
+        tokens = {
+            name: value["content"] if isinstance(value, dict) else value
+            for name, value in special.items()
+            if name.endswith("_token") and isinstance(value, str | dict)
+        }
+        return cls(source, tokens)
+
+    def render(self, messages: Messages, *, reply: bool = False, **more: Any) -> str:
+        """Returns the text of a conversation.
+
+        Args:
+          reply: end with what goes before the assistant's next message.
+          **more: what the template may read besides, such as `tools`.
+
+        Raises:
+          ValueError: the template refuses the conversation.
+        """
+        try:
+            return self._template.render(
+                messages=messages, add_generation_prompt=reply, **self._special_tokens, **more
+            )
+        except Exception as error:  # a template computes, and may fail as any program does
+            raise ValueError(f"the chat template refuses: {error}") from error
+
+    def turns(self, messages: Messages, **more: Any) -> list[list[tuple[str, bool]]]:
+        """Returns texts to train on: each a list of pieces, and whether it is to be learned.
+
+        One text has every reply of the assistant, if the template writes a message the same way
+        whatever follows it. Some do not (Qwen3's leaves out the thoughts of earlier replies); then
+        each reply gets a text that ends with it, as the model will read and write it.
+        """
+        texts: list[list[tuple[str, bool]]] = []
+        for end, message in enumerate(messages, 1):
+            if message["role"] != "assistant":
+                continue
+            before = self.render(messages[: end - 1], reply=True, **more)
+            whole = self.render(messages[:end], **more)
+            if not whole.startswith(before):
+                raise ValueError(
+                    f"the chat template begins message {end} otherwise than it says before a "
+                    "reply, so that no text can be told to be the assistant's"
+                )
+            reply = (whole[len(before) :], True)
+            said = "".join(piece for piece, _ in texts[-1]) if texts else ""
+            if texts and before.startswith(said):
+                texts[-1] += [(before[len(said) :], False), reply]
+            else:
+                texts.append([(before, False), reply])
+        return texts
+
+
+class _Generation(Extension):
+    """The block that marks the assistant's words in some templates, which says nothing itself."""
+
+    tags = {"generation"}  # noqa: RUF012  as jinja2 declares it
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        return json.loads(file.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}") from error
+
+
+def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)

@@ -1,0 +1,146 @@
+"""Texts, token by token: the likeliest, or sampled."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Collection, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jax_dora.models.cache import Cache, make_cache
+from jax_dora.models.model import CausalLM
+
+# Capacities are multiples of this, so that prompts of similar lengths share a compiled program.
+_BLOCK = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn; by default the likeliest is taken.
+
+    Attributes:
+      temperature: logits are divided by it; 0 takes the likeliest token.
+      top_k: of the so many likeliest tokens alone; 0 for all.
+      top_p: of the likeliest tokens alone that have this probability together (arXiv 1904.09751).
+      seed: of the draws. A row's draws depend on the seed and its place in the batch alone.
+
+    Raises:
+      ValueError: a number is out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        ranges = {
+            "temperature": (self.temperature >= 0, "at least 0"),
+            "top_k": (self.top_k >= 0, "at least 0"),
+            "top_p": (0 < self.top_p <= 1, "above 0, to 1"),
+            "seed": (0 <= self.seed < 2**32, "from 0 to 2**32 - 1"),
+        }
+        for name, (is_right, told) in ranges.items():
+            value = getattr(self, name)
+            if not (math.isfinite(value) and is_right):
+                raise ValueError(f"{name} is {value}; expected a number {told}")
+
+    def draw(self, logits: jax.Array, positions: jax.Array) -> jax.Array:
+        """Returns tokens i32[batch] from logits [batch, vocab], for these places i32[batch]."""
+        logits = logits.astype(jnp.float32)
+        if self.temperature == 0:
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        # Of equal logits the first comes first.
+        order = jnp.argsort(-logits, axis=-1, stable=True)
+        logits = jnp.take_along_axis(logits, order, axis=-1) / self.temperature
+        ranks = jnp.arange(logits.shape[-1])[None, :]
+        if self.top_k:
+            logits = jnp.where(ranks < self.top_k, logits, -jnp.inf)
+        probabilities = jax.nn.softmax(logits, axis=-1)
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities
+        logits = jnp.where((before < self.top_p) | (ranks == 0), logits, -jnp.inf)
+        key = jax.random.key(self.seed)
+        rows = jnp.arange(logits.shape[0])
+        keys = jax.vmap(lambda row, place: jax.random.fold_in(jax.random.fold_in(key, row), place))
+        drawn = jax.vmap(jax.random.categorical)(keys(rows, positions), logits)
+        return jnp.take_along_axis(order, drawn[:, None], axis=-1)[:, 0].astype(jnp.int32)
+
+
+def generate_steps(
+    model: CausalLM, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling | None = None
+) -> Iterator[np.ndarray]:
+    """Yields the next token of every row, i32[batch], `count` times.
+
+    Args:
+      model: with or without adapters; dropout plays no part.
+      prompts: the tokens of each row, at least one.
+
+    Raises:
+      ValueError: there is no prompt, or an empty one.
+    """
+    if not prompts or not all(prompts):
+        raise ValueError(
+            f"prompts have {[len(one) for one in prompts]} tokens; expected one or more of each row"
+        )
+    sampling = sampling or Sampling()
+    model = nnx.merge(*nnx.split(model))
+    model.eval()
+    graphdef, state = nnx.split(model)
+    longest = max(map(len, prompts))
+    padded = np.zeros((len(prompts), math.ceil(longest / _BLOCK) * _BLOCK), np.int32)
+    for row, prompt in zip(padded, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    capacity = math.ceil((longest + count) / _BLOCK) * _BLOCK
+    cache = make_cache(model.config, len(prompts), max(capacity, padded.shape[1]))
+    tokens, given = jnp.asarray(padded), jnp.asarray(lengths)
+    for _ in range(count):
+        drawn, cache = _step(graphdef, sampling, state, cache, tokens, given)
+        yield np.asarray(drawn)
+        tokens, given = drawn[:, None], jnp.ones_like(given)
+
+
+def generate(
+    model: CausalLM,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    sampling: Sampling | None = None,
+    *,
+    ends: Collection[int] = (),
+) -> list[list[int]]:
+    """Returns what follows each prompt: up to `count` tokens, without the one that ends it.
+
+    Args:
+      model, prompts, sampling: as in `generate_steps`.
+      ends: tokens that end a text.
+    """
+    texts: list[list[int]] = [[] for _ in prompts]
+    going = set(range(len(prompts)))
+    for tokens in generate_steps(model, prompts, count, sampling):
+        for row in sorted(going):
+            if tokens[row] in ends:
+                going.discard(row)
+            else:
+                texts[row].append(int(tokens[row]))
+        if not going:
+            break
+    return texts
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def _step(
+    graphdef: nnx.GraphDef[CausalLM],
+    sampling: Sampling,
+    state: nnx.State,
+    cache: Cache,
+    tokens: jax.Array,
+    given: jax.Array,
+) -> tuple[jax.Array, Cache]:
+    """Reads `given` i32[batch] tokens of each row, and draws the next."""
+    model = nnx.merge(graphdef, state)
+    hidden, cache = model.extend(tokens, cache, given)
+    last = jnp.take_along_axis(hidden, (given - 1)[:, None, None], axis=1)[:, 0]
+    return sampling.draw(model.logits(last), cache.lengths), cache

@@ -1,0 +1,44 @@
+"""The tokenizer of a Hugging Face folder, and the tokens that end a text."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """Returns the tokenizer of a model's folder, which neither cuts nor pads.
+
+    Raises:
+      FileNotFoundError, ValueError: it is missing or damaged.
+    """
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is missing: expected the tokenizer's fast form there")
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises nothing more special
+        raise ValueError(f"{file} is no tokenizer: {error}") from error
+    # A file may say how its maker cut and padded.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def read_ends(folder: Path, config: dict[str, Any]) -> list[int]:
+    """Returns the tokens that end a text: those of config.json first, then those that
+    generation_config.json adds.
+
+    Raises:
+      ValueError: config.json names none.
+    """
+    file = folder / "generation_config.json"
+    generation = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    ends: list[int] = []
+    for given in (config, generation):
+        one = given.get("eos_token_id")
+        ends += one if isinstance(one, list) else [] if one is None else [one]
+    if not ends or not all(isinstance(one, int) for one in ends):
+        raise ValueError(f"config.json has eos_token_id {ends!r}; expected the number of a token")
+    return ends

@@ -1,0 +1,140 @@
+"""generate, merge and inspect, on the tiny model and an adapter of it."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from flax import nnx
+
+import jax_dora
+import jax_dora.peft
+from jax_dora.commands import main
+from jax_dora.models import load_model
+from parity import tolerances
+
+
+@pytest.fixture(scope="module")
+def model(inputs):
+    return inputs[1]
+
+
+@pytest.fixture(scope="module")
+def adapter(model, tmp_path_factory):
+    """A run's folder with an adapter as if it had been trained."""
+    rule = jax_dora.DoRARule("model/layers/.*_proj", rank=3, alpha=5)
+    adapted = jax_dora.apply_dora(load_model(model), rule, rngs=nnx.Rngs(0))
+    keys = iter(jax.random.split(jax.random.key(1), 99))
+    for _, variable in nnx.to_flat_state(nnx.state(adapted, nnx.LoRAParam)):
+        noise = jax.random.normal(next(keys), variable.shape)
+        variable.set_value(variable.get_value() * (1 + 0.3 * noise) + 0.05 * noise)
+    run = tmp_path_factory.mktemp("run")
+    jax_dora.peft.save_adapter(adapted, run / "adapter", base_model_name_or_path=model)
+    return run
+
+
+def test_generate_is_that_of_transformers_and_peft(model, adapter, capsys):
+    import peft
+
+    transformers.utils.logging.disable_progress_bar()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(model)
+    for flags, wrap in (
+        (["--model", model], lambda one: one),
+        (
+            ["--adapter", str(adapter)],
+            lambda one: peft.PeftModel.from_pretrained(one, adapter / "adapter"),
+        ),
+    ):
+        one = wrap(theirs).eval()
+        given = tokenizer("12+30=", return_tensors="pt")
+        config = transformers.GenerationConfig(
+            max_new_tokens=9, do_sample=False, eos_token_id=256, pad_token_id=256
+        )
+        answer = one.generate(**given, generation_config=config)[0, given["input_ids"].shape[1] :]
+        expected = tokenizer.decode(answer, skip_special_tokens=True)
+        assert main(["generate", *flags, "--prompt", "12+30=", "--tokens", "9"]) == 0
+        assert capsys.readouterr().out == f"{expected}\n"
+
+
+@pytest.mark.slow
+def test_generate_for_several(model, adapter, capsys):
+    prompts = ["--prompt", "1+1=", "--prompt", "ä"]
+    sampling = ["--temperature", "0.9", "--top-k", "50", "--top-p", "0.9", "--seed", "3"]
+    command = ["generate", "--adapter", str(adapter), *prompts, *sampling, "--tokens", "5"]
+    answers = []
+    for _ in range(2):
+        assert main([*command, "--chat", "--system", "S"]) == 0
+        answers.append([json.loads(line) for line in capsys.readouterr().out.splitlines()])
+    assert answers[0] == answers[1]
+    assert [one["prompt"] for one in answers[0]] == ["1+1=", "ä"]
+
+
+@pytest.mark.slow
+def test_merge(model, adapter, tmp_path, capsys):
+    command = ["merge", "--adapter", str(adapter), "--output", str(tmp_path / "merged")]
+    assert main(command) == 0
+    assert "what rounding cost" in capsys.readouterr().out
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(tokens)
+    ours = jax_dora.peft.load_adapter(load_model(model), adapter / "adapter")
+    expected = np.asarray(ours(jnp.arange(20)[None]))
+    peak = max(1.0, np.abs(expected).max())
+    assert np.abs(theirs.logits.numpy() - expected).max() <= tolerances.OPERATOR_FP32_MAX_ABS * peak
+    assert (tmp_path / "merged" / "tokenizer.json").exists()
+    assert main(command) == 2
+    assert "exists; expected a folder to be made" in capsys.readouterr().err
+
+
+def test_inspect(model, adapter, tmp_path, capsys):
+    assert main(["inspect", str(adapter)]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "DoRA, rank 3, alpha 5" in output
+    assert "tensors 42 of F32" in output
+    assert f"It fits {model}, a qwen3" in output.replace("\n", "")
+    ours = jax_dora.peft.load_adapter(load_model(model), adapter / "adapter")
+    layer = ours.model.layers.mlp.up_proj
+    a, b, kernel = (np.float64(one[...]) for one in (layer.lora_a, layer.lora_b, layer.kernel))
+    share = np.linalg.norm(5 / 3 * a @ b) / np.linalg.norm(kernel)
+    norm = np.linalg.norm(kernel + 5 / 3 * a @ b, axis=1)
+    ratio = np.float64(layer.magnitude[...]) / norm
+    assert f"{share:.2%} │ {ratio.min():.4f} to {ratio.max():.4f}" in output
+
+    config = adapter / "adapter" / "adapter_config.json"
+    elsewhere = tmp_path / "adapter"
+    elsewhere.mkdir()
+    (elsewhere / "adapter_model.safetensors").write_bytes(
+        (adapter / "adapter" / "adapter_model.safetensors").read_bytes()
+    )
+    fields = json.loads(config.read_text()) | {"base_model_name_or_path": "gone"}
+    (elsewhere / "adapter_config.json").write_text(json.dumps(fields))
+    assert main(["inspect", str(elsewhere)]) == 0
+    assert "Without its base: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("generate --prompt x", "--model is missing"),
+        ("generate --model MODEL --prompt=", "--prompt is empty"),
+        ("generate --model MODEL --prompt x --top-p 0", "'0' is out of range"),
+        ("generate --model MODEL --prompt x --tokens 0", "'0' is out of range"),
+        ("generate --model MODEL --adapter MODEL --prompt x", "has no adapter_config.json"),
+        ("generate --adapter nowhere --prompt x", "nowhere has no adapter_config.json"),
+        ("merge --model MODEL --output x", "--adapter is missing"),
+        ("merge --adapter x", "the following arguments are required: --output"),
+        ("inspect MODEL", "has no adapter_config.json"),
+        ("inspect", "the following arguments are required: FOLDER"),
+        ("nothing", "invalid choice: 'nothing'"),
+        ("", "the following arguments are required: COMMAND"),
+    ],
+)
+def test_bad_commands(command, message, model, capsys):
+    assert main([model if word == "MODEL" else word for word in command.split()]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

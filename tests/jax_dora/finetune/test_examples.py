@@ -1,0 +1,218 @@
+"""Data files of every form, and what is said of those that have none."""
+
+import json
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+import transformers
+
+from jax_dora.finetune import tiny
+from jax_dora.finetune.examples import Encoder
+from jax_dora.finetune.records import read_records
+from jax_dora.models.chat import ChatTemplate
+
+END = 256
+SUM = {"prompt": "ab", "completion": "c"}
+RECORDS = [SUM, {"text": "de"}]
+CHATML = (
+    "{%- for m in messages %}"
+    "{{- '<|im_start|>' + m.role + '\\n' + m.content | trim + '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+# As Qwen3's: an empty thought before the last reply only.
+THINKING = (
+    "{%- for m in messages %}"
+    "{{- '<' + m.role + '>' }}"
+    "{%- if m.role == 'assistant' and loop.last %}{{- '[thought]' }}{%- endif %}"
+    "{{- m.content + eos_token }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<assistant>' }}{%- endif %}"
+)
+TALK = [
+    {"role": "system", "content": " S "},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "yes"},
+    {"role": "user", "content": "so?"},
+    {"role": "assistant", "content": "no"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny.byte_level_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def encoder(tokenizer):
+    return Encoder(tokenizer, END, None)
+
+
+def lines(records):
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def shown(encoder, example):
+    """The text, and what of it is learned."""
+    learned = [t for t, counts in zip(example.tokens, example.learned, strict=True) if counts]
+    decode = encoder.tokenizer.decode
+    return decode(example.tokens, skip_special_tokens=False), decode(
+        learned, skip_special_tokens=False
+    )
+
+
+def test_prompts_and_texts(tmp_path, encoder):
+    file = tmp_path / "x.jsonl"
+    file.write_text(lines(RECORDS))
+    examples = list(encoder.examples(read_records(file)))
+    assert [shown(encoder, one) for one in examples] == [
+        ("abc<|end|>", "c<|end|>"),
+        ("de<|end|>", "de<|end|>"),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_every_file_has_the_same_records(tmp_path):
+    def written(name, text):
+        (tmp_path / name).write_bytes(text)
+        return tmp_path / name
+
+    table = pyarrow.Table.from_pylist(
+        [{"prompt": "ab", "completion": "c", "text": None}, {"text": "de"}]
+    )
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
+    datasets.Dataset(table).save_to_disk(tmp_path / "dataset")
+    files = [
+        written("plain.jsonl", lines(RECORDS).encode()),
+        written("bom.jsonl", b"\xef\xbb\xbf" + lines(RECORDS).encode()),
+        written("windows.jsonl", lines(RECORDS).replace("\n", "\r\n\r\n").encode()),
+        written("list.json", json.dumps(RECORDS, indent=1).encode()),
+        written("bom.json", b"\xef\xbb\xbf" + json.dumps(RECORDS).encode()),
+        tmp_path / "x.parquet",
+        tmp_path / "dataset",
+    ]
+    for file in files:
+        assert [one.fields for one in read_records(file)] == RECORDS, file
+
+
+def test_splits_are_named(tmp_path):
+    data = datasets.Dataset.from_list(RECORDS)
+    datasets.DatasetDict(train=data, test=data).save_to_disk(tmp_path / "both")
+    with pytest.raises(ValueError, match=r"has the splits test, train; expected one of them"):
+        list(read_records(tmp_path / "both"))
+    assert len(list(read_records(tmp_path / "both" / "train"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "a"', "line 2 is no JSON"),
+        ('{"prompt": "a"}', 'line 2: it has prompt; expected a list "messages"'),
+        ('{"messages": []}', 'line 2: it has "messages", and the model has no chat template'),
+        ('{"prompt": "a", "completion": 4}', "line 2: it has prompt, completion; expected"),
+        ('{"text": "\\ud800"}', "line 2: .*surrogates"),
+        ('{"instruction": "a", "output": "b", "input": [1]}', 'line 2: "input" is a list'),
+        ("[]", "line 2 is a list; expected a JSON object"),
+        ("\udcff", "line 2 is not UTF-8: invalid start byte at byte 0"),
+        ("[" * 100_000, "line 2 is no JSON"),
+    ],
+)
+def test_bad_line(tmp_path, encoder, line, message):
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"text": "good"}\n' + line, encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(ValueError, match=f"{file}, {message}"):
+        list(encoder.examples(read_records(file)))
+
+
+def test_bad_files(tmp_path):
+    (tmp_path / "empty").write_text("\n\n")
+    (tmp_path / "cut.parquet").write_bytes(b"PAR1 and no more")
+    (tmp_path / "folder").mkdir()
+    for name, message in (
+        ("empty", "has no record"),
+        ("cut.parquet", "is no sound parquet"),
+        ("folder", "is a folder without state.json"),
+    ):
+        with pytest.raises(ValueError, match=f"{tmp_path / name} {message}"):
+            list(read_records(tmp_path / name))
+
+
+def test_alpaca(encoder):
+    record = {"instruction": "Add.", "input": "1 2", "output": "3"}
+    for given, told in (("1 2", "### Input:\n1 2\n\n"), ("", "")):
+        [example] = encoder.examples([("here", record | {"input": given})])
+        text, learned = shown(encoder, example)
+        assert text.endswith(f"\n\n### Instruction:\nAdd.\n\n{told}### Response:\n3<|end|>")
+        assert learned == "3<|end|>"
+
+
+def folder_of(tmp_path, tokenizer, **settings):
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tiny.END}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return tmp_path
+
+
+@pytest.mark.parametrize("where", ["tokenizer_config.json", "chat_template.jinja", "a list"])
+@pytest.mark.parametrize("template", [CHATML, THINKING, tiny.CHAT_TEMPLATE])
+def test_templates_render_as_by_transformers(where, template, tmp_path, tokenizer):
+    settings = {"chat_template": template}
+    if where == "a list":
+        settings = {"chat_template": [{"name": "default", "template": template}]}
+    folder = folder_of(tmp_path, tokenizer, **({} if where.endswith("jinja") else settings))
+    if where.endswith("jinja"):
+        (folder / where).write_text(template)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    ours = ChatTemplate.of(folder)
+    for reply in (False, True):
+        expected = theirs.apply_chat_template(TALK, tokenize=False, add_generation_prompt=reply)
+        assert ours.render(TALK, reply=reply) == expected
+
+
+def test_replies_are_learned(tokenizer):
+    encoder = Encoder(tokenizer, END, ChatTemplate(CHATML, {}))
+    [example] = encoder.examples([("here", {"messages": TALK})])
+    text, learned = shown(encoder, example)
+    assert text == ChatTemplate(CHATML, {}).render(TALK)
+    assert learned == "yes<|im_end|>\nno<|im_end|>\n"
+
+
+def test_a_template_that_rewrites_replies_gives_one_text_each(tokenizer):
+    encoder = Encoder(tokenizer, END, ChatTemplate(THINKING, {"eos_token": tiny.END}))
+    examples = list(encoder.examples([("here", {"messages": TALK})]))
+    begin = "<system> S <|end|><user>hi<|end|><assistant>"
+    assert [shown(encoder, one) for one in examples] == [
+        (f"{begin}[thought]yes<|end|>", "[thought]yes<|end|>"),
+        (
+            f"{begin}yes<|end|><user>so?<|end|><assistant>[thought]no<|end|>",
+            "[thought]no<|end|>",
+        ),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "message"),
+    [
+        ("{{ raise_exception('no system') }}", TALK, "here: the chat template refuses: no system"),
+        ("{{ messages[9].role }}", TALK, "here: the chat template refuses: .*has no element 9"),
+        ("{{ ''.__class__.__mro__ }}", TALK, "here: the chat template refuses: .*unsafe"),
+        (CHATML, [{"role": "user", "content": "a"}], 'here: no message has the role "assistant"'),
+        (CHATML, [{"content": "a"}], 'here: message 1 has no "role"'),
+        (CHATML, [{"role": "user", "content": [1]}], "here: message 1 has content that is no str"),
+        ("{{ messages | length }}", TALK, "begins message 3 otherwise"),
+    ],
+)
+def test_bad_conversations(template, messages, message, tokenizer):
+    encoder = Encoder(tokenizer, END, ChatTemplate(template, {}))
+    with pytest.raises(ValueError, match=message):
+        list(encoder.examples([("here", {"messages": messages})]))
+
+
+def test_marks_of_generation_say_nothing():
+    template = "{% generation %}{{ messages[0].content }}{% endgeneration %}{% break %}"
+    with pytest.raises(ValueError, match="is no jinja2"):
+        ChatTemplate("{% if %}", {})
+    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
+    assert ChatTemplate(template + "{% break %}{% endfor %}", {}).render(TALK) == " S "

@@ -1,0 +1,169 @@
+"""Generation with a cache: the full forward pass's tokens, and transformers'."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from flax import nnx
+
+import jax_dora
+from jax_dora import models
+from jax_dora.models import Sampling, generate
+from parity import tolerances
+from tests.jax_dora.models.conftest import FAMILIES
+
+LENGTHS = (5, 11, 1)
+
+
+def prompts_of(tokens):
+    return [tokens[0, : LENGTHS[0]].tolist(), tokens[1, : LENGTHS[1]].tolist(), [7]]
+
+
+def perturbed(model):
+    """With an adapter whose lora_b is not 0 and whose magnitude is not the norm."""
+    rule = jax_dora.DoRARule("model/layers/.*_proj", rank=3, alpha=5, dropout=0.5)
+    model = jax_dora.apply_dora(model, rule, rngs=nnx.Rngs(0))
+    keys = iter(jax.random.split(jax.random.key(1), 99))
+    for _, variable in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
+        noise = 0.3 * jax.random.normal(next(keys), variable.shape)
+        variable.set_value(variable.get_value() * (1 + noise) + 0.1 * noise)
+    model.train()
+    return model
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_greedy_is_the_full_forward_pass(make_folder, tokens, adapted):
+    model = models.load_model(make_folder("qwen3-tied"))
+    if adapted:
+        model = perturbed(model)
+    prompts = prompts_of(tokens)
+    found = generate(model, prompts, 9)
+    # The model given is left in training, with its dropout streams where they were.
+    whole = nnx.merge(*nnx.split(model))
+    whole.eval()
+    longest = max(LENGTHS) + 9
+    forward = nnx.jit(lambda model, tokens: model(tokens))
+    for prompt, answer in zip(prompts, found, strict=True):
+        text = [*prompt, *answer]
+        row = np.zeros((1, longest), np.int32)
+        row[0, : len(text)] = text
+        logits = np.asarray(forward(whole, jnp.asarray(row)))[0]
+        assert np.argmax(logits[len(prompt) - 1 : len(text) - 1], axis=-1).tolist() == answer
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(one, marks=[pytest.mark.slow] * (one not in ("llama-biases-llama3", "qwen3")))
+        for one in FAMILIES
+    ],
+)
+def test_greedy_is_that_of_transformers(make_folder, make_torch_model, family, tokens):
+    theirs = make_torch_model(family)
+    model = models.load_model(make_folder(family))
+    prompts = prompts_of(tokens)
+    for prompt, answer in zip(prompts, generate(model, prompts, 7), strict=True):
+        config = transformers.GenerationConfig(
+            max_new_tokens=7, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        given = torch.tensor([prompt])
+        mask = torch.ones_like(given)
+        expected = theirs.generate(given, attention_mask=mask, generation_config=config)
+        assert answer == expected[0, len(prompt) :].tolist()
+
+
+def test_rows_come_and_go(make_folder, tokens):
+    """Slots of a server: a row is filled while another waits, freed, and filled anew."""
+    model = models.load_model(make_folder("llama"))
+    whole = np.asarray(model(jnp.asarray(tokens)))
+    extend = nnx.jit(lambda model, *given: model.extend(*given))
+
+    def close(hidden, row, start, count):
+        found = np.asarray(model.logits(hidden))[row, :count]
+        expected = whole[0 if row == 2 else row, start : start + count]
+        peak = max(1.0, np.abs(expected).max())
+        assert np.abs(found - expected).max() <= tolerances.OPERATOR_FP32_MAX_ABS * peak
+
+    cache = models.make_cache(model.config, 3, 40)
+    # Row 0 gets 8 tokens, row 1 gets 3 and padding, row 2 nothing.
+    given = np.zeros((3, 8), np.int32)
+    given[:2] = tokens[:, :8]
+    hidden, cache = extend(model, jnp.asarray(given), cache, jnp.array([8, 3, 0]))
+    assert cache.lengths.tolist() == [8, 3, 0]
+    close(hidden, 0, 0, 8)
+    close(hidden, 1, 0, 3)
+    # Row 0 waits, row 1 goes on, row 2 starts with row 0's text.
+    given[1], given[2] = tokens[1, 3:11], tokens[0, :8]
+    hidden, cache = extend(model, jnp.asarray(given), cache, jnp.array([0, 8, 5]))
+    assert cache.lengths.tolist() == [8, 11, 5]
+    close(hidden, 1, 3, 8)
+    close(hidden, 2, 0, 5)
+    # Row 1 is freed, and starts anew; the others go on.
+    cache = cache._replace(lengths=cache.lengths.at[1].set(0))
+    given = np.stack([tokens[0, 8:16], tokens[1, :8], tokens[0, 5:13]])
+    hidden, cache = extend(model, jnp.asarray(given), cache, jnp.array([8, 8, 8]))
+    for row, start in ((0, 8), (1, 0), (2, 5)):
+        close(hidden, row, start, 8)
+
+
+def test_ends(make_folder, tokens):
+    model = models.load_model(make_folder("llama"))
+    prompts = prompts_of(tokens)
+    free = generate(model, prompts, 6)
+    end = free[0][2]
+    cut = generate(model, prompts, 6, ends={end})
+    assert cut == [text[: text.index(end)] if end in text else text for text in free]
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.7), (9, 0.4), (1, 1.0)])
+def test_what_is_sampled_is_what_transformers_would(top_k, top_p):
+    """As often as the probabilities that transformers leaves over say."""
+    temperature, draws = 0.7, 4000
+    logits = 2 * np.random.default_rng(0).standard_normal((1, 17), np.float32)
+    scores = transformers.TemperatureLogitsWarper(temperature)(None, torch.from_numpy(logits))
+    if top_k:
+        scores = transformers.TopKLogitsWarper(top_k)(None, scores)
+    scores = transformers.TopPLogitsWarper(top_p)(None, scores)
+    expected = torch.softmax(scores, -1).numpy()[0]
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=3)
+    many = np.repeat(logits, draws, axis=0)
+    drawn = np.asarray(sampling.draw(jnp.asarray(many), jnp.zeros(draws, jnp.int32)))
+    found = np.bincount(drawn, minlength=17) / draws
+    assert (found[expected == 0] == 0).all()
+    # Five standard deviations of a share.
+    assert (np.abs(found - expected) <= 5 * np.sqrt(expected * (1 - expected) / draws)).all()
+
+
+def test_draws_depend_on_seed_and_place():
+    logits = jnp.zeros((4, 1000))
+
+    def draw(seed, place):
+        sampling = Sampling(temperature=1.0, seed=seed)
+        return sampling.draw(logits, jnp.full(4, place, jnp.int32)).tolist()
+
+    assert draw(0, 1) == draw(0, 1)
+    assert len({*draw(0, 1), *draw(0, 2), *draw(1, 1)}) == 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": -1}, "temperature is -1; expected a number at least 0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_p": 0}, "top_p is 0; expected a number above 0, to 1"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"seed": 2**32}, "seed is 4294967296"),
+    ],
+)
+def test_bad_sampling(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**changes)
+
+
+@pytest.mark.parametrize("prompts", [[], [[1], []]])
+def test_bad_prompts(make_folder, prompts):
+    model = models.load_model(make_folder("llama"))
+    with pytest.raises(ValueError, match="expected one or more of each row"):
+        generate(model, prompts, 1)
