@@ -36,6 +36,8 @@ def adapter(model, tmp_path_factory):
     return run
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 def test_generate_is_that_of_transformers_and_peft(model, adapter, capsys):
     import peft
 
