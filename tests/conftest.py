@@ -27,6 +27,10 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"  # for the processes that tests start
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", _CPU_DEVICES)
+        # A program this small is not worth the threads that compile it in pieces.
+        os.environ["XLA_FLAGS"] = (
+            f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_parallel_codegen_split_count=1"
+        )
         # Half of the time would be LLVM's.
         if not config.getoption("optimized"):
             jax.config.update("jax_disable_most_optimizations", True)

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -31,14 +30,6 @@ SNIPPETS = {
     for path in sorted(DOCS.glob("**/*.md"))
     if (snippets := SNIPPET.findall(path.read_text()))
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation() -> Iterator[None]:
-    """Snippets this small take far longer to compile than to run."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 # As test_checkpoint.py: orbax in its oldest version warns.

@@ -1,10 +1,9 @@
 """Small models of each family, made by transformers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 import torch
@@ -82,11 +81,3 @@ def make_folder(tmp_path_factory) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def tokens() -> np.ndarray:
     return np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, 37)).astype(np.int32)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation() -> Iterator[None]:
-    """Models this small take far longer to compile than to run."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
