@@ -83,8 +83,6 @@ def test_an_adapter_is_a_pytree_of_its_arrays():
 
 
 MAPPED = {
-    "tree.map": lambda adapter: jax.tree.map(lambda array: array, adapter),
-    "device_put": jax.device_put,
     "jit": jax.jit(lambda adapter: adapter),
     "reversed": lambda adapter: dataclasses.replace(
         adapter, arrays=dict(reversed(adapter.arrays.items()))

@@ -36,11 +36,11 @@ SETTINGS = {
 }
 PAIRS = [
     ("llama", "all-linear"),
-    ("qwen3", "all-linear"),
+    pytest.param(("qwen3", "all-linear"), marks=pytest.mark.slow),
     ("qwen3", "attention"),
     # The head is not adapted with the embedding that it is tied to, nor without.
     ("qwen3-tied", "embedding"),
-    ("qwen3", "embedding"),
+    pytest.param(("qwen3", "embedding"), marks=pytest.mark.slow),
 ]
 # PEFT's names of an adapter's tensors, and ours.
 KINDS = {

@@ -1,3 +1,5 @@
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,14 +56,18 @@ def check(dh, values, implementation=None, train_biases=True):
         assert np.all(excess <= 0), f"{name} exceeds its bound by {np.max(excess)}"
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(7, 40), (2, 3, 17), (5,), (0, 8), (1, 1)])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "biased"),
+    [
+        *itertools.product([(2, 3, 17)], DTYPES, [False, True]),
+        *itertools.product([(5,), (0, 8), (1, 1)], [jnp.bfloat16], [True]),
+    ],
+)
 def test_xla_agrees_with_the_oracle(shape, dtype, biased):
     check(*operands(0, shape, dtype, biased), "xla")
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     rows=st.integers(1, 40),
     out=st.integers(1, 40),
@@ -73,10 +79,18 @@ def test_agrees_at_any_shape_and_spread(rows, out, spread, dtype, biased):
     check(*operands(1, (rows, out), dtype, biased, spread))
 
 
-@pytest.mark.parametrize(("biased", "train_biases"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize(
-    ("rows", "out", "spread"), [(37, 200, 1.0), (9, 1032, 12.0), (1, 8, 1.0), (6, 40, 0.01)]
+    ("rows", "out", "spread", "dtype", "biased", "train_biases"),
+    [
+        (37, 200, 1.0, jnp.bfloat16, False, False),
+        (37, 200, 1.0, jnp.bfloat16, True, True),
+        (37, 200, 1.0, jnp.float16, True, False),
+        (37, 200, 1.0, jnp.float16, True, True),
+        (9, 1032, 12.0, jnp.bfloat16, True, False),
+        (9, 1032, 12.0, jnp.float16, False, False),
+        (1, 8, 1.0, jnp.bfloat16, True, True),
+        (6, 40, 0.01, jnp.float16, True, True),
+    ],
 )
 def test_mosaic_agrees_with_the_oracle(on_mosaic, rows, out, spread, dtype, biased, train_biases):
     dh, values = operands(2, (rows, out), dtype, biased, spread)
