@@ -12,7 +12,8 @@ PYTEST_ARGS ?=
 # Workers for the CPU tests; each holds jax and torch, so memory bounds their number.
 WORKERS ?= -n auto --maxprocesses 8
 GPU_WORKERS ?= -n 4
-# What runs at the oldest versions; OLDEST_TESTS=tests runs all.
+# What runs at the oldest versions; OLDEST_EXTRAS=dev OLDEST_TESTS=tests runs all.
+OLDEST_EXTRAS ?= test
 OLDEST_TESTS ?= tests/jax_dora/ops tests/jax_dora/test_linear.py tests/jax_dora/test_linen.py \
     tests/torch_dora/ops tests/test_readme.py
 
@@ -25,7 +26,8 @@ RUN := $(VENV)/bin/python
 SETUP := setup
 endif
 
-.PHONY: parity test test-all test-gpu test-oldest lint types docs figures format setup clean
+.PHONY: parity test test-all test-gpu test-oldest lint types docs figures format setup \
+    setup-oldest clean
 
 parity: $(SETUP)
 	$(RUN) -m parity $(PARITY_ARGS)
@@ -34,7 +36,7 @@ test: $(SETUP)
 	$(RUN) -m pytest $(WORKERS) $(PYTEST_ARGS)
 
 test-all: $(SETUP)
-	$(RUN) -m pytest $(WORKERS) --optimized -m "not gpu" $(PYTEST_ARGS)
+	$(RUN) -m pytest $(WORKERS) -m "not gpu" $(PYTEST_ARGS)
 	$(MAKE) test-oldest
 
 # Several processes on one GPU, none of which may reserve its memory: their time goes into the fp64
@@ -42,8 +44,8 @@ test-all: $(SETUP)
 test-gpu: $(SETUP)
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(RUN) -m pytest $(GPU_WORKERS) -m gpu $(PYTEST_ARGS)
 
-test-oldest:
-	@PYTHON='$(PYTHON)' EXTRAS=dev sh tools/setup.sh $(VENV_OLDEST) tools/oldest.txt
+# With LLVM's optimizations, as users compile.
+test-oldest: setup-oldest
 	$(VENV_OLDEST)/bin/python -m pytest $(WORKERS) --optimized $(OLDEST_TESTS) $(PYTEST_ARGS)
 
 lint: $(SETUP)
@@ -66,6 +68,9 @@ format: $(SETUP)
 
 setup:
 	@PYTHON='$(PYTHON)' sh tools/setup.sh $(VENV)
+
+setup-oldest:
+	@PYTHON='$(PYTHON)' EXTRAS=$(OLDEST_EXTRAS) sh tools/setup.sh $(VENV_OLDEST) tools/oldest.txt
 
 clean:
 	rm -rf $(VENV) $(VENV_OLDEST) build *.egg-info .pytest_cache .ruff_cache .hypothesis
