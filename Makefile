@@ -26,8 +26,8 @@ RUN := $(VENV)/bin/python
 SETUP := setup
 endif
 
-.PHONY: parity test test-all test-gpu test-oldest lint types docs figures format setup \
-    setup-oldest clean
+.PHONY: parity test test-all test-gpu test-gpus test-oldest lint types docs figures format \
+    setup setup-oldest clean
 
 parity: $(SETUP)
 	$(RUN) -m parity $(PARITY_ARGS)
@@ -36,13 +36,17 @@ test: $(SETUP)
 	$(RUN) -m pytest $(WORKERS) $(PYTEST_ARGS)
 
 test-all: $(SETUP)
-	$(RUN) -m pytest $(WORKERS) -m "not gpu" $(PYTEST_ARGS)
+	$(RUN) -m pytest $(WORKERS) -m "not gpu and not gpus" $(PYTEST_ARGS)
 	$(MAKE) test-oldest
 
 # Several processes on one GPU, none of which may reserve its memory: their time goes into the fp64
 # references on the host.
 test-gpu: $(SETUP)
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(RUN) -m pytest $(GPU_WORKERS) -m gpu $(PYTEST_ARGS)
+
+# On a host with two GPUs.
+test-gpus: $(SETUP)
+	XLA_PYTHON_CLIENT_PREALLOCATE=false $(RUN) -m pytest -n 0 -m gpus $(PYTEST_ARGS)
 
 # With LLVM's optimizations, as users compile.
 test-oldest: setup-oldest

@@ -1,6 +1,7 @@
 """Measures one level; prints tables and writes DIR/<level>.jsonl, line by line.
 
     python -m benchmarks ops|layer|model|tune [--out DIR] [--only PATTERN …] [--quick]
+    python -m benchmarks scale [--layers N] [--layouts dp fsdp tp] [--axes auto explicit] [--quick]
     python -m benchmarks against CHECKOUT [--out DIR] [--only PATTERN …] [--quick]
 
 `ops` measures the operators, `layer` one projection beside LoRA and PEFT, `model` a decoder of
@@ -13,6 +14,7 @@ Exits 1 if anything that was timed is not correct, or failed; ratios of it are w
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -24,6 +26,7 @@ MEASURES = {
     "layer": "one adapted projection, forward and backward, beside LoRA and PEFT",
     "model": "inference and gradient of a decoder of Qwen3-8B's dimensions",
     "tune": "each Mosaic kernel with candidate launch configs, beside XLA",
+    "scale": "a decoder on several devices: base, LoRA and DoRA, and what they send",
     "against": "layers and a small model of this checkout and another one, in turns",
 }
 
@@ -48,8 +51,13 @@ def parser() -> argparse.ArgumentParser:
         "--seconds",
         type=float,
         default=420.0,
-        help="level against: start nothing, and stop what runs, after this long",
+        help="levels against and scale: start nothing after this long; against stops what runs",
     )
+    sizes = made.add_argument_group("level scale")
+    for name in ("layers", "rank", "hidden", "tokens"):
+        sizes.add_argument(f"--{name}", type=int, help="of the decoder, instead of the usual")
+    sizes.add_argument("--layouts", nargs="+", help="some of dp, fsdp, tp")
+    sizes.add_argument("--axes", nargs="+", help="some of auto, explicit")
     made.add_argument("--commit", help="the commit, where git cannot tell")
     return made
 
@@ -83,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
             "There is no GPU here: kernels are interpreted or left out, and times mean nothing. "
             + ("" if options.quick else "Add --quick for tiny shapes; the real ones take hours.")
         )
-    measure = _compare if options.checkout else _measure
+    measure = {"against": _compare, "scale": _scale}.get(options.level, _measure)
     return 0 if measure(options, device, console) else 1
 
 
@@ -121,6 +129,33 @@ def _compare(options: argparse.Namespace, device: str, console: Any) -> bool:
     writer = results.Writer(options.out, header) if options.out else None
     spec = {"device": device, "quick": options.quick, "only": options.only}
     return against.run(there, spec, options.seconds, writer, console)
+
+
+def _scale(options: argparse.Namespace, device: str, console: Any) -> bool:
+    from benchmarks import results, scale
+    from benchmarks.model.protocol import Protocol
+
+    sizes = (
+        Protocol.quick() if options.quick else Protocol(layers=6, rank=64, alpha=64, tokens=2048)
+    )
+    given = {name: getattr(options, name) for name in ("layers", "rank", "hidden", "tokens")}
+    sizes = dataclasses.replace(sizes, **{name: size for name, size in given.items() if size})
+    settings = scale.Settings(sizes, seconds=options.seconds)
+    if options.quick:
+        settings = settings._replace(rounds=1)
+    for name in ("layouts", "axes"):
+        if chosen := getattr(options, name):
+            settings = settings._replace(**{name: tuple(chosen)})
+    environment = _environment(options, device)
+    header = {"kind": "measurements", "level": "scale", "environment": environment}
+    writer = results.Writer(options.out, header) if options.out else None
+    failed = False
+    for row in scale.measure(settings, device):
+        console.print(scale.line(row), highlight=False)
+        failed = failed or "failed" in row
+        if writer:
+            writer.add(row)
+    return not failed
 
 
 def _environment(options: argparse.Namespace, device: str) -> dict[str, str]:

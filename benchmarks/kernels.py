@@ -107,7 +107,7 @@ def _draw(key: jax.Array, axes: str, sizes: Mapping[str, int]) -> jax.Array:
 
 
 def _norm(kernel, a, b):
-    return jnp.linalg.norm(kernel.astype(jnp.float32) + jnp.matmul(a, b, **F32), axis=0)
+    return jnp.square(kernel.astype(jnp.float32) + jnp.matmul(a, b, **F32)).sum(axis=0)
 
 
 def _compose(base, lora, g):

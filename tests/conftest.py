@@ -20,9 +20,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Both are read when first used, so they are set before a test module is imported. `-m gpu`
-    # runs the kernels natively; everything else runs them in their interpreters on CPU.
-    if config.getoption("markexpr") != "gpu":
+    # Both are read when first used, so they are set before a test module is imported. `-m gpu` and
+    # `-m gpus` run the kernels natively; everything else runs them in their interpreters on CPU.
+    if config.getoption("markexpr") not in ("gpu", "gpus"):
         os.environ["TRITON_INTERPRET"] = "1"
         os.environ["JAX_PLATFORMS"] = "cpu"  # for the processes that tests start
         jax.config.update("jax_platforms", "cpu")

@@ -26,7 +26,7 @@ class Target:
       compute_capability: such as "9.0"; "" where there is none.
       sm_count: streaming multiprocessors; a Hopper's full 132 where no GPU is present.
       partitioned: several devices are visible and the call is not inside a fully manual
-        `jax.shard_map`, so that XLA may split it and a bare kernel would see global shapes.
+        `jax.shard_map`, so that its program may be for several.
       interpreted: Pallas' GPU interpreter is forced on.
       x64: jax_enable_x64 is set.
     """
@@ -57,7 +57,7 @@ class Target:
     @property
     def prefers_mosaic(self) -> bool:
         """Whether a call that names no implementation may take a Mosaic kernel."""
-        return self.platform == "gpu" and not (self.interpreted or self.partitioned)
+        return self.platform == "gpu" and not self.interpreted
 
 
 def target() -> Target:

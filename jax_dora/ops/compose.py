@@ -20,12 +20,13 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
-from jax_dora.ops import check, choose, residuals
+from jax_dora.ops import check, choose, primitive, residuals
 from jax_dora.ops import mesh as meshes
 from jax_dora.ops.choose import Choice
 from jax_dora.ops.mosaic import compose as kernel
 from jax_dora.ops.mosaic import compose_backward as kernel_backward
 from jax_dora.ops.operands import Composition
+from jax_dora.ops.shard import Op, Shard
 
 
 def compose(
@@ -71,12 +72,11 @@ def compose_delta(
     return _checked("compose_delta", base, lora, g, scale, implementation)
 
 
-class Plan(NamedTuple):
-    """What is static in a call: the operator, and the kernels; None stands for XLA."""
+class Options(NamedTuple):
+    """What is static in a call: the operator's name, and the implementation that is asked for."""
 
-    delta: bool
-    forward: Choice | None
-    backward: Choice | None
+    op: str
+    implementation: str | None
 
 
 def _checked(op, base, lora, g, scale, implementation):
@@ -88,16 +88,13 @@ def _checked(op, base, lora, g, scale, implementation):
     check.has_shape("g", g, base.shape[-1:], "[out]")
     choose.check_name(implementation)
     operands = Composition(base, lora, g, check.scale_array(scale))
-    return meshes.elementwise(_planned, (op, implementation), "base", "lora", operands)
+    function = functools.partial(_on_any, Options(op, implementation))
+    return meshes.elementwise(function, base, lora)(operands)
 
 
-def _planned(static: tuple[str, str | None], operands: Composition) -> jax.Array:
-    base = operands.base
-    call = (base.size // max(base.shape[-1], 1), base.shape[-1], base.dtype)
-    forward, backward = (choose.choose(*static, (one, call)) for one in (kernel, kernel_backward))
-    plan = Plan(static[0] == "compose_delta", forward, backward)
-    operands = meshes.vary_alike(operands._replace(lora=operands.lora.astype(base.dtype)))
-    return meshes.differentiable(_compose)(plan, operands)
+def _on_any(options: Options, operands: Composition) -> jax.Array:
+    operands = meshes.vary_alike(operands._replace(lora=operands.lora.astype(operands.base.dtype)))
+    return meshes.differentiable(_compose)(options, operands)
 
 
 def forward(
@@ -130,62 +127,98 @@ def define(base, lora, g, scale, bias=None, *, delta: bool, want_inner: bool):
     return y.astype(base.dtype), inner.astype(base.dtype) if want_inner else None
 
 
-class Cotangents(NamedTuple):
-    """The gradients of `forward`, None where one is not wanted."""
+class Composed(NamedTuple):
+    """What is static in compose's forward direction."""
 
-    base: jax.Array | None
-    lora: jax.Array | None
-    g: jax.Array | None
+    op: str
+    implementation: str | None
+    want_inner: bool
 
 
-def backward(
-    choice: Choice | None,
-    dy,
-    inner,
-    g,
-    scale,
-    *,
-    want_base: bool = True,
-    want_lora: bool = True,
-    delta: bool = False,
-) -> Cotangents:
+def _forward(static: Composed, shard: Shard, operands: Composition) -> tuple[Any, Any]:
+    choice = choose.choose(static.op, static.implementation, (kernel, _sizes(operands.base)))
+    delta = static.op == "compose_delta"
+    return forward(choice, *operands, want_inner=static.want_inner, delta=delta)
+
+
+COMPOSE = Op(_forward, Composition("t o", "t o", "o", ""), ("t o", "t o"))
+
+
+class Returned(NamedTuple):
+    """The operands of compose's gradient: dy, inner [..., out], g f32[out], scale f32[].
+
+    Without inner, g has no gradient.
+    """
+
+    dy: Any
+    inner: Any
+    g: Any
+    scale: Any
+
+
+class Wanted(NamedTuple):
+    """What is static in compose's gradient: of what it is wanted."""
+
+    op: str
+    implementation: str | None
+    base: bool = True
+    lora: bool = False
+
+
+def _backward(static: Wanted, shard: Shard, operands: Returned) -> tuple[Any, Any, Any]:
     """Returns d_base and d_lora in dy's dtype, and d_g f32[out] if inner is given, in one pass that
     reads dy and inner and writes what is wanted."""
+    dy, inner, g, scale = operands
+    choice = choose.choose(static.op, static.implementation, (kernel_backward, _sizes(dy)))
+    delta = static.op == "compose_delta"
     if choice is not None:
-        options = {"delta": delta, "want_base": want_base, "want_lora": want_lora}
-        return Cotangents(*kernel_backward.launch(dy, inner, g, scale, **options, **choice.knobs))
+        options = {"delta": delta, "want_base": static.base, "want_lora": static.lora}
+        found = kernel_backward.launch(dy, inner, g, scale, **options, **choice.knobs)
+        d_base, d_lora, d_g = found
+        return d_base, d_lora, shard.sum(d_g)
     dtype = accumulator(dy.dtype)
     wide = dy.astype(dtype)
     g = per_feature(g, wide)
-    d_base = ((g - 1 if delta else g) * wide).astype(dy.dtype) if want_base else None
-    d_lora = (scale.astype(dtype) * (g * wide)).astype(dy.dtype) if want_lora else None
+    d_base = ((g - 1 if delta else g) * wide).astype(dy.dtype) if static.base else None
+    d_lora = (scale.astype(dtype) * (g * wide)).astype(dy.dtype) if static.lora else None
     d_g = None
     if inner is not None:
-        d_g = jnp.sum(wide * inner.astype(dtype), axis=tuple(range(dy.ndim - 1)))
-    return Cotangents(d_base, d_lora, d_g)
+        d_g = shard.sum(jnp.sum(wide * inner.astype(dtype), axis=tuple(range(dy.ndim - 1))))
+    return d_base, d_lora, d_g
+
+
+COMPOSE_BACKWARD = Op(
+    _backward, Returned("t o", "t o", "o", ""), ("t o", "t o", "o"), contracted="t"
+)
+
+
+def _sizes(array: jax.Array) -> tuple[int, int, Any]:
+    """Returns (rows, out, dtype) of an array [..., out]."""
+    return array.size // max(array.shape[-1], 1), array.shape[-1], array.dtype
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _compose(plan: Plan, operands: Composition) -> jax.Array:
-    return forward(plan.forward, *operands, delta=plan.delta, want_inner=False)[0]
+def _compose(options: Options, operands: Composition) -> jax.Array:
+    return primitive.call(COMPOSE, Composed(*options, want_inner=False), operands)[0]
 
 
-def _compose_fwd(plan: Plan, primals: Any) -> tuple[jax.Array, Any]:
+def _compose_fwd(options: Options, primals: Any) -> tuple[jax.Array, Any]:
     operands, wanted = residuals.values(primals), residuals.wanted(primals)
     refuse_scale_gradient(wanted.scale)
-    options = {"delta": plan.delta, "want_inner": wanted.g is not None}
-    y, inner = forward(plan.forward, *operands, **options)
+    static = Composed(*options, want_inner=wanted.g is not None)
+    y, inner = primitive.call(COMPOSE, static, operands)
     return y, residuals.pack((operands.g, operands.scale, inner, wanted))
 
 
-def _compose_bwd(plan: Plan, packed: Any, dy: Any) -> tuple[Any]:
+def _compose_bwd(options: Options, packed: Any, dy: Any) -> tuple[Any]:
+    nothing = Composition(None, None, None, None)
     if isinstance(dy, SymbolicZero):
-        return (Composition(None, None, None, None),)
+        return (nothing,)
     g, scale, inner, wanted = residuals.unpack(packed)
-    options = {"want_base": bool(wanted.base), "want_lora": bool(wanted.lora)}
-    ct = backward(plan.backward, dy, inner, g, scale, **options, delta=plan.delta)
-    d_g = None if ct.g is None else ct.g.astype(g.dtype)
-    return (Composition(ct.base, ct.lora, d_g, None),)
+    static = Wanted(*options, base=bool(wanted.base), lora=bool(wanted.lora))
+    operands = Returned(dy, inner, g, scale)
+    d_base, d_lora, d_g = primitive.call(COMPOSE_BACKWARD, static, operands)
+    return (Composition(d_base, d_lora, None if d_g is None else d_g.astype(g.dtype), None),)
 
 
 _compose.defvjp(_compose_fwd, _compose_bwd, symbolic_zeros=True)

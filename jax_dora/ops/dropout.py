@@ -13,7 +13,7 @@ share one: the kernels are bound by its arithmetic.
 
 import functools
 import math
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -47,12 +47,24 @@ def draw_seed(key: jax.Array) -> jax.Array:
     return jax.random.bits(key, (2,), jnp.uint32)
 
 
-def keep_mask(seed: jax.Array, shape: tuple[int, ...], rate: float) -> jax.Array:
-    """Returns bool[shape]: which elements of x [..., in] are kept."""
+def keep_mask(
+    seed: jax.Array,
+    shape: tuple[int, ...],
+    rate: float,
+    start: tuple[Any, ...] | None = None,
+    whole: tuple[int, ...] | None = None,
+) -> jax.Array:
+    """Returns bool[shape]: which elements of x [..., in] are kept.
+
+    Args:
+      start, whole: of a part of x, where it starts in the whole and the whole's shape.
+    """
+    starts = [jnp.asarray(one, jnp.uint32) for one in start or (0,) * len(shape)]
     row = jnp.zeros((*shape[:-1], 1), jnp.uint32)
-    for axis, stride in enumerate(_strides(shape[:-1])):
-        row = row + stride * lax.broadcasted_iota(jnp.uint32, row.shape, axis)
+    for axis, stride in enumerate(_strides((whole or shape)[:-1])):
+        row = row + stride * (starts[axis] + lax.broadcasted_iota(jnp.uint32, row.shape, axis))
     column = lax.broadcasted_iota(jnp.uint32, (1,) * (len(shape) - 1) + shape[-1:], len(shape) - 1)
+    column = starts[-1] + column
     pair = ((column >> 6) << 5) | (column & 31)
     bits = pair_bits(row_hash(seed[0], seed[1], row), pair)
     return ((bits >> (((column >> 5) & 1) << 4)) & 0xFFFF) >= threshold(rate)
@@ -81,25 +93,33 @@ def kept_share(rate: float) -> float:
     return 1 - int(threshold(rate)) / 2**16
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def drop(x: jax.Array, seed: jax.Array, rate: float) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 4))
+def drop(
+    x: jax.Array,
+    seed: jax.Array,
+    rate: float,
+    start: tuple[Any, ...] | None = None,
+    whole: tuple[int, ...] | None = None,
+) -> jax.Array:
     """Returns x over the share that is kept, where it is kept, else 0; its gradient keeps no mask.
 
     Args:
       x: [..., in].
       seed: uint32[2], of `draw_seed`.
       rate: in [0, 1).
+      start, whole: as `keep_mask`'s.
     """
     kept = x * jnp.asarray(1 / kept_share(rate), x.dtype)
-    return jnp.where(keep_mask(seed, x.shape, rate), kept, jnp.zeros((), x.dtype))
+    return jnp.where(keep_mask(seed, x.shape, rate, start, whole), kept, jnp.zeros((), x.dtype))
 
 
-def _drop_fwd(x, seed, rate):
-    return drop(x, seed, rate), seed
+def _drop_fwd(x, seed, rate, start, whole):
+    return drop(x, seed, rate, start, whole), (seed, start)
 
 
-def _drop_bwd(rate, seed, dy):
-    return drop(dy, seed, rate), None
+def _drop_bwd(rate, whole, kept, dy):
+    seed, start = kept
+    return drop(dy, seed, rate, start, whole), None, None
 
 
 drop.defvjp(_drop_fwd, _drop_bwd)

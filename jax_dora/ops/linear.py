@@ -22,7 +22,7 @@ from jax_dora.ops.compose import compose_delta, per_feature
 from jax_dora.ops.dropout import Dropout, drop
 from jax_dora.ops.norm import factored_norm, magnitude_scale, norm_implementation
 from jax_dora.ops.operands import Projection
-from jax_dora.ops.projection import INNER_NAME, Options, dot_general, plan, projection
+from jax_dora.ops.projection import INNER_NAME, Options, dot_general, projection
 
 NORM_NAME = "dora_norm"
 
@@ -131,38 +131,28 @@ def lora_linear(
 
 
 def _on_mesh(options: Options, operands: Projection) -> Callable[[Projection], jax.Array]:
-    """Returns the function of `operands` that computes the result.
-
-    On a mesh with explicit axes the result is sharded as x's rows and the kernel's columns are, and
-    each device computes its part by itself, where it can.
-    """
-    on_one = functools.partial(_planned, options)
+    """Returns the function of `operands` that computes the result: on a mesh with explicit axes
+    sharded as x's rows and the kernel's columns are."""
+    function = functools.partial(_on_any, options)
     mesh = meshes.explicit(operands.x, operands.kernel)
     if mesh is None:
-        return on_one
+        return function
     *rows, contracted = meshes.spec(operands.x)
     of_in, columns = meshes.spec(operands.kernel)
-    result = jax.P(*rows, columns)
-    axes = jax.tree.leaves(tuple(result))
+    axes = jax.tree.leaves((rows, columns))
     if (contracted and of_in) or len(axes) > len(set(axes)):
-        return on_one  # JAX asks for an out_sharding, or refuses
-    if contracted or of_in or operands.seed is not None:
-        # A mask is drawn by an element's position in the whole of x, and a kernel whose inputs are
-        # sharded is gathered only where XLA needs it.
-        return meshes.left_to_xla(on_one, mesh, result)
-    whole, across, vector = jax.P(None, None), jax.P(None, columns), jax.P(columns)
-    specs = Projection(jax.P(*rows, None), across, whole, across, vector, jax.P(), vector, jax.P())
-    return functools.partial(meshes.per_device, _planned, options, mesh, specs, result)
+        return function  # JAX asks for an out_sharding, or refuses
+    return meshes.left_to_xla(function, mesh, jax.P(*rows, columns))
 
 
-def _planned(options: Options, operands: Projection) -> jax.Array:
-    """Returns the result of operands that lie on one device, or that XLA partitions."""
+def _on_any(options: Options, operands: Projection) -> jax.Array:
+    """Returns the result on one device, or on axes that are not explicit."""
     operands = meshes.vary_alike(operands)
     dtype = jnp.promote_types(operands.x.dtype, operands.kernel.dtype)
     operands = operands._replace(x=operands.x.astype(dtype), kernel=operands.kernel.astype(dtype))
     if options.rate and options.mode == "input":
         return _with_dropped_input(options, operands)
-    return meshes.differentiable(projection)(plan(options, operands), operands)
+    return meshes.differentiable(projection)(options, operands)
 
 
 def _with_dropped_input(options: Options, operands: Projection) -> jax.Array:

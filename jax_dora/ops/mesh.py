@@ -8,7 +8,7 @@ Operands come as one NamedTuple of `jax_dora.ops.operands`, in which None stays 
 """
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -27,57 +27,15 @@ def spec(array: jax.Array) -> tuple[Any, ...]:
     return tuple(jax.typeof(array).sharding.spec)
 
 
-@functools.partial(jax.jit, static_argnums=range(5))
-def per_device(
-    function: Callable[..., jax.Array],
-    static: Hashable,
-    mesh: AbstractMesh,
-    specs: tuple[PartitionSpec, ...],
-    result: PartitionSpec,
-    operands: Any,
-) -> jax.Array:
-    """Returns `function(static, operands)` of what each device holds of the operands.
-
-    Args:
-      specs: how the operands are sharded over explicit axes, in the operands' order.
-      result: how the result is.
-    """
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    sharded = jax.shard_map(
-        functools.partial(function, static),
-        mesh=mesh,
-        in_specs=(type(operands)(*specs),),
-        out_specs=result,
-        axis_names={name for name, kind in kinds if kind is AxisType.Explicit},
-    )
-    placed = (
-        None if operand is None else jax.reshard(operand, NamedSharding(mesh, spec))
-        for operand, spec in zip(operands, specs, strict=True)
-    )
-    return sharded(type(operands)(*placed))
-
-
 def elementwise(
-    function: Callable[..., jax.Array], static: Hashable, left: str, right: str, operands: Any
-) -> jax.Array:
-    """Returns `function(static, operands)` of two arrays [..., out], of vectors [out] and scalars.
-
-    On a mesh with explicit axes each device computes its part of the result, which is sharded as
-    both arrays are.
-
-    Args:
-      left, right: the names of the two arrays in `operands`.
-    """
-    one, other = getattr(operands, left), getattr(operands, right)
-    mesh, whole = explicit(one, other), jax.P(*spec(one))
+    function: Callable[[Any], jax.Array], one: jax.Array, other: jax.Array
+) -> Callable[[Any], jax.Array]:
+    """Returns `function`, of operands among which are these two arrays [..., out], as it can be
+    called here: on a mesh with explicit axes its result is sharded as both of them are."""
+    mesh = explicit(one, other)
     if mesh is None or spec(one) != spec(other):
-        return function(static, operands)  # JAX refuses two shardings
-    vector = jax.P(*whole[-1:])
-    specs = tuple(
-        whole if name in (left, right) else jax.P() if value is None or value.ndim == 0 else vector
-        for name, value in zip(operands._fields, operands, strict=True)
-    )
-    return per_device(function, static, mesh, specs, whole, operands)
+        return function  # JAX refuses two shardings
+    return left_to_xla(function, mesh, jax.P(*spec(one)))
 
 
 def left_to_xla(

@@ -20,11 +20,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jax_dora.ops import check, choose
+from jax_dora.ops import check, choose, primitive
 from jax_dora.ops import mesh as meshes
 from jax_dora.ops.compose import accumulator
 from jax_dora.ops.mosaic import norm as kernel_norm
 from jax_dora.ops.operands import Adapted
+from jax_dora.ops.shard import Op, Shard
 
 EPS_FULL = 1e-12
 EPS_HALF = 1e-6
@@ -62,13 +63,10 @@ def factored_norm(
     operands = Adapted(kernel, lora_a, lora_b, check.scale_array(scale))
     operands = jax.tree.map(lax.stop_gradient, operands)
     is_zero = not isinstance(scale, jax.Array) and bool(scale == 0)
-    mesh = meshes.explicit(kernel)
-    if mesh is None:
-        return _norm(Static(implementation, is_zero), operands)
-    of_in, columns = meshes.spec(kernel)
-    static = Static(implementation, is_zero, tuple(jax.tree.leaves(of_in)))
-    specs = (jax.P(of_in, columns), jax.P(of_in, None), jax.P(None, columns), jax.P())
-    return meshes.per_device(_norm, static, mesh, specs, jax.P(columns), operands)
+    function = functools.partial(_norm, Static(implementation, is_zero))
+    if mesh := meshes.explicit(kernel):
+        function = meshes.left_to_xla(function, mesh, jax.P(meshes.spec(kernel)[1]))
+    return function(operands)
 
 
 def norm_implementation(implementation: str | None) -> str | None:
@@ -83,37 +81,38 @@ class Static(NamedTuple):
     Attributes:
       implementation: as `factored_norm`'s.
       is_zero: the scale is known to be zero.
-      summed: the axes of the mesh that the kernel's inputs are sharded over.
     """
 
     implementation: str | None
     is_zero: bool
-    summed: tuple[str, ...] = ()
 
 
 def _norm(static: Static, operands: Adapted) -> jax.Array:
+    return primitive.call(NORM, static, operands)[0]
+
+
+def _run(static: Static, shard: Shard, operands: Adapted) -> tuple[jax.Array]:
     kernel, lora_a, lora_b, scale = operands
     implementation = static.implementation
-    if (static.is_zero or static.summed) and implementation is None:
+    if static.is_zero and implementation is None:
         implementation = "xla"
-    if static.summed and implementation == "mosaic":
-        raise NotImplementedError(
-            f"factored_norm: the kernel's inputs are sharded over {', '.join(static.summed)}, and "
-            "implementation 'mosaic' takes them all; pass implementation=None"
-        )
     (in_features, out), rank = kernel.shape, lora_a.shape[1]
     call = (in_features, rank, out, kernel.dtype, lora_a.dtype)
     choice = choose.choose("factored_norm", implementation, (kernel_norm, call))
     if choice is not None:
-        return kernel_norm.launch(kernel, lora_a, lora_b, scale, **choice.knobs)
-    return _define(static.summed, static.is_zero, operands)
+        squared = kernel_norm.launch(kernel, lora_a, lora_b, scale, **choice.knobs)
+        return (jnp.sqrt(shard.sum(squared)),)
+    return (_define(shard, static.is_zero, operands),)
+
+
+NORM = Op(_run, Adapted("i o", "i r", "r o", ""), ("o",), contracted="i")
 
 
 # Compiled as one program, and closed by a barrier so that nothing after it (the division that
 # makes g) is fused into it: the same bits whether a norm is taken alone, for a fresh adapter's
 # magnitude, or inside a whole model's program. A fresh adapter's g is 1 by this.
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _define(summed: tuple[str, ...], is_zero: bool, operands: Adapted) -> jax.Array:
+def _define(shard: Shard, is_zero: bool, operands: Adapted) -> jax.Array:
     kernel, lora_a, lora_b, scale = operands
     dtype = accumulator(kernel.dtype, lora_a.dtype, lora_b.dtype)
     terms = [jnp.sum(jnp.square(kernel.astype(accumulator(kernel.dtype))), axis=0).astype(dtype)]
@@ -126,10 +125,8 @@ def _define(summed: tuple[str, ...], is_zero: bool, operands: Adapted) -> jax.Ar
     if added:
         s = scale.astype(dtype)
         squared = squared + (2 * s * added[0] + s * s * added[1])
-    if summed:
-        squared = lax.psum(squared, summed)
     # maximum, unlike a comparison, keeps NaN.
-    return lax.optimization_barrier(jnp.sqrt(jnp.maximum(squared, 0)))
+    return lax.optimization_barrier(jnp.sqrt(jnp.maximum(shard.sum(squared), 0)))
 
 
 def magnitude_scale(

@@ -11,18 +11,19 @@ the layers' results. With σ = sigmoid(y₁):
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from jax_dora.ops import check, choose, residuals
+from jax_dora.ops import check, choose, primitive, residuals
 from jax_dora.ops import mesh as meshes
 from jax_dora.ops.choose import Choice
 from jax_dora.ops.compose import accumulator, per_feature
 from jax_dora.ops.mosaic import swiglu_backward as kernel_backward
 from jax_dora.ops.operands import Gating
+from jax_dora.ops.shard import Op, Shard
 
 
 def swiglu(
@@ -70,14 +71,12 @@ def swiglu(
         check.has_shape(name, vector, gate.shape[-1:], "[out]")
     choose.check_name(implementation)
     operands = Gating(gate, up, gate_g, gate_bias, up_g, up_bias)
-    return meshes.elementwise(_planned, implementation, "gate", "up", operands)
+    return meshes.elementwise(functools.partial(_on_any, implementation), gate, up)(operands)
 
 
-def _planned(implementation: str | None, operands: Gating) -> jax.Array:
-    gate = operands.gate
-    call = (gate.size // max(gate.shape[-1], 1), gate.shape[-1], gate.dtype)
-    choice = choose.choose("swiglu", implementation, (kernel_backward, call))
-    return meshes.differentiable(_swiglu)(choice, meshes.vary_alike(operands))
+def _on_any(implementation: str | None, operands: Gating) -> jax.Array:
+    _choose(implementation, operands.gate)  # where it refuses, now and not in the gradient
+    return meshes.differentiable(_swiglu)(implementation, meshes.vary_alike(operands))
 
 
 def define(operands: Gating) -> jax.Array:
@@ -118,30 +117,69 @@ def _composed(operands: Gating) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     return (y1, y2), (g1, g2)
 
 
+class Static(NamedTuple):
+    """What is static in the gradient."""
+
+    implementation: str | None
+    want_bias: bool
+
+
+class Returned(NamedTuple):
+    """The operands of the gradient: dh [..., out], and the fields of `Gating`."""
+
+    dh: Any
+    gate: Any
+    up: Any
+    gate_g: Any
+    gate_bias: Any
+    up_g: Any
+    up_bias: Any
+
+
+def _backward(static: Static, shard: Shard, operands: Returned) -> tuple[Any, ...]:
+    """Returns the gradient of every field of `Gating`; without want_bias, None of the biases."""
+    dh, gate, up, gate_g, gate_bias, up_g, up_bias = operands
+    choice = _choose(static.implementation, gate)
+    if choice is None:
+        found = define_backward(dh, Gating(*operands[1:]))
+    else:
+        d_gate, d_up, d_gate_g, d_up_g, *d_biases = kernel_backward.launch(
+            *(dh, gate, up, gate_g, up_g, gate_bias, up_bias),
+            want_bias=static.want_bias,
+            **choice.knobs,
+        )
+        d_gate_bias, d_up_bias = d_biases or (None, None)
+        found = Gating(d_gate, d_up, d_gate_g, d_gate_bias, d_up_g, d_up_bias)
+    if not static.want_bias:
+        found = found._replace(gate_bias=None, up_bias=None)
+    return *found[:2], *map(shard.sum, found[2:])
+
+
+def _choose(implementation: str | None, gate: jax.Array) -> Choice | None:
+    call = (gate.size // max(gate.shape[-1], 1), gate.shape[-1], gate.dtype)
+    return choose.choose("swiglu", implementation, (kernel_backward, call))
+
+
+_RESULTS = Gating("t o", "t o", "o", "o", "o", "o")
+SWIGLU_BACKWARD = Op(_backward, Returned("t o", *_RESULTS), _RESULTS, contracted="t")
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _swiglu(choice: Choice | None, operands: Gating) -> jax.Array:
+def _swiglu(implementation: str | None, operands: Gating) -> jax.Array:
     return define(operands)
 
 
-def _swiglu_fwd(choice: Choice | None, primals: Any) -> tuple[jax.Array, Any]:
+def _swiglu_fwd(implementation: str | None, primals: Any) -> tuple[jax.Array, Any]:
     operands = residuals.values(primals)
     return define(operands), residuals.pack((operands, residuals.wanted(primals)))
 
 
-def _swiglu_bwd(choice: Choice | None, packed: Any, dh: Any) -> tuple[Any]:
+def _swiglu_bwd(implementation: str | None, packed: Any, dh: Any) -> tuple[Any]:
     if isinstance(dh, SymbolicZero):
         return (Gating(*(None,) * 6),)
     operands, wanted = residuals.unpack(packed)
-    if choice is None:
-        found = define_backward(dh, operands)
-    else:
-        gate, up, gate_g, gate_bias, up_g, up_bias = operands
-        want_bias = bool(wanted.gate_bias or wanted.up_bias)
-        d_gate, d_up, d_gate_g, d_up_g, *d_biases = kernel_backward.launch(
-            *(dh, gate, up, gate_g, up_g, gate_bias, up_bias), want_bias=want_bias, **choice.knobs
-        )
-        d_gate_bias, d_up_bias = d_biases or (None, None)
-        found = Gating(d_gate, d_up, d_gate_g, d_gate_bias, d_up_g, d_up_bias)
+    static = Static(implementation, bool(wanted.gate_bias or wanted.up_bias))
+    found = primitive.call(SWIGLU_BACKWARD, static, Returned(dh, *operands))
     return (
         Gating(
             *(

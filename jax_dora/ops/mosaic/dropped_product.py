@@ -80,6 +80,7 @@ def launch(
     x: jax.Array,
     right: jax.Array,
     seed: jax.Array,
+    start: jax.Array | None = None,
     *,
     rate: float,
     transposed: bool,
@@ -87,8 +88,10 @@ def launch(
     sm_count: int,
 ) -> jax.Array:
     """Returns f32[rows, cols]: drop(x) right, or drop(x)ᵀ right, of x with two axes; rate and seed
-    are those of `jax_dora.ops.Dropout`."""
+    are those of `jax_dora.ops.Dropout`, and start uint32[2] is the row and the column at which x
+    starts in what is dropped, the latter a multiple of 64."""
     c, dtype = config, x.dtype
+    start = jnp.zeros(2, jnp.uint32) if start is None else start
     k, rows = x.shape if transposed else x.shape[::-1]
     cols = right.shape[1]
     tile_cols = _tile_cols(cols)
@@ -146,6 +149,7 @@ def launch(
                 plgpu.barrier_arrive(buffers["free"].at[slot])
             my_rows = pl.ds(warpgroup * CHUNK, CHUNK)
             seeds = seed_gmem[0], seed_gmem[1]
+            origin = seed_gmem[2], seed_gmem[3]
 
             def multiply(acc_ref):
                 def step(i, acc_ref):
@@ -156,7 +160,7 @@ def launch(
                     at_row, at_k = row + warpgroup * CHUNK, (first + i) * TILE_K
                     corner = (at_k, at_row) if transposed else (at_row, at_k)
                     plgpu.barrier_wait(buffers["x_ready"].at[slot])
-                    mine[...] = _drop(mine[...], corner, seeds, rate)
+                    mine[...] = _drop(mine[...], corner, origin, seeds, rate)
                     plgpu.commit_smem()
                     plgpu.barrier_wait(buffers["right_ready"].at[slot])
                     left = mine.transpose((1, 0)) if transposed else mine
@@ -207,19 +211,26 @@ def launch(
             "free": barriers(CONSUMERS),
         },
         kernel_name="dora_dropped_product_back" if transposed else "dora_dropped_product",
-    )(x, right, seed)
+    )(x, right, jnp.concatenate([seed, start]))
     return result.reshape(parts, padded_rows, padded_cols)[:, :rows, :cols].sum(0)
 
 
 def _drop(
-    tile: jax.Array, corner: tuple[Any, Any], seeds: tuple[Any, Any], rate: float
+    tile: jax.Array,
+    corner: tuple[Any, Any],
+    start: tuple[Any, Any],
+    seeds: tuple[Any, Any],
+    rate: float,
 ) -> jax.Array:
     """Returns `tile` [64, 64] of x, as the tensor cores hold it, with zeros where x is dropped.
 
-    `corner` says where the tile lies in x.
+    `corner` says where the tile lies in x, and `start` where x lies in what is dropped.
     """
     half = (CHUNK, CHUNK // 2)
-    first_row, first_col = (lax.convert_element_type(start, jnp.uint32) for start in corner)
+    first_row, first_col = (
+        lax.convert_element_type(at, jnp.uint32) + before
+        for at, before in zip(corner, start, strict=True)
+    )
 
     def index(axis):
         return plgpu.broadcasted_iota(jnp.uint32, half, axis, layout=plgpu.Layout.WGMMA)

@@ -1,7 +1,9 @@
-"""The norm in one pass over the kernel: ‖W + s·A B‖ per output feature.
+"""The norm's square in one pass over the kernel: ‖W + s·A B‖² per output feature.
 
     W  [in, out]  bf16, fp16 or fp32     A  [in, r], B  [r, out]  bf16, fp16 or fp32
-    s  f32[]                             norm = sqrt(Σ_in (W + s·A B)²)  f32[out]
+    s  f32[]                             norm² = Σ_in (W + s·A B)²  f32[out]
+
+Of a part of W's rows it is that part of the sum.
 
 Tiles of A B stay in registers, in fp32, meet their tile of W there and are squared and added up; no
 [in, out] and no [r, out] array is made. Nothing cancels, so there is no clamp. Two stages, no
@@ -109,7 +111,8 @@ def launch(
     config: Config,
     sm_count: int,
 ) -> jax.Array:
-    """Returns f32[out]: the norm of kernel [in, out] adapted by lora_a [in, r], lora_b [r, out]."""
+    """Returns f32[out]: the square of the norm of kernel [in, out] adapted by lora_a [in, r] and
+    lora_b [r, out]."""
     in_features, out = kernel.shape
     rank = lora_a.shape[1]
     tiling = Tiling(in_features, out, config, sm_count)
@@ -158,7 +161,7 @@ def launch(
         scratch={"sums_smem": plgpu.SMEM((config.tile_cols,), jnp.float32)},
         kernel_name="dora_norm",
     )(lora_a, lora_b, kernel, jnp.reshape(scale, 1).astype(jnp.float32))
-    return jnp.sqrt(jnp.sum(partials, axis=0)[:out])
+    return jnp.sum(partials, axis=0)[:out]
 
 
 def _cut(x: jax.Array, count: int) -> list[jax.Array]:

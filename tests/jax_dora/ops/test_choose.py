@@ -68,7 +68,7 @@ def test_a_named_implementation_runs_or_raises(on_hopper):
         (HOPPER, False, True),
         (Target("gpu", "8.0"), True, True),
         (Target("gpu", "9.0", x64=True), True, True),
-        (Target("gpu", "9.0", partitioned=True), False, False),
+        (Target("gpu", "9.0", partitioned=True), False, True),
         (Target("cpu"), False, False),
         (Target("cpu", interpreted=True), False, False),
     ],

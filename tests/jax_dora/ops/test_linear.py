@@ -178,7 +178,8 @@ def test_remat_can_save_the_norm():
     order = ("x", "kernel", "lora_a", "lora_b", "magnitude")
 
     def loss(lora_a):
-        return dora_linear(*(lora_a if n == "lora_a" else arrays[n] for n in order), SCALE).sum()
+        operands = (lora_a if n == "lora_a" else arrays[n] for n in order)
+        return dora_linear(*operands, SCALE, implementation="xla").sum()
 
     def square_roots(policy):
         remat = jax.checkpoint(loss, policy=policy)
@@ -199,7 +200,8 @@ def test_remat_can_keep_what_only_the_magnitude_reads(dropout):
 
     def gradient(keep):
         def block(*operands):
-            return dora_linear(*operands, SCALE, keep_inner=keep, dropout=dropout)
+            options = {"keep_inner": keep, "dropout": dropout, "implementation": "xla"}
+            return dora_linear(*operands, SCALE, **options)
 
         remat = jax.checkpoint(block, policy=keeps)
         return jax.grad(lambda *operands: jnp.sum(dy * remat(*operands)), argnums=(0, 2, 3, 4))

@@ -265,30 +265,3 @@ def test_only_vectors_of_a_norm_travel(spec):
     collectives = re.findall(r"= (.*) all-[a-z-]+\(", program)
     assert bool(collectives) == (spec[0] is not None)
     assert not any(re.search(r"\[\d+,", shape) for shape in collectives)
-
-
-def test_explicit_axes_reach_the_kernels():
-    """Each device's own part, and no gradient of a frozen kernel."""
-    columns = 4 * OUT
-    trained = {
-        "lora_a": draw(0, IN, RANK),
-        "lora_b": draw(1, RANK, columns),
-        "magnitude": 5 + draw(2, columns),
-    }
-    arrays = (trained, draw(3, 2 * ROWS, IN), draw(4, IN, columns), draw(5, 2 * ROWS, columns))
-    trained, *arrays = jax.tree.map(lambda array: array.astype(jnp.bfloat16), arrays)
-
-    def run(trained, x, kernel, dy):
-        y = ops.dora_linear(x, kernel, **trained, scale=SCALE, implementation="mosaic")
-        return jnp.sum((y * dy).astype(jnp.float32))
-
-    mesh = explicit_mesh()
-    with jax.set_mesh(mesh):
-        specs = (ACROSS, P(None, "model"), P("data", "model"))
-        placed = jax.device_put(arrays, [NamedSharding(mesh, spec) for spec in specs])
-        traced = jax.jit(jax.grad(run)).trace(trained, *placed)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert "dora_project" in text
-    assert f"tensor<{ROWS}x{OUT}xbf16>" in text
-    assert f"[{IN},{columns}] = dot_general" not in str(traced.jaxpr)
-    assert f"[{IN},{OUT}] = dot_general" not in str(traced.jaxpr)

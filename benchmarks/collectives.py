@@ -1,0 +1,56 @@
+"""What a compiled program sends between devices."""
+
+import math
+import re
+from typing import NamedTuple
+
+_INSTRUCTION = re.compile(
+    r"= (?P<types>\(.*?\)|\S+) (?P<kind>all-gather|all-reduce|all-to-all|collective-permute|"
+    r"reduce-scatter|collective-broadcast)(?:-start)?\("
+)
+_TYPE = re.compile(r"\b(?P<name>pred|bf16|f8\w+|[fsuc](?P<bits>\d+))\[(?P<shape>[\d,]*)\]")
+_BYTES = {"pred": 1, "bf16": 2}
+
+
+class Collective(NamedTuple):
+    """One collective of a program: its kind, and the types and bytes of what it makes.
+
+    A reduce-scatter counts with what goes into it.
+    """
+
+    kind: str
+    types: tuple[str, ...]
+    bytes: int
+
+
+def collectives(program: str, devices: int) -> list[Collective]:
+    """Returns the collectives of a compiled program, `compiled.as_text()`.
+
+    Args:
+      devices: how many devices a reduce-scatter without readable groups goes over.
+    """
+    found = []
+    for line in program.splitlines():
+        match = _INSTRUCTION.search(line)
+        if not match:
+            continue
+        types = [(one.group(0), _size(one)) for one in _TYPE.finditer(match["types"])]
+        if f"{match['kind']}-start(" in line and match["types"].startswith("(("):
+            types = types[len(types) // 2 :]  # operands, then results
+        elif f"{match['kind']}-start(" in line and match["kind"] in (
+            "all-gather",
+            "collective-permute",
+        ):
+            types = [types[1]]
+        size = sum(one for _, one in types)
+        if match["kind"] == "reduce-scatter":
+            size *= devices
+        found.append(Collective(match["kind"], tuple(name for name, _ in types), size))
+    return found
+
+
+def _size(match: re.Match[str]) -> int:
+    name = match["name"]
+    width = _BYTES.get(name) or (1 if name.startswith("f8") else int(match["bits"]) // 8)
+    shape = [int(size) for size in match["shape"].split(",") if size]
+    return width * math.prod(shape)

@@ -1,0 +1,167 @@
+"""What a device has of an operator's arrays, by the names of their axes.
+
+An operator names the axes of its operands and of its results as an einsum does. A device works on
+one block of every named axis; results that lack a contracted axis are added up over the devices
+that this axis is sharded over.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# The names of axes that are never sharded: the rank, and a seed's.
+WHOLE = frozenset({"r", "s"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """A device's part of a call; by default all of it.
+
+    Attributes:
+      axes: named axes, each with the axes of the mesh that it is sharded over.
+      summed: those that a contracted axis is sharded over.
+    """
+
+    axes: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    summed: tuple[str, ...] = ()
+
+    def over(self, name: str) -> tuple[str, ...]:
+        """Returns the axes of the mesh that a named axis is sharded over."""
+        return dict(self.axes).get(name, ())
+
+    def start(self, name: str, size: int) -> Any:
+        """Returns where the device's `size` elements of a named axis begin."""
+        axes = self.over(name)
+        return lax.axis_index(axes) * size if axes else 0
+
+    def once(self, array: Any) -> Any:
+        """Returns what is added once in a sum over devices: zeros on all of them but the first."""
+        if array is None or not self.summed:
+            return array
+        return jnp.where(lax.axis_index(self.summed) == 0, array, jnp.zeros((), array.dtype))
+
+    def sum(self, array: Any) -> Any:
+        """Returns the sum of the devices' parts of a contraction."""
+        return lax.psum(array, self.summed) if self.summed and array is not None else array
+
+
+class Op(NamedTuple):
+    """An operator, by what it does on one device and by the names of its arrays' axes.
+
+    "t" stands for all leading axes, "r" for the rank, and "s" for a seed's axis; the names in a
+    string are separated by spaces.
+
+    Attributes:
+      run: `(static, shard, operands) -> results`; chooses the kernel by `static.implementation`.
+      operands: the names for each field of the operands.
+      results: the names for each result.
+      contracted: the name that is summed over in the results that lack it.
+    """
+
+    run: Callable[[Any, Shard, Any], tuple[Any, ...]]
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    contracted: str = ""
+
+
+class Names(NamedTuple):
+    """The names of the axes of every array in a call: a tuple for each.
+
+    Attributes:
+      operands, results: of those that are not None.
+      contracted: the names that are summed over.
+    """
+
+    operands: list[tuple[str, ...]]
+    results: list[tuple[str, ...]]
+    contracted: tuple[str, ...]
+
+    @classmethod
+    def of(cls, op: Op, operands: Sequence[Any], results: Sequence[Any]) -> "Names":
+        """Returns those of a call, from the operator's and from arrays or their types, or None."""
+        named = [
+            [
+                _names(text, array.ndim)
+                for text, array in zip(texts, arrays, strict=True)
+                if array is not None
+            ]
+            for texts, arrays in ((op.operands, operands), (op.results, results))
+        ]
+        every = dict.fromkeys(itertools.chain(*named[0], *named[1]))
+        contracted = (name for name in every if name.rstrip("0123456789") == op.contracted)
+        return cls(named[0], named[1], tuple(contracted))
+
+    def shard(self, operands: Sequence[Any], results: Sequence[Any]) -> Shard:
+        """Returns how the devices share a call whose arrays are to be sharded by these specs.
+
+        An axis of the mesh goes to one named axis. A contracted one comes first where all operands
+        agree on it, then the leading ones, and then the others: under FSDP rows and weights are
+        sharded over the same axis of the mesh, and weights are what is gathered.
+        """
+        wanted: list[tuple[str, tuple[str, ...]]] = []
+        for names, spec in zip([*self.results, *self.operands], [*results, *operands], strict=True):
+            wanted += zip(names, map(_axes, spec), strict=False)
+        of_operands = list(zip(self.operands, operands, strict=True))
+        for name in self.contracted:
+            every = [
+                dict(zip(names, map(_axes, spec), strict=False)).get(name, ())
+                for names, spec in of_operands
+                if name in names
+            ]
+            wanted.insert(0, (name, tuple(a for a in every[0] if all(a in one for one in every))))
+        agreed, others = wanted[: len(self.contracted)], wanted[len(self.contracted) :]
+        found: dict[str, tuple[str, ...]] = {}
+        used: set[str] = set()
+        for name, axes in agreed + sorted(others, key=lambda one: not one[0].startswith("t")):
+            free = tuple(axis for axis in axes if axis not in used)
+            if free and name not in found and name not in WHOLE:
+                found[name] = free
+                used.update(free)
+        return Shard(
+            tuple(found.items()), tuple(a for name in self.contracted for a in found.get(name, ()))
+        )
+
+    def cut(
+        self, shard: Shard, sizes: Sequence[tuple[int, ...]], operands: Sequence[Any]
+    ) -> list[Any]:
+        """Returns a device's parts of the operands, whose whole sizes are given, with zeros where a
+        contracted axis ends before the part does: XLA pads with whatever it finds."""
+        return [
+            self._without_padding(shard, names, size, operand)
+            for names, size, operand in zip(self.operands, sizes, operands, strict=True)
+        ]
+
+    def _without_padding(self, shard: Shard, names: Sequence[str], whole: Any, part: Any) -> Any:
+        for axis, name in enumerate(names):
+            size, over = part.shape[axis], shard.over(name)
+            if name not in self.contracted or not over:
+                continue
+            if size * lax.axis_size(over) == whole[axis]:
+                continue
+            index = lax.broadcasted_iota(jnp.int32, part.shape, axis) + shard.start(name, size)
+            part = jnp.where(index < whole[axis], part, jnp.zeros((), part.dtype))
+        return part
+
+
+def spec(names: Sequence[str], shard: Shard) -> jax.sharding.PartitionSpec:
+    """Returns how an array of these axes is sharded."""
+    return jax.P(*(shard.over(name) or None for name in names))
+
+
+def _names(text: str, rank: int) -> tuple[str, ...]:
+    names = text.split()
+    if names[:1] == ["t"]:
+        names[:1] = [f"t{axis}" for axis in range(rank - len(names) + 1)]
+    return tuple(names)
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    """Returns the axes of the mesh in one entry of a PartitionSpec."""
+    if isinstance(entry, str):
+        return (entry,)
+    return tuple(entry) if isinstance(entry, tuple) else ()

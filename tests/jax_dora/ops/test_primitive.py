@@ -1,0 +1,174 @@
+"""What the operators' primitive becomes, by the devices that a program is built for."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_dora import ops
+from jax_dora.ops import choose, primitive
+from jax_dora.ops.choose import Target
+from jax_dora.ops.norm import NORM, Static
+from jax_dora.ops.operands import Adapted
+from jax_dora.ops.projection import FORWARD, Forward, Reduced
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+ROWS, IN, RANK, OUT = 2048, 4096, 64, 4096
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    monkeypatch.setattr(choose, "target", lambda: Target("gpu", "9.0"))
+
+
+def automatic(*shape):
+    return jax.make_mesh(
+        shape, ("data", "model")[: len(shape)], axis_types=(AxisType.Auto,) * len(shape)
+    )
+
+
+def for_cuda(function, *arguments):
+    return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def shape(*sizes, dtype=BF16):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+LAYER = (shape(ROWS, IN), shape(IN, OUT), shape(IN, RANK), shape(RANK, OUT), shape(OUT, dtype=F32))
+
+
+def layer(*operands, **options):
+    return ops.dora_linear(*operands, 0.7, **options)
+
+
+def test_a_program_for_one_of_several_devices_has_kernels(on_hopper):
+    assert jax.device_count() > 1
+    text = for_cuda(layer, *LAYER)
+    assert "dora_norm" in text
+    assert "dora_project" in text
+
+
+def test_a_program_for_several_devices_is_partitioned(on_hopper):
+    mesh = automatic(4)
+    rows, *others = LAYER
+    rows = jax.ShapeDtypeStruct(rows.shape, BF16, sharding=NamedSharding(mesh, P("data")))
+    text = for_cuda(layer, rows, *others)
+    assert text.count("CustomSPMDPartitioning") == 3
+    assert "mosaic_gpu" not in text
+
+
+def of_device(op, static, operands, mesh, specs, results):
+    """Returns (what one device runs, lowered for CUDA; the specs that its operands are given)."""
+    leaves, tree = jax.tree.flatten(operands)
+    avals = [
+        jax.typeof(jnp.zeros((), leaf.dtype)).update(
+            shape=leaf.shape, sharding=NamedSharding(mesh.abstract_mesh, P())
+        )
+        for leaf in leaves
+    ]
+    whole = primitive._partitioned(op, static, tree, mesh, avals)
+
+    def placed(arrays, specs):
+        return [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, P(*spec)))
+            for a, spec in zip(arrays, specs, strict=True)
+        ]
+
+    made = jax.tree.leaves(primitive._shapes(avals, op=op, static=static, tree=tree))
+    _, run, _, shardings = whole.partition(mesh, placed(leaves, specs), placed(made, results))
+    parts = [
+        jax.ShapeDtypeStruct(sharding.shard_shape(leaf.shape), leaf.dtype)
+        for leaf, sharding in zip(leaves, shardings, strict=True)
+    ]
+    alone = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    return for_cuda(alone, *parts), [tuple(one.spec) for one in shardings]
+
+
+FORWARD_OPERANDS = Reduced(
+    shape(ROWS, IN),
+    shape(IN, OUT),
+    shape(ROWS, RANK),
+    shape(RANK, OUT),
+    shape(OUT, dtype=F32),
+    None,
+)
+N = None
+
+
+WHOLE, ROWS_CUT, COLUMNS_CUT = (N, N), ("data", N), (N, "data")
+# Of x, the kernel, z, lora_b and g: as XLA proposes, and as a device takes them; of the result.
+LAYOUTS = {
+    "data": (
+        [ROWS_CUT, WHOLE, WHOLE, WHOLE, (N,)],
+        [ROWS_CUT, WHOLE, ROWS_CUT, WHOLE, (N,)],
+        ROWS_CUT,
+    ),
+    "fsdp": (
+        [ROWS_CUT, ROWS_CUT, WHOLE, COLUMNS_CUT, (N,)],
+        [ROWS_CUT, WHOLE, ROWS_CUT, WHOLE, (N,)],
+        ROWS_CUT,
+    ),
+    "column": (
+        [WHOLE, COLUMNS_CUT, WHOLE, WHOLE, (N,)],
+        [WHOLE, COLUMNS_CUT, WHOLE, COLUMNS_CUT, ("data",)],
+        COLUMNS_CUT,
+    ),
+    "row": (
+        [COLUMNS_CUT, ROWS_CUT, WHOLE, WHOLE, (N,)],
+        [COLUMNS_CUT, ROWS_CUT, WHOLE, WHOLE, (N,)],
+        WHOLE,
+    ),
+}
+
+
+@pytest.mark.parametrize("want_inner", [False, True])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_device_runs_the_kernel_on_its_part(on_hopper, name, want_inner):
+    proposed, taken, result = LAYOUTS[name]
+    static = Forward("dora_linear", "mosaic", None, want_inner)
+    results = [result] * (1 + want_inner)
+    mesh = automatic(2)
+    text, specs = of_device(FORWARD, static, FORWARD_OPERANDS, mesh, proposed, results)
+    assert specs == taken
+    assert len(re.findall(r"custom_call @mosaic_gpu", text)) == 1
+    assert text.count("all_reduce") == (name == "row")
+    assert "all_gather" not in text
+
+
+def test_the_norm_sums_only_vectors(on_hopper):
+    operands = Adapted(shape(IN, OUT), shape(IN, RANK), shape(RANK, OUT), shape(dtype=F32))
+    mesh = automatic(2, 2)
+    specs = [("data", "model"), ("data",), (N, "model"), ()]
+    text, _ = of_device(NORM, Static(None, False), operands, mesh, specs, [("model",)])
+    assert len(re.findall(r"custom_call @mosaic_gpu", text)) == 1
+    (summed,) = re.findall(r"all_reduce.*?-> (tensor<[^>]*>)", text, re.DOTALL)
+    assert summed == f"tensor<{OUT // 2}xf32>"
+
+
+def test_a_part_that_loses_is_left_to_xla(on_hopper):
+    static = Forward("dora_linear", None, None, False)
+    operands = FORWARD_OPERANDS._replace(x=shape(1024, IN), z=shape(1024, RANK))
+    specs = [("data",), (), ("data",), (), ()]
+    text, _ = of_device(FORWARD, static, operands, automatic(2), specs, [("data",)])
+    assert "mosaic_gpu" not in text
+    text, _ = of_device(FORWARD, static, operands, automatic(1), specs, [("data",)])
+    assert "mosaic_gpu" in text
+
+
+def test_a_named_kernel_says_where_it_does_not_run(on_hopper):
+    mesh = automatic(2, 2)
+    inside = functools.partial(layer, implementation="mosaic")
+    partly = jax.shard_map(
+        inside, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}, check_vma=False
+    )
+    with pytest.raises(NotImplementedError, match="one with manual axes and others"):
+        for_cuda(partly, *LAYER)
+    unnamed = jax.shard_map(
+        layer, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}, check_vma=False
+    )
+    assert "mosaic_gpu" not in for_cuda(unnamed, *LAYER)
