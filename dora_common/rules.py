@@ -125,7 +125,7 @@ def assign[R: Rule](
         )
         raise ValueError(
             f"rules[{index}], path {rule.path!r}, {reason}; a path is matched as a whole. The "
-            f"layers with parameters are:{listing(path for names in paths for path in names)}"
+            f"layers with parameters are:{listing({path for names in paths for path in names})}"
         )
     return chosen
 

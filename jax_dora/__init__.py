@@ -8,8 +8,10 @@ from jax_dora import linen as linen
 from jax_dora import ops as ops
 from jax_dora import peft as peft
 from jax_dora.adapt import Adapter as Adapter
+from jax_dora.adapt import Coverage as Coverage
 from jax_dora.adapt import DoRARule as DoRARule
 from jax_dora.adapt import apply_dora as apply_dora
+from jax_dora.adapt import coverage as coverage
 from jax_dora.adapt import get_adapter as get_adapter
 from jax_dora.adapt import merge_dora as merge_dora
 from jax_dora.adapt import remove_dora as remove_dora
@@ -26,6 +28,8 @@ from jax_dora.norms import freeze as freeze
 from jax_dora.norms import norms as norms
 from jax_dora.norms import remat_policy as remat_policy
 from jax_dora.norms import with_norms as with_norms
+from jax_dora.weights.registry import einsum_axes as einsum_axes
+from jax_dora.weights.registry import register as register
 
 if not TYPE_CHECKING:  # type checkers would take every name for one of the package
 

@@ -36,6 +36,7 @@ from jax_dora.layers import DoRALayer
 from jax_dora.layers.base import Constant
 from jax_dora.ops.linear import NORM_NAME
 from jax_dora.ops.projection import INNER_NAME
+from jax_dora.weights.adapter import WeightAdapter
 
 
 def norms(model: nnx.Module) -> dict[str, jax.Array]:
@@ -163,7 +164,9 @@ def _dora_layers(model: nnx.Module) -> list[Found]:
     return layers
 
 
-def _norm(layer: DoRALayer) -> jax.Array:
+def _norm(layer: DoRALayer | WeightAdapter) -> jax.Array:
+    if isinstance(layer, WeightAdapter):
+        return layer.norm()
     function: Callable[[Any], jax.Array] = type(layer).norm
     for _ in stack_shape(layer):
         function = functools.partial(_of_stack, function)

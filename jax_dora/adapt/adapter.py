@@ -15,11 +15,33 @@ from flax import nnx
 
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import listing
-from jax_dora.adapt.apply import adapt_layer
+from jax_dora.adapt.apply import adapt_site
 from jax_dora.adapt.remove import remove_dora
-from jax_dora.adapt.tree import check_model, find_dora_layers, find_modules, replace_modules
+from jax_dora.adapt.sites import Site
+from jax_dora.adapt.tree import Found, check_model, find_dora_layers, find_modules, replace_modules
 from jax_dora.layers import dora_class_of
 from jax_dora.layers.rule import DoRARule
+from jax_dora.weights.module import adapters_of, reads_of
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptedWeight:
+    """Where an adapter lies that stands beside a weight of a module which keeps its class.
+
+    Attributes:
+      path: of the weight.
+      module: the path of the module that owns it.
+      param, axes: as `jax_dora.register`'s.
+      reader: the path of the module whose methods read it.
+      inside: the path from there to the owner.
+    """
+
+    path: str
+    module: str
+    param: str
+    axes: str
+    reader: str
+    inside: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,13 +52,15 @@ class Adapter:
       rules: one for each layer, whose path it matches exactly.
       arrays: by the layer's path, then "lora_a", "lora_b", "magnitude", in the layer's shapes. In
         any order: JAX sorts the keys of a dict wherever it maps over a pytree.
+      weights: of those that are no layers of their own.
     """
 
     rules: tuple[DoRARule, ...]
     arrays: dict[str, dict[str, Any]]
+    weights: tuple[AdaptedWeight, ...] = ()
 
 
-jax.tree_util.register_dataclass(Adapter, data_fields=["arrays"], meta_fields=["rules"])
+jax.tree_util.register_dataclass(Adapter, data_fields=["arrays"], meta_fields=["rules", "weights"])
 
 
 def get_adapter(model: nnx.Module) -> Adapter:
@@ -56,6 +80,27 @@ def get_adapter(model: nnx.Module) -> Adapter:
             path: {name: getattr(layer, name).get_value() for name in ADAPTER_NAMES}
             for path, layer in layers.items()
         },
+        _adapted_weights(model),
+    )
+
+
+def _adapted_weights(model: nnx.Module) -> tuple[AdaptedWeight, ...]:
+    modules = find_modules(model)
+    readers = {
+        key: (found.paths[0], path)
+        for found in modules
+        for key, (_, path) in reads_of(found.module).items()
+    }
+    return tuple(
+        AdaptedWeight(
+            one.path(found.paths[0]),
+            found.paths[0],
+            one.place.param,
+            one.place.axes,
+            *readers[id(found.module), one.place.param],
+        )
+        for found in modules
+        for one in adapters_of(found.module)
     )
 
 
@@ -92,10 +137,11 @@ def set_adapter[Model: nnx.Module](
         )
     rules = _rules_by_path(adapter)
     by_path = {path: found for found in find_modules(base) for path in found.paths}
+    weights = {one.path: one for one in adapter.weights}
     replacements: dict[int, Any] = {}
     for path, arrays in adapter.arrays.items():
-        rule, found = rules[path], by_path.get(path)
-        if found is None or dora_class_of(found.module) is None:
+        rule, site = rules[path], _site(path, weights.get(path), by_path)
+        if site is None:
             there = (path for path, one in by_path.items() if dora_class_of(one.module))
             raise ValueError(
                 f"adapter has a layer {path!r}; the model's layers that can be adapted are:"
@@ -106,7 +152,7 @@ def set_adapter[Model: nnx.Module](
                 f"rngs is None and the adapter drops inputs of {path!r}; expected nnx.Rngs with a "
                 "dropout stream"
             )
-        layer = adapt_layer(found, rule, rngs or nnx.Rngs(0))
+        layer = adapt_site(site, rule, rngs or nnx.Rngs(0))
         for name, value in arrays.items():
             parameter = getattr(layer, name)
             if parameter.shape != value.shape:
@@ -115,8 +161,25 @@ def set_adapter[Model: nnx.Module](
                     f"{parameter.shape}"
                 )
             parameter.set_value(value)
-        replacements[id(found.module)] = layer
+        if site.is_layer:
+            replacements[id(site.found.module)] = layer
     return _in_the_mode_of(model, replace_modules(base, replacements))
+
+
+def _site(path: str, weight: AdaptedWeight | None, by_path: dict[str, Found]) -> Site | None:
+    """Returns where an adapter goes; None where the model has no such layer or weight."""
+    if weight is None:
+        found = by_path.get(path)
+        if found is None or dora_class_of(found.module) is None:
+            return None
+        return Site((path,), found, "", is_layer=True)
+    found, reader = by_path.get(weight.module), by_path.get(weight.reader)
+    if found is None or reader is None or not hasattr(found.module, weight.param):
+        return None
+    if getattr(found.module, weight.param).ndim != len(weight.axes):
+        return None
+    own = (reader.module, weight.inside)
+    return Site((path,), found, weight.param, axes=weight.axes, reader=own)
 
 
 def _rules_by_path(adapter: Adapter) -> dict[str, DoRARule]:

@@ -1,6 +1,7 @@
 """Adapters into an existing nnx model."""
 
 import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import jax
@@ -9,14 +10,20 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dora_common.rules import as_rules, assign, listing
+from jax_dora.adapt.coverage import logged
+from jax_dora.adapt.remove import remove_dora
+from jax_dora.adapt.sites import WAY_IN, Site, sites, traced_reads
 from jax_dora.adapt.stack import adapt_stack, stack_shape
-from jax_dora.adapt.tree import Found, check_model, find_modules, is_node, replace_modules
+from jax_dora.adapt.tree import Found, check_model, replace_modules
 from jax_dora.layers import DORA_CLASSES, DoRALayer, dora_class_of
 from jax_dora.layers.base_layer import padded
 from jax_dora.layers.rule import DoRARule, Rules
+from jax_dora.weights.module import add_adapter, made_place
 
 
-def apply_dora[Model: nnx.Module](model: Model, rules: Rules, *, rngs: nnx.Rngs) -> Model:
+def apply_dora[Model: nnx.Module](
+    model: Model, rules: Rules, *, rngs: nnx.Rngs, example: Any = None
+) -> Model:
     """Returns `model` with a fresh DoRA adapter in every layer that a rule matches.
 
         model = apply_dora(model, DoRARule("all-linear", rank=16, alpha=32), rngs=nnx.Rngs(0))
@@ -27,17 +34,29 @@ def apply_dora[Model: nnx.Module](model: Model, rules: Rules, *, rngs: nnx.Rngs)
     to be trained: its dropout is on until `model.eval()` turns it off.
 
     Adapted are `nnx.Linear`, `nnx.LinearGeneral`, `nnx.Einsum`, `nnx.Embed` and `nnx.Conv`, also
-    where `nnx.vmap` has stacked them along leading axes for `nnx.scan`. A module that is shared
-    stays shared, and a rule that matches one of its paths adapts it everywhere.
+    where `nnx.vmap` has stacked them along leading axes for `nnx.scan`; and, in modules that keep
+    their class, the parameters that `jax_dora.register` has named, among them those of public model
+    libraries. A module that is shared stays shared, and a rule that matches one of its paths adapts
+    it everywhere.
+
+    With `example` every parameter of two axes or more that a matrix product or a lookup reads can
+    be adapted, whoever wrote the code, and "all-linear" means all that products read but embeddings
+    and the output head. The model is called once with it, abstractly, to find what reads each
+    parameter: adapted are the products and lookups; whatever else reads it is given the merged
+    weight W', at the cost of an array of its size, which `jax_dora.coverage` tells.
 
     Args:
       model: an nnx module; one of the layers above is a model too, whose path is "".
       rules: one rule or several; the first that matches a layer's path adapts it. Only modules
-        that hold parameters themselves are matched, so ".*" does not stumble over containers.
+        that hold parameters themselves are matched, so ".*" does not stumble over containers. The
+        path of a weight is that of its module, where this has several, with the parameter's name
+        behind it.
       rngs: its `params` stream draws the adapters, its `dropout` stream makes their masks.
+      example: what the model is called with: a tuple of arguments, a dict of keyword arguments, or
+        a function that takes the model and calls it; arrays or `jax.ShapeDtypeStruct`s.
 
     Raises:
-      TypeError: `model` is no nnx module; a matched module is of another type.
+      TypeError: `model` is no nnx module; a rule matches what cannot be adapted.
       ValueError: a rule adapts nothing; a matched layer is adapted already; a rule does not fit
         its layer. The message lists what is there. Or `model` is abstract, outside of
         `nnx.eval_shape`.
@@ -53,17 +72,68 @@ def apply_dora[Model: nnx.Module](model: Model, rules: Rules, *, rngs: nnx.Rngs)
             "inside of nnx.eval_shape, as in nnx.eval_shape(lambda model: apply_dora(model, rules, "
             "rngs=nnx.Rngs(0)), model)"
         )
+    traced = None
+    if example is not None:
+        traced = traced_reads(remove_dora(model), _call(example))
     copy = nnx.clone(model)
-    layers = [found for found in find_modules(copy) if _holds_parameters(found.module)]
+    found = sites(copy, traced)
+    candidates = [site for site in found if site.is_matched]
     chosen = assign(
-        rules, [one.paths for one in layers], [_is_linear(one.module) for one in layers]
+        rules, [site.names for site in candidates], [site.is_linear for site in candidates]
     )
-    matched = [(found, rule) for found, rule in zip(layers, chosen, strict=True) if rule]
-    _refuse_others([found for found, _ in matched])
+    matched = [(site, rule) for site, rule in zip(candidates, chosen, strict=True) if rule]
+    _refuse_others([site for site, _ in matched])
     replacements = {}
-    for found, rule in matched:
-        replacements[id(found.module)] = adapt_layer(found, rule, rngs)
+    for site, rule in matched:
+        adapted = adapt_site(site, rule, rngs)
+        if site.is_layer:
+            replacements[id(site.found.module)] = adapted
+        site.is_adapted = True
+    logged(found)
     return replace_modules(copy, replacements)
+
+
+def _call(example: Any) -> Any:
+    """Returns an example as `traced_reads` takes it."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    if isinstance(example, tuple | list):
+        return tuple(example), {}
+    if callable(example):
+        return example
+    raise TypeError(
+        f"example is a {type(example).__name__}; expected a tuple of arguments such as (tokens,), "
+        "a dict of keyword arguments, or a function that takes the model and calls it"
+    )
+
+
+def adapt_site(site: Site, rule: DoRARule, rngs: nnx.Rngs) -> Any:
+    """Returns the DoRA layer over the site's module, or the adapter that stands beside its weight
+    then."""
+    if site.is_layer:
+        return adapt_layer(site.found, rule, rngs)
+    assert site.reader is not None
+    module, (reader, path) = site.found.module, site.reader
+    with _told(site.names[0]):
+        place = made_place(site.param, site.axes, rule, has_module_path=site.has_module_path)
+        sharding = _mesh_sharding(getattr(module, site.param))
+        with contextlib.ExitStack() as scope:
+            if sharding is not None:
+                scope.enter_context(jax.set_mesh(cast(Mesh, sharding.mesh)))
+            adapter = add_adapter(module, place, reader, path)
+            adapter.make(rule, rngs)
+    if sharding is not None:
+        _shard_like_kernel(adapter, sharding, place.lead)
+    return adapter
+
+
+@contextlib.contextmanager
+def _told(path: str) -> Iterator[None]:
+    """Names the path in the errors that say why a layer cannot be adapted."""
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise type(error)(f"{path!r} cannot be adapted: {error}") from error
 
 
 def adapt_layer(found: Found, rule: DoRARule, rngs: nnx.Rngs) -> Any:
@@ -75,21 +145,18 @@ def adapt_layer(found: Found, rule: DoRARule, rngs: nnx.Rngs) -> Any:
     def adapt(one: Any) -> DoRALayer:
         return cls.from_base(one, rngs=rngs, **rule.options())
 
-    try:
-        with contextlib.ExitStack() as scope:
-            if sharding is not None:
-                # Flax places a parameter with sharding metadata at once, on the mesh in scope.
-                scope.enter_context(jax.set_mesh(cast(Mesh, sharding.mesh)))
-            shape = stack_shape(layer)
-            adapted = adapt_stack(layer, shape, adapt) if shape else adapt(layer)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise type(error)(f"{found.paths[0]!r} cannot be adapted: {error}") from error
+    with _told(found.paths[0]), contextlib.ExitStack() as scope:
+        if sharding is not None:
+            # Flax places a parameter with sharding metadata at once, on the mesh in scope.
+            scope.enter_context(jax.set_mesh(cast(Mesh, sharding.mesh)))
+        shape = stack_shape(layer)
+        adapted = adapt_stack(layer, shape, adapt) if shape else adapt(layer)
     if sharding is not None:
         _shard_like_kernel(adapted, sharding, len(shape))
     return adapted
 
 
-def _shard_like_kernel(adapted: DoRALayer, sharding: NamedSharding, lead: int) -> None:
+def _shard_like_kernel(adapted: Any, sharding: NamedSharding, lead: int) -> None:
     spec = padded(sharding.spec, adapted.kernel_param().ndim)
     for name, names in adapted.adapter_axes(spec[lead:]).items():
         variable = getattr(adapted, name)
@@ -107,36 +174,18 @@ def _mesh_sharding(variable: nnx.Variable) -> NamedSharding | None:
     return None
 
 
-def _refuse_others(matched: list[Found]) -> None:
-    def named(found: Found) -> str:
-        return f"{found.paths[0]} ({type(found.module).__name__})"
-
-    adapted = [named(one) for one in matched if isinstance(one.module, DoRALayer)]
+def _refuse_others(matched: list[Site]) -> None:
+    adapted = [site.told() for site in matched if site.is_adapted]
     if adapted:
         raise ValueError(
             "a layer holds one adapter at a time, and these that the rules match hold one already: "
             f"take it out with remove_dora, or merge it with merge_dora, first:{listing(adapted)}"
         )
-    others = [named(one) for one in matched if dora_class_of(one.module) is None]
+    others = [site.told() for site in matched if site.refusal]
     if others:
-        names = ", ".join(base.__name__ for base in DORA_CLASSES)
+        names = ", ".join(f"nnx.{base.__name__}" for base in DORA_CLASSES)
         raise TypeError(
-            f"the rules match modules that cannot be adapted; expected {names} alone: narrow the "
-            f"rules' paths so that they leave out:{listing(others)}"
+            f"the rules match what cannot be adapted; expected {names}, and what jax_dora.register "
+            f"has named: {WAY_IN}, or narrow the rules' paths so that they leave out:"
+            f"{listing(others)}"
         )
-
-
-def _is_linear(module: nnx.Module) -> bool:
-    """Whether "all-linear" means this layer, adapted or not. A subclass that computes something
-    else is no linear projection."""
-    if isinstance(module, DoRALayer):
-        return module.is_linear(module)
-    cls = dora_class_of(module)
-    if cls is None or type(module).__call__ is not cls.base_type.__call__:
-        return False
-    return cls.is_linear(module)
-
-
-def _holds_parameters(module: nnx.Module) -> bool:
-    leaves = jax.tree.leaves(vars(module), is_leaf=is_node)
-    return any(isinstance(leaf, nnx.Param) for leaf in leaves)

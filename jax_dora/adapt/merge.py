@@ -20,6 +20,7 @@ from jax_dora.adapt.tree import check_model, find_dora_layers, find_modules, sha
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base import matrix_norm
 from jax_dora.layers.layout import Layout
+from jax_dora.weights.adapter import WeightAdapter
 
 
 @overload
@@ -69,7 +70,7 @@ def merge_dora(
     models = [model]
     if adapters is not None:
         models = [set_adapter(merged, _without_dropout(adapter)) for adapter in adapters]
-    sources: dict[str, list[DoRALayer]] = {}
+    sources: dict[str, list[DoRALayer | WeightAdapter]] = {}
     for one in models:
         for found in find_dora_layers(one):
             # By every path: of a shared layer's, a copy of the model may hold another first.
@@ -79,14 +80,17 @@ def merge_dora(
         raise ValueError(
             "model holds no adapter and adapters names none; expected a model from apply_dora"
         )
-    layers, shared = [], shared_variables(merged)
-    for found in find_modules(merged):
-        if found.paths[0] in sources:
-            path, base, its = found.paths[0], found.module, sources[found.paths[0]]
-            name = its[0].kernel_name
-            if id(getattr(base, name)) in shared:
-                setattr(base, name, getattr(base, name).copy())
-            layers.append(_merge_layer(path, base, its, return_report))
+    layers, shared, done = [], shared_variables(merged), set()
+    bases = {path: found.module for found in find_modules(merged) for path in found.paths}
+    for path, its in sources.items():
+        adapter, name = its[0], its[0].kernel_name
+        base = bases[adapter.module_path(path) if isinstance(adapter, WeightAdapter) else path]
+        if (id(base), name) in done:
+            continue
+        done.add((id(base), name))
+        if id(getattr(base, name)) in shared and not isinstance(adapter, WeightAdapter):
+            setattr(base, name, getattr(base, name).copy())
+        layers.append(_merge_layer(path, base, its, return_report))
     return (merged, MergeReport(tuple(filter(None, layers)))) if return_report else merged
 
 
@@ -96,7 +100,7 @@ def _without_dropout(adapter: Adapter) -> Adapter:
 
 
 def _merge_layer(
-    path: str, base: Any, sources: list[DoRALayer], report: bool
+    path: str, base: Any, sources: list[DoRALayer | WeightAdapter], report: bool
 ) -> MergedLayer | None:
     """Sets the kernel of `base` to the merged one."""
     parameter = getattr(base, sources[0].kernel_name)
@@ -129,7 +133,7 @@ def reported(path: str, kernel: jax.Array, change: jax.Array) -> MergedLayer:
     )
 
 
-def _change(before: jax.Array | None, layer: DoRALayer) -> jax.Array:
+def _change(before: jax.Array | None, layer: DoRALayer | WeightAdapter) -> jax.Array:
     parameters = {name: getattr(layer, name)[...] for name in ADAPTER_NAMES}
     kernel = layer.kernel_param()[...]
     if before is not None:

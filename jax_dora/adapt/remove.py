@@ -2,7 +2,9 @@
 
 from flax import nnx
 
-from jax_dora.adapt.tree import check_model, find_dora_layers, replace_modules
+from jax_dora.adapt.tree import check_model, find_modules, replace_modules
+from jax_dora.layers import DoRALayer
+from jax_dora.weights.module import as_plain, has_dora_type
 
 
 def remove_dora[Model: nnx.Module](model: Model) -> Model:
@@ -15,6 +17,10 @@ def remove_dora[Model: nnx.Module](model: Model) -> Model:
     """
     check_model(model, for_linen="jax_dora.linen.split_adapters")
     copy = nnx.clone(model)
+    modules = [found.module for found in find_modules(copy)]
+    for module in modules:
+        if has_dora_type(module):
+            as_plain(module)
     return replace_modules(
-        copy, {id(found.module): found.module.base_layer() for found in find_dora_layers(copy)}
+        copy, {id(one): one.base_layer() for one in modules if isinstance(one, DoRALayer)}
     )

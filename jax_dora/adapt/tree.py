@@ -9,6 +9,7 @@ import jax
 from flax import linen, nnx
 
 from jax_dora.layers import DoRALayer
+from jax_dora.weights.module import adapters_of
 
 
 @dataclasses.dataclass
@@ -39,8 +40,14 @@ def check_model(model: Any, *, for_linen: str | None = None) -> None:
 
 
 def find_dora_layers(model: nnx.Module) -> list[Found]:
-    """Returns every DoRA layer of `model`, in the order of the paths."""
-    return [found for found in find_modules(model) if isinstance(found.module, DoRALayer)]
+    """Returns every DoRA layer and adapted weight of `model`, in the order of the paths."""
+    layers = []
+    for found in find_modules(model):
+        if isinstance(found.module, DoRALayer):
+            layers.append(found)
+        for adapter in adapters_of(found.module):
+            layers.append(Found(adapter, tuple(map(adapter.path, found.paths))))
+    return layers
 
 
 def find_modules(model: nnx.Module) -> list[Found]:

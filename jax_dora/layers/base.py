@@ -290,7 +290,7 @@ class DoRALayer(nnx.Module):
             place = getattr(layout, name)
             if arrays is None:
                 init = getattr(options, f"{name}_init") or self.default_inits[name]
-                value = _initialize(init, rngs.params(), place, options.adapter_dtype)
+                value = initialize(init, rngs.params(), place, options.adapter_dtype)
             else:
                 value = _shaped(name, arrays[name], place.stored)
             setattr(self, name, sharded_like(kernel, nnx.LoRAParam, value, axes[name]))
@@ -324,7 +324,8 @@ def no_out_sharding(out_sharding: Any) -> None:
         )
 
 
-def _initialize(init: Any, key: jax.Array, place: Axes, dtype: Any) -> Any:
+def initialize(init: Any, key: jax.Array, place: Axes, dtype: Any) -> Any:
+    """Returns what `init` draws for each matrix of a parameter, in the parameter's shape."""
     n, *matrix = place.matrices
     shape = tuple(matrix)
     if shape == place.stored:

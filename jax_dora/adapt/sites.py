@@ -1,0 +1,317 @@
+"""The weights of a model, and whether and how each can be adapted."""
+
+import dataclasses
+from typing import Any, cast
+
+import jax
+from flax import nnx
+
+from dora_common.rules import OUTPUT_HEADS
+from jax_dora.adapt.tree import Found, find_modules, is_node
+from jax_dora.layers import DoRALayer, dora_class_of
+from jax_dora.weights.module import adapters_of, has_dora_type
+from jax_dora.weights.reads import Key, Read, Traced, trace_reads
+from jax_dora.weights.registry import class_name, registrations
+
+WAY_IN = (
+    "say which of its axes are contracted by jax_dora.register, or give example=, inputs to call "
+    "the model with"
+)
+
+
+@dataclasses.dataclass
+class Site:
+    """A weight, or a module without one.
+
+    Attributes:
+      names: the paths that a rule can match it by; the first is its own.
+      found: the module that owns it.
+      param: its name there; "" for a module without weights.
+      is_layer: whether a `DoRALayer` takes the module's place, rather than an adapter the place
+        beside the weight.
+      axes: of a weight that is no layer, as `Place.axes`.
+      reader: the module whose methods read it, and the path from there to the owner.
+      is_linear: whether "all-linear" means it.
+      is_adapted: whether it holds an adapter.
+      refusal: why it cannot be adapted, or "".
+      how: what is known of it, in a few words.
+      merged: how many readers are given the merged weight W', which is a temporary of its size.
+      is_matched: whether rules may match it.
+    """
+
+    names: tuple[str, ...]
+    found: Found
+    param: str
+    is_layer: bool = False
+    axes: str = ""
+    reader: tuple[Any, tuple[str, ...]] | None = None
+    is_linear: bool = False
+    is_adapted: bool = False
+    refusal: str = ""
+    how: str = ""
+    merged: int = 0
+    is_matched: bool = True
+
+    @property
+    def has_module_path(self) -> bool:
+        """Whether its own path is its module's."""
+        return self.names[0] in self.found.paths
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The weight's shape; () for a module without one."""
+        return tuple(getattr(self.found.module, self.param).shape) if self.param else ()
+
+    def told(self) -> str:
+        """Returns its path, its class and why it cannot be adapted, for a message."""
+        kind = class_name(type(self.found.module))
+        if self.is_adapted:
+            kind = type(self.found.module).__name__
+        return f"{self.names[0]} ({kind}){': ' if self.refusal else ''}{self.refusal}"
+
+
+def sites(model: nnx.Module, traced: Traced | None = None) -> list[Site]:
+    """Returns every weight of a model, and every other module that holds parameters itself, in the
+    order of the paths.
+
+    Args:
+      traced: what a call of the model reads; None where only classes say.
+    """
+    modules = find_modules(model)
+    found = [one for module in modules for one in _sites_of(module, modules, traced)]
+    _pack_experts(found)
+    for head in _heads(traced):
+        for one in found:
+            if one.param == head[1] and head[0] in one.found.paths:
+                one.is_linear = False
+                one.how += ", the output head"
+    return found
+
+
+def _pack_experts(found: list[Site]) -> None:
+    """Takes the first axis of a traced weight for one that matrices lie along where it is so of
+    another weight of its module, as long: an einsum over all experts, `td,edf->etf`, looks like one
+    over heads."""
+    packed = {(id(site.found.module), site.shape[0]) for site in found if site.axes[:1] == "b"}
+    for site in found:
+        one_of_them = site.shape and (id(site.found.module), site.shape[0]) in packed
+        rest = site.axes[1:]
+        if one_of_them and site.how.startswith("read by") and {"i", "o"} <= set(rest):
+            site.axes = f"b{rest}"
+            site.how = f"read by a product, {site.axes}"
+
+
+def traced_reads(model: nnx.Module, example: Any) -> Traced:
+    """Returns what a call of a model without adapters reads."""
+
+    def modules(model: Any) -> dict[str, Any]:
+        return {found.paths[0]: found.module for found in find_modules(model)}
+
+    return trace_reads(model, modules, weights, example)
+
+
+def weights(model: Any) -> dict[Key, nnx.Param]:
+    """Returns the parameters of two axes or more that modules hold as attributes."""
+    return {
+        (found.paths[0], name): getattr(found.module, name)
+        for found in find_modules(model)
+        for name in _weights_of(found.module)
+    }
+
+
+def _weights_of(module: Any) -> list[str]:
+    return [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, nnx.Param)
+        and not isinstance(value, nnx.LoRAParam)
+        and getattr(value, "ndim", 0) > 1
+    ]
+
+
+def _sites_of(found: Found, modules: list[Found], traced: Traced | None) -> list[Site]:
+    module = found.module
+    if isinstance(module, DoRALayer):
+        linear = module.is_linear(module) and not _is_head(found.paths[0])
+        return [
+            Site(
+                found.paths,
+                found,
+                module.kernel_name,
+                is_layer=True,
+                is_linear=linear,
+                is_adapted=True,
+                how=_class_told(module),
+            )
+        ]
+    cls = dora_class_of(module)
+    known = registrations(module)
+    names = _weights_of(module)
+    main = [cls.kernel_name] if cls else list(known) or names
+    made = []
+    for param in dict.fromkeys([*main, *names]):
+        paths = found.paths
+        own = tuple(f"{path}/{param}".lstrip("/") for path in found.paths)
+        if param not in main:
+            paths = own
+        elif cls is None and (len(main) > 1 or "" in paths):
+            paths = own + found.paths
+        site = Site(paths, found, param)
+        adapted = [one for one in adapters_of(module) if one.place.param == param]
+        reads = _reads_of(traced, found, param)
+        if adapted:
+            site.is_adapted, site.axes = True, adapted[0].place.axes
+            site.is_linear = not _is_head(site.names[0])
+            site.how = "read by its module's methods"
+        elif cls is not None and param == cls.kernel_name and _reads_itself(found, cls, reads):
+            site.is_layer, site.how = True, _class_told(module)
+            site.is_linear = _is_linear_layer(module, cls) and not _is_head(site.names[0])
+            if reads == ():
+                site.refusal = "no operation of this call reads it"
+        elif param in known or reads is not None:
+            _from_reads(site, known.get(param), modules, reads)
+        elif cls is None:
+            site.refusal = "a class that the library does not know"
+        else:
+            site.refusal = f"no {cls.kernel_name}, which is all that is adapted of its layer"
+        is_dead = cls is None and reads == ()
+        site.is_matched = param in main or not site.refusal or is_dead
+        made.append(site)
+    if not made and _holds_parameters(module):
+        made.append(Site(found.paths, found, "", refusal="it has no weight of two axes"))
+    return made
+
+
+def _reads_of(traced: Traced | None, found: Found, param: str) -> tuple[Read, ...] | None:
+    """Returns what reads a parameter; None where no call was traced."""
+    if traced is None:
+        return None
+    return next(
+        (traced.reads[path, param] for path in found.paths if (path, param) in traced.reads), ()
+    )
+
+
+def _from_reads(site: Site, registration: Any, modules: list[Found], reads: Any) -> None:
+    """Sets what a registration and the reads of a weight say."""
+    module = site.found.module
+    axes = registration.axes_of(module) if registration else None
+    if reads is None:
+        site.axes, site.reader = axes or "", (module, ())
+        site.is_linear = registration.linear and not _is_head(site.names[0])
+        site.how = f"registered, {axes}"
+        if not axes:
+            site.refusal = "its registration says that it has no contracted and feature axes"
+        return
+    if not reads:
+        site.refusal = "no operation of this call reads it"
+        return
+    useful = [read for read in reads if read.kind != "other"]
+    if axes is None:
+        lookups = [read for read in useful if read.kind == "lookup"]
+        chosen = next(iter(lookups or useful), None)
+        if chosen is None or not {"i", "o"} <= set(chosen.axes):
+            others = sorted({read.name for read in reads})
+            site.refusal = f"no product reads it, only {', '.join(others)}"
+            return
+        axes = chosen.axes
+        if "s" in axes.lstrip("s"):
+            site.refusal = f"its layers are stacked along axis {axes.index('s')}; expected axis 0"
+            return
+    site.axes = axes
+    looked_up = any(read.kind == "lookup" for read in useful)
+    site.is_linear = registration.linear if registration else not looked_up
+    site.is_linear = site.is_linear and not _is_head(site.names[0])
+    site.merged = sum(not _is_adapted_read(read, axes) for read in reads)
+    site.how = f"{'registered' if registration else 'read by a product'}, {axes}"
+    if looked_up:
+        site.how = f"looked up, {axes}"
+        if len(useful) > 1:
+            site.how = f"looked up and tied to a product, {axes}"
+    site.reader = _reader(site.found, modules, reads)
+    if site.reader is None:
+        site.refusal = "it is read outside of the methods of the modules that hold it"
+
+
+def _is_adapted_read(read: Read, axes: str) -> bool:
+    """Whether the operation has an adapted form along these axes."""
+    if read.kind == "other":
+        return False
+    flat, mine = (one.replace("s", "b") for one in (read.axes, axes))
+    swapped = flat.translate(str.maketrans("io", "oi"))
+    loose = [
+        all(a == b or (a != "b" and b == "b") for a, b in zip(form, mine, strict=True))
+        for form in (flat, swapped)
+    ]
+    return flat == mine if read.kind == "lookup" else any(loose)
+
+
+def _reader(
+    found: Found, modules: list[Found], reads: tuple[Read, ...]
+) -> tuple[Any, tuple[str, ...]] | None:
+    """Returns the innermost module that holds a weight and in whose methods all of its reads
+    stand, and the path from it to the weight's owner."""
+    numbers = {path: place for place, one in enumerate(modules) for path in one.paths}
+    inside = frozenset.intersection(*(read.scopes for read in reads))
+    for path in found.paths:
+        parts = path.split("/") if path else []
+        for length in range(len(parts), -1, -1):
+            place = numbers.get("/".join(parts[:length]))
+            if place is not None and inside.intersection(modules[place].paths):
+                return modules[place].module, tuple(parts[length:])
+    return None
+
+
+def _heads(traced: Traced | None) -> list[Key]:
+    """Returns the weight whose product makes the result's last axis, of the size of a vocabulary
+    that is looked up."""
+    if traced is None:
+        return []
+    products = [
+        (read, key)
+        for key, reads in traced.reads.items()
+        for read in reads
+        if read.kind == "product"
+    ]
+    vocabularies = {
+        read.features for reads in traced.reads.values() for read in reads if read.kind == "lookup"
+    }
+    if not products:
+        return []
+    last, key = max(products, key=lambda one: one[0].order)
+    return [key] if last.features in vocabularies & traced.results else []
+
+
+def _reads_itself(found: Found, cls: type[DoRALayer], reads: tuple[Read, ...] | None) -> bool:
+    """Whether the DoRA layer of its class computes all that is made of a module's kernel."""
+    if reads is None:
+        return True
+    plain = type(found.module).__call__ is cls.base_type.__call__
+    return plain and all(read.scopes.intersection(found.paths) for read in reads)
+
+
+def _is_linear_layer(module: Any, cls: type[DoRALayer]) -> bool:
+    """Whether "all-linear" means a plain layer. A subclass that computes something else is no
+    linear projection."""
+    return type(module).__call__ is cls.base_type.__call__ and cls.is_linear(module)
+
+
+def _is_head(path: str) -> bool:
+    return path.rpartition("/")[2] in OUTPUT_HEADS
+
+
+def _holds_parameters(module: Any) -> bool:
+    return any(isinstance(value, nnx.Param) for value in _leaves(module))
+
+
+def _leaves(module: Any) -> list[Any]:
+    return jax.tree.leaves(vars(module), is_leaf=is_node)
+
+
+def _plain_type(module: Any) -> type[Any]:
+    if isinstance(module, DoRALayer) or has_dora_type(module):
+        return cast(Any, module).plain_type
+    return type(module)
+
+
+def _class_told(module: Any) -> str:
+    return class_name(_plain_type(module))

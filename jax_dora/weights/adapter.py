@@ -1,0 +1,230 @@
+"""One adapted weight of a module: its arrays lie beside it, as attributes of the module."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_dora import ops
+from jax_dora.layers.base import (
+    DoRALayer,
+    DoRAParam,
+    default_lora_a_init,
+    default_lora_b_init,
+    initialize,
+    matrix_norm,
+)
+from jax_dora.layers.base_layer import axis_names, sharded_like
+from jax_dora.layers.layout import Layout, projection_layout
+from jax_dora.layers.rule import DoRARule
+from jax_dora.ops.linear import NORM_NAME
+from jax_dora.ops.norm import norm_implementation
+from jax_dora.weights.products import AdaptedReader
+from jax_dora.weights.view import View
+from jax_dora.weights.weight import Weight
+
+_ATTRIBUTES = ("lora_a", "lora_b", "magnitude", "dropout", "given_norm")
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Which weight is adapted, and how.
+
+    Attributes:
+      param: the name of the parameter in its module.
+      axes: a letter for each of its axes: "i", it is contracted; "o", of features; "b", matrices
+        lie along it, each with an adapter; "s", layers are stacked along it.
+      has_module_path: whether the weight's path is its module's, since it has no other weight.
+      rule: the adapter's settings, without a path.
+    """
+
+    param: str
+    axes: str
+    has_module_path: bool
+    rule: DoRARule
+
+    @property
+    def lead(self) -> int:
+        """The number of axes that layers are stacked along."""
+        return self.axes.count("s")
+
+    def attribute(self, name: str) -> str:
+        """Returns by which name the module has the adapter's `name`."""
+        return name if self.param == "kernel" else f"{self.param}_{name}"
+
+
+def _attribute(name: str) -> Any:
+    def get(self: "WeightAdapter") -> Any:
+        return getattr(self.module, self.place.attribute(name))
+
+    def set_(self: "WeightAdapter", value: Any) -> None:
+        setattr(self.module, self.place.attribute(name), value)
+
+    return property(get, set_)
+
+
+class WeightAdapter:
+    """An adapted weight, seen as `jax_dora.DoRALayer` is; the module holds all that it has.
+
+    Attributes:
+      module: that owns the weight.
+      place: which weight it is.
+      lora_a: [*stack, *b, *i, rank].
+      lora_b: [*stack, *b, rank, *o].
+      magnitude: [*stack, *b, *o].
+      dropout, given_norm: as `DoRALayer`'s.
+    """
+
+    takes = frozenset({"keep_inner"})
+
+    lora_a = _attribute("lora_a")
+    lora_b = _attribute("lora_b")
+    magnitude = _attribute("magnitude")
+    dropout = _attribute("dropout")
+    given_norm = _attribute("given_norm")
+    adapter_axes: Any = DoRALayer.adapter_axes
+    dropout_of_call: Any = DoRALayer.dropout_of_call
+
+    def __init__(self, module: Any, place: Place) -> None:
+        self.module = module
+        self.place = place
+
+    def __getattr__(self, name: str) -> Any:
+        """rank, alpha, scale and the rule's other attributes."""
+        return getattr(self.place.rule, name)
+
+    @property
+    def kernel_name(self) -> str:
+        return self.place.param
+
+    def path(self, module: str) -> str:
+        """Returns the weight's path, given its module's."""
+        if self.place.has_module_path:
+            return module
+        return f"{module}/{self.place.param}".lstrip("/")
+
+    def module_path(self, path: str) -> str:
+        """Returns the module's path, given the weight's."""
+        if self.place.has_module_path:
+            return path
+        return path.removesuffix(self.place.param).removesuffix("/")
+
+    def kernel_param(self) -> nnx.Param:
+        """Returns the parameter that is adapted."""
+        return getattr(self.module, self.place.param)
+
+    def rule(self, path: str = "") -> DoRARule:
+        """Returns the rule that makes such an adapter; its initializers are not remembered."""
+        return dataclasses.replace(self.place.rule, path=path)
+
+    def layout(self) -> Layout:
+        """Returns how the arrays are matrices, of one layer of a stack."""
+        lead = self.place.lead
+        return _layout(self.kernel_param().shape[lead:], self.place.axes[lead:], self.rank)
+
+    def norm(self) -> jax.Array:
+        """Returns ‖kernel + s·lora_a lora_b‖ in the magnitude's shape, of the parameters as stored,
+        in fp32. It is computed, whatever `given_norm` is."""
+        layout = self.layout()
+
+        def of_layer(arrays: Any) -> jax.Array:
+            return _norm(layout, arrays, self.place.rule)
+
+        norm: Callable[[Any], jax.Array] = of_layer
+        for _ in range(self.place.lead):
+            norm = _along_stack(norm)
+        return norm((self.kernel_param()[...], self.lora_a[...], self.lora_b[...]))
+
+    def eval(self) -> None:
+        """Turns the adapter's dropout off."""
+        if self.dropout is not None:
+            self.dropout.eval()
+
+    def weight(self, kernel: jax.Array) -> Weight:
+        """Returns the weight to follow in a call.
+
+        Args:
+          kernel: the parameter's array as the module holds it now: a whole stack's, or one layer's
+            inside of a scan.
+        """
+        axes = self.place.axes[len(self.place.axes) - kernel.ndim :].replace("s", "b")
+        arrays = {name: getattr(self, name)[...] for name in ("lora_a", "lora_b", "magnitude")}
+        if self.given_norm is not None:
+            norm = self.given_norm[...]
+        else:
+            layout = _layout(kernel.shape, axes, self.rank)
+            norm = _norm(layout, (kernel, arrays["lora_a"], arrays["lora_b"]), self.place.rule)
+            norm = checkpoint_name(norm, NORM_NAME)
+        reader = AdaptedReader(self.place.rule, self.dropout_of_call(None, None))
+        return Weight(
+            View.of(kernel.shape), axes, {"kernel": kernel, **arrays, "norm": norm}, reader
+        )
+
+    def make(self, rule: DoRARule, rngs: nnx.Rngs) -> None:
+        """Puts a fresh adapter beside the weight.
+
+        Raises:
+          ValueError: the module has an attribute by one of the adapter's names.
+        """
+        taken = [n for n in map(self.place.attribute, _ATTRIBUTES) if hasattr(self.module, n)]
+        if taken:
+            raise ValueError(
+                f"the module has an attribute {taken[0]!r}, which is a name of the adapter's; "
+                "expected another name: rename it in the class"
+            )
+        kernel, layout, lead = self.kernel_param(), self.layout(), self.place.lead
+        names = axis_names(kernel)
+        axes = self.adapter_axes(names[lead:])
+        inits = {
+            "lora_a": rule.lora_a_init or default_lora_a_init,
+            "lora_b": rule.lora_b_init or default_lora_b_init,
+        }
+        for name, init in inits.items():
+            value = _drawn(kernel.shape[:lead], init, rngs, getattr(layout, name), rule)
+            of_axes = (*names[:lead], *axes[name])
+            setattr(self, name, sharded_like(kernel, nnx.LoRAParam, value, of_axes))
+        self.given_norm = nnx.data(None)
+        of_axes = (*names[:lead], *axes["magnitude"])
+        self.magnitude = sharded_like(kernel, DoRAParam, self.norm(), of_axes)
+        rate = rule.dropout
+        self.dropout = nnx.Dropout(rate, rngs=rngs) if rate else nnx.data(None)
+
+    def unmake(self) -> None:
+        """Takes the adapter away from beside the weight."""
+        for name in _ATTRIBUTES:
+            delattr(self.module, self.place.attribute(name))
+
+
+def _layout(shape: tuple[int, ...], axes: str, rank: int) -> Layout:
+    sizes = {
+        role: tuple(size for size, one in zip(shape, axes, strict=True) if one == role)
+        for role in "bio"
+    }
+    return projection_layout(sizes["b"], sizes["i"], sizes["o"], axes, rank)
+
+
+def _norm(layout: Layout, arrays: Any, rule: DoRARule) -> jax.Array:
+    """Returns the norm of kernel, lora_a and lora_b, of one layer."""
+    implementation = norm_implementation(rule.implementation)
+    if layout.is_one_matrix:
+        return ops.factored_norm(*arrays, rule.scale, implementation=implementation)
+    kernel, lora_a, lora_b = layout.to_matrices(*arrays)
+    norm = matrix_norm(kernel, lora_a, lora_b, rule.scale, implementation)
+    return layout.magnitude.from_matrices(norm[:, None])
+
+
+def _along_stack(function: Callable[[Any], jax.Array]) -> Callable[[Any], jax.Array]:
+    """Returns what takes a stack's arrays one layer after the other: a norm may have a temporary as
+    large as the kernel."""
+    return lambda arrays: lax.map(function, arrays)
+
+
+def _drawn(stack: tuple[int, ...], init: Any, rngs: nnx.Rngs, place: Any, rule: DoRARule) -> Any:
+    if not stack:
+        return initialize(init, rngs.params(), place, rule.adapter_dtype)
+    rows = [_drawn(stack[1:], init, rngs, place, rule) for _ in range(stack[0])]
+    return jax.numpy.stack(rows)

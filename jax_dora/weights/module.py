@@ -1,0 +1,227 @@
+"""Modules whose own code reads adapted weights: a subclass of each one's class, made when it is
+needed, whose methods run as the class wrote them while the weights are followed."""
+
+import contextlib
+import copyreg
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import jax
+from flax import nnx
+
+from jax_dora.layers.rule import DoRARule
+from jax_dora.weights.adapter import Place, WeightAdapter
+from jax_dora.weights.trace import adapted_here, is_followed, weight_trace
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """The adapted weights of one module."""
+
+    places: tuple[Place, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Reads:
+    """The adapted weights that a module's methods read: the path from it to the owner, and the
+    parameter's name."""
+
+    reads: tuple[tuple[tuple[str, ...], str], ...] = ()
+
+
+class _DoRAType(type(nnx.Module)):
+    """The metaclass of the classes that `dora_type` makes, by which pickle finds them again.
+
+    Their modules have, besides what they had:
+
+    Attributes:
+      plain_type: of the class, the one that the module has without adapters.
+      dora_places: the adapted weights that it owns, as `Places`.
+      dora_reads: those that its methods read, as `Reads`.
+    """
+
+
+copyreg.pickle(_DoRAType, lambda cls: (dora_type, (cast(Any, cls).plain_type,)))
+
+
+def has_dora_type(module: Any) -> bool:
+    """Whether a module has a class that `dora_type` has made."""
+    return isinstance(type(module), _DoRAType)
+
+
+@functools.cache
+def dora_type(base: type[nnx.Module]) -> type[Any]:
+    """Returns the subclass of `base` whose public methods follow adapted weights."""
+    methods = {name: _following(method) for name, method in public_methods(base).items()}
+    return _metaclass(type(base))(
+        f"DoRA{base.__name__}",
+        (base,),
+        {"plain_type": base, "__module__": base.__module__, **methods},
+    )
+
+
+@functools.cache
+def _metaclass(kind: type[type]) -> Any:
+    if issubclass(_DoRAType, kind):
+        return _DoRAType
+    made = type(f"DoRA{kind.__name__}", (_DoRAType, kind), {})
+    copyreg.pickle(made, lambda cls: (dora_type, (cast(Any, cls).plain_type,)))
+    return made
+
+
+def public_methods(module_type: type[Any]) -> dict[str, Any]:
+    """Returns `__call__` and the public methods that a class, or a base of it, wrote itself."""
+    found: dict[str, Any] = {}
+    of_flax = set(nnx.Module.__mro__)
+    for one in module_type.__mro__:
+        if one in of_flax:
+            continue
+        for name, value in vars(one).items():
+            if name in found or (name.startswith("_") and name != "__call__"):
+                continue
+            if inspect.isgeneratorfunction(value) or isinstance(value, type | property):
+                continue
+            if callable(value) and hasattr(type(value), "__get__"):
+                found[name] = value
+    return {
+        name: value
+        for name, value in found.items()
+        if not isinstance(value, staticmethod | classmethod)
+    }
+
+
+def _following(method: Any) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = method.__get__(self, type(self))
+        with followed(self) as plain:
+            return plain(bound(*args, **kwargs))
+
+    return call
+
+
+@contextlib.contextmanager
+def followed(module: Any) -> Iterator[Callable[[Any], Any]]:
+    """Follows the adapted weights that the methods of `module` read. Gives what takes a result to
+    one without followed weights."""
+    adapters = [
+        one for one in _read_by(module) if not is_followed(one.kernel_param().get_raw_value())
+    ]
+    if not adapters:
+        yield lambda result: result
+        return
+    variables = [one.kernel_param() for one in adapters]
+    raws = [variable.get_raw_value() for variable in variables]
+    makes = [_once(one, raw) for one, raw in zip(adapters, raws, strict=True)]
+    with weight_trace() as trace:
+        values = [trace.lift(jax.typeof(raw), make) for raw, make in zip(raws, makes, strict=True)]
+        for variable, value in zip(variables, values, strict=True):
+            _set(variable, value)
+
+        def plain(result: Any) -> Any:
+            leaves = jax.tree.leaves(result, is_leaf=_is_node)
+            if not any(map(is_followed, leaves)):
+                return result
+            return jax.tree.map(trace.array, result, is_leaf=_is_node)
+
+        try:
+            yield plain
+        finally:
+            for variable, raw in zip(variables, raws, strict=True):
+                _set(variable, raw)
+
+
+def _once(adapter: WeightAdapter, kernel: jax.Array) -> Callable[[], Any]:
+    """Returns what makes the adapter's weight of its kernel, when it is first called."""
+    return functools.cache(lambda: adapter.weight(adapted_here(kernel)))
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, nnx.Pytree | nnx.Variable)
+
+
+def _set(variable: nnx.Variable, value: Any) -> None:
+    variable.set_raw_value(value, _unsafe_bypass_check=True)
+
+
+def _read_by(module: Any) -> list[WeightAdapter]:
+    found = []
+    for path, param in module.dora_reads.reads:
+        owner = _at(module, path)
+        found += [one for one in adapters_of(owner) if one.place.param == param]
+    return found
+
+
+def _at(module: Any, path: tuple[str, ...]) -> Any:
+    for key in path:
+        if isinstance(module, list | tuple):
+            module = module[int(key)]
+        elif isinstance(module, dict):
+            module = module[key] if key in module else module[int(key)]
+        else:
+            module = getattr(module, key)
+    return module
+
+
+def adapters_of(module: Any) -> list[WeightAdapter]:
+    """Returns the adapted weights that `module` owns, but for those of a `DoRALayer`."""
+    if not has_dora_type(module):
+        return []
+    return [WeightAdapter(module, place) for place in module.dora_places.places]
+
+
+def as_dora(module: Any) -> None:
+    """Gives `module`, in place, the class whose methods follow adapted weights."""
+    if not has_dora_type(module):
+        module.dora_places, module.dora_reads = Places(), Reads()
+        module.__class__ = dora_type(type(module))
+
+
+def made_place(param: str, axes: str, rule: DoRARule, *, has_module_path: bool) -> Place:
+    """Returns the place of an adapter that `rule` makes.
+
+    Raises:
+      ValueError: the rule has a setting that only layers of the library's own have.
+    """
+    if rule.adapt_attend is not None:
+        raise ValueError(
+            f"adapt_attend is {rule.adapt_attend!r} for a weight that its module's own code reads, "
+            "which is adapted wherever it is read; expected None"
+        )
+    settings = dataclasses.replace(rule, path="", lora_a_init=None, lora_b_init=None)
+    return Place(param, axes, has_module_path, settings)
+
+
+def add_adapter(module: Any, place: Place, reader: Any, path: tuple[str, ...]) -> WeightAdapter:
+    """Returns a new adapter of a weight of `module`, which has no arrays yet.
+
+    Args:
+      reader: the module whose methods read the weight.
+      path: from there to `module`.
+    """
+    as_dora(module)
+    as_dora(reader)
+    module.dora_places = Places((*module.dora_places.places, place))
+    reader.dora_reads = Reads((*reader.dora_reads.reads, (path, place.param)))
+    return WeightAdapter(module, place)
+
+
+def reads_of(model: Any) -> dict[tuple[int, str], tuple[Any, tuple[str, ...]]]:
+    """Returns for each adapted weight that the methods of `model`, a module, read the reader and
+    the path from there, by the owner's id and the parameter's name."""
+    found = {}
+    if has_dora_type(model):
+        for path, param in model.dora_reads.reads:
+            found[id(_at(model, path)), param] = (model, path)
+    return found
+
+
+def as_plain(module: Any) -> None:
+    """Gives `module`, in place, its own class and attributes back."""
+    for adapter in adapters_of(module):
+        adapter.unmake()
+    del module.dora_places, module.dora_reads
+    module.__class__ = module.plain_type

@@ -1,0 +1,135 @@
+"""Which parameters of which classes are weights that can be adapted, as their users say."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from flax import nnx
+
+from jax_dora.weights.known import KNOWN
+
+type Axes = str | Callable[[Any], str | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Registration:
+    """A parameter that `register` has named.
+
+    Attributes:
+      param: its name in the module.
+      axes, linear: as `register`'s.
+    """
+
+    param: str
+    axes: Axes
+    linear: bool
+
+    def axes_of(self, module: Any) -> str | None:
+        """Returns the axes in `module`, or None where the parameter has no adaptable form.
+
+        Raises:
+          ValueError: the axes do not fit the parameter.
+        """
+        axes = self.axes(module) if callable(self.axes) else self.axes
+        if axes is None:
+            return None
+        _check_axes(axes)
+        ndim = getattr(module, self.param).ndim
+        if len(axes) > ndim:
+            raise ValueError(
+                f"axes is {axes!r} for a {self.param} of {ndim} axes; expected a letter for each"
+            )
+        return "s" * (ndim - len(axes)) + axes
+
+
+_BY_CLASS: dict[type[Any] | str, dict[str, Registration]] = {}
+
+
+def register(
+    module_type: type[nnx.Module] | str,
+    *,
+    param: str = "w",
+    axes: Axes,
+    linear: bool = True,
+) -> None:
+    """Makes a parameter of a class of layers one that `jax_dora.apply_dora` adapts.
+
+        jax_dora.register(MyProjection, param="weight", axes="io")
+        jax_dora.register(MyExperts, param="gate", axes="bio")
+        jax_dora.register("package.model.Einsum", axes=lambda m: jax_dora.einsum_axes(m.equation))
+
+    The layer keeps its class and its code. In its public methods, the products that read the
+    parameter along these axes become adapted ones, and whatever else reads it is given the merged
+    weight W'.
+
+    Args:
+      module_type: the class, whose subclasses are meant too; or its full name, as in
+        "package.module.Class", which need not be imported yet.
+      param: the name of the parameter.
+      axes: a letter for each of its axes: "i" for one that products contract, "o" for features of
+        their results, "b" for one that matrices lie along, each with a norm and an adapter of its
+        own, such as experts. Further axes in front are a stack of layers. Or a function that takes
+        the module to such letters, or to None where that module cannot be adapted.
+      linear: whether "all-linear" means it; False for embeddings.
+
+    Raises:
+      TypeError: an argument has the wrong type.
+      ValueError: a letter is none of these, or "i" or "o" is missing.
+    """
+    if not isinstance(module_type, str) and not (
+        isinstance(module_type, type) and issubclass(module_type, nnx.Module)
+    ):
+        raise TypeError(
+            f"module_type is {module_type!r}; expected a subclass of nnx.Module, or its full name"
+        )
+    if not isinstance(param, str):
+        raise TypeError(f"param is {param!r}; expected the name of a parameter")
+    if not callable(axes):
+        _check_axes(axes)
+    known = _BY_CLASS.setdefault(module_type, {})
+    known[param] = Registration(param, axes, linear)
+
+
+def registrations(module: Any) -> dict[str, Registration]:
+    """Returns what is registered of a module, by the parameter's name: of its class, then of the
+    classes that this inherits from."""
+    found: dict[str, Registration] = {}
+    for one in type(module).__mro__:
+        for key in (one, class_name(one)):
+            for name, registration in _BY_CLASS.get(key, {}).items():
+                if isinstance(getattr(module, name, None), nnx.Param):
+                    found.setdefault(name, registration)
+    return found
+
+
+def class_name(module_type: type[Any]) -> str:
+    """Returns a class's full name; Flax's own are called nnx.Linear and so on."""
+    name = f"{module_type.__module__}.{module_type.__qualname__}"
+    return f"nnx.{module_type.__qualname__}" if name.startswith("flax.nnx.") else name
+
+
+def einsum_axes(equation: str) -> str | None:
+    """Returns the axes of the second operand of an einsum, as `register` takes them; None where it
+    is no projection, such as "ab,ab->a".
+
+        einsum_axes("BTD,DNH->BTNH") == "ioo"
+    """
+    operands, _, result = equation.replace(" ", "").partition("->")
+    x, _, kernel = operands.partition(",")
+    axes = "".join(("b" if letter in x else "o") if letter in result else "i" for letter in kernel)
+    lone = [letter for letter, role in zip(kernel, axes, strict=True) if role == "i"]
+    fits = set(lone) <= set(x) and "." not in kernel and "i" in axes and "o" in axes
+    return axes if fits and len(set(kernel)) == len(kernel) else None
+
+
+def _check_axes(axes: str) -> None:
+    if not isinstance(axes, str) or set(axes) - set("bio") or not {"i", "o"} <= set(axes):
+        raise ValueError(
+            f"axes is {axes!r}; expected a letter for each axis, 'i' for contracted, 'o' for "
+            "features, 'b' for one along which matrices lie, with an 'i' and an 'o' among them, "
+            "as in 'io'"
+        )
+
+
+for _name, _param, _axes, _linear in KNOWN:
+    register(_name, param=_param, axes=_axes, linear=_linear)

@@ -1,0 +1,295 @@
+"""Models of layers that their authors wrote themselves, adapted by what reads each weight."""
+
+import copy
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jax_dora
+from jax_dora import DoRARule, apply_dora, coverage, get_adapter, merge_dora, remove_dora
+from jax_dora.weights.registry import _BY_CLASS
+from parity.tolerances import OPERATOR_FP32_MAX_ABS
+from tests.jax_dora.small_models import Mixed, call, train
+from tests.jax_dora.small_models import ids as mixed_ids
+from tests.jax_dora.weights.own_layers import WIDTH, Block, Einsum, Embedder, Model, Stack, ids
+
+RULES = [DoRARule("all-linear", 2, 3), DoRARule("embedder|odd", 3, 5)]
+ADAPTED = {
+    *("embedder", "odd", "plain", "experts/gate", "experts/up", "experts/down"),
+    *(f"blocks/{n}{name}" for n in (0, 1) for name in ("", "/heads", "/out")),
+}
+
+
+@pytest.fixture(autouse=True)
+def registrations():
+    """What a test registers is forgotten after it."""
+    before = {key: dict(value) for key, value in _BY_CLASS.items()}
+    jax_dora.register(Model, param="odd", axes="io")
+    yield
+    _BY_CLASS.clear()
+    _BY_CLASS.update(before)
+
+
+@pytest.fixture
+def base() -> Model:
+    return Model(nnx.Rngs(0))
+
+
+@pytest.fixture
+def adapted(base) -> Model:
+    return train(apply_dora(base, RULES, rngs=nnx.Rngs(1), example=(ids(),)))
+
+
+def close(found, expected, factor=1.0) -> None:
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        bound = factor * OPERATOR_FP32_MAX_ABS * max(1.0, float(jnp.abs(other).max()))
+        assert float(jnp.abs(one - other).max()) <= bound
+
+
+def test_a_fresh_adapter_changes_nothing_and_the_class_stays(base):
+    adapted = apply_dora(base, RULES, rngs=nnx.Rngs(1), example=(ids(),))
+    assert get_adapter(adapted).arrays.keys() == ADAPTED
+    close(adapted(ids()), base(ids()), 0.1)
+    assert isinstance(adapted.blocks[0].heads, Einsum)
+    assert isinstance(adapted.embedder, Embedder)
+    assert adapted.blocks[0].heads.equation == "btd,dnh->btnh"
+    assert adapted.blocks[0].heads.w.get_value() is base.blocks[0].heads.w.get_value()
+    params = nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))
+    paths = [set(dict(nnx.to_flat_state(nnx.state(one, params)))) for one in (base, adapted)]
+    assert paths[0] == paths[1]
+    shapes = {path: part["lora_a"].shape for path, part in get_adapter(adapted).arrays.items()}
+    assert shapes["experts/gate"] == (3, 5, 2)
+    assert shapes["blocks/0/out"] == (2, 3, 2)
+
+
+def test_a_trained_adapter_computes_what_its_merged_model_does(adapted):
+    found = adapted(ids())
+    merged, report = merge_dora(adapted, return_report=True)
+    close(found, merged(ids()))
+    close(call(adapted, ids()), found)
+    assert {layer.path for layer in report.layers} == ADAPTED
+    assert type(merged) is Model
+    assert type(merged.blocks[1].heads) is Einsum
+    far = jnp.abs(found["last"] - remove_dora(adapted)(ids())["last"]).max()
+    assert far > 0.1
+
+
+def test_removing_gives_the_base_back(base):
+    adapted = apply_dora(base, RULES, rngs=nnx.Rngs(1), example=(ids(),))
+    plain = remove_dora(adapted)
+    assert nnx.graphdef(plain) == nnx.graphdef(nnx.clone(base))
+    for one, other in zip(*map(jax.tree.leaves, map(nnx.state, (plain, base))), strict=True):
+        assert one is other
+
+
+def test_the_gradient_is_that_of_the_merged_weights_with_the_norm_held(adapted):
+    def loss(model):
+        return jnp.sum(jnp.sin(model(ids())["logits"]))
+
+    wrt = nnx.DiffState(0, nnx.LoRAParam)
+    grads = dict(nnx.to_flat_state(nnx.grad(loss, argnums=wrt)(adapted)))
+    assert all(bool(jnp.any(one[...] != 0)) for one in grads.values())
+    assert len(grads) == 3 * len(ADAPTED)
+    # Along one direction at a time, by differences of the model with its norms given.
+    held = jax_dora.with_norms(adapted, jax_dora.norms(adapted))
+    for path in (("blocks", 0, "mix_magnitude"), ("experts", "down_lora_b"), ("odd_lora_a",)):
+        variable = held
+        for key in path:
+            variable = variable[key] if isinstance(key, int) else getattr(variable, key)
+        value = variable.get_value()
+        direction = jax.random.normal(jax.random.key(5), value.shape)
+        direction = direction / jnp.linalg.norm(direction.reshape(-1))
+        ends = []
+        for step in (1e-3, -1e-3):
+            variable.set_value(value + step * direction)
+            ends.append(loss(held))
+        variable.set_value(value)
+        expected = float(ends[0] - ends[1]) / 2e-3
+        found = float(jnp.vdot(grads[path][...], direction))
+        assert found == pytest.approx(expected, rel=0.05, abs=0.05)
+
+
+def test_what_a_call_changes_in_the_model_is_changed(adapted):
+    adapted(ids())
+    adapted(ids())
+    assert int(adapted.calls[...]) == 2
+    assert adapted.last.shape == (2, 4, WIDTH)
+    nnx.jit(lambda model: model(ids()))(adapted)
+    assert int(adapted.calls[...]) == 3
+    assert not any(
+        isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(nnx.state(adapted))
+    )
+
+
+def test_it_can_be_pickled_copied_split_and_put_into_another_base(adapted):
+    expected = adapted(ids())
+    for other in (
+        pickle.loads(pickle.dumps(adapted)),
+        copy.deepcopy(adapted),
+        nnx.merge(*nnx.split(adapted)),
+        jax_dora.set_adapter(remove_dora(adapted), get_adapter(adapted)),
+        jax_dora.with_norms(adapted, jax_dora.norms(adapted)),
+        jax_dora.freeze(adapted),
+    ):
+        assert type(other) is type(adapted)
+        close(other(ids()), expected, 0)
+
+
+def test_layers_that_a_scan_runs():
+    stack, x = Stack(nnx.Rngs(0)), jnp.ones((2, 4, WIDTH))
+    adapted = apply_dora(stack, DoRARule("all-linear", 2, 3), rngs=nnx.Rngs(1), example=(x,))
+    assert adapted.blocks.heads.w_lora_b.shape == (3, 2, 2, 3)
+    assert adapted.blocks.out.w_lora_a.shape == (3, 2, 3, 2)
+    close(adapted(x), stack(x), 0.1)
+    train(adapted)
+    close(call(adapted, x), merge_dora(adapted)(x))
+    assert jax_dora.norms(adapted)["blocks/out"].shape == (3, WIDTH)
+    one = nnx.merge(*_first_of(adapted.blocks))
+    close(one(x), nnx.merge(*_first_of(merge_dora(adapted).blocks))(x))
+
+
+def _first_of(stack):
+    graphdef, state = nnx.split(stack)
+    return graphdef, jax.tree.map(lambda leaf: leaf[0], state)
+
+
+def test_under_vmap(adapted):
+    x = jnp.ones((2, 3, WIDTH))
+    graphdef, state = nnx.split(adapted.blocks[0])
+    states = jax.tree.map(lambda leaf: jnp.stack([2 * leaf, leaf]), state)
+    found = jax.vmap(lambda state: nnx.merge(graphdef, state)(x))(states)
+    close(found[1], adapted.blocks[0](x))
+
+
+def test_dropout_drops_what_lora_a_reads(base):
+    rule = DoRARule(r"blocks/\d+/heads|experts", 2, 3, dropout=0.5)
+    adapted = apply_dora(base, rule, rngs=nnx.Rngs(1), example=(ids(),))
+    train(adapted)
+    one, other = adapted(ids())["last"], adapted(ids())["last"]
+    assert float(jnp.abs(one - other).max()) > 1e-3
+    adapted.eval()
+    close(adapted(ids()), merge_dora(adapted)(ids()))
+
+
+class TestRegister:
+    def test_a_class_in_one_line(self):
+        jax_dora.register(Einsum, axes=lambda module: jax_dora.einsum_axes(module.equation))
+        block, x = Block(nnx.Rngs(0)), jnp.ones((2, 4, WIDTH))
+        adapted = apply_dora(block, DoRARule("all-linear", 2, 3), rngs=nnx.Rngs(1))
+        assert get_adapter(adapted).arrays.keys() == {"heads", "out"}
+        close(train(adapted)(x), merge_dora(adapted)(x))
+
+    def test_a_class_by_its_name(self):
+        name = f"{Embedder.__module__}.Embedder"
+        jax_dora.register(name, param="table", axes="io", linear=False)
+        model = Embedder(nnx.Rngs(0))
+        adapted = train(apply_dora(model, DoRARule("table", 2, 3), rngs=nnx.Rngs(1)))
+        merged = merge_dora(adapted)
+        close(adapted.encode(ids()), merged.encode(ids()))
+        x = jnp.ones((3, WIDTH))
+        close(adapted.decode(x), merged.decode(x))
+        with pytest.raises(ValueError, match="matches no layer"):
+            apply_dora(model, DoRARule("all-linear", 2, 3), rngs=nnx.Rngs(1))
+
+    def test_what_is_wrong_is_told(self):
+        with pytest.raises(ValueError, match="axes is 'ix'; expected a letter for each axis"):
+            jax_dora.register(Einsum, axes="ix")
+        with pytest.raises(ValueError, match="with an 'i' and an 'o' among them"):
+            jax_dora.register(Einsum, axes="bo")
+        with pytest.raises(
+            TypeError, match=r"module_type is 3; expected a subclass of nnx\.Module"
+        ):
+            jax_dora.register(3, axes="io")
+        with pytest.raises(TypeError, match="param is 3; expected the name"):
+            jax_dora.register(Einsum, param=3, axes="io")
+
+    def test_the_axes_of_an_einsum(self):
+        assert jax_dora.einsum_axes("BTD,SNDH->SBTNH") == "ooio"
+        assert jax_dora.einsum_axes("...TM,MD->...TD") == "io"
+        assert jax_dora.einsum_axes("ted,edf->tef") == "bio"
+        assert jax_dora.einsum_axes("ab,ab->a") is None
+
+
+class TestRefusals:
+    def test_a_weight_out_of_reach_is_named_with_its_class_and_the_way_in(self, base):
+        name = f"{Einsum.__module__}.Einsum".replace(".", r"\.")
+        match = rf"jax_dora\.register, or give example=.*\n  blocks/0/heads \({name}\): a class"
+        with pytest.raises(TypeError, match=match):
+            apply_dora(base, DoRARule("blocks/0/heads", 2, 3), rngs=nnx.Rngs(1))
+
+    def test_a_weight_that_the_call_does_not_read(self, base):
+        with pytest.raises(TypeError, match=r"unused \(.*Model\): no operation of this call reads"):
+            apply_dora(base, DoRARule("unused", 2, 3), rngs=nnx.Rngs(1), example=(ids(),))
+
+    def test_an_attribute_by_the_name_of_the_adapter(self, base):
+        base.blocks[0].heads.w_lora_a = 3
+        with pytest.raises(ValueError, match=r"'blocks/0/heads' cannot be adapted: .*'w_lora_a'"):
+            apply_dora(base, DoRARule("blocks/0/heads", 2, 3), rngs=nnx.Rngs(1), example=(ids(),))
+
+    def test_an_example_that_is_none(self, base):
+        with pytest.raises(TypeError, match="example is a int; expected a tuple of arguments"):
+            apply_dora(base, RULES, rngs=nnx.Rngs(1), example=3)
+
+
+class TestCoverage:
+    def test_each_weight_by_what_reads_it(self, base):
+        table = coverage(base, ids())
+        told = {one.path: (one.status, one.how) for one in table.weights}
+        assert told["embedder"] == (
+            "adaptable",
+            "looked up and tied to a product, io, the output head",
+        )
+        assert told["unused"] == ("not adaptable", "no operation of this call reads it")
+        assert told["experts/gate"] == ("adaptable", "read by a product, bio")
+        assert told["blocks/0"] == ("adaptable", "read by a product, io")
+        assert told["plain"] == ("adaptable", "nnx.Linear")
+        odd = next(one for one in table.weights if one.path == "odd")
+        assert (odd.status, odd.merged_bytes) == ("adaptable", 4 * WIDTH * WIDTH)
+        assert table.count("not adaptable") == 1
+        assert table.share("adapted", "adaptable") == pytest.approx(1 - 25 / 615)
+
+    def test_it_is_printed_with_shares(self, base, adapted):
+        lines = str(coverage(adapted)).splitlines()
+        assert lines[0].split() == ["path", "shape", "elements", "share", "status", "how"]
+        assert lines[-1].startswith("13 weights: 12 adapted (95.9% of the elements), 0 adaptable")
+        assert "registered" not in str(coverage(Block(nnx.Rngs(0))))
+
+    def test_classes_alone_say_less(self, base):
+        table = coverage(base)
+        assert table.count("adaptable") == 2
+
+    def test_one_line_is_logged(self, base, caplog):
+        with caplog.at_level("INFO", "jax_dora"):
+            apply_dora(base, DoRARule("plain", 2, 3), rngs=nnx.Rngs(1))
+        assert "13 weights: 1 adapted (4.1% of the elements)" in caplog.text
+
+    def test_known_layers_stay_layers(self):
+        table = coverage(Mixed(nnx.Rngs(0)), lambda model: model(mixed_ids()))
+        told = {one.path: one.how for one in table.weights}
+        assert told["attention/out"] == "nnx.LinearGeneral"
+        assert told["conv"] == "nnx.Conv"
+        assert told["attention/key/bias"] == "no product reads it, only add"
+        assert not table.count("adapted")
+
+
+def test_a_layer_whose_kernel_another_module_reads_is_adapted_there():
+    class Tied(nnx.Module):
+        def __init__(self, rngs):
+            self.embed = nnx.Embed(7, WIDTH, rngs=rngs)
+            self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+        def __call__(self, ids):
+            return self.linear(self.embed.embedding[...][ids]) @ self.embed.embedding[...].T
+
+    model, tokens = Tied(nnx.Rngs(0)), jnp.array([1, 6])
+    rules = [DoRARule("all-linear", 2, 3), DoRARule("embed", 2, 3)]
+    adapted = apply_dora(model, rules, rngs=nnx.Rngs(1), example=(tokens,))
+    close(adapted(tokens), model(tokens), 0.1)
+    train(adapted)
+    assert type(adapted.embed).__mro__[1] is nnx.Embed
+    close(adapted(tokens), merge_dora(adapted)(tokens))
+    assert np.abs(adapted(tokens) - model(tokens)).max() > 0.01
