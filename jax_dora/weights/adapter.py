@@ -211,7 +211,7 @@ def _norm(layout: Layout, arrays: Any, rule: DoRARule) -> jax.Array:
     """Returns the norm of kernel, lora_a and lora_b, of one layer."""
     implementation = norm_implementation(rule.implementation)
     if layout.is_one_matrix:
-        return ops.factored_norm(*arrays, rule.scale, implementation=implementation)
+        return ops.factored_norm(*arrays, scale=rule.scale, implementation=implementation)
     kernel, lora_a, lora_b = layout.to_matrices(*arrays)
     norm = matrix_norm(kernel, lora_a, lora_b, rule.scale, implementation)
     return layout.magnitude.from_matrices(norm[:, None])

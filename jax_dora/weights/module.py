@@ -14,7 +14,8 @@ from flax import nnx
 
 from jax_dora.layers.rule import DoRARule
 from jax_dora.weights.adapter import Place, WeightAdapter
-from jax_dora.weights.trace import adapted_here, is_followed, weight_trace
+from jax_dora.weights.evaluate import adapted_here
+from jax_dora.weights.trace import is_followed, weight_trace
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,9 +11,10 @@ import jax
 from flax import nnx
 from jax import lax
 
+from jax_dora.weights.evaluate import scopes
 from jax_dora.weights.follow import Lookup, Product, Ragged
 from jax_dora.weights.module import public_methods
-from jax_dora.weights.trace import scopes, weight_trace
+from jax_dora.weights.trace import weight_trace
 from jax_dora.weights.view import View
 from jax_dora.weights.weight import Weight
 
@@ -76,7 +77,10 @@ class _Recorder:
         contracted = {piece.axis for piece in weight.view.pieces(product.contracted)}
         batch = {piece.axis for piece in weight.view.pieces(product.batch)}
         self._note("dot_general", "product", weight, contracted, batch)
-        numbers = ((product.x_contracted, product.contracted), (product.x_batch, product.batch))
+        numbers: Any = (
+            (product.x_contracted, product.contracted),
+            (product.x_batch, product.batch),
+        )
         left, right = x, weight.base()
         if product.weight_first:
             numbers, left, right = (numbers[0][::-1], numbers[1][::-1]), right, left

@@ -1,4 +1,4 @@
-"""The JAX trace that follows weights through a program. Nothing else here touches JAX's internals.
+"""The JAX trace that follows weights through a program.
 
 While it is the current trace, every operation without a weight among its operands runs as it would
 without it. Operations on weights are followed one by one; the operations inside of `jax.jit`,
@@ -6,24 +6,15 @@ without it. Operations on weights are followed one by one; the operations inside
 """
 
 import contextlib
-import contextvars
-import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.core
-import jax.numpy as jnp
-from jax import lax
-from jax.ad_checkpoint import checkpoint_name
-from jax.extend import core, source_info_util
+from jax.extend import core
 
-from jax_dora.weights.follow import follow, read, split
+from jax_dora.weights.evaluate import evaluate_primitive, plain
 from jax_dora.weights.weight import Weight
-
-# Names an array that is adapted where it is read, so that no trace around adapts it once more.
-_ADAPTED = "dora_adapted"
 
 
 class WeightTracer(jax.core.Tracer):
@@ -92,7 +83,7 @@ class WeightTrace(jax.core.Trace):
         if not any(map(self._is_mine, args)):
             return list(args)
         with core.set_current_trace(self.parent):
-            return [_plain(one, name) for one in self._weights(args)]
+            return [plain(one, name) for one in self._weights(args)]
 
     def _result(self, value: Any) -> Any:
         if not isinstance(value, Weight):
@@ -115,240 +106,3 @@ def weight_trace() -> Iterator[WeightTrace]:
 def is_followed(value: Any) -> bool:
     """Whether a value is a weight that a trace follows at this moment."""
     return isinstance(value, WeightTracer)
-
-
-def adapted_here(kernel: jax.Array) -> jax.Array:
-    """Returns `kernel`, which traces around do not follow any further."""
-    return cast(jax.Array, checkpoint_name(kernel, _ADAPTED))
-
-
-# The scopes around a function that is traced anew, where JAX begins without them.
-_AROUND = contextvars.ContextVar("around", default="")
-
-
-def scopes() -> str:
-    """Returns the names that `jax.named_scope` has given where this is called."""
-    return f"{_AROUND.get()}/{source_info_util.current_name_stack()}"
-
-
-def _in_scopes[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """Returns `function`, which is inside of the scopes of this moment whenever it is called."""
-    around = scopes()
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        token = _AROUND.set(around)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            _AROUND.reset(token)
-
-    return call
-
-
-def evaluate_primitive(primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
-    """Returns the results of one operation, some of whose operands are weights; some of the results
-    may be weights too."""
-    if primitive.name in _CALLS:
-        return _CALLS[primitive.name](primitive, operands, params)
-    if primitive.name == "optimization_barrier":
-        return operands
-    if primitive.name == "name" and params["name"] == _ADAPTED:
-        return [operands[0].base()]
-    weights = [one for one in operands if isinstance(one, Weight)]
-    if primitive.name == "split":
-        parts = split(weights[0], params["sizes"], params["axis"])
-        if parts is not None:
-            return parts
-    elif len(weights) == 1:
-        found: Any = follow(primitive.name, weights[0], operands, params)
-        if found is None:
-            found = read(primitive.name, weights[0], operands, params)
-        if found is not None:
-            return [found]
-    elif primitive.name == "dot_general":  # of two weights: the effective one by the other
-        operands = [operands[0], _plain(operands[1], primitive.name)]
-        return evaluate_primitive(primitive, operands, params)
-    return _bind(primitive, operands, params)
-
-
-def _bind(primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
-    plain = [_plain(one, primitive.name) for one in operands]
-    results = primitive.bind(*plain, **primitive.get_bind_params(params))
-    return list(results) if primitive.multiple_results else [results]
-
-
-def _plain(value: Any, name: str) -> Any:
-    return value.reader.other(value, name) if isinstance(value, Weight) else value
-
-
-def evaluate(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
-    """Returns the results of a jaxpr, some of whose operands, and perhaps results, are weights."""
-    consts = jaxpr.consts
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    env |= zip(jaxpr.invars, operands, strict=True)
-
-    def value(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else env[atom]
-
-    for eqn in jaxpr.eqns:
-        inputs = [value(atom) for atom in eqn.invars]
-        names = source_info_util.current_name_stack() + eqn.source_info.name_stack
-        with source_info_util.user_context(eqn.source_info.traceback, name_stack=names):
-            if any(isinstance(one, Weight) for one in inputs):
-                results = evaluate_primitive(eqn.primitive, inputs, eqn.params)
-            else:
-                with eqn.ctx.manager:
-                    results = _bind(eqn.primitive, inputs, eqn.params)
-        env |= zip(eqn.outvars, results, strict=True)
-    return [value(atom) for atom in jaxpr.outvars]
-
-
-def _jit(primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
-    return evaluate(params["jaxpr"], operands)
-
-
-def _apart(operands: Sequence[Any]) -> tuple[list[Any], Callable[[list[Any]], list[Any]]]:
-    """Returns all arrays of the operands, and what puts such arrays into their places."""
-    parts = [dict(one.arrays) if isinstance(one, Weight) else one for one in operands]
-    leaves, structure = jax.tree.flatten(parts)
-
-    def together(leaves: list[Any]) -> list[Any]:
-        return [
-            dataclasses.replace(one, arrays=part) if isinstance(one, Weight) else part
-            for one, part in zip(operands, jax.tree.unflatten(structure, leaves), strict=True)
-        ]
-
-    return leaves, together
-
-
-def _evaluated(jaxpr: Any, operands: Sequence[Any], handed: dict[int, int]) -> list[Any]:
-    """Returns the results of a jaxpr as arrays.
-
-    Args:
-      handed: is set to the places of the results that are weights which the jaxpr hands on as it
-        got them, and to the operands that they are. They stand in the results without adapters.
-    """
-    results = evaluate(jaxpr, operands)
-    places = {id(one): place for place, one in enumerate(operands) if isinstance(one, Weight)}
-    handed.clear()
-    handed |= {place: places[id(one)] for place, one in enumerate(results) if id(one) in places}
-    return [
-        one.base() if place in handed else _plain(one, "a result of a function")
-        for place, one in enumerate(results)
-    ]
-
-
-def _handed_on(
-    operands: Sequence[Any], results: Sequence[Any], handed: dict[int, int]
-) -> list[Any]:
-    """Returns the results, with every weight that is handed on as it is in its place."""
-    return [
-        operands[handed[place]] if place in handed else one for place, one in enumerate(results)
-    ]
-
-
-def _checkpoint(primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
-    leaves, together = _apart(operands)
-    handed: dict[int, int] = {}
-
-    @_in_scopes
-    def run(leaves: list[Any]) -> list[Any]:
-        return _evaluated(params["jaxpr"], together(leaves), handed)
-
-    options = {name: params[name] for name in ("policy", "prevent_cse")}
-    return _handed_on(operands, jax.checkpoint(run, **options)(leaves), handed)
-
-
-def _cond(primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
-    index, *operands = operands
-    leaves, together = _apart(operands)
-
-    handed: dict[int, int] = {}
-
-    def branch(jaxpr: Any) -> Callable[[list[Any]], list[Any]]:
-        return _in_scopes(lambda leaves: _evaluated(jaxpr, together(leaves), handed))
-
-    return list(lax.switch(index, [branch(jaxpr) for jaxpr in params["branches"]], leaves))
-
-
-def _scan(primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
-    jaxpr = params["jaxpr"]
-    n_consts, n_carry, _ = (len(part) for part in params["ft_in"].unpack())
-    handed: dict[int, int] = {}
-    consts, carry = operands[:n_consts], operands[n_consts : n_consts + n_carry]
-    # What each step hands on as it is, is no carry.
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
-    pairs = zip(inner.invars[n_consts : n_consts + n_carry], inner.outvars, strict=False)
-    fixed = [before is after for before, after in pairs]
-    carry = [
-        one if is_fixed else _plain(one, "scan's carry")
-        for one, is_fixed in zip(carry, fixed, strict=True)
-    ]
-    moving = [one for one, is_fixed in zip(carry, fixed, strict=True) if not is_fixed]
-    rows = [_Rows.of(one) for one in operands[n_consts + n_carry :]]
-    leaves, together = _apart([*consts, *carry])
-
-    @_in_scopes
-    def step(moving: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        given, moved = together(leaves), iter(moving)
-        now = [
-            one if is_fixed else next(moved)
-            for one, is_fixed in zip(given[n_consts:], fixed, strict=True)
-        ]
-        inputs = [row.at(x) for row, x in zip(rows, xs, strict=True)]
-        results = _evaluated(jaxpr, [*given[:n_consts], *now, *inputs], handed)
-        after = zip(results[:n_carry], fixed, strict=True)
-        return [one for one, is_fixed in after if not is_fixed], results[n_carry:]
-
-    options = (params["length"], params["reverse"], params["unroll"])
-    moved, ys = lax.scan(step, moving, [row.xs for row in rows], *options)
-    moved = iter(moved)
-    results = [one if is_fixed else next(moved) for one, is_fixed in zip(carry, fixed, strict=True)]
-    results += ys
-    stacked = {
-        place: source
-        for place, source in handed.items()
-        if place >= n_carry and source >= n_consts + n_carry
-    }
-    return _handed_on(operands, results, stacked)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rows:
-    """What a scan takes an operand apart into along its first axis."""
-
-    operand: Any
-    places: dict[str, int] | None
-    xs: Any
-
-    @classmethod
-    def of(cls, operand: Any) -> "_Rows":
-        if isinstance(operand, Weight):
-            axis = operand.view.whole(0)
-            if axis is not None and (operand.roles is None or operand.roles[axis] == "b"):
-                places = {name: operand.place(name, axis) for name in operand.arrays}
-                known = {name: place for name, place in places.items() if place is not None}
-                xs = {n: jnp.moveaxis(operand.arrays[n], place, 0) for n, place in known.items()}
-                return cls(operand, known, xs)
-            operand = _plain(operand, "scan")
-        return cls(operand, None, operand)
-
-    def at(self, x: Any) -> Any:
-        if self.places is None:
-            return x
-        one = {name: jnp.expand_dims(x[name], place) for name, place in self.places.items()}
-        arrays = {**self.operand.arrays, **one}
-        stacked = self.operand.stacked | {self.places["kernel"]}
-        view = self.operand.view.without(0)
-        return dataclasses.replace(self.operand, arrays=arrays, view=view, stacked=stacked)
-
-
-_CALLS: dict[str, Callable[[Any, list[Any], dict[str, Any]], list[Any]]] = {
-    "jit": _jit,
-    "remat2": _checkpoint,
-    "checkpoint": _checkpoint,
-    "scan": _scan,
-    "cond": _cond,
-}
