@@ -141,7 +141,7 @@ def _forward(static: Composed, shard: Shard, operands: Composition) -> tuple[Any
     return forward(choice, *operands, want_inner=static.want_inner, delta=delta)
 
 
-COMPOSE = Op(_forward, Composition("t o", "t o", "o", ""), ("t o", "t o"))
+COMPOSE = Op("compose", _forward, Composition("t o", "t o", "o", ""), ("t o", "t o"))
 
 
 class Returned(NamedTuple):
@@ -188,7 +188,11 @@ def _backward(static: Wanted, shard: Shard, operands: Returned) -> tuple[Any, An
 
 
 COMPOSE_BACKWARD = Op(
-    _backward, Returned("t o", "t o", "o", ""), ("t o", "t o", "o"), contracted="t"
+    "compose_backward",
+    _backward,
+    Returned("t o", "t o", "o", ""),
+    ("t o", "t o", "o"),
+    contracted="t",
 )
 
 

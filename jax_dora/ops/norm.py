@@ -105,7 +105,7 @@ def _run(static: Static, shard: Shard, operands: Adapted) -> tuple[jax.Array]:
     return (_define(shard, static.is_zero, operands),)
 
 
-NORM = Op(_run, Adapted("i o", "i r", "r o", ""), ("o",), contracted="i")
+NORM = Op("norm", _run, Adapted("i o", "i r", "r o", ""), ("o",), contracted="i")
 
 
 # Compiled as one program, and closed by a barrier so that nothing after it (the division that

@@ -124,7 +124,7 @@ def _batch(arrays: Any, axes: Any, *, op: Op, static: Any, tree: Any) -> Any:
         pairs = zip(arrays, axes, strict=True)
         arrays = [a if axis is None else jnp.moveaxis(a, axis, 0) for a, axis in pairs]
     else:
-        op = Op(_Each(op.run, tree, axes), (), ())
+        op = Op(f"batch of {op.name}", _Each(op.run, tree, axes), (), ())
     results = _op_p.bind(*arrays, op=op, static=static, tree=tree)
     return results, [0] * len(results)
 
@@ -210,7 +210,7 @@ def _partitioned(op: Op, static: Any, tree: Any, mesh: Mesh, avals: Sequence[Any
 
         return mesh, run, list(sharded(names.results)), sharded(names.operands)
 
-    every = set(itertools.chain(*names.operands, *names.results))
+    every = dict.fromkeys(itertools.chain(*names.operands, *names.results))
     whole = custom_partitioning(
         lambda *leaves: jax.tree.leaves(_traced(op, _by_xla(static), tree, *leaves))
     )
@@ -222,7 +222,7 @@ def _partitioned(op: Op, static: Any, tree: Any, mesh: Mesh, avals: Sequence[Any
             reduction_factors=tuple(
                 one for one in names.contracted if one not in itertools.chain(*names.results)
             ),
-            need_replication_factors=tuple(every & WHOLE),
+            need_replication_factors=tuple(one for one in every if one in WHOLE),
         ),
     )
     return whole

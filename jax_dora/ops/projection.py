@@ -124,7 +124,11 @@ def _forward(static: Forward, shard: Shard, operands: Reduced) -> tuple[Any, Any
 
 
 FORWARD = Op(
-    _forward, Reduced("t i", "i o", "t r", "r o", "o", "o"), ("t o", "t o"), contracted="i"
+    "project",
+    _forward,
+    Reduced("t i", "i o", "t r", "r o", "o", "o"),
+    ("t o", "t o"),
+    contracted="i",
 )
 
 
@@ -151,7 +155,7 @@ def _back(static: Static, shard: Shard, operands: Back) -> tuple[jax.Array]:
     return (shard.sum(dot(d, kernel, (-1, 1)) + dot(dz, lora_a, (-1, 1))),)
 
 
-BACK = Op(_back, Back("t o", "i o", "t r", "i r"), ("t i",), contracted="o")
+BACK = Op("project_back", _back, Back("t o", "i o", "t r", "i r"), ("t i",), contracted="o")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -178,7 +182,11 @@ def _reduced(
 
 
 def _reducing(options: Options, x: jax.Array) -> Reducing:
-    return Reducing(options.op, options.implementation, options.precision, options.rate, x.shape)
+    # Only a dropped x has kernels, so that none can be asked for otherwise.
+    implementation = options.implementation
+    if implementation == "mosaic" and not options.rate:
+        implementation = None
+    return Reducing(options.op, implementation, options.precision, options.rate, x.shape)
 
 
 def _projection_fwd(options: Options, primals: Any) -> tuple[jax.Array, Any]:

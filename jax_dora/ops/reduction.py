@@ -58,8 +58,10 @@ def _reduce_back(static: Reducing, shard: Shard, operands: Reduction) -> tuple[j
     return (shard.sum(found),)
 
 
-REDUCE = Op(_reduce, Reduction("t i", "i r", "s"), ("t r",), contracted="i")
-REDUCE_BACK = Op(_reduce_back, Reduction("t i", "t r", "s"), ("i r",), contracted="t")
+REDUCE = Op("reduce", _reduce, Reduction("t i", "i r", "s"), ("t r",), contracted="i")
+REDUCE_BACK = Op(
+    "reduce_back", _reduce_back, Reduction("t i", "t r", "s"), ("i r",), contracted="t"
+)
 
 
 def _seen(static: Reducing, shard: Shard, operands: Reduction) -> jax.Array:

@@ -57,16 +57,21 @@ class Op(NamedTuple):
     string are separated by spaces.
 
     Attributes:
+      name: what programs show of it.
       run: `(static, shard, operands) -> results`; chooses the kernel by `static.implementation`.
       operands: the names for each field of the operands.
       results: the names for each result.
       contracted: the name that is summed over in the results that lack it.
     """
 
+    name: str
     run: Callable[[Any, Shard, Any], tuple[Any, ...]]
     operands: tuple[str, ...]
     results: tuple[str, ...]
     contracted: str = ""
+
+    def __repr__(self) -> str:
+        return self.name
 
 
 class Names(NamedTuple):

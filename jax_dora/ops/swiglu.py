@@ -161,7 +161,9 @@ def _choose(implementation: str | None, gate: jax.Array) -> Choice | None:
 
 
 _RESULTS = Gating("t o", "t o", "o", "o", "o", "o")
-SWIGLU_BACKWARD = Op(_backward, Returned("t o", *_RESULTS), _RESULTS, contracted="t")
+SWIGLU_BACKWARD = Op(
+    "swiglu_backward", _backward, Returned("t o", *_RESULTS), _RESULTS, contracted="t"
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

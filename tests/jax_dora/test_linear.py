@@ -334,7 +334,8 @@ def test_dropout_gradients(mode):
 @pytest.mark.parametrize("mode", [None, "adapter", "input"])
 def test_precision_reaches_every_product_with_the_input(mode):
     options = {"dropout": 0.5, "dropout_mode": mode} if mode else {}
-    graphdef, state = nnx.split(make(precision=lax.Precision.HIGH, **options))
+    options |= {"precision": lax.Precision.HIGH, "implementation": "xla"}
+    graphdef, state = nnx.split(make(**options))
 
     def apply(state, x):
         return nnx.merge(graphdef, state)(x, rngs=jax.random.key(0))

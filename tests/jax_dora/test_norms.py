@@ -78,12 +78,12 @@ def assert_same(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-def square_roots(function, *args) -> int:
-    """How many norms, one square root each, the program of `function` takes."""
+def count_norms(function, *args) -> int:
+    """How many norms the program of `function` takes."""
 
     def count(jaxpr) -> int:
         inner = jax.tree.leaves([list(equation.params.values()) for equation in jaxpr.eqns])
-        own = sum(equation.primitive.name == "sqrt" for equation in jaxpr.eqns)
+        own = sum(str(equation.params.get("op")) == "norm" for equation in jaxpr.eqns)
         bodies = (getattr(one, "jaxpr", one) for one in inner)
         return own + sum(count(body) for body in bodies if hasattr(body, "eqns"))
 
@@ -109,12 +109,12 @@ def test_accumulating_with_the_norms_of_the_step_changes_no_bit(model):
 
 def test_what_is_given_is_what_is_used(model):
     """No layer computes a norm behind it."""
-    assert square_roots(*call(model)) == 6  # the shared layer's is computed by both of its calls
+    assert count_norms(*call(model)) == 6  # the shared layer's is computed by both of its calls
     values = jax_dora.norms(model)
     given = jax_dora.with_norms(model, values)
-    assert square_roots(*call(given)) == 0
-    assert square_roots(*call(jax_dora.freeze(model))) == 0
-    assert square_roots(*call(model)) == 6
+    assert count_norms(*call(given)) == 0
+    assert count_norms(*call(jax_dora.freeze(model))) == 0
+    assert count_norms(*call(model)) == 6
     halved = jax_dora.with_norms(model, values | {"one": values["one"] / 2})
     doubled = nnx.clone(model)
     doubled.one.magnitude[...] *= 2
@@ -278,17 +278,17 @@ class TestRematPolicy:
     def test_it_keeps_the_norm(self):
         kept, *args = self.gradients(jax_dora.remat_policy())
         recomputed, *_ = self.gradients(None)
-        assert square_roots(kept, *args) == 1
-        assert square_roots(recomputed, *args) == 2
+        assert count_norms(kept, *args) == 1
+        assert count_norms(recomputed, *args) == 2
         assert_same(kept(*args), recomputed(*args))
 
     def test_it_keeps_inner_where_asked(self):
         def products(function, *args):
-            return str(jax.make_jaxpr(function)(*args)).count("dot_general")
+            return str(jax.make_jaxpr(function)(*args)).count("op=project\n")
 
         plain = self.gradients(jax_dora.remat_policy())
         kept = self.gradients(jax_dora.remat_policy(), keep_inner=True)
-        assert products(*kept) == products(*plain) - 2
+        assert products(*kept) == products(*plain) - 1
         assert_same(kept[0](*kept[1:]), plain[0](*plain[1:]))
 
     def test_it_keeps_further_names(self):

@@ -243,11 +243,10 @@ def test_inner_can_be_kept():
 
         remat = jax.checkpoint(block, policy=jax_dora.remat_policy())
         grad = jax.grad(lambda state: jnp.vdot(remat(state, x), dh))
-        return str(jax.make_jaxpr(grad)(state)).count("dot_general"), grad(state)
+        return str(jax.make_jaxpr(grad)(state)).count("op=project\n"), grad(state)
 
     (without, first), (kept, second) = products(keep_inner=False), products(keep_inner=True)
-    # Of either layer, x W and z B.
-    assert without - kept == 4
+    assert without - kept == 2  # one of either layer
     assert_near(second, first, 1e-5)
 
 
