@@ -113,6 +113,9 @@ def _programs(kind: str, layout: str, axes: str, sizes: Protocol, device: str) -
 def _model(kind: str, layout: Layout, mesh: Any, sizes: Protocol, device: str) -> tuple[Any, ...]:
     """Returns (graphdef, trained, frozen, tokens, the optimizer's state), placed on the mesh."""
     style = Style(attention="cudnn" if device == "cuda" else "xla", fused_swiglu=False)
+    if layout.rows and AxisType.Explicit not in mesh.axis_types:
+        # As in other FSDP models: what XLA finds by itself moves activations instead of weights.
+        style = style._replace(rows=NamedSharding(mesh, P(AXIS)))
     if kind == "LoRA":
         options = {"rank": sizes.rank, "scale": sizes.alpha / sizes.rank, "b_init": LORA_B_INIT}
         style = style._replace(linear=functools.partial(LoRALinear, **options))

@@ -222,7 +222,8 @@ def _prepare_compose(case: Case, device: str) -> _Prepared:
     return expected, lambda side, name: side.compose(inputs, s, name, frozen=frozen)
 
 
-def _prepare_layer(case: Case, device: str) -> _Prepared:
+def prepare_layer(case: Case, device: str) -> _Prepared:
+    """Returns what is expected of a layer, by quantity, and the function that runs one."""
     inputs = layer_inputs(case, device)
     s, frozen = case.scale, case.frozen_magnitude
     adapter = (inputs.weight, inputs.lora_a, inputs.lora_b)
@@ -257,5 +258,5 @@ def _prepare_layer(case: Case, device: str) -> _Prepared:
 _PREPARE: dict[str, Callable[[Case, str], _Prepared]] = {
     "norm": _prepare_norm,
     "compose": _prepare_compose,
-    "layer": _prepare_layer,
+    "layer": prepare_layer,
 }

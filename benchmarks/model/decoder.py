@@ -28,12 +28,17 @@ class Style(NamedTuple):
     Attributes:
       linear: makes the seven projections of a layer; called like `nnx.Linear`.
       attention: as `jax.nn.dot_product_attention`'s `implementation`.
+      rows: the sharding of what goes into projections, or None where XLA finds one.
     """
 
     dtype: Any = jnp.bfloat16
     linear: Callable[..., Any] = nnx.Linear
     attention: Any = "xla"
     fused_swiglu: bool = True
+    rows: Any = None
+
+    def place(self, x: jax.Array) -> jax.Array:
+        return x if self.rows is None else lax.with_sharding_constraint(x, self.rows)
 
     def make(self, n_in: int, n_out: int, rngs: nnx.Rngs, plain: bool = False) -> Any:
         options = {"dtype": self.dtype, "param_dtype": self.dtype, "kernel_init": INIT}
@@ -66,8 +71,9 @@ class Layer(nnx.Module):
         self.head_dim, self.style = sizes.head_dim, style
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = x + self.attend(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+        place = self.style.place
+        x = x + self.attend(place(self.attention_norm(x)))
+        return x + self.mlp(place(self.mlp_norm(x)))
 
     def attend(self, x: jax.Array) -> jax.Array:
         per_head = (*x.shape[:2], -1, self.head_dim)
@@ -75,12 +81,13 @@ class Layer(nnx.Module):
         q, k = rotate(self.q_norm(q)), rotate(self.k_norm(k))
         implementation = self.style.attention
         y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
-        return self.o_proj(y.reshape(*x.shape[:2], -1))
+        return self.o_proj(self.style.place(y.reshape(*x.shape[:2], -1)))
 
     def mlp(self, x: jax.Array) -> jax.Array:
         if self.style.fused_swiglu:
             return self.down_proj(jax_dora.swiglu(self.gate_proj, self.up_proj, x))
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        hidden = jax.nn.silu(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(self.style.place(hidden))
 
 
 class Decoder(nnx.Module):

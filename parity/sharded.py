@@ -1,0 +1,162 @@
+"""`python -m parity sharded`: a layer on several devices, in every layout, against fp64.
+
+y and all gradients of one projection, on a mesh of four devices with automatic axes, are held to
+the materialised fp64 computation by the bounds of `parity.tolerances`, which know no device. Among
+the cases are batches and ranks that do not divide over the mesh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from parity import command
+from parity.environment import choose_device
+
+if TYPE_CHECKING:
+    from parity.cases import Case
+    from parity.report import Report
+
+# Rows, in and out of what is sharded, over the mesh's two axes.
+ONE, BOTH = ("x",), ("x", "y")
+
+
+class Layout(NamedTuple):
+    """Over which axes of the mesh a batch's rows, and a kernel's inputs and outputs, are sharded.
+
+    Attributes:
+      features: x's; under FSDP the kernel's inputs are sharded, and x's are not.
+    """
+
+    rows: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
+
+
+LAYOUTS = {
+    "dp": Layout(rows=BOTH),
+    "fsdp": Layout(rows=BOTH, inputs=BOTH),
+    "tp column": Layout(outputs=BOTH),
+    "tp row": Layout(inputs=BOTH, features=BOTH),
+    "fsdp×tp column": Layout(rows=ONE, inputs=ONE, outputs=("y",)),
+    "fsdp×tp row": Layout(rows=ONE, inputs=("y",), outputs=ONE, features=("y",)),
+}
+
+
+def cases(quick: bool) -> list[Case]:
+    """Returns layers whose rows and rank divide over four devices, and ones whose do not."""
+    from parity.cases import Case
+
+    sizes = [(32, 96, 64, 16), (33, 96, 64, 7)]
+    regimes: Sequence[Any] = ("trained",) if quick else ("trained", "near_unity", "zero_rows")
+    return [
+        Case("layer", "float32", n_out, rows, n_in, rank, regime)
+        for rows, n_in, n_out, rank in sizes
+        for regime in regimes
+    ]
+
+
+def run(report: Report, case: Case, name: str, device: str) -> None:
+    """Adds a line for every quantity of a case in a layout."""
+    from parity.compare import difference, peak_of, prepare_layer
+
+    expected = prepare_layer(case, device)[0]
+    found = _results(case, LAYOUTS[name], device)
+    for quantity, exact in expected.items():
+        missed = difference(found[quantity], exact.want)
+        of_bound = peak_of(missed / exact.bound)
+        report.add(
+            f"{name}: {case.name}",
+            quantity,
+            side="jax",
+            error=peak_of(missed),
+            bound=peak_of(exact.bound),
+            of_bound=of_bound,
+            ok=of_bound <= 1,
+        )
+
+
+def _results(case: Case, layout: Layout, device: str) -> dict[str, Any]:
+    import jax
+    from jax.sharding import AxisType, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from jax_dora import ops
+    from parity.cases import layer_inputs
+    from parity.sides.jax.operators import to_jax, to_torch
+
+    inputs = layer_inputs(case, device)
+    mesh = jax.make_mesh((2, 2), BOTH, axis_types=(AxisType.Auto,) * 2)
+    into, out = (axes or None for axes in (layout.inputs, layout.outputs))
+    rows, features = (axes or None for axes in (layout.rows, layout.features))
+
+    def place(array, *spec):
+        return jax.device_put(array, NamedSharding(mesh, P(*spec)))
+
+    trained = {
+        "lora_a": place(to_jax(inputs.lora_a.T), into, None),
+        "lora_b": place(to_jax(inputs.lora_b.T), None, out),
+        "magnitude": place(to_jax(inputs.magnitude), out),
+        "bias": place(to_jax(inputs.bias), out) if inputs.bias is not None else None,
+    }
+    kernel = place(to_jax(inputs.weight.T), into, out)
+    columns = tuple(axis for axis in layout.outputs if axis not in layout.rows) or None
+
+    @jax.jit
+    def gradient(trained, x, kernel, dy):
+        # Inside the program, where a batch need not divide over the mesh.
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(rows, features)))
+        dy = jax.lax.with_sharding_constraint(dy, NamedSharding(mesh, P(rows, columns)))
+
+        def call(trained, x):
+            return ops.dora_linear(x, kernel, **trained, scale=case.scale)
+
+        y, pull = jax.vjp(call, trained, x)
+        return y, pull(dy)
+
+    with jax.default_matmul_precision("highest"):
+        x, dy = place(to_jax(inputs.x)), place(to_jax(inputs.dy))
+        y, (found, d_x) = gradient(trained, x, kernel, dy)
+    found = {f"d_{name}": value for name, value in found.items() if value is not None}
+    found |= {"y": y, "d_x": d_x}
+    for name in ("d_lora_a", "d_lora_b"):
+        found[name] = found[name].T
+    whole = jax.device_put(found, jax.devices()[0])
+    return {name: to_torch(value) for name, value in whole.items()}
+
+
+def _work(options: Any) -> Iterator[tuple[Case, str]]:
+    for case in cases(options.quick):
+        for name in LAYOUTS:
+            yield case, name
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = command.parser("sharded", "Holds a layer on four devices to fp64, in every layout.")
+    options = parser.parse_args(list(arguments))
+    device = choose_device(options.device)
+    import jax
+
+    if device == "cpu":
+        jax.config.update("jax_num_cpu_devices", 4)
+    if jax.device_count() < 4:
+        sys.exit(f"python -m parity sharded takes 4 devices, and there are {jax.device_count()}")
+    report = command.report(options, device, "sharded")
+    for case, name in _work(options):
+        run(report, case, name, device)
+    report.print()
+    return 0 if report.passed else 1
+
+
+def of_its_own_shard(norm: Any) -> Any:
+    """Returns the operator of the norm, spoilt: the norm of the rows that a device has, as some
+    row-parallel layers take it. At initialisation, where the magnitude is such a norm, no result
+    tells."""
+
+    def spoilt(static, shard, operands):
+        return norm.run(static, dataclasses.replace(shard, summed=()), operands)
+
+    return norm._replace(run=spoilt)
