@@ -157,7 +157,7 @@ def adapt_layer(found: Found, rule: DoRARule, rngs: nnx.Rngs) -> Any:
 
 
 def _shard_like_kernel(adapted: Any, sharding: NamedSharding, lead: int) -> None:
-    spec = padded(sharding.spec, adapted.kernel_param().ndim)
+    spec = padded(sharding.spec, adapted.kernel_param.ndim)
     for name, names in adapted.adapter_axes(spec[lead:]).items():
         variable = getattr(adapted, name)
         target = NamedSharding(sharding.mesh, PartitionSpec(*spec[:lead], *names))

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, Self, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax_dora.adapt.stack import indices, join
 from jax_dora.adapt.tree import check_model, find_dora_layers, find_modules, shared_variables
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base import matrix_norm
+from jax_dora.layers.call import bounded_norm
 from jax_dora.layers.layout import Layout
 from jax_dora.weights.adapter import WeightAdapter
 
@@ -135,56 +136,71 @@ def reported(path: str, kernel: jax.Array, change: jax.Array) -> MergedLayer:
 
 def _change(before: jax.Array | None, layer: DoRALayer | WeightAdapter) -> jax.Array:
     parameters = {name: getattr(layer, name)[...] for name in ADAPTER_NAMES}
-    kernel = layer.kernel_param()[...]
+    kernel = layer.kernel_param[...]
     if before is not None:
         parameters["before"] = before
-    return kernel_change(layer.layout(), layer.scale, kernel=kernel, **parameters)
+    return kernel_change(Setting.of(layer), kernel=kernel, **parameters)
 
 
-def kernel_change(layout: Layout, scale: float, **parameters: jax.Array) -> jax.Array:
+class Setting(NamedTuple):
+    """What a change of a kernel depends on besides arrays: `layout`, `scale` and `result_dtype` of
+    a DoRA layer, without the axes of a stack."""
+
+    layout: Layout
+    scale: float
+    dtype: Any
+
+    @classmethod
+    def of(cls, layer: DoRALayer) -> Self:
+        """Returns the setting of a layer."""
+        return cls(layer.layout, layer.scale, layer.result_dtype)
+
+
+def kernel_change(setting: Setting, **parameters: jax.Array) -> jax.Array:
     """Returns W' - W in the kernel's shape, in fp32 (fp64 if a parameter is).
 
     Args:
-      layout: of a layer without the axes of a stack; the parameters have them in front.
-      scale: s.
-      **parameters: kernel, lora_a, lora_b and magnitude; and before, like the kernel, where W' - W
-        of adapters that were merged before this one is not zero.
+      setting: the layer's.
+      **parameters: kernel, lora_a, lora_b and magnitude, with the axes of a stack in front; and
+        before, like the kernel, where W' - W of adapters that were merged before this one is not
+        zero.
     """
     kernel = parameters["kernel"]
-    stack = kernel.shape[: kernel.ndim - len(layout.kernel.stored)]
+    stack = kernel.shape[: kernel.ndim - len(setting.layout.kernel.stored)]
     if stack:
         one_by_one = [
-            kernel_change(layout, scale, **{name: p[index] for name, p in parameters.items()})
+            kernel_change(setting, **{name: p[index] for name, p in parameters.items()})
             for index in indices(stack)
         ]
         return join(one_by_one, stack)
-    return _one_change(layout, scale, **parameters)
+    return _one_change(setting, **parameters)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _one_change(layout: Layout, scale: float, **parameters: jax.Array) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=0)
+def _one_change(setting: Setting, **parameters: jax.Array) -> jax.Array:
     """Returns `kernel_change` of a layer that is in no stack."""
+    layout = setting.layout
     matrices = {
         name: (layout.kernel if name == "before" else getattr(layout, name)).to_matrices(value)
         for name, value in parameters.items()
     }
-    return layout.kernel.from_matrices(_matrix_change(scale=scale, **matrices))
+    return layout.kernel.from_matrices(_matrix_change(setting, **matrices))
 
 
 def _matrix_change(
+    setting: Setting,
     kernel: jax.Array,
     lora_a: jax.Array,
     lora_b: jax.Array,
     magnitude: jax.Array,
-    scale: float,
     before: jax.Array | None = None,
 ) -> jax.Array:
     """Returns (g-1)∘W + g∘(s·AB + before) of [n, in, out], [n, in, r], [n, r, out], [n, 1, out]."""
-    norm = matrix_norm(kernel, lora_a, lora_b, scale)
-    g = ops.magnitude_scale(magnitude.reshape(-1), norm.reshape(-1), kernel.dtype)
+    norm = bounded_norm(matrix_norm(kernel, lora_a, lora_b, setting.scale), setting.dtype)
+    g = ops.magnitude_scale(magnitude.reshape(-1), norm.reshape(-1), setting.dtype)
     dtype = norm.dtype
     g = g.astype(dtype).reshape(magnitude.shape)
-    change = scale * jnp.matmul(
+    change = setting.scale * jnp.matmul(
         lora_a.astype(dtype), lora_b.astype(dtype), precision=lax.Precision.HIGHEST
     )
     if before is not None:

@@ -2,12 +2,11 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Self
 
 import jax
 from flax import nnx
 from flax.typing import Initializer
-from jax.ad_checkpoint import checkpoint_name
 
 from dora_common.hyperparameters import ADAPTER_NAMES, DropoutMode
 from jax_dora import ops
@@ -18,9 +17,9 @@ from jax_dora.layers.base_layer import (
     copy_attributes,
     sharded_like,
 )
+from jax_dora.layers.call import bounded_norm
 from jax_dora.layers.layout import Axes, Layout
 from jax_dora.layers.rule import OPTIONS, DoRARule, layer_rule
-from jax_dora.ops.linear import NORM_NAME
 from jax_dora.ops.norm import norm_implementation
 
 # Uniform in ±1/sqrt(in): PEFT's, which is torch.nn.Linear's own.
@@ -160,18 +159,19 @@ class DoRALayer(nnx.Module):
         """Whether "all-linear" means a layer of `base_type` such as `module`."""
         return False
 
-    @staticmethod
-    def unstacked_shape(module: Any) -> tuple[int, ...]:
+    @classmethod
+    def unstacked_shape(cls, module: Any) -> tuple[int, ...]:
         """Returns the kernel's shape in a base or DoRA layer, were it in no stack."""
         raise NotImplementedError
 
+    @property
     def layout(self) -> Layout:
         """Returns how kernel, lora_a, lora_b and magnitude are matrices."""
         raise NotImplementedError
 
     def adapter_axes(self, axes: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
         """Returns for the axes of lora_a, lora_b and magnitude what `axes` says of the kernel's."""
-        kernel = self.layout().kernel
+        kernel = self.layout.kernel
         batch, rows, columns = (
             tuple(axes[axis] for axis in part)
             for part in (kernel.batch, kernel.rows, kernel.columns)
@@ -182,9 +182,15 @@ class DoRALayer(nnx.Module):
             "magnitude": (*batch, *columns),
         }
 
+    @property
     def kernel_param(self) -> nnx.Param:
         """Returns the parameter that is adapted."""
         return getattr(self, self.kernel_name)
+
+    @property
+    def result_dtype(self) -> Any:
+        """Returns the dtype of the result for an input of the kernel's dtype."""
+        return getattr(self, "dtype", None) or self.kernel_param.dtype
 
     def rule(self, path: str = "") -> DoRARule:
         """Returns the rule that makes such a layer; its initializers are not remembered."""
@@ -211,80 +217,22 @@ class DoRALayer(nnx.Module):
     def norm(self) -> jax.Array:
         """Returns ‖kernel + s·lora_a lora_b‖ per output feature, of the parameters as stored, in
         fp32. It is computed, whatever `given_norm` is."""
-        arrays = (self.kernel_param()[...], self.lora_a[...], self.lora_b[...])
+        return self._norm()
+
+    def _norm(self) -> jax.Array:
+        arrays = (self.kernel_param[...], self.lora_a[...], self.lora_b[...])
         implementation = norm_implementation(self.implementation)
-        layout = self.layout()
+        layout = self.layout
         if layout.is_one_matrix:
             return ops.factored_norm(*arrays, self.scale, implementation=implementation)
         kernel, lora_a, lora_b = layout.to_matrices(*arrays)
         norm = matrix_norm(kernel, lora_a, lora_b, self.scale, implementation)
         return layout.magnitude.from_matrices(norm[:, None])
 
-    def norm_of_call(self) -> jax.Array:
-        """Returns the norm that a call uses: the given one, or a computed one that
-        `jax_dora.remat_policy` keeps."""
-        if self.given_norm is not None:
-            return self.given_norm[...]
-        return checkpoint_name(self.norm(), NORM_NAME)
-
-    def dropout_of_call(
-        self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | jax.Array | None
-    ) -> ops.Dropout | None:
-        """Returns what to drop in this call, or None for nothing.
-
-        Args:
-          deterministic, rngs: as `nnx.Dropout.__call__`'s; they take precedence over the layer's.
-
-        Raises:
-          ValueError: neither the call nor the layer says whether to drop, or with which key.
-        """
-        dropout = self.dropout
-        if dropout is None:
-            return None
-        if deterministic is None:
-            deterministic = dropout.deterministic
-        if deterministic is None:
-            raise ValueError(
-                "deterministic is None in the call and in the layer; expected a bool from either, "
-                "or model.train() or model.eval() before"
-            )
-        if deterministic or not dropout.rate:
-            return None
-        rngs = dropout.rngs if rngs is None else rngs
-        if rngs is None:
-            raise ValueError(
-                "rngs is None in the call and in the layer; expected an nnx.Rngs, an nnx.RngStream "
-                "or a key from either"
-            )
-        if isinstance(rngs, nnx.Rngs):
-            rngs = rngs[dropout.rng_collection]
-        key = rngs() if isinstance(rngs, nnx.RngStream) else rngs
-        return ops.Dropout(ops.draw_seed(key), dropout.rate, self.dropout_mode)
-
-    def project(self, operands: Mapping[str, Any]) -> jax.Array:
-        """Returns `ops.dora_linear` of matrices by this layer's settings.
-
-        Args:
-          operands: x, kernel, lora_a, lora_b, magnitude, norm, bias and the dropout's seed, or None
-            for the last two.
-        """
-        arrays = dict(operands)
-        seed, dropout = arrays.pop("seed", None), None
-        if seed is not None and self.dropout is not None:
-            dropout = ops.Dropout(seed, self.dropout.rate, self.dropout_mode)
-        return ops.dora_linear(
-            **arrays,
-            scale=self.scale,
-            implementation=self.implementation,
-            precision=cast(Any, self).precision,
-            dropout=dropout,
-            keep_inner=self.keep_inner,
-        )
-
     def _make_adapter(
         self, options: DoRARule, rngs: nnx.Rngs, arrays: Mapping[str, jax.Array] | None
     ) -> None:
-        layout, kernel = self.layout(), self.kernel_param()
+        layout, kernel = self.layout, self.kernel_param
         axes = self.adapter_axes(axis_names(kernel))
         for name in ("lora_a", "lora_b"):
             place = getattr(layout, name)
@@ -295,7 +243,7 @@ class DoRALayer(nnx.Module):
                 value = _shaped(name, arrays[name], place.stored)
             setattr(self, name, sharded_like(kernel, nnx.LoRAParam, value, axes[name]))
         if arrays is None:
-            value = self.norm()
+            value = bounded_norm(self._norm(), self.result_dtype)
         else:
             value = _shaped("magnitude", arrays["magnitude"], layout.magnitude.stored)
         self.magnitude = sharded_like(kernel, DoRAParam, value, axes["magnitude"])

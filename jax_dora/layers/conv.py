@@ -9,6 +9,7 @@ from flax import nnx
 
 from jax_dora import ops
 from jax_dora.layers.base import DoRALayer, no_out_sharding
+from jax_dora.layers.call import dropout_of_call, norm_of_call
 from jax_dora.layers.layout import Layout, convolution_layout
 from jax_dora.layers.rule import DoRARule
 from jax_dora.ops.dropout import drop
@@ -43,10 +44,11 @@ class DoRAConv(DoRALayer, nnx.Conv):
                 f"takes an equal part of the rank; expected a multiple of {groups}"
             )
 
-    @staticmethod
-    def unstacked_shape(module: Any) -> tuple[int, ...]:
+    @classmethod
+    def unstacked_shape(cls, module: Any) -> tuple[int, ...]:
         return tuple(module.kernel_shape)
 
+    @property
     def layout(self) -> Layout:
         return convolution_layout(self.kernel_shape, self.feature_group_count, self.rank)
 
@@ -73,8 +75,8 @@ class DoRAConv(DoRALayer, nnx.Conv):
         no_out_sharding(out_sharding)
         bias = None if self.bias is None else self.bias[...]
         x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
-        g = ops.magnitude_scale(self.magnitude[...], self.norm_of_call(), x.dtype)
-        dropout = self.dropout_of_call(deterministic, rngs)
+        g = ops.magnitude_scale(self.magnitude[...], norm_of_call(self), x.dtype)
+        dropout = dropout_of_call(self, deterministic, rngs)
         dropped = x if dropout is None else drop(x, dropout.seed, dropout.rate)
 
         base = self._convolve(x, kernel)
@@ -99,7 +101,7 @@ class DoRAConv(DoRALayer, nnx.Conv):
 
     def _expand(self, z: jax.Array) -> jax.Array:
         """Takes [..., rank] to [..., out] by lora_b, group by group."""
-        layout, groups = self.layout(), self.feature_group_count
+        layout, groups = self.layout, self.feature_group_count
         lora_b = layout.lora_b.to_matrices(self.lora_b[...]).astype(z.dtype)
         if groups == 1:
             return jnp.matmul(z, lora_b[0], precision=self.precision)

@@ -11,6 +11,7 @@ from flax.typing import Initializer
 
 from jax_dora import ops
 from jax_dora.layers.base import DoRALayer, no_out_sharding
+from jax_dora.layers.call import norm_of_call
 from jax_dora.layers.layout import Layout, matrix_layout
 from jax_dora.layers.rule import DoRARule
 from jax_dora.ops.mesh import left_to_xla
@@ -51,10 +52,11 @@ class DoRAEmbed(DoRALayer, nnx.Embed):
                 "activation to drop; expected 0: give embeddings a rule of their own"
             )
 
-    @staticmethod
-    def unstacked_shape(module: Any) -> tuple[int, ...]:
+    @classmethod
+    def unstacked_shape(cls, module: Any) -> tuple[int, ...]:
         return module.num_embeddings, module.features
 
+    @property
     def layout(self) -> Layout:
         return matrix_layout(self.num_embeddings, self.features, self.rank)
 
@@ -90,4 +92,4 @@ class DoRAEmbed(DoRALayer, nnx.Embed):
         return scaled @ embedding.T + z @ self.lora_a[...].astype(dtype).T
 
     def _g(self, dtype: Any) -> jax.Array:
-        return ops.magnitude_scale(self.magnitude[...], self.norm_of_call(), dtype)
+        return ops.magnitude_scale(self.magnitude[...], norm_of_call(self), dtype)

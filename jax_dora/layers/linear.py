@@ -1,5 +1,6 @@
 """DoRA for nnx.Linear."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -9,6 +10,7 @@ from jax.sharding import AxisType
 
 from jax_dora.layers.base import DoRALayer
 from jax_dora.layers.base_layer import check_base
+from jax_dora.layers.call import dropout_of_call, norm_of_call, product
 from jax_dora.layers.layout import Layout, matrix_layout
 from jax_dora.layers.rule import OPTIONS, layer_rule
 from jax_dora.ops.mesh import left_to_xla
@@ -98,10 +100,11 @@ class DoRALinear(DoRALayer, nnx.Linear):
     def is_linear(cls, module: Any) -> bool:
         return True
 
-    @staticmethod
-    def unstacked_shape(module: Any) -> tuple[int, ...]:
+    @classmethod
+    def unstacked_shape(cls, module: Any) -> tuple[int, ...]:
         return module.in_features, module.out_features
 
+    @property
     def layout(self) -> Layout:
         return matrix_layout(self.in_features, self.out_features, self.rank)
 
@@ -127,28 +130,31 @@ class DoRALinear(DoRALayer, nnx.Linear):
         Raises:
           ValueError: out_sharding names an axis that is not explicit.
         """
-        operands = self.operands(inputs)
-        dropout = self.dropout_of_call(deterministic, rngs)
-        operands["seed"] = None if dropout is None else dropout.seed
+        arrays = operands(self, inputs)
+        dropout = dropout_of_call(self, deterministic, rngs)
+        arrays["seed"] = None if dropout is None else dropout.seed
         if out_sharding is None:
-            return self.project(operands)
-        return _partitioned_by_xla(self.project, out_sharding, operands["kernel"])(operands)
+            return product(self, arrays)
+        return _partitioned_by_xla(
+            functools.partial(product, self), out_sharding, arrays["kernel"]
+        )(arrays)
 
-    def operands(self, inputs: jax.Array) -> dict[str, Any]:
-        """Returns what a call computes with: x, kernel and bias as `nnx.Linear` promotes them, the
-        adapter, and the norm of the stored parameters, so that g does not depend on the dtype of
-        the computation."""
-        bias = None if self.bias is None else self.bias[...]
-        x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
-        return {
-            "x": x,
-            "kernel": kernel,
-            "bias": bias,
-            "lora_a": self.lora_a[...],
-            "lora_b": self.lora_b[...],
-            "magnitude": self.magnitude[...],
-            "norm": self.norm_of_call(),
-        }
+
+def operands(layer: DoRALinear, inputs: jax.Array) -> dict[str, Any]:
+    """Returns what a call computes with: x, kernel and bias as `nnx.Linear` promotes them, the
+    adapter, and the norm of the stored parameters, so that g does not depend on the dtype of
+    the computation."""
+    bias = None if layer.bias is None else layer.bias[...]
+    x, kernel, bias = layer.promote_dtype((inputs, layer.kernel[...], bias), dtype=layer.dtype)
+    return {
+        "x": x,
+        "kernel": kernel,
+        "bias": bias,
+        "lora_a": layer.lora_a[...],
+        "lora_b": layer.lora_b[...],
+        "magnitude": layer.magnitude[...],
+        "norm": norm_of_call(layer),
+    }
 
 
 def _partitioned_by_xla(

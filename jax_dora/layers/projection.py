@@ -5,6 +5,7 @@ where only the input has it, an output axis where only the result has it. The no
 input axes, of every output feature of every batch index.
 """
 
+import functools
 import math
 import string
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_dora.layers.base import DoRALayer, no_out_sharding
+from jax_dora.layers.call import dropout_of_call, norm_of_call, product
 from jax_dora.layers.layout import Layout, projection_layout
 from jax_dora.layers.rule import DoRARule
 
@@ -54,12 +56,14 @@ class DoRAProjection(DoRALayer):
     precision: Any
     promote_dtype: Any
 
-    def equation(self, ndim: int | None = None) -> Equation:
+    @classmethod
+    def equation(cls, module: Any, ndim: int | None = None) -> Equation:
         """Returns the einsum for an input of `ndim` axes; None stands for the fewest."""
         raise NotImplementedError
 
+    @property
     def layout(self) -> Layout:
-        equation = self.equation()
+        equation = self.equation(self)
         order = "".join(map(equation.sort, equation.kernel))
         shape = self.unstacked_shape(self)
         sizes = {
@@ -71,8 +75,8 @@ class DoRAProjection(DoRALayer):
     def _project(self, equation: Equation, inputs: jax.Array, deterministic, rngs) -> jax.Array:
         bias = None if self.bias is None else self.bias[...]
         x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
-        layout = self.layout()
-        dropout = self.dropout_of_call(deterministic, rngs)
+        layout = self.layout
+        dropout = dropout_of_call(self, deterministic, rngs)
 
         batch, in_, out = map(equation.kernel_letters, "bio")
         rows = "".join(letter for letter in equation.x if letter not in batch + in_)
@@ -97,7 +101,7 @@ class DoRAProjection(DoRALayer):
             "lora_a": lora_a,
             "lora_b": lora_b,
             "magnitude": layout.magnitude.to_matrices(self.magnitude[...])[:, 0],
-            "norm": layout.magnitude.to_matrices(self.norm_of_call())[:, 0],
+            "norm": layout.magnitude.to_matrices(norm_of_call(self))[:, 0],
             "bias": bias,
         }
         if dropout is not None:
@@ -105,9 +109,9 @@ class DoRAProjection(DoRALayer):
             index = jnp.arange(kernel.shape[0], dtype=jnp.uint32)[:, None]
             operands["seed"] = dropout.seed[None] + index * jnp.uint32(0x9E3779B9)
         if batch:
-            y = jax.vmap(self.project)(operands)
+            y = jax.vmap(functools.partial(product, self))(operands)
         else:
-            y = self.project(jax.tree.map(lambda array: array[0], operands))[None]
+            y = product(self, jax.tree.map(lambda array: array[0], operands))[None]
         y = y.reshape([size[letter] for letter in batch + rows + out])
         return y.transpose([(batch + rows + out).index(letter) for letter in equation.y])
 
@@ -121,20 +125,21 @@ class DoRALinearGeneral(DoRAProjection, nnx.LinearGeneral):
     def is_linear(cls, module: Any) -> bool:
         return True
 
-    @staticmethod
-    def unstacked_shape(module: Any) -> tuple[int, ...]:
+    @classmethod
+    def unstacked_shape(cls, module: Any) -> tuple[int, ...]:
         return (*module.batch_axis.values(), *module.in_features, *module.out_features)
 
-    def equation(self, ndim: int | None = None) -> Equation:
-        batch, contracted = len(self.batch_axis), self.axis
+    @classmethod
+    def equation(cls, module: Any, ndim: int | None = None) -> Equation:
+        batch, contracted = len(module.batch_axis), module.axis
         if ndim is None:
             ndim = max(
-                batch + len(contracted), *(axis + 1 if axis >= 0 else -axis for axis in self.axis)
+                batch + len(contracted), *(axis + 1 if axis >= 0 else -axis for axis in module.axis)
             )
         letters = iter(string.ascii_letters)
         x = [next(letters) for _ in range(ndim)]
         inputs = [x[axis] for axis in sorted(axis % ndim for axis in contracted)]
-        out = [next(letters) for _ in self.out_features]
+        out = [next(letters) for _ in module.out_features]
         kernel = [*x[:batch], *inputs, *out]
         y = [*(letter for letter in x if letter not in inputs), *out]
         return Equation("".join(x), "".join(kernel), "".join(y))
@@ -149,7 +154,7 @@ class DoRALinearGeneral(DoRAProjection, nnx.LinearGeneral):
     ) -> jax.Array:
         """As `nnx.LinearGeneral`'s; deterministic and rngs as `nnx.Dropout.__call__`'s."""
         no_out_sharding(out_sharding)
-        return self._project(self.equation(inputs.ndim), inputs, deterministic, rngs)
+        return self._project(self.equation(self, inputs.ndim), inputs, deterministic, rngs)
 
 
 class DoRAEinsum(DoRAProjection, nnx.Einsum):
@@ -173,12 +178,13 @@ class DoRAEinsum(DoRAProjection, nnx.Einsum):
     def is_linear(cls, module: Any) -> bool:
         return _refusal(module.einsum_str) is None
 
-    @staticmethod
-    def unstacked_shape(module: Any) -> tuple[int, ...]:
+    @classmethod
+    def unstacked_shape(cls, module: Any) -> tuple[int, ...]:
         return tuple(module.kernel_shape)
 
-    def equation(self, ndim: int | None = None) -> Equation:
-        x, kernel, y = _operands(self.einsum_str)
+    @classmethod
+    def equation(cls, module: Any, ndim: int | None = None) -> Equation:
+        x, kernel, y = _operands(module.einsum_str)
         named = len(x.replace("...", ""))
         free = (letter for letter in string.ascii_letters if letter not in x + kernel + y)
         ellipsis = "".join(next(free) for _ in range((ndim or named) - named))
@@ -200,7 +206,7 @@ class DoRAEinsum(DoRAProjection, nnx.Einsum):
                 f"einsum_str is {einsum_str!r}; expected None: the layer has the equation "
                 f"{self.einsum_str!r}, which its adapter is made for"
             )
-        return self._project(self.equation(inputs.ndim), inputs, deterministic, rngs)
+        return self._project(self.equation(self, inputs.ndim), inputs, deterministic, rngs)
 
 
 def _operands(einsum_str: str) -> tuple[str, str, str]:

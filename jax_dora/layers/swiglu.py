@@ -9,7 +9,8 @@ from flax import nnx
 from flax.nnx.nn.dtypes import canonicalize_dtype
 
 from jax_dora import ops
-from jax_dora.layers.linear import DoRALinear
+from jax_dora.layers.call import dropout_of_call
+from jax_dora.layers.linear import DoRALinear, operands
 
 
 def swiglu(
@@ -90,7 +91,7 @@ def _dtype(layer: DoRALinear, inputs: jax.Array) -> Any:
 
 def _parts(layer: DoRALinear, inputs: jax.Array, deterministic, rngs):
     """Returns (inner, g, bias) of a call."""
-    given, dropout = layer.operands(inputs), layer.dropout_of_call(deterministic, rngs)
+    given, dropout = operands(layer, inputs), dropout_of_call(layer, deterministic, rngs)
     inner = ops.lora_linear(
         **{name: given[name] for name in ("x", "kernel", "lora_a", "lora_b")},
         scale=layer.scale,

@@ -12,9 +12,8 @@ from flax import traverse_util
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.merge_report import MergeReport
 from dora_common.rules import as_rules, assign, listing
-from jax_dora.adapt.merge import changed, kernel_change, reported
+from jax_dora.adapt.merge import Setting, changed, kernel_change, reported
 from jax_dora.layers import DoRALayer
-from jax_dora.layers.layout import Layout
 from jax_dora.layers.rule import DoRARule, Rules
 from jax_dora.linen.layer import COUNTERPARTS, counterpart, dora_class_of, dora_layer
 
@@ -27,11 +26,11 @@ class _Calls:
 
     Attributes:
       linear: whether it is a linear projection, by the path of every module with parameters.
-      adapted: by path, the name of the kernel, the layout and the scale of each adapted layer.
+      adapted: by path, the name of the kernel and the setting of each adapted layer.
     """
 
     linear: dict[str, bool] = dataclasses.field(default_factory=dict)
-    adapted: dict[str, tuple[str, Layout, float]] = dataclasses.field(default_factory=dict)
+    adapted: dict[str, tuple[str, Setting]] = dataclasses.field(default_factory=dict)
 
 
 def apply_dora(model: nn.Module, rules: Rules, *, deterministic: bool | None = None) -> "DoRA":
@@ -124,7 +123,7 @@ class DoRA(nn.Module):
                 signature = inspect.signature(context.orig_method)
                 arguments = dict(signature.bind(*args, **kwargs).arguments)
                 layer = _adapted(module, cls, rule, arguments)
-                calls.adapted[path] = (cls.kernel_name, layer.layout(), layer.scale)
+                calls.adapted[path] = (cls.kernel_name, Setting.of(layer))
                 return self._result(layer, context, next(iter(arguments.values())))
             result = next_fun(*args, **kwargs)
             if _holds_parameters(module):
@@ -187,17 +186,18 @@ def merge_dora(
     jax.eval_shape(lambda: quiet.apply(variables, calls, *args, method="noting", **kwargs))
     params = dict(traverse_util.flatten_dict(variables["params"]))
     layers = []
-    for path, (name, layout, scale) in calls.adapted.items():
+    for path, (name, setting) in calls.adapted.items():
         place = tuple(path.split("/")) if path else ()
         values = {one: nn.unbox(params.pop((*place, one))) for one in ADAPTER_NAMES}
         boxed = params[*place, name]
         kernel = nn.unbox(boxed)
-        if kernel.shape[kernel.ndim - len(layout.kernel.stored) :] != layout.kernel.stored:
+        stored = setting.layout.kernel.stored
+        if kernel.shape[kernel.ndim - len(stored) :] != stored:
             raise NotImplementedError(
-                f"the kernel of {path!r} has shape {kernel.shape}; expected {layout.kernel.stored} "
+                f"the kernel of {path!r} has shape {kernel.shape}; expected {stored} "
                 "behind the axes of a stack: use variable_axes={'params': 0}"
             )
-        change = kernel_change(layout, scale, kernel=kernel, **values)
+        change = kernel_change(setting, kernel=kernel, **values)
         params[*place, name] = nn.meta.replace_boxed(boxed, changed(kernel, change))
         if return_report:
             layers.append(reported(path, kernel, change))

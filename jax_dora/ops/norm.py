@@ -154,8 +154,13 @@ def magnitude_scale(
     if dtype not in check.FLOATS:
         raise TypeError(f"dtype is {dtype}; expected float16, bfloat16, float32 or float64")
     result = accumulator(dtype)
-    eps = EPS_HALF if dtype.itemsize == 2 else EPS_FULL
-    return magnitude.astype(result) / jnp.maximum(lax.stop_gradient(norm).astype(result), eps)
+    norm = jnp.maximum(lax.stop_gradient(norm).astype(result), epsilon(dtype))
+    return magnitude.astype(result) / norm
+
+
+def epsilon(dtype: jax.typing.DTypeLike) -> float:
+    """Returns the least number that g divides by, for a result of `dtype`."""
+    return EPS_HALF if jnp.dtype(dtype).itemsize == 2 else EPS_FULL
 
 
 def _exact_dot(a: jax.Array, b: jax.Array) -> jax.Array:

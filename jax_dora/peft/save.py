@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.save import Adapted, Source
 from jax_dora.adapt.stack import take
+from jax_dora.layers.call import bounded_norm
 from jax_dora.ops import check
 from jax_dora.peft.names import Names
 from jax_dora.peft.torch_view import TorchParameter, TorchView, torch_view
@@ -182,4 +183,4 @@ def _is_lora(view: TorchView, name: str) -> bool:
     layer = view.layers[name]
     module: Any = view.modules[layer.path]
     one = take(module, layer.index) if layer.index else module
-    return bool(jnp.all(one.norm() == one.magnitude[...]))
+    return bool(jnp.all(bounded_norm(one.norm(), one.result_dtype) == one.magnitude[...]))

@@ -109,7 +109,7 @@ class TorchView:
     def of_adapter(self, layer: TorchLayer, rank: int) -> dict[str, TorchParameter]:
         """lora_a, lora_b and magnitude of a layer that is adapted."""
         module: Any = self.modules[layer.path]
-        layout = module.layout()
+        layout = module.layout
         return {
             name: TorchParameter(
                 layer.path,

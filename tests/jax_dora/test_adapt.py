@@ -407,3 +407,29 @@ def test_an_attribute_by_an_adapters_name_is_refused():
 
     with pytest.raises(ValueError, match=r"Scaled.* has an attribute 'scale'.*the adapter's"):
         apply_dora(Scaled(nnx.Rngs(0)), DoRARule("", 2, 4), rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("layer", "x"),
+    [
+        (lambda rngs: nnx.Linear(4, 3, rngs=rngs), jnp.ones((2, 4))),
+        (lambda rngs: nnx.LinearGeneral(4, (2, 3), rngs=rngs), jnp.ones((2, 4))),
+        (lambda rngs: nnx.Einsum("bd,df->bf", (4, 3), rngs=rngs), jnp.ones((2, 4))),
+        (lambda rngs: nnx.Embed(4, 3, rngs=rngs), jnp.ones((2,), jnp.int32)),
+        (lambda rngs: nnx.Conv(4, 3, (3,), rngs=rngs), jnp.ones((2, 5, 4))),
+    ],
+    ids=["linear", "general", "einsum", "embed", "conv"],
+)
+def test_tabulate_shows_one_row_for_a_layer(layer, x):
+    class One(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.layer = layer(rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.layer(x)
+
+    adapted = apply_dora(One(nnx.Rngs(0)), DoRARule("layer", 2, 4), rngs=nnx.Rngs(1))
+    table = nnx.tabulate(adapted, x, console_kwargs={"force_terminal": False, "width": 200})
+    (row,) = (line for line in table.splitlines() if "layer" in line)
+    assert all(name in table for name in ("DoRAParam", "lora_a", "lora_b", "magnitude"))
+    assert type(adapted.layer).__name__ in row

@@ -98,6 +98,31 @@ def test_fresh_adapter_is_the_identity(dtype):
     )
 
 
+@pytest.mark.parametrize("dtype", [None, jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16])
+def test_fresh_adapter_is_the_identity_whatever_a_columns_norm(dtype, param_dtype):
+    """Of columns whose norm lies below eps, or whose squares underflow or overflow."""
+    columns = jnp.asarray([[1, 0, 1e-7, 1e-13, 1e-30, 1e25]], param_dtype)
+    linear = nnx.Linear(
+        IN,
+        6,
+        dtype=dtype,
+        param_dtype=param_dtype,
+        use_bias=False,
+        kernel_init=lambda key, shape, dtype: columns * jax.random.normal(key, shape, dtype),
+        rngs=nnx.Rngs(0),
+    )
+    layer = jax_dora.apply_dora(linear, jax_dora.DoRARule("", RANK, ALPHA), rngs=nnx.Rngs(1))
+    with jax.numpy_dtype_promotion("standard"):
+        for x in (inputs(), inputs(jnp.bfloat16)):
+            chex.assert_trees_all_equal(layer(x), linear(x))
+    values = jax_dora.norms(layer)
+    x = inputs(param_dtype)
+    chex.assert_trees_all_equal(jax_dora.with_norms(layer, values)(x), layer(x))
+    merged = jax_dora.merge_dora(layer)
+    chex.assert_trees_all_equal(merged.kernel[...], linear.kernel[...])
+
+
 @pytest.mark.parametrize(
     ("dtype", "adapter_dtype", "rank"),
     [

@@ -1,0 +1,94 @@
+"""What a call of a DoRA layer computes with: its norm, its dropout, and the product.
+
+Functions, and not methods: `nnx.tabulate` lists every public method that a call reaches, and
+compiles it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_dora import ops
+from jax_dora.ops.linear import NORM_NAME
+from jax_dora.ops.norm import epsilon
+
+
+def norm_of_call(layer: Any) -> jax.Array:
+    """Returns the norm that a call uses: the given one, or a computed one that
+    `jax_dora.remat_policy` keeps; within `bounded_norm`'s bounds."""
+    if layer.given_norm is not None:
+        norm = layer.given_norm[...]
+    else:
+        norm = checkpoint_name(layer._norm(), NORM_NAME)
+    return bounded_norm(norm, layer.result_dtype)
+
+
+def bounded_norm(norm: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the norm, at least the eps that `ops.magnitude_scale` divides by for results of
+    `dtype`, and finite where the squares of finite numbers overflow; NaN stays NaN.
+
+    A fresh layer's magnitude is this, so that its g is 1 for every finite kernel.
+    """
+    return jnp.clip(norm, epsilon(dtype), jnp.finfo(norm.dtype).max)
+
+
+def dropout_of_call(
+    layer: Any,
+    deterministic: bool | None,
+    rngs: nnx.Rngs | nnx.RngStream | jax.Array | None,
+) -> ops.Dropout | None:
+    """Returns what to drop in this call, or None for nothing.
+
+    Args:
+      deterministic, rngs: as `nnx.Dropout.__call__`'s; they take precedence over the layer's.
+
+    Raises:
+      ValueError: neither the call nor the layer says whether to drop, or with which key.
+    """
+    dropout = layer.dropout
+    if dropout is None:
+        return None
+    if deterministic is None:
+        deterministic = dropout.deterministic
+    if deterministic is None:
+        raise ValueError(
+            "deterministic is None in the call and in the layer; expected a bool from either, "
+            "or model.train() or model.eval() before"
+        )
+    if deterministic or not dropout.rate:
+        return None
+    rngs = dropout.rngs if rngs is None else rngs
+    if rngs is None:
+        raise ValueError(
+            "rngs is None in the call and in the layer; expected an nnx.Rngs, an nnx.RngStream "
+            "or a key from either"
+        )
+    if isinstance(rngs, nnx.Rngs):
+        rngs = rngs[dropout.rng_collection]
+    key = rngs() if isinstance(rngs, nnx.RngStream) else rngs
+    return ops.Dropout(ops.draw_seed(key), dropout.rate, layer.dropout_mode)
+
+
+def product(layer: Any, operands: Mapping[str, Any]) -> jax.Array:
+    """Returns `ops.dora_linear` of matrices by the layer's settings.
+
+    Args:
+      operands: x, kernel, lora_a, lora_b, magnitude, norm, bias and the dropout's seed, or None for
+        the last two.
+    """
+    arrays = dict(operands)
+    seed, dropout = arrays.pop("seed", None), None
+    if seed is not None and layer.dropout is not None:
+        dropout = ops.Dropout(seed, layer.dropout.rate, layer.dropout_mode)
+    return ops.dora_linear(
+        **arrays,
+        scale=layer.scale,
+        implementation=layer.implementation,
+        precision=layer.precision,
+        dropout=dropout,
+        keep_inner=layer.keep_inner,
+    )
