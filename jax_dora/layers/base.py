@@ -263,15 +263,6 @@ def matrix_norm(
     return jax.vmap(norm)(kernel, lora_a, lora_b)
 
 
-def no_out_sharding(out_sharding: Any) -> None:
-    """Raises NotImplementedError where a call asks for a sharding of the result."""
-    if out_sharding is not None:
-        raise NotImplementedError(
-            f"out_sharding is {out_sharding}; expected None, since this DoRA layer takes none: use "
-            "jax.sharding.reshard or jax.lax.with_sharding_constraint on its result"
-        )
-
-
 def initialize(init: Any, key: jax.Array, place: Axes, dtype: Any) -> Any:
     """Returns what `init` draws for each matrix of a parameter, in the parameter's shape."""
     n, *matrix = place.matrices

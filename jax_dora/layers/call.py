@@ -1,18 +1,20 @@
-"""What a call of a DoRA layer computes with: its norm, its dropout, and the product.
+"""What a call of a DoRA layer computes with: its norm, its dropout, the product, its sharding.
 
 Functions, and not methods: `nnx.tabulate` lists every public method that a call reaches, and
 compiles it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType
 
 from jax_dora import ops
+from jax_dora.ops import mesh as meshes
 from jax_dora.ops.linear import NORM_NAME
 from jax_dora.ops.norm import epsilon
 
@@ -92,3 +94,35 @@ def product(layer: Any, operands: Mapping[str, Any]) -> jax.Array:
         dropout=dropout,
         keep_inner=layer.keep_inner,
     )
+
+
+def sharded_as(
+    out_sharding: Any, function: Callable[[Any], jax.Array], operands: Mapping[str, Any]
+) -> jax.Array:
+    """Returns `function(operands)`, sharded as a call asks for.
+
+    Args:
+      out_sharding: a PartitionSpec or NamedSharding over explicit axes of the operands' mesh,
+        which XLA then partitions the call over; None leaves it as it is.
+      function: of arrays.
+      operands: arrays by name, or None.
+
+    Raises:
+      ValueError: out_sharding names an axis that is not explicit.
+    """
+    if out_sharding is None:
+        return function(operands)
+    arrays = jax.tree.leaves(operands)
+    mesh = meshes.explicit(*arrays) or jax.typeof(operands["kernel"]).sharding.mesh
+    spec = getattr(out_sharding, "spec", out_sharding)
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    named = jax.tree.leaves(tuple(spec))
+    if others := [name for name in named if types.get(name) is not AxisType.Explicit]:
+        raise ValueError(
+            f"out_sharding is {spec}; expected explicit axes of the kernel's mesh, which "
+            f"{', '.join(others)} is not among {types}: use jax.lax.with_sharding_constraint on "
+            "the result for an axis that is left to XLA"
+        )
+    if AxisType.Explicit not in mesh.axis_types:
+        return function(operands)
+    return meshes.left_to_xla(function, mesh, jax.P(*spec))(operands)

@@ -1,5 +1,6 @@
 """DoRA for nnx.Conv."""
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,8 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_dora import ops
-from jax_dora.layers.base import DoRALayer, no_out_sharding
-from jax_dora.layers.call import dropout_of_call, norm_of_call
+from jax_dora.layers.base import DoRALayer
+from jax_dora.layers.call import dropout_of_call, norm_of_call, sharded_as
 from jax_dora.layers.layout import Layout, convolution_layout
 from jax_dora.layers.rule import DoRARule
 from jax_dora.ops.dropout import drop
@@ -66,31 +67,42 @@ class DoRAConv(DoRALayer, nnx.Conv):
         """
         Args:
           inputs: [*batch, *window positions, in].
-          out_sharding: None.
+          out_sharding: as `nnx.Conv.__call__`'s, over explicit axes of the mesh.
           deterministic, rngs: as `nnx.Dropout.__call__`'s.
 
         Returns:
           [*batch, *window positions, out] in the dtype that `nnx.Conv` would return.
         """
-        no_out_sharding(out_sharding)
         bias = None if self.bias is None else self.bias[...]
         x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
-        g = ops.magnitude_scale(self.magnitude[...], norm_of_call(self), x.dtype)
         dropout = dropout_of_call(self, deterministic, rngs)
-        dropped = x if dropout is None else drop(x, dropout.seed, dropout.rate)
+        operands = {
+            "x": x,
+            "kernel": kernel,
+            "lora_a": self.lora_a[...],
+            "lora_b": self.lora_b[...],
+            "g": ops.magnitude_scale(self.magnitude[...], norm_of_call(self), x.dtype),
+            "bias": bias,
+            "seed": None if dropout is None else dropout.seed,
+        }
+        return sharded_as(out_sharding, self._composed, operands)
 
+    def _composed(self, operands: Mapping[str, Any]) -> jax.Array:
+        """Returns the result of a call from its arrays."""
+        x, kernel, g, seed = (operands[name] for name in ("x", "kernel", "g", "seed"))
+        dropped = x if seed is None or self.dropout is None else drop(x, seed, self.dropout.rate)
         base = self._convolve(x, kernel)
-        lora = self._expand(self._convolve(dropped, self.lora_a[...].astype(x.dtype)))
-        if dropout is None or dropout.mode == "adapter":
+        lora = self._expand(
+            self._convolve(dropped, operands["lora_a"].astype(x.dtype)), operands["lora_b"]
+        )
+        if seed is None or self.dropout_mode == "adapter":
             y = ops.compose(base, lora, g, self.scale, implementation=self.implementation)
         else:
+            corrected = self._convolve(dropped, kernel)
             y = base + ops.compose_delta(
-                self._convolve(dropped, kernel),
-                lora,
-                g,
-                self.scale,
-                implementation=self.implementation,
+                corrected, lora, g, self.scale, implementation=self.implementation
             )
+        bias = operands["bias"]
         return y if bias is None else y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
 
     def _convolve(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -99,10 +111,10 @@ class DoRAConv(DoRALayer, nnx.Conv):
         stand_in: Any = SimpleNamespace(**settings)
         return nnx.Conv.__call__(stand_in, x)
 
-    def _expand(self, z: jax.Array) -> jax.Array:
+    def _expand(self, z: jax.Array, lora_b: jax.Array) -> jax.Array:
         """Takes [..., rank] to [..., out] by lora_b, group by group."""
         layout, groups = self.layout, self.feature_group_count
-        lora_b = layout.lora_b.to_matrices(self.lora_b[...]).astype(z.dtype)
+        lora_b = layout.lora_b.to_matrices(lora_b).astype(z.dtype)
         if groups == 1:
             return jnp.matmul(z, lora_b[0], precision=self.precision)
         z = z.reshape(*z.shape[:-1], groups, -1)

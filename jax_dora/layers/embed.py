@@ -10,8 +10,8 @@ from flax import nnx
 from flax.typing import Initializer
 
 from jax_dora import ops
-from jax_dora.layers.base import DoRALayer, no_out_sharding
-from jax_dora.layers.call import norm_of_call
+from jax_dora.layers.base import DoRALayer
+from jax_dora.layers.call import norm_of_call, sharded_as
 from jax_dora.layers.layout import Layout, matrix_layout
 from jax_dora.layers.rule import DoRARule
 from jax_dora.ops.mesh import left_to_xla
@@ -82,14 +82,24 @@ class DoRAEmbed(DoRALayer, nnx.Embed):
         `embedding` itself where `adapt_attend` is False."""
         if not self.adapt_attend:
             return nnx.Embed.attend(self, query, out_sharding)
-        no_out_sharding(out_sharding)
         query, embedding = self.promote_dtype((query, self.embedding[...]), dtype=self.dtype)
+        operands = {
+            "query": query,
+            "kernel": embedding,
+            "lora_a": self.lora_a[...],
+            "lora_b": self.lora_b[...],
+            "g": self._g(query.dtype),
+        }
+        return sharded_as(out_sharding, self._attended, operands)
+
+    def _attended(self, operands: Mapping[str, Any]) -> jax.Array:
+        """Returns the result of `attend` from its arrays."""
+        query, g = operands["query"], operands["g"]
         dtype = query.dtype
-        g = self._g(dtype)
         g = g.reshape((1,) * (query.ndim - 1) + g.shape)
         scaled = (g * query.astype(g.dtype)).astype(dtype)
-        z = scaled @ (self.scale * self.lora_b[...]).astype(dtype).T
-        return scaled @ embedding.T + z @ self.lora_a[...].astype(dtype).T
+        z = scaled @ (self.scale * operands["lora_b"]).astype(dtype).T
+        return scaled @ operands["kernel"].T + z @ operands["lora_a"].astype(dtype).T
 
     def _g(self, dtype: Any) -> jax.Array:
         return ops.magnitude_scale(self.magnitude[...], norm_of_call(self), dtype)

@@ -1,19 +1,16 @@
 """DoRA for nnx.Linear."""
 
 import functools
-from collections.abc import Callable
 from typing import Any, Self
 
 import jax
 from flax import nnx
-from jax.sharding import AxisType
 
 from jax_dora.layers.base import DoRALayer
 from jax_dora.layers.base_layer import check_base
-from jax_dora.layers.call import dropout_of_call, norm_of_call, product
+from jax_dora.layers.call import dropout_of_call, norm_of_call, product, sharded_as
 from jax_dora.layers.layout import Layout, matrix_layout
 from jax_dora.layers.rule import OPTIONS, layer_rule
-from jax_dora.ops.mesh import left_to_xla
 
 
 class DoRALinear(DoRALayer, nnx.Linear):
@@ -133,11 +130,7 @@ class DoRALinear(DoRALayer, nnx.Linear):
         arrays = operands(self, inputs)
         dropout = dropout_of_call(self, deterministic, rngs)
         arrays["seed"] = None if dropout is None else dropout.seed
-        if out_sharding is None:
-            return product(self, arrays)
-        return _partitioned_by_xla(
-            functools.partial(product, self), out_sharding, arrays["kernel"]
-        )(arrays)
+        return sharded_as(out_sharding, functools.partial(product, self), arrays)
 
 
 def operands(layer: DoRALinear, inputs: jax.Array) -> dict[str, Any]:
@@ -155,23 +148,3 @@ def operands(layer: DoRALinear, inputs: jax.Array) -> dict[str, Any]:
         "magnitude": layer.magnitude[...],
         "norm": norm_of_call(layer),
     }
-
-
-def _partitioned_by_xla(
-    function: Callable[..., jax.Array], out_sharding: Any, kernel: jax.Array
-) -> Any:
-    """Returns `function` for operands on a mesh with explicit axes, which XLA takes over inside of
-    it; its result is sharded as `out_sharding` says."""
-    mesh = jax.typeof(kernel).sharding.mesh
-    spec = getattr(out_sharding, "spec", out_sharding)
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    named = jax.tree.leaves(tuple(spec))
-    if others := [name for name in named if types.get(name) is not AxisType.Explicit]:
-        raise ValueError(
-            f"out_sharding is {spec}; expected explicit axes of the kernel's mesh, which "
-            f"{', '.join(others)} is not among {types}: use jax.lax.with_sharding_constraint on "
-            "the result for an axis that is left to XLA"
-        )
-    if AxisType.Explicit not in mesh.axis_types:
-        return function
-    return left_to_xla(function, mesh, jax.P(*spec))

@@ -8,14 +8,15 @@ input axes, of every output feature of every batch index.
 import functools
 import math
 import string
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_dora.layers.base import DoRALayer, no_out_sharding
-from jax_dora.layers.call import dropout_of_call, norm_of_call, product
+from jax_dora.layers.base import DoRALayer
+from jax_dora.layers.call import dropout_of_call, norm_of_call, product, sharded_as
 from jax_dora.layers.layout import Layout, projection_layout
 from jax_dora.layers.rule import DoRARule
 
@@ -72,48 +73,59 @@ class DoRAProjection(DoRALayer):
         }
         return projection_layout(sizes["b"], sizes["i"], sizes["o"], order, self.rank)
 
-    def _project(self, equation: Equation, inputs: jax.Array, deterministic, rngs) -> jax.Array:
+    def _project(
+        self, equation: Equation, inputs: jax.Array, out_sharding: Any, deterministic, rngs
+    ) -> jax.Array:
         bias = None if self.bias is None else self.bias[...]
         x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
-        layout = self.layout
         dropout = dropout_of_call(self, deterministic, rngs)
-
-        batch, in_, out = map(equation.kernel_letters, "bio")
-        rows = "".join(letter for letter in equation.x if letter not in batch + in_)
-        size = dict(zip(equation.x, x.shape, strict=True))
-        size |= dict(zip(equation.kernel, kernel.shape, strict=True))
-
-        def as_rows(array: jax.Array) -> jax.Array:
-            order = [equation.x.index(letter) for letter in batch + rows + in_]
-            shape = (-1, *(size[letter] for letter in rows), math.prod(size[i] for i in in_))
-            return array.transpose(order).reshape(shape)
-
-        if bias is not None:
-            letters = [letter for letter in equation.y if letter in equation.kernel]
-            bias = bias.reshape([size[letter] for letter in letters])
-            bias = bias.transpose([letters.index(letter) for letter in batch + out])
-            bias = bias.reshape(layout.magnitude.matrices[0], -1)
-
-        kernel, lora_a, lora_b = layout.to_matrices(kernel, self.lora_a[...], self.lora_b[...])
         operands = {
-            "x": as_rows(x),
+            "x": x,
             "kernel": kernel,
-            "lora_a": lora_a,
-            "lora_b": lora_b,
-            "magnitude": layout.magnitude.to_matrices(self.magnitude[...])[:, 0],
-            "norm": layout.magnitude.to_matrices(norm_of_call(self))[:, 0],
+            "lora_a": self.lora_a[...],
+            "lora_b": self.lora_b[...],
+            "magnitude": self.magnitude[...],
+            "norm": norm_of_call(self),
             "bias": bias,
+            "seed": None if dropout is None else dropout.seed,
         }
-        if dropout is not None:
-            # Each matrix of the batch has a mask of its own.
-            index = jnp.arange(kernel.shape[0], dtype=jnp.uint32)[:, None]
-            operands["seed"] = dropout.seed[None] + index * jnp.uint32(0x9E3779B9)
-        if batch:
-            y = jax.vmap(functools.partial(product, self))(operands)
-        else:
-            y = product(self, jax.tree.map(lambda array: array[0], operands))[None]
-        y = y.reshape([size[letter] for letter in batch + rows + out])
-        return y.transpose([(batch + rows + out).index(letter) for letter in equation.y])
+        return sharded_as(out_sharding, functools.partial(_of_matrices, self, equation), operands)
+
+
+def _of_matrices(
+    layer: DoRAProjection, equation: Equation, operands: Mapping[str, Any]
+) -> jax.Array:
+    """Returns the result of a projection, computed by one plain product for each batch index."""
+    x, kernel, bias = operands["x"], operands["kernel"], operands["bias"]
+    layout = layer.layout
+    batch, in_, out = map(equation.kernel_letters, "bio")
+    rows = "".join(letter for letter in equation.x if letter not in batch + in_)
+    size = dict(zip(equation.x, x.shape, strict=True))
+    size |= dict(zip(equation.kernel, kernel.shape, strict=True))
+
+    if bias is not None:
+        letters = [letter for letter in equation.y if letter in equation.kernel]
+        bias = bias.reshape([size[letter] for letter in letters])
+        bias = bias.transpose([letters.index(letter) for letter in batch + out])
+        bias = bias.reshape(layout.magnitude.matrices[0], -1)
+
+    order = [equation.x.index(letter) for letter in batch + rows + in_]
+    shape = (-1, *(size[letter] for letter in rows), math.prod(size[i] for i in in_))
+    arrays = dict(operands) | {"x": x.transpose(order).reshape(shape), "bias": bias}
+    for name in ("kernel", "lora_a", "lora_b"):
+        arrays[name] = getattr(layout, name).to_matrices(operands[name])
+    for name in ("magnitude", "norm"):
+        arrays[name] = layout.magnitude.to_matrices(operands[name])[:, 0]
+    if operands["seed"] is not None:
+        # Each matrix of the batch has a mask of its own.
+        index = jnp.arange(arrays["kernel"].shape[0], dtype=jnp.uint32)[:, None]
+        arrays["seed"] = operands["seed"][None] + index * jnp.uint32(0x9E3779B9)
+    if batch:
+        y = jax.vmap(functools.partial(product, layer))(arrays)
+    else:
+        y = product(layer, jax.tree.map(lambda array: array[0], arrays))[None]
+    y = y.reshape([size[letter] for letter in batch + rows + out])
+    return y.transpose([(batch + rows + out).index(letter) for letter in equation.y])
 
 
 class DoRALinearGeneral(DoRAProjection, nnx.LinearGeneral):
@@ -153,8 +165,8 @@ class DoRALinearGeneral(DoRAProjection, nnx.LinearGeneral):
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> jax.Array:
         """As `nnx.LinearGeneral`'s; deterministic and rngs as `nnx.Dropout.__call__`'s."""
-        no_out_sharding(out_sharding)
-        return self._project(self.equation(self, inputs.ndim), inputs, deterministic, rngs)
+        equation = self.equation(self, inputs.ndim)
+        return self._project(equation, inputs, out_sharding, deterministic, rngs)
 
 
 class DoRAEinsum(DoRAProjection, nnx.Einsum):
@@ -200,13 +212,13 @@ class DoRAEinsum(DoRAProjection, nnx.Einsum):
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> jax.Array:
         """As `nnx.Einsum`'s; deterministic and rngs as `nnx.Dropout.__call__`'s."""
-        no_out_sharding(out_sharding)
         if einsum_str is not None:
             raise ValueError(
                 f"einsum_str is {einsum_str!r}; expected None: the layer has the equation "
                 f"{self.einsum_str!r}, which its adapter is made for"
             )
-        return self._project(self.equation(self, inputs.ndim), inputs, deterministic, rngs)
+        equation = self.equation(self, inputs.ndim)
+        return self._project(equation, inputs, out_sharding, deterministic, rngs)
 
 
 def _operands(einsum_str: str) -> tuple[str, str, str]:

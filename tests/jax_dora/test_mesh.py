@@ -119,6 +119,87 @@ def test_embedding_takes_out_sharding(spec):
             np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
 
 
+# The layer, the shape of x, and how its kernel and its result are sharded.
+SHARDED = {
+    "split heads": (
+        lambda rngs: nnx.LinearGeneral(IN, (4, 8), rngs=rngs),
+        (8, 6, IN),
+        P("data", "model", None),
+        P("data", None, "model", None),
+    ),
+    "join heads": (
+        lambda rngs: nnx.LinearGeneral((4, 6), 16, axis=(-2, -1), rngs=rngs),
+        (8, 6, 4, 6),
+        P("model", None, "data"),
+        P("data", None, "model"),
+    ),
+    "einsum": (
+        lambda rngs: nnx.Einsum("btd,ndh->bnth", (4, IN, 8), (4, 8), rngs=rngs),
+        (8, 6, IN),
+        P("model", "data", None),
+        P("data", "model", None, None),
+    ),
+    "conv": (
+        lambda rngs: nnx.Conv(IN, 8, (3,), rngs=rngs),
+        (8, 6, IN),
+        P(None, None, "model"),
+        P("data", None, "model"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SHARDED)
+def test_every_layer_takes_out_sharding(case):
+    """As models do that are written for explicit axes, FSDP over "data" and TP over "model"."""
+    make, shape, kernel_spec, spec = SHARDED[case]
+
+    def placed(mesh):
+        layer = make(nnx.Rngs(0))
+        if mesh is not None:
+            sharding = NamedSharding(mesh, kernel_spec)
+            layer.kernel.set_value(jax.device_put(layer.kernel[...], sharding))
+        adapted = jax_dora.apply_dora(layer, rule(dropout=0.5), rngs=nnx.Rngs(1))
+        adapted.eval()
+        return adapted
+
+    def gradient(adapted, x, *sharding):
+        graphdef, adapters, frozen = nnx.split(adapted, nnx.LoRAParam, ...)
+
+        def loss(adapters, x):
+            y = nnx.merge(graphdef, adapters, frozen, copy=True)(
+                x, out_sharding=(*sharding, None)[0]
+            )
+            return jnp.sum(y**2), y
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(adapters, x)
+
+    x = jax.random.normal(jax.random.key(0), shape)
+    wanted, y = gradient(placed(None), x)
+    mesh = explicit_mesh()
+    with jax.set_mesh(mesh):
+        adapted = placed(mesh)
+        x = jax.device_put(x, NamedSharding(mesh, P("data")))
+        for sharding in (spec, NamedSharding(mesh, spec)):
+            found, z = gradient(adapted, x, sharding)
+            assert z.sharding.spec == spec
+            assert_near((found, z), (wanted, y))
+        adapted.train()
+        dropped = adapted(x, out_sharding=spec)
+        assert dropped.sharding.spec == spec
+        assert not np.allclose(dropped, y)
+
+
+def test_an_adapted_tied_head_takes_out_sharding():
+    layer = jax_dora.apply_dora(nnx.Embed(16, 8, rngs=nnx.Rngs(0)), rule(), rngs=nnx.Rngs(1))
+    x, spec = jax.random.normal(jax.random.key(0), (8, 6, 8)), P("data", None, "model")
+    wanted = layer.attend(x)
+    mesh = explicit_mesh()
+    with jax.set_mesh(mesh):
+        found = layer.attend(jax.device_put(x, NamedSharding(mesh, P("data"))), spec)
+        assert found.sharding.spec == spec
+        assert_near(found, wanted)
+
+
 @pytest.mark.parametrize("spec", [P("model", None), P("data", "model")])
 def test_merging_where_a_kernels_inputs_are_sharded(spec):
     plain = jax_dora.apply_dora(MODELS["linear"](nnx.Rngs(0)), rule(), rngs=nnx.Rngs(1))
