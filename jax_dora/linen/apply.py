@@ -1,13 +1,17 @@
 """Adapters into an existing Flax linen model, as a transform of the module."""
 
 import dataclasses
+import functools
 import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from flax import traverse_util
+from flax.core import freeze
 
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.merge_report import MergeReport
@@ -18,6 +22,7 @@ from jax_dora.layers.rule import DoRARule, Rules
 from jax_dora.linen.layer import COUNTERPARTS, counterpart, dora_class_of, dora_layer
 
 _METHODS = ("__call__", "attend")
+_TOKENS = itertools.count(1)
 
 
 @dataclasses.dataclass
@@ -27,10 +32,15 @@ class _Calls:
     Attributes:
       linear: whether it is a linear projection, by the path of every module with parameters.
       adapted: by path, the name of the kernel and the setting of each adapted layer.
+      stacks: by path, the axis along which each transform around a layer has stacked its kernel,
+        the outermost first.
+      token: differs where a pass has to be traced anew.
     """
 
+    token: int = 0
     linear: dict[str, bool] = dataclasses.field(default_factory=dict)
     adapted: dict[str, tuple[str, Setting]] = dataclasses.field(default_factory=dict)
+    stacks: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
 
 def apply_dora(model: nn.Module, rules: Rules, *, deterministic: bool | None = None) -> "DoRA":
@@ -51,7 +61,7 @@ def apply_dora(model: nn.Module, rules: Rules, *, deterministic: bool | None = N
     lifted transforms such as `nn.scan` and `nn.remat`.
 
     Args:
-      model: an unbound module. Only its `__call__` is transformed.
+      model: an unbound module. Its other methods are reached by `method=` of `init` and `apply`.
       rules: one rule or several; the first that matches a layer's path ("a/b/c", the names of its
         parameters' dicts) adapts it.
       deterministic: True turns the rules' dropout off, False on (it needs a "dropout" rng); None is
@@ -95,14 +105,44 @@ class DoRA(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As `model`'s."""
-        return self.noting(_Calls(), *args, **kwargs)
+        return self.noting(_Calls(), None, *args, **kwargs)
 
-    def noting(self, calls: _Calls, *args: Any, **kwargs: Any) -> Any:
-        """As `__call__`; adds what was called to `calls`."""
+    @nn.nowrap
+    def apply(self, variables: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+        """As `nn.Module.apply`; `method` is one of `model`'s."""
+        return super().apply(variables, *args, method=self._routed(method), **kwargs)
+
+    @nn.nowrap
+    def init_with_output(self, rngs: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+        """As `nn.Module.init_with_output`; `method` is one of `model`'s."""
+        return super().init_with_output(rngs, *args, method=self._routed(method), **kwargs)
+
+    @nn.nowrap
+    def _routed(self, method: Any) -> Any:
+        if method is None or (isinstance(method, str) and hasattr(type(self), method)):
+            return method
+
+        def run(adapted: DoRA, *args: Any, **kwargs: Any) -> Any:
+            return adapted.noting(_Calls(), method, *args, **kwargs)
+
+        return run
+
+    def noting(self, calls: _Calls, method: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of `model`, `__call__` if None, and adds what it called to `calls`."""
+        scope: Any = self.scope
+        # What nn.jit has traced under other rules, or noted elsewhere, is no trace of this call.
+        key = hash((self.rules, self.deterministic, calls.token))
+        scope.flags = freeze({**scope.flags, "jax_dora": key})
+        if callable(method):
+            call = functools.partial(method, self.model)
+        else:
+            call = getattr(self.model, method or "__call__")
         with nn.intercept_methods(self._interceptor(calls)):
-            result = self.model(*args, **kwargs)
-        paths = sorted(calls.linear)
-        assign(self.rules, [(path,) for path in paths], [calls.linear[path] for path in paths])
+            result = call(*args, **kwargs)
+        linear = dict.fromkeys(_adapted_paths(self.variables.get("params", {})), True)
+        linear |= calls.linear
+        paths = sorted(linear)
+        assign(self.rules, [(path,) for path in paths], [linear[path] for path in paths])
         return result
 
     def _interceptor(self, calls: _Calls) -> Callable[..., Any]:
@@ -123,6 +163,7 @@ class DoRA(nn.Module):
                 signature = inspect.signature(context.orig_method)
                 arguments = dict(signature.bind(*args, **kwargs).arguments)
                 layer = _adapted(module, cls, rule, arguments)
+                calls.stacks[path] = _stack_axes(module)
                 calls.adapted[path] = (cls.kernel_name, Setting.of(layer))
                 return self._result(layer, context, next(iter(arguments.values())))
             result = next_fun(*args, **kwargs)
@@ -153,6 +194,7 @@ def merge_dora(
     variables: Mapping[str, Any],
     *args: Any,
     return_report: bool = False,
+    method: Any = None,
     **kwargs: Any,
 ) -> Any:
     """Returns the variables of `adapted.model`, with every adapter merged into its layer's kernel.
@@ -165,14 +207,15 @@ def merge_dora(
       *args, **kwargs: any inputs of the model; it is traced with them, to learn what its layers
         are, and not run.
       return_report: return a `jax_dora.adapt.MergeReport` too.
+      method: the method of the model that takes these inputs; None is `__call__`.
 
     Returns:
       The merged variables, or these and the report.
 
     Raises:
       TypeError: `adapted` is not from `apply_dora`.
-      ValueError, NotImplementedError: as calling it; `variables` has no "params"; a stack's axis is
-        not the leading one.
+      ValueError, NotImplementedError: as calling it; `variables` has no "params"; an adapter is in
+        no layer that the call reaches.
     """
     if not isinstance(adapted, DoRA):
         raise TypeError(f"adapted is a {type(adapted).__name__}; expected apply_dora's result")
@@ -181,23 +224,29 @@ def merge_dora(
             f"variables has no collection 'params', but {list(variables)}; expected "
             "adapted's variables: pass {'params': params} where params is all there is"
         )
-    calls = _Calls()
+    calls = _Calls(next(_TOKENS))
     quiet = adapted.clone(deterministic=True)
-    jax.eval_shape(lambda: quiet.apply(variables, calls, *args, method="noting", **kwargs))
+    noted = {**variables, "params": _noting_axes(variables["params"])}
+    jax.eval_shape(lambda: quiet.apply(noted, calls, method, *args, method="noting", **kwargs))
     params = dict(traverse_util.flatten_dict(variables["params"]))
+    if missed := sorted(set(_adapted_paths(variables["params"])) - calls.adapted.keys()):
+        raise ValueError(
+            "this call of the model does not reach adapters, which could not be merged; expected "
+            f"method= and inputs that reach every adapted layer:{listing(missed)}"
+        )
     layers = []
     for path, (name, setting) in calls.adapted.items():
         place = tuple(path.split("/")) if path else ()
         values = {one: nn.unbox(params.pop((*place, one))) for one in ADAPTER_NAMES}
         boxed = params[*place, name]
         kernel = nn.unbox(boxed)
-        stored = setting.layout.kernel.stored
-        if kernel.shape[kernel.ndim - len(stored) :] != stored:
-            raise NotImplementedError(
-                f"the kernel of {path!r} has shape {kernel.shape}; expected {stored} "
-                "behind the axes of a stack: use variable_axes={'params': 0}"
-            )
-        change = kernel_change(setting, kernel=kernel, **values)
+        axes = calls.stacks[path]
+        change = kernel_change(
+            setting,
+            kernel=_stack_first(kernel, axes),
+            **{one: _stack_first(value, axes) for one, value in values.items()},
+        )
+        change = _stack_back(change, axes)
         params[*place, name] = nn.meta.replace_boxed(boxed, changed(kernel, change))
         if return_report:
             layers.append(reported(path, kernel, change))
@@ -222,3 +271,60 @@ def _adapted(
 def _holds_parameters(module: nn.Module) -> bool:
     params = module.variables.get("params", {})
     return any(not isinstance(leaf, Mapping) for leaf in params.values())
+
+
+def _adapted_paths(params: Mapping[str, Any]) -> list[str]:
+    """Returns the path of every module that has an adapter in `params`."""
+    return [
+        "/".join(path[:-1]) for path in traverse_util.flatten_dict(params) if path[-1] == "lora_a"
+    ]
+
+
+class _Noting(nn.meta.AxisMetadata):
+    """A parameter in a box that notes which axes Flax's transforms take off it."""
+
+    def __init__(self, value: Any, axes: tuple[int, ...] = ()) -> None:
+        self.value, self.axes = value, axes
+
+    def unbox(self) -> Any:
+        return self.value
+
+    def replace_boxed(self, val: Any) -> "_Noting":
+        return _Noting(val, self.axes)
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> "_Noting":
+        return _Noting(self.value, self.axes[:-1])
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> "_Noting":
+        return _Noting(self.value, (*self.axes, index))
+
+
+jax.tree_util.register_pytree_node(
+    _Noting, lambda box: ((box.value,), box.axes), lambda axes, values: _Noting(values[0], axes)
+)
+
+
+def _noting_axes(params: Mapping[str, Any]) -> Any:
+    """Returns `params` with every magnitude in a box that notes its axes."""
+    return traverse_util.path_aware_map(
+        lambda path, leaf: _Noting(nn.unbox(leaf)) if path[-1] == "magnitude" else leaf, params
+    )
+
+
+def _stack_axes(module: nn.Module) -> tuple[int, ...]:
+    box = module.variables["params"].get("magnitude")
+    return box.axes if isinstance(box, _Noting) else ()
+
+
+def _stack_first(array: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Returns `array` with the axes of its stack in front, in their order."""
+    for number, axis in enumerate(axes):
+        array = jnp.moveaxis(array, axis + number if axis >= 0 else axis, number)
+    return array
+
+
+def _stack_back(array: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Reverses `_stack_first`."""
+    for number, axis in reversed(list(enumerate(axes))):
+        array = jnp.moveaxis(array, number, axis + number if axis >= 0 else axis)
+    return array

@@ -251,6 +251,113 @@ def test_dense_general_with_batch_axes():
     np.testing.assert_allclose(found, expected, rtol=0, atol=OPERATOR_FP32_MAX_ABS)
 
 
+class TestTransforms:
+    """What Flax's lifted transforms do with an adapted model."""
+
+    def both(self, model, adapted, variables, *args, **options):
+        """(the result of the adapted model, and of the merged one)."""
+        variables = train(variables)
+        merged = merge_dora(adapted, variables, *args, **options)
+        with jax.default_matmul_precision("highest"):
+            one = adapted.apply(variables, *args, **options)
+            return one, model.apply(merged, *args, **options)
+
+    def test_jit_of_a_method_traces_once_and_never_for_another_adapter(self):
+        class Jitted(nn.Module):
+            @nn.jit
+            @nn.compact
+            def __call__(self, x):
+                return nn.Dense(3, name="dense")(x)
+
+        model, x = Jitted(), jnp.ones((2, 4))
+        adapted = apply_dora(model, DoRARule("dense", 2, 4.0))
+        variables = train(adapted.init(KEY, x))
+        first, second = adapted.apply(variables, x), adapted.apply(variables, x)
+        assert jnp.array_equal(first, second)
+        # Of the same parameters under another scale: nn.jit must not take the trace above.
+        other = apply_dora(model, DoRARule("dense", 2, 40.0)).apply(variables, x)
+        assert not np.allclose(other, first, rtol=1e-2)
+        for _ in range(2):
+            found, expected = self.both(model, adapted, variables, x)
+            np.testing.assert_allclose(found, expected, rtol=0, atol=OPERATOR_FP32_MAX_ABS)
+        with pytest.raises(ValueError, match=r"matches no layer.*\n  dense"):
+            apply_dora(model, DoRARule("sense", 2, 4)).apply(variables, x)
+
+    @pytest.mark.parametrize("axis", [0, 1, -1])
+    def test_a_scan_over_any_axis_is_merged(self, axis):
+        """As many layers as features, so that no shape tells the axis."""
+
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                x = nn.DenseGeneral((3,), name="dense")(x)
+                return nn.Einsum((3, 3), "...d,df->...f", name="einsum")(x), None
+
+        class Scanned(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                options = {"variable_axes": {"params": axis}, "split_rngs": {"params": True}}
+                return nn.scan(Layer, length=3, **options)(name="layers")(x, None)[0]
+
+        model, x = Scanned(), jax.random.normal(KEY, (2, 3))
+        adapted = apply_dora(model, DoRARule("layers/.*", 3, 4.0))
+        variables = jax.jit(adapted.init)(KEY, x)
+        found, expected = self.both(model, adapted, variables, x)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=OPERATOR_FP32_MAX_ABS)
+        assert not np.allclose(found, adapted.apply(variables, x), atol=1e-2)
+
+    def test_stacks_in_stacks_along_different_axes_are_merged(self):
+        def stacked(target, axis, length):
+            options = {"variable_axes": {"params": axis}, "split_rngs": {"params": True}}
+            return nn.scan(target, length=length, **options)
+
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                return nn.Dense(3, name="dense")(x), None
+
+        class Middle(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                return stacked(Layer, 1, 3)(name="inner")(x, None)[0], None
+
+        class Outer(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return stacked(Middle, 2, 2)(name="outer")(x, None)[0]
+
+        model, x = Outer(), jax.random.normal(KEY, (2, 3))
+        adapted = apply_dora(model, DoRARule(".*/dense", 3, 4.0))
+        variables = jax.jit(adapted.init)(KEY, x)
+        found, expected = self.both(model, adapted, variables, x)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=OPERATOR_FP32_MAX_ABS)
+
+    @pytest.mark.parametrize("named", [True, False])
+    def test_methods_besides_call(self, named):
+        class Coder(nn.Module):
+            def setup(self) -> None:
+                self.encoder, self.decoder = nn.Dense(3), nn.Dense(4)
+
+            def __call__(self, x):
+                return self.decoder(self.encode(x))
+
+            def encode(self, x):
+                return nn.tanh(self.encoder(x))
+
+        model, x = Coder(), jax.random.normal(KEY, (2, 4))
+        method = "encode" if named else Coder.encode
+        adapted = apply_dora(model, DoRARule("encoder", 2, 4.0))
+        variables = adapted.init(KEY, x)
+        assert adapted.init(KEY, x, method=method)["params"].keys() == {"encoder"}
+        found, expected = self.both(model, adapted, variables, x, method=method)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=OPERATOR_FP32_MAX_ABS)
+        assert not np.allclose(found, model.apply(variables, x, method=method), atol=1e-2)
+        both = apply_dora(model, DoRARule(".*coder", 2, 4.0))
+        variables = both.init(KEY, x)
+        with pytest.raises(ValueError, match=r"does not reach adapters.*\n  decoder$"):
+            merge_dora(both, variables, x, method=method)
+
+
 class TestRefusals:
     """Errors of the transform and of the call."""
 
