@@ -240,6 +240,12 @@ class _Fitting:
             return f"is not for {layer.kind} layers; expected {expected}"
         if role == "magnitude" and not self.config.use_dora:
             return "is a magnitude; expected none, since use_dora is false"
+        if key.endswith("dora_scale") and len(shape) > 1 and shape[0] == 1:
+            return (
+                f"has shape {list(shape)}, which is LyCORIS's for a magnitude per input feature "
+                "(wd_on_output=False), and not DoRA's per output feature; expected "
+                f"{[layer.out_features, *(1,) * (len(shape) - 1)]}: train with wd_on_output=True"
+            )
         if shape not in (accepted := layer.accepted_shapes(role, rank)):
             return f"has shape {list(shape)}; expected {list(accepted[0])} for rank {rank}"
         return None

@@ -11,7 +11,7 @@ import peft
 import pytest
 import torch
 from flax import nnx
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from torch import nn
 
 import jax_dora
@@ -193,3 +193,30 @@ def test_causal_padding_is_zeros_before_the_input(tmp_path: Path) -> None:
         expected = theirs(nn.functional.pad(batch(), (2, 0))).numpy()
     found = np.asarray(jax.jit(model)(jnp.asarray(batch().numpy().swapaxes(1, 2)))).swapaxes(1, 2)
     np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["conv", "linear"])
+def test_a_magnitude_per_input_feature_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    """LyCORIS's default: `dora_scale` [1, in], which for as many outputs has PEFT's very shape."""
+    rngs = nnx.Rngs(0)
+    layer = nnx.Conv(4, 4, (3,), rngs=rngs) if kind == "conv" else nnx.Linear(4, 4, rngs=rngs)
+    base = nnx.Dict(q=layer)
+    adapted = jax_dora.apply_dora(base, jax_dora.DoRARule("q", 2, 4.0), rngs=rngs)
+    jax_dora.peft.save_adapter(adapted, tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    ones = (1,) * (kind == "conv")
+    tensors = {
+        key.replace("lora_magnitude_vector", "dora_scale"): array.reshape(1, 4, *ones)
+        if "magnitude" in key
+        else array
+        for key, array in load_file(file).items()
+    }
+    save_file(tensors, file)
+
+    told = r"q\.dora_scale has shape \[1, 4.*LyCORIS's for a magnitude per input feature"
+    with pytest.raises(ValueError, match=told):
+        jax_dora.peft.load_adapter(base, tmp_path)
+    theirs = nn.Module()
+    theirs.q = nn.Conv1d(4, 4, 3, padding="same") if kind == "conv" else nn.Linear(4, 4)
+    with pytest.raises(ValueError, match=told):
+        torch_dora.peft.load_adapter(theirs, tmp_path)
