@@ -84,7 +84,7 @@ def _layers(model: nnx.Module) -> Table:
     for found in find_dora_layers(model):
         path, layer = found.paths[0], found.module
         change = layer.scale * _length_of_product(layer.lora_a[...], layer.lora_b[...])
-        length = jnp.linalg.norm(layer.kernel_param()[...].astype(jnp.float32).ravel())
+        length = jnp.linalg.norm(layer.kernel_param[...].astype(jnp.float32).ravel())
         ratio = layer.magnitude[...] / norms[path]
         limits = f"{float(jnp.min(ratio)):.4f} to {float(jnp.max(ratio)):.4f}"
         table.add_row(path, str(layer.rank), f"{layer.scale:.4g}", f"{change / length:.2%}", limits)

@@ -97,7 +97,7 @@ def test_every_weight_is_adapted_trained_and_merged():
             updates, state = optimizer.update(grads, state)
         return optax.apply_updates(adapters, updates), state, value, grads
 
-    state, losses = optimizer.init(adapters), []
+    state, losses, grads = optimizer.init(adapters), [], None
     for _ in range(STEPS):
         adapters, state, value, grads = step(adapters, state)
         losses.append(value)
