@@ -19,6 +19,7 @@ from jax_dora.layers.base import (
     matrix_norm,
 )
 from jax_dora.layers.base_layer import axis_names, sharded_like
+from jax_dora.layers.call import bounded_norm, dropout_of_call
 from jax_dora.layers.layout import Layout, projection_layout
 from jax_dora.layers.rule import DoRARule
 from jax_dora.ops.linear import NORM_NAME
@@ -87,7 +88,6 @@ class WeightAdapter:
     dropout = _attribute("dropout")
     given_norm = _attribute("given_norm")
     adapter_axes: Any = DoRALayer.adapter_axes
-    dropout_of_call: Any = DoRALayer.dropout_of_call
 
     def __init__(self, module: Any, place: Place) -> None:
         self.module = module
@@ -113,23 +113,30 @@ class WeightAdapter:
             return path
         return path.removesuffix(self.place.param).removesuffix("/")
 
+    @property
     def kernel_param(self) -> nnx.Param:
         """Returns the parameter that is adapted."""
         return getattr(self.module, self.place.param)
+
+    @property
+    def result_dtype(self) -> Any:
+        """Returns the dtype of a product with an array of the weight's dtype."""
+        return self.kernel_param.dtype
 
     def rule(self, path: str = "") -> DoRARule:
         """Returns the rule that makes such an adapter; its initializers are not remembered."""
         return dataclasses.replace(self.place.rule, path=path)
 
+    @property
     def layout(self) -> Layout:
         """Returns how the arrays are matrices, of one layer of a stack."""
         lead = self.place.lead
-        return _layout(self.kernel_param().shape[lead:], self.place.axes[lead:], self.rank)
+        return _layout(self.kernel_param.shape[lead:], self.place.axes[lead:], self.rank)
 
     def norm(self) -> jax.Array:
         """Returns ‖kernel + s·lora_a lora_b‖ in the magnitude's shape, of the parameters as stored,
         in fp32. It is computed, whatever `given_norm` is."""
-        layout = self.layout()
+        layout = self.layout
 
         def of_layer(arrays: Any) -> jax.Array:
             return _norm(layout, arrays, self.place.rule)
@@ -137,7 +144,7 @@ class WeightAdapter:
         norm: Callable[[Any], jax.Array] = of_layer
         for _ in range(self.place.lead):
             norm = _along_stack(norm)
-        return norm((self.kernel_param()[...], self.lora_a[...], self.lora_b[...]))
+        return norm((self.kernel_param[...], self.lora_a[...], self.lora_b[...]))
 
     def eval(self) -> None:
         """Turns the adapter's dropout off."""
@@ -159,7 +166,8 @@ class WeightAdapter:
             layout = _layout(kernel.shape, axes, self.rank)
             norm = _norm(layout, (kernel, arrays["lora_a"], arrays["lora_b"]), self.place.rule)
             norm = checkpoint_name(norm, NORM_NAME)
-        reader = AdaptedReader(self.place.rule, self.dropout_of_call(None, None))
+        norm = bounded_norm(norm, self.result_dtype)
+        reader = AdaptedReader(self.place.rule, dropout_of_call(self, None, None))
         return Weight(
             View.of(kernel.shape), axes, {"kernel": kernel, **arrays, "norm": norm}, reader
         )
@@ -176,7 +184,7 @@ class WeightAdapter:
                 f"the module has an attribute {taken[0]!r}, which is a name of the adapter's; "
                 "expected another name: rename it in the class"
             )
-        kernel, layout, lead = self.kernel_param(), self.layout(), self.place.lead
+        kernel, layout, lead = self.kernel_param, self.layout, self.place.lead
         names = axis_names(kernel)
         axes = self.adapter_axes(names[lead:])
         inits = {
@@ -189,7 +197,8 @@ class WeightAdapter:
             setattr(self, name, sharded_like(kernel, nnx.LoRAParam, value, of_axes))
         self.given_norm = nnx.data(None)
         of_axes = (*names[:lead], *axes["magnitude"])
-        self.magnitude = sharded_like(kernel, DoRAParam, self.norm(), of_axes)
+        norm = bounded_norm(self.norm(), self.result_dtype)
+        self.magnitude = sharded_like(kernel, DoRAParam, norm, of_axes)
         rate = rule.dropout
         self.dropout = nnx.Dropout(rate, rngs=rngs) if rate else nnx.data(None)
 

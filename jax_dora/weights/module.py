@@ -109,12 +109,12 @@ def followed(module: Any) -> Iterator[Callable[[Any], Any]]:
     """Follows the adapted weights that the methods of `module` read. Gives what takes a result to
     one without followed weights."""
     adapters = [
-        one for one in _read_by(module) if not is_followed(one.kernel_param().get_raw_value())
+        one for one in _read_by(module) if not is_followed(one.kernel_param.get_raw_value())
     ]
     if not adapters:
         yield lambda result: result
         return
-    variables = [one.kernel_param() for one in adapters]
+    variables = [one.kernel_param for one in adapters]
     raws = [variable.get_raw_value() for variable in variables]
     makes = [_once(one, raw) for one, raw in zip(adapters, raws, strict=True)]
     with weight_trace() as trace:
