@@ -151,7 +151,7 @@ class Setting(NamedTuple):
     dtype: Any
 
     @classmethod
-    def of(cls, layer: DoRALayer) -> Self:
+    def of(cls, layer: Any) -> Self:
         """Returns the setting of a layer."""
         return cls(layer.layout, layer.scale, layer.result_dtype)
 
