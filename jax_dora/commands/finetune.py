@@ -6,9 +6,10 @@
 The model is a Hugging Face folder (config.json, safetensors, tokenizer.json). An example of the
 data is {"messages": ...}, {"prompt": ..., "completion": ...}, {"instruction": ..., "output": ...}
 or {"text": ...}, in JSON Lines, a JSON list, parquet, or a folder that datasets wrote. RUN gets
-checkpoints, metrics.jsonl and, at the end, the adapter as a PEFT folder and, if asked for, the
-merged model as a Hugging Face folder. Ctrl-C saves; --resume takes up where a run has stopped, and
-comes to the same result bit for bit; with more --steps it prolongs the run.
+checkpoints, metrics.jsonl, a figure of the losses and, at the end, the adapter as a PEFT folder;
+with --eval-data the best one so far, and with --merge the merged model as a Hugging Face folder.
+Ctrl-C saves; --resume takes up where a run has stopped, and comes to the same result bit for bit;
+more --steps prolong the run.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from jax_dora.commands.flags import (
     rate,
     whole,
 )
+from jax_dora.finetune.estimate import report
 from jax_dora.finetune.plan import Plan
 from jax_dora.finetune.run import Run
 
@@ -74,6 +76,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--checkpoint-every", type=whole(1), default=50, help="steps (%(default)s)")
     add("--keep", type=whole(1), default=3, help="so many checkpoints (%(default)s)")
     add("--eval-every", type=whole(1), default=50, help="steps (%(default)s)")
+    add("--patience", type=whole(1), help="stop after so many evaluations without a lower loss")
+    add("--samples", type=whole(0), default=3, help="prompts to answer at the end (%(default)s)")
+    add("--tensorboard", action="store_true", help="write TensorBoard's files too")
+    add("--dry-run", action="store_true", help="tell what the run would take, and stop")
     add("--merge", type=Path, help="write the merged model to this Hugging Face folder")
 
 
@@ -82,7 +88,11 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     with _held(args.output):
         with corrections():
-            one = Run(Plan(args, console))
+            plan = Plan(args, console)
+            console.print(report(plan))
+            if args.dry_run:
+                return 0
+            one = Run(plan)
             one.take_up()
         try:
             return one.train()

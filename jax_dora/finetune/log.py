@@ -1,4 +1,4 @@
-"""metrics.jsonl: a line a step."""
+"""metrics.jsonl, a line a step, and the same for TensorBoard."""
 
 import json
 from pathlib import Path
@@ -8,13 +8,19 @@ from typing import Any, Self
 class Log:
     """The metrics of a run, as far as its steps are done."""
 
-    def __init__(self, file: Path, done: int) -> None:
+    def __init__(self, folder: Path, done: int, *, tensorboard: bool = False) -> None:
         """
         Args:
+          folder: the run's.
           done: steps; what the file says of later ones, or has begun to say, is cut off.
+          tensorboard: write its files too.
+
+        Raises:
+          ImportError: TensorBoard's files need tensorboardX.
         """
+        self._writer = _writer(folder / "tensorboard", done) if tensorboard else None
         self.lines: list[dict[str, Any]] = []
-        self._stream = file.open("a+b")
+        self._stream = (folder / "metrics.jsonl").open("a+b")
         self._stream.seek(0)
         end = 0
         for raw in self._stream:
@@ -30,12 +36,27 @@ class Log:
 
     def __exit__(self, *_: object) -> None:
         self._stream.close()
+        if self._writer is not None:
+            self._writer.close()
 
     def add(self, line: dict[str, Any]) -> None:
         """Writes a line."""
         self.lines.append(line)
         self._stream.write(json.dumps(line).encode() + b"\n")
         self._stream.flush()
+        if self._writer is not None:
+            for name, value in line.items():
+                if name != "step":
+                    self._writer.add_scalar(name, value, line["step"])
+
+
+def _writer(folder: Path, done: int) -> Any:
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError as error:
+        raise ImportError("--tensorboard needs: pip install 'jax-dora[tensorboard]'") from error
+    # TensorBoard forgets what it was told of later steps before.
+    return SummaryWriter(str(folder), purge_step=done + 1, write_to_disk=True)
 
 
 def _parsed(raw: bytes) -> dict[str, Any] | None:

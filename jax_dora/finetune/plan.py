@@ -39,6 +39,7 @@ class Plan:
 
     Attributes:
       rows, eval_rows: packed examples; the latter None without --eval-data.
+      examples_to_show: some of the latter, or else of the former.
       steps: optimizer steps of the whole run.
       settings: what a checkpoint must have been made with to go on from it.
     """
@@ -65,10 +66,13 @@ class Plan:
         self.tokenizer, self.ends = read_tokenizer(self.folder), read_ends(self.folder, config)
         template = ChatTemplate.of(self.folder)
         self.encoder = Encoder(self.tokenizer, self.ends[0], template)
-        self.rows = self._read(file, config)
+        self.rows, examples = self._read(file, config)
         self.eval_rows = None
         if args.eval_data is not None:
-            self.eval_rows = self._read(args.eval_data, config)
+            self.eval_rows, examples = self._read(args.eval_data, config)
+        elif args.patience is not None:
+            raise ValueError("--patience needs --eval-data")
+        self.examples_to_show = examples[: args.samples]
         self.step_rows = (args.accumulate, args.batch)
         self.steps = args.steps or math.ceil(
             args.epochs * len(self.rows.tokens) / math.prod(self.step_rows)
@@ -140,8 +144,9 @@ class Plan:
                 raise FileNotFoundError(f"--{name} {value} is no file")
         return folder, file
 
-    def _read(self, file: Path, config: dict[str, Any]) -> data.Rows:
-        packed = data.pack(list(self.encoder.examples(read_records(file))), self.args.length)
+    def _read(self, file: Path, config: dict[str, Any]) -> tuple[data.Rows, list[data.Example]]:
+        examples = list(self.encoder.examples(read_records(file)))
+        packed = data.pack(examples, self.args.length)
         largest = max(packed.rows.tokens.max(), packed.rows.targets.max())
         if largest >= config["vocab_size"]:
             raise ValueError(
@@ -156,7 +161,7 @@ class Plan:
             soft_wrap=True,
             markup=False,
         )
-        return packed.rows
+        return packed.rows, examples
 
     def _rules(self) -> list[jax_dora.DoRARule]:
         """Returns one rule for the projections and, where --target takes it too, one for the

@@ -1,6 +1,7 @@
 """A run: steps, checkpoints and evaluation, adapter out."""
 
 import json
+import shutil
 import time
 from typing import Any
 
@@ -12,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import jax_dora
 import jax_dora.peft
-from jax_dora.finetune import data, training
+from jax_dora.finetune import data, results, training
 from jax_dora.finetune.checkpoints import Checkpoints
 from jax_dora.finetune.guard import Interruption, LossGuard
 from jax_dora.finetune.log import Log
@@ -43,6 +44,8 @@ class Run:
         self.state = self.optimizer.init(self.parts.adapters)
         self.done = self.saved = 0
         self.guard = LossGuard()
+        self.best: float | None = None  # evaluation loss
+        self.worse = 0  # evaluations since then
 
     def take_up(self) -> None:
         """Goes back to the last sound checkpoint, if there is one; names the others.
@@ -65,6 +68,7 @@ class Run:
             self.parts = self.parts._replace(adapters=adapters, moving=moving)
             self.done = self.saved = step
             self.guard = LossGuard(facts["mean_loss"])
+            self.best, self.worse = facts["best"], facts["worse"]
             self._tell(f"--resume: going on after step {step} of {self.plan.steps}")
 
     def train(self) -> int:
@@ -73,12 +77,14 @@ class Run:
         with (
             Checkpoints(plan.checkpoints, args.keep) as checkpoints,
             Interruption() as interruption,
-            Log(args.output / "metrics.jsonl", self.done) as log,
+            Log(args.output, self.done, tensorboard=args.tensorboard) as log,
             self._progress() as progress,
         ):
+            if self.done and (not log.lines or log.lines[-1]["step"] != self.done):
+                self._tell(f"metrics.jsonl was damaged, and has lines up to {len(log.lines)} only")
             told: dict[str, Any] = {"loss": "compiling", "speed": ""}
             task = progress.add_task("", total=plan.steps, completed=self.done, **told)
-            while self.done < plan.steps:
+            while self.done < plan.steps and not self._is_out_of_patience():
                 step = self.done + 1
                 start = time.perf_counter()
                 rows = data.batch(plan.rows, step - 1, plan.step_rows, args.seed)
@@ -99,15 +105,19 @@ class Run:
                     "tokens_per_second": round(speed, 1),
                 }
                 last = step == plan.steps or interruption.requested
-                if plan.eval_rows is not None and (last or step % args.eval_every == 0):
+                # Not for an interruption, which is to leave no trace in the result.
+                if plan.eval_rows is not None and (
+                    step == plan.steps or step % args.eval_every == 0
+                ):
                     line["eval_loss"] = self._evaluate(step)
+                    last = last or self._is_out_of_patience()
                 log.add(line)
                 if last or step % args.checkpoint_every == 0:
                     self._save(checkpoints)
                 if interruption.requested and step < plan.steps:
                     self.console.print(f"Interrupted after step {step}; {self.way_on()}")
                     return INTERRUPTED
-        self._export()
+        self._export(log.lines)
         return 0
 
     def way_on(self) -> str:
@@ -149,6 +159,8 @@ class Run:
             "settings": self.plan.settings,
             "steps": self.plan.steps,
             "mean_loss": self.guard.mean,
+            "best": self.best,
+            "worse": self.worse,
         }
         checkpoints.save(self.done, self._kept(), facts)
         self.saved = self.done
@@ -156,30 +168,55 @@ class Run:
     def _evaluate(self, step: int) -> float:
         assert self.plan.eval_rows is not None
         loss = training.evaluate(self.parts.model(), self.plan.eval_rows, self.args.batch)
-        self.console.print(f"step {step}: evaluation loss {loss:.4f}")
+        told = ""
+        if self.best is None or loss < self.best:
+            self.best, self.worse, told = loss, 0, ", the lowest so far"
+            self._save_adapter("best")
+        else:
+            self.worse += 1
+        self._tell(f"step {step}: evaluation loss {loss:.4f}{told}")
+        if self._is_out_of_patience():
+            self._tell(f"--patience: {self.worse} evaluations without a lower loss; stopping")
         return loss
+
+    def _is_out_of_patience(self) -> bool:
+        return self.args.patience is not None and self.worse >= self.args.patience
 
     def _base_loss(self, rows: data.Rows) -> float:
         rows = data.Rows(*(np.reshape(array, (-1, array.shape[-1])) for array in rows))
         base = jax_dora.remove_dora(self.parts.model())
         return training.evaluate(base, rows, self.args.batch)
 
-    def _export(self) -> None:
+    def _export(self, lines: list[dict[str, Any]]) -> None:
         args, folder = self.args, self.plan.folder
-        model = self.parts.model()
-        jax_dora.peft.save_adapter(
-            model,
-            args.output / "adapter",
-            base_model_name_or_path=str(folder),
-            task_type="CAUSAL_LM",
-            overwrite=True,
-        )
-        self._tell(f"The adapter is in {args.output / 'adapter'}")
+        adapter, model = args.output / "adapter", self.parts.model()
+        model.eval()
+        self._save_adapter("adapter")
+        samples = results.take_samples(self.plan, model)
+        if lines:
+            results.draw_losses(lines, args.output / "loss.svg")
+            shutil.copy(args.output / "loss.svg", adapter)
+            results.write_card(self.plan, lines, samples, adapter / "README.md")
+        for one in samples:
+            self._tell(f"{one.prompt!r}: {one.generated!r}, where the data has {one.expected!r}")
+        self._tell(f"The adapter is in {adapter}")
+        if self.best is not None:
+            best = args.output / "best"
+            self._tell(f"The one of the lowest evaluation loss, {self.best:.4f}, is in {best}")
         if args.merge is not None:
             merged, report = jax_dora.merge_dora(model, return_report=True)
             save_model(merged, args.merge, read_config(folder), tokenizer_from=folder)
             self._tell(f"The merged model is in {args.merge}; what rounding cost:")
             self._tell(str(report))
+
+    def _save_adapter(self, name: str) -> None:
+        jax_dora.peft.save_adapter(
+            self.parts.model(),
+            self.args.output / name,
+            base_model_name_or_path=str(self.plan.folder),
+            task_type="CAUSAL_LM",
+            overwrite=True,
+        )
 
     def _check_settings(self, saved: dict[str, Any]) -> None:
         now = json.loads(json.dumps(self.plan.settings))

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -18,13 +19,14 @@ import transformers
 from flax import nnx
 from rich.console import Console
 from safetensors.numpy import load_file
+from tensorboardX.proto import event_pb2
 
 import jax_dora
 import jax_dora.models as decoder
 import jax_dora.peft
 from dora_common.lock import locked
 from jax_dora.commands import main, parser
-from jax_dora.finetune import data, guard, training
+from jax_dora.finetune import data, estimate, guard, training
 from jax_dora.finetune.checkpoints import Checkpoints
 from jax_dora.finetune.plan import Plan
 from jax_dora.finetune.run import Run
@@ -84,7 +86,7 @@ def finished(tmp_path_factory):
     eval_data = output / "eval.jsonl"
     eval_data.write_text('{"prompt": "3+4=", "completion": "7"}\n' * 5)
     command = ["--tiny", *OPTIONS, "--output", str(output), "--eval-data", str(eval_data)]
-    assert finetune([*command, "--merge", str(output / "merged")]) == 0
+    assert finetune([*command, "--merge", str(output / "merged"), "--tensorboard"]) == 0
     return output
 
 
@@ -132,6 +134,74 @@ def test_exports_agree_with_peft(finished):
     assert (adapted - base).abs().max() > 0.1 * peak
     config = json.loads((finished / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(finished / "tiny-model")
+
+
+@pytest.mark.slow
+def test_what_a_run_leaves_to_look_at(finished):
+    lines = metrics(finished)
+    figure = (finished / "loss.svg").read_text()
+    assert figure.count('<g id="line2d') > 2
+    assert (finished / "adapter" / "loss.svg").read_text() == figure
+    card = (finished / "adapter" / "README.md").read_text()
+    assert f"for 6 steps to a loss of {lines[-1]['loss']:.4f}" in card
+    assert f"{lines[-1]['eval_loss']:.4f} on evaluation data" in card
+    assert 'prompt: "3+4="' in card
+    assert 'expected: "7"' in card
+    assert card.count("generated: ") == 3
+    # The last evaluation was the best one.
+    same_adapter(finished, finished, best="best")
+
+    [events] = (finished / "tensorboard").iterdir()
+    raw, place, found = events.read_bytes(), 0, []
+    while place < len(raw):
+        (length,) = struct.unpack("<Q", raw[place : place + 8])
+        event = event_pb2.Event.FromString(raw[place + 12 : place + 12 + length])
+        found += [(event.step, one.tag, one.simple_value) for one in event.summary.value]
+        place += length + 16
+    for line in lines:
+        for name in line.keys() - {"step"}:
+            assert (line["step"], name, np.float32(line[name])) in found
+
+
+@pytest.mark.slow
+def test_patience(command, capsys, tmp_path):
+    """A rate at which nothing improves; then more patience."""
+    command = [*command, "--eval-every", "1", "--learning-rate", "1e-9", "--patience", "2"]
+    assert finetune(command) == 0
+    assert "--patience: 2 evaluations without a lower loss; stopping" in told(capsys)
+    losses = [line["eval_loss"] for line in metrics(tmp_path / "run")]
+    assert len(losses) < STEPS
+    assert min(losses) == losses[-3] <= losses[-2]
+    assert finetune([*command, "--resume"]) == 0
+    assert len(metrics(tmp_path / "run")) == len(losses)
+    with Checkpoints(tmp_path / "run" / "checkpoints") as checkpoints:
+        assert checkpoints.facts(len(losses))["best"] == min(losses)
+
+
+def test_dry_run(inputs, tmp_path, capsys):
+    command = [*inputs, *OPTIONS, "--output", str(tmp_path / "run"), "--dry-run"]
+    assert finetune(command) == 0
+    output = told(capsys)
+    # 7 layers' rank-4 adapters, twice.
+    features = [(64, 64), (64, 32), (64, 32), (64, 64), (64, 128), (64, 128), (128, 64)]
+    trained = 2 * sum(4 * (a + b) + b for a, b in features)
+    assert f"of which {trained:,} are trained" in output
+    assert "81.4% of the base's, by --target model/layers/.*_proj" in output
+    assert "6 of 4 rows, 0.19 epochs" in output
+    assert "MiB base model" in output
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_memory_is_about_what_xla_takes(inputs, tmp_path):
+    options = ["--length", "256", "--batch", "4", "--accumulate", "2", "--rank", "8"]
+    args = parser().parse_args(["finetune", *inputs, *options, "--output", str(tmp_path / "run")])
+    plan = Plan(args, Console())
+    parts = training.take_apart(plan.abstract_model)
+    rows = jax.eval_shape(lambda: data.batch(plan.rows, 0, (2, 4), 0))
+    compiled = training.accumulate.lower(*parts, rows).compile().memory_analysis()
+    taken = compiled.argument_size_in_bytes + compiled.temp_size_in_bytes
+    assert 0.5 < sum(estimate.memory(plan).values()) / taken < 2
 
 
 def interrupt_at(monkeypatch, step):
@@ -324,8 +394,9 @@ def test_second_ctrl_c_interrupts():
         signal.signal(signal.SIGINT, before)
 
 
-def same_adapter(a, b):
-    ours, theirs = (load_file(one / "adapter" / "adapter_model.safetensors") for one in (a, b))
+def same_adapter(a, b, best="adapter"):
+    ours = load_file(a / "adapter" / "adapter_model.safetensors")
+    theirs = load_file(b / best / "adapter_model.safetensors")
     assert ours.keys() == theirs.keys()
     for name, array in ours.items():
         np.testing.assert_array_equal(array, theirs[name])

@@ -1,0 +1,92 @@
+"""What a run will take, told before anything is compiled."""
+
+import math
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from rich.table import Table
+
+from jax_dora.adapt.tree import find_dora_layers
+from jax_dora.finetune.plan import Plan
+
+LOSS_CHUNK = 1024  # tokens whose logits exist at a time, as in next_token_loss
+
+
+def memory(plan: Plan) -> dict[str, int]:
+    """Returns the bytes that a step holds on its device at its peak, by what they are for; about
+    right, since XLA decides on the last of them."""
+    config, args = plan.config, plan.args
+    adapters, frozen = _states(plan)
+    tokens, width = args.batch * args.length, jnp.dtype(config.dtype).itemsize
+    heads = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
+    scores = args.batch * config.num_attention_heads * args.length**2
+    if plan.changes.get("attention") == "cudnn":
+        scores = 0
+    return {
+        "base model": _nbytes(frozen),
+        # Themselves, Adam's two moments, the sum of the gradients and one micro-batch's.
+        "adapters and optimizer": 5 * _nbytes(adapters),
+        "inputs of the layers": config.num_hidden_layers * tokens * config.hidden_size * width,
+        # Forward, then backward: each value and its gradient.
+        "one layer again": 2
+        * tokens
+        * (4 * config.hidden_size + heads + 3 * config.intermediate_size)
+        * width
+        + 3 * 4 * scores,
+        "logits": 3 * 4 * min(tokens, LOSS_CHUNK) * config.vocab_size,
+    }
+
+
+def device_memory() -> int:
+    """Returns the bytes that the device has; on a CPU, the host."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def report(plan: Plan) -> Table:
+    """Returns a table of parameters, data, steps and memory."""
+    adapters, frozen = _states(plan)
+    trained, rest = _size(adapters), _size(frozen)
+    layers = [found.module for found in find_dora_layers(plan.abstract_model)]
+    covered = sum(math.prod(layer.kernel_param().shape) for layer in layers)
+    rows = plan.rows
+    step = math.prod(plan.step_rows)
+    shares = memory(plan)
+    total, there = sum(shares.values()), device_memory()
+    table = Table(show_header=False, box=None)
+    for name, told in {
+        "parameters": f"{trained + rest:,}, of which {trained:,} are trained "
+        f"({trained / (trained + rest):.2%})",
+        "adapted": f"{covered / rest:.1%} of the base's, by --target {plan.args.target}",
+        "data": f"{len(rows.tokens):,} rows of {plan.args.length:,} tokens: "
+        f"{(rows.segment_ids > 0).sum():,} tokens, {int(rows.weights.sum()):,} of them learned",
+        "steps": f"{plan.steps:,} of {step:,} rows, {plan.steps * step / len(rows.tokens):.2f} "
+        "epochs",
+        "memory": f"about {_gib(total)} of the {_gib(there)} of {jax.devices()[0].device_kind}",
+    }.items():
+        table.add_row(name, told)
+    for name, share in shares.items():
+        table.add_row("", f"{_gib(share)} {name}")
+    if total > there:
+        table.add_row("", "More than there is: lower --batch (and raise --accumulate) or --length")
+    return table
+
+
+def _states(plan: Plan) -> tuple[nnx.State, nnx.State]:
+    _, adapters, _, frozen = nnx.split(plan.abstract_model, nnx.LoRAParam, nnx.RngState, ...)
+    return adapters, frozen
+
+
+def _size(state: Any) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state))
+
+
+def _nbytes(state: Any) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 / 10 else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,96 @@
+"""What a run leaves for people to look at: a figure of the losses, samples, a model card."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax_dora
+from jax_dora.finetune.data import Example
+from jax_dora.finetune.plan import BINDING, Plan
+from jax_dora.models import CausalLM, generate
+
+SAMPLE_TOKENS = 64
+
+
+class Sample(NamedTuple):
+    """A prompt of the data, what follows there, and what the model makes of it."""
+
+    prompt: str
+    expected: str
+    generated: str
+
+
+def draw_losses(lines: list[dict[str, Any]], file: Path) -> None:
+    """Draws the losses of metrics.jsonl."""
+    from matplotlib.figure import Figure  # it takes a while, and only the end needs it
+
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot([one["step"] for one in lines], [one["loss"] for one in lines], label="training")
+    evaluated = [one for one in lines if "eval_loss" in one]
+    if evaluated:
+        steps, losses = zip(*((one["step"], one["eval_loss"]) for one in evaluated), strict=True)
+        axes.plot(steps, losses, marker="o", label="evaluation")
+    axes.set(xlabel="step", ylabel="loss, nats a token", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(file, metadata={"Date": None})
+
+
+def take_samples(plan: Plan, model: CausalLM) -> list[Sample]:
+    """Lets the model answer the first prompts of the data, by the likeliest tokens."""
+    pairs = [_cut(example) for example in plan.examples_to_show]
+    pairs = [(prompt, answer) for prompt, answer in pairs if prompt]
+    if not pairs:
+        return []
+    prompts = [prompt for prompt, _ in pairs]
+    answers = generate(jax_dora.freeze(model), prompts, SAMPLE_TOKENS, ends=plan.ends)
+    decode = plan.tokenizer.decode
+    return [
+        Sample(decode(prompt), decode(expected), decode(answer))
+        for (prompt, expected), answer in zip(pairs, answers, strict=True)
+    ]
+
+
+def write_card(plan: Plan, lines: list[dict[str, Any]], samples: list[Sample], file: Path) -> None:
+    """Writes the model card of the adapter: what it was trained on, how, and to which loss."""
+    evaluated = [one["eval_loss"] for one in lines if "eval_loss" in one]
+    settings = {name: getattr(plan.args, name) for name in BINDING}
+    settings |= {"steps": lines[-1]["step"], "rows of a step": plan.settings["rows of a step"]}
+    text = [
+        "---",
+        f"base_model: {json.dumps(str(plan.folder))}",
+        "library_name: peft",
+        "pipeline_tag: text-generation",
+        "tags: [dora, lora, jax_dora]",
+        "---",
+        "",
+        f"# A DoRA adapter for {plan.folder.name}",
+        "",
+        f"Trained by `jax-dora finetune` for {lines[-1]['step']} steps to a loss of "
+        f"{lines[-1]['loss']:.4f} nats a token"
+        + (f", {evaluated[-1]:.4f} on evaluation data." if evaluated else "."),
+        "",
+        "![losses](loss.svg)",
+        "",
+        "| setting | |",
+        "| --- | --- |",
+        *(f"| {name.replace('_', ' ')} | {value} |" for name, value in settings.items()),
+    ]
+    for one in samples:
+        shown = {"prompt": one.prompt, "expected": one.expected, "generated": one.generated}
+        text += [
+            "",
+            *(f"    {name}: {json.dumps(x, ensure_ascii=False)}" for name, x in shown.items()),
+        ]
+    file.write_text("\n".join(text) + "\n", encoding="utf-8")
+
+
+def _cut(example: Example) -> tuple[list[int], list[int]]:
+    """Returns what is read before the first tokens to learn, and these."""
+    if True not in example.learned:
+        return [], []
+    start = example.learned.index(True)
+    rest = example.learned[start:]
+    stop = start + (rest.index(False) if False in rest else len(rest))
+    return example.tokens[:start], example.tokens[start:stop]
