@@ -1,18 +1,15 @@
 """An adapter's folder, written whole or not at all."""
 
 import contextlib
-import errno
 import glob
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-from safetensors import SafetensorError
-
-from dora_common.lock import locked
+from dora_common.disk import locked, telling_of_the_disk, to_disk
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.folder import CONFIG, PICKLE, TENSORS
 
@@ -42,7 +39,7 @@ def write(
     """
     path = Path(folder)
     check_free(path, overwrite=overwrite)
-    with _telling_of_the_disk(path):
+    with telling_of_the_disk(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_stale(path)
         new = path.parent / f".{path.name}.{uuid.uuid4().hex}"
@@ -53,7 +50,7 @@ def write(
                 write_tensors(new / TENSORS)
                 (new / CONFIG).write_text(config.to_json(), encoding="utf-8")
                 for name in (TENSORS, CONFIG):
-                    _to_disk(new / name)
+                    to_disk(new / name)
                 if not _renamed(new, path):
                     with locked(path):
                         check_free(path, overwrite=overwrite)
@@ -61,8 +58,8 @@ def write(
                         (path / CONFIG).unlink(missing_ok=True)
                         (new / TENSORS).replace(path / TENSORS)
                         (new / CONFIG).replace(path / CONFIG)
-            _to_disk(path)
-            _to_disk(path.parent)
+            to_disk(path)
+            to_disk(path.parent)
         finally:
             shutil.rmtree(new, ignore_errors=True)
 
@@ -108,25 +105,3 @@ def _remove_stale(path: Path) -> None:
             if time.time() - old.stat().st_mtime > _STALE_SECONDS:
                 with locked(old, wait=False):
                     shutil.rmtree(old)
-
-
-@contextlib.contextmanager
-def _telling_of_the_disk(path: Path) -> Iterator[None]:
-    """Names the folder where an error of the disk names none."""
-    try:
-        yield
-    except SafetensorError as error:
-        full = "os error 28" in str(error)
-        raise OSError(errno.ENOSPC if full else errno.EIO, str(error), str(path)) from error
-    except OSError as error:
-        if error.errno is None or error.filename is not None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def _to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from dora_common.lock import locked
+from dora_common.disk import locked
 from jax_dora.commands.flags import (
     UsageError,
     corrections,

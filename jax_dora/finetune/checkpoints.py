@@ -1,89 +1,81 @@
-"""Checkpoints by orbax, of what training changes; the base model is in its folder."""
+"""Checkpoints of what training changes; the base model is in its folder.
 
-import errno
+Each is a folder of a safetensors file, facts in JSON, and the checksums of both, written by plain
+file calls: on a full disk a writer of many files at once would leave tasks behind that report for
+themselves.
+"""
+
 import hashlib
-import logging
-import os
-import re
+import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
-SUMS = "SHA256SUMS"  # the last file of a checkpoint, in the form of `sha256sum --check`
+from dora_common.disk import telling_of_the_disk, to_disk
+
+ARRAYS, FACTS = "arrays.safetensors", "facts.json"
+SUMS = "SHA256SUMS"  # written last, in the form of `sha256sum --check`
 
 
 class Checkpoints:
-    """The checkpoints of one run, a folder each, which count once their checksums are written."""
+    """The checkpoints of one run, by their steps. Each appears whole or not at all."""
 
     def __init__(self, folder: Path, keep: int = 1) -> None:
         """
         Args:
-          folder: made with the first checkpoint. What killed writers left in it is removed.
+          folder: made with the first checkpoint.
           keep: so many of the newest checkpoints stay.
         """
-        self.folder, self.keep = folder.absolute(), keep
-        self._checkpointer = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
-        self._remove_unfinished()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._checkpointer.close()
+        self.folder, self.keep = folder, keep
 
     def steps(self) -> list[int]:
         """Returns the steps of all checkpoints in order, sound or not."""
-        if not self.folder.is_dir():
-            return []
-        return sorted(int(one.name) for one in self.folder.iterdir() if one.name.isdecimal())
+        names = [one.name for one in self.folder.glob("*")]
+        return sorted(int(name) for name in names if name.isdecimal())
 
-    def is_finished(self, step: int) -> bool:
-        """Returns whether a checkpoint has been written to its end."""
-        return (self.folder / str(step) / SUMS).is_file()
+    def unfinished(self) -> list[Path]:
+        """Returns what writers left that were killed; the next `save` removes it."""
+        return sorted(self.folder.glob(".*.partial"))
 
     def damage(self, step: int) -> str | None:
         """Returns what is wrong with the files of a checkpoint, or None."""
         folder = self.folder / str(step)
-        if not self.is_finished(step):
-            return f"{folder} is unfinished: it has no {SUMS}"
-        lines = (folder / SUMS).read_text("utf-8", errors="replace").splitlines()
-        told = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
-        found = {str(file.relative_to(folder)): file for file in _files(folder)}
-        for name in sorted(told.keys() | found.keys()):
-            if name not in found:
+        for name in (SUMS, ARRAYS, FACTS):
+            if not (folder / name).is_file():
                 return f"{folder / name} is missing"
-            if told.get(name) != _digest(found[name]):
+        told = (folder / SUMS).read_text("utf-8", errors="replace").splitlines()
+        for line, name in zip(_sums(folder).splitlines(), (ARRAYS, FACTS), strict=True):
+            if line not in told:
                 return f"{folder / name} is damaged: it is not what {SUMS} says"
         return None
 
     def facts(self, step: int) -> dict[str, Any]:
         """Returns what `save` was given as `facts`."""
-        args = ocp.args.Composite(facts=ocp.args.JsonRestore())
-        return self._checkpointer.restore(self.folder / str(step), args=args)["facts"]
+        return json.loads((self.folder / str(step) / FACTS).read_text("utf-8"))
 
     def restore(self, step: int, like: Any) -> Any:
         """Returns the tree of arrays of a step, in the structure and with the shardings of
         `like`."""
-        named = _by_name(like)
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, named)
-        args = ocp.args.Composite(arrays=ocp.args.StandardRestore(abstract))
-        arrays = self._checkpointer.restore(self.folder / str(step), args=args)["arrays"]
-        # Orbax commits arrays to their devices. A step compiled for those would be compiled again
-        # for what it returns, where the frozen weights are not committed.
-        leaves = [
-            arrays[name] if leaf.committed else jnp.asarray(np.asarray(arrays[name]))
-            for name, leaf in named.items()
-        ]
+        with safe_open(self.folder / str(step) / ARRAYS, framework="numpy") as file:
+            # A step compiled for arrays that are committed to a device would be compiled again for
+            # what it returns, where the frozen weights are not committed.
+            leaves = [
+                jax.device_put(file.get_tensor(name), leaf.sharding)
+                if leaf.committed
+                else jnp.asarray(file.get_tensor(name))
+                for name, leaf in _by_name(like).items()
+            ]
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
     def save(self, step: int, arrays: Any, facts: dict[str, Any]) -> None:
-        """Writes a checkpoint, and removes those that are too old.
+        """Writes a checkpoint, and removes those that are too old, and later ones, which are
+        damaged, or of steps that the run has gone back from.
 
         Args:
           arrays: a tree of arrays.
@@ -92,85 +84,44 @@ class Checkpoints:
         Raises:
           OSError: it could not be written; those before it are as they were.
         """
-        # Later ones are damaged, or of steps that this run has gone back from.
+        folder, partial = self.folder / str(step), self.folder / f".{step}.partial"
+        for left in self.unfinished():
+            shutil.rmtree(left)
         for later in self.steps():
             if later >= step:
                 self._remove(later)
-        args = ocp.args.Composite(
-            arrays=ocp.args.StandardSave(_by_name(arrays)), facts=ocp.args.JsonSave(facts)
-        )
-        folder = self.folder / str(step)
-        disabled = logging.root.manager.disable
-        logging.disable(logging.CRITICAL)  # orbax logs tracebacks of what it raises
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._checkpointer.save(folder, args=args)
-            _write_sums(folder)
-        except Exception as error:
-            self._remove(step)
-            self._remove_unfinished()
-            raise OSError(*_reason(error), str(folder)) from error
-        finally:
-            logging.disable(disabled)
+            with telling_of_the_disk(folder):
+                partial.mkdir(parents=True)
+                tensors = {name: np.asarray(leaf) for name, leaf in _by_name(arrays).items()}
+                save_file(tensors, partial / ARRAYS)
+                (partial / FACTS).write_text(json.dumps(facts), "utf-8")
+                (partial / SUMS).write_text(_sums(partial), "utf-8")
+                for name in (ARRAYS, FACTS, SUMS, "."):
+                    to_disk(partial / name)
+                partial.rename(folder)
+                to_disk(self.folder)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
         for old in self.steps()[: -self.keep]:
             self._remove(old)
 
     def _remove(self, step: int) -> None:
-        folder = self.folder / str(step)
-        # Without its checksums it counts no longer, at whatever file the removal is stopped.
-        (folder / SUMS).unlink(missing_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
-
-    def _remove_unfinished(self) -> None:
-        for one in self.folder.glob("*.orbax-checkpoint-tmp*"):
-            shutil.rmtree(one, ignore_errors=True)
-        for one in self.folder.glob(f"*.{SUMS}"):
-            one.unlink()
+        # It counts no longer, at whatever file the removal is stopped.
+        partial = self.folder / f".{step}.partial"
+        (self.folder / str(step)).rename(partial)
+        shutil.rmtree(partial)
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    for file in sorted(folder.rglob("*")):
-        if file.is_file() and file.name != SUMS:
-            yield file
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _write_sums(folder: Path) -> None:
-    lines = [f"{_digest(file)}  {file.relative_to(folder)}\n" for file in _files(folder)]
-    for file in _files(folder):
-        _to_disk(file)
-    partial = folder.parent / f"{folder.name}.{SUMS}"
-    partial.write_text("".join(lines), "utf-8")
-    _to_disk(partial)
-    partial.replace(folder / SUMS)
-    _to_disk(folder)
-
-
-def _to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _reason(error: Exception) -> tuple[int, str]:
-    """Returns the number and the words of what went wrong with a file, from tensorstore's
-    message."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno, error.strerror or ""
-    text = " ".join(str(error).split())
-    code = re.search(r"os_error_code='(\d+)'", text)
-    if code is None:
-        return errno.EIO, text
-    return int(code[1]), os.strerror(int(code[1]))
+def _sums(folder: Path) -> str:
+    lines = []
+    for name in (ARRAYS, FACTS):
+        with (folder / name).open("rb") as stream:
+            lines.append(f"{hashlib.file_digest(stream, 'sha256').hexdigest()}  {name}\n")
+    return "".join(lines)
 
 
 def _by_name(tree: Any) -> dict[str, jax.Array]:
-    """Leaf by leaf: orbax need not know Flax's and optax's classes."""
     leaves = jax.tree.leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}

@@ -52,13 +52,12 @@ class Plan:
             not fit the others.
         """
         self.args, self.console = args, console
-        self.checkpoints = args.output / "checkpoints"
-        with Checkpoints(self.checkpoints) as checkpoints:
-            if not args.resume and any(map(checkpoints.is_finished, checkpoints.steps())):
-                raise FileExistsError(
-                    f"{args.output} holds a run already; pass --resume to go on with it, or "
-                    "another --output"
-                )
+        self.checkpoints = Checkpoints(args.output / "checkpoints", args.keep)
+        if not args.resume and self.checkpoints.steps():
+            raise FileExistsError(
+                f"{args.output} holds a run already; pass --resume to go on with it, or another "
+                "--output"
+            )
         if args.merge is not None and args.merge.exists():
             raise FileExistsError(f"--merge {args.merge} exists; expected a folder to be made")
         self.folder, file = self._inputs()

@@ -14,7 +14,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import jax_dora
 import jax_dora.peft
 from jax_dora.finetune import data, results, training
-from jax_dora.finetune.checkpoints import Checkpoints
 from jax_dora.finetune.guard import Interruption, LossGuard
 from jax_dora.finetune.log import Log
 from jax_dora.finetune.plan import Plan
@@ -55,27 +54,26 @@ class Run:
         """
         if not self.args.resume:
             return
-        with Checkpoints(self.plan.checkpoints) as checkpoints:
-            step = self._last_sound(checkpoints)
-            if step is None:
-                self._tell(f"--resume: {self.args.output} has no checkpoint; starting at step 1")
-                return
-            facts = checkpoints.facts(step)
-            self._check_settings(facts["settings"])
-            self._check_steps(step, facts["steps"])
-            adapters, self.state, counts = checkpoints.restore(step, self._kept())
-            moving = nnx.merge_state(self.parts.moving, counts)
-            self.parts = self.parts._replace(adapters=adapters, moving=moving)
-            self.done = self.saved = step
-            self.guard = LossGuard(facts["mean_loss"])
-            self.best, self.worse = facts["best"], facts["worse"]
-            self._tell(f"--resume: going on after step {step} of {self.plan.steps}")
+        checkpoints = self.plan.checkpoints
+        step = self._last_sound()
+        if step is None:
+            self._tell(f"--resume: {self.args.output} has no checkpoint; starting at step 1")
+            return
+        facts = checkpoints.facts(step)
+        self._check_settings(facts["settings"])
+        self._check_steps(step, facts["steps"])
+        adapters, self.state, counts = checkpoints.restore(step, self._kept())
+        moving = nnx.merge_state(self.parts.moving, counts)
+        self.parts = self.parts._replace(adapters=adapters, moving=moving)
+        self.done = self.saved = step
+        self.guard = LossGuard(facts["mean_loss"])
+        self.best, self.worse = facts["best"], facts["worse"]
+        self._tell(f"--resume: going on after step {step} of {self.plan.steps}")
 
     def train(self) -> int:
         """Trains, saves and exports; returns the exit status."""
         args, plan = self.args, self.plan
         with (
-            Checkpoints(plan.checkpoints, args.keep) as checkpoints,
             Interruption() as interruption,
             Log(args.output, self.done, tensorboard=args.tensorboard) as log,
             self._progress() as progress,
@@ -113,7 +111,7 @@ class Run:
                     last = last or self._is_out_of_patience()
                 log.add(line)
                 if last or step % args.checkpoint_every == 0:
-                    self._save(checkpoints)
+                    self._save()
                 if interruption.requested and step < plan.steps:
                     self.console.print(f"Interrupted after step {step}; {self.way_on()}")
                     return INTERRUPTED
@@ -126,14 +124,16 @@ class Run:
             return "Nothing is saved yet: the same command starts again"
         return f"Step {self.saved} is saved: the same command with --resume goes on from there"
 
-    def _last_sound(self, checkpoints: Checkpoints) -> int | None:
-        steps = checkpoints.steps()
-        for step in reversed(steps):
+    def _last_sound(self) -> int | None:
+        checkpoints = self.plan.checkpoints
+        for left in checkpoints.unfinished():
+            self._tell(f"--resume: {left} is a checkpoint that was not finished")
+        for step in reversed(checkpoints.steps()):
             damage = checkpoints.damage(step)
             if damage is None:
                 return step
             self._tell(f"--resume: {damage}")
-        if any(map(checkpoints.is_finished, steps)):
+        if checkpoints.steps():
             raise ValueError(
                 f"--resume: none of the checkpoints in {checkpoints.folder} is sound; start again "
                 "with another --output"
@@ -154,7 +154,7 @@ class Run:
         counts = nnx.filter_state(self.parts.moving, nnx.RngCount)
         return self.parts.adapters, self.state, counts
 
-    def _save(self, checkpoints: Checkpoints) -> None:
+    def _save(self) -> None:
         facts = {
             "settings": self.plan.settings,
             "steps": self.plan.steps,
@@ -162,7 +162,7 @@ class Run:
             "best": self.best,
             "worse": self.worse,
         }
-        checkpoints.save(self.done, self._kept(), facts)
+        self.plan.checkpoints.save(self.done, self._kept(), facts)
         self.saved = self.done
 
     def _evaluate(self, step: int) -> float:

@@ -20,6 +20,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from dora_common.disk import telling_of_the_disk
 from jax_dora.models.config import DecoderConfig
 from jax_dora.models.model import CausalLM
 from jax_dora.models.weights import StoredTensor, TensorToStore, stored_tensors, write_files
@@ -159,7 +160,8 @@ def save_model(
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        write_files(partial, tensors, max_file_bytes)
+        with telling_of_the_disk(folder):
+            write_files(partial, tensors, max_file_bytes)
         if tokenizer_from is not None:
             _copy_other_files(Path(tokenizer_from), partial)
         key = "torch_dtype" if "torch_dtype" in config else "dtype"

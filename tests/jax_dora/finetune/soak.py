@@ -22,10 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import matplotlib.backends.backend_svg
+import matplotlib.figure  # noqa: F401
 
-import jax_dora.commands
+import jax_dora.commands  # noqa: F401  so that no process imports it
 from dora_common import start
-from jax_dora.finetune import data
+from jax_dora.finetune import data, tiny
 
 STEPS = 4
 OPTIONS = (
@@ -49,7 +51,7 @@ class Faults:
         self.count = 0
         sys.addaudithook(self)
 
-    def __call__(self, event: str, args: tuple[Any, ...]) -> None:
+    def __call__(self, event: str, args: Any) -> None:
         if event == "open":
             flags = args[2] if len(args) > 2 and isinstance(args[2], int) else 0
             touches = bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
@@ -62,14 +64,18 @@ class Faults:
             self.act()
 
 
-def run(command: list[str], log: Path, prepare: Callable[[], Any] = lambda: None) -> int:
-    """Runs the command in a process of its own; returns its exit status, or minus a signal."""
+def run(command: list[str], prepare: Callable[[], Any] = lambda: None) -> tuple[int, str]:
+    """Runs the command in a process of its own; returns its exit status, or minus a signal, and
+    what it printed."""
+    reading, writing = os.pipe()
     child = os.fork()
     if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    with log.open("w") as stream:
-        os.dup2(stream.fileno(), 1)
-        os.dup2(stream.fileno(), 2)
+        os.close(writing)
+        with os.fdopen(reading, errors="replace") as stream:
+            printed = stream.read()
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), printed
+    for standard in (1, 2):
+        os.dup2(writing, standard)
     status = 70
     try:
         prepared = prepare()
@@ -150,19 +156,20 @@ class Soak:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.inputs: list[str] = []
-        whole = folder / "whole"
-        assert run(["--tiny", *OPTIONS, "--output", str(whole)], folder / "log") == 0, self.log()
-        self.inputs = ["--model", str(whole / "tiny-model"), "--data", str(whole / "tiny.jsonl")]
-        (folder / "eval.jsonl").write_text('{"prompt": "3+4=", "completion": "7"}\n' * 3)
+        tiny.make_tiny_data(folder / "data.jsonl", 60)
+        tiny.make_tiny_data(folder / "eval.jsonl", 3)
+        whole = ["--tiny", "--data", str(folder / "data.jsonl"), "--output", str(folder / "whole")]
+        status, log = run([*whole, *OPTIONS])
+        assert status == 0, log
+        self.inputs = ["--model", str(folder / "whole" / "tiny-model")]
+        self.inputs += ["--data", str(folder / "data.jsonl")]
         self.inputs += ["--eval-data", str(folder / "eval.jsonl"), *OPTIONS]
         again = folder / "again"
         count = lambda: Faults(again, -1, kill, stays=False)  # noqa: E731
-        assert run([*self.inputs, "--output", str(again)], folder / "log", count) == 0, self.log()
-        self.touches = int(self.log().rpartition("touched ")[2].split()[0])
+        status, log = run([*self.inputs, "--output", str(again)], count)
+        assert status == 0, log
+        self.touches = int(log.rpartition("touched ")[2].split()[0])
         self.expected = adapter_of(again)
-
-    def log(self) -> str:
-        return (self.folder / "log").read_text(errors="replace")
 
     def one(self, seed: int) -> str:
         """Lets one run suffer, and checks its end; returns what happened to it.
@@ -178,24 +185,22 @@ class Soak:
         for _ in range(chance.randint(1, 3)):
             kind, command, prepare, allowed = self._fault(output, chance)
             resume = ["--resume"] * (chance.random() < 0.8)
-            status = run([*command, *resume], self.folder / "log", prepare)
+            status, log = run([*command, *resume], prepare)
             story.append(f"{kind}{' --resume' * bool(resume)}: {status}")
-            told = f"seed {seed}: {', '.join(story)}\n{self.log()}"
-            assert "Traceback" not in self.log(), told
+            told = f"seed {seed}: {', '.join(story)}\n{log}"
+            assert "Traceback" not in log, told
             # Without --resume a run that is there is refused.
-            assert status in ({*allowed, 2} if "holds a run already" in self.log() else allowed), (
-                told
-            )
+            assert status in ({*allowed, 2} if "holds a run already" in log else allowed), told
             if output.exists() and chance.random() < 0.3:
                 story.append(damage(output, chance))
                 damaged_metrics |= "metrics" in story[-1]
         command = [*self.inputs, "--output", str(output), "--resume"]
-        status = run(command, self.folder / "log")
-        if status == 2 and "none of the checkpoints" in self.log():
+        status, log = run(command)
+        if status == 2 and "none of the checkpoints" in log:
             story.append("no sound checkpoint")
             shutil.rmtree(output)
-            status = run(command, self.folder / "log")
-        told = f"seed {seed}: {', '.join(story)}; then {status}\n{self.log()}"
+            status, log = run(command)
+        told = f"seed {seed}: {', '.join(story)}; then {status}\n{log}"
         assert status == 0, told
         assert adapter_of(output) == self.expected, told
         if not damaged_metrics:

@@ -24,7 +24,7 @@ from tensorboardX.proto import event_pb2
 import jax_dora
 import jax_dora.models as decoder
 import jax_dora.peft
-from dora_common.lock import locked
+from dora_common.disk import locked
 from jax_dora.commands import main, parser
 from jax_dora.finetune import data, estimate, guard, training
 from jax_dora.finetune.checkpoints import Checkpoints
@@ -174,8 +174,8 @@ def test_patience(command, capsys, tmp_path):
     assert min(losses) == losses[-3] <= losses[-2]
     assert finetune([*command, "--resume"]) == 0
     assert len(metrics(tmp_path / "run")) == len(losses)
-    with Checkpoints(tmp_path / "run" / "checkpoints") as checkpoints:
-        assert checkpoints.facts(len(losses))["best"] == min(losses)
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
+    assert checkpoints.facts(len(losses))["best"] == min(losses)
 
 
 def test_dry_run(inputs, tmp_path, capsys):
@@ -262,9 +262,9 @@ def test_nan_stops_and_leaves_the_last_checkpoint(command, monkeypatch, capsys, 
     assert 4 < float(found[1]) < 12
     assert "Step 2 is saved: the same command with --resume" in output
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2]
-    with Checkpoints(tmp_path / "run" / "checkpoints") as checkpoints:
-        assert checkpoints.steps() == [2]
-        assert checkpoints.facts(2)["settings"]["rank"] == 4
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
+    assert checkpoints.steps() == [2]
+    assert checkpoints.facts(2)["settings"]["rank"] == 4
     monkeypatch.setattr(training, "update", original)
     assert finetune([*command, "--resume"]) == 0
 
@@ -276,8 +276,8 @@ def test_explosion_stops(command, capsys, tmp_path):
     assert finetune([*command, *options, "--steps", "100"]) == 1
     stopped = re.search(r"Stopped: step (\d+): the", told(capsys))
     assert stopped
-    with Checkpoints(tmp_path / "run" / "checkpoints") as checkpoints:
-        assert all(step < int(stopped[1]) for step in checkpoints.steps())
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
+    assert all(step < int(stopped[1]) for step in checkpoints.steps())
 
 
 @pytest.mark.parametrize(
@@ -407,13 +407,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(finished, command
     run = tmp_path / "run"
     shutil.copytree(finished / "checkpoints", run / "checkpoints")
     shutil.copy(finished / "metrics.jsonl", run)
-    [largest, *_] = sorted(
-        (file for file in (run / "checkpoints" / "6").rglob("*") if file.is_file()),
-        key=lambda file: -file.stat().st_size,
-    )
+    largest = run / "checkpoints" / "6" / "arrays.safetensors"
     raw = bytearray(largest.read_bytes())
-    raw[len(raw) // 2 :][:4] = bytes(4)
-    largest.write_bytes(bytes(b ^ 1 for b in raw))
+    raw[-9] ^= 1
+    largest.write_bytes(raw)
     assert finetune([*command, "--resume"]) == 0
     output = told(capsys)
     assert f"--resume: {largest} is damaged" in output
@@ -422,7 +419,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(finished, command
     same_adapter(run, finished)
 
     for step in (2, 4, 6):
-        (run / "checkpoints" / str(step) / "facts" / "metadata").write_text("{}")
+        (run / "checkpoints" / str(step) / "facts.json").write_text("{}")
     assert finetune([*command, "--resume"]) == 2
     assert "none of the checkpoints in" in told(capsys)
 
