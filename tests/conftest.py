@@ -17,6 +17,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="compile for CPUs with all optimizations, as users do",
     )
+    parser.addoption(
+        "--soak-runs",
+        type=int,
+        default=5,
+        help="runs of the fine-tuning command under faults (%(default)s)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -46,7 +46,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=("bfloat16", "float32"), help="of the base; config.json's by default")
 
     add = parser.add_argument_group("adapter").add_argument
-    add("--rank", type=whole(1, 2**20), default=64, help="%(default)s")
+    add("--rank", type=whole(1, 2**20), default=64, help="columns of A (%(default)s)")
     add("--alpha", type=positive, help="half the rank by default")
     add("--rslora", action="store_true", help="scale by alpha/sqrt(rank)")
     add("--dropout", type=rate, default=0.0, help="of the adapter's input (%(default)s)")
@@ -55,7 +55,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=whole(1), help="optimizer steps; those of --epochs by default")
-    add("--epochs", type=positive, default=1.0, help="%(default)s")
+    add("--epochs", type=positive, default=1.0, help="times through the data (%(default)s)")
     add("--batch", type=whole(1, 2**20), default=1, help="rows of a micro-batch (%(default)s)")
     add(
         "--accumulate",
@@ -63,10 +63,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=8,
         help="micro-batches of a step (%(default)s)",
     )
-    add("--learning-rate", type=positive, default=1e-4, help="%(default)s")
-    add("--schedule", choices=("cosine", "linear", "constant"), default="cosine")
+    add("--learning-rate", type=positive, default=1e-4, help="its highest (%(default)s)")
+    schedules = ("cosine", "linear", "constant")
+    add("--schedule", choices=schedules, default="cosine", help="after warmup (%(default)s)")
     add("--warmup", type=whole(0), default=0, help="steps (%(default)s)")
-    add("--weight-decay", type=not_negative, default=0.0, help="%(default)s")
+    add("--weight-decay", type=not_negative, default=0.0, help="of A and B (%(default)s)")
     add("--clip", type=positive, default=1.0, help="global norm of the gradient (%(default)s)")
     seed = whole(0, 2**32 - 1)
     add("--seed", type=seed, default=0, help="of adapter, data order and dropout (%(default)s)")

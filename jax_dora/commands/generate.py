@@ -34,7 +34,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=not_negative, default=0.0, help="0 takes the likeliest (%(default)s)")
     add("--top-k", type=whole(0), default=0, help="of so many likeliest; 0 for all (%(default)s)")
     add("--top-p", type=share, default=1.0, help="of the likeliest of this share (%(default)s)")
-    add("--seed", type=whole(0, 2**32 - 1), default=0, help="%(default)s")
+    add("--seed", type=whole(0, 2**32 - 1), default=0, help="of the draws (%(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
