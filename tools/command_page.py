@@ -22,8 +22,8 @@ def page() -> str:
         "A flag's value that is out of its range ends in one line and with exit status 2. Status 1",
         "is for runs that diverge, full disks and too little memory, and 130 for Ctrl-C.",
     ]
-    [commands] = (one for one in parser()._actions if isinstance(one.choices, dict))
-    for name, command in commands.choices.items():
+    [commands] = (one.choices for one in parser()._actions if isinstance(one.choices, dict))
+    for name, command in commands.items():
         text += ["", f"## {name}", "", *_paragraphs(command.description)]
         for group in command._action_groups:
             actions = [one for one in group._group_actions if one.dest != "help"]

@@ -27,7 +27,14 @@ def run(args: argparse.Namespace) -> int:
         if args.output.exists():
             raise FileExistsError(f"--output {args.output} exists; expected a folder to be made")
         folder = base_folder(args)
-        merged, report = jax_dora.merge_dora(adapted_model(args, folder), return_report=True)
+        model = adapted_model(args, folder)
+        if model.lm_head is None and isinstance(model.model.embed_tokens, jax_dora.DoRALayer):
+            raise NotImplementedError(
+                f"--adapter {args.adapter} adapts the embedding, to which this model's head is "
+                "tied; expected the head to stay as it is, as in PEFT, which no merged folder of a "
+                "tied model can say"
+            )
+        merged, report = jax_dora.merge_dora(model, return_report=True)
         save_model(merged, args.output, read_config(folder), tokenizer_from=folder)
     print(f"The merged model is in {args.output}; what rounding cost:\n{report}")
     return 0

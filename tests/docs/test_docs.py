@@ -4,6 +4,7 @@ reference is complete."""
 import importlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -19,10 +20,12 @@ import jax_dora.peft
 import torch_dora
 import torch_dora.peft
 from jax_dora.commands import parser
+from tools import command_page
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 SNIPPET = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SHELL = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # Over 10 s each.
 SLOW = ("adapting.md", "exporting.md", "finetuning.md", "peft.md")
 SNIPPETS = {
@@ -48,8 +51,26 @@ def test_snippets_run(page, tmp_path, monkeypatch):
             exec(compile(snippet, f"{page}, snippet {number}", "exec"), namespace)
 
 
+def test_the_page_of_flags_is_the_parsers():
+    assert command_page.PAGE.read_text() == command_page.page(), "run tools/command_page.py"
+
+
+def test_commands_are_accepted():
+    """Every command that a page shows has flags and values that the parser takes."""
+    shown = [
+        shlex.split(line, comments=True)[1:]
+        for page in ("finetuning.md", "tutorial.md", "commands.md", "coming-from.md")
+        for block in SHELL.findall((DOCS / page).read_text())
+        for line in block.replace("\\\n", " ").splitlines()
+        if line.startswith("jax-dora ")
+    ]
+    assert len(shown) > 10
+    for command in shown:
+        parser().parse_args(command)
+
+
 def test_options_exist():
-    """Every option that the guide names is one of the script's."""
+    """Every option that a guide names is one of the command's."""
     [commands] = (one for one in parser()._actions if isinstance(one.choices, dict))
     known = {
         option
@@ -57,9 +78,10 @@ def test_options_exist():
         for action in command._actions
         for option in action.option_strings
     }
-    named = set(re.findall(r"--[a-z]+(?:-[a-z]+)*", (DOCS / "finetuning.md").read_text()))
-    assert named
-    assert named <= known
+    for page in ("finetuning.md", "tutorial.md", "coming-from.md"):
+        named = set(re.findall(r"--[a-z]+(?:-[a-z]+)*", (DOCS / page).read_text()))
+        assert named
+        assert named <= known
 
 
 @pytest.mark.slow

@@ -118,6 +118,16 @@ def test_inspect(model, adapter, tmp_path, capsys):
     assert "Without its base: " in capsys.readouterr().out
 
 
+def test_merge_refuses_an_embedding_that_is_the_head(model, tmp_path, capsys):
+    rule = jax_dora.DoRARule("model/embed_tokens", rank=2, alpha=2, adapt_attend=False)
+    adapted = jax_dora.apply_dora(load_model(model), rule, rngs=nnx.Rngs(0))
+    jax_dora.peft.save_adapter(adapted, tmp_path / "adapter", base_model_name_or_path=model)
+    command = ["merge", "--adapter", str(tmp_path), "--output", str(tmp_path / "merged")]
+    assert main(command) == 2
+    assert "adapts the embedding, to which this model's head is tied" in capsys.readouterr().err
+    assert not (tmp_path / "merged").exists()
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [
