@@ -14,12 +14,15 @@ from safetensors.numpy import save_file
 
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.save import Adapted, Source
+from dora_common.rules import listing
 from jax_dora.adapt.stack import take
+from jax_dora.adapt.tree import check_model, find_dora_layers
 from jax_dora.layers.call import bounded_norm
 from jax_dora.ops import check
 from jax_dora.peft.names import Names
 from jax_dora.peft.torch_view import TorchParameter, TorchView, torch_view
 from jax_dora.peft.untie import refuse_possible_heads
+from jax_dora.weights.adapter import WeightAdapter
 
 _LOG = logging.getLogger(__name__)
 
@@ -77,6 +80,7 @@ def save_adapter(
     """
     if dtype is not None and jnp.dtype(dtype) not in check.FLOATS:
         raise TypeError(f"dtype is {dtype}; expected float16, bfloat16, float32 or float64")
+    _refuse_weights(model)
     view = torch_view(model, names or Names())
     modules = _adapted_layers(view)
     _warn_of_tied_heads(modules)
@@ -118,6 +122,21 @@ def save_adapter(
     )
     refuse_possible_heads(view, config)
     source.write(folder, config, save_file, overwrite=overwrite)
+
+
+def _refuse_weights(model: nnx.Module) -> None:
+    """Refuses adapters that stand beside a weight of a module which keeps its class."""
+    check_model(model)
+    if paths := [
+        found.paths[0]
+        for found in find_dora_layers(model)
+        if isinstance(found.module, WeightAdapter)
+    ]:
+        raise NotImplementedError(
+            "PEFT's format is written of Flax's own layers alone, and these weights are read by "
+            "their modules' own code; expected none of them: merge them by merge_dora, or store "
+            f"the arrays of get_adapter:{listing(paths)}"
+        )
 
 
 def _adapted_layers(view: TorchView) -> dict[str, Any]:

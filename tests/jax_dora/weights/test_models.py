@@ -175,6 +175,11 @@ def test_dropout_drops_what_lora_a_reads(base):
     close(adapted(ids()), merge_dora(adapted)(ids()))
 
 
+def test_a_peft_folder_is_refused_by_name(adapted, tmp_path):
+    with pytest.raises(NotImplementedError, match=r"merge_dora.*\n  blocks/0\n  blocks/0/heads"):
+        jax_dora.peft.save_adapter(adapted, tmp_path / "adapter")
+
+
 class TestRegister:
     def test_a_class_in_one_line(self):
         jax_dora.register(Einsum, axes=lambda module: jax_dora.einsum_axes(module.equation))
