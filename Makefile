@@ -7,6 +7,7 @@
 
 VENV ?= .venv
 VENV_OLDEST ?= .venv-oldest
+VENV_MODELS ?= .venv-models
 PARITY_ARGS ?=
 PYTEST_ARGS ?=
 # Workers for the CPU tests; each holds jax and torch, so memory bounds their number.
@@ -27,7 +28,7 @@ SETUP := setup
 endif
 
 .PHONY: parity test test-all test-gpu test-gpus test-oldest lint types docs figures format \
-    setup setup-oldest clean
+    setup setup-oldest setup-models test-models clean
 
 parity: $(SETUP)
 	$(RUN) -m parity $(PARITY_ARGS)
@@ -36,7 +37,7 @@ test: $(SETUP)
 	$(RUN) -m pytest $(WORKERS) $(PYTEST_ARGS)
 
 test-all: $(SETUP)
-	$(RUN) -m pytest $(WORKERS) -m "not gpu and not gpus" $(PYTEST_ARGS)
+	$(RUN) -m pytest $(WORKERS) -m "not gpu and not gpus and not models" $(PYTEST_ARGS)
 	$(MAKE) test-oldest
 
 # Several processes on one GPU, none of which may reserve its memory: their time goes into the fp64
@@ -51,6 +52,10 @@ test-gpus: $(SETUP)
 # With LLVM's optimizations, as users compile.
 test-oldest: setup-oldest
 	$(VENV_OLDEST)/bin/python -m pytest $(WORKERS) --optimized $(OLDEST_TESTS) $(PYTEST_ARGS)
+
+# With the public model libraries, one of which wants older packages than ours do.
+test-models: setup-models
+	$(VENV_MODELS)/bin/python -m pytest -n 0 --optimized -m models tests/models $(PYTEST_ARGS)
 
 lint: $(SETUP)
 	$(RUN) -m ruff check .
@@ -76,5 +81,9 @@ setup:
 setup-oldest:
 	@PYTHON='$(PYTHON)' EXTRAS=$(OLDEST_EXTRAS) sh tools/setup.sh $(VENV_OLDEST) tools/oldest.txt
 
+setup-models:
+	@PYTHON='$(PYTHON)' EXTRAS=test sh tools/setup.sh $(VENV_MODELS)
+	@$(VENV_MODELS)/bin/python -m pip install --quiet -r tools/models.txt
+
 clean:
-	rm -rf $(VENV) $(VENV_OLDEST) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_OLDEST) $(VENV_MODELS) build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,148 @@
+"""Tunix's models, whole: all that products read is adapted, trains and merges."""
+
+import importlib
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import jax_dora
+from jax_dora import DoRARule, apply_dora, coverage, get_adapter, merge_dora
+from tests.models.tunix_models import EXAMPLE, MODELS, TOKENS, made, qwen3
+from tools.model_coverage import rows
+
+pytestmark = [
+    pytest.mark.models,
+    pytest.mark.filterwarnings("ignore"),  # what Tunix warns of is Tunix's
+]
+
+
+@pytest.fixture(autouse=True)
+def _as_tunix_computes():
+    """Tunix promotes ranks and dtypes as JAX does by default."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def _loss(model) -> jax.Array:
+    logits = model(*EXAMPLE)[0][:, :-1].astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, TOKENS[:, 1:]).mean()
+
+
+def _train(model, steps: int) -> list[float]:
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam)
+
+    @nnx.jit
+    def step(model, optimizer):
+        wrt = nnx.DiffState(0, nnx.LoRAParam)
+        loss, grads = nnx.value_and_grad(_loss, argnums=wrt)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    return [float(step(model, optimizer)) for _ in range(steps)]
+
+
+def _difference(one, other) -> float:
+    peak = float(jnp.abs(other).max())
+    return float(jnp.abs(one.astype(jnp.float32) - other.astype(jnp.float32)).max()) / peak
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_whole_model_trains_and_merges(name):
+    base = made(name)
+    table = coverage(base, *EXAMPLE)
+    assert table.count("adaptable") == len(table.weights)
+    assert not any(one.merged_bytes for one in table.weights)
+    rules = [DoRARule("all-linear", 4, 8), DoRARule(".*embed.*", 4, 8)]
+    model = apply_dora(base, rules, rngs=nnx.Rngs(1), example=EXAMPLE)
+    expected = {one.path for one in table.weights if one.path != "lm_head"}
+    assert get_adapter(model).arrays.keys() == expected
+    logits = base(*EXAMPLE)[0]
+    # bf16 activations round each of a few sums once more.
+    close = 0.03 if logits.dtype == jnp.bfloat16 or name == "Gemma3" else 2e-5
+    assert _difference(model(*EXAMPLE)[0], logits) <= close
+
+    wrt = nnx.DiffState(0, nnx.LoRAParam)
+    _train(model, 1)  # lora_b leaves zero
+    grads = nnx.grad(_loss, argnums=wrt)(model)
+    dead = [path for path, one in nnx.to_flat_state(grads) if not bool(jnp.any(one[...] != 0))]
+    assert not dead
+    before = nnx.to_flat_state(nnx.state(base, nnx.Param))
+    losses = _train(model, 19)
+    assert losses[-1] < losses[0]
+    after = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+    assert all(jnp.array_equal(one[...], after[path][...]) for path, one in before)
+    merged = merge_dora(model)
+    assert type(merged) is type(base)
+    assert _difference(merged(*EXAMPLE)[0], model(*EXAMPLE)[0]) <= close
+
+
+def test_registrations_alone_reach_all_of_qwen3():
+    table = coverage(qwen3())
+    assert table.count("adaptable") == len(table.weights)
+    model = apply_dora(qwen3(), DoRARule("all-linear", 4, 8), rngs=nnx.Rngs(1))
+    assert len(get_adapter(model).arrays) == 7
+
+
+def test_a_cache_is_filled_as_by_the_base():
+    base = qwen3()
+    model = apply_dora(base, DoRARule("all-linear", 4, 8), rngs=nnx.Rngs(1))
+    tokens, positions, _, mask = EXAMPLE
+    results = []
+    for one in (base, model):
+        cache = one.init_cache(2, 5, jnp.float32)
+        results.append(one(tokens, positions, cache, mask))
+    for one, other in zip(*map(jax.tree.leaves, results), strict=True):
+        assert _difference(one, other) <= 2e-5 if jnp.abs(other).max() else True
+
+
+def test_peft_trainer_trains_checkpoints_and_resumes(tmp_path):
+    peft_trainer = importlib.import_module("tunix.sft.peft_trainer")
+
+    def trainer(steps):
+        model = apply_dora(made("Qwen3"), DoRARule("all-linear", 4, 8), rngs=nnx.Rngs(1))
+        config = peft_trainer.TrainingConfig(
+            eval_every_n_steps=100, max_steps=steps, checkpoint_root_directory=str(tmp_path)
+        )
+        made = peft_trainer.PeftTrainer(model, optax.adam(1e-2), config)
+        made.with_gen_model_input_fn(
+            lambda batch: {
+                "input_tokens": batch.input_tokens,
+                "input_mask": batch.input_mask,
+                "positions": EXAMPLE[1],
+                "attention_mask": EXAMPLE[3],
+            }
+        )
+        return made
+
+    batch = peft_trainer.TrainingInput(
+        input_tokens=TOKENS, input_mask=jnp.ones_like(TOKENS, dtype=bool)
+    )
+    first = trainer(6)
+    start = float(_loss(first.model))
+    first.train([batch] * 6)
+    first.close()
+    assert float(_loss(first.model)) < start
+    second = trainer(8)
+    for one, other in zip(
+        *(jax.tree.leaves(get_adapter(one.model).arrays) for one in (first, second)), strict=True
+    ):
+        assert jnp.array_equal(one, other)
+    second.train([batch] * 8)
+    assert float(_loss(second.model)) < float(_loss(first.model))
+    assert jax_dora.coverage(second.model).count("adapted") == 7
+
+
+def test_the_page_has_the_table_and_its_recipe_runs():
+    page = (Path(__file__).parents[2] / "docs" / "your_model.md").read_text()
+    found = re.search(r"<!-- coverage.*?\| --- \|\n(.*?)\n<!-- end -->", page, re.DOTALL)
+    assert found is not None
+    assert found[1].splitlines() == list(rows())
+    [recipe] = re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    names = {"jax_dora": jax_dora, "nnx": nnx, "DoRARule": DoRARule}
+    exec(compile(recipe, "your_model.md", "exec"), names)
+    assert len(get_adapter(names["model"]).arrays) == 14
