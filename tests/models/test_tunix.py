@@ -108,8 +108,8 @@ def test_peft_trainer_trains_checkpoints_and_resumes(tmp_path):
         config = peft_trainer.TrainingConfig(
             eval_every_n_steps=100, max_steps=steps, checkpoint_root_directory=str(tmp_path)
         )
-        made = peft_trainer.PeftTrainer(model, optax.adam(1e-2), config)
-        made.with_gen_model_input_fn(
+        trainer_ = peft_trainer.PeftTrainer(model, optax.adam(1e-2), config)
+        trainer_.with_gen_model_input_fn(
             lambda batch: {
                 "input_tokens": batch.input_tokens,
                 "input_mask": batch.input_mask,
@@ -117,7 +117,7 @@ def test_peft_trainer_trains_checkpoints_and_resumes(tmp_path):
                 "attention_mask": EXAMPLE[3],
             }
         )
-        return made
+        return trainer_
 
     batch = peft_trainer.TrainingInput(
         input_tokens=TOKENS, input_mask=jnp.ones_like(TOKENS, dtype=bool)
