@@ -57,7 +57,7 @@ def test_a_whole_model_trains_and_merges(name):
     table = coverage(base, *EXAMPLE)
     assert table.count("adaptable") == len(table.weights)
     assert not any(one.merged_bytes for one in table.weights)
-    rules = [DoRARule("all-linear", 4, 8), DoRARule(".*embed.*", 4, 8)]
+    rules = [DoRARule("all-linear", 4, 8), DoRARule(r"embedder(/per_layer_input_embedding)?", 4, 8)]
     model = apply_dora(base, rules, rngs=nnx.Rngs(1), example=EXAMPLE)
     expected = {one.path for one in table.weights if one.path != "lm_head"}
     assert get_adapter(model).arrays.keys() == expected
