@@ -125,7 +125,8 @@ def remat_policy(*names: str) -> Callable[..., bool]:
 
     That is every layer's norm: f32[out], which depends on no activation, so that keeping it costs
     next to nothing and saves the backward pass one reading of every kernel. And, of the layers with
-    `keep_inner=True`, x (kernel + s·lora_a lora_b), as large as the layer's result.
+    `keep_inner=True`, the result, or under a bias and in fp16 x (kernel + s·lora_a lora_b), which
+    is as large.
 
     The last projection of a rematerialised block is where `keep_inner` is worth a thought. Nothing
     in the block reads its result, so a plain or a LoRA layer is not computed again there; a DoRA

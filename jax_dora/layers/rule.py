@@ -27,8 +27,8 @@ class DoRARule(Rule):
       use_rslora: or alpha / sqrt(rank).
       dropout: the probability of dropping an input in training; 0 for embeddings, which read no
         activation.
-      keep_inner: whether `jax_dora.remat_policy` keeps x (kernel + s·lora_a lora_b), as large as
-        the layer's result, which only the magnitude's gradient reads; for linear layers.
+      keep_inner: whether `jax_dora.remat_policy` keeps what the magnitude's gradient reads: the
+        result, or under a bias and in fp16 x (kernel + s·lora_a lora_b); for linear layers.
       dropout_mode: "adapter" drops what lora_a reads, as LoRA does; "input" drops what the whole
         correction reads, as PEFT's DoRA does, at the cost of a second product with the kernel.
       adapter_dtype: the dtype of lora_a and lora_b. It never changes the dtype of the result.

@@ -7,10 +7,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import canonicalize_dtype
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_dora import ops
+from jax_dora.layers.base import DoRALayer
 from jax_dora.layers.call import dropout_of_call
 from jax_dora.layers.linear import DoRALinear, operands
+from jax_dora.ops.projection import RESULT_NAME
 
 
 def swiglu(
@@ -53,7 +56,7 @@ def swiglu(
     if out_sharding is not None or not alike:
         given = {"out_sharding": out_sharding, "deterministic": deterministic, "rngs": rngs}
         given = {name: value for name, value in given.items() if value is not None}
-        gated, other = (layer(inputs, **_taken(layer, given)) for layer in (gate, up))
+        gated, other = (_called(layer, inputs, given) for layer in (gate, up))
         if other.shape != gated.shape:
             raise ValueError(
                 f"up's result has shape {other.shape}; expected gate's, {gated.shape}: both layers "
@@ -63,6 +66,11 @@ def swiglu(
     gate_inner, gate_g, gate_bias = _parts(gate, inputs, deterministic, rngs)
     up_inner, up_g, up_bias = _parts(up, inputs, deterministic, rngs)
     return ops.swiglu(gate_inner, up_inner, gate_g, up_g, gate_bias=gate_bias, up_bias=up_bias)
+
+
+def _called(layer: Any, inputs: jax.Array, given: dict[str, Any]) -> jax.Array:
+    result = layer(inputs, **_taken(layer, given))
+    return result if isinstance(layer, DoRALayer) else checkpoint_name(result, RESULT_NAME)
 
 
 def _taken(layer: Any, options: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from flax.typing import Dtype
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_KINDS = ("default", "linear", "llama3")
+# Fields of a `DecoderConfig` that config.json does not decide.
+COMPUTATION = ("dtype", "attention", "remat", "memory", "unroll")
 DTYPES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32}
 
 
@@ -63,8 +65,13 @@ class DecoderConfig:
       dtype: of parameters and activations. Norms, rotations and losses compute in fp32.
       attention: `implementation` of `jax.nn.dot_product_attention`; "cudnn" is the fast one on a
         GPU, for bf16 and fp16.
-      remat: recompute each layer in the backward pass, keeping its input and what
-        `jax_dora.remat_policy` says.
+      remat: recompute in the backward pass what a layer has not kept: kept are its input, what
+        `jax_dora.remat_policy` says, and what `memory` has room for. False keeps all.
+      memory: the GiB of activations to keep beyond that, over all layers and in equal shares; those
+        are chosen whose recomputation takes longest. "auto" takes what the device has free when
+        the program is traced, None nothing.
+      unroll: put the layers one after the other into the program, instead of one into a loop: some
+        per cent faster, for nothing is stacked, and longer to compile by as many layers.
     """
 
     vocab_size: int
@@ -84,6 +91,8 @@ class DecoderConfig:
     dtype: Dtype = jnp.bfloat16
     attention: Literal["xla", "cudnn"] | None = None
     remat: bool = True
+    memory: float | Literal["auto"] | None = None
+    unroll: bool = False
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], **changes: Any) -> Self:
@@ -91,7 +100,7 @@ class DecoderConfig:
 
         Args:
           config: the parsed file.
-          **changes: fields to set otherwise: dtype, attention, remat.
+          **changes: fields to set otherwise: dtype, attention, remat, memory, unroll.
 
         Raises:
           NotImplementedError: the model is of another family, or uses what this decoder has not.

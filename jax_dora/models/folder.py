@@ -21,7 +21,7 @@ from flax import nnx
 from jax import lax
 
 from dora_common.disk import telling_of_the_disk
-from jax_dora.models.config import DecoderConfig
+from jax_dora.models.config import COMPUTATION, DecoderConfig
 from jax_dora.models.model import CausalLM
 from jax_dora.models.weights import StoredTensor, TensorToStore, stored_tensors, write_files
 
@@ -90,7 +90,7 @@ def load_model(
       sharding: of every array, or a function of its path and shape; the default device if not
         given. Each device reads only its part.
       **changes: fields of `DecoderConfig` to set otherwise than config.json: dtype, attention,
-        remat.
+        remat, memory, unroll.
 
     Raises:
       FileNotFoundError, ValueError: a file or a tensor is missing, damaged, of another shape than
@@ -145,7 +145,7 @@ def save_model(
         raise FileExistsError(f"{folder} exists already; expected a new or an empty folder")
     dtype = jnp.dtype(model.config.dtype)
     described = DecoderConfig.from_hf(
-        config, dtype=model.config.dtype, attention=model.config.attention, remat=model.config.remat
+        config, **{name: getattr(model.config, name) for name in COMPUTATION}
     )
     if described != model.config:
         raise ValueError(f"config describes {described}; expected the model's {model.config}")

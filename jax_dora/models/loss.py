@@ -2,13 +2,17 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
-from jax_dora.models.model import CausalLM
+import jax_dora
+from jax_dora.models.model import CausalLM, logits_of
+from jax_dora.ops import residuals
 
 
 class Loss(NamedTuple):
@@ -38,7 +42,7 @@ def last_tokens_loss(
     hidden = model.model(tokens[:, :-1])[:, -last:]
     targets = tokens[:, -last:]
     weights = jnp.ones(targets.shape, jnp.float32)
-    return _cross_entropy(model.logits, hidden, targets, weights, chunk)
+    return _cross_entropy(model, hidden, targets, weights, chunk)
 
 
 def next_token_loss(
@@ -63,54 +67,120 @@ def next_token_loss(
       chunk: tokens whose logits exist at a time; all of them if None.
     """
     hidden = model.model(tokens, positions, segment_ids)
-    return _cross_entropy(model.logits, hidden, targets, weights, chunk)
+    return _cross_entropy(model, hidden, targets, weights, chunk)
 
 
 def _cross_entropy(
-    head: Callable[[jax.Array], jax.Array],
+    model: CausalLM,
     hidden: jax.Array,
     targets: jax.Array,
     weights: jax.Array,
     chunk: int | None,
 ) -> Loss:
+    head = model.head()
+    if isinstance(head, jax_dora.DoRALayer) and head.dropout and not head.dropout.deterministic:
+        raise NotImplementedError(
+            f"the head's adapter drops at rate {head.dropout.rate}, which the loss does not take; "
+            "expected a rule without dropout for lm_head, or model.eval()"
+        )
+    graphdef, arrays = nnx.split(head)
     hidden = hidden.reshape(-1, hidden.shape[-1])
     targets, weights = targets.reshape(-1), weights.reshape(-1).astype(jnp.float32)
     count = targets.shape[0]
-    weight = jnp.sum(weights)
-    if chunk is None or chunk >= count:
-        return Loss(_chunk_total(head, hidden, targets, weights), weight)
+    chunk = count if chunk is None else min(chunk, count)
+    total = _total(graphdef, chunk, arrays, hidden, targets, weights)
+    return Loss(total, jnp.sum(weights))
 
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _total(
+    head: nnx.GraphDef[Any],
+    chunk: int,
+    arrays: nnx.State,
+    hidden: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+) -> jax.Array:
+    """Returns the weighted sum of the cross-entropies of hidden [count, features].
+
+    The gradient is taken chunk by chunk in the same pass, so that logits are computed once: that of
+    `hidden`, and in fp32 those of the head's arrays that are differentiated.
+    """
+    chunks, _ = _in_chunks(chunk, hidden, targets, weights)
+
+    def add(total: jax.Array, one: Any) -> tuple[jax.Array, None]:
+        found = _unless_weightless(functools.partial(_chunk_total, head, arrays), one)
+        return total + found, None
+
+    return lax.scan(add, jnp.zeros((), jnp.float32), chunks)[0]
+
+
+def _total_fwd(head: nnx.GraphDef[Any], chunk: int, arrays: Any, *others: Any) -> tuple[Any, Any]:
+    given, tree = jax.tree.flatten(arrays)
+    hidden, targets, weights = (one.value for one in others)
+    chunks, inverse = _in_chunks(chunk, hidden, targets, weights)
+    trained = {i: leaf.value for i, leaf in enumerate(given) if leaf.perturbed}
+
+    def total_of(trained: dict[int, jax.Array], *one: jax.Array) -> jax.Array:
+        leaves = [trained.get(i, leaf.value) for i, leaf in enumerate(given)]
+        return _chunk_total(head, jax.tree.unflatten(tree, leaves), *one)
+
+    gradient = jax.value_and_grad(total_of, argnums=(0, 1))
+
+    def add(carry: Any, one: Any) -> tuple[Any, jax.Array]:
+        total, (d_trained, d_hidden) = _unless_weightless(functools.partial(gradient, trained), one)
+        return jax.tree.map(jnp.add, carry, (total, d_trained)), d_hidden
+
+    zeros = {i: jnp.zeros(leaf.shape, jnp.float32) for i, leaf in trained.items()}
+    (total, d_trained), d_hidden = lax.scan(add, (jnp.zeros((), jnp.float32), zeros), chunks)
+    d_hidden = d_hidden.reshape(-1, hidden.shape[-1])[inverse]
+    found = [
+        d_trained[i].astype(leaf.value.dtype) if i in trained else None
+        for i, leaf in enumerate(given)
+    ]
+    return total, residuals.pack((jax.tree.unflatten(tree, found), d_hidden))
+
+
+def _total_bwd(head: nnx.GraphDef[Any], chunk: int, packed: Any, ct: Any) -> tuple[Any, ...]:
+    def scaled(leaf: jax.Array | None) -> jax.Array | None:
+        return None if leaf is None else (ct * leaf.astype(jnp.float32)).astype(leaf.dtype)
+
+    d_arrays, d_hidden = residuals.unpack(packed)
+    if isinstance(ct, SymbolicZero):
+        return None, None, None, None
+    d_arrays = jax.tree.map(scaled, d_arrays, is_leaf=lambda leaf: leaf is None)
+    return d_arrays, scaled(d_hidden), None, None
+
+
+_total.defvjp(_total_fwd, _total_bwd, symbolic_zeros=True)
+
+
+def _in_chunks(chunk: int, hidden: jax.Array, targets: jax.Array, weights: jax.Array) -> Any:
+    """Returns the three as [chunks, chunk, ...], tokens of weight 0 last, and where each token has
+    gone."""
+    count = targets.shape[0]
     order = jnp.argsort(weights == 0, stable=True)
     # Padding repeats the first token at weight 0.
     order = jnp.concatenate((order, jnp.zeros((-count % chunk,), order.dtype)))
     weights = weights[order].at[count:].set(0).reshape(-1, chunk)
     hidden = hidden[order].reshape(-1, chunk, hidden.shape[-1])
-    targets = targets[order].reshape(-1, chunk)
+    return (hidden, targets[order].reshape(-1, chunk), weights), jnp.argsort(order[:count])
 
-    # Around the cond: what leaves a branch to be kept would be kept for every chunk, and the head's
-    # kernel is among it.
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def one_chunk(hidden, targets, weights):
-        return lax.cond(
-            jnp.any(weights != 0),
-            lambda: _chunk_total(head, hidden, targets, weights),
-            lambda: jnp.zeros((), jnp.float32),
-        )
 
-    def add(total, chunk):
-        return total + one_chunk(*chunk), None
-
-    total, _ = lax.scan(add, jnp.zeros((), jnp.float32), (hidden, targets, weights))
-    return Loss(total, weight)
+def _unless_weightless(function: Callable[..., Any], chunk: Any) -> Any:
+    """Returns function(*chunk), or zeros where no token of the chunk has a weight."""
+    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(function, *chunk))
+    return lax.cond(jnp.any(chunk[-1] != 0), lambda: function(*chunk), lambda: zeros)
 
 
 def _chunk_total(
-    head: Callable[[jax.Array], jax.Array],
+    head: nnx.GraphDef[Any],
+    arrays: Any,
     hidden: jax.Array,
     targets: jax.Array,
     weights: jax.Array,
 ) -> jax.Array:
-    logits = head(hidden).astype(jnp.float32)
+    logits = logits_of(nnx.merge(head, arrays, copy=True), hidden).astype(jnp.float32)
     target_logits = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
     cross_entropy = jax.nn.logsumexp(logits, axis=-1) - target_logits
     # A token that does not count may have any loss, infinity included.

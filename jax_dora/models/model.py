@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 import jax_dora
-from jax_dora.models import rope
+from jax_dora.models import activations, rope
 from jax_dora.models.cache import Cache, LayerCache
 from jax_dora.models.config import DecoderConfig
+from jax_dora.ops.projection import RESULT_NAME
 
 # Called like nnx.Linear, which it is unless a model is defined with adapters in it.
 MakeLinear = Callable[..., Any]
@@ -62,9 +64,10 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, LayerCache | None]:
         config = self.config
         per_head = (*x.shape[:2], -1, config.head_dim)
-        q = self.q_proj(x).reshape(per_head)
-        k = self.k_proj(x).reshape(per_head)
-        v = self.v_proj(x).reshape(per_head)
+        q, k, v = (
+            _project(layer, x).reshape(per_head)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
         if config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rope.rotate(q, *angles), rope.rotate(k, *angles)
@@ -77,7 +80,7 @@ class Attention(nnx.Module):
         attended = jax.nn.dot_product_attention(
             q, k, v, mask=mask, is_causal=memory is None, implementation=implementation
         )
-        return self.o_proj(attended.reshape(*x.shape[:2], -1)), memory
+        return _project(self.o_proj, attended.reshape(*x.shape[:2], -1)), memory
 
 
 class MLP(nnx.Module):
@@ -91,7 +94,8 @@ class MLP(nnx.Module):
         self.down_proj = linear(intermediate, hidden, **options)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down_proj(jax_dora.swiglu(self.gate_proj, self.up_proj, x))
+        gated = jax_dora.swiglu(self.gate_proj, self.up_proj, x)
+        return _project(self.down_proj, checkpoint_name(gated, activations.GATED))
 
 
 class DecoderLayer(nnx.Module):
@@ -108,9 +112,11 @@ class DecoderLayer(nnx.Module):
         mask: jax.Array | None,
         memory: LayerCache | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
-        attended, memory = self.self_attn(self.input_layernorm(x), angles, mask, memory)
+        normed = checkpoint_name(self.input_layernorm(x), activations.NORMED)
+        attended, memory = self.self_attn(normed, angles, mask, memory)
         x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x)), memory
+        normed = checkpoint_name(self.post_attention_layernorm(x), activations.NORMED)
+        return x + self.mlp(normed), memory
 
 
 class Decoder(nnx.Module):
@@ -142,10 +148,10 @@ class Decoder(nnx.Module):
         if segment_ids is not None:
             mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
         angles = rope.angles(self.config.rope, self.config.head_dim, positions)
-        x = self._scan(self.embed_tokens(tokens), angles, mask)
+        x = self._run(self.embed_tokens(tokens), angles, mask)
         return self.norm(x)
 
-    def _scan(
+    def _run(
         self, x: jax.Array, angles: tuple[jax.Array, jax.Array], mask: jax.Array | None
     ) -> jax.Array:
         # Dropout streams count their calls; everything else a layer only reads.
@@ -155,11 +161,19 @@ class Decoder(nnx.Module):
             layer = nnx.merge(graphdef, *state)
             return layer(x, angles, mask)[0], nnx.state(layer, nnx.RngState)
 
-        if self.config.remat:
+        config = self.config
+        if config.remat:
+            kept = activations.policy(activations.plan(config, *x.shape[:2]))
             # Inside a scan no common subexpressions can undo the rematerialisation.
-            policy = jax_dora.remat_policy()
-            one_layer = jax.checkpoint(one_layer, policy=policy, prevent_cse=False)
-        x, streams = lax.scan(one_layer, x, (streams, arrays))
+            one_layer = jax.checkpoint(one_layer, policy=kept, prevent_cse=config.unroll)
+        if config.unroll:
+            counted = []
+            for state in _unstacked((streams, arrays), config.num_hidden_layers):
+                x, stream = one_layer(x, state)
+                counted.append(stream)
+            streams = jax.tree.map(lambda *counts: jnp.stack(counts), *counted)
+        else:
+            x, streams = lax.scan(one_layer, x, (streams, arrays))
         nnx.update(self.layers, streams)
         return x
 
@@ -254,11 +268,19 @@ class CausalLM(nnx.Module):
         """
         return self.model.extend(tokens, cache, counts)
 
+    def head(self) -> nnx.Module:
+        """Returns the layer that `logits_of` makes logits with."""
+        return self.model.embed_tokens if self.lm_head is None else self.lm_head
+
     def logits(self, hidden: jax.Array) -> jax.Array:
         """The head: [..., hidden] to [..., vocab]."""
-        if self.lm_head is None:
-            return self.model.embed_tokens.attend(hidden)
-        return self.lm_head(hidden)
+        return logits_of(self.head(), hidden)
+
+
+def logits_of(head: Any, hidden: jax.Array) -> jax.Array:
+    """Returns the logits [..., vocab] of hidden [..., hidden]; an embedding's transpose is a head
+    too."""
+    return head.attend(hidden) if isinstance(head, nnx.Embed) else head(hidden)
 
 
 def make_model(
@@ -285,6 +307,19 @@ def _stacked_layers(config: DecoderConfig, linear: MakeLinear, rngs: nnx.Rngs) -
     keys = jax.random.split(rngs.params(), config.num_hidden_layers)
     graphdef = nnx.graphdef(nnx.eval_shape(make, keys[0]))
     return nnx.merge(graphdef, lax.map(lambda key: nnx.state(make(key)), keys))
+
+
+def _project(layer: Any, x: jax.Array) -> jax.Array:
+    """Returns layer(x), which carries `RESULT_NAME`; a DoRA layer gives that name itself."""
+    result = layer(x)
+    return result if isinstance(layer, jax_dora.DoRALayer) else checkpoint_name(result, RESULT_NAME)
+
+
+def _unstacked(tree: Any, count: int) -> list[Any]:
+    """Returns the layers of a stack. Their gradients are put together again by one copy."""
+    leaves, structure = jax.tree.flatten(tree)
+    parts = [[part[0] for part in lax.split(leaf, [1] * count)] for leaf in leaves]
+    return [structure.unflatten(layer) for layer in zip(*parts, strict=True)]
 
 
 def _options(config: DecoderConfig, use_bias: bool, rngs: nnx.Rngs) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """Compose: base and adapter results into the result of the DoRA layer.
 
-    y  = base + ((g-1)∘base + g∘(s·lora))          ΔY = (g-1)∘base + g∘(s·lora)
+    y  = g∘inner        ΔY = (g-1)∘base + g∘(s·lora)        inner = base + s·lora
 
 (arXiv 2603.22276, section 4; base, lora [..., out], g [out].) In trained adapters g lies within
-about 0.002 of 1, so g-1 is taken in fp32 and everything is rounded once, at the end. With
-inner = base + s·lora, the gradients are
+about 0.002 of 1, so ΔY takes g-1 in fp32; y needs none, for it is base + ΔY, rounded once, at the
+end, and exact to fp32's own precision at any g. The gradients are
 
     d_base = g∘dy  ((g-1)∘dy for ΔY)     d_lora = s·g∘dy     d_g = Σ_rows dy∘inner
 
@@ -37,7 +37,8 @@ def compose(
     *,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Returns y = base + ((g-1)·base + g·(scale·lora)), evaluated in fp32 and rounded once.
+    """Returns y = base + ((g-1)·base + g·(scale·lora)), as g·(base + scale·lora), evaluated in fp32
+    and rounded once.
 
     Args:
       base: [..., out], the frozen projection's result without its bias.
@@ -119,9 +120,7 @@ def define(base, lora, g, scale, bias=None, *, delta: bool, want_inner: bool):
     y = inner
     if g is not None:
         g = per_feature(g, wide)
-        y = (g - 1) * wide + g * scaled
-        if not delta:
-            y = wide + y
+        y = (g - 1) * wide + g * scaled if delta else g * inner
     if bias is not None:
         y = y + per_feature(bias, wide)
     return y.astype(base.dtype), inner.astype(base.dtype) if want_inner else None

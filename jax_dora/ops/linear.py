@@ -1,6 +1,6 @@
 """A whole adapted projection on any mesh, y = x W' + bias (arXiv 2603.22276, section 2).
 
-    y = base + ((g-1)∘base + g∘(s·lora)) + bias      base = xW      lora = xAB
+    y = g∘(base + s·lora) + bias      base = xW      lora = xAB
 
 `lora_linear` is inner = x (W + s·A B) alone, as if g were 1.
 """
@@ -22,7 +22,7 @@ from jax_dora.ops.compose import compose_delta, per_feature
 from jax_dora.ops.dropout import Dropout, drop
 from jax_dora.ops.norm import factored_norm, magnitude_scale, norm_implementation
 from jax_dora.ops.operands import Projection
-from jax_dora.ops.projection import INNER_NAME, Options, dot_general, projection
+from jax_dora.ops.projection import INNER_NAME, RESULT_NAME, Options, dot_general, projection
 
 NORM_NAME = "dora_norm"
 
@@ -60,9 +60,9 @@ def dora_linear(
         call; x's gradient, and mode "input", are XLA's.
       precision: of the matrix products with x, as in `jax.lax.dot_general`.
       dropout: of x, in training; its mask is never in memory, see `jax_dora.ops.Dropout`.
-      keep_inner: names x (kernel + scale·lora_a lora_b) [..., out], which only the magnitude's
-        gradient reads, so that `jax_dora.remat_policy()` keeps it. Mode "input" of dropout has no
-        such array, and ignores this.
+      keep_inner: names what the magnitude's gradient reads, so that `jax_dora.remat_policy()` keeps
+        it: the result, or under a bias and in fp16 x (kernel + scale·lora_a lora_b) [..., out]. Mode
+        "input" of dropout has no such array, and ignores this.
 
     Returns:
       [..., out] in the dtype that x and kernel promote to; adapters of a wider dtype are cast to it
@@ -127,7 +127,7 @@ def lora_linear(
     options = Options("lora_linear", implementation, _precision(precision), rate, mode, False)
     operands = Projection(x, kernel, lora_a, lora_b, None, check.scale_array(scale), None, seed)
     inner = _on_mesh(options, operands)(operands)
-    return jnp.asarray(checkpoint_name(inner, INNER_NAME)) if keep_inner else inner
+    return jnp.asarray(checkpoint_name(inner, INNER_NAME if keep_inner else RESULT_NAME))
 
 
 def _on_mesh(options: Options, operands: Projection) -> Callable[[Projection], jax.Array]:

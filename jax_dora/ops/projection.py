@@ -2,11 +2,14 @@
 
 With z = x (s·A), d = g∘dy and g from `magnitude_scale`:
 
-    y  = base + ((g-1)∘base + g∘zB) + bias     dz = d Bᵀ     dx = d Wᵀ + dz (s·A)ᵀ
+    y  = g∘(base + zB) + bias     dz = d Bᵀ     dx = d Wᵀ + dz (s·A)ᵀ
     dA = s·(xᵀ dz)     dB = zᵀ d     d_g = Σ_rows dy∘(base + zB)     dbias = Σ_rows dy
 
 s is multiplied into A, once and in fp32, so that what is gathered or summed over devices is one
 array for both directions, and no wider than the activations.
+
+inner = base + zB is y / g, so that d_g takes Σ_rows dy∘y / g and nothing beside y is kept for it;
+under a bias, and in fp16, whose range is short, inner is kept.
 
 The order never makes an [in, out] product, but for the kernel's own gradient, xᵀ d, which is
 computed only where somebody differentiates it.
@@ -41,6 +44,9 @@ from jax_dora.ops.reduction import REDUCE, REDUCE_BACK, Reducing, Reduction, dot
 from jax_dora.ops.shard import Op, Shard
 
 INNER_NAME = "dora_inner"
+RESULT_NAME = "dora_result"
+# A smaller g counts as one of this size: a result would lose bits of inner.
+LEAST_G = 2.0**-40
 
 
 class Options(NamedTuple):
@@ -161,8 +167,22 @@ BACK = Op("project_back", _back, Back("t o", "i o", "t r", "i r"), ("t i",), con
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def projection(options: Options, operands: Projection) -> jax.Array:
     """Returns y, or inner where g is None."""
+    operands = _divisible(operands)
     scaled = _scaled_lora_a(operands)
     return primitive.call(FORWARD, *_reduced(options, operands, scaled, want_inner=False))[0]
+
+
+def _told_by_result(operands: Projection) -> bool:
+    """Returns whether inner is y / g to inner's own precision, so that y alone is kept."""
+    return operands.bias is None and operands.kernel.dtype != jnp.float16
+
+
+def _divisible(operands: Projection) -> Projection:
+    """Returns operands whose g, where the gradient divides by it, is at least `LEAST_G` in size."""
+    g = operands.g
+    if g is None or not _told_by_result(operands):
+        return operands
+    return operands._replace(g=jnp.where(jnp.abs(g) < LEAST_G, jnp.copysign(LEAST_G, g), g))
 
 
 def _scaled_lora_a(operands: Projection) -> jax.Array:
@@ -192,16 +212,18 @@ def _reducing(options: Options, x: jax.Array) -> Reducing:
 def _projection_fwd(options: Options, primals: Any) -> tuple[jax.Array, Any]:
     operands, wanted = residuals.values(primals), residuals.wanted(primals)
     refuse_scale_gradient(wanted.scale)
-    scaled = _scaled_lora_a(operands)
-    static, reduced = _reduced(options, operands, scaled, want_inner=wanted.g is not None)
+    operands = _divisible(operands)
+    told = _told_by_result(operands)
+    scaled, want_inner = _scaled_lora_a(operands), wanted.g is not None and not told
+    static, reduced = _reduced(options, operands, scaled, want_inner=want_inner)
     y, inner = primitive.call(FORWARD, static, reduced)
-    if inner is not None and options.keep_inner:
-        inner = jnp.asarray(checkpoint_name(inner, INNER_NAME))
+    name = INNER_NAME if options.keep_inner else RESULT_NAME
+    if wanted.g is not None and told:
+        y = inner = jnp.asarray(checkpoint_name(y, name))
+    elif inner is not None:
+        inner = jnp.asarray(checkpoint_name(inner, name))
     # What the wanted gradients need, and nothing else.
-    needed = operands._replace(
-        x=operands.x if wanted.lora_a or wanted.kernel else None,
-        bias=operands.bias if wanted.bias else None,
-    )
+    needed = operands._replace(x=operands.x if wanted.lora_a or wanted.kernel else None)
     z = reduced.z if wanted.lora_b else None
     return y, residuals.pack((needed, wanted, z, inner, scaled if wanted.x else None))
 
@@ -226,6 +248,8 @@ def _projection_bwd(options: Options, packed: Any, dy: Any) -> tuple[Any]:
         static = Wanted(options.op, options.implementation)
         d, _, d_g = primitive.call(COMPOSE_BACKWARD, static, Returned(dy, inner, g, scale))
         if d_g is not None:
+            if _told_by_result(operands):
+                d_g = d_g / g
             found["g"] = d_g.astype(g.dtype)
     if wanted.x or wanted.lora_a:
         dz = dot(d, lora_b, (-1, 1))

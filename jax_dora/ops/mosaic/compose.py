@@ -1,4 +1,4 @@
-"""Compose forward: y = base + ((g-1)∘base + g∘(s·lora)), or ΔY without the first term.
+"""Compose forward: y = g∘(base + s·lora), or ΔY = (g-1)∘base + g∘(s·lora).
 
     base, lora  [rows, out]  bf16, fp16 or fp32      g  f32[out]      s  f32[]
     y           [rows, out]  base's dtype            inner = base + s·lora  [rows, out]  (optional)
@@ -68,9 +68,7 @@ def launch(
             for row in range(t.tile_rows):
                 base = base_smem[row].astype(jnp.float32)
                 scaled = s * lora_smem[row].astype(jnp.float32)
-                y = g_minus_1 * base + g * scaled
-                if not delta:
-                    y = base + y
+                y = g_minus_1 * base + g * scaled if delta else g * (base + scaled)
                 if bias:
                     y = y + bias[0]
                 out_smem[slot, 0, row] = y.astype(dtype)

@@ -1,4 +1,4 @@
-"""Expand and compose in one pass: y = base + ((g-1)∘base + g∘(s·(z B))) [+ bias].
+"""Expand and compose in one pass: y = g∘(base + s·(z B)) [+ bias].
 
     base  [rows, out]  bf16 or fp16     z  [rows, r]  base's dtype      B  [r, out]  base's dtype
     g     f32[out]                      s  f32[]                        bias  [out] (optional)
@@ -111,7 +111,7 @@ def launch(
             g = lax.broadcast_in_dim(tile.vectors_smem[0, chunk], shape, (1,))
             base = tile.smem[:, chunk].astype(jnp.float32)
             scaled = tile.scale * tile.acc[:, start : start + CHUNK]
-            y = base + ((g - 1.0) * base + g * scaled)
+            y = g * (base + scaled)
             if bias is not None:
                 y = y + lax.broadcast_in_dim(tile.vectors_smem[1, chunk], shape, (1,))
             tile.smem[:, chunk] = y.astype(dtype)

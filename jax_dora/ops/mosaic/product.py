@@ -287,4 +287,5 @@ def two_part_product(
         },
         kernel_name="dora_project_back" if transposed else "dora_project",
     )(*arguments)
-    return [result[:rows] for result in results]
+    # Where a scan both stacks a result and reads it, XLA would launch the kernel twice.
+    return [lax.optimization_barrier(result[:rows]) for result in results]

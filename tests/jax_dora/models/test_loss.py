@@ -71,6 +71,40 @@ def test_gradient_does_not_depend_on_the_chunks(model, batch):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+def test_gradient_is_that_of_all_logits(model, batch):
+    """Of the head and of what is beneath it, at any weight of the loss."""
+    tokens, targets, weights = map(jnp.asarray, batch)
+
+    def dense(model):
+        log_p = jax.nn.log_softmax(model(tokens))
+        chosen = jnp.take_along_axis(log_p, targets[..., None], -1)[..., 0]
+        return -3 * (weights * chosen).sum()
+
+    def ours(model):
+        return 3 * decoder.next_token_loss(model, tokens, targets, weights, chunk=8).total
+
+    for a, b in zip(
+        *(jax.tree.leaves(nnx.jit(nnx.grad(f))(model)) for f in (ours, dense)), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_logits_are_computed_once_beside_a_frozen_head(model, batch):
+    """A product for the logits, and one for the gradient of what the head reads."""
+    batch = [jnp.asarray(array) for array in batch]
+    wanted = nnx.All(nnx.Param, nnx.PathContains("layers"))
+    graphdef, trained, frozen = nnx.split(model, wanted, ...)
+
+    def loss(trained):
+        return decoder.next_token_loss(nnx.merge(graphdef, trained, frozen), *batch, chunk=8).total
+
+    text = str(jax.make_jaxpr(jax.grad(loss))(trained))
+    vocab, hidden = CONFIG.vocab_size, CONFIG.hidden_size
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert sum(f"[8,{vocab}]" in line.split("=")[0] for line in products) == 1
+    assert f"[{hidden},{vocab}] = dot_general" not in text
+
+
 def test_no_tokens_no_loss(model, batch):
     tokens, targets, weights = map(jnp.asarray, batch)
     loss = decoder.next_token_loss(model, tokens, targets, 0 * weights, chunk=8)
