@@ -61,8 +61,8 @@ def dora_linear(
       precision: of the matrix products with x, as in `jax.lax.dot_general`.
       dropout: of x, in training; its mask is never in memory, see `jax_dora.ops.Dropout`.
       keep_inner: names what the magnitude's gradient reads, so that `jax_dora.remat_policy()` keeps
-        it: the result, or under a bias and in fp16 x (kernel + scale·lora_a lora_b) [..., out]. Mode
-        "input" of dropout has no such array, and ignores this.
+        it: the result, or under a bias and in fp16 x (kernel + scale·lora_a lora_b) [..., out].
+        Mode "input" of dropout has no such array, and ignores this.
 
     Returns:
       [..., out] in the dtype that x and kernel promote to; adapters of a wider dtype are cast to it
