@@ -130,6 +130,8 @@ class DoRALinear(DoRALayer, nnx.Linear):
         arrays = operands(self, inputs)
         dropout = dropout_of_call(self, deterministic, rngs)
         arrays["seed"] = None if dropout is None else dropout.seed
+        if out_sharding is None:
+            return product(self, arrays)
         return sharded_as(out_sharding, functools.partial(product, self), arrays)
 
 
