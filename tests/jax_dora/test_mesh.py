@@ -234,3 +234,45 @@ def test_linen():
         placed = jax.device_put(x, NamedSharding(mesh, P("data")))
         found = jax.jit(jax.grad(loss))(adapters, params, placed)
     assert_near(found, wanted)
+
+
+class OwnLinear(nnx.Module):
+    """As bonsai's `ShardedLinear`: a class of one's own, told how its result is sharded."""
+
+    def __init__(self, in_features, out_features, spec, rngs):
+        init = nnx.initializers.lecun_normal()
+        shape = (in_features, out_features)
+        self.kernel = nnx.Param(init(rngs.params(), shape, jnp.float32, out_sharding=spec))
+
+    def __call__(self, x, *, out_sharding):
+        return jnp.matmul(x, self.kernel[...], out_sharding=out_sharding)
+
+
+class OwnBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.up = OwnLinear(IN, 48, jax.P("data", "model"), rngs)
+        self.down = OwnLinear(48, IN, jax.P("model", "data"), rngs)
+
+    def __call__(self, x):
+        up = jnp.tanh(self.up(x, out_sharding=jax.P("data", None, "model")))
+        return self.down(up, out_sharding=jax.P("data", None, None))
+
+
+def test_layers_of_ones_own_on_explicit_axes():
+    mesh = explicit_mesh()
+    with jax.set_mesh(mesh):
+        base = OwnBlock(nnx.Rngs(0))
+        sharding = jax.NamedSharding(mesh, jax.P("data", None, None))
+        x = jax.device_put(jax.random.normal(jax.random.key(0), (4, 3, IN)), sharding)
+        adapted = jax_dora.apply_dora(
+            base, jax_dora.DoRARule("all-linear", 2, 3), rngs=nnx.Rngs(1), example=(x,)
+        )
+        assert adapted.up.lora_a[...].sharding.spec == jax.P("data", None)
+        assert adapted.up.magnitude[...].sharding.spec == jax.P("model")
+        np.testing.assert_allclose(adapted(x), base(x), rtol=1e-5, atol=1e-5)
+        for _, variable in nnx.iter_graph(adapted):
+            if isinstance(variable, nnx.LoRAParam):
+                variable[...] += 0.1
+        y = nnx.jit(lambda model, x: model(x))(adapted, x)
+        assert jax.typeof(y).sharding.spec == jax.P("data", None, None)
+        np.testing.assert_allclose(y, jax_dora.merge_dora(adapted)(x), rtol=1e-4, atol=1e-5)
