@@ -16,6 +16,7 @@ GPU_WORKERS ?= -n 4
 # What runs at the oldest versions; OLDEST_EXTRAS=dev OLDEST_TESTS=tests runs all.
 OLDEST_EXTRAS ?= test
 OLDEST_TESTS ?= tests/jax_dora/ops tests/jax_dora/test_linear.py tests/jax_dora/test_linen.py \
+    tests/jax_dora/weights \
     tests/torch_dora/ops tests/test_readme.py
 
 ifdef NO_VENV
