@@ -189,8 +189,9 @@ class Soak:
             story.append(f"{kind}{' --resume' * bool(resume)}: {status}")
             told = f"seed {seed}: {', '.join(story)}\n{log}"
             assert "Traceback" not in log, told
-            # Without --resume a run that is there is refused.
-            assert status in ({*allowed, 2} if "holds a run already" in log else allowed), told
+            # A run that is there is refused without --resume, and one with nothing sound.
+            refused = "holds a run already" in log or "none of the checkpoints" in log
+            assert status in ({*allowed, 2} if refused else allowed), told
             if output.exists() and chance.random() < 0.3:
                 story.append(damage(output, chance))
                 damaged_metrics |= "metrics" in story[-1]
