@@ -51,7 +51,7 @@ def report(plan: Plan) -> Table:
     adapters, frozen = _states(plan)
     trained, rest = _size(adapters), _size(frozen)
     layers = [found.module for found in find_dora_layers(plan.abstract_model)]
-    covered = sum(math.prod(layer.kernel_param().shape) for layer in layers)
+    covered = sum(math.prod(layer.kernel_param.shape) for layer in layers)
     rows = plan.rows
     step = math.prod(plan.step_rows)
     shares = memory(plan)
