@@ -1,12 +1,14 @@
 """Measures one level; prints tables and writes DIR/<level>.jsonl, line by line.
 
-    python -m benchmarks ops|layer|model|tune [--out DIR] [--only PATTERN …] [--quick]
+    python -m benchmarks ops|layer|model|tune|step|scale [--out DIR] [--only PATTERN …] [--quick]
     python -m benchmarks scale [--layers N] [--layouts dp fsdp tp] [--axes auto explicit] [--quick]
     python -m benchmarks against CHECKOUT [--out DIR] [--only PATTERN …] [--quick]
 
 `ops` measures the operators, `layer` one projection beside LoRA and PEFT, `model` a decoder of
-Qwen3-8B's dimensions, `tune` the kernels with candidate launch configs. `against` measures layers
-and a model with this checkout and with another one in turns, and prints the ratios of their times.
+Qwen3-8B's dimensions, `tune` the kernels with candidate launch configs, `step` a whole optimizer
+step of Llama 3 8B's dimensions by what it keeps, `scale` a decoder on several devices. `against`
+measures layers and a model with this checkout and with another one in turns, and prints the ratios
+of their times.
 
 Exits 1 if anything that was timed is not correct, or failed; ratios of it are withheld.
 """
@@ -17,6 +19,7 @@ import argparse
 import dataclasses
 import os
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ MEASURES = {
     "model": "inference and gradient of a decoder of Qwen3-8B's dimensions",
     "tune": "each Mosaic kernel with candidate launch configs, beside XLA",
     "scale": "a decoder on several devices: base, LoRA and DoRA, and what they send",
+    "step": "an optimizer step of Llama 3 8B's dimensions, by what is kept in memory",
     "against": "layers and a small model of this checkout and another one, in turns",
 }
 
@@ -51,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
         "--seconds",
         type=float,
         default=420.0,
-        help="levels against and scale: start nothing after this long; against stops what runs",
+        help="against, scale, step: start nothing after this long; against stops what runs",
     )
     sizes = made.add_argument_group("level scale")
     for name in ("layers", "rank", "hidden", "tokens"):
@@ -91,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
             "There is no GPU here: kernels are interpreted or left out, and times mean nothing. "
             + ("" if options.quick else "Add --quick for tiny shapes; the real ones take hours.")
         )
-    measure = {"against": _compare, "scale": _scale}.get(options.level, _measure)
+    measure = {"against": _compare, "scale": _scale, "step": _step}.get(options.level, _measure)
     return 0 if measure(options, device, console) else 1
 
 
@@ -132,7 +136,7 @@ def _compare(options: argparse.Namespace, device: str, console: Any) -> bool:
 
 
 def _scale(options: argparse.Namespace, device: str, console: Any) -> bool:
-    from benchmarks import results, scale
+    from benchmarks import scale
     from benchmarks.model.protocol import Protocol
 
     sizes = (
@@ -146,12 +150,33 @@ def _scale(options: argparse.Namespace, device: str, console: Any) -> bool:
     for name in ("layouts", "axes"):
         if chosen := getattr(options, name):
             settings = settings._replace(**{name: tuple(chosen)})
+    return _rows(options, device, console, scale.measure(settings, device), scale.line)
+
+
+def _step(options: argparse.Namespace, device: str, console: Any) -> bool:
+    from benchmarks import step
+
+    settings = step.Settings(seconds=options.seconds, rank=options.rank or 16)
+    if options.quick:
+        settings = settings._replace(config=step.TINY, shape=(2, 32), rounds=1)
+    return _rows(options, device, console, step.measure(settings, device), step.line)
+
+
+def _rows(
+    options: argparse.Namespace,
+    device: str,
+    console: Any,
+    rows: Iterable[dict[str, Any]],
+    line: Callable[[dict[str, Any]], str],
+) -> bool:
+    from benchmarks import results
+
     environment = _environment(options, device)
-    header = {"kind": "measurements", "level": "scale", "environment": environment}
+    header = {"kind": "measurements", "level": options.level, "environment": environment}
     writer = results.Writer(options.out, header) if options.out else None
     failed = False
-    for row in scale.measure(settings, device):
-        console.print(scale.line(row), highlight=False)
+    for row in rows:
+        console.print(line(row), highlight=False)
         failed = failed or "failed" in row
         if writer:
             writer.add(row)

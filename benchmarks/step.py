@@ -1,0 +1,148 @@
+"""Level `step`: a whole optimizer step of `jax_dora.models` by how much of it is kept in memory.
+
+Llama 3 8B's dimensions, rank 16 on all projections, 2 × 4096 tokens, loss on all tokens, AdamW.
+LoRA and DoRA take the same decoder and the same budget; random weights cost what others do.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import jax_dora
+from benchmarks.model.decoder import LoRALinear
+from benchmarks.results import Row
+from jax_dora.models import DecoderConfig, activations, make_model, next_token_loss
+from jax_dora.models.config import Rope
+
+OPTIMIZER = optax.adamw(1e-4)
+LORA_B_INIT = nnx.initializers.normal(0.0035)
+LLAMA_3_8B = DecoderConfig(
+    vocab_size=128_256,
+    hidden_size=4096,
+    intermediate_size=14_336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-5,
+    rope=Rope(theta=500_000.0),
+)
+TINY = DecoderConfig(256, 64, 96, 2, 4, 2, 16)
+
+
+class Budget(NamedTuple):
+    """A point of the curve: `memory` and `unroll` as in `DecoderConfig`."""
+
+    name: str
+    memory: Any
+    unroll: bool
+
+
+BUDGETS = (
+    Budget("all kept that fits, unrolled", "auto", True),
+    Budget("every layer rematerialised", None, False),
+    Budget("all kept that fits", "auto", False),
+    Budget("12 GiB", 12.0, False),
+)
+
+
+class Settings(NamedTuple):
+    """What is measured: nothing is built after `seconds`."""
+
+    config: DecoderConfig = LLAMA_3_8B
+    shape: tuple[int, int] = (2, 4096)
+    rank: int = 16
+    rounds: int = 10
+    seconds: float = 420.0
+
+
+def measure(settings: Settings, device: str) -> Iterator[Row]:
+    """Yields one row a measurement; DoRA's and LoRA's of a budget one after the other."""
+    started = time.monotonic()
+    for budget in BUDGETS:
+        lora = None
+        for kind in ("LoRA", "DoRA"):
+            if time.monotonic() - started > settings.seconds:
+                return
+            row: Row = {"kind": kind, "budget": budget.name, "unroll": budget.unroll}
+            row |= {"batch": settings.shape[0], "time": settings.shape[1], "rank": settings.rank}
+            try:
+                row |= _measured(kind, budget, settings, device)
+            except Exception as error:  # One that has no room costs no other its measurement.
+                row["failed"] = f"{type(error).__name__}: {error}"[:600]
+            if kind == "LoRA":
+                lora = row.get("ms")
+            elif lora and "ms" in row:
+                row["over_lora"] = row["ms"] / lora
+            yield row
+
+
+def _measured(kind: str, budget: Budget, settings: Settings, device: str) -> Row:
+    attention = "cudnn" if device == "cuda" else "xla"
+    changes = {"attention": attention, "memory": budget.memory, "unroll": budget.unroll}
+    config = DecoderConfig(**vars(settings.config) | changes)
+    adapter = {"rank": settings.rank}
+    if kind == "LoRA":
+        linear = functools.partial(LoRALinear, **adapter, scale=2.0, b_init=LORA_B_INIT)
+    else:
+        adapter |= {"alpha": 2 * settings.rank, "adapter_dtype": config.dtype}
+        linear = functools.partial(jax_dora.DoRALinear, **adapter, lora_b_init=LORA_B_INIT)
+    graphdef, trained, frozen = nnx.split(make_model(config, linear=linear), nnx.LoRAParam, ...)
+    state = OPTIMIZER.init(trained)
+    rng = np.random.default_rng(0)
+    tokens = jnp.asarray(rng.integers(0, config.vocab_size, settings.shape), jnp.int32)
+    kept = activations.plan(config, *settings.shape)
+    begin = time.monotonic()
+    one = jax.jit(functools.partial(_step, graphdef), donate_argnums=(0, 2))
+    run = one.lower(trained, frozen, state, tokens).compile()
+    memory: Any = run.memory_analysis()
+    row: Row = {
+        "compile_s": time.monotonic() - begin,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "kept": [one.name + (f" {one.width}" if one.width else "") for one in kept],
+    }
+    times = []
+    loss = None
+    for turn in range(settings.rounds + 2):
+        begin = time.perf_counter()
+        loss, trained, state = run(trained, frozen, state, tokens)
+        jax.block_until_ready((loss, trained))
+        if turn > 1:  # The first two warm up.
+            times.append(1e3 * (time.perf_counter() - begin))
+    ms = statistics.median(times)
+    row |= {"ms": ms, "spread_ms": max(times) - min(times), "loss": float(jnp.asarray(loss))}
+    return row | {"tokens_per_s": settings.shape[0] * settings.shape[1] / ms * 1e3}
+
+
+def _step(graphdef: Any, trained: Any, frozen: Any, state: Any, tokens: jax.Array) -> Any:
+    def of_adapters(trained: Any) -> jax.Array:
+        model = nnx.merge(graphdef, trained, frozen)
+        weights = jnp.ones(tokens.shape, jnp.float32)
+        found = next_token_loss(model, tokens, jnp.roll(tokens, -1, 1), weights)
+        return found.total / found.weight
+
+    value, gradients = jax.value_and_grad(of_adapters)(trained)
+    updates, state = OPTIMIZER.update(gradients, state, trained)
+    return value, optax.apply_updates(trained, updates), state
+
+
+def line(row: Row) -> str:
+    """Returns a row as a line to read."""
+    name = f"{row['kind']:4} {row['budget']:30}"
+    if "failed" in row:
+        return f"{name} failed: {row['failed'][:150]}"
+    ratio = f"  {row['over_lora']:.3f} of LoRA" if "over_lora" in row else ""
+    return (
+        f"{name} {row['ms']:8.1f} ms  {row['tokens_per_s']:8,.0f} tokens/s  temporaries "
+        f"{row['temp_bytes'] / 2**30:5.1f} GiB  compiled in {row['compile_s']:5.1f} s{ratio}"
+    )
