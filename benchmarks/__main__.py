@@ -71,8 +71,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parsing.parse_args(arguments)
     if (options.level == "against") != bool(options.checkout):
         parsing.error("level against, and no other, takes another checkout's folder")
-    # Both frameworks allocate on the one card: JAX must not take most of it at once.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if options.level == "step":
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
+    else:  # Both frameworks allocate on the one card: JAX must not take most of it at once.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import torch
     from rich.console import Console
 

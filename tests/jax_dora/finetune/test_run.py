@@ -287,7 +287,7 @@ def test_explosion_stops(command, capsys, tmp_path):
         (["--tiny", "--model", "x"], "--model and --tiny are both given"),
         (["--tiny", "--data", "missing.jsonl"], "--data missing.jsonl is no file"),
         (["--target", "nothing"], "matches no layer"),
-        (["--target", ".*"], "match modules that cannot be adapted"),
+        (["--target", ".*"], "the rules match what cannot be adapted"),
         (["--tiny", "--target", "("], "'(' is no regular expression"),
         (["--steps", "5", "--warmup", "5"], "--warmup 5 leaves nothing of the 5 steps"),
         (["--model", "missing", "--data", str(ROOT / "README.md")], "config.json is missing"),

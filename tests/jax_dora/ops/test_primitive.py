@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -172,3 +173,69 @@ def test_a_named_kernel_says_where_it_does_not_run(on_hopper):
         layer, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}, check_vma=False
     )
     assert "mosaic_gpu" not in for_cuda(unnamed, *LAYER)
+
+
+SMALL = [(8, 24), (24, 16), (24, 4), (4, 16), (16,)]
+
+
+def drawn():
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.standard_normal(size), F32) for size in SMALL]
+
+
+def scanned(x, *layer_operands):
+    """Two rematerialised layers of stacked parameters."""
+
+    def body(x, operands):
+        return x + jnp.tanh(layer(x, *operands)) @ jnp.ones((16, 24)), None
+
+    stacked = [jnp.stack([one, 0.5 * one]) for one in layer_operands]
+    return jax.lax.scan(jax.checkpoint(body), x, stacked)[0]
+
+
+def rows_batched(x, *operands):
+    return jax.vmap(layer, (0, *(None,) * 4))(jnp.stack([x, 2 * x]), *operands)
+
+
+def all_batched(x, *operands):
+    return jax.vmap(layer)(*(jnp.stack([one, 1.5 * one]) for one in (x, *operands)))
+
+
+@pytest.mark.parametrize("function", [layer, scanned, rows_batched, all_batched])
+def test_transformations_on_a_mesh(function):
+    """As on one device: of rows over one axis, columns over the other."""
+    mesh = automatic(2, 2)
+    operands = drawn()
+    specs = [P("data"), P(None, "model"), P(), P(None, "model"), P("model")]
+    placed = [
+        jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(operands, specs, strict=True)
+    ]
+
+    def loss(*operands):
+        return jnp.sum(jnp.sin(function(*operands)))
+
+    gradient = jax.value_and_grad(loss, (0, 2, 3, 4))
+    wanted = jax.jit(gradient)(*operands)
+    found = jax.jit(gradient)(*placed)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * np.abs(other).max())
+
+
+def test_exports_for_several_devices_are_left_to_xla():
+    mesh = automatic(4)
+    operands = drawn()
+    operands[0] = jax.device_put(operands[0], NamedSharding(mesh, P("data")))
+    exported = jax.export.export(jax.jit(layer))(*operands)
+    assert "CustomSPMDPartitioning" not in exported.mlir_module()
+    found = jax.jit(exported.call)(*operands)
+    np.testing.assert_allclose(found, layer(*drawn()), rtol=1e-4, atol=1e-4)
+
+
+def test_donated_operands():
+    mesh = automatic(4)
+    x, *others = drawn()
+    wanted = layer(x, *others)
+    placed = jax.device_put(x, NamedSharding(mesh, P("data")))
+    step = jax.jit(lambda x, *others: x + layer(x, *others)[:, :1], donate_argnums=0)
+    np.testing.assert_allclose(step(placed, *others), x + wanted[:, :1], rtol=1e-5, atol=1e-5)
+    assert placed.is_deleted()

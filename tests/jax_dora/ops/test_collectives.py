@@ -1,0 +1,150 @@
+"""What a partitioned model sends between devices, read of the compiled program, beside LoRA's."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks.collectives import Collective, collectives
+from jax_dora import ops
+
+TOKENS, HIDDEN, WIDE, RANK, SCALE = 64, 96, 160, 8, 0.7
+BOTH = ("x", "y")
+# How rows, the kernel of `up` and the kernel of `down` are sharded.
+LAYOUTS = {
+    "dp": (BOTH, (None, None), (None, None)),
+    "fsdp": (BOTH, (BOTH, None), (BOTH, None)),
+    "fsdp of outputs": (BOTH, (None, BOTH), (None, BOTH)),
+    "tp": (None, (None, BOTH), (BOTH, None)),
+    "fsdp×tp": ("x", ("x", "y"), ("y", "x")),
+}
+
+
+def lora(x, w, a, b, m):
+    return x @ w + (x @ a) @ b * jnp.float32(SCALE)
+
+
+def dora(x, w, a, b, m):
+    return ops.dora_linear(x, w, a, b, m, SCALE)
+
+
+def model(layer, trained, frozen, x):
+    """Two residual blocks of a column-parallel and a row-parallel layer."""
+    for up, down in zip(*[iter(zip(trained, frozen, strict=True))] * 2, strict=True):
+        hidden = jax.nn.silu(layer(x, **up[0], **up[1]))
+        x = x + layer(hidden, **down[0], **down[1])
+    return x
+
+
+@pytest.fixture
+def programs(optimized):
+    """Returns the collectives of (forward, gradient) of a model in a layout, and the number of
+    output features of its layers."""
+
+    def compiled(layer, name):
+        mesh = jax.make_mesh(
+            (2, 2), BOTH, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+        )
+        rows, *kernels = LAYOUTS[name]
+
+        def placed(shape, *spec):
+            sharding = NamedSharding(mesh, P(*spec))
+            return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+        trained, frozen = [], []
+        for _ in range(2):
+            for (n_in, n_out), (into, out) in zip(
+                ((HIDDEN, WIDE), (WIDE, HIDDEN)), kernels, strict=True
+            ):
+                lora_a, lora_b = placed((n_in, RANK), into, None), placed((RANK, n_out), None, out)
+                trained.append({"a": lora_a, "b": lora_b, "m": placed((n_out,), out)})
+                frozen.append({"w": placed((n_in, n_out), into, out)})
+        arguments = (trained, frozen, placed((4, TOKENS, HIDDEN), rows))
+
+        def loss(*arguments):
+            return jnp.mean(model(layer, *arguments) ** 2)
+
+        shardings = jax.tree.map(lambda one: one.sharding, trained)
+        functions = (
+            jax.jit(lambda *arguments: model(layer, *arguments)),
+            jax.jit(jax.grad(loss), out_shardings=shardings),
+        )
+        texts = (one.lower(*arguments).compile().as_text() for one in functions)
+        return [collectives(text, 4) for text in texts]
+
+    return compiled
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one, marks=[pytest.mark.slow] * (one == "fsdp of outputs")) for one in LAYOUTS],
+)
+def test_only_vectors_travel_beside_what_lora_sends(programs, name):
+    features = 4 * 2 * (HIDDEN + WIDE)  # bytes of one number of every output feature
+    pairs = zip(programs(dora, name), programs(lora, name), strict=True)
+    # The norm and its g, each summed or gathered once; then the magnitude's gradient too.
+    for (ours, theirs), vectors in zip(pairs, (2, 4), strict=True):
+        sent, least = (sum(one.bytes for one in found) for found in (ours, theirs))
+        assert sent <= least + vectors * features
+        assert max_matrix(ours) <= max_matrix(theirs)
+
+
+def max_matrix(found: list[Collective]) -> int:
+    return max((one.bytes for one in found if one.kind == "all-gather"), default=0)
+
+
+def test_what_is_read_of_a_program():
+    text = """
+  %a = f32[8,16]{1,0} all-gather(%x), channel_id=1, replica_groups={{0,1}}, dimensions={0}
+  %b = (bf16[4]{0}, f32[]) all-reduce(%y, %z), channel_id=2
+  %c = (bf16[4,2]{1,0}, bf16[8,2]{1,0}) all-gather-start(%x), channel_id=3
+  %d = f32[4]{0} reduce-scatter(%y), channel_id=4
+  %e = f32[4]{0} add(%all-reduce.1, %b)
+"""
+    assert [(one.kind, one.bytes) for one in collectives(text, 2)] == [
+        ("all-gather", 512),
+        ("all-reduce", 12),
+        ("all-gather", 32),
+        ("reduce-scatter", 32),
+    ]
+
+
+def rows_of(size):
+    """Returns (y, gradients) of a layer whose sharded contractions do not divide over 4 devices."""
+    rng = np.random.default_rng(size)
+    shapes = (
+        (size, 2 * size + 1),
+        (2 * size + 1, size + 2),
+        (2 * size + 1, 3),
+        (3, size + 2),
+        (size + 2,),
+    )
+    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+
+
+@pytest.mark.parametrize("spec", [("x", None, None), (None, "x", None), (None, None, "x")])
+def test_contractions_that_do_not_divide(spec):
+    """Of rows, inputs or outputs: XLA pads a device's part with garbage, which no sum may have."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    rows, into, out = spec
+    operands = rows_of(7)
+
+    def gradient(x, w, a, b, m, sharded):
+        if sharded:
+            place = jax.lax.with_sharding_constraint
+            x = place(x, NamedSharding(mesh, P(rows, into)))
+            w = place(w, NamedSharding(mesh, P(into, out)))
+        # The cosine of the zeros behind a part's end.
+        x, w = jnp.cos(x), jnp.cos(w)
+        call = lambda x, a, b, m: ops.dora_linear(x, w, a, b, m, SCALE)  # noqa: E731
+        y, pull = jax.vjp(call, x, a, b, m)
+        return y, pull(jnp.cos(y))
+
+    found = jax.jit(gradient, static_argnums=5)(
+        *jax.device_put(operands, NamedSharding(mesh, P())), True
+    )
+    wanted = jax.jit(gradient, static_argnums=5)(*operands, False)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * np.abs(other).max())
