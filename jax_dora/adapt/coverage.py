@@ -104,7 +104,7 @@ def coverage(model: nnx.Module, *example: Any, **kwargs: Any) -> Coverage:
 
     Raises:
       TypeError: `model` is no nnx module.
-      Whatever the call of the model raises.
+      Exception: whatever the call of the model raises.
     """
     check_model(model)
     traced = None
