@@ -52,7 +52,7 @@ test-gpus: $(SETUP)
 
 # With LLVM's optimizations, as users compile.
 test-oldest: setup-oldest
-	$(VENV_OLDEST)/bin/python -m pytest $(WORKERS) --optimized $(OLDEST_TESTS) $(PYTEST_ARGS)
+	$(VENV_OLDEST)/bin/python -m pytest $(WORKERS) $(OLDEST_TESTS) $(PYTEST_ARGS)
 
 # With the public model libraries, one of which wants older packages than ours do.
 test-models: setup-models
