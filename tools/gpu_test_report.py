@@ -25,6 +25,8 @@ def summarise(files: list[Path]) -> dict[str, dict[str, Any]]:
         for case in ElementTree.parse(file).getroot().iter("testcase"):
             # A module that could not be imported is the name of a case without a class.
             module = (case.get("classname") or case.get("name", "")).split(".Test")[0]
+            if not module:
+                continue  # What was running as pytest was stopped.
             entry = found.setdefault(module, {"passed": 0, "skipped": 0, "failed": []})
             if case.find("failure") is not None or case.find("error") is not None:
                 entry["failed"].append(case.get("name"))

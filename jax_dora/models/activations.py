@@ -7,7 +7,7 @@ products' FLOPs, and bytes at the rate at which a Hopper moves them while it doe
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,6 @@ from jax_dora.models.config import DecoderConfig
 from jax_dora.ops.projection import RESULT_NAME
 
 GIB = 2**30
-Budget = float | Literal["auto"] | None
 
 # 750 TFLOP/s of products beside 3 TB/s.
 FLOPS_PER_BYTE = 250
@@ -51,14 +50,20 @@ def activations(config: DecoderConfig, time: int) -> list[Activation]:
     hidden, inner = config.hidden_size, config.intermediate_size
     query = config.num_attention_heads * config.head_dim
     key = config.num_key_value_heads * config.head_dim
+    # in, out, and whether the magnitude's gradient reads another array than the result. Of gate and
+    # up, SwiGLU reads the same one.
+    is_short = jnp.dtype(config.dtype) == jnp.float16
     products = [
-        *((hidden, query), (hidden, key), (hidden, key), (query, hidden)),
-        *((hidden, inner), (hidden, inner), (inner, hidden)),
+        *[(hidden, out, config.qkv_bias or is_short) for out in (query, key, key)],
+        (query, hidden, config.o_bias or is_short),
+        *[(hidden, inner, False)] * 2,
+        (inner, hidden, config.mlp_bias or is_short),
     ]
     found = []
-    for width in dict.fromkeys(out for _, out in products):
-        inputs = [n_in for n_in, out in products if out == width]
-        size, work = len(inputs) * width * item, sum(2 * n_in * width for n_in in inputs)
+    for width in dict.fromkeys(out for _, out, _ in products):
+        alike = [(n_in, apart) for n_in, out, apart in products if out == width]
+        size = sum(1 + apart for _, apart in alike) * width * item
+        work = sum(2 * n_in * width for n_in, _ in alike)
         found.append(Activation(RESULT_NAME, width, size, work))
     if config.attention == "cudnn":
         # Scores and their product with values, each for half of the square; a head's sum is fp32.

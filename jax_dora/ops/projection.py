@@ -220,9 +220,11 @@ def _projection_fwd(options: Options, primals: Any) -> tuple[jax.Array, Any]:
     name = INNER_NAME if options.keep_inner else RESULT_NAME
     if wanted.g is not None and told:
         y = inner = jnp.asarray(checkpoint_name(y, name))
-    elif inner is not None:
+    elif wanted.g is not None:
+        # What follows needs y again, which inner alone does not spare.
+        y = jnp.asarray(checkpoint_name(y, RESULT_NAME))
         inner = jnp.asarray(checkpoint_name(inner, name))
-    # What the wanted gradients need, and nothing else.
+    # What the wanted gradients need; the bias says what inner is.
     needed = operands._replace(x=operands.x if wanted.lora_a or wanted.kernel else None)
     z = reduced.z if wanted.lora_b else None
     return y, residuals.pack((needed, wanted, z, inner, scaled if wanted.x else None))

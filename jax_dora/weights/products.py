@@ -166,10 +166,7 @@ def _times_transposed(
 
 def _g(weight: Weight, dtype: Any) -> jax.Array:
     """Returns g [*b, *o]."""
-    return _magnitude_scale(weight.arrays["magnitude"], weight.arrays["norm"], dtype)
-
-
-def _magnitude_scale(magnitude: jax.Array, norm: jax.Array, dtype: Any) -> jax.Array:
+    magnitude, norm = weight.arrays["magnitude"], weight.arrays["norm"]
     flat = ops.magnitude_scale(magnitude.reshape(-1), norm.reshape(-1), dtype)
     return flat.reshape(magnitude.shape)
 

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 
 import jax_dora
 from jax_dora import DoRARule
+from tests.jax_dora.programs import equations
 
 WIDTH = 16
 
@@ -80,14 +81,7 @@ def assert_same(one, other):
 
 def count_norms(function, *args) -> int:
     """How many norms the program of `function` takes."""
-
-    def count(jaxpr) -> int:
-        inner = jax.tree.leaves([list(equation.params.values()) for equation in jaxpr.eqns])
-        own = sum(str(equation.params.get("op")) == "norm" for equation in jaxpr.eqns)
-        bodies = (getattr(one, "jaxpr", one) for one in inner)
-        return own + sum(count(body) for body in bodies if hasattr(body, "eqns"))
-
-    return count(jax.make_jaxpr(function)(*args).jaxpr)
+    return sum(str(one.params.get("op")) == "norm" for one in equations(function, *args))
 
 
 def call(model):

@@ -13,6 +13,7 @@ import jax_dora
 import jax_dora.models as decoder
 from jax_dora.models import activations
 from jax_dora.models.activations import GIB, Activation
+from tests.jax_dora.programs import equations
 
 CONFIG = decoder.DecoderConfig(
     vocab_size=61,
@@ -32,15 +33,11 @@ TOKENS = np.random.default_rng(5).integers(0, CONFIG.vocab_size, (2, 17), dtype=
 
 def gradient_of(config):
     """Returns a function of the adapters, and adapters."""
-    model = decoder.make_model(CONFIG, linear=DORA)
+    model = decoder.make_model(config, linear=DORA)
     graphdef, adapters, rest = nnx.split(model, nnx.LoRAParam, ...)
-    other = nnx.graphdef(
-        nnx.eval_shape(lambda: decoder.CausalLM(config, linear=DORA, rngs=nnx.Rngs(0)))
-    )
-    del graphdef
 
     def loss(adapters):
-        model = nnx.merge(other, adapters, rest)
+        model = nnx.merge(graphdef, adapters, rest)
         return decoder.last_tokens_loss(model, jnp.asarray(TOKENS), 9).total
 
     return jax.grad(loss), adapters
@@ -49,22 +46,8 @@ def gradient_of(config):
 def readings(function, *arguments):
     """Returns the shapes of the second operands, which of products are kernels, of all of the
     library's operators that the function computes."""
-    found = []
-
-    def visit(jaxpr):
-        for equation in jaxpr.eqns:
-            if equation.primitive.name == "dora":
-                found.append(tuple(equation.invars[1].aval.shape))
-            for part in jax.tree.leaves(
-                list(equation.params.values()),
-                is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"),
-            ):
-                part = getattr(part, "jaxpr", part)
-                if hasattr(part, "eqns"):
-                    visit(part)
-
-    visit(jax.make_jaxpr(function)(*arguments).jaxpr)
-    return found
+    found = (one for one in equations(function, *arguments) if one.primitive.name == "dora")
+    return [tuple(one.invars[1].aval.shape) for one in found]
 
 
 @pytest.mark.parametrize("unroll", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -80,12 +63,14 @@ def test_what_is_kept_changes_no_gradient(unroll):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
 
 
-def test_a_kept_result_is_not_computed_again():
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_kept_result_is_not_computed_again(bias):
     """A projection reads its kernel in the forward pass and, for x's gradient, in the backward
     pass."""
     counts = {}
+    biases = {"qkv_bias": bias, "o_bias": bias, "mlp_bias": bias}
     for memory in (None, 1.0):
-        function, adapters = gradient_of(dataclasses.replace(CONFIG, memory=memory))
+        function, adapters = gradient_of(dataclasses.replace(CONFIG, memory=memory, **biases))
         shapes = readings(function, adapters)
         counts[memory] = [shapes.count(shape) for shape in ((24, 40), (40, 24), (32, 24))]
     assert counts[None] == [6, 3, 3]
@@ -132,6 +117,28 @@ def test_sizes_are_those_of_the_arrays():
         dataclasses.replace(config, memory=21 / 16, num_hidden_layers=1), 2, 4096
     )
     assert 8192 * sum(one.size for one in kept) <= 21 / 16 * GIB
+
+
+def test_a_bias_keeps_inner_beside_the_result():
+    """Of q, k and v; of what has no bias, the result is all."""
+    plain, biased = (
+        {one.width: one.size for one in activations.activations(config, 8) if one.width}
+        for config in (CONFIG, dataclasses.replace(CONFIG, qkv_bias=True))
+    )
+    assert biased == {
+        width: size + {32: 32, 16: 2 * 16}.get(width, 0) * 4 for width, size in plain.items()
+    }
+
+
+def test_what_is_in_use_is_not_planned_with(monkeypatch):
+    """\"auto\" keeps what a budget would that is as large as what is free, less a working set."""
+    config = dataclasses.replace(CONFIG, memory="auto")
+    choices = activations.activations(config, 8)
+    everything = 1024 * 8 * config.num_hidden_layers * sum(one.size for one in choices)
+    monkeypatch.setattr(activations, "free_memory", lambda: float(everything))
+    assert len(activations.plan(config, 1024, 8)) < len(choices)
+    monkeypatch.setattr(activations, "free_memory", lambda: 100.0 * everything)
+    assert len(activations.plan(config, 1024, 8)) == len(choices)
 
 
 def test_negative_budget():
