@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_dora.ops import quantised
+
 FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 
 
@@ -20,7 +22,7 @@ def is_float(name: str, array: jax.Array) -> None:
     if array.dtype not in FLOATS:
         raise TypeError(
             f"{name} has dtype {array.dtype}; expected float16, bfloat16, float32 or float64: "
-            "cast it, or dequantise it first"
+            "cast it, or hand over a qwix.QArray of it and its scales"
         )
 
 
@@ -59,10 +61,13 @@ def scale_array(scale: Any) -> jax.Array:
 
 
 def adapter(kernel: jax.Array, lora_a: jax.Array, lora_b: jax.Array) -> None:
-    """Checks kernel [in, out] against lora_a [in, r] and lora_b [r, out]."""
+    """Checks kernel [in, out], perhaps quantised, against lora_a [in, r], lora_b [r, out]."""
     for name, array in (("kernel", kernel), ("lora_a", lora_a), ("lora_b", lora_b)):
-        is_float(name, array)
+        if array is not kernel or not quantised.is_quantised(kernel):
+            is_float(name, array)
     has_shape("kernel", kernel, (None, None), "[in, out]")
+    if quantised.is_quantised(kernel):
+        quantised.check("kernel", kernel)
     has_shape("lora_a", lora_a, (kernel.shape[0], None), "[in, r]")
     rank = lora_a.shape[1]
     if rank == 0:

@@ -15,7 +15,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
-from jax_dora.ops import check, choose
+from jax_dora.ops import check, choose, quantised
 from jax_dora.ops import dropout as dropouts
 from jax_dora.ops import mesh as meshes
 from jax_dora.ops.compose import compose_delta, per_feature
@@ -46,7 +46,8 @@ def dora_linear(
 
     Args:
       x: [..., in].
-      kernel: [in, out], frozen.
+      kernel: [in, out], frozen; or a `qwix.QArray`, which is dequantised for each product with it,
+        to x's dtype, and has no gradient.
       lora_a: [in, r].
       lora_b: [r, out].
       magnitude: [out].
@@ -65,9 +66,10 @@ def dora_linear(
         Mode "input" of dropout has no such array, and ignores this.
 
     Returns:
-      [..., out] in the dtype that x and kernel promote to; adapters of a wider dtype are cast to it
-      for the products with activations (the norm takes them as they are), and their gradients come
-      back in their own dtype. The norm carries the checkpoint name "dora_norm".
+      [..., out] in the dtype that x and kernel promote to (x's for a quantised kernel); adapters of
+      a wider dtype are cast to it for the products with activations (the norm takes them as they
+      are), and their gradients come back in their own dtype. The norm carries the checkpoint name
+      "dora_norm".
 
     Raises:
       TypeError, ValueError: an argument's dtype or shape does not fit; unknown implementation.
@@ -82,7 +84,7 @@ def dora_linear(
         by = norm_implementation(implementation)
         norm = factored_norm(kernel, lora_a, lora_b, scale, implementation=by)
         norm = jnp.asarray(checkpoint_name(norm, NORM_NAME))
-    g = magnitude_scale(magnitude, norm, jnp.promote_types(x.dtype, kernel.dtype))
+    g = magnitude_scale(magnitude, norm, _dtype(x, kernel))
     rate, mode, seed = dropouts.active(dropout)
     options = Options("dora_linear", implementation, _precision(precision), rate, mode, keep_inner)
     scale = check.scale_array(scale)
@@ -110,7 +112,7 @@ def lora_linear(
       dropout: of x, in mode "adapter".
 
     Returns:
-      [..., out] in the dtype that x and kernel promote to.
+      [..., out] in the dtype that x and kernel promote to (x's for a quantised kernel).
 
     Raises:
       TypeError, ValueError: an argument's dtype or shape does not fit; unknown implementation.
@@ -134,11 +136,12 @@ def _on_mesh(options: Options, operands: Projection) -> Callable[[Projection], j
     """Returns the function of `operands` that computes the result: on a mesh with explicit axes
     sharded as x's rows and the kernel's columns are."""
     function = functools.partial(_on_any, options)
-    mesh = meshes.explicit(operands.x, operands.kernel)
+    kernel = quantised.stored(operands.kernel)
+    mesh = meshes.explicit(operands.x, kernel)
     if mesh is None:
         return function
     *rows, contracted = meshes.spec(operands.x)
-    of_in, columns = meshes.spec(operands.kernel)
+    of_in, columns = meshes.spec(kernel)
     axes = jax.tree.leaves((rows, columns))
     if (contracted and of_in) or len(axes) > len(set(axes)):
         return function  # JAX asks for an out_sharding, or refuses
@@ -148,8 +151,11 @@ def _on_mesh(options: Options, operands: Projection) -> Callable[[Projection], j
 def _on_any(options: Options, operands: Projection) -> jax.Array:
     """Returns the result on one device, or on axes that are not explicit."""
     operands = meshes.vary_alike(operands)
-    dtype = jnp.promote_types(operands.x.dtype, operands.kernel.dtype)
-    operands = operands._replace(x=operands.x.astype(dtype), kernel=operands.kernel.astype(dtype))
+    x, kernel = operands.x, operands.kernel
+    dtype = _dtype(x, kernel)
+    if not quantised.is_quantised(kernel):
+        kernel = kernel.astype(dtype)
+    operands = operands._replace(x=x.astype(dtype), kernel=kernel)
     if options.rate and options.mode == "input":
         return _with_dropped_input(options, operands)
     return meshes.differentiable(projection)(options, operands)
@@ -163,9 +169,10 @@ def _with_dropped_input(options: Options, operands: Projection) -> jax.Array:
     dot = functools.partial(dot_general, options.precision)
     dropped = drop(x, seed, options.rate)
     lora = dot(dot(dropped, lora_a, (-1, 0)), lora_b, (-1, 0))
-    corrected = dot(dropped, kernel, (-1, 0))
+    by_kernel = functools.partial(dot, axes=(-1, 0))
+    corrected = quantised.multiplied(by_kernel, dropped, kernel)
     by = options.implementation
-    y = dot(x, kernel, (-1, 0))
+    y = quantised.multiplied(by_kernel, x, kernel)
     y = y + compose_delta(corrected, lora, g, scale, implementation=by)
     return y if bias is None else y + per_feature(bias, y)
 
@@ -179,6 +186,11 @@ def _check_operands(x, kernel, lora_a, lora_b, implementation) -> None:
         raise ValueError(
             f"x has shape {x.shape}; its last axis must have kernel's {in_features} input features"
         )
+
+
+def _dtype(x: jax.Array, kernel: Any) -> Any:
+    """Returns the result's dtype."""
+    return x.dtype if quantised.is_quantised(kernel) else jnp.promote_types(x.dtype, kernel.dtype)
 
 
 def _precision(precision: jax.lax.PrecisionLike) -> Any:

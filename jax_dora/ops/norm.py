@@ -13,6 +13,7 @@ one is split into three bf16 pieces that add up to it, which keeps its products 
 """
 
 import functools
+from types import ModuleType
 from typing import NamedTuple
 
 import jax
@@ -20,11 +21,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jax_dora.ops import check, choose, primitive
+from jax_dora.ops import check, choose, primitive, quantised
 from jax_dora.ops import mesh as meshes
 from jax_dora.ops.compose import accumulator
 from jax_dora.ops.mosaic import norm as kernel_norm
 from jax_dora.ops.operands import Adapted
+from jax_dora.ops.quantised_norm import squared_norm
 from jax_dora.ops.shard import Op, Shard
 
 EPS_FULL = 1e-12
@@ -42,7 +44,9 @@ def factored_norm(
     """Returns ‖kernel + scale · lora_a @ lora_b‖ per output feature, without forming the product.
 
     Args:
-      kernel: [in, out], fp16, bf16, fp32 or fp64.
+      kernel: [in, out], fp16, bf16, fp32 or fp64; or a `qwix.QArray` in one of
+        `jax_dora.ops.quantised.FORMATS`, which is read block by block: no [in, out] array of floats
+        is made of it.
       lora_a: [in, r].
       lora_b: [r, out].
       scale: a number, or a traced scalar. A Python 0 skips the adapter's terms.
@@ -64,8 +68,9 @@ def factored_norm(
     operands = jax.tree.map(lax.stop_gradient, operands)
     is_zero = not isinstance(scale, jax.Array) and bool(scale == 0)
     function = functools.partial(_norm, Static(implementation, is_zero))
-    if mesh := meshes.explicit(kernel):
-        function = meshes.left_to_xla(function, mesh, jax.P(meshes.spec(kernel)[1]))
+    stored = quantised.stored(kernel)
+    if mesh := meshes.explicit(stored):
+        function = meshes.left_to_xla(function, mesh, jax.P(meshes.spec(stored)[1]))
     return function(operands)
 
 
@@ -97,13 +102,23 @@ def _run(static: Static, shard: Shard, operands: Adapted) -> tuple[jax.Array]:
     if static.is_zero and implementation is None:
         implementation = "xla"
     (in_features, out), rank = kernel.shape, lora_a.shape[1]
-    call = (in_features, rank, out, kernel.dtype, lora_a.dtype)
-    choice = choose.choose("factored_norm", implementation, (kernel_norm, call))
+    if quantised.is_quantised(kernel):
+        call = (in_features, rank, out, quantised.format_of(kernel), lora_a.dtype)
+        candidates = [(one, call) for one in QUANTISED_KERNELS]
+    else:
+        candidates = [(kernel_norm, (in_features, rank, out, kernel.dtype, lora_a.dtype))]
+    choice = choose.choose("factored_norm", implementation, *candidates)
     if choice is not None:
-        squared = kernel_norm.launch(kernel, lora_a, lora_b, scale, **choice.knobs)
+        arrays = jax.tree.leaves(kernel)
+        squared = choice.kernel.launch(*arrays, lora_a, lora_b, scale, **choice.knobs)
         return (jnp.sqrt(shard.sum(squared)),)
-    return (_define(shard, static.is_zero, operands),)
+    define = _define_quantised if quantised.is_quantised(kernel) else _define
+    return (define(shard, static.is_zero, operands),)
 
+
+# Each takes (qvalue, scale, zero_point if there is one, lora_a, lora_b, s) in its `launch`, and
+# (in, rank, out, `quantised.Format`, lora_a's dtype) in its predicates.
+QUANTISED_KERNELS: tuple[ModuleType, ...] = ()
 
 NORM = Op("norm", _run, Adapted("i o", "i r", "r o", ""), ("o",), contracted="i")
 
@@ -127,6 +142,12 @@ def _define(shard: Shard, is_zero: bool, operands: Adapted) -> jax.Array:
         squared = squared + (2 * s * added[0] + s * s * added[1])
     # maximum, unlike a comparison, keeps NaN.
     return lax.optimization_barrier(jnp.sqrt(jnp.maximum(shard.sum(squared), 0)))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _define_quantised(shard: Shard, is_zero: bool, operands: Adapted) -> jax.Array:
+    squared = squared_norm(lax.optimization_barrier(operands), is_zero=is_zero)
+    return lax.optimization_barrier(jnp.sqrt(shard.sum(squared)))
 
 
 def magnitude_scale(

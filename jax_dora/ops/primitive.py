@@ -29,6 +29,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from jax_dora.ops import quantised_op
 from jax_dora.ops.choose import interpreted
 from jax_dora.ops.mesh import vary, varying
 from jax_dora.ops.shard import WHOLE, Names, Op, Shard, spec
@@ -39,16 +40,20 @@ def call(op: Op, static: Any, operands: Any) -> tuple[Any, ...]:
 
     Args:
       static: a NamedTuple of hashables, one of them `implementation`; it is handed to `op.run`.
-      operands: a NamedTuple of arrays and None.
+      operands: a NamedTuple of arrays and None; one of the arrays may be quantised.
     """
     if interpreted() or static.implementation == "xla":
         # The interpreter's callbacks are ordered, which nothing in a lowering rule may be.
         results = op.run(static, Shard(), operands)
         return jax.tree.map(lambda result: vary(result, varying(operands)), results)
+    place = quantised_op.place_of(operands)
+    if place is not None:
+        op, operands = quantised_op.split(op, operands, place)
     leaves, tree = jax.tree.flatten(operands)
     params = {"op": op, "static": static, "tree": tree}
     shapes = _shapes(map(jax.typeof, leaves), **params)
-    return jax.tree.structure(shapes).unflatten(_op_p.bind(*leaves, **params))
+    results = jax.tree.structure(shapes).unflatten(_op_p.bind(*leaves, **params))
+    return results if place is None else quantised_op.joined(op, results)
 
 
 # The tracing of an operator, which its shapes and its lowering share.

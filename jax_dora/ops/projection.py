@@ -13,6 +13,9 @@ under a bias, and in fp16, whose range is short, inner is kept.
 
 The order never makes an [in, out] product, but for the kernel's own gradient, xᵀ d, which is
 computed only where somebody differentiates it.
+
+A quantised kernel is dequantised for each of its products, to x's dtype; what is kept for the
+gradient is the quantised one.
 """
 
 import functools
@@ -23,7 +26,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jax_dora.ops import choose, primitive, residuals
+from jax_dora.ops import choose, primitive, quantised, residuals
 from jax_dora.ops.compose import (
     COMPOSE_BACKWARD,
     Returned,
@@ -110,6 +113,8 @@ def _forward(static: Forward, shard: Shard, operands: Reduced) -> tuple[Any, Any
         return shard.sum(_forward(static, Shard(), operands)[0]), None
     (in_features, out), rank = kernel.shape, z.shape[-1]
     rows = x.size // max(in_features, 1)
+    # Of a quantised kernel a copy that lasts as long as the product.
+    kernel = quantised.dense(kernel, x.dtype)
     choice = choose.choose(
         static.op,
         static.implementation,
@@ -151,6 +156,7 @@ def _back(static: Static, shard: Shard, operands: Back) -> tuple[jax.Array]:
     """Returns dx = d Wᵀ + dz (s·A)ᵀ."""
     d, kernel, dz, lora_a = operands
     dz = shard.once(dz)
+    kernel = quantised.dense(kernel, d.dtype)
     in_features, out = kernel.shape
     call = (d.size // max(out, 1), in_features, out, d.dtype)
     options = {"optional": True}
@@ -172,15 +178,16 @@ def projection(options: Options, operands: Projection) -> jax.Array:
     return primitive.call(FORWARD, *_reduced(options, operands, scaled, want_inner=False))[0]
 
 
-def _told_by_result(operands: Projection) -> bool:
-    """Returns whether inner is y / g to inner's own precision, so that y alone is kept."""
-    return operands.bias is None and operands.kernel.dtype != jnp.float16
+def _told_by_result(operands: Projection, dtype: Any) -> bool:
+    """Returns whether inner is y / g to inner's own precision, `dtype`'s, so that y alone is
+    kept."""
+    return operands.bias is None and dtype != jnp.float16
 
 
 def _divisible(operands: Projection) -> Projection:
     """Returns operands whose g, where the gradient divides by it, is at least `LEAST_G` in size."""
     g = operands.g
-    if g is None or not _told_by_result(operands):
+    if g is None or not _told_by_result(operands, operands.x.dtype):
         return operands
     return operands._replace(g=jnp.where(jnp.abs(g) < LEAST_G, jnp.copysign(LEAST_G, g), g))
 
@@ -212,8 +219,14 @@ def _reducing(options: Options, x: jax.Array) -> Reducing:
 def _projection_fwd(options: Options, primals: Any) -> tuple[jax.Array, Any]:
     operands, wanted = residuals.values(primals), residuals.wanted(primals)
     refuse_scale_gradient(wanted.scale)
+    if wanted.kernel and quantised.is_quantised(operands.kernel):
+        raise TypeError(
+            f"a kernel quantised as {quantised.qtype_name(operands.kernel)} is being "
+            "differentiated; it is frozen: take the gradient with respect to the adapter alone, as "
+            "with wrt=nnx.LoRAParam, or wrap the kernel in jax.lax.stop_gradient"
+        )
     operands = _divisible(operands)
-    told = _told_by_result(operands)
+    told = _told_by_result(operands, operands.x.dtype)
     scaled, want_inner = _scaled_lora_a(operands), wanted.g is not None and not told
     static, reduced = _reduced(options, operands, scaled, want_inner=want_inner)
     y, inner = primitive.call(FORWARD, static, reduced)
@@ -250,7 +263,7 @@ def _projection_bwd(options: Options, packed: Any, dy: Any) -> tuple[Any]:
         static = Wanted(options.op, options.implementation)
         d, _, d_g = primitive.call(COMPOSE_BACKWARD, static, Returned(dy, inner, g, scale))
         if d_g is not None:
-            if _told_by_result(operands):
+            if _told_by_result(operands, dy.dtype):
                 d_g = d_g / g
             found["g"] = d_g.astype(g.dtype)
     if wanted.x or wanted.lora_a:
@@ -281,6 +294,7 @@ def _dx(
         static = Static(options.op, options.implementation, options.precision)
         return primitive.call(BACK, static, Back(d, kernel, dz, scaled))[0]
     through_adapter = drop(dot_general(options.precision, dz, scaled, (-1, 1)), seed, options.rate)
+    kernel = quantised.dense(kernel, d.dtype)
     return dot_general(options.precision, d, kernel, (-1, 1)) + through_adapter
 
 

@@ -12,14 +12,16 @@ import jax.numpy as jnp
 from jax import lax
 
 _NONE, _TRUE = jnp.bool_, jnp.int8
+_EMPTY = (0,)
 
 
 def pack(tree: Any) -> Any:
-    """Returns `tree`, of arrays that are neither bool nor int8, None and True, as arrays alone."""
+    """Returns `tree`, of arrays, None and True, as arrays alone; none of its own is an empty vector
+    of bool or int8."""
 
     def one(leaf: Any) -> Any:
         if leaf is None or leaf is True:
-            return lax.full((0,), 0, _NONE if leaf is None else _TRUE)
+            return lax.full(_EMPTY, 0, _NONE if leaf is None else _TRUE)
         return leaf
 
     return jax.tree.map(one, tree, is_leaf=lambda leaf: leaf is None)
@@ -28,15 +30,21 @@ def pack(tree: Any) -> Any:
 def unpack(packed: Any) -> Any:
     """Returns what was packed."""
     constants = {jnp.dtype(_NONE): None, jnp.dtype(_TRUE): True}
-    return jax.tree.map(lambda leaf: constants.get(leaf.dtype, leaf), packed)
+
+    def one(leaf: Any) -> Any:
+        return constants.get(leaf.dtype, leaf) if leaf.shape == _EMPTY else leaf
+
+    return jax.tree.map(one, packed)
 
 
 def wanted(primals: Any) -> Any:
     """Returns `primals`, from a custom_vjp with symbolic zeros, with True where one is
-    differentiated and None elsewhere."""
-    return type(primals)(*(True if p is not None and p.perturbed else None for p in primals))
+    differentiated and None elsewhere; one True for an operand of several arrays."""
+    return type(primals)(
+        *(any(one.perturbed for one in jax.tree.leaves(p)) or None for p in primals)
+    )
 
 
 def values(primals: Any) -> Any:
     """Returns the arrays of `primals`, from a custom_vjp with symbolic zeros."""
-    return type(primals)(*(None if p is None else p.value for p in primals))
+    return jax.tree.map(lambda primal: primal.value, primals)

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# The names of axes that are never sharded: the rank, and a seed's.
-WHOLE = frozenset({"r", "s"})
+# The names of axes that are never sharded: the rank, a seed's, and those inside of a tile.
+WHOLE = frozenset({"r", "s", "w", "v"})
 
 
 @dataclasses.dataclass(frozen=True)

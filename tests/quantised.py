@@ -1,0 +1,70 @@
+"""Quantised kernels drawn at random, and what they stand for, by NumPy alone."""
+
+from statistics import NormalDist
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import qwix
+
+# Each format's qvalues, from the least to the greatest.
+RANGES = {"nf4": (0, 15), "int4": (-8, 7), "int8": (-128, 127), "float8_e4m3fn": (-448, 448)}
+_STORED = {"nf4": jnp.uint4, "int4": jnp.int4, "int8": jnp.int8}
+
+
+def nf4_codebook() -> np.ndarray:
+    """The 16 numbers of NF4, of quantiles of the normal distribution (arXiv 2305.14314)."""
+
+    def quantiles(count: int) -> list[float]:
+        offset = (1 - 1 / (2 * 15) + 1 - 1 / (2 * 16)) / 2
+        return [NormalDist().inv_cdf(p) for p in np.linspace(offset, 0.5, count)[:-1]]
+
+    values = np.array([*quantiles(9), 0.0, *(-one for one in quantiles(8))])
+    return np.sort(values / values.max())
+
+
+def draw(
+    qtype: str,
+    shape: tuple[int, ...],
+    tiles: tuple[int, ...],
+    *,
+    seed: int = 0,
+    scale_dtype: Any = jnp.float32,
+    zero_point: bool = False,
+    exact: bool = False,
+) -> qwix.QArray:
+    """Returns a kernel whose scales have the shape `tiles`; powers of two where `exact`."""
+    rng = np.random.default_rng(seed)
+    low, high = RANGES[qtype]
+    dtype = _STORED.get(qtype, jnp.float8_e4m3fn)
+    if qtype == "float8_e4m3fn":
+        qvalue = jnp.asarray(rng.normal(size=shape) * 100, dtype)
+    else:
+        qvalue = jnp.asarray(rng.integers(low, high + 1, size=shape), dtype)
+    top = 1 if qtype == "nf4" else high
+    scale = (0.5 + rng.random(size=tiles)) * 2 / (top * shape[-2] ** 0.5)
+    if exact:
+        scale = 2.0 ** np.round(np.log2(scale))
+    points = jnp.asarray(rng.integers(-3, 4, size=tiles), dtype) if zero_point else None
+    return qwix.QArray(
+        qvalue, jnp.asarray(scale, scale_dtype), points, qtype if qtype == "nf4" else dtype
+    )
+
+
+def meant(kernel: qwix.QArray) -> np.ndarray:
+    """Returns in fp64 what a quantised kernel stands for."""
+    stored = np.asarray(kernel.qvalue)
+    values = stored.astype(np.float64)
+    if kernel.qtype == "nf4":
+        codebook = nf4_codebook().astype(np.float32).astype(np.float64)
+        values = codebook[stored.astype(np.int64)]
+
+    def spread(tiles: Any) -> np.ndarray:
+        tiles = np.asarray(tiles).astype(np.float64)
+        for axis, size in enumerate(stored.shape):
+            tiles = np.repeat(tiles, size // tiles.shape[axis], axis)
+        return tiles
+
+    if kernel.zero_point is not None:
+        values = values - spread(kernel.zero_point)
+    return values * spread(kernel.scale)
