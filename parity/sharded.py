@@ -1,15 +1,16 @@
 """`python -m parity sharded`: a layer on several devices, in every layout, against fp64.
 
-y and all gradients of one projection, on a mesh of four devices with automatic axes, are held to
-the materialised fp64 computation by the bounds of `parity.tolerances`, which know no device. Among
-the cases are batches and ranks that do not divide over the mesh.
+y and all gradients of one projection are held to the materialised fp64 computation by the bounds of
+`parity.tolerances`, which know no device: JAX's on a mesh of four devices with automatic axes,
+torch's in four processes, by DDP, FSDP2 and DTensor. Among the cases are batches and ranks that do
+not divide over the devices.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from parity import command
@@ -60,18 +61,43 @@ def cases(quick: bool) -> list[Case]:
 
 
 def run(report: Report, case: Case, name: str, device: str) -> None:
-    """Adds a line for every quantity of a case in a layout."""
+    """Adds a line for every quantity of a case in a layout, on JAX's side."""
+    _judge(report, case, name, device, "jax", _results(case, LAYOUTS[name], device))
+
+
+def run_torch(
+    report: Report,
+    case: Case,
+    names: Sequence[str],
+    device: str,
+    processes: int = 4,
+    *,
+    spoilt: bool = False,
+) -> None:
+    """Adds a line for every quantity of a case in every layout that is named, on torch's side;
+    `spoilt` with every process' norm that of the rows it has."""
+    from parity.cases import layer_inputs
+    from parity.sides.torch import processes as launched
+    from parity.sides.torch import sharded as torch_side
+
+    arguments = (layer_inputs(case, "cpu"), case.scale, tuple(names), device, spoilt)
+    found = launched.run(torch_side.layers, processes, device, *arguments)
+    for name, results in zip(names, found, strict=True):
+        _judge(report, case, name, "cpu", "torch", results)
+
+
+def _judge(
+    report: Report, case: Case, name: str, device: str, side: str, found: dict[str, Any]
+) -> None:
     from parity.compare import difference, peak_of, prepare_layer
 
-    expected = prepare_layer(case, device)[0]
-    found = _results(case, LAYOUTS[name], device)
-    for quantity, exact in expected.items():
+    for quantity, exact in prepare_layer(case, device)[0].items():
         missed = difference(found[quantity], exact.want)
         of_bound = peak_of(missed / exact.bound)
         report.add(
             f"{name}: {case.name}",
             quantity,
-            side="jax",
+            side=side,
             error=peak_of(missed),
             bound=peak_of(exact.bound),
             of_bound=of_bound,
@@ -128,12 +154,6 @@ def _results(case: Case, layout: Layout, device: str) -> dict[str, Any]:
     return {name: to_torch(value) for name, value in whole.items()}
 
 
-def _work(options: Any) -> Iterator[tuple[Case, str]]:
-    for case in cases(options.quick):
-        for name in LAYOUTS:
-            yield case, name
-
-
 def main(arguments: Sequence[str]) -> int:
     parser = command.parser("sharded", "Holds a layer on four devices to fp64, in every layout.")
     options = parser.parse_args(list(arguments))
@@ -145,8 +165,10 @@ def main(arguments: Sequence[str]) -> int:
     if jax.device_count() < 4:
         sys.exit(f"python -m parity sharded takes 4 devices, and there are {jax.device_count()}")
     report = command.report(options, device, "sharded")
-    for case, name in _work(options):
-        run(report, case, name, device)
+    for case in cases(options.quick):
+        for name in LAYOUTS:
+            run(report, case, name, device)
+        run_torch(report, case, tuple(LAYOUTS), device)
     report.print()
     return 0 if report.passed else 1
 

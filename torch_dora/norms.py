@@ -23,18 +23,20 @@ from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import listing
 from torch_dora.layers import DoRALayer, dora_layers
 from torch_dora.ops import check
+from torch_dora.ops.shards import whole
 
 
 @torch.no_grad()
 def norms(model: nn.Module) -> dict[str, Tensor]:
     """Returns the norm of every DoRA layer of ``model`` as it is now, by the layer's name.
 
-    Each is f32[out] (f64 for an fp64 layer), detached.
+    Each is f32[out] (f64 for an fp64 layer), detached. Where the model is sharded every process
+    calls this, and has all of every norm.
 
     Raises:
         ValueError: there is no DoRA layer in ``model``.
     """
-    return {name: layer.norm() for name, layer in _layers(model).items()}
+    return {name: whole(layer.norm()) for name, layer in _layers(model).items()}
 
 
 @contextlib.contextmanager

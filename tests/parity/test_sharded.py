@@ -13,6 +13,7 @@ FAULT = Fault(
     (),
     {"jax": (Point("jax_dora.ops.norm", "NORM", sharded.of_its_own_shard),)},
 )
+ONE_AXIS = ("dp", "fsdp", "tp column", "tp row")
 
 
 @pytest.fixture
@@ -35,6 +36,29 @@ def test_the_norm_of_a_shard_is_caught(report, name):
     assert not report.passed
     failed = {row["quantity"] for row in report.rows if not row["ok"]}
     assert {"y", "d_magnitude"} <= failed
+
+
+# Of torch, whose processes take longer to start than to compute: all layouts in one run. With four
+# processes 33 rows and a rank of 7 do not divide.
+@pytest.mark.parametrize(("processes", "names"), [(2, ONE_AXIS), (4, tuple(sharded.LAYOUTS))])
+def test_torch_agrees_with_fp64(report, processes, names):
+    sharded.run_torch(report, sharded.cases(quick=True)[-1], names, "cpu", processes)
+    assert len(report.rows) == 6 * len(names)
+    assert report.passed
+
+
+def test_the_norm_of_a_shard_is_caught_in_torch(report):
+    names = ("tp row", "fsdp×tp row")
+    sharded.run_torch(report, sharded.cases(quick=True)[-1], names, "cpu", spoilt=True)
+    failed = {(row["case"].split(":")[0], row["quantity"]) for row in report.rows if not row["ok"]}
+    assert {(name, quantity) for name in names for quantity in ("y", "d_magnitude")} <= failed
+
+
+@pytest.mark.gpus
+def test_torch_on_two_gpus_agrees_with_fp64(report):
+    for case in sharded.cases(quick=True):
+        sharded.run_torch(report, case, ONE_AXIS, "cuda", 2)
+    assert report.passed
 
 
 def run_last(report, name):

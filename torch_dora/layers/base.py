@@ -3,7 +3,7 @@
 import copy
 import math
 import numbers
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from dora_common.hyperparameters import DropoutMode, adapter_scale, check_dropout
-from torch_dora.ops import check, choose, factored_norm, magnitude_scale
+from torch_dora.ops import check, choose, factored_norm, magnitude_scale, shards
 from torch_dora.ops.dtypes import accumulation_dtype
 from torch_dora.ops.products import product
 
@@ -49,6 +49,9 @@ class DoRALayer(nn.Module):
     """The layers that this class adapts, and those subclasses of them that compute the same."""
     BASES_NAMED: ClassVar[str] = ""
     """The same for messages."""
+    SHARDED_AXES: ClassVar[Mapping[str, int]] = {}
+    """Which axis of lora_a, lora_b and magnitude is sharded as the same axis of the weight matrix;
+    nothing in layers that tensor parallelism does not reach."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -100,7 +103,9 @@ class DoRALayer(nn.Module):
             "magnitude": accumulation_dtype(self.weight, torch.empty(0, dtype=adapter_dtype)),
         }
         for name, shape in self.adapter_shapes().items():
-            empty = torch.empty(shape, device=self.weight.device, dtype=dtypes[name])
+            empty = shards.empty_beside(
+                self.weight_matrix(), shape, self.SHARDED_AXES.get(name), dtypes[name]
+            )
             setattr(self, name, nn.Parameter(empty))
         self.reset_adapter()
         self.train(base.training)
@@ -189,8 +194,8 @@ class DoRALayer(nn.Module):
 
     def reset_adapter(self) -> None:
         """Draws a fresh adapter: lora_a uniform in ±1/sqrt(in), as PEFT, lora_b zero."""
-        bound = 1 / math.sqrt(max(1, self.lora_a[0].numel()))
-        nn.init.uniform_(self.lora_a, -bound, bound)
+        bound = 1 / math.sqrt(max(1, math.prod(self.lora_a.shape[1:])))
+        shards.initialize(self.lora_a, lambda lora_a: nn.init.uniform_(lora_a, -bound, bound))
         nn.init.zeros_(self.lora_b)
         self.reset_magnitude()
 
@@ -229,9 +234,11 @@ class DoRALayer(nn.Module):
     @torch.no_grad()
     def merged_weight(self) -> Tensor:
         """Returns g∘(weight + scale·lora_b lora_a), in the weight's shape, in fp32 (fp64)."""
-        weight, lora_a, lora_b = self.matrices()
+        matrices: tuple[Any, Any, Any] = self.matrices()
+        whole, g = matrices[0], self.g(self.weight.dtype)
+        weight, lora_a, lora_b = shards.local_matrices(*matrices)
         dtype = accumulation_dtype(weight, lora_a, lora_b)
-        g = self.g(self.weight.dtype).to(dtype)
+        g = shards.local_rows(g, whole).to(dtype)
         with torch.autocast(weight.device.type, enabled=False):
             if weight.ndim == 2:
                 merged = product(lora_b, lora_a, dtype)
@@ -239,6 +246,8 @@ class DoRALayer(nn.Module):
                 pairs = zip(lora_b, lora_a, strict=True)
                 merged = torch.stack([product(b, a, dtype) for b, a in pairs])
             merged = merged.mul_(self.scale).add_(weight).mul_(g.reshape(*weight.shape[:-1], 1))
+        if shards.is_sharded(whole):
+            merged = shards.joined(merged, whole, whole.placements, whole.shape)
         return self.as_weight(merged)
 
     @torch.no_grad()

@@ -1,7 +1,7 @@
 """DoRA for torch.nn.Linear, and for the Conv1D of GPT-2's family: a linear layer whose weight is
 [in, out]."""
 
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,8 @@ class _DoRAProjection(DoRALayer):
 
     W [out, in] is :meth:`weight_matrix`.
     """
+
+    SHARDED_AXES: ClassVar = {"lora_a": 1, "lora_b": 0, "magnitude": 0}
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns [..., out] of x [..., in], in the dtype that x and the weight promote to."""

@@ -13,6 +13,7 @@ The weight is frozen: its gradient, dᵀx, is computed only where somebody diffe
 into the small products, so that one tensor of y's size, d, is written instead of two.
 """
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,10 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torch_dora.ops import check, choose
+from torch_dora.ops import check, choose, sharded
 from torch_dora.ops.compose import backward, choose_compose, forward
 from torch_dora.ops.dtypes import cast
 from torch_dora.ops.norm import factored_norm, magnitude_scale
+from torch_dora.ops.shards import is_sharded
 
 if TYPE_CHECKING or choose.TRITON_MODE is not None:
     from torch_dora.ops.triton import expand_compose
@@ -61,11 +63,14 @@ def dora_linear(
         [..., out] in the dtype that x and weight promote to, or in autocast's dtype where autocast
         is on, as in ``torch.nn.functional.linear``. Adapters of another dtype are cast to it for
         the products with activations (the norm takes them as they are), and their gradients come
-        back in their own dtype. The norm is a constant under differentiation.
+        back in their own dtype. The norm is a constant under differentiation. Of DTensors a
+        DTensor, sharded as the plain projection's result; see :mod:`torch_dora.ops.sharded`.
 
     Raises:
-        TypeError, ValueError: an argument's dtype or shape is wrong; unknown implementation.
-        NotImplementedError: the named implementation cannot take the call.
+        TypeError, ValueError: an argument's dtype or shape is wrong; unknown implementation; some
+            tensors are DTensors and others are not, or they lie on different meshes.
+        NotImplementedError: the named implementation cannot take the call; a DTensor is a pending
+            sum.
     """
     choose.check_name(implementation)
     check.is_float("x", x)
@@ -90,9 +95,18 @@ def dora_linear(
 
     dtype = _result_dtype(x, weight)
     g = magnitude_scale(magnitude, norm, dtype)
-    like = x.new_empty((), dtype=dtype).expand(*x.shape[:-1], out_features)
+    operands = (x, adapter_x, weight, bias, lora_a, lora_b, g)
+    of_shard = functools.partial(_local_linear, float(scale), dtype, implementation)
+    return sharded.projection(of_shard, *operands) if is_sharded(*operands) else of_shard(*operands)
+
+
+def _local_linear(
+    scale, dtype, implementation, x, adapter_x, weight, bias, lora_a, lora_b, g
+) -> Tensor:
+    """Returns y of plain tensors, by the implementation that is named or the best."""
+    like = x.new_empty((), dtype=dtype).expand(*x.shape[:-1], weight.shape[0])
     chosen = choose_compose(like, like, g, implementation)
-    operands = (x, adapter_x, weight, bias, lora_a, lora_b, g, float(scale), dtype)
+    operands = (x, adapter_x, weight, bias, lora_a, lora_b, g, scale, dtype)
     if choose.transformed():
         return _forward(*operands, False, chosen)[0]
     return _DoRALinear.apply(*operands, torch.is_grad_enabled() and g.requires_grad, chosen)

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torch_dora.ops import check, choose
+from torch_dora.ops import check, choose, sharded
 from torch_dora.ops.choose import Call
 from torch_dora.ops.dtypes import accumulation_dtype
 from torch_dora.ops.products import pieces, product
+from torch_dora.ops.shards import is_sharded, placed
 
 if TYPE_CHECKING or choose.TRITON_MODE is not None:
     from torch_dora.ops.triton import norm_assembly, one_pass_norm
@@ -53,15 +54,32 @@ def factored_norm(
 
     Returns:
         f32[out] (f64 if an operand is fp64), detached: no gradient flows through the norm
-        (arXiv 2402.09353, section 4.3). A NaN in the operands stays a NaN.
+        (arXiv 2402.09353, section 4.3). A NaN in the operands stays a NaN. Of DTensors a DTensor,
+        sharded as the weight's outputs are: where its inputs are sharded, the processes send
+        their sums of squares, [out].
 
     Raises:
         TypeError, ValueError: an argument's dtype or shape is wrong; unknown implementation.
-        NotImplementedError: the named implementation cannot take the call.
+        NotImplementedError: the named implementation cannot take the call; a DTensor is a pending
+            sum.
     """
     check.adapter(weight, lora_a, lora_b)
     check.is_scale(scale)
+    choose.check_name(implementation)
     weight, lora_a, lora_b = weight.detach(), lora_a.detach(), lora_b.detach()
+
+    def of_shard(weight: Tensor, lora_a: Tensor, lora_b: Tensor) -> Tensor:
+        return _chosen_norm(weight, lora_a, lora_b, float(scale), implementation)
+
+    if is_sharded(weight, lora_a, lora_b):
+        return sharded.norm(of_shard, _sqrt, weight, lora_a, lora_b)
+    return of_shard(weight, lora_a, lora_b)
+
+
+def _chosen_norm(
+    weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float, implementation: str | None
+) -> Tensor:
+    """Returns the norm of plain tensors by the implementation that is named, or the best."""
     call = Call(
         rows=weight.shape[1],
         features=weight.shape[0],
@@ -72,7 +90,7 @@ def factored_norm(
     chosen = choose.choose(call, implementation, None)
     if chosen == "triton" and one_pass_norm.refuses(call) is None:
         chosen = "one_pass"
-    return _factored_norm(weight, lora_a, lora_b, float(scale), chosen)
+    return _factored_norm(weight, lora_a, lora_b, scale, chosen)
 
 
 def magnitude_scale(magnitude: Tensor, norm: Tensor, dtype: torch.dtype) -> Tensor:
@@ -80,7 +98,8 @@ def magnitude_scale(magnitude: Tensor, norm: Tensor, dtype: torch.dtype) -> Tens
 
     Args:
         magnitude: [out], any float dtype.
-        norm: f32[out] from :func:`factored_norm`; constant under differentiation.
+        norm: f32[out] from :func:`factored_norm`; constant under differentiation. Beside a DTensor
+            one too, or all of it in every process.
         dtype: the dtype of the layer's result, which sets eps: 1e-6 for bf16 and fp16, else 1e-12.
 
     Returns:
@@ -98,6 +117,7 @@ def magnitude_scale(magnitude: Tensor, norm: Tensor, dtype: torch.dtype) -> Tens
         raise TypeError(f"dtype is {dtype}; expected float16, bfloat16, float32 or float64")
     result = torch.float64 if dtype == torch.float64 else torch.float32
     eps = EPS_FULL if dtype in (torch.float32, torch.float64) else EPS_HALF
+    norm = placed(norm, magnitude)
     return magnitude.to(result) / norm.detach().to(result).clamp(min=eps)
 
 
