@@ -16,6 +16,8 @@ from jax_dora.adapt import get_adapter as get_adapter
 from jax_dora.adapt import merge_dora as merge_dora
 from jax_dora.adapt import remove_dora as remove_dora
 from jax_dora.adapt import set_adapter as set_adapter
+from jax_dora.bank import AdapterBank as AdapterBank
+from jax_dora.bank import with_bank as with_bank
 from jax_dora.layers import DoRAConv as DoRAConv
 from jax_dora.layers import DoRAEinsum as DoRAEinsum
 from jax_dora.layers import DoRAEmbed as DoRAEmbed

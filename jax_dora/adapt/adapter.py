@@ -135,7 +135,7 @@ def set_adapter[Model: nnx.Module](
         raise TypeError(
             f"adapter is a {type(adapter).__name__}; expected an Adapter from get_adapter, or None"
         )
-    rules = _rules_by_path(adapter)
+    rules = rules_by_path(adapter)
     by_path = {path: found for found in find_modules(base) for path in found.paths}
     weights = {one.path: one for one in adapter.weights}
     replacements: dict[int, Any] = {}
@@ -182,7 +182,7 @@ def _site(path: str, weight: AdaptedWeight | None, by_path: dict[str, Found]) ->
     return Site((path,), found, weight.param, axes=weight.axes, reader=own)
 
 
-def _rules_by_path(adapter: Adapter) -> dict[str, DoRARule]:
+def rules_by_path(adapter: Adapter) -> dict[str, DoRARule]:
     rules = {rule.path: rule for rule in adapter.rules}
     patterns = {path: re.escape(path) for path in adapter.arrays}
     if odd := rules.keys() ^ set(patterns.values()):

@@ -58,7 +58,8 @@ class DoRALayer(nnx.Module):
         optimizer.update(model, grads)
 
     Every layer is also an instance of its base's class. `base_type`, `kernel_name`, `takes`,
-    `default_inits`, `unstacked_shape`, `layout` and `__call__` are what a subclass says of itself.
+    `default_inits`, `unstacked_shape`, `layout_of` and `__call__` are what a subclass says of
+    itself.
 
     Class attributes:
       base_type: the class of the layers that it adapts.
@@ -164,10 +165,15 @@ class DoRALayer(nnx.Module):
         """Returns the kernel's shape in a base or DoRA layer, were it in no stack."""
         raise NotImplementedError
 
+    @classmethod
+    def layout_of(cls, module: Any, rank: int) -> Layout:
+        """Returns how the kernel of a base or DoRA layer and an adapter of `rank` are matrices."""
+        raise NotImplementedError
+
     @property
     def layout(self) -> Layout:
         """Returns how kernel, lora_a, lora_b and magnitude are matrices."""
-        raise NotImplementedError
+        return self.layout_of(self, self.rank)
 
     def adapter_axes(self, axes: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
         """Returns for the axes of lora_a, lora_b and magnitude what `axes` says of the kernel's."""

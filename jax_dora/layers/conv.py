@@ -49,9 +49,9 @@ class DoRAConv(DoRALayer, nnx.Conv):
     def unstacked_shape(cls, module: Any) -> tuple[int, ...]:
         return tuple(module.kernel_shape)
 
-    @property
-    def layout(self) -> Layout:
-        return convolution_layout(self.kernel_shape, self.feature_group_count, self.rank)
+    @classmethod
+    def layout_of(cls, module: Any, rank: int) -> Layout:
+        return convolution_layout(module.kernel_shape, module.feature_group_count, rank)
 
     def adapter_axes(self, axes: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
         return {"lora_a": (*axes[:-1], None), "lora_b": (None, axes[-1]), "magnitude": axes[-1:]}

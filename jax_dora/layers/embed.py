@@ -56,9 +56,9 @@ class DoRAEmbed(DoRALayer, nnx.Embed):
     def unstacked_shape(cls, module: Any) -> tuple[int, ...]:
         return module.num_embeddings, module.features
 
-    @property
-    def layout(self) -> Layout:
-        return matrix_layout(self.num_embeddings, self.features, self.rank)
+    @classmethod
+    def layout_of(cls, module: Any, rank: int) -> Layout:
+        return matrix_layout(module.num_embeddings, module.features, rank)
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Takes integers [...] to [..., features], in the dtype that `nnx.Embed` would return,

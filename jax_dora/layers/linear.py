@@ -101,9 +101,9 @@ class DoRALinear(DoRALayer, nnx.Linear):
     def unstacked_shape(cls, module: Any) -> tuple[int, ...]:
         return module.in_features, module.out_features
 
-    @property
-    def layout(self) -> Layout:
-        return matrix_layout(self.in_features, self.out_features, self.rank)
+    @classmethod
+    def layout_of(cls, module: Any, rank: int) -> Layout:
+        return matrix_layout(module.in_features, module.out_features, rank)
 
     def __call__(
         self,

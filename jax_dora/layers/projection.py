@@ -62,16 +62,16 @@ class DoRAProjection(DoRALayer):
         """Returns the einsum for an input of `ndim` axes; None stands for the fewest."""
         raise NotImplementedError
 
-    @property
-    def layout(self) -> Layout:
-        equation = self.equation(self)
+    @classmethod
+    def layout_of(cls, module: Any, rank: int) -> Layout:
+        equation = cls.equation(module)
         order = "".join(map(equation.sort, equation.kernel))
-        shape = self.unstacked_shape(self)
+        shape = cls.unstacked_shape(module)
         sizes = {
             sort: tuple(size for size, one in zip(shape, order, strict=True) if one == sort)
             for sort in "bio"
         }
-        return projection_layout(sizes["b"], sizes["i"], sizes["o"], order, self.rank)
+        return projection_layout(sizes["b"], sizes["i"], sizes["o"], order, rank)
 
     def _project(
         self, equation: Equation, inputs: jax.Array, out_sharding: Any, deterministic, rngs

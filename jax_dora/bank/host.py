@@ -1,0 +1,217 @@
+"""An adapter in host memory, read, checked and laid out as a bank takes it."""
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from dora_common.hyperparameters import adapter_scale
+from dora_common.peft.folder import Folder, opened
+from dora_common.rules import listing
+from jax_dora.adapt.adapter import Adapter, rules_by_path
+from jax_dora.adapt.sites import sites
+from jax_dora.adapt.stack import indices
+from jax_dora.bank.places import Place, why_not
+from jax_dora.ops.compose import accumulator
+from jax_dora.peft.names import Names
+from jax_dora.peft.torch_view import torch_view
+
+# Ranks that are written at once: an adapter travels in pieces of this, whatever its rank, so that
+# one compiled program writes adapters of all ranks.
+RANKS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """The adapter of one layer.
+
+    Attributes:
+      lora_a: [rank, in].
+      lora_b: [rank, out].
+      magnitude: [out]; None for LoRA.
+      scale: alpha / rank, or alpha / sqrt(rank).
+    """
+
+    lora_a: np.ndarray
+    lora_b: np.ndarray
+    magnitude: np.ndarray | None
+    scale: float
+
+
+@dataclasses.dataclass(frozen=True)
+class HostAdapter:
+    """An adapter in host memory, which `AdapterBank.load` takes at once; `AdapterBank.read` makes
+    it.
+
+    Attributes:
+      pieces: by path, (lora_a [*stack, RANKS, in], lora_b [*stack, RANKS, out]) of ranks 0 to 7,
+        8 to 15 and so on; without the paths that have no such ranks.
+      facts: by path, for every path of the bank.
+      rank: the largest.
+    """
+
+    pieces: tuple[Mapping[str, tuple[np.ndarray, np.ndarray]], ...]
+    facts: Mapping[str, "Facts"]
+    rank: int
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its matrices."""
+        return sum(a.nbytes + b.nbytes for piece in self.pieces for a, b in piece.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What of a path's adapters is no matrix: a pytree.
+
+    Attributes:
+      magnitude: f32[*stack, out], f64 in a model of fp64; 1 for LoRA.
+      is_dora: bool[*stack].
+      scale: likewise, [*stack].
+      rank: i32[*stack]; 0 without an adapter.
+    """
+
+    magnitude: Any
+    is_dora: Any
+    scale: Any
+    rank: Any
+
+
+jax.tree_util.register_dataclass(
+    Facts, data_fields=["magnitude", "is_dora", "scale", "rank"], meta_fields=[]
+)
+
+
+def read_adapter(model: nnx.Module, places: Sequence[Place], adapter: Adapter) -> HostAdapter:
+    """Returns an `Adapter` of the model as a bank takes it; raises as `AdapterBank.load`."""
+    rules = rules_by_path(adapter)
+    by_path = {path: place for place in places for path in place.paths}
+    for path in [*(one.path for one in adapter.weights), *adapter.arrays]:
+        if path not in by_path:
+            raise _no_place(model, places, path)
+    layers: dict[str, dict[Any, Layer]] = {}
+    for path, arrays in adapter.arrays.items():
+        place, rule = by_path[path], rules[path]
+        layout = place.layout(rule.rank)
+        host = {name: np.asarray(value) for name, value in arrays.items()}
+        for name, value in host.items():
+            wanted = (*place.stack, *getattr(layout, name).stored)
+            if value.shape != wanted:
+                raise ValueError(
+                    f"adapter has {name} {value.shape} for {path!r}; expected {wanted}, of rank "
+                    f"{rule.rank}"
+                )
+        one = layers.setdefault(place.path, {})
+        for index in indices(place.stack):
+            lora_a, lora_b, magnitude = (
+                getattr(layout, name).to_matrices(host[name][index])[0]
+                for name in ("lora_a", "lora_b", "magnitude")
+            )
+            one[index] = Layer(lora_a.T, lora_b, magnitude.reshape(-1), rule.scale)
+    return _packed(places, layers)
+
+
+def read_folder(
+    model: nnx.Module,
+    places: Sequence[Place],
+    folder: str | os.PathLike[str],
+    adapter: str | None = None,
+    names: Names | None = None,
+) -> HostAdapter:
+    """Returns the adapter of a PEFT folder as a bank takes it; raises as `AdapterBank.load`."""
+    by_path = {place.path: place for place in places}
+    view = torch_view(model, names or Names())
+    with opened(folder, "np", adapter) as source:
+        fit = source.fit(
+            [one.layer for one in view.layers.values()],
+            {name: one.shape for name, one in view.parameters.items()},
+            view.arrays(),
+        )
+        if whole := [*fit.parameters, *fit.tokens]:
+            raise NotImplementedError(
+                f"{source.path} replaces parameters of the base model (modules_to_save, biases or "
+                "trainable tokens), which all adapters of a bank share; expected lora_A, lora_B "
+                f"and magnitudes alone, and it has:{listing(whole)}"
+            )
+        layers: dict[str, dict[Any, Layer]] = {}
+        for name, one in fit.adapters.items():
+            where = view.layers[name]
+            if where.path not in by_path:
+                raise _no_place(model, places, where.path)
+            read = _layer(
+                source, one.keys, adapter_scale(one.rank, one.alpha, source.config.use_rslora)
+            )
+            layers.setdefault(where.path, {})[where.index] = read
+    return _packed(places, layers)
+
+
+def _layer(source: Folder, keys: Mapping[str, str], scale: float) -> Layer:
+    magnitude = source.read(keys["magnitude"]).reshape(-1) if "magnitude" in keys else None
+    lora_a, lora_b = source.read(keys["lora_a"]), source.read(keys["lora_b"])
+    return Layer(lora_a, lora_b.T, magnitude, scale)
+
+
+def _no_place(model: nnx.Module, places: Sequence[Place], path: str) -> ValueError:
+    there = {name: why_not(site) for site in sites(model) for name in site.names}
+    reason = "the model has none of that path"
+    if path in there:
+        reason = there[path] or "the bank was made without it: say so in its path="
+    return ValueError(
+        f"adapter has a layer {path!r}, which the bank has no room for: {reason}; expected some of:"
+        f"{listing(place.path for place in places)}"
+    )
+
+
+def _packed(places: Sequence[Place], layers: Mapping[str, Mapping[Any, Layer]]) -> HostAdapter:
+    """Returns the layers of each path, by their index in its stack, in pieces."""
+    rank = max(one.lora_a.shape[0] for found in layers.values() for one in found.values())
+    pieces: list[dict[str, tuple[np.ndarray, np.ndarray]]] = [{} for _ in range(0, rank, RANKS)]
+    facts = {}
+    for place in places:
+        found = layers.get(place.path, {})
+        facts[place.path] = _facts(place, found)
+        for number, piece in enumerate(pieces):
+            start = number * RANKS
+            if any(one.lora_a.shape[0] > start for one in found.values()):
+                piece[place.path] = _piece(place, found, start)
+    return HostAdapter(tuple(pieces), facts, rank)
+
+
+def _piece(place: Place, found: Mapping[Any, Layer], start: int) -> tuple[np.ndarray, np.ndarray]:
+    lora_a, lora_b = (
+        np.zeros((*place.stack, RANKS, features), place.dtype) for features in place.sizes
+    )
+    for index, one in found.items():
+        for name, target, source in (("a", lora_a, one.lora_a), ("b", lora_b, one.lora_b)):
+            part = source[start : start + RANKS]
+            target[index][: len(part)] = part
+            _check_finite(f"lora_{name}", place, target[index])
+    return lora_a, lora_b
+
+
+def _facts(place: Place, found: Mapping[Any, Layer]) -> Facts:
+    (_, out), wide = place.sizes, accumulator(place.dtype)
+    facts = Facts(
+        np.ones((*place.stack, out), wide),
+        np.zeros(place.stack, bool),
+        np.zeros(place.stack, wide),
+        np.zeros(place.stack, np.int32),
+    )
+    for index, one in found.items():
+        facts.scale[index], facts.rank[index] = one.scale, one.lora_a.shape[0]
+        if one.magnitude is not None:
+            facts.magnitude[index], facts.is_dora[index] = one.magnitude, True
+            _check_finite("magnitude", place, facts.magnitude[index])
+    return facts
+
+
+def _check_finite(name: str, place: Place, array: np.ndarray) -> None:
+    if not np.isfinite(array).all():
+        raise ValueError(
+            f"adapter has NaN or infinity in {name} of {place.path!r}, in the bank's dtype "
+            f"{array.dtype}; expected finite numbers: take an earlier state of its training"
+        )

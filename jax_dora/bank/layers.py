@@ -1,0 +1,290 @@
+"""A model whose rows choose their adapters from a bank: the layers that it has instead."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.core import Tracer
+
+from dora_common.rules import listing
+from jax_dora.adapt.tree import check_model, find_dora_layers, find_modules, replace_modules
+from jax_dora.bank.bank import AdapterBank
+from jax_dora.bank.places import Place
+from jax_dora.layers import DoRALinear, dora_class_of
+from jax_dora.layers.base_layer import bare, copy_attributes
+from jax_dora.layers.layout import Axes
+from jax_dora.layers.projection import DoRAEinsum, DoRALinearGeneral, Equation
+from jax_dora.ops import mesh as meshes
+from jax_dora.ops.bank import Slots, bank_linear, checked_ids
+
+_OF_BANK = frozenset({*(f"bank_{name}" for name in Slots._fields), "bank_ids", "bank_layer"})
+
+
+class BankArray(nnx.Variable):
+    """An array of a bank, as a layer of a model has it."""
+
+
+class BankRows(nnx.Variable):
+    """What a layer knows of the rows of a batch."""
+
+
+class BankLayer(nnx.Module):
+    """A projection over the base layer's own parameters, and the adapters of a bank beside it.
+
+    Attributes:
+      bank_lora_a, bank_lora_b, bank_g, bank_scale, bank_rank: as `ops.bank.Slots`, in a stack
+        behind its axes. Where a stack's layers are taken apart one after the other, these may stay
+        whole: then `bank_layer` says which layer this is, and nothing has to be copied.
+      bank_ids: i32[*stack, batch].
+      bank_layer: i32[*stack], the layer's number in its stack.
+    """
+
+    base_type: ClassVar[type[nnx.Module]]
+
+    kernel: nnx.Param
+    bias: nnx.Param | None
+    dtype: Any
+    precision: Any
+    promote_dtype: Any
+
+    def __init__(self, base: Any, place: Place, slots: Slots, ids: jax.Array) -> None:
+        copy_attributes(base, self)
+        for name, array in slots._asdict().items():
+            setattr(self, f"bank_{name}", BankArray(array))
+        count = int(np.prod(place.stack))
+        self.bank_ids = BankRows(jnp.broadcast_to(ids, (*place.stack, *ids.shape)))
+        self.bank_layer = BankRows(jnp.arange(count, dtype=jnp.int32).reshape(place.stack))
+
+    def _equation(self, ndim: int) -> Equation:
+        raise NotImplementedError
+
+    def _axes(self) -> Axes:
+        """Returns how the kernel is a matrix."""
+        kind = dora_class_of(self)
+        assert kind is not None
+        return kind.layout_of(self, 1).kernel
+
+    def _slots(self) -> tuple[Slots, jax.Array]:
+        """Returns the adapters, and ids that count in them."""
+        slots = Slots(*(getattr(self, f"bank_{name}")[...] for name in Slots._fields))
+        ids, layer = self.bank_ids[...], self.bank_layer[...]
+        lead = slots.lora_a.ndim - 3
+        if ids.ndim > 1 or layer.ndim:
+            raise ValueError(
+                f"the layers of a stack of shape {layer.shape} are called at once; expected one "
+                "after the other, as nnx.scan does"
+            )
+        if not lead:
+            return slots, ids
+        count = slots.lora_a.shape[lead]
+        whole = Slots(*(one.reshape(-1, *one.shape[lead + 1 :]) for one in slots))
+        there = (ids >= 0) & (ids < count)
+        ids = jnp.where(there, ids + layer * count, jnp.where(ids < 0, -1, whole.scale.shape[0]))
+        return whole, ids
+
+    def _unbiased(self) -> Any:
+        """Returns the base layer without its bias, which the magnitude does not scale."""
+        base = bare(self.base_type)
+        copy_attributes(self, base, leave_out={"bias", "use_bias", *_OF_BANK})
+        base.bias, base.use_bias = nnx.data(None), False
+        return base
+
+    def _call(self, inputs: jax.Array, **settings: Any) -> jax.Array:
+        """Returns the result of a call, `settings` being the base's."""
+        bias = None if self.bias is None else self.bias[...]
+        x, _, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
+        base = self._unbiased()(inputs, **settings)
+        slots, ids = self._slots()
+        equation, axes = self._equation(inputs.ndim), self._axes()
+        _check_rows(equation, x.shape, ids)
+        in_, out = (equation.kernel_letters(sort) for sort in "io")
+        rows = equation.x[0] + "".join(one for one in equation.x[1:] if one not in in_)
+        if bias is not None:
+            letters = [letter for letter in equation.y if letter in equation.kernel]
+            bias = _ordered(
+                bias.reshape([base.shape[equation.y.index(i)] for i in letters]),
+                "".join(letters),
+                out,
+            ).reshape(-1)
+        in_features, out_features = axes.matrices[1:]
+        batch = ids.shape[0]
+
+        def mixed(operands: Any) -> jax.Array:
+            base, x, bias, slots, ids = operands
+            matrix = _ordered(base, equation.y, rows + out)
+            y = bank_linear(
+                matrix.reshape(batch, -1, out_features),
+                _ordered(x, equation.x, rows + in_).reshape(batch, -1, in_features),
+                slots,
+                ids,
+                bias=bias,
+                precision=self.precision,
+            )
+            return _ordered(y.reshape(matrix.shape), rows + out, equation.y)
+
+        operands = (base, x, bias, slots, ids)
+        mesh = meshes.explicit(*jax.tree.leaves(operands))
+        if mesh is None:
+            return mixed(operands)
+        return meshes.left_to_xla(mixed, mesh, jax.P(*meshes.spec(base)))(operands)
+
+
+def _ordered(array: jax.Array, letters: str, wanted: str) -> jax.Array:
+    """Returns an array whose axes have these letters with its axes in another order."""
+    if letters == wanted:
+        return array
+    return lax.transpose(array, [letters.index(letter) for letter in wanted])
+
+
+def _check_rows(equation: Equation, shape: tuple[int, ...], ids: jax.Array) -> None:
+    is_row = equation.x[0] in equation.y
+    if not is_row or shape[0] != ids.shape[0]:
+        raise ValueError(
+            f"x has shape {shape}, and adapter_ids has {ids.shape[0]} rows; expected the batch as "
+            "x's first axis: [batch, ..., in]"
+        )
+
+
+class BankLinear(BankLayer, nnx.Linear):
+    """`nnx.Linear` beside a bank."""
+
+    base_type = nnx.Linear
+
+    def _equation(self, ndim: int) -> Equation:
+        rows = "abcdefghijklmnopqrstuvw"[: ndim - 1]
+        return Equation(f"{rows}x", "xy", f"{rows}y")
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """As `nnx.Linear`'s, of [batch, ..., in]."""
+        return self._call(inputs, out_sharding=out_sharding)
+
+
+class BankLinearGeneral(BankLayer, nnx.LinearGeneral):
+    """`nnx.LinearGeneral` beside a bank."""
+
+    base_type = nnx.LinearGeneral
+
+    def _equation(self, ndim: int) -> Equation:
+        return DoRALinearGeneral.equation(self, ndim)
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """As `nnx.LinearGeneral`'s, of [batch, ...]."""
+        return self._call(inputs, out_sharding=out_sharding)
+
+
+class BankEinsum(BankLayer, nnx.Einsum):
+    """`nnx.Einsum` beside a bank."""
+
+    base_type = nnx.Einsum
+
+    def _equation(self, ndim: int) -> Equation:
+        return DoRAEinsum.equation(self, ndim)
+
+    def __call__(
+        self, inputs: jax.Array, einsum_str: str | None = None, out_sharding: Any = None
+    ) -> jax.Array:
+        """As `nnx.Einsum`'s, of [batch, ...]."""
+        if einsum_str is not None:
+            raise ValueError(
+                f"einsum_str is {einsum_str!r}; expected None: the bank's adapters are made for "
+                f"the layer's own, {self.einsum_str!r}"
+            )
+        return self._call(inputs, out_sharding=out_sharding)
+
+
+_CLASSES: dict[type[Any], type[BankLayer]] = {
+    DoRALinear: BankLinear,
+    DoRALinearGeneral: BankLinearGeneral,
+    DoRAEinsum: BankEinsum,
+}
+
+
+def with_bank[Model: nnx.Module](
+    model: Model, bank: AdapterBank, adapter_ids: jax.Array | np.ndarray | Sequence[int]
+) -> Model:
+    """Returns a copy of `model`, for a call or a few, whose rows have the adapters of a bank.
+
+        logits = jax_dora.with_bank(model, bank, jnp.array([3, -1, 3, 0]))(tokens)
+
+    Row b of every projection's input [batch, ..., in], whose first axis is the batch, meets the
+    adapter in slot adapter_ids[b], or the base alone where that is -1, bit for bit. The copy shares
+    all arrays of the model and of the bank. It works eagerly, under `jax.jit` (compile a function
+    of the model's arrays, the bank and the ids: none of them is a constant then), `jax.vmap`,
+    `nnx.scan` and on meshes. Dropout plays no part: an adapter in a bank is served.
+
+    Args:
+      model: the plain model that the bank was made of, or another of the same projections.
+      bank: of it.
+      adapter_ids: integers [batch], each a slot or -1.
+
+    Raises:
+      TypeError: `model` is no nnx module, `bank` no `AdapterBank`, or the ids are no integers.
+      ValueError: the ids have not one axis; one of them is no slot, or the slot is empty, where
+        they are known: under `jit` the results of such a row are NaN. Or the model lacks a
+        projection of the bank, or holds an adapter.
+    """
+    check_model(model)
+    if not isinstance(bank, AdapterBank):
+        raise TypeError(f"bank is a {type(bank).__name__}; expected an AdapterBank")
+    if held := [found.paths[0] for found in find_dora_layers(model)]:
+        raise ValueError(
+            "model holds an adapter; expected the plain model: jax_dora.remove_dora takes it out, "
+            f"in:{listing(held)}"
+        )
+    ids = _checked(bank, adapter_ids)
+    copy = nnx.clone(model)
+    by_path = {path: found.module for found in find_modules(copy) for path in found.paths}
+    replacements: dict[int, Any] = {}
+    for path, place in bank.places.items():
+        module: Any = by_path.get(path)
+        if dora_class_of(module) is not place.kind or (
+            getattr(module, place.kind.kernel_name).shape != place.kernel.shape
+        ):
+            raise ValueError(
+                f"model has no {place.kind.base_type.__name__} {place.kernel.shape} at {path!r}, "
+                "for which the bank holds adapters; expected the model that it was made of"
+            )
+        layer = _CLASSES[place.kind](module, place, bank.arrays[path], ids)
+        replacements[id(module)] = layer
+    return replace_modules(copy, replacements)
+
+
+def _checked(bank: AdapterBank, adapter_ids: Any) -> jax.Array:
+    """Returns i32[batch], with `slots` for what is no id; raises as `with_bank` where it can."""
+    if not isinstance(adapter_ids, jax.Array):
+        adapter_ids = np.asarray(adapter_ids)
+    if not jnp.issubdtype(adapter_ids.dtype, jnp.integer):
+        raise TypeError(
+            f"adapter_ids has dtype {adapter_ids.dtype}; expected integers, a slot for each row"
+        )
+    if adapter_ids.ndim != 1:
+        raise ValueError(
+            f"adapter_ids has shape {adapter_ids.shape}; expected (batch,), a slot for each row"
+        )
+    if not isinstance(adapter_ids, Tracer):
+        known = np.asarray(adapter_ids)
+        if wrong := sorted({int(one) for one in known if not -1 <= one < bank.slots}):
+            raise ValueError(
+                f"adapter_ids has {wrong}; expected slots from 0 to {bank.slots - 1}, or -1 for "
+                "the base alone"
+            )
+        if empty := sorted({int(one) for one in known if one >= 0} & _empty_slots(bank)):
+            raise ValueError(
+                f"adapter_ids has {empty}, whose slots hold no adapter; expected slots that "
+                "AdapterBank.load has filled, or -1 for the base alone"
+            )
+    return checked_ids(jnp.asarray(adapter_ids), bank.slots)
+
+
+def _empty_slots(bank: AdapterBank) -> set[int]:
+    """Returns the slots without an adapter, where the bank's arrays are known."""
+    path, place = next(iter(bank.places.items()))
+    g = bank.arrays[path].g
+    if isinstance(g, Tracer):
+        return set()
+    first = np.asarray(g[(0,) * len(place.stack)][:, 0])
+    return set(np.flatnonzero(np.isnan(first)).tolist())

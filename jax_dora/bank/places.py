@@ -1,0 +1,130 @@
+"""The projections of a model that a bank has room for."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dora_common.rules import assign, listing
+from jax_dora.adapt.sites import Site, sites
+from jax_dora.adapt.stack import stack_shape
+from jax_dora.adapt.tree import find_dora_layers
+from jax_dora.layers import DoRALayer, dora_class_of
+from jax_dora.layers.base_layer import padded
+from jax_dora.layers.layout import Layout
+from jax_dora.layers.linear import DoRALinear
+from jax_dora.layers.projection import DoRAProjection
+from jax_dora.layers.rule import DoRARule
+from jax_dora.ops.bank import Slots
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Place:
+    """A projection that adapters are put on: `nnx.Linear`, `nnx.LinearGeneral` or `nnx.Einsum`.
+
+    Attributes:
+      paths: of its module; the first is its own.
+      kernel: the model's own parameter, read whenever an adapter is loaded.
+      stack: the leading axes of a stack of layers.
+      kind: the class that adapts it.
+      layer: a base layer without arrays, of one layer of the stack.
+      dtype: of the projection's result, and of the adapters in the bank.
+    """
+
+    paths: tuple[str, ...]
+    kernel: nnx.Variable
+    stack: tuple[int, ...]
+    kind: type[DoRALayer]
+    layer: Any
+    dtype: Any
+
+    @property
+    def path(self) -> str:
+        """Returns the module's own path."""
+        return self.paths[0]
+
+    def layout(self, rank: int) -> Layout:
+        """Returns how kernel and adapter are matrices, in one layer of a stack."""
+        return self.kind.layout_of(self.layer, rank)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Returns (in, out) of the kernel as a matrix."""
+        _, in_features, out = self.layout(1).kernel.matrices
+        return in_features, out
+
+    def shardings(self) -> Slots:
+        """Returns how the place's part of a bank lies on the kernel's mesh, sharded as its axes
+        are; None for each where the kernel has no mesh."""
+        value = jax.tree.leaves(self.kernel.get_value())[0]
+        sharding = value.sharding if isinstance(value, jax.Array) else None
+        if not isinstance(sharding, NamedSharding):
+            return Slots(None, None, None, None, None)
+        spec = padded(sharding.spec, len(self.stack) + len(self.layout(1).kernel.stored))
+        lead, names = spec[: len(self.stack)], spec[len(self.stack) :]
+        kernel = self.layout(1).kernel
+        # Of several axes that are one feature axis here, the outermost may be sharded.
+        rows, columns = names[kernel.rows[0]], names[kernel.columns[0]]
+
+        def over(*axes: Any) -> NamedSharding:
+            return NamedSharding(sharding.mesh, PartitionSpec(*lead, *axes))
+
+        return Slots(
+            lora_a=over(None, None, rows),
+            lora_b=over(None, None, columns),
+            g=over(None, columns),
+            scale=over(None),
+            rank=over(None),
+        )
+
+
+def places(model: nnx.Module, path: str) -> list[Place]:
+    """Returns the projections of a plain model whose paths match.
+
+    Raises:
+      ValueError: the model holds an adapter, or nothing matches that a bank has room for.
+    """
+    if held := [found.paths[0] for found in find_dora_layers(model)]:
+        raise ValueError(
+            "model holds an adapter already; expected the plain model, beside which a bank holds "
+            f"all adapters: jax_dora.remove_dora takes it out, in:{listing(held)}"
+        )
+    found = [site for site in sites(model) if site.is_matched]
+    rule = DoRARule(path, rank=1, alpha=1)
+    chosen = assign([rule], [site.names for site in found], [site.is_linear for site in found])
+    matched = [site for site, rule in zip(found, chosen, strict=True) if rule is not None]
+    made = [_place(site) for site in matched if why_not(site) is None]
+    if not made:
+        told = (f"{site.names[0]}: {why_not(site)}" for site in matched)
+        raise ValueError(
+            f"path {path!r} matches no projection that a bank holds adapters of:{listing(told)}"
+        )
+    return made
+
+
+def why_not(site: Site) -> str | None:
+    """Returns why a bank has no room for adapters of a weight, or None."""
+    kind = dora_class_of(site.found.module)
+    if not site.is_layer or site.refusal or kind is None:
+        return site.refusal or "its module keeps its class, and multiplies by itself"
+    if not issubclass(kind, DoRALinear | DoRAProjection):
+        return f"an nnx.{kind.base_type.__name__} is no projection"
+    if not kind.is_linear(site.found.module):
+        return "its equation is no projection"
+    if kind.layout_of(site.found.module, 1).kernel.matrices[0] > 1:
+        return "it has batch axes, with an adapter for each"
+    return None
+
+
+def _place(site: Site) -> Place:
+    module: Any = site.found.module
+    kind = dora_class_of(module)
+    assert kind is not None
+    # The class that adapts it knows the layout by the settings, and reads no array.
+    graphdef, state = nnx.split(module)
+    layer = nnx.merge(graphdef, jax.tree.map(lambda _: None, state))
+    kernel = getattr(module, kind.kernel_name)
+    dtype = getattr(module, "dtype", None) or kernel.dtype
+    return Place(site.found.paths, kernel, stack_shape(module), kind, layer, dtype)

@@ -1,0 +1,146 @@
+"""Many adapters in one batch: y = g[id]∘(base + s[id]·x A[id] B[id]) + bias, row by row.
+
+An adapter that is served does not move, so that g = magnitude / ‖W + sAB‖ is a constant of its slot
+and DoRA costs what LoRA does. Ranks lie along the first axis of a slot's matrices, so that the real
+ranks of a slot are one piece of memory, whatever the rank that the bank has room for.
+
+XLA has three ways, and takes the one that a call's sizes ask for; none of them multiplies a row by
+the adapters of others, as a one-hot einsum and `jax.lax.ragged_dot` on GPUs do:
+
+- one token a row (decoding): products written as sums, into which XLA fuses the lookup of the
+  slot, so that no adapter is copied;
+- several tokens a row (prompts): a batched product, the adapter looked up once for each row;
+- more rows than slots, of one token each: rows sorted by slot, and a batched product over tiles of
+  rows that share one.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_dora.ops.compose import accumulator
+
+# Tiles of sorted rows: no smaller, since each looks its adapter up, and no larger, since each slot
+# fills up its last one.
+LEAST_TILE, LARGEST_TILE = 8, 64
+
+
+class Slots(NamedTuple):
+    """The adapters of one projection, in slots.
+
+    Attributes:
+      lora_a: [slots, rank, in], zero beyond the rank that an adapter has.
+      lora_b: [slots, rank, out], likewise.
+      g: f32[slots, out], magnitude over norm; 1 for LoRA; NaN in a slot without an adapter.
+      scale: f32[slots].
+      rank: i32[slots], of each adapter; 0 where it leaves the projection alone.
+    """
+
+    lora_a: Any
+    lora_b: Any
+    g: Any
+    scale: Any
+    rank: Any
+
+
+def checked_ids(ids: jax.Array, slots: int) -> jax.Array:
+    """Returns i32 ids in which `slots` stands for each that is below -1 or has no slot.
+
+    Compared in their own dtype: a cast could make another adapter's of a wrong one.
+    """
+    info = jnp.iinfo(ids.dtype)
+    valid = jnp.ones(ids.shape, bool)
+    if info.max >= slots:
+        valid = valid & (ids < jnp.asarray(slots, ids.dtype))
+    if info.min < -1:
+        valid = valid & (ids >= jnp.asarray(-1, ids.dtype))
+    return jnp.where(valid, ids.astype(jnp.int32), slots)
+
+
+def bank_linear(
+    base: jax.Array,
+    x: jax.Array,
+    slots: Slots,
+    ids: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    precision: lax.PrecisionLike = None,
+) -> jax.Array:
+    """Returns each row of a projection's result with the adapter of its slot.
+
+    Args:
+      base: [batch, time, out], x times the kernel.
+      x: [batch, time, in].
+      slots: the adapters.
+      ids: i32[batch], each row's slot, as `checked_ids` returns them; -1 for the base alone.
+      bias: [out]; never scaled.
+      precision: of the products, as in `jax.lax.dot_general`.
+
+    Returns:
+      [batch, time, out] in base's dtype. A row of -1 is base + bias, bit for bit; one of an id that
+      has no slot, or of an empty slot, is NaN.
+    """
+    dtype = accumulator(base.dtype)
+    count, _, _ = slots.lora_a.shape
+    safe = jnp.clip(ids, 0, count - 1)
+    plain = base if bias is None else base + bias.astype(base.dtype)[None, None]
+    g = jnp.where((ids < count)[:, None], slots.g[safe], jnp.nan).astype(dtype)
+    scale = slots.scale[safe].astype(dtype)[:, None, None]
+    inner = base.astype(dtype) + scale * _low_rank(x, slots, safe, precision).astype(dtype)
+    y = g[:, None] * inner
+    if bias is not None:
+        y = y + bias.astype(dtype)[None, None]
+    return jnp.where((ids < 0)[:, None, None], plain, y.astype(base.dtype))
+
+
+def _low_rank(x: jax.Array, slots: Slots, ids: jax.Array, precision: Any) -> jax.Array:
+    """Returns x A[id] B[id]: [batch, time, out] of [batch, time, in]."""
+    batch, time, _ = x.shape
+    count = slots.lora_a.shape[0]
+    if time > 1:
+        return _products(x, slots, ids, precision)
+    if batch > 2 * count:
+        return _by_tiles(x[:, 0], slots, ids, precision)[:, None]
+    return _sums(x[:, 0], slots, ids)[:, None]
+
+
+def _products(x: jax.Array, slots: Slots, ids: jax.Array, precision: Any) -> jax.Array:
+    """Returns [n, rows, out] of x [n, rows, in], whose rows share a slot."""
+    lora_a, lora_b = (array[ids].astype(x.dtype) for array in (slots.lora_a, slots.lora_b))
+    z = jnp.einsum("nti,nri->ntr", x, lora_a, precision=precision)
+    return jnp.einsum("ntr,nro->nto", z, lora_b, precision=precision)
+
+
+def _sums(x: jax.Array, slots: Slots, ids: jax.Array) -> jax.Array:
+    """Returns [rows, out] of x [rows, in]."""
+    dtype = accumulator(x.dtype)
+    lora_a, lora_b = (
+        array[ids].astype(x.dtype).astype(dtype) for array in (slots.lora_a, slots.lora_b)
+    )
+    z = jnp.sum(lora_a * x.astype(dtype)[:, None], axis=2).astype(x.dtype).astype(dtype)
+    return jnp.sum(z[:, :, None] * lora_b, axis=1).astype(x.dtype)
+
+
+def _by_tiles(x: jax.Array, slots: Slots, ids: jax.Array, precision: Any) -> jax.Array:
+    """Returns [rows, out] of x [rows, in], sorted by slot into tiles that have one slot each."""
+    rows, count = ids.shape[0], slots.lora_a.shape[0]
+    tile = LEAST_TILE
+    while 2 * tile * count <= rows and tile < LARGEST_TILE:
+        tile *= 2
+    tiles = rows // tile + min(rows, count)
+    sizes = jnp.zeros(count, jnp.int32).at[ids].add(1)
+    of_slot = (sizes + tile - 1) // tile
+    ends = jnp.cumsum(of_slot)
+    order = jnp.argsort(ids, stable=True)
+    starts = jnp.cumsum(sizes) - sizes
+    sorted_ids = ids[order]
+    place = jnp.arange(rows, dtype=jnp.int32) - starts[sorted_ids]
+    place = place + tile * (ends - of_slot)[sorted_ids]
+    row_of = jnp.zeros(rows, jnp.int32).at[order].set(place)
+    slot_of = jnp.searchsorted(ends, jnp.arange(tiles, dtype=jnp.int32), side="right")
+    slot_of = jnp.minimum(slot_of, count - 1)
+    tiled = jnp.zeros((tiles * tile, x.shape[1]), x.dtype).at[row_of].set(x)
+    y = _products(tiled.reshape(tiles, tile, -1), slots, slot_of, precision)
+    return y.reshape(tiles * tile, -1)[row_of]

@@ -1,0 +1,75 @@
+"""Adapters for a bank, the models with one alone, and the compilations that a block makes."""
+
+import contextlib
+import logging
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jax_dora
+from jax_dora import DoRARule
+from jax_dora.adapt.tree import find_modules
+from parity import oracle
+
+
+def drawn(
+    bank: jax_dora.AdapterBank, ranks: dict[str, int], seed: int = 0, *, use_rslora: bool = False
+) -> jax_dora.Adapter:
+    """An adapter of random numbers for the bank's model, of these ranks by path."""
+    rng, arrays = np.random.default_rng(seed), {}
+    for path, rank in ranks.items():
+        place = bank.places[path]
+        layout = place.layout(rank)
+        arrays[path] = {
+            name: (
+                mean + rng.normal(size=(*place.stack, *getattr(layout, name).stored)) / 4
+            ).astype(np.float32)
+            for name, mean in (("lora_a", 0), ("lora_b", 0), ("magnitude", 1))
+        }
+    rules = tuple(DoRARule(re.escape(path), rank, 3.0, use_rslora) for path, rank in ranks.items())
+    return jax_dora.Adapter(rules, arrays)
+
+
+def merged(model: Any, bank: jax_dora.AdapterBank, adapter: jax_dora.Adapter) -> Any:
+    """The plain model with an adapter in its kernels, by the definition, in fp64."""
+    model = nnx.clone(model)
+    modules = {path: one.module for one in find_modules(model) for path in one.paths}
+    for rule in adapter.rules:
+        path = re.sub(r"\\(.)", r"\1", rule.path)
+        place, arrays, kernel = bank.places[path], adapter.arrays[path], modules[path].kernel
+        layout, value = place.layout(rule.rank), np.array(kernel[...], np.float64)
+        for index in np.ndindex(*place.stack):
+            w, a, b, m = (
+                getattr(layout, name).to_matrices(array[index])[0].astype(np.float64)
+                for name, array in (("kernel", value), *arrays.items())
+            )
+            w = oracle.merged_weight(*oracle.from_flax(w, a, b), m.reshape(-1), rule.scale).T
+            value[index] = layout.kernel.from_matrices(w[None])
+        kernel.set_value(jnp.asarray(value, kernel.dtype))
+    return model
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[str]]:
+    """What is compiled meanwhile, by the messages of JAX."""
+    told: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "Compiling" in record.getMessage():
+                told.append(record.getMessage())
+
+    logger, handler = logging.getLogger("jax"), Handler()
+    logger.addHandler(handler)
+    propagates, logger.propagate = logger.propagate, False
+    try:
+        with jax.log_compiles():
+            yield told
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagates

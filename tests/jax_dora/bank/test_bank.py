@@ -1,0 +1,150 @@
+"""A bank's slots: what is loaded into them, what is refused, and at what cost."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_dora import AdapterBank, DoRARule, apply_dora, get_adapter
+from tests.jax_dora.bank.adapters import compilations, drawn
+from tests.jax_dora.small_models import LAYERS, WIDTH, Block, Mixed, Stacked
+
+
+def test_loading_and_evicting_compile_once_for_all_ranks():
+    bank = AdapterBank(Block(nnx.Rngs(0)), 4, 64)
+    ranks = [{"linear": 8, "heads": 8}, {"linear": 64, "heads": 1}, {"linear": 3}, {"heads": 17}]
+    adapters = [drawn(bank, one) for one in ranks]
+    bank = bank.load(0, adapters[0])
+    with compilations() as found:
+        bank = bank.load(1, adapters[1]).load(2, adapters[2]).evict(0).load(0, adapters[3])
+    assert not found
+    assert bank.arrays["linear"].rank.tolist() == [0, 64, 3, 0]
+    assert bank.arrays["heads"].rank.tolist() == [17, 1, 0, 0]
+    with compilations() as found:
+        jax.jit(lambda x: 2 * x)(jnp.zeros(3))
+    assert found
+
+
+def test_arrays_change_in_place():
+    bank = AdapterBank(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)), 3, 8)
+    before = bank.arrays[""].lora_a.unsafe_buffer_pointer()
+    loaded = bank.load(1, drawn(bank, {"": 2}))
+    assert loaded.arrays[""].lora_a.unsafe_buffer_pointer() == before
+    assert bank.arrays[""].lora_a.is_deleted()
+    assert loaded.evict(1).arrays[""].lora_a.unsafe_buffer_pointer() == before
+
+
+def test_a_slot_forgets_what_it_held():
+    bank = AdapterBank(Stacked(nnx.Rngs(0)), 3, 16)
+    narrow = drawn(bank, {"blocks/linear": 2})
+    bank = bank.load(0, drawn(bank, {"blocks/linear": 11, "blocks/heads": 3}, 1))
+    bank = bank.load(0, narrow).load(1, narrow).evict(1).load(1, narrow).load(2, narrow).evict(2)
+    for array in jax.tree.leaves(bank.arrays):
+        assert array.shape[:2] == (LAYERS, 3)
+        assert jnp.array_equal(array[:, 0], array[:, 1])
+    for slots in bank.arrays.values():
+        for name, array in slots._asdict().items():
+            assert np.all(np.isnan(array[:, 2]) if name == "g" else array[:, 2] == 0)
+
+
+def test_a_bank_is_a_pytree_of_its_arrays():
+    model = Block(nnx.Rngs(0))
+    bank = AdapterBank(model, 2, 3)
+    assert len(jax.tree.leaves(bank)) == 2 * 5
+    same = jax.jit(lambda bank: bank)(bank)
+    assert isinstance(same, AdapterBank)
+    assert (same.slots, same.max_rank, same.paths) == (2, 3, ("linear", "heads"))
+    assert "slots=2" in repr(same)
+
+
+def test_what_is_read_once_is_loaded_often():
+    model = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+    bank = AdapterBank(model, 2, 8)
+    read = bank.read(drawn(bank, {"": 3}))
+    assert read.rank == 3
+    assert read.nbytes == 2 * 8 * WIDTH * 4
+    bank = bank.load(0, drawn(bank, {"": 3})).load(1, read)
+    for array in jax.tree.leaves(bank.arrays):
+        assert jnp.array_equal(array[0], array[1])
+    with pytest.raises(ValueError, match="another model"):
+        AdapterBank(nnx.Linear(WIDTH, 2, rngs=nnx.Rngs(0)), 2, 8).load(0, read)
+
+
+def changed(adapter, name, value):
+    ((path, arrays),) = adapter.arrays.items()
+    return dataclasses.replace(
+        adapter, arrays={path: {**arrays, name: value(np.array(arrays[name]))}}
+    )
+
+
+def put(value):
+    def change(array):
+        array.flat[1] = value
+        return array
+
+    return change
+
+
+MODEL = Mixed(nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("path", "rank", "change", "message"),
+    [
+        ("blocks/0", 9, None, "rank 9 for 'blocks/0'; expected at most 4"),
+        ("embed", 2, None, "'embed', which the bank has no room for: an nnx.Embed is no proj"),
+        ("conv", 2, None, "'conv', which the bank has no room for: an nnx.Conv is no projection"),
+        ("blocks/0", 2, ("magnitude", put(np.nan)), "NaN or infinity in magnitude"),
+        ("blocks/0", 2, ("lora_a", put(np.inf)), "NaN or infinity in lora_a"),
+        ("blocks/0", 2, ("lora_b", lambda b: b[:, :-1]), r"lora_b \(2, 7\) for 'again'; expec"),
+        ("blocks/0", 2, ("lora_a", lambda a: a[:, :-1]), r"lora_a \(8, 1\) for 'again'"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_changes_nothing(path, rank, change, message):
+    rule = DoRARule(path, rank, 4.0)
+    adapter = get_adapter(apply_dora(MODEL, rule, rngs=nnx.Rngs(1)))
+    if change is not None:
+        adapter = changed(adapter, *change)
+    bank = AdapterBank(MODEL, 2, 4)
+    before = jax.tree.map(np.asarray, bank.arrays)
+    with pytest.raises(ValueError, match=message):
+        bank.load(0, adapter)
+    same = jax.tree.map(lambda a, b: np.array_equal(a, b, equal_nan=True), before, bank.arrays)
+    assert all(jax.tree.leaves(same))
+
+
+def test_other_things_that_are_refused():
+    model = Block(nnx.Rngs(0))
+    bank = AdapterBank(model, 2, 4)
+    adapter = drawn(bank, {"linear": 2})
+    for slot in (-1, 2):
+        with pytest.raises(ValueError, match=f"slot is {slot}; expected 0 to 1"):
+            bank.load(slot, adapter)
+    with pytest.raises(TypeError, match="slot is True"):
+        bank.evict(True)
+    with pytest.raises(TypeError, match="adapter is a dict; expected an Adapter"):
+        bank.load(0, {})
+    other = drawn(AdapterBank(MODEL, 1, 4), {"blocks/0": 2})
+    with pytest.raises(ValueError, match="'blocks/0', which the bank has no room for: the model"):
+        bank.load(0, other)
+    with pytest.raises(ValueError, match="holds an adapter already"):
+        AdapterBank(apply_dora(model, DoRARule("linear", 2, 4.0), rngs=nnx.Rngs(1)), 2, 4)
+    with pytest.raises(ValueError, match="slots is 0"):
+        AdapterBank(model, 0, 4)
+    with pytest.raises(TypeError, match=r"slots is 2\.0"):
+        AdapterBank(model, 2.0, 4)
+    with pytest.raises(ValueError, match="rank is 0"):
+        AdapterBank(model, 2, 0)
+    with pytest.raises(ValueError, match=r"an nnx\.Embed is no projection"):
+        AdapterBank(MODEL, 2, 4, path="embed")
+
+
+def test_a_bank_may_be_of_some_projections():
+    model = Block(nnx.Rngs(0))
+    bank = AdapterBank(model, 2, 4, path="linear")
+    assert bank.paths == ("linear",)
+    with pytest.raises(ValueError, match="'heads', which the bank has no room for: the bank was"):
+        bank.load(0, drawn(AdapterBank(model, 1, 4), {"heads": 2}))

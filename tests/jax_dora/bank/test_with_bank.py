@@ -1,0 +1,202 @@
+"""Rows that choose their adapters: each is as the model with that adapter alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+
+from jax_dora import AdapterBank, DoRARule, apply_dora, with_bank
+from parity import oracle, tolerances
+from tests.jax_dora.bank.adapters import compilations, drawn, merged
+from tests.jax_dora.small_models import VOCABULARY, WIDTH, Block, Mixed, Stacked, call
+from tests.matrices import within
+
+IN, OUT = 13, 10
+RANKS = (1, 16, 5)
+IDS = np.array([2, -1, 0, 1, 1, -1, 0])
+
+
+def linear(dtype=jnp.float32, slots=4):
+    """A base layer, three adapters of it, and a bank with them."""
+    base = nnx.Linear(IN, OUT, param_dtype=dtype, rngs=nnx.Rngs(0))
+    base.bias.set_value(jax.random.normal(jax.random.key(5), (OUT,), dtype))
+    bank = AdapterBank(base, slots, 16)
+    adapters = [
+        drawn(bank, {"": rank}, seed, use_rslora=rank == 5) for seed, rank in enumerate(RANKS)
+    ]
+    for slot, adapter in enumerate(adapters):
+        bank = bank.load(slot, adapter)
+    return base, bank, adapters
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("time", [(), (4,)])
+def test_every_row_is_within_its_bound_of_the_oracle(dtype, time):
+    base, bank, adapters = linear(dtype)
+    x = jax.random.normal(jax.random.key(1), (len(IDS), *time, IN), dtype)
+    y = with_bank(base, bank, IDS)(x)
+    assert y.dtype == dtype
+    assert y.shape == (len(IDS), *time, OUT)
+    plain = base(x)
+    for row, slot in enumerate(IDS):
+        if slot < 0:
+            assert jnp.array_equal(y[row], plain[row])
+            continue
+        arrays = adapters[slot].arrays[""]
+        weights = oracle.from_flax(base.kernel[...], arrays["lora_a"], arrays["lora_b"])
+        scale = adapters[slot].rules[0].scale
+        arguments = (np.asarray(x[row], np.float64), *weights, arrays["magnitude"], scale)
+        exact = oracle.dora_linear(*arguments, bias=base.bias[...], dtype=dtype)
+        bounds = tolerances.dora_linear(
+            np.zeros_like(exact), *arguments, dtype, bias=base.bias[...]
+        )
+        within(y[row], exact, bounds.y.reshape(exact.shape))
+
+
+def test_many_rows_of_one_token_are_sorted():
+    base, bank, adapters = linear(slots=3)
+    alone = [merged(base, bank, one) for one in adapters]
+    ids = np.random.default_rng(0).integers(-1, 3, 101)
+    x = jax.random.normal(jax.random.key(1), (len(ids), IN))
+    y = jax.jit(lambda bank, ids: with_bank(base, bank, ids)(x))(bank, ids)
+    for slot in range(-1, 3):
+        expected = (base if slot < 0 else alone[slot])(x[ids == slot])
+        assert jnp.allclose(y[ids == slot], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_ids_are_ordinary_arrays_under_jit():
+    base, bank, adapters = linear()
+    graphdef, state = nnx.split(base)
+
+    @jax.jit
+    def run(state, bank, ids, x):
+        return with_bank(nnx.merge(graphdef, state), bank, ids)(x)
+
+    x = jax.random.normal(jax.random.key(1), (len(IDS), IN))
+    y = run(state, bank, IDS, x)
+    assert jnp.allclose(y, with_bank(base, bank, IDS)(x), rtol=1e-6, atol=1e-6)
+    bank = bank.load(0, adapters[1])
+    ids = jnp.array([0, 1, -1, 4, 3, -2, 2**31 - 1])
+    with compilations() as found:
+        y = run(state, bank, ids, x)
+    assert not found
+    assert jnp.allclose(y[:2], merged(base, bank, adapters[1])(x[:2]), rtol=1e-5, atol=1e-5)
+    assert jnp.array_equal(y[2], jax.jit(base)(x)[2])
+    # Of no slot, and of one that holds no adapter.
+    assert np.isnan(np.asarray(y[3:])).all()
+
+
+@pytest.mark.parametrize(("dtype", "wrong"), [("int8", -3), ("uint8", 255), ("uint32", 2**32 - 1)])
+def test_an_id_of_another_dtype_is_never_another_adapter(dtype, wrong):
+    base, bank, adapters = linear()
+    x = jnp.ones((2, IN))
+    ids = np.array([1, wrong], dtype)
+    y = jax.jit(lambda ids: with_bank(base, bank, ids)(x))(ids)
+    assert jnp.allclose(y[0], merged(base, bank, adapters[1])(x)[0], rtol=1e-5, atol=1e-5)
+    assert np.isnan(np.asarray(y[1])).all()
+    with pytest.raises(ValueError, match=f"adapter_ids has .{wrong}"):
+        with_bank(base, bank, ids)
+
+
+def test_ids_and_models_that_are_refused():
+    base, bank, _ = linear()
+    bank = bank.evict(1)
+    for ids, error, message in [
+        ([0, 4], ValueError, r"\[4\]; expected slots from 0 to 3"),
+        ([-2, 0], ValueError, r"\[-2\]; expected slots"),
+        ([0, 1], ValueError, r"\[1\], whose slots hold no adapter"),
+        ([0.0], TypeError, "dtype float64; expected integers"),
+        ([True], TypeError, "dtype bool"),
+        ([[0]], ValueError, r"shape \(1, 1\); expected \(batch,\)"),
+    ]:
+        with pytest.raises(error, match=message):
+            with_bank(base, bank, ids)
+    with pytest.raises(TypeError, match="bank is a dict"):
+        with_bank(base, {}, [0])
+    with pytest.raises(ValueError, match="model holds an adapter"):
+        with_bank(apply_dora(base, DoRARule("", 2, 4), rngs=nnx.Rngs(0)), bank, [0])
+    with pytest.raises(ValueError, match=r"no Linear \(13, 10\)"):
+        with_bank(nnx.Linear(IN, OUT + 1, rngs=nnx.Rngs(0)), bank, [0])
+    with pytest.raises(ValueError, match=r"x has shape \(3, 13\), and adapter_ids has 2 rows"):
+        with_bank(base, bank, [0, -1])(jnp.zeros((3, IN)))
+    assert with_bank(base, bank, [0, -1])(jnp.zeros((2, IN))).shape == (2, OUT)
+
+
+def test_every_kind_of_projection_and_different_targets():
+    model = Mixed(nnx.Rngs(0))
+    bank = AdapterBank(model, 3, 6)
+    ranks = [
+        {"attention/query": 3, "attention/key": 3, "attention/value": 2, "blocks/0": 3},
+        {"named/gate": 6, "attention/out": 1},
+        {"pairs/0/one": 2, "attention/query": 2},
+    ]
+    adapters = [drawn(bank, one, seed) for seed, one in enumerate(ranks)]
+    alone = [model, *(merged(model, bank, one) for one in adapters)]
+    for slot, one in enumerate(adapters):
+        bank = bank.load(slot, one)
+    tokens = jax.random.randint(jax.random.key(3), (5, 4), 0, VOCABULARY)
+    ids = [1, 0, -1, 2, 0]
+    y = call(with_bank(model, bank, ids), tokens)
+    for row, slot in enumerate(ids):
+        expected = call(alone[slot + 1], tokens)[row]
+        assert jnp.allclose(y[row], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_stacked_layers():
+    model = Stacked(nnx.Rngs(0))
+    bank = AdapterBank(model, 3, 16)
+    adapters = [
+        drawn(bank, {"blocks/linear": 2}),
+        drawn(bank, {"blocks/linear": 9, "blocks/heads": 2}, 1, use_rslora=True),
+    ]
+    alone = [model, *(merged(model, bank, one) for one in adapters)]
+    bank = bank.load(0, adapters[0]).load(1, adapters[1])
+    x = jax.random.normal(jax.random.key(3), (4, WIDTH))
+    ids = np.array([1, -1, 0, 1])
+    y = jax.jit(lambda ids: with_bank(model, bank, ids)(x))(ids)
+    for row, slot in enumerate(ids):
+        assert jnp.allclose(y[row], call(alone[slot + 1], x)[row], rtol=1e-5, atol=1e-5)
+    y = jax.jit(lambda ids: with_bank(model, bank, ids)(x))(np.array([1, 7, 2, -1]))
+    assert np.isnan(np.asarray(y)).all(axis=1).tolist() == [False, True, True, False]
+
+
+def test_under_vmap():
+    model = Block(nnx.Rngs(0))
+    bank = AdapterBank(model, 2, 8)
+    bank = bank.load(0, drawn(bank, {"linear": 2})).load(1, drawn(bank, {"heads": 7}))
+    x = jax.random.normal(jax.random.key(3), (3, 2, WIDTH))
+    ids = jnp.array([[0, 1], [-1, 0], [1, 1]])
+    y = jax.vmap(lambda ids, x: with_bank(model, bank, ids)(x))(ids, x)
+    flat = with_bank(model, bank, ids.reshape(-1))(x.reshape(-1, WIDTH))
+    assert jnp.allclose(y.reshape(flat.shape), flat, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [(None, "m"), ("m", None)])
+def test_on_a_mesh(axis_type, spec):
+    """The bank is sharded as the kernel is."""
+    mesh = jax.make_mesh((2, 2), ("d", "m"), axis_types=(axis_type,) * 2)
+    plain = nnx.Linear(12, 8, rngs=nnx.Rngs(0))
+    adapters = [drawn(AdapterBank(plain, 2, 8), {"": rank}, rank) for rank in (2, 7)]
+    ids = np.array([1, 0, -1, 1])
+    x = jax.random.normal(jax.random.key(1), (4, 12))
+    bank = AdapterBank(plain, 2, 8).load(0, adapters[0]).load(1, adapters[1])
+    expected = with_bank(plain, bank, ids)(x)
+
+    model = nnx.clone(plain)
+    model.kernel.set_value(jax.device_put(plain.kernel[...], NamedSharding(mesh, jax.P(*spec))))
+    model.bias.set_value(jax.device_put(plain.bias[...], NamedSharding(mesh, jax.P(spec[1]))))
+    with jax.set_mesh(mesh):
+        bank = AdapterBank(model, 2, 8).load(0, adapters[0]).load(1, adapters[1])
+        assert tuple(bank.arrays[""].lora_a.sharding.spec)[2:] in ((spec[0],), ())
+        assert tuple(bank.arrays[""].lora_b.sharding.spec)[2:] in ((spec[1],), ())
+        rows = jax.device_put(x, NamedSharding(mesh, jax.P("d")))
+
+        def run(bank, ids, x):
+            out = jax.P("d", spec[1]) if axis_type is AxisType.Explicit else None
+            return with_bank(model, bank, ids)(x, out_sharding=out)
+
+        y = jax.jit(run)(bank, ids, rows)
+    assert jnp.allclose(np.asarray(y), np.asarray(expected), rtol=1e-5, atol=1e-5)
