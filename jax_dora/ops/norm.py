@@ -25,6 +25,7 @@ from jax_dora.ops import check, choose, primitive, quantised
 from jax_dora.ops import mesh as meshes
 from jax_dora.ops.compose import accumulator
 from jax_dora.ops.mosaic import norm as kernel_norm
+from jax_dora.ops.mosaic import quantised_norm as kernel_quantised_norm
 from jax_dora.ops.operands import Adapted
 from jax_dora.ops.quantised_norm import squared_norm
 from jax_dora.ops.shard import Op, Shard
@@ -118,7 +119,7 @@ def _run(static: Static, shard: Shard, operands: Adapted) -> tuple[jax.Array]:
 
 # Each takes (qvalue, scale, zero_point if there is one, lora_a, lora_b, s) in its `launch`, and
 # (in, rank, out, `quantised.Format`, lora_a's dtype) in its predicates.
-QUANTISED_KERNELS: tuple[ModuleType, ...] = ()
+QUANTISED_KERNELS: tuple[ModuleType, ...] = (kernel_quantised_norm,)
 
 NORM = Op("norm", _run, Adapted("i o", "i r", "r o", ""), ("o",), contracted="i")
 

@@ -54,7 +54,8 @@ def tiled(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, gmem_cols: int | 
     """
     itemsize = jnp.dtype(dtype).itemsize
     cols = math.gcd(shape[-1], gmem_cols or shape[-1])
-    swizzle = plgpu.find_swizzle(8 * itemsize * cols)
+    # Columns are worked on 64 at a time.
+    swizzle = plgpu.find_swizzle(8 * itemsize * math.gcd(cols, TILE_K))
     tiling = plgpu.TilingTransform((8, swizzle // itemsize))  # pyright: ignore[reportAbstractUsage]
     # A swizzle of 16 bytes is none.
     swizzles = () if swizzle == 16 else (plgpu.SwizzleTransform(swizzle),)  # pyright: ignore[reportAbstractUsage]

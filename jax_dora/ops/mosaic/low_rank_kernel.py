@@ -32,8 +32,10 @@ class Tile(NamedTuple):
 
     Attributes:
       acc: f32[TILE_ROWS, tile_cols], the tile of `left @ right`.
-      smem: Ref [TILE_ROWS, tile_cols], the matrix's tile; may be overwritten.
+      smem: Ref [TILE_ROWS, tile_cols], the matrix's tile; may be overwritten. Of a packed matrix
+        it has tile_cols / `Task.packed` columns.
       vectors_smem: Ref f32[vectors, tile_cols], or None.
+      scales_smem: Ref f32[tile_cols], the tile's own numbers per column, or None.
       scale: f32[].
       rows, cols: where the tile lies in the matrix.
     """
@@ -41,6 +43,7 @@ class Tile(NamedTuple):
     acc: jax.Array
     smem: Any
     vectors_smem: Any
+    scales_smem: Any
     scale: jax.Array
     rows: Any
     cols: Any
@@ -57,6 +60,9 @@ class Task:
       finish: `(carry, split, cols, out_gmem, **scratch)`, after a consumer's last tile of a run.
         One consumer at a time, since sums across warps use scratch that all warpgroups share.
       vectors: rows of fp32 numbers per column that the epilogue reads.
+      scale_tiles: tiles that share a row of `scales`, f32[k, padded_out], a further input after
+        the vectors; 0 where there is none.
+      packed: columns that an element of the matrix holds.
       stores: the epilogue stores from the tile's memory, which is not free when it returns.
     """
 
@@ -65,6 +71,8 @@ class Task:
     start: Callable[[], Any] = lambda: 0
     finish: Callable[..., None] | None = None
     vectors: int = 0
+    scale_tiles: int = 0
+    packed: int = 1
     stores: bool = False
 
     @property
@@ -86,7 +94,8 @@ def low_rank_kernel(
     scratch: dict[str, Any],
     kernel_name: str,
 ) -> Callable[..., Any]:
-    """Returns a function of (left, right, matrix, scale[1], *vectors[vectors, padded_out]).
+    """Returns a function of (left, right, matrix, scale[1], *vectors[vectors, padded_out],
+    *scales[k, padded_out]).
 
     `scratch` is further shared memory by name, which the functions of `task` get as keywords.
     """
@@ -99,13 +108,21 @@ def low_rank_kernel(
         "right_smem": tiled((task.right_slices, TILE_K, c.tile_cols), operand_dtype),
         "right_ready": plgpu.Barrier(num_barriers=task.right_slices),
         "right_free": plgpu.Barrier(num_arrivals=c.consumers),
-        "tile_smem": tiled((tile_ring, TILE_ROWS, c.tile_cols), tile_dtype, tiling.out),
-        "tile_ready": plgpu.Barrier(num_barriers=tile_ring),
+        "tile_smem": tiled(
+            (tile_ring, TILE_ROWS, c.tile_cols // task.packed),
+            tile_dtype,
+            tiling.out // task.packed,
+        ),
+        "tile_ready": plgpu.Barrier(
+            num_arrivals=1 + bool(task.scale_tiles), num_barriers=tile_ring
+        ),
         "tile_free": plgpu.Barrier(num_barriers=tile_ring),
     }
     if task.vectors:
         buffers["vectors_smem"] = plgpu.SMEM((task.vectors, c.tile_cols), jnp.float32)
         buffers["vectors_ready"] = plgpu.Barrier()
+    if task.scale_tiles:
+        buffers["scales_smem"] = plgpu.SMEM((tile_ring, c.tile_cols), jnp.float32)
     if task.finish is not None:
         buffers["finish_turn"] = plgpu.Barrier(num_barriers=c.consumers)
 
@@ -128,7 +145,7 @@ def low_rank_kernel(
 
                 @pl.when((warp >= c.consumers) & (warp < c.consumers + fetchers))
                 def _fetch_matrix():
-                    _fetch_tiles(walk, inputs, buffers, warp - c.consumers, fetchers)
+                    _fetch_tiles(walk, task, inputs, buffers, warp - c.consumers, fetchers)
 
         @pl.when(warpgroup < c.consumers)
         def _consume_all():
@@ -179,7 +196,7 @@ class _Walk:
 
 def _fetch_slices(walk, task, inputs, buffers, consumer):
     """One warp: fills a consumer's ring of slices; the first also fetches the strip of `right`."""
-    left_gmem, right_gmem, _, _, *vectors_gmem = inputs
+    left_gmem, right_gmem, _, _, *vectors_gmem = inputs  # the vectors, before the scales
     c = walk.tiling.config
 
     def fetch_run(index, before):
@@ -233,12 +250,15 @@ def _fetch_slices(walk, task, inputs, buffers, consumer):
         plgpu.barrier_wait(buffers["left_free"].at[consumer * c.stages + stage])
 
 
-def _fetch_tiles(walk, inputs, buffers, fetcher, fetchers):
+def _fetch_tiles(walk, task, inputs, buffers, fetcher, fetchers):
     """One warp of `fetchers`: fills a consumer's ring of tiles of the matrix, or that of all."""
     matrix_gmem, c = inputs[2], walk.tiling.config
+    width = c.tile_cols // task.packed
 
     def fetch_run(index, before):
         cols, _, first, tiles = walk.run(index)
+        # A product with the width is seen to be a multiple of it.
+        elements = pl.ds(lax.div(cols.start, c.tile_cols) * width, width)
         skipped, turns = walk.turns(fetcher, before, tiles, fetchers)
 
         def fetch_tile(i, _):
@@ -247,10 +267,16 @@ def _fetch_tiles(walk, inputs, buffers, fetcher, fetchers):
             slot = lax.rem(before + tile, c.consumers) * c.slots + lax.rem(turn, c.slots)
             plgpu.barrier_wait(buffers["tile_free"].at[slot])
             plgpu.copy_gmem_to_smem(
-                matrix_gmem.at[walk.rows(first + tile), cols],
+                matrix_gmem.at[walk.rows(first + tile), elements],
                 buffers["tile_smem"].at[slot],
                 buffers["tile_ready"].at[slot],
             )
+            if task.scale_tiles:
+                plgpu.copy_gmem_to_smem(
+                    inputs[-1].at[lax.div(first + tile, task.scale_tiles), cols],
+                    buffers["scales_smem"].at[slot],
+                    buffers["tile_ready"].at[slot],
+                )
 
         lax.fori_loop(0, turns, fetch_tile, None)
         return before + tiles
@@ -330,6 +356,7 @@ def _consume(walk, task, inputs, out_gmem, buffers, scratch, consumer):
                 acc,
                 buffers["tile_smem"].at[slot],
                 buffers["vectors_smem"] if task.vectors else None,
+                buffers["scales_smem"].at[slot] if task.scale_tiles else None,
                 scale,
                 walk.rows(first + tile),
                 cols,

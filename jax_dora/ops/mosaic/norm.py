@@ -22,7 +22,8 @@ Bytes: W once, A and B once; FLOPs: 2 · in · r · out for each product of piec
 them), which set the floor at ranks over 200.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_dora.ops.mosaic import hopper
 from jax_dora.ops.mosaic.launch import launcher
-from jax_dora.ops.mosaic.low_rank_kernel import Task, low_rank_kernel
+from jax_dora.ops.mosaic.low_rank_kernel import Task, Tile, low_rank_kernel
 from jax_dora.ops.mosaic.low_rank_tiling import (
     CONFIGS,
     TILE_ROWS,
@@ -113,12 +114,42 @@ def launch(
 ) -> jax.Array:
     """Returns f32[out]: the square of the norm of kernel [in, out] adapted by lora_a [in, r] and
     lora_b [r, out]."""
-    in_features, out = kernel.shape
-    rank = lora_a.shape[1]
-    tiling = Tiling(in_features, out, config, sm_count)
+    matrix = Matrix(kernel, lambda tile, chunk: tile.smem[:, chunk].astype(jnp.float32))
     count = pieces(kernel.dtype, lora_a.dtype)
-    slices = hopper.slices(rank)
-    width = hopper.padded_rank(rank) if count == 1 else slices * hopper.TILE_K
+    in_features, out = kernel.shape
+    tiling = Tiling(in_features, out, config, sm_count)
+    return squares(matrix, lora_a, lora_b, scale, count, tiling)[:out]
+
+
+class Matrix(NamedTuple):
+    """What the adapter is added to.
+
+    Attributes:
+      elements: [in, out / packed].
+      values: `(tile, chunk) -> f32[TILE_ROWS, chunk]`: what columns `chunk` of a tile stand for.
+      packed: columns that an element holds.
+      scales: f32[k, padded_out], a row for every in / k rows; None where there is none.
+    """
+
+    elements: jax.Array
+    values: Callable[[Tile, Any], jax.Array]
+    packed: int = 1
+    scales: jax.Array | None = None
+
+
+def squares(
+    matrix: Matrix,
+    lora_a: jax.Array,
+    lora_b: jax.Array,
+    scale: jax.Array,
+    count: int,
+    tiling: Tiling,
+) -> jax.Array:
+    """Returns f32[padded_out], Σ_in (matrix + scale · lora_a lora_b)², an adapter cut into `count`
+    pieces."""
+    in_features, c = matrix.elements.shape[0], tiling.config
+    slices = hopper.slices(lora_a.shape[1])
+    width = hopper.padded_rank(lora_a.shape[1]) if count == 1 else slices * hopper.TILE_K
     lora_a = jnp.concatenate(
         [hopper.pad(piece, in_features, width) for piece in _cut(lora_a, count)], axis=1
     )
@@ -129,39 +160,49 @@ def launch(
     products = [
         tuple(j * slices + k for j in range(count - i)) for i in range(count) for k in range(slices)
     ]
+    chunk = min(CHUNK, c.tile_cols // matrix.packed)
+    chunks = [pl.ds(start, chunk) for start in range(0, c.tile_cols, chunk)]
 
     def start():
-        zeros = jnp.zeros((TILE_ROWS, CHUNK), jnp.float32)
-        return (zeros,) * (config.tile_cols // CHUNK)
+        return (jnp.zeros((TILE_ROWS, chunk), jnp.float32),) * len(chunks)
 
     def epilogue(sums, tile, out_gmem, *, sums_smem):
         added = []
-        for start, total in zip(range(0, config.tile_cols, CHUNK), sums, strict=True):
-            w = tile.smem[:, pl.ds(start, CHUNK)].astype(jnp.float32)
-            v = w + tile.scale * tile.acc[:, start : start + CHUNK]
+        for at, total in zip(chunks, sums, strict=True):
+            adapted = tile.scale * tile.acc[:, at.start : at.start + chunk]
+            v = matrix.values(tile, at) + adapted
             added.append(total + v * v)
         return tuple(added)
 
     def finish(sums, split, cols, out_gmem, *, sums_smem):
-        for start, total in zip(range(0, config.tile_cols, CHUNK), sums, strict=True):
-            sums_smem[pl.ds(start, CHUNK)] = jnp.sum(total, axis=0)
+        for at, total in zip(chunks, sums, strict=True):
+            sums_smem[at] = jnp.sum(total, axis=0)
         plgpu.commit_smem()
-        row = split * config.consumers + lax.axis_index("warpgroup")
+        row = split * c.consumers + lax.axis_index("warpgroup")
         plgpu.copy_smem_to_gmem(sums_smem, out_gmem[0].at[row, cols])
         # The next consumer writes there.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    partial_rows = tiling.splits * config.consumers
+    scales = [] if matrix.scales is None else [matrix.scales]
+    scale_tiles = tiling.row_tiles // scales[0].shape[0] if scales else 0
+    partial_rows = tiling.splits * c.consumers
     (partials,) = low_rank_kernel(
         tiling,
-        Task(products=products, epilogue=epilogue, start=start, finish=finish),
+        Task(
+            products=products,
+            epilogue=epilogue,
+            start=start,
+            finish=finish,
+            scale_tiles=scale_tiles,
+            packed=matrix.packed,
+        ),
         lora_a.dtype,
-        kernel.dtype,
+        matrix.elements.dtype,
         out_type=[jax.ShapeDtypeStruct((partial_rows, tiling.padded_out), jnp.float32)],
-        scratch={"sums_smem": plgpu.SMEM((config.tile_cols,), jnp.float32)},
+        scratch={"sums_smem": plgpu.SMEM((c.tile_cols,), jnp.float32)},
         kernel_name="dora_norm",
-    )(lora_a, lora_b, kernel, jnp.reshape(scale, 1).astype(jnp.float32))
-    return jnp.sum(partials, axis=0)[:out]
+    )(lora_a, lora_b, matrix.elements, jnp.reshape(scale, 1).astype(jnp.float32), *scales)
+    return jnp.sum(partials, axis=0)
 
 
 def _cut(x: jax.Array, count: int) -> list[jax.Array]:

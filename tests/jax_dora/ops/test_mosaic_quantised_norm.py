@@ -1,0 +1,112 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import qwix
+
+from jax_dora import ops
+from jax_dora.ops.mosaic import quantised_norm
+from jax_dora.ops.mosaic.low_rank_tiling import Config
+from jax_dora.ops.mosaic.quantised_norm import refuses
+from jax_dora.ops.quantised import Format, format_of
+from parity.oracle import fp64
+from tests import quantised
+
+SCALE = 0.7
+STORED = {"nf4": jnp.uint4, "int4": jnp.int4, "int8": jnp.int8, "float8_e4m3fn": jnp.float8_e4m3fn}
+
+
+def draw(qtype, n_in, rank, out, tiles, adapter_dtype):
+    kernel = quantised.draw(qtype, (n_in, out), tiles)
+    if qtype == "float8_e4m3fn":
+        # A few that are drawn are beyond its range.
+        kernel = kernel.replace(qvalue=jnp.nan_to_num(kernel.qvalue))
+    rng = np.random.default_rng(1)
+    lora_a = jnp.asarray(rng.standard_normal((n_in, rank)) * n_in**-0.5, adapter_dtype)
+    lora_b = jnp.asarray(rng.standard_normal((rank, out)) * rank**-0.5, adapter_dtype)
+    return kernel, lora_a, lora_b
+
+
+def check(arrays, found):
+    kernel, lora_a, lora_b = arrays
+    adapted = quantised.meant(kernel) + SCALE * fp64(lora_a) @ fp64(lora_b)
+    np.testing.assert_allclose(fp64(found), np.linalg.norm(adapted, axis=0), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("qtype", "tiles", "adapter_dtype"),
+    [
+        ("nf4", (2, 160), jnp.float32),
+        ("int4", (1, 160), jnp.bfloat16),
+        ("int8", (1, 160), jnp.bfloat16),
+        ("float8_e4m3fn", (2, 5), jnp.bfloat16),
+    ],
+)
+def test_agrees_with_the_materialised_norm(on_mosaic, qtype, tiles, adapter_dtype):
+    arrays = draw(qtype, 128, 24, 160, tiles, adapter_dtype)
+    with on_mosaic():
+        found = ops.factored_norm(*arrays, SCALE, implementation="mosaic")
+    check(arrays, found)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Config(tile_cols=64, stages=2, slots=2, splits=1),
+        Config(stages=2, slots=1, consumers=3, splits=2),
+    ],
+)
+def test_every_kind_of_config_agrees(on_mosaic, config):
+    arrays = draw("nf4", 256, 72, 224, (2, 224), jnp.bfloat16)
+    kernel, *adapter = arrays
+    with on_mosaic():
+        squared = quantised_norm.launch(
+            kernel.qvalue, kernel.scale, *adapter, jnp.float32(SCALE), config=config, sm_count=2
+        )
+    check(arrays, jnp.sqrt(squared))
+
+
+@pytest.mark.parametrize("qtype", STORED)
+def test_lowers_for_hopper_at_full_size(qtype):
+    tiles = (128, 8192) if qtype == "nf4" else (1, 8192)
+    form = Format(qtype, (8192 // tiles[0], 1), jnp.float32, False)
+    config = quantised_norm.config(8192, 384, 8192, form, jnp.bfloat16)
+    avals = [
+        jax.ShapeDtypeStruct((8192, 8192), STORED[qtype]),
+        jax.ShapeDtypeStruct(tiles, jnp.float32),
+        jax.ShapeDtypeStruct((8192, 384), jnp.bfloat16),
+        jax.ShapeDtypeStruct((384, 8192), jnp.bfloat16),
+        jax.ShapeDtypeStruct((), jnp.float32),
+    ]
+    call = jax.jit(lambda *a: quantised_norm.launch(*a, config=config, sm_count=132))
+    text = call.trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
+    assert "dora_norm" in text
+    assert "8192x8192xf32" not in text
+    assert "8192x8192xbf16" not in text
+
+
+def test_refuses_with_a_reason():
+    bf16 = jnp.bfloat16
+    nf4 = Format("nf4", (64, 1), jnp.float32, False)
+    assert refuses(8192, 100, 8192, nf4, jnp.float32) is None
+    assert "zero points" in refuses(64, 8, 64, nf4._replace(has_zero_point=True), bf16)
+    assert "32×1" in refuses(64, 8, 64, nf4._replace(tile=(32, 1)), bf16)
+    assert "float64" in refuses(64, 8, 64, nf4, jnp.float64)
+    assert "is 0" in refuses(64, 0, 64, nf4, bf16)
+    assert "out = 48" in refuses(64, 8, 48, nf4, bf16)
+    assert refuses(64, 8, 48, nf4._replace(qtype="int8"), bf16) is None
+    assert "shared memory" in refuses(64, 4096, 64, nf4, bf16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("qtype", STORED)
+@pytest.mark.parametrize(("n_in", "rank", "out"), [(8192, 384, 8192), (2048, 64, 1056)])
+def test_agrees_at_full_size(n_in, rank, out, qtype):
+    tiles = (n_in // 64, out) if qtype in ("nf4", "int4") else (1, out)
+    arrays = draw(qtype, n_in, rank, out, tiles, jnp.bfloat16)
+    assert isinstance(arrays[0], qwix.QArray)
+    assert refuses(n_in, rank, out, format_of(arrays[0]), jnp.bfloat16) is None
+    first = ops.factored_norm(*arrays, SCALE, implementation="mosaic")
+    check(arrays, first)
+    again = ops.factored_norm(*arrays, SCALE, implementation="mosaic")
+    np.testing.assert_array_equal(again, first)
