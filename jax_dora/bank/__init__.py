@@ -1,4 +1,7 @@
 """Many adapters at once: a bank of them beside one model, and a model whose rows choose."""
 
 from jax_dora.bank.bank import AdapterBank as AdapterBank
+from jax_dora.bank.host import HostAdapter as HostAdapter
 from jax_dora.bank.layers import with_bank as with_bank
+from jax_dora.bank.store import AdapterStore as AdapterStore
+from jax_dora.bank.store import SlotsBusy as SlotsBusy

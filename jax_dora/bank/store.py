@@ -1,0 +1,237 @@
+"""Adapters in host memory, behind the slots of a bank."""
+
+import collections
+import dataclasses
+import difflib
+import os
+import threading
+from typing import Any
+
+from jax_dora.adapt.adapter import Adapter
+from jax_dora.bank.bank import AdapterBank
+from jax_dora.bank.host import HostAdapter
+from jax_dora.peft.names import Names
+
+
+class SlotsBusy(RuntimeError):
+    """Every slot of a bank holds an adapter that somebody uses; one is free once it is released."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Entry:
+    """One version of an adapter.
+
+    Attributes:
+      source: a folder, or None where it has none to be read from again.
+      host: what was read of it, or None before and after.
+      slot: that holds it, or None.
+      users: how many hold it by `acquire`.
+      is_listed: whether it is what its name stands for now.
+    """
+
+    name: str
+    source: str | os.PathLike[str] | None
+    host: HostAdapter | None
+    slot: int | None = None
+    users: int = 0
+    is_listed: bool = True
+
+
+class AdapterStore:
+    """Adapters by name, as many as host memory holds, for the slots of one bank.
+
+        store = AdapterStore(jax_dora.AdapterBank(model, slots=64, max_rank=64))
+        store.add("french", "adapters/french")
+        slot = store.acquire("french")
+        logits = step(state, store.bank, tokens, ids_with_slot)
+        store.release("french", slot)
+
+    An adapter that is acquired keeps its slot until as many `release`s. The slot of one that nobody
+    holds goes to another adapter when no slot is empty, the least recently used first. Methods may
+    be called from several threads; `bank` is to be read anew for every step, since loading donates
+    its arrays: whoever runs steps beside another thread that acquires takes `lock` around both.
+
+    Attributes:
+      bank: as it is now.
+      lock: held by every method.
+      loads, evictions: how many there were.
+    """
+
+    def __init__(
+        self, bank: AdapterBank, *, host_bytes: int | None = None, names: Names | None = None
+    ) -> None:
+        """
+        Args:
+          bank: its slots are the store's from now on; what they hold is evicted as they are needed.
+          host_bytes: how much of what was read of folders is kept, the least recently used dropped
+            first and read again when it is needed; everything if None. An `Adapter` that was added
+            is always kept.
+          names: how PyTorch calls the modules of the model, as `AdapterBank.read`'s.
+        """
+        if host_bytes is not None and (isinstance(host_bytes, bool) or host_bytes < 0):
+            raise ValueError(f"host_bytes is {host_bytes!r}; expected at least 0, or None")
+        self.bank = bank
+        self.lock = threading.RLock()
+        self.loads = self.evictions = 0
+        self._host_bytes = host_bytes
+        self._pytorch_names = names
+        self._by_name: dict[str, _Entry] = {}
+        self._in_slots: dict[int, _Entry] = {}
+        # Of everything that was used, the least recently first.
+        self._used: collections.OrderedDict[_Entry, None] = collections.OrderedDict()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Returns the names of the adapters, in order."""
+        with self.lock:
+            return tuple(sorted(self._by_name))
+
+    @property
+    def slots(self) -> dict[str, int]:
+        """Returns the slot of each adapter that has one."""
+        with self.lock:
+            return {one.name: at for at, one in self._in_slots.items() if one.is_listed}
+
+    def __contains__(self, name: object) -> bool:
+        with self.lock:
+            return name in self._by_name
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def add(self, name: str, adapter: Adapter | HostAdapter | str | os.PathLike[str]) -> None:
+        """Makes an adapter known, in the place of another of that name.
+
+        It is read and checked at once, and loaded when it is first acquired. Those who hold the
+        other one keep it until they release it.
+
+        Raises:
+          TypeError, ValueError, FileNotFoundError, NotADirectoryError, NotImplementedError: as
+            `AdapterBank.read`; the store is as before.
+        """
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"name is {name!r}; expected a string that is not empty")
+        if isinstance(adapter, HostAdapter):
+            source, host = None, adapter
+        else:
+            source = None if isinstance(adapter, Adapter) else adapter
+            host = self.bank.read(adapter, names=self._pytorch_names)
+        with self.lock:
+            if name in self._by_name:
+                self.remove(name)
+            self._by_name[name] = entry = _Entry(name, source, host)
+            self._touch(entry)
+
+    def remove(self, name: str) -> None:
+        """Forgets an adapter; those who hold it keep it until they release it.
+
+        Raises:
+          KeyError: there is none of that name.
+        """
+        with self.lock:
+            entry = self._known(name)
+            del self._by_name[name]
+            entry.is_listed = False
+            if not entry.users:
+                self._drop(entry)
+
+    def acquire(self, name: str) -> int:
+        """Returns the slot of an adapter, which it keeps until `release`.
+
+        Raises:
+          KeyError: there is none of that name; the message has those that are near.
+          SlotsBusy: no slot is empty, and all adapters in them are held.
+          ValueError, FileNotFoundError, …: its folder, which is read again, is not what it was.
+        """
+        with self.lock:
+            entry = self._known(name)
+            if entry.slot is None:
+                self._load(entry)
+            assert entry.slot is not None
+            entry.users += 1
+            self._touch(entry)
+            return entry.slot
+
+    def release(self, name: str, slot: int | None = None) -> None:
+        """Gives back what `acquire` returned.
+
+        Args:
+          slot: that it returned; needed only where the adapter of this name has been replaced
+            meanwhile: without it, the oldest that is still held is released.
+
+        Raises:
+          ValueError: nobody holds it.
+        """
+        with self.lock:
+            held = [
+                one
+                for at, one in self._in_slots.items()
+                if one.name == name and one.users and slot in (None, at)
+            ]
+            if not held:
+                where = "" if slot is None else f" in slot {slot}"
+                raise ValueError(f"adapter {name!r}{where} is released, but nobody has acquired it")
+            entry = min(held, key=lambda one: one.is_listed)
+            entry.users -= 1
+            if not entry.users and not entry.is_listed:
+                self._drop(entry)
+
+    def _known(self, name: str) -> _Entry:
+        if name not in self._by_name:
+            near = difflib.get_close_matches(name, self._by_name, n=3, cutoff=0.4)
+            hint = f"; the nearest are {', '.join(near)}" if near else ""
+            raise KeyError(f"there is no adapter {name!r}{hint}")
+        return self._by_name[name]
+
+    def _load(self, entry: _Entry) -> None:
+        slot = self._free_slot()
+        host = entry.host
+        if host is None:
+            assert entry.source is not None
+            host = self.bank.read(entry.source, names=self._pytorch_names)
+        self.bank = self.bank.load(slot, host)
+        entry.host, entry.slot = host, slot
+        self._in_slots[slot] = entry
+        self.loads += 1
+
+    def _free_slot(self) -> int:
+        """Returns a slot that nobody uses."""
+        for slot in range(self.bank.slots):
+            if slot not in self._in_slots:
+                return slot
+        for entry in self._used:
+            if entry.slot is not None and not entry.users:
+                slot, entry.slot = entry.slot, None
+                del self._in_slots[slot]
+                self.evictions += 1
+                return slot
+        raise SlotsBusy(
+            f"all {self.bank.slots} slots hold adapters that are in use; wait until one is released"
+        )
+
+    def _touch(self, entry: _Entry) -> None:
+        """Makes an entry the most recently used, and drops what the host has no room for."""
+        self._used[entry] = None
+        self._used.move_to_end(entry)
+        if self._host_bytes is None:
+            return
+        kept = [one for one in self._used if one.host is not None and one.source is not None]
+        total = sum(_bytes(one.host) for one in kept)
+        for one in kept[:-1]:
+            if total <= self._host_bytes:
+                break
+            total -= _bytes(one.host)
+            one.host = None
+
+    def _drop(self, entry: _Entry) -> None:
+        """Forgets an entry that nobody uses, and empties its slot."""
+        self._used.pop(entry, None)
+        if entry.slot is not None:
+            self.bank = self.bank.evict(entry.slot)
+            del self._in_slots[entry.slot]
+            entry.slot = None
+            self.evictions += 1
+
+
+def _bytes(host: Any) -> int:
+    return 0 if host is None else host.nbytes

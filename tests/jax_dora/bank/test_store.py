@@ -1,0 +1,123 @@
+"""Adapters behind slots: who keeps one, who loses it, and what is refused."""
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_dora import AdapterBank, set_adapter, with_bank
+from jax_dora.bank import AdapterStore, SlotsBusy
+from jax_dora.peft import save_adapter
+from tests.jax_dora.bank.adapters import drawn, merged
+from tests.jax_dora.small_models import Block
+
+MODEL = Block(nnx.Rngs(0))
+X = np.random.default_rng(0).normal(size=(1, 8)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def made():
+    """A bank's plan is compiled once for all tests, and nobody uses the arrays themselves."""
+    return AdapterBank(MODEL, 2, 4)
+
+
+@pytest.fixture
+def store(made):
+    return AdapterStore(type(made).tree_unflatten(made._plan, (made._plan.make(),)))
+
+
+def adapter(seed):
+    return drawn(AdapterBank(MODEL, 1, 4), {"linear": 2, "heads": 1}, seed)
+
+
+def serves(store, slot, seed):
+    y = with_bank(MODEL, store.bank, [slot])(X)
+    expected = merged(MODEL, store.bank, adapter(seed))(X)
+    return np.allclose(y, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_least_recently_used_makes_room(store):
+    for seed, name in enumerate("abc"):
+        store.add(name, adapter(seed))
+    assert store.names == ("a", "b", "c")
+    a, b = store.acquire("a"), store.acquire("b")
+    assert {a, b} == {0, 1}
+    store.release("b")
+    store.release("a")
+    assert store.acquire("a") == a  # at once: it is still there, and now used after b
+    store.release("a")
+    assert store.acquire("c") == b
+    assert serves(store, b, 2)
+    assert serves(store, a, 0)
+    assert (store.loads, store.evictions) == (3, 1)
+    assert store.slots == {"a": a, "c": b}
+
+
+def test_what_is_held_stays(store):
+    for seed, name in enumerate("abc"):
+        store.add(name, adapter(seed))
+    first, again, b = store.acquire("a"), store.acquire("a"), store.acquire("b")
+    assert first == again
+    store.release("a", first)
+    with pytest.raises(SlotsBusy, match="all 2 slots"):
+        store.acquire("c")
+    store.release("a")
+    assert store.acquire("c") == first
+    assert serves(store, b, 1)
+    with pytest.raises(ValueError, match="'a' is released, but nobody"):
+        store.release("a")
+    with pytest.raises(ValueError, match="'b' in slot 0 is released, but nobody"):
+        store.release("b", first)
+
+
+def test_an_adapter_is_replaced_while_it_is_used(store):
+    store.add("a", adapter(0))
+    old = store.acquire("a")
+    store.add("a", adapter(1))
+    new = store.acquire("a")
+    assert new != old
+    assert serves(store, old, 0)
+    assert serves(store, new, 1)
+    store.release("a", old)
+    with pytest.raises(ValueError, match="slots hold no adapter"):
+        with_bank(MODEL, store.bank, [old])
+    store.release("a")
+    assert store.acquire("a") == new
+
+
+def test_an_adapter_is_removed_while_it_is_used(store):
+    store.add("a", adapter(0))
+    slot = store.acquire("a")
+    store.remove("a")
+    assert "a" not in store
+    assert len(store) == 0
+    with pytest.raises(KeyError, match="no adapter 'a'"):
+        store.acquire("a")
+    assert serves(store, slot, 0)
+    store.release("a")
+    with pytest.raises(ValueError, match="slots hold no adapter"):
+        with_bank(MODEL, store.bank, [slot])
+
+
+def test_what_is_wrong_is_told(store):
+    store.add("french", adapter(0))
+    with pytest.raises(KeyError, match="no adapter 'fench'; the nearest are french"):
+        store.acquire("fench")
+    with pytest.raises(ValueError, match="name is ''"):
+        store.add("", adapter(0))
+    with pytest.raises(FileNotFoundError):
+        store.add("french", "no-such-folder")
+    with pytest.raises(ValueError, match="host_bytes is -1"):
+        AdapterStore(store.bank, host_bytes=-1)
+    assert serves(store, store.acquire("french"), 0)
+
+
+def test_folders_are_read_again_where_the_host_has_no_room(store, tmp_path):
+    for seed, name in enumerate("abc"):
+        save_adapter(set_adapter(MODEL, adapter(seed)), tmp_path / name)
+    small = AdapterStore(store.bank, host_bytes=1)
+    for name in "abc":
+        small.add(name, tmp_path / name)
+    assert sum(entry.host is not None for entry in small._by_name.values()) == 1
+    for seed, name in enumerate("abc"):
+        assert serves(small, small.acquire(name), seed)
+        small.release(name)
