@@ -15,6 +15,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jax_dora
+from jax_dora.bank.layers import BankArray
 from jax_dora.models import activations, rope
 from jax_dora.models.cache import Cache, LayerCache
 from jax_dora.models.config import DecoderConfig
@@ -155,10 +156,11 @@ class Decoder(nnx.Module):
         self, x: jax.Array, angles: tuple[jax.Array, jax.Array], mask: jax.Array | None
     ) -> jax.Array:
         # Dropout streams count their calls; everything else a layer only reads.
-        graphdef, streams, arrays = nnx.split(self.layers, nnx.RngState, ...)
+        # A bank stays whole: a part of it for each layer would be a copy.
+        graphdef, streams, bank, arrays = nnx.split(self.layers, nnx.RngState, BankArray, ...)
 
         def one_layer(x, state):
-            layer = nnx.merge(graphdef, *state)
+            layer = nnx.merge(graphdef, *state, bank)
             return layer(x, angles, mask)[0], nnx.state(layer, nnx.RngState)
 
         config = self.config
@@ -184,12 +186,12 @@ class Decoder(nnx.Module):
         them; see `CausalLM.extend`."""
         positions = cache.positions(tokens.shape[1])
         angles = rope.angles(self.config.rope, self.config.head_dim, positions)
-        graphdef, arrays = nnx.split(self.layers)
+        graphdef, bank, arrays = nnx.split(self.layers, BankArray, ...)
 
         def one_layer(carry, layer_and_state):
             number, state = layer_and_state
             x, keys, values = carry
-            x, memory = nnx.merge(graphdef, state)(
+            x, memory = nnx.merge(graphdef, bank, state)(
                 x, angles, None, LayerCache(keys, values, number, positions)
             )
             assert memory is not None
