@@ -14,6 +14,7 @@ from jax_dora.adapt import apply_dora as apply_dora
 from jax_dora.adapt import coverage as coverage
 from jax_dora.adapt import get_adapter as get_adapter
 from jax_dora.adapt import merge_dora as merge_dora
+from jax_dora.adapt import quantize as quantize
 from jax_dora.adapt import remove_dora as remove_dora
 from jax_dora.adapt import set_adapter as set_adapter
 from jax_dora.bank import AdapterBank as AdapterBank

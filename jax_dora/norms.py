@@ -50,7 +50,7 @@ def norms(model: nnx.Module) -> dict[str, jax.Array]:
       TypeError: `model` is no nnx module.
       ValueError: there is no DoRA layer in `model`.
     """
-    return {found.paths[0]: _norm(found.module) for found in _dora_layers(model)}
+    return {found.paths[0]: norm_of_layer(found.module) for found in _dora_layers(model)}
 
 
 def with_norms[Model: nnx.Module](model: Model, values: Mapping[str, jax.Array]) -> Model:
@@ -165,7 +165,8 @@ def _dora_layers(model: nnx.Module) -> list[Found]:
     return layers
 
 
-def _norm(layer: DoRALayer | WeightAdapter) -> jax.Array:
+def norm_of_layer(layer: DoRALayer | WeightAdapter) -> jax.Array:
+    """Returns the norm of a DoRA layer, perhaps of a stack, in the shape of its magnitude."""
     if isinstance(layer, WeightAdapter):
         return layer.norm()
     function: Callable[[Any], jax.Array] = type(layer).norm

@@ -18,6 +18,7 @@ from jax_dora.adapt.tree import Found, check_model, replace_modules
 from jax_dora.layers import DORA_CLASSES, DoRALayer, dora_class_of
 from jax_dora.layers.base_layer import padded
 from jax_dora.layers.rule import DoRARule, Rules
+from jax_dora.ops.quantised import stored
 from jax_dora.weights.module import add_adapter, made_place
 
 
@@ -166,7 +167,7 @@ def _shard_like_kernel(adapted: Any, sharding: NamedSharding, lead: int) -> None
 
 def _mesh_sharding(variable: nnx.Variable) -> NamedSharding | None:
     """Returns how a concrete array lies on a mesh of its own."""
-    value = variable.get_value()
+    value = stored(variable.get_value())
     if isinstance(value, jax.Array) and not isinstance(value, Tracer):
         sharding = value.sharding
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):

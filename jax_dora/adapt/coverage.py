@@ -11,6 +11,7 @@ from flax import nnx
 from jax_dora.adapt.remove import remove_dora
 from jax_dora.adapt.sites import Site, sites, traced_reads
 from jax_dora.adapt.tree import check_model
+from jax_dora.ops import quantised
 
 _LOG = logging.getLogger("jax_dora")
 
@@ -23,7 +24,8 @@ class CoveredWeight:
       path: of the weight, as rules match it.
       shape: of its array.
       status: "adapted", "adaptable" or "not adaptable".
-      how: what adapts it, with its axes as `jax_dora.register` has them; or why nothing can.
+      how: what adapts it, with its axes as `jax_dora.register` has them; or why nothing can. Of a
+        quantised weight its format too.
       is_linear: whether "all-linear" means it.
       merged_bytes: the size of the arrays that a call makes of W' for readers that are no products
         of it, in fp32.
@@ -136,11 +138,15 @@ def _row(site: Site) -> CoveredWeight:
     status = "adapted" if site.is_adapted else "adaptable"
     if site.refusal and not site.is_adapted:
         status = "not adaptable"
+    how = site.refusal if status == "not adaptable" else site.how
+    value = getattr(site.found.module, site.param).get_value()
+    if quantised.is_quantised(value):
+        how += f"; {quantised.told(value)}"
     return CoveredWeight(
         site.names[0],
         site.shape,
         status,
-        site.refusal if status == "not adaptable" else site.how,
+        how,
         site.is_linear,
         4 * math.prod(site.shape) * site.merged,
     )

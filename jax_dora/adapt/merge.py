@@ -21,6 +21,9 @@ from jax_dora.layers import DoRALayer
 from jax_dora.layers.base import matrix_norm
 from jax_dora.layers.call import bounded_norm
 from jax_dora.layers.layout import Layout
+from jax_dora.layers.quantised import compute_plain
+from jax_dora.ops import quantised
+from jax_dora.ops.rounding import round_to
 from jax_dora.weights.adapter import WeightAdapter
 
 
@@ -29,20 +32,32 @@ def merge_dora[Model: nnx.Module](
     model: Model,
     *,
     adapters: Sequence[Adapter] | None = None,
+    requantize: Literal[False] = False,
     return_report: Literal[False] = False,
 ) -> Model: ...
 @overload
 def merge_dora[Model: nnx.Module](
-    model: Model, *, adapters: Sequence[Adapter] | None = None, return_report: Literal[True]
+    model: Model,
+    *,
+    adapters: Sequence[Adapter] | None = None,
+    requantize: bool = False,
+    return_report: Literal[True],
 ) -> tuple[Model, MergeReport]: ...
 def merge_dora(
-    model: Any, *, adapters: Sequence[Adapter] | None = None, return_report: bool = False
+    model: Any,
+    *,
+    adapters: Sequence[Adapter] | None = None,
+    requantize: bool = False,
+    return_report: bool = False,
 ) -> Any:
     """Returns `model` as a plain model, with every adapter in its layer's kernel.
 
     The kernel becomes W' = W + ((g-1)∘W + g∘(s·lora_a lora_b)), evaluated in fp32 and cast once to
     the kernel's dtype. In bf16 that cast can cost more than a small adapter does: `return_report`
     says. `model` is left as it is, and is the way back; nothing is ever divided out again.
+
+    A quantised kernel becomes a bf16 one: rounded to the steps of its format again, it can lose all
+    that the adapter changed. `requantize` does so nevertheless, and then `return_report` is due.
 
     A merged embedding is one array for every use of it: an output head that is tied to it is
     adapted from then on even where `adapt_attend` was False (as by PEFT's merging). Untie it first,
@@ -57,6 +72,7 @@ def merge_dora(
         in turn, as PEFT does since 0.21.2. After each, W' becomes g∘(W' + s·lora_a lora_b), where g
         is its magnitude by its norm over the base W alone; so each scales what was merged before
         it, and the order matters. The cast to the kernel's dtype comes once, after the last.
+      requantize: of a quantised kernel return one of the same format and tiles, not a bf16 one.
       return_report: return a `MergeReport` too.
 
     Returns:
@@ -64,8 +80,14 @@ def merge_dora(
 
     Raises:
       TypeError: `model` is no nnx module.
-      ValueError: there is no adapter to merge, or one of `adapters` does not fit the model.
+      ValueError: there is no adapter to merge, or one of `adapters` does not fit the model; or
+        `requantize` without `return_report`.
     """
+    if requantize and not return_report:
+        raise ValueError(
+            "requantize is True and return_report False; expected both: rounded to the format's "
+            "steps an adapter can be lost, and the report says how much of it is, layer by layer"
+        )
     check_model(model, for_linen="jax_dora.linen.merge_dora")
     merged = remove_dora(model)
     models = [model]
@@ -91,7 +113,7 @@ def merge_dora(
         done.add((id(base), name))
         if id(getattr(base, name)) in shared and not isinstance(adapter, WeightAdapter):
             setattr(base, name, getattr(base, name).copy())
-        layers.append(_merge_layer(path, base, its, return_report))
+        layers.append(_merge_layer(path, base, its, requantize, return_report))
     return (merged, MergeReport(tuple(filter(None, layers)))) if return_report else merged
 
 
@@ -101,31 +123,43 @@ def _without_dropout(adapter: Adapter) -> Adapter:
 
 
 def _merge_layer(
-    path: str, base: Any, sources: list[DoRALayer | WeightAdapter], report: bool
+    path: str, base: Any, sources: list[DoRALayer | WeightAdapter], requantize: bool, report: bool
 ) -> MergedLayer | None:
     """Sets the kernel of `base` to the merged one."""
     parameter = getattr(base, sources[0].kernel_name)
     kernel = parameter.get_value()
     change = functools.reduce(_change, sources, None)
     assert change is not None
-    parameter.set_value(changed(kernel, change))
-    return reported(path, kernel, change) if report else None
+    merged = changed(kernel, change)
+    if quantised.is_quantised(kernel) and requantize:
+        exact = quantised.dense(kernel, change.dtype) + change
+        tile = tuple(n // m for n, m in zip(kernel.shape, kernel.scale.shape, strict=True))
+        merged = round_to(exact, quantised.qtype_name(kernel), tile, kernel.scale.dtype)
+    elif quantised.is_quantised(kernel):
+        compute_plain(base)
+    parameter.set_value(merged)
+    return reported(path, kernel, change, merged) if report else None
 
 
 def changed(kernel: jax.Array, change: jax.Array) -> jax.Array:
-    """Returns kernel + change, evaluated in the dtype of `change` and cast once to the kernel's."""
-    return (kernel.astype(change.dtype) + change).astype(kernel.dtype)
+    """Returns kernel + change, evaluated in the dtype of `change` and cast once to the kernel's, or
+    to bf16 where it is quantised."""
+    dtype = jnp.bfloat16 if quantised.is_quantised(kernel) else kernel.dtype
+    return (quantised.dense(kernel, change.dtype) + change).astype(dtype)
 
 
-def reported(path: str, kernel: jax.Array, change: jax.Array) -> MergedLayer:
-    """Measures what `changed` does to the kernel of the layer at `path`."""
-    exact = kernel.astype(change.dtype) + change
-    error = changed(kernel, change).astype(change.dtype) - exact
+def reported(path: str, kernel: jax.Array, change: jax.Array, merged: Any) -> MergedLayer:
+    """Measures how far `merged`, which `changed` returns or a quantised kernel, is from the sum of
+    the kernel of the layer at `path` and its change."""
+    before = quantised.dense(kernel, change.dtype)
+    exact = before + change
+    error = quantised.dense(merged, change.dtype) - exact
     size, moved, off = (float(jnp.linalg.norm(x.reshape(-1))) for x in (exact, change, error))
-    start = float(jnp.linalg.norm(kernel.astype(change.dtype).reshape(-1)))
+    start = float(jnp.linalg.norm(before.reshape(-1)))
+    is_quantised = quantised.is_quantised(merged)
     return MergedLayer.from_norms(
         path,
-        str(kernel.dtype),
+        quantised.qtype_name(merged) if is_quantised else str(merged.dtype),
         weight=start,
         merged=size,
         change=moved,
@@ -205,4 +239,4 @@ def _matrix_change(
     )
     if before is not None:
         change = change + before
-    return (g - 1) * kernel.astype(dtype) + g * change
+    return (g - 1) * quantised.dense(kernel, dtype) + g * change

@@ -17,6 +17,7 @@ from jax_dora import ops
 from jax_dora.ops import mesh as meshes
 from jax_dora.ops.linear import NORM_NAME
 from jax_dora.ops.norm import epsilon
+from jax_dora.ops.quantised import stored
 
 
 def norm_of_call(layer: Any) -> jax.Array:
@@ -113,7 +114,7 @@ def sharded_as(
     if out_sharding is None:
         return function(operands)
     arrays = jax.tree.leaves(operands)
-    mesh = meshes.explicit(*arrays) or jax.typeof(operands["kernel"]).sharding.mesh
+    mesh = meshes.explicit(*arrays) or jax.typeof(stored(operands["kernel"])).sharding.mesh
     spec = getattr(out_sharding, "spec", out_sharding)
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     named = jax.tree.leaves(tuple(spec))

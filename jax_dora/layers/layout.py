@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import jax
 
+from jax_dora.ops import quantised
+
 
 class Axes(NamedTuple):
     """One parameter: its stored shape, that shape with groups split off, and what each axis is."""
@@ -29,7 +31,10 @@ class Axes(NamedTuple):
         return size(self.batch), size(self.rows), size(self.columns)
 
     def to_matrices(self, array: jax.Array) -> jax.Array:
-        """Returns [n, rows, columns] of an array of the stored shape."""
+        """Returns [n, rows, columns] of an array of the stored shape, quantised if it is."""
+        if quantised.is_quantised(array):
+            groups = (self.batch, self.rows, self.columns)
+            return quantised.each_its_own(quantised.as_matrices(array, self.split, groups), 1)
         order = (*self.batch, *self.rows, *self.columns)
         return array.reshape(self.split).transpose(order).reshape(self.matrices)
 

@@ -13,6 +13,7 @@ from jax_dora import ops
 from jax_dora.layers.base import DoRALayer
 from jax_dora.layers.call import dropout_of_call
 from jax_dora.layers.linear import DoRALinear, operands
+from jax_dora.layers.quantised import promoting
 from jax_dora.ops.projection import RESULT_NAME
 
 
@@ -94,7 +95,9 @@ def _fuses(layer: Any) -> bool:
 def _dtype(layer: DoRALinear, inputs: jax.Array) -> Any:
     """Returns the dtype of the layer's result, as `DoRALinear.operands` promotes."""
     bias = None if layer.bias is None else layer.bias[...]
-    return jnp.dtype(canonicalize_dtype(inputs, layer.kernel[...], bias, dtype=layer.dtype))
+    return jnp.dtype(
+        canonicalize_dtype(inputs, promoting(layer.kernel[...]), bias, dtype=layer.dtype)
+    )
 
 
 def _parts(layer: DoRALinear, inputs: jax.Array, deterministic, rngs):

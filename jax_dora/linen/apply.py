@@ -247,9 +247,10 @@ def merge_dora(
             **{one: _stack_first(value, axes) for one, value in values.items()},
         )
         change = _stack_back(change, axes)
-        params[*place, name] = nn.meta.replace_boxed(boxed, changed(kernel, change))
+        merged = changed(kernel, change)
+        params[*place, name] = nn.meta.replace_boxed(boxed, merged)
         if return_report:
-            layers.append(reported(path, kernel, change))
+            layers.append(reported(path, kernel, change, merged))
     merged = {**variables, "params": traverse_util.unflatten_dict(params)}
     return (merged, MergeReport(tuple(layers))) if return_report else merged
 

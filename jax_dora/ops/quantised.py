@@ -66,6 +66,11 @@ def format_of(kernel: Any) -> Format:
     return Format(qtype_name(kernel), (rows, columns), kernel.scale.dtype, has_zero_point)
 
 
+def told(kernel: Any) -> str:
+    """Returns the format and the number of scales along each axis, for people."""
+    return f"{qtype_name(kernel)}, scales {'×'.join(map(str, kernel.scale.shape))}"
+
+
 def qtype_name(kernel: Any) -> str:
     """Returns the format's name, such as "nf4" or "int8", supported or not."""
     return kernel.qtype if isinstance(kernel.qtype, str) else jnp.dtype(kernel.qtype).name

@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 from jax import lax
 
+from jax_dora.ops import quantised
 from jax_dora.weights.evaluate import scopes
 from jax_dora.weights.follow import Lookup, Product, Ragged
 from jax_dora.weights.module import public_methods
@@ -168,6 +169,7 @@ def trace_reads(
         with weight_trace() as trace:
             for key in keys:
                 raw = weights[key].get_raw_value()
+                raw = quantised.dense(raw, raw.dtype)
                 reader = _Recorder(raw.shape, paths, reads[key], count)
                 weight = Weight(View.of(raw.shape), None, {"kernel": raw}, reader)
                 value = trace.lift(jax.typeof(raw), functools.partial(_same, weight))

@@ -1,0 +1,230 @@
+"""Quantised bases: a model's kernels as `qwix.QArray`s, in layers that keep their class."""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dora_common.rules import Rule, listing
+from jax_dora.adapt.sites import Site, sites
+from jax_dora.adapt.stack import stack_shape
+from jax_dora.adapt.tree import check_model
+from jax_dora.layers import DoRALayer, dora_class_of
+from jax_dora.layers.base_layer import padded
+from jax_dora.layers.call import bounded_norm
+from jax_dora.layers.quantised import LAYERS, compute_quantised
+from jax_dora.layers.rule import DoRARule
+from jax_dora.norms import norm_of_layer
+from jax_dora.ops import quantised
+from jax_dora.ops.rounding import make, round_to
+
+TILE_SIZES = {"nf4": 64, "int4": 64, "int8": None, "float8_e4m3fn": None}
+
+
+def quantize[Model: nnx.Module](
+    model: Model, qtype: str, *, path: str = "all-linear", tile_size: int | None = None
+) -> Model:
+    """Returns `model` with the kernels of its linear layers quantised, adapted or not.
+
+        model = quantize(model, "nf4")
+        model = apply_dora(model, DoRARule("all-linear", rank=16, alpha=32), rngs=nnx.Rngs(0))
+
+    A kernel becomes a `qwix.QArray`, which `jax_dora.ops` take as they take a kernel; its layer
+    keeps its class, and dequantises the kernel for every product. What is trained stays as it is:
+    the adapters, the biases. In an adapter that is fresh, whose magnitude is its norm, it is the
+    quantised kernel's norm from then on, so that both orders of quantising and adapting make the
+    same model.
+
+    The scales have the kernel's dtype; an fp16 kernel's are fp32, whose range is not so short.
+
+    Args:
+      model: an nnx module, which is left as it is.
+      qtype: "nf4", "int4", "int8" or "float8_e4m3fn".
+      path: a regular expression that the whole of a layer's path has to match; or "all-linear",
+        every linear projection but embeddings and the output head.
+      tile_size: the number of input features, along the last input axis, that share a scale; 0
+        for all of them. By default 64 for nf4 and int4, as bitsandbytes has it, whose folders then
+        fit as they are: 16 levels leave no room for the range of a whole column. int8 and
+        float8_e4m3fn have a scale for each output feature.
+
+    Raises:
+      TypeError: `model` is no nnx module; `path` matches what is no `nnx.Linear`,
+        `nnx.LinearGeneral`, `nnx.Einsum` or `nnx.Conv`.
+      ValueError: `qtype` is unknown; no layer's path matches; a matched layer is quantised already,
+        has given norms or weights that are not finite, or tiles that do not divide its kernel.
+      ModuleNotFoundError: qwix is not installed.
+    """
+    check_model(model)
+    tile_size = _tile_size(qtype, tile_size)
+    make(jnp.zeros((1, 1), jnp.int8), jnp.ones((1, 1)), "int8")  # Before anything is computed.
+    copy = nnx.clone(model)
+    found = sites(copy)
+    matched = _matched(found, path)
+    done: dict[int, str] = {}
+    for site in matched:
+        parameter = getattr(site.found.module, site.param)
+        if id(parameter) not in done:
+            done[id(parameter)] = site.names[0]
+            with _told(site.names[0]):
+                _quantize_layer(site.found.module, parameter, qtype, tile_size)
+        compute_quantised(site.found.module)
+    for site in found:
+        name = done.get(id(getattr(site.found.module, site.param))) if site.param else None
+        if name is not None and not any(site is one for one in matched):
+            raise ValueError(
+                f"{name!r} cannot be quantised: {site.names[0]!r}, which path does not match, "
+                "shares its kernel; expected both or neither"
+            )
+    return copy
+
+
+def _tile_size(qtype: Any, tile_size: Any) -> int | None:
+    if qtype not in quantised.FORMATS:
+        raise ValueError(
+            f"qtype is {qtype!r}; expected one of {', '.join(map(repr, quantised.FORMATS))}"
+        )
+    if tile_size is None:
+        return TILE_SIZES[qtype]
+    if isinstance(tile_size, bool) or not isinstance(tile_size, int) or tile_size < 0:
+        raise ValueError(
+            f"tile_size is {tile_size!r}; expected a number of input features, 0 for all of them"
+        )
+    return tile_size or None
+
+
+def _matched(found: list[Site], path: str) -> list[Site]:
+    """Returns the layers that `path` matches, all of which can be quantised."""
+    rule = Rule(path, 1, 1.0)
+    matched = [
+        site
+        for site in found
+        if site.is_matched and any(rule.matches(one, linear=site.is_linear) for one in site.names)
+    ]
+    if not matched:
+        names = {name for site in found for name in site.names}
+        raise ValueError(
+            f"path {path!r} matches no layer; a path is matched as a whole. The layers with "
+            f"parameters are:{listing(names)}"
+        )
+    if others := [site.told() for site in matched if not _is_layer(site)]:
+        raise TypeError(
+            "path matches what cannot be quantised; expected nnx.Linear, nnx.LinearGeneral, "
+            "nnx.Einsum and nnx.Conv themselves, whose products can read a quantised kernel: "
+            f"narrow path so that it leaves out:{listing(others)}"
+        )
+    taken = [
+        site.told()
+        for site in matched
+        if quantised.is_quantised(getattr(site.found.module, site.param).get_value())
+    ]
+    if taken:
+        raise ValueError(
+            "these layers are quantised already; expected float kernels: narrow path so that it "
+            f"leaves them out:{listing(taken)}"
+        )
+    return matched
+
+
+def _is_layer(site: Site) -> bool:
+    module = site.found.module
+    return site.is_layer and site.param == "kernel" and isinstance(module, LAYERS)
+
+
+def _quantize_layer(
+    module: Any, parameter: nnx.Variable, qtype: str, tile_size: int | None
+) -> None:
+    kernel = parameter.get_value()
+    adapted, cls = isinstance(module, DoRALayer), dora_class_of(module)
+    if cls is not None:
+        cls.check(module, DoRARule("", getattr(module, "feature_group_count", 1), 1.0))
+    if adapted and module.given_norm is not None:
+        raise ValueError(
+            "it has a given norm, which would be another kernel's; expected none: quantise first, "
+            "then take norms or freeze"
+        )
+    if kernel.dtype not in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64):
+        raise ValueError(f"its kernel has dtype {kernel.dtype}; expected a float dtype")
+    lead = len(stack_shape(module))
+    tile = _tile(kernel.shape, (1,) * lead, _axes(module), tile_size)
+    half = kernel.dtype == jnp.float16
+    rounded = round_to(kernel, qtype, tile, jnp.float32 if half else kernel.dtype)
+    quantised.check("its kernel", rounded)
+    if half and getattr(module, "dtype", None) is None:
+        module.dtype = jnp.float16
+    before = _fresh_magnitude(module) if adapted else None
+    parameter.set_value(_placed_like(kernel, rounded))
+    compute_quantised(module)
+    if before is not None:
+        magnitude = module.magnitude.get_value()
+        is_fresh = magnitude.astype(before.dtype) == before
+        after = _fresh_magnitude(module).astype(magnitude.dtype)
+        module.magnitude.set_value(jnp.where(is_fresh, after, magnitude))
+
+
+def _fresh_magnitude(layer: Any) -> jax.Array:
+    return bounded_norm(norm_of_layer(layer), layer.result_dtype)
+
+
+@contextlib.contextmanager
+def _told(path: str) -> Iterator[None]:
+    """Names the path in the errors that say why a layer cannot be quantised."""
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise type(error)(f"{path!r} cannot be quantised: {error}") from error
+
+
+def _axes(module: Any) -> str:
+    """Returns "b", "i" or "o" for each axis of an unstacked kernel."""
+    cls: Any = dora_class_of(module) or type(module)
+    if hasattr(cls, "equation"):
+        equation = cls.equation(module)
+        return "".join(map(equation.sort, equation.kernel))
+    return "i" * (len(cls.unstacked_shape(module)) - 1) + "o"
+
+
+def _tile(
+    shape: tuple[int, ...], stack: tuple[int, ...], axes: str, tile_size: int | None
+) -> tuple[int, ...]:
+    """Returns the size of a tile along each axis: `tile_size` along the last input axis, and 1
+    along all others; the whole of every input axis where it is None."""
+    sizes = shape[len(stack) :]
+    if tile_size is None:
+        tile = [size if axis == "i" else 1 for axis, size in zip(axes, sizes, strict=True)]
+        return (*stack, *tile)
+    last = axes.rindex("i")
+    if sizes[last] % tile_size:
+        divisors = [one for one in range(1, tile_size + 1) if sizes[last] % one == 0]
+        raise ValueError(
+            f"its kernel has {sizes[last]} input features along axis {last}, of which tiles of "
+            f"{tile_size} do not divide; expected a multiple: give tile_size={divisors[-1]}, or 0 "
+            "for a scale of all of them, or leave the layer out of path"
+        )
+    return (*stack, *(tile_size if axis == last else 1 for axis in range(len(sizes))))
+
+
+def _placed_like(kernel: Any, rounded: Any) -> Any:
+    """Returns a quantised array whose qvalues lie where the kernel does, and scales alike."""
+    sharding = getattr(kernel, "sharding", None)
+    if isinstance(kernel, Tracer) or not isinstance(sharding, NamedSharding):
+        return rounded
+    assert isinstance(sharding.mesh, Mesh)
+    names = padded(sharding.spec, kernel.ndim)
+
+    def placed(one: jax.Array) -> jax.Array:
+        parts = [
+            math.prod(sharding.mesh.shape[name] for name in jax.tree.leaves(axis)) for axis in names
+        ]
+        kept = [
+            axis if size % count == 0 else None
+            for axis, size, count in zip(names, one.shape, parts, strict=True)
+        ]
+        return jax.device_put(one, NamedSharding(sharding.mesh, PartitionSpec(*kept)))
+
+    return jax.tree.map(placed, rounded)

@@ -1,0 +1,226 @@
+"""`quantize`: models over quantised kernels, adapted before or after, merged, saved and refused."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import qwix
+from flax import nnx
+from safetensors.numpy import load_file
+
+import jax_dora
+from jax_dora import DoRARule, apply_dora, coverage, merge_dora, norms, quantize
+from jax_dora.ops import quantised
+from jax_dora.ops.rounding import round_to
+from jax_dora.peft import load_adapter, save_adapter
+from parity import oracle
+from tests import quantised as kernels
+from tests.jax_dora.small_models import Mixed, Stacked, call, identical, ids, train
+from tests.matrices import within
+
+PATH = "conv|attention/.*|blocks/.*|named/.*|pairs/.*"
+RULES = [DoRARule("conv", 2, 4.0), DoRARule(".*", 3, 4.0, use_rslora=True)]
+WITHOUT_EMBED = [DoRARule("conv", 2, 4.0), DoRARule(PATH, 3, 4.0, use_rslora=True)]
+
+
+def dense(model):
+    """`model` with float kernels, of what its quantised ones stand for."""
+    copy = nnx.clone(model)
+    for _, variable in nnx.iter_graph(copy):
+        if isinstance(variable, nnx.Param) and quantised.is_quantised(variable.get_value()):
+            meant = kernels.meant(variable.get_value())
+            variable.set_value(jnp.asarray(meant, jnp.float32))
+    return copy
+
+
+def close(one, other, rtol=1e-5):
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        # The gradient of a bias that softmax cancels is 0 but for rounding.
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * np.abs(b).max() + 1e-6)
+
+
+@pytest.mark.parametrize("qtype", quantised.FORMATS)
+def test_rounding_is_qwixs(qtype):
+    rng = np.random.default_rng(0)
+    array = jnp.asarray(rng.normal(size=(32, 6)) * rng.random(6), jnp.float32).at[:8, 2].set(0)
+    name = qtype if qtype == "nf4" else jnp.dtype(qtype)
+    wanted = qwix.quantize(array, name, channelwise_axes=(1,), tiled_axes={0: 8})
+    found = round_to(array, qtype, (8, 1), jnp.float32)
+    assert found.qtype == wanted.qtype
+    # The least element of a tile is half a step beyond the last integer: a tie but for rounding.
+    is_tie = np.abs(np.asarray(array / jnp.repeat(found.scale, 8, 0)) % 1 - 0.5) < 1e-4
+    differs = oracle.fp64(found.qvalue) != oracle.fp64(wanted.qvalue)
+    assert not np.any(differs & ~(is_tie & qtype.startswith("int")))
+    np.testing.assert_array_equal(found.scale, wanted.scale)
+
+
+def test_a_bf16_kernel_is_rounded_by_its_bf16_scales():
+    rng = np.random.default_rng(0)
+    array = jnp.asarray(rng.normal(size=(64, 8)), jnp.bfloat16)
+    found = round_to(array, "int8", (64, 1), jnp.bfloat16)
+    assert found.scale.dtype == jnp.bfloat16
+    step = oracle.fp64(found.scale)
+    assert np.all(np.abs(kernels.meant(found) - oracle.fp64(array)) <= 0.76 * step)
+
+
+def test_plain_layers_compute_with_quantised_kernels():
+    model = quantize(Mixed(nnx.Rngs(0)), "nf4", path=PATH, tile_size=4)
+    assert type(model.conv) is nnx.Conv
+    assert quantised.is_quantised(model.attention.query.kernel[...])
+
+    def both(model, ids):
+        return model(ids), nnx.grad(lambda model: jnp.sin(model(ids)).sum(), argnums=SOME)(model)
+
+    found, wanted = (nnx.jit(both)(one, ids()) for one in (model, dense(model)))
+    close(found, wanted, 1e-4)
+
+
+SOME = nnx.DiffState(0, lambda path, _: path[-1] in ("bias", "embedding"))
+
+
+@pytest.mark.parametrize("make", [Mixed, Stacked])
+def test_either_order_makes_the_same_model_and_a_fresh_adapter_changes_nothing(make):
+    model = make(nnx.Rngs(0))
+    path, rules = (PATH, WITHOUT_EMBED) if make is Mixed else ("all-linear", RULES[1:])
+    inputs = ids() if make is Mixed else jnp.ones((2, 8))
+    base = quantize(model, "nf4", path=path, tile_size=4)
+    first = apply_dora(base, rules, rngs=nnx.Rngs(1))
+    then = quantize(apply_dora(model, rules, rngs=nnx.Rngs(1)), "nf4", path=path, tile_size=4)
+    assert nnx.graphdef(first) == nnx.graphdef(then)
+    for one, other in zip(*(jax.tree.leaves(nnx.state(m)) for m in (first, then)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(call(first, inputs), call(base, inputs))
+    assert identical(jax_dora.remove_dora(first), base)
+
+
+def test_trained_adapters_norms_and_gradients():
+    model = quantize(Mixed(nnx.Rngs(0)), "int8", path=PATH, tile_size=4)
+    model = train(apply_dora(model, WITHOUT_EMBED, rngs=nnx.Rngs(1)))
+
+    def both(model, ids):
+        wrt = nnx.DiffState(0, nnx.LoRAParam)
+        return model(ids), nnx.grad(lambda m: jnp.sin(m(ids)).sum(), argnums=wrt)(model)
+
+    found, wanted = (nnx.jit(both)(one, ids()) for one in (model, dense(model)))
+    close(found, wanted, 1e-4)
+    close(norms(model), norms(dense(model)))
+
+
+def test_a_frozen_norm_is_of_the_quantised_kernel():
+    layer = adapted()
+    x = jnp.ones((3, 128), jnp.bfloat16)
+    frozen = jax_dora.freeze(layer)
+    np.testing.assert_array_equal(frozen(x), layer(x))
+    plain = apply_dora(nnx.Linear(64, 8, rngs=nnx.Rngs(0)), RULES[1:], rngs=nnx.Rngs(1))
+    with pytest.raises(ValueError, match="it has a given norm"):
+        quantize(jax_dora.freeze(plain), "int8", path="")
+
+
+def adapted(qtype="nf4", dtype=jnp.bfloat16):
+    base = nnx.Linear(128, 24, param_dtype=dtype, dtype=dtype, rngs=nnx.Rngs(0))
+    base = quantize(base, qtype, path="")
+    rule = DoRARule("", 4, 3.0, lora_b_init=nnx.initializers.normal(0.1))
+    return train(apply_dora(base, rule, rngs=nnx.Rngs(1)))
+
+
+def test_default_tiles():
+    assert adapted("nf4").kernel[...].scale.shape == (2, 24)
+    assert adapted("int8").kernel[...].scale.shape == (1, 24)
+
+
+def test_merging_makes_bf16_kernels():
+    layer = adapted(dtype=jnp.float32)
+    merged, report = merge_dora(layer, return_report=True)
+    assert type(merged) is nnx.Linear
+    assert merged.kernel.dtype == jnp.bfloat16
+    assert merged.dot_general is jax.lax.dot_general
+    weights = oracle.from_flax(
+        kernels.meant(layer.kernel[...]), layer.lora_a[...], layer.lora_b[...]
+    )
+    exact = oracle.merged_weight(*weights, layer.magnitude[...], layer.scale)
+    within(merged.kernel[...].T, exact, 2.0**-8 * np.abs(exact) + 1e-5)
+    assert report.layers[0].dtype == "bfloat16"
+    assert report.layers[0].lost < 0.1
+
+
+def test_merging_requantises_only_with_a_report_of_what_is_lost():
+    layer = adapted()
+    with pytest.raises(ValueError, match="return_report False; expected both"):
+        merge_dora(layer, requantize=True)
+    merged, report = merge_dora(layer, requantize=True, return_report=True)
+    kernel, (row,) = merged.kernel[...], report.layers
+    assert (row.dtype, kernel.scale.shape) == ("nf4", layer.kernel[...].scale.shape)
+    weights = oracle.from_flax(
+        kernels.meant(layer.kernel[...]), layer.lora_a[...], layer.lora_b[...]
+    )
+    exact = oracle.merged_weight(*weights, layer.magnitude[...], layer.scale)
+    off = np.linalg.norm(kernels.meant(kernel).T - exact)
+    assert row.lost == pytest.approx(off / np.linalg.norm(exact - weights[0]), rel=1e-2)
+    x = jnp.ones((3, 128), jnp.bfloat16)
+    close(merged(x).astype(jnp.float32), np.ones((3, 128)) @ kernels.meant(kernel), 2e-2)
+
+
+def test_coverage_and_an_example():
+    model = quantize(Mixed(nnx.Rngs(0)), "int8", path="blocks/.*")
+    table = str(coverage(model, ids()))
+    assert "int8, scales 1×8" in table
+    model = apply_dora(model, DoRARule("blocks/0", 2, 4), rngs=nnx.Rngs(0), example=(ids(),))
+    assert isinstance(model.blocks[0], jax_dora.DoRALinear)
+
+
+def test_the_peft_folder_is_that_of_a_float_base(tmp_path):
+    plain = apply_dora(Stacked(nnx.Rngs(0)), RULES[1:], rngs=nnx.Rngs(1))
+    model = train(quantize(plain, "nf4", tile_size=4))
+    twin = jax_dora.set_adapter(plain, jax_dora.get_adapter(model))
+    for name, one in (("quantised", model), ("float", twin)):
+        save_adapter(one, tmp_path / name)
+    tensors = (
+        load_file(tmp_path / n / "adapter_model.safetensors") for n in ("quantised", "float")
+    )
+    for one, other in zip(*(sorted(each.items()) for each in tensors), strict=True):
+        assert one[0] == other[0]
+        np.testing.assert_array_equal(one[1], other[1])
+    base = quantize(Stacked(nnx.Rngs(0)), "nf4", tile_size=4)
+    loaded = load_adapter(base, tmp_path / "quantised")
+    close(loaded(jnp.ones((2, 8))), model(jnp.ones((2, 8))))
+
+
+def not_finite():
+    layer = nnx.Linear(64, 3, rngs=nnx.Rngs(0))
+    layer.kernel.set_value(layer.kernel[...].at[3, 1].set(jnp.nan))
+    return nnx.Dict(one=layer)
+
+
+@pytest.mark.parametrize(
+    ("make", "qtype", "options", "error", "message"),
+    [
+        (Mixed, "int3", {}, ValueError, "qtype is 'int3'; expected one of 'nf4', 'int4', 'int8'"),
+        (Mixed, "int8", {"path": "nowhere"}, ValueError, "'nowhere' matches no layer"),
+        (Mixed, "int8", {"path": "embed|conv"}, TypeError, r"(?s)cannot be quantised.*embed \(nnx"),
+        (Mixed, "int8", {"tile_size": -1}, ValueError, "tile_size is -1"),
+        (Mixed, "nf4", {}, ValueError, r"'again' cannot .* tiles of 64 .* tile_size=8"),
+        (lambda _: not_finite(), "int8", {"path": "one"}, ValueError, r"'one' cannot .*from nan"),
+        (
+            lambda rngs: quantize(Mixed(rngs), "int8", path="blocks/0"),
+            *("nf4", {"path": "blocks/0"}, ValueError, "quantised already"),
+        ),
+        (lambda _: 3, "int8", {}, TypeError, "expected an nnx.Module"),
+    ],
+)
+def test_bad_input(make, qtype, options, error, message):
+    with pytest.raises(error, match=message):
+        quantize(make(nnx.Rngs(0)), qtype, **options)
+
+
+def test_without_qwix(monkeypatch):
+    monkeypatch.setitem(sys.modules, "qwix", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'jax-dora\[quantised\]'"):
+        quantize(Mixed(nnx.Rngs(0)), "int8")
+
+
+def test_nothing_imports_qwix_unasked():
+    code = "import sys, jax_dora; assert 'qwix' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
