@@ -13,6 +13,7 @@ import jax_dora
 import jax_dora.models as decoder
 from jax_dora.models import activations
 from jax_dora.models.activations import GIB, Activation
+from tests.jax_dora.drawn import drawn
 from tests.jax_dora.programs import equations
 
 CONFIG = decoder.DecoderConfig(
@@ -25,15 +26,13 @@ CONFIG = decoder.DecoderConfig(
     head_dim=8,
     dtype=jnp.float32,
 )
-DORA = functools.partial(
-    jax_dora.DoRALinear, rank=3, alpha=4, lora_b_init=nnx.initializers.normal(0.1)
-)
+DORA = functools.partial(jax_dora.DoRALinear, rank=3, alpha=4)
 TOKENS = np.random.default_rng(5).integers(0, CONFIG.vocab_size, (2, 17), dtype=np.int32)
 
 
 def gradient_of(config):
     """Returns a function of the adapters, and adapters."""
-    model = decoder.make_model(config, linear=DORA)
+    model = drawn(lambda: decoder.CausalLM(config, linear=DORA, rngs=nnx.Rngs(0)))
     graphdef, adapters, rest = nnx.split(model, nnx.LoRAParam, ...)
 
     def loss(adapters):

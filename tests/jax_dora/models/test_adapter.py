@@ -37,9 +37,9 @@ SETTINGS = {
 PAIRS = [
     ("llama", "all-linear"),
     pytest.param(("qwen3", "all-linear"), marks=pytest.mark.slow),
-    ("qwen3", "attention"),
+    pytest.param(("qwen3", "attention"), marks=pytest.mark.slow),
     # The head is not adapted with the embedding that it is tied to, nor without.
-    ("qwen3-tied", "embedding"),
+    pytest.param(("qwen3-tied", "embedding"), marks=pytest.mark.slow),
     pytest.param(("qwen3", "embedding"), marks=pytest.mark.slow),
 ]
 # PEFT's names of an adapter's tensors, and ours.
@@ -144,6 +144,7 @@ def test_peft_reads_what_we_write(pair, make_torch_model, tokens, tmp_path):
         assert torch.equal(again(torch.tensor(tokens)).logits, expected)
 
 
+@pytest.mark.slow
 def test_bf16(make_folder, make_torch_model, tokens, tmp_path):
     """fp32 adapters on a bf16 base: as near to fp64 as PEFT, by flash-attention's rule."""
     theirs = peft_model(make_torch_model("qwen3", torch.bfloat16), "all-linear")

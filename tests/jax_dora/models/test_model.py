@@ -12,6 +12,7 @@ from flax import nnx
 import jax_dora
 import jax_dora.models as decoder
 from parity import tolerances
+from tests.jax_dora.drawn import drawn
 
 CONFIG = decoder.DecoderConfig(
     vocab_size=97,
@@ -64,9 +65,9 @@ def test_logits_bf16(name, make_folder, make_torch_model, tokens):
 
 
 def test_packed_rows_are_separate_texts(tokens):
-    model = decoder.make_model(CONFIG)
+    model = drawn(lambda: decoder.CausalLM(CONFIG, rngs=nnx.Rngs(0)))
     tokens = tokens[:1] % CONFIG.vocab_size
-    lengths = (13, 9, 15)
+    lengths = (13, 11, 13)
     segments = np.repeat([2, 3, 1], lengths)[None]
     positions = np.concatenate([np.arange(n) for n in lengths])[None]
     packed = run(model, tokens, positions, segments)
@@ -138,8 +139,8 @@ def test_remat_changes_no_gradient_and_saves_the_norm(tokens):
 
 
 def test_dropout_draws_new_masks(tokens):
-    linear = functools.partial(DORA, dropout=0.5, lora_b_init=nnx.initializers.normal(0.5))
-    model = decoder.make_model(CONFIG, linear=linear)
+    linear = functools.partial(DORA, dropout=0.5)
+    model = drawn(lambda: decoder.CausalLM(CONFIG, linear=linear, rngs=nnx.Rngs(0)))
     tokens = tokens % CONFIG.vocab_size
     first, second = run(model, tokens), run(model, tokens)
     assert not np.array_equal(first, second)

@@ -109,7 +109,13 @@ def test_a_gradient_is_summed_over_the_devices(name, check):
         np.testing.assert_allclose(found[leaf], wanted, atol=1e-5 * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(one, marks=[pytest.mark.slow] * (one not in ("dora_linear", "swiglu")))
+        for one in LAYERS
+    ],
+)
 def test_mosaic_computes_the_same(on_mosaic, name):
     """On one device: the interpreter knows no other."""
     arrays = problem(1, jnp.bfloat16)
@@ -124,7 +130,7 @@ def test_mosaic_computes_the_same(on_mosaic, name):
         np.testing.assert_allclose(one, other, atol=2**-7 * scale)
 
 
-@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("check", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", LAYERS)
 def test_mosaic_lowers_for_cuda_on_several_devices(name, check):
     gradient = sharded_gradient(name, "mosaic", 4, check)

@@ -74,8 +74,8 @@ def test_agrees_with_fp64(on_mosaic, rows, rank, out, dtype):
 @pytest.mark.parametrize(
     "config",
     [
-        Config(tile_cols=64, stages=2, slots=2, splits=1),
-        Config(stages=3, slots=1, splits=3),
+        pytest.param(Config(tile_cols=64, stages=2, slots=2, splits=1), marks=pytest.mark.slow),
+        pytest.param(Config(stages=3, slots=1, splits=3), marks=pytest.mark.slow),
         Config(stages=2, slots=1, consumers=3, splits=2),
         Config(tile_cols=64, stages=3, slots=2, consumers=3),
     ],

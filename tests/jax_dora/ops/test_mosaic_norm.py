@@ -52,7 +52,7 @@ def cut_off(kernel, lora_a, lora_b):
     ("n_in", "rank", "out", "dtype", "adapter_dtype"),
     [
         (200, 96, 136, jnp.bfloat16, jnp.bfloat16),
-        (40, 4, 24, jnp.float16, jnp.float16),
+        pytest.param(40, 4, 24, jnp.float16, jnp.float16, marks=pytest.mark.slow),
         (136, 24, 72, jnp.bfloat16, jnp.float32),
         (72, 72, 40, jnp.float32, jnp.float32),
     ],
@@ -67,8 +67,8 @@ def test_agrees_with_the_materialised_norm(on_mosaic, n_in, rank, out, dtype, ad
 @pytest.mark.parametrize(
     "config",
     [
-        Config(tile_cols=64, stages=2, slots=2, splits=1),
-        Config(stages=3, slots=1, splits=3),
+        pytest.param(Config(tile_cols=64, stages=2, slots=2, splits=1), marks=pytest.mark.slow),
+        pytest.param(Config(stages=3, slots=1, splits=3), marks=pytest.mark.slow),
         Config(stages=2, slots=1, consumers=3, splits=2),
         Config(tile_cols=64, stages=3, slots=2, consumers=3),
     ],
