@@ -23,6 +23,7 @@ from dora_common.disk import locked
 from jax_dora.commands.flags import (
     UsageError,
     corrections,
+    mesh,
     not_negative,
     pattern,
     positive,
@@ -44,6 +45,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     length = whole(1, 2**24)
     add("--length", type=length, default=1024, help="tokens of a packed row (%(default)s)")
     add("--dtype", choices=("bfloat16", "float32"), help="of the base; config.json's by default")
+
+    add = parser.add_argument_group("devices").add_argument
+    add("--mesh", type=mesh, help="dp=N,fsdp=N,tp=N of all devices, or auto; without it, one")
 
     add = parser.add_argument_group("adapter").add_argument
     add("--rank", type=whole(1, 2**20), default=64, help="columns of A (%(default)s)")

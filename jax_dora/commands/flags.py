@@ -5,8 +5,9 @@ import contextlib
 import math
 import re
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import Literal, NoReturn
 
+AXES = ("dp", "fsdp", "tp")
 MOST = 2**31 - 1  # what an index into an array may be
 
 
@@ -57,6 +58,22 @@ positive = number("above 0", lambda value: value > 0)
 not_negative = number("of at least 0", lambda value: value >= 0)
 rate = number("from 0 to below 1", lambda value: 0 <= value < 1)
 share = number("above 0, to 1", lambda value: 0 < value <= 1)
+
+
+def mesh(text: str) -> dict[str, int] | Literal["auto"]:
+    """Parses the sizes of a mesh's axes, such as "fsdp=2,tp=4", or "auto"."""
+    if text == "auto":
+        return text
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if name not in AXES or name in sizes or not size.isdecimal() or int(size) < 1:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is no mesh: expected auto, or sizes of {', '.join(AXES)} of at least 1, "
+                "as in fsdp=4,tp=2"
+            )
+        sizes[name] = int(size)
+    return sizes
 
 
 def pattern(text: str) -> str:

@@ -2,8 +2,9 @@
 
 import bisect
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 
@@ -24,6 +25,12 @@ class Rows(NamedTuple):
 
     def take(self, index: np.ndarray | slice) -> "Rows":
         return Rows(*(array[index] for array in self))
+
+    def placed(self, sharding: jax.sharding.Sharding) -> Any:
+        """Returns these rows as arrays on the devices, each of which is sent its part."""
+        make = jax.make_array_from_callback
+        arrays: list[Any] = [make(one.shape, sharding, one.__getitem__) for one in self]
+        return Rows(*arrays)
 
 
 class Packed(NamedTuple):

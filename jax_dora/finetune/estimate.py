@@ -11,33 +11,39 @@ from rich.table import Table
 
 from jax_dora.adapt.tree import find_dora_layers
 from jax_dora.finetune.plan import Plan
+from jax_dora.models import DecoderSharding
 
 LOSS_CHUNK = 1024  # tokens whose logits exist at a time, as in next_token_loss
 
 
 def memory(plan: Plan) -> dict[str, int]:
-    """Returns the bytes that a step holds on its device at its peak, by what they are for; about
+    """Returns the bytes that a step holds on each device at its peak, by what they are for; about
     right, since XLA decides on the last of them."""
     config, args = plan.config, plan.args
     adapters, frozen = _states(plan)
-    tokens, width = args.batch * args.length, jnp.dtype(config.dtype).itemsize
+    batch, parts = args.batch // config.row_shards, _parts(plan)
+    tokens, width = batch * args.length, jnp.dtype(config.dtype).itemsize
     heads = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
-    scores = args.batch * config.num_attention_heads * args.length**2
+    scores = batch * config.num_attention_heads * args.length**2
     if plan.changes.get("attention") == "cudnn":
         scores = 0
-    return {
-        "base model": _nbytes(frozen),
+    inner = (heads + 3 * config.intermediate_size) // parts["tp"]
+    shares = {
+        "base model": _nbytes(frozen, config.sharding),
         # Themselves, Adam's two moments, the sum of the gradients and one micro-batch's.
-        "adapters and optimizer": 5 * _nbytes(adapters),
+        "adapters and optimizer": 5 * _nbytes(adapters, config.sharding),
         "inputs of the layers": config.num_hidden_layers * tokens * config.hidden_size * width,
         # Forward, then backward: each value and its gradient.
-        "one layer again": 2
-        * tokens
-        * (4 * config.hidden_size + heads + 3 * config.intermediate_size)
-        * width
-        + 3 * 4 * scores,
+        "one layer again": 2 * tokens * (4 * config.hidden_size + inner) * width
+        + 3 * 4 * scores // parts["tp"],
         "logits": 3 * 4 * min(tokens, LOSS_CHUNK) * config.vocab_size,
     }
+    if parts["fsdp"] > 1:
+        # The largest that is whole where it is used: the head, or one layer's kernels.
+        whole = plan.abstract_model
+        layer = _nbytes(nnx.state(whole.model.layers, nnx.Param)) // config.num_hidden_layers
+        shares["gathered weights"] = max(layer // parts["tp"], _nbytes(nnx.state(whole.head())))
+    return shares
 
 
 def device_memory() -> int:
@@ -65,7 +71,7 @@ def report(plan: Plan) -> Table:
         f"{(rows.segment_ids > 0).sum():,} tokens, {int(rows.weights.sum()):,} of them learned",
         "steps": f"{plan.steps:,} of {step:,} rows, {plan.steps * step / len(rows.tokens):.2f} "
         "epochs",
-        "memory": f"about {_gib(total)} of the {_gib(there)} of {jax.devices()[0].device_kind}",
+        "memory": f"about {_gib(total)} of the {_gib(there)} of {_told(plan)}",
     }.items():
         table.add_row(name, told)
     for name, share in shares.items():
@@ -73,6 +79,15 @@ def report(plan: Plan) -> Table:
     if total > there:
         table.add_row("", "More than there is: lower --batch (and raise --accumulate) or --length")
     return table
+
+
+def _told(plan: Plan) -> str:
+    kind = jax.devices()[0].device_kind
+    if plan.sharding is None:
+        return kind
+    mesh = plan.sharding.mesh
+    sizes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    return f"each of {mesh.size} × {kind} ({sizes})"
 
 
 def _states(plan: Plan) -> tuple[nnx.State, nnx.State]:
@@ -84,8 +99,20 @@ def _size(state: Any) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state))
 
 
-def _nbytes(state: Any) -> int:
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+def _parts(plan: Plan) -> dict[str, int]:
+    """Returns the sizes of the mesh's axes."""
+    return {"fsdp": 1, "tp": 1} if plan.sharding is None else dict(plan.sharding.mesh.shape)
+
+
+def _nbytes(state: nnx.State, sharding: DecoderSharding | None = None) -> int:
+    """Returns the bytes of a state, or of a device's part of it."""
+    total = 0
+    for path, variable in nnx.to_flat_state(state):
+        shape = variable.shape
+        if sharding is not None:
+            shape = sharding("/".join(map(str, path)), shape).shard_shape(shape)
+        total += math.prod(shape) * variable.dtype.itemsize
+    return total
 
 
 def _gib(count: int) -> str:

@@ -22,7 +22,7 @@ from jax_dora.finetune import data, tiny
 from jax_dora.finetune.checkpoints import Checkpoints
 from jax_dora.finetune.examples import Encoder
 from jax_dora.finetune.records import read_records
-from jax_dora.models import CausalLM, DecoderConfig, read_config
+from jax_dora.models import CausalLM, DecoderConfig, DecoderSharding, read_config
 from jax_dora.models.chat import ChatTemplate
 from jax_dora.models.tokenizer import read_ends, read_tokenizer
 
@@ -41,6 +41,7 @@ class Plan:
       rows, eval_rows: packed examples; the latter None without --eval-data.
       examples_to_show: some of the latter, or else of the former.
       steps: optimizer steps of the whole run.
+      sharding: how the model lies on a mesh; None for one device.
       settings: what a checkpoint must have been made with to go on from it.
     """
 
@@ -83,6 +84,8 @@ class Plan:
         self.config = DecoderConfig.from_hf(config, **self.changes)
         if jax.default_backend() == "gpu" and self.config.dtype != jnp.float32:
             self.changes["attention"] = "cudnn"
+        self.sharding = self._sharding()
+        self.config = dataclasses.replace(self.config, sharding=self.sharding)
         self.rules = self._rules()
         self._refuse_to_merge()
         self.settings = {name: getattr(args, name) for name in BINDING} | {
@@ -123,6 +126,17 @@ class Plan:
         model = jax_dora.apply_dora(model, self.rules, rngs=nnx.Rngs(self.args.seed))
         model.train()
         return model
+
+    def _sharding(self) -> DecoderSharding | None:
+        """Returns how the model lies on the devices; None for one device alone."""
+        sizes = self.args.mesh
+        if sizes is None:
+            return None
+        if sizes == "auto":
+            sizes = {"fsdp": jax.device_count()}
+        sharding = DecoderSharding.over(**sizes)
+        sharding.check(self.config, self.args.batch)
+        return sharding
 
     def _inputs(self) -> tuple[Path, Path]:
         """The model's folder and the data's file, made if they are to be."""

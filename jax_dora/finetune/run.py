@@ -38,9 +38,12 @@ class Run:
         self.plan, self.args, self.console = plan, plan.args, plan.console
         options = {"clip": plan.args.clip, "weight_decay": plan.args.weight_decay}
         self.optimizer = training.make_optimizer(plan.schedule, **options)
-        model = plan.adapted(load_model(plan.folder, **plan.changes))
+        model = plan.adapted(load_model(plan.folder, sharding=plan.sharding, **plan.changes))
         self.parts = training.take_apart(model)
         self.state = self.optimizer.init(self.parts.adapters)
+        if plan.sharding is not None:
+            self.parts = self.parts._replace(moving=plan.sharding.placed(self.parts.moving))
+            self.state = plan.sharding.placed(self.state)
         self.done = self.saved = 0
         self.guard = LossGuard()
         self.best: float | None = None  # evaluation loss
@@ -141,6 +144,8 @@ class Run:
         return None
 
     def _step(self, rows: data.Rows) -> training.Metrics:
+        if self.plan.sharding is not None:
+            rows = rows.placed(self.plan.sharding.micro_batches)
         loss, gradients, moving = training.accumulate(*self.parts, rows)
         adapters, self.state, metrics = training.update(
             self.optimizer, self.parts.adapters, self.state, gradients, loss

@@ -15,7 +15,7 @@ from flax import nnx
 
 import jax_dora
 from jax_dora.finetune.data import Rows
-from jax_dora.models import CausalLM, next_token_loss
+from jax_dora.models import CausalLM, DecoderSharding, next_token_loss
 from jax_dora.models.loss import Loss
 
 
@@ -69,7 +69,8 @@ def accumulate(
     """Returns the mean loss over all completion tokens of `rows` [accumulate, batch, time], its
     gradient, and what else has moved."""
     # Once for all micro-batches: the adapters do not move between them.
-    norms = jax_dora.norms(nnx.merge(graphdef, adapters, moving, frozen))
+    model = nnx.merge(graphdef, adapters, moving, frozen)
+    norms = jax_dora.norms(model)
     weight = jnp.maximum(jnp.sum(rows.weights), 1)
 
     def loss_fn(adapters, moving, rows):
@@ -81,11 +82,24 @@ def accumulate(
     def micro_step(carry, rows):
         total, gradients, moving = carry
         (loss, moving), more = jax.value_and_grad(loss_fn, has_aux=True)(adapters, moving, rows)
-        return (total + loss, jax.tree.map(jnp.add, gradients, more), moving), None
+        gradients = jax.tree.map(jnp.add, gradients, more)
+        return (total + loss, _placed(model.config.sharding, gradients), moving), None
 
     zero = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, adapters), moving
     (loss, gradients, moving), _ = jax.lax.scan(micro_step, zero, rows)
     return loss, gradients, moving
+
+
+def _placed(sharding: DecoderSharding | None, state: nnx.State) -> nnx.State:
+    """Returns `state` as its arrays are to lie, which XLA would choose otherwise."""
+    if sharding is None:
+        return state
+    flat = nnx.to_flat_state(state)
+    places = (sharding("/".join(map(str, path)), variable.shape) for path, variable in flat)
+    return nnx.from_flat_state(
+        (path, variable.replace(jax.lax.with_sharding_constraint(variable.get_value(), place)))
+        for (path, variable), place in zip(flat, places, strict=True)
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
@@ -120,7 +134,10 @@ def evaluate(model: CausalLM, rows: Rows, batch: int) -> float:
     graphdef, state = nnx.split(model)
     total = weight = 0.0
     for start in range(0, len(rows.tokens), batch):
-        loss = _evaluate(graphdef, state, rows.take(slice(start, start + batch)))
+        taken = rows.take(slice(start, start + batch))
+        if model.config.sharding is not None:
+            taken = taken.placed(model.config.sharding.rows)
+        loss = _evaluate(graphdef, state, taken)
         total, weight = total + float(loss.total), weight + float(loss.weight)
     return total / max(weight, 1.0)
 

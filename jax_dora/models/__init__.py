@@ -15,3 +15,4 @@ from jax_dora.models.loss import last_tokens_loss as last_tokens_loss
 from jax_dora.models.loss import next_token_loss as next_token_loss
 from jax_dora.models.model import CausalLM as CausalLM
 from jax_dora.models.model import make_model as make_model
+from jax_dora.models.sharding import DecoderSharding as DecoderSharding

@@ -7,10 +7,12 @@ from typing import Any, Literal, Self
 import jax.numpy as jnp
 from flax.typing import Dtype
 
+from jax_dora.models.sharding import DecoderSharding
+
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_KINDS = ("default", "linear", "llama3")
 # Fields of a `DecoderConfig` that config.json does not decide.
-COMPUTATION = ("dtype", "attention", "remat", "memory", "unroll")
+COMPUTATION = ("dtype", "attention", "remat", "memory", "unroll", "sharding")
 DTYPES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32}
 
 
@@ -72,6 +74,7 @@ class DecoderConfig:
         the program is traced, None nothing.
       unroll: put the layers one after the other into the program, instead of one into a loop: some
         per cent faster, for nothing is stacked, and longer to compile by as many layers.
+      sharding: how arrays and activations lie on several devices; left to XLA if None.
     """
 
     vocab_size: int
@@ -93,6 +96,12 @@ class DecoderConfig:
     remat: bool = True
     memory: float | Literal["auto"] | None = None
     unroll: bool = False
+    sharding: DecoderSharding | None = None
+
+    @property
+    def row_shards(self) -> int:
+        """The parts that the rows of a batch are in."""
+        return 1 if self.sharding is None else self.sharding.row_shards
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], **changes: Any) -> Self:
@@ -100,7 +109,8 @@ class DecoderConfig:
 
         Args:
           config: the parsed file.
-          **changes: fields to set otherwise: dtype, attention, remat, memory, unroll.
+          **changes: fields to set otherwise: dtype, attention, remat, memory, unroll,
+            sharding.
 
         Raises:
           NotImplementedError: the model is of another family, or uses what this decoder has not.

@@ -23,6 +23,7 @@ from jax import lax
 from dora_common.disk import telling_of_the_disk
 from jax_dora.models.config import COMPUTATION, DecoderConfig
 from jax_dora.models.model import CausalLM
+from jax_dora.models.sharding import DecoderSharding
 from jax_dora.models.weights import StoredTensor, TensorToStore, stored_tensors, write_files
 
 # Name in the file, and whether it is stored transposed, of each name in the model.
@@ -88,7 +89,7 @@ def load_model(
     Args:
       folder: config.json with model.safetensors, or several files and their index.
       sharding: of every array, or a function of its path and shape; the default device if not
-        given. Each device reads only its part.
+        given. Each device reads only its part. A `DecoderSharding` shards activations too.
       **changes: fields of `DecoderConfig` to set otherwise than config.json: dtype, attention,
         remat, memory, unroll.
 
@@ -98,6 +99,8 @@ def load_model(
       NotImplementedError: a model that this decoder does not compute.
     """
     folder = Path(folder)
+    if isinstance(sharding, DecoderSharding):
+        changes = {"sharding": sharding} | changes
     config = DecoderConfig.from_hf(read_config(folder), **changes)
     stored = stored_tensors(folder)
     abstract = nnx.eval_shape(lambda: CausalLM(config, rngs=nnx.Rngs(0)))

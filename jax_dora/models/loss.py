@@ -1,6 +1,7 @@
 """Cross-entropy of the next token, with logits only where the loss is taken."""
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -64,7 +65,7 @@ def next_token_loss(
       model, tokens, positions, segment_ids: as in `CausalLM.__call__`.
       targets: the token that should follow each token.
       weights: 0 where a token's loss does not count.
-      chunk: tokens whose logits exist at a time; all of them if None.
+      chunk: tokens of a device whose logits exist at a time; all of them if None.
     """
     hidden = model.model(tokens, positions, segment_ids)
     return _cross_entropy(model, hidden, targets, weights, chunk)
@@ -84,9 +85,11 @@ def _cross_entropy(
             "expected a rule without dropout for lm_head, or model.eval()"
         )
     graphdef, arrays = nnx.split(head)
-    hidden = hidden.reshape(-1, hidden.shape[-1])
-    targets, weights = targets.reshape(-1), weights.reshape(-1).astype(jnp.float32)
-    count = targets.shape[0]
+    # Each device sorts its own rows, lest activations travel.
+    shards = model.config.row_shards if targets.shape[0] % model.config.row_shards == 0 else 1
+    hidden = hidden.reshape(shards, -1, hidden.shape[-1])
+    targets, weights = targets.reshape(shards, -1), weights.reshape(shards, -1).astype(jnp.float32)
+    count = targets.shape[1]
     chunk = count if chunk is None else min(chunk, count)
     total = _total(graphdef, chunk, arrays, hidden, targets, weights)
     return Loss(total, jnp.sum(weights))
@@ -101,7 +104,7 @@ def _total(
     targets: jax.Array,
     weights: jax.Array,
 ) -> jax.Array:
-    """Returns the weighted sum of the cross-entropies of hidden [count, features].
+    """Returns the weighted sum of the cross-entropies of hidden [shards, count, features].
 
     The gradient is taken chunk by chunk in the same pass, so that logits are computed once: that of
     `hidden`, and in fp32 those of the head's arrays that are differentiated.
@@ -133,7 +136,10 @@ def _total_fwd(head: nnx.GraphDef[Any], chunk: int, arrays: Any, *others: Any) -
 
     zeros = {i: jnp.zeros(leaf.shape, jnp.float32) for i, leaf in trained.items()}
     (total, d_trained), d_hidden = lax.scan(add, (jnp.zeros((), jnp.float32), zeros), chunks)
-    d_hidden = d_hidden.reshape(-1, hidden.shape[-1])[inverse]
+    shards, _, features = hidden.shape
+    d_hidden = d_hidden.reshape(len(d_hidden), shards, -1, features)
+    d_hidden = jnp.moveaxis(d_hidden, 1, 0).reshape(shards, -1, features)
+    d_hidden = jax.vmap(operator.getitem)(d_hidden, inverse)
     found = [
         d_trained[i].astype(leaf.value.dtype) if i in trained else None
         for i, leaf in enumerate(given)
@@ -156,15 +162,20 @@ _total.defvjp(_total_fwd, _total_bwd, symbolic_zeros=True)
 
 
 def _in_chunks(chunk: int, hidden: jax.Array, targets: jax.Array, weights: jax.Array) -> Any:
-    """Returns the three as [chunks, chunk, ...], tokens of weight 0 last, and where each token has
-    gone."""
-    count = targets.shape[0]
-    order = jnp.argsort(weights == 0, stable=True)
-    # Padding repeats the first token at weight 0.
-    order = jnp.concatenate((order, jnp.zeros((-count % chunk,), order.dtype)))
-    weights = weights[order].at[count:].set(0).reshape(-1, chunk)
-    hidden = hidden[order].reshape(-1, chunk, hidden.shape[-1])
-    return (hidden, targets[order].reshape(-1, chunk), weights), jnp.argsort(order[:count])
+    """Returns the three as [chunks, shards·chunk, ...], each shard's tokens of weight 0 last, and
+    where each token has gone."""
+
+    def of_shard(hidden: jax.Array, targets: jax.Array, weights: jax.Array) -> Any:
+        count = targets.shape[0]
+        order = jnp.argsort(weights == 0, stable=True)
+        # Padding repeats the first token at weight 0.
+        order = jnp.concatenate((order, jnp.zeros((-count % chunk,), order.dtype)))
+        weights = weights[order].at[count:].set(0).reshape(-1, chunk)
+        hidden = hidden[order].reshape(-1, chunk, hidden.shape[-1])
+        return (hidden, targets[order].reshape(-1, chunk), weights), jnp.argsort(order[:count])
+
+    arrays, inverse = jax.vmap(of_shard, out_axes=(1, 0))(hidden, targets, weights)
+    return jax.tree.map(lambda x: x.reshape(len(x), -1, *x.shape[3:]), arrays), inverse
 
 
 def _unless_weightless(function: Callable[..., Any], chunk: Any) -> Any:

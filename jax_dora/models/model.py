@@ -5,6 +5,7 @@ Attributes are named as Hugging Face names its modules, so that a torch path
 whose arrays have a leading layer axis, and the forward pass scans over it.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -106,6 +107,8 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config)
         self.mlp = MLP(config, linear, rngs)
 
+        self.rows = None if config.sharding is None else config.sharding.rows
+
     def __call__(
         self,
         x: jax.Array,
@@ -113,11 +116,15 @@ class DecoderLayer(nnx.Module):
         mask: jax.Array | None,
         memory: LayerCache | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
-        normed = checkpoint_name(self.input_layernorm(x), activations.NORMED)
+        normed = checkpoint_name(self._placed(self.input_layernorm(x)), activations.NORMED)
         attended, memory = self.self_attn(normed, angles, mask, memory)
-        x = x + attended
-        normed = checkpoint_name(self.post_attention_layernorm(x), activations.NORMED)
-        return x + self.mlp(normed), memory
+        x = self._placed(x + attended)
+        normed = checkpoint_name(self._placed(self.post_attention_layernorm(x)), activations.NORMED)
+        return self._placed(x + self.mlp(normed)), memory
+
+    def _placed(self, x: jax.Array) -> jax.Array:
+        # Otherwise XLA may move activations to weights that are in parts, and not the weights.
+        return x if self.rows is None else lax.with_sharding_constraint(x, self.rows)
 
 
 class Decoder(nnx.Module):
@@ -165,7 +172,8 @@ class Decoder(nnx.Module):
 
         config = self.config
         if config.remat:
-            kept = activations.policy(activations.plan(config, *x.shape[:2]))
+            batch = math.ceil(x.shape[0] / config.row_shards)
+            kept = activations.policy(activations.plan(config, batch, x.shape[1]))
             # Inside a scan no common subexpressions can undo the rematerialisation.
             one_layer = jax.checkpoint(one_layer, policy=kept, prevent_cse=config.unroll)
         if config.unroll:

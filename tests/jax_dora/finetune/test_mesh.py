@@ -1,0 +1,214 @@
+"""Fine-tuning on meshes of virtual devices, beside one device."""
+
+import functools
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from rich.console import Console
+from safetensors.numpy import load_file
+
+import jax_dora
+from jax_dora.commands import main, parser
+from jax_dora.finetune import data, estimate, training
+from jax_dora.finetune.plan import Plan
+from jax_dora.finetune.run import Run
+from jax_dora.models import DecoderSharding, load_model
+from parity import tolerances
+
+OPTIONS = (
+    *("--rank", "3", "--alpha", "5", "--dropout", "0.1", "--length", "24", "--batch", "4"),
+    *("--accumulate", "2", "--steps", "3", "--learning-rate", "1e-2", "--samples", "0"),
+)
+MESHES = (
+    {"dp": 2, "fsdp": 2, "tp": 2},
+    *(
+        pytest.param(sizes, marks=pytest.mark.slow)
+        for sizes in ({"dp": 4}, {"fsdp": 4}, {"fsdp": 2, "tp": 2}, {"dp": 2, "tp": 2})
+    ),
+)
+# One whose outputs tensor parallelism shards, and one whose inputs.
+TARGET = "model/layers/.*/(q|down)_proj"
+
+
+@pytest.fixture
+def four(monkeypatch):
+    """Four of the devices, as if there were no others."""
+    devices = jax.devices()[:4]
+    monkeypatch.setattr(jax, "devices", lambda *_: devices)
+    monkeypatch.setattr(jax, "device_count", lambda *_: 4)
+
+
+@functools.cache
+def rows():
+    """Two micro-batches of four packed rows, of which tokens of any number count."""
+    rng = np.random.default_rng(0)
+    shape = (2, 4, 24)
+    return data.Rows(
+        rng.integers(0, 257, shape).astype(np.int32),
+        rng.integers(0, 257, shape).astype(np.int32),
+        (rng.random(shape) < rng.random((2, 4, 1))).astype(np.float32),
+        np.broadcast_to(np.arange(24, dtype=np.int32) % 16, shape),
+        np.broadcast_to(np.where(np.arange(24) < 16, 1, 2).astype(np.int32), shape),
+    )
+
+
+def adapted(folder, sharding):
+    """The tiny model with an adapter as if it had been trained, in training."""
+    model = load_model(folder, sharding=sharding)
+    init = nnx.initializers.normal(0.1)
+    rule = jax_dora.DoRARule(TARGET, rank=3, alpha=5, dropout=0.1, lora_b_init=init)
+    model = jax_dora.apply_dora(model, rule, rngs=nnx.Rngs(0))
+    for path, variable in nnx.to_flat_state(nnx.state(model, jax_dora.DoRAParam)):
+        key = jax.random.key(len("".join(map(str, path))))
+        noise = jax.device_put(jax.random.normal(key, variable.shape), variable.sharding)
+        variable.set_value(variable.get_value() * (1 + jnp.float32(0.2) * noise))
+    model.train()
+    return model
+
+
+def gradient(folder, sharding=None):
+    """Returns (loss, gradients by path) of a step, and the model's parts."""
+    parts, given = training.take_apart(adapted(folder, sharding)), rows()
+    if sharding is not None:
+        parts = parts._replace(moving=sharding.placed(parts.moving))
+        given = given.placed(sharding.micro_batches)
+    loss, gradients, _ = training.accumulate(*parts, given)
+    flat = nnx.to_flat_state(gradients)
+    return loss, {"/".join(map(str, path)): one.get_value() for path, one in flat}, parts
+
+
+@pytest.fixture(scope="module")
+def alone(inputs):
+    return gradient(inputs[1])
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_a_batch_has_the_same_gradient_on_any_mesh(sizes, inputs, alone):
+    sharding = DecoderSharding.over(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
+    loss, found, parts = gradient(inputs[1], sharding)
+    wanted_loss, wanted, _ = alone
+    np.testing.assert_allclose(loss, wanted_loss, rtol=1e-6)
+    for path, other in wanted.items():
+        # Lies as the design says, as the adapter itself does.
+        place = sharding(path, other.shape)
+        assert found[path].sharding.is_equivalent_to(place, other.ndim), path
+        limit = tolerances.OPERATOR_FP32_MAX_ABS * max(1.0, float(jnp.abs(other).max()))
+        assert np.abs(np.asarray(found[path]) - np.asarray(other)).max() <= limit, path
+    for state in (parts.adapters, parts.frozen):
+        for path, variable in nnx.to_flat_state(state):
+            place = sharding("/".join(map(str, path)), variable.shape)
+            assert variable.get_value().sharding.is_equivalent_to(place, variable.ndim), path
+
+
+def test_where_a_decoder_lies():
+    sharding = DecoderSharding.over(fsdp=2, tp=2, devices=jax.devices()[:4])
+
+    def spec(path, *shape):
+        return tuple(sharding(f"model/layers/{path}", shape).spec)
+
+    assert spec("mlp/up_proj/kernel", 2, 8, 16) == (None, "fsdp", "tp")
+    assert spec("mlp/up_proj/lora_a", 2, 8, 3) == (None, "fsdp", None)
+    assert spec("mlp/up_proj/lora_b", 2, 3, 16) == (None, None, "tp")
+    assert spec("mlp/up_proj/magnitude", 2, 16) == (None, "tp")
+    assert spec("mlp/down_proj/kernel", 2, 16, 8) == (None, "tp", "fsdp")
+    assert spec("mlp/down_proj/lora_b", 2, 3, 8) == (None, None, "fsdp")
+    assert spec("self_attn/q_proj/bias", 2, 16) == (None, "tp")
+    assert spec("input_layernorm/scale", 2, 8) == (None, None)
+    # A vocabulary of an odd number of tokens.
+    assert tuple(sharding("model/embed_tokens/embedding", (257, 8)).spec) == (None, "fsdp")
+    assert tuple(sharding("lm_head/kernel", (8, 256)).spec) == ("fsdp", "tp")
+
+
+def finetune(inputs, output, *options):
+    assert main(["finetune", *inputs, *OPTIONS, *options, "--output", str(output)]) == 0
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def finished(inputs, tmp_path_factory):
+    output = tmp_path_factory.mktemp("alone")
+    return output, finetune(inputs, output, "--merge", str(output / "merged"))
+
+
+def near(a, b, atol):
+    ours, theirs = load_file(a), load_file(b)
+    assert ours.keys() == theirs.keys()
+    for name, array in ours.items():
+        np.testing.assert_allclose(array, theirs[name], rtol=0, atol=atol, err_msg=name)
+
+
+@pytest.mark.slow
+def test_a_run_on_a_mesh_is_that_of_one_device(inputs, finished, four, tmp_path):
+    """Its losses, its PEFT folder and its merged model; each program compiled once."""
+    before, losses = finished
+    training.accumulate.clear_cache()
+    training.update.clear_cache()
+    mesh = ("--mesh", "fsdp=2,tp=2")
+    found = finetune(inputs, tmp_path / "run", *mesh, "--merge", str(tmp_path / "merged"))
+    assert (training.accumulate._cache_size(), training.update._cache_size()) == (1, 1)
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    adapter = "adapter/adapter_model.safetensors"
+    # Adam divides by the root of a square: three steps of 1e-2, of which little is to differ.
+    near(tmp_path / "run" / adapter, before / adapter, 1e-4)
+    near(tmp_path / "merged/model.safetensors", before / "merged/model.safetensors", 1e-4)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_on_other_devices(inputs, four, tmp_path):
+    run, constant = tmp_path / "run", ("--schedule", "constant")
+    assert len(finetune(inputs, run, *constant, "--steps", "2")) == 2
+    found = finetune(inputs, run, *constant, "--resume", "--mesh", "fsdp=4")
+    np.testing.assert_allclose(found, finetune(inputs, tmp_path / "one", *constant), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--mesh", "fsdp=3"], "the mesh dp=1,fsdp=3,tp=1 takes 3 devices, and there are 4"),
+        (["--mesh", "tp=4"], "the model's num_key_value_heads is 2, and tp of the mesh is 4"),
+        (["--mesh", "auto", "--batch", "2"], "--batch is 2, and dp×fsdp of the mesh is 4"),
+        (["--mesh", "ep=4"], "'ep=4' is no mesh: expected auto, or sizes of dp, fsdp, tp"),
+        (["--mesh", "fsdp=0"], "'fsdp=0' is no mesh"),
+        (["--mesh", "fsdp=2,fsdp=2"], "'fsdp=2,fsdp=2' is no mesh"),
+    ],
+)
+def test_meshes_that_do_not_fit(options, message, inputs, four, tmp_path, capsys):
+    command = [*inputs, *OPTIONS, *options, "--output", str(tmp_path / "run")]
+    assert main(["finetune", *command]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def plan_of(inputs, tmp_path, *options):
+    given = ["finetune", *inputs, *OPTIONS, *options, "--output", str(tmp_path / "run")]
+    return Plan(parser().parse_args(given), Console(quiet=True))
+
+
+def test_the_estimate_knows_the_mesh(inputs, four, tmp_path):
+    shares = [
+        estimate.memory(plan_of(inputs, tmp_path, *mesh))
+        for mesh in ((), ("--mesh", "fsdp=2,tp=2"))
+    ]
+    one, several = shares
+    assert 0.25 <= several["base model"] / one["base model"] < 0.3
+    assert 0.25 <= several["adapters and optimizer"] / one["adapters and optimizer"] <= 0.5
+    assert several["inputs of the layers"] == one["inputs of the layers"] / 2
+    assert several["gathered weights"] == 257 * 64 * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["dp=4", "fsdp=4", "fsdp=2,tp=2"])
+def test_memory_is_about_what_xla_takes(mesh, inputs, four, tmp_path):
+    sizes = ("--mesh", mesh, "--length", "256", "--batch", "8", "--rank", "8", "--dropout", "0")
+    run = Run(plan_of(inputs, tmp_path, *sizes))
+    given = data.batch(run.plan.rows, 0, (2, 8), 0).placed(run.plan.sharding.micro_batches)
+    compiled = training.accumulate.lower(*run.parts, given).compile().memory_analysis()
+    taken = compiled.argument_size_in_bytes + compiled.temp_size_in_bytes
+    assert 0.5 < sum(estimate.memory(run.plan).values()) / taken < 2
