@@ -132,9 +132,8 @@ class Plan:
         sizes = self.args.mesh
         if sizes is None:
             return None
-        if sizes == "auto":
-            sizes = {"fsdp": jax.device_count()}
-        sharding = DecoderSharding.over(**sizes)
+        chosen: dict[str, Any] = {"fsdp": jax.device_count()} if sizes == "auto" else sizes
+        sharding = DecoderSharding.over(**chosen)
         sharding.check(self.config, self.args.batch)
         return sharding
 
