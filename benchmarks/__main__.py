@@ -1,12 +1,14 @@
 """Measures one level; prints tables and writes DIR/<level>.jsonl, line by line.
 
     python -m benchmarks ops|layer|model|tune|step|scale [--out DIR] [--only PATTERN …] [--quick]
+    python -m benchmarks bank [--layers N] [--only KIND …] [--quick]
     python -m benchmarks scale [--layers N] [--layouts dp fsdp tp] [--axes auto explicit] [--quick]
     python -m benchmarks against CHECKOUT [--out DIR] [--only PATTERN …] [--quick]
 
 `ops` measures the operators, `layer` one projection beside LoRA and PEFT, `model` a decoder of
 Qwen3-8B's dimensions, `tune` the kernels with candidate launch configs, `step` a whole optimizer
-step of Llama 3 8B's dimensions by what it keeps, `scale` a decoder on several devices. `against`
+step of Llama 3 8B's dimensions by what it keeps, `bank` many adapters in one batch of its
+projections, `scale` a decoder on several devices. `against`
 measures layers and a model with this checkout and with another one in turns, and prints the ratios
 of their times.
 
@@ -31,6 +33,7 @@ MEASURES = {
     "tune": "each Mosaic kernel with candidate launch configs, beside XLA",
     "scale": "a decoder on several devices: base, LoRA and DoRA, and what they send",
     "step": "an optimizer step of Llama 3 8B's dimensions, by what is kept in memory",
+    "bank": "many adapters in one batch of Llama 3 8B's projections, and loading one",
     "against": "layers and a small model of this checkout and another one, in turns",
 }
 
@@ -55,9 +58,9 @@ def parser() -> argparse.ArgumentParser:
         "--seconds",
         type=float,
         default=420.0,
-        help="against, scale, step: start nothing after this long; against stops what runs",
+        help="against, bank, scale, step: start nothing after this long; against stops what runs",
     )
-    sizes = made.add_argument_group("level scale")
+    sizes = made.add_argument_group("levels scale and bank")
     for name in ("layers", "rank", "hidden", "tokens"):
         sizes.add_argument(f"--{name}", type=int, help="of the decoder, instead of the usual")
     sizes.add_argument("--layouts", nargs="+", help="some of dp, fsdp, tp")
@@ -71,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parsing.parse_args(arguments)
     if (options.level == "against") != bool(options.checkout):
         parsing.error("level against, and no other, takes another checkout's folder")
-    if options.level == "step":
+    if options.level in ("bank", "step"):
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
     else:  # Both frameworks allocate on the one card: JAX must not take most of it at once.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -97,7 +100,9 @@ def main(arguments: list[str] | None = None) -> int:
             "There is no GPU here: kernels are interpreted or left out, and times mean nothing. "
             + ("" if options.quick else "Add --quick for tiny shapes; the real ones take hours.")
         )
-    measure = {"against": _compare, "scale": _scale, "step": _step}.get(options.level, _measure)
+    measure = {"against": _compare, "scale": _scale, "step": _step, "bank": _bank}.get(
+        options.level, _measure
+    )
     return 0 if measure(options, device, console) else 1
 
 
@@ -162,6 +167,18 @@ def _step(options: argparse.Namespace, device: str, console: Any) -> bool:
     if options.quick:
         settings = settings._replace(config=step.TINY, shape=(2, 32), rounds=1)
     return _rows(options, device, console, step.measure(settings, device), step.line)
+
+
+def _bank(options: argparse.Namespace, device: str, console: Any) -> bool:
+    from benchmarks import bank
+
+    settings = bank.TINY if options.quick else bank.Settings()
+    settings = settings._replace(seconds=options.seconds)
+    if options.layers:
+        settings = settings._replace(layers=options.layers)
+    if options.only:
+        settings = settings._replace(kinds=tuple(options.only))
+    return _rows(options, device, console, bank.measure(settings, device), bank.line)
 
 
 def _rows(

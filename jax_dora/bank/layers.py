@@ -18,10 +18,13 @@ from jax_dora.layers import DoRALinear, dora_class_of
 from jax_dora.layers.base_layer import bare, copy_attributes
 from jax_dora.layers.layout import Axes
 from jax_dora.layers.projection import DoRAEinsum, DoRALinearGeneral, Equation
+from jax_dora.ops import choose
 from jax_dora.ops import mesh as meshes
 from jax_dora.ops.bank import Slots, bank_linear, checked_ids
 
-_OF_BANK = frozenset({*(f"bank_{name}" for name in Slots._fields), "bank_ids", "bank_layer"})
+_OF_BANK = frozenset(
+    {*(f"bank_{name}" for name in Slots._fields), "bank_ids", "bank_layer", "bank_implementation"}
+)
 
 
 class BankArray(nnx.Variable):
@@ -41,6 +44,7 @@ class BankLayer(nnx.Module):
         whole: then `bank_layer` says which layer this is, and nothing has to be copied.
       bank_ids: i32[*stack, batch].
       bank_layer: i32[*stack], the layer's number in its stack.
+      bank_implementation: as `with_bank`'s.
     """
 
     base_type: ClassVar[type[nnx.Module]]
@@ -51,10 +55,13 @@ class BankLayer(nnx.Module):
     precision: Any
     promote_dtype: Any
 
-    def __init__(self, base: Any, place: Place, slots: Slots, ids: jax.Array) -> None:
+    def __init__(
+        self, base: Any, place: Place, slots: Slots, ids: jax.Array, implementation: str | None
+    ) -> None:
         copy_attributes(base, self)
         for name, array in slots._asdict().items():
             setattr(self, f"bank_{name}", BankArray(array))
+        self.bank_implementation = implementation
         count = int(np.prod(place.stack))
         self.bank_ids = BankRows(jnp.broadcast_to(ids, (*place.stack, *ids.shape)))
         self.bank_layer = BankRows(jnp.arange(count, dtype=jnp.int32).reshape(place.stack))
@@ -70,7 +77,7 @@ class BankLayer(nnx.Module):
 
     def _slots(self) -> tuple[Slots, jax.Array]:
         """Returns the adapters, and ids that count in them."""
-        slots = Slots(*(getattr(self, f"bank_{name}")[...] for name in Slots._fields))
+        slots = Slots(*(getattr(self, f"bank_{name}").get_value() for name in Slots._fields))
         ids, layer = self.bank_ids[...], self.bank_layer[...]
         lead = slots.lora_a.ndim - 3
         if ids.ndim > 1 or layer.ndim:
@@ -81,7 +88,7 @@ class BankLayer(nnx.Module):
         if not lead:
             return slots, ids
         count = slots.lora_a.shape[lead]
-        whole = Slots(*(one.reshape(-1, *one.shape[lead + 1 :]) for one in slots))
+        whole = jax.tree.map(lambda one: one.reshape(-1, *one.shape[lead + 1 :]), slots)
         there = (ids >= 0) & (ids < count)
         ids = jnp.where(there, ids + layer * count, jnp.where(ids < 0, -1, whole.scale.shape[0]))
         return whole, ids
@@ -123,6 +130,7 @@ class BankLayer(nnx.Module):
                 ids,
                 bias=bias,
                 precision=self.precision,
+                implementation=self.bank_implementation,
             )
             return _ordered(y.reshape(matrix.shape), rows + out, equation.y)
 
@@ -204,7 +212,11 @@ _CLASSES: dict[type[Any], type[BankLayer]] = {
 
 
 def with_bank[Model: nnx.Module](
-    model: Model, bank: AdapterBank, adapter_ids: jax.Array | np.ndarray | Sequence[int]
+    model: Model,
+    bank: AdapterBank,
+    adapter_ids: jax.Array | np.ndarray | Sequence[int],
+    *,
+    implementation: str | None = None,
 ) -> Model:
     """Returns a copy of `model`, for a call or a few, whose rows have the adapters of a bank.
 
@@ -220,6 +232,7 @@ def with_bank[Model: nnx.Module](
       model: the plain model that the bank was made of, or another of the same projections.
       bank: of it.
       adapter_ids: integers [batch], each a slot or -1.
+      implementation: None, "mosaic" or "xla", as `jax_dora.ops.dora_linear`'s.
 
     Raises:
       TypeError: `model` is no nnx module, `bank` no `AdapterBank`, or the ids are no integers.
@@ -228,6 +241,7 @@ def with_bank[Model: nnx.Module](
         projection of the bank, or holds an adapter.
     """
     check_model(model)
+    choose.check_name(implementation)
     if not isinstance(bank, AdapterBank):
         raise TypeError(f"bank is a {type(bank).__name__}; expected an AdapterBank")
     if held := [found.paths[0] for found in find_dora_layers(model)]:
@@ -248,7 +262,7 @@ def with_bank[Model: nnx.Module](
                 f"model has no {place.kind.base_type.__name__} {place.kernel.shape} at {path!r}, "
                 "for which the bank holds adapters; expected the model that it was made of"
             )
-        layer = _CLASSES[place.kind](module, place, bank.arrays[path], ids)
+        layer = _CLASSES[place.kind](module, place, bank.arrays[path], ids, implementation)
         replacements[id(module)] = layer
     return replace_modules(copy, replacements)
 

@@ -33,7 +33,8 @@ class Slots(NamedTuple):
     Attributes:
       lora_a: [slots, rank, in], zero beyond the rank that an adapter has.
       lora_b: [slots, rank, out], likewise.
-      g: f32[slots, out], magnitude over norm; 1 for LoRA; NaN in a slot without an adapter.
+      g: f32[slots, out], magnitude over norm; 1 for LoRA; NaN in a slot without an adapter. None
+        where all adapters are LoRA.
       scale: f32[slots].
       rank: i32[slots], of each adapter; 0 where it leaves the projection alone.
     """
@@ -67,6 +68,7 @@ def bank_linear(
     *,
     bias: jax.Array | None = None,
     precision: lax.PrecisionLike = None,
+    implementation: str | None = None,
 ) -> jax.Array:
     """Returns each row of a projection's result with the adapter of its slot.
 
@@ -86,10 +88,10 @@ def bank_linear(
     count, _, _ = slots.lora_a.shape
     safe = jnp.clip(ids, 0, count - 1)
     plain = base if bias is None else base + bias.astype(base.dtype)[None, None]
-    g = jnp.where((ids < count)[:, None], slots.g[safe], jnp.nan).astype(dtype)
-    scale = slots.scale[safe].astype(dtype)[:, None, None]
-    inner = base.astype(dtype) + scale * _low_rank(x, slots, safe, precision).astype(dtype)
-    y = g[:, None] * inner
+    scale = jnp.where(ids < count, slots.scale[safe], jnp.nan).astype(dtype)[:, None, None]
+    y = base.astype(dtype) + scale * _low_rank(x, slots, safe, precision).astype(dtype)
+    if slots.g is not None:
+        y = slots.g[safe].astype(dtype)[:, None] * y
     if bias is not None:
         y = y + bias.astype(dtype)[None, None]
     return jnp.where((ids < 0)[:, None, None], plain, y.astype(base.dtype))

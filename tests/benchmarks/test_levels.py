@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from benchmarks import __main__ as command
-from benchmarks import against, model, ops, results, tune
+from benchmarks import against, bank, model, ops, results, tune
 from benchmarks.kernels import KERNELS
 from benchmarks.measure import Bench, measure
 from benchmarks.model.protocol import KINDS, Protocol
@@ -69,6 +69,18 @@ def test_layer_measures_forward_and_backward(tmp_path: Path) -> None:
     code, _, rows = run("layer", tmp_path, "*jax LoRA (", "*jax DoRA, norm k*(", "*PEFT DoRA, def")
     assert (code, [row for row in rows if row.get("failed")]) == (0, [])
     assert {row["group"] for row in rows} == {"layer forward", "layer forward+backward"}
+
+
+@pytest.mark.slow
+def test_bank_measures_every_kind_and_loading(tmp_path: Path) -> None:
+    code, header, rows = run("bank", tmp_path)
+    assert (code, header["level"]) == (0, "bank")
+    assert [row["rank"] for row in rows if row["task"] == "load"] == list(bank.TINY.ranks)
+    found = [row for row in rows if row["task"] != "load"]
+    assert {row["task"] for row in found} == {"decode", "prefill"}
+    assert [row["kind"] for row in found] == 3 * list(bank.TINY.kinds)
+    for row in found:
+        assert ("difference" in row) == (row["kind"] in ("DoRA", "one-hot", "loop"))
 
 
 @pytest.mark.slow

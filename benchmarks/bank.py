@@ -1,0 +1,318 @@
+"""Level `bank`: many adapters in one batch, beside the base alone and other ways to do it.
+
+The seven projections of Llama 3 8B's layers in bf16, scanned as a decoder is, and 64 adapters of
+ranks 8 to 64 in one bank. Decoding has one token a row, prefill 8 requests of 512 tokens. Rows
+choose their adapters by Zipf's law with exponent 1.5, evenly, or all the same one.
+
+    base        the projections alone
+    LoRA        the bank without g
+    DoRA        the bank; "xla" by XLA's way of it
+    one-hot     every row times every adapter, and a one-hot product, as in tpu-inference
+    loop        one adapter after the other, on all rows
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+import jax_dora
+from benchmarks.results import Row
+from jax_dora.bank.host import RANKS, Facts, HostAdapter
+from jax_dora.bank.layers import BankArray
+from jax_dora.ops.bank import Slots
+
+EXPONENT = 1.5
+# What DoRA's result may differ from XLA's way of it, relative to its norm: some roundings of bf16.
+MOST_DIFFERENT = 0.02
+
+
+class Sizes(NamedTuple):
+    """Of a layer: hidden, the keys' and values' features, intermediate."""
+
+    hidden: int = 4096
+    key: int = 1024
+    intermediate: int = 14_336
+
+
+class Settings(NamedTuple):
+    """What is measured: nothing is built after `seconds`."""
+
+    sizes: Sizes = Sizes()
+    layers: int = 8
+    slots: int = 64
+    ranks: tuple[int, ...] = (8, 16, 32, 64)
+    decoding: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
+    prefill: tuple[int, int] = (8, 512)
+    mixes: tuple[str, ...] = ("zipf", "uniform", "one")
+    kinds: tuple[str, ...] = ("base", "LoRA", "DoRA", "DoRA xla", "one-hot", "loop")
+    rounds: int = 15
+    seconds: float = 420.0
+
+
+TINY = Settings(Sizes(32, 16, 48), 2, 3, (1, 5), (1, 3), (2, 4), ("zipf",), rounds=1)
+
+
+class Block(nnx.Module):
+    """A decoder layer's projections, without attention."""
+
+    def __init__(self, sizes: Sizes, rngs: nnx.Rngs) -> None:
+        def linear(into: int, out: int) -> nnx.Linear:
+            dtype = jnp.bfloat16
+            return nnx.Linear(into, out, use_bias=False, param_dtype=dtype, rngs=rngs)
+
+        hidden, key, wide = sizes
+        self.q_proj = linear(hidden, hidden)
+        self.k_proj = linear(hidden, key)
+        self.v_proj = linear(hidden, key)
+        self.o_proj = linear(hidden, hidden)
+        self.gate_proj = linear(hidden, wide)
+        self.up_proj = linear(hidden, wide)
+        self.down_proj = linear(wide, hidden)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        # Whatever attention does, it reads all three.
+        x = x + self.o_proj(q + jnp.tile(k + v, x.shape[-1] // k.shape[-1]))
+        return x + self.down_proj(nnx.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Stack(nnx.Module):
+    """Layers as one module whose arrays have a leading axis."""
+
+    def __init__(self, sizes: Sizes, layers: int) -> None:
+        def make(key: jax.Array) -> Block:
+            return Block(sizes, nnx.Rngs(key))
+
+        keys = jax.random.split(jax.random.key(0), layers)
+        graphdef = nnx.graphdef(nnx.eval_shape(make, keys[0]))
+        self.layers = nnx.merge(graphdef, lax.map(lambda key: nnx.state(make(key)), keys))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        graphdef, bank, arrays = nnx.split(self.layers, BankArray, ...)
+        return lax.scan(lambda x, one: (nnx.merge(graphdef, bank, one)(x), None), x, arrays)[0]
+
+
+class Bare(NamedTuple):
+    """A projection's kernel and its part of a bank, for the ways that the library does not go."""
+
+    kernel: jax.Array
+    slots: Slots
+
+
+def one_hot(x: jax.Array, one: Bare, ids: jax.Array) -> jax.Array:
+    """Returns x W + s·x A B by products with all slots."""
+    slots = one.slots
+    chosen = jax.nn.one_hot(ids, slots.lora_a.shape[0], dtype=x.dtype)
+    z = jnp.einsum("bti,sri->btsr", x, slots.lora_a)
+    z = z * (chosen * slots.scale.astype(x.dtype))[:, None, :, None]
+    return x @ one.kernel + jnp.einsum("btsr,sro->bto", z, slots.lora_b)
+
+
+def loop(x: jax.Array, one: Bare, ids: jax.Array) -> jax.Array:
+    """Returns x W + s·x A B, slot after slot."""
+    slots = one.slots
+
+    def add(slot: Any, y: jax.Array) -> jax.Array:
+        lora_a, lora_b, scale = slots.lora_a[slot], slots.lora_b[slot], slots.scale[slot]
+        mine = jnp.where(ids == slot, scale, 0).astype(x.dtype)[:, None, None]
+        return y + ((mine * x) @ lora_a.T) @ lora_b
+
+    return lax.fori_loop(0, slots.lora_a.shape[0], add, x @ one.kernel)
+
+
+def measure(settings: Settings, device: str) -> Iterator[Row]:
+    """Yields one row a measurement; the kinds of one workload are timed in turns."""
+    started = time.monotonic()
+    model = nnx.jit(lambda: Stack(settings.sizes, settings.layers))()
+    bank = jax_dora.AdapterBank(model, settings.slots, max(settings.ranks))
+    yield from (rows := list(_loads(settings, bank)))[:-1]
+    bank = rows[-1]["bank"]
+    shapes = [(rows, 1) for rows in settings.decoding] + [settings.prefill]
+    for shape in shapes:
+        for mix in settings.mixes:
+            left = settings.seconds - (time.monotonic() - started)
+            if left > 0:
+                yield from _workload(settings, model, bank, shape, mix, left)
+
+
+def draw_ids(mix: str, rows: int, slots: int) -> np.ndarray:
+    """Returns the slots of a batch's rows."""
+    rng = np.random.default_rng(rows)
+    if mix == "one":
+        return np.zeros(rows, np.int32)
+    weights = np.arange(1, slots + 1) ** -(EXPONENT if mix == "zipf" else 0.0)
+    # Which adapters are popular has nothing to do with their ranks.
+    return rng.permutation(slots)[rng.choice(slots, rows, p=weights / weights.sum())].astype(
+        np.int32
+    )
+
+
+def _loads(settings: Settings, bank: Any) -> Iterator[Any]:
+    """Fills every slot; yields what loading took by rank, and then the bank."""
+    times: dict[int, list[float]] = {rank: [] for rank in settings.ranks}
+    for slot in range(settings.slots):
+        rank = settings.ranks[slot % len(settings.ranks)]
+        adapter = _adapter(bank, rank, slot)
+        jax.block_until_ready(bank.arrays)
+        begin = time.perf_counter()
+        bank = bank.load(slot, adapter)
+        jax.block_until_ready(bank.arrays)
+        if slot:  # The first compiles.
+            times[rank].append(1e3 * (time.perf_counter() - begin))
+    for rank, taken in times.items():
+        if taken:
+            row = {"task": "load", "rank": rank, "layers": settings.layers}
+            yield row | {"ms": statistics.median(taken), "spread_ms": max(taken) - min(taken)}
+    yield {"bank": bank}
+
+
+def _adapter(bank: Any, rank: int, seed: int) -> HostAdapter:
+    """Returns random numbers in host memory, laid out as `AdapterBank.read` does."""
+    rng = np.random.default_rng(seed)
+    facts, pieces = {}, []
+    for start in range(0, rank, RANKS):
+        count, piece = min(RANKS, rank - start), {}
+        for path, place in bank.places.items():
+            lora_a, lora_b = (
+                np.zeros((*place.stack, RANKS, size), place.dtype) for size in place.sizes
+            )
+            for array in (lora_a, lora_b):
+                drawn = rng.standard_normal((*array.shape[:-2], count, array.shape[-1]), np.float32)
+                array[..., :count, :] = drawn * array.shape[-1] ** -0.5
+            piece[path] = (lora_a, lora_b)
+        pieces.append(piece)
+    for path, place in bank.places.items():
+        magnitude = rng.uniform(0.5, 1.5, (*place.stack, place.sizes[1])).astype(np.float32)
+        whole = np.ones(place.stack, np.float32)
+        facts[path] = Facts(magnitude, whole > 0, 0.5 * whole, (rank * whole).astype(np.int32))
+    return HostAdapter(tuple(pieces), facts, rank)
+
+
+def _workload(
+    settings: Settings, model: Any, bank: Any, shape: tuple[int, int], mix: str, left: float
+) -> Iterator[Row]:
+    rows, tokens = shape
+    ids = jnp.asarray(draw_ids(mix, rows, settings.slots))
+    x = jax.random.normal(jax.random.key(1), (rows, tokens, settings.sizes.hidden), jnp.bfloat16)
+    graphdef, state = nnx.split(model)
+    programs: list[tuple[Row, Any]] = []
+    started = time.monotonic()
+    for kind in settings.kinds:
+        row: Row = {"task": "prefill" if tokens > 1 else "decode", "kind": kind, "mix": mix}
+        row |= {"rows": rows, "tokens": tokens, "distinct": len(np.unique(np.asarray(ids)))}
+        run = None
+        begin = time.monotonic()
+        if begin - started > left:
+            break
+        try:
+            function = jax.jit(_program(kind, graphdef))
+            run = function.lower(state, bank, ids, x).compile()
+            row["kernels"] = str(run.as_text()).count('custom_call_target="mosaic_gpu')
+            memory: Any = run.memory_analysis()
+            row["temp_bytes"] = memory.temp_size_in_bytes
+        except Exception as error:  # One that does not compile costs no other its measurement.
+            row["failed"] = f"{type(error).__name__}: {error}"[:600]
+        row["compile_s"] = time.monotonic() - begin
+        programs.append((row, run))
+    yield from _timed(programs, (state, bank, ids, x), settings.rounds)
+
+
+def _program(kind: str, graphdef: Any) -> Callable[..., jax.Array]:
+    """Returns the result [rows, tokens, hidden] as a function of (state, bank, ids, x)."""
+    if kind in ("one-hot", "loop"):
+        return _by_hand(one_hot if kind == "one-hot" else loop)
+
+    def run(state: Any, bank: Any, ids: jax.Array, x: jax.Array) -> jax.Array:
+        model = nnx.merge(graphdef, state)
+        if kind == "base":
+            return model(x)
+        if kind == "LoRA":
+            bank = jax.tree.unflatten(jax.tree.structure(bank), jax.tree.leaves(bank))
+            bank.arrays = {path: one._replace(g=None) for path, one in bank.arrays.items()}
+        implementation = "xla" if kind == "DoRA xla" else None
+        return jax_dora.with_bank(model, bank, ids, implementation=implementation)(x)
+
+    return run
+
+
+def _by_hand(multiply: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def run(state: Any, bank: Any, ids: jax.Array, x: jax.Array) -> jax.Array:
+        kernels = {
+            "/".join(map(str, path[:-1])): v.get_value() for path, v in nnx.to_flat_state(state)
+        }
+        bare = {path: Bare(kernels[path], bank.arrays[path]._replace(g=None)) for path in kernels}
+
+        def layer(x: jax.Array, one: Any) -> Any:
+            def by(name: str, x: jax.Array) -> jax.Array:
+                return multiply(x, one[f"layers/{name}_proj"], ids)
+
+            q, k, v = (by(name, x) for name in "qkv")
+            x = x + by("o", q + jnp.tile(k + v, x.shape[-1] // k.shape[-1]))
+            return x + by("down", nnx.silu(by("gate", x)) * by("up", x)), None
+
+        return lax.scan(layer, x, bare)[0]
+
+    return run
+
+
+def _timed(programs: list[tuple[Row, Any]], arguments: Any, rounds: int) -> Iterator[Row]:
+    """Yields the rows with median wall times of back-to-back steps, taken in turns."""
+    times: list[list[float]] = [[] for _ in programs]
+    results: dict[str, Any] = {}
+    steps = 1 if rounds == 1 else 5
+    for turn in range(rounds + 1):
+        for (row, run), taken in zip(programs, times, strict=True):
+            if run is None:
+                continue
+            result = None
+            begin = time.perf_counter()
+            for _ in range(steps):
+                result = run(*arguments)
+            jax.block_until_ready(result)
+            if turn:  # The first warms up.
+                taken.append(1e3 * (time.perf_counter() - begin) / steps)
+            else:
+                results[row["kind"]] = np.asarray(result, np.float32)
+    medians = {
+        row["kind"]: statistics.median(one)
+        for (row, _), one in zip(programs, times, strict=True)
+        if one
+    }
+    for (row, _), taken in zip(programs, times, strict=True):
+        kind = row["kind"]
+        if taken:
+            row |= {"ms": medians[kind], "spread_ms": max(taken) - min(taken)}
+            for other in ("base", "LoRA"):
+                if other in medians:
+                    row[f"over_{other.lower()}"] = medians[kind] / medians[other]
+        for reference, kinds in (("DoRA xla", ("DoRA",)), ("LoRA", ("one-hot", "loop"))):
+            if kind in kinds and reference in results and kind in results:
+                expected = results[reference]
+                difference = np.linalg.norm(results[kind] - expected) / np.linalg.norm(expected)
+                row["difference"] = float(difference)
+                if not difference <= MOST_DIFFERENT:
+                    row["failed"] = f"it differs from {reference} by {difference:.3g} of its norm"
+        yield row
+
+
+def line(row: Row) -> str:
+    """Returns a row as a line to read."""
+    if row["task"] == "load":
+        return f"load rank {row['rank']:3}, {row['layers']} layers  {row['ms']:8.2f} ms"
+    name = f"{row['task']:7} {row['rows']:4}×{row['tokens']:<4} {row['mix']:8} {row['kind']:9}"
+    if "failed" in row:
+        return f"{name} failed: {row['failed'][:150]}"
+    told = f"{name} {row['ms']:8.3f} ms  {row['distinct']:3} adapters  {row['kernels']:2} kernels"
+    for other in ("base", "lora"):
+        if f"over_{other}" in row:
+            told += f"  {row[f'over_{other}']:6.3f} of {other}"
+    return told
