@@ -18,7 +18,8 @@ def page() -> str:
     text = [
         "# Commands and flags",
         "",
-        "`pip install 'jax-dora[finetune]'` installs `jax-dora`; `python -m jax_dora` is the same.",
+        "`pip install 'jax-dora[finetune,serve]'` installs `jax-dora`; `python -m jax_dora` is the",
+        "same.",
         "A flag's value that is out of its range ends in one line and with exit status 2. Status 1",
         "is for runs that diverge, full disks and too little memory, and 130 for Ctrl-C.",
     ]

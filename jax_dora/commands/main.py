@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import jax
 from rich.console import Console
 
-from jax_dora.commands import finetune, generate, inspect, merge
+from jax_dora.commands import finetune, generate, inspect, merge, serve
 from jax_dora.commands.flags import Parser, UsageError
 from jax_dora.finetune.guard import DivergedError
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-COMMANDS = (finetune, generate, merge, inspect)
+COMMANDS = (finetune, generate, merge, inspect, serve)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -25,9 +25,10 @@ class Cache(NamedTuple):
         """The tokens that a row can hold."""
         return self.keys.shape[2]
 
-    def positions(self, count: int) -> jax.Array:
-        """Returns the places i32[batch, count] of each row's next tokens."""
-        return self.lengths[:, None] + jnp.arange(count, dtype=jnp.int32)[None, :]
+    def positions(self, count: int, rows: jax.Array | None = None) -> jax.Array:
+        """Returns the places i32[rows, count] of the next tokens of each row, or of some."""
+        lengths = self.lengths if rows is None else self.lengths.at[rows].get(mode="clip")
+        return lengths[:, None] + jnp.arange(count, dtype=jnp.int32)[None, :]
 
 
 def make_cache(config: DecoderConfig, batch: int, capacity: int) -> Cache:
@@ -48,11 +49,12 @@ class LayerCache(NamedTuple):
     values: jax.Array
     layer: jax.Array  # i32[]
     positions: jax.Array  # i32[batch, time] of the tokens being read
+    rows: jax.Array | None = None  # i32[batch]: the cache's rows that they are of; else all
 
     def add(self, keys: jax.Array, values: jax.Array) -> "LayerCache":
         """Returns this with keys and values [batch, time, kv_heads, head_dim] at `positions`."""
-        rows = jnp.arange(self.positions.shape[0])[:, None]
-        place = (self.layer, rows, self.positions)
+        rows = jnp.arange(self.positions.shape[0]) if self.rows is None else self.rows
+        place = (self.layer, rows[:, None], self.positions)
         return self._replace(
             keys=self.keys.at[place].set(keys, mode="drop"),
             values=self.values.at[place].set(values, mode="drop"),
@@ -60,10 +62,13 @@ class LayerCache(NamedTuple):
 
     def read(self) -> tuple[jax.Array, jax.Array]:
         """Returns the layer's keys and values, [batch, capacity, kv_heads, head_dim]."""
-        keys, values = (
-            lax.dynamic_index_in_dim(array, self.layer, keepdims=False)
-            for array in (self.keys, self.values)
-        )
+        both = (self.keys, self.values)
+        if self.rows is not None:
+            keys, values = (one.at[self.layer, self.rows].get(mode="clip") for one in both)
+        else:
+            keys, values = (
+                lax.dynamic_index_in_dim(one, self.layer, keepdims=False) for one in both
+            )
         return keys, values
 
     def mask(self) -> jax.Array:

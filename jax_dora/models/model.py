@@ -188,11 +188,15 @@ class Decoder(nnx.Module):
         return x
 
     def extend(
-        self, tokens: jax.Array, cache: Cache, counts: jax.Array | None = None
+        self,
+        tokens: jax.Array,
+        cache: Cache,
+        counts: jax.Array | None = None,
+        rows: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache]:
         """Returns [batch, time, hidden] of tokens that follow those in `cache`, and the cache with
         them; see `CausalLM.extend`."""
-        positions = cache.positions(tokens.shape[1])
+        positions = cache.positions(tokens.shape[1], rows)
         angles = rope.angles(self.config.rope, self.config.head_dim, positions)
         graphdef, bank, arrays = nnx.split(self.layers, BankArray, ...)
 
@@ -200,7 +204,7 @@ class Decoder(nnx.Module):
             number, state = layer_and_state
             x, keys, values = carry
             x, memory = nnx.merge(graphdef, bank, state)(
-                x, angles, None, LayerCache(keys, values, number, positions)
+                x, angles, None, LayerCache(keys, values, number, positions, rows)
             )
             assert memory is not None
             return (x, memory.keys, memory.values), None
@@ -209,7 +213,11 @@ class Decoder(nnx.Module):
         numbers = jnp.arange(self.config.num_hidden_layers)
         (x, keys, values), _ = lax.scan(one_layer, carry, (numbers, arrays))
         added = tokens.shape[1] if counts is None else counts
-        return self.norm(x), Cache(keys, values, cache.lengths + added)
+        if rows is None:
+            lengths = cache.lengths + added
+        else:
+            lengths = cache.lengths.at[rows].add(added, mode="drop")
+        return self.norm(x), Cache(keys, values, lengths)
 
 
 class CausalLM(nnx.Module):
@@ -257,7 +265,11 @@ class CausalLM(nnx.Module):
         return self.logits(self.model(tokens, positions, segment_ids))
 
     def extend(
-        self, tokens: jax.Array, cache: Cache, counts: jax.Array | None = None
+        self,
+        tokens: jax.Array,
+        cache: Cache,
+        counts: jax.Array | None = None,
+        rows: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache]:
         """Reads more tokens of each row, after those that `cache` holds.
 
@@ -272,11 +284,13 @@ class CausalLM(nnx.Module):
           cache: the rows so far; what does not fit into its capacity is forgotten.
           counts: i32[batch]: so many of the first tokens of each row are its own, and the others
             padding; all of them if not given. A row of 0 stays as it is.
+          rows: i32[batch], different: the rows of the cache that `tokens` are of, where it has
+            more; one that it does not have is padding, and read nowhere. All of them if not given.
 
         Returns:
           [batch, time, hidden], which `logits` takes; and the cache with the tokens in it.
         """
-        return self.model.extend(tokens, cache, counts)
+        return self.model.extend(tokens, cache, counts, rows)
 
     def head(self) -> nnx.Module:
         """Returns the layer that `logits_of` makes logits with."""

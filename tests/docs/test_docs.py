@@ -27,7 +27,7 @@ DOCS = ROOT / "docs"
 SNIPPET = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SHELL = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # Over 10 s each.
-SLOW = ("adapting.md", "exporting.md", "finetuning.md", "peft.md")
+SLOW = ("adapting.md", "exporting.md", "finetuning.md", "peft.md", "serving.md")
 SNIPPETS = {
     path.relative_to(DOCS).as_posix(): snippets
     for path in sorted(DOCS.glob("**/*.md"))
@@ -59,7 +59,7 @@ def test_commands_are_accepted():
     """Every command that a page shows has flags and values that the parser takes."""
     shown = [
         shlex.split(line, comments=True)[1:]
-        for page in ("finetuning.md", "tutorial.md", "commands.md", "coming-from.md")
+        for page in ("finetuning.md", "tutorial.md", "commands.md", "coming-from.md", "serving.md")
         for block in SHELL.findall((DOCS / page).read_text())
         for line in block.replace("\\\n", " ").splitlines()
         if line.startswith("jax-dora ")
@@ -78,7 +78,7 @@ def test_options_exist():
         for action in command._actions
         for option in action.option_strings
     }
-    for page in ("finetuning.md", "tutorial.md", "coming-from.md"):
+    for page in ("finetuning.md", "tutorial.md", "coming-from.md", "serving.md"):
         named = set(re.findall(r"--[a-z]+(?:-[a-z]+)*", (DOCS / page).read_text()))
         assert named
         assert named <= known

@@ -1,0 +1,160 @@
+"""The adapters of a folder, by name: read when they come, read again when they change, gone when
+they go, while the server runs."""
+
+import os
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jax_dora.serve.metrics import Metrics
+
+CONFIG = "adapter_config.json"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+Signature = tuple[tuple[str, int, int, int], ...]
+
+
+class Served:
+    """An adapter as it was at one time. Whoever holds it has what it was then, whatever becomes of
+    its folder; another state of the folder is another `Served`."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        """
+        Args:
+          value: in host memory, what the bank loads.
+        """
+        self.name, self.value = name, value
+
+
+class Adapters:
+    """The folders below one folder, of which each is an adapter under its own name.
+
+    A damaged one is told about and not served; the others are. Only what lies below the folder is
+    read: a symbolic link that leads out of it is damage too.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        read: Callable[[Path], Any],
+        *,
+        taken: str,
+        metrics: Metrics,
+        tell: Callable[[str], None],
+    ) -> None:
+        """
+        Args:
+          folder: None for no adapters.
+          read: makes of a PEFT folder what the bank loads; raises where it is damaged.
+          taken: the base model's name, which no adapter may have.
+          tell: is called with a line for everything that changes.
+        """
+        self._folder = folder
+        self._read, self._taken = read, taken
+        self._metrics, self._tell = metrics, tell
+        self._served: dict[str, Served] = {}
+        self._damaged: dict[str, str] = {}
+        self._settled: dict[str, Signature] = {}  # as it was read, well or not
+        self._seen: dict[str, Signature] = {}  # as the scan before saw it
+        self._one_at_a_time = threading.Lock()
+
+    def get(self, name: str) -> Served | None:
+        """Returns the adapter of a name, or None where there is none that can be served."""
+        return self._served.get(name)
+
+    def names(self) -> list[str]:
+        """Returns what can be served."""
+        return sorted(self._served)
+
+    def damaged(self) -> dict[str, str]:
+        """Returns why the others cannot."""
+        return dict(self._damaged)
+
+    def scan(self, *, settle: bool = True) -> None:
+        """Looks for what has changed.
+
+        Args:
+          settle: read a new or changed folder only once two scans found it alike, so that one that
+            is being written is not taken for damaged.
+        """
+        if self._folder is None:
+            return
+        with self._one_at_a_time:
+            found = self._signatures(self._folder)
+            for name in sorted(self._settled.keys() - found.keys()):
+                self._forget(name)
+            for name, signature in sorted(found.items()):
+                if signature == self._settled.get(name):
+                    continue
+                if not settle or signature == self._seen.get(name):
+                    self._take(name, signature)
+            self._seen = found
+            self._metrics.adapters.set(len(self._served))
+            self._metrics.damaged.set(len(self._damaged))
+
+    def _signatures(self, folder: Path) -> dict[str, Signature]:
+        try:
+            entries = [one for one in folder.iterdir() if not one.name.startswith(".")]
+        except OSError as error:
+            self._tell(f"{folder} cannot be read, and what was in it is served on: {error}")
+            return self._seen
+        return {one.name: made for one in entries if (made := _signature(one)) is not None}
+
+    def _take(self, name: str, signature: Signature) -> None:
+        assert self._folder is not None
+        try:
+            value = self._read(self._checked(name))
+        except Exception as error:  # whatever is wrong with one folder, the others are served
+            self._served.pop(name, None)
+            self._damaged[name] = " ".join(str(error).split())[:500] or type(error).__name__
+            self._tell(f"adapter {name!r} is not served: {self._damaged[name]}")
+        else:
+            if _signature(self._folder / name) != signature:
+                return  # written while it was read: the next scans see it
+            verb = "is replaced" if name in self._served else "is served"
+            self._served[name] = Served(name, value)
+            self._damaged.pop(name, None)
+            self._tell(f"adapter {name!r} {verb}")
+        self._settled[name] = signature
+
+    def _forget(self, name: str) -> None:
+        del self._settled[name]
+        self._served.pop(name, None)
+        self._damaged.pop(name, None)
+        self._tell(f"adapter {name!r} is gone")
+
+    def _checked(self, name: str) -> Path:
+        """Returns the PEFT folder of a name.
+
+        Raises:
+          ValueError: the name or the place is not one to serve from.
+        """
+        assert self._folder is not None
+        if not NAME.fullmatch(name) or name == self._taken:
+            raise ValueError(
+                f"its name is {name[:130]!r}; expected letters, digits, '.', '_' and '-', at most "
+                f"128, beginning with a letter or digit, and not the base model's {self._taken!r}"
+            )
+        folder, inside = self._folder / name, self._folder.resolve()
+        for one in (folder, *folder.rglob("*")):
+            if not one.resolve().is_relative_to(inside):
+                raise ValueError(f"{one.name} leads out of {self._folder}; expected files below it")
+        # What finetune writes has the adapter inside.
+        return folder if (folder / CONFIG).is_file() else folder / "adapter"
+
+
+def _signature(folder: Path) -> Signature | None:
+    """Returns what changes when an adapter does; None where there is none."""
+    for one in (folder, folder / "adapter"):
+        try:
+            if (one / CONFIG).is_file():
+                entries = [entry for entry in os.scandir(one) if entry.is_file()]
+                return tuple(
+                    (entry.name, stat.st_mtime_ns, stat.st_size, stat.st_ino)
+                    for entry in sorted(entries, key=lambda entry: entry.name)
+                    for stat in [entry.stat()]
+                )
+        except OSError:  # it is going as we look
+            return None
+    return None

@@ -1,0 +1,304 @@
+"""Continuous batching: requests join and leave between steps.
+
+Every turn launches at most one program that reads pieces of prompts and one that draws a token for
+every row that is going, and then says what the turn before has drawn: while the device computes,
+the host makes text. So an answer's end is seen one step late, and that step's token is dropped.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from tokenizers import Tokenizer
+
+from jax_dora.serve.bank import Bank
+from jax_dora.serve.draw import Drawn
+from jax_dora.serve.metrics import Metrics
+from jax_dora.serve.request import Alternative, Piece, Request, Token
+from jax_dora.serve.slots import Part, Slots
+from jax_dora.serve.text import TextStream
+
+
+class QueueFullError(Exception):
+    """More requests wait than may."""
+
+
+class Answer:
+    """A request on its way through the engine; what `Engine.submit` gives, to be cancelled by."""
+
+    def __init__(self, request: Request, stream: TextStream) -> None:
+        self.request, self.stream = request, stream
+        self.row = -1
+        self.read = 0  # tokens of the prompt that the device was given
+        self.launched = 0  # tokens that the device was asked to draw
+        self.drawn = 0  # of those, what was said
+        self.overtaken = 0
+        self.is_cancelled = self.is_over = False
+
+    @property
+    def left(self) -> int:
+        """Tokens of the prompt yet to be read."""
+        return len(self.request.prompt) - self.read
+
+    @property
+    def is_going(self) -> bool:
+        """Whether its next step draws a token."""
+        return not self.is_over and not self.left and self.launched < self.request.max_tokens
+
+
+class Engine:
+    """Answers requests. `submit` and `cancel` may be called from any thread, `turn` from one."""
+
+    def __init__(
+        self,
+        slots: Slots,
+        bank: Bank,
+        tokenizer: Tokenizer,
+        ends: Collection[int],
+        *,
+        queue: int,
+        metrics: Metrics,
+    ) -> None:
+        """
+        Args:
+          ends: tokens that end a text.
+          queue: so many requests may wait.
+        """
+        self.metrics = metrics
+        self._slots, self._bank = slots, bank
+        self._tokenizer, self._ends = tokenizer, frozenset(ends)
+        self._queue = queue
+        self._changed = threading.Condition()
+        self._waiting: deque[Answer] = deque()
+        self._rows: list[Answer | None] = [None] * slots.rows
+        self._launched: list[tuple[Drawn, list[tuple[int, Answer]]]] = []
+        self._failed = ""
+
+    @property
+    def capacity(self) -> int:
+        """The tokens that a prompt and its answer may have together."""
+        return self._slots.capacity
+
+    @property
+    def free_rows(self) -> int:
+        """Rows that no request has."""
+        return self._rows.count(None)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have no row yet."""
+        return len(self._waiting)
+
+    def submit(self, request: Request) -> Answer:
+        """Queues a request.
+
+        Raises:
+          QueueFullError: too many wait.
+          RuntimeError: the engine has failed or ended.
+          ValueError: the request does not fit into a row.
+        """
+        size = len(request.prompt) + request.max_tokens
+        if not request.prompt or request.max_tokens < 1 or size > self.capacity:
+            raise ValueError(
+                f"{len(request.prompt)} tokens of prompt and max_tokens {request.max_tokens}; "
+                f"expected one or more of each, and {self.capacity} together at most"
+            )
+        answer = Answer(request, TextStream(self._tokenizer, request.stop))
+        with self._changed:
+            if self._failed:
+                raise RuntimeError(self._failed)
+            if len(self._waiting) >= self._queue:
+                raise QueueFullError(f"{len(self._waiting)} requests wait, as many as may")
+            self._waiting.append(answer)
+            self._changed.notify()
+        return answer
+
+    def cancel(self, answer: Answer) -> None:
+        """Drops a request whose answer nobody waits for."""
+        with self._changed:
+            answer.is_cancelled = True
+            self._changed.notify()
+
+    def wait(self, seconds: float) -> None:
+        """Returns when a request comes or goes, or after some time."""
+        with self._changed:
+            if not self._waiting:
+                self._changed.wait(seconds)
+
+    def fail(self, reason: str) -> None:
+        """Ends every request with an error, and takes no more."""
+        with self._changed:
+            self._failed = reason
+            waiting, self._waiting = self._waiting, deque()
+        for answer in (*waiting, *filter(None, self._rows)):
+            self._end(answer, Piece(finish="error", error=reason))
+        self._launched = []
+
+    def turn(self) -> bool:
+        """Does what can be done now; returns whether there was anything."""
+        self._drop_cancelled()
+        self._join()
+        going_on = self._launched
+        self._launched = [*self._read(), *self._step()]
+        for drawn, answers in going_on:
+            self._say(drawn, answers)
+        self.metrics.running.set(len(self._rows) - self.free_rows)
+        self.metrics.waiting.set(len(self._waiting))
+        return bool(going_on or self._launched)
+
+    def _drop_cancelled(self) -> None:
+        with self._changed:
+            gone = [one for one in self._waiting if one.is_cancelled]
+            for one in gone:
+                self._waiting.remove(one)
+        running = [one for one in self._rows if one is not None and one.is_cancelled]
+        for one in (*gone, *running):
+            self._end(one, Piece(finish="cancelled"))
+
+    def _join(self) -> None:
+        """Gives free rows to those who wait: in turn, but who would have to wait for a slot of the
+        bank is overtaken, as often as there are rows."""
+        free = [row for row, one in enumerate(self._rows) if one is None]
+        if not free:
+            return
+        with self._changed:
+            waiting = list(self._waiting)
+        joined: list[Answer] = []
+        held_up: list[Answer] = []
+        for answer in waiting:
+            if not free or any(one.overtaken >= len(self._rows) for one in held_up):
+                break
+            slot = self._slot(answer)
+            if slot is None:
+                held_up.append(answer)
+                continue
+            joined.append(answer)
+            if answer.is_over:
+                continue
+            answer.row = free.pop(0)
+            self._rows[answer.row] = answer
+            self._slots.take(answer.row, answer.request, slot)
+            self.metrics.queued.observe(time.monotonic() - answer.request.asked)
+            for one in held_up:
+                one.overtaken += 1
+        with self._changed:
+            for answer in joined:
+                self._waiting.remove(answer)
+
+    def _slot(self, answer: Answer) -> int | None:
+        """Returns the slot of a request's adapter, pinned; None where it has to wait for one."""
+        adapter = answer.request.adapter
+        if adapter is None:
+            return -1
+        is_loaded = not self._bank.holds(adapter)
+        begin = time.monotonic()
+        try:
+            slot = self._bank.pin(adapter)
+        except Exception as error:  # one adapter that cannot be loaded costs no other request
+            self._end(answer, Piece(finish="error", error=f"the adapter cannot be loaded: {error}"))
+            return -1
+        if is_loaded and slot is not None:
+            self.metrics.loads.observe(time.monotonic() - begin)
+        return slot
+
+    def _read(self) -> Iterable[tuple[Drawn, list[tuple[int, Answer]]]]:
+        """Launches the next pieces of prompts: the longest waiting, and those cut as it is."""
+        reading = [one for one in self._rows if one is not None and one.left]
+        if not reading:
+            return
+        reading.sort(key=lambda one: one.request.asked)
+        width = self._slots.width(reading[0].left)
+        alike = [one for one in reading if self._slots.width(one.left) == width]
+        alike = alike[: self._slots.together(width)]
+        parts = []
+        for one in alike:
+            piece = one.request.prompt[one.read : one.read + width]
+            parts.append(Part(one.row, piece, one.read))
+            one.read += len(piece)
+        drawn = self._slots.read(parts, width)
+        self.metrics.prompt_tokens.inc(sum(len(part.tokens) for part in parts))
+        begun = [(place, one) for place, one in enumerate(alike) if not one.left]
+        for _, one in begun:
+            one.launched = 1
+        if begun:
+            yield _fetching(drawn), begun
+
+    def _step(self) -> Iterable[tuple[Drawn, list[tuple[int, Answer]]]]:
+        going = [(row, one) for row, one in enumerate(self._rows) if one and one.is_going]
+        if not going:
+            return
+        drawn = self._slots.step(row for row, _ in going)
+        for _, one in going:
+            one.launched += 1
+        yield _fetching(drawn), going
+
+    def _say(self, drawn: Drawn, answers: list[tuple[int, Answer]]) -> None:
+        going = [(place, one) for place, one in answers if not one.is_over]
+        if not going:
+            return
+        tokens, finite = np.asarray(drawn.tokens), np.asarray(drawn.finite)
+        told = None
+        if any(one.request.logprobs is not None for _, one in going):
+            told = jax.device_get(drawn[2:])
+        for place, one in going:
+            if finite[place]:
+                self._add(one, int(tokens[place]), place, told)
+            else:
+                error = "the model's logits are not finite; is its adapter sound?"
+                self._end(one, Piece(finish="error", error=error), clear=True)
+
+    def _add(self, answer: Answer, token: int, place: int, told: Any) -> None:
+        request = answer.request
+        if not answer.drawn:
+            self.metrics.first_token.observe(time.monotonic() - request.asked)
+        if token in self._ends:
+            self._end(answer, Piece(answer.stream.end(), finish="stop"))
+            return
+        answer.drawn += 1
+        self.metrics.tokens.inc()
+        text = answer.stream.add(token)
+        tokens = (_token(token, place, request.logprobs, told),)
+        if answer.stream.stopped:
+            self._end(answer, Piece(text, tokens, "stop"))
+        elif answer.drawn == request.max_tokens:
+            text += answer.stream.end()
+            finish = "stop" if answer.stream.stopped else "length"
+            self._end(answer, Piece(text, tokens, finish))
+        else:
+            request.sink(Piece(text, tokens))
+
+    def _end(self, answer: Answer, piece: Piece, *, clear: bool = False) -> None:
+        if answer.is_over:
+            return
+        answer.is_over = True
+        if answer.row >= 0:
+            self._rows[answer.row] = None
+            self._slots.give_up(answer.row, clear=clear)
+            if answer.request.adapter is not None:
+                self._bank.unpin(answer.request.adapter)
+        self.metrics.answers.labels(piece.finish).inc()
+        self.metrics.seconds.observe(time.monotonic() - answer.request.asked)
+        answer.request.sink(piece)
+
+
+def _fetching(drawn: Drawn) -> Drawn:
+    """Returns `drawn`, whose way to the host has begun."""
+    for array in drawn[:2]:
+        array.copy_to_host_async()
+    return drawn
+
+
+def _token(token: int, place: int, count: int | None, told: Any) -> Token:
+    if count is None:
+        return Token(token, float("nan"))
+    logprobs, likeliest, theirs = told
+    pairs = zip(likeliest[place, :count], theirs[place, :count], strict=True)
+    return Token(
+        token,
+        float(logprobs[place]),
+        tuple(Alternative(int(one), float(logprob)) for one, logprob in pairs),
+    )

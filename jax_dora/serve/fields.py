@@ -1,0 +1,183 @@
+"""The bodies of requests: every field is read, refused by name, or one whose value asks nothing."""
+
+import dataclasses
+import secrets
+from typing import Any
+
+from jax_dora.serve.errors import ApiError, wrong
+from jax_dora.serve.request import TOP_LOGPROBS
+
+STOPS, STOP_LENGTH = 4, 256
+# Values of what is not there that ask for nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "user": (),
+    "metadata": (),
+}
+NEUTRAL_COMPLETION = {"best_of": (1,), "echo": (False,), "suffix": ("",)}
+NEUTRAL_CHAT = {
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "functions": ([],),
+    "function_call": ("none",),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "store": (False,),
+}
+# Who asks, and their notes: nothing follows from them.
+FREE = ("user", "metadata")
+READ = frozenset(
+    "model max_tokens temperature top_p seed stop stream stream_options logprobs".split()
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    """What both kinds of requests ask for; as in `jax_dora.serve.request.Request`."""
+
+    model: str
+    max_tokens: int | None
+    temperature: float
+    top_p: float
+    seed: int
+    stop: tuple[str, ...]
+    logprobs: int | None
+    stream: bool
+    include_usage: bool
+
+
+def completion(body: dict[str, Any]) -> tuple[Fields, str | list[int]]:
+    """Returns the fields and the prompt of a completion.
+
+    Raises:
+      ApiError: a field is wrong, unknown, or asks for what is not there.
+    """
+    body = _given(body, READ | {"prompt"}, NEUTRAL | NEUTRAL_COMPLETION)
+    prompt = body.get("prompt")
+    is_tokens = isinstance(prompt, list) and all(_is_int(one) for one in prompt)
+    if not (isinstance(prompt, str) or is_tokens) or not prompt:
+        raise wrong("prompt", prompt, "one text, or one list of tokens; several are not supported")
+    logprobs = _whole(body, "logprobs", 0, TOP_LOGPROBS)
+    max_tokens = _whole(body, "max_tokens", 1, 2**31 - 1)
+    # OpenAI's, which surprises; but so do answers that end elsewhere than theirs.
+    return _fields(body, 16 if max_tokens is None else max_tokens, logprobs), prompt
+
+
+def chat(body: dict[str, Any]) -> tuple[Fields, list[dict[str, Any]]]:
+    """Returns the fields and the messages of a chat; errors as in `completion`."""
+    own = {"messages", "max_completion_tokens", "top_logprobs"}
+    body = _given(body, READ | own, NEUTRAL | NEUTRAL_CHAT)
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise wrong("messages", messages, "a list of one or more")
+    asks = _flag(body, "logprobs")
+    logprobs = _whole(body, "top_logprobs", 0, TOP_LOGPROBS)
+    if logprobs is not None and not asks:
+        raise wrong("logprobs", body.get("logprobs"), "true beside top_logprobs")
+    counts = [
+        count
+        for name in ("max_completion_tokens", "max_tokens")
+        if (count := _whole(body, name, 1, 2**31 - 1)) is not None
+    ]
+    told = (logprobs or 0) if asks else None
+    return _fields(body, min(counts, default=None), told), [_message(one) for one in messages]
+
+
+def _fields(body: dict[str, Any], max_tokens: int | None, logprobs: int | None) -> Fields:
+    model = body.get("model")
+    if not isinstance(model, str):
+        raise wrong("model", model, "the name of a model, as /v1/models lists them")
+    options = body.get("stream_options", {})
+    if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
+        raise wrong("stream_options", options, "an object with include_usage")
+    seed = _whole(body, "seed", -(2**63), 2**63 - 1)
+    return Fields(
+        model=model,
+        max_tokens=max_tokens,
+        temperature=_number(body, "temperature", 0.0, 2.0, 1.0),
+        top_p=_number(body, "top_p", 0.0, 1.0, 1.0, above=True),
+        seed=secrets.randbits(64) if seed is None else seed % 2**64,
+        stop=_stops(body.get("stop")),
+        logprobs=logprobs,
+        stream=_flag(body, "stream"),
+        include_usage=_flag(options, "include_usage"),
+    )
+
+
+def _given(
+    body: dict[str, Any], read: frozenset[str] | set[str], neutral: dict[str, tuple[Any, ...]]
+) -> dict[str, Any]:
+    """Returns the fields that are not null, of which all are known."""
+    if not isinstance(body, dict):
+        raise ApiError(400, f"the body is a {type(body).__name__}; expected a JSON object")
+    given = {name: value for name, value in body.items() if value is not None}
+    for name, value in given.items():
+        if name in read or name in FREE:
+            continue
+        if name not in neutral:
+            raise ApiError(400, f"Unrecognized request argument: {name[:100]!r}", param=name[:100])
+        if value not in neutral[name]:
+            expected = f"{neutral[name][0]!r} or nothing: more is not supported"
+            raise wrong(name, value, expected)
+    return given
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """Returns a message, its content in one text."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise wrong("messages", message, "objects with role and content")
+    content = message.get("content")
+    if isinstance(content, list):
+        for part in content:
+            is_text = isinstance(part, dict) and part.get("type") == "text"
+            if not is_text or not isinstance(part.get("text"), str):
+                raise wrong("messages", part, 'parts of the form {"type": "text", "text": …}')
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise wrong("messages", message, "content that is a text")
+    if odd := message.keys() - {"role", "content", "name"}:
+        raise wrong("messages", sorted(odd), "role, content and name in each, and nothing else")
+    return message | {"content": content}
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(stops, list) or len(stops) > STOPS:
+        raise wrong("stop", value, f"a text, or a list of up to {STOPS}")
+    if not all(isinstance(one, str) and 0 < len(one) <= STOP_LENGTH for one in stops):
+        raise wrong("stop", value, f"texts of 1 to {STOP_LENGTH} letters")
+    return tuple(stops)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _whole(body: dict[str, Any], name: str, least: int, most: int) -> int | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if not _is_int(value) or not least <= value <= most:
+        raise wrong(name, value, f"a whole number from {least} to {most}")
+    return value
+
+
+def _number(
+    body: dict[str, Any], name: str, least: float, most: float, otherwise: float, above=False
+) -> float:
+    value = body.get(name, otherwise)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not least <= value <= most or (above and value == least):
+        raise wrong(name, value, f"a number {'above' if above else 'from'} {least} to {most}")
+    return float(value)
+
+
+def _flag(body: dict[str, Any], name: str) -> bool:
+    value = body.get(name, False)
+    if not isinstance(value, bool):
+        raise wrong(name, value, "true or false")
+    return value

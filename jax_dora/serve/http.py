@@ -1,0 +1,274 @@
+"""OpenAI's HTTP interface, as a Starlette application."""
+
+import asyncio
+import contextlib
+import json
+import secrets
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from jax_dora.serve import fields as bodies
+from jax_dora.serve import metrics
+from jax_dora.serve.answers import DONE, Chat, Completion, Writer, event
+from jax_dora.serve.engine import Answer
+from jax_dora.serve.errors import ApiError
+from jax_dora.serve.fields import Fields
+from jax_dora.serve.request import Piece
+from jax_dora.serve.service import Service
+
+BODY_SECONDS = 30.0
+# Refused before the body was read to its end, which an open connection would go on taking in.
+UNREAD = (401, 404, 405, 408, 413, 415)
+Ready = Callable[[], bool]
+Lifespan = Callable[[Any], contextlib.AbstractAsyncContextManager[None]]
+
+
+def make_app(
+    service: Service, *, lifespan: Lifespan, ready: Ready, api_key: str | None, body_bytes: int
+) -> ASGIApp:
+    """Returns the application.
+
+    Args:
+      lifespan: runs engine and adapters while it serves.
+      ready: whether both run.
+      api_key: what clients have to know; None for nothing.
+      body_bytes: the most that a request's body may have.
+    """
+    handlers = _Handlers(service, ready, body_bytes)
+    routes = [
+        Route("/v1/models", handlers.models, methods=["GET"]),
+        Route("/v1/models/{name:path}", handlers.model, methods=["GET"]),
+        Route("/v1/completions", handlers.completions, methods=["POST"]),
+        Route("/v1/chat/completions", handlers.chat, methods=["POST"]),
+        Route("/metrics", handlers.metrics, methods=["GET"]),
+        Route("/health", handlers.health, methods=["GET"]),
+    ]
+
+    async def refuse(_: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        service.engine.metrics.refused.labels(error.status).inc()
+        return _json(error.body(), error.status, close=error.status in UNREAD)
+
+    async def no_route(request: Request, _: Exception) -> Response:
+        told = f"There is no {request.url.path[:200]!r} here"
+        return await refuse(request, ApiError(404, told, code="unknown_url"))
+
+    async def no_method(request: Request, _: Exception) -> Response:
+        told = f"{request.url.path} takes no {request.method[:20]}"
+        return await refuse(request, ApiError(405, told))
+
+    async def mistake(request: Request, _: Exception) -> Response:
+        return await refuse(request, ApiError(500, "the server made a mistake; see its log"))
+
+    app = Starlette(
+        routes=routes,
+        lifespan=lifespan,
+        exception_handlers={ApiError: refuse, 404: no_route, 405: no_method, 500: mistake},
+    )
+    return app if api_key is None else _Key(app, api_key)
+
+
+class _Handlers:
+    def __init__(self, service: Service, ready: Ready, body_bytes: int) -> None:
+        self._service, self._ready, self._body_bytes = service, ready, body_bytes
+
+    async def health(self, _: Request) -> Response:
+        is_ready = self._ready()
+        return _json({"status": "ok" if is_ready else "failed"}, 200 if is_ready else 503)
+
+    async def metrics(self, _: Request) -> Response:
+        return Response(self._service.engine.metrics.text(), media_type=metrics.CONTENT_TYPE)
+
+    async def models(self, _: Request) -> Response:
+        data = [_model(name, self._service.name) for name in self._service.models()]
+        return _json({"object": "list", "data": data})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        self._service.served(name)
+        return _json(_model(name, self._service.name))
+
+    async def completions(self, request: Request) -> Response:
+        fields, prompt = await self._read(request, bodies.completion)
+        return await self._answer(
+            request, fields, lambda: self._service.text_tokens(prompt), Completion
+        )
+
+    async def chat(self, request: Request) -> Response:
+        fields, messages = await self._read(request, bodies.chat)
+        return await self._answer(
+            request, fields, lambda: self._service.chat_tokens(messages), Chat
+        )
+
+    async def _answer(
+        self,
+        request: Request,
+        fields: Fields,
+        tokens: Callable[[], list[int]],
+        kind: type[Writer],
+    ) -> Response:
+        service = self._service
+        served = service.served(fields.model)
+        # Long texts take their time, in which others are answered.
+        prompt = await asyncio.to_thread(tokens)
+        pieces = _Pieces(
+            lambda sink: service.submit(fields, served, prompt, sink), service.engine.cancel
+        )
+        writer = kind(fields.model, service.tokenizer, len(prompt), fields.logprobs is not None)
+        if fields.stream:
+            return _Events(pieces, writer, fields.include_usage)
+        return await _whole(request, pieces, writer)
+
+    async def _read[Asked](
+        self, request: Request, read: Callable[[Any], tuple[Fields, Asked]]
+    ) -> tuple[Fields, Asked]:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            # Also what keeps a page in a browser from asking unnoticed: this type needs its leave.
+            raise ApiError(415, f"content-type is {kind[:100]!r}; expected application/json")
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                given = await self._bounded(request)
+        except TimeoutError:
+            raise ApiError(408, f"the body took more than {BODY_SECONDS:.0f} s") from None
+        except ClientDisconnect:
+            raise ApiError(400, "the client left") from None
+        try:
+            return read(json.loads(given))
+        except (ValueError, RecursionError) as error:
+            raise ApiError(400, f"the body is no JSON: {str(error)[:200]}") from error
+
+    async def _bounded(self, request: Request) -> bytes:
+        most = self._body_bytes
+        given = bytearray()
+        size = 0
+        async for part in request.stream():
+            size += len(part)
+            if size <= most:
+                given += part
+            # A client reads its answer only once it has sent all; up to some size it may.
+            elif size > 16 * most:
+                break
+        if size > most:
+            raise ApiError(413, f"the body has more than {most} bytes, which is this server's most")
+        return bytes(given)
+
+
+class _Pieces:
+    """The pieces of an answer, from the engine's thread to this loop."""
+
+    def __init__(
+        self, submit: Callable[[Callable[[Piece], None]], Answer], cancel: Callable[[Answer], None]
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[Piece] = asyncio.Queue()
+        self._cancel = cancel
+        self._answer = submit(self._put)
+
+    def cancel(self) -> None:
+        """Says that nobody waits for more."""
+        self._cancel(self._answer)
+
+    def _put(self, piece: Piece) -> None:
+        # A loop that is closed has nobody left to tell.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, piece)
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        while True:
+            piece = await self._queue.get()
+            yield piece
+            if piece.finish is not None:
+                return
+
+
+class _Events(StreamingResponse):
+    """Server-sent events of an answer. However it ends, the answer's row is free then."""
+
+    def __init__(self, pieces: _Pieces, writer: Writer, include_usage: bool) -> None:
+        self._pieces = pieces
+        super().__init__(
+            self._events(writer, include_usage),
+            media_type="text/event-stream",
+            headers={"cache-control": "no-cache"},
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._pieces.cancel()
+
+    async def _events(self, writer: Writer, include_usage: bool) -> AsyncIterator[str]:
+        for one in writer.first_events():
+            yield one
+        async for piece in self._pieces:
+            if piece.finish in ("error", "cancelled"):
+                yield event(ApiError(500, piece.error or "the server ended").body())
+                return
+            if told := writer.event(piece):
+                yield told
+        if include_usage:
+            yield writer.usage_event()
+        yield DONE
+
+
+async def _whole(request: Request, pieces: _Pieces, writer: Writer) -> Response:
+    """Waits for the whole answer, or until the client hangs up."""
+
+    async def collect() -> list[Piece]:
+        return [piece async for piece in pieces]
+
+    collected = asyncio.create_task(collect())
+    gone = asyncio.create_task(_hang_up(request))
+    try:
+        await asyncio.wait((collected, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not collected.done():
+            return Response(status_code=499)  # nobody reads it
+        found = await collected
+    finally:
+        pieces.cancel()
+        for task in (collected, gone):
+            task.cancel()
+    if found[-1].finish in ("error", "cancelled"):
+        raise ApiError(500, found[-1].error or "the server ended")
+    return _json(writer.whole(found))
+
+
+async def _hang_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class _Key:
+    """Lets nobody in who does not know the key, but to /health."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app, self._expected = app, f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != "/health":
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not secrets.compare_digest(given, self._expected):
+                told = "The API key is missing or wrong; expected 'Authorization: Bearer KEY'"
+                error = ApiError(401, told, code="invalid_api_key")
+                await _json(error.body(), 401, close=True)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _model(name: str, base: str) -> dict[str, Any]:
+    parent = None if name == base else base
+    return {"id": name, "object": "model", "created": 0, "owned_by": "jax_dora", "parent": parent}
+
+
+def _json(body: Any, status: int = 200, *, close: bool = False) -> Response:
+    headers = {"connection": "close"} if close else None
+    # In ASCII: a client may have sent halves of letters, which its error tells of.
+    return Response(json.dumps(body), status, headers, media_type="application/json")

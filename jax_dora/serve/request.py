@@ -1,0 +1,77 @@
+"""What is asked of the engine, and what it says back."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+from jax_dora.serve.adapters import Served
+
+TOP_LOGPROBS = 20  # the most that may be asked for, as in OpenAI's interface
+
+
+@dataclasses.dataclass(frozen=True)
+class Alternative:
+    """A token, and the logarithm of its probability before temperature and top_p."""
+
+    token: int
+    logprob: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Token:
+    """A token of an answer.
+
+    Attributes:
+      logprob: as an `Alternative`'s; NaN where none was asked for.
+      likeliest: so many as were asked for, the likeliest first.
+    """
+
+    token: int
+    logprob: float
+    likeliest: tuple[Alternative, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of an answer.
+
+    Attributes:
+      text: what can be said by now: nothing that a stop string may yet take back.
+      tokens: those drawn since the last piece.
+      finish: "stop" or "length" on an answer's last piece; "error" where it could not be given.
+      error: why not.
+    """
+
+    text: str = ""
+    tokens: tuple[Token, ...] = ()
+    finish: str | None = None
+    error: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One prompt, and how it is to be gone on with.
+
+    Attributes:
+      prompt: its tokens, one or more.
+      max_tokens: the answer has at most so many.
+      adapter: None for the base alone.
+      temperature: logits are divided by it; 0 takes the likeliest token.
+      top_p: of the likeliest tokens alone that have this probability together (arXiv 1904.09751).
+      seed: of the draws, 64 bits. They depend on it and on the place in the text, on nothing else.
+      stop: texts before which an answer ends.
+      logprobs: how many of the likeliest tokens are told with each; None for no probabilities.
+      sink: is called with every `Piece` as it comes, from the engine's thread.
+      asked: when it came, by `time.monotonic`.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sink: Callable[[Piece], None]
+    adapter: Served | None = None
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+    asked: float = dataclasses.field(default_factory=time.monotonic)

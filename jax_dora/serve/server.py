@@ -1,0 +1,202 @@
+"""A server of a model's folder: what `jax-dora serve` runs."""
+
+import asyncio
+import contextlib
+import dataclasses
+import signal
+import socket
+import threading
+import traceback
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import uvicorn
+
+from jax_dora.models import load_model, read_config
+from jax_dora.models.chat import ChatTemplate
+from jax_dora.models.tokenizer import read_ends, read_tokenizer
+from jax_dora.serve.adapters import Adapters
+from jax_dora.serve.bank import Bank
+from jax_dora.serve.engine import Engine
+from jax_dora.serve.http import make_app
+from jax_dora.serve.metrics import Metrics
+from jax_dora.serve.service import Service
+from jax_dora.serve.slots import Slots
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a server is started with.
+
+    Attributes:
+      model: a Hugging Face folder.
+      adapters: the folder of which every folder is an adapter, by its name; None for the base only.
+      name: the base model's; its folder's by default.
+      dtype: of the base; config.json's by default.
+      slots, max_rank: of the bank: so many adapters at a time, of ranks up to this.
+      batch: requests that are answered at a time.
+      max_length: tokens of a prompt and its answer together; 2048 by default, or the model's most
+        if that is less.
+      chunk: tokens of prompts that are read between two steps.
+      queue: requests that may wait.
+      api_key: what clients have to know.
+      body_bytes: of a request.
+      scan_seconds: between looks at the folder of adapters.
+      drain_seconds: for answers that are under way when the server is told to end.
+    """
+
+    model: Path
+    adapters: Path | None = None
+    name: str | None = None
+    dtype: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    slots: int = 8
+    max_rank: int = 64
+    batch: int = 32
+    max_length: int | None = None
+    chunk: int = 256
+    queue: int = 256
+    api_key: str | None = None
+    body_bytes: int = 1 << 20
+    scan_seconds: float = 1.0
+    drain_seconds: int = 60
+
+
+class Server:
+    """Loads and compiles what it serves when it is made; `run` serves until a signal or `stop`."""
+
+    def __init__(self, settings: Settings, *, tell: Callable[[str], None] = print) -> None:
+        """
+        Args:
+          tell: is called with every line that the one who runs it should read.
+
+        Raises:
+          FileNotFoundError, ValueError, NotImplementedError: the model's folder cannot be served.
+        """
+        self.settings, self._tell = settings, tell
+        folder = settings.model
+        if settings.adapters is not None and not settings.adapters.is_dir():
+            raise FileNotFoundError(f"{settings.adapters} is no folder; expected one of adapters")
+        config = read_config(folder)
+        tokenizer, ends = read_tokenizer(folder), read_ends(folder, config)
+        changes: dict[str, Any] = {"dtype": jnp.dtype(settings.dtype)} if settings.dtype else {}
+        model = load_model(folder, **changes)
+        self.metrics = metrics = Metrics()
+        bank = Bank(model, settings.slots if settings.adapters else 0, settings.max_rank)
+        length = _length(settings.max_length, config)
+        slots = Slots(model, bank, settings.batch, length, settings.chunk)
+        name = settings.name or folder.resolve().name
+        self.adapters = Adapters(
+            settings.adapters, bank.read, taken=name, metrics=metrics, tell=tell
+        )
+        self.engine = Engine(slots, bank, tokenizer, ends, queue=settings.queue, metrics=metrics)
+        self.service = Service(name, self.engine, self.adapters, tokenizer, ChatTemplate.of(folder))
+        bank.warm_up(model)
+        slots.warm_up()
+        self.adapters.scan(settle=False)
+        self.failed = ""
+        self._ends = threading.Event()
+        app = make_app(
+            self.service,
+            lifespan=self._lifespan,
+            ready=lambda: not self.failed,
+            api_key=settings.api_key,
+            body_bytes=settings.body_bytes,
+        )
+        # Bounds what is open and not answered: bodies under way, and clients that say nothing.
+        most = 2 * (settings.queue + settings.batch) + 64
+        self._uvicorn = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                lifespan="on",
+                log_level="warning",
+                limit_concurrency=most,
+                timeout_graceful_shutdown=settings.drain_seconds,
+            )
+        )
+        self._socket: socket.socket | None = None
+
+    def bind(self) -> tuple[str, int]:
+        """Takes the address, and returns it; with port 0 the system chooses one.
+
+        Raises:
+          OSError: it is taken, or not to be had.
+        """
+        host, port = self.settings.host, self.settings.port
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family, backlog=1024)
+        return self._socket.getsockname()[:2]
+
+    def run(self) -> bool:
+        """Serves until SIGTERM, SIGINT or `stop`; returns whether it ended in good order.
+
+        Answers that are under way are finished first, for at most `drain_seconds`.
+        """
+        if self._socket is None:
+            self.bind()
+        assert self._socket is not None
+        on_main = threading.current_thread() is threading.main_thread()
+        # Uvicorn sends itself the signal again when it has ended, to whoever had it before.
+        before = signal.signal(signal.SIGTERM, lambda *_: None) if on_main else None
+        try:
+            self._uvicorn.run(sockets=[self._socket])
+        finally:
+            if on_main:
+                signal.signal(signal.SIGTERM, before)
+        return not self.failed
+
+    def stop(self) -> None:
+        """Ends `run`, from any thread."""
+        self._uvicorn.should_exit = True
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: Any) -> AsyncIterator[None]:
+        thread = threading.Thread(target=self._answer, name="engine")
+        thread.start()
+        watching = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            watching.cancel()
+            self._ends.set()
+            await asyncio.to_thread(thread.join)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self.settings.scan_seconds)
+            try:
+                await asyncio.to_thread(self.adapters.scan)
+            except Exception:  # the next look may go better
+                self._tell(f"the folder of adapters: {traceback.format_exc()}")
+
+    def _answer(self) -> None:
+        """The engine's thread."""
+        try:
+            while not self._ends.is_set():
+                if not self.engine.turn():
+                    self.engine.wait(0.05)
+            self.engine.fail("the server ends")
+        except Exception as error:  # the arrays may be gone: nothing can be answered any more
+            self.failed = f"{type(error).__name__}: {error}"
+            self._tell(traceback.format_exc())
+            self.engine.fail("the engine has failed; see the server's log")
+            self.stop()
+
+
+def _length(wanted: int | None, config: dict[str, Any]) -> int:
+    """Returns how many tokens a row holds.
+
+    Raises:
+      ValueError: they are more than the model was made for.
+    """
+    most = config.get("max_position_embeddings")
+    if wanted is None:
+        return min(2048, most or 2048)
+    if most is not None and wanted > most:
+        raise ValueError(
+            f"max_length is {wanted}; expected at most config.json's max_position_embeddings {most}"
+        )
+    return wanted

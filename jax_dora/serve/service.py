@@ -1,0 +1,137 @@
+"""A model, its adapters and its engine: what the HTTP interface asks."""
+
+import dataclasses
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from jax_dora.models.chat import ChatTemplate
+from jax_dora.serve.adapters import Adapters, Served
+from jax_dora.serve.engine import Answer, Engine, QueueFullError
+from jax_dora.serve.errors import ApiError
+from jax_dora.serve.fields import Fields
+from jax_dora.serve.request import Piece, Request
+
+
+@dataclasses.dataclass
+class Service:
+    """Turns what clients ask into requests to the engine.
+
+    Attributes:
+      name: the base model's.
+      template: of the model's chats; None where it has none.
+    """
+
+    name: str
+    engine: Engine
+    adapters: Adapters
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+
+    def models(self) -> list[str]:
+        """Returns the names of all that can be asked for, the base first."""
+        return [self.name, *self.adapters.names()]
+
+    def served(self, name: str) -> Served | None:
+        """Returns the adapter of a name; None for the base.
+
+        Raises:
+          ApiError: there is none, or it is damaged.
+        """
+        if name == self.name:
+            return None
+        served = self.adapters.get(name)
+        if served is not None:
+            return served
+        if reason := self.adapters.damaged().get(name):
+            told = f"The model {name!r} is there, but cannot be served: {reason}"
+        else:
+            near = difflib.get_close_matches(name[:200], self.models(), n=3)
+            told = f"The model {name[:200]!r} does not exist"
+            told += f"; near are {', '.join(map(repr, near))}" if near else ""
+        raise ApiError(404, told, param="model", code="model_not_found")
+
+    def text_tokens(self, prompt: str | list[int]) -> list[int]:
+        """Returns the tokens of a completion's prompt.
+
+        Raises:
+          ApiError: it has none, or one that the model does not know.
+        """
+        if isinstance(prompt, str):
+            tokens = self._encode(prompt, special=True)
+        else:
+            tokens = prompt
+            size = self.tokenizer.get_vocab_size()
+            if odd := [one for one in tokens if not 0 <= one < size]:
+                told = f"prompt has token {odd[0]}; expected 0 to {size - 1}"
+                raise ApiError(400, told, param="prompt")
+        if not tokens:
+            raise ApiError(400, "prompt has no tokens; expected one or more", param="prompt")
+        return tokens
+
+    def chat_tokens(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Returns the tokens of a conversation, up to the assistant's next message.
+
+        Raises:
+          ApiError: the model has no chat template, or its template refuses them.
+        """
+        if self.template is None:
+            raise ApiError(400, f"{self.name} has no chat template; ask /v1/completions")
+        try:
+            text = self.template.render(messages, reply=True)
+        except ValueError as error:
+            raise ApiError(400, str(error), param="messages") from error
+        tokens = self._encode(text, special=False)
+        if not tokens:
+            raise ApiError(400, "messages have no tokens; expected one or more", param="messages")
+        return tokens
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ApiError(400, f"the text is no Unicode: {error}") from error
+        return self.tokenizer.encode(text, add_special_tokens=special).ids
+
+    def submit(
+        self,
+        fields: Fields,
+        served: Served | None,
+        prompt: list[int],
+        sink: Callable[[Piece], None],
+    ) -> Answer:
+        """Hands a request to the engine.
+
+        Raises:
+          ApiError: it is too long, too many wait, or the engine has ended.
+        """
+        most = self.engine.capacity
+        room = most - len(prompt)
+        wanted = fields.max_tokens if fields.max_tokens is not None else max(room, 1)
+        if wanted > room:
+            raise ApiError(
+                400,
+                f"The prompt has {len(prompt)} tokens and max_tokens is {wanted}, together "
+                f"{len(prompt) + wanted}; this server's most is {most}",
+                param="max_tokens" if room > 0 else "prompt",
+                code="context_length_exceeded",
+            )
+        request = Request(
+            prompt=tuple(prompt),
+            max_tokens=wanted,
+            sink=sink,
+            adapter=served,
+            temperature=fields.temperature,
+            top_p=fields.top_p,
+            seed=fields.seed,
+            stop=fields.stop,
+            logprobs=fields.logprobs,
+        )
+        try:
+            return self.engine.submit(request)
+        except QueueFullError as error:
+            raise ApiError(429, f"{error}; try again later", code="queue_full") from error
+        except RuntimeError as error:
+            raise ApiError(503, str(error)) from error

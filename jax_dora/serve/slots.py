@@ -1,0 +1,202 @@
+"""The arrays that a server computes on, and the two programs that it consists of.
+
+A row of the cache is a slot for one request. `read` adds a piece of prompts to some rows, `step`
+draws the next token of every row that is going. All shapes are fixed when this is made: a row's
+result depends on the program and on the row, never on the others', and nothing is compiled after
+`warm_up`.
+"""
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jax_dora.models import Cache, CausalLM, make_cache
+from jax_dora.serve.bank import Bank, on
+from jax_dora.serve.draw import Drawn, Wishes, draw
+from jax_dora.serve.request import Request
+
+
+class Part(NamedTuple):
+    """A piece of a prompt: `tokens` of the request in `row`, before which stand `begin` others."""
+
+    row: int
+    tokens: Sequence[int]
+    begin: int
+
+
+class Slots:
+    """The rows, on the device.
+
+    Attributes:
+      widths: of the programs that read prompts, falling: tokens that a row gets at once.
+    """
+
+    def __init__(self, model: CausalLM, bank: Bank, rows: int, capacity: int, chunk: int) -> None:
+        """
+        Args:
+          model: without adapters.
+          bank: the adapters that rows may have.
+          rows: requests that are answered at a time.
+          capacity: tokens that a row can hold.
+          chunk: tokens of prompts that are read at a time.
+        """
+        model = nnx.merge(*nnx.split(model))
+        model.eval()
+        self._graphdef, self._state = nnx.split(model)
+        self._bank = bank
+        self.rows, self.capacity = rows, capacity
+        chunk = min(chunk, capacity)
+        self.widths = tuple(_widths(chunk))
+        self._together = {width: min(chunk // width, rows) for width in self.widths}
+        self._cache = make_cache(model.config, rows, capacity)
+        self._tokens = jnp.zeros((rows,), jnp.int32)
+        self._host = _no_wishes(rows)
+        self._wishes: Wishes | None = None
+
+    def together(self, width: int) -> int:
+        """Returns how many prompts a program of this width reads at once."""
+        return self._together[width]
+
+    def width(self, left: int) -> int:
+        """Returns the width of the program for a prompt with so many tokens left to read.
+
+        It depends on the prompt alone, so that a prompt is always cut in the same places.
+        """
+        return next((one for one in reversed(self.widths) if one >= left), self.widths[0])
+
+    def take(self, row: int, request: Request, slot: int) -> None:
+        """Puts a request's wishes into a row; `slot` is its adapter's in the bank, or -1."""
+        seed = np.array([request.seed >> 32, request.seed & 0xFFFF_FFFF], np.uint32)
+        wished = (slot, seed, request.temperature, request.top_p, request.logprobs is not None)
+        for array, value in zip(self._host, wished, strict=True):
+            array[row] = value
+        self._wishes = None
+
+    def give_up(self, row: int, *, clear: bool = False) -> None:
+        """Frees a row; `clear` wipes what it holds, which matters where that is not finite."""
+        for array, value in zip(self._host, _no_wishes(1), strict=True):
+            array[row] = value[0]
+        self._wishes = None
+        if clear:
+            self._cache = _wipe(self._cache, jnp.int32(row))
+
+    def read(self, parts: Sequence[Part], width: int) -> Drawn:
+        """Reads pieces of prompts and draws the token after each, one a part."""
+        count = self._together[width]
+        tokens = np.zeros((count, width), np.int32)
+        # A row that there is not: padding.
+        places = np.full((3, count), [[self.rows], [0], [0]], np.int32)
+        for number, part in enumerate(parts):
+            tokens[number, : len(part.tokens)] = part.tokens
+            places[:, number] = part.row, len(part.tokens), part.begin
+        drawn, self._cache, self._tokens = _read(
+            self._graphdef,
+            self._state,
+            self._bank.arrays,
+            self._cache,
+            self._tokens,
+            self._device_wishes(),
+            tokens,
+            places,
+        )
+        return drawn
+
+    def step(self, going: Iterable[int]) -> Drawn:
+        """Draws the next token of these rows; of the others' nothing is meant."""
+        active = np.zeros((self.rows,), np.int32)
+        active[list(going)] = 1
+        drawn, self._cache, self._tokens = _step(
+            self._graphdef,
+            self._state,
+            self._bank.arrays,
+            self._cache,
+            self._tokens,
+            self._device_wishes(),
+            active,
+        )
+        return drawn
+
+    def warm_up(self) -> None:
+        """Compiles every program, on rows that there are not."""
+        for width in self.widths:
+            self.read((), width)
+        self.step(())
+        self.give_up(0, clear=True)
+        jax.block_until_ready(self._cache)
+
+    def _device_wishes(self) -> Wishes:
+        wishes = self._wishes
+        if wishes is None:
+            # Copies: the host's go on changing.
+            wishes = self._wishes = Wishes(*(jnp.array(one) for one in self._host))
+        return wishes
+
+
+def _widths(chunk: int) -> Iterable[int]:
+    """Yields the chunk and its quarters down to 16 tokens: short prompts are read several at once,
+    long ones piece by piece, and either is about as much work."""
+    yield chunk
+    while chunk > 16:
+        chunk = max(chunk // 4, 16)
+        yield chunk
+
+
+def _no_wishes(rows: int) -> Wishes:
+    arrays: list[Any] = [
+        np.full((rows,), -1, np.int32),
+        np.zeros((rows, 2), np.uint32),
+        np.zeros((rows,), np.float32),
+        np.ones((rows,), np.float32),
+        np.zeros((rows,), np.bool_),
+    ]
+    return Wishes(*arrays)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(3, 4))
+def _read(
+    graphdef: nnx.GraphDef[CausalLM],
+    state: nnx.State,
+    bank: Any,
+    cache: Cache,
+    latest: jax.Array,
+    wishes: Wishes,
+    tokens: jax.Array,
+    places: jax.Array,
+) -> tuple[Drawn, Cache, jax.Array]:
+    """Reads tokens [parts, width]; places i32[3, parts] are their rows, counts and beginnings."""
+    rows, counts, begins = places
+    wishes = wishes.of(rows)
+    model = on(nnx.merge(graphdef, state), bank, wishes.adapters)
+    cache = cache._replace(lengths=cache.lengths.at[rows].set(begins, mode="drop"))
+    hidden, cache = model.extend(tokens, cache, counts, rows)
+    last = jnp.maximum(counts - 1, 0)[:, None, None]
+    hidden = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
+    drawn = draw(model.logits(hidden), wishes, begins + counts)
+    return drawn, cache, latest.at[rows].set(drawn.tokens, mode="drop")
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(3, 4))
+def _step(
+    graphdef: nnx.GraphDef[CausalLM],
+    state: nnx.State,
+    bank: Any,
+    cache: Cache,
+    latest: jax.Array,
+    wishes: Wishes,
+    active: jax.Array,
+) -> tuple[Drawn, Cache, jax.Array]:
+    adapters = jnp.where(active > 0, wishes.adapters, -1)
+    model = on(nnx.merge(graphdef, state), bank, adapters)
+    hidden, cache = model.extend(latest[:, None], cache, active)
+    drawn = draw(model.logits(hidden[:, 0]), wishes, cache.lengths)
+    return drawn, cache, jnp.where(active > 0, drawn.tokens, latest)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _wipe(cache: Cache, row: jax.Array) -> Cache:
+    return cache._replace(keys=cache.keys.at[:, row].set(0), values=cache.values.at[:, row].set(0))

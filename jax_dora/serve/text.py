@@ -1,0 +1,95 @@
+"""The text of an answer as its tokens come: whole letters only, and nothing of a stop string."""
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+# So many of the last tokens are decoded with each new one, and twice as many for a while: decoders
+# look back. Only a text that is no letters, however long it becomes, is cut anywhere.
+_WINDOW, _LONGEST = 16, 256
+# What stands for the bytes of a letter that is not whole yet, of which there may be three.
+_INCOMPLETE = "\ufffd"
+
+
+class TextStream:
+    """Turns tokens into text, one at a time.
+
+    What `add` and `end` return, put together, is what the tokenizer makes of all tokens, up to the
+    first stop string.
+
+    Attributes:
+      stopped: whether a stop string has come; `add` says nothing any more.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+        self.stopped = False
+        self._tokenizer = tokenizer
+        self._stops = tuple(stops)
+        self._window: list[int] = []
+        self._said = ""  # of the window's text
+        self._ends: list[int] = []  # where in the window all was said
+        self._held = ""  # what may begin a stop string
+
+    def add(self, token: int) -> str:
+        """Returns the text that is certain with this token."""
+        self._window.append(token)
+        text = self._tokenizer.decode(self._window)
+        certain = _certain(text)
+        new = self._after_said(certain)
+        if new:
+            self._said = certain
+        if self._said == text:
+            self._ends.append(len(self._window))
+        self._shorten(is_whole=self._said == text)
+        return self._before_stop(new)
+
+    def _shorten(self, *, is_whole: bool) -> None:
+        """Forgets the beginning of a long window, between two letters."""
+        size = len(self._window)
+        if size > _LONGEST:
+            cut = size - _WINDOW
+        elif is_whole and size > 2 * _WINDOW:
+            cut = max((end for end in self._ends if end <= size - _WINDOW), default=0)
+        else:
+            return
+        self._window = self._window[cut:]
+        self._ends = [end - cut for end in self._ends if end > cut]
+        self._said = _certain(self._tokenizer.decode(self._window))
+
+    def end(self) -> str:
+        """Returns what was held back."""
+        if self.stopped:
+            return ""
+        new = self._after_said(self._tokenizer.decode(self._window))
+        self._window, self._said = [], ""
+        text = self._before_stop(new)
+        if not self.stopped:
+            text, self._held = text + self._held, ""
+        return text
+
+    def _after_said(self, text: str) -> str:
+        return text[len(self._said) :] if text.startswith(self._said) else ""
+
+    def _before_stop(self, new: str) -> str:
+        if self.stopped:
+            return ""
+        text = self._held + new
+        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        if places:
+            self.stopped, self._held = True, ""
+            return text[: min(places)]
+        held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+
+def _certain(text: str) -> str:
+    for _ in range(3):
+        text = text.removesuffix(_INCOMPLETE)
+    return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Returns the length of the longest end of `text` that `stop` begins with."""
+    most = min(len(text), len(stop) - 1)
+    return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)

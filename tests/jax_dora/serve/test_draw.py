@@ -1,0 +1,76 @@
+"""How tokens are drawn: as often as transformers' processors say, and each row by itself."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from jax_dora.serve import draw as module
+from jax_dora.serve.draw import Wishes
+
+draw = jax.jit(module.draw)
+
+
+def wishes(count, temperature=0.0, top_p=1.0, seeds=None, logprobs=False):
+    seeds = np.arange(count) if seeds is None else seeds
+    return Wishes(
+        jnp.zeros(count, jnp.int32),
+        jnp.asarray(np.stack([np.zeros(count), seeds], axis=1), jnp.uint32),
+        jnp.full(count, temperature, jnp.float32),
+        jnp.full(count, top_p, jnp.float32),
+        jnp.full(count, logprobs),
+    )
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.7, 1.0), (0.7, 0.6), (1.6, 0.05)])
+def test_draws_are_as_often_as_transformers_would(temperature, top_p):
+    draws = 4000
+    logits = 2 * np.random.default_rng(0).standard_normal((1, 17), np.float32)
+    scores = transformers.TemperatureLogitsWarper(temperature)(None, torch.from_numpy(logits))
+    scores = transformers.TopPLogitsWarper(top_p)(None, scores)
+    expected = torch.softmax(scores, -1).numpy()[0]
+    many = jnp.asarray(np.repeat(logits, draws, axis=0))
+    drawn = draw(many, wishes(draws, temperature, top_p), jnp.zeros(draws, jnp.int32))
+    found = np.bincount(drawn.tokens, minlength=17) / draws
+    assert (found[expected == 0] == 0).all()
+    # Five standard deviations of a share.
+    assert (np.abs(found - expected) <= 5 * np.sqrt(expected * (1 - expected) / draws)).all()
+
+
+def test_a_row_is_drawn_the_same_in_any_company():
+    logits = jnp.asarray(np.random.default_rng(1).standard_normal((3, 400), np.float32))
+    places = jnp.array([5, 5, 9], jnp.int32)
+    alone = draw(logits, wishes(3, temperature=0.9), places).tokens
+    # The others become greedy, or have a top_p and probabilities, which takes the other branches.
+    for others in (
+        wishes(3),
+        wishes(3, temperature=2.0, top_p=0.5),
+        wishes(3, 0.2, 0.9, logprobs=True),
+    ):
+        mixed = Wishes(*(b.at[1].set(a[1]) for a, b in zip(wishes(3, 0.9), others, strict=True)))
+        assert draw(logits, mixed, places).tokens[1] == alone[1]
+
+
+def test_draws_depend_on_seed_and_place():
+    logits = jnp.zeros((4, 5000))
+    seeds = np.array([1, 1, 2, 1])
+    drawn = draw(
+        logits, wishes(4, temperature=1.0, seeds=seeds), jnp.array([3, 3, 3, 4], jnp.int32)
+    ).tokens
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn.tolist())) == 3
+
+
+def test_tiny_temperatures_and_ties():
+    logits = jnp.array([[1.0, 3.0, 3.0, 2.0]] * 2)
+    drawn = draw(logits, wishes(2, temperature=1e-30), jnp.zeros(2, jnp.int32)).tokens
+    assert set(drawn.tolist()) <= {1, 2}
+    # Of equal logits greedy takes the first.
+    assert draw(logits, wishes(2), jnp.zeros(2, jnp.int32)).tokens.tolist() == [1, 1]
+
+
+def test_what_is_not_finite_is_told():
+    logits = jnp.array([[0.0, jnp.nan], [0.0, jnp.inf], [0.0, -1.0]])
+    assert draw(logits, wishes(3), jnp.zeros(3, jnp.int32)).finite.tolist() == [False, False, True]

@@ -1,0 +1,213 @@
+"""What clients get who ask wrongly, too much, or leave; and that it costs no row."""
+
+import contextlib
+import http.client
+import json
+import socket
+import time
+
+import httpx
+import openai
+import pytest
+
+OPTIONS = {"prompt": "12", "max_tokens": 2, "temperature": 0}
+
+
+def until(condition, seconds=30):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def post(served):
+    _, client = served
+    base = str(client.base_url)
+
+    def send(path="completions", **options):
+        return httpx.post(f"{base}{path}", timeout=60, **options)
+
+    return send
+
+
+def error_of(answer, status):
+    assert answer.status_code == status, answer.text
+    [told] = answer.json().values()
+    assert told.keys() == {"message", "type", "param", "code"}
+    return told
+
+
+def test_unknown_models_are_told_the_near_ones(served):
+    _, client = served
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.completions.create(model="frensh", **OPTIONS)
+    assert caught.value.code == "model_not_found"
+    assert "'frensh' does not exist; near are 'french'" in caught.value.message
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.models.retrieve("../../etc/passwd")
+    assert client.models.retrieve("french").parent == "tiny"
+
+
+def test_too_long_is_told_in_numbers(served):
+    _, client = served
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="tiny", prompt="x" * 90, max_tokens=7)
+    assert caught.value.code == "context_length_exceeded"
+    assert "90 tokens and max_tokens is 7, together 97; this server's most is 96" in str(
+        caught.value
+    )
+    answer = client.completions.create(model="tiny", prompt="x" * 90, max_tokens=6, temperature=0)
+    assert answer.usage.total_tokens == 96
+
+
+CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "changes", "message"),
+    [
+        ("completions", {"n": 2}, "n is 2; expected 1 or nothing"),
+        ("completions", {"best_of": 3}, "best_of is 3"),
+        ("completions", {"echo": True}, "echo is True"),
+        ("completions", {"suffix": "x"}, "suffix is 'x'"),
+        ("completions", {"logit_bias": {"5": 1}}, "logit_bias is"),
+        ("completions", {"presence_penalty": 0.5}, "presence_penalty is 0.5"),
+        ("completions", {"temprature": 1}, "Unrecognized request argument: 'temprature'"),
+        ("completions", {"prompt": ["a", "b"]}, "several are not supported"),
+        ("completions", {"prompt": ""}, "prompt is ''"),
+        ("completions", {"prompt": [257]}, "prompt has token 257; expected 0 to 256"),
+        ("completions", {"prompt": [-1]}, "prompt has token -1"),
+        ("completions", {"prompt": "\ud800"}, "the text is no Unicode"),
+        ("completions", {"model": None}, "model is None"),
+        ("completions", {"model": 5}, "model is 5"),
+        ("completions", {"max_tokens": 0}, "max_tokens is 0; expected a whole number from 1"),
+        ("completions", {"max_tokens": 1.5}, "max_tokens is 1.5"),
+        ("completions", {"temperature": 2.5}, "temperature is 2.5; expected a number from 0"),
+        ("completions", {"temperature": 10**400}, "temperature is 1000"),
+        ("completions", {"temperature": True}, "temperature is True"),
+        ("completions", {"temperature": float("nan")}, "temperature is nan"),
+        ("completions", {"top_p": 0}, "top_p is 0; expected a number above 0"),
+        ("completions", {"seed": 2**63}, "seed is 9223372036854775808"),
+        ("completions", {"stop": ["a"] * 5}, "stop is"),
+        ("completions", {"stop": [""]}, "expected texts of 1 to 256 letters"),
+        ("completions", {"stop": 3}, "stop is 3"),
+        ("completions", {"logprobs": 21}, "logprobs is 21"),
+        ("completions", {"stream": 1}, "stream is 1; expected true or false"),
+        ("completions", {"stream_options": {"x": 1}}, "stream_options is"),
+        ("chat/completions", {"messages": []}, "messages is []"),
+        ("chat/completions", {"messages": ["x"]}, "objects with role and content"),
+        ("chat/completions", {"messages": [{"role": "user"}]}, "content that is a text"),
+        ("chat/completions", {"top_logprobs": 2}, "expected true beside top_logprobs"),
+        ("chat/completions", {"tools": [{"type": "function"}]}, "tools is"),
+        ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format is"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            'parts of the form {"type": "text"',
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(post, path, changes, message):
+    body = {"model": "tiny"} | (CHAT if path.startswith("chat") else OPTIONS) | changes
+    answer = post(
+        path, content=json.dumps(body).encode(), headers={"content-type": "application/json"}
+    )
+    assert message in error_of(answer, 400)["message"]
+
+
+def test_bodies_that_are_none(post, served):
+    server, _ = served
+    as_json = {"content-type": "application/json"}
+    for content in (b"", b"{", b"\xff", b"[" * 900, b'{"a": ' + b"9" * 1500 + b"5e", b"null", b"7"):
+        error_of(post(content=content, headers=as_json), 400)
+    told = error_of(post(content=b"{}", headers={"content-type": "text/plain"}), 415)
+    assert "expected application/json" in told["message"]
+    body = json.dumps({"model": "tiny", "prompt": "x" * 2000})
+    for content in (body.encode(), iter([body.encode()] * 5)):
+        told = error_of(post(content=content, headers=as_json), 413)
+        assert "more than 2000 bytes" in told["message"]
+    error_of(post("nothing"), 404)
+    error_of(httpx.get(f"{served[1].base_url}completions"), 405)
+    assert server.engine.free_rows == 4
+
+
+def test_a_body_without_end_is_cut_off(served):
+    """Long after the limit the server stops reading."""
+    _, client = served
+    connection = http.client.HTTPConnection("127.0.0.1", client.base_url.port, timeout=20)
+    connection.putrequest("POST", "/v1/completions")
+    connection.putheader("content-type", "application/json")
+    connection.putheader("content-length", str(10**12))
+    connection.endheaders()
+    sent = 0
+    with contextlib.suppress(OSError), contextlib.closing(connection):
+        while sent < 10**9:
+            connection.send(b" " * 10**4)
+            sent += 10**4
+    # What the system's buffers take on both sides.
+    assert sent < 10**8
+
+
+def test_clients_that_hang_up_free_their_rows(served):
+    server, client = served
+    body = {
+        "model": "tiny",
+        "prompt": "1",
+        "max_tokens": 90,
+        "temperature": 1.0,
+        "stop": "\x01\x02",
+    }
+    for stream in (False, True):
+        text = json.dumps(body | {"stream": stream}).encode()
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n" % len(text)
+        )
+        before = cancelled(server)
+        while cancelled(server) == before:
+            with socket.create_connection(("127.0.0.1", client.base_url.port)) as one:
+                one.sendall(head + text)
+            time.sleep(0.05)
+    until(lambda: server.engine.free_rows == 4 and not server.engine.waiting)
+
+
+def cancelled(server):
+    return server.metrics.answers.labels("cancelled")._value.get()
+
+
+def test_a_full_queue_refuses(served):
+    """Requests beyond rows and queue get 429 at once; the others are answered."""
+    server, client = served
+    streams, codes = [], []
+    # Rows that are not read on stay busy for as long as their answers are.
+    while not codes and len(streams) < 200:
+        try:
+            streams.append(
+                client.completions.create(
+                    model="tiny", prompt="1", max_tokens=90, temperature=1.2, stream=True
+                )
+            )
+        except openai.RateLimitError as error:
+            codes.append(error.code)
+    assert codes == ["queue_full"]
+    for stream in streams:
+        *_, last = stream
+        assert last.choices[0].finish_reason in ("length", "stop")
+    until(lambda: server.engine.free_rows == 4)
+
+
+def test_metrics_and_health(served):
+    _, client = served
+    root = f"http://127.0.0.1:{client.base_url.port}"
+    client.completions.create(model="german", **OPTIONS)
+    answer = httpx.get(f"{root}/health")
+    assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+    text = httpx.get(f"{root}/metrics").text
+    values = dict(
+        line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#")
+    )
+    assert values["jax_dora_adapters"] == "4.0"
+    assert float(values['jax_dora_answers_total{end="length"}']) >= 1
+    assert float(values["jax_dora_first_token_seconds_count"]) >= 1
+    assert float(values["jax_dora_tokens_total"]) >= 2

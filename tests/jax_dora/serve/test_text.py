@@ -1,0 +1,82 @@
+"""Text as its tokens come: nothing lost, nothing doubled, nothing of a stop string."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from jax_dora.finetune.tiny import byte_level_tokenizer
+from jax_dora.serve.text import TextStream
+
+
+def byte_fallback_tokenizer():
+    """As Llama 2's: words with a mark for their space, and bytes for what is no word."""
+    words = {"▁a": 256, "b": 257, "▁": 258}
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | words
+    tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    return tokenizer
+
+
+TOKENIZERS = {"bytes": byte_level_tokenizer(), "fallback": byte_fallback_tokenizer()}
+
+
+def said(tokenizer, tokens, stops=()):
+    stream = TextStream(tokenizer, stops)
+    pieces = [stream.add(token) for token in tokens]
+    return [*pieces, stream.end()], stream.stopped
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(text=st.text(alphabet="aäß中😀 \n", max_size=60))
+def test_text_comes_whole(name, text):
+    tokenizer = TOKENIZERS[name]
+    if name == "bytes":
+        tokens = tokenizer.encode(text).ids
+    else:
+        tokens = [256 if one == "a" else byte for one in text for byte in one.encode()]
+        tokens = [258, *tokens]
+    pieces, _ = said(tokenizer, tokens)
+    assert "".join(pieces) == tokenizer.decode(tokens)
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+@given(tokens=st.lists(st.integers(0, 255), max_size=300))
+def test_bytes_that_are_no_letters_come_too(tokens):
+    tokenizer = TOKENIZERS["bytes"]
+    pieces, _ = said(tokenizer, tokens)
+    assert "".join(pieces) == tokenizer.decode(tokens)
+
+
+@given(
+    text=st.text(alphabet="abc", max_size=40),
+    stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3),
+)
+def test_it_ends_before_the_first_stop_string(text, stops):
+    tokenizer = TOKENIZERS["bytes"]
+    stream = TextStream(tokenizer, stops)
+    found = ""
+    # The end of the first stop string to be complete, and of those the first to begin.
+    ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+    for number, token in enumerate(tokenizer.encode(text).ids, 1):
+        found += stream.add(token)
+        assert text.startswith(found)
+        assert stream.stopped == bool(ends and min(ends) <= number)
+        if stream.stopped:
+            break
+    found += stream.end()
+    begins = [text.find(stop) for stop in stops if stop in text[: min(ends, default=0)]]
+    assert found == (text[: min(begins)] if begins else text)
+
+
+def test_a_letter_waits_for_its_last_byte():
+    tokens = list("😀".encode())
+    byte_of = {byte: TOKENIZERS["bytes"].encode("😀").ids[n] for n, byte in enumerate(tokens)}
+    pieces, _ = said(TOKENIZERS["bytes"], [byte_of[one] for one in tokens])
+    assert pieces == ["", "", "", "😀", ""]
+
+
+def test_each_piece_is_said_at_once():
+    pieces, _ = said(TOKENIZERS["bytes"], TOKENIZERS["bytes"].encode("a" * 100).ids)
+    assert pieces == ["a"] * 100 + [""]
