@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import listing
-from torch_dora.layers import DoRALayer, dora_layers
+from torch_dora.layers import DoRALayer, dora_layers, placement
 from torch_dora.ops import check
 from torch_dora.ops.shards import whole
 
@@ -35,7 +35,9 @@ def norms(model: nn.Module) -> dict[str, Tensor]:
 
     Raises:
         ValueError: there is no DoRA layer in ``model``.
+        NotImplementedError: accelerate has offloaded a layer.
     """
+    placement.refuse_offloaded(_layers(model).items())
     return {name: whole(layer.norm()) for name, layer in _layers(model).items()}
 
 

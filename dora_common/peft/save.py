@@ -111,6 +111,7 @@ class Source:
         save_file: Callable[..., Any],
         *,
         overwrite: bool,
+        run: Callable[[Callable[[], None]], None] = lambda function: function(),
     ) -> None:
         """Writes the folder.
 
@@ -118,6 +119,8 @@ class Source:
           config: what `config` returned.
           save_file: safetensors' function of that name.
           overwrite: replace an adapter that is there.
+          run: calls the function that writes: of several processes that read the same model, in
+            one.
 
         Raises:
           FileExistsError: there is an adapter, and `overwrite` is False.
@@ -135,7 +138,7 @@ class Source:
         def write_tensors(path: Path) -> None:
             save_file(tensors, path, metadata={"format": "pt"})
 
-        write(folder, config, write_tensors, overwrite=overwrite)
+        run(lambda: write(folder, config, write_tensors, overwrite=overwrite))
 
     def _tensors(self, config: AdapterConfig) -> dict[str, Any]:
         tensors = {}

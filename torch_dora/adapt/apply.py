@@ -9,7 +9,15 @@ from torch.nn.utils import parametrize
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import as_rules, assign, listing
 from torch_dora.adapt.rule import DoRARule
-from torch_dora.layers import LAYERS, DoRAConv1D, DoRALayer, DoRALinear, dora_layers, layer_class
+from torch_dora.layers import (
+    LAYERS,
+    DoRAConv1D,
+    DoRALayer,
+    DoRALinear,
+    dora_layers,
+    layer_class,
+    placement,
+)
 from torch_dora.layers.linear import is_conv1d
 
 # What wraps a model, by the name of its class, and the model inside.
@@ -17,6 +25,7 @@ _WRAPPERS = {
     "OptimizedModule": "model._orig_mod, and call torch.compile afterwards",
     "DataParallel": "model.module, and wrap it afterwards",
     "DistributedDataParallel": "model.module, and wrap it afterwards",
+    "FullyShardedDataParallel": "the model as it was, and call fully_shard on it afterwards",
     "PeftModel": "what model.unload() returns, or read its folder by torch_dora.peft.load_adapter",
 }
 # What the hooks of a module are stored in. Handles that remove hooks know the dictionaries, so a
@@ -49,8 +58,9 @@ def apply_dora(model: nn.Module, rules: DoRARule | Sequence[DoRARule]) -> Any:
     adapter is frozen (``requires_grad`` is False). Adapted are ``torch.nn.Linear``, ``Conv1d``,
     ``Conv2d``, ``Conv3d``, ``Embedding`` and the Conv1D of transformers' GPT-2; a module that is
     shared stays shared, and a rule that matches one of its names adapts it everywhere. A layer's
-    hooks, accelerate's too, go over to the layer in its place. The adapters draw from torch's
-    generator: see ``torch.manual_seed``.
+    hooks, accelerate's too, go over to the layer in its place, and with them the style that
+    parallelize_module gave a linear layer: the adapter is sharded as its weight. The adapters draw
+    from torch's generator: see ``torch.manual_seed``.
 
     Args:
         model: a model; one of the layers above is one too, whose name is "".
@@ -65,7 +75,7 @@ def apply_dora(model: nn.Module, rules: DoRARule | Sequence[DoRARule]) -> Any:
         ValueError: a rule adapts nothing; a matched layer is adapted already; a rule does not suit
             its layer. The message lists what is there, and ``model`` is unchanged.
         NotImplementedError: a matched layer has a setting that its adapter would not honour: it is
-            parametrized, its weight is offloaded, ...
+            parametrized, its weight is offloaded, FSDP holds it, ...
     """
     check_model(model)
     rules = as_rules(DoRARule, rules)
@@ -101,9 +111,13 @@ def remove_dora(model: nn.Module) -> Any:
 
     Raises:
         TypeError: ``model`` is no module, or a wrapper of one.
+        NotImplementedError: FSDP or accelerate's offloading holds a layer's parameters.
     """
     check_model(model)
-    return replace(model, {id(one): one.base.train(one.training) for _, one in dora_layers(model)})
+    layers = list(dora_layers(model))
+    placement.refuse_offloaded(layers)
+    placement.refuse_fsdp(layers, "remove adapters before fully_shard")
+    return replace(model, {id(one): one.base.train(one.training) for _, one in layers})
 
 
 def check_model(model: object, name: str = "model") -> None:
@@ -180,6 +194,11 @@ def refuse(model: nn.Module, matched: list[_Named]) -> None:
             "reads that layer's weight and never calls it: give the rules paths that leave out"
             f"{listed(others)}"
         )
+    placement.refuse_fsdp(
+        [(names[0], module) for module, names in matched],
+        "call apply_dora before fully_shard, and load_adapter before it or with an adapter of the "
+        "folder's rank and alpha in place",
+    )
     offloads = any(hasattr(module, "_hf_hook") for module in model.modules())
     offloaded = [one for one in matched if any(p.is_meta for p in one[0].parameters(recurse=False))]
     if offloads and offloaded:

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from dora_common.merge_report import MergedLayer, MergeReport
 from torch_dora.adapt.apply import check_model
-from torch_dora.layers import dora_layers
+from torch_dora.layers import dora_layers, placement
+from torch_dora.ops.shards import whole
 
 
 def merge_dora(model: nn.Module, *, return_report: bool = False) -> Any:
@@ -28,11 +29,16 @@ def merge_dora(model: nn.Module, *, return_report: bool = False) -> Any:
     Raises:
         TypeError: ``model`` is no module, or a wrapper of one.
         ValueError: it holds no adapter.
+        NotImplementedError: FSDP or accelerate's offloading holds a layer's parameters.
     """
     check_model(model)
     layers = dict(dora_layers(model))
     if not layers:
         raise ValueError("model holds no adapter; expected a model from apply_dora")
+    placement.refuse_offloaded(layers.items())
+    placement.refuse_fsdp(
+        layers.items(), "save_adapter, load_adapter into a model that is not sharded, and merge it"
+    )
     plain: dict[str, Any] = {name: layer.merge() for name, layer in layers.items()}
     memo: dict[int, Any] = {id(tensor): tensor for tensor in model.parameters()}
     memo |= {id(layer): plain[name] for name, layer in layers.items()}
@@ -49,6 +55,8 @@ def merge_dora(model: nn.Module, *, return_report: bool = False) -> Any:
 @torch.no_grad()
 def _row(path: str, weight: Tensor, merged: Tensor, rounded: Tensor) -> MergedLayer:
     """Returns a layer's row, from its weight, the merged one in fp32 (fp64), and that as cast."""
+    # Under tensor parallelism every process reports on the whole.
+    weight, merged, rounded = whole(weight), whole(merged), whole(rounded)
     error = rounded - merged
     return MergedLayer.from_norms(
         path,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from dora_common.hyperparameters import DropoutMode, adapter_scale, check_dropout
+from torch_dora.layers import placement
 from torch_dora.ops import check, choose, factored_norm, magnitude_scale, shards
 from torch_dora.ops.dtypes import accumulation_dtype
 from torch_dora.ops.products import product
@@ -219,7 +220,13 @@ class DoRALayer(nn.Module):
         return norm.to(accumulation_dtype(weight, lora_a, lora_b))
 
     def current_norm(self) -> Tensor:
-        """Returns the norm that a call uses: the constant one where there is one, or a new one."""
+        """Returns the norm that a call uses: the constant one where there is one, or a new one.
+
+        Raises:
+            TypeError: FSDP has cast the magnitude to 16 bits.
+        """
+        placement.check_magnitude(self)
+        placement.watch_offloaded(self)
         constant = self.constant_norm
         return self.norm() if constant is None else constant
 

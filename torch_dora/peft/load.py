@@ -4,18 +4,19 @@ import copy
 import functools
 import os
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dora_common.hyperparameters import ADAPTER_NAMES, DropoutMode
 from dora_common.peft.fit import Adapter, Fit
 from dora_common.peft.folder import Folder, opened
 from torch_dora.adapt import DoRARule
 from torch_dora.adapt.apply import adapt, refuse, replace
-from torch_dora.layers import dora_layers
-from torch_dora.ops import check
+from torch_dora.layers import DoRALayer, dora_layers, placement
+from torch_dora.ops import check, shards
 from torch_dora.peft.layers import layers_of, parameters_of
 
 
@@ -42,6 +43,10 @@ def load_adapter(
     A LoRA folder is loaded too: as the DoRA that computes the same, its magnitude equal to its
     norm.
 
+    Of a model that is sharded all processes call this and read the folder. One that FSDP holds
+    keeps its layers: they need adapters of the folder's rank and alpha, whose values become the
+    folder's.
+
     Args:
         model: plain, or with an adapter, in whose place the folder's comes.
         folder: holds adapter_config.json and adapter_model.safetensors.
@@ -60,7 +65,8 @@ def load_adapter(
             missing from it.
         ValueError: a file is damaged; a tensor has no place in the model or another shape than it,
             or one is missing, or is not finite. What is wrong is listed.
-        NotImplementedError: the configuration asks for something that is not supported.
+        NotImplementedError: the configuration asks for something that is not supported; parameters
+            are on the meta device or offloaded; FSDP holds layers that would have to be replaced.
         TypeError: an argument or a field of the configuration has the wrong type.
     """
     if adapter_dtype is not None:
@@ -73,6 +79,10 @@ def load_adapter(
             {name: tuple(tensor.shape) for name, tensor in parameters.items()},
             {name: id(tensor) for name, tensor in parameters.items()},
         )
+        weights = [f"{name}.weight" for name in fit.adapters]
+        placement.refuse_meta(
+            [(name, parameters[name]) for name in [*weights, *fit.parameters, *fit.tokens]]
+        )
         trainable = {parameter: parameter.requires_grad for parameter in model.parameters()}
         try:
             wholes = {
@@ -80,19 +90,25 @@ def load_adapter(
             }
             rows = {name: (list(at), source.read(key)) for name, (key, at) in fit.tokens.items()}
             new = _make_layers(model, source, fit, adapter_dtype, dropout_mode, implementation)
+            stays = [(name, one) for name, one in dora_layers(model) if id(one) not in new]
+            values = [
+                (one, _values(one, source, fit.adapters[name], adapter_dtype is None))
+                for name, one in stays
+            ]
         except BaseException:
             for parameter, was in trainable.items():
                 parameter.requires_grad_(was)
             raise
     replace(model, new)
+    for layer, of_layer in values:
+        _fill(layer, of_layer)
     for name in fit.untied:
         _untie(model, name)
     parameters = parameters_of(model)
-    with torch.no_grad():
-        for name, value in wholes.items():
-            parameters[name].copy_(value)
-        for name, (indices, values) in rows.items():
-            parameters[name][indices] = values.to(parameters[name])
+    for name, value in wholes.items():
+        shards.fill(parameters[name], value)
+    for name, (indices, value) in rows.items():
+        _fill_rows(parameters[name], indices, value)
     stored = {
         id(parameters[name])
         for name in wholes
@@ -114,39 +130,68 @@ def _make_layers(
     implementation: str | None,
 ) -> dict[int, nn.Module]:
     """Returns, by the id of the module in whose place it comes, a new DoRA layer for every module
-    that the folder has an adapter for, and the base layer of every other that has one now. The
-    model is not changed."""
+    that the folder has an adapter for, and the base layer of every other that has one now; nothing
+    for a layer that FSDP holds, which stays. The model is not changed."""
     modules: dict[str, Any] = dict(model.named_modules())
-    bases = {name: modules[name] for name in fit.adapters}
-    bases |= {name: one.base.train(one.training) for name, one in dora_layers(model)}
-    refuse(model, [(bases[name], (name,)) for name in fit.adapters])
-    new = {id(modules[name]): base for name, base in bases.items()}
+    rules = {}
     for name, one in fit.adapters.items():
         dtypes = (getattr(torch, dtype) for dtype in source.dtypes(one))
-        rule = DoRARule(
+        rules[name] = DoRARule(
             re.escape(name),
             **source.options(one, dropout_mode),
             adapter_dtype=adapter_dtype or functools.reduce(torch.promote_types, dtypes),
             implementation=implementation,
         )
-        layer = adapt(bases[name], name, rule)
-        _fill(layer, source, one, adapter_dtype is None)
-        new[id(modules[name])] = layer
+    stays = {name for name, rule in rules.items() if _stays(modules[name], rule)}
+    bases = {name: modules[name] for name in fit.adapters}
+    bases |= {name: one.base.train(one.training) for name, one in dora_layers(model)}
+    placement.refuse_fsdp(
+        [(name, modules[name]) for name in bases if name not in stays]
+        + [(name, model.get_submodule(name.rpartition(".")[0])) for name in fit.untied],
+        "load_adapter before fully_shard, or call apply_dora before it with the folder's layers, "
+        "rank, alpha and dropout",
+    )
+    refuse(model, [(bases[name], (name,)) for name in fit.adapters if name not in stays])
+    new = {id(modules[name]): base for name, base in bases.items() if name not in stays}
+    for name, rule in rules.items():
+        if name not in stays:
+            layer = new[id(modules[name])] = adapt(bases[name], name, rule)
+            _fill(layer, _values(layer, source, fit.adapters[name], adapter_dtype is None))
     return new
 
 
-@torch.no_grad()
-def _fill(layer: Any, source: Folder, adapter: Adapter, exactly: bool) -> None:
-    for name in ("lora_a", "lora_b"):
-        parameter = getattr(layer, name)
-        parameter.copy_(source.read(adapter.keys[name]).reshape(parameter.shape))
+def _stays(module: Any, rule: DoRARule) -> bool:
+    """Returns whether FSDP holds ``module``, and it is the layer that ``rule`` would make."""
+    if not (placement.is_in_fsdp(module) and isinstance(module, DoRALayer)):
+        return False
+    settings = ["rank", "alpha", "use_rslora", "dropout"] + ["dropout_mode"] * (rule.dropout > 0)
+    return all(getattr(module, name) == getattr(rule, name) for name in settings)
+
+
+def _values(layer: Any, source: Folder, adapter: Adapter, exactly: bool) -> dict[str, Tensor]:
+    """Returns what the folder has for ``layer``; of a LoRA folder no magnitude."""
+    values = {
+        name: source.read(adapter.keys[name]).reshape(getattr(layer, name).shape)
+        for name in ("lora_a", "lora_b")
+    }
     if key := adapter.keys.get("magnitude"):
-        value = source.read(key).reshape(-1)
-        layer.magnitude.copy_(value)
+        value = values["magnitude"] = source.read(key).reshape(-1)
         if exactly:
-            source.refuse_rounding(key, value, layer.magnitude.cpu())
-    else:
+            source.refuse_rounding(key, value, value.to(layer.magnitude.dtype))
+    return values
+
+
+def _fill(layer: Any, values: Mapping[str, Tensor]) -> None:
+    for name, value in values.items():
+        shards.fill(getattr(layer, name), value)
+    if "magnitude" not in values:
         layer.reset_magnitude()
+
+
+def _fill_rows(parameter: Tensor, indices: list[int], rows: Tensor) -> None:
+    value = shards.whole(parameter).detach().clone()
+    value[indices] = rows.to(value)
+    shards.fill(parameter, value)
 
 
 def _untie(model: nn.Module, name: str) -> None:

@@ -1,5 +1,6 @@
 """A torch model's adapter into a PEFT folder."""
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 
@@ -7,10 +8,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.save import Adapted, Source
-from torch_dora.layers import DoRAConv1D, dora_layers
-from torch_dora.ops import check
+from torch_dora.layers import DoRAConv1D, dora_layers, placement
+from torch_dora.ops import check, shards
 from torch_dora.peft.layers import layers_of, parameters_of
 
 
@@ -32,7 +34,8 @@ def save_adapter(
     """Write the adapter of ``model`` as a PEFT folder: adapter_config.json and
     adapter_model.safetensors, which PEFT loads, and computes the same with.
 
-    The folder appears whole or not at all. On several hosts, call this on one.
+    The folder appears whole or not at all. Of a model that is sharded, by FSDP or as DTensors, all
+    processes call this, and the first one writes; of any other, call it in one process.
 
     Args:
         model: with adapters.
@@ -57,7 +60,8 @@ def save_adapter(
             not fit the model; a name matches no module; a number is not finite, or not in
             ``dtype``.
         NotImplementedError: a convolution has groups, dilation or a padding that PEFT does not
-            honour.
+            honour; accelerate has offloaded a layer, or it is on the meta device.
+        RuntimeError: the process that writes failed, in the others.
         TypeError: an argument has the wrong type.
     """
     if dtype is not None:
@@ -68,11 +72,18 @@ def save_adapter(
         raise ValueError(
             "model has no adapter; expected one with DoRA layers, as torch_dora.apply_dora makes it"
         )
+    placement.refuse_offloaded(modules.items())
+    placement.refuse_meta(
+        (f"{name}.{attribute}", getattr(one, attribute))
+        for name, one in modules.items()
+        for attribute in ADAPTER_NAMES
+    )
     parameters = parameters_of(model)
+    mesh = shards.mesh_of(model.parameters())
 
     def stored(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         # A copy: safetensors takes no two tensors in one piece of memory.
-        return tensor.detach().to("cpu", dtype, copy=True).contiguous()
+        return shards.whole(tensor).detach().to("cpu", dtype, copy=True).contiguous()
 
     source = Source(
         layers=list(layers.values()),
@@ -85,7 +96,9 @@ def save_adapter(
         arrays={name: id(tensor) for name, tensor in parameters.items()},
         read=lambda name: stored(parameters[name]),
         read_adapter=lambda name, attribute: stored(getattr(modules[name], attribute), dtype),
-        is_lora=lambda name: torch.equal(modules[name].norm(), modules[name].magnitude),
+        is_lora=lambda name: torch.equal(
+            shards.whole(modules[name].norm()), shards.whole(modules[name].magnitude)
+        ),
     )
     config = source.config(
         config,
@@ -97,4 +110,6 @@ def save_adapter(
         base_model_name_or_path=base_model_name_or_path,
         task_type=task_type,
     )
-    source.write(folder, config, save_file, overwrite=overwrite)
+    source.write(
+        folder, config, save_file, overwrite=overwrite, run=functools.partial(shards.by_first, mesh)
+    )

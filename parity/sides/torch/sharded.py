@@ -110,7 +110,8 @@ def _layer(inputs: LayerInputs, scale: float, layout: Layout, device: str) -> Te
     if layout.rows:
         for name in ("y", "d_x"):
             found[name] = _gathered(found[name], over_rows)
-    return {name: value.cpu() for name, value in found.items()}
+    # A style's result may still be on its way; a copy waits for it.
+    return {name: value.clone().cpu() for name, value in found.items()}
 
 
 def _base(inputs: LayerInputs) -> nn.Linear:

@@ -1,0 +1,142 @@
+"""Sharded models: PEFT folders, fresh adapters, checkpoints, what is sent, and what is refused."""
+
+import re
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from accelerate.hooks import remove_hook_from_submodules
+from torch import nn
+
+from parity.sides.torch import processes
+from tests.torch_dora import in_processes as inside
+from tests.torch_dora.peft_folders import tensors_of
+from torch_dora import DoRARule, apply_dora, merge_dora, norms, peft, remove_dora
+
+
+@pytest.fixture
+def trained():
+    """One device's model, its adapter away from where it began."""
+    model = apply_dora(inside.base(), inside.RULE)
+    torch.manual_seed(5)
+    for layer in (model.up, model.down):
+        nn.init.normal_(layer.lora_b)
+        layer.reset_magnitude()
+        layer.magnitude.data.mul_(1 + 0.1 * torch.randn_like(layer.magnitude))
+    return model
+
+
+@pytest.mark.parametrize(("count", "kind"), [(2, "tp"), (4, "fsdp"), (4, "fsdp tp")])
+def test_folders_are_those_of_one_device(trained, tmp_path, count, kind):
+    peft.save_adapter(trained, tmp_path / "one")
+    found = processes.run(
+        inside.folders, count, "cpu", kind, str(tmp_path / "one"), str(tmp_path / "many")
+    )
+    one, many = tensors_of(tmp_path / "one"), tensors_of(tmp_path / "many")
+    assert one.keys() == many.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, many[name]), name
+    config = "adapter_config.json"
+    assert (tmp_path / "one" / config).read_text() == (tmp_path / "many" / config).read_text()
+    assert "many" in found["refused"]
+    want = trained(inside.batch())
+    for name in ("y", "with norms"):
+        torch.testing.assert_close(found[name], want)
+    for name, norm in norms(trained).items():
+        torch.testing.assert_close(found["norms"][name], norm)
+    if kind == "tp":
+        torch.testing.assert_close(found["merged"], want)
+        torch.testing.assert_close(found["removed"], inside.base()(inside.batch()))
+
+
+def test_fresh_adapters_are_the_base_model_and_the_same_everywhere():
+    found = processes.run(inside.fresh, 2, "cpu")
+    want = inside.base()(inside.batch())
+    torch.testing.assert_close(found["fsdp"], want)
+    torch.testing.assert_close(found["tp"], want)
+    assert all(torch.equal(part, found["lora_a"][0]) for part in found["lora_a"])
+    assert found["lora_a"][0].abs().min() > 0
+
+
+def test_checkpoints_go_on_in_fewer_processes(tmp_path):
+    folder = str(tmp_path)
+    want = processes.run(inside.train, 4, "cpu", folder, 0, 6)
+    assert want[-1] < want[0]
+    assert processes.run(inside.train, 4, "cpu", folder, 3, 6) == want[3:]
+    found = processes.run(inside.train, 2, "cpu", folder, 3, 6)
+    assert found == pytest.approx(want[3:], rel=1e-5)
+
+
+# Forward, then backward, of a layer of 8 inputs and 12 outputs, rank 2, 5 rows.
+@pytest.mark.parametrize(
+    ("style", "base", "adapter"),
+    [
+        # The norm; the gradients of magnitude and lora_b, whose z is a sum over the processes.
+        ("row", [(5, 12)], [(12,), (12,), (12, 2)]),
+        # The gradient of lora_a, as in LoRA.
+        ("column", [(5, 8)], [(2, 8)]),
+    ],
+)
+def test_what_is_sent(style, base, adapter):
+    found = processes.run(inside.sent, 2, "cpu", style)
+    assert found["base"] == base
+    assert sorted(found["DoRA"]) == sorted(base + adapter)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tp", "fsdp"])
+def test_compiled_models(kind):
+    processes.run(inside.compiled, 2, "cpu", kind)
+
+
+REFUSED = {
+    "apply": r"NotImplementedError: FSDP holds .*apply_dora before fully_shard.*\n  down\n  up$",
+    "remove": r"NotImplementedError: FSDP holds .*before fully_shard:\n  down\n  up$",
+    "merge": r"NotImplementedError: FSDP holds .*not sharded, and merge it:\n  down\n  up$",
+    "load": r"NotImplementedError: FSDP holds .*rank, alpha and dropout:\n  down\n  up$",
+    "cast": r"TypeError: magnitude is torch.bfloat16 .*param_dtype None",
+    "plain x": r"TypeError: x: plain, while weight.*DTensor\.from_local, make x one",
+    "embedding": r"NotImplementedError: '' cannot be adapted: .*only linear layers",
+    "pending sum": r"NotImplementedError: weight has the placements .*call redistribute",
+}
+
+
+def test_what_cannot_be_is_refused(trained, tmp_path):
+    peft.save_adapter(trained, tmp_path / "adapter")
+    found = processes.run(inside.refusals, 2, "cpu", str(tmp_path / "adapter"))
+    assert found.keys() == REFUSED.keys()
+    for name, pattern in REFUSED.items():
+        assert re.match(pattern, found[name], re.DOTALL), found[name]
+
+
+def test_offloaded_adapters_are_refused(trained, tmp_path):
+    want = trained(inside.batch())
+    cpu_offload(trained, execution_device="cpu")
+    y = trained(inside.batch())
+    torch.testing.assert_close(y, want)
+    with pytest.raises(RuntimeError, match=r"accelerate offloads.*freeze"):
+        y.sum().backward()
+    for function in (
+        remove_dora,
+        merge_dora,
+        norms,
+        lambda model: peft.save_adapter(model, tmp_path / "adapter"),
+    ):
+        with pytest.raises(NotImplementedError, match=r"remove_hook_from_sub(.|\n)*\n  down\n  up"):
+            function(trained)
+    remove_hook_from_submodules(trained)
+    trained(inside.batch()).sum().backward()
+    assert trained.up.magnitude.grad.abs().min() > 0
+    torch.testing.assert_close(merge_dora(trained)(inside.batch()), want)
+
+
+def test_a_model_on_the_meta_device_is_refused(trained, tmp_path):
+    peft.save_adapter(trained, tmp_path / "adapter")
+    with torch.device("meta"):
+        model = inside.Model()
+    with pytest.raises(NotImplementedError, match=r"meta device(.|\n)*\n  down\.weight\n  up\.w"):
+        peft.load_adapter(model, tmp_path / "adapter")
+    assert type(model.up) is nn.Linear
+    apply_dora(model, DoRARule("up", 2, 2))
+    with pytest.raises(NotImplementedError, match=r"meta device(.|\n)*\n  up\.lora_a"):
+        peft.save_adapter(model, tmp_path / "another")

@@ -1,0 +1,82 @@
+"""Where a layer's parameters are while others hold them: FSDP's shards, accelerate's offloading."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dora_common.hyperparameters import ADAPTER_NAMES
+from dora_common.rules import listing
+
+
+def is_in_fsdp(module: nn.Module) -> bool:
+    """Returns whether FSDP holds the parameters of ``module``: it gathers them for every call, and
+    knows the module that it found them in."""
+    return getattr(module, "_is_fsdp_managed_module", False)
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    """Returns whether accelerate keeps the parameters of ``module`` elsewhere between calls."""
+    hook = getattr(module, "_hf_hook", None)
+    return any(getattr(one, "offload", False) for one in (hook, *getattr(hook, "hooks", ())))
+
+
+def check_magnitude(layer: Any) -> None:
+    """Raises TypeError where FSDP hands the layer a magnitude of 16 bits."""
+    if layer.magnitude.dtype.itemsize == 2 and is_in_fsdp(layer):
+        raise TypeError(
+            f"magnitude is {layer.magnitude.dtype} in a call under FSDP, whose mp_policy casts "
+            "every parameter to its param_dtype; expected float32: rounded to 16 bits, a magnitude "
+            "no longer is its norm. Leave param_dtype None, and load the base model in the 16 bits "
+            "that it should compute in: adapters stay float32 by themselves"
+        )
+
+
+def watch_offloaded(layer: Any) -> None:
+    """Makes a backward pass raise RuntimeError where it would reach an adapter of an offloaded
+    layer: the call has copies of the parameters, and their gradients are lost with them."""
+    if not (torch.is_grad_enabled() and is_offloaded(layer)):
+        return
+    for name in ADAPTER_NAMES:
+        parameter = getattr(layer, name)
+        if parameter.requires_grad:
+            parameter.register_hook(_refuse_gradient)
+
+
+def _refuse_gradient(gradient: Tensor) -> Tensor:
+    raise RuntimeError(
+        "a backward pass reached an adapter whose layer accelerate offloads: the gradient would be "
+        "that of a copy, and lost with it. Train with the adapted layers on one device each "
+        "(a device_map without cpu and disk, or FSDP with CPUOffloadPolicy), or freeze the adapter "
+        "by torch_dora.freeze"
+    )
+
+
+def refuse_fsdp(layers: Iterable[tuple[str, nn.Module]], remedy: str) -> None:
+    """Raises NotImplementedError that lists those of the layers that FSDP holds."""
+    if held := [name for name, layer in layers if is_in_fsdp(layer)]:
+        raise NotImplementedError(
+            "FSDP holds the parameters of these layers, and would not know the layers in their "
+            f"place; {remedy}:{listing(held)}"
+        )
+
+
+def refuse_offloaded(layers: Iterable[tuple[str, nn.Module]]) -> None:
+    """Raises NotImplementedError that lists those of the layers that accelerate offloads."""
+    if offloaded := [name for name, layer in layers if is_offloaded(layer)]:
+        raise NotImplementedError(
+            "accelerate has offloaded the parameters of these layers, whose own tensors are empty; "
+            "call accelerate.hooks.remove_hook_from_submodules(model), which loads them, "
+            f"first:{listing(offloaded)}"
+        )
+
+
+def refuse_meta(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises NotImplementedError that lists those of the tensors that are on the meta device."""
+    if empty := [name for name, tensor in tensors if tensor.is_meta]:
+        raise NotImplementedError(
+            "these parameters are on the meta device, which keeps no values; make them real first, "
+            "by model.to_empty(device=…) and loading the base model's weights (into a model that "
+            f"is to be sharded: apply_dora, fully_shard, to_empty, load):{listing(empty)}"
+        )
