@@ -14,8 +14,8 @@ under a bias, and in fp16, whose range is short, inner is kept.
 The order never makes an [in, out] product, but for the kernel's own gradient, xᵀ d, which is
 computed only where somebody differentiates it.
 
-A quantised kernel is dequantised for each of its products, to x's dtype; what is kept for the
-gradient is the quantised one.
+A quantised kernel is dequantised for each of its products, to x's dtype, but for few rows, which a
+kernel multiplies with what is stored; what is kept for the gradient is the quantised one.
 """
 
 import functools
@@ -41,6 +41,7 @@ from jax_dora.ops.mosaic import (
     expand_compose,
     project,
     project_back,
+    quantised_product,
 )
 from jax_dora.ops.operands import Projection
 from jax_dora.ops.reduction import REDUCE, REDUCE_BACK, Reducing, Reduction, dot_general
@@ -113,25 +114,38 @@ def _forward(static: Forward, shard: Shard, operands: Reduced) -> tuple[Any, Any
         return shard.sum(_forward(static, Shard(), operands)[0]), None
     (in_features, out), rank = kernel.shape, z.shape[-1]
     rows = x.size // max(in_features, 1)
-    # Of a quantised kernel a copy that lasts as long as the product.
-    kernel = quantised.dense(kernel, x.dtype)
-    choice = choose.choose(
-        static.op,
-        static.implementation,
+    dot, one = functools.partial(dot_general, static.precision), jnp.float32(1)
+    base = _few_rows(static, rows, x, kernel)
+    if base is None:
+        # Of a quantised kernel a copy that lasts as long as the product.
+        kernel = quantised.dense(kernel, x.dtype)
+    candidates = [
         (project, (rows, in_features, out, x.dtype)),
         (expand_compose, (rows, rank, out, x.dtype)),
         (compose, (rows, out, x.dtype)),
-    )
+    ]
+    choice = choose.choose(static.op, static.implementation, *candidates[base is not None :])
     options = {"want_inner": static.want_inner}
     lora_b = lora_b.astype(x.dtype)
     if choice is not None and choice.kernel is project:
         return project.launch(x, kernel, z, lora_b, g, bias, **options, **choice.knobs)
-    dot, one = functools.partial(dot_general, static.precision), jnp.float32(1)
-    base = dot(x, kernel, (-1, 0))
+    if base is None:
+        base = dot(x, kernel, (-1, 0))
     if choice is not None and choice.kernel is expand_compose:
         g = jnp.ones(out, jnp.float32) if g is None else g
         return expand_compose.launch(base, z, lora_b, g, one, bias, **options, **choice.knobs)
     return forward(choice, base, dot(z, lora_b, (-1, 0)), g, one, bias, **options)
+
+
+def _few_rows(static: Forward, rows: int, x: jax.Array, kernel: Any) -> jax.Array | None:
+    """Returns the product of few rows with a quantised kernel, read as it is; None where another
+    way is taken."""
+    if not quantised.is_quantised(kernel):
+        return None
+    call = (rows, *kernel.shape, quantised.format_of(kernel), x.dtype)
+    candidate = (quantised_product, call)
+    choice = choose.choose(static.op, static.implementation, candidate, optional=True)
+    return choice and choice.kernel.launch(x, *jax.tree.leaves(kernel), **choice.knobs)
 
 
 FORWARD = Op(

@@ -131,9 +131,11 @@ def _check_scales(told: str, scale: Any) -> None:
         return
     if isinstance(scale, jax.Array) and not scale.is_fully_addressable:
         return
-    if bool(_are_positive(scale)):
-        return
-    least, most = float(jnp.min(scale)), float(jnp.max(scale))
+    # A constant of a function that is traced has numbers too.
+    with jax.ensure_compile_time_eval():
+        if bool(_are_positive(scale)):
+            return
+        least, most = float(jnp.min(scale)), float(jnp.max(scale))
     raise ValueError(
         f"{told} with scales from {least} to {most}; expected positive finite numbers: a tile of "
         "zeros has any positive scale, 1 say; quantise it again from weights that are finite"

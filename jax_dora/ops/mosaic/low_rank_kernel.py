@@ -128,7 +128,7 @@ def low_rank_kernel(
 
     def kernel(*gmem, buffers, scratch):
         inputs, out_gmem = gmem[: len(gmem) - len(out_type)], gmem[len(gmem) - len(out_type) :]
-        walk = _Walk(tiling, lax.axis_index("block"))
+        walk = Walk(tiling, lax.axis_index("block"))
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == c.consumers)
@@ -166,7 +166,7 @@ def low_rank_kernel(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Walk:
+class Walk:
     """The order in which one thread block takes its runs, and its consumers their tiles."""
 
     tiling: Tiling

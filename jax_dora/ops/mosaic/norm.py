@@ -22,7 +22,7 @@ Bytes: W once, A and B once; FLOPs: 2 · in · r · out for each product of piec
 them), which set the floor at ranks over 200.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -114,7 +114,12 @@ def launch(
 ) -> jax.Array:
     """Returns f32[out]: the square of the norm of kernel [in, out] adapted by lora_a [in, r] and
     lora_b [r, out]."""
-    matrix = Matrix(kernel, lambda tile, chunk: tile.smem[:, chunk].astype(jnp.float32))
+
+    def values(tile, chunks):
+        for chunk in chunks:
+            yield tile.smem[:, chunk].astype(jnp.float32)
+
+    matrix = Matrix(kernel, values)
     count = pieces(kernel.dtype, lora_a.dtype)
     in_features, out = kernel.shape
     tiling = Tiling(in_features, out, config, sm_count)
@@ -126,13 +131,14 @@ class Matrix(NamedTuple):
 
     Attributes:
       elements: [in, out / packed].
-      values: `(tile, chunk) -> f32[TILE_ROWS, chunk]`: what columns `chunk` of a tile stand for.
+      values: `(tile, chunks) -> f32[TILE_ROWS, chunk]` for each chunk of a tile's columns: what
+        they stand for.
       packed: columns that an element holds.
       scales: f32[k, padded_out], a row for every in / k rows; None where there is none.
     """
 
     elements: jax.Array
-    values: Callable[[Tile, Any], jax.Array]
+    values: Callable[[Tile, Any], Iterator[jax.Array]]
     packed: int = 1
     scales: jax.Array | None = None
 
@@ -168,9 +174,8 @@ def squares(
 
     def epilogue(sums, tile, out_gmem, *, sums_smem):
         added = []
-        for at, total in zip(chunks, sums, strict=True):
-            adapted = tile.scale * tile.acc[:, at.start : at.start + chunk]
-            v = matrix.values(tile, at) + adapted
+        for at, total, value in zip(chunks, sums, matrix.values(tile, chunks), strict=True):
+            v = value + tile.scale * tile.acc[:, at.start : at.start + chunk]
             added.append(total + v * v)
         return tuple(added)
 

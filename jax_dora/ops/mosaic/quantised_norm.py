@@ -8,9 +8,7 @@ v(q) is q itself, or of "nf4" the level that q numbers. The kernel is `norm`'s, 
 with a tile of the matrix: q becomes fp32 in registers, where it meets its tile of A B. No [in, out]
 array of floats is made anywhere.
 
-Of two 4-bit numbers in a byte the first is the lower. A strip of B has its even columns first,
-then its odd ones, so that the lower numbers of a tile of bytes meet one half of A B's tile and the
-upper ones the other; the result's columns are put back in order.
+Strips of B whose 4-bit numbers share a byte have their even columns first (`quantised_matrix`).
 
 Bytes: q and σ once (0.27 of a bf16 kernel's for 4 bits, 0.5 for 8), A, B once. FLOPs as `norm`'s.
 """
@@ -24,10 +22,8 @@ from jax import lax
 from jax_dora.ops.mosaic import hopper, norm
 from jax_dora.ops.mosaic.launch import launcher
 from jax_dora.ops.mosaic.low_rank_tiling import CONFIGS, TILE_ROWS, Config, Tiling, has_room
-from jax_dora.ops.quantised import NF4, Format, repeated
-
-# Columns that an element of a format's bytes holds.
-PACKED = {"nf4": 2, "int4": 2, "int8": 1, "float8_e4m3fn": 1}
+from jax_dora.ops.mosaic.quantised_matrix import PACKED, Packing, numbers
+from jax_dora.ops.quantised import Format
 
 
 def refuses(
@@ -85,48 +81,16 @@ def launch(
     """Returns f32[out]: the square of the norm of qvalue [in, out], scaled by `scales`
     [in / t, out / u] and adapted by lora_a [in, r] and lora_b [r, out]."""
     in_features, out = qvalue.shape
-    is_nf4, packed = qvalue.dtype == jnp.uint4, 2 if qvalue.dtype in (jnp.uint4, jnp.int4) else 1
     tiling = Tiling(in_features, out, config, sm_count)
-    scales = repeated(scales.astype(jnp.float32), 1, out)
-    scales = hopper.pad(scales, scales.shape[0], tiling.padded_out)
-    elements = qvalue
-    if packed == 2:
-        pairs = qvalue.reshape(in_features, out // 2, 2)
-        elements = lax.bitcast_convert_type(pairs, jnp.uint8)
-        lora_b = hopper.pad(lora_b, lora_b.shape[0], tiling.padded_out)
-        lora_b, scales = _halves(lora_b, config.tile_cols), _halves(scales, config.tile_cols)
+    packing = Packing(qvalue.dtype, tiling)
 
-    def values(tile, chunk):
-        if packed == 2:
-            byte = tile.smem[...].astype(jnp.int32)
-            number = byte & 15 if chunk.start == 0 else byte >> 4
-            value = _level(number) if is_nf4 else ((number ^ 8) - 8).astype(jnp.float32)
-        else:
-            value = tile.smem[:, chunk].astype(jnp.float32)
-        return value * lax.broadcast_in_dim(tile.scales_smem[chunk], value.shape, (1,))
+    def values(tile, chunks):
+        for chunk, value in zip(
+            chunks, numbers(packing, tile.smem, chunks, jnp.float32), strict=True
+        ):
+            yield value * lax.broadcast_in_dim(tile.scales_smem[chunk], value.shape, (1,))
 
-    matrix = norm.Matrix(elements, values, packed, scales)
+    matrix = norm.Matrix(packing.elements(qvalue), values, packing.packed, packing.scales(scales))
     count = norm.pieces(jnp.bfloat16, lora_a.dtype)
-    squared = norm.squares(matrix, lora_a, lora_b, scale, count, tiling)
-    if packed == 2:
-        strips = squared.reshape(tiling.strips, 2, config.tile_cols // 2)
-        squared = strips.swapaxes(1, 2).reshape(tiling.padded_out)
-    return squared[:out]
-
-
-def _halves(x: jax.Array, tile_cols: int) -> jax.Array:
-    """Returns x [k, columns] with the even columns of each strip before its odd ones."""
-    strips = x.reshape(x.shape[0], -1, tile_cols // 2, 2)
-    return strips.swapaxes(2, 3).reshape(x.shape)
-
-
-def _level(number: jax.Array) -> jax.Array:
-    """Returns the NF4 level of each i32 number of 4 bits: a tree of choices, a bit a level."""
-    levels: list[Any] = [jnp.float32(level) for level in NF4]
-    for bit in range(4):
-        is_set = (number & (1 << bit)) != 0
-        levels = [
-            jnp.where(is_set, upper, lower)
-            for lower, upper in zip(levels[::2], levels[1::2], strict=True)
-        ]
-    return levels[0]
+    squared = norm.squares(matrix, lora_a, packing.ordered(lora_b), scale, count, tiling)
+    return packing.in_order(squared)[:out]

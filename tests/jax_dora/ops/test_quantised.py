@@ -307,9 +307,3 @@ def test_a_quantised_kernel_has_no_gradient():
     (x, a, b, magnitude, _), _ = operands(kernel)
     with pytest.raises(TypeError, match="quantised as float8_e4m3fn is being differentiated"):
         jax.grad(lambda k: dora_linear(x, k, a, b, magnitude, SCALE).sum())(kernel)
-
-
-def test_no_mosaic_norm_takes_it():
-    (_, a, b, *_), _ = operands(GOOD)
-    with pytest.raises(NotImplementedError, match="there is no kernel for such operands"):
-        factored_norm(GOOD, a, b, SCALE, implementation="mosaic")
