@@ -7,6 +7,7 @@ import jax
 from flax import nnx
 
 from dora_common.rules import OUTPUT_HEADS
+from jax_dora.adapt.readers import heads, is_adapted_read, reader_of
 from jax_dora.adapt.tree import Found, find_modules, is_node
 from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.weights.module import adapters_of, has_dora_type
@@ -80,7 +81,7 @@ def sites(model: nnx.Module, traced: Traced | None = None) -> list[Site]:
     modules = find_modules(model)
     found = [one for module in modules for one in _sites_of(module, modules, traced)]
     _pack_experts(found)
-    for head in _heads(traced):
+    for head in heads(traced):
         for one in found:
             if one.param == head[1] and head[0] in one.found.paths:
                 one.is_linear = False
@@ -221,64 +222,15 @@ def _from_reads(site: Site, registration: Any, modules: list[Found], reads: Any)
     looked_up = any(read.kind == "lookup" for read in useful)
     site.is_linear = registration.linear if registration else not looked_up
     site.is_linear = site.is_linear and not _is_head(site.names[0])
-    site.merged = sum(not _is_adapted_read(read, axes) for read in reads)
+    site.merged = sum(not is_adapted_read(read, axes) for read in reads)
     site.how = f"{'registered' if registration else 'read by a product'}, {axes}"
     if looked_up:
         site.how = f"looked up, {axes}"
         if len(useful) > 1:
             site.how = f"looked up and tied to a product, {axes}"
-    site.reader = _reader(site.found, modules, reads)
+    site.reader = reader_of(site.found, modules, reads)
     if site.reader is None:
         site.refusal = "it is read outside of the methods of the modules that hold it"
-
-
-def _is_adapted_read(read: Read, axes: str) -> bool:
-    """Whether the operation has an adapted form along these axes."""
-    if read.kind == "other":
-        return False
-    flat, mine = (one.replace("s", "b") for one in (read.axes, axes))
-    swapped = flat.translate(str.maketrans("io", "oi"))
-    loose = [
-        all(a == b or (a != "b" and b == "b") for a, b in zip(form, mine, strict=True))
-        for form in (flat, swapped)
-    ]
-    return flat == mine if read.kind == "lookup" else any(loose)
-
-
-def _reader(
-    found: Found, modules: list[Found], reads: tuple[Read, ...]
-) -> tuple[Any, tuple[str, ...]] | None:
-    """Returns the innermost module that holds a weight and in whose methods all of its reads
-    stand, and the path from it to the weight's owner."""
-    numbers = {path: place for place, one in enumerate(modules) for path in one.paths}
-    inside = frozenset.intersection(*(read.scopes for read in reads))
-    for path in found.paths:
-        parts = path.split("/") if path else []
-        for length in range(len(parts), -1, -1):
-            place = numbers.get("/".join(parts[:length]))
-            if place is not None and inside.intersection(modules[place].paths):
-                return modules[place].module, tuple(parts[length:])
-    return None
-
-
-def _heads(traced: Traced | None) -> list[Key]:
-    """Returns the weight whose product makes the result's last axis, of the size of a vocabulary
-    that is looked up."""
-    if traced is None:
-        return []
-    products = [
-        (read, key)
-        for key, reads in traced.reads.items()
-        for read in reads
-        if read.kind == "product"
-    ]
-    vocabularies = {
-        read.features for reads in traced.reads.values() for read in reads if read.kind == "lookup"
-    }
-    if not products:
-        return []
-    last, key = max(products, key=lambda one: one[0].order)
-    return [key] if last.features in vocabularies & traced.results else []
 
 
 def _reads_itself(found: Found, cls: type[DoRALayer], reads: tuple[Read, ...] | None) -> bool:

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jax_dora import DoRARule
@@ -83,7 +84,7 @@ ALL = [
 
 
 def ids() -> jax.Array:
-    return jax.random.randint(jax.random.key(3), (2, 5), 0, VOCABULARY)
+    return jnp.asarray(np.random.default_rng(3).integers(0, VOCABULARY, (2, 5)), jnp.int32)
 
 
 def call(model: nnx.Module, *inputs: jax.Array) -> jax.Array:
@@ -94,12 +95,12 @@ def call(model: nnx.Module, *inputs: jax.Array) -> jax.Array:
 
 def train(model: nnx.Module, seed: int = 0) -> nnx.Module:
     """`model`, changed in place: every adapter away from its start, by a few per cent."""
-    rngs = nnx.Rngs(seed)
+    rng = np.random.default_rng(seed)
     for _, variable in nnx.iter_graph(model):
         if isinstance(variable, nnx.LoRAParam):
-            noise = jax.random.normal(rngs.params(), variable.shape, variable.dtype)
-            value = variable.get_value()
-            variable.set_value(value * (1 + noise / 20) + noise / 20)
+            noise = rng.standard_normal(variable.shape, np.float32) / 20
+            value = np.asarray(variable.get_value(), np.float32)
+            variable.set_value(jnp.asarray(value * (1 + noise) + noise, variable.dtype))
     return model
 
 

@@ -21,7 +21,7 @@ def arrays(model: nnx.Module) -> dict:
     return {path: leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 def test_every_layer_is_found_and_a_fresh_adapter_changes_no_bit(dtype):
     model = Mixed(nnx.Rngs(0), dtype)
     adapted = apply_dora(model, ALL, rngs=nnx.Rngs(1))

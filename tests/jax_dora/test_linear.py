@@ -432,9 +432,14 @@ def test_sharding_follows_the_kernel():
     ("kernel", "x", "y", "dropout"),
     [
         (P("model", None), P("data", "model"), P("data", None), 0.0),
-        (P("model", None), P("data", "model"), P(None, ("data", "model")), 0.5),
+        pytest.param(
+            *(P("model", None), P("data", "model"), P(None, ("data", "model")), 0.5),
+            marks=pytest.mark.slow,
+        ),
         (P(None, "model"), P("data", None), P("data", "model"), 0.5),
-        (P(None, "model"), P("data", None), P(None, None), 0.0),
+        pytest.param(
+            *(P(None, "model"), P("data", None), P(None, None), 0.0), marks=pytest.mark.slow
+        ),
         (P("data", "model"), P(None, "data"), P(None, "model"), 0.0),
     ],
 )

@@ -17,7 +17,7 @@ import jax_dora
 from jax_dora.peft import load_adapter, save_adapter
 from tests.dora_common.peft.damage import damage
 
-MUTATIONS = (200, pytest.param(2000, marks=pytest.mark.slow))
+MUTATIONS = (60, pytest.param(2000, marks=pytest.mark.slow))
 PLAIN_EVERY = 8
 PLACES = {
     "first.lora_A.weight": ("first", "lora_a"),

@@ -134,7 +134,9 @@ def test_rows_of_single_tokens(tmp_path: Path) -> None:
     assert relative(torch_logits(again), expected) <= TOLERANCE
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Mistral"])
+@pytest.mark.parametrize(
+    "kind", ["Llama", *(pytest.param(one, marks=pytest.mark.slow) for one in ("Qwen3", "Mistral"))]
+)
 def test_a_folder_of_an_architecture(kind: str, tmp_path: Path) -> None:
     model = torch_model(tmp_path, kind, **({"sliding_window": None} if kind == "Mistral" else {}))
     fields = {"target_modules": "all-linear", "modules_to_save": ["lm_head"]}

@@ -64,8 +64,18 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        *itertools.product(CASES, [jnp.float32]),
+        ("batch axis", jnp.bfloat16),
+        *(
+            pytest.param(case, jnp.bfloat16, marks=pytest.mark.slow)
+            for case in CASES
+            if case != "batch axis"
+        ),
+    ],
+)
 def test_agrees_with_the_oracle(case, dtype):
     make, shape, (of_x, of_kernel, of_bias, of_y), (n, rows, matrix, out) = CASES[case]
     _, layer = make(dtype)

@@ -85,7 +85,7 @@ def test_gradient_does_not_depend_on_the_chunks(model, batch):
 
 
 def test_gradient_is_that_of_all_logits(model, batch):
-    """Of the head and of what is beneath it, at any weight of the loss."""
+    """The head's and those of the layers below it, at any weight of the loss."""
     tokens, targets, weights = map(jnp.asarray, batch)
 
     def dense(model):

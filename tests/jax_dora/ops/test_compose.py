@@ -24,14 +24,18 @@ def operands(seed, shape, dtype, spread=0.1):
     return base, lora, jnp.asarray(1 + spread * rng.normal(size=shape[-1]), jnp.float32), dy
 
 
+def result_and_gradients(call, operands, dy):
+    y, pull = jax.vjp(call, *operands)
+    return y, pull(dy)
+
+
 def check(op, base, lora, g, dy, scale, implementation=None):
     """Result and gradients of `op` against the oracle, within the derived bounds."""
 
     def call(base, lora, g):
         return OPS[op](base, lora, g, scale, implementation=implementation)
 
-    y, vjp = jax.vjp(call, base, lora, g)
-    ct = vjp(dy)
+    y, ct = jax.jit(result_and_gradients, static_argnums=0)(call, (base, lora, g), dy)
     delta = op == "compose_delta"
     dtype = base.dtype
     exact = getattr(oracle, op)(base, lora, g, scale)
@@ -60,7 +64,7 @@ def test_xla_agrees_with_the_oracle(op, shape, dtype):
     check(op, *operands(0, shape, dtype), 0.7, "xla")
 
 
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(
     rows=st.integers(1, 40),
     out=st.integers(1, 40),
@@ -75,7 +79,12 @@ def test_agrees_at_any_shape_scale_and_spread(rows, out, scale, spread, dtype):
 @pytest.mark.parametrize(
     ("rows", "out", "op", "dtype"),
     [
-        *itertools.product([37], [200], OPS, DTYPES),
+        (37, 200, "compose", jnp.bfloat16),
+        *(
+            pytest.param(37, 200, op, dtype, marks=pytest.mark.slow)
+            for op, dtype in itertools.product(OPS, DTYPES)
+            if (op, dtype) != ("compose", jnp.bfloat16)
+        ),
         (9, 1032, "compose", jnp.bfloat16),
         (9, 1032, "compose_delta", jnp.float32),
         (1, 8, "compose_delta", jnp.bfloat16),
@@ -98,7 +107,7 @@ def test_mosaic_agrees_at_full_size(rows, out, dtype):
 
 def test_mosaic_adds_many_rows_without_drift(on_mosaic):
     """0.1 added up plainly drifts by half an ulp of the growing sum a row, always to one side."""
-    rows, out, g = 1024, 8, jnp.ones(8)
+    rows, out, g = 256, 8, jnp.ones(8)
     dy, inner = jnp.ones((rows, out)), jnp.full((rows, out), 0.1, jnp.float32)
     with on_mosaic():
         options = {"delta": False, "want_base": False, "want_lora": False}

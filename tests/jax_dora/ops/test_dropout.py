@@ -13,12 +13,14 @@ ROWS, IN, OUT, RANK, SCALE = 7, 40, 24, 3, 1.7
 MODES = ["adapter", "input"]
 
 
+def draws(seed):
+    """Returns a function of a shape that draws the next normal numbers."""
+    rng = np.random.default_rng(seed)
+    return lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32))
+
+
 def operands() -> dict[str, jax.Array]:
-    keys = iter(jax.random.split(jax.random.key(0), 6))
-
-    def normal(*shape):
-        return jax.random.normal(next(keys), shape)
-
+    normal = draws(0)
     found = {
         "x": normal(ROWS, IN),
         "kernel": normal(IN, OUT),
@@ -57,11 +59,15 @@ def test_result_and_gradients_are_those_of_an_explicit_mask(mode, implementation
     def explicit(arrays):
         return plain(**arrays, **fixed, dropped=arrays["x"] * mask, mode=mode)
 
-    y, pull = jax.vjp(ours, arrays)
-    expected, pull_expected = jax.vjp(explicit, arrays)
-    dy = jax.random.normal(jax.random.key(9), y.shape)
+    def both(call, arrays, dy):
+        y, pull = jax.vjp(call, arrays)
+        return y, pull(dy)
+
+    dy = draws(9)(ROWS, OUT)
+    both = jax.jit(both, static_argnums=0)
+    (y, found), (expected, wanted) = (both(call, arrays, dy) for call in (ours, explicit))
     chex.assert_trees_all_close(y, expected, rtol=1e-5, atol=1e-5)
-    chex.assert_trees_all_close(pull(dy), pull_expected(dy), rtol=1e-5, atol=1e-4)
+    chex.assert_trees_all_close(found, wanted, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -96,8 +102,9 @@ def test_in_the_fused_kernels(on_mosaic):
         y, pull = jax.vjp(call, arrays)
         return y, pull(jnp.ones_like(y))[0]
 
+    run = jax.jit(run, static_argnums=1)
     with on_mosaic():
-        fused = run(arrays, "mosaic")
+        fused = jax.block_until_ready(run(arrays, "mosaic"))
     wide = jax.tree.map(lambda a: a.astype(jnp.float32), arrays)
     chex.assert_trees_all_close(
         jax.tree.map(lambda a: a.astype(jnp.float32), fused), run(wide, "xla"), rtol=0.05, atol=0.1

@@ -94,7 +94,7 @@ def sharded_gradient(name, implementation, devices, check):
     )
 
 
-@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("check", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_gradient_is_summed_over_the_devices(name, check):
     """As of one device after the other."""
@@ -109,13 +109,17 @@ def test_a_gradient_is_summed_over_the_devices(name, check):
         np.testing.assert_allclose(found[leaf], wanted, atol=1e-5 * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize(
+# Each takes seconds: the others go by the same code.
+FEW = pytest.mark.parametrize(
     "name",
     [
         pytest.param(one, marks=[pytest.mark.slow] * (one not in ("dora_linear", "swiglu")))
         for one in LAYERS
     ],
 )
+
+
+@FEW
 def test_mosaic_computes_the_same(on_mosaic, name):
     """On one device: the interpreter knows no other."""
     arrays = problem(1, jnp.bfloat16)
@@ -131,7 +135,7 @@ def test_mosaic_computes_the_same(on_mosaic, name):
 
 
 @pytest.mark.parametrize("check", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", LAYERS)
+@FEW
 def test_mosaic_lowers_for_cuda_on_several_devices(name, check):
     gradient = sharded_gradient(name, "mosaic", 4, check)
     text = gradient.trace(*problem(4, jnp.bfloat16)).lower(lowering_platforms=("cuda",)).as_text()
@@ -139,7 +143,7 @@ def test_mosaic_lowers_for_cuda_on_several_devices(name, check):
     assert "all_reduce" in text
 
 
-@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("check", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_kernels_of_a_low_rank_product_lower_for_cuda_on_several_devices(check):
     """Their references may vary over no axis of the mesh, which the interpreter does not see."""
     mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,))
@@ -166,7 +170,13 @@ def test_kernels_of_a_low_rank_product_lower_for_cuda_on_several_devices(check):
 
 @pytest.mark.parametrize(
     ("name", "check"),
-    [("dora_linear", True), ("dora_linear", False), ("compose", True), ("swiglu", True)],
+    [
+        ("dora_linear", True),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (("dora_linear", False), ("compose", True), ("swiglu", True))
+        ),
+    ],
 )
 def test_runs_where_nobody_compiles_the_shard_map(name, check):
     trained, x, _ = problem(2)
@@ -198,11 +208,21 @@ def explicit_mesh():
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        *((name, None) for name in SHARDINGS),
+        ("rows", None),
+        ("kernel and rows over one axis", None),
         ("rows over both", "adapter"),
-        ("kernel and rows over one axis", "input"),
-        ("x's inputs", "adapter"),
         ("x's inputs", "input"),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (
+                ("rows and columns", None),
+                ("rows over both", None),
+                ("the kernel's inputs", None),
+                ("x's inputs", None),
+                ("kernel and rows over one axis", "input"),
+                ("x's inputs", "adapter"),
+            )
+        ),
     ],
 )
 def test_explicit_axes_are_as_one_device(name, mode):

@@ -47,7 +47,11 @@ def check(found, x, right, dropout, transposed):
         (200, 128, 24, jnp.bfloat16, 0.3, 2, Config()),
         pytest.param(37, 320, 300, jnp.float16, 0.5, 8, Config(), marks=pytest.mark.slow),
         (8, 64, 1, jnp.bfloat16, 0.9, 1, Config(stages=2)),
-        (264, 192, 72, jnp.bfloat16, 0.0, 4, Config(stages=3, parts=2)),
+        pytest.param(
+            *(264, 192, 72, jnp.bfloat16, 0.0, 4),
+            Config(stages=3, parts=2),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_agrees_with_fp64(on_mosaic, rows, n_in, rank, dtype, rate, sm_count, config, transposed):

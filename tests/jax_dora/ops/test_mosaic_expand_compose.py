@@ -77,7 +77,7 @@ def test_agrees_with_fp64(on_mosaic, rows, rank, out, dtype):
         pytest.param(Config(tile_cols=64, stages=2, slots=2, splits=1), marks=pytest.mark.slow),
         pytest.param(Config(stages=3, slots=1, splits=3), marks=pytest.mark.slow),
         Config(stages=2, slots=1, consumers=3, splits=2),
-        Config(tile_cols=64, stages=3, slots=2, consumers=3),
+        pytest.param(Config(tile_cols=64, stages=3, slots=2, consumers=3), marks=pytest.mark.slow),
     ],
 )
 def test_every_kind_of_config_agrees(on_mosaic, config):

@@ -71,15 +71,12 @@ def check(forward, back, y, inner, dx):
     ("rows", "n_in", "rank", "out", "dtype", "config"),
     [
         (200, 256, 24, 320, jnp.bfloat16, Config()),
-        (200, 64, 24, 64, jnp.bfloat16, Config()),
+        pytest.param(200, 64, 24, 64, jnp.bfloat16, Config(), marks=pytest.mark.slow),
         (37, 256, 4, 256, jnp.float16, Config(128, 128, split_rows=False, stages=2)),
-        (
-            264,
-            320,
-            72,
-            256,
-            jnp.bfloat16,
+        pytest.param(
+            *(264, 320, 72, 256, jnp.bfloat16),
             Config(128, 128, stages=3, band=2, band_in_cols=True),
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -91,6 +88,7 @@ def test_agrees_with_fp64(on_mosaic, rows, n_in, rank, out, dtype, config):
     check(forward, back, y, inner, dx)
 
 
+@pytest.mark.slow
 def test_keeps_leading_axes_without_bias_and_inner(on_mosaic):
     forward, back = operands(1, 24, 256, 8, 256, jnp.bfloat16)
     del forward["bias"]

@@ -38,8 +38,12 @@ def check(dh, values, implementation=None, train_biases=True):
         given = dict(zip(BIASES, biases, strict=False))
         return swiglu(gate, up, gate_g, up_g, implementation=implementation, **given)
 
-    h, vjp = jax.vjp(call, *values[:count])
-    found = vjp(dh)
+    @jax.jit
+    def both(dh, *values):
+        h, pull = jax.vjp(call, *values)
+        return h, pull(dh)
+
+    h, found = both(dh, *values[:count])
     dtype = values[0].dtype
     bounds = tolerances.swiglu(
         *(dh, *values[:4], dtype), **dict(zip(BIASES, values[4:], strict=False))
@@ -67,7 +71,7 @@ def test_xla_agrees_with_the_oracle(shape, dtype, biased):
     check(*operands(0, shape, dtype, biased), "xla")
 
 
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(
     rows=st.integers(1, 40),
     out=st.integers(1, 40),
@@ -82,14 +86,20 @@ def test_agrees_at_any_shape_and_spread(rows, out, spread, dtype, biased):
 @pytest.mark.parametrize(
     ("rows", "out", "spread", "dtype", "biased", "train_biases"),
     [
-        (37, 200, 1.0, jnp.bfloat16, False, False),
         (37, 200, 1.0, jnp.bfloat16, True, True),
-        (37, 200, 1.0, jnp.float16, True, False),
-        (37, 200, 1.0, jnp.float16, True, True),
-        (9, 1032, 12.0, jnp.bfloat16, True, False),
         (9, 1032, 12.0, jnp.float16, False, False),
-        (1, 8, 1.0, jnp.bfloat16, True, True),
-        (6, 40, 0.01, jnp.float16, True, True),
+        (1, 8, 1.0, jnp.bfloat16, True, False),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (
+                (37, 200, 1.0, jnp.bfloat16, False, False),
+                (37, 200, 1.0, jnp.float16, True, False),
+                (37, 200, 1.0, jnp.float16, True, True),
+                (9, 1032, 12.0, jnp.bfloat16, True, False),
+                (1, 8, 1.0, jnp.bfloat16, True, True),
+                (6, 40, 0.01, jnp.float16, True, True),
+            )
+        ),
     ],
 )
 def test_mosaic_agrees_with_the_oracle(on_mosaic, rows, out, spread, dtype, biased, train_biases):
@@ -142,7 +152,7 @@ def test_mosaic_saturates_where_the_exponential_overflows(on_mosaic, value):
 
 def test_mosaic_adds_many_rows_without_drift(on_mosaic):
     """0.1 added up plainly drifts by half an ulp of the growing sum a row, always to one side."""
-    rows, out, ones = 512, 8, jnp.ones(8)
+    rows, out, ones = 256, 8, jnp.ones(8)
     tenth = jnp.full((rows, out), 0.1, jnp.bfloat16)
     gate = jnp.full((rows, out), 201, jnp.bfloat16)
     with on_mosaic():
