@@ -9,18 +9,24 @@ the adapters of others, as a one-hot einsum and `jax.lax.ragged_dot` on GPUs do:
 
 - one token a row (decoding): products written as sums, into which XLA fuses the lookup of the
   slot, so that no adapter is copied;
-- several tokens a row (prompts): a batched product, the adapter looked up once for each row;
+- several tokens a row (prompts): a batched product, the adapter looked up once for each row; with a
+  kernel, `mosaic.bank_expand`, the second product is taken in one pass with what follows it;
 - more rows than slots, of one token each: rows sorted by slot, and a batched product over tiles of
   rows that share one.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_dora.ops import choose, primitive
+from jax_dora.ops import mesh as meshes
 from jax_dora.ops.compose import accumulator
+from jax_dora.ops.mosaic import bank_expand
+from jax_dora.ops.shard import Op, Shard
 
 # Tiles of sorted rows: no smaller, since each looks its adapter up, and no larger, since each slot
 # fills up its last one.
@@ -60,6 +66,20 @@ def checked_ids(ids: jax.Array, slots: int) -> jax.Array:
     return jnp.where(valid, ids.astype(jnp.int32), slots)
 
 
+class Rows(NamedTuple):
+    """What each row of a batch takes of its slot; of row -1 the numbers that change nothing.
+
+    Attributes:
+      slot: i32[batch].
+      g: f32[batch, out].
+      scale: f32[batch]; NaN where there is no such slot.
+    """
+
+    slot: jax.Array
+    g: jax.Array
+    scale: jax.Array
+
+
 def bank_linear(
     base: jax.Array,
     x: jax.Array,
@@ -79,33 +99,113 @@ def bank_linear(
       ids: i32[batch], each row's slot, as `checked_ids` returns them; -1 for the base alone.
       bias: [out]; never scaled.
       precision: of the products, as in `jax.lax.dot_general`.
+      implementation: None, "mosaic" or "xla"; a named one runs or raises. "mosaic" stands for the
+        second product with all that follows it.
 
     Returns:
       [batch, time, out] in base's dtype. A row of -1 is base + bias, bit for bit; one of an id that
       has no slot, or of an empty slot, is NaN.
+
+    Raises:
+      NotImplementedError: the named implementation cannot take the call.
     """
-    dtype = accumulator(base.dtype)
-    count, _, _ = slots.lora_a.shape
+    rows = _rows(slots, ids, accumulator(base.dtype))
+    if x.shape[1] > 1 or implementation == "mosaic":
+        lora_a = slots.lora_a[rows.slot].astype(x.dtype)
+        z = jnp.einsum("nti,nri->ntr", x, lora_a, precision=precision)
+        lora_b = slots.lora_b.astype(x.dtype)
+        static = Static(implementation, _hashable(precision))
+        operands = meshes.vary_alike(Expansion(base, z, lora_b, *rows, bias))
+        return meshes.differentiable(_expand)(static, operands)
+    if x.shape[0] > 2 * slots.lora_a.shape[0]:
+        lora = _by_tiles(x[:, 0], slots, rows.slot, precision)
+    else:
+        lora = _sums(x[:, 0], slots, rows.slot)
+    return _composed(base, lora[:, None], rows, bias)
+
+
+def _rows(slots: Slots, ids: jax.Array, dtype: Any) -> Rows:
+    count, _, out = slots.lora_b.shape
     safe = jnp.clip(ids, 0, count - 1)
-    plain = base if bias is None else base + bias.astype(base.dtype)[None, None]
-    scale = jnp.where(ids < count, slots.scale[safe], jnp.nan).astype(dtype)[:, None, None]
-    y = base.astype(dtype) + scale * _low_rank(x, slots, safe, precision).astype(dtype)
-    if slots.g is not None:
-        y = slots.g[safe].astype(dtype)[:, None] * y
+    g = jnp.ones((count, out), dtype) if slots.g is None else slots.g.astype(dtype)
+    scale = jnp.where(ids < count, slots.scale[safe], jnp.nan).astype(dtype)
+    return Rows(safe, jnp.where((ids < 0)[:, None], 1, g[safe]), jnp.where(ids < 0, 0, scale))
+
+
+def _composed(base: jax.Array, lora: jax.Array, rows: Rows, bias: jax.Array | None) -> jax.Array:
+    """Returns g∘(base + s·lora) + bias; base + bias, bit for bit, where g is 1 and s is 0."""
+    g, scale = rows.g[:, None], rows.scale[:, None, None]
+    wide = base.astype(g.dtype)
+    # A sum with zero turns -0 into 0, and what is not finite into NaN.
+    y = jnp.where((g == 1) & (scale == 0), wide, g * (wide + scale * lora.astype(g.dtype)))
     if bias is not None:
-        y = y + bias.astype(dtype)[None, None]
-    return jnp.where((ids < 0)[:, None, None], plain, y.astype(base.dtype))
+        y = y + bias.astype(g.dtype)[None, None]
+    return y.astype(base.dtype)
 
 
-def _low_rank(x: jax.Array, slots: Slots, ids: jax.Array, precision: Any) -> jax.Array:
-    """Returns x A[id] B[id]: [batch, time, out] of [batch, time, in]."""
-    batch, time, _ = x.shape
-    count = slots.lora_a.shape[0]
-    if time > 1:
-        return _products(x, slots, ids, precision)
-    if batch > 2 * count:
-        return _by_tiles(x[:, 0], slots, ids, precision)[:, None]
-    return _sums(x[:, 0], slots, ids)[:, None]
+class Static(NamedTuple):
+    """What is static in a call, as its caller gave it."""
+
+    implementation: str | None
+    precision: Any
+
+
+class Expansion(NamedTuple):
+    """The operands of the second product and of what follows it: base [batch, time, out], z
+    [batch, time, rank], lora_b [slots, rank, out], `Rows`, bias [out] or None."""
+
+    base: Any
+    z: Any
+    lora_b: Any
+    slot: Any
+    g: Any
+    scale: Any
+    bias: Any
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _expand(static: Static, operands: Expansion) -> jax.Array:
+    return primitive.call(EXPAND, static, operands)[0]
+
+
+@_expand.defjvp
+def _expand_jvp(static: Static, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return jax.jvp(functools.partial(_define, static), primals, tangents)
+
+
+def _run(static: Static, shard: Shard, operands: Expansion) -> tuple[jax.Array]:
+    base, z, lora_b, slot, g, scale, bias = operands
+    groups, out, rank = slot.size, base.shape[-1], z.shape[-1]
+    time = base.size // max(groups * out, 1)
+    flat = Expansion(
+        base.reshape(groups, time, out),
+        z.reshape(groups, time, rank),
+        lora_b,
+        slot.reshape(groups),
+        g.reshape(groups, out),
+        scale.reshape(groups),
+        bias,
+    )
+    call = (groups, time, rank, out, base.dtype)
+    choice = choose.choose("bank_linear", static.implementation, (bank_expand, call))
+    if choice is None:
+        y = _define(static, flat)
+    else:
+        y = bank_expand.launch(*flat, **choice.knobs)
+    return (y.reshape(base.shape),)
+
+
+EXPAND = Op("bank_expand", _run, Expansion("t o", "t r", "s r o", "t", "t o", "t", "o"), ("t o",))
+
+
+def _define(static: Static, operands: Expansion) -> jax.Array:
+    base, z, lora_b, slot, g, scale, bias = operands
+    lora = jnp.einsum("ntr,nro->nto", z, lora_b[slot], precision=static.precision)
+    return _composed(base, lora, Rows(slot, g, scale), bias)
+
+
+def _hashable(precision: Any) -> Any:
+    return lax.Precision(precision) if isinstance(precision, str) else precision
 
 
 def _products(x: jax.Array, slots: Slots, ids: jax.Array, precision: Any) -> jax.Array:

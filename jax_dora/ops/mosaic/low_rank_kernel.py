@@ -64,6 +64,9 @@ class Task:
         the vectors; 0 where there is none.
       packed: columns that an element of the matrix holds.
       stores: the epilogue stores from the tile's memory, which is not free when it returns.
+      grouped: each group of rows has a scale and vectors of its own, scale[groups] and
+        vectors[groups, vectors, padded_out], and one of several `right` [n, k, out], that which the
+        last input says, i32[groups].
     """
 
     products: Sequence[Sequence[int]]
@@ -74,6 +77,7 @@ class Task:
     scale_tiles: int = 0
     packed: int = 1
     stores: bool = False
+    grouped: bool = False
 
     @property
     def left_slices(self) -> int:
@@ -95,7 +99,7 @@ def low_rank_kernel(
     kernel_name: str,
 ) -> Callable[..., Any]:
     """Returns a function of (left, right, matrix, scale[1], *vectors[vectors, padded_out],
-    *scales[k, padded_out]).
+    *scales[k, padded_out], *which[groups]).
 
     `scratch` is further shared memory by name, which the functions of `task` get as keywords.
     """
@@ -178,12 +182,22 @@ class Walk:
 
     def run(self, index):
         """The columns, the split, the first tile and the number of tiles of a run."""
-        unit = self.block + index * self.tiling.blocks
-        split = lax.rem(unit, self.tiling.splits)
-        first = split * self.tiling.run
-        tiles = jnp.minimum(self.tiling.run, self.tiling.row_tiles - first)
-        width = self.tiling.config.tile_cols
-        return pl.ds(lax.div(unit, self.tiling.splits) * width, width), split, first, tiles
+        unit, tiling = self.block + index * self.tiling.blocks, self.tiling
+        group = 0
+        if tiling.groups > 1:
+            of_group = tiling.strips * tiling.splits
+            group, unit = lax.div(unit, of_group), lax.rem(unit, of_group)
+        split = lax.rem(unit, tiling.splits)
+        first = split * tiling.run
+        tiles = jnp.minimum(tiling.run, tiling.row_tiles - first)
+        if tiling.groups > 1:
+            first = group * tiling.row_tiles + first
+        width = tiling.config.tile_cols
+        return pl.ds(lax.div(unit, tiling.splits) * width, width), split, first, tiles
+
+    def group(self, tile):
+        """The group that a tile is of."""
+        return lax.div(tile, self.tiling.row_tiles)
 
     def turns(self, taker, before, tiles, takers):
         """Of `tiles` tiles, `before` gone by: the first of one of `takers`, and how many it has."""
@@ -206,14 +220,19 @@ def _fetch_slices(walk, task, inputs, buffers, consumer):
         @pl.when(consumer == 0)
         def _fetch_strip():
             plgpu.barrier_wait(buffers["right_free"])
-            if task.vectors:
+            right, vectors = right_gmem, vectors_gmem[0] if task.vectors else None
+            if task.grouped:
+                group = walk.group(first)
+                right = right.at[inputs[-1][group]]
+                vectors = None if vectors is None else vectors.at[group]
+            if vectors is not None:
                 plgpu.copy_gmem_to_smem(
-                    vectors_gmem[0].at[:, cols], buffers["vectors_smem"], buffers["vectors_ready"]
+                    vectors.at[:, cols], buffers["vectors_smem"], buffers["vectors_ready"]
                 )
 
             def fetch_right(k, _):
                 plgpu.copy_gmem_to_smem(
-                    right_gmem.at[pl.ds(k * TILE_K, TILE_K), cols],
+                    right.at[pl.ds(k * TILE_K, TILE_K), cols],
                     buffers["right_smem"].at[k],
                     buffers["right_ready"].at[k],
                 )
@@ -290,7 +309,7 @@ def _fetch_tiles(walk, task, inputs, buffers, fetcher, fetchers):
 def _consume(walk, task, inputs, out_gmem, buffers, scratch, consumer):
     """One warpgroup: multiplies its tiles and runs the task's functions on them."""
     c = walk.tiling.config
-    scale = inputs[3][0]
+    whole_scale = inputs[3][0]
     # Late enough not to wait for the stores, early enough for the next tile to arrive in time.
     hand_back_at = min(task.left_slices // 3, c.stages - 1)
 
@@ -334,6 +353,7 @@ def _consume(walk, task, inputs, out_gmem, buffers, scratch, consumer):
     def consume_run(index, before):
         cols, split, first, tiles = walk.run(index)
         skipped, turns = walk.turns(consumer, before, tiles, c.consumers)
+        scale = inputs[3][walk.group(first)] if task.grouped else whole_scale
         if task.vectors:
             plgpu.barrier_wait(buffers["vectors_ready"])
 

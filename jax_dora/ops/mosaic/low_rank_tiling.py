@@ -65,12 +65,14 @@ CONFIGS = (
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Static geometry of one launch over [rows, out]."""
+    """Static geometry of one launch over [rows, out], or over `groups` of them that lie one behind
+    the other, each of whole tiles and with a `right` of its own."""
 
     rows: int
     out: int
     config: Config
     sm_count: int
+    groups: int = 1
 
     @property
     def row_tiles(self) -> int:
@@ -88,7 +90,11 @@ class Tiling:
     def run(self) -> int:
         """The tiles of a run; the last of a strip may have fewer."""
         splits = self.config.splits or balanced(
-            self.row_tiles, self.strips, self.sm_count, overhead=1, most=4 * self.sm_count
+            self.row_tiles,
+            self.groups * self.strips,
+            self.sm_count,
+            overhead=1,
+            most=4 * self.sm_count,
         )
         return pl.cdiv(self.row_tiles, splits)
 
@@ -98,7 +104,7 @@ class Tiling:
 
     @property
     def units(self) -> int:
-        return self.strips * self.splits
+        return self.groups * self.strips * self.splits
 
     @property
     def blocks(self) -> int:

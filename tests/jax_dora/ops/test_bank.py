@@ -1,0 +1,105 @@
+"""Rows with adapters of their own, as an operator: the kernel beside XLA, and gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_dora.ops.bank import Slots, bank_linear
+from parity import tolerances
+from parity.oracle import fp64
+from tests.jax_dora.programs import equations
+
+IDS = [1, -1, 0, 3]
+
+
+def operands(seed, time, dtype=jnp.bfloat16, features=40, rank=8, out=64, slots=3):
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape, deviation=1.0):
+        return jnp.asarray(deviation * rng.standard_normal(shape, np.float32))
+
+    held = Slots(
+        normal(slots, rank, features, deviation=features**-0.5).astype(dtype),
+        normal(slots, rank, out, deviation=rank**-0.5).astype(dtype),
+        1 + normal(slots, out, deviation=0.1),
+        jnp.asarray([0.5, 1.5, 2.0]),
+        jnp.full(slots, rank, jnp.int32),
+    )
+    batch = len(IDS)
+    base, x = normal(batch, time, out).astype(dtype), normal(batch, time, features).astype(dtype)
+    return base, x, held, jnp.asarray(IDS, jnp.int32)
+
+
+def exact(base, x, held, ids):
+    """In fp64, and what the roundings of z, lora and y may cost."""
+    rows, bounds = [], []
+    for row, slot in enumerate(np.asarray(ids)):
+        y, left = fp64(base[row]), fp64(x[row])
+        a, b, g = fp64(held.lora_a[slot]), fp64(held.lora_b[slot]), fp64(held.g[slot])
+        s, (z, u) = float(held.scale[slot]), (left @ a.T, tolerances.unit_roundoff(base.dtype))
+        lora = z @ b
+        slack = u * abs(z) + tolerances.accumulation(
+            left.shape[1], z, tolerances.two_norm_of_products(left, a.T)
+        )
+        error = s * (tolerances.independent(slack, b) + 2 * u * abs(lora))
+        bounds.append(abs(g) * error + tolerances.rounding(g * (y + s * lora), base.dtype))
+        rows.append(g * (y + s * lora))
+    return np.stack(rows), np.stack(bounds)
+
+
+@pytest.mark.parametrize("implementation", ["mosaic", "xla"])
+def test_agrees_with_fp64(on_mosaic, implementation):
+    arrays = operands(0, 64)
+    with on_mosaic():
+        y = jax.jit(lambda *a: bank_linear(*a, implementation=implementation))(*arrays)
+    held = [0, 2]
+    expected, bound = exact(
+        *(arrays[0][jnp.asarray(held)], arrays[1][jnp.asarray(held)]),
+        arrays[2],
+        arrays[3][jnp.asarray(held)],
+    )
+    assert np.all(abs(fp64(y[jnp.asarray(held)]) - expected) <= 1.01 * bound)
+    assert jnp.array_equal(y[1], arrays[0][1])
+    assert np.isnan(fp64(y[3])).all()
+
+
+def test_what_mosaic_refuses_is_told():
+    with pytest.raises(NotImplementedError, match="has 3 tokens, which is no multiple of 64"):
+        bank_linear(*operands(0, 3), implementation="mosaic")
+
+
+def test_a_program_for_cuda_has_the_kernel():
+    """Beside a mesh too: the call is the primitive that decides as programs are lowered."""
+    arrays = operands(0, 64)
+    call = jax.jit(lambda *a: bank_linear(*a, implementation="mosaic"))
+    text = call.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert "dora_bank_expand" in text
+    names = [one.primitive.name for one in equations(bank_linear, *arrays)]
+    assert "dora" in names
+
+
+def test_gradients_reach_the_activations():
+    base, x, held, ids = operands(1, 2, jnp.float32)
+    ids = jnp.minimum(ids, 2)
+    cotangent = jax.random.normal(jax.random.key(0), base.shape)
+
+    def of(base, x):
+        return jnp.vdot(cotangent, bank_linear(base, x, held, ids))
+
+    d_base, d_x = jax.grad(of, argnums=(0, 1))(base, x)
+    for row, slot in enumerate(np.asarray(ids)):
+        dy = fp64(cotangent[row])
+        d = dy if slot < 0 else fp64(held.g[slot]) * dy
+        assert np.allclose(d_base[row], d, rtol=1e-5, atol=1e-6)
+        if slot < 0:
+            assert not np.any(d_x[row])
+            continue
+        through = float(held.scale[slot]) * d @ fp64(held.lora_b[slot]).T @ fp64(held.lora_a[slot])
+        assert np.allclose(d_x[row], through, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_of_one_token_look_no_adapter_up_by_copies():
+    """Every row's products with its slot are sums over a lookup, which XLA fuses."""
+    names = [one.primitive.name for one in equations(bank_linear, *operands(0, 1))]
+    assert "dot_general" not in names
