@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dora_common.rules import Rule, listing
 from jax_dora.adapt.sites import Site, sites
@@ -157,8 +157,10 @@ def _quantize_layer(
     quantised.check("its kernel", rounded)
     if half and getattr(module, "dtype", None) is None:
         module.dtype = jnp.float16
+    sharding = None if isinstance(kernel, Tracer) else kernel.sharding
+    on_mesh = isinstance(sharding, NamedSharding)
     before = _fresh_magnitude(module) if adapted else None
-    parameter.set_value(_placed_like(kernel, rounded))
+    parameter.set_value(placed(rounded, sharding if on_mesh else None))
     compute_quantised(module)
     if before is not None:
         magnitude = module.magnitude.get_value()
@@ -209,22 +211,21 @@ def _tile(
     return (*stack, *(tile_size if axis == last else 1 for axis in range(len(sizes))))
 
 
-def _placed_like(kernel: Any, rounded: Any) -> Any:
-    """Returns a quantised array whose qvalues lie where the kernel does, and scales alike."""
-    sharding = getattr(kernel, "sharding", None)
-    if isinstance(kernel, Tracer) or not isinstance(sharding, NamedSharding):
-        return rounded
-    assert isinstance(sharding.mesh, Mesh)
-    names = padded(sharding.spec, kernel.ndim)
+def placed(kernel: Any, sharding: jax.sharding.Sharding | None) -> Any:
+    """Returns a quantised array sharded so, with its scales alike where they divide; as it is
+    where None is given."""
+    if sharding is None:
+        return kernel
+    if not isinstance(sharding, NamedSharding):
+        return jax.device_put(kernel, sharding)
+    mesh, names = sharding.mesh, padded(sharding.spec, kernel.ndim)
 
-    def placed(one: jax.Array) -> jax.Array:
-        parts = [
-            math.prod(sharding.mesh.shape[name] for name in jax.tree.leaves(axis)) for axis in names
-        ]
+    def part(one: jax.Array) -> jax.Array:
+        parts = [math.prod(mesh.shape[name] for name in jax.tree.leaves(axis)) for axis in names]
         kept = [
             axis if size % count == 0 else None
             for axis, size, count in zip(names, one.shape, parts, strict=True)
         ]
-        return jax.device_put(one, NamedSharding(sharding.mesh, PartitionSpec(*kept)))
+        return jax.device_put(one, NamedSharding(mesh, PartitionSpec(*kept)))
 
-    return jax.tree.map(placed, rounded)
+    return jax.tree.map(part, kernel)

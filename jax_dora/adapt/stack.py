@@ -64,9 +64,9 @@ def adapt_stack(
         one = adapt_one(take(layer, index))
         state, stream, _ = nnx.split_state(nnx.state(one), nnx.LoRAParam, nnx.RngState, ...)
         if adapted is None:
-            adapted, parameters = one, jax.tree.map(lambda x: _room(math.prod(shape), x), state)
+            adapted, parameters = one, jax.tree.map(lambda x: room(math.prod(shape), x), state)
         # At once, and waited for, so that at most one layer of the stack is held a second time.
-        parameters = jax.tree.map(lambda room, x, n=number: _fill(room, x, n), parameters, state)
+        parameters = jax.tree.map(lambda room, x, n=number: fill(room, x, n), parameters, state)
         jax.block_until_ready(parameters)
         if one is not adapted:
             _empty(one)
@@ -100,7 +100,7 @@ def _empty(layer: Any) -> None:
             variable.set_value(None)
 
 
-def _room(count: int, one: jax.Array) -> jax.Array:
+def room(count: int, one: jax.Array) -> jax.Array:
     """Returns zeros for `count` arrays like `one`, along a new leading axis, where it lies."""
     shape = (count, *one.shape)
     if isinstance(one, Tracer):
@@ -112,7 +112,7 @@ def _room(count: int, one: jax.Array) -> jax.Array:
     return jnp.zeros_like(one, shape=shape)
 
 
-def _fill(room: jax.Array, one: jax.Array, number: int) -> jax.Array:
+def fill(room: jax.Array, one: jax.Array, number: int) -> jax.Array:
     """Returns `room` with `one` at `number`, in place where both are arrays."""
     if isinstance(one, Tracer):
         return room.at[number].set(one)

@@ -9,16 +9,18 @@ import jax.numpy as jnp
 
 import jax_dora.peft
 from jax_dora.models import CausalLM, load_model
+from jax_dora.ops.quantised import FORMATS
 
 ADAPTER = "adapter_config.json"
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds --model, --adapter and --dtype."""
+    """Adds --model, --adapter, --dtype and --quantize."""
     add = parser.add_argument_group("model").add_argument
     add("--model", type=Path, help="a Hugging Face folder; the one the adapter names by default")
     add("--adapter", type=Path, help="a PEFT folder, or a folder that finetune made")
     add("--dtype", choices=("bfloat16", "float32"), help="of the base; config.json's by default")
+    add("--quantize", choices=FORMATS, help="the base's projections, as they are read")
 
 
 def adapter_folder(folder: Path) -> Path:
@@ -55,7 +57,7 @@ def base_folder(args: argparse.Namespace) -> Path:
 def adapted_model(args: argparse.Namespace, folder: Path) -> CausalLM:
     """Returns the model of `folder`, with the adapter of --adapter if it is given."""
     changes: dict[str, Any] = {"dtype": jnp.dtype(args.dtype)} if args.dtype else {}
-    model = load_model(folder, **changes)
+    model = load_model(folder, quantize=args.quantize, **changes)
     if args.adapter is None:
         return model
     return jax_dora.peft.load_adapter(model, adapter_folder(args.adapter))

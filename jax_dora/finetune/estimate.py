@@ -12,6 +12,7 @@ from rich.table import Table
 from jax_dora.adapt.tree import find_dora_layers
 from jax_dora.finetune.plan import Plan
 from jax_dora.models import DecoderSharding
+from jax_dora.ops.quantised import is_quantised
 
 LOSS_CHUNK = 1024  # tokens whose logits exist at a time, as in next_token_loss
 
@@ -38,12 +39,20 @@ def memory(plan: Plan) -> dict[str, int]:
         + 3 * 4 * scores // parts["tp"],
         "logits": 3 * 4 * min(tokens, LOSS_CHUNK) * config.vocab_size,
     }
+    if largest := _largest_quantised(frozen):
+        shares["a kernel, dequantised"] = width * largest // parts["tp"]
     if parts["fsdp"] > 1:
         # The largest that is whole where it is used: the head, or one layer's kernels.
         whole = plan.abstract_model
         layer = _nbytes(nnx.state(whole.model.layers, nnx.Param)) // config.num_hidden_layers
         shares["gathered weights"] = max(layer // parts["tp"], _nbytes(nnx.state(whole.head())))
     return shares
+
+
+def _largest_quantised(frozen: nnx.State) -> int:
+    """Returns the elements of the largest quantised kernel of a layer."""
+    kernels = jax.tree.leaves(frozen, is_leaf=is_quantised)
+    return max((math.prod(one.shape[-2:]) for one in kernels if is_quantised(one)), default=0)
 
 
 def device_memory() -> int:
@@ -96,7 +105,8 @@ def _states(plan: Plan) -> tuple[nnx.State, nnx.State]:
 
 
 def _size(state: Any) -> int:
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state))
+    arrays = jax.tree.leaves(state, is_leaf=is_quantised)
+    return sum(math.prod(array.shape) for array in arrays)
 
 
 def _parts(plan: Plan) -> dict[str, int]:
@@ -108,11 +118,17 @@ def _nbytes(state: nnx.State, sharding: DecoderSharding | None = None) -> int:
     """Returns the bytes of a state, or of a device's part of it."""
     total = 0
     for path, variable in nnx.to_flat_state(state):
-        shape = variable.shape
-        if sharding is not None:
-            shape = sharding("/".join(map(str, path)), shape).shard_shape(shape)
-        total += math.prod(shape) * variable.dtype.itemsize
-    return total
+        for leaf in jax.tree.leaves(variable.get_value()):
+            shape = leaf.shape
+            if sharding is not None:
+                shape = sharding("/".join(map(str, path)), shape).shard_shape(shape)
+            total += math.prod(shape) * bits(leaf.dtype)
+    return math.ceil(total / 8)
+
+
+def bits(dtype: Any) -> int:
+    """Returns the bits that an element takes on a device, where two 4-bit ones share a byte."""
+    return 4 if jnp.dtype(dtype).name in ("int4", "uint4") else 8 * jnp.dtype(dtype).itemsize
 
 
 def _gib(count: int) -> str:

@@ -22,14 +22,20 @@ from jax_dora.finetune import data, tiny
 from jax_dora.finetune.checkpoints import Checkpoints
 from jax_dora.finetune.examples import Encoder
 from jax_dora.finetune.records import read_records
-from jax_dora.models import CausalLM, DecoderConfig, DecoderSharding, read_config
+from jax_dora.models import (
+    CausalLM,
+    DecoderConfig,
+    DecoderSharding,
+    abstract_model,
+    read_config,
+)
 from jax_dora.models.chat import ChatTemplate
 from jax_dora.models.tokenizer import read_ends, read_tokenizer
 
 EMBEDDING = "model/embed_tokens"
 # Flags that a run can only be taken up with as they were; with others its steps would be others.
 BINDING = (
-    *("length", "dtype", "rank", "alpha", "rslora", "dropout", "target"),
+    *("length", "dtype", "quantize", "rank", "alpha", "rslora", "dropout", "target"),
     *("learning_rate", "schedule", "warmup", "weight_decay", "clip", "seed"),
 )
 
@@ -119,7 +125,15 @@ class Plan:
         Raises:
           ValueError, TypeError: --target takes nothing, or what cannot be adapted.
         """
-        return nnx.eval_shape(lambda: self.adapted(CausalLM(self.config, rngs=nnx.Rngs(0))))
+        base = abstract_model(self.folder, **self.reading)
+        graphdef, state = nnx.split(base)
+        return nnx.eval_shape(lambda state: self.adapted(nnx.merge(graphdef, state)), state)
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """What `load_model` is given beside the folder."""
+        quantize = self.args.quantize
+        return {"sharding": self.sharding, "quantize": quantize, **self.changes}
 
     def adapted(self, model: CausalLM) -> CausalLM:
         """Returns `model` with new adapters, in training."""

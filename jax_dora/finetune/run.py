@@ -38,7 +38,7 @@ class Run:
         self.plan, self.args, self.console = plan, plan.args, plan.console
         options = {"clip": plan.args.clip, "weight_decay": plan.args.weight_decay}
         self.optimizer = training.make_optimizer(plan.schedule, **options)
-        model = plan.adapted(load_model(plan.folder, sharding=plan.sharding, **plan.changes))
+        model = plan.adapted(load_model(plan.folder, **plan.reading))
         self.parts = training.take_apart(model)
         self.state = self.optimizer.init(self.parts.adapters)
         if plan.sharding is not None:

@@ -5,6 +5,7 @@ from jax_dora.models.cache import make_cache as make_cache
 from jax_dora.models.config import QWEN3_8B as QWEN3_8B
 from jax_dora.models.config import DecoderConfig as DecoderConfig
 from jax_dora.models.config import Rope as Rope
+from jax_dora.models.folder import abstract_model as abstract_model
 from jax_dora.models.folder import load_model as load_model
 from jax_dora.models.folder import read_config as read_config
 from jax_dora.models.folder import save_model as save_model

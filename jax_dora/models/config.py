@@ -165,15 +165,29 @@ def _refuse(config: Mapping[str, Any]) -> None:
         "hidden_act": config.get("hidden_act", "silu") != "silu",
         "sliding_window": slides,
         "layer_types": layers and set(config.get("layer_types") or ()) - {"full_attention"},
-        "quantization_config": config.get("quantization_config") is not None,
+        "quantization_config": not _is_read(config.get("quantization_config")),
         "partial_rotary_factor": config.get("partial_rotary_factor", 1.0) != 1.0,
     }
     for name, is_wrong in wrong.items():
         if is_wrong:
             raise NotImplementedError(
                 f"config.json has {name} {config[name]!r}, which this decoder does not compute; "
-                "expected full attention, SiLU, whole rotations and unquantised weights"
+                "expected full attention, SiLU, whole rotations, and weights that are float, "
+                "bitsandbytes NF4 or FP8"
             )
+
+
+def _is_read(quantization: Mapping[str, Any] | None) -> bool:
+    """Returns whether weights so quantised may be such as `QuantisedTensor` reads."""
+    if quantization is None:
+        return True
+    method = quantization.get("quant_method")
+    if method == "bitsandbytes":
+        is_nf4 = quantization.get("bnb_4bit_quant_type") == "nf4"
+        return bool(quantization.get("load_in_4bit")) and is_nf4
+    if method == "compressed-tensors":
+        return quantization.get("format") in ("float-quantized", "naive-quantized")
+    return method in ("fp8", "fbgemm_fp8")
 
 
 QWEN3_8B = DecoderConfig(

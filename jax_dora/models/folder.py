@@ -20,11 +20,16 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+import jax_dora
 from dora_common.disk import telling_of_the_disk
+from jax_dora.adapt.quantize import placed
 from jax_dora.models.config import COMPUTATION, DecoderConfig
 from jax_dora.models.model import CausalLM
+from jax_dora.models.quantised_folder import as_in_folder, load_quantised, quantised_tensors
+from jax_dora.models.quantised_weights import QuantisedTensor
 from jax_dora.models.sharding import DecoderSharding
 from jax_dora.models.weights import StoredTensor, TensorToStore, stored_tensors, write_files
+from jax_dora.ops.quantised import dense, is_quantised
 
 # Name in the file, and whether it is stored transposed, of each name in the model.
 LEAVES = {
@@ -79,9 +84,14 @@ def load_model(
     folder: str | PathLike[str],
     *,
     sharding: jax.sharding.Sharding | ChooseSharding | None = None,
+    quantize: str | None = None,
     **changes: Any,
 ) -> CausalLM:
     """The model of a Hugging Face folder.
+
+    Weights that are quantised already, by bitsandbytes to NF4 or to FP8 with scales for a tensor,
+    an output feature or a block, are read as they are; others are quantised as they are read if
+    asked.
 
     Every array is made on its devices at once and filled block by block, so that the host holds no
     copy of the weights: on CPU the peak is the model and one block.
@@ -90,6 +100,8 @@ def load_model(
       folder: config.json with model.safetensors, or several files and their index.
       sharding: of every array, or a function of its path and shape; the default device if not
         given. Each device reads only its part. A `DecoderSharding` shards activations too.
+      quantize: "nf4", "int4", "int8" or "float8_e4m3fn", as `jax_dora.quantize` takes it, for the
+        projections of the layers: tensor by tensor, on the device.
       **changes: fields of `DecoderConfig` to set otherwise than config.json: dtype, attention,
         remat, memory, unroll.
 
@@ -99,14 +111,19 @@ def load_model(
       NotImplementedError: a model that this decoder does not compute.
     """
     folder = Path(folder)
-    if isinstance(sharding, DecoderSharding):
-        changes = {"sharding": sharding} | changes
-    config = DecoderConfig.from_hf(read_config(folder), **changes)
     stored = stored_tensors(folder)
-    abstract = nnx.eval_shape(lambda: CausalLM(config, rngs=nnx.Rngs(0)))
+    abstract, found = _abstract(folder, stored, sharding, quantize, changes)
+    config = abstract.config
     graphdef, state = nnx.split(abstract)
     wanted = list(targets(state, config))
-    _check(folder, config, wanted, stored)
+    _check(folder, config, wanted, stored, found)
+
+    def read(target: Target, sharding: jax.sharding.Sharding | None) -> Any:
+        (name,) = target.names
+        if name in found:
+            array = found[name].read()
+            return placed(array, sharding)
+        return _load(target, [stored[name]], sharding)
 
     flat = dict(nnx.to_flat_state(state))
     for target in wanted:
@@ -114,9 +131,54 @@ def load_model(
             chosen = sharding
         else:
             chosen = sharding("/".join(target.path), target.shape)
-        tensors = [stored[name] for name in target.names]
-        flat[target.path] = flat[target.path].replace(_load(target, tensors, chosen))
+        like = flat[target.path].get_value()
+        if is_quantised(like):
+            value = load_quantised(target, like, read, chosen)
+        else:
+            value = _load(target, [stored[name] for name in target.names], chosen)
+        flat[target.path] = flat[target.path].replace(value)
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
+
+
+def abstract_model(
+    folder: str | PathLike[str],
+    *,
+    sharding: jax.sharding.Sharding | ChooseSharding | None = None,
+    quantize: str | None = None,
+    **changes: Any,
+) -> CausalLM:
+    """Returns the model that `load_model` would return, of shapes alone; arguments and errors as
+    its."""
+    folder = Path(folder)
+    return _abstract(folder, stored_tensors(folder), sharding, quantize, changes)[0]
+
+
+def _abstract(
+    folder: Path,
+    stored: dict[str, StoredTensor],
+    sharding: Any,
+    quantize: str | None,
+    changes: dict[str, Any],
+) -> tuple[CausalLM, dict[str, QuantisedTensor]]:
+    """Returns the abstract model, and the weights of the folder that are quantised."""
+    contents = read_config(folder)
+    if isinstance(sharding, DecoderSharding):
+        changes = {"sharding": sharding} | changes
+    config = DecoderConfig.from_hf(contents, **changes)
+    model = nnx.eval_shape(lambda: CausalLM(config, rngs=nnx.Rngs(0)))
+    wanted = list(targets(nnx.state(model), config))
+    names = [name for target in wanted for name in target.names]
+    found = quantised_tensors(names, stored, contents)
+    if found and quantize is not None:
+        raise ValueError(
+            f"quantize is {quantize!r} and {folder} is quantised already, {next(iter(found))} for "
+            "one; expected None: it is read as it is"
+        )
+    if quantize is not None:
+        make = functools.partial(jax_dora.quantize, qtype=quantize)
+        model = nnx.eval_shape(lambda: make(CausalLM(config, rngs=nnx.Rngs(0))))
+    as_in_folder(model, wanted, found)
+    return model, found
 
 
 def save_model(
@@ -130,7 +192,7 @@ def save_model(
     """Writes the model as a Hugging Face folder, which appears only once it is complete.
 
     Args:
-      model: without adapters: merge them first.
+      model: without adapters: merge them first. Quantised kernels are written as floats.
       folder: must not exist, or be empty.
       config: contents of config.json, as `read_config` gives them; its dtype is set to the model's.
       tokenizer_from: a folder whose other files (tokenizer, generation settings, chat template) are
@@ -168,6 +230,7 @@ def save_model(
         if tokenizer_from is not None:
             _copy_other_files(Path(tokenizer_from), partial)
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
+        config = {name: value for name, value in config.items() if name != "quantization_config"}
         text = json.dumps(config | {key: dtype.name}, indent=2, sort_keys=True)
         config_file = partial / "config.json"
         config_file.write_text(text + "\n")
@@ -199,24 +262,38 @@ def targets(state: nnx.State, config: DecoderConfig) -> Iterator[Target]:
             names = tuple(f"model.layers.{n}.{inside}" for n in range(config.num_hidden_layers))
         else:
             names = (".".join((*path[:-1], leaf)),)
-        shape, dtype = variable.get_value().shape, np.dtype(variable.get_value().dtype)
+        value = variable.get_value()
+        # A quantised kernel stands for one of the model's dtype, whatever its scales have.
+        shape, dtype = value.shape, np.dtype(config.dtype if is_quantised(value) else value.dtype)
         yield Target(path, shape, dtype, names, stacked, transposed)
 
 
 def _check(
-    folder: Path, config: DecoderConfig, targets: list[Target], stored: dict[str, StoredTensor]
+    folder: Path,
+    config: DecoderConfig,
+    targets: list[Target],
+    stored: dict[str, StoredTensor],
+    quantised: dict[str, QuantisedTensor],
 ) -> None:
     expected = {name: target.tensor_shape() for target in targets for name in target.names}
     missing = sorted(set(expected) - set(stored))
     if missing:
         raise ValueError(f"{folder} lacks {len(missing)} tensors of the model: {missing[:5]}")
     for name, shape in expected.items():
-        if stored[name].shape != shape:
+        found = quantised.get(name, stored[name])
+        if found.shape != shape:
             raise ValueError(
-                f"{name} in {folder} has shape {stored[name].shape}; config.json says {shape}"
+                f"{name} in {folder} has shape {found.shape}; config.json says {shape}"
+            )
+        if name not in quantised and stored[name].dtype.itemsize == 1:
+            raise NotImplementedError(
+                f"{name} in {folder} has dtype {stored[name].dtype}; expected a float dtype"
             )
     # Computed from the config, and stored by old versions only.
-    surplus = {name for name in stored if not name.endswith(".rotary_emb.inv_freq")} - set(expected)
+    # Scales of activations are for products in FP8, of which there are none here.
+    known = (".rotary_emb.inv_freq", ".input_scale", ".input_scale_ub")
+    surplus = {name for name in stored if not name.endswith(known)} - set(expected)
+    surplus -= set().union(*(one.names for one in quantised.values()))
     if config.tie_word_embeddings and TIED[0] in surplus:
         if not _equal(stored[TIED[0]], stored[TIED[1]]):
             raise ValueError(
@@ -297,7 +374,8 @@ def _nbytes(target: Target) -> int:
 
 def _fetch(arrays: dict[tuple[Any, ...], Any], target: Target, layer: int) -> np.ndarray:
     array = arrays[target.path].get_value()
-    value = np.asarray(array[layer] if target.stacked else array)
+    array = array[layer] if target.stacked else array
+    value = np.asarray(dense(array, target.dtype))
     return value.T if target.transposed else value
 
 

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F16": np.dtype(np.float16),
     "F32": np.dtype(np.float32),
+    "U8": np.dtype(np.uint8),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
 }
 
 
@@ -31,6 +33,14 @@ class StoredTensor:
     dtype: np.dtype
     shape: tuple[int, ...]
     offset: int
+
+    def whole(self) -> np.ndarray:
+        """Returns all of it."""
+        (found,) = (block for _, block in self._flat().blocks(slice(0, 1), slice(None), 1))
+        return found.reshape(self.shape)
+
+    def _flat(self) -> "StoredTensor":
+        return replace(self, shape=(1, math.prod(self.shape)))
 
     def blocks(
         self, rows: slice, columns: slice, block_bytes: int
@@ -55,7 +65,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     Raises:
       FileNotFoundError: neither model.safetensors nor its index is there, or a file it names.
       ValueError: a file is damaged, or index and files disagree.
-      NotImplementedError: a tensor has another dtype than bf16, fp16 and fp32.
+      NotImplementedError: a tensor has a dtype that is none of `DTYPES`.
     """
     index = folder / INDEX
     if index.exists():

@@ -42,7 +42,7 @@ def round_to(array: jax.Array, qtype: str, tile: tuple[int, ...], scale_dtype: A
     return make(qvalue, scale, qtype)
 
 
-def make(qvalue: jax.Array, scale: jax.Array, qtype: str) -> Any:
+def make(qvalue: Any, scale: Any, qtype: str) -> Any:
     """Returns the `qwix.QArray` of these arrays.
 
     Raises:

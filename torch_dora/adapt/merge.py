@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from dora_common.merge_report import MergedLayer, MergeReport
 from torch_dora.adapt.apply import check_model
 from torch_dora.layers import dora_layers, placement
+from torch_dora.ops.quantised import dense
 from torch_dora.ops.shards import whole
 
 
@@ -57,10 +58,11 @@ def _row(path: str, weight: Tensor, merged: Tensor, rounded: Tensor) -> MergedLa
     """Returns a layer's row, from its weight, the merged one in fp32 (fp64), and that as cast."""
     # Under tensor parallelism every process reports on the whole.
     weight, merged, rounded = whole(weight), whole(merged), whole(rounded)
+    weight = dense(weight, merged.dtype)
     error = rounded - merged
     return MergedLayer.from_norms(
         path,
-        str(weight.dtype).removeprefix("torch."),
+        str(rounded.dtype).removeprefix("torch."),
         weight=float(weight.to(merged).norm()),
         merged=float(merged.norm()),
         change=float((merged - weight).norm()),

@@ -13,9 +13,10 @@ from torch.nn.utils import parametrize
 
 from dora_common.hyperparameters import DropoutMode, adapter_scale, check_dropout
 from torch_dora.layers import placement
-from torch_dora.ops import check, choose, factored_norm, magnitude_scale, shards
+from torch_dora.ops import check, choose, factored_norm, magnitude_scale, quantised, shards
 from torch_dora.ops.dtypes import accumulation_dtype
 from torch_dora.ops.products import product
+from torch_dora.ops.quantised import dense
 
 
 class DoRALayer(nn.Module):
@@ -154,7 +155,10 @@ class DoRALayer(nn.Module):
                 f"({', '.join(base._parameters)}), as the hooks of torch.nn.utils.weight_norm, "
                 "spectral_norm and prune do it; remove them first, by remove_weight_norm and so on"
             )
-        check.is_float("weight", base.weight)
+        if quantised.is_quantised(base.weight):
+            quantised.check("base.weight", base.weight)
+        else:
+            check.is_float("weight", base.weight)
 
     @property
     def base(self) -> Any:
@@ -252,7 +256,9 @@ class DoRALayer(nn.Module):
             else:
                 pairs = zip(lora_b, lora_a, strict=True)
                 merged = torch.stack([product(b, a, dtype) for b, a in pairs])
-            merged = merged.mul_(self.scale).add_(weight).mul_(g.reshape(*weight.shape[:-1], 1))
+            weight = dense(weight, dtype) if quantised.is_quantised(weight) else weight
+            merged = merged.mul_(self.scale).add_(weight)
+            merged = merged.mul_(g.reshape(*weight.shape[:-1], 1))
         if shards.is_sharded(whole):
             merged = shards.joined(merged, whole, whole.placements, whole.shape)
         return self.as_weight(merged)

@@ -6,6 +6,8 @@ import numbers
 import torch
 from torch import Tensor
 
+from torch_dora.ops import quantised
+
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -60,7 +62,10 @@ def is_scale(scale: object) -> None:
 
 def adapter(weight: Tensor, lora_a: Tensor, lora_b: Tensor) -> None:
     """Checks weight [out, in] against lora_a [r, in] and lora_b [out, r], r at least 1."""
-    is_float("weight", weight)
+    if quantised.is_quantised(weight):
+        quantised.check("weight", weight)
+    else:
+        is_float("weight", weight)
     is_float("lora_a", lora_a)
     is_float("lora_b", lora_b)
     has_shape("weight", weight, (None, None), "[out, in]")

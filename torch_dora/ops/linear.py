@@ -25,6 +25,7 @@ from torch_dora.ops import check, choose, sharded
 from torch_dora.ops.compose import backward, choose_compose, forward
 from torch_dora.ops.dtypes import cast
 from torch_dora.ops.norm import factored_norm, magnitude_scale
+from torch_dora.ops.quantised import dense, is_quantised
 from torch_dora.ops.shards import is_sharded
 
 if TYPE_CHECKING or choose.TRITON_MODE is not None:
@@ -48,7 +49,8 @@ def dora_linear(
 
     Args:
         x: [..., in].
-        weight: [out, in], frozen as a rule.
+        weight: [out, in], frozen as a rule; or quantised by torchao, in int8, fp8 or NF4, and then
+            dequantised for each product with it.
         lora_a: [r, in].
         lora_b: [out, r].
         magnitude: [out].
@@ -74,6 +76,11 @@ def dora_linear(
     """
     choose.check_name(implementation)
     check.is_float("x", x)
+    if is_quantised(weight) and weight.requires_grad:
+        raise TypeError(
+            f"weight is a {type(weight).__name__} that requires a gradient; expected a frozen one: "
+            "call weight.requires_grad_(False)"
+        )
     check.adapter(weight, lora_a, lora_b)
     out_features, in_features = weight.shape
     if x.ndim == 0 or x.shape[-1] != in_features:
@@ -119,7 +126,7 @@ def _forward(
     with torch.autocast(x.device.type, enabled=False):
         read = x if adapter_x is None else adapter_x
         bias = None if bias is None else cast(bias, dtype)
-        base = F.linear(cast(x, dtype), cast(weight, dtype), bias)
+        base = F.linear(cast(x, dtype), dense(weight, dtype), bias)
         z = F.linear(cast(read, dtype), cast(lora_a, dtype))
         y, inner = _expand_compose(
             base, z, cast(lora_b, dtype), g, bias, scale, want_inner, implementation
@@ -169,7 +176,7 @@ class _DoRALinear(torch.autograd.Function):
             if d is not None:
                 d = _rows(d)
                 if want_x:
-                    dx = d @ weight.to(dy.dtype)
+                    dx = d @ dense(weight, dy.dtype)
                 if want_weight:
                     d_weight = _mm(d.T, _rows(x).to(dy.dtype), weight_dtype)
                 if want_b:

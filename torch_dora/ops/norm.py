@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torch_dora.ops import check, choose, sharded
+from torch_dora.ops import check, choose, quantised, sharded
 from torch_dora.ops.choose import Call
 from torch_dora.ops.dtypes import accumulation_dtype
 from torch_dora.ops.products import pieces, product
@@ -44,7 +44,8 @@ def factored_norm(
     """Returns ‖weight + scale · lora_b @ lora_a‖ per output feature, without forming the product.
 
     Args:
-        weight: [out, in], fp16, bf16, fp32 or fp64.
+        weight: [out, in], fp16, bf16, fp32 or fp64; or quantised by torchao, in int8, fp8 or NF4,
+            and then read block by block: no [out, in] tensor of floats is made.
         lora_a: [r, in].
         lora_b: [out, r].
         scale: alpha/r or alpha/sqrt(r). 0 skips the adapter's terms.
@@ -67,6 +68,14 @@ def factored_norm(
     check.is_scale(scale)
     choose.check_name(implementation)
     weight, lora_a, lora_b = weight.detach(), lora_a.detach(), lora_b.detach()
+    if quantised.is_quantised(weight):
+        if implementation == "triton":
+            raise NotImplementedError(
+                f"implementation 'triton' takes no {type(weight).__name__}; pass None or 'eager'"
+            )
+        dtype = accumulation_dtype(lora_a, lora_b)
+        with torch.autocast(weight.device.type, enabled=False):
+            return quantised.norm(weight, lora_a, lora_b, float(scale), dtype)
 
     def of_shard(weight: Tensor, lora_a: Tensor, lora_b: Tensor) -> Tensor:
         return _chosen_norm(weight, lora_a, lora_b, float(scale), implementation)

@@ -192,6 +192,18 @@ def test_dry_run(inputs, tmp_path, capsys):
     assert list((tmp_path / "run").iterdir()) == []
 
 
+def test_over_a_quantised_base(inputs, tmp_path, capsys):
+    output = tmp_path / "run"
+    command = [*inputs, *OPTIONS, "--output", str(output), "--quantize", "nf4", "--steps", "3"]
+    assert finetune(command) == 0
+    assert "MiB a kernel, dequantised" in told(capsys)
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert (output / "adapter" / "adapter_model.safetensors").exists()
+    assert finetune([*command, "--steps", "4", "--resume", "--quantize", "int8"]) == 2
+    assert "quantize was 'nf4' and is 'int8'" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_memory_is_about_what_xla_takes(inputs, tmp_path):
     options = ["--length", "256", "--batch", "4", "--accumulate", "2", "--rank", "8"]

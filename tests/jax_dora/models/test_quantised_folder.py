@@ -1,0 +1,199 @@
+"""Folders quantised as they are read, and folders that are quantised already."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+import jax_dora
+from jax_dora.models import abstract_model, load_model, make_model, read_config, save_model
+from jax_dora.models.config import DecoderConfig
+from jax_dora.ops import quantised
+from tests import quantised as kernels
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 40,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "dtype": "float32",
+}
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A small model's folder, of floats."""
+    folder = tmp_path_factory.mktemp("float") / "model"
+    save_model(make_model(DecoderConfig.from_hf(CONFIG)), folder, CONFIG)
+    return folder
+
+
+def rewritten(folder, to, change, settings):
+    """A copy of a folder whose projections `change(name, weight)` has turned into other tensors."""
+    to.mkdir()
+    tensors = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        is_projection = name.endswith("_proj.weight")
+        tensors |= change(name, weight) if is_projection else {name: weight}
+    save_file(tensors, to / "model.safetensors")
+    config = read_config(folder) | {"quantization_config": settings}
+    (to / "config.json").write_text(json.dumps(config))
+    return to
+
+
+def same(one, other):
+    assert nnx.graphdef(one) == nnx.graphdef(other)
+    for a, b in zip(*(jax.tree.leaves(nnx.state(m)) for m in (one, other)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_quantised_as_it_is_read(folder):
+    model = load_model(folder, quantize="nf4")
+    same(model, jax_dora.quantize(load_model(folder), "nf4"))
+    assert quantised.is_quantised(model.model.layers.mlp.up_proj.kernel[...])
+    shapes = jax.tree.map(lambda a: (a.shape, a.dtype), nnx.state(model))
+    wanted = jax.tree.map(
+        lambda a: (a.shape, a.dtype), nnx.state(abstract_model(folder, quantize="nf4"))
+    )
+    assert jax.tree.leaves(shapes) == jax.tree.leaves(wanted)
+    tokens = jnp.arange(6)[None]
+    assert np.all(np.isfinite(nnx.jit(lambda model, tokens: model(tokens))(model, tokens)))
+
+
+def test_sharded_as_it_is_read(folder):
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+
+    def place(path, shape):
+        axes = (None, "x", None) if path.endswith("proj/kernel") else ()
+        return jax.sharding.NamedSharding(mesh, jax.P(*axes))
+
+    model = load_model(folder, quantize="nf4", sharding=place)
+    kernel = model.model.layers.mlp.down_proj.kernel[...]
+    assert {one.sharding.spec[1] for one in (kernel.qvalue, kernel.scale)} == {"x"}
+    plain = load_model(folder, quantize="nf4").model.layers.mlp.down_proj.kernel[...]
+    np.testing.assert_array_equal(kernel.qvalue, plain.qvalue)
+
+
+def nf4(name, weight, *, nested, shape=None):
+    """A weight as bitsandbytes stores it, and in `MEANT` what it stands for."""
+    codebook = kernels.nf4_codebook().astype(np.float32)
+    runs = weight.reshape(-1, 64)
+    absmax = np.abs(runs).max(1)
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(weight.shape)}
+    parts = {"quant_map": codebook}
+    if nested:
+        levels = np.linspace(-1, 1, 256, dtype=np.float32)
+        offset = float(absmax.mean())
+        pieces = np.array_split(absmax - offset, range(256, absmax.size, 256))
+        tops = np.array([np.abs(piece).max() for piece in pieces], np.float32)
+        pairs = list(zip(pieces, tops, strict=True))
+        codes = [np.abs(piece[:, None] / top - levels).argmin(1) for piece, top in pairs]
+        parts["absmax"] = np.concatenate(codes).astype(np.uint8)
+        parts |= {"nested_absmax": tops, "nested_quant_map": levels}
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+        scales = [levels[c] * t + offset for c, t in zip(codes, tops, strict=True)]
+        absmax = np.concatenate(scales).astype(np.float32)
+    else:
+        parts["absmax"] = absmax
+    codes = np.abs(runs[..., None] / absmax[:, None, None] - codebook).argmin(-1)
+    MEANT[name] = (codebook[codes] * absmax[:, None]).reshape(weight.shape)
+    pairs = codes.reshape(-1, 2).astype(np.uint8)
+    text = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    parts["quant_state.bitsandbytes__nf4"] = text
+    packed = (pairs[:, 0] << 4 | pairs[:, 1])[:, None]
+    return {name: packed, **{f"{name}.{part}": value for part, value in parts.items()}}
+
+
+def fp8(name, weight, *, scales):
+    """A weight in FP8 with a scale for it all, for each output feature, or for blocks of 48."""
+    if scales == "blocks":
+        tall, wide = (-(-size // 48) for size in weight.shape)
+        padded = np.zeros((tall * 48, wide * 48), np.float32)
+        padded[: weight.shape[0], : weight.shape[1]] = weight
+        top = np.abs(padded.reshape(tall, 48, wide, 48)).max((1, 3)) / 448
+        each = np.repeat(np.repeat(top, 48, 0), 48, 1)[: weight.shape[0], : weight.shape[1]]
+    else:
+        axis = 1 if scales == "rows" else None
+        each = top = np.asarray(np.abs(weight).max(axis, keepdims=scales == "rows") / 448)
+    values = (weight / each).astype(ml_dtypes.float8_e4m3fn)
+    MEANT[name] = values.astype(np.float64) * each
+    suffix = "weight_scale_inv" if scales == "blocks" else "weight_scale"
+    part = name.replace("weight", suffix)
+    return {name: values, part: top.astype(np.float32)}
+
+
+MEANT = {}
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+FORMATS = {
+    "nf4": (lambda *a: nf4(*a, nested=False), NF4),
+    "nf4 twice": (lambda *a: nf4(*a, nested=True), NF4),
+    "fp8": (lambda *a: fp8(*a, scales="one"), {"quant_method": "fp8"}),
+    "fp8 rows": (lambda *a: fp8(*a, scales="rows"), {"quant_method": "fbgemm_fp8"}),
+    "fp8 blocks": (
+        lambda *a: fp8(*a, scales="blocks"),
+        {"quant_method": "fp8", "weight_block_size": [48, 48]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantised_folders_are_read_as_they_are(folder, tmp_path, name):
+    model = load_model(rewritten(folder, tmp_path / "model", *FORMATS[name]))
+    layers = model.model.layers
+    both = {"self_attn.k_proj": layers.self_attn.k_proj, "mlp.down_proj": layers.mlp.down_proj}
+    for path, one in both.items():
+        found = kernels.meant(one.kernel[...])
+        for number in range(2):
+            wanted = MEANT[f"model.layers.{number}.{path}.weight"].T
+            np.testing.assert_allclose(found[number], wanted, rtol=2e-6)
+    adapted = jax_dora.apply_dora(model, jax_dora.DoRARule("all-linear", 2, 4), rngs=nnx.Rngs(0))
+    tokens = jnp.arange(6)[None]
+    np.testing.assert_array_equal(adapted(tokens), model(tokens))
+    if name == "nf4":
+        save_model(model, tmp_path / "floats", read_config(folder))
+        written = load_file(tmp_path / "floats" / "model.safetensors")[Q_PROJ]
+        np.testing.assert_allclose(written, MEANT[Q_PROJ], rtol=2e-6)
+        with pytest.raises(ValueError, match=r"quantize is 'int8' and .* is quantised already"):
+            load_model(tmp_path / "model", quantize="int8")
+
+
+def without(part):
+    def change(name, weight):
+        tensors = nf4(name, weight, nested=False)
+        return {one: value for one, value in tensors.items() if not one.endswith(part)}
+
+    return change
+
+
+def only_the_first(name, weight):
+    return nf4(name, weight, nested=False) if name == Q_PROJ else {name: weight}
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "error", "message"),
+    [
+        (without(".absmax"), NF4, NotImplementedError, "expected bitsandbytes NF4: absmax"),
+        (only_the_first, NF4, ValueError, "is quantised in 1 of its 2 tensors"),
+        (
+            lambda n, w: {n: w.astype(ml_dtypes.float8_e4m3fn)},
+            None,
+            NotImplementedError,
+            "float8_e4m3fn .* with nothing beside it; expected",
+        ),
+        (lambda n, w: {n: w}, {"quant_method": "gptq"}, NotImplementedError, "'gptq'"),
+        (lambda n, w: {n: w}, NF4 | {"bnb_4bit_quant_type": "fp4"}, NotImplementedError, "fp4"),
+    ],
+)
+def test_other_ways_are_refused(folder, tmp_path, change, settings, error, message):
+    with pytest.raises(error, match=message):
+        load_model(rewritten(folder, tmp_path / "model", change, settings))

@@ -1,0 +1,140 @@
+"""torchao's quantised weights under adapters, against an fp64 oracle of what they stand for."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torchao.quantization import (
+    Float8WeightOnlyConfig,
+    Int8WeightOnlyConfig,
+    quantize_,
+)
+from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+
+import torch_dora
+from parity import oracle, tolerances
+from torch_dora.ops import dora_linear, factored_norm, quantised
+
+SCALE, RANK, SHAPE = 0.7, 5, (24, 128)
+
+
+def linear(kind, dtype=torch.float32):
+    torch.manual_seed(0)
+    layer = nn.Linear(SHAPE[1], SHAPE[0], dtype=dtype)
+    if kind == "nf4":
+        weight = to_nf4(layer.weight.detach(), 64, 8)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+    else:
+        config = {"int8": Int8WeightOnlyConfig, "float8": Float8WeightOnlyConfig}[kind]()
+        quantize_(layer, config)
+    return layer
+
+
+def meant(weight):
+    """What a quantised weight stands for, in fp64."""
+    if hasattr(weight, "qdata"):
+        return weight.qdata.double().numpy() * weight.scale.double().numpy()
+    scales = (
+        weight.dequantize_scalers(
+            weight.quantized_scalers, weight.quantization_factor, weight.scaler_block_size
+        )
+        .double()
+        .numpy()
+    )
+    data = weight.quantized_data.numpy()
+    codes = np.stack([data >> 4, data & 15], 1).reshape(-1, 64)
+    return (weight.nf4.double().numpy()[codes] * scales[:, None]).reshape(SHAPE)
+
+
+def adapter(seed=1):
+    rng = np.random.default_rng(seed)
+    a = torch.tensor(rng.normal(size=(RANK, SHAPE[1])) / 11, dtype=torch.float32)
+    return a, torch.tensor(rng.normal(size=(SHAPE[0], RANK)) / 2, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("height", [1, 7, 1000])
+@pytest.mark.parametrize("kind", ["int8", "float8", "nf4"])
+def test_norm(kind, height, monkeypatch):
+    monkeypatch.setattr(quantised, "BLOCK_BYTES", height * 16 * SHAPE[1])
+    weight, (a, b) = linear(kind).weight, adapter()
+    exact = meant(weight)
+    np.testing.assert_allclose(quantised.dense(weight, torch.float32), exact, rtol=1e-6, atol=1e-8)
+    norm = factored_norm(weight, a, b, SCALE)
+    assert norm.dtype == torch.float32
+    np.testing.assert_allclose(norm, oracle.norm(exact, a.numpy(), b.numpy(), SCALE), rtol=1e-5)
+
+
+def test_no_dense_copy_is_made_for_the_norm(monkeypatch):
+    monkeypatch.setattr(quantised, "BLOCK_BYTES", 4 * 16 * SHAPE[1])
+    sizes = []
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **kwargs or {})
+            if isinstance(result, torch.Tensor) and result.is_floating_point():
+                sizes.append(result.numel() if type(result) is torch.Tensor else 0)
+            return result
+
+    weight, (a, b) = linear("int8").weight.detach(), adapter()
+    with Sizes():
+        factored_norm(weight, a, b, SCALE)
+    assert 0 < max(sizes) <= 4 * SHAPE[1] + a.numel()
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8", "nf4"])
+def test_projection_and_gradients(kind):
+    layer, (a, b) = linear(kind), adapter()
+    weight, rng = layer.weight, np.random.default_rng(2)
+    x = torch.tensor(rng.normal(size=(14, SHAPE[1])), dtype=torch.float32)
+    dy = torch.tensor(rng.normal(size=(14, SHAPE[0])), dtype=torch.float32)
+    norm = oracle.norm(meant(weight), a.numpy(), b.numpy(), SCALE)
+    magnitude = torch.tensor(norm * (1 + 0.1 * rng.normal(size=SHAPE[0])), dtype=torch.float32)
+    bias = layer.bias.detach()
+    leaves = [one.requires_grad_() for one in (x, a, b, magnitude, bias)]
+    y = dora_linear(x, weight, a, b, magnitude, SCALE, bias=bias)
+    found = torch.autograd.grad(y, leaves, dy)
+    arrays = [one.detach().numpy() for one in (a, b, magnitude)]
+    arguments = (x.detach().numpy(), meant(weight), *arrays, SCALE)
+    exact = oracle.dora_linear_grads(dy.numpy(), *arguments, dtype="float32")
+    bound = tolerances.dora_linear(dy.numpy(), *arguments, "float32", bias=bias.detach().numpy())
+    wanted = oracle.dora_linear(*arguments, bias=bias.detach().numpy(), dtype="float32")
+    assert np.all(np.abs(y.detach().double().numpy() - wanted) <= bound.y)
+    for name, one in zip(("x", "lora_a", "lora_b", "magnitude", "bias"), found, strict=True):
+        error = np.abs(one.double().numpy() - getattr(exact, f"d_{name}"))
+        assert np.all(error <= getattr(bound, f"d_{name}")), name
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_layer_is_adapted_trained_and_merged(kind):
+    base = nn.Sequential(linear(kind, torch.bfloat16))
+    x = torch.randn(3, SHAPE[1], dtype=torch.bfloat16)
+    plain = x @ quantised.dense(base[0].weight, torch.bfloat16).T + base[0].bias
+    model = torch_dora.apply_dora(base, torch_dora.DoRARule("all-linear", 4, 8))
+    assert torch.equal(
+        model(x),
+        torch.nn.functional.linear(
+            x, quantised.dense(model[0].weight, torch.bfloat16), model[0].bias
+        ),
+    )
+    torch.testing.assert_close(model(x), plain, rtol=1e-2, atol=1e-2)
+    model[0].lora_b.data.normal_(0, 0.1)
+    model(x).float().sum().backward()
+    assert model[0].lora_b.grad.abs().max() > 0
+    merged, report = torch_dora.merge_dora(model, return_report=True)
+    assert type(merged[0].weight.data) is torch.Tensor
+    assert merged[0].weight.dtype == torch.bfloat16
+    assert report.layers[0].change > 0
+    torch.testing.assert_close(merged(x), model(x), rtol=3e-2, atol=3e-2)
+
+
+def test_other_formats_are_refused():
+    a, b = adapter()
+    layer = linear("int8")
+    other = copy.copy(layer.weight.detach())
+    other.__class__ = type("Int3Tensor", (type(other),), {"__module__": "torchao.somewhere"})
+    with pytest.raises(TypeError, match=r"torchao.somewhere.Int3Tensor .* expected torchao's"):
+        factored_norm(other, a, b, SCALE)
+    with pytest.raises(NotImplementedError, match="'triton' takes no Int8Tensor"):
+        factored_norm(layer.weight, a, b, SCALE, implementation="triton")
