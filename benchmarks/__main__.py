@@ -3,12 +3,14 @@
     python -m benchmarks ops|layer|model|tune|step|scale [--out DIR] [--only PATTERN …] [--quick]
     python -m benchmarks bank [--layers N] [--only KIND …] [--quick]
     python -m benchmarks scale [--layers N] [--layouts dp fsdp tp] [--axes auto explicit] [--quick]
+    python -m benchmarks step|scale --torch [--layers N] [--rank N] [--quick]
     python -m benchmarks against CHECKOUT [--out DIR] [--only PATTERN …] [--quick]
 
 `ops` measures the operators, `layer` one projection beside LoRA and PEFT, `model` a decoder of
 Qwen3-8B's dimensions, `tune` the kernels with candidate launch configs, `step` a whole optimizer
 step of Llama 3 8B's dimensions by what it keeps, `bank` many adapters in one batch of its
-projections, `scale` a decoder on several devices. `against`
+projections, `scale` a decoder on several devices. `step --torch` and `scale --torch` measure a
+step of transformers' Llama by torch_dora and by PEFT, on one GPU, and on all under FSDP2. `against`
 measures layers and a model with this checkout and with another one in turns, and prints the ratios
 of their times.
 
@@ -60,7 +62,10 @@ def parser() -> argparse.ArgumentParser:
         default=420.0,
         help="against, bank, scale, step: start nothing after this long; against stops what runs",
     )
-    sizes = made.add_argument_group("levels scale and bank")
+    made.add_argument(
+        "--torch", action="store_true", help="levels step and scale: torch_dora beside PEFT"
+    )
+    sizes = made.add_argument_group("levels scale, bank and step")
     for name in ("layers", "rank", "hidden", "tokens"):
         sizes.add_argument(f"--{name}", type=int, help="of the decoder, instead of the usual")
     sizes.add_argument("--layouts", nargs="+", help="some of dp, fsdp, tp")
@@ -72,6 +77,8 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     parsing = parser()
     options = parsing.parse_args(arguments)
+    if options.torch and options.level not in ("step", "scale"):
+        parsing.error(f"--torch is for levels step and scale, not {options.level}")
     if (options.level == "against") != bool(options.checkout):
         parsing.error("level against, and no other, takes another checkout's folder")
     if options.level in ("bank", "step"):
@@ -87,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
     real = device == "cuda" and not options.quick
     out = options.out
     if out and out.suffix != ".jsonl":
-        options.out = out = out / f"{options.level}.jsonl"
+        options.out = out = out / f"{options.level}{'_torch' * options.torch}.jsonl"
     if not real and out and out.resolve().is_relative_to(RESULTS.resolve()):
         parsing.error(f"--out is {out}; a quick or CPU run measures nothing worth keeping")
     console = Console(width=None if sys.stdout.isatty() else 200)
@@ -103,6 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
     measure = {"against": _compare, "scale": _scale, "step": _step, "bank": _bank}.get(
         options.level, _measure
     )
+    measure = _torch_step if options.torch else measure
     return 0 if measure(options, device, console) else 1
 
 
@@ -167,6 +175,24 @@ def _step(options: argparse.Namespace, device: str, console: Any) -> bool:
     if options.quick:
         settings = settings._replace(config=step.TINY, shape=(2, 32), rounds=1)
     return _rows(options, device, console, step.measure(settings, device), step.line)
+
+
+def _torch_step(options: argparse.Namespace, device: str, console: Any) -> bool:
+    import torch
+
+    from benchmarks import torch_step
+
+    settings = torch_step.TINY if options.quick else torch_step.Settings()
+    given = {name: getattr(options, name) for name in ("layers", "rank", "hidden")}
+    settings = settings._replace(**{name: size for name, size in given.items() if size})
+    settings = settings._replace(seconds=min(settings.seconds, options.seconds))
+    if options.tokens:
+        settings = settings._replace(shape=(settings.shape[0], options.tokens))
+    count = 0
+    if options.level == "scale":
+        count = torch.cuda.device_count() if device == "cuda" else 2
+    rows = torch_step.measure(settings, device, count)
+    return _rows(options, device, console, rows, torch_step.line)
 
 
 def _bank(options: argparse.Namespace, device: str, console: Any) -> bool:

@@ -148,3 +148,17 @@ def test_a_model_s_gradient_is_measured(label: str) -> None:
         found = measure(Bench.on("cpu", True), work, work.variants[0])
     assert found.correct, found
     assert found.label == label
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["step", "scale"])
+def test_torch_steps_beside_peft(level: str, tmp_path: Path) -> None:
+    code = command.main([level, "--torch", "--out", str(tmp_path), *QUICK, "--commit", "abc"])
+    _, rows = results.read(tmp_path / f"{level}_torch.jsonl")
+    assert code == 0
+    assert {"PEFT", "torch_dora"} == {row["kind"].split()[0] for row in rows}
+    # A fresh adapter is the base model, whoever's.
+    assert [row["losses"][0] for row in rows] == pytest.approx(
+        [rows[0]["losses"][0]] * len(rows), rel=1e-3
+    )
+    assert all(row["losses"][-1] < row["losses"][0] for row in rows)
