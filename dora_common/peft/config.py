@@ -173,8 +173,8 @@ class AdapterConfig:
         return cls(**fields)
 
     def to_json(self) -> str:
-        """As PEFT writes it: two spaces, sorted keys. Fields that old versions lack are written
-        only when they are set, for those versions refuse them."""
+        """Returns the file as PEFT writes it: two spaces, sorted keys. Fields that old versions
+        lack are written only when they are set, for those versions refuse them."""
         value = dataclasses.asdict(self)
         for name in _OPTIONAL:
             if not value[name]:

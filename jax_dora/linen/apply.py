@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 from flax import traverse_util
 from flax.core import freeze
@@ -20,6 +19,7 @@ from jax_dora.adapt.merge import Setting, changed, kernel_change, reported
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.rule import DoRARule, Rules
 from jax_dora.linen.layer import COUNTERPARTS, counterpart, dora_class_of, dora_layer
+from jax_dora.linen.stacks import noting_axes, stack_axes, stack_back, stack_first
 
 _METHODS = ("__call__", "attend")
 _TOKENS = itertools.count(1)
@@ -163,7 +163,7 @@ class DoRA(nn.Module):
                 signature = inspect.signature(context.orig_method)
                 arguments = dict(signature.bind(*args, **kwargs).arguments)
                 layer = _adapted(module, cls, rule, arguments)
-                calls.stacks[path] = _stack_axes(module)
+                calls.stacks[path] = stack_axes(module)
                 calls.adapted[path] = (cls.kernel_name, Setting.of(layer))
                 return self._result(layer, context, next(iter(arguments.values())))
             result = next_fun(*args, **kwargs)
@@ -226,7 +226,7 @@ def merge_dora(
         )
     calls = _Calls(next(_TOKENS))
     quiet = adapted.clone(deterministic=True)
-    noted = {**variables, "params": _noting_axes(variables["params"])}
+    noted = {**variables, "params": noting_axes(variables["params"])}
     jax.eval_shape(lambda: quiet.apply(noted, calls, method, *args, method="noting", **kwargs))
     params = dict(traverse_util.flatten_dict(variables["params"]))
     if missed := sorted(set(_adapted_paths(variables["params"])) - calls.adapted.keys()):
@@ -243,10 +243,10 @@ def merge_dora(
         axes = calls.stacks[path]
         change = kernel_change(
             setting,
-            kernel=_stack_first(kernel, axes),
-            **{one: _stack_first(value, axes) for one, value in values.items()},
+            kernel=stack_first(kernel, axes),
+            **{one: stack_first(value, axes) for one, value in values.items()},
         )
-        change = _stack_back(change, axes)
+        change = stack_back(change, axes)
         merged = changed(kernel, change)
         params[*place, name] = nn.meta.replace_boxed(boxed, merged)
         if return_report:
@@ -279,53 +279,3 @@ def _adapted_paths(params: Mapping[str, Any]) -> list[str]:
     return [
         "/".join(path[:-1]) for path in traverse_util.flatten_dict(params) if path[-1] == "lora_a"
     ]
-
-
-class _Noting(nn.meta.AxisMetadata):
-    """A parameter in a box that notes which axes Flax's transforms take off it."""
-
-    def __init__(self, value: Any, axes: tuple[int, ...] = ()) -> None:
-        self.value, self.axes = value, axes
-
-    def unbox(self) -> Any:
-        return self.value
-
-    def replace_boxed(self, val: Any) -> "_Noting":
-        return _Noting(val, self.axes)
-
-    def add_axis(self, index: int, params: dict[Any, Any]) -> "_Noting":
-        return _Noting(self.value, self.axes[:-1])
-
-    def remove_axis(self, index: int, params: dict[Any, Any]) -> "_Noting":
-        return _Noting(self.value, (*self.axes, index))
-
-
-jax.tree_util.register_pytree_node(
-    _Noting, lambda box: ((box.value,), box.axes), lambda axes, values: _Noting(values[0], axes)
-)
-
-
-def _noting_axes(params: Mapping[str, Any]) -> Any:
-    """Returns `params` with every magnitude in a box that notes its axes."""
-    return traverse_util.path_aware_map(
-        lambda path, leaf: _Noting(nn.unbox(leaf)) if path[-1] == "magnitude" else leaf, params
-    )
-
-
-def _stack_axes(module: nn.Module) -> tuple[int, ...]:
-    box = module.variables["params"].get("magnitude")
-    return box.axes if isinstance(box, _Noting) else ()
-
-
-def _stack_first(array: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """Returns `array` with the axes of its stack in front, in their order."""
-    for number, axis in enumerate(axes):
-        array = jnp.moveaxis(array, axis + number if axis >= 0 else axis, number)
-    return array
-
-
-def _stack_back(array: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """Reverses `_stack_first`."""
-    for number, axis in reversed(list(enumerate(axes))):
-        array = jnp.moveaxis(array, number, axis + number if axis >= 0 else axis)
-    return array

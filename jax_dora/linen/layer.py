@@ -26,7 +26,7 @@ COUNTERPARTS: dict[type[nn.Module], tuple[type[nnx.Module], Mapping[str, str]]] 
 
 
 class _NoRngs:
-    """For a layer whose parameters are given."""
+    """Stands in for `nnx.Rngs` where a layer's parameters are given and none is drawn."""
 
     def params(self) -> None:
         return None

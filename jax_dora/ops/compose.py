@@ -156,7 +156,7 @@ class Returned(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What is static in compose's gradient: of what it is wanted."""
+    """The static part of compose's gradient: for which operands it is asked."""
 
     op: str
     implementation: str | None

@@ -144,7 +144,7 @@ def _by_path(source: Folder, view: TorchView, fit: Fit) -> dict[str, dict[Index,
 
 
 def _dtype(source: Folder, path: str, adapters: Iterable[Adapter]) -> np.dtype:
-    """Of lora_a and lora_b at `path`, as they are stored.
+    """Returns the dtype in which lora_a and lora_b at `path` are stored.
 
     Raises:
       ValueError: JAX would round them.

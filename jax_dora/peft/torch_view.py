@@ -186,7 +186,8 @@ def to_matrix(array: np.ndarray) -> np.ndarray:
 
 
 def _flax_order(shape: Shape) -> tuple[int, ...]:
-    """Of PyTorch's axes out, in, *window: window, in, out."""
+    """Returns the order that turns PyTorch's axes (out, in, *window) into Flax's (*window, in,
+    out)."""
     return (*range(2, len(shape)), 1, 0)
 
 

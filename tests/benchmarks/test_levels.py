@@ -26,6 +26,7 @@ def run(level: str, folder: Path, *only: str) -> tuple[int, dict, list[dict]]:
     return code, *results.read(folder / f"{level}.jsonl")
 
 
+@pytest.mark.slow
 def test_ops_measures_operators_in_both_frameworks(tmp_path: Path, capsys) -> None:
     code, header, rows = run("ops", tmp_path, "norm 64×48*jax f", "backward,*[xe]*")
     assert (code, [row for row in rows if row.get("failed")]) == (0, [])
@@ -123,6 +124,7 @@ def test_two_checkouts_are_measured_in_turns(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_or_is_late_is_named() -> None:
     spec = {"device": "cpu", "module": "benchmarks.nothing"}
     with Worker(spec, time.monotonic() + 100) as worker, pytest.raises(WorkerError, match="nothin"):

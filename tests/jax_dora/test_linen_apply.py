@@ -60,7 +60,7 @@ def base():
     return jax.jit(MODEL.init)(KEY, IDS)
 
 
-def adapt(base, rules=RULES, **options):
+def adapt(base, rules, run=lambda add, base: jax.jit(add)(base), **options):
     """(the adapted module, its variables over those of `base`)."""
     adapted = apply_dora(MODEL, rules, **options)
 
@@ -69,23 +69,27 @@ def adapt(base, rules=RULES, **options):
             variables, IDS, rngs={"params": KEY, "dropout": KEY}, mutable=["params"]
         )
 
-    return adapted, jax.jit(add)(base)[1]
+    return adapted, run(add, base)[1]
+
+
+@pytest.fixture(scope="module")
+def everything(base):
+    """The model with every layer adapted, and its variables."""
+    return adapt(base, RULES)
 
 
 def train(variables, seed=0):
     """Every adapter away from its start."""
     adapters, rest = split_adapters(variables["params"])
     leaves, structure = jax.tree.flatten(adapters)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    noise = [
-        jax.random.normal(key, leaf.shape) / 20 for key, leaf in zip(keys, leaves, strict=True)
-    ]
+    rng = np.random.default_rng(seed)
+    noise = [jnp.asarray(rng.standard_normal(leaf.shape, np.float32) / 20) for leaf in leaves]
     leaves = [leaf * (1 + n) + n for leaf, n in zip(leaves, noise, strict=True)]
     return {"params": join_adapters(jax.tree.unflatten(structure, leaves), rest)}
 
 
-def test_a_fresh_adapter_changes_no_bit(base):
-    adapted, variables = adapt(base)
+def test_a_fresh_adapter_changes_no_bit(base, everything):
+    adapted, variables = everything
     _, kept = split_adapters(variables["params"])
     jax.tree.map(np.testing.assert_array_equal, kept, dict(base["params"]))
     params = variables["params"]
@@ -98,14 +102,14 @@ def test_a_fresh_adapter_changes_no_bit(base):
     np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=OPERATOR_FP32_MAX_ABS)
 
 
-def test_init_makes_everything(base):
-    adapted, variables = adapt(base)
+def test_init_makes_everything(everything):
+    adapted, variables = everything
     made = jax.eval_shape(adapted.init, KEY, IDS)
     assert jax.tree.structure(made) == jax.tree.structure(variables)
 
 
-def test_merging_computes_the_same(base):
-    adapted, variables = adapt(base)
+def test_merging_computes_the_same(base, everything):
+    adapted, variables = everything
     variables = train(variables)
     before = jax.tree.leaves(variables)
     merged = merge_dora(adapted, variables, IDS)
@@ -120,8 +124,8 @@ def test_merging_computes_the_same(base):
 
 
 @pytest.mark.slow
-def test_merging_says_what_it_changed(base):
-    adapted, variables = adapt(base)
+def test_merging_says_what_it_changed(everything):
+    adapted, variables = everything
     variables = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), train(variables))
     with jax.numpy_dtype_promotion("standard"):  # nn.LayerNorm in bf16 wants it
         merged, report = merge_dora(adapted, variables, IDS, return_report=True)
@@ -230,7 +234,7 @@ def test_a_kernel_with_fewer_names_than_axes():
 
 
 def test_all_linear_leaves_out_embedding_and_head(base):
-    _, variables = adapt(base, DoRARule("all-linear", 2, 4))
+    _, variables = adapt(base, DoRARule("all-linear", 2, 4), jax.eval_shape)
     adapters, _ = split_adapters(variables["params"])
     assert adapters.keys() == {"out", "blocks"}
     assert adapters["blocks"].keys() == {"mlp", "attention"}
@@ -283,7 +287,7 @@ class TestTransforms:
         with pytest.raises(ValueError, match=r"matches no layer.*\n  dense"):
             apply_dora(model, DoRARule("sense", 2, 4)).apply(variables, x)
 
-    @pytest.mark.parametrize("axis", [0, 1, -1])
+    @pytest.mark.parametrize("axis", [pytest.param(0, marks=pytest.mark.slow), 1, -1])
     def test_a_scan_over_any_axis_is_merged(self, axis):
         """As many layers as features, so that no shape tells the axis."""
 

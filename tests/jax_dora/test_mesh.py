@@ -163,7 +163,10 @@ SHARDED = {
 }
 
 
-@pytest.mark.parametrize("case", SHARDED)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(one, marks=[pytest.mark.slow] * (one == "join heads")) for one in SHARDED],
+)
 def test_every_layer_takes_out_sharding(case):
     """As models do that are written for explicit axes, FSDP over "data" and TP over "model"."""
     make, shape, kernel_spec, spec = SHARDED[case]

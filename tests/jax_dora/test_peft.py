@@ -252,10 +252,10 @@ def test_peft_computes_what_a_model_adapted_here_does(stacked: bool, tmp_path: P
         jax_dora.DoRARule("embed|conv|image|score", rank=2, alpha=1.5, use_rslora=True),
     ]
     model = jax_dora.apply_dora(flax_model(stacked=stacked), rules, rngs=nnx.Rngs(0))
-    key = jax.random.key(7)
-    for number, (_, leaf) in enumerate(nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))):
-        noise = jax.random.normal(jax.random.fold_in(key, number), leaf.shape)
-        leaf.set_value(leaf[...] + 0.2 * noise)
+    rng = np.random.default_rng(7)
+    for _, leaf in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
+        noise = 0.2 * rng.standard_normal(leaf.shape, np.float32)
+        leaf.set_value(jnp.asarray(np.asarray(leaf[...]) + noise))
 
     save_adapter(model, tmp_path / "adapter", base_model_name_or_path="base", task_type="SEQ_CLS")
 

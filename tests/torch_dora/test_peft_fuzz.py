@@ -17,7 +17,7 @@ import torch_dora
 from tests.dora_common.peft.damage import damage
 from torch_dora.peft import load_adapter, save_adapter
 
-MUTATIONS = (200, pytest.param(2000, marks=pytest.mark.slow))
+MUTATIONS = (60, pytest.param(2000, marks=pytest.mark.slow))
 SELECTING = ("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform")
 PLACES = {
     "first.lora_A.weight": "first.lora_a",

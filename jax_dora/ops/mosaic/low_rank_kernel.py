@@ -200,7 +200,8 @@ class Walk:
         return lax.div(tile, self.tiling.row_tiles)
 
     def turns(self, taker, before, tiles, takers):
-        """Of `tiles` tiles, `before` gone by: the first of one of `takers`, and how many it has."""
+        """Returns which of a run's `tiles` is the first of `taker`, one of `takers` that take
+        turns, and how many it has; `before` tiles of earlier runs are taken already."""
         skipped = lax.rem(taker - lax.rem(before, takers) + takers, takers)
         return skipped, lax.div(tiles - skipped + takers - 1, takers)
 

@@ -61,7 +61,13 @@ def make_torch_model():
     return torch_model
 
 
-@pytest.fixture(params=FAMILIES)
+# What these do, others do too, and more.
+CONTAINED = ("llama", "mistral", "qwen3")
+
+
+@pytest.fixture(
+    params=[pytest.param(one, marks=[pytest.mark.slow] * (one in CONTAINED)) for one in FAMILIES]
+)
 def family(request) -> str:
     return request.param
 

@@ -50,7 +50,7 @@ def test_logits_fp32(family, make_folder, make_torch_model, tokens):
     assert np.abs(logits - expected).max() <= tolerances.OPERATOR_FP32_MAX_ABS
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "qwen3"])
 def test_logits_bf16(name, make_folder, make_torch_model, tokens):
     """As near to fp64 as transformers in bf16, by flash-attention's rule."""
     exact = torch_logits(make_torch_model(name, torch.bfloat16).double(), tokens)

@@ -79,10 +79,7 @@ def programs(optimized):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(one, marks=[pytest.mark.slow] * (one not in ("tp", "fsdp×tp")))
-        for one in LAYOUTS
-    ],
+    [pytest.param(one, marks=[pytest.mark.slow] * (one != "fsdp×tp")) for one in LAYOUTS],
 )
 def test_only_vectors_travel_beside_what_lora_sends(programs, name):
     features = 4 * 2 * (HIDDEN + WIDE)  # bytes of one number of every output feature

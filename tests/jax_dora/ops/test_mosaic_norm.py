@@ -53,8 +53,9 @@ def cut_off(kernel, lora_a, lora_b):
     [
         (200, 96, 136, jnp.bfloat16, jnp.bfloat16),
         pytest.param(40, 4, 24, jnp.float16, jnp.float16, marks=pytest.mark.slow),
-        (136, 24, 72, jnp.bfloat16, jnp.float32),
-        (72, 72, 40, jnp.float32, jnp.float32),
+        # Of fp32 adapters, another test below.
+        pytest.param(136, 24, 72, jnp.bfloat16, jnp.float32, marks=pytest.mark.slow),
+        pytest.param(72, 72, 40, jnp.float32, jnp.float32, marks=pytest.mark.slow),
     ],
 )
 def test_agrees_with_the_materialised_norm(on_mosaic, n_in, rank, out, dtype, adapter_dtype):

@@ -162,7 +162,7 @@ def test_under_vmap(adapted):
     x = jnp.ones((2, 3, WIDTH))
     graphdef, state = nnx.split(adapted.blocks[0])
     states = jax.tree.map(lambda leaf: jnp.stack([2 * leaf, leaf]), state)
-    found = jax.vmap(lambda state: nnx.merge(graphdef, state)(x))(states)
+    found = jax.jit(jax.vmap(lambda state: nnx.merge(graphdef, state)(x)))(states)
     close(found[1], adapted.blocks[0](x))
 
 

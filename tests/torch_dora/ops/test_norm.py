@@ -168,7 +168,7 @@ class PeakBytes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtypes", MIXED)
-@pytest.mark.parametrize("budget", [150_000, 400_000])
+@pytest.mark.parametrize("budget", [150_000, pytest.param(400_000, marks=pytest.mark.slow)])
 def test_the_budget_bounds_the_temporaries(adapted, monkeypatch, dtypes, budget):
     layer = adapted(sizes=(768, 640, 16), dtype=dtypes[0], adapter_dtype=dtypes[1])
     whole = norm_module._adapter_terms(*triple(layer), torch.float32)
