@@ -19,6 +19,8 @@ from torch_dora.adapt import DoRARule as DoRARule
 from torch_dora.adapt import apply_dora as apply_dora
 from torch_dora.adapt import merge_dora as merge_dora
 from torch_dora.adapt import remove_dora as remove_dora
+from torch_dora.bank import AdapterBank as AdapterBank
+from torch_dora.bank import with_bank as with_bank
 from torch_dora.layers import DoRAConv as DoRAConv
 from torch_dora.layers import DoRAConv1D as DoRAConv1D
 from torch_dora.layers import DoRAEmbedding as DoRAEmbedding

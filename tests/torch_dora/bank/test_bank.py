@@ -1,0 +1,148 @@
+"""Rows that choose their adapters in torch: each is as the model with that adapter alone."""
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import torch_dora
+from parity import oracle, tolerances
+from tests.torch_dora.peft_folders import IDS, SIZES
+
+IN, OUT = 13, 10
+RANKS = (1, 16, 5)
+ROWS = [2, -1, 0, 1, 1]
+
+
+def adapted(seed, rank, dtype, **options):
+    """A layer whose base is the same for every seed, away from its start."""
+    torch.manual_seed(0)
+    base = nn.Linear(IN, OUT, dtype=dtype)
+    torch.manual_seed(seed)
+    layer = torch_dora.DoRALinear.from_linear(base, rank=rank, alpha=3, **options)
+    with torch.no_grad():
+        layer.lora_b.normal_(0, 0.3)
+        layer.magnitude.mul_(1 + 0.2 * torch.randn(OUT))
+    return layer
+
+
+def filled(dtype=torch.float32, slots=4):
+    torch.manual_seed(0)
+    base = nn.Linear(IN, OUT, dtype=dtype)
+    bank = torch_dora.AdapterBank(base, slots, 16, path=".*")
+    alone = [adapted(1 + at, rank, dtype, use_rslora=rank == 5) for at, rank in enumerate(RANKS)]
+    for slot, layer in enumerate(alone):
+        bank.load(slot, layer)
+    return base, bank, alone
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("time", [(), (4,)])
+def test_every_row_is_within_its_bound_of_the_oracle(dtype, time):
+    base, bank, alone = filled(dtype)
+    x = torch.randn(len(ROWS), *time, IN, generator=torch.Generator().manual_seed(1)).to(dtype)
+    with torch.no_grad():
+        y, plain = torch_dora.with_bank(base, bank, ROWS)(x), base(x)
+    assert (y.dtype, y.shape) == (dtype, plain.shape)
+    for row, slot in enumerate(ROWS):
+        if slot < 0:
+            assert torch.equal(y[row], plain[row])
+            continue
+        one = alone[slot]
+        bias = base.bias.detach()
+        weights = [t.detach() for t in (one.weight, one.lora_a, one.lora_b, one.magnitude)]
+        exact = oracle.dora_linear(x[row], *weights, one.scale, bias=bias, dtype=dtype)
+        bound = tolerances.dora_linear(
+            torch.zeros_like(exact), x[row], *weights, one.scale, dtype, bias=bias
+        ).y.reshape(exact.shape)
+        assert bool((abs(y[row].double() - exact) <= bound).all())
+
+
+def test_a_slot_forgets_what_it_held_and_nothing_moves():
+    _, bank, alone = filled()
+    (tensors,) = bank.tensors.values()
+    before = tensors.lora_a.data_ptr()
+    assert bank.load(1, alone[0]) is bank
+    assert tensors.lora_a.data_ptr() == before
+    for tensor in tensors:
+        assert torch.equal(tensor[0], tensor[1])
+    bank.evict(1)
+    assert (tensors.lora_a[1] == 0).all()
+    assert tensors.g[1].isnan().all()
+
+
+def test_what_is_wrong_is_told():
+    base, bank, alone = filled()
+    bank.evict(1)
+    before = [tensor.clone() for tensor in bank.tensors[""]]
+    for slot, adapter, error, message in [
+        (4, alone[0], ValueError, "slot is 4; expected 0 to 3"),
+        (True, alone[0], TypeError, "slot is True"),
+        (0, {}, TypeError, "adapter is a dict"),
+        (0, base, ValueError, "without DoRA layers"),
+        (0, adapted(9, 17, torch.float32), ValueError, "rank 17 for ''; expected at most 16"),
+        (0, nn.Sequential(alone[0]), ValueError, "'0', which the bank has no room for"),
+    ]:
+        with pytest.raises(error, match=message):
+            bank.load(slot, adapter)
+    with torch.no_grad():
+        alone[2].lora_b[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="NaN or infinity in lora_b of ''"):
+        bank.load(0, alone[2])
+    for ids, error, message in [
+        ([0, 4], ValueError, r"\[4\]; expected slots from 0 to 3"),
+        ([-2], ValueError, r"\[-2\]; expected"),
+        ([1], ValueError, r"\[1\], whose slots hold no adapter"),
+        ([0.0], TypeError, "float32; expected integers"),
+        ([[0]], ValueError, r"shape \(1, 1\)"),
+    ]:
+        with pytest.raises(error, match=message):
+            torch_dora.with_bank(base, bank, ids)
+    with pytest.raises(ValueError, match="adapter_ids has 2 rows"):
+        torch_dora.with_bank(base, bank, [0, -1])(torch.zeros(3, IN))
+    with pytest.raises(ValueError, match="model holds an adapter"):
+        torch_dora.with_bank(alone[0], bank, [0])
+    with pytest.raises(ValueError, match="holds an adapter already"):
+        torch_dora.AdapterBank(alone[0], 1, 1, path=".*")
+    pairs = zip(before, bank.tensors[""], strict=True)
+    assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in pairs)
+
+
+SETTINGS = [
+    {"r": 5, "lora_alpha": 8, "target_modules": "all-linear", "use_dora": True},
+    {"r": 16, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "use_rslora": True},
+    {"r": 2, "target_modules": ["down_proj"], "layers_to_transform": [1]},
+]
+
+
+# PEFT asks transformers by a name that the newest transformers calls deprecated.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_every_row_is_as_peft_has_it(tmp_path):
+    def make():
+        torch.manual_seed(0)
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
+
+    model = make()
+    bank = torch_dora.AdapterBank(model, 3, 16)
+    tokens = IDS[:1].repeat(4, 1)
+    rows = [2, -1, 0, 1]
+    with torch.no_grad():
+        expected = model(tokens).logits
+        for slot, setting in enumerate(SETTINGS):
+            theirs = peft.get_peft_model(
+                make(), peft.LoraConfig(task_type="CAUSAL_LM", **setting)
+            ).eval()
+            for name, parameter in theirs.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(0, 0.3)
+                elif "magnitude" in name:
+                    parameter.mul_(1 + 0.2 * torch.randn_like(parameter))
+            theirs.save_pretrained(tmp_path / str(slot))
+            bank.load(slot, tmp_path / str(slot))
+            alone = theirs(tokens[:1]).logits[0]
+            assert (alone - expected[rows.index(slot)]).abs().max() > 1e-3
+            expected[rows.index(slot)] = alone
+        logits = torch_dora.with_bank(model, bank, rows)(tokens).logits
+    assert np.abs((logits - expected).numpy()).max() <= tolerances.OPERATOR_FP32_MAX_ABS

@@ -1,0 +1,4 @@
+"""Many adapters at once: a bank of them beside one model, and a model whose rows choose."""
+
+from torch_dora.bank.bank import AdapterBank as AdapterBank
+from torch_dora.bank.layers import with_bank as with_bank

@@ -1,0 +1,271 @@
+"""A bank: the adapters of all slots, beside one base model."""
+
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dora_common.hyperparameters import adapter_scale, check_rank
+from dora_common.peft.folder import opened
+from dora_common.rules import ALL_LINEAR, assign, listing
+from torch_dora.adapt.apply import check_model
+from torch_dora.adapt.rule import DoRARule
+from torch_dora.layers import DoRAConv1D, DoRALinear, dora_layers
+from torch_dora.layers.linear import is_conv1d
+from torch_dora.ops import factored_norm, magnitude_scale
+from torch_dora.ops.bank import Slots
+from torch_dora.ops.dtypes import accumulation_dtype
+from torch_dora.peft.layers import layers_of, parameters_of
+
+
+class Entry(NamedTuple):
+    """An adapter of one projection.
+
+    Attributes:
+        lora_a: [rank, in].
+        lora_b: [out, rank].
+        magnitude: [out]; None for LoRA.
+        scale: alpha / rank, or alpha / sqrt(rank).
+    """
+
+    lora_a: Tensor
+    lora_b: Tensor
+    magnitude: Tensor | None
+    scale: float
+
+
+class AdapterBank:
+    """Adapters of one model in slots, for rows of one batch: DoRA, LoRA and rsLoRA, of any targets
+    and any ranks up to ``max_rank``.
+
+        bank = torch_dora.AdapterBank(model, slots=64, max_rank=64)
+        bank.load(0, "adapters/french").load(1, "adapters/code")
+        logits = torch_dora.with_bank(model, bank, [0, -1, 1])(tokens)
+
+    Tensors have room for every slot from the start, and :meth:`load` and :meth:`evict` change them
+    in place. What an adapter multiplies results by, g = magnitude / ‖W + s·BA‖, is taken when it is
+    loaded.
+
+    Args:
+        model: the plain base model, which the bank keeps.
+        slots: how many adapters there is room for, at least 1.
+        max_rank: the largest rank of an adapter, at least 1.
+        path: which projections, as :class:`~torch_dora.DoRARule`'s: ``torch.nn.Linear`` and GPT-2's
+            Conv1D; other layers that match are left out.
+
+    Raises:
+        TypeError: ``model`` is no module, or a number no integer.
+        ValueError: the model holds an adapter, a number is below 1, or no projection matches.
+    """
+
+    def __init__(
+        self, model: nn.Module, slots: int, max_rank: int, *, path: str = ALL_LINEAR
+    ) -> None:
+        check_model(model)
+        if isinstance(slots, bool) or not isinstance(slots, int):
+            raise TypeError(f"slots is {slots!r}; expected an integer of at least 1")
+        if slots < 1:
+            raise ValueError(f"slots is {slots}; expected at least 1")
+        check_rank(max_rank)
+        if held := [name for name, _ in dora_layers(model)]:
+            raise ValueError(
+                "model holds an adapter already; expected the plain model, beside which a bank "
+                f"holds all adapters: torch_dora.remove_dora takes it out, in:{listing(held)}"
+            )
+        self.model, self.slots, self.max_rank = model, slots, int(max_rank)
+        self.layers: dict[str, Any] = _projections(model, path)
+        self.tensors: dict[str, Slots] = {
+            name: _empty(layer, slots, self.max_rank) for name, layer in self.layers.items()
+        }
+
+    def __repr__(self) -> str:
+        return (
+            f"AdapterBank(slots={self.slots}, max_rank={self.max_rank}, {len(self.layers)} layers)"
+        )
+
+    def load(
+        self, slot: int, adapter: nn.Module | str | os.PathLike[str], *, name: str | None = None
+    ) -> "AdapterBank":
+        """Puts an adapter into a slot, in the place of what it held; returns the bank.
+
+        Nothing is changed where it raises.
+
+        Args:
+            slot: from 0 to slots - 1.
+            adapter: a PEFT folder, or a copy of the model that holds the adapter.
+            name: of the adapter, where a folder has several, as
+                :func:`torch_dora.peft.load_adapter`'s.
+
+        Raises:
+            TypeError: ``slot`` is no integer, or ``adapter`` neither.
+            ValueError: ``slot`` is no slot; the adapter's rank exceeds max_rank; it has a layer
+                that the bank has no room for, such as an embedding or a convolution, or tensors of
+                another shape, or that are not finite; a folder does not fit the model.
+            FileNotFoundError, NotADirectoryError: there is no such folder, or a file is missing.
+            NotImplementedError: a folder replaces parameters of the base model.
+        """
+        self._check_slot(slot)
+        if isinstance(adapter, nn.Module):
+            entries = _of_model(adapter)
+        elif isinstance(adapter, str | os.PathLike):
+            entries = self._of_folder(adapter, name)
+        else:
+            raise TypeError(
+                f"adapter is a {type(adapter).__name__}; expected a PEFT folder, or a model with "
+                "DoRA layers"
+            )
+        for path, entry in entries.items():
+            self._check(path, entry)
+        g = {path: _g(self.layers[path], entry) for path, entry in entries.items()}
+        self.evict(slot)
+        with torch.no_grad():
+            for path, tensors in self.tensors.items():
+                tensors.g[slot] = 1
+                if path not in entries:
+                    continue
+                entry, rank = entries[path], entries[path].lora_a.shape[0]
+                tensors.lora_a[slot, :rank] = entry.lora_a.to(tensors.lora_a)
+                tensors.lora_b[slot, :rank] = entry.lora_b.mT.to(tensors.lora_b)
+                tensors.g[slot] = g[path]
+                tensors.scale[slot], tensors.rank[slot] = entry.scale, rank
+        return self
+
+    def evict(self, slot: int) -> "AdapterBank":
+        """Empties a slot, if it held an adapter; returns the bank.
+
+        Raises:
+            TypeError, ValueError: ``slot`` is no slot.
+        """
+        self._check_slot(slot)
+        with torch.no_grad():
+            for tensors in self.tensors.values():
+                for tensor in tensors:
+                    tensor[slot] = torch.nan if tensor is tensors.g else 0
+        return self
+
+    def is_empty(self, slot: int) -> bool:
+        """Returns whether a slot holds no adapter."""
+        tensors = next(iter(self.tensors.values()))
+        return bool(tensors.g[slot, 0].isnan())
+
+    def _of_folder(self, folder: str | os.PathLike[str], name: str | None) -> dict[str, Entry]:
+        parameters = parameters_of(self.model)
+        with opened(folder, "pt", name) as source:
+            fit = source.fit(
+                list(layers_of(self.model).values()),
+                {key: tuple(tensor.shape) for key, tensor in parameters.items()},
+                {key: id(tensor) for key, tensor in parameters.items()},
+            )
+            if whole := [*fit.parameters, *fit.tokens]:
+                raise NotImplementedError(
+                    f"{source.path} replaces parameters of the base model (modules_to_save, biases "
+                    "or trainable tokens), which all adapters of a bank share; expected lora_A, "
+                    f"lora_B and magnitudes alone, and it has:{listing(whole)}"
+                )
+            self._check_paths(fit.adapters)
+            entries = {}
+            for path, one in fit.adapters.items():
+                key = one.keys.get("magnitude")
+                entries[path] = Entry(
+                    source.read(one.keys["lora_a"]),
+                    source.read(one.keys["lora_b"]),
+                    source.read(key).reshape(-1) if key else None,
+                    adapter_scale(one.rank, one.alpha, source.config.use_rslora),
+                )
+        return entries
+
+    def _check_slot(self, slot: Any) -> None:
+        if isinstance(slot, bool) or not isinstance(slot, int):
+            raise TypeError(f"slot is {slot!r}, a {type(slot).__name__}; expected an integer")
+        if not 0 <= slot < self.slots:
+            raise ValueError(f"slot is {slot}; expected 0 to {self.slots - 1}")
+
+    def _check_paths(self, paths: Mapping[str, Any]) -> None:
+        if others := sorted(paths.keys() - self.layers.keys()):
+            raise ValueError(
+                f"adapter has a layer {others[0]!r}, which the bank has no room for: expected some "
+                "of its projections (embeddings and convolutions are none, and path= says which "
+                f"others there are):{listing(self.layers)}"
+            )
+
+    def _check(self, path: str, entry: Entry) -> None:
+        self._check_paths({path: entry})
+        out, features = _matrix(self.layers[path]).shape
+        rank = entry.lora_a.shape[0]
+        if rank > self.max_rank:
+            raise ValueError(
+                f"adapter has rank {rank} for {path!r}; expected at most {self.max_rank}, the "
+                "bank's max_rank: make the bank with a larger one"
+            )
+        shapes = {"lora_a": (rank, features), "lora_b": (out, rank), "magnitude": (out,)}
+        for name, shape in shapes.items():
+            tensor = getattr(entry, name)
+            if tensor is None:
+                continue
+            if tuple(tensor.shape) != shape:
+                raise ValueError(
+                    f"adapter has {name} {tuple(tensor.shape)} for {path!r}; expected {shape}"
+                )
+            if not bool(tensor.isfinite().all()):
+                raise ValueError(
+                    f"adapter has NaN or infinity in {name} of {path!r}; expected finite numbers: "
+                    "take an earlier state of its training"
+                )
+
+
+def _projections(model: nn.Module, path: str) -> dict[str, nn.Module]:
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    found = [one for one in names if isinstance(one, nn.Linear) or is_conv1d(one)]
+    rule = DoRARule(path, rank=1, alpha=1)
+    chosen = assign([rule], [names[one] for one in found], [one is not head for one in found])
+    return {names[one][0]: one for one, rule in zip(found, chosen, strict=True) if rule}
+
+
+def _empty(layer: Any, slots: int, max_rank: int) -> Slots:
+    weight = _matrix(layer)
+    out, features = weight.shape
+    like = {"dtype": weight.dtype, "device": weight.device}
+    wide = {"dtype": accumulation_dtype(weight), "device": weight.device}
+    return Slots(
+        lora_a=torch.zeros(slots, max_rank, features, **like),
+        lora_b=torch.zeros(slots, max_rank, out, **like),
+        g=torch.full((slots, out), torch.nan, **wide),
+        scale=torch.zeros(slots, **wide),
+        rank=torch.zeros(slots, dtype=torch.int32, device=weight.device),
+    )
+
+
+def _matrix(layer: Any) -> Tensor:
+    """Returns a projection's weight as [out, in]."""
+    return layer.weight.T if is_conv1d(layer) else layer.weight
+
+
+def _g(layer: Any, entry: Entry) -> Tensor | float:
+    if entry.magnitude is None:
+        return 1.0
+    weight = _matrix(layer)
+    matrices = (entry.lora_a, entry.lora_b, entry.magnitude)
+    lora_a, lora_b, magnitude = (one.detach().to(weight.device) for one in matrices)
+    norm = factored_norm(weight.detach(), lora_a, lora_b, entry.scale)
+    return magnitude_scale(magnitude, norm, weight.dtype)
+
+
+def _of_model(model: nn.Module) -> dict[str, Entry]:
+    entries = {}
+    for name, layer in dora_layers(model):
+        one: Any = layer
+        if not isinstance(layer, DoRALinear | DoRAConv1D):
+            raise ValueError(
+                f"adapter has a layer {name!r}, a {type(layer).__name__}, which a bank has no room "
+                "for; expected projections alone"
+            )
+        lora_a, lora_b = one.lora_a.detach(), one.lora_b.detach()
+        entries[name] = Entry(lora_a, lora_b, one.magnitude.detach(), one.scale)
+    if not entries:
+        raise ValueError("adapter is a model without DoRA layers; expected one from apply_dora")
+    return entries

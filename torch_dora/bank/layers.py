@@ -1,0 +1,130 @@
+"""A model whose rows choose their adapters from a bank: the layers that it has instead."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dora_common.rules import listing
+from torch_dora.adapt.apply import check_model
+from torch_dora.bank.bank import AdapterBank
+from torch_dora.layers import dora_layers
+from torch_dora.ops.bank import Slots, bank_linear
+
+
+class BankLinear(nn.Module):
+    """A projection, and the adapters of a bank beside it.
+
+    Attributes:
+        base: the model's own layer.
+        slots: its adapters.
+        ids: i64[batch], each row's slot.
+    """
+
+    def __init__(self, base: Any, slots: Slots, ids: Tensor) -> None:
+        super().__init__()
+        self.base, self.slots, self.ids = base, slots, ids
+        self.train(base.training)
+
+    @property
+    def weight(self) -> Tensor:
+        """The base layer's."""
+        return self.base.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The base layer's."""
+        return self.base.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns [batch, ..., out] of x [batch, ..., in], in the base's dtype.
+
+        Raises:
+            ValueError: x has another number of rows than there are ids.
+        """
+        if x.ndim < 2 or x.shape[0] != self.ids.shape[0]:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}, and adapter_ids has {self.ids.shape[0]} rows; "
+                "expected the batch as x's first axis: [batch, ..., in]"
+            )
+        return bank_linear(self.base(x), x, self.slots, self.ids.to(x.device), self.base.bias)
+
+
+def with_bank(model: nn.Module, bank: AdapterBank, adapter_ids: Tensor | Sequence[int]) -> Any:
+    """Returns a copy of ``model``, for a call or a few, whose rows have the adapters of a bank.
+
+        logits = torch_dora.with_bank(model, bank, [3, -1, 3, 0])(tokens)
+
+    Row b of every projection's input [batch, ..., in], whose first axis is the batch, meets the
+    adapter in slot adapter_ids[b], or the base alone where that is -1, bit for bit. The copy shares
+    all tensors of the model and of the bank.
+
+    Args:
+        model: the plain model that the bank was made of.
+        bank: of it.
+        adapter_ids: integers [batch], each a slot or -1. Reading those on a GPU waits for it: hand
+            over a list, or a tensor on the CPU.
+
+    Raises:
+        TypeError: ``model`` is no module, ``bank`` no bank, or the ids are no integers.
+        ValueError: the ids have not one axis; one of them is no slot, or the slot is empty; or the
+            model is not the bank's, or holds an adapter.
+    """
+    check_model(model)
+    if not isinstance(bank, AdapterBank):
+        raise TypeError(f"bank is a {type(bank).__name__}; expected an AdapterBank")
+    if held := [name for name, _ in dora_layers(model)]:
+        raise ValueError(
+            "model holds an adapter; expected the plain model: torch_dora.remove_dora takes it "
+            f"out, in:{listing(held)}"
+        )
+    ids = _checked(bank, adapter_ids)
+    modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
+    made: dict[int, nn.Module] = {}
+    for name, layer in bank.layers.items():
+        module = modules.get(name)
+        if module is None or module.weight.shape != layer.weight.shape:
+            raise ValueError(
+                f"model has no {type(layer).__name__} {tuple(layer.weight.shape)} at {name!r}, for "
+                "which the bank holds adapters; expected the model that it was made of"
+            )
+        device = bank.tensors[name].scale.device
+        made[id(module)] = BankLinear(module, bank.tensors[name], ids.to(device))
+    return _copied(model, made)
+
+
+def _copied(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
+    """Returns a copy of a module tree over the same tensors, with those in `made` replaced."""
+    if id(module) not in made:
+        made[id(module)] = new = copy.copy(module)
+        new._modules = {
+            name: None if child is None else _copied(child, made)
+            for name, child in module._modules.items()
+        }
+    return made[id(module)]
+
+
+def _checked(bank: AdapterBank, adapter_ids: Any) -> Tensor:
+    ids = torch.as_tensor(adapter_ids)
+    if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
+        raise TypeError(
+            f"adapter_ids has dtype {ids.dtype}; expected integers, a slot for each row"
+        )
+    if ids.ndim != 1:
+        raise ValueError(
+            f"adapter_ids has shape {tuple(ids.shape)}; expected (batch,), a slot for each row"
+        )
+    known = {int(one) for one in ids.tolist()}
+    if wrong := sorted(one for one in known if not -1 <= one < bank.slots):
+        raise ValueError(
+            f"adapter_ids has {wrong}; expected slots from 0 to {bank.slots - 1}, or -1 for the "
+            "base alone"
+        )
+    if empty := sorted(one for one in known if one >= 0 and bank.is_empty(one)):
+        raise ValueError(
+            f"adapter_ids has {empty}, whose slots hold no adapter; expected slots that "
+            "AdapterBank.load has filled, or -1 for the base alone"
+        )
+    return ids.long()
