@@ -9,7 +9,8 @@ or {"text": ...}, in JSON Lines, a JSON list, parquet, or a folder that datasets
 checkpoints, metrics.jsonl, a figure of the losses and, at the end, the adapter as a PEFT folder;
 with --eval-data the best one so far, and with --merge the merged model as a Hugging Face folder.
 Ctrl-C saves; --resume takes up where a run has stopped, and comes to the same result bit for bit;
-more --steps prolong the run.
+more --steps prolong the run. On several GPUs, --mesh says how they share the work; of several
+processes, each is started with --coordinator.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from jax_dora.commands.flags import (
     rate,
     whole,
 )
+from jax_dora.finetune import processes
 from jax_dora.finetune.estimate import report
 from jax_dora.finetune.plan import Plan
 from jax_dora.finetune.run import Run
@@ -50,6 +52,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
     add = parser.add_argument_group("devices").add_argument
     add("--mesh", type=mesh, help="dp=N,fsdp=N,tp=N of all devices, or auto; without it, one")
+    add("--coordinator", help="HOST:PORT of the first of several processes, or auto")
+    add("--processes", type=whole(1), help="how many there are; auto finds out")
+    add("--process", type=whole(0), help="which one this is, from 0; auto finds out")
 
     add = parser.add_argument_group("adapter").add_argument
     add("--rank", type=whole(1, 2**20), default=64, help="columns of A (%(default)s)")
@@ -92,7 +97,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trains; returns the exit status."""
-    console = Console()
+    with corrections():
+        processes.join(args.coordinator, args.processes, args.process)
+    console = Console(quiet=not processes.is_first())
     with _held(args.output):
         with corrections():
             plan = Plan(args, console)
@@ -112,7 +119,8 @@ def run(args: argparse.Namespace) -> int:
 def _held(output: Path) -> Iterator[None]:
     """Makes the run's folder, and holds it against another run."""
     with contextlib.ExitStack() as stack:
-        with corrections():
+
+        def hold() -> None:
             output.mkdir(parents=True, exist_ok=True)
             try:
                 stack.enter_context(locked(output, wait=False))
@@ -120,4 +128,7 @@ def _held(output: Path) -> Iterator[None]:
                 raise UsageError(
                     f"--output {output} is in use by another run; wait for it, or choose another"
                 ) from None
+
+        with corrections():
+            processes.first_does(hold)
         yield

@@ -10,6 +10,7 @@ from rich.console import Console
 from jax_dora.commands import finetune, generate, inspect, merge, serve
 from jax_dora.commands.flags import Parser, UsageError
 from jax_dora.finetune.guard import DivergedError
+from jax_dora.finetune.processes import FirstStoppedError
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -60,7 +61,7 @@ def _explain(error: BaseException) -> tuple[int, str]:
             return INTERRUPTED, "Interrupted"
         case UsageError():
             return USAGE, f"Error: {error}"
-        case DivergedError():
+        case DivergedError() | FirstStoppedError():
             return FAILED, f"Stopped: {error}"
         case MemoryError():
             return FAILED, f"Out of memory: {error or 'the host has too little'}"

@@ -66,7 +66,7 @@ class Checkpoints:
             # A step compiled for arrays that are committed to a device would be compiled again for
             # what it returns, where the frozen weights are not committed.
             leaves = [
-                jax.device_put(file.get_tensor(name), leaf.sharding)
+                _put(file.get_tensor(name), leaf.sharding)
                 if leaf.committed
                 else jnp.asarray(file.get_tensor(name))
                 for name, leaf in _by_name(like).items()
@@ -112,6 +112,11 @@ class Checkpoints:
         partial = self.folder / f".{step}.partial"
         (self.folder / str(step)).rename(partial)
         shutil.rmtree(partial)
+
+
+def _put(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+    """Returns an array of which every device of this process has its part."""
+    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
 
 def _sums(folder: Path) -> str:

@@ -10,8 +10,9 @@ from flax import nnx
 from rich.table import Table
 
 from jax_dora.adapt.tree import find_dora_layers
+from jax_dora.finetune import processes
 from jax_dora.finetune.plan import Plan
-from jax_dora.models import DecoderSharding
+from jax_dora.models import DecoderSharding, activations
 from jax_dora.ops.quantised import is_quantised
 
 LOSS_CHUNK = 1024  # tokens whose logits exist at a time, as in next_token_loss
@@ -59,6 +60,14 @@ def device_memory() -> int:
     """Returns the bytes that the device has; on a CPU, the host."""
     stats = jax.local_devices()[0].memory_stats() or {}
     return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def free_memory(plan: Plan) -> float:
+    """Returns the bytes of every process's device that a step leaves free; 0 where a device does
+    not say what it has, as a CPU."""
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
+    limit = (1 - activations.RESERVED_SHARE) * processes.least(limit)
+    return max(0.0, limit - sum(memory(plan).values()))
 
 
 def report(plan: Plan) -> Table:

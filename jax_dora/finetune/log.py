@@ -8,18 +8,22 @@ from typing import Any, Self
 class Log:
     """The metrics of a run, as far as its steps are done."""
 
-    def __init__(self, folder: Path, done: int, *, tensorboard: bool = False) -> None:
+    def __init__(self, folder: Path | None, done: int, *, tensorboard: bool = False) -> None:
         """
         Args:
-          folder: the run's.
+          folder: the run's; None writes nothing.
           done: steps; what the file says of later ones, or has begun to say, is cut off.
           tensorboard: write its files too.
 
         Raises:
           ImportError: TensorBoard's files need tensorboardX.
         """
-        self._writer = _writer(folder / "tensorboard", done) if tensorboard else None
         self.lines: list[dict[str, Any]] = []
+        self._writer = self._stream = None
+        if folder is None:
+            return
+        if tensorboard:
+            self._writer = _writer(folder / "tensorboard", done)
         self._stream = (folder / "metrics.jsonl").open("a+b")
         self._stream.seek(0)
         end = 0
@@ -35,15 +39,17 @@ class Log:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stream.close()
+        if self._stream is not None:
+            self._stream.close()
         if self._writer is not None:
             self._writer.close()
 
     def add(self, line: dict[str, Any]) -> None:
         """Writes a line."""
         self.lines.append(line)
-        self._stream.write(json.dumps(line).encode() + b"\n")
-        self._stream.flush()
+        if self._stream is not None:
+            self._stream.write(json.dumps(line).encode() + b"\n")
+            self._stream.flush()
         if self._writer is not None:
             for name, value in line.items():
                 if name != "step":

@@ -18,7 +18,7 @@ from flax import nnx
 from rich.console import Console
 
 import jax_dora
-from jax_dora.finetune import data, tiny
+from jax_dora.finetune import data, processes, tiny
 from jax_dora.finetune.checkpoints import Checkpoints
 from jax_dora.finetune.examples import Encoder
 from jax_dora.finetune.records import read_records
@@ -144,9 +144,9 @@ class Plan:
     def _sharding(self) -> DecoderSharding | None:
         """Returns how the model lies on the devices; None for one device alone."""
         sizes = self.args.mesh
-        if sizes is None:
+        if sizes is None and jax.process_count() == 1:
             return None
-        chosen: dict[str, Any] = {"fsdp": jax.device_count()} if sizes == "auto" else sizes
+        chosen: dict[str, Any] = {"fsdp": jax.device_count()} if sizes in (None, "auto") else sizes
         sharding = DecoderSharding.over(**chosen)
         sharding.check(self.config, self.args.batch)
         return sharding
@@ -159,11 +159,15 @@ class Plan:
             if folder is not None:
                 raise ValueError("--model and --tiny are both given; expected one of them")
             folder = args.output / "tiny-model"
-            if not folder.exists():
-                tiny.make_tiny_model(folder)
-            if file is None:
-                file = args.output / "tiny.jsonl"
-                tiny.make_tiny_data(file)
+            own_data, file = file is None, file or args.output / "tiny.jsonl"
+
+            def make(folder: Path = folder, file: Path = file) -> None:
+                if not folder.exists():
+                    tiny.make_tiny_model(folder)
+                if own_data:
+                    tiny.make_tiny_data(file)
+
+            processes.first_does(make)
         if folder is None or file is None:
             raise ValueError("--model or --data is missing; give both, or --tiny, which makes them")
         for name, value in (("data", file), ("eval-data", args.eval_data)):

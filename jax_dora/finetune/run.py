@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -13,11 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import jax_dora
 import jax_dora.peft
-from jax_dora.finetune import data, results, training
+from jax_dora.finetune import data, estimate, processes, results, training
 from jax_dora.finetune.guard import Interruption, LossGuard
 from jax_dora.finetune.log import Log
 from jax_dora.finetune.plan import Plan
-from jax_dora.models import load_model, read_config, save_model
+from jax_dora.models import activations, load_model, read_config, save_model
+from jax_dora.models.sharding import whole
 
 INTERRUPTED = 130
 
@@ -38,7 +40,11 @@ class Run:
         self.plan, self.args, self.console = plan, plan.args, plan.console
         options = {"clip": plan.args.clip, "weight_decay": plan.args.weight_decay}
         self.optimizer = training.make_optimizer(plan.schedule, **options)
-        model = plan.adapted(load_model(plan.folder, **plan.reading))
+        reading = plan.reading
+        if jax.process_count() > 1:
+            # Every process compiles the same program, whatever its device has free.
+            reading = reading | {"memory": estimate.free_memory(plan) / activations.GIB}
+        model = plan.adapted(load_model(plan.folder, **reading))
         self.parts = training.take_apart(model)
         self.state = self.optimizer.init(self.parts.adapters)
         if plan.sharding is not None:
@@ -78,10 +84,11 @@ class Run:
         args, plan = self.args, self.plan
         with (
             Interruption() as interruption,
-            Log(args.output, self.done, tensorboard=args.tensorboard) as log,
+            self._log() as log,
             self._progress() as progress,
         ):
-            if self.done and (not log.lines or log.lines[-1]["step"] != self.done):
+            is_short = not log.lines or log.lines[-1]["step"] != self.done
+            if self.done and is_short:
                 self._tell(f"metrics.jsonl was damaged, and has lines up to {len(log.lines)} only")
             told: dict[str, Any] = {"loss": "compiling", "speed": ""}
             task = progress.add_task("", total=plan.steps, completed=self.done, **told)
@@ -105,7 +112,8 @@ class Run:
                     "learning_rate": float(jax.device_get(plan.schedule(step - 1))),
                     "tokens_per_second": round(speed, 1),
                 }
-                last = step == plan.steps or interruption.requested
+                interrupted = processes.anywhere(interruption.requested)
+                last = step == plan.steps or interrupted
                 # Not for an interruption, which is to leave no trace in the result.
                 if plan.eval_rows is not None and (
                     step == plan.steps or step % args.eval_every == 0
@@ -115,7 +123,7 @@ class Run:
                 log.add(line)
                 if last or step % args.checkpoint_every == 0:
                     self._save()
-                if interruption.requested and step < plan.steps:
+                if interrupted and step < plan.steps:
                     self.console.print(f"Interrupted after step {step}; {self.way_on()}")
                     return INTERRUPTED
         self._export(log.lines)
@@ -167,7 +175,8 @@ class Run:
             "best": self.best,
             "worse": self.worse,
         }
-        self.plan.checkpoints.save(self.done, self._kept(), facts)
+        kept, save = jax.tree.map(whole, self._kept()), self.plan.checkpoints.save
+        processes.first_does(lambda: save(self.done, kept, facts))
         self.saved = self.done
 
     def _evaluate(self, step: int) -> float:
@@ -198,7 +207,7 @@ class Run:
         model.eval()
         self._save_adapter("adapter")
         samples = results.take_samples(self.plan, model)
-        if lines:
+        if lines and processes.is_first():
             results.draw_losses(lines, args.output / "loss.svg")
             shutil.copy(args.output / "loss.svg", adapter)
             results.write_card(self.plan, lines, samples, adapter / "README.md")
@@ -215,13 +224,28 @@ class Run:
             self._tell(str(report))
 
     def _save_adapter(self, name: str) -> None:
-        jax_dora.peft.save_adapter(
-            self.parts.model(),
-            self.args.output / name,
-            base_model_name_or_path=str(self.plan.folder),
-            task_type="CAUSAL_LM",
-            overwrite=True,
-        )
+        parts = self.parts
+        if jax.process_count() > 1:
+            # The adapter alone is read: the rest stays where it is.
+            parts = parts._replace(
+                adapters=jax.tree.map(lambda x: jnp.asarray(whole(x)), parts.adapters)
+            )
+
+        def save() -> None:
+            jax_dora.peft.save_adapter(
+                parts.model(),
+                self.args.output / name,
+                base_model_name_or_path=str(self.plan.folder),
+                task_type="CAUSAL_LM",
+                overwrite=True,
+            )
+
+        processes.first_does(save)
+
+    def _log(self) -> Log:
+        """Returns the metrics of the run; the first process writes them."""
+        folder = self.args.output if processes.is_first() else None
+        return Log(folder, self.done, tensorboard=self.args.tensorboard)
 
     def _check_settings(self, saved: dict[str, Any]) -> None:
         now = json.loads(json.dumps(self.plan.settings))

@@ -27,7 +27,7 @@ from jax_dora.models.config import COMPUTATION, DecoderConfig
 from jax_dora.models.model import CausalLM
 from jax_dora.models.quantised_folder import as_in_folder, load_quantised, quantised_tensors
 from jax_dora.models.quantised_weights import QuantisedTensor
-from jax_dora.models.sharding import DecoderSharding
+from jax_dora.models.sharding import DecoderSharding, whole
 from jax_dora.models.weights import StoredTensor, TensorToStore, stored_tensors, write_files
 from jax_dora.ops.quantised import dense, is_quantised
 
@@ -191,6 +191,8 @@ def save_model(
 ) -> None:
     """Writes the model as a Hugging Face folder, which appears only once it is complete.
 
+    Of a model whose arrays lie with several processes, all of them call this, and the first writes.
+
     Args:
       model: without adapters: merge them first. Quantised kernels are written as floats.
       folder: must not exist, or be empty.
@@ -221,6 +223,11 @@ def save_model(
         for target in targets(state, model.config)
         for layer, name in enumerate(target.names)
     ]
+    leaves = jax.tree.leaves(state)
+    if jax.process_index() and not all(array.is_fully_addressable for array in leaves):
+        for tensor in tensors:
+            tensor.value()
+        return
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -375,7 +382,7 @@ def _nbytes(target: Target) -> int:
 def _fetch(arrays: dict[tuple[Any, ...], Any], target: Target, layer: int) -> np.ndarray:
     array = arrays[target.path].get_value()
     array = array[layer] if target.stacked else array
-    value = np.asarray(dense(array, target.dtype))
+    value = whole(dense(array, target.dtype))
     return value.T if target.transposed else value
 
 

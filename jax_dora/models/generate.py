@@ -143,4 +143,7 @@ def _step(
     model = nnx.merge(graphdef, state)
     hidden, cache = model.extend(tokens, cache, given)
     last = jnp.take_along_axis(hidden, (given - 1)[:, None, None], axis=1)[:, 0]
-    return sampling.draw(model.logits(last), cache.lengths), cache
+    drawn = sampling.draw(model.logits(last), cache.lengths)
+    if model.config.sharding is not None:
+        drawn = jax.lax.with_sharding_constraint(drawn, model.config.sharding.everywhere)
+    return drawn, cache

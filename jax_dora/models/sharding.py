@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -17,6 +19,13 @@ ROWS = ("dp", "fsdp")
 # Whose outputs tensor parallelism shards, and whose inputs.
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")
 INPUTS = ("o_proj", "down_proj")
+
+
+def whole(array: jax.Array) -> np.ndarray:
+    """Returns an array in the host's memory; all processes that have parts of it ask for it."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 @dataclass(frozen=True)

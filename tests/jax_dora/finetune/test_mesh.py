@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -149,14 +150,17 @@ def test_folders_from_a_mesh_are_those_of_one_device(inputs, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_on_a_mesh_is_that_of_one_device(inputs, four, tmp_path):
+def test_a_run_on_a_mesh_is_that_of_one_device(inputs, four, caplog, tmp_path):
     """Each program is compiled once."""
     training.accumulate.clear_cache()
     training.update.clear_cache()
     mesh = ("--mesh", "fsdp=2,tp=2")
-    found = finetune(inputs, tmp_path / "run", *mesh, "--merge", str(tmp_path / "merged"))
+    with jax.log_compiles():
+        found = finetune(inputs, tmp_path / "run", *mesh, "--merge", str(tmp_path / "merged"))
+    for name in ("accumulate", "update"):
+        compiled = [one for one in caplog.messages if re.match(rf"Compiling \S*{name}\b", one)]
+        assert len(compiled) == 1, name
     assert (tmp_path / "merged" / "model.safetensors").is_file()
-    assert (training.accumulate._cache_size(), training.update._cache_size()) == (1, 1)
     np.testing.assert_allclose(found, finetune(inputs, tmp_path / "one"), rtol=1e-5)
 
 

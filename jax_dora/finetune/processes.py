@@ -1,0 +1,88 @@
+"""Several processes that train one model, each with devices of its own.
+
+All of them run the same steps on the same settings; the first alone prints and writes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+
+class FirstStoppedError(RuntimeError):
+    """The first of several processes cannot go on."""
+
+
+def join(coordinator: str | None, count: int | None, index: int | None) -> None:
+    """Joins the other processes; before JAX has looked for devices.
+
+    Args:
+      coordinator: "HOST:PORT" of the first process; "auto" for what the cluster says; None for a
+        process alone.
+      count, index: how many there are, and which this one is; None under "auto".
+
+    Raises:
+      ValueError: the processes cannot be found from what is given.
+    """
+    told = (
+        "expected --coordinator HOST:PORT, --processes and --process of each, or --coordinator "
+        "auto under SLURM, Open MPI or Kubernetes"
+    )
+    given = (count is not None, index is not None)
+    if coordinator is None or coordinator == "auto":
+        if any(given):
+            raise ValueError(f"--processes or --process is given without HOST:PORT; {told}")
+    elif not all(given) or index >= count:
+        raise ValueError(f"--process is {index} of --processes {count}; {told}")
+    if coordinator is None:
+        return
+    # Of CPUs; it has to be said before their devices are made.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        address = None if coordinator == "auto" else coordinator
+        jax.distributed.initialize(address, count, index)
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"the processes do not find each other: {error}; {told}") from error
+
+
+def is_first() -> bool:
+    """Returns whether this process is the one that prints and writes."""
+    return jax.process_index() == 0
+
+
+def first_does(action: Callable[[], Any]) -> None:
+    """Runs `action` in the first process alone, while the others wait for it.
+
+    Raises:
+      FirstStoppedError: in the others, where it has raised an error in the first.
+    """
+    if jax.process_count() == 1:
+        action()
+        return
+    failed = None
+    if is_first():
+        try:
+            action()
+        except Exception as error:
+            failed = error
+    told = multihost_utils.broadcast_one_to_all(np.int32(failed is not None))
+    if failed is not None:
+        raise failed
+    if told:
+        raise FirstStoppedError("the first process has stopped, and says why")
+
+
+def anywhere(is_so: bool) -> bool:
+    """Returns whether it is so in any of the processes."""
+    if jax.process_count() == 1:
+        return is_so
+    return bool(np.any(multihost_utils.process_allgather(np.bool_(is_so))))
+
+
+def least(number: float) -> float:
+    """Returns the least of the processes' numbers."""
+    if jax.process_count() == 1:
+        return number
+    return float(np.min(multihost_utils.process_allgather(np.float32(number))))

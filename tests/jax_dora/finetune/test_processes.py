@@ -1,0 +1,100 @@
+"""Two processes that train one adapter."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jax_dora.commands import main
+
+ROOT = Path(__file__).parents[3]
+OPTIONS = (
+    *("--rank", "2", "--length", "24", "--batch", "2", "--accumulate", "1", "--dropout", "0.1"),
+    *("--target", "model/layers/mlp/down_proj", "--learning-rate", "1e-2", "--samples", "0"),
+    *("--schedule", "constant"),
+)
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        return one.getsockname()[1]
+
+
+def start(command, environments):
+    """Returns (exit status, output) of a process for each of the environments."""
+    meeting = ["--coordinator", f"localhost:{free_port()}", "--processes", str(len(environments))]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", "jax_dora", "finetune", *command, *meeting, "--process", str(i)],
+            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i, environment in enumerate(environments)
+    ]
+    outputs = [one.communicate()[0] for one in running]
+    return [(one.returncode, output) for one, output in zip(running, outputs, strict=True)]
+
+
+def losses(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"]) for line in lines]
+
+
+def assert_one_run(finished, command, tmp_path):
+    """Of two processes that took two steps, which one process goes on with."""
+    (status, told), (other_status, other_told) = finished
+    assert (status, other_status) == (0, 0), told + other_told
+    assert told.count("The adapter is in") == 1
+    assert "rows of 24 tokens" in told
+    assert "rows" not in other_told
+    assert "adapter" not in other_told
+    run = tmp_path / "run"
+    assert sorted(one.name for one in (run / "checkpoints").iterdir()) == ["2"]
+    assert main(["finetune", *command, "--steps", "3", "--resume"]) == 0
+    command[command.index("--output") + 1] = str(tmp_path / "alone")
+    assert main(["finetune", *command, "--steps", "3"]) == 0
+    np.testing.assert_allclose(losses(run), losses(tmp_path / "alone"), rtol=1e-5)
+
+
+def test_two_processes_are_one_run(inputs, tmp_path):
+    command = [*inputs, *OPTIONS, "--output", str(tmp_path / "run")]
+    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    finished = start([*command, "--steps", "2"], [environment] * 2)
+    assert_one_run(finished, command, tmp_path)
+
+
+@pytest.mark.gpus
+def test_two_processes_of_one_gpu_are_one_run(inputs, tmp_path):
+    command = [*inputs, *OPTIONS, "--output", str(tmp_path / "run")]
+    environments = [{"CUDA_VISIBLE_DEVICES": str(i)} for i in range(2)]
+    finished = start([*command, "--steps", "2"], environments)
+    assert_one_run(finished, command, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--processes", "2"], "--processes or --process is given without HOST:PORT"),
+        (["--coordinator", "auto", "--process", "0"], "is given without HOST:PORT"),
+        (["--coordinator", "localhost:1", "--process", "0"], "--process is 0 of --processes None"),
+        (
+            ["--coordinator", "localhost:1", "--processes", "2", "--process", "2"],
+            "--process is 2 of --processes 2; expected --coordinator HOST:PORT",
+        ),
+    ],
+)
+def test_processes_that_cannot_meet(options, message, inputs, tmp_path, capsys):
+    assert main(["finetune", *inputs, *options, "--output", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert jax.process_count() == 1
