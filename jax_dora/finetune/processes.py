@@ -30,11 +30,10 @@ def join(coordinator: str | None, count: int | None, index: int | None) -> None:
         "expected --coordinator HOST:PORT, --processes and --process of each, or --coordinator "
         "auto under SLURM, Open MPI or Kubernetes"
     )
-    given = (count is not None, index is not None)
     if coordinator is None or coordinator == "auto":
-        if any(given):
+        if count is not None or index is not None:
             raise ValueError(f"--processes or --process is given without HOST:PORT; {told}")
-    elif not all(given) or index >= count:
+    elif count is None or index is None or index >= count:
         raise ValueError(f"--process is {index} of --processes {count}; {told}")
     if coordinator is None:
         return
