@@ -40,10 +40,10 @@ class Run:
         self.plan, self.args, self.console = plan, plan.args, plan.console
         options = {"clip": plan.args.clip, "weight_decay": plan.args.weight_decay}
         self.optimizer = training.make_optimizer(plan.schedule, **options)
-        reading = plan.reading
+        reading: dict[str, Any] = plan.reading
         if jax.process_count() > 1:
             # Every process compiles the same program, whatever its device has free.
-            reading = reading | {"memory": estimate.free_memory(plan) / activations.GIB}
+            reading["memory"] = estimate.free_memory(plan) / activations.GIB
         model = plan.adapted(load_model(plan.folder, **reading))
         self.parts = training.take_apart(model)
         self.state = self.optimizer.init(self.parts.adapters)
