@@ -26,12 +26,14 @@ from jax_dora.adapt.tree import find_dora_layers
 from jax_dora.commands.flags import corrections
 from jax_dora.commands.folders import adapted_model, adapter_folder, base_folder
 from jax_dora.models import read_config
+from jax_dora.ops.quantised import FORMATS
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("adapter", type=Path, metavar="FOLDER", help="a PEFT folder, or a run's")
     parser.add_argument("--model", type=Path, help="its base; the one it names by default")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the base")
+    parser.add_argument("--quantize", choices=FORMATS, help="the base's projections")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import io
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_dora import ops
 from parity import oracle
 from parity.cases import ComposeInputs, LayerInputs
+from parity.quantised import is_quantised, parts
 
 Tensors = dict[str, torch.Tensor]
 
@@ -79,8 +81,14 @@ def to_torch(array: jax.Array) -> torch.Tensor:
     return torch.from_dlpack(jax.block_until_ready(array))
 
 
-def _adapter(inputs: LayerInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return to_jax(inputs.weight.T), to_jax(inputs.lora_a.T), to_jax(inputs.lora_b.T)
+def _adapter(inputs: LayerInputs) -> tuple[Any, jax.Array, jax.Array]:
+    adapter = to_jax(inputs.lora_a.T), to_jax(inputs.lora_b.T)
+    if is_quantised(inputs.weight):
+        # qwix, which nothing else here needs.
+        from parity.sides.jax.quantised import kernel_of
+
+        return kernel_of(parts(inputs.weight)), *adapter
+    return to_jax(inputs.weight.T), *adapter
 
 
 def _plain_norm(kernel, lora_a, lora_b, scale):
