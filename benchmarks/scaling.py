@@ -2,10 +2,10 @@
 
     step(N) = layers/tp · efficiency + head + Σ bytes · factor(N) / link
 
-A ring moves (N-1)/N of an all-gather's or a reduce-scatter's bytes over each link, and twice that of
-an all-reduce's. Nothing is taken to overlap. A program's bytes are those of one layer, which a loop
-repeats. The link within a host, and the efficiency of products that tensor parallelism has made
-narrow, come from inference alone: what is told of a step is a prediction.
+A ring moves (N-1)/N of an all-gather's or a reduce-scatter's bytes over each link, and twice that
+of an all-reduce's. Nothing is taken to overlap. A program's bytes are those of one layer, which a
+loop repeats. The link within a host, and the efficiency of products that tensor parallelism has
+made narrow, come from inference alone: what is told of a step is a prediction.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Measured(NamedTuple):
     @classmethod
     def read(cls) -> Measured:
         """Returns what stands in the results, of automatic axes."""
-        lines = (json.loads(line) for name in FILES for line in (RESULTS / name).open())
+        texts = ((RESULTS / name).read_text("utf-8") for name in FILES)
+        lines = (json.loads(line) for text in texts for line in text.splitlines())
         rows = {
             (one["kind"], one["layout"], one["task"]): one
             for one in lines
