@@ -30,8 +30,9 @@ class Served:
 class Adapters:
     """The folders below one folder, of which each is an adapter under its own name.
 
-    A damaged one is told about and not served; the others are. Only what lies below the folder is
-    read: a symbolic link that leads out of it is damage too.
+    A damaged one is told about and not served; the others are. Where a sound one was before, that
+    is served until its folder is sound again, or gone. Only what lies below the folder is read: a
+    symbolic link that leads out of it is damage too.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Adapters:
         return sorted(self._served)
 
     def damaged(self) -> dict[str, str]:
-        """Returns why the others cannot."""
+        """Returns the folders that cannot be served as they are now, and why."""
         return dict(self._damaged)
 
     def scan(self, *, settle: bool = True) -> None:
@@ -106,9 +107,9 @@ class Adapters:
         try:
             value = self._read(self._checked(name))
         except Exception as error:  # whatever is wrong with one folder, the others are served
-            self._served.pop(name, None)
             self._damaged[name] = " ".join(str(error).split())[:500] or type(error).__name__
-            self._tell(f"adapter {name!r} is not served: {self._damaged[name]}")
+            what = "is not replaced" if name in self._served else "is not served"
+            self._tell(f"adapter {name!r} {what}: {self._damaged[name]}")
         else:
             if _signature(self._folder / name) != signature:
                 return  # written while it was read: the next scans see it

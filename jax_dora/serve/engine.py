@@ -89,6 +89,11 @@ class Engine:
         return self._rows.count(None)
 
     @property
+    def pinned(self) -> int:
+        """Slots of the bank that requests hold."""
+        return self._bank.pinned
+
+    @property
     def waiting(self) -> int:
         """Requests that have no row yet."""
         return len(self._waiting)
@@ -249,7 +254,7 @@ class Engine:
                 self._add(one, int(tokens[place]), place, told)
             else:
                 error = "the model's logits are not finite; is its adapter sound?"
-                self._end(one, Piece(finish="error", error=error), clear=True)
+                self._end(one, Piece(finish="error", error=error))
 
     def _add(self, answer: Answer, token: int, place: int, told: Any) -> None:
         request = answer.request
@@ -271,13 +276,13 @@ class Engine:
         else:
             request.sink(Piece(text, tokens))
 
-    def _end(self, answer: Answer, piece: Piece, *, clear: bool = False) -> None:
+    def _end(self, answer: Answer, piece: Piece) -> None:
         if answer.is_over:
             return
         answer.is_over = True
         if answer.row >= 0:
             self._rows[answer.row] = None
-            self._slots.give_up(answer.row, clear=clear)
+            self._slots.give_up(answer.row)
             if answer.request.adapter is not None:
                 self._bank.unpin(answer.request.adapter)
         self.metrics.answers.labels(piece.finish).inc()

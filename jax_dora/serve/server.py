@@ -8,6 +8,7 @@ import socket
 import threading
 import traceback
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +95,11 @@ class Server:
         )
         self.engine = Engine(slots, bank, tokenizer, ends, queue=settings.queue, metrics=metrics)
         self.service = Service(name, self.engine, self.adapters, tokenizer, ChatTemplate.of(folder))
-        bank.warm_up(model)
-        slots.warm_up()
+        # In a thread, as the engine runs: whatever JAX is told in this one alone, such as a context
+        # manager's precision, makes other programs.
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(bank.warm_up, model).result()
+            thread.submit(slots.warm_up).result()
         self.adapters.scan(settle=False)
         self.failed = ""
         self._ends = threading.Event()

@@ -77,13 +77,13 @@ class Slots:
             array[row] = value
         self._wishes = None
 
-    def give_up(self, row: int, *, clear: bool = False) -> None:
-        """Frees a row; `clear` wipes what it holds, which matters where that is not finite."""
+    def give_up(self, row: int) -> None:
+        """Frees a row, and wipes it: what is masked counts with a probability of 0, which makes 0
+        of any number but of NaN."""
         for array, value in zip(self._host, _no_wishes(1), strict=True):
             array[row] = value[0]
         self._wishes = None
-        if clear:
-            self._cache = _wipe(self._cache, jnp.int32(row))
+        self._cache = _wipe(self._cache, np.int32(row))
 
     def read(self, parts: Sequence[Part], width: int) -> Drawn:
         """Reads pieces of prompts and draws the token after each, one a part."""
@@ -126,7 +126,7 @@ class Slots:
         for width in self.widths:
             self.read((), width)
         self.step(())
-        self.give_up(0, clear=True)
+        self.give_up(0)
         jax.block_until_ready(self._cache)
 
     def _device_wishes(self) -> Wishes:

@@ -84,8 +84,11 @@ def test_a_damaged_one_is_told_and_the_others_are_served(folder, adapters, told)
     write(folder / "good", "damaged")
     adapters.scan()
     adapters.scan()
-    assert adapters.names() == ["bad"]
+    # What was sound is served on.
+    assert adapters.names() == ["bad", "good"]
+    assert adapters.get("good").value == "1"
     assert adapters.damaged().keys() == {"good"}
+    assert told[-1] == "adapter 'good' is not replaced: a tensor is missing"
 
 
 def test_a_run_s_folder_is_one(folder, adapters):

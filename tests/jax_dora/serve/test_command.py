@@ -1,0 +1,81 @@
+"""`jax-dora serve` as a process: SIGTERM drains, and bad flags end in one line."""
+
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import httpx
+import openai
+import pytest
+
+from jax_dora.commands import main
+from jax_dora.models import read_config
+from tests.jax_dora.serve import serving
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_drain(model, adapters, tmp_path, number):
+    """What is under way is answered to its end, nobody else is, and the process ends well."""
+    (tmp_path / "key").write_text("secret\n")
+    flags = [f"--model={model}", f"--adapters={adapters}", "--port=0", "--batch=2", "--slots=2"]
+    flags += [f"--api-key=@{tmp_path / 'key'}", "--max-length=400", "--chunk=16"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jax_dora", "serve", *flags],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    try:
+        assert process.stderr
+        while not (url := re.search(r"http://127\.0\.0\.1:\d+/v1", process.stderr.readline())):
+            assert process.poll() is None
+        with openai.OpenAI(base_url=url[0], api_key="secret", max_retries=0) as client:
+            stream = client.completions.create(
+                model="french", prompt="1", max_tokens=390, temperature=0, stream=True
+            )
+            next(stream)
+            process.send_signal(number)
+            *_, last = stream
+            assert last.choices[0].finish_reason in ("length", "stop")
+            assert process.wait(60) == (0 if number == signal.SIGTERM else 130)
+            with pytest.raises(openai.APIConnectionError):
+                client.models.list()
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+@pytest.mark.slow
+def test_a_key_is_asked_for(model, settings):
+    changed = dataclasses.replace(settings, adapters=None, api_key="secret", batch=1, chunk=16)
+    with serving.serving(changed) as (_, client):
+        assert [one.id for one in client.models.list()] == ["tiny"]
+        root = str(client.base_url).removesuffix("/v1/")
+        for wrong in ("", "Bearer secre", "Bearer secret2", "secret"):
+            for path in ("/v1/models", "/metrics", "/v1/completions"):
+                answer = httpx.get(f"{root}{path}", headers={"authorization": wrong})
+                assert answer.status_code == 401
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert httpx.get(f"{root}/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--adapters nowhere", "nowhere is no folder; expected one of adapters"),
+        ("--max-length 600", "expected at most config.json's max_position_embeddings 512"),
+        ("--port 70000", "'70000' is out of range"),
+        ("--api-key @nowhere", "No such file"),
+        ("--api-key=", "the key is empty"),
+        ("--batch 0", "'0' is out of range"),
+    ],
+)
+def test_bad_flags(model, flags, message, capsys):
+    assert read_config(model)["max_position_embeddings"] == 512
+    assert main(["serve", "--model", str(model), *flags.split()]) == 2
+    assert message in capsys.readouterr().err

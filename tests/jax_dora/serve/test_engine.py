@@ -1,0 +1,233 @@
+"""Rows and slots: who has them when, what is compiled, and what one request does to another."""
+
+import collections
+import contextlib
+import threading
+import time
+
+import jax
+import openai
+import pytest
+
+from jax_dora.serve import engine as module
+from jax_dora.serve.adapters import Served
+from jax_dora.serve.engine import Engine, QueueFullError
+from jax_dora.serve.metrics import Metrics
+from jax_dora.serve.request import Request
+from tests.jax_dora.serve import serving
+from tests.jax_dora.serve.test_answers import complete
+from tests.jax_dora.serve.test_http import until
+
+PROMPT = "What is a slot, and who pins it? " * 2
+
+
+def test_nothing_is_compiled_after_the_start(served):
+    """Whatever is asked: lengths, adapters that come in, draws, probabilities, ends."""
+    _, client = served
+    counted = collections.Counter()
+
+    def count(event, *_, **__):
+        counted[event] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        for name in ("french", "german", "lora", "small", "tiny"):
+            for prompt in ("1", "a" * 32, PROMPT):
+                complete(client, name, prompt)
+                complete(client, name, prompt, temperature=1.1, top_p=0.8, logprobs=2)
+        stream = client.completions.create(model="small", prompt="1", max_tokens=80, stream=True)
+        next(stream)
+        stream.close()
+        complete(client, "german", "1")
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+    assert counted == {}
+
+
+def test_a_running_request_keeps_the_adapter_it_began_with(served, model, adapters):
+    """While its folder gets another one, and then goes."""
+    server, client = served
+    folder = adapters / "changing"
+    try:
+        serving.write_adapter(model, folder, 1)
+        until(lambda: server.adapters.get("changing"))
+        first = server.adapters.get("changing")
+        before = complete(client, "changing", "12+30=", max_tokens=60).text
+        stream = client.completions.create(
+            model="changing", prompt="12+30=", max_tokens=60, temperature=0, stream=True
+        )
+        text = next(stream).choices[0].text
+        serving.write_adapter(model, folder, 5)
+        until(lambda: server.adapters.get("changing") is not first)
+        after = complete(client, "changing", "12+30=", max_tokens=60).text
+        text += "".join(one.choices[0].text for one in stream)
+        assert text == before != after
+    finally:
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
+        until(lambda: server.adapters.get("changing") is None)
+
+
+def test_what_is_not_finite_stays_with_its_request(served, model, adapters):
+    """An adapter that makes NaN of everything costs the others nothing, nor its row's next."""
+    server, client = served
+    folder = adapters / "wild"
+    expected = complete(client, "french", PROMPT, logprobs=1)
+    try:
+        serving.write_adapter(model, folder, 2, size=1e20)
+        until(lambda: server.adapters.get("wild"))
+        for _ in range(5):  # more than there are rows
+            with pytest.raises(openai.InternalServerError, match="logits are not finite"):
+                client.completions.create(model="wild", prompt=PROMPT, max_tokens=5)
+        for _ in range(5):  # before anybody has seen what it makes
+            with contextlib.suppress(openai.APITimeoutError, openai.InternalServerError):
+                hasty = client.with_options(timeout=0.01)
+                hasty.completions.create(model="wild", prompt=PROMPT, max_tokens=5)
+        for _ in range(5):
+            found = complete(client, "french", PROMPT, logprobs=1)
+            assert found.text == expected.text
+            assert found.logprobs.token_logprobs == expected.logprobs.token_logprobs
+    finally:
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
+        until(lambda: server.adapters.get("wild") is None)
+
+
+class Recorder:
+    """Slots that compute nothing: token 1, whatever is asked."""
+
+    rows, capacity, widths = 2, 50, (8,)
+
+    def __init__(self):
+        self.taken = []
+
+    def width(self, left):
+        return 8
+
+    def together(self, width):
+        return 2
+
+    def take(self, row, request, slot):
+        self.taken.append((request.adapter and request.adapter.name, slot))
+
+    def give_up(self, row):
+        pass
+
+    def read(self, parts, width):
+        return self.drawn()
+
+    def step(self, going):
+        list(going)
+        return self.drawn()
+
+    def drawn(self):
+        ones = jax.numpy.ones(2, jax.numpy.int32)
+        return module.Drawn(ones, ones > 0, ones, ones, ones)
+
+
+class OneSlot:
+    """A bank of one slot, which fails on an adapter called "bad"."""
+
+    def __init__(self):
+        self.inside, self.pins = None, 0
+
+    def holds(self, adapter):
+        return adapter is self.inside
+
+    def pin(self, adapter):
+        if adapter.name == "bad":
+            raise ValueError("no place")
+        if adapter is not self.inside and self.pins:
+            return None
+        self.inside, self.pins = adapter, self.pins + 1
+        return 0
+
+    def unpin(self, adapter):
+        assert adapter is self.inside
+        self.pins -= 1
+
+
+@pytest.fixture
+def fake(served):
+    slots, bank = Recorder(), OneSlot()
+    tokenizer = served[0].service.tokenizer
+    engine = Engine(slots, bank, tokenizer, [256], queue=20, metrics=Metrics())
+    return engine, slots, bank
+
+
+def ask(engine, name=None, count=3, made=None):
+    pieces = []
+    made = {} if made is None else made
+    adapter = None if name is None else made.setdefault(name, Served(name, None))
+    answer = engine.submit(Request((1, 2, 3), count, pieces.append, adapter=adapter))
+    return answer, pieces
+
+
+def run(engine, turns=200):
+    for _ in range(turns):
+        if not engine.turn():
+            return
+    raise AssertionError("it never ends")
+
+
+def test_who_waits_for_a_slot_is_overtaken_as_often_as_there_are_rows(fake):
+    engine, slots, bank = fake
+    made = {}
+    asked = [ask(engine, "a", 40, made), *[ask(engine, name, 3, made) for name in "baaaa"]]
+    run(engine)
+    # "b" lets two others pass, and no more.
+    assert [name for name, _ in slots.taken] == ["a", "a", "a", "b", "a", "a"]
+    assert all(pieces[-1].finish == "length" for _, pieces in asked)
+    assert bank.pins == 0
+    assert engine.free_rows == 2
+
+
+def test_an_adapter_that_cannot_be_loaded_costs_its_request_alone(fake):
+    engine, _, bank = fake
+    (_, bad), (_, good) = ask(engine, "bad"), ask(engine, "good")
+    run(engine)
+    assert (bad[-1].finish, good[-1].finish) == ("error", "length")
+    assert "no place" in bad[-1].error
+    assert (bank.pins, engine.free_rows) == (0, 2)
+
+
+def test_cancelled_requests_leave_wherever_they_are(fake):
+    engine, _, bank = fake
+    asked = [ask(engine, "a", 40) for _ in range(4)]
+    engine.turn()
+    for answer, _ in asked[1:]:
+        engine.cancel(answer)
+    engine.cancel(asked[1][0])
+    run(engine)
+    assert [pieces[-1].finish for _, pieces in asked] == ["length"] + ["cancelled"] * 3
+    assert (bank.pins, engine.free_rows, engine.waiting) == (0, 2, 0)
+
+
+def test_the_queue_is_bounded_and_ends(fake):
+    engine, _, _ = fake
+    asked = [ask(engine) for _ in range(20)]
+    with pytest.raises(QueueFullError, match="20 requests wait"):
+        ask(engine)
+    engine.turn()
+    engine.fail("over")
+    assert all(pieces[-1].error == "over" for _, pieces in asked)
+    with pytest.raises(RuntimeError, match="over"):
+        ask(engine)
+
+
+@pytest.mark.parametrize(("prompt", "count"), [((), 1), ((1,), 0), ((1,) * 40, 11)])
+def test_what_fits_into_no_row(fake, prompt, count):
+    with pytest.raises(ValueError, match="and 50 together at most"):
+        fake[0].submit(Request(prompt, count, print))
+
+
+def test_waiting_ends_when_a_request_comes(fake):
+    engine, _, _ = fake
+    thread = threading.Timer(0.1, ask, (engine,))
+    begin = time.monotonic()
+    thread.start()
+    engine.wait(30)
+    assert time.monotonic() - begin < 20
+    thread.join()

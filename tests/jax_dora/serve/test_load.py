@@ -1,0 +1,77 @@
+"""Under load and fault: no wrong adapter, no lost row, no growth."""
+
+import asyncio
+import contextlib
+import dataclasses
+import gc
+
+import jax
+import pytest
+
+from tests.jax_dora.serve import load, serving
+
+
+def expected_texts(server, reference, folders):
+    tokenizer = server.service.tokenizer
+    prompts = [tokenizer.encode(prompt).ids for prompt in load.PROMPTS]
+
+    def texts(folder):
+        return [tokenizer.decode(one) for one in reference.tokens(folder, prompts, load.TOKENS)]
+
+    return {
+        name: [set(alike) for alike in zip(*map(texts, versions), strict=True)]
+        for name, versions in folders.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("count", "at_a_time", "many", "slots"),
+    [(160, 24, 6, 3), pytest.param(1000, 64, 100, 8, marks=pytest.mark.slow)],
+)
+def test_load_and_faults(model, settings, reference, tmp_path, count, at_a_time, many, slots):
+    folder = tmp_path / "adapters"
+    for number in range(many):
+        serving.write_adapter(model, folder / f"adapter-{number}", number)
+    versions = [tmp_path / "versions" / str(one) for one in range(2)]
+    for number, version in enumerate(versions):
+        serving.write_adapter(model, version, 4 * number + 1000)
+    load.put(versions[0], folder / load.SWAPPED)
+    changes = {"slots": slots, "queue": at_a_time // 3, "batch": at_a_time // 4}
+    changed = dataclasses.replace(settings, adapters=folder, **changes)
+    with serving.serving(changed) as (server, client):
+        folders = {f"adapter-{n}": [folder / f"adapter-{n}"] for n in range(many)}
+        folders = {"tiny": [None], load.SWAPPED: versions} | folders
+        expected = expected_texts(server, reference, folders)
+        assert len({min(one[0]) for one in expected.values()}) > len(expected) // 2
+        driver = load.Load(str(client.base_url), expected)
+
+        async def halves():
+            swapping = asyncio.create_task(load.swap(folder, versions, 0.3))
+            await driver.run(count // 2, at_a_time)
+            between = await settled(server)
+            await driver.run(count - count // 2, at_a_time)
+            swapping.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await swapping
+            return between, await settled(server)
+
+        (arrays, memory), (arrays_after, memory_after) = asyncio.run(halves())
+        outcome = driver.outcome
+        print(f"\n{outcome}; {memory_after - memory:+,} bytes")
+        assert outcome.wrong == []
+        assert outcome.counts["answered"] > count // 2
+        assert outcome.counts["refused with 429"] > 0
+        assert "damaged-1" in server.adapters.damaged()
+        assert server.engine.free_rows == changed.batch
+        assert server.engine.waiting == server.engine.pinned == 0
+        assert arrays_after <= arrays
+        assert memory_after - memory < 50 * 2**20
+
+
+async def settled(server):
+    """Returns how many arrays and bytes there are once nobody is answered."""
+    async with asyncio.timeout(60):
+        while server.engine.free_rows < server.settings.batch or server.engine.waiting:
+            await asyncio.sleep(0.01)
+    gc.collect()
+    return len(jax.live_arrays()), load.resident()
