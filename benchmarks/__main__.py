@@ -1,7 +1,7 @@
 """Measures one level; prints tables and writes DIR/<level>.jsonl, line by line.
 
     python -m benchmarks ops|layer|model|tune|step|scale [--out DIR] [--only PATTERN …] [--quick]
-    python -m benchmarks bank [--layers N] [--only KIND …] [--quick]
+    python -m benchmarks bank|serve [--layers N] [--only KIND …] [--quick]
     python -m benchmarks scale [--layers N] [--layouts dp fsdp tp] [--axes auto explicit] [--quick]
     python -m benchmarks step|scale --torch [--layers N] [--rank N] [--quick]
     python -m benchmarks against CHECKOUT [--out DIR] [--only PATTERN …] [--quick]
@@ -9,10 +9,10 @@
 `ops` measures the operators, `layer` one projection beside LoRA and PEFT, `model` a decoder of
 Qwen3-8B's dimensions, `tune` the kernels with candidate launch configs, `step` a whole optimizer
 step of Llama 3 8B's dimensions by what it keeps, `bank` many adapters in one batch of its
-projections, `scale` a decoder on several devices. `step --torch` and `scale --torch` measure a
-step of transformers' Llama by torch_dora and by PEFT, on one GPU, and on all under FSDP2. `against`
-measures layers and a model with this checkout and with another one in turns, and prints the ratios
-of their times.
+projections, `serve` the server's engine, `scale` a decoder on several devices. `step --torch` and
+`scale --torch` measure a step of transformers' Llama by torch_dora and by PEFT, on one GPU, and on
+all under FSDP2. `against` measures layers and a model with this checkout and with another one in
+turns, and prints the ratios of their times.
 
 Exits 1 if anything that was timed is not correct, or failed; ratios of it are withheld.
 """
@@ -35,6 +35,7 @@ MEASURES = {
     "tune": "each Mosaic kernel with candidate launch configs, beside XLA",
     "scale": "a decoder on several devices: base, LoRA and DoRA, and what they send",
     "step": "an optimizer step of Llama 3 8B's dimensions, by what is kept in memory",
+    "serve": "the server's engine against the number of adapters: base, LoRA and DoRA",
     "bank": "many adapters in one batch of Llama 3 8B's projections, and loading one",
     "against": "layers and a small model of this checkout and another one, in turns",
 }
@@ -60,12 +61,12 @@ def parser() -> argparse.ArgumentParser:
         "--seconds",
         type=float,
         default=420.0,
-        help="against, bank, scale, step: start nothing after this long; against stops what runs",
+        help="against, bank, scale, serve, step: start nothing after this; against stops what runs",
     )
     made.add_argument(
         "--torch", action="store_true", help="levels step and scale: torch_dora beside PEFT"
     )
-    sizes = made.add_argument_group("levels scale, bank and step")
+    sizes = made.add_argument_group("levels scale, bank, serve and step")
     for name in ("layers", "rank", "hidden", "tokens"):
         sizes.add_argument(f"--{name}", type=int, help="of the decoder, instead of the usual")
     sizes.add_argument("--layouts", nargs="+", help="some of dp, fsdp, tp")
@@ -81,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
         parsing.error(f"--torch is for levels step and scale, not {options.level}")
     if (options.level == "against") != bool(options.checkout):
         parsing.error("level against, and no other, takes another checkout's folder")
-    if options.level in ("bank", "step"):
+    if options.level in ("bank", "serve", "step"):
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
     else:  # Both frameworks allocate on the one card: JAX must not take most of it at once.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -107,9 +108,13 @@ def main(arguments: list[str] | None = None) -> int:
             "There is no GPU here: kernels are interpreted or left out, and times mean nothing. "
             + ("" if options.quick else "Add --quick for tiny shapes; the real ones take hours.")
         )
-    measure = {"against": _compare, "scale": _scale, "step": _step, "bank": _bank}.get(
-        options.level, _measure
-    )
+    measure = {
+        "against": _compare,
+        "scale": _scale,
+        "step": _step,
+        "bank": _bank,
+        "serve": _serve,
+    }.get(options.level, _measure)
     measure = _torch_step if options.torch else measure
     return 0 if measure(options, device, console) else 1
 
@@ -205,6 +210,19 @@ def _bank(options: argparse.Namespace, device: str, console: Any) -> bool:
     if options.only:
         settings = settings._replace(kinds=tuple(options.only))
     return _rows(options, device, console, bank.measure(settings, device), bank.line)
+
+
+def _serve(options: argparse.Namespace, device: str, console: Any) -> bool:
+    from benchmarks import serve
+
+    settings = serve.QUICK if options.quick else serve.Settings()
+    settings = settings._replace(seconds=options.seconds)
+    if options.layers:
+        config = dataclasses.replace(settings.config, num_hidden_layers=options.layers)
+        settings = settings._replace(config=config)
+    if options.only:
+        settings = settings._replace(kinds=tuple(options.only))
+    return _rows(options, device, console, serve.measure(settings, device), serve.line)
 
 
 def _rows(

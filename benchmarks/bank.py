@@ -161,7 +161,7 @@ def _loads(settings: Settings, bank: Any) -> Iterator[Any]:
     times: dict[int, list[float]] = {rank: [] for rank in settings.ranks}
     for slot in range(settings.slots):
         rank = settings.ranks[slot % len(settings.ranks)]
-        adapter = _adapter(bank, rank, slot)
+        adapter = random_adapter(bank, rank, slot)
         jax.block_until_ready(bank.arrays)
         begin = time.perf_counter()
         bank = bank.load(slot, adapter)
@@ -175,7 +175,7 @@ def _loads(settings: Settings, bank: Any) -> Iterator[Any]:
     yield {"bank": bank}
 
 
-def _adapter(bank: Any, rank: int, seed: int) -> HostAdapter:
+def random_adapter(bank: Any, rank: int, seed: int) -> HostAdapter:
     """Returns random numbers in host memory, laid out as `AdapterBank.read` does."""
     rng = np.random.default_rng(seed)
     facts, pieces = {}, []

@@ -23,7 +23,7 @@ class Bank:
     Used by the engine's thread alone, but for `read`.
 
     Attributes:
-      arrays: the bank, which compiled programs take; None where there is none.
+      bank: as it is now; None where there is none.
     """
 
     def __init__(self, model: CausalLM, slots: int, max_rank: int) -> None:
@@ -32,12 +32,15 @@ class Bank:
           model: without adapters.
           slots: 0 for none.
         """
-        self.arrays: Any = (
-            jax_dora.AdapterBank(model, slots, max_rank, path=PATH) if slots else None
-        )
+        self.bank: Any = jax_dora.AdapterBank(model, slots, max_rank, path=PATH) if slots else None
         self._slots: OrderedDict[Served, int] = OrderedDict()  # the least recently used first
         self._free = list(range(slots))
         self._pins: dict[Served, int] = {}
+
+    @property
+    def arrays(self) -> Any:
+        """What compiled programs take for their adapters."""
+        return self.bank
 
     def read(self, folder: Path) -> Any:
         """Returns the adapter of a PEFT folder in host memory, as slots take it.
@@ -46,7 +49,7 @@ class Bank:
           FileNotFoundError, ValueError, TypeError, NotImplementedError: it is damaged, does not fit
             the model, or its rank is too large.
         """
-        return self.arrays.read(folder)
+        return self.bank.read(folder)
 
     def holds(self, adapter: Served) -> bool:
         """Returns whether it lies in a slot."""
@@ -60,7 +63,7 @@ class Bank:
             if slot is None:
                 return None
             try:
-                self.arrays = self.arrays.load(slot, adapter.value)
+                self.bank = self.bank.load(slot, adapter.value)
             except BaseException:
                 self._free.append(slot)
                 raise
@@ -82,7 +85,7 @@ class Bank:
 
     def warm_up(self, model: CausalLM) -> None:
         """Compiles what changes slots, with an adapter of zeros that is gone afterwards."""
-        if self.arrays is None:
+        if self.bank is None:
             return
         layers, n_in, out = model.model.layers.mlp.up_proj.kernel.shape
         path = "model/layers/mlp/up_proj"
@@ -92,9 +95,9 @@ class Bank:
             "magnitude": np.ones((layers, out), np.float32),
         }
         rule = jax_dora.DoRARule(re.escape(path), rank=1, alpha=1.0)
-        zeros = self.arrays.read(jax_dora.Adapter((rule,), {path: arrays}))
-        self.arrays = self.arrays.load(0, zeros).evict(0)
-        jax.block_until_ready(self.arrays)
+        zeros = self.bank.read(jax_dora.Adapter((rule,), {path: arrays}))
+        self.bank = self.bank.load(0, zeros).evict(0)
+        jax.block_until_ready(self.bank)
 
     def _empty(self) -> int | None:
         """Returns a slot to load into, its adapter forgotten."""

@@ -31,6 +31,10 @@ class Metrics:
         self.seconds = made(Histogram, "seconds", "until a request comes to its end", **times)
         self.loads = made(Histogram, "load_seconds", "of an adapter into a slot", **times)
 
+    def loaded(self) -> int:
+        """Returns how many adapters were loaded into slots."""
+        return int(self._registry.get_sample_value("jax_dora_load_seconds_count") or 0)
+
     def text(self) -> bytes:
         """Returns all of them as Prometheus reads them."""
         return generate_latest(self._registry)

@@ -85,6 +85,22 @@ def test_bank_measures_every_kind_and_loading(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_serve_measures_every_kind(tmp_path: Path) -> None:
+    with jax.numpy_dtype_promotion("standard"):  # jax's own attention promotes bf16
+        code, header, rows = run("serve", tmp_path)
+    assert (code, header["level"]) == (0, "serve")
+    found = [(row["kind"], row["adapters"]) for row in rows]
+    assert found == [("base", 0), ("DoRA", 1), ("DoRA", 3), ("LoRA", 1), ("LoRA", 3)]
+    for row in rows:
+        assert row["answers"] >= 3
+        assert row["tokens_per_s"] > 0
+        assert 0 < row["first_token_ms"] <= row["first_token_p90_ms"]
+        # More adapters than slots are loaded again and again; one is loaded once at most.
+        assert row["loads"] >= (3 if row["adapters"] == 3 else 0)
+        assert row["loads"] <= 1 or row["adapters"] == 3
+
+
+@pytest.mark.slow
 def test_tune_has_every_kernel_with_its_candidates() -> None:
     works = list(tune.works("cuda", quick=False))
     assert len(works) == sum(len(kernel.shapes) for kernel in KERNELS.values())

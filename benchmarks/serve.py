@@ -1,0 +1,184 @@
+"""Level `serve`: the server's engine against the number of adapters: the base, LoRA and DoRA.
+
+Llama 3 8B's dimensions in bf16, 64 rows. As many clients as rows, each of which asks again when it
+has its answer: prompts of 128 tokens, answers of 128. Adapters of ranks 8 to 64 are asked for by
+Zipf's law with exponent 1.5, from 64 slots. All but HTTP is in it: queue, loads, text.
+
+    base    no bank
+    LoRA    the bank without g
+    DoRA    the bank
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from benchmarks.bank import draw_ids, random_adapter
+from benchmarks.results import Row
+from benchmarks.step import LLAMA_3_8B, TINY
+from jax_dora.finetune.tiny import byte_level_tokenizer
+from jax_dora.models import CausalLM, DecoderConfig, make_model
+from jax_dora.serve.adapters import Served
+from jax_dora.serve.bank import Bank
+from jax_dora.serve.engine import Engine
+from jax_dora.serve.metrics import Metrics
+from jax_dora.serve.request import Piece, Request
+from jax_dora.serve.slots import Slots
+
+
+class Settings(NamedTuple):
+    """What is measured: nothing is started after `seconds`.
+
+    Attributes:
+      adapters: how many are asked for, one after the other.
+      rounds: answers of each client that are timed, after one that is not.
+    """
+
+    config: DecoderConfig = LLAMA_3_8B
+    rows: int = 64
+    prompt: int = 128
+    answer: int = 128
+    chunk: int = 512
+    slots: int = 64
+    ranks: tuple[int, ...] = (8, 16, 32, 64)
+    adapters: tuple[int, ...] = (1, 8, 64, 256)
+    kinds: tuple[str, ...] = ("base", "DoRA", "LoRA")
+    rounds: int = 3
+    seconds: float = 420.0
+
+
+QUICK = Settings(
+    dataclasses.replace(TINY, vocab_size=257),
+    rows=3,
+    prompt=20,
+    answer=4,
+    chunk=16,
+    slots=2,
+    ranks=(1, 5),
+    adapters=(1, 3),
+    rounds=1,
+)
+
+
+class WithoutG(Bank):
+    """A bank whose g no row is multiplied by."""
+
+    @property
+    def arrays(self) -> Any:
+        bank = super().arrays
+        bank = jax.tree.unflatten(jax.tree.structure(bank), jax.tree.leaves(bank))
+        bank.arrays = {path: one._replace(g=None) for path, one in bank.arrays.items()}
+        return bank
+
+
+def measure(settings: Settings, device: str) -> Iterator[Row]:
+    """Yields one row a measurement."""
+    started = time.monotonic()
+    model = make_model(settings.config)
+    values: list[Any] = []
+    base = None
+    for kind in settings.kinds:
+        row: Row = {"kind": kind, "rows": settings.rows, "layers": model.config.num_hidden_layers}
+        begin = time.monotonic()
+        try:
+            made = WithoutG if kind == "LoRA" else Bank
+            bank = made(model, 0 if kind == "base" else settings.slots, max(settings.ranks))
+            length = settings.prompt + settings.answer
+            slots = Slots(model, bank, settings.rows, length, settings.chunk)
+            bank.warm_up(model)
+            slots.warm_up()
+            if kind != "base" and not values:
+                values = [random_adapter(bank.bank, rank, rank) for rank in settings.ranks]
+        except Exception as error:  # One that has no room costs no other its measurement.
+            yield row | {"failed": f"{type(error).__name__}: {error}"[:600]}
+            continue
+        row["compile_s"] = time.monotonic() - begin
+        for count in (0,) if kind == "base" else settings.adapters:
+            left = settings.seconds - (time.monotonic() - started)
+            if left < 0:
+                return
+            served = [Served(str(one), values[one % len(values)]) for one in range(count)]
+            found = _served(settings, model, slots, bank, served, left)
+            if kind == "base":
+                base = found["tokens_per_s"]
+            elif base:
+                found["of_base"] = found["tokens_per_s"] / base
+            yield row | {"adapters": count} | found
+        del slots, bank
+
+
+def _served(
+    settings: Settings, model: CausalLM, slots: Slots, bank: Bank, served: list[Served], left: float
+) -> Row:
+    """Returns what the clients saw in `settings.rounds` answers each, or in the time that is
+    left."""
+    rng = np.random.default_rng(0)
+    metrics = Metrics()
+    engine = Engine(
+        slots, bank, byte_level_tokenizer(), (), queue=4 * settings.rows, metrics=metrics
+    )
+    asked = settings.rows * (settings.rounds + 1)
+    chosen = draw_ids("zipf", asked, len(served)) if served else None
+    vocabulary = model.config.vocab_size
+    first: list[float] = []
+    ends: list[float] = []
+
+    def ask(number: int) -> None:
+        begin = time.monotonic()
+        seen: list[float] = []
+
+        def sink(piece: Piece) -> None:
+            if not seen:
+                seen.append(time.monotonic())
+                first.append(seen[0] - begin)
+            if piece.finish is not None:
+                if piece.finish != "length":
+                    raise RuntimeError(f"an answer ended by {piece.finish}: {piece.error}")
+                ends.append(time.monotonic())
+
+        prompt = tuple(rng.integers(0, vocabulary, settings.prompt).tolist())
+        adapter = served[chosen[number]] if chosen is not None else None
+        engine.submit(Request(prompt, settings.answer, sink, adapter=adapter))
+
+    started = time.monotonic()
+    number = 0
+    while len(ends) < number or number < asked:
+        done = time.monotonic() - started > left
+        while number < asked and number - len(ends) < settings.rows and not done:
+            ask(number)
+            number += 1
+        engine.turn()
+        if done and len(ends) == number:
+            break
+    # The first answer of each client fills the rows, and slots for the first time.
+    ends, first = ends[settings.rows - 1 :], first[settings.rows :]
+    if len(ends) < 2:
+        return {"tokens_per_s": float("nan"), "answers": 0}
+    seconds = ends[-1] - ends[0]
+    return {
+        "answers": len(ends) - 1,
+        "tokens_per_s": (len(ends) - 1) * settings.answer / seconds,
+        "first_token_ms": 1e3 * float(np.median(first)),
+        "first_token_p90_ms": 1e3 * float(np.percentile(first, 90)),
+        "loads": metrics.loaded(),
+    }
+
+
+def line(row: Row) -> str:
+    """Returns a row as a line to read."""
+    if "failed" in row:
+        return f"{row['kind']:4} failed: {row['failed'][:150]}"
+    if not row["answers"]:
+        return f"{row['kind']:4} {row['adapters']:5} adapters: out of time"
+    ratio = f"  {row['of_base']:.3f} of the base's" if "of_base" in row else ""
+    return (
+        f"{row['kind']:4} {row['adapters']:5} adapters  {row['tokens_per_s']:8,.0f} tokens/s  "
+        f"first token {row['first_token_ms']:7.0f} ms, 90 % within "
+        f"{row['first_token_p90_ms']:7.0f} ms  {row['loads']:4} loads{ratio}"
+    )
