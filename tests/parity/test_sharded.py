@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from parity import sharded
+from parity.cases import Case
 from parity.faults import Fault, Point
 from parity.report import Report
 
@@ -39,10 +40,17 @@ def test_the_norm_of_a_shard_is_caught(report, name):
 
 
 # Of torch, whose processes take longer to start than to compute: all layouts in one run. With four
-# processes 33 rows and a rank of 7 do not divide.
-@pytest.mark.parametrize(("processes", "names"), [(2, ONE_AXIS), (4, tuple(sharded.LAYOUTS))])
-def test_torch_agrees_with_fp64(report, processes, names):
-    sharded.run_torch(report, sharded.cases(quick=True)[-1], names, "cpu", processes)
+# processes 33 rows and a rank of 7 do not divide; of 3 outputs and 2 inputs some have none.
+@pytest.mark.parametrize(
+    ("case", "processes", "names"),
+    [
+        (sharded.cases(quick=True)[-1], 2, ONE_AXIS),
+        (sharded.cases(quick=True)[-1], 4, tuple(sharded.LAYOUTS)),
+        (Case("layer", "float32", 3, 5, 2, 1, "trained"), 4, tuple(sharded.LAYOUTS)),
+    ],
+)
+def test_torch_agrees_with_fp64(report, case, processes, names):
+    sharded.run_torch(report, case, names, "cpu", processes)
     assert len(report.rows) == 6 * len(names)
     assert report.passed
 

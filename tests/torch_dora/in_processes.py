@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torch_dora
 from torch_dora import DoRALayer, DoRALinear, DoRARule, apply_dora
 from torch_dora.ops import factored_norm
+from torch_dora.ops.shards import fill
 
 # None of them divides over four processes.
 IN, HIDDEN, OUT, RANK = 11, 10, 6, 3
@@ -205,6 +206,31 @@ def _gradients(model, x):
     found = [p.grad.full_tensor() for p in model.parameters() if p.requires_grad]
     model.zero_grad()
     return y.detach(), found
+
+
+def dropping(mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A row-parallel layer's result with dropout, and that of the formula on one device with the
+    mask that it drew."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    model: Any = parallelize_module(nn.Sequential(nn.Linear(8, 6)), mesh, {"0": RowwiseParallel()})
+    apply_dora(model, DoRARule("0", 2, 3, dropout=0.4, dropout_mode=mode))
+    layer = model[0]
+    fill(layer.lora_b, torch.arange(12.0).reshape(6, 2) / 10)
+    fill(layer.magnitude, torch.arange(1.0, 7.0))
+    x = torch.arange(40.0).reshape(5, 8) / 10
+    part = x.tensor_split(mesh.size(), 1)[mesh.get_local_rank()].contiguous()
+    state = torch.random.get_rng_state()
+    y = model(part)
+    torch.random.set_rng_state(state)
+    parts: list[Any] = [None] * mesh.size()
+    torch.distributed.all_gather_object(parts, nn.functional.dropout(part, 0.4))
+    dropped = torch.cat(parts, 1)
+    weight, lora_a, lora_b = (one.full_tensor() for one in layer.matrices())
+    bias, magnitude = layer.bias.full_tensor(), layer.magnitude.full_tensor()
+    g = (magnitude / (weight + 1.5 * lora_b @ lora_a).norm(dim=1)).detach()
+    inner = (x if mode == "adapter" else dropped) @ weight.T
+    change = (g - 1) * inner + g * (1.5 * (dropped @ lora_a.T) @ lora_b.T)
+    return y.detach().clone(), (x @ weight.T + bias + change).detach()
 
 
 def refusals(folder: str) -> dict[str, str]:

@@ -83,6 +83,12 @@ def test_what_is_sent(style, base, adapter):
     assert sorted(found["DoRA"]) == sorted(base + adapter)
 
 
+@pytest.mark.parametrize("mode", ["adapter", "input"])
+def test_dropout_of_a_row_parallel_layer(mode):
+    found, want = processes.run(inside.dropping, 2, "cpu", mode)
+    torch.testing.assert_close(found, want)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tp", "fsdp"])
 def test_compiled_models(kind):

@@ -4,12 +4,12 @@
 from typing import Any, ClassVar, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from torch_dora.layers.base import DoRALayer
-from torch_dora.ops import compose_delta, dora_linear
+from torch_dora.ops import dora_linear
+from torch_dora.ops.linear import corrected_linear, result_dtype
 
 
 class _DoRAProjection(DoRALayer):
@@ -37,12 +37,17 @@ class _DoRAProjection(DoRALayer):
                 adapter_x=dropped,
                 implementation=self.implementation,
             )
-        y = F.linear(x, weight, self.bias)
-        base = F.linear(dropped, weight)
-        z = F.linear(dropped.to(base.dtype), self.lora_a.to(base.dtype))
-        lora = F.linear(z, self.lora_b.to(base.dtype))
-        g = self.g(base.dtype)
-        return y + compose_delta(base, lora, g, self.scale, implementation=self.implementation)
+        return corrected_linear(
+            x,
+            dropped,
+            weight,
+            self.lora_a,
+            self.lora_b,
+            self.g(result_dtype(x, weight)),
+            self.scale,
+            bias=self.bias,
+            implementation=self.implementation,
+        )
 
 
 class DoRALinear(_DoRAProjection):

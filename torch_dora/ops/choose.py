@@ -22,6 +22,7 @@ class Call(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
     device: str
     transformed: bool = False
+    sharded: bool = False
 
 
 def choose(call: Call, implementation: str | None, kernel: ModuleType | None) -> str:
@@ -89,6 +90,8 @@ def triton_refuses(call: Call) -> str | None:
         return f"needs a CUDA device, or TRITON_INTERPRET=1 on a CPU; got device {call.device!r}"
     if call.transformed:
         return "cannot run inside of torch.func's transforms, such as vmap and grad"
+    if call.sharded:
+        return "reads the memory of one process, and a DTensor lies in several; pass to_local()"
     for dtype in call.dtypes:
         if dtype not in (torch.float32, torch.float16, torch.bfloat16):
             return f"computes in float32 and takes float32, float16 and bfloat16; got {dtype}"

@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch_dora.ops import check, choose
 from torch_dora.ops.choose import Call
 from torch_dora.ops.dtypes import accumulation_dtype, cast
+from torch_dora.ops.shards import is_sharded
 
 if TYPE_CHECKING or choose.TRITON_MODE is not None:
     from torch_dora.ops.triton import compose_backward as triton_backward
@@ -74,6 +75,7 @@ def choose_compose(base: Tensor, lora: Tensor, g: Tensor, implementation: str | 
         dtypes=(base.dtype, lora.dtype, g.dtype),
         device=base.device.type,
         transformed=choose.transformed(),
+        sharded=is_sharded(base, lora, g),
     )
     return choose.choose(call, implementation, triton_forward)
 
@@ -125,7 +127,8 @@ def backward(
     d_lora = cast(g * (scale * wide), dy.dtype) if want_lora else None
     d_g = None
     if inner is not None:
-        d_g = (wide * cast(inner, dtype)).reshape(-1, g.shape[0]).sum(0)
+        terms = wide * cast(inner, dtype)
+        d_g = terms.flatten(0, -2).sum(0) if terms.ndim > 1 else terms
     return d_base, d_lora, d_g
 
 

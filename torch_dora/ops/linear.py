@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from torch_dora.ops import check, choose, sharded
-from torch_dora.ops.compose import backward, choose_compose, forward
+from torch_dora.ops.compose import backward, choose_compose, compose_delta, forward
 from torch_dora.ops.dtypes import cast
 from torch_dora.ops.norm import factored_norm, magnitude_scale
 from torch_dora.ops.quantised import dense, is_quantised
@@ -100,7 +100,7 @@ def dora_linear(
     if norm is None:
         norm = factored_norm(weight, lora_a, lora_b, scale, implementation=implementation)
 
-    dtype = _result_dtype(x, weight)
+    dtype = result_dtype(x, weight)
     g = magnitude_scale(magnitude, norm, dtype)
     operands = (x, adapter_x, weight, bias, lora_a, lora_b, g)
     of_shard = functools.partial(_local_linear, float(scale), dtype, implementation)
@@ -117,6 +117,32 @@ def _local_linear(
     if choose.transformed():
         return _forward(*operands, False, chosen)[0]
     return _DoRALinear.apply(*operands, torch.is_grad_enabled() and g.requires_grad, chosen)
+
+
+def corrected_linear(
+    x: Tensor,
+    dropped: Tensor,
+    weight: Tensor,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    g: Tensor,
+    scale: float,
+    *,
+    bias: Tensor | None = None,
+    implementation: str | None = None,
+) -> Tensor:
+    """Returns y = x weightᵀ + bias + ΔY of ``dropped``, x after dropout: what PEFT's DoRA computes
+    in training. Operands as :func:`dora_linear`'s, and g of its magnitude."""
+
+    def of_shard(x, dropped, weight, bias, lora_a, lora_b, g) -> Tensor:
+        y = F.linear(x, weight, bias)
+        base = F.linear(dropped, weight)
+        z = F.linear(dropped.to(base.dtype), lora_a.to(base.dtype))
+        lora = F.linear(z, lora_b.to(base.dtype))
+        return y + compose_delta(base, lora, g, scale, implementation=implementation)
+
+    operands = (x, dropped, weight, bias, lora_a, lora_b, g)
+    return sharded.projection(of_shard, *operands) if is_sharded(*operands) else of_shard(*operands)
 
 
 def _forward(
@@ -210,7 +236,8 @@ def _expand_compose(base, z, lora_b, g, bias, scale, want_inner, implementation)
     return forward(base, lora, g, bias, scale, False, want_inner, implementation)
 
 
-def _result_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
+def result_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
+    """Returns the dtype of ``torch.nn.functional.linear``'s result."""
     dtype = torch.promote_types(x.dtype, weight.dtype)
     device = x.device.type
     if dtype != torch.float64 and torch.is_autocast_enabled(device):
@@ -219,7 +246,8 @@ def _result_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+    # reshape(-1, ...) cannot tell the rows of a shard without features.
+    return x.flatten(0, -2) if x.ndim > 1 else x[None]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
