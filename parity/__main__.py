@@ -20,6 +20,7 @@ COMMANDS = {
     "training": "parity.training.command",
     "sharded": "parity.sharded",
     "quantised": "parity.quantised",
+    "bank": "parity.bank",
     "controls": "parity.controls",
     "report": "parity.report",
 }
@@ -31,9 +32,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "Runs the same weights, inputs and cotangents through jax_dora and torch_dora, and "
         "compares both with a materialised fp64 computation. A report a level, which a run that "
         "is stopped leaves as far as it came.",
-        epilog="`python -m parity {model,training,sharded,quantised,controls,report} --help`: "
-        "whole models, training runs, several devices, quantised weights, the proof that each "
-        "level catches planted faults, and tables of a report.",
+        epilog="`python -m parity {model,training,sharded,quantised,bank,controls,report} --help`: "
+        "whole models, training runs, several devices, quantised weights, many adapters at once, "
+        "the proof that each level catches planted faults, and tables of a report.",
     )
     parser.add_argument("--level", action="append", choices=LEVELS, help="only this; repeatable")
     only = "only cases whose name has this regular expression"
