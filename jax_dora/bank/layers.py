@@ -75,8 +75,8 @@ class BankLayer(nnx.Module):
         assert kind is not None
         return kind.layout_of(self, 1).kernel
 
-    def _slots(self) -> tuple[Slots, jax.Array]:
-        """Returns the adapters, and ids that count in them."""
+    def _slots(self) -> tuple[Slots, jax.Array, tuple[jax.Array, int] | None]:
+        """Returns the adapters, each row's, and which part of the adapters is this layer's."""
         slots = Slots(*(getattr(self, f"bank_{name}").get_value() for name in Slots._fields))
         ids, layer = self.bank_ids[...], self.bank_layer[...]
         lead = slots.lora_a.ndim - 3
@@ -86,12 +86,10 @@ class BankLayer(nnx.Module):
                 "after the other, as nnx.scan does"
             )
         if not lead:
-            return slots, ids
+            return slots, ids, None
         count = slots.lora_a.shape[lead]
         whole = jax.tree.map(lambda one: one.reshape(-1, *one.shape[lead + 1 :]), slots)
-        there = (ids >= 0) & (ids < count)
-        ids = jnp.where(there, ids + layer * count, jnp.where(ids < 0, -1, whole.scale.shape[0]))
-        return whole, ids
+        return whole, ids, (layer * count, count)
 
     def _unbiased(self) -> Any:
         """Returns the base layer without its bias, which the magnitude does not scale."""
@@ -105,7 +103,7 @@ class BankLayer(nnx.Module):
         bias = None if self.bias is None else self.bias[...]
         x, _, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
         base = self._unbiased()(inputs, **settings)
-        slots, ids = self._slots()
+        slots, ids, part = self._slots()
         equation, axes = self._equation(inputs.ndim), self._axes()
         _check_rows(equation, x.shape, ids)
         in_, out = (equation.kernel_letters(sort) for sort in "io")
@@ -121,20 +119,21 @@ class BankLayer(nnx.Module):
         batch = ids.shape[0]
 
         def mixed(operands: Any) -> jax.Array:
-            base, x, bias, slots, ids = operands
+            base, x, bias, slots, ids, first = operands
             matrix = _ordered(base, equation.y, rows + out)
             y = bank_linear(
                 matrix.reshape(batch, -1, out_features),
                 _ordered(x, equation.x, rows + in_).reshape(batch, -1, in_features),
                 slots,
                 ids,
+                part=None if part is None else (first, part[1]),
                 bias=bias,
                 precision=self.precision,
                 implementation=self.bank_implementation,
             )
             return _ordered(y.reshape(matrix.shape), rows + out, equation.y)
 
-        operands = (base, x, bias, slots, ids)
+        operands = (base, x, bias, slots, ids, part and part[0])
         mesh = meshes.explicit(*jax.tree.leaves(operands))
         if mesh is None:
             return mixed(operands)

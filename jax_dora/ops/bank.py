@@ -11,8 +11,8 @@ the adapters of others, as a one-hot einsum and `jax.lax.ragged_dot` on GPUs do:
   slot, so that no adapter is copied;
 - several tokens a row (prompts): a batched product, the adapter looked up once for each row; with a
   kernel, `mosaic.bank_expand`, the second product is taken in one pass with what follows it;
-- more rows than slots, of one token each: rows sorted by slot, and a batched product over tiles of
-  rows that share one.
+- many rows for each slot, of one token each: rows sorted by slot, and a batched product over
+  tiles of rows that share one.
 """
 
 import functools
@@ -31,6 +31,10 @@ from jax_dora.ops.shard import Op, Shard
 # Tiles of sorted rows: no smaller, since each looks its adapter up, and no larger, since each slot
 # fills up its last one.
 LEAST_TILE, LARGEST_TILE = 8, 64
+# With more rows than this for every slot, an adapter that is copied for a tile of rows is read less
+# often than one that is read where it lies for each row: rows > 3·(rows / 8 + slots), a copy being
+# read, written and read again.
+ROWS_OF_A_SLOT = 5
 
 
 class Slots(NamedTuple):
@@ -86,6 +90,7 @@ def bank_linear(
     slots: Slots,
     ids: jax.Array,
     *,
+    part: tuple[jax.Array, int] | None = None,
     bias: jax.Array | None = None,
     precision: lax.PrecisionLike = None,
     implementation: str | None = None,
@@ -97,6 +102,8 @@ def bank_linear(
       x: [batch, time, in].
       slots: the adapters.
       ids: i32[batch], each row's slot, as `checked_ids` returns them; -1 for the base alone.
+      part: (first, count), which of the slots are meant: those of one layer, where `slots` has
+        those of a whole stack; ids count from the first.
       bias: [out]; never scaled.
       precision: of the products, as in `jax.lax.dot_general`.
       implementation: None, "mosaic" or "xla"; a named one runs or raises. "mosaic" stands for the
@@ -109,7 +116,8 @@ def bank_linear(
     Raises:
       NotImplementedError: the named implementation cannot take the call.
     """
-    rows = _rows(slots, ids, accumulator(base.dtype))
+    first, count = part or (jnp.int32(0), slots.lora_a.shape[0])
+    rows = _rows(slots, ids, first, count, accumulator(base.dtype))
     if x.shape[1] > 1 or implementation == "mosaic":
         lora_a = slots.lora_a[rows.slot].astype(x.dtype)
         z = jnp.einsum("nti,nri->ntr", x, lora_a, precision=precision)
@@ -117,19 +125,19 @@ def bank_linear(
         static = Static(implementation, _hashable(precision))
         operands = meshes.vary_alike(Expansion(base, z, lora_b, *rows, bias))
         return meshes.differentiable(_expand)(static, operands)
-    if x.shape[0] > 2 * slots.lora_a.shape[0]:
-        lora = _by_tiles(x[:, 0], slots, rows.slot, precision)
+    if x.shape[0] > ROWS_OF_A_SLOT * count:
+        lora = _by_tiles(x[:, 0], slots, rows.slot - first, first, count, precision)
     else:
         lora = _sums(x[:, 0], slots, rows.slot)
     return _composed(base, lora[:, None], rows, bias)
 
 
-def _rows(slots: Slots, ids: jax.Array, dtype: Any) -> Rows:
-    count, _, out = slots.lora_b.shape
-    safe = jnp.clip(ids, 0, count - 1)
-    g = jnp.ones((count, out), dtype) if slots.g is None else slots.g.astype(dtype)
+def _rows(slots: Slots, ids: jax.Array, first: jax.Array, count: int, dtype: Any) -> Rows:
+    safe = first + jnp.clip(ids, 0, count - 1)
+    of_lora = jnp.ones((*ids.shape, slots.lora_b.shape[-1]), dtype)
+    g = of_lora if slots.g is None else slots.g[safe].astype(dtype)
     scale = jnp.where(ids < count, slots.scale[safe], jnp.nan).astype(dtype)
-    return Rows(safe, jnp.where((ids < 0)[:, None], 1, g[safe]), jnp.where(ids < 0, 0, scale))
+    return Rows(safe, jnp.where((ids < 0)[:, None], 1, g), jnp.where(ids < 0, 0, scale))
 
 
 def _composed(base: jax.Array, lora: jax.Array, rows: Rows, bias: jax.Array | None) -> jax.Array:
@@ -225,9 +233,11 @@ def _sums(x: jax.Array, slots: Slots, ids: jax.Array) -> jax.Array:
     return jnp.sum(z[:, :, None] * lora_b, axis=1).astype(x.dtype)
 
 
-def _by_tiles(x: jax.Array, slots: Slots, ids: jax.Array, precision: Any) -> jax.Array:
+def _by_tiles(
+    x: jax.Array, slots: Slots, ids: jax.Array, first: jax.Array, count: int, precision: Any
+) -> jax.Array:
     """Returns [rows, out] of x [rows, in], sorted by slot into tiles that have one slot each."""
-    rows, count = ids.shape[0], slots.lora_a.shape[0]
+    rows = ids.shape[0]
     tile = LEAST_TILE
     while 2 * tile * count <= rows and tile < LARGEST_TILE:
         tile *= 2
@@ -244,5 +254,5 @@ def _by_tiles(x: jax.Array, slots: Slots, ids: jax.Array, precision: Any) -> jax
     slot_of = jnp.searchsorted(ends, jnp.arange(tiles, dtype=jnp.int32), side="right")
     slot_of = jnp.minimum(slot_of, count - 1)
     tiled = jnp.zeros((tiles * tile, x.shape[1]), x.dtype).at[row_of].set(x)
-    y = _products(tiled.reshape(tiles, tile, -1), slots, slot_of, precision)
+    y = _products(tiled.reshape(tiles, tile, -1), slots, first + slot_of, precision)
     return y.reshape(tiles * tile, -1)[row_of]

@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 
+import jax_dora
 from jax_dora import AdapterBank, DoRARule, apply_dora, with_bank
 from parity import oracle, tolerances
 from tests.jax_dora.bank.adapters import compilations, drawn, merged
@@ -200,3 +201,21 @@ def test_on_a_mesh(axis_type, spec):
 
         y = jax.jit(run)(bank, ids, rows)
     assert jnp.allclose(np.asarray(y), np.asarray(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_a_quantised_base():
+    """The norm is of what the quantised kernel stands for, and so is the base's product."""
+    base = jax_dora.quantize(nnx.Linear(64, 32, rngs=nnx.Rngs(0)), "int8", path=".*")
+    bank = AdapterBank(base, 2, 8)
+    adapter = drawn(bank, {"": 3})
+    x = jax.random.normal(jax.random.key(1), (2, 64))
+    y = with_bank(base, bank.load(1, adapter), [1, -1])(x)
+    arrays = adapter.arrays[""]
+    kernel = base.kernel.get_value()
+    weight = np.asarray(kernel.qvalue, np.float64) * np.asarray(kernel.scale, np.float64)
+    merged = oracle.merged_weight(
+        weight.T, arrays["lora_a"].T, arrays["lora_b"].T, arrays["magnitude"], 1.0
+    )
+    exact = oracle.fp64(x[0]) @ merged.T + oracle.fp64(base.bias[...])
+    assert np.abs(y[0] - exact).max() <= tolerances.OPERATOR_FP32_MAX_ABS
+    assert jnp.array_equal(y[1], base(x)[1])

@@ -103,3 +103,19 @@ def test_rows_of_one_token_look_no_adapter_up_by_copies():
     """Every row's products with its slot are sums over a lookup, which XLA fuses."""
     names = [one.primitive.name for one in equations(bank_linear, *operands(0, 1))]
     assert "dot_general" not in names
+
+
+@pytest.mark.parametrize(("rows", "time"), [(4, 1), (20, 1), (4, 2)])
+def test_a_layer_takes_its_part_of_a_stack_s_slots(rows, time):
+    """In each of XLA's ways, 20 rows being sorted."""
+    _, _, held, _ = operands(2, 1, jnp.float32)
+    _, _, other, _ = operands(3, 1, jnp.float32)
+    stack = jax.tree.map(lambda *one: jnp.concatenate(one), other, held)
+    key = jax.random.key(0)
+    base, x = (jax.random.normal(key, (rows, time, size)) for size in (64, 40))
+    ids = jnp.asarray(np.random.default_rng(0).integers(-1, 4, rows), jnp.int32)
+    alone = bank_linear(base, x, held, ids)
+    y = jax.jit(lambda first: bank_linear(base, x, stack, ids, part=(first, 3)))(jnp.int32(3))
+    assert np.array_equal(np.isnan(y), np.isnan(alone))
+    assert np.isnan(np.asarray(y)).all(axis=(1, 2)).tolist() == (ids == 3).tolist()
+    assert jnp.allclose(y, alone, rtol=1e-5, atol=1e-5, equal_nan=True)
