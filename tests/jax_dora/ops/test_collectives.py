@@ -18,6 +18,7 @@ LAYOUTS = {
     "fsdp": (BOTH, (BOTH, None), (BOTH, None)),
     "fsdp of outputs": (BOTH, (None, BOTH), (None, BOTH)),
     "tp": (None, (None, BOTH), (BOTH, None)),
+    "dp×tp": ("x", (None, "y"), ("y", None)),
     "fsdp×tp": ("x", ("x", "y"), ("y", "x")),
 }
 
@@ -91,6 +92,41 @@ def test_only_vectors_travel_beside_what_lora_sends(programs, name):
         assert max_matrix(ours) <= max_matrix(theirs)
 
 
+@pytest.mark.parametrize(
+    ("of_x", "of_kernel", "of_y"),
+    [(P(), (None, BOTH), P(None, None, BOTH)), (P(None, None, BOTH), (BOTH, None), P())],
+    ids=["column", "row"],
+)
+def test_only_vectors_travel_beside_what_a_layer_of_lora_sends(optimized, of_x, of_kernel, of_y):
+    """Of a tensor-parallel layer alone, given and giving activations as such layers do."""
+    mesh = jax.make_mesh((2, 2), BOTH, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    into, out = of_kernel
+
+    def placed(shape, *spec):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
+
+    trained = {
+        "a": placed((HIDDEN, RANK), into, None),
+        "b": placed((RANK, WIDE), None, out),
+        "m": placed((WIDE,), out),
+    }
+    kernel, x = placed((HIDDEN, WIDE), into, out), placed((4, TOKENS, HIDDEN), *of_x)
+
+    def sent(layer):
+        def loss(trained, x, kernel):
+            y = layer(x, kernel, **trained)
+            y = jax.lax.with_sharding_constraint(y, NamedSharding(mesh, of_y))
+            return jnp.mean(y**2)
+
+        places = jax.tree.map(lambda one: one.sharding, (trained, x))
+        step = jax.jit(jax.grad(loss, (0, 1)), out_shardings=places)
+        text = step.lower(trained, x, kernel).compile().as_text()
+        return sum(one.bytes for one in collectives(text, 4))
+
+    # The norm, its g and the magnitude's gradient.
+    assert sent(dora) <= sent(lora) + 4 * 3 * WIDE
+
+
 def max_matrix(found: list[Collective]) -> int:
     return max((one.bytes for one in found if one.kind == "all-gather"), default=0)
 
@@ -136,11 +172,16 @@ def test_contractions_that_do_not_divide(spec):
             place = jax.lax.with_sharding_constraint
             x = place(x, NamedSharding(mesh, P(rows, into)))
             w = place(w, NamedSharding(mesh, P(into, out)))
-        # The cosine of the zeros behind a part's end.
-        x, w = jnp.cos(x), jnp.cos(w)
+            m = place(m, NamedSharding(mesh, P(out)))
+        # The cosine of the zeros behind a part's end; of m's too, lest a g of 0 hide them.
+        x, w, m = jnp.cos(x), jnp.cos(w), jnp.cos(m)
         call = lambda x, a, b, m: ops.dora_linear(x, w, a, b, m, SCALE)  # noqa: E731
         y, pull = jax.vjp(call, x, a, b, m)
-        return y, pull(jnp.cos(y))
+        dy = jnp.cos(y)
+        if sharded:
+            # Lest outputs be gathered before they are contracted, to the gradient of x.
+            dy = place(dy, NamedSharding(mesh, P(rows, out)))
+        return y, pull(dy)
 
     found = jax.jit(gradient, static_argnums=5)(
         *jax.device_put(operands, NamedSharding(mesh, P())), True
