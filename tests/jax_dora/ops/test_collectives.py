@@ -167,9 +167,10 @@ def test_contractions_that_do_not_divide(spec):
     rows, into, out = spec
     operands = rows_of(7)
 
+    place = jax.lax.with_sharding_constraint
+
     def gradient(x, w, a, b, m, sharded):
         if sharded:
-            place = jax.lax.with_sharding_constraint
             x = place(x, NamedSharding(mesh, P(rows, into)))
             w = place(w, NamedSharding(mesh, P(into, out)))
             m = place(m, NamedSharding(mesh, P(out)))
