@@ -20,7 +20,7 @@ import jax_dora.peft
 import torch_dora
 import torch_dora.peft
 from jax_dora.commands import parser
-from tools import command_page
+from tools import command_page, small_memory
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -53,6 +53,11 @@ def test_snippets_run(page, tmp_path, monkeypatch):
 
 def test_the_page_of_flags_is_the_parsers():
     assert command_page.PAGE.read_text() == command_page.page(), "run tools/command_page.py"
+
+
+@pytest.mark.slow
+def test_the_table_of_memory_is_computed():
+    assert small_memory.PAGE.read_text() == small_memory.page(), "run tools/small_memory.py"
 
 
 def test_commands_are_accepted():
