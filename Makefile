@@ -40,7 +40,7 @@ test: $(SETUP)
 	$(RUN) -m pytest $(WORKERS) $(PYTEST_ARGS)
 
 test-all: $(SETUP)
-	$(RUN) -m pytest $(WORKERS) -m "not gpu and not gpus and not models" $(PYTEST_ARGS)
+	$(RUN) -m pytest $(WORKERS) -m "not gpu and not gpus and not models and not ray" $(PYTEST_ARGS)
 	$(MAKE) test-oldest
 
 # Several processes on one GPU, none of which may reserve its memory: their time goes into the fp64

@@ -1,0 +1,66 @@
+"""Two replicas behind Ray Serve, of which one is killed under load."""
+
+import concurrent.futures
+import dataclasses
+import os
+import signal
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from jax_dora.serve import Settings
+from tests.jax_dora.serve import serving
+
+pytestmark = pytest.mark.ray
+ROOT = Path(__file__).parents[2]
+NAMES = ("tiny", "one", "two", "three")
+
+
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_a_killed_replica_loses_no_request(tmp_path):
+    import ray  # pyright: ignore[reportMissingImports]
+    import serve_ray
+    from ray import serve  # pyright: ignore[reportMissingImports]
+
+    model, adapters = tmp_path / "tiny", tmp_path / "adapters"
+    serving.make_model(model)
+    for seed, name in enumerate(NAMES[1:]):
+        serving.write_adapter(model, adapters / name, seed)
+    settings = Settings(model, adapters, port=0, slots=2, max_rank=8, batch=4, max_length=64)
+    settings = dataclasses.replace(settings, chunk=16)
+    paths = f"{ROOT}:{ROOT / 'examples'}"
+    ray.init(
+        num_cpus=4,
+        include_dashboard=False,
+        runtime_env={"env_vars": {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}},
+    )
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": 8123})
+        serve.run(serve_ray.application(settings, 2, 0), name="served", route_prefix="/")
+        handle = serve.get_deployment_handle("Replica", "served")
+        pids: set[int] = set()
+        while len(pids) < 2:
+            pids.add(handle.process.remote().result())
+        url = "http://127.0.0.1:8123/v1/completions"
+
+        def ask(number):
+            body = {"model": NAMES[number % 4], "prompt": "12+30=", "temperature": 0}
+            return httpx.post(url, json=body | {"max_tokens": 40}, timeout=200)
+
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            asked = [pool.submit(ask, number) for number in range(120)]
+            while sum(one.done() for one in asked) < 20:
+                time.sleep(0.01)
+            os.kill(min(pids), signal.SIGKILL)
+            answers = [one.result() for one in asked]
+        assert [one.status_code for one in answers] == [200] * 120
+        texts = [one.json()["choices"][0]["text"] for one in answers]
+        for first in range(4):
+            assert len(set(texts[first::4])) == 1
+        assert len(set(texts)) == 4
+        assert httpx.post(url, content=b"{", timeout=60).status_code == 400
+    finally:
+        serve.shutdown()
+        ray.shutdown()
