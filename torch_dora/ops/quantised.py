@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # The floats of a block of rows, and what is computed beside them.
 BLOCK_BYTES = 32 * 2**20
@@ -21,6 +21,9 @@ _BLOCKWISE = ("Int8Tensor", "Float8Tensor")
 def is_quantised(weight: Any) -> bool:
     """Returns whether ``weight`` is a tensor of torchao's, of bitsandbytes' or another quantised
     one, whose memory does not hold the floats that it stands for."""
+    # Asked first: torch.compile cannot read the name of a plain parameter's module.
+    if type(weight) in (Tensor, nn.Parameter):
+        return False
     package = type(weight).__module__.partition(".")[0]
     return isinstance(weight, Tensor) and package in ("torchao", "bitsandbytes")
 
