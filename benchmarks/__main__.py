@@ -1,6 +1,7 @@
 """Measures one level; prints tables and writes DIR/<level>.jsonl, line by line.
 
-    python -m benchmarks ops|layer|model|tune|step|scale [--out DIR] [--only PATTERN …] [--quick]
+    python -m benchmarks ops|layer|model|tune [--out DIR] [--only PATTERN …] [--quick]
+    python -m benchmarks step|quantised [--out DIR] [--seconds S] [--quick]
     python -m benchmarks bank|serve [--layers N] [--only KIND …] [--quick]
     python -m benchmarks scale [--layers N] [--layouts dp fsdp tp] [--axes auto explicit] [--quick]
     python -m benchmarks step|scale --torch [--layers N] [--rank N] [--quick]
@@ -9,10 +10,11 @@
 `ops` measures the operators, `layer` one projection beside LoRA and PEFT, `model` a decoder of
 Qwen3-8B's dimensions, `tune` the kernels with candidate launch configs, `step` a whole optimizer
 step of Llama 3 8B's dimensions by what it keeps, `bank` many adapters in one batch of its
-projections, `serve` the server's engine, `scale` a decoder on several devices. `step --torch` and
-`scale --torch` measure a step of transformers' Llama by torch_dora and by PEFT, on one GPU, and on
-all under FSDP2. `against` measures layers and a model with this checkout and with another one in
-turns, and prints the ratios of their times.
+projections, `quantised` kernels and steps over quantised bases, `serve` the server's engine,
+`scale` a decoder on several devices. `step --torch` and `scale --torch` measure a step of
+transformers' Llama by torch_dora and by PEFT, on one GPU, and on all under FSDP2. `against`
+measures layers and a model with this checkout and with another one in turns, and prints the ratios
+of their times.
 
 Exits 1 if anything that was timed is not correct, or failed; ratios of it are withheld.
 """
@@ -34,6 +36,7 @@ MEASURES = {
     "model": "inference and gradient of a decoder of Qwen3-8B's dimensions",
     "tune": "each Mosaic kernel with candidate launch configs, beside XLA",
     "scale": "a decoder on several devices: base, LoRA and DoRA, and what they send",
+    "quantised": "norm, few rows and whole steps over quantised kernels, beside bf16",
     "step": "an optimizer step of Llama 3 8B's dimensions, by what is kept in memory",
     "serve": "the server's engine against the number of adapters: base, LoRA and DoRA",
     "bank": "many adapters in one batch of Llama 3 8B's projections, and loading one",
@@ -61,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
         "--seconds",
         type=float,
         default=420.0,
-        help="against, bank, scale, serve, step: start nothing after this; against stops what runs",
+        help="start nothing after this long; against stops what runs",
     )
     made.add_argument(
         "--torch", action="store_true", help="levels step and scale: torch_dora beside PEFT"
@@ -82,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
         parsing.error(f"--torch is for levels step and scale, not {options.level}")
     if (options.level == "against") != bool(options.checkout):
         parsing.error("level against, and no other, takes another checkout's folder")
-    if options.level in ("bank", "serve", "step"):
+    if options.level in ("bank", "quantised", "serve", "step"):
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
     else:  # Both frameworks allocate on the one card: JAX must not take most of it at once.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -113,6 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
         "scale": _scale,
         "step": _step,
         "bank": _bank,
+        "quantised": _quantised,
         "serve": _serve,
     }.get(options.level, _measure)
     measure = _torch_step if options.torch else measure
@@ -223,6 +227,14 @@ def _serve(options: argparse.Namespace, device: str, console: Any) -> bool:
     if options.only:
         settings = settings._replace(kinds=tuple(options.only))
     return _rows(options, device, console, serve.measure(settings, device), serve.line)
+
+
+def _quantised(options: argparse.Namespace, device: str, console: Any) -> bool:
+    from benchmarks import quantised
+
+    settings = quantised.TINY if options.quick else quantised.Settings()
+    settings = settings._replace(seconds=options.seconds)
+    return _rows(options, device, console, quantised.measure(settings, device), quantised.line)
 
 
 def _rows(

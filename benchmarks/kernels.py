@@ -30,8 +30,11 @@ from jax_dora.ops.mosaic import (
     product,
     project,
     project_back,
+    quantised_norm,
+    quantised_product,
     swiglu_backward,
 )
+from jax_dora.ops.quantised import NF4, Format
 
 RATE = 0.1
 ONE = jnp.float32(1)
@@ -48,12 +51,13 @@ class Kernel:
       define: the results that the launch does not return as None, computed by XLA.
       call: the sizes that `module.config` takes, before the dtypes.
       operands: their axes, by the names of sizes; "seed" is a dropout seed. bf16 if two axes, else
-        fp32.
+        fp32; those after "nf4" are codes.
       shapes: at which it is measured, as sizes.
       candidates: configs to be tried.
       products: axes of its matrix products.
       extra: further operands of the launch.
       options: static arguments of the launch.
+      kinds: the dtypes and formats in the call, after its sizes.
     """
 
     module: ModuleType
@@ -65,20 +69,21 @@ class Kernel:
     products: tuple[str, ...] = ()
     extra: tuple[jax.Array, ...] = (ONE,)
     options: Mapping[str, Any] = field(default_factory=dict)
+    kinds: tuple[Any, ...] = (BF16,)
 
     def launch(self, *operands: jax.Array, config: Any = None) -> Any:
         """Returns the kernel's results, with its own choice of a config if that is None."""
         sizes: dict[str, int] = {}
         for axes, operand in zip(self.operands, operands, strict=True):
-            sizes |= dict(zip(axes.split(), operand.shape, strict=True))
+            names = axes.removeprefix("nf4 ").split()
+            sizes |= dict(zip(names, operand.shape, strict=True))
         knobs = {"config": config or self.module.config(*self.arguments(sizes))}
         knobs["sm_count"] = choose.target().sm_count
         return self.module.launch(*operands, *self.extra, **self.options, **knobs)
 
     def arguments(self, sizes: Mapping[str, int]) -> tuple[Any, ...]:
         """Returns the call: what `module.config`, `refuses` and `wins` take."""
-        dtypes = (BF16, BF16) if self.module is norm else (BF16,)
-        return (*(sizes[name] for name in self.call.split()), *dtypes)
+        return (*(sizes[name] for name in self.call.split()), *self.kinds)
 
     def draw(self, sizes: Mapping[str, int], seed: int = 0) -> list[jax.Array]:
         """Returns random operands of these sizes."""
@@ -88,16 +93,23 @@ class Kernel:
     def bytes(self, operands: Sequence[jax.Array]) -> int:
         """Returns the bytes of each operand read once and each result written once."""
         tensors = [*operands, *jax.tree.leaves(jax.eval_shape(self.define, *operands))]
-        return sum(math.prod(t.shape) * (2 if len(t.shape) == 2 else 4) for t in tensors)
+        return sum(math.prod(t.shape) * _bits(t.dtype) for t in tensors) // 8
 
     def flops(self, sizes: Mapping[str, int]) -> int:
         """Returns the FLOPs of the matrix products."""
         return sum(2 * math.prod(sizes[n] for n in axes.split()) for axes in self.products)
 
 
+def _bits(dtype: Any) -> int:
+    return 4 if dtype == jnp.uint4 else 8 * dtype.itemsize
+
+
 def _draw(key: jax.Array, axes: str, sizes: Mapping[str, int]) -> jax.Array:
     if axes == "seed":
         return draw_seed(key)
+    if axes.startswith("nf4 "):
+        shape = tuple(sizes[name] for name in axes.split()[1:])
+        return jax.random.randint(key, shape, 0, 16, jnp.uint8).astype(jnp.uint4)
     shape = tuple(sizes[name] for name in axes.split())
     values = jax.random.normal(key, shape)
     if len(shape) == 1:
@@ -108,6 +120,19 @@ def _draw(key: jax.Array, axes: str, sizes: Mapping[str, int]) -> jax.Array:
 
 def _norm(kernel, a, b):
     return jnp.square(kernel.astype(jnp.float32) + jnp.matmul(a, b, **F32)).sum(axis=0)
+
+
+def _dense(codes, scales):
+    values = jnp.array(NF4, jnp.float32)[codes.astype(jnp.uint8)]
+    return values * jnp.repeat(scales, codes.shape[0] // scales.shape[0], axis=0)
+
+
+def _quantised_norm(codes, scales, a, b):
+    return _norm(_dense(codes, scales), a, b)
+
+
+def _quantised_product(x, codes, scales):
+    return x @ _dense(codes, scales).astype(x.dtype)
 
 
 def _compose(base, lora, g):
@@ -178,6 +203,8 @@ PRODUCT_SHAPES = _named(
 )
 DROPPED_SHAPES = _grid(rows=(4096,), **{"in": (4096, 8192)}, rank=(16, 64, 256, 384, 768))
 NO_INNER = {"want_inner": False}
+TILED = Format("nf4", (64, 1), BF16, False)
+QUANTISED_SHAPES = [{"in": n, "tiles": n // 64, "out": n} for n in (2048, 8192)]
 KERNELS = {
     "norm": Kernel(
         *(norm, _norm, "in rank out"),
@@ -185,6 +212,24 @@ KERNELS = {
         [s | {"in": s["out"]} for s in _grid(out=(1024, 2048, 8192), rank=RANKS)],
         LOW_RANK,
         ("in out rank",),
+        kinds=(BF16, BF16),
+    ),
+    "quantised_norm": Kernel(
+        *(quantised_norm, _quantised_norm, "in rank out"),
+        ("nf4 in out", "tiles out", "in rank", "rank out"),
+        [shape | {"rank": rank} for shape in QUANTISED_SHAPES for rank in RANKS],
+        LOW_RANK,
+        ("in out rank",),
+        kinds=(TILED, BF16),
+    ),
+    "quantised_product": Kernel(
+        *(quantised_product, _quantised_product, "rows in out"),
+        ("rows in", "nf4 in out", "tiles out"),
+        [shape | {"rows": rows} for shape in QUANTISED_SHAPES for rows in (1, 32)],
+        [low_rank_tiling.Config(slots=2), low_rank_tiling.Config(slots=3)],
+        ("rows in out",),
+        extra=(),
+        kinds=(TILED, BF16),
     ),
     "compose": Kernel(
         *(compose, _compose, "rows out"),

@@ -91,29 +91,39 @@ def _measured(kind: str, budget: Budget, settings: Settings, device: str) -> Row
     attention = "cudnn" if device == "cuda" else "xla"
     changes = {"attention": attention, "memory": budget.memory, "unroll": budget.unroll}
     config = DecoderConfig(**vars(settings.config) | changes)
-    adapter = {"rank": settings.rank}
+    made = make_model(config, linear=linear_of(kind, config, settings.rank))
+    kept = activations.plan(config, *settings.shape)
+    row = {"kept": [one.name + (f" {one.width}" if one.width else "") for one in kept]}
+    return timed(made, config.vocab_size, settings.shape, settings.rounds) | row
+
+
+def linear_of(kind: str, config: DecoderConfig, rank: int) -> Any:
+    """Returns what makes a projection: kind "LoRA" or "DoRA"."""
     if kind == "LoRA":
-        linear = functools.partial(LoRALinear, **adapter, scale=2.0, b_init=LORA_B_INIT)
-    else:
-        adapter |= {"alpha": 2 * settings.rank, "adapter_dtype": config.dtype}
-        linear = functools.partial(jax_dora.DoRALinear, **adapter, lora_b_init=LORA_B_INIT)
-    graphdef, trained, frozen = nnx.split(make_model(config, linear=linear), nnx.LoRAParam, ...)
+        return functools.partial(LoRALinear, rank=rank, scale=2.0, b_init=LORA_B_INIT)
+    adapter = {"rank": rank, "alpha": 2 * rank, "adapter_dtype": config.dtype}
+    return functools.partial(jax_dora.DoRALinear, **adapter, lora_b_init=LORA_B_INIT)
+
+
+def timed(model: nnx.Module, vocabulary: int, shape: tuple[int, int], rounds: int) -> Row:
+    """Returns the wall time of an optimizer step of a model's adapters, its memory and its loss."""
+    graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam, ...)
     state = OPTIMIZER.init(trained)
     rng = np.random.default_rng(0)
-    tokens = jnp.asarray(rng.integers(0, config.vocab_size, settings.shape), jnp.int32)
-    kept = activations.plan(config, *settings.shape)
+    tokens = jnp.asarray(rng.integers(0, vocabulary, shape), jnp.int32)
     begin = time.monotonic()
     one = jax.jit(functools.partial(_step, graphdef), donate_argnums=(0, 2))
     run = one.lower(trained, frozen, state, tokens).compile()
     memory: Any = run.memory_analysis()
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     row: Row = {
         "compile_s": time.monotonic() - begin,
         "temp_bytes": memory.temp_size_in_bytes,
-        "kept": [one.name + (f" {one.width}" if one.width else "") for one in kept],
+        "peak_bytes": held + memory.temp_size_in_bytes,
     }
     times = []
     loss = None
-    for turn in range(settings.rounds + 2):
+    for turn in range(rounds + 2):
         begin = time.perf_counter()
         loss, trained, state = run(trained, frozen, state, tokens)
         jax.block_until_ready((loss, trained))
@@ -121,7 +131,7 @@ def _measured(kind: str, budget: Budget, settings: Settings, device: str) -> Row
             times.append(1e3 * (time.perf_counter() - begin))
     ms = statistics.median(times)
     row |= {"ms": ms, "spread_ms": max(times) - min(times), "loss": float(jnp.asarray(loss))}
-    return row | {"tokens_per_s": settings.shape[0] * settings.shape[1] / ms * 1e3}
+    return row | {"tokens_per_s": shape[0] * shape[1] / ms * 1e3}
 
 
 def _step(graphdef: Any, trained: Any, frozen: Any, state: Any, tokens: jax.Array) -> Any:

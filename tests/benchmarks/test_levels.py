@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from benchmarks import __main__ as command
-from benchmarks import against, bank, model, ops, results, tune
+from benchmarks import against, bank, model, ops, quantised, results, tune
 from benchmarks.kernels import KERNELS
 from benchmarks.measure import Bench, measure
 from benchmarks.model.protocol import KINDS, Protocol
@@ -98,6 +98,17 @@ def test_serve_measures_every_kind(tmp_path: Path) -> None:
         # More adapters than slots are loaded again and again; one is loaded once at most.
         assert row["loads"] >= (3 if row["adapters"] == 3 else 0)
         assert row["loads"] <= 1 or row["adapters"] == 3
+
+
+@pytest.mark.slow
+def test_quantised_measures_every_format_and_a_step(tmp_path: Path) -> None:
+    with jax.numpy_dtype_promotion("standard"):  # XLA's attention over bf16 promotes.
+        code, _, rows = run("quantised", tmp_path)
+    assert (code, [row for row in rows if row.get("failed")]) == (0, [])
+    assert [row["qtype"] for row in rows if row["work"] == "norm"] == list(quantised.FORMATS)
+    assert [row["qtype"] for row in rows if row["work"] == "few rows"] == list(quantised.FORMATS)
+    (step,) = (row for row in rows if row["work"] == "step")
+    assert step["peak_bytes"] > step["temp_bytes"] > 0
 
 
 @pytest.mark.slow

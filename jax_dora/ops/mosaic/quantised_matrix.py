@@ -79,9 +79,13 @@ def numbers(
 ) -> Iterator[jax.Array]:
     """Yields the numbers of a tile of bytes, chunk by chunk, in fp32 or in `dtype`, which they are
     rounded to if 4 bits number them."""
-    if packing.packed == 2:
+    if packing.dtype == jnp.uint4 or (packing.packed == 2 and dtype != jnp.float32):
         codebook = NF4 if packing.dtype == jnp.uint4 else INT4
         yield from looked_up(tile_smem[...], codebook, dtype)
+    elif packing.packed == 2:
+        byte = tile_smem[...].astype(jnp.int32)
+        for code in (byte & 15, byte >> 4):
+            yield ((code ^ 8) - 8).astype(jnp.float32)
     else:
         is_quick = (packing.dtype, jnp.dtype(dtype)) in QUICK
         for chunk in chunks:

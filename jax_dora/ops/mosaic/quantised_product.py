@@ -4,12 +4,11 @@
     q  [in, out]  int8, float8_e4m3fn, or uint8 [in, out / 2] of two 4-bit numbers each
     y  [rows, out]  x's dtype
 
-A tile of v(q) becomes x's dtype in registers and goes to shared memory, where the tensor cores take
-it beside 64 rows of x, however few there are. Scales are applied to sums, in fp32: to that of a
-tile, or of all of them where a column has one. So v(q) alone is rounded, and only that of NF4.
-Consumers, a warpgroup each, take turns at the tiles of a run, so that
-one converts while another multiplies; at the end of a run they add their sums up. Runs of a strip
-are added by XLA, in a fixed order.
+A tile of q becomes x's dtype in registers and goes to shared memory, where the tensor cores take
+it beside 64 rows of x, however few there are. Scales of whole columns are applied to the sum, in
+fp32; others to the tile, in fp32 or in x's dtype where they are stored so. Consumers, a warpgroup
+each, take turns at the tiles of a run, so that one converts while another multiplies; at the end of
+a run they add their sums up. Runs of a strip are added by XLA, in a fixed order.
 
 Bytes: q and σ once, which set the floor; x and the sums are in the level-2 cache. Packed numbers
 are ordered as in `quantised_norm`.
@@ -79,15 +78,16 @@ def launch(
     x = hopper.pad(x, held_rows, in_features)
     tiling = Tiling(in_features, out, c, sm_count)
     packing = Packing(qvalue.dtype, tiling)
+    # What a tile is scaled in: two pairs of 16 bits take the time of one number of 32.
+    is_whole = scales.shape[0] == 1
+    working = dtype if is_whole or scales.dtype == dtype else jnp.float32
     elements, scales = packing.elements(qvalue), packing.scales(scales)
-    of_tiles = [] if scales.shape[0] == 1 else [scales]
+    of_tiles = [] if is_whole else [scales.astype(working)]
     scale_tiles = tiling.row_tiles // scales.shape[0]
     width = c.tile_cols // packing.packed
     chunk = min(TILE_K, width)
     chunks = [pl.ds(start, chunk) for start in range(0, c.tile_cols, chunk)]
-    ring, sum_shape = c.consumers * c.slots, (MOST_ROWS, c.tile_cols)
-    # A tile is converted while the one before is multiplied, unless that must be scaled first.
-    buffers = 1 if of_tiles else 2
+    ring = c.consumers * c.slots
 
     def kernel(x_gmem, q_gmem, *rest, x_smem, q_smem, w_smem, sums_smem, scales_smem, barriers):
         *scales_gmem, out_gmem = rest
@@ -140,14 +140,15 @@ def launch(
             for slot in range(c.slots):
                 plgpu.barrier_arrive(free.at[warpgroup * c.slots + slot])
 
-            def convert(slot, w_tile) -> Any:
-                """Puts a tile's numbers where the tensor cores read; returns its scales."""
-                values = numbers(packing, q_smem.at[slot], chunks, dtype)
+            def convert(slot, w_tile):
+                """Puts a tile's numbers where the tensor cores read."""
+                values = numbers(packing, q_smem.at[slot], chunks, working)
                 for at, value in zip(chunks, values, strict=True):
+                    if of_tiles:
+                        scale = scales_smem[slot, at]
+                        value = value * lax.broadcast_in_dim(scale, value.shape, (1,))
                     w_tile[:, at] = value.astype(dtype)
-                scale = scales_smem[slot] if of_tiles else None
                 plgpu.commit_smem()
-                return scale
 
             def consume_run(index, before):
                 cols, split, _, tiles = walk.run(index)
@@ -157,8 +158,6 @@ def launch(
                     return slot_of(before + skipped + i * c.consumers)
 
                 def multiply(acc_ref):
-                    """Adds all tiles up in one accumulator."""
-
                     def step(i, acc_ref):
                         slot, w_tile = tile_of(i), w_smem.at[warpgroup * 2 + lax.rem(i, 2)]
                         plgpu.barrier_wait(ready.at[slot])
@@ -180,30 +179,13 @@ def launch(
                     lax.fori_loop(1, turns, step_and_free, acc_ref)
                     return acc_ref[...]
 
-                def multiply_and_scale(i, total):
-                    """Adds a tile's product, scaled, to the sum of those before."""
-                    slot, w_tile = tile_of(i), w_smem.at[warpgroup]
-                    plgpu.barrier_wait(ready.at[slot])
-                    scale = convert(slot, w_tile)
+                acc = pl.run_scoped(
+                    multiply, plgpu.WGMMAAccumulatorRef((MOST_ROWS, c.tile_cols), jnp.float32)
+                )
 
-                    def product(acc_ref):
-                        plgpu.wgmma(acc_ref, x_smem.at[slot], w_tile)
-                        return acc_ref[...]
-
-                    part = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef(sum_shape, jnp.float32))
-                    plgpu.barrier_arrive(free.at[slot])
-                    return total + part * lax.broadcast_in_dim(scale, sum_shape, (1,))
-
-                if of_tiles:
-                    zeros = jnp.zeros(sum_shape, jnp.float32)
-                    acc = lax.fori_loop(0, turns, multiply_and_scale, zeros)
-                else:
-                    acc_type = plgpu.WGMMAAccumulatorRef(sum_shape, jnp.float32)
-                    acc = pl.run_scoped(multiply, acc_type)
-
-                    @pl.when(turns > 0)
-                    def _free_last():
-                        plgpu.barrier_arrive(free.at[tile_of(turns - 1)])
+                @pl.when(turns > 0)
+                def _free_last():
+                    plgpu.barrier_arrive(free.at[tile_of(turns - 1)])
 
                 plgpu.barrier_wait(turn_of.at[warpgroup])
 
@@ -247,9 +229,9 @@ def launch(
         scratch_types={
             "x_smem": tiled((ring, MOST_ROWS, TILE_K), dtype),
             "q_smem": tiled((ring, TILE_ROWS, width), elements.dtype, elements.shape[1]),
-            "w_smem": tiled((buffers * c.consumers, TILE_ROWS, c.tile_cols), dtype),
-            "sums_smem": tiled(sum_shape, jnp.float32),
-            "scales_smem": plgpu.SMEM((ring, c.tile_cols), jnp.float32),
+            "w_smem": tiled((2 * c.consumers, TILE_ROWS, c.tile_cols), dtype),
+            "sums_smem": tiled((MOST_ROWS, c.tile_cols), jnp.float32),
+            "scales_smem": plgpu.SMEM((ring, c.tile_cols), working),
             "barriers": {
                 "ready": plgpu.Barrier(num_arrivals=2 + len(of_tiles), num_barriers=ring),
                 "free": plgpu.Barrier(num_barriers=ring),

@@ -1,0 +1,227 @@
+"""Level `quantised`: what a quantised base costs, beside the same base in bf16.
+
+The norm of one kernel and its product with few rows, by device time with a cold level-2 cache; and
+whole optimizer steps over NF4, by wall time, with the memory that their programs take. Weights are
+drawn as they are stored: random codes, and scales that give them the size of weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import qwix
+from flax import nnx
+
+from benchmarks import step
+from benchmarks.clock import DeviceClock, Effort
+from benchmarks.results import Row
+from benchmarks.step import LLAMA_3_8B
+from benchmarks.step import TINY as TINY_DECODER
+from jax_dora import ops
+from jax_dora.layers.quantised import compute_quantised
+from jax_dora.models import DecoderConfig, make_model
+from jax_dora.ops import quantised
+
+FORMATS = ("bf16", *quantised.FORMATS)
+LLAMA_3_70B = dataclasses.replace(
+    LLAMA_3_8B,
+    hidden_size=8192,
+    intermediate_size=28_672,
+    num_hidden_layers=80,
+    num_attention_heads=64,
+)
+TILE = 64
+
+
+class Case(NamedTuple):
+    """A whole step: kind "LoRA" or "DoRA", over `qtype` or "bf16"."""
+
+    name: str
+    config: DecoderConfig
+    kind: str
+    qtype: str
+    shape: tuple[int, int]
+
+
+class Settings(NamedTuple):
+    """What is measured: nothing is built after `seconds`."""
+
+    features: int = 8192
+    norm_rank: int = 384
+    rank: int = 16
+    rows: tuple[int, ...] = (1, 8, 32)
+    rounds: int = 8
+    seconds: float = 420.0
+    cases: tuple[Case, ...] = (
+        Case("8B", LLAMA_3_8B, "DoRA", "bf16", (1, 4096)),
+        Case("8B", LLAMA_3_8B, "DoRA", "nf4", (1, 4096)),
+        Case("8B", LLAMA_3_8B, "LoRA", "nf4", (1, 4096)),
+        Case("70B", LLAMA_3_70B, "DoRA", "nf4", (1, 2048)),
+    )
+
+
+TINY = Settings(
+    features=128,
+    norm_rank=8,
+    rows=(2,),
+    rounds=1,
+    cases=(Case("tiny", TINY_DECODER, "DoRA", "nf4", (1, 16)),),
+)
+
+
+def measure(settings: Settings, device: str) -> Iterator[Row]:
+    """Yields one row a measurement."""
+    started = time.monotonic()
+    clock = DeviceClock() if device == "cuda" else None
+    if clock is not None:
+        yield _copy(clock)
+    for of in (_norms, _products):
+        for row, run in of(settings):
+            yield _timed(clock, row, *run)
+    for case in settings.cases:
+        if time.monotonic() - started > settings.seconds:
+            return
+        row: Row = {"work": "step", "name": case.name, "kind": case.kind, "qtype": case.qtype}
+        row |= {"batch": case.shape[0], "time": case.shape[1], "rank": settings.rank}
+        try:
+            row |= _step(case, settings, device)
+        except Exception as error:  # One that has no room costs no other its measurement.
+            row["failed"] = f"{type(error).__name__}: {error}"[:600]
+        yield row
+
+
+def _copy(clock: DeviceClock) -> Row:
+    """Returns the rate of a copy, bytes read and written, in TB/s."""
+    x = jnp.ones(1 << 29, jnp.bfloat16)
+    row = _timed(clock, {"work": "copy"}, jax.jit(lambda x: x + 1), (x,))
+    return row | {"tb_per_s": 4 * x.size / row["us"] / 1e6}
+
+
+def _norms(settings: Settings) -> Iterator[tuple[Row, tuple[Callable[..., Any], tuple]]]:
+    n, rank = settings.features, settings.norm_rank
+    for number, qtype in enumerate(FORMATS):
+        keys = jax.random.split(jax.random.key(number), 3)
+        kernel = _kernel(keys[0], n, qtype)
+        lora_a = (jax.random.normal(keys[1], (n, rank)) * n**-0.5).astype(jnp.bfloat16)
+        lora_b = (jax.random.normal(keys[2], (rank, n)) * rank**-0.5).astype(jnp.bfloat16)
+        row = {"work": "norm", "qtype": qtype, "features": n, "rank": rank, "bytes": _bytes(kernel)}
+        norm = jax.jit(functools.partial(ops.factored_norm, scale=0.7))
+        yield row, (norm, (kernel, lora_a, lora_b))
+
+
+def _products(settings: Settings) -> Iterator[tuple[Row, tuple[Callable[..., Any], tuple]]]:
+    n, rank = settings.features, settings.rank
+    for rows in settings.rows:
+        for number, qtype in enumerate(FORMATS):
+            keys = jax.random.split(jax.random.key(number), 4)
+            kernel = _kernel(keys[0], n, qtype)
+            x = jax.random.normal(keys[1], (rows, n)).astype(jnp.bfloat16)
+            lora_a = (jax.random.normal(keys[2], (n, rank)) * n**-0.5).astype(jnp.bfloat16)
+            lora_b = (jax.random.normal(keys[3], (rank, n)) * rank**-0.5).astype(jnp.bfloat16)
+            ones = jnp.ones(n)
+            row: Row = {"work": "few rows", "qtype": qtype, "features": n, "rows": rows}
+            row |= {"rank": rank, "bytes": _bytes(kernel)}
+            layer = jax.jit(functools.partial(ops.dora_linear, scale=0.7))
+            named = {"magnitude": ones, "norm": ones}
+            yield row, (functools.partial(layer, **named), (x, kernel, lora_a, lora_b))
+
+
+def _timed(
+    clock: DeviceClock | None, row: Row, function: Callable[..., Any], operands: tuple
+) -> Row:
+    found = jax.block_until_ready(function(*operands))
+    if not all(bool(jnp.all(jnp.isfinite(one))) for one in jax.tree.leaves(found)):
+        return row | {"failed": "the result is not finite"}
+    if clock is None:
+        return row
+    spread = clock.time("jax", function, [operands], Effort())
+    return row | {"us": spread.median, "p10": spread.p10, "p90": spread.p90}
+
+
+def _step(case: Case, settings: Settings, device: str) -> Row:
+    attention = "cudnn" if device == "cuda" else "xla"
+    config = dataclasses.replace(case.config, attention=attention)
+    make = functools.partial(make_model, config)
+    linear = step.linear_of(case.kind, config, settings.rank)
+    model = nnx.eval_shape(functools.partial(make, linear=linear))
+    if case.qtype != "bf16":
+        for _, module in nnx.iter_modules(model):
+            if isinstance(module, nnx.Linear) and hasattr(module, "lora_a"):
+                kernel: Any = _abstract(module.kernel.get_value(), case.qtype)
+                module.kernel.set_value(kernel)
+                compute_quantised(module)
+    graphdef, state = nnx.split(model)
+    leaves, tree = jax.tree.flatten(state)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    drawn = [_drawn(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)]
+    model = nnx.merge(graphdef, jax.tree.unflatten(tree, drawn))
+    return step.timed(model, config.vocab_size, case.shape, settings.rounds)
+
+
+def _abstract(kernel: Any, qtype: str) -> qwix.QArray:
+    """Returns a kernel [..., in, out] as quantised, without numbers."""
+    *stack, n_in, n_out = kernel.shape
+    dtype = jnp.uint4 if qtype == "nf4" else qtype
+    scale = jax.ShapeDtypeStruct((*stack, n_in // TILE, n_out), jnp.bfloat16)
+    qvalue = jax.ShapeDtypeStruct(kernel.shape, dtype)
+    return qwix.QArray(qvalue, scale, None, qtype if qtype == "nf4" else jnp.dtype(dtype))  # pyright: ignore[reportArgumentType]
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _drawn(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Returns random codes, or numbers of the size of weights; those of a stack are all alike."""
+    drawn = shape[-2:]
+    if jnp.dtype(dtype).itemsize == 1:
+        numbers = jax.random.randint(key, drawn, 0, 16, jnp.uint8)
+    elif len(shape) < 2:
+        numbers = jnp.full(drawn, 0.02)
+    else:
+        numbers = 0.02 * jax.random.normal(key, drawn, jnp.float32)
+    return jnp.broadcast_to(numbers.astype(dtype), shape)
+
+
+def _kernel(key: jax.Array, n: int, qtype: str) -> Any:
+    if qtype == "bf16":
+        return (jax.random.normal(key, (n, n)) * n**-0.5).astype(jnp.bfloat16)
+    tiles = n // TILE if qtype in ("nf4", "int4") else 1
+    top = {"nf4": 1, "int4": 8, "int8": 128, "float8_e4m3fn": 1}[qtype]
+    if qtype == "float8_e4m3fn":
+        qvalue = jax.random.normal(key, (n, n)).astype(qtype)
+    else:
+        codes = jax.random.randint(key, (n, n), 0, 2 * top if top > 1 else 16, jnp.uint8)
+        qvalue = codes.astype(jnp.uint4) if qtype == "nf4" else (codes - top).astype(qtype)
+    scale = jnp.full((tiles, n), n**-0.5 / top, jnp.float32)
+    return qwix.QArray(qvalue, scale, None, qtype if qtype == "nf4" else jnp.dtype(qtype))
+
+
+def _bytes(kernel: Any) -> int:
+    """Returns the bytes that a kernel takes on the device."""
+    bits = [
+        one.size * (4 if one.dtype in (jnp.uint4, jnp.int4) else 8 * one.dtype.itemsize)
+        for one in jax.tree.leaves(kernel)
+    ]
+    return sum(bits) // 8
+
+
+def line(row: Row) -> str:
+    """Returns a row as a line to read."""
+    name = " ".join(
+        str(row[key]) for key in ("work", "name", "kind", "qtype", "rows") if key in row
+    )
+    if "failed" in row:
+        return f"{name:28} failed: {row['failed'][:150]}"
+    if row["work"] == "step":
+        return (
+            f"{name:28} {row['ms']:8.1f} ms  {row['tokens_per_s']:8,.0f} tokens/s  peak "
+            f"{row['peak_bytes'] / 2**30:5.1f} GiB  compiled in {row['compile_s']:5.1f} s"
+        )
+    if "us" not in row:
+        return f"{name:28} ran"
+    rate = row.get("tb_per_s") or row["bytes"] / row["us"] / 1e6
+    return f"{name:28} {row['us']:8.1f} µs  {rate:5.2f} TB/s"
