@@ -19,6 +19,7 @@ from jax import lax
 from jax_dora.ops import choose
 from jax_dora.ops.dropout import draw_seed, drop, kept_share
 from jax_dora.ops.mosaic import (
+    bank_expand,
     compose,
     compose_backward,
     dropped_product,
@@ -50,8 +51,8 @@ class Kernel:
       module: one of `jax_dora.ops.mosaic`.
       define: the results that the launch does not return as None, computed by XLA.
       call: the sizes that `module.config` takes, before the dtypes.
-      operands: their axes, by the names of sizes; "seed" is a dropout seed. bf16 if two axes, else
-        fp32; those after "nf4" are codes.
+      operands: their axes, by the names of sizes; "seed" is a dropout seed, "slot" a slot for each
+        group. bf16 if two axes or more, else fp32; those after "nf4" are codes.
       shapes: at which it is measured, as sizes.
       candidates: configs to be tried.
       products: axes of its matrix products.
@@ -110,6 +111,8 @@ def _draw(key: jax.Array, axes: str, sizes: Mapping[str, int]) -> jax.Array:
     if axes.startswith("nf4 "):
         shape = tuple(sizes[name] for name in axes.split()[1:])
         return jax.random.randint(key, shape, 0, 16, jnp.uint8).astype(jnp.uint4)
+    if axes == "slot":
+        return jnp.arange(sizes["groups"], dtype=jnp.int32) % sizes["slots"]
     shape = tuple(sizes[name] for name in axes.split())
     values = jax.random.normal(key, shape)
     if len(shape) == 1:
@@ -137,6 +140,11 @@ def _quantised_product(x, codes, scales):
 
 def _compose(base, lora, g):
     return (g * (base.astype(jnp.float32) + lora)).astype(base.dtype)
+
+
+def _bank_expand(base, z, b, slot, g, scale):
+    lora = scale[:, None, None] * jnp.einsum("ntr,nro->nto", z, b[slot])
+    return (g[:, None] * (base.astype(jnp.float32) + lora)).astype(base.dtype)
 
 
 def _compose_backward(dy, inner, g):
@@ -293,6 +301,14 @@ KERNELS = {
         ("rows out",) * 3 + ("out", "out"),
         ROWS_OUT,
         ELEMENTWISE,
+        extra=(),
+    ),
+    "bank_expand": Kernel(
+        *(bank_expand, _bank_expand, "groups time rank out"),
+        ("groups time out", "groups time rank", "slots rank out", "slot", "groups out", "groups"),
+        _grid(groups=(8,), slots=(64,), time=(512,), rank=(8, 64), out=(1024, 4096, 14336)),
+        LOW_RANK,
+        ("groups time rank out",),
         extra=(),
     ),
 }

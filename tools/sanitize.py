@@ -30,6 +30,8 @@ SCALE = 0.7
 JOBS = 4
 SIZES = {"rows": ROWS, "in": IN, "rank": RANK, "out": OUT}
 ALIGNED = SIZES | {"out": 320}
+# Of a bank, a row's tokens fill whole tiles, and ranks come in eights.
+GROUPED = ALIGNED | {"groups": 3, "slots": 4, "time": 128, "rank": 72}
 # The faults that each tool must find.
 PLANTED = {
     "memcheck": ("jax/planted overrun", "torch/planted overrun"),
@@ -97,6 +99,7 @@ def jax_kernels() -> dict[str, Callable[[], object]]:
     def launched(name):
         # The tensor cores' tiles have no ragged columns.
         sizes = ALIGNED if name.startswith("project") else SIZES
+        sizes = GROUPED if name.startswith("bank") else sizes
         return lambda: OURS[name].launch(*OURS[name].draw(sizes))
 
     return {

@@ -32,6 +32,8 @@ def refuses(groups: int, time: int, rank: int, out: int, dtype: jax.typing.DType
         return f"each row of the batch has {time} tokens, which is no multiple of {TILE_ROWS}"
     if rank % hopper.ALIGNMENT:
         return f"rank {rank} is not a multiple of {hopper.ALIGNMENT} (rows of 16 bytes)"
+    if out % CHUNK:
+        return f"out = {out} is not a multiple of {CHUNK}, and the adapters are not padded"
     return expand_compose.refuses(groups * time, rank, out, dtype)
 
 
@@ -96,7 +98,7 @@ def launch(
         scratch={},
         kernel_name="dora_bank_expand",
     )(
-        z.reshape(groups * time, rank),
+        hopper.pad(z.reshape(groups * time, rank), groups * time, hopper.padded_rank(rank)),
         lora_b,
         base.reshape(groups * time, out),
         scale.astype(jnp.float32),

@@ -71,8 +71,8 @@ def check(arrays, y, *, with_bias=True):
 @pytest.mark.parametrize(
     ("time", "rank", "out", "dtype", "with_bias"),
     [
-        (128, 96, 136, jnp.bfloat16, False),  # several tiles, a ragged one in the columns
-        (64, 8, 24, jnp.float16, True),
+        (128, 96, 192, jnp.bfloat16, False),  # several tiles, a ragged one in the columns
+        (64, 8, 64, jnp.float16, True),
     ],
 )
 def test_agrees_with_fp64(on_mosaic, time, rank, out, dtype, with_bias):
@@ -92,19 +92,21 @@ def test_agrees_with_fp64(on_mosaic, time, rank, out, dtype, with_bias):
     ],
 )
 def test_every_kind_of_config_agrees(on_mosaic, config):
-    arrays = operands(1, 192, 64, 136, jnp.bfloat16)
+    arrays = operands(1, 192, 64, 192, jnp.bfloat16)
     with on_mosaic():
         y = run(arrays, config, sm_count=3, with_bias=False)
     check(arrays, y, with_bias=False)
 
 
-@pytest.mark.parametrize(("groups", "time"), [(8, 512), (1, 4096), (64, 64)])
-@pytest.mark.parametrize("rank", [8, 64, 256])
-def test_lowers_for_hopper_at_full_size(groups, time, rank):
+@pytest.mark.parametrize(
+    ("groups", "time", "rank", "out"),
+    [(8, 512, 64, 14336), (1, 4096, 256, 4096), (64, 64, 8, 1024), (3, 128, 72, 320)],
+)
+def test_lowers_for_hopper_at_full_size(groups, time, rank, out):
     def aval(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    out, f32 = 14336, jnp.float32
+    f32 = jnp.float32
     config = bank_expand.config(groups, time, rank, out, jnp.bfloat16)
     call = jax.jit(lambda *a: bank_expand.launch(*a, sm_count=132, config=config))
     traced = call.trace(
@@ -123,6 +125,7 @@ def test_refuses_with_a_reason():
     assert refuses(8, 512, 64, 14336, bf16) is None
     assert "65 tokens" in refuses(8, 65, 64, 14336, bf16)
     assert "rank 12" in refuses(8, 64, 12, 14336, bf16)
+    assert "out = 72" in refuses(8, 64, 8, 72, bf16)
     assert "float32" in refuses(8, 64, 8, 64, jnp.float32)
 
 
