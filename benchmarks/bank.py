@@ -79,10 +79,22 @@ class Block(nnx.Module):
         self.down_proj = linear(wide, hidden)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        # Whatever attention does, it reads all three.
-        x = x + self.o_proj(q + jnp.tile(k + v, x.shape[-1] // k.shape[-1]))
-        return x + self.down_proj(nnx.silu(self.gate_proj(x)) * self.up_proj(x))
+        return layer(x, lambda name, x: getattr(self, f"{name}_proj")(x))
+
+
+def layer(x: jax.Array, by: Callable[[str, jax.Array], jax.Array]) -> jax.Array:
+    """Returns what a layer makes of x, `by` being a projection of its input."""
+    q, k, v = (by(name, normalised(x)) for name in "qkv")
+    # Whatever attention does, it reads all three.
+    x = x + by("o", q + jnp.tile(k + v, x.shape[-1] // k.shape[-1]))
+    into = normalised(x)
+    return x + by("down", nnx.silu(by("gate", into)) * by("up", into))
+
+
+def normalised(x: jax.Array) -> jax.Array:
+    """Returns x over its root mean square."""
+    wide = x.astype(jnp.float32)
+    return (wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + 1e-6)).astype(x.dtype)
 
 
 class Stack(nnx.Module):
@@ -251,15 +263,13 @@ def _by_hand(multiply: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         }
         bare = {path: Bare(kernels[path], bank.arrays[path]._replace(g=None)) for path in kernels}
 
-        def layer(x: jax.Array, one: Any) -> Any:
+        def one_layer(x: jax.Array, one: Any) -> Any:
             def by(name: str, x: jax.Array) -> jax.Array:
                 return multiply(x, one[f"layers/{name}_proj"], ids)
 
-            q, k, v = (by(name, x) for name in "qkv")
-            x = x + by("o", q + jnp.tile(k + v, x.shape[-1] // k.shape[-1]))
-            return x + by("down", nnx.silu(by("gate", x)) * by("up", x)), None
+            return layer(x, by), None
 
-        return lax.scan(layer, x, bare)[0]
+        return lax.scan(one_layer, x, bare)[0]
 
     return run
 

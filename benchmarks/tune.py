@@ -18,7 +18,8 @@ from benchmarks.arrays import MOST_SETS, NO_TRITON, ROTATION_BYTES, interpreted,
 from benchmarks.kernels import KERNELS, Kernel
 from benchmarks.work import Expectation, Variant, Work
 
-QUICK = {"rows": 128, "in": 64, "out": 128, "rank": 16, "groups": 2, "slots": 3, "time": 64}
+QUICK = {"rows": 64, "in": 64, "out": 128, "rank": 16, "tiles": 1}
+QUICK |= {"groups": 2, "slots": 3, "time": 64}
 
 
 def works(device: str, quick: bool) -> Iterator[Callable[[], Work]]:

@@ -30,6 +30,8 @@ SCALE = 0.7
 JOBS = 4
 SIZES = {"rows": ROWS, "in": IN, "rank": RANK, "out": OUT}
 ALIGNED = SIZES | {"out": 320}
+# A scale of four bits stands for 64 rows, and the copy engine reads rows of 16 bytes.
+TILED = ALIGNED | {"tiles": IN // 64, "rows": 7}
 # Of a bank, a row's tokens fill whole tiles, and ranks come in eights.
 GROUPED = ALIGNED | {"groups": 3, "slots": 4, "time": 128, "rank": 72}
 # The faults that each tool must find.
@@ -100,6 +102,7 @@ def jax_kernels() -> dict[str, Callable[[], object]]:
         # The tensor cores' tiles have no ragged columns.
         sizes = ALIGNED if name.startswith("project") else SIZES
         sizes = GROUPED if name.startswith("bank") else sizes
+        sizes = TILED if name.startswith("quantised") else sizes
         return lambda: OURS[name].launch(*OURS[name].draw(sizes))
 
     return {

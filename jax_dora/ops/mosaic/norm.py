@@ -135,12 +135,14 @@ class Matrix(NamedTuple):
         they stand for.
       packed: columns that an element holds.
       scales: f32[k, padded_out], a row for every in / k rows; None where there is none.
+      kernel_name: what a program calls the kernel.
     """
 
     elements: jax.Array
     values: Callable[[Tile, Any], Iterator[jax.Array]]
     packed: int = 1
     scales: jax.Array | None = None
+    kernel_name: str = "dora_norm"
 
 
 def squares(
@@ -205,7 +207,7 @@ def squares(
         matrix.elements.dtype,
         out_type=[jax.ShapeDtypeStruct((partial_rows, tiling.padded_out), jnp.float32)],
         scratch={"sums_smem": plgpu.SMEM((c.tile_cols,), jnp.float32)},
-        kernel_name="dora_norm",
+        kernel_name=matrix.kernel_name,
     )(lora_a, lora_b, matrix.elements, jnp.reshape(scale, 1).astype(jnp.float32), *scales)
     return jnp.sum(partials, axis=0)
 

@@ -90,7 +90,8 @@ def launch(
         ):
             yield value * lax.broadcast_in_dim(tile.scales_smem[chunk], value.shape, (1,))
 
-    matrix = norm.Matrix(packing.elements(qvalue), values, packing.packed, packing.scales(scales))
+    elements, scales = packing.elements(qvalue), packing.scales(scales)
+    matrix = norm.Matrix(elements, values, packing.packed, scales, "dora_quantised_norm")
     count = norm.pieces(jnp.bfloat16, lora_a.dtype)
     squared = norm.squares(matrix, lora_a, packing.ordered(lora_b), scale, count, tiling)
     return packing.in_order(squared)[:out]

@@ -139,4 +139,6 @@ def test_agrees_at_full_size(time, rank, out, dtype):
     first = run(arrays, sm_count=132, with_bias=False)
     check(arrays, first, with_bias=False)
     for _ in range(20):
-        np.testing.assert_array_equal(run(arrays, sm_count=132, with_bias=False), first)
+        again = run(arrays, sm_count=132, with_bias=False)
+        # In fp32, of whose NaN NumPy says that they are alike.
+        np.testing.assert_array_equal(again.astype(np.float32), first.astype(np.float32))

@@ -80,7 +80,7 @@ def test_lowers_for_hopper_at_full_size(qtype):
     ]
     call = jax.jit(lambda *a: quantised_norm.launch(*a, config=config, sm_count=132))
     text = call.trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
-    assert "dora_norm" in text
+    assert "dora_quantised_norm" in text
     assert "8192x8192xf32" not in text
     assert "8192x8192xbf16" not in text
 
