@@ -64,6 +64,30 @@ def test_agrees_with_fp64(on_mosaic, implementation):
     assert np.isnan(fp64(y[3])).all()
 
 
+@pytest.mark.parametrize(("rows", "slots"), [(4, 3), (5, 3), (16, 3)])
+def test_single_tokens_agree_with_fp64(rows, slots):
+    """As many rows as make sums, products with all slots, and tiles of sorted rows."""
+    _, _, held, _ = operands(2, 1, slots=slots)
+    rng = np.random.default_rng(3)
+    base, x = (jnp.asarray(rng.standard_normal((rows, 1, size)), jnp.bfloat16) for size in (64, 40))
+    ids = jnp.asarray(rng.integers(0, slots, rows), jnp.int32)
+    y = jax.jit(bank_linear)(base, x, held, ids)
+    expected, bound = exact(base, x, held, ids)
+    assert np.all(abs(fp64(y) - expected) <= 1.01 * bound)
+
+
+def test_what_is_not_finite_stays_with_its_row():
+    base, x, held, _ = operands(4, 1)
+    ids = jnp.asarray([0, 1, 1, 0, 2, -1], jnp.int32)
+    base, x = (jnp.concatenate([one, one[:2]]) for one in (base, x))
+    sound = bank_linear(base, x, held, ids)
+    broken = bank_linear(base, x.at[1].set(jnp.inf), held, ids)
+    assert not np.isfinite(fp64(broken[1])).any()
+    others = jnp.asarray([0, 2, 3, 4, 5])
+    assert jnp.array_equal(broken[others], sound[others])
+    assert jnp.array_equal(sound[5], base[5])
+
+
 def test_what_mosaic_refuses_is_told():
     with pytest.raises(NotImplementedError, match="has 3 tokens, which is no multiple of 64"):
         bank_linear(*operands(0, 3), implementation="mosaic")
