@@ -111,8 +111,9 @@ def load_model(
       NotImplementedError: a model that this decoder does not compute.
     """
     folder = Path(folder)
+    contents = read_config(folder)
     stored = stored_tensors(folder)
-    abstract, found = _abstract(folder, stored, sharding, quantize, changes)
+    abstract, found = _abstract(folder, contents, stored, sharding, quantize, changes)
     config = abstract.config
     graphdef, state = nnx.split(abstract)
     wanted = list(targets(state, config))
@@ -150,18 +151,19 @@ def abstract_model(
     """Returns the model that `load_model` would return, of shapes alone; arguments and errors as
     its."""
     folder = Path(folder)
-    return _abstract(folder, stored_tensors(folder), sharding, quantize, changes)[0]
+    contents = read_config(folder)
+    return _abstract(folder, contents, stored_tensors(folder), sharding, quantize, changes)[0]
 
 
 def _abstract(
     folder: Path,
+    contents: dict[str, Any],
     stored: dict[str, StoredTensor],
     sharding: Any,
     quantize: str | None,
     changes: dict[str, Any],
 ) -> tuple[CausalLM, dict[str, QuantisedTensor]]:
     """Returns the abstract model, and the weights of the folder that are quantised."""
-    contents = read_config(folder)
     if isinstance(sharding, DecoderSharding):
         changes = {"sharding": sharding} | changes
     config = DecoderConfig.from_hf(contents, **changes)

@@ -192,6 +192,7 @@ def test_dry_run(inputs, tmp_path, capsys):
     assert list((tmp_path / "run").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_over_a_quantised_base(inputs, tmp_path, capsys):
     output = tmp_path / "run"
     command = [*inputs, *OPTIONS, "--output", str(output), "--quantize", "nf4", "--steps", "3"]

@@ -24,9 +24,10 @@ def expected_texts(server, reference, folders):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "at_a_time", "many", "slots"),
-    [(160, 24, 6, 3), pytest.param(1000, 64, 100, 8, marks=pytest.mark.slow)],
+    [(160, 24, 6, 3), (1000, 64, 100, 8)],
 )
 def test_load_and_faults(model, settings, reference, tmp_path, count, at_a_time, many, slots):
     folder = tmp_path / "adapters"
