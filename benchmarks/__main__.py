@@ -207,34 +207,35 @@ def _torch_step(options: argparse.Namespace, device: str, console: Any) -> bool:
 def _bank(options: argparse.Namespace, device: str, console: Any) -> bool:
     from benchmarks import bank
 
-    settings = bank.TINY if options.quick else bank.Settings()
-    settings = settings._replace(seconds=options.seconds)
+    settings = _settings(options, bank)
     if options.layers:
         settings = settings._replace(layers=options.layers)
-    if options.only:
-        settings = settings._replace(kinds=tuple(options.only))
     return _rows(options, device, console, bank.measure(settings, device), bank.line)
 
 
 def _serve(options: argparse.Namespace, device: str, console: Any) -> bool:
     from benchmarks import serve
 
-    settings = serve.QUICK if options.quick else serve.Settings()
-    settings = settings._replace(seconds=options.seconds)
+    settings = _settings(options, serve)
     if options.layers:
         config = dataclasses.replace(settings.config, num_hidden_layers=options.layers)
         settings = settings._replace(config=config)
-    if options.only:
-        settings = settings._replace(kinds=tuple(options.only))
     return _rows(options, device, console, serve.measure(settings, device), serve.line)
 
 
 def _quantised(options: argparse.Namespace, device: str, console: Any) -> bool:
     from benchmarks import quantised
 
-    settings = quantised.TINY if options.quick else quantised.Settings()
-    settings = settings._replace(seconds=options.seconds)
-    return _rows(options, device, console, quantised.measure(settings, device), quantised.line)
+    rows = quantised.measure(_settings(options, quantised), device)
+    return _rows(options, device, console, rows, quantised.line)
+
+
+def _settings(options: argparse.Namespace, level: Any) -> Any:
+    """Returns a level's settings, with the time and the kinds that are asked for."""
+    settings = level.TINY if options.quick else level.Settings()
+    if options.only and "kinds" in settings._fields:
+        settings = settings._replace(kinds=tuple(options.only))
+    return settings._replace(seconds=options.seconds)
 
 
 def _rows(

@@ -125,7 +125,7 @@ def one_hot(x: jax.Array, one: Bare, ids: jax.Array) -> jax.Array:
     slots = one.slots
     chosen = jax.nn.one_hot(ids, slots.lora_a.shape[0], dtype=x.dtype)
     z = jnp.einsum("bti,sri->btsr", x, slots.lora_a)
-    z = z * (chosen * slots.scale.astype(x.dtype))[:, None, :, None]
+    z = z * (chosen * slots.scale.astype(x.dtype)[None])[:, None, :, None]
     return x @ one.kernel + jnp.einsum("btsr,sro->bto", z, slots.lora_b)
 
 

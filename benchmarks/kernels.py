@@ -35,7 +35,7 @@ from jax_dora.ops.mosaic import (
     quantised_product,
     swiglu_backward,
 )
-from jax_dora.ops.quantised import NF4, Format
+from jax_dora.ops.quantised import NF4, Format, bits
 
 RATE = 0.1
 ONE = jnp.float32(1)
@@ -94,15 +94,11 @@ class Kernel:
     def bytes(self, operands: Sequence[jax.Array]) -> int:
         """Returns the bytes of each operand read once and each result written once."""
         tensors = [*operands, *jax.tree.leaves(jax.eval_shape(self.define, *operands))]
-        return sum(math.prod(t.shape) * _bits(t.dtype) for t in tensors) // 8
+        return sum(math.prod(t.shape) * bits(t.dtype) for t in tensors) // 8
 
     def flops(self, sizes: Mapping[str, int]) -> int:
         """Returns the FLOPs of the matrix products."""
         return sum(2 * math.prod(sizes[n] for n in axes.split()) for axes in self.products)
-
-
-def _bits(dtype: Any) -> int:
-    return 4 if dtype == jnp.uint4 else 8 * dtype.itemsize
 
 
 def _draw(key: jax.Array, axes: str, sizes: Mapping[str, int]) -> jax.Array:

@@ -202,11 +202,7 @@ def _kernel(key: jax.Array, n: int, qtype: str) -> Any:
 
 def _bytes(kernel: Any) -> int:
     """Returns the bytes that a kernel takes on the device."""
-    bits = [
-        one.size * (4 if one.dtype in (jnp.uint4, jnp.int4) else 8 * one.dtype.itemsize)
-        for one in jax.tree.leaves(kernel)
-    ]
-    return sum(bits) // 8
+    return sum(one.size * quantised.bits(one.dtype) for one in jax.tree.leaves(kernel)) // 8
 
 
 def line(row: Row) -> str:

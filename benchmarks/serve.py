@@ -53,7 +53,7 @@ class Settings(NamedTuple):
     seconds: float = 420.0
 
 
-QUICK = Settings(
+TINY = Settings(
     dataclasses.replace(TINY, vocab_size=257),
     rows=3,
     prompt=20,

@@ -1,7 +1,7 @@
 """Adapters into an existing nnx model."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import jax
@@ -14,7 +14,7 @@ from jax_dora.adapt.coverage import logged
 from jax_dora.adapt.remove import remove_dora
 from jax_dora.adapt.sites import WAY_IN, Site, sites, traced_reads
 from jax_dora.adapt.stack import adapt_stack, stack_shape
-from jax_dora.adapt.tree import Found, check_model, replace_modules
+from jax_dora.adapt.tree import Found, check_model, named, replace_modules
 from jax_dora.layers import DORA_CLASSES, DoRALayer, dora_class_of
 from jax_dora.layers.base_layer import padded
 from jax_dora.layers.rule import DoRARule, Rules
@@ -115,7 +115,7 @@ def adapt_site(site: Site, rule: DoRARule, rngs: nnx.Rngs) -> Any:
         return adapt_layer(site.found, rule, rngs)
     assert site.reader is not None
     module, (reader, path) = site.found.module, site.reader
-    with _told(site.names[0]):
+    with named(site.names[0], "adapted"):
         place = made_place(site.param, site.axes, rule, has_module_path=site.has_module_path)
         sharding = _mesh_sharding(getattr(module, site.param))
         with contextlib.ExitStack() as scope:
@@ -128,15 +128,6 @@ def adapt_site(site: Site, rule: DoRARule, rngs: nnx.Rngs) -> Any:
     return adapter
 
 
-@contextlib.contextmanager
-def _told(path: str) -> Iterator[None]:
-    """Names the path in the errors that say why a layer cannot be adapted."""
-    try:
-        yield
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise type(error)(f"{path!r} cannot be adapted: {error}") from error
-
-
 def adapt_layer(found: Found, rule: DoRARule, rngs: nnx.Rngs) -> Any:
     """Returns the DoRA layer over `found.module`, whose parameters it shares."""
     layer, cls = found.module, dora_class_of(found.module)
@@ -146,7 +137,7 @@ def adapt_layer(found: Found, rule: DoRARule, rngs: nnx.Rngs) -> Any:
     def adapt(one: Any) -> DoRALayer:
         return cls.from_base(one, rngs=rngs, **rule.options())
 
-    with _told(found.paths[0]), contextlib.ExitStack() as scope:
+    with named(found.paths[0], "adapted"), contextlib.ExitStack() as scope:
         if sharding is not None:
             # Flax places a parameter with sharding metadata at once, on the mesh in scope.
             scope.enter_context(jax.set_mesh(cast(Mesh, sharding.mesh)))

@@ -1,8 +1,6 @@
 """Quantised bases: a model's kernels as `qwix.QArray`s, in layers that keep their class."""
 
-import contextlib
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dora_common.rules import Rule, listing
 from jax_dora.adapt.sites import Site, sites
 from jax_dora.adapt.stack import stack_shape
-from jax_dora.adapt.tree import check_model
+from jax_dora.adapt.tree import check_model, named
 from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.layers.base_layer import padded
 from jax_dora.layers.call import bounded_norm
@@ -71,7 +69,7 @@ def quantize[Model: nnx.Module](
         parameter = getattr(site.found.module, site.param)
         if id(parameter) not in done:
             done[id(parameter)] = site.names[0]
-            with _told(site.names[0]):
+            with named(site.names[0], "quantised"):
                 _quantize_layer(site.found.module, parameter, qtype, tile_size)
         compute_quantised(site.found.module)
     for site in found:
@@ -171,15 +169,6 @@ def _quantize_layer(
 
 def _fresh_magnitude(layer: Any) -> jax.Array:
     return bounded_norm(norm_of_layer(layer), layer.result_dtype)
-
-
-@contextlib.contextmanager
-def _told(path: str) -> Iterator[None]:
-    """Names the path in the errors that say why a layer cannot be quantised."""
-    try:
-        yield
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise type(error)(f"{path!r} cannot be quantised: {error}") from error
 
 
 def _axes(module: Any) -> str:

@@ -1,6 +1,7 @@
 """Walking an nnx model by paths, and replacing modules in it."""
 
 import collections
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,6 +19,15 @@ class Found:
 
     module: Any
     paths: tuple[str, ...]
+
+
+@contextlib.contextmanager
+def named(path: str, done: str) -> Iterator[None]:
+    """Names a layer in the errors that say why it cannot be `done`: adapted, or quantised."""
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise type(error)(f"{path!r} cannot be {done}: {error}") from error
 
 
 def check_model(model: Any, *, for_linen: str | None = None) -> None:

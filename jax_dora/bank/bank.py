@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import AxisType
 
-from dora_common.hyperparameters import check_rank
+from dora_common.hyperparameters import check_rank, check_slots
 from dora_common.rules import ALL_LINEAR
 from jax_dora import ops
 from jax_dora.adapt.adapter import Adapter
@@ -133,10 +133,7 @@ class AdapterBank:
           ValueError: the model holds an adapter, a number is below 1, or no projection matches.
         """
         check_model(model)
-        if isinstance(slots, bool) or not isinstance(slots, int):
-            raise TypeError(f"slots is {slots!r}; expected an integer of at least 1")
-        if slots < 1:
-            raise ValueError(f"slots is {slots}; expected at least 1")
+        check_slots(slots)
         check_rank(max_rank)
         self._plan = Plan(model, slots, int(max_rank), places(model, path))
         self.arrays: Arrays = self._plan.make()

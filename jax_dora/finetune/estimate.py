@@ -13,7 +13,7 @@ from jax_dora.adapt.tree import find_dora_layers
 from jax_dora.finetune import processes
 from jax_dora.finetune.plan import Plan
 from jax_dora.models import DecoderSharding, activations
-from jax_dora.ops.quantised import is_quantised
+from jax_dora.ops.quantised import bits, is_quantised
 
 LOSS_CHUNK = 1024  # tokens whose logits exist at a time, as in next_token_loss
 
@@ -133,11 +133,6 @@ def _nbytes(state: nnx.State, sharding: DecoderSharding | None = None) -> int:
                 shape = sharding("/".join(map(str, path)), shape).shard_shape(shape)
             total += math.prod(shape) * bits(leaf.dtype)
     return math.ceil(total / 8)
-
-
-def bits(dtype: Any) -> int:
-    """Returns the bits that an element takes on a device, where two 4-bit ones share a byte."""
-    return 4 if jnp.dtype(dtype).name in ("int4", "uint4") else 8 * jnp.dtype(dtype).itemsize
 
 
 def _gib(count: int) -> str:

@@ -36,9 +36,9 @@ LEAST_TILE, LARGEST_TILE = 8, 64
 # often than one that is read where it lies for each row: rows > 3·(rows / 8 + slots), a copy being
 # read, written and read again.
 ROWS_OF_A_SLOT = 5
-# With more rows than this for every slot, products with all slots take less time than looking up
-# each row's: 9.6 ms beside 19.9 for 256 rows of 64 slots, 7.9 beside 5.1 for 32 (H200, `benchmarks
-# bank`, seven projections of Llama 3 8B's dimensions, eight layers).
+# With more rows than this for every slot, products with all slots are taken to be faster than
+# looking up each row's: a one-hot einsum, which copies the adapters besides, was faster at four
+# rows a slot and slower at a half (H200, seven projections of Llama 3 8B's dimensions, 64 slots).
 DENSE_ROWS_OF_A_SLOT = 1.5
 
 

@@ -30,6 +30,11 @@ NF4 = (
 )
 
 
+def bits(dtype: Any) -> int:
+    """Returns the bits that an element takes on a device, where two 4-bit ones share a byte."""
+    return 4 if jnp.dtype(dtype).name in ("int4", "uint4") else 8 * jnp.dtype(dtype).itemsize
+
+
 class Format(NamedTuple):
     """What is static of a quantised matrix.
 
@@ -44,6 +49,11 @@ class Format(NamedTuple):
     tile: tuple[int, int]
     scale_dtype: Any
     has_zero_point: bool
+
+    @property
+    def packed(self) -> int:
+        """How many elements share a byte."""
+        return 8 // bits(_STORED_AS.get(self.qtype, self.qtype))
 
     def __str__(self) -> str:
         rows, columns = self.tile

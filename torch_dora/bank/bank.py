@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dora_common.hyperparameters import adapter_scale, check_rank
+from dora_common.hyperparameters import adapter_scale, check_rank, check_slots
 from dora_common.peft.folder import opened
 from dora_common.rules import ALL_LINEAR, assign, listing
 from torch_dora.adapt.apply import check_model
@@ -64,10 +64,7 @@ class AdapterBank:
         self, model: nn.Module, slots: int, max_rank: int, *, path: str = ALL_LINEAR
     ) -> None:
         check_model(model)
-        if isinstance(slots, bool) or not isinstance(slots, int):
-            raise TypeError(f"slots is {slots!r}; expected an integer of at least 1")
-        if slots < 1:
-            raise ValueError(f"slots is {slots}; expected at least 1")
+        check_slots(slots)
         check_rank(max_rank)
         if held := [name for name, _ in dora_layers(model)]:
             raise ValueError(

@@ -93,13 +93,18 @@ def _config(
     """Returns what was fastest (H200, 9446849, `benchmarks tune`) where there is room for it, or
     else the first of `CONFIGS` that there is room for."""
     resident = pieces(kernel_dtype, adapter_dtype) * hopper.slices(rank)
-    # A product over many slices takes long enough for the next tile to arrive in the only slot.
-    candidates = [c for c in CONFIGS if resident <= 4 or c.slots == 1]
+    candidates = configs(resident)
     if in_features >= 1449 and 544 <= rank <= 768 and out >= 1024:
         candidates.insert(0, Config(tile_cols=64, stages=4, slots=1, consumers=3))
     elif in_features >= 1024 and rank <= 768 and 1024 <= out <= 4096:
         candidates.insert(0, Config(tile_cols=64, stages=4, slots=2))
     return first_with_room(candidates, resident, jnp.dtype(kernel_dtype).itemsize)
+
+
+def configs(resident: int) -> list[Config]:
+    """Returns those of `CONFIGS` that suit a strip of `resident` slices of B."""
+    # A product over many slices takes long enough for the next tile to arrive in the only slot.
+    return [c for c in CONFIGS if resident <= 4 or c.slots == 1]
 
 
 @launcher()

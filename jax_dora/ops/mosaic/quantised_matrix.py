@@ -16,10 +16,7 @@ from jax import lax
 from jax_dora.ops.mosaic import hopper
 from jax_dora.ops.mosaic.codebook import looked_up
 from jax_dora.ops.mosaic.low_rank_tiling import Tiling
-from jax_dora.ops.quantised import NF4, repeated
-
-# Columns that an element of a format's bytes holds.
-PACKED = {"nf4": 2, "int4": 2, "int8": 1, "float8_e4m3fn": 1}
+from jax_dora.ops.quantised import NF4, bits, repeated
 
 # Two's complement.
 INT4 = (*range(8), *range(-8, 0))
@@ -44,7 +41,7 @@ class Packing:
     @property
     def packed(self) -> int:
         """The columns that an element holds."""
-        return 2 if self.dtype in (jnp.uint4, jnp.int4) else 1
+        return 8 // bits(self.dtype)
 
     def elements(self, qvalue: jax.Array) -> jax.Array:
         """Returns qvalue [in, out] as bytes [in, out / packed]."""

@@ -21,8 +21,8 @@ from jax import lax
 
 from jax_dora.ops.mosaic import hopper, norm
 from jax_dora.ops.mosaic.launch import launcher
-from jax_dora.ops.mosaic.low_rank_tiling import CONFIGS, TILE_ROWS, Config, Tiling, has_room
-from jax_dora.ops.mosaic.quantised_matrix import PACKED, Packing, numbers
+from jax_dora.ops.mosaic.low_rank_tiling import TILE_ROWS, Config, Tiling, first_with_room
+from jax_dora.ops.mosaic.quantised_matrix import Packing, numbers
 from jax_dora.ops.quantised import Format
 
 
@@ -40,7 +40,7 @@ def refuses(
     if form.tile[0] % TILE_ROWS:
         return f"the kernel's format is {form}; a tile's rows must be a multiple of {TILE_ROWS}"
     # The copy engine reads rows of 16 bytes.
-    alignment = 16 * PACKED[form.qtype]
+    alignment = 16 * form.packed
     if out % alignment:
         return f"out = {out} is not a multiple of {alignment}"
     if _config(rank, adapter_dtype) is None:
@@ -49,7 +49,7 @@ def refuses(
 
 
 def wins(in_features: int, rank: int, out: int, form: Format, adapter_dtype: Any) -> bool:
-    """Returns whether the kernel was no slower than XLA's blocks (H100, `benchmarks quantised`)."""
+    """Returns whether the kernel is taken to be no slower than XLA: where that of `norm` is."""
     return in_features >= 1024 and out >= 1024 and rank <= 768
 
 
@@ -62,9 +62,8 @@ def config(in_features: int, rank: int, out: int, form: Format, adapter_dtype: A
 
 def _config(rank: int, adapter_dtype: Any) -> Config | None:
     resident = norm.pieces(jnp.bfloat16, adapter_dtype) * hopper.slices(rank)
-    candidates = [c for c in CONFIGS if resident <= 4 or c.slots == 1]
     # A tile takes at most one byte a column, and a scale of four for 64 rows.
-    return next((c for c in candidates if has_room(c, resident, 2)), None)
+    return first_with_room(norm.configs(resident), resident, 2)
 
 
 @launcher()

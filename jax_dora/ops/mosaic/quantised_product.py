@@ -27,7 +27,7 @@ from jax_dora.ops.mosaic.hopper import FETCH_REGISTERS, TILE_K, consume_register
 from jax_dora.ops.mosaic.launch import launcher
 from jax_dora.ops.mosaic.low_rank_kernel import Walk
 from jax_dora.ops.mosaic.low_rank_tiling import TILE_ROWS, Config, Tiling
-from jax_dora.ops.mosaic.quantised_matrix import PACKED, Packing, numbers
+from jax_dora.ops.mosaic.quantised_matrix import Packing, numbers
 from jax_dora.ops.quantised import Format
 
 # Rows of one instruction.
@@ -49,14 +49,15 @@ def refuses(
     if form.tile[0] % TILE_ROWS:
         return f"the kernel's format is {form}; a tile's rows must be a multiple of {TILE_ROWS}"
     # The copy engine reads rows of 16 bytes.
-    alignment = 16 * PACKED[form.qtype]
+    alignment = 16 * form.packed
     if out == 0 or out % alignment:
         return f"out = {out} is not a multiple of {alignment}"
     return None
 
 
 def wins(rows: int, in_features: int, out: int, form: Format, dtype: Any) -> bool:
-    """Returns whether the kernel was no slower than XLA."""
+    """Returns whether the kernel is taken to be no slower than XLA, which copies the kernel in
+    x's dtype before it multiplies."""
     return in_features >= 1024 and out >= 1024
 
 
@@ -78,7 +79,7 @@ def launch(
     x = hopper.pad(x, held_rows, in_features)
     tiling = Tiling(in_features, out, c, sm_count)
     packing = Packing(qvalue.dtype, tiling)
-    # What a tile is scaled in: two pairs of 16 bits take the time of one number of 32.
+    # What a tile is scaled in: two numbers of 16 bits take the time of one of 32.
     is_whole = scales.shape[0] == 1
     working = dtype if is_whole or scales.dtype == dtype else jnp.float32
     elements, scales = packing.elements(qvalue), packing.scales(scales)
