@@ -88,6 +88,17 @@ def test_what_is_not_finite_stays_with_its_row():
     assert jnp.array_equal(sound[5], base[5])
 
 
+def test_what_overflows_in_another_slot_stays_there():
+    """Products with all slots: those with the last one are beyond fp16's range."""
+    base, x, held, _ = operands(5, 1, jnp.float16)
+    base, x = (jnp.concatenate([one, one[:2]]) for one in (base, x))
+    ids = jnp.asarray([0, 1, 1, 0, 0, -1], jnp.int32)
+    large = held._replace(lora_a=held.lora_a.at[2].set(6e4))
+    overflowing = jnp.einsum("nti,ri->ntr", x, large.lora_a[2])
+    assert np.isinf(fp64(overflowing)).any(axis=(1, 2)).sum() > 3
+    assert jnp.array_equal(bank_linear(base, x, large, ids), bank_linear(base, x, held, ids))
+
+
 def test_what_mosaic_refuses_is_told():
     with pytest.raises(NotImplementedError, match="has 3 tokens, which is no multiple of 64"):
         bank_linear(*operands(0, 3), implementation="mosaic")
