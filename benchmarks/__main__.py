@@ -1,7 +1,8 @@
 """Measures one level; prints tables and writes DIR/<level>.jsonl, line by line.
 
     python -m benchmarks ops|layer|model|tune [--out DIR] [--only PATTERN …] [--quick]
-    python -m benchmarks step|quantised [--out DIR] [--seconds S] [--quick]
+    python -m benchmarks step [--out DIR] [--seconds S] [--quick]
+    python -m benchmarks quantised [--out DIR] [--seconds S] [--only WORK …] [--quick]
     python -m benchmarks bank|serve [--layers N] [--only KIND …] [--quick]
     python -m benchmarks scale [--layers N] [--layouts dp fsdp tp] [--axes auto explicit] [--quick]
     python -m benchmarks step|scale --torch [--layers N] [--rank N] [--quick]
@@ -36,7 +37,7 @@ MEASURES = {
     "model": "inference and gradient of a decoder of Qwen3-8B's dimensions",
     "tune": "each Mosaic kernel with candidate launch configs, beside XLA",
     "scale": "a decoder on several devices: base, LoRA and DoRA, and what they send",
-    "quantised": "norm, few rows and whole steps over quantised kernels, beside bf16",
+    "quantised": "norm, projections and whole steps over quantised kernels, beside bf16",
     "step": "an optimizer step of Llama 3 8B's dimensions, by what is kept in memory",
     "serve": "the server's engine against the number of adapters: base, LoRA and DoRA",
     "bank": "many adapters in one batch of Llama 3 8B's projections, and loading one",
@@ -233,8 +234,9 @@ def _quantised(options: argparse.Namespace, device: str, console: Any) -> bool:
 def _settings(options: argparse.Namespace, level: Any) -> Any:
     """Returns a level's settings, with the time and the kinds that are asked for."""
     settings = level.TINY if options.quick else level.Settings()
-    if options.only and "kinds" in settings._fields:
-        settings = settings._replace(kinds=tuple(options.only))
+    if options.only:
+        field = "kinds" if "kinds" in settings._fields else "only"
+        settings = settings._replace(**{field: tuple(options.only)})
     return settings._replace(seconds=options.seconds)
 
 

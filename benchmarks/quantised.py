@@ -1,8 +1,9 @@
 """Level `quantised`: what a quantised base costs, beside the same base in bf16.
 
-The norm of one kernel and its product with few rows, by device time with a cold level-2 cache; and
-whole optimizer steps over NF4, by wall time, with the memory that their programs take. Weights are
-drawn as they are stored: random codes, and scales that give them the size of weights.
+The norm of one kernel, its product with few rows and a projection of many with a frozen adapter, by
+device time with a cold level-2 cache; and whole optimizer steps over NF4, by wall time, with the
+memory that their programs take. Weights are drawn as they are stored: random codes, and scales that
+give them the size of weights.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from benchmarks.clock import DeviceClock, Effort
 from benchmarks.results import Row
 from benchmarks.step import LLAMA_3_8B
 from benchmarks.step import TINY as TINY_DECODER
+from benchmarks.work import matches
 from jax_dora import ops
 from jax_dora.layers.quantised import compute_quantised
 from jax_dora.models import DecoderConfig, make_model
-from jax_dora.ops import quantised
+from jax_dora.ops import quantised, row_wise
 
 FORMATS = ("bf16", *quantised.FORMATS)
 LLAMA_3_70B = dataclasses.replace(
@@ -50,14 +52,17 @@ class Case(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What is measured: nothing is built after `seconds`."""
+    """What is measured: nothing is built after `seconds`, nor what `only`, patterns of how
+    "<work> <qtype>" begins, leaves out."""
 
     features: int = 8192
     norm_rank: int = 384
     rank: int = 16
     rows: tuple[int, ...] = (1, 8, 32)
+    many_rows: int = 4096
     rounds: int = 8
     seconds: float = 420.0
+    only: tuple[str, ...] = ()
     cases: tuple[Case, ...] = (
         Case("8B", LLAMA_3_8B, "DoRA", "bf16", (1, 4096)),
         Case("8B", LLAMA_3_8B, "DoRA", "nf4", (1, 4096)),
@@ -70,6 +75,7 @@ TINY = Settings(
     features=128,
     norm_rank=8,
     rows=(2,),
+    many_rows=24,
     rounds=1,
     cases=(Case("tiny", TINY_DECODER, "DoRA", "nf4", (1, 16)),),
 )
@@ -81,12 +87,14 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
     clock = DeviceClock() if device == "cuda" else None
     if clock is not None:
         yield _copy(clock)
-    for of in (_norms, _products):
+    for of in (_norms, _products, _projections):
         for row, run in of(settings):
             yield _timed(clock, row, *run)
     for case in settings.cases:
         if time.monotonic() - started > settings.seconds:
             return
+        if not matches(f"step {case.qtype}", settings.only):
+            continue
         row: Row = {"work": "step", "name": case.name, "kind": case.kind, "qtype": case.qtype}
         row |= {"batch": case.shape[0], "time": case.shape[1], "rank": settings.rank}
         try:
@@ -105,7 +113,7 @@ def _copy(clock: DeviceClock) -> Row:
 
 def _norms(settings: Settings) -> Iterator[tuple[Row, tuple[Callable[..., Any], tuple]]]:
     n, rank = settings.features, settings.norm_rank
-    for number, qtype in enumerate(FORMATS):
+    for number, qtype in _formats("norm", settings):
         keys = jax.random.split(jax.random.key(number), 3)
         kernel = _kernel(keys[0], n, qtype)
         lora_a = (jax.random.normal(keys[1], (n, rank)) * n**-0.5).astype(jnp.bfloat16)
@@ -118,18 +126,58 @@ def _norms(settings: Settings) -> Iterator[tuple[Row, tuple[Callable[..., Any], 
 def _products(settings: Settings) -> Iterator[tuple[Row, tuple[Callable[..., Any], tuple]]]:
     n, rank = settings.features, settings.rank
     for rows in settings.rows:
-        for number, qtype in enumerate(FORMATS):
-            keys = jax.random.split(jax.random.key(number), 4)
-            kernel = _kernel(keys[0], n, qtype)
-            x = jax.random.normal(keys[1], (rows, n)).astype(jnp.bfloat16)
-            lora_a = (jax.random.normal(keys[2], (n, rank)) * n**-0.5).astype(jnp.bfloat16)
-            lora_b = (jax.random.normal(keys[3], (rank, n)) * rank**-0.5).astype(jnp.bfloat16)
-            ones = jnp.ones(n)
+        for number, qtype in _formats("few rows", settings):
+            operands = _operands(jax.random.key(number), rows, n, rank, qtype)
             row: Row = {"work": "few rows", "qtype": qtype, "features": n, "rows": rows}
-            row |= {"rank": rank, "bytes": _bytes(kernel)}
-            layer = jax.jit(functools.partial(ops.dora_linear, scale=0.7))
-            named = {"magnitude": ones, "norm": ones}
-            yield row, (functools.partial(layer, **named), (x, kernel, lora_a, lora_b))
+            row |= {"rank": rank, "bytes": _bytes(operands[1])}
+            yield row, (_frozen(n), operands)
+
+
+def _projections(settings: Settings) -> Iterator[tuple[Row, tuple[Callable[..., Any], tuple]]]:
+    """Yields the base alone and under a frozen adapter. `activations` are quantised too in FP8,
+    whose columns lie in one piece, or in none, as results of a program do."""
+    n, rank, rows = settings.features, settings.rank, settings.many_rows
+    fp8 = row_wise.QTYPE
+    cases = (("bf16", None, False), (fp8, None, False), (fp8, fp8, False), (fp8, fp8, True))
+    for qtype, activations, in_one_piece in cases:
+        if not matches(f"projection {qtype}", settings.only):
+            continue
+        x, kernel, lora_a, lora_b = _operands(jax.random.key(0), rows, n, rank, qtype)
+        row: Row = {"work": "projection", "qtype": qtype, "features": n, "rows": rows}
+        row |= {"rank": rank, "bytes": _bytes(kernel)}
+        base = jax.jit(lambda x, kernel: x @ quantised.dense(kernel, x.dtype))
+        if activations is not None:
+            row |= {"activations": activations, "in_one_piece": in_one_piece}
+            static = functools.partial(row_wise.linear, None)
+            base = jax.jit(lambda x, kernel, linear=static: linear(row_wise.Product(x, kernel)))
+        if in_one_piece:
+            kernel = row_wise.columns_in_one_piece(kernel)
+        yield row | {"kind": "base"}, (base, (x, kernel))
+        operands = (x, kernel, lora_a, lora_b)
+        yield row | {"kind": "DoRA"}, (_frozen(n, act_qtype=activations), operands)
+
+
+def _formats(work: str, settings: Settings) -> Iterator[tuple[int, str]]:
+    """Yields the formats that are measured, numbered."""
+    for number, qtype in enumerate(FORMATS):
+        if matches(f"{work} {qtype}", settings.only):
+            yield number, qtype
+
+
+def _operands(key: jax.Array, rows: int, n: int, rank: int, qtype: str) -> tuple[Any, ...]:
+    """Returns x [rows, n], a kernel [n, n], lora_a and lora_b."""
+    keys = jax.random.split(key, 4)
+    kernel = _kernel(keys[0], n, qtype)
+    x = jax.random.normal(keys[1], (rows, n)).astype(jnp.bfloat16)
+    lora_a = (jax.random.normal(keys[2], (n, rank)) * n**-0.5).astype(jnp.bfloat16)
+    lora_b = (jax.random.normal(keys[3], (rank, n)) * rank**-0.5).astype(jnp.bfloat16)
+    return x, kernel, lora_a, lora_b
+
+
+def _frozen(n: int, **options: Any) -> Callable[..., Any]:
+    """Returns a projection whose norm and magnitude are given."""
+    layer = jax.jit(functools.partial(ops.dora_linear, scale=0.7, **options))
+    return functools.partial(layer, magnitude=jnp.ones(n), norm=jnp.ones(n))
 
 
 def _timed(
@@ -207,17 +255,18 @@ def _bytes(kernel: Any) -> int:
 
 def line(row: Row) -> str:
     """Returns a row as a line to read."""
-    name = " ".join(
-        str(row[key]) for key in ("work", "name", "kind", "qtype", "rows") if key in row
-    )
+    keys = ("work", "name", "kind", "qtype", "rows")
+    name = " ".join(str(row[key]) for key in keys if key in row)
+    if "activations" in row:
+        name += ", both sides" + ", columns in one piece" * row["in_one_piece"]
     if "failed" in row:
-        return f"{name:28} failed: {row['failed'][:150]}"
+        return f"{name:66} failed: {row['failed'][:150]}"
     if row["work"] == "step":
         return (
-            f"{name:28} {row['ms']:8.1f} ms  {row['tokens_per_s']:8,.0f} tokens/s  peak "
+            f"{name:66} {row['ms']:8.1f} ms  {row['tokens_per_s']:8,.0f} tokens/s  peak "
             f"{row['peak_bytes'] / 2**30:5.1f} GiB  compiled in {row['compile_s']:5.1f} s"
         )
     if "us" not in row:
-        return f"{name:28} ran"
+        return f"{name:66} ran"
     rate = row.get("tb_per_s") or row["bytes"] / row["us"] / 1e6
-    return f"{name:28} {row['us']:8.1f} µs  {rate:5.2f} TB/s"
+    return f"{name:66} {row['us']:8.1f} µs  {rate:5.2f} TB/s"

@@ -1,11 +1,17 @@
-"""Quantised kernels drawn at random, and what they stand for, by NumPy alone."""
+"""Quantised kernels drawn at random, what NumPy says they stand for, and operands beside them."""
 
 from statistics import NormalDist
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import qwix
+
+from jax_dora.ops import dora_linear
+
+SCALE, RANK = 0.7, 5
+NAMES = ("x", "lora_a", "lora_b", "magnitude", "bias")
 
 # Each format's qvalues, from the least to the greatest.
 RANGES = {"nf4": (0, 15), "int4": (-8, 7), "int8": (-128, 127), "float8_e4m3fn": (-448, 448)}
@@ -68,3 +74,40 @@ def meant(kernel: qwix.QArray) -> np.ndarray:
     if kernel.zero_point is not None:
         values = values - spread(kernel.zero_point)
     return values * spread(kernel.scale)
+
+
+def operands(kernel, seed=3, dtype=jnp.float32, rows=(2, 7)):
+    """x, lora_a, lora_b, magnitude and bias beside a kernel, as training leaves them; and dy."""
+    rng = np.random.default_rng(seed)
+    n_in, n_out = kernel.shape
+    a, b = rng.normal(size=(n_in, RANK)) / n_in**0.5, rng.normal(size=(RANK, n_out)) / RANK**0.5
+    norm = np.linalg.norm(meant(kernel) + SCALE * a @ b, axis=0)
+    magnitude = norm * (1 + 0.1 * rng.normal(size=n_out))
+    drawn = (rng.normal(size=(*rows, n_in)), a, b, magnitude, rng.normal(size=n_out))
+    x, a, b, magnitude, bias = (jnp.asarray(one, jnp.float32) for one in drawn)
+    dy = jnp.asarray(rng.normal(size=(*rows, n_out)), dtype)
+    return (x.astype(dtype), a, b, magnitude, bias.astype(dtype)), dy
+
+
+def both(kernel, arrays, dy, **options):
+    """The result and the gradients of all but the kernel."""
+
+    def call(kernel, x, a, b, magnitude, bias):
+        return dora_linear(x, kernel, a, b, magnitude, SCALE, bias=bias, **options)
+
+    @jax.jit
+    def run(kernel, arrays, dy):
+        y, pull = jax.vjp(lambda *arrays: call(kernel, *arrays), *arrays)
+        return y, pull(dy)
+
+    with jax.default_matmul_precision("highest"):
+        return run(kernel, arrays, dy)
+
+
+def plain(kernel):
+    return jnp.asarray(meant(kernel), jnp.float32)
+
+
+def near(found, wanted):
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5 * np.abs(other).max())

@@ -11,6 +11,7 @@ from flax import nnx
 from jax_dora.adapt.remove import remove_dora
 from jax_dora.adapt.sites import Site, sites, traced_reads
 from jax_dora.adapt.tree import check_model
+from jax_dora.layers.quantised import act_qtype_of
 from jax_dora.ops import quantised
 
 _LOG = logging.getLogger("jax_dora")
@@ -142,6 +143,8 @@ def _row(site: Site) -> CoveredWeight:
     value = getattr(site.found.module, site.param).get_value()
     if quantised.is_quantised(value):
         how += f"; {quantised.told(value)}"
+        if act_qtype := act_qtype_of(site.found.module):
+            how += f", activations {act_qtype}"
     return CoveredWeight(
         site.names[0],
         site.shape,

@@ -21,12 +21,18 @@ from jax_dora.layers.rule import DoRARule
 from jax_dora.norms import norm_of_layer
 from jax_dora.ops import quantised
 from jax_dora.ops.rounding import make, round_to
+from jax_dora.ops.row_wise import QTYPE, columns_in_one_piece
 
 TILE_SIZES = {"nf4": 64, "int4": 64, "int8": None, "float8_e4m3fn": None}
 
 
 def quantize[Model: nnx.Module](
-    model: Model, qtype: str, *, path: str = "all-linear", tile_size: int | None = None
+    model: Model,
+    qtype: str,
+    *,
+    path: str = "all-linear",
+    tile_size: int | None = None,
+    act_qtype: str | None = None,
 ) -> Model:
     """Returns `model` with the kernels of its linear layers quantised, adapted or not.
 
@@ -50,20 +56,30 @@ def quantize[Model: nnx.Module](
         for all of them. By default 64 for nf4 and int4, as bitsandbytes has it, whose folders then
         fit as they are: 16 levels leave no room for the range of a whole column. int8 and
         float8_e4m3fn have a scale for each output feature.
+      act_qtype: "float8_e4m3fn", for kernels of that format, has the layers quantise their
+        activations too, each row by its largest magnitude, so that the products with the kernels
+        are FP8's (qwix's name). Gradients are computed as without it. The columns of such kernels
+        lie in one piece of memory, as these products read them.
 
     Raises:
       TypeError: `model` is no nnx module; `path` matches what is no `nnx.Linear`,
         `nnx.LinearGeneral`, `nnx.Einsum` or `nnx.Conv`.
-      ValueError: `qtype` is unknown; no layer's path matches; a matched layer is quantised already,
-        has given norms or weights that are not finite, or tiles that do not divide its kernel.
+      TypeError: with `act_qtype`, `path` matches what is no `nnx.Linear`, nor an
+        `nnx.LinearGeneral` without batch axes.
+      ValueError: `qtype` is unknown; `act_qtype` does not go with it; no layer's path matches; a
+        matched layer is quantised already, has given norms or weights that are not finite, or tiles
+        that do not divide its kernel.
       ModuleNotFoundError: qwix is not installed.
     """
     check_model(model)
     tile_size = _tile_size(qtype, tile_size)
+    _check_act_qtype(act_qtype, qtype, tile_size)
     make(jnp.zeros((1, 1), jnp.int8), jnp.ones((1, 1)), "int8")  # Before anything is computed.
     copy = nnx.clone(model)
     found = sites(copy)
     matched = _matched(found, path)
+    if act_qtype is not None:
+        _check_rows(matched)
     done: dict[int, str] = {}
     for site in matched:
         parameter = getattr(site.found.module, site.param)
@@ -71,7 +87,9 @@ def quantize[Model: nnx.Module](
             done[id(parameter)] = site.names[0]
             with named(site.names[0], "quantised"):
                 _quantize_layer(site.found.module, parameter, qtype, tile_size)
-        compute_quantised(site.found.module)
+                if act_qtype is not None:
+                    parameter.set_value(columns_in_one_piece(parameter.get_value()))
+        compute_quantised(site.found.module, act_qtype)
     for site in found:
         name = done.get(id(getattr(site.found.module, site.param))) if site.param else None
         if name is not None and not any(site is one for one in matched):
@@ -94,6 +112,37 @@ def _tile_size(qtype: Any, tile_size: Any) -> int | None:
             f"tile_size is {tile_size!r}; expected a number of input features, 0 for all of them"
         )
     return tile_size or None
+
+
+def _check_act_qtype(act_qtype: Any, qtype: str, tile_size: int | None) -> None:
+    if act_qtype is None:
+        return
+    if act_qtype != QTYPE:
+        raise ValueError(
+            f"act_qtype is {act_qtype!r}; expected None, for activations as they are, or {QTYPE!r}"
+        )
+    if qtype != QTYPE or tile_size is not None:
+        tiles = "" if tile_size is None else f" and tile_size {tile_size}"
+        raise ValueError(
+            f"act_qtype is {act_qtype!r} with qtype {qtype!r}{tiles}; expected {QTYPE!r} with a "
+            "scale for each output feature: give that and no tile_size, or leave act_qtype out"
+        )
+
+
+def _check_rows(matched: list[Site]) -> None:
+    """Raises TypeError unless activations of these layers can be quantised by rows."""
+    others = [
+        site.told()
+        for site in matched
+        if not isinstance(site.found.module, nnx.Linear | nnx.LinearGeneral)
+        or getattr(site.found.module, "batch_axis", None)
+    ]
+    if others:
+        raise TypeError(
+            "act_qtype is given and path matches layers whose products are not of rows; expected "
+            "nnx.Linear, and nnx.LinearGeneral without batch axes: narrow path so that it leaves "
+            f"out, or leave act_qtype out for:{listing(others)}"
+        )
 
 
 def _matched(found: list[Site], path: str) -> list[Site]:

@@ -8,7 +8,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from jax import lax
 
-from jax_dora.layers.quantised import ARITHMETIC
+from jax_dora.layers.quantised import ARITHMETIC, BY_ROWS
 
 # What a Flax layer may be given in place of its own arithmetic. The adapter's part of the result
 # would not go through it.
@@ -42,7 +42,8 @@ def check_base(base: Any, expected: type[nnx.Module]) -> None:
         )
     for name, allowed in _OWN_ARITHMETIC.items():
         value = getattr(base, name, allowed[0])
-        if not any(value is one for one in (*allowed, ARITHMETIC.get(name, allowed[0]))):
+        ours = (of.get(name, allowed[0]) for of in (ARITHMETIC, BY_ROWS))
+        if not any(value is one for one in (*allowed, *ours)):
             raise NotImplementedError(
                 f"the layer's {name} is {value!r}; expected Flax's default, the only one that a "
                 "DoRA layer honours: set it back, or leave this layer unadapted"

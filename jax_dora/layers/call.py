@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 
 from jax_dora import ops
+from jax_dora.layers.quantised import act_qtype_of
 from jax_dora.ops import mesh as meshes
 from jax_dora.ops.linear import NORM_NAME
 from jax_dora.ops.norm import epsilon
@@ -94,6 +95,7 @@ def product(layer: Any, operands: Mapping[str, Any]) -> jax.Array:
         precision=layer.precision,
         dropout=dropout,
         keep_inner=layer.keep_inner,
+        act_qtype=act_qtype_of(layer),
     )
 
 

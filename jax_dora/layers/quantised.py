@@ -2,7 +2,8 @@
 
 `nnx.Linear`, `nnx.LinearGeneral`, `nnx.Einsum` and `nnx.Conv` take their promotion of dtypes and
 their product as attributes. Those below dequantise the kernel for the product, and again for the
-product's gradient, and do with plain arrays what Flax's do.
+product's gradient, and do with plain arrays what Flax's do. A layer whose `dot_general` is
+`dot_general_by_rows` quantises its activations too, adapted or not: that is all that says so.
 """
 
 import functools
@@ -15,7 +16,8 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from jax import lax
 
-from jax_dora.ops import quantised
+from jax_dora.ops import mesh as meshes
+from jax_dora.ops import quantised, row_wise
 
 LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
 
@@ -35,6 +37,42 @@ def promote_dtype(args: Any, /, *, dtype: Any = None, inexact: bool = True) -> A
 def dot_general(lhs: jax.Array, rhs: Any, *args: Any, **kwargs: Any) -> jax.Array:
     """Returns `lax.dot_general` of arrays of which the second may be quantised."""
     return quantised.multiplied(lambda x, w: lax.dot_general(x, w, *args, **kwargs), lhs, rhs)
+
+
+def dot_general_by_rows(
+    lhs: jax.Array,
+    rhs: Any,
+    dimension_numbers: Any,
+    precision: Any = None,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """Returns `dot_general` without batch axes, of a quantised kernel [*in, *out] by an FP8 product
+    of `row_wise`."""
+    if not quantised.is_quantised(rhs):
+        options = {"precision": precision, "out_sharding": out_sharding}
+        return lax.dot_general(lhs, rhs, dimension_numbers, **options)
+    (of_x, of_kernel), _ = dimension_numbers
+    rows = [axis for axis in range(lhs.ndim) if axis not in of_x]
+    columns = [axis for axis in range(rhs.ndim) if axis not in of_kernel]
+
+    def multiply(operands: row_wise.Product) -> jax.Array:
+        x, kernel = operands
+        x = x.transpose(*rows, *of_x)
+        lead, out = x.shape[: len(rows)], [kernel.shape[axis] for axis in columns]
+        matrix = quantised.as_matrices(kernel, kernel.shape, (tuple(of_kernel), tuple(columns)))
+        static = lax.Precision(precision) if isinstance(precision, str) else precision
+        product = meshes.differentiable(row_wise.linear)
+        operands = row_wise.Product(x.reshape(*lead, -1), matrix)
+        return product(static, meshes.vary_alike(operands)).reshape(*lead, *out)
+
+    mesh = meshes.explicit(lhs, rhs.qvalue)
+    if mesh is None:
+        return multiply(row_wise.Product(lhs, rhs))
+    if out_sharding is None:
+        x, kernel = meshes.spec(lhs), meshes.spec(rhs.qvalue)
+        out_sharding = jax.P(*(x[axis] for axis in rows), *(kernel[axis] for axis in columns))
+    spec = getattr(out_sharding, "spec", out_sharding)
+    return meshes.left_to_xla(multiply, mesh, spec)(row_wise.Product(lhs, rhs))
 
 
 def einsum(equation: str, lhs: jax.Array, rhs: Any, **kwargs: Any) -> jax.Array:
@@ -60,11 +98,23 @@ ARITHMETIC = {
 }
 
 
-def compute_quantised(layer: Any) -> None:
-    """Makes a layer of one of `LAYERS`, in place, one that computes with a quantised kernel."""
-    for name, function in ARITHMETIC.items():
+BY_ROWS = {"dot_general": dot_general_by_rows}
+
+
+def compute_quantised(layer: Any, act_qtype: str | None = None) -> None:
+    """Makes a layer of one of `LAYERS`, in place, one that computes with a quantised kernel.
+
+    Args:
+      act_qtype: what its activations are quantised to, as `jax_dora.ops.dora_linear`'s.
+    """
+    for name, function in (ARITHMETIC | BY_ROWS if act_qtype else ARITHMETIC).items():
         if hasattr(layer, name):
             setattr(layer, name, function)
+
+
+def act_qtype_of(layer: Any) -> str | None:
+    """Returns what a layer, adapted or not, quantises its activations to, or None."""
+    return row_wise.QTYPE if getattr(layer, "dot_general", None) is dot_general_by_rows else None
 
 
 def compute_plain(layer: Any) -> None:

@@ -13,7 +13,7 @@ from jax_dora import ops
 from jax_dora.layers.base import DoRALayer
 from jax_dora.layers.call import dropout_of_call
 from jax_dora.layers.linear import DoRALinear, operands
-from jax_dora.layers.quantised import promoting
+from jax_dora.layers.quantised import act_qtype_of, promoting
 from jax_dora.ops.projection import RESULT_NAME
 
 
@@ -109,5 +109,6 @@ def _parts(layer: DoRALinear, inputs: jax.Array, deterministic, rngs):
         precision=layer.precision,
         dropout=dropout,
         keep_inner=layer.keep_inner,
+        act_qtype=act_qtype_of(layer),
     )
     return inner, ops.magnitude_scale(given["magnitude"], given["norm"], inner.dtype), given["bias"]

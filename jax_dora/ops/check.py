@@ -73,3 +73,12 @@ def adapter(kernel: jax.Array, lora_a: jax.Array, lora_b: jax.Array) -> None:
     if rank == 0:
         raise ValueError("lora_a has shape [in, 0]: rank is 0; expected a rank of at least 1")
     has_shape("lora_b", lora_b, (rank, kernel.shape[1]), "[r, out]")
+
+
+def not_differentiated(kernel: Any) -> None:
+    """Raises TypeError for a quantised kernel that is differentiated."""
+    raise TypeError(
+        f"a kernel quantised as {quantised.qtype_name(kernel)} is being differentiated; it is "
+        "frozen: take the gradient with respect to the adapter alone, as with wrt=nnx.LoRAParam, "
+        "or wrap the kernel in jax.lax.stop_gradient"
+    )

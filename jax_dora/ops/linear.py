@@ -15,7 +15,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
-from jax_dora.ops import check, choose, quantised
+from jax_dora.ops import check, choose, quantised, row_wise
 from jax_dora.ops import dropout as dropouts
 from jax_dora.ops import mesh as meshes
 from jax_dora.ops.compose import compose_delta, per_feature
@@ -41,6 +41,7 @@ def dora_linear(
     precision: jax.lax.PrecisionLike = None,
     dropout: Dropout | None = None,
     keep_inner: bool = False,
+    act_qtype: str | None = None,
 ) -> jax.Array:
     """Returns magnitude ∘ x (kernel + scale·lora_a lora_b) / ‖kernel + scale·lora_a lora_b‖ + bias.
 
@@ -64,6 +65,9 @@ def dora_linear(
       keep_inner: names what the magnitude's gradient reads, so that `jax_dora.remat_policy()` keeps
         it: the result, or under a bias and in fp16 x (kernel + scale·lora_a lora_b) [..., out].
         Mode "input" of dropout has no such array, and ignores this.
+      act_qtype: "float8_e4m3fn" rounds x to it for its product with the kernel, by a scale for each
+        row (qwix's name; the kernel is a `QArray` of that format with scales [1, out]). What goes
+        to lora_a, and all gradients, are of x as it is. None rounds nothing.
 
     Returns:
       [..., out] in the dtype that x and kernel promote to (x's for a quantised kernel); adapters of
@@ -73,9 +77,11 @@ def dora_linear(
 
     Raises:
       TypeError, ValueError: an argument's dtype or shape does not fit; unknown implementation.
-      NotImplementedError: the named implementation cannot take the call.
+      NotImplementedError: the named implementation cannot take the call; act_qtype is given and
+        dropout has mode "input".
     """
     _check_operands(x, kernel, lora_a, lora_b, implementation)
+    row_wise.check_act_qtype(act_qtype, "kernel", kernel)
     for name, vector in (("magnitude", magnitude), ("bias", bias)):
         if vector is not None:
             check.is_float(name, vector)
@@ -86,7 +92,13 @@ def dora_linear(
         norm = jnp.asarray(checkpoint_name(norm, NORM_NAME))
     g = magnitude_scale(magnitude, norm, _dtype(x, kernel))
     rate, mode, seed = dropouts.active(dropout)
-    options = Options("dora_linear", implementation, _precision(precision), rate, mode, keep_inner)
+    if mode == "input" and rate and act_qtype is not None:
+        raise NotImplementedError(
+            f"act_qtype is {act_qtype!r} and dropout has mode 'input', which multiplies two x with "
+            "the kernel; expected mode 'adapter', or act_qtype None"
+        )
+    by = _precision(precision)
+    options = Options("dora_linear", implementation, by, rate, mode, keep_inner, act_qtype)
     scale = check.scale_array(scale)
     operands = Projection(x, kernel, lora_a, lora_b, g, scale, bias, seed)
     return _on_mesh(options, operands)(operands)
@@ -103,12 +115,14 @@ def lora_linear(
     precision: jax.lax.PrecisionLike = None,
     dropout: Dropout | None = None,
     keep_inner: bool = False,
+    act_qtype: str | None = None,
 ) -> jax.Array:
     """Returns inner = x (kernel + scale·lora_a lora_b): a plain LoRA layer, and what a DoRA layer's
     magnitude and norm are applied to.
 
     Args:
-      x, kernel, lora_a, lora_b, scale, implementation, precision, keep_inner: as `dora_linear`'s.
+      x, kernel, lora_a, lora_b, scale, implementation, precision, keep_inner, act_qtype: as
+        `dora_linear`'s.
       dropout: of x, in mode "adapter".
 
     Returns:
@@ -120,13 +134,15 @@ def lora_linear(
         which is DoRA's.
     """
     _check_operands(x, kernel, lora_a, lora_b, implementation)
+    row_wise.check_act_qtype(act_qtype, "kernel", kernel)
     rate, mode, seed = dropouts.active(dropout)
     if mode == "input":
         raise NotImplementedError(
             "dropout has mode 'input', in which the kernel's product of the dropped x is scaled by "
             "g; expected mode 'adapter'"
         )
-    options = Options("lora_linear", implementation, _precision(precision), rate, mode, False)
+    by = _precision(precision)
+    options = Options("lora_linear", implementation, by, rate, mode, False, act_qtype)
     operands = Projection(x, kernel, lora_a, lora_b, None, check.scale_array(scale), None, seed)
     inner = _on_mesh(options, operands)(operands)
     return jnp.asarray(checkpoint_name(inner, INNER_NAME if keep_inner else RESULT_NAME))

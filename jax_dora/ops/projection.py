@@ -15,7 +15,8 @@ The order never makes an [in, out] product, but for the kernel's own gradient, x
 computed only where somebody differentiates it.
 
 A quantised kernel is dequantised for each of its products, to x's dtype, but for few rows, which a
-kernel multiplies with what is stored; what is kept for the gradient is the quantised one.
+kernel multiplies with what is stored; what is kept for the gradient is the quantised one. Where
+activations are quantised too, base alone is a product in FP8 (`row_wise`): gradients are as above.
 """
 
 import functools
@@ -26,7 +27,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jax_dora.ops import choose, primitive, quantised, residuals
+from jax_dora.ops import check, choose, primitive, quantised, residuals, row_wise
 from jax_dora.ops.compose import (
     COMPOSE_BACKWARD,
     Returned,
@@ -61,6 +62,7 @@ class Options(NamedTuple):
       implementation, precision, keep_inner: as `dora_linear`'s.
       rate: the rate at which x is dropped.
       mode: the dropout's.
+      act_qtype: what x is quantised to for its product with the kernel, or None.
     """
 
     op: str
@@ -69,6 +71,7 @@ class Options(NamedTuple):
     rate: float
     mode: str
     keep_inner: bool
+    act_qtype: str | None = None
 
 
 class Static(NamedTuple):
@@ -86,6 +89,7 @@ class Forward(NamedTuple):
     implementation: str | None
     precision: Any
     want_inner: bool
+    act_qtype: str | None
 
 
 class Reduced(NamedTuple):
@@ -102,6 +106,8 @@ class Reduced(NamedTuple):
 
 def _forward(static: Forward, shard: Shard, operands: Reduced) -> tuple[Any, Any]:
     """Returns (y, inner or None); y is inner where g is None."""
+    if static.act_qtype is not None:
+        return _by_quantised_rows(static, shard, operands)
     x, kernel, z, lora_b, g, bias = operands
     if shard.summed and static.want_inner:
         # y is not linear in a part of inner.
@@ -135,6 +141,16 @@ def _forward(static: Forward, shard: Shard, operands: Reduced) -> tuple[Any, Any
         g = jnp.ones(out, jnp.float32) if g is None else g
         return expand_compose.launch(base, z, lora_b, g, one, bias, **options, **choice.knobs)
     return forward(choice, base, dot(z, lora_b, (-1, 0)), g, one, bias, **options)
+
+
+def _by_quantised_rows(static: Forward, shard: Shard, operands: Reduced) -> tuple[Any, Any]:
+    """Returns (y, inner or None) with the kernel's product in FP8; z and g stay as they are."""
+    x, kernel, z, lora_b, g, bias = operands
+    choose.choose(static.op, static.implementation)
+    base = row_wise.product(x, kernel, shard)
+    lora = dot_general(static.precision, z, lora_b.astype(x.dtype), (-1, 0))
+    found = forward(None, base, lora, g, jnp.float32(1), bias, want_inner=static.want_inner)
+    return tuple(one if one is None else one.astype(x.dtype) for one in found)
 
 
 def _few_rows(static: Forward, rows: int, x: jax.Array, kernel: Any) -> jax.Array | None:
@@ -218,7 +234,9 @@ def _reduced(
     """Returns what `FORWARD` takes, with z = drop(x) (s·A)."""
     x, kernel, _, lora_b, g, _, bias, seed = operands
     (z,) = primitive.call(REDUCE, _reducing(options, x), Reduction(x, scaled, seed))
-    static = Forward(options.op, options.implementation, options.precision, want_inner)
+    static = Forward(
+        options.op, options.implementation, options.precision, want_inner, options.act_qtype
+    )
     return static, Reduced(x, kernel, z, lora_b, g, bias)
 
 
@@ -234,11 +252,7 @@ def _projection_fwd(options: Options, primals: Any) -> tuple[jax.Array, Any]:
     operands, wanted = residuals.values(primals), residuals.wanted(primals)
     refuse_scale_gradient(wanted.scale)
     if wanted.kernel and quantised.is_quantised(operands.kernel):
-        raise TypeError(
-            f"a kernel quantised as {quantised.qtype_name(operands.kernel)} is being "
-            "differentiated; it is frozen: take the gradient with respect to the adapter alone, as "
-            "with wrt=nnx.LoRAParam, or wrap the kernel in jax.lax.stop_gradient"
-        )
+        check.not_differentiated(operands.kernel)
     operands = _divisible(operands)
     told = _told_by_result(operands, operands.x.dtype)
     scaled, want_inner = _scaled_lora_a(operands), wanted.g is not None and not told

@@ -49,6 +49,10 @@ class Shard:
         """Returns the sum of the devices' parts of a contraction."""
         return lax.psum(array, self.summed) if self.summed and array is not None else array
 
+    def largest(self, array: Any) -> Any:
+        """Returns the largest of the devices' parts of a contracted axis, element by element."""
+        return lax.pmax(array, self.summed) if self.summed else array
+
 
 class Op(NamedTuple):
     """An operator, by what it does on one device and by the names of its arrays' axes.

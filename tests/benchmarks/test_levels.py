@@ -107,6 +107,9 @@ def test_quantised_measures_every_format_and_a_step(tmp_path: Path) -> None:
     assert (code, [row for row in rows if row.get("failed")]) == (0, [])
     assert [row["qtype"] for row in rows if row["work"] == "norm"] == list(quantised.FORMATS)
     assert [row["qtype"] for row in rows if row["work"] == "few rows"] == list(quantised.FORMATS)
+    projections = [row for row in rows if row["work"] == "projection"]
+    assert len(projections) == 8
+    assert sum("activations" in row for row in projections) == 4
     (step,) = (row for row in rows if row["work"] == "step")
     assert step["peak_bytes"] > step["temp_bytes"] > 0
 

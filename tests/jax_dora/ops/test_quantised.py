@@ -15,25 +15,11 @@ from jax_dora.ops import Dropout, dora_linear, draw_seed, factored_norm, lora_li
 from parity import oracle, tolerances
 from tests import quantised as kernels
 from tests.jax_dora.programs import equations
+from tests.quantised import NAMES, SCALE, both, near, operands, plain
 
-SCALE, RANK = 0.7, 5
 # Scales [1, out], tiles of 32 rows, blocks of 32 × 8, one scale for all.
 TILES = {"column": (1, 24), "tile": (3, 24), "block": (3, 3), "tensor": (1, 1)}
 SHAPE = (96, 24)
-NAMES = ("x", "lora_a", "lora_b", "magnitude", "bias")
-
-
-def operands(kernel, seed=3, dtype=jnp.float32, rows=(2, 7)):
-    """x, lora_a, lora_b, magnitude and bias beside a kernel, as training leaves them; and dy."""
-    rng = np.random.default_rng(seed)
-    n_in, n_out = kernel.shape
-    a, b = rng.normal(size=(n_in, RANK)) / n_in**0.5, rng.normal(size=(RANK, n_out)) / RANK**0.5
-    norm = np.linalg.norm(kernels.meant(kernel) + SCALE * a @ b, axis=0)
-    magnitude = norm * (1 + 0.1 * rng.normal(size=n_out))
-    drawn = (rng.normal(size=(*rows, n_in)), a, b, magnitude, rng.normal(size=n_out))
-    x, a, b, magnitude, bias = (jnp.asarray(one, jnp.float32) for one in drawn)
-    dy = jnp.asarray(rng.normal(size=(*rows, n_out)), dtype)
-    return (x.astype(dtype), a, b, magnitude, bias.astype(dtype)), dy
 
 
 def norm_of(kernel, a, b):
@@ -83,21 +69,6 @@ def test_bf16_scales_and_adapters():
     np.testing.assert_allclose(factored_norm(kernel, a, b, SCALE), norm_of(kernel, a, b), rtol=1e-5)
 
 
-def both(kernel, arrays, dy, **options):
-    """The result and the gradients of all but the kernel."""
-
-    def call(kernel, x, a, b, magnitude, bias):
-        return dora_linear(x, kernel, a, b, magnitude, SCALE, bias=bias, **options)
-
-    @jax.jit
-    def run(kernel, arrays, dy):
-        y, pull = jax.vjp(lambda *arrays: call(kernel, *arrays), *arrays)
-        return y, pull(dy)
-
-    with jax.default_matmul_precision("highest"):
-        return run(kernel, arrays, dy)
-
-
 @pytest.mark.parametrize(
     ("qtype", "dtype", "exact"),
     [
@@ -121,15 +92,6 @@ def test_projection_and_gradients(qtype, dtype, exact):
         turned = (lambda one: one.T) if name.startswith("lora") else (lambda one: one)
         error = np.abs(oracle.fp64(found) - turned(getattr(exactly, f"d_{name}")))
         assert np.all(error <= turned(getattr(bound, f"d_{name}"))), name
-
-
-def plain(kernel):
-    return jnp.asarray(kernels.meant(kernel), jnp.float32)
-
-
-def near(found, wanted):
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5 * np.abs(other).max())
 
 
 @pytest.mark.parametrize("mode", ["adapter", "input"])

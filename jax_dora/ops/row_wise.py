@@ -1,0 +1,132 @@
+"""Products in FP8 on both sides: a scale for each row of x, and one for each column of W.
+
+    x W ≈ (x̂ Ŵ) ∘ (s_x ⊗ s_w)      x̂ = round(x / s_x)      s_x = max |x| / 448, of a row
+
+x̂ and Ŵ are float8_e4m3fn, their products are added up in fp32, and both scales are applied to what
+comes out, so that a magnitude over a norm, which scales columns too, costs nothing. The gradient
+with respect to x is that of x W in x's dtype: what rounding adds has none.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
+from jax.custom_derivatives import SymbolicZero
+from jax.experimental.layout import Format, Layout
+
+from jax_dora.ops import check, quantised, residuals
+from jax_dora.ops.compose import per_feature
+from jax_dora.ops.reduction import dot_general
+from jax_dora.ops.rounding import bound
+from jax_dora.ops.shard import Shard
+
+QTYPE = "float8_e4m3fn"
+_ALONE = Shard()
+
+
+def check_act_qtype(act_qtype: Any, name: str, kernel: Any) -> None:
+    """Checks that activations can be quantised beside a kernel.
+
+    Args:
+      act_qtype: as `jax_dora.ops.dora_linear`'s.
+      name: of the kernel, for the message.
+      kernel: [..., in, out].
+
+    Raises:
+      ValueError: `act_qtype` is neither None nor "float8_e4m3fn", or the kernel is not quantised to
+        float8_e4m3fn with one scale for all inputs of an output feature.
+    """
+    if act_qtype is None:
+        return
+    if act_qtype != QTYPE:
+        raise ValueError(
+            f"act_qtype is {act_qtype!r}; expected None, for activations as they are, or {QTYPE!r}"
+        )
+    told = "is not quantised"
+    if quantised.is_quantised(kernel):
+        whole = kernel.scale.shape[-2] == 1 and kernel.zero_point is None
+        if whole and quantised.qtype_name(kernel) == QTYPE:
+            return
+        told = f"is quantised as {quantised.told(kernel)}"
+    raise ValueError(
+        f"act_qtype is {act_qtype!r} and {name} {told}; expected {QTYPE} with scales [1, out]: "
+        f"quantise it with jax_dora.quantize(model, {QTYPE!r}, act_qtype={QTYPE!r}), or leave "
+        "act_qtype out"
+    )
+
+
+def product(x: jax.Array, kernel: Any, shard: Shard = _ALONE) -> jax.Array:
+    """Returns x W by quantised rows, f32[..., out].
+
+    Args:
+      x: [..., in].
+      kernel: [in, out], as `check_act_qtype` wants it.
+      shard: how the devices share the operands; a row that lies on several has one scale.
+    """
+    largest = shard.largest(jnp.max(jnp.abs(x), axis=-1, keepdims=True).astype(jnp.float32))
+    # The least leaves a row of zeros zeros; NaN stays NaN.
+    scale = jnp.maximum(largest, jnp.finfo(jnp.float32).tiny * bound(QTYPE)) / bound(QTYPE)
+    codes = (x.astype(jnp.float32) / scale).astype(QTYPE)
+    total = shard.sum(_multiplied(codes, kernel.qvalue, x.dtype))
+    total = total.astype(jnp.float32) * scale
+    return total * per_feature(kernel.scale[0], total)
+
+
+def _multiplied(x: jax.Array, qvalue: jax.Array, dtype: Any) -> jax.Array:
+    """Returns x qvalue of FP8 numbers, added up in fp32; in bf16 where `dtype` is that."""
+    # cuBLAS takes columns that lie in one piece. Where they do not, XLA turns bytes several times
+    # faster than numbers; where they do (`columns_in_one_piece`) this moves nothing.
+    turned = lax.bitcast_convert_type(qvalue, jnp.int8).T
+    turned = lax.bitcast_convert_type(lax.optimization_barrier(turned), qvalue.dtype)
+    # fp16 has no room for sums of unscaled products.
+    narrow = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+    axes = (((x.ndim - 1,), (1,)), ((), ()))
+    return lax.dot_general(x, turned, axes, preferred_element_type=narrow)
+
+
+class Product(NamedTuple):
+    """The operands of a product: x [..., in], kernel [in, out]."""
+
+    x: Any
+    kernel: Any
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def linear(precision: Any, operands: Product) -> jax.Array:
+    """Returns `product` in x's dtype; `precision` is that of the gradient's product."""
+    return product(*operands).astype(operands.x.dtype)
+
+
+def _linear_fwd(precision: Any, primals: Any) -> tuple[jax.Array, Any]:
+    operands = residuals.values(primals)
+    if residuals.wanted(primals).kernel:
+        check.not_differentiated(operands.kernel)
+    return linear(precision, operands), operands.kernel
+
+
+def _linear_bwd(precision: Any, kernel: Any, dy: Any) -> tuple[Any]:
+    if isinstance(dy, SymbolicZero):
+        return (Product(None, None),)
+    d_x = dot_general(precision, dy, quantised.dense(kernel, dy.dtype), (-1, 1))
+    return (Product(d_x, None),)
+
+
+linear.defvjp(_linear_fwd, _linear_bwd, symbolic_zeros=True)
+
+
+def columns_in_one_piece(kernel: Any) -> Any:
+    """Returns a quantised kernel [..., in, out] each of whose columns lies in one piece of memory.
+
+    Its shape, sharding and numbers do not change. Arguments of a program keep such a layout, and
+    results of one have JAX's own again. A kernel without numbers is returned as it is.
+    """
+    qvalue = kernel.qvalue
+    if isinstance(qvalue, Tracer) or not isinstance(qvalue, jax.Array):
+        return kernel
+    *lead, rows, columns = range(qvalue.ndim)
+    layout = Format(Layout((*lead, columns, rows)), qvalue.sharding)
+    qvalue = jax.device_put(qvalue, layout)
+    return type(kernel)(qvalue, kernel.scale, kernel.zero_point, kernel.qtype)
