@@ -149,8 +149,9 @@ def _by_quantised_rows(static: Forward, shard: Shard, operands: Reduced) -> tupl
     choose.choose(static.op, static.implementation)
     base = row_wise.product(x, kernel, shard)
     lora = dot_general(static.precision, z, lora_b.astype(x.dtype), (-1, 0))
-    found = forward(None, base, lora, g, jnp.float32(1), bias, want_inner=static.want_inner)
-    return tuple(one if one is None else one.astype(x.dtype) for one in found)
+    options = {"want_inner": static.want_inner}
+    y, inner = forward(None, base, lora, g, jnp.float32(1), bias, **options)
+    return y.astype(x.dtype), None if inner is None else inner.astype(x.dtype)
 
 
 def _few_rows(static: Forward, rows: int, x: jax.Array, kernel: Any) -> jax.Array | None:
