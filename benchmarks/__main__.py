@@ -4,7 +4,8 @@
     python -m benchmarks step [--out DIR] [--seconds S] [--quick]
     python -m benchmarks quantised [--out DIR] [--seconds S] [--only WORK …] [--quick]
     python -m benchmarks bank|serve [--layers N] [--only KIND …] [--quick]
-    python -m benchmarks scale [--layers N] [--layouts dp fsdp tp] [--axes auto explicit] [--quick]
+    python -m benchmarks scale [--model qwen3|llama3] [--ranks 64 384] [--layouts tp fsdp dp alone]
+                               [--axes auto explicit] [--layers N] [--seconds S] [--quick]
     python -m benchmarks step|scale --torch [--layers N] [--rank N] [--quick]
     python -m benchmarks against CHECKOUT [--out DIR] [--only PATTERN …] [--quick]
 
@@ -73,8 +74,18 @@ def parser() -> argparse.ArgumentParser:
     sizes = made.add_argument_group("levels scale, bank, serve and step")
     for name in ("layers", "rank", "hidden", "tokens"):
         sizes.add_argument(f"--{name}", type=int, help="of the decoder, instead of the usual")
-    sizes.add_argument("--layouts", nargs="+", help="some of dp, fsdp, tp")
-    sizes.add_argument("--axes", nargs="+", help="some of auto, explicit")
+    scale = made.add_argument_group("level scale")
+    scale.add_argument(
+        "--model",
+        choices=("qwen3", "llama3"),
+        help="12 layers of Qwen3-8B's width (the default), or a whole Llama-3-8B",
+    )
+    scale.add_argument("--ranks", nargs="+", type=int, help="of the adapters; default: 64 384")
+    scale.add_argument("--layouts", nargs="+", choices=("tp", "fsdp", "dp", "alone"))
+    scale.add_argument("--axes", nargs="+", choices=("auto", "explicit"))
+    scale.add_argument("--devices", type=int, help="how many of them; default: all")
+    scale.add_argument("--rounds", type=int, help="of every program; default: 15")
+    scale.add_argument("--threads", type=int, help="programs that compile at a time; default: 8")
     made.add_argument("--commit", help="the commit, where git cannot tell")
     return made
 
@@ -164,17 +175,20 @@ def _scale(options: argparse.Namespace, device: str, console: Any) -> bool:
     from benchmarks import scale
     from benchmarks.model.protocol import Protocol
 
-    sizes = (
-        Protocol.quick() if options.quick else Protocol(layers=6, rank=64, alpha=64, tokens=2048)
-    )
-    given = {name: getattr(options, name) for name in ("layers", "rank", "hidden", "tokens")}
+    name = options.model or "qwen3"
+    usual = {"qwen3": Protocol(layers=12, tokens=2048), "llama3": Protocol.llama(tokens=2048)}
+    sizes = Protocol.quick() if options.quick else usual[name]
+    given = {name: getattr(options, name) for name in ("layers", "hidden", "tokens")}
     sizes = dataclasses.replace(sizes, **{name: size for name, size in given.items() if size})
-    settings = scale.Settings(sizes, seconds=options.seconds)
+    settings = scale.Settings(sizes, name, seconds=options.seconds)
     if options.quick:
-        settings = settings._replace(rounds=1)
-    for name in ("layouts", "axes"):
-        if chosen := getattr(options, name):
-            settings = settings._replace(**{name: tuple(chosen)})
+        settings = settings._replace(rounds=1, ranks=(8,))
+    for field in ("layouts", "axes", "ranks"):
+        if chosen := getattr(options, field):
+            settings = settings._replace(**{field: tuple(chosen)})
+    for field in ("rounds", "threads", "devices"):
+        if chosen := getattr(options, field):
+            settings = settings._replace(**{field: chosen})
     return _rows(options, device, console, scale.measure(settings, device), scale.line)
 
 

@@ -1,164 +1,149 @@
 """Level `scale`: a decoder on several devices: the base, LoRA and DoRA in one run.
 
 Each layout is a mesh over all devices, and each kind of model is measured on it at a whole training
-step and at inference, with automatic and with explicit axes. The programs of a layout are timed in
-turns, so that what disturbs one disturbs all.
+step and at inference, with automatic and with explicit axes; "alone" is data parallelism's share of
+one device. The programs of a layout are timed in turns, so that what disturbs one disturbs all.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
+import itertools
 import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-import jax_dora
 from benchmarks.collectives import collectives
-from benchmarks.model.decoder import Decoder, LoRALinear, Style, loss
-from benchmarks.model.protocol import PROJECTIONS, Protocol
+from benchmarks.model.decoder import loss
+from benchmarks.model.placed import LAYOUTS, OPTIMIZER, Placed, arrays, placed
+from benchmarks.model.protocol import Protocol
 from benchmarks.results import Row
 
-OPTIMIZER = optax.adamw(1e-4)
-LORA_B_INIT = nnx.initializers.normal(0.0035)
 KINDS = ("base", "LoRA", "DoRA")
-# The projections whose result is sharded under tensor parallelism; the others take it so.
-COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+# Groups. Results come sooner with fewer; with more, the processor's cores are in use for longer.
+COMPILED_TOGETHER = 4
 
 
-class Layout(NamedTuple):
-    """How arrays lie on a mesh of one axis, "devices".
+class Group(NamedTuple):
+    """What is timed in turns: a layout, axes and a rank."""
 
-    Attributes:
-      rows: a batch's rows are sharded.
-      weights: how a kernel [in, out] is, by whether its columns are what tensor parallelism shards.
-    """
-
-    rows: bool
-    weights: Callable[[bool], tuple[str | None, str | None]]
-
-
-AXIS = "devices"
-LAYOUTS = {
-    "dp": Layout(True, lambda columns: (None, None)),
-    "fsdp": Layout(True, lambda columns: (AXIS, None)),
-    "tp": Layout(False, lambda columns: (None, AXIS) if columns else (AXIS, None)),
-}
-
-
-class Program(NamedTuple):
-    """A compiled program with its arguments, and what is known of it before it is timed."""
-
-    row: Row
-    run: Callable[..., Any] | None
-    arguments: tuple[Any, ...]
+    layout: str
+    axes: str
+    rank: int
 
 
 class Settings(NamedTuple):
-    """What is measured on which layouts, and for how long: nothing is built after `seconds`."""
+    """What is measured on which layouts, and for how long: nothing is built after `seconds`.
+
+    Attributes:
+      model: the name of the decoder that has `sizes`.
+      threads: how many programs compile at a time.
+      devices: how many there are; None for all.
+    """
 
     sizes: Protocol
+    model: str = "qwen3"
     layouts: tuple[str, ...] = tuple(LAYOUTS)
     axes: tuple[str, ...] = ("auto", "explicit")
+    ranks: tuple[int, ...] = (64, 384)
     rounds: int = 15
     seconds: float = 300.0
+    threads: int = 8
+    devices: int | None = None
+
+    def groups(self) -> Iterator[Group]:
+        """Yields what is measured, the most wanted first."""
+        for rank in self.ranks:
+            for layout in self.layouts:
+                for axes in self.axes[:1] if layout == "alone" else self.axes:
+                    yield Group(layout, axes, rank)
+
+    def of_rank(self, rank: int) -> Protocol:
+        """Returns the sizes with adapters of a rank."""
+        return dataclasses.replace(self.sizes, rank=rank, alpha=rank)
+
+
+class Program(NamedTuple):
+    """A compiled program, the model that it is of, and what is known of it before it is timed."""
+
+    row: Row
+    run: Callable[..., Any] | None
+    model: Placed
 
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields one row a measurement: times, memory, and what travels between the devices."""
     started = time.monotonic()
-    for axes in settings.axes:
-        for layout in settings.layouts:
-            programs: list[Program] = []
-            for kind in KINDS:
-                if time.monotonic() - started < settings.seconds:
-                    programs += _programs(kind, layout, axes, settings.sizes, device)
-            yield from _timed(programs, settings.rounds)
+    groups = settings.groups()
+    while batch := tuple(itertools.islice(groups, COMPILED_TOGETHER)):
+        if time.monotonic() - started > settings.seconds:
+            return
+        # Nothing is timed while anything compiles.
+        with ThreadPoolExecutor(settings.threads) as pool:
+            found = [_programs(group, settings, device, pool) for group in batch]
+        for programs in found:
+            yield from _timed([one.result() for one in programs], settings)
 
 
-def _programs(kind: str, layout: str, axes: str, sizes: Protocol, device: str) -> list[Program]:
-    explicit = AxisType.Explicit if axes == "explicit" else AxisType.Auto
-    mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(explicit,))
-    graphdef, *arguments = _model(kind, LAYOUTS[layout], mesh, sizes, device)
+def _programs(
+    group: Group, settings: Settings, device: str, pool: ThreadPoolExecutor
+) -> list[Future[Program]]:
+    """Returns the programs of a group, which `pool` compiles."""
+    sizes = settings.of_rank(group.rank)
+    layout = LAYOUTS[group.layout]
+    mesh = layout.mesh(group.axes, settings.devices)
     found = []
-    with jax.set_mesh(mesh):
-        for task, function in TASKS.items():
+    for kind in KINDS:
+        model = placed(kind, layout, mesh, sizes, device)
+        for task in ("inference", "step"):
             if kind == "base" and task == "step":
                 continue  # It has nothing to train.
-            row: Row = {"kind": kind, "layout": layout, "axes": axes, "task": task}
+            row: Row = {"kind": kind, **group._asdict(), "task": task, "model": settings.model}
             row |= {"devices": mesh.size, "hidden": sizes.hidden, **sizes.shape()}
-            begin = time.monotonic()
-            given = arguments[: -1 if task == "inference" else None]
-            run = None
             try:
-                one = jax.jit(functools.partial(function, graphdef, sizes.last))
-                run = one.lower(*given).compile()
-                row |= _facts(run, mesh.size)
-            except Exception as error:  # One that does not compile costs no other its measurement.
-                row["failed"] = f"{type(error).__name__}: {error}"[:600]
-            row["compile_s"] = time.monotonic() - begin
-            found.append(Program(row, run, tuple(given)))
+                with jax.set_mesh(mesh):
+                    lowered = program(task, model, sizes.last).lower(*_operands(task, model))
+            except Exception as error:
+                found.append(pool.submit(_failed, row, model, error))
+            else:
+                found.append(pool.submit(_compiled, row, model, lowered))
     return found
 
 
-def _model(kind: str, layout: Layout, mesh: Any, sizes: Protocol, device: str) -> tuple[Any, ...]:
-    """Returns (graphdef, trained, frozen, tokens, the optimizer's state), placed on the mesh."""
-    style = Style(attention="cudnn" if device == "cuda" else "xla", fused_swiglu=False)
-    if layout.rows and AxisType.Explicit not in mesh.axis_types:
-        # As in other FSDP models: what XLA finds by itself moves activations instead of weights.
-        style = style._replace(rows=NamedSharding(mesh, P(AXIS)))
-    if kind == "LoRA":
-        options = {"rank": sizes.rank, "scale": sizes.alpha / sizes.rank, "b_init": LORA_B_INIT}
-        style = style._replace(linear=functools.partial(LoRALinear, **options))
-    rule = jax_dora.DoRARule(
-        rf"layers/({'|'.join(PROJECTIONS)})",
-        sizes.rank,
-        sizes.alpha,
-        adapter_dtype=jnp.bfloat16,
-        lora_b_init=LORA_B_INIT,
-    )
-
-    def make() -> Decoder:
-        model = Decoder(sizes, style, nnx.Rngs(0))
-        return jax_dora.apply_dora(model, rule, rngs=nnx.Rngs(1)) if kind == "DoRA" else model
-
-    graphdef, state = nnx.split(nnx.eval_shape(make))
-    flat = nnx.to_flat_state(state)
-    specs = [_spec(layout, path, variable.get_value().ndim) for path, variable in flat]
-    # Made with automatic axes, which every initializer knows.
-    auto = jax.sharding.Mesh(mesh.devices, mesh.axis_names)
-    made = jax.jit(
-        lambda: [v.get_value() for _, v in nnx.to_flat_state(nnx.split(make())[1])],
-        out_shardings=[NamedSharding(auto, spec) for spec in specs],
-    )()
-    made = jax.device_put(made, [NamedSharding(mesh, spec) for spec in specs])
-    pairs = zip(flat, made, strict=True)
-    state = nnx.from_flat_state([(path, var.replace(value)) for (path, var), value in pairs])
-    graphdef, trained, frozen = nnx.split(nnx.merge(graphdef, state), nnx.LoRAParam, ...)
-    rows = 2 * mesh.size if layout.rows else 2
-    tokens = jax.random.randint(jax.random.key(2), (rows, sizes.tokens + 1), 0, sizes.vocabulary)
-    tokens = jax.device_put(tokens, NamedSharding(mesh, P(AXIS if layout.rows else None)))
-    with jax.set_mesh(mesh):
-        return graphdef, trained, frozen, tokens, jax.jit(OPTIMIZER.init)(trained)
+def _operands(task: str, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns what a task's program takes of a placed model or its arrays."""
+    _, *operands, state = arrays
+    return (*operands, state) if task == "step" else tuple(operands)
 
 
-def _spec(layout: Layout, path: tuple[Any, ...], rank: int) -> jax.sharding.PartitionSpec:
-    """Returns how a parameter is sharded; those of the layers are stacked."""
-    if path[0] != "layers" or path[1] not in PROJECTIONS:
-        return P()
-    into, out = layout.weights(path[1] in COLUMNS)
-    named = {"kernel": (into, out), "lora_a": (into, None), "lora_b": (None, out)}
-    spec = named.get(path[2], (out,))
-    return P(*(None,) * (rank - len(spec)), *spec)
+def _compiled(row: Row, model: Placed, lowered: Any) -> Program:
+    try:
+        run = lowered.compile()
+        return Program(row | _facts(run, row["devices"]), run, model)
+    except Exception as error:
+        return _failed(row, model, error)
+
+
+def _failed(row: Row, model: Placed, error: Exception) -> Program:
+    # One that does not compile costs no other its measurement.
+    return Program(row | {"failed": f"{type(error).__name__}: {error}"[:600]}, None, model)
+
+
+def program(task: str, model: Any, last: int) -> Any:
+    """Returns "inference" or "step" of a placed model as a jitted function of its arrays."""
+    if task == "inference":
+        return jax.jit(functools.partial(_inference, model.graphdef, last))
+    made = jax.tree.map(lambda one: one.sharding, (model.trained, model.state))
+    return jax.jit(functools.partial(_step, model.graphdef, last), out_shardings=(None, *made))
 
 
 def _inference(graphdef: Any, last: int, trained: Any, frozen: Any, tokens: jax.Array) -> Any:
@@ -176,35 +161,38 @@ def _step(
     return value, optax.apply_updates(trained, updates), state
 
 
-TASKS = {"inference": _inference, "step": _step}
-
-
 def _facts(program: Any, devices: int) -> Row:
     """Returns the memory of a compiled program and what it sends."""
-    memory, sent = program.memory_analysis(), collectives(program.as_text(), devices)
+    text, memory = program.as_text(), program.memory_analysis()
+    sent = collectives(text, devices)
     return {
         "temp_bytes": memory.temp_size_in_bytes,
         "peak_bytes": getattr(memory, "peak_memory_in_bytes", None),
-        "kernels": len(re.findall(r'custom_call_target="mosaic_gpu', program.as_text())),
+        "kernels": len(re.findall(r'custom_call_target="mosaic_gpu', text)),
         "sent_bytes": sum(one.bytes for one in sent),
         "sent": dict(collections.Counter(one.kind for one in sent)),
     }
 
 
-def _timed(programs: list[Program], rounds: int) -> Iterator[Row]:
+def _timed(programs: list[Program], settings: Settings) -> Iterator[Row]:
     """Yields the programs' rows with their median wall times, taken in turns."""
     times: list[list[float]] = [[] for _ in programs]
-    for turn in range(rounds + 1):
-        for program, taken in zip(programs, times, strict=True):
-            if program.run is None:
+    drawn = {}
+    for one in programs:
+        if one.row["kind"] not in drawn:
+            drawn[one.row["kind"]] = (None, *arrays(one.model, settings.sizes.vocabulary))
+    for turn in range(settings.rounds + 1):
+        for one, taken in zip(programs, times, strict=True):
+            if one.run is None:
                 continue
+            operands = _operands(one.row["task"], drawn[one.row["kind"]])
             begin = time.perf_counter()
-            jax.block_until_ready(program.run(*program.arguments))
+            jax.block_until_ready(one.run(*operands))
             if turn:  # The first warms up.
                 taken.append(1e3 * (time.perf_counter() - begin))
     medians = {}
-    for program, taken in zip(programs, times, strict=True):
-        row = dict(program.row)
+    for one, taken in zip(programs, times, strict=True):
+        row = dict(one.row)
         if taken:
             row["ms"] = medians[row["kind"], row["task"]] = statistics.median(taken)
             row["spread_ms"] = max(taken) - min(taken)
@@ -215,7 +203,7 @@ def _timed(programs: list[Program], rounds: int) -> Iterator[Row]:
 
 def line(row: Row) -> str:
     """Returns a row as a line to read."""
-    name = f"{row['axes']:8} {row['layout']:5} {row['kind']:4} {row['task']:9}"
+    name = f"{row['axes']:8} {row['layout']:5} r{row['rank']:<3} {row['kind']:4} {row['task']:9}"
     if "failed" in row:
         return f"{name} failed: {row['failed'][:150]}"
     ratio = f"  {row['over_lora']:.3f} of LoRA" if "over_lora" in row else ""

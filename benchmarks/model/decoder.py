@@ -5,6 +5,7 @@ Of jax_dora it calls `remat_policy` and, where `fused_swiglu` is set, `swiglu`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ class Style(NamedTuple):
       linear: makes the seven projections of a layer; called like `nnx.Linear`.
       attention: as `jax.nn.dot_product_attention`'s `implementation`.
       rows: the sharding of what goes into projections, or None where XLA finds one.
+      residual: that of what layers add to, which explicit axes ask for; None on automatic ones.
     """
 
     dtype: Any = jnp.bfloat16
@@ -36,6 +38,7 @@ class Style(NamedTuple):
     attention: Any = "xla"
     fused_swiglu: bool = True
     rows: Any = None
+    residual: Any = None
 
     def place(self, x: jax.Array) -> jax.Array:
         return x if self.rows is None else lax.with_sharding_constraint(x, self.rows)
@@ -81,13 +84,15 @@ class Layer(nnx.Module):
         q, k = rotate(self.q_norm(q)), rotate(self.k_norm(k))
         implementation = self.style.attention
         y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
-        return self.o_proj(self.style.place(y.reshape(*x.shape[:2], -1)))
+        y = self.style.place(y.reshape(*x.shape[:2], -1))
+        return self.o_proj(y, out_sharding=self.style.residual)
 
     def mlp(self, x: jax.Array) -> jax.Array:
         if self.style.fused_swiglu:
-            return self.down_proj(jax_dora.swiglu(self.gate_proj, self.up_proj, x))
-        hidden = jax.nn.silu(self.gate_proj(x)) * self.up_proj(x)
-        return self.down_proj(self.style.place(hidden))
+            hidden = jax_dora.swiglu(self.gate_proj, self.up_proj, x)
+        else:
+            hidden = self.style.place(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(hidden, out_sharding=self.style.residual)
 
 
 class Decoder(nnx.Module):
@@ -116,7 +121,8 @@ class Decoder(nnx.Module):
             return nnx.merge(graphdef, state)(x), None
 
         one_layer = jax.checkpoint(one_layer, policy=policy, prevent_cse=False)
-        x, _ = lax.scan(one_layer, self.embed(tokens), stacked)
+        embedded = self.embed(tokens, out_sharding=self.style.residual)
+        x, _ = lax.scan(one_layer, embedded, stacked)
         return self.head(self.norm(x[:, -last:]))
 
 
@@ -148,8 +154,10 @@ class LoRALinear(nnx.Linear):
         self.scale = scale
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        added = (inputs @ self.lora_a[...]) @ self.lora_b[...]
-        return super().__call__(inputs) + added * jnp.asarray(self.scale, added.dtype)
+        dot = functools.partial(jnp.matmul, out_sharding=out_sharding)
+        added = dot(dot(inputs, self.lora_a[...]), self.lora_b[...])
+        base = super().__call__(inputs, out_sharding=out_sharding)
+        return base + added * jnp.asarray(self.scale, added.dtype)
 
 
 class Dense(LoRALinear):

@@ -57,6 +57,11 @@ class Protocol:
             checked_layers=2,
         )
 
+    @classmethod
+    def llama(cls, *, tokens: int) -> Protocol:
+        """Returns Llama 3 8B's sizes."""
+        return cls(intermediate=14_336, layers=32, vocabulary=128_256, tokens=tokens)
+
     def shape(self) -> dict[str, int]:
         return {"layers": self.layers, "tokens": self.tokens, "rank": self.rank}
 

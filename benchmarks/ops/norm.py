@@ -23,12 +23,15 @@ RANK = 384
 # in, out: square projections, and the up and down projections of wide MLPs.
 SHAPES = ((4096, 4096), (8192, 8192), (8192, 28672), (28672, 8192))
 RANK_SHAPE = (8192, 8192)
+# A device's part of k or v, where two share 8 heads.
+PART = (4096, 512)
 QUICK = ((64, 48, 8),)
 
 
 def works(device: str, quick: bool) -> Iterator[Callable[[], Work]]:
     shapes = [(*shape, RANK) for shape in SHAPES]
     shapes += [(*RANK_SHAPE, rank) for rank in RANKS if rank != RANK]
+    shapes += [(*PART, rank) for rank in (64, RANK)]
     for shape in QUICK if quick else shapes:
         yield functools.partial(work, *shape, device)
 

@@ -94,7 +94,11 @@ class Forward(NamedTuple):
 
 class Reduced(NamedTuple):
     """The operands of `FORWARD`: x [..., in], kernel [in, out], z = s·xA [..., r], lora_b [r, out],
-    g f32[out] or None, bias [out] or None."""
+    g f32[out] or None, bias [out] or None, lora_a = s·A [in, r] or None.
+
+    Where inputs are sharded, a device takes its part of z from lora_a, so that nothing waits for
+    the sum of z.
+    """
 
     x: Any
     kernel: Any
@@ -102,25 +106,27 @@ class Reduced(NamedTuple):
     lora_b: Any
     g: Any
     bias: Any
+    lora_a: Any
 
 
 def _forward(static: Forward, shard: Shard, operands: Reduced) -> tuple[Any, Any]:
     """Returns (y, inner or None); y is inner where g is None."""
     if static.act_qtype is not None:
         return _by_quantised_rows(static, shard, operands)
-    x, kernel, z, lora_b, g, bias = operands
+    x, kernel, z, lora_b, g, bias, lora_a = operands
+    dot, one = functools.partial(dot_general, static.precision), jnp.float32(1)
+    if shard.summed:
+        part = shard.once(z) if lora_a is None else dot(x, lora_a, (-1, 0))
+        operands = operands._replace(z=part, bias=shard.once(bias))
     if shard.summed and static.want_inner:
         # y is not linear in a part of inner.
-        linear = operands._replace(z=shard.once(z), g=None, bias=None)
+        linear = operands._replace(g=None, bias=None)
         inner = shard.sum(_forward(static._replace(want_inner=False), Shard(), linear)[0])
-        zeros = jnp.zeros_like(inner)
-        return forward(None, inner, zeros, g, jnp.float32(1), bias, want_inner=False)[0], inner
+        return forward(None, inner, jnp.zeros_like(inner), g, one, bias, want_inner=False)[0], inner
     if shard.summed:
-        operands = operands._replace(z=shard.once(z), bias=shard.once(bias))
         return shard.sum(_forward(static, Shard(), operands)[0]), None
     (in_features, out), rank = kernel.shape, z.shape[-1]
     rows = x.size // max(in_features, 1)
-    dot, one = functools.partial(dot_general, static.precision), jnp.float32(1)
     base = _few_rows(static, rows, x, kernel)
     if base is None:
         # Of a quantised kernel a copy that lasts as long as the product.
@@ -145,7 +151,7 @@ def _forward(static: Forward, shard: Shard, operands: Reduced) -> tuple[Any, Any
 
 def _by_quantised_rows(static: Forward, shard: Shard, operands: Reduced) -> tuple[Any, Any]:
     """Returns (y, inner or None) with the kernel's product in FP8; z and g stay as they are."""
-    x, kernel, z, lora_b, g, bias = operands
+    x, kernel, z, lora_b, g, bias, _ = operands
     choose.choose(static.op, static.implementation)
     base = row_wise.product(x, kernel, shard)
     lora = dot_general(static.precision, z, lora_b.astype(x.dtype), (-1, 0))
@@ -168,7 +174,7 @@ def _few_rows(static: Forward, rows: int, x: jax.Array, kernel: Any) -> jax.Arra
 FORWARD = Op(
     "project",
     _forward,
-    Reduced("t i", "i o", "t r", "r o", "o", "o"),
+    Reduced("t i", "i o", "t r", "r o", "o", "o", "i r"),
     ("t o", "t o"),
     contracted="i",
 )
@@ -238,7 +244,9 @@ def _reduced(
     static = Forward(
         options.op, options.implementation, options.precision, want_inner, options.act_qtype
     )
-    return static, Reduced(x, kernel, z, lora_b, g, bias)
+    # A dropped x has its own kernels for z, and an FP8 product sums its parts by itself.
+    lora_a = scaled if seed is None and options.act_qtype is None else None
+    return static, Reduced(x, kernel, z, lora_b, g, bias, lora_a)
 
 
 def _reducing(options: Options, x: jax.Array) -> Reducing:

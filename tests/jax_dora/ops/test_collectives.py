@@ -127,6 +127,21 @@ def test_only_vectors_travel_beside_what_a_layer_of_lora_sends(optimized, of_x, 
     assert sent(dora) <= sent(lora) + 4 * 3 * WIDE
 
 
+def test_a_row_parallel_layer_waits_for_no_sum_but_its_result_s(optimized):
+    """Each device expands its part of the reduction to the rank, which LoRA adds up first."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    specs = [P(None, "x"), P("x"), P("x"), P(), P()]
+    shapes = [(TOKENS, HIDDEN), (HIDDEN, WIDE), (HIDDEN, RANK), (RANK, WIDE), (WIDE,)]
+    places = [NamedSharding(mesh, spec) for spec in specs]
+    operands = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
+        for shape, place in zip(shapes, places, strict=True)
+    ]
+    text = jax.jit(dora, out_shardings=NamedSharding(mesh, P())).lower(*operands).compile()
+    sizes = sorted(one.bytes for one in collectives(text.as_text(), 4))
+    assert sizes == [4 * WIDE, 4 * TOKENS * WIDE]  # The norm's squares and the result.
+
+
 def max_matrix(found: list[Collective]) -> int:
     return max((one.bytes for one in found if one.kind == "all-gather"), default=0)
 

@@ -1,0 +1,147 @@
+"""The decoder on several devices: how each of its arrays lies on a mesh, and such arrays."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_dora
+from benchmarks.model.decoder import Decoder, LoRALinear, Style
+from benchmarks.model.protocol import PROJECTIONS, Protocol
+
+OPTIMIZER = optax.adamw(1e-4)
+# The projections whose result is sharded under tensor parallelism; the others take it so.
+COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+AXIS = "devices"
+ROWS_OF_A_DEVICE = 2
+# Of lora_b, so that s‖A B‖ is about 0.3 of ‖W‖ in a model whose weights have a deviation of 0.02.
+DEVIATION, LORA_B_DEVIATION = 0.02, 0.0035
+
+
+class Layout(NamedTuple):
+    """How arrays lie on a mesh of one axis, "devices".
+
+    Attributes:
+      rows: a batch's rows are sharded.
+      weights: how a kernel [in, out] is, by whether its columns are what tensor parallelism shards.
+      alone: the mesh is one device.
+    """
+
+    rows: bool
+    weights: Callable[[bool], tuple[str | None, str | None]]
+    alone: bool = False
+
+    def mesh(self, axes: str, count: int | None = None) -> Mesh:
+        """Returns the mesh over `count` devices, or all, with "auto" or "explicit" axes."""
+        kind = AxisType.Explicit if axes == "explicit" else AxisType.Auto
+        devices = jax.devices()[: 1 if self.alone else count]
+        return jax.make_mesh((len(devices),), (AXIS,), axis_types=(kind,), devices=devices)
+
+
+LAYOUTS = {
+    "tp": Layout(False, lambda columns: (None, AXIS) if columns else (AXIS, None)),
+    "fsdp": Layout(True, lambda columns: (AXIS, None)),
+    "dp": Layout(True, lambda columns: (None, None)),
+    "alone": Layout(True, lambda columns: (None, None), alone=True),
+}
+
+
+class Placed(NamedTuple):
+    """A model, the optimizer's state and a batch, as types with their places on a mesh."""
+
+    graphdef: Any
+    trained: Any
+    frozen: Any
+    tokens: jax.ShapeDtypeStruct
+    state: Any
+
+
+def placed(kind: str, layout: Layout, mesh: Mesh, sizes: Protocol, device: str) -> Placed:
+    """Returns the decoder of a kind: "base", "LoRA" or "DoRA"."""
+    style = Style(attention="cudnn" if device == "cuda" else "xla", fused_swiglu=False)
+    rows = NamedSharding(mesh, P(AXIS if layout.rows else None))
+    if AxisType.Explicit in mesh.axis_types:
+        style = style._replace(residual=rows)
+    elif layout.rows:
+        # As in other FSDP models: what XLA finds by itself moves activations instead of weights.
+        style = style._replace(rows=rows)
+    if kind == "LoRA":
+        options = {"rank": sizes.rank, "scale": sizes.alpha / sizes.rank}
+        options["b_init"] = nnx.initializers.normal(LORA_B_DEVIATION)
+        style = style._replace(linear=functools.partial(LoRALinear, **options))
+    paths = rf"layers/({'|'.join(PROJECTIONS)})"
+    rule = jax_dora.DoRARule(paths, sizes.rank, sizes.alpha, adapter_dtype=jnp.bfloat16)
+
+    def make() -> Decoder:
+        model = Decoder(sizes, style, nnx.Rngs(0))
+        return jax_dora.apply_dora(model, rule, rngs=nnx.Rngs(1)) if kind == "DoRA" else model
+
+    graphdef, state = nnx.split(nnx.eval_shape(make))
+    flat = [
+        (path, variable.replace(_on(mesh, _spec(layout, path, variable.ndim), variable)))
+        for path, variable in nnx.to_flat_state(state)
+    ]
+    model = nnx.merge(graphdef, nnx.from_flat_state(flat))
+    graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam, ...)
+    count = ROWS_OF_A_DEVICE * (mesh.size if layout.rows else 1)
+    shape = (count, sizes.tokens + 1)
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)
+    moments = optax.tree.map_params(
+        OPTIMIZER,
+        lambda moment, parameter: _on(mesh, parameter.sharding.spec, moment),
+        jax.eval_shape(OPTIMIZER.init, trained),
+        trained,
+        transform_non_params=lambda count: _on(mesh, P(), count),
+    )
+    return Placed(graphdef, trained, frozen, tokens, moments)
+
+
+def _on(mesh: Mesh, spec: P, array: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, spec))
+
+
+def _spec(layout: Layout, path: tuple[Any, ...], rank: int) -> P:
+    """Returns how a parameter is sharded; those of the layers are stacked."""
+    if path[0] != "layers" or path[1] not in PROJECTIONS:
+        return P()
+    into, out = layout.weights(path[1] in COLUMNS)
+    named = {"kernel": (into, out), "lora_a": (into, None), "lora_b": (None, out)}
+    spec = named.get(path[2], (out,))
+    return P(*(None,) * (rank - len(spec)), *spec)
+
+
+def arrays(placed: Placed, vocabulary: int) -> tuple[Any, ...]:
+    """Returns (trained, frozen, tokens, state): random numbers of a model's size, drawn where they
+    lie; magnitudes are near the norms of such weights."""
+
+    def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        name = jax.tree_util.keystr(path)
+        if "magnitude" in name or "scale" in name:
+            return jnp.ones(leaf.shape, leaf.dtype)
+        deviation = LORA_B_DEVIATION if "lora_b" in name else DEVIATION
+        key = jax.random.key(len(name), impl="rbg")  # Quick to compile, and to draw.
+        return deviation * jax.random.normal(key, leaf.shape, leaf.dtype)
+
+    def make() -> Any:
+        parameters = (placed.trained, placed.frozen)
+        key = jax.random.key(2)
+        tokens = jax.random.randint(key, placed.tokens.shape, 0, vocabulary)
+        moments = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), placed.state)
+        return *jax.tree_util.tree_map_with_path(draw, parameters), tokens, moments
+
+    wanted = jax.tree.map(lambda leaf: leaf.sharding, tuple(placed[1:]))
+    # Drawn with automatic axes, which every function knows.
+    mesh = placed.tokens.sharding.mesh
+    auto = Mesh(mesh.devices, mesh.axis_names)
+    drawn = jax.jit(
+        make, out_shardings=jax.tree.map(lambda one: NamedSharding(auto, one.spec), wanted)
+    )()
+    return jax.device_put(drawn, wanted)

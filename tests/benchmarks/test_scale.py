@@ -1,0 +1,54 @@
+"""The benchmark of several devices."""
+
+import jax
+import pytest
+
+from benchmarks import scale
+from benchmarks.model.placed import LAYOUTS, placed
+from benchmarks.model.protocol import Protocol
+
+
+@pytest.mark.parametrize("kind", ["LoRA", "DoRA"])
+@pytest.mark.parametrize("layout", ["tp", "fsdp"])
+def test_a_step_on_explicit_axes_is_typed(layout: str, kind: str) -> None:
+    """Its results lie as what they replace."""
+    sizes = Protocol.quick()
+    mesh = LAYOUTS[layout].mesh("explicit", 2)
+    model = placed(kind, LAYOUTS[layout], mesh, sizes, "cpu")
+    # JAX's own attention does not promote strictly.
+    with jax.set_mesh(mesh), jax.numpy_dtype_promotion("standard"):
+        traced = scale.program("step", model, sizes.last).trace(*model[1:])
+    _, trained, state = traced.out_info
+    for found, given in ((trained, model.trained), (state, model.state)):
+        places = zip(jax.tree.leaves(found), jax.tree.leaves(given), strict=True)
+        assert all(one.sharding == other.sharding for one, other in places)
+
+
+def test_the_most_wanted_comes_first() -> None:
+    groups = list(scale.Settings(Protocol.quick()).groups())
+    assert groups[:3] == [("tp", "auto", 64), ("tp", "explicit", 64), ("fsdp", "auto", 64)]
+    # One device has no axes to speak of.
+    assert [group for group in groups if group.layout == "alone"] == [
+        ("alone", "auto", 64),
+        ("alone", "auto", 384),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", ["auto", "explicit"])
+def test_a_layout_is_measured(axes: str) -> None:
+    settings = scale.Settings(Protocol.quick(), layouts=("tp",), axes=(axes,), ranks=(8,), rounds=1)
+    settings = settings._replace(devices=2)
+    with jax.numpy_dtype_promotion("standard"):
+        rows = list(scale.measure(settings, "cpu"))
+    assert [(row["kind"], row["task"]) for row in rows] == [
+        ("base", "inference"),
+        ("LoRA", "inference"),
+        ("LoRA", "step"),
+        ("DoRA", "inference"),
+        ("DoRA", "step"),
+    ]
+    assert all(row["ms"] > 0 and row["sent_bytes"] > 0 for row in rows)
+    assert all(scale.line(row) for row in rows)
+    late = settings._replace(seconds=0.0)
+    assert not list(scale.measure(late, "cpu"))
