@@ -133,7 +133,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_device_runs_the_kernel_on_its_part(on_hopper, name, want_inner):
     proposed, taken, result = LAYOUTS[name]
-    static = Forward("dora_linear", "mosaic", None, want_inner)
+    static = Forward("dora_linear", "mosaic", None, want_inner, None)
     results = [result] * (1 + want_inner)
     mesh = automatic(2)
     text, specs = of_device(FORWARD, static, FORWARD_OPERANDS, mesh, proposed, results)
@@ -154,7 +154,7 @@ def test_the_norm_sums_only_vectors(on_hopper):
 
 
 def test_a_part_that_loses_is_left_to_xla(on_hopper):
-    static = Forward("dora_linear", None, None, False)
+    static = Forward("dora_linear", None, None, False, None)
     operands = FORWARD_OPERANDS._replace(x=shape(1024, IN), z=shape(1024, RANK))
     specs = [("data",), (), ("data",), (), (), ()]
     text, _ = of_device(FORWARD, static, operands, automatic(2), specs, [("data",)])
