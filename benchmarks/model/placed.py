@@ -60,7 +60,7 @@ class Placed(NamedTuple):
     graphdef: Any
     trained: Any
     frozen: Any
-    tokens: jax.ShapeDtypeStruct
+    tokens: Any
     state: Any
 
 
@@ -139,7 +139,7 @@ def arrays(placed: Placed, vocabulary: int) -> tuple[Any, ...]:
 
     wanted = jax.tree.map(lambda leaf: leaf.sharding, tuple(placed[1:]))
     # Drawn with automatic axes, which every function knows.
-    mesh = placed.tokens.sharding.mesh
+    mesh: Any = placed.tokens.sharding.mesh
     auto = Mesh(mesh.devices, mesh.axis_names)
     drawn = jax.jit(
         make, out_shardings=jax.tree.map(lambda one: NamedSharding(auto, one.spec), wanted)
