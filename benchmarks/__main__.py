@@ -3,6 +3,7 @@
     python -m benchmarks ops|layer|model|tune [--out DIR] [--only PATTERN …] [--quick]
     python -m benchmarks step [--out DIR] [--seconds S] [--quick]
     python -m benchmarks quantised [--out DIR] [--seconds S] [--only WORK …] [--quick]
+    python -m benchmarks quality [--out DIR] [--quick]
     python -m benchmarks bank|serve [--layers N] [--only KIND …] [--quick]
     python -m benchmarks scale [--model qwen3|llama3] [--ranks 64 384] [--layouts tp fsdp dp alone]
                                [--axes auto explicit] [--layers N] [--seconds S] [--quick]
@@ -12,11 +13,11 @@
 `ops` measures the operators, `layer` one projection beside LoRA and PEFT, `model` a decoder of
 Qwen3-8B's dimensions, `tune` the kernels with candidate launch configs, `step` a whole optimizer
 step of Llama 3 8B's dimensions by what it keeps, `bank` many adapters in one batch of its
-projections, `quantised` kernels and steps over quantised bases, `serve` the server's engine,
-`scale` a decoder on several devices. `step --torch` and `scale --torch` measure a step of
-transformers' Llama by torch_dora and by PEFT, on one GPU, and on all under FSDP2. `against`
-measures layers and a model with this checkout and with another one in turns, and prints the ratios
-of their times.
+projections, `quantised` kernels and steps over quantised bases, `quality` what these bases cost a
+model's results, `serve` the server's engine, `scale` a decoder on several devices. `step --torch`
+and `scale --torch` measure a step of transformers' Llama by torch_dora and by PEFT, on one GPU, and
+on all under FSDP2. `against` measures layers and a model with this checkout and with another one in
+turns, and prints the ratios of their times.
 
 Exits 1 if anything that was timed is not correct, or failed; ratios of it are withheld.
 """
@@ -40,6 +41,7 @@ MEASURES = {
     "scale": "a decoder on several devices: base, LoRA and DoRA, and what they send",
     "quantised": "norm, projections and whole steps over quantised kernels, beside bf16",
     "step": "an optimizer step of Llama 3 8B's dimensions, by what is kept in memory",
+    "quality": "what quantising costs an encoder and a decoder, and adapters trained over it",
     "serve": "the server's engine against the number of adapters: base, LoRA and DoRA",
     "bank": "many adapters in one batch of Llama 3 8B's projections, and loading one",
     "against": "layers and a small model of this checkout and another one, in turns",
@@ -107,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         parsing.error("--device is cuda, and torch sees no GPU; use --device cpu to try the code")
-    real = device == "cuda" and not options.quick
+    real = (device == "cuda" or options.level == "quality") and not options.quick
     out = options.out
     if out and out.suffix != ".jsonl":
         options.out = out = out / f"{options.level}{'_torch' * options.torch}.jsonl"
@@ -129,6 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
         "step": _step,
         "bank": _bank,
         "quantised": _quantised,
+        "quality": _quality,
         "serve": _serve,
     }.get(options.level, _measure)
     measure = _torch_step if options.torch else measure
@@ -243,6 +246,13 @@ def _quantised(options: argparse.Namespace, device: str, console: Any) -> bool:
 
     rows = quantised.measure(_settings(options, quantised), device)
     return _rows(options, device, console, rows, quantised.line)
+
+
+def _quality(options: argparse.Namespace, device: str, console: Any) -> bool:
+    from benchmarks import quality
+
+    settings = quality.TINY if options.quick else quality.Settings()
+    return _rows(options, device, console, quality.measure(settings, device), quality.line)
 
 
 def _settings(options: argparse.Namespace, level: Any) -> Any:

@@ -2,8 +2,7 @@
 
 torchao quantises each weight; jax_dora is given its codes and scales, and no floats. The oracle
 materialises in fp64 what they stand for. The norm is held to `NORM`, y and all gradients to the
-bounds of `parity.tolerances`, which are those of a float weight. What each format costs the
-pretrained encoder is reported beside it.
+bounds of `parity.tolerances`, which are those of a float weight.
 """
 
 from __future__ import annotations
@@ -174,9 +173,5 @@ def main(arguments: Sequence[str]) -> int:
     for case in cases(options.quick):
         for qtype in FORMATS:
             run(report, case, qtype, device)
-    # JAX, after the device is chosen.
-    from parity import quantised_encoder
-
-    quantised_encoder.run(report)
     report.print()
     return 0 if report.passed else 1

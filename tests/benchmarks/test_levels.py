@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -112,6 +113,19 @@ def test_quantised_measures_every_format_and_a_step(tmp_path: Path) -> None:
     assert sum("activations" in row for row in projections) == 4
     (step,) = (row for row in rows if row["work"] == "step")
     assert step["peak_bytes"] > step["temp_bytes"] > 0
+
+
+@pytest.mark.slow
+def test_quality_measures_both_models_and_both_long_runs(tmp_path: Path) -> None:
+    code, _, rows = run("quality", tmp_path)
+    assert code == 0
+    assert [row["model"] for row in rows] == ["encoder"] * 2 + ["decoder"] * 5
+    for row in rows[:2] + rows[3:5]:
+        assert 0 < row["kl"] < 0.01
+        assert 0.9 < row["agreement"] <= 1
+    assert [len(row["losses"]) for row in rows[-2:]] == [10, 10]
+    losses = np.array([row["losses"] for row in rows[-2:]])
+    assert 0 < np.abs(losses[0] - losses[1]).max() < 0.01
 
 
 @pytest.mark.slow

@@ -50,14 +50,14 @@ def make_base(settings: Settings, folder: Path, progress: Progress | None = None
     config = DecoderConfig.from_hf(hf, dtype=jnp.float32, attention="xla", remat=False)
     graphdef, weights = nnx.split(make_model(config, seed=0))
     rates = schedule(settings.base_steps, settings.warmup, settings.base_learning_rate)
-    optimizer = optax.adamw(_table(rates), weight_decay=settings.weight_decay)
+    optimizer = optax.adamw(table(rates), weight_decay=settings.weight_decay)
     part = text().base
     where = starts(part, (settings.base_steps, settings.rows), settings.length, 0)
 
     def loss(weights, tokens, _):
         return mean_loss(nnx.merge(graphdef, weights), tokens)
 
-    steps = _steps(loss, optimizer, jnp.asarray(part), settings.length)
+    steps = compiled_steps(loss, optimizer, jnp.asarray(part), settings.length)
     losses, state = [], optimizer.init(weights)
     for first in range(0, settings.base_steps, CHUNK):
         weights, state, some, _ = steps(weights, state, None, where[first : first + CHUNK])
@@ -86,7 +86,7 @@ def train(
         _model(settings, base, adapter, implementation), nnx.LoRAParam, ...
     )
     optimizer = optax.adamw(
-        _table(settings.learning_rates()),
+        table(settings.learning_rates()),
         *settings.betas,
         eps=settings.eps,
         weight_decay=settings.weight_decay,
@@ -96,8 +96,8 @@ def train(
     def loss(trained, tokens, frozen):
         return mean_loss(nnx.merge(graphdef, trained, frozen), tokens)
 
-    steps = _steps(loss, optimizer, jnp.asarray(text().adapter), settings.length)
-    evaluate = _evaluator(loss, settings)
+    steps = compiled_steps(loss, optimizer, jnp.asarray(text().adapter), settings.length)
+    evaluate = evaluator(loss, settings)
     before = evaluate(trained, frozen)
     where = starts(text().adapter, (settings.steps, settings.rows), settings.length, seed)
     losses, norms = [np.zeros(0)], [np.zeros(0)]
@@ -145,14 +145,14 @@ def _model(
     return model
 
 
-def _steps(loss: Callable, optimizer: Any, part: jax.Array, length: int) -> Callable:
+def compiled_steps(loss: Callable, optimizer: Any, part: jax.Array, length: int) -> Callable:
     """Several steps, compiled: (trained, optimizer's state, losses f32[n], gradient norms f32[n])
     of trained, state, frozen and starts i32[n, rows]."""
 
     def run(trained, state, frozen, where):
         def step(carry, where):
             trained, state = carry
-            tokens = _rows(part, where, length)
+            tokens = rows_at(part, where, length)
             value, gradients = jax.value_and_grad(loss)(trained, tokens, frozen)
             updates, state = optimizer.update(gradients, state, trained)
             trained = optax.apply_updates(trained, updates)
@@ -164,7 +164,7 @@ def _steps(loss: Callable, optimizer: Any, part: jax.Array, length: int) -> Call
     return jax.jit(run, donate_argnums=(0, 1), compiler_options=_compiler_options())
 
 
-def _evaluator(loss: Callable, settings: Settings) -> Callable[[Any, Any], float]:
+def evaluator(loss: Callable, settings: Settings) -> Callable[[Any, Any], float]:
     """The mean loss of the held-out rows, of trained and frozen."""
     part = jnp.asarray(text().held_out)
     where = even_starts(text().held_out, settings.eval_rows, settings.length)
@@ -172,7 +172,7 @@ def _evaluator(loss: Callable, settings: Settings) -> Callable[[Any, Any], float
 
     @functools.partial(jax.jit, compiler_options=_compiler_options())
     def batch_loss(trained, frozen, where):
-        return loss(trained, _rows(part, where, settings.length), frozen)
+        return loss(trained, rows_at(part, where, settings.length), frozen)
 
     def evaluate(trained, frozen) -> float:
         return float(np.mean([float(batch_loss(trained, frozen, batch)) for batch in batches]))
@@ -189,10 +189,10 @@ def _compiler_options() -> dict[str, bool]:
     return options
 
 
-def _rows(part: jax.Array, where: jax.Array, length: int) -> jax.Array:
+def rows_at(part: jax.Array, where: jax.Array, length: int) -> jax.Array:
     return part[where[:, None] + jnp.arange(length + 1)[None, :]].astype(jnp.int32)
 
 
-def _table(rates: np.ndarray) -> optax.Schedule:
+def table(rates: np.ndarray) -> optax.Schedule:
     table = jnp.asarray(rates, jnp.float32)
     return lambda count: table[count]

@@ -1,0 +1,253 @@
+"""Level `quality`: what quantising costs a pretrained encoder and a decoder, format by format.
+
+Nothing is timed, so that a CPU's results count. The encoder is the one that parity has; its logits
+are those of each sentence against all paraphrases. The decoder is pre-trained here, on the sources
+of Python's standard library, byte by byte, and its weights rounded to bf16: that is the base that
+others are held to. Adapters are trained over each base from one seed on the same rows. Arithmetic
+is fp32 everywhere but where a format says FP8; logits of kernels that are dequantised for a product
+in any case are taken over what they stand for, by one program for all.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import jax_dora
+from benchmarks.results import Row
+from jax_dora.finetune.training import decayed
+from jax_dora.layers.quantised import compute_quantised, dot_general
+from jax_dora.models import load_model
+from jax_dora.ops import quantised, row_wise
+from jax_dora.ops.rounding import bound, round_to
+from parity import minilm
+from parity.sides.jax import training
+from parity.sides.jax.encoder import Encoder
+from parity.training.settings import Settings as Decoder
+from parity.training.settings import schedule
+from parity.training.text import even_starts, starts, text
+
+BASE, FP8 = "bf16", row_wise.QTYPE
+
+
+class Format(NamedTuple):
+    """A way to quantise: `rows` of a tile along the inputs, 0 for all, and -1 for one scale of the
+    whole matrix; activations by "row", by "tensor", or not at all."""
+
+    name: str
+    qtype: str
+    rows: int
+    activations: str | None = None
+
+
+FORMATS = (
+    Format("int8, a scale an output", "int8", 0),
+    Format("float8_e4m3fn, a scale an output", FP8, 0),
+    Format("float8_e4m3fn, one scale", FP8, -1),
+    Format("float8_e4m3fn on both sides, scales of rows and columns", FP8, 0, "row"),
+    Format("float8_e4m3fn on both sides, one scale each", FP8, -1, "tensor"),
+    Format("nf4, tiles of 64", "nf4", 64),
+    Format("int4, tiles of 64", "int4", 64),
+    Format("int4, a scale an output", "int4", 0),
+)
+
+
+class Settings(NamedTuple):
+    """What is measured: `steps` over every format, `long` over bf16 and NF4."""
+
+    decoder: Decoder = Decoder(
+        *(128, 256, 4, 2, 32),
+        rank=8,
+        alpha=16,
+        layers=3,
+        dtype="float32",
+        length=96,
+        rows=8,
+        warmup=10,
+        learning_rate=2e-3,
+        base_learning_rate=3e-3,
+        eval_rows=128,
+    )
+    steps: int = 100
+    long: int = 500
+    formats: tuple[Format, ...] = FORMATS
+
+
+TINY = Settings(
+    Decoder.tiny(dtype="float32", length=16, base_steps=4, eval_rows=32, rank=4, alpha=8),
+    steps=2,
+    long=10,
+    formats=(FORMATS[3], FORMATS[5]),
+)
+PARTS = 10  # of a long run, each with its mean loss
+
+
+def measure(settings: Settings, device: str) -> Iterator[Row]:
+    """Yields one row for every format and model, and for both long runs."""
+    yield from _encoder(settings)
+    with tempfile.TemporaryDirectory() as temporary, jax.numpy_dtype_promotion("standard"):
+        folder = Path(temporary) / "base"
+        training.make_base(settings.decoder, folder)
+        yield from _decoder(settings, folder)
+
+
+def _encoder(settings: Settings) -> Iterator[Row]:
+    batch = minilm.batch(minilm.sentence_pairs())
+    arrays = jnp.asarray(batch.ids, jnp.int32), jnp.asarray(batch.mask, jnp.int32)
+    embed = nnx.jit(lambda encoder, *arrays: encoder(*arrays))
+
+    def logits(embeddings: np.ndarray) -> np.ndarray:
+        firsts, seconds = np.split(embeddings, 2)
+        return firsts @ seconds.T / minilm.TEMPERATURE
+
+    exact = np.asarray(embed(Encoder(lambda name, linear: linear), *arrays), np.float64)
+    for form in settings.formats:
+        encoder = Encoder(lambda name, linear: linear)
+        weights = quantise(encoder, form, for_logits=True)
+        found = np.asarray(embed(encoder, *arrays), np.float64)
+        row: Row = {"model": "encoder", "format": form.name, "weights": weights}
+        row["cosine"] = _cosine(exact, found)
+        yield row | _logits(logits(exact), logits(found))
+
+
+def _decoder(settings: Settings, folder: Path) -> Iterator[Row]:
+    load = functools.partial(load_model, folder, dtype=jnp.float32, attention="xla", remat=False)
+    sizes = settings.decoder
+    where = jnp.asarray(even_starts(text().held_out, sizes.eval_rows, sizes.length))
+    held_out = training.rows_at(jnp.asarray(text().held_out), where, sizes.length)[:, :-1]
+    logits = jax.jit(lambda graphdef, state: nnx.merge(graphdef, state)(held_out), static_argnums=0)
+    base = load()
+    exact = np.asarray(logits(*nnx.split(base)), np.float64)
+    run = Run.over(base, sizes, settings.steps)
+    yield {"model": "decoder", "format": BASE} | run.row()
+    for form in settings.formats:
+        model = load()
+        row: Row = {"model": "decoder", "format": form.name}
+        row["weights"] = quantise(model, form, for_logits=True)
+        found = np.asarray(logits(*nnx.split(model)), np.float64)
+        row["cosine"] = _cosine(exact, found)
+        row |= _logits(exact, found)
+        # No adapted layer multiplies so.
+        if form.activations != "tensor":
+            model = load()
+            quantise(model, form)
+            row |= Run.over(model, sizes, settings.steps).row()
+        yield row
+    nf4 = next(form for form in settings.formats if form.qtype == "nf4")
+    for name in (BASE, nf4.name):
+        model = load()
+        if name != BASE:
+            quantise(model, nf4)
+        run = Run.over(model, sizes, settings.long)
+        parts = [float(part.mean()) for part in np.array_split(run.losses, PARTS)]
+        row = {"model": "decoder", "format": name, "steps": settings.long, "losses": parts}
+        yield row | run.row()
+
+
+class Run(NamedTuple):
+    """A training run of adapters: the loss of every step, and of held-out text."""
+
+    losses: np.ndarray
+    before: float
+    after: float
+
+    @classmethod
+    def over(cls, base: Any, sizes: Decoder, steps: int) -> Run:
+        """Returns the run over a base, from one seed on the same rows."""
+        rule = jax_dora.DoRARule(training.RULE, sizes.rank, sizes.alpha)
+        model = jax_dora.apply_dora(base, rule, rngs=nnx.Rngs(0))
+        graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam, ...)
+
+        def loss(trained, tokens, frozen):
+            return training.mean_loss(nnx.merge(graphdef, trained, frozen), tokens)
+
+        rates = schedule(steps, sizes.warmup, sizes.learning_rate)
+        optimizer = optax.adamw(training.table(rates), weight_decay=0.01, mask=decayed)
+        part = text().adapter
+        run = training.compiled_steps(loss, optimizer, jnp.asarray(part), sizes.length)
+        evaluate = training.evaluator(loss, sizes)
+        before = evaluate(trained, frozen)
+        where = starts(part, (steps, sizes.rows), sizes.length, 1)
+        trained, _, losses, _ = run(trained, optimizer.init(trained), frozen, where)
+        return cls(np.asarray(losses, np.float64), before, evaluate(trained, frozen))
+
+    def row(self) -> Row:
+        return {"held_out_before": self.before, "held_out": self.after}
+
+
+def quantise(model: nnx.Module, form: Format, *, for_logits: bool = False) -> float:
+    """Quantises, in place, the projections of a model but its head; returns the mean error of the
+    kernels, relative to each.
+
+    Args:
+      for_logits: leaves floats, of what quantised kernels stand for, unless activations are
+        quantised too.
+    """
+    errors = []
+    for path, module in nnx.iter_modules(model):
+        if not isinstance(module, nnx.Linear) or "lm_head" in path:
+            continue
+        kernel = module.kernel[...]
+        *stack, n_in, n_out = kernel.shape
+        matrix = (n_in, n_out) if form.rows < 0 else (form.rows or n_in, 1)
+        rounded = round_to(kernel, form.qtype, ((1,) * len(stack)) + matrix, jnp.float32)
+        meant = quantised.dequantise(rounded, jnp.float32)
+        errors.append(float(jnp.linalg.norm(meant - kernel) / jnp.linalg.norm(kernel)))
+        if for_logits and form.activations is None:
+            module.kernel.set_value(meant)
+            continue
+        module.kernel.set_value(rounded)
+        compute_quantised(module, FP8 if form.activations == "row" else None)
+        if form.activations == "tensor":
+            module.dot_general = by_tensors
+    return float(np.mean(errors))
+
+
+def by_tensors(x: jax.Array, kernel: Any, *args: Any, **kwargs: Any) -> jax.Array:
+    """Returns the product of an x that is rounded by one scale for all of it."""
+    scale = jnp.max(jnp.abs(x)) / bound(FP8)
+    rounded = (x / scale).astype(FP8).astype(x.dtype) * scale
+    return dot_general(rounded, kernel, *args, **kwargs)
+
+
+def _cosine(exact: np.ndarray, found: np.ndarray) -> float:
+    """Returns 1 - cosine of vectors, in the mean."""
+    product = (exact * found).sum(-1)
+    lengths = np.linalg.norm(exact, axis=-1) * np.linalg.norm(found, axis=-1)
+    return float(1 - (product / lengths).mean())
+
+
+def _logits(exact: np.ndarray, found: np.ndarray) -> Row:
+    wanted, logits = (_log_softmax(one) for one in (exact, found))
+    divergence = (np.exp(wanted) * (wanted - logits)).sum(-1)
+    agree = wanted.argmax(-1) == logits.argmax(-1)
+    return {"kl": float(divergence.mean()), "agreement": float(agree.mean())}
+
+
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
+    largest = logits.max(-1, keepdims=True)
+    return logits - largest - np.log(np.exp(logits - largest).sum(-1, keepdims=True))
+
+
+def line(row: Row) -> str:
+    """Returns a row as a line to read."""
+    name = f"{row['model']:8}{row['format']:58}"
+    if "losses" in row:
+        told = " ".join(f"{loss:.3f}" for loss in row["losses"])
+        return f"{name} {row['steps']} steps: {told}; held out {row['held_out']:.4f}"
+    parts = []
+    if "kl" in row:
+        parts.append(f"weights {row['weights']:.4f}  1 - cosine {row['cosine']:.6f}")
+        parts.append(f"KL {row['kl']:.6f}  the likeliest {row['agreement']:.1%}")
+    if "held_out" in row:
+        parts.append(f"held out {row['held_out_before']:.4f}, trained {row['held_out']:.4f}")
+    return name + "  ".join(parts)
