@@ -20,20 +20,18 @@ Results are bit for bit those of computing the norm in every call. For inference
 norms constants.
 """
 
-import functools
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 from flax import nnx
-from jax import lax
 
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import listing
-from jax_dora.adapt.stack import stack_shape
+from jax_dora.adapt.stack import stack_of
 from jax_dora.adapt.tree import Found, check_model, find_dora_layers
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base import Constant
+from jax_dora.layers.stack import Stack
 from jax_dora.ops.linear import NORM_NAME
 from jax_dora.ops.projection import INNER_NAME
 from jax_dora.weights.adapter import WeightAdapter
@@ -67,8 +65,9 @@ def with_norms[Model: nnx.Module](model: Model, values: Mapping[str, jax.Array])
     Raises:
       TypeError: `model` is no nnx module.
       ValueError: a layer's norm is missing or has another shape, or a path is no DoRA layer's.
+      NotImplementedError: layers are stacked along another axis than the first.
     """
-    _dora_layers(model)
+    _refuse_stacks(_dora_layers(model))
     copy = nnx.clone(model, variables=False)
     layers = _dora_layers(copy)
     paths = {path for found in layers for path in found.paths}
@@ -105,6 +104,7 @@ def freeze[Model: nnx.Module](model: Model) -> Model:
     Raises:
       TypeError: `model` is no nnx module.
       ValueError: there is no DoRA layer in `model`.
+      NotImplementedError: layers are stacked along another axis than the first.
     """
     frozen = with_norms(nnx.merge(*nnx.split(model)), norms(model))
     for found in find_dora_layers(frozen):
@@ -165,18 +165,27 @@ def _dora_layers(model: nnx.Module) -> list[Found]:
     return layers
 
 
+def _refuse_stacks(layers: list[Found]) -> None:
+    """Refuses stacks along another axis than the first: a transform takes its variables apart along
+    one axis for each of their types, and nothing says along which it takes a given norm."""
+    if paths := [found.paths[0] for found in layers if _stack(found.module).axis]:
+        raise NotImplementedError(
+            "norms are given to layers that are stacked along their first axis; expected such, "
+            "made by nnx.vmap with out_axes=0, or no with_norms and no freeze (merge_dora instead) "
+            f"for:{listing(paths)}"
+        )
+
+
+def _stack(layer: DoRALayer | WeightAdapter) -> Stack:
+    return layer.stack if isinstance(layer, WeightAdapter) else stack_of(layer)
+
+
 def norm_of_layer(layer: DoRALayer | WeightAdapter) -> jax.Array:
     """Returns the norm of a DoRA layer, perhaps of a stack, in the shape of its magnitude."""
     if isinstance(layer, WeightAdapter):
         return layer.norm()
-    function: Callable[[Any], jax.Array] = type(layer).norm
-    for _ in stack_shape(layer):
-        function = functools.partial(_of_stack, function)
-    return function(layer)
-
-
-def _of_stack(function: Callable[[Any], jax.Array], stack: DoRALayer) -> jax.Array:
-    """Applies `function` to the layers along a stack's first axis, one after the other: a norm may
-    have a temporary as large as the kernel."""
-    graphdef, arrays, rest = nnx.split(stack, nnx.Any(nnx.Param, Constant), ...)
-    return lax.map(lambda one: function(nnx.merge(graphdef, one, rest)), arrays)
+    stack = stack_of(layer)
+    if not stack.shape:
+        return layer.norm()
+    graphdef, arrays, rest = nnx.split(layer, nnx.Any(nnx.Param, Constant), ...)
+    return stack.map(lambda one: nnx.merge(graphdef, one, rest).norm(), arrays)

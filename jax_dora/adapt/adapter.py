@@ -18,8 +18,9 @@ from dora_common.rules import listing
 from jax_dora.adapt.apply import adapt_site
 from jax_dora.adapt.remove import remove_dora
 from jax_dora.adapt.sites import Site
+from jax_dora.adapt.stack import stack_of
 from jax_dora.adapt.tree import Found, check_model, find_dora_layers, find_modules, replace_modules
-from jax_dora.layers import dora_class_of
+from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.layers.rule import DoRARule
 from jax_dora.weights.module import adapters_of, reads_of
 
@@ -53,14 +54,19 @@ class Adapter:
       arrays: by the layer's path, then "lora_a", "lora_b", "magnitude", in the layer's shapes. In
         any order: JAX sorts the keys of a dict wherever it maps over a pytree.
       weights: of those that are no layers of their own.
+      stack_axes: the paths of layers that are stacked, and the first axis of the kernel's that
+        they are stacked along.
     """
 
     rules: tuple[DoRARule, ...]
     arrays: dict[str, dict[str, Any]]
     weights: tuple[AdaptedWeight, ...] = ()
+    stack_axes: tuple[tuple[str, int], ...] = ()
 
 
-jax.tree_util.register_dataclass(Adapter, data_fields=["arrays"], meta_fields=["rules", "weights"])
+jax.tree_util.register_dataclass(
+    Adapter, data_fields=["arrays"], meta_fields=["rules", "weights", "stack_axes"]
+)
 
 
 def get_adapter(model: nnx.Module) -> Adapter:
@@ -81,6 +87,11 @@ def get_adapter(model: nnx.Module) -> Adapter:
             for path, layer in layers.items()
         },
         _adapted_weights(model),
+        tuple(
+            (path, layer.stack_axis % layer.kernel_param.ndim)
+            for path, layer in layers.items()
+            if isinstance(layer, DoRALayer) and stack_of(layer).shape
+        ),
     )
 
 
@@ -138,6 +149,7 @@ def set_adapter[Model: nnx.Module](
     rules = rules_by_path(adapter)
     by_path = {path: found for found in find_modules(base) for path in found.paths}
     weights = {one.path: one for one in adapter.weights}
+    stack_axes = dict(adapter.stack_axes)
     replacements: dict[int, Any] = {}
     for path, arrays in adapter.arrays.items():
         rule, site = rules[path], _site(path, weights.get(path), by_path)
@@ -152,6 +164,7 @@ def set_adapter[Model: nnx.Module](
                 f"rngs is None and the adapter drops inputs of {path!r}; expected nnx.Rngs with a "
                 "dropout stream"
             )
+        site.stack_axis = stack_axes.get(path)
         layer = adapt_site(site, rule, rngs or nnx.Rngs(0))
         for name, value in arrays.items():
             parameter = getattr(layer, name)

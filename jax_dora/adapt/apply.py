@@ -13,11 +13,12 @@ from dora_common.rules import as_rules, assign, listing
 from jax_dora.adapt.coverage import logged
 from jax_dora.adapt.remove import remove_dora
 from jax_dora.adapt.sites import WAY_IN, Site, sites, traced_reads
-from jax_dora.adapt.stack import adapt_stack, stack_shape
+from jax_dora.adapt.stack import adapt_stack, stack_of
 from jax_dora.adapt.tree import Found, check_model, named, replace_modules
 from jax_dora.layers import DORA_CLASSES, DoRALayer, dora_class_of
 from jax_dora.layers.base_layer import padded
 from jax_dora.layers.rule import DoRARule, Rules
+from jax_dora.layers.stack import Stack
 from jax_dora.ops.quantised import stored
 from jax_dora.weights.module import add_adapter, made_place
 
@@ -112,7 +113,7 @@ def adapt_site(site: Site, rule: DoRARule, rngs: nnx.Rngs) -> Any:
     """Returns the DoRA layer over the site's module, or the adapter that stands beside its weight
     then."""
     if site.is_layer:
-        return adapt_layer(site.found, rule, rngs)
+        return adapt_layer(site.found, rule, rngs, site.stack_axis)
     assert site.reader is not None
     module, (reader, path) = site.found.module, site.reader
     with named(site.names[0], "adapted"):
@@ -124,12 +125,16 @@ def adapt_site(site: Site, rule: DoRARule, rngs: nnx.Rngs) -> Any:
             adapter = add_adapter(module, place, reader, path)
             adapter.make(rule, rngs)
     if sharding is not None:
-        _shard_like_kernel(adapter, sharding, place.lead)
+        _shard_like_kernel(adapter, sharding, adapter.stack)
     return adapter
 
 
-def adapt_layer(found: Found, rule: DoRARule, rngs: nnx.Rngs) -> Any:
-    """Returns the DoRA layer over `found.module`, whose parameters it shares."""
+def adapt_layer(found: Found, rule: DoRARule, rngs: nnx.Rngs, stack_axis: int | None = None) -> Any:
+    """Returns the DoRA layer over `found.module`, whose parameters it shares.
+
+    Args:
+      stack_axis: as `stack_of`'s axis.
+    """
     layer, cls = found.module, dora_class_of(found.module)
     assert cls is not None
     sharding = _mesh_sharding(getattr(layer, cls.kernel_name))
@@ -141,18 +146,19 @@ def adapt_layer(found: Found, rule: DoRARule, rngs: nnx.Rngs) -> Any:
         if sharding is not None:
             # Flax places a parameter with sharding metadata at once, on the mesh in scope.
             scope.enter_context(jax.set_mesh(cast(Mesh, sharding.mesh)))
-        shape = stack_shape(layer)
-        adapted = adapt_stack(layer, shape, adapt) if shape else adapt(layer)
+        stack = stack_of(layer, stack_axis)
+        adapted = adapt_stack(layer, stack, adapt) if stack.shape else adapt(layer)
     if sharding is not None:
-        _shard_like_kernel(adapted, sharding, len(shape))
+        _shard_like_kernel(adapted, sharding, stack)
     return adapted
 
 
-def _shard_like_kernel(adapted: Any, sharding: NamedSharding, lead: int) -> None:
+def _shard_like_kernel(adapted: Any, sharding: NamedSharding, stack: Stack) -> None:
     spec = padded(sharding.spec, adapted.kernel_param.ndim)
-    for name, names in adapted.adapter_axes(spec[lead:]).items():
+    for name, names in adapted.adapter_axes(stack.without(spec)).items():
         variable = getattr(adapted, name)
-        target = NamedSharding(sharding.mesh, PartitionSpec(*spec[:lead], *names))
+        of_all = stack.joined(stack.of_stack(spec), names)
+        target = NamedSharding(sharding.mesh, PartitionSpec(*of_all))
         variable.set_value(jax.device_put(variable.get_value(), target))
 
 

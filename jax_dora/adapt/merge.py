@@ -15,13 +15,14 @@ from dora_common.merge_report import MergedLayer, MergeReport
 from jax_dora import ops
 from jax_dora.adapt.adapter import Adapter, set_adapter
 from jax_dora.adapt.remove import remove_dora
-from jax_dora.adapt.stack import indices, join
+from jax_dora.adapt.stack import stack_of
 from jax_dora.adapt.tree import check_model, find_dora_layers, find_modules, shared_variables
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base import matrix_norm
 from jax_dora.layers.call import bounded_norm
 from jax_dora.layers.layout import Layout
 from jax_dora.layers.quantised import compute_plain
+from jax_dora.layers.stack import Stack
 from jax_dora.ops import quantised
 from jax_dora.ops.rounding import round_to
 from jax_dora.weights.adapter import WeightAdapter
@@ -173,7 +174,10 @@ def _change(before: jax.Array | None, layer: DoRALayer | WeightAdapter) -> jax.A
     kernel = layer.kernel_param[...]
     if before is not None:
         parameters["before"] = before
-    return kernel_change(Setting.of(layer), kernel=kernel, **parameters)
+    stack = layer.stack if isinstance(layer, WeightAdapter) else stack_of(layer)
+    parameters = {name: stack.to_leading(value) for name, value in parameters.items()}
+    kernel = jax.tree.map(stack.to_leading, kernel)
+    return stack.from_leading(kernel_change(Setting.of(layer), kernel=kernel, **parameters))
 
 
 class Setting(NamedTuple):
@@ -200,13 +204,13 @@ def kernel_change(setting: Setting, **parameters: jax.Array) -> jax.Array:
         zero.
     """
     kernel = parameters["kernel"]
-    stack = kernel.shape[: kernel.ndim - len(setting.layout.kernel.stored)]
-    if stack:
+    stack = Stack(kernel.shape[: kernel.ndim - len(setting.layout.kernel.stored)])
+    if stack.shape:
         one_by_one = [
             kernel_change(setting, **{name: p[index] for name, p in parameters.items()})
-            for index in indices(stack)
+            for index in stack.indices()
         ]
-        return join(one_by_one, stack)
+        return stack.join(one_by_one)
     return _one_change(setting, **parameters)
 
 

@@ -31,6 +31,7 @@ class Site:
       is_layer: whether a `DoRALayer` takes the module's place, rather than an adapter the place
         beside the weight.
       axes: of a weight that is no layer, as `Place.axes`.
+      stack_axis: of a layer the axis along which a traced call takes its kernel apart, or None.
       reader: the module whose methods read it, and the path from there to the owner.
       is_linear: whether "all-linear" means it.
       is_adapted: whether it holds an adapter.
@@ -45,6 +46,7 @@ class Site:
     param: str
     is_layer: bool = False
     axes: str = ""
+    stack_axis: int | None = None
     reader: tuple[Any, tuple[str, ...]] | None = None
     is_linear: bool = False
     is_adapted: bool = False
@@ -167,6 +169,7 @@ def _sites_of(found: Found, modules: list[Found], traced: Traced | None) -> list
         elif cls is not None and param == cls.kernel_name and _reads_itself(found, cls, reads):
             site.is_layer, site.how = True, _class_told(module)
             site.is_linear = _is_linear_layer(module, cls) and not _is_head(site.names[0])
+            site.stack_axis = _stack_axis(reads)
             if reads == ():
                 site.refusal = "no operation of this call reads it"
         elif param in known or reads is not None:
@@ -195,7 +198,7 @@ def _reads_of(traced: Traced | None, found: Found, param: str) -> tuple[Read, ..
 def _from_reads(site: Site, registration: Any, modules: list[Found], reads: Any) -> None:
     """Sets what a registration and the reads of a weight say."""
     module = site.found.module
-    axes = registration.axes_of(module) if registration else None
+    axes = registration.axes_of(module, _stack_axis(reads)) if registration else None
     if reads is None:
         site.axes, site.reader = axes or "", (module, ())
         site.is_linear = registration.linear and not _is_head(site.names[0])
@@ -215,9 +218,6 @@ def _from_reads(site: Site, registration: Any, modules: list[Found], reads: Any)
             site.refusal = f"no product reads it, only {', '.join(others)}"
             return
         axes = chosen.axes
-        if "s" in axes.lstrip("s"):
-            site.refusal = f"its layers are stacked along axis {axes.index('s')}; expected axis 0"
-            return
     site.axes = axes
     looked_up = any(read.kind == "lookup" for read in useful)
     site.is_linear = registration.linear if registration else not looked_up
@@ -231,6 +231,13 @@ def _from_reads(site: Site, registration: Any, modules: list[Found], reads: Any)
     site.reader = reader_of(site.found, modules, reads)
     if site.reader is None:
         site.refusal = "it is read outside of the methods of the modules that hold it"
+
+
+def _stack_axis(reads: tuple[Read, ...] | None) -> int | None:
+    """Returns the only axis of a kernel that its reads take apart, if they agree."""
+    found = {read.axes for read in reads or () if read.kind != "other"}
+    places = {axes.index("s") for axes in found if axes.count("s") == 1}
+    return places.pop() if len(places) == 1 else None
 
 
 def _reads_itself(found: Found, cls: type[DoRALayer], reads: tuple[Read, ...] | None) -> bool:

@@ -1,13 +1,12 @@
-"""Layers stacked by `nnx.vmap` for `nnx.scan`: one module whose parameters have leading axes.
+"""Layers stacked by `nnx.vmap` for `nnx.scan`: one module whose parameters have further axes.
 
 Each layer of a stack is taken out, treated as a layer of its own, and put back, so that a stacked
 layer computes bit for bit what its layers would.
 """
 
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,6 +17,45 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_dora.layers import DoRALayer, dora_class_of
+from jax_dora.layers.stack import Stack, stacked_axes
+
+
+def stack_of(layer: Any, axis: int | None = None) -> Stack:
+    """Returns how the parameters of a base or DoRA layer are stacked.
+
+    Args:
+      axis: that layers are stacked along, where it is known; else the shapes have to tell.
+
+    Raises:
+      NotImplementedError: the kernel is no stack of such layers.
+      ValueError: it may be stacked along one axis or another.
+    """
+    cls = dora_class_of(layer) or type(layer)
+    shape = tuple(getattr(layer, cls.kernel_name).shape)
+    single = tuple(cls.unstacked_shape(layer))
+    lead = len(shape) - len(single)
+    if lead != 1:
+        if lead < 0 or shape[lead:] != single:
+            raise _no_stack(cls, shape, single)
+        return Stack(shape[:lead])
+    if isinstance(layer, DoRALayer):
+        return Stack((shape[layer.stack_axis],), layer.stack_axis)
+    axes = stacked_axes(shape, single)
+    if axis in axes:
+        axes = [axis]
+    elif (bias := getattr(layer, "bias", None)) is not None:
+        fits = [one for one in axes if bias.shape[min(one, bias.ndim - 1)] == shape[one]]
+        axes = fits or axes
+    if not axes:
+        raise _no_stack(cls, shape, single)
+    if len(axes) > 1:
+        raise ValueError(
+            f"its {cls.kernel_name} has shape {shape}, where one layer's has {single}: it may be "
+            f"stacked along axis {' or '.join(map(str, axes))}; expected shapes that tell, or "
+            "example=, inputs to call the model with, in apply_dora"
+        )
+    least = len(cls.layout_of(layer, 1).magnitude.stored)
+    return Stack.of_kernel(shape[axes[0]], axes[0], len(shape), least)
 
 
 def stack_shape(layer: Any) -> tuple[int, ...]:
@@ -26,70 +64,68 @@ def stack_shape(layer: Any) -> tuple[int, ...]:
 
     Raises:
       NotImplementedError: the axes of the stack are not the leading ones.
+      ValueError: they may be others.
     """
-    cls = dora_class_of(layer) or type(layer)
-    shape = getattr(layer, cls.kernel_name).shape
-    single = cls.unstacked_shape(layer)
-    lead = len(shape) - len(single)
-    if lead < 0 or tuple(shape[lead:]) != single:
-        raise NotImplementedError(
-            f"its {cls.kernel_name} has shape {tuple(shape)}; expected {single}, behind the axes "
-            "of a stack if nnx.vmap made one: stack layers along the leading axis (out_axes=0)"
+    stack = stack_of(layer)
+    if stack.axis:
+        cls = dora_class_of(layer) or type(layer)
+        raise _no_stack(
+            cls, tuple(getattr(layer, cls.kernel_name).shape), cls.unstacked_shape(layer)
         )
-    return tuple(shape[:lead])
+    return stack.shape
 
 
-def indices(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yields every index into the axes of a stack, in row-major order."""
-    return itertools.product(*map(range, shape))
+def _no_stack(cls: Any, shape: tuple[int, ...], single: tuple[int, ...]) -> NotImplementedError:
+    return NotImplementedError(
+        f"its {cls.kernel_name} has shape {shape}; expected {single}, behind the axes of a stack "
+        "if nnx.vmap made one: stack layers along the leading axis (out_axes=0)"
+    )
 
 
-def take(layer: Any, index: tuple[int, ...]) -> Any:
+def take(layer: Any, stack: Stack, index: tuple[int, ...]) -> Any:
     """Returns the layer at `index` of a stack."""
-    graphdef, state = nnx.split(layer)
-    one = nnx.merge(graphdef, jax.tree.map(lambda array: array[index], state))
+    graphdef, params, rest = nnx.split(layer, nnx.Param, ...)
+    params = jax.tree.map(lambda array: array[stack.at(index)], params)
+    one = nnx.merge(graphdef, params, jax.tree.map(lambda array: array[index], rest))
     for _, variable in nnx.iter_graph(one):
         if isinstance(variable, nnx.Param):
-            _rename_axes(variable, lambda names: names[len(index) :])
+            _rename_axes(variable, stack.without)
     return one
 
 
-def adapt_stack(
-    layer: Any, shape: tuple[int, ...], adapt_one: Callable[[Any], DoRALayer]
-) -> DoRALayer:
-    """Returns the DoRA layer of a stack of `shape`, over the very parameters of `layer`."""
+def adapt_stack(layer: Any, stack: Stack, adapt_one: Callable[[Any], DoRALayer]) -> DoRALayer:
+    """Returns the DoRA layer of a stack, over the very parameters of `layer`."""
     adapted: Any
     adapted, parameters, streams = None, None, []
-    for number, index in enumerate(indices(shape)):
-        one = adapt_one(take(layer, index))
+    count = math.prod(stack.shape)
+    for number, index in enumerate(stack.indices()):
+        one = adapt_one(take(layer, stack, index))
         state, stream, _ = nnx.split_state(nnx.state(one), nnx.LoRAParam, nnx.RngState, ...)
         if adapted is None:
-            adapted, parameters = one, jax.tree.map(lambda x: room(math.prod(shape), x), state)
+            adapted, parameters = one, jax.tree.map(lambda x: room(count, x), state)
         # At once, and waited for, so that at most one layer of the stack is held a second time.
         parameters = jax.tree.map(lambda room, x, n=number: fill(room, x, n), parameters, state)
         jax.block_until_ready(parameters)
         if one is not adapted:
             _empty(one)
         streams.append(stream)
-    if len(shape) > 1:
-        parameters = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), parameters)
-    nnx.update(adapted, parameters)
-    nnx.update(adapted, jax.tree.map(lambda *arrays: join(arrays, shape), *streams))
+    if stack.count > 1:
+        parameters = jax.tree.map(lambda x: x.reshape(*stack.shape, *x.shape[1:]), parameters)
+    nnx.update(adapted, jax.tree.map(stack.from_leading, parameters))
+    # The streams of dropout are numbers, which have no axis but the leading one.
+    leading = Stack(stack.shape)
+    nnx.update(adapted, jax.tree.map(lambda *arrays: leading.join(arrays), *streams))
+    adapted.stack_axis = stack.axis
     kernel = getattr(layer, adapted.kernel_name)
     names = kernel.get_metadata("out_sharding", None)
-    lead = () if names is None else tuple(names)[: len(shape)]
+    of_stack = () if names is None else stack.of_stack(tuple(names))
     for _, variable in nnx.iter_graph(adapted):
         if isinstance(variable, nnx.LoRAParam):
-            _rename_axes(variable, lambda names: (*lead, *names))
+            _rename_axes(variable, functools.partial(stack.joined, of_stack))
     for name, value in vars(layer).items():
         if isinstance(value, nnx.Variable):
             setattr(adapted, name, value)
     return adapted
-
-
-def join(arrays: Any, shape: tuple[int, ...]) -> jax.Array:
-    """Joins the layers' arrays, in row-major order, into one array with the stack's axes."""
-    return jnp.stack(arrays).reshape(*shape, *arrays[0].shape)
 
 
 def _empty(layer: Any) -> None:

@@ -14,8 +14,8 @@ from dora_common.peft.folder import Folder, opened
 from dora_common.rules import listing
 from jax_dora.adapt.adapter import Adapter, rules_by_path
 from jax_dora.adapt.sites import sites
-from jax_dora.adapt.stack import indices
 from jax_dora.bank.places import Place, why_not
+from jax_dora.layers.stack import indices
 from jax_dora.ops.compose import accumulator
 from jax_dora.peft.names import Names
 from jax_dora.peft.torch_view import torch_view

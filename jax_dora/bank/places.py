@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dora_common.rules import assign, listing
 from jax_dora.adapt.sites import Site, sites
 from jax_dora.adapt.stack import stack_shape
-from jax_dora.adapt.tree import find_dora_layers
+from jax_dora.adapt.tree import find_dora_layers, named
 from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.layers.base_layer import padded
 from jax_dora.layers.layout import Layout
@@ -127,4 +127,6 @@ def _place(site: Site) -> Place:
     layer = nnx.merge(graphdef, jax.tree.map(lambda _: None, state))
     kernel = getattr(module, kind.kernel_name)
     dtype = getattr(module, "dtype", None) or kernel.dtype
-    return Place(site.found.paths, kernel, stack_shape(module), kind, layer, dtype)
+    with named(site.names[0], "given a place in a bank"):
+        stack = stack_shape(module)
+    return Place(site.found.paths, kernel, stack, kind, layer, dtype)

@@ -31,7 +31,7 @@ default_lora_b_init = nnx.initializers.zeros_init()
 _OF_ADAPTER = frozenset(
     {
         *(*ADAPTER_NAMES, *(name for name in OPTIONS if not name.endswith("_init"))),
-        *("scale", "given_norm", "plain_type"),
+        *("scale", "given_norm", "plain_type", "stack_axis"),
     }
 )
 
@@ -74,6 +74,7 @@ class DoRALayer(nnx.Module):
       given_norm: the norm that calls use instead of computing it (see `jax_dora.with_norms`), or
         None.
       plain_type: the class of the layer that it was made of, `base_type` or a subclass.
+      stack_axis: of a stack of layers the axis along which the kernel is one, -1 for the last.
       rank, alpha, use_rslora, keep_inner, dropout_mode, adapter_dtype, implementation: as
         `jax_dora.DoRARule`'s.
     """
@@ -120,6 +121,7 @@ class DoRALayer(nnx.Module):
         self.check(base, chosen)
         copy_attributes(base, self)
         self.plain_type = type(base)
+        self.stack_axis = 0
         self.rank, self.alpha, self.use_rslora = chosen.rank, chosen.alpha, chosen.use_rslora
         self.scale = chosen.scale
         self.keep_inner = chosen.keep_inner

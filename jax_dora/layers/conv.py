@@ -13,7 +13,7 @@ from jax_dora.layers.base import DoRALayer
 from jax_dora.layers.call import dropout_of_call, norm_of_call, sharded_as
 from jax_dora.layers.layout import Layout, convolution_layout
 from jax_dora.layers.rule import DoRARule
-from jax_dora.ops.dropout import drop
+from jax_dora.ops.dropout import drop_for
 
 
 class DoRAConv(DoRALayer, nnx.Conv):
@@ -90,7 +90,9 @@ class DoRAConv(DoRALayer, nnx.Conv):
     def _composed(self, operands: Mapping[str, Any]) -> jax.Array:
         """Returns the result of a call from its arrays."""
         x, kernel, g, seed = (operands[name] for name in ("x", "kernel", "g", "seed"))
-        dropped = x if seed is None or self.dropout is None else drop(x, seed, self.dropout.rate)
+        dropped = x
+        if seed is not None and self.dropout is not None:
+            dropped = drop_for(self.implementation)(x, seed, self.dropout.rate)
         base = self._convolve(x, kernel)
         lora = self._expand(
             self._convolve(dropped, operands["lora_a"].astype(x.dtype)), operands["lora_b"]

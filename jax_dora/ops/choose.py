@@ -13,7 +13,8 @@ import jax
 from jax._src import config as _jax_config
 from jax.extend import backend
 
-IMPLEMENTATIONS = ("mosaic", "xla")
+IMPLEMENTATIONS = ("mosaic", "xla", "eager")
+PLAIN = ("xla", "eager")
 HOPPER_SM_COUNT = 132
 
 
@@ -104,7 +105,7 @@ def choose(
     """Returns the first kernel that takes the call, or None where XLA does.
 
     An unnamed call takes a kernel where it neither refuses nor loses to XLA; "mosaic" takes the
-    first that does not refuse; "xla" takes none.
+    first that does not refuse; "xla" and "eager" take none.
 
     Args:
       op: for the message.
@@ -117,7 +118,7 @@ def choose(
       NotImplementedError: "mosaic" is named, not optional, and every candidate refuses.
     """
     check_name(implementation)
-    if implementation == "xla":
+    if implementation in PLAIN:
         return None
     here = target()
     reason = here.refuses_mosaic()

@@ -45,7 +45,8 @@ def compose(
       lora: [..., out], `(x @ lora_a) @ lora_b`, not yet scaled.
       g: f32[out] from `magnitude_scale`.
       scale: alpha/r or alpha/sqrt(r).
-      implementation: None, "mosaic" or "xla"; a named one runs or raises.
+      implementation: None, "mosaic", "xla" or "eager", as in `dora_linear`; a named one runs or
+        raises.
 
     Returns:
       [..., out] in base's dtype.
@@ -95,6 +96,8 @@ def _checked(op, base, lora, g, scale, implementation):
 
 def _on_any(options: Options, operands: Composition) -> jax.Array:
     operands = meshes.vary_alike(operands._replace(lora=operands.lora.astype(operands.base.dtype)))
+    if options.implementation == "eager":
+        return _composed(options, operands)
     return meshes.differentiable(_compose)(options, operands)
 
 
@@ -202,6 +205,10 @@ def _sizes(array: jax.Array) -> tuple[int, int, Any]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _compose(options: Options, operands: Composition) -> jax.Array:
+    return _composed(options, operands)
+
+
+def _composed(options: Options, operands: Composition) -> jax.Array:
     return primitive.call(COMPOSE, Composed(*options, want_inner=False), operands)[0]
 
 

@@ -13,6 +13,7 @@ share one: the kernels are bound by its arithmetic.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -109,6 +110,17 @@ def drop(
       rate: in [0, 1).
       start, whole: as `keep_mask`'s.
     """
+    return dropped(x, seed, rate, start, whole)
+
+
+def dropped(
+    x: jax.Array,
+    seed: jax.Array,
+    rate: float,
+    start: tuple[Any, ...] | None = None,
+    whole: tuple[int, ...] | None = None,
+) -> jax.Array:
+    """Returns what `drop` does, without a gradient of its own."""
     kept = x * jnp.asarray(1 / kept_share(rate), x.dtype)
     return jnp.where(keep_mask(seed, x.shape, rate, start, whole), kept, jnp.zeros((), x.dtype))
 
@@ -123,6 +135,11 @@ def _drop_bwd(rate, whole, kept, dy):
 
 
 drop.defvjp(_drop_fwd, _drop_bwd)
+
+
+def drop_for(implementation: str | None) -> Callable[..., jax.Array]:
+    """Returns the `drop` of an implementation."""
+    return dropped if implementation == "eager" else drop
 
 
 def active(dropout: Dropout | None) -> tuple[float, Mode, jax.Array | None]:

@@ -19,10 +19,17 @@ from jax_dora.ops import check, choose, quantised, row_wise
 from jax_dora.ops import dropout as dropouts
 from jax_dora.ops import mesh as meshes
 from jax_dora.ops.compose import compose_delta, per_feature
-from jax_dora.ops.dropout import Dropout, drop
+from jax_dora.ops.dropout import Dropout, drop_for
 from jax_dora.ops.norm import factored_norm, magnitude_scale, norm_implementation
 from jax_dora.ops.operands import Projection
-from jax_dora.ops.projection import INNER_NAME, RESULT_NAME, Options, dot_general, projection
+from jax_dora.ops.projection import (
+    INNER_NAME,
+    RESULT_NAME,
+    Options,
+    define,
+    dot_general,
+    projection,
+)
 
 NORM_NAME = "dora_norm"
 
@@ -55,11 +62,13 @@ def dora_linear(
       scale: alpha/r or alpha/sqrt(r).
       bias: [out]; never scaled.
       norm: f32[out], `factored_norm` of these very arrays, computed earlier. It is used as it is.
-      implementation: None, "mosaic" or "xla"; a named one runs or raises. "mosaic" stands for the
-        most fused of its kernels that takes the call: the whole projection, else expand and
-        compose, else compose alone; the norm then takes the best that accepts it. Under dropout it
-        also draws the mask in the kernels of lora_a's product and gradient, where they accept the
-        call; x's gradient, and mode "input", are XLA's.
+      implementation: None, "mosaic", "xla" or "eager"; a named one runs or raises. "eager" is the
+        definition, which JAX differentiates by itself, in any mode and as often as it likes, and of
+        which it keeps more; the others have a gradient of their own, in reverse mode, and "xla" is
+        that without kernels. "mosaic" stands for the most fused of its kernels that takes the call:
+        the whole projection, else expand and compose, else compose alone; the norm then takes the
+        best that accepts it. Under dropout it also draws the mask in the kernels of lora_a's
+        product and gradient, where they accept the call; x's gradient, and mode "input", are XLA's.
       precision: of the matrix products with x, as in `jax.lax.dot_general`.
       dropout: of x, in training; its mask is never in memory, see `jax_dora.ops.Dropout`.
       keep_inner: names what the magnitude's gradient reads, so that `jax_dora.remat_policy()` keeps
@@ -174,6 +183,8 @@ def _on_any(options: Options, operands: Projection) -> jax.Array:
     operands = operands._replace(x=x.astype(dtype), kernel=kernel)
     if options.rate and options.mode == "input":
         return _with_dropped_input(options, operands)
+    if options.implementation == "eager":
+        return define(options, operands)
     return meshes.differentiable(projection)(options, operands)
 
 
@@ -183,7 +194,7 @@ def _with_dropped_input(options: Options, operands: Projection) -> jax.Array:
     assert g is not None
     assert seed is not None
     dot = functools.partial(dot_general, options.precision)
-    dropped = drop(x, seed, options.rate)
+    dropped = drop_for(options.implementation)(x, seed, options.rate)
     lora = dot(dot(dropped, lora_a, (-1, 0)), lora_b, (-1, 0))
     by_kernel = functools.partial(dot, axes=(-1, 0))
     corrected = quantised.multiplied(by_kernel, dropped, kernel)

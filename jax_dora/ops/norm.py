@@ -51,8 +51,8 @@ def factored_norm(
       lora_a: [in, r].
       lora_b: [r, out].
       scale: a number, or a traced scalar. A Python 0 skips the adapter's terms.
-      implementation: None, "mosaic" (one pass over the kernel, with no temporaries) or "xla" (with
-        temporaries of about 8 · r · out bytes); a named one runs or raises.
+      implementation: None, "mosaic" (one pass over the kernel, with no temporaries), "xla" or
+        "eager" (with temporaries of about 8 · r · out bytes); a named one runs or raises.
 
     Returns:
       f32[out] (f64 if an operand is fp64). No gradient flows through it (arXiv 2402.09353,
@@ -76,9 +76,10 @@ def factored_norm(
 
 
 def norm_implementation(implementation: str | None) -> str | None:
-    """Returns the implementation of the norm in a layer whose own is given: "xla" takes no kernel;
-    "mosaic" names a kernel of the projection, and leaves the norm to the best that accepts it."""
-    return "xla" if implementation == "xla" else None
+    """Returns the implementation of the norm in a layer whose own is given: "xla" and "eager" take
+    no kernel; "mosaic" names a kernel of the projection, and leaves the norm to the best that
+    accepts it."""
+    return "xla" if implementation in choose.PLAIN else None
 
 
 class Static(NamedTuple):

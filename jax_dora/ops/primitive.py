@@ -30,7 +30,7 @@ from jax.interpreters import batching, mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jax_dora.ops import quantised_op
-from jax_dora.ops.choose import interpreted
+from jax_dora.ops.choose import PLAIN, interpreted
 from jax_dora.ops.mesh import vary, varying
 from jax_dora.ops.shard import WHOLE, Names, Op, Shard, spec
 
@@ -42,7 +42,7 @@ def call(op: Op, static: Any, operands: Any) -> tuple[Any, ...]:
       static: a NamedTuple of hashables, one of them `implementation`; it is handed to `op.run`.
       operands: a NamedTuple of arrays and None; one of the arrays may be quantised.
     """
-    if interpreted() or static.implementation == "xla":
+    if interpreted() or static.implementation in PLAIN:
         # The interpreter's callbacks are ordered, which nothing in a lowering rule may be.
         results = op.run(static, Shard(), operands)
         return jax.tree.map(lambda result: vary(result, varying(operands)), results)

@@ -210,7 +210,11 @@ BACK = Op("project_back", _back, Back("t o", "i o", "t r", "i r"), ("t i",), con
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def projection(options: Options, operands: Projection) -> jax.Array:
     """Returns y, or inner where g is None."""
-    operands = _divisible(operands)
+    return define(options, _divisible(operands))
+
+
+def define(options: Options, operands: Projection) -> jax.Array:
+    """Returns what `projection` does, without a gradient of its own."""
     scaled = _scaled_lora_a(operands)
     return primitive.call(FORWARD, *_reduced(options, operands, scaled, want_inner=False))[0]
 

@@ -13,7 +13,7 @@ from jax import lax
 
 from jax_dora.ops import choose
 from jax_dora.ops.compose import accumulator
-from jax_dora.ops.dropout import drop, kept_share
+from jax_dora.ops.dropout import drop_for, kept_share
 from jax_dora.ops.mosaic import dropped_product, dropped_product_back
 from jax_dora.ops.shard import Op, Shard
 
@@ -69,6 +69,7 @@ def _seen(static: Reducing, shard: Shard, operands: Reduction) -> jax.Array:
     x, _, seed = operands
     if seed is None:
         return x
+    drop = drop_for(static.implementation)
     return drop(x, seed, static.rate, _start(shard, x), static.shape)
 
 

@@ -42,8 +42,9 @@ def swiglu(
       gate, up: [..., out] of one dtype, from `lora_linear`.
       gate_g, up_g: f32[out] from `magnitude_scale`.
       gate_bias, up_bias: [out].
-      implementation: of the gradient: None, "mosaic" or "xla"; a named one runs or raises. "mosaic"
-        is one pass over dh, gate and up. The result itself is XLA's, which fuses it into one pass.
+      implementation: of the gradient: None, "mosaic", "xla" or "eager", as in `dora_linear`; a
+        named one runs or raises. "mosaic" is one pass over dh, gate and up. The result itself is
+        XLA's, which fuses it into one pass.
 
     Returns:
       [..., out] in gate's dtype.
@@ -75,6 +76,8 @@ def swiglu(
 
 
 def _on_any(implementation: str | None, operands: Gating) -> jax.Array:
+    if implementation == "eager":
+        return define(meshes.vary_alike(operands))
     _choose(implementation, operands.gate)  # where it refuses, now and not in the gradient
     return meshes.differentiable(_swiglu)(implementation, meshes.vary_alike(operands))
 

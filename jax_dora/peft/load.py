@@ -19,8 +19,8 @@ from dora_common.peft.folder import Folder, opened
 from dora_common.peft.layers import Shape
 from jax_dora.adapt import DoRARule, remove_dora
 from jax_dora.adapt.apply import adapt_layer
-from jax_dora.adapt.stack import indices
 from jax_dora.adapt.tree import check_model, find_modules, replace_modules
+from jax_dora.layers.stack import indices
 from jax_dora.ops import check
 from jax_dora.peft.names import Names
 from jax_dora.peft.torch_view import Index, TorchView, to_matrix, torch_view

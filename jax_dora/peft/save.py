@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.save import Adapted, Source
 from dora_common.rules import listing
-from jax_dora.adapt.stack import take
+from jax_dora.adapt.stack import stack_of, take
 from jax_dora.adapt.tree import check_model, find_dora_layers
 from jax_dora.layers.call import bounded_norm
 from jax_dora.ops import check
@@ -201,5 +201,5 @@ def _python(number: Any) -> Any:
 def _is_lora(view: TorchView, name: str) -> bool:
     layer = view.layers[name]
     module: Any = view.modules[layer.path]
-    one = take(module, layer.index) if layer.index else module
+    one = take(module, stack_of(module), layer.index) if layer.index else module
     return bool(jnp.all(bounded_norm(one.norm(), one.result_dtype) == one.magnitude[...]))

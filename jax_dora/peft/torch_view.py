@@ -10,10 +10,11 @@ import numpy as np
 from flax import nnx
 
 from dora_common.peft.layers import Layer, Shape, convolution_refusals
-from jax_dora.adapt.stack import indices, stack_shape
-from jax_dora.adapt.tree import check_model, find_modules
+from jax_dora.adapt.stack import stack_shape
+from jax_dora.adapt.tree import check_model, find_modules, named
 from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.layers.layout import Axes, convolution_layout, matrix_layout, projection_layout
+from jax_dora.layers.stack import indices
 from jax_dora.peft.names import Names
 
 Index = tuple[int, ...]
@@ -139,7 +140,10 @@ def torch_view(model: nnx.Module, names: Names) -> TorchView:
         for path, module in modules.items()
         if (kind := type(module) if isinstance(module, DoRALayer) else dora_class_of(module))
     }
-    stacks = {path: stack_shape(modules[path]) for path in kinds}
+    stacks = {}
+    for path in kinds:
+        with named(path, "named as in PyTorch"):
+            stacks[path] = stack_shape(modules[path])
     stacks |= {path: _stack_around(path, stacks, names) for path in modules if path not in stacks}
 
     layers, parameters, names_of = {}, {}, {}

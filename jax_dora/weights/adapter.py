@@ -1,12 +1,11 @@
 """One adapted weight of a module: its arrays lie beside it, as attributes of the module."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_dora import ops
@@ -22,6 +21,7 @@ from jax_dora.layers.base_layer import axis_names, sharded_like
 from jax_dora.layers.call import bounded_norm, dropout_of_call
 from jax_dora.layers.layout import Layout, projection_layout
 from jax_dora.layers.rule import DoRARule
+from jax_dora.layers.stack import Stack
 from jax_dora.ops.linear import NORM_NAME
 from jax_dora.ops.norm import norm_implementation
 from jax_dora.weights.products import AdaptedReader
@@ -47,11 +47,6 @@ class Place:
     axes: str
     has_module_path: bool
     rule: DoRARule
-
-    @property
-    def lead(self) -> int:
-        """The number of axes that layers are stacked along."""
-        return self.axes.count("s")
 
     def attribute(self, name: str) -> str:
         """Returns by which name the module has the adapter's `name`."""
@@ -130,8 +125,19 @@ class WeightAdapter:
     @property
     def layout(self) -> Layout:
         """Returns how the arrays are matrices, of one layer of a stack."""
-        lead = self.place.lead
-        return _layout(self.kernel_param.shape[lead:], self.place.axes[lead:], self.rank)
+        stack = self.stack
+        shape = stack.without(self.kernel_param.shape)
+        return _layout(shape, self.place.axes.replace("s", ""), self.rank)
+
+    @property
+    def stack(self) -> Stack:
+        """Returns how the arrays are stacked."""
+        axes, shape = self.place.axes, self.kernel_param.shape
+        count, axis = axes.count("s"), axes.find("s")
+        if axis <= 0:
+            return Stack(shape[:count])
+        least = sum(role in "bo" for role in axes)
+        return Stack.of_kernel(shape[axis], axis, len(axes), least)
 
     def norm(self) -> jax.Array:
         """Returns ‖kernel + s·lora_a lora_b‖ in the magnitude's shape, of the parameters as stored,
@@ -141,10 +147,8 @@ class WeightAdapter:
         def of_layer(arrays: Any) -> jax.Array:
             return _norm(layout, arrays, self.place.rule)
 
-        norm: Callable[[Any], jax.Array] = of_layer
-        for _ in range(self.place.lead):
-            norm = _along_stack(norm)
-        return norm((self.kernel_param[...], self.lora_a[...], self.lora_b[...]))
+        arrays = (self.kernel_param[...], self.lora_a[...], self.lora_b[...])
+        return self.stack.map(of_layer, arrays)
 
     def eval(self) -> None:
         """Turns the adapter's dropout off."""
@@ -158,8 +162,11 @@ class WeightAdapter:
           kernel: the parameter's array as the module holds it now: a whole stack's, or one layer's
             inside of a scan.
         """
-        axes = self.place.axes[len(self.place.axes) - kernel.ndim :].replace("s", "b")
+        axes = self.place.axes.replace("s", "", len(self.place.axes) - kernel.ndim)
         arrays = {name: getattr(self, name)[...] for name in ("lora_a", "lora_b", "magnitude")}
+        if "s" in axes:
+            arrays = {name: self._stack_to_batch(array) for name, array in arrays.items()}
+        axes = axes.replace("s", "b")
         if self.given_norm is not None:
             norm = self.given_norm[...]
         else:
@@ -171,6 +178,12 @@ class WeightAdapter:
         return Weight(
             View.of(kernel.shape), axes, {"kernel": kernel, **arrays, "norm": norm}, reader
         )
+
+    def _stack_to_batch(self, array: jax.Array) -> jax.Array:
+        """Returns an adapter's array of a whole stack whose axis stands among the batch axes."""
+        stack = self.stack
+        before = sum(role == "b" for role in self.place.axes[: self.place.axes.index("s")])
+        return jnp.moveaxis(array, stack.axis, before) if stack.axis else array
 
     def make(self, rule: DoRARule, rngs: nnx.Rngs) -> None:
         """Puts a fresh adapter beside the weight.
@@ -184,19 +197,19 @@ class WeightAdapter:
                 f"the module has an attribute {taken[0]!r}, which is a name of the adapter's; "
                 "expected another name: rename it in the class"
             )
-        kernel, layout, lead = self.kernel_param, self.layout, self.place.lead
+        kernel, layout, stack = self.kernel_param, self.layout, self.stack
         names = axis_names(kernel)
-        axes = self.adapter_axes(names[lead:])
+        axes, of_stack = self.adapter_axes(stack.without(names)), stack.of_stack(names)
         inits = {
             "lora_a": rule.lora_a_init or default_lora_a_init,
             "lora_b": rule.lora_b_init or default_lora_b_init,
         }
         for name, init in inits.items():
-            value = _drawn(kernel.shape[:lead], init, rngs, getattr(layout, name), rule)
-            of_axes = (*names[:lead], *axes[name])
+            value = _drawn(stack.shape, init, rngs, getattr(layout, name), rule)
+            value, of_axes = stack.from_leading(value), stack.joined(of_stack, axes[name])
             setattr(self, name, sharded_like(kernel, nnx.LoRAParam, value, of_axes))
         self.given_norm = nnx.data(None)
-        of_axes = (*names[:lead], *axes["magnitude"])
+        of_axes = stack.joined(of_stack, axes["magnitude"])
         norm = bounded_norm(self.norm(), self.result_dtype)
         self.magnitude = sharded_like(kernel, DoRAParam, norm, of_axes)
         rate = rule.dropout
@@ -226,14 +239,8 @@ def _norm(layout: Layout, arrays: Any, rule: DoRARule) -> jax.Array:
     return layout.magnitude.from_matrices(norm[:, None])
 
 
-def _along_stack(function: Callable[[Any], jax.Array]) -> Callable[[Any], jax.Array]:
-    """Returns what takes a stack's arrays one layer after the other: a norm may have a temporary as
-    large as the kernel."""
-    return lambda arrays: lax.map(function, arrays)
-
-
 def _drawn(stack: tuple[int, ...], init: Any, rngs: nnx.Rngs, place: Any, rule: DoRARule) -> Any:
     if not stack:
         return initialize(init, rngs.params(), place, rule.adapter_dtype)
     rows = [_drawn(stack[1:], init, rngs, place, rule) for _ in range(stack[0])]
-    return jax.numpy.stack(rows)
+    return jnp.stack(rows)

@@ -17,7 +17,7 @@ from jax import lax
 from jax_dora import ops
 from jax_dora.layers.rule import DoRARule
 from jax_dora.ops import mesh as meshes
-from jax_dora.ops.dropout import Dropout, drop
+from jax_dora.ops.dropout import Dropout, drop_for
 from jax_dora.weights.follow import Lookup, Product, Ragged
 from jax_dora.weights.matrices import NEXT_SEED, long_axes, made_plan, matrices, whole_pieces
 from jax_dora.weights.weight import Weight, effective
@@ -149,7 +149,9 @@ class AdaptedReader:
 
     def _dropped(self, x: jax.Array) -> jax.Array:
         dropout = self._next_dropout()
-        return x if dropout is None else drop(x, dropout.seed, dropout.rate)
+        if dropout is None:
+            return x
+        return drop_for(self.rule.implementation)(x, dropout.seed, dropout.rate)
 
 
 def _times_transposed(

@@ -24,8 +24,11 @@ class Registration:
     axes: Axes
     linear: bool
 
-    def axes_of(self, module: Any) -> str | None:
+    def axes_of(self, module: Any, stack_axis: int | None = None) -> str | None:
         """Returns the axes in `module`, or None where the parameter has no adaptable form.
+
+        Args:
+          stack_axis: the axis that a call takes layers from, where that is known.
 
         Raises:
           ValueError: the axes do not fit the parameter.
@@ -39,6 +42,8 @@ class Registration:
             raise ValueError(
                 f"axes is {axes!r} for a {self.param} of {ndim} axes; expected a letter for each"
             )
+        if ndim - len(axes) == 1 and stack_axis is not None:
+            return f"{axes[:stack_axis]}s{axes[stack_axis:]}"
         return "s" * (ndim - len(axes)) + axes
 
 
@@ -68,8 +73,10 @@ def register(
       param: the name of the parameter.
       axes: a letter for each of its axes: "i" for one that products contract, "o" for features of
         their results, "b" for one that matrices lie along, each with a norm and an adapter of its
-        own, such as experts. Further axes in front are a stack of layers. Or a function that takes
-        the module to such letters, or to None where that module cannot be adapted.
+        own, such as experts, "s" for one that layers are stacked along by `nnx.vmap`. Further axes
+        are a stack too, of which inputs in `apply_dora` tell the place, and without inputs the
+        leading ones. Or a function that takes the module to such letters, or to None where that
+        module cannot be adapted.
       linear: whether "all-linear" means it; False for embeddings.
 
     Raises:
@@ -123,11 +130,11 @@ def einsum_axes(equation: str) -> str | None:
 
 
 def _check_axes(axes: str) -> None:
-    if not isinstance(axes, str) or set(axes) - set("bio") or not {"i", "o"} <= set(axes):
+    if not isinstance(axes, str) or set(axes) - set("bios") or not {"i", "o"} <= set(axes):
         raise ValueError(
             f"axes is {axes!r}; expected a letter for each axis, 'i' for contracted, 'o' for "
-            "features, 'b' for one along which matrices lie, with an 'i' and an 'o' among them, "
-            "as in 'io'"
+            "features, 'b' for one along which matrices lie, 's' for one along which layers are "
+            "stacked, with an 'i' and an 'o' among them, as in 'io'"
         )
 
 

@@ -199,14 +199,6 @@ class TestStacked:
         losses = [step(adapted, optimizer) for _ in range(5)]
         assert losses[-1] < losses[0]
 
-    def test_a_stack_along_another_axis_is_refused(self):
-        make = nnx.vmap(
-            lambda rngs: nnx.Linear(4, 6, rngs=rngs), out_axes=nnx.StateAxes({nnx.Param: 1})
-        )
-        model = nnx.split_rngs(splits=2)(make)(nnx.Rngs(0))
-        with pytest.raises(NotImplementedError, match=r"shape \(4, 2, 6\).*leading axis"):
-            apply_dora(model, DoRARule("", 2, 4), rngs=nnx.Rngs(0))
-
 
 class TestSharding:
     """On a mesh of several devices."""

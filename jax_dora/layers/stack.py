@@ -1,0 +1,126 @@
+"""Where `nnx.vmap` has stacked layers in the arrays of one module."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """The axes that a stack of layers adds to each parameter of one layer.
+
+    Attributes:
+      shape: their sizes; () for a single layer.
+      axis: 0, they are the leading ones; or the position of the only one, -1 for the last.
+    """
+
+    shape: tuple[int, ...] = ()
+    axis: int = 0
+
+    @classmethod
+    def of_kernel(cls, size: int, axis: int, ndim: int, least: int) -> "Stack":
+        """Returns the stack of a kernel whose axis `axis` is one of layers.
+
+        Args:
+          size: of that axis.
+          ndim: of the kernel, that axis counted.
+          least: the fewest axes that a parameter of one layer has.
+
+        Raises:
+          NotImplementedError: a parameter of fewer axes than the kernel has no such axis.
+        """
+        if axis <= least:
+            return cls((size,), axis)
+        if axis == ndim - 1:
+            return cls((size,), -1)
+        raise NotImplementedError(
+            f"its layers are stacked along axis {axis} of {ndim}, and its magnitude has {least} "
+            f"axes in one layer; expected an axis of up to {least}, or the last: stack layers by "
+            "nnx.vmap with out_axes=0"
+        )
+
+    @property
+    def count(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    def indices(self) -> Iterator[tuple[int, ...]]:
+        """Yields the index of every layer, in row-major order."""
+        return indices(self.shape)
+
+    def at(self, index: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns what to index a parameter's array with for the part of one layer."""
+        if self.axis < 0:
+            return (..., *index)
+        return (*(slice(None),) * self.axis, *index)
+
+    def without(self, names: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns what is said of each axis of a parameter for the axes of one layer."""
+        start = self._start(len(names) - self.count)
+        return (*names[:start], *names[start + self.count :])
+
+    def of_stack(self, names: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns of what is said of each axis of a parameter that of the stack's."""
+        start = self._start(len(names) - self.count)
+        return tuple(names[start : start + self.count])
+
+    def joined(self, of_stack: Sequence[Any], names: Sequence[Any]) -> tuple[Any, ...]:
+        """Reverses `of_stack` and `without`."""
+        start = self._start(len(names))
+        return (*names[:start], *of_stack, *names[start:])
+
+    def from_leading(self, array: jax.Array) -> jax.Array:
+        """Returns an array whose leading axes are the stack's with these in their place."""
+        return jnp.moveaxis(array, 0, self.axis) if self.axis else array
+
+    def to_leading(self, array: jax.Array) -> jax.Array:
+        """Reverses `from_leading`."""
+        return jnp.moveaxis(array, self.axis, 0) if self.axis else array
+
+    def join(self, arrays: Sequence[jax.Array]) -> jax.Array:
+        """Joins the layers' arrays, in row-major order, into one."""
+        return self.from_leading(jnp.stack(arrays).reshape(*self.shape, *arrays[0].shape))
+
+    def map(self, function: Callable[[Any], jax.Array], arrays: Any) -> jax.Array:
+        """Returns `function` of the arrays of each layer, joined: one layer after the other, since
+        it may have a temporary as large as the kernel."""
+        if self.axis:
+            return self.from_leading(
+                lax.map(
+                    lambda index: function(
+                        jax.tree.map(lambda array: self._taken(array, index), arrays)
+                    ),
+                    jnp.arange(self.shape[0]),
+                )
+            )
+        for _ in self.shape:
+            function = _along_first(function)
+        return function(arrays)
+
+    def _taken(self, array: jax.Array, index: jax.Array) -> jax.Array:
+        axis = self.axis % array.ndim
+        return lax.dynamic_index_in_dim(array, index, axis, keepdims=False)
+
+    def _start(self, ndim: int) -> int:
+        return ndim if self.axis < 0 else self.axis
+
+
+def _along_first(function: Callable[[Any], jax.Array]) -> Callable[[Any], jax.Array]:
+    return lambda arrays: lax.map(function, arrays)
+
+
+def indices(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yields every index into axes of these sizes, in row-major order."""
+    return itertools.product(*map(range, shape))
+
+
+def stacked_axes(shape: Sequence[int], single: Sequence[int]) -> list[int]:
+    """Returns the axes of an array along which it may be a stack of arrays of shape `single`."""
+    return [
+        axis for axis in range(len(shape)) if (*shape[:axis], *shape[axis + 1 :]) == tuple(single)
+    ]
