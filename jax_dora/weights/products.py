@@ -121,7 +121,7 @@ class AdaptedReader:
         product: Product,
         is_transposed: bool,
         x: jax.Array,
-        arrays: dict[str, jax.Array],
+        arrays: dict[str, Any],
         seed: jax.Array | None,
     ) -> jax.Array:
         """Returns x W', or x W'ᵀ, of x [..., in] and matrices."""
