@@ -20,10 +20,12 @@ from jax_dora.layers.layout import Axes
 from jax_dora.layers.projection import DoRAEinsum, DoRALinearGeneral, Equation
 from jax_dora.ops import choose
 from jax_dora.ops import mesh as meshes
-from jax_dora.ops.bank import Slots, bank_linear, checked_ids
+from jax_dora.ops.bank import Slots, bank_linear, checked_ids, step_of
 
 _OF_BANK = frozenset(
-    {*(f"bank_{name}" for name in Slots._fields), "bank_ids", "bank_layer", "bank_implementation"}
+    {
+        *(f"bank_{name}" for name in (*Slots._fields, "ids", "step", "layer", "implementation")),
+    }
 )
 
 
@@ -43,6 +45,7 @@ class BankLayer(nnx.Module):
         behind its axes. Where a stack's layers are taken apart one after the other, these may stay
         whole: then `bank_layer` says which layer this is, and nothing has to be copied.
       bank_ids: i32[*stack, batch].
+      bank_step: [*stack, …], what `ops.bank.step_of` makes of them, once for all layers; or None.
       bank_layer: i32[*stack], the layer's number in its stack.
       bank_implementation: as `with_bank`'s.
     """
@@ -56,7 +59,13 @@ class BankLayer(nnx.Module):
     promote_dtype: Any
 
     def __init__(
-        self, base: Any, place: Place, slots: Slots, ids: jax.Array, implementation: str | None
+        self,
+        base: Any,
+        place: Place,
+        slots: Slots,
+        ids: jax.Array,
+        step: jax.Array | None,
+        implementation: str | None,
     ) -> None:
         copy_attributes(base, self)
         for name, array in slots._asdict().items():
@@ -64,6 +73,9 @@ class BankLayer(nnx.Module):
         self.bank_implementation = implementation
         count = int(np.prod(place.stack))
         self.bank_ids = BankRows(jnp.broadcast_to(ids, (*place.stack, *ids.shape)))
+        # As the adapters, it may stay whole where layers are taken apart.
+        whole = None if step is None else jnp.broadcast_to(step, (*place.stack, *step.shape))
+        self.bank_step = BankArray(whole)
         self.bank_layer = BankRows(jnp.arange(count, dtype=jnp.int32).reshape(place.stack))
 
     def _equation(self, ndim: int) -> Equation:
@@ -90,6 +102,10 @@ class BankLayer(nnx.Module):
         count = slots.lora_a.shape[lead]
         whole = jax.tree.map(lambda one: one.reshape(-1, *one.shape[lead + 1 :]), slots)
         return whole, ids, (layer * count, count)
+
+    def _step(self) -> jax.Array | None:
+        step = self.bank_step.get_value()
+        return None if step is None else step.reshape(-1, step.shape[-1])[0]
 
     def _unbiased(self) -> Any:
         """Returns the base layer without its bias, which the magnitude does not scale."""
@@ -119,7 +135,7 @@ class BankLayer(nnx.Module):
         batch = ids.shape[0]
 
         def mixed(operands: Any) -> jax.Array:
-            base, x, bias, slots, ids, first = operands
+            base, x, bias, slots, ids, step, first = operands
             matrix = _ordered(base, equation.y, rows + out)
             y = bank_linear(
                 matrix.reshape(batch, -1, out_features),
@@ -127,13 +143,14 @@ class BankLayer(nnx.Module):
                 slots,
                 ids,
                 part=None if part is None else (first, part[1]),
+                step=step,
                 bias=bias,
                 precision=self.precision,
                 implementation=self.bank_implementation,
             )
             return _ordered(y.reshape(matrix.shape), rows + out, equation.y)
 
-        operands = (base, x, bias, slots, ids, part and part[0])
+        operands = (base, x, bias, slots, ids, self._step(), part and part[0])
         mesh = meshes.explicit(*jax.tree.leaves(operands))
         if mesh is None:
             return mixed(operands)
@@ -249,6 +266,7 @@ def with_bank[Model: nnx.Module](
             f"in:{listing(held)}"
         )
     ids = _checked(bank, adapter_ids)
+    step = step_of(ids, bank.slots)
     copy = nnx.clone(model)
     by_path = {path: found.module for found in find_modules(copy) for path in found.paths}
     replacements: dict[int, Any] = {}
@@ -261,7 +279,7 @@ def with_bank[Model: nnx.Module](
                 f"model has no {place.kind.base_type.__name__} {place.kernel.shape} at {path!r}, "
                 "for which the bank holds adapters; expected the model that it was made of"
             )
-        layer = _CLASSES[place.kind](module, place, bank.arrays[path], ids, implementation)
+        layer = _CLASSES[place.kind](module, place, bank.arrays[path], ids, step, implementation)
         replacements[id(module)] = layer
     return replace_modules(copy, replacements)
 

@@ -4,10 +4,11 @@ An adapter that is served does not move, so that g = magnitude / ‖W + sAB‖ i
 and DoRA costs what LoRA does. Ranks lie along the first axis of a slot's matrices, so that the real
 ranks of a slot are one piece of memory, whatever the rank that the bank has room for.
 
-XLA has four ways, and takes the one that a call's sizes ask for:
+Rows of one token (decoding) have kernels, `mosaic.bank_rows`, which read the adapters that rows
+have once each. XLA has four ways, and takes the one that a call's sizes ask for:
 
-- one token a row (decoding): products written as sums, into which XLA fuses the lookup of the
-  slot, so that no adapter is copied;
+- one token a row: products written as sums, into which XLA fuses the lookup of the slot, so that no
+  adapter is copied;
 - several tokens a row (prompts): a batched product, the adapter looked up once for each row; with a
   kernel, `mosaic.bank_expand`, the second product is taken in one pass with what follows it;
 - more rows than slots, of one token each: products with all slots at once, of which a row keeps
@@ -26,7 +27,7 @@ from jax import lax
 from jax_dora.ops import choose, primitive
 from jax_dora.ops import mesh as meshes
 from jax_dora.ops.compose import accumulator
-from jax_dora.ops.mosaic import bank_expand
+from jax_dora.ops.mosaic import bank_expand, bank_rows
 from jax_dora.ops.shard import Op, Shard
 
 # Tiles of sorted rows: no smaller, since each looks its adapter up, and no larger, since each slot
@@ -96,6 +97,7 @@ def bank_linear(
     ids: jax.Array,
     *,
     part: tuple[jax.Array, int] | None = None,
+    step: jax.Array | None = None,
     bias: jax.Array | None = None,
     precision: lax.PrecisionLike = None,
     implementation: str | None = None,
@@ -109,10 +111,11 @@ def bank_linear(
       ids: i32[batch], each row's slot, as `checked_ids` returns them; -1 for the base alone.
       part: (first, count), which of the slots are meant: those of one layer, where `slots` has
         those of a whole stack; ids count from the first.
+      step: `step_of` the ids, which all projections of a model share; None to take it here.
       bias: [out]; never scaled.
       precision: of the products, as in `jax.lax.dot_general`.
       implementation: None, "mosaic" or "xla"; a named one runs or raises. "mosaic" stands for the
-        second product with all that follows it.
+        second product with all that follows it, and where rows have one token, for both products.
 
     Returns:
       [batch, time, out] in base's dtype. A row of -1 is base + bias, bit for bit; one of an id that
@@ -122,21 +125,24 @@ def bank_linear(
       NotImplementedError: the named implementation cannot take the call.
     """
     first, count = part or (jnp.int32(0), slots.lora_a.shape[0])
+    if x.shape[1] == 1:
+        tokens = Tokens(base[:, 0], x[:, 0], *slots, ids, first, step, bias)
+        static = StaticOfTokens(implementation, _hashable(precision), count)
+        if _choice(static, tokens) is None:
+            return _looked_up(static, tokens)[:, None]
+        return meshes.differentiable(_multiply)(static, meshes.vary_alike(tokens))[:, None]
     rows = _rows(slots, ids, first, count, accumulator(base.dtype))
-    if x.shape[1] > 1 or implementation == "mosaic":
-        lora_a = slots.lora_a[rows.slot].astype(x.dtype)
-        z = jnp.einsum("nti,nri->ntr", x, lora_a, precision=precision)
-        lora_b = slots.lora_b.astype(x.dtype)
-        static = Static(implementation, _hashable(precision))
-        operands = meshes.vary_alike(Expansion(base, z, lora_b, *rows, bias))
-        return meshes.differentiable(_expand)(static, operands)
-    if x.shape[0] > ROWS_OF_A_SLOT * count:
-        lora = _by_tiles(x[:, 0], slots, rows.slot - first, first, count, precision)
-    elif x.shape[0] > DENSE_ROWS_OF_A_SLOT * count:
-        lora = _dense(x[:, 0], slots, ids, first, count, precision)
-    else:
-        lora = _sums(x[:, 0], slots, rows.slot)
-    return _composed(base, lora[:, None], rows, bias)
+    lora_a = slots.lora_a[rows.slot].astype(x.dtype)
+    z = jnp.einsum("nti,nri->ntr", x, lora_a, precision=precision)
+    lora_b = slots.lora_b.astype(x.dtype)
+    operands = meshes.vary_alike(Expansion(base, z, lora_b, *rows, bias))
+    return meshes.differentiable(_expand)(Static(implementation, _hashable(precision)), operands)
+
+
+def step_of(ids: jax.Array, slots: int) -> jax.Array | None:
+    """Returns what kernels have to know of a step's rows, from ids as `checked_ids` returns them;
+    None where there is no kernel for so many."""
+    return bank_rows.plan(ids, slots) if ids.shape[0] <= bank_rows.MOST_ROWS else None
 
 
 def _rows(slots: Slots, ids: jax.Array, first: jax.Array, count: int, dtype: Any) -> Rows:
@@ -217,6 +223,77 @@ def _define(static: Static, operands: Expansion) -> jax.Array:
     base, z, lora_b, slot, g, scale, bias = operands
     lora = jnp.einsum("ntr,nro->nto", z, lora_b[slot], precision=static.precision)
     return _composed(base, lora, Rows(slot, g, scale), bias)
+
+
+class StaticOfTokens(NamedTuple):
+    """What is static in a call of rows that have one token each; `count` slots are meant."""
+
+    implementation: str | None
+    precision: Any
+    count: int
+
+
+class Tokens(NamedTuple):
+    """The operands of rows that have one token each: base [rows, out], x [rows, in], `Slots`, ids
+    i32[rows], the first slot that is meant, `step_of` the ids or None, bias [out] or None."""
+
+    base: Any
+    x: Any
+    lora_a: Any
+    lora_b: Any
+    g: Any
+    scale: Any
+    rank: Any
+    ids: Any
+    first: Any
+    step: Any
+    bias: Any
+
+    @property
+    def slots(self) -> Slots:
+        return Slots(*self[2:7])
+
+
+def _choice(static: StaticOfTokens, tokens: Tokens) -> choose.Choice | None:
+    x, lora_a = tokens.x, tokens.lora_a
+    call = (*x.shape, tokens.base.shape[-1], static.count, lora_a.shape[1], x.dtype, lora_a.dtype)
+    return choose.choose("bank_linear", static.implementation, (bank_rows, call))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _multiply(static: StaticOfTokens, tokens: Tokens) -> jax.Array:
+    return primitive.call(MULTIPLY, static, tokens)[0]
+
+
+@_multiply.defjvp
+def _multiply_jvp(static: StaticOfTokens, primals: Any, tangents: Any) -> Any:
+    return jax.jvp(functools.partial(_looked_up, static), primals, tangents)
+
+
+def _run_tokens(static: StaticOfTokens, shard: Shard, tokens: Tokens) -> tuple[jax.Array]:
+    choice = _choice(static, tokens)
+    if choice is None:
+        return (_looked_up(static, tokens),)
+    return (bank_rows.launch(*tokens, slots=static.count, **choice.knobs),)
+
+
+# Without names: on a mesh of several devices XLA shares the work, as it knows which of them have
+# which features and rows.
+MULTIPLY = Op("bank_rows", _run_tokens, (), ())
+
+
+def _looked_up(static: StaticOfTokens, tokens: Tokens) -> jax.Array:
+    """Returns the result [rows, out] in the way that XLA takes."""
+    x, slots, ids, first = tokens.x, tokens.slots, tokens.ids, tokens.first
+    count, precision = static.count, static.precision
+    rows = _rows(slots, ids, first, count, accumulator(tokens.base.dtype))
+    if x.shape[0] > ROWS_OF_A_SLOT * count:
+        lora = _by_tiles(x, slots, rows.slot - first, first, count, precision)
+    elif x.shape[0] > DENSE_ROWS_OF_A_SLOT * count:
+        lora = _dense(x, slots, ids, first, count, precision)
+    else:
+        lora = _sums(x, slots, rows.slot)
+    return _composed(tokens.base[:, None], lora[:, None], rows, tokens.bias)[:, 0]
 
 
 def _hashable(precision: Any) -> Any:

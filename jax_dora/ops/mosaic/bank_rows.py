@@ -1,0 +1,220 @@
+"""Rows of one token each, every one with the adapter of its slot:
+y[n] = g[slot]∘(base[n] + s[slot]·(x[n] A[slot]) B[slot]) + bias.
+
+    base  [rows, out]   bf16 or fp16      x     [rows, in]      base's dtype, 1 to 256 rows
+    A     [slots, r, in]   base's dtype   B     [slots, r, out]  likewise; r ranks have room
+    g     f32[slots, out]  (optional)     s     f32[slots]       rank  i32[slots]
+    y     [rows, out]                     bias  [out] (optional)
+
+Two kernels, `bank_rows_shrink` and `bank_rows_expand`; between them XLA adds up the parts of x A,
+in a fixed order. Each thread block has a strip of 64 columns of A or B and goes through the slots
+that rows have, each once, by the real rank (in steps of 16, 32, 64): tensor cores multiply all rows
+by it, 64 rows an instruction, and each row keeps the result of its own slot. Nothing is sorted or
+copied, and what a row gets does not depend on its company.
+
+Bytes: A, B and g of the slots in use, once, base and y; the floor is bytes / copy rate. FLOPs:
+2 · 64⌈rows / 64⌉ · r · (in + out) for every slot in use.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from jax_dora.ops.choose import HOPPER_SM_COUNT
+from jax_dora.ops.mosaic import hopper
+from jax_dora.ops.mosaic.hopper import RESERVED, SHARED_MEMORY, TILE_K
+from jax_dora.ops.mosaic.launch import launcher
+
+# Of one instruction.
+TILE_ROWS = 64
+MOST_ROWS = 256
+MOST_RANK = 128
+# An entry of a plan has the slot below this bit, and the tiles of rows that meet it above.
+SLOT_BITS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Launch knobs.
+
+    Attributes:
+      slices: tiles of `in` that a thread block of the first product adds up. More of them are
+        fewer partial sums, and fewer thread blocks.
+      shrink_stages, expand_stages: tiles of A and of B in flight in a thread block: a latency's
+        worth of bytes. With fewer, two thread blocks have room on a multiprocessor.
+    """
+
+    slices: int = 1
+    shrink_stages: int = 8
+    expand_stages: int = 8
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call: rows, in, out, slots of the layer, and ranks that have room."""
+
+    rows: int
+    in_features: int
+    out: int
+    slots: int
+    rank: int
+
+    @property
+    def tiles(self) -> int:
+        return pl.cdiv(self.rows, TILE_ROWS)
+
+    @property
+    def entries(self) -> int:
+        """How long the head of a plan is."""
+        return pl.cdiv(1 + min(self.rows, self.slots), TILE_ROWS) * TILE_ROWS
+
+    @property
+    def boxes(self) -> list[int]:
+        """The ranks that a copy may have: the least that suffices is taken."""
+        return [box for box in (16, 32, 64) if box < self.rank] + [self.rank]
+
+
+def refuses(
+    rows: int,
+    in_features: int,
+    out: int,
+    slots: int,
+    rank: int,
+    dtype: jax.typing.DTypeLike,
+    held: jax.typing.DTypeLike,
+) -> str | None:
+    """Returns why x [rows, in] of `dtype` and a bank of `slots` with room for `rank` ranks, its
+    matrices of dtype `held`, are not taken, or None."""
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"x has dtype {jnp.dtype(dtype)}, neither bfloat16 nor float16"
+    if held != dtype:
+        return f"x has dtype {jnp.dtype(dtype)}, and the bank {jnp.dtype(held)}"
+    if not 1 <= rows <= MOST_ROWS:
+        return f"there are {rows} rows, not 1 to {MOST_ROWS}"
+    for name, size in (("in", in_features), ("out", out)):
+        if size == 0 or size % TILE_K:
+            return f"{name} = {size} is not a multiple of {TILE_K}"
+    if rank % hopper.ALIGNMENT or not 0 < rank <= MOST_RANK:
+        return f"the bank has room for rank {rank}, no multiple of 8 up to {MOST_RANK}"
+    if slots % 4 or slots >= 2**SLOT_BITS:
+        return f"there are {slots} slots, no multiple of 4 below {2**SLOT_BITS}"
+    return None
+
+
+def wins(
+    rows: int,
+    in_features: int,
+    out: int,
+    slots: int,
+    rank: int,
+    dtype: jax.typing.DTypeLike,
+    held: jax.typing.DTypeLike,
+) -> bool:
+    """Returns whether the kernels are taken to be no slower than XLA: not before they have been
+    measured (`python -m benchmarks bank --only way`)."""
+    return False
+
+
+def config(
+    rows: int,
+    in_features: int,
+    out: int,
+    slots: int,
+    rank: int,
+    dtype: jax.typing.DTypeLike,
+    held: jax.typing.DTypeLike,
+) -> Config:
+    """Returns the launch knobs for a call that is not refused."""
+    slices = pl.cdiv(in_features // TILE_K, HOPPER_SM_COUNT)
+    held_rows = pl.cdiv(rows, TILE_ROWS) * TILE_ROWS
+
+    def stages(blocks: int, tile: int, beside: int) -> int:
+        most = 16 if blocks <= HOPPER_SM_COUNT else 8
+        room = SHARED_MEMORY - RESERVED - 4 * (rows + 2 * slots) - beside
+        return max(2, min(most, room // tile))
+
+    row = 2 * TILE_K
+    return Config(
+        slices,
+        stages(
+            pl.cdiv(in_features, TILE_K * slices),
+            slices * rank * row,
+            held_rows * (slices * row + 4 * rank),
+        ),
+        stages(out // TILE_K, padded(rank) * row + 2 * row, held_rows * (2 * padded(rank) + row)),
+    )
+
+
+def padded(rank: int) -> int:
+    """Returns the ranks that the second product has: tensor cores read 64 at a time."""
+    return pl.cdiv(rank, TILE_K) * TILE_K
+
+
+def plan(ids: jax.Array, slots: int) -> jax.Array:
+    """Returns what the kernels of a step have to know of its rows, from i32 ids [rows]: i32 of
+    the number of slots in use, of an entry for each, and of the ids.
+
+    It is the same for all projections and layers. An entry is slot + Σ 2^(16 + t) over the tiles t
+    of 64 rows that have a row of it.
+    """
+    sizes = Sizes(ids.shape[0], 0, 0, slots, 0)
+    ids = jnp.pad(ids, (0, sizes.tiles * TILE_ROWS - sizes.rows), constant_values=-1)
+    slot = jnp.arange(slots, dtype=jnp.int32)
+    meets = (ids.reshape(1, -1, TILE_ROWS) == slot[:, None, None]).any(2)  # [slots, tiles]
+    bit = 2 ** (SLOT_BITS + jnp.arange(sizes.tiles, dtype=jnp.int32))
+    marks = jnp.sum(jnp.where(meets, bit[None], 0), axis=1, dtype=jnp.int32)
+    ends = jnp.cumsum(marks > 0, dtype=jnp.int32)
+    head = jnp.zeros(sizes.entries, jnp.int32).at[0].set(ends[-1])
+    head = head.at[jnp.where(marks > 0, ends, sizes.entries)].set(slot + marks, mode="drop")
+    return jnp.concatenate([head, ids])
+
+
+@launcher("slots")
+def launch(
+    base: jax.Array,
+    x: jax.Array,
+    lora_a: jax.Array,
+    lora_b: jax.Array,
+    g: jax.Array | None,
+    scale: jax.Array,
+    rank: jax.Array,
+    ids: jax.Array,
+    first: jax.Array,
+    step: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    slots: int,
+    config: Config,
+    sm_count: int,
+) -> jax.Array:
+    """Returns y [rows, out].
+
+    Args:
+      lora_a, lora_b, g, scale, rank: of several layers perhaps, of which this has `slots` from
+        `first` on.
+      ids: i32[rows], from 0 to slots - 1, -1 for the base alone, `slots` for a row of NaN.
+      step: `plan` of the ids.
+    """
+    from jax_dora.ops.mosaic import bank_rows_expand, bank_rows_shrink
+
+    (rows, in_features), out = x.shape, base.shape[-1]
+    sizes = Sizes(rows, in_features, out, slots, lora_a.shape[1])
+    held = pl.cdiv(rows, hopper.ROW_ALIGNMENT) * hopper.ROW_ALIGNMENT
+    step = plan(ids, slots) if step is None else step
+    at = first.astype(jnp.int32).reshape(1)
+    parts = bank_rows_shrink.launch(
+        hopper.pad(x, held, in_features), lora_a, rank, step, at, sizes, config
+    )
+    of_row = first + jnp.clip(step[sizes.entries :], 0, slots - 1)
+    z = jnp.sum(parts, axis=0) * scale[of_row].astype(jnp.float32)[:, None]
+    z = jnp.pad(z, ((0, 0), (0, padded(sizes.rank) - sizes.rank)))
+    # What lies beyond a row's rank was left by another slot.
+    own = jnp.arange(z.shape[1], dtype=jnp.int32)[None] < rank[of_row][:, None]
+    z = jnp.where(own, z, 0).astype(x.dtype)
+    bias = None if bias is None else bias.astype(jnp.float32)
+    y = bank_rows_expand.launch(
+        hopper.pad(base, held, out), z, lora_b, g, rank, step, at, bias, sizes, config
+    )
+    return y[:rows]

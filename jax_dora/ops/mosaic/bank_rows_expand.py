@@ -1,0 +1,180 @@
+"""Each row's product with the B of its slot, and what follows it, in one pass over the result: the
+second kernel of `bank_rows`.
+
+    z  [rows, k]  bf16 or fp16, times the slot's scale, zero beyond its rank     B  [slots, r, out]
+    base, y  [rows, out]     g  f32[slots, out]     bias  [out] (optional)
+
+A thread block has 64 columns and goes through the slots in use. Past a slot's rank a stage keeps
+what was there, which zeros of z meet: it has to be finite, and is, since stages begin as zeros and
+a bank holds nothing else.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_dora.ops.mosaic.bank_rows import TILE_ROWS, Config, Sizes, padded
+from jax_dora.ops.mosaic.bank_rows_shrink import (
+    by_rank,
+    facts_types,
+    if_met,
+    load_facts,
+    own_ids,
+    slot_of,
+    zeros,
+)
+from jax_dora.ops.mosaic.hopper import TILE_K, tiled
+
+COLS = 64
+
+
+def launch(
+    base: jax.Array,
+    z: jax.Array,
+    lora_b: jax.Array,
+    g: jax.Array | None,
+    rank: jax.Array,
+    step: jax.Array,
+    first: jax.Array,
+    bias: jax.Array | None,
+    sizes: Sizes,
+    config: Config,
+) -> jax.Array:
+    """Returns y, of as many rows as base has."""
+    stages, tiles, dtype = config.expand_stages, sizes.tiles, base.dtype
+    depth = padded(sizes.rank)
+    slices = depth // TILE_K
+    extra = [g] * (g is not None) + [bias] * (bias is not None)
+
+    def kernel(base_gmem, z_gmem, b_gmem, rank_gmem, step_gmem, first_gmem, *rest, **smem):
+        *extra_gmem, y_gmem = rest
+        g_gmem = None if g is None else extra_gmem[0]
+        bias_gmem = None if bias is None else extra_gmem[-1]
+        facts, z_smem, b_smem, y_smem = (smem[k] for k in ("facts", "z", "b", "y"))
+        ready, free, rows_ready = smem["ready"], smem["free"], smem["rows_ready"]
+        warpgroup = lax.axis_index("warpgroup")
+        cols = pl.ds(lax.axis_index("strip") * COLS, COLS)
+
+        def rows(tile):
+            # A start that varies: past the last row the copy engine reads zeros, writes nothing.
+            return pl.ds((lax.axis_index("strip") * 0 + tile) * TILE_ROWS, TILE_ROWS)
+
+        @pl.when(warpgroup == tiles)
+        def _fetch():
+            first = first_gmem[0]
+            load_facts(step_gmem, rank_gmem, first, facts, sizes)
+            for tile in range(tiles):
+                for slice_ in range(slices):
+                    at = pl.ds(tile * TILE_ROWS, TILE_ROWS), pl.ds(slice_ * TILE_K, TILE_K)
+                    plgpu.copy_gmem_to_smem(
+                        z_gmem.at[at], z_smem.at[tile * slices + slice_], rows_ready
+                    )
+                plgpu.copy_gmem_to_smem(base_gmem.at[rows(tile), cols], y_smem.at[tile], rows_ready)
+            if bias_gmem is not None:
+                plgpu.copy_gmem_to_smem(bias_gmem.at[cols], smem["bias"], rows_ready)
+            plgpu.barrier_wait(facts["ready"])
+
+            def fetch(index, _):
+                slot = slot_of(facts["step"][1 + index])
+                stage = lax.rem(index, stages)
+                plgpu.barrier_wait(free.at[stage])
+                if g_gmem is not None:
+                    plgpu.copy_gmem_to_smem(
+                        g_gmem.at[first + slot, cols], smem["g"].at[stage], ready.at[stage]
+                    )
+
+                def copy(box):
+                    plgpu.copy_gmem_to_smem(
+                        b_gmem.at[first + slot, pl.ds(0, box), cols],
+                        b_smem.at[stage, pl.ds(0, box)],
+                        ready.at[stage],
+                    )
+
+                by_rank(facts["rank"][slot], sizes.boxes, copy)
+
+            lax.fori_loop(0, facts["step"][0], fetch, None)
+            # Every stage was handed back once more than it was filled.
+            lax.fori_loop(0, stages, lambda i, _: plgpu.barrier_wait(free.at[i]), None)
+
+        @pl.when(warpgroup < tiles)
+        def _consume():
+            @pl.when(warpgroup == 0)
+            def _clear():
+                def clear(stage, _):
+                    b_smem[stage] = jnp.zeros((depth, COLS), dtype)
+
+                lax.fori_loop(0, stages, clear, None)
+
+            plgpu.commit_smem()
+            lax.fori_loop(0, stages, lambda i, _: plgpu.barrier_arrive(free.at[i]), None)
+            plgpu.barrier_wait(facts["ready"])
+            ids = own_ids(facts, warpgroup)
+            plgpu.barrier_wait(rows_ready)
+            shape = (TILE_ROWS, COLS)
+
+            def meet(index, found):
+                entry, stage = facts["step"][1 + index], lax.rem(index, stages)
+                plgpu.barrier_wait(ready.at[stage])
+
+                def multiply(acc_ref):
+                    for slice_ in range(slices):
+                        plgpu.wgmma(
+                            acc_ref,
+                            z_smem.at[warpgroup * slices + slice_],
+                            b_smem.at[stage, pl.ds(slice_ * TILE_K, TILE_K)],
+                        )
+                    return acc_ref[...]
+
+                def theirs():
+                    acc = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+                    if g is None:
+                        return (acc,)
+                    return acc, lax.broadcast_in_dim(smem["g"][stage], shape, (1,))
+
+                found = if_met(entry, warpgroup, ids, found, theirs)
+                # The copy engine may not write before g is read.
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(free.at[stage])
+                return found
+
+            start = (zeros(shape), zeros(shape) + 1.0)[: 1 if g is None else 2]
+            sums, *factor = lax.fori_loop(0, facts["step"][0], meet, start)
+            base = y_smem[warpgroup].astype(jnp.float32)
+            y = base + sums
+            if factor:
+                y = factor[0] * y
+            ids = lax.broadcast_in_dim(ids, shape, (0,))
+            # A sum with zero turns -0 into 0, and what is not finite into NaN.
+            y = jnp.where(ids < 0, base, jnp.where(ids < sizes.slots, y, jnp.nan))
+            if bias is not None:
+                y = y + lax.broadcast_in_dim(smem["bias"][...], shape, (1,))
+            y_smem[warpgroup] = y.astype(dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(y_smem.at[warpgroup], y_gmem.at[rows(warpgroup), cols])
+            plgpu.wait_smem_to_gmem(0)
+
+    scratch = {
+        "facts": facts_types(sizes),
+        "z": tiled((tiles * slices, TILE_ROWS, TILE_K), dtype),
+        "b": tiled((stages, depth, COLS), dtype),
+        "y": tiled((tiles, TILE_ROWS, COLS), dtype),
+        "rows_ready": plgpu.Barrier(num_arrivals=tiles * (1 + slices) + (bias is not None)),
+        "ready": plgpu.Barrier(num_arrivals=1 + (g is not None), num_barriers=stages),
+        "free": plgpu.Barrier(num_arrivals=tiles, num_barriers=stages),
+    }
+    if g is not None:
+        scratch["g"] = plgpu.SMEM((stages, COLS), jnp.float32)
+    if bias is not None:
+        scratch["bias"] = plgpu.SMEM((COLS,), jnp.float32)
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct(base.shape, dtype),
+        grid=(sizes.out // COLS,),
+        grid_names=("strip",),
+        num_threads=tiles + 1,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        kernel_name="dora_bank_rows_expand",
+    )(base, z, lora_b, rank, step, first, *extra)

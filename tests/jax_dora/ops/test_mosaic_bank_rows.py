@@ -1,0 +1,172 @@
+"""Rows of one token with adapters of their own, by the two kernels of `bank_rows`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_dora.ops.bank import Slots, bank_linear
+from jax_dora.ops.mosaic import bank_rows
+from jax_dora.ops.mosaic.bank_rows import refuses
+from parity import tolerances
+from parity.oracle import fp64
+
+SLOTS = 8
+
+
+def operands(seed, rows, n_in, out, rank, dtype, layers=2, slots=SLOTS):
+    """Adapters of all ranks up to `rank`, one of them of none, and one slot that nothing is in."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape, deviation=1.0):
+        return jnp.asarray(deviation * rng.standard_normal(shape, np.float32))
+
+    held = layers * slots
+    ranks = rng.integers(1, rank + 1, held).astype(np.int32)
+    ranks[-3:] = [rank, 0, 0]
+    there = jnp.asarray(np.arange(rank) < ranks[:, None])[..., None]
+    bank = Slots(
+        jnp.where(there, normal(held, rank, n_in, deviation=n_in**-0.5), 0).astype(dtype),
+        jnp.where(there, normal(held, rank, out, deviation=rank**-0.5), 0).astype(dtype),
+        (1 + normal(held, out, deviation=0.1)).at[-1].set(jnp.nan),
+        jnp.asarray(rng.uniform(0.5, 2, held), jnp.float32),
+        jnp.asarray(ranks),
+    )
+    ids = rng.integers(-1, slots + 1, rows).astype(np.int32)
+    ids[:1] = slots - 3
+    base, x = normal(rows, out).astype(dtype), normal(rows, n_in).astype(dtype)
+    return base, x, bank, jnp.asarray(ids), normal(out)
+
+
+def run(arrays, layer, *, slots=SLOTS, with_bias=True):
+    base, x, bank, ids, bias = arrays
+    call = (*x.shape, base.shape[1], slots, bank.lora_a.shape[1], x.dtype, bank.lora_a.dtype)
+    assert refuses(*call) is None
+    y = bank_rows.launch(
+        *(base, x, *bank, ids, jnp.int32(layer * slots)),
+        bias=bias if with_bias else None,
+        slots=slots,
+        config=bank_rows.config(*call),
+        sm_count=132,
+    )
+    return jax.block_until_ready(y)
+
+
+def check(arrays, y, layer, *, slots=SLOTS, with_bias=True):
+    base, x, bank, ids, bias = arrays
+    u = tolerances.unit_roundoff(base.dtype)
+    assert y.dtype == base.dtype
+    for row, one in enumerate(np.asarray(ids)):
+        at = layer * slots + one
+        exact, bound = fp64(base[row]), 0.0
+        if one == slots or (one >= 0 and np.isnan(fp64(bank.g[at])).any()):
+            assert np.isnan(fp64(y[row])).all(), row
+            continue
+        if one >= 0 and bank.rank[at]:
+            left, a, b, g = map(fp64, (x[row], bank.lora_a[at], bank.lora_b[at], bank.g[at]))
+            z, s = left @ a.T, float(bank.scale[at])
+            slack = 2 * u * abs(z) + tolerances.accumulation(
+                len(left), z, tolerances.two_norm_of_products(left[None], a.T)[0]
+            )
+            exact = g * (exact + s * z @ b)
+            bound = abs(g) * s * (slack @ abs(b))
+        elif one >= 0:
+            exact = fp64(bank.g[at]) * exact
+        elif not with_bias:
+            assert jnp.array_equal(y[row], base[row])
+        if with_bias:
+            exact = exact + fp64(bias)
+        bound = bound + tolerances.rounding(exact, y.dtype) + 1e-6 * (1 + abs(exact))
+        assert np.all(abs(fp64(y[row]) - exact) <= bound), row
+
+
+def test_two_tiles_of_rows_agree_with_fp64(on_mosaic):
+    """Ragged rows, a layer of a stack, two tiles of `in` and of `out`, a bias."""
+    arrays = operands(0, 70, 192, 128, 24, jnp.bfloat16)
+    with on_mosaic():
+        y = run(arrays, 1)
+    check(arrays, y, 1)
+
+
+def test_single_rows_and_ranks_above_a_tile_agree_with_fp64(on_mosaic):
+    arrays = operands(1, 3, 64, 64, 72, jnp.float16, layers=1)
+    with on_mosaic():
+        y = run(arrays, 0, with_bias=False)
+    check(arrays, y, 0, with_bias=False)
+
+
+def test_a_plan_names_each_slot_in_use_once():
+    ids = jnp.asarray([5, -1, 2, 5] + [8] * 61 + [2, 7], jnp.int32)
+    plan = np.asarray(bank_rows.plan(ids, SLOTS))
+    count, head, tail = plan[0], plan[1:64], plan[64:]
+    entries = {one & 0xFFFF: one >> 16 for one in head[:count].tolist()}
+    assert entries == {2: 0b11, 5: 0b01, 7: 0b10}
+    assert tail[:67].tolist() == ids.tolist()
+    assert tail.size == 128
+
+
+@pytest.mark.parametrize(
+    ("rows", "n_in", "out", "slots", "rank"),
+    [
+        (256, 14336, 4096, 64, 64),
+        (64, 4096, 14336, 1024, 64),
+        (1, 4096, 1024, 4, 8),
+        (130, 4096, 4096, 64, 128),
+    ],
+)
+def test_lowers_for_hopper_at_full_size(rows, n_in, out, slots, rank):
+    def aval(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    f32, held = jnp.float32, 2 * slots
+    bank = Slots(
+        aval(held, rank, n_in),
+        aval(held, rank, out),
+        aval(held, out, dtype=f32),
+        aval(held, dtype=f32),
+        aval(held, dtype=jnp.int32),
+    )
+    ids, first = aval(rows, dtype=jnp.int32), aval(dtype=jnp.int32)
+
+    def call(base, x, bank, ids, first):
+        part = (first, slots)
+        return bank_linear(base, x, bank, ids, part=part, implementation="mosaic")
+
+    traced = jax.jit(call).trace(aval(rows, 1, out), aval(rows, 1, n_in), bank, ids, first)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "dora_bank_rows_shrink" in text
+    assert "dora_bank_rows_expand" in text
+
+
+def test_refuses_with_a_reason():
+    bf16 = jnp.bfloat16
+    assert refuses(256, 4096, 14336, 64, 64, bf16, bf16) is None
+    assert "257 rows" in refuses(257, 4096, 64, 64, 64, bf16, bf16)
+    assert "in = 4100" in refuses(8, 4100, 64, 64, 64, bf16, bf16)
+    assert "out = 72" in refuses(8, 64, 72, 64, 64, bf16, bf16)
+    assert "rank 12" in refuses(8, 64, 64, 64, 12, bf16, bf16)
+    assert "rank 136" in refuses(8, 64, 64, 64, 136, bf16, bf16)
+    assert "6 slots" in refuses(8, 64, 64, 6, 64, bf16, bf16)
+    assert "float32" in refuses(8, 64, 64, 64, 64, jnp.float32, jnp.float32)
+    assert "the bank float32" in refuses(8, 64, 64, 64, 64, bf16, jnp.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 33, 64, 129, 256])
+@pytest.mark.parametrize(("n_in", "out"), [(4096, 14336), (14336, 4096), (4096, 1024)])
+def test_agrees_at_full_size(rows, n_in, out):
+    arrays = operands(2, rows, n_in, out, 64, jnp.bfloat16, slots=64)
+    first = run(arrays, 1, slots=64)
+    check(arrays, first, 1, slots=64)
+    for _ in range(10):
+        again = run(arrays, 1, slots=64)
+        np.testing.assert_array_equal(again.astype(np.float32), first.astype(np.float32))
+
+
+@pytest.mark.gpu
+def test_a_row_is_the_same_in_any_company():
+    base, x, bank, ids, bias = operands(3, 256, 4096, 4096, 64, jnp.bfloat16, slots=64)
+    alone = jnp.where(jnp.arange(256) == 7, ids, -1)
+    ids = ids.at[7].set(5)
+    both = [run((base, x, bank, some.at[7].set(5), bias), 0, slots=64) for some in (ids, alone)]
+    assert jnp.array_equal(both[0][7], both[1][7])
