@@ -2,21 +2,28 @@
 
 The seven projections of Llama 3 8B's layers in bf16, scanned as a decoder is, and 64 adapters of
 ranks 8 to 64 in one bank. Decoding has one token a row, prefill 8 requests of 512 tokens. Rows
-choose their adapters by Zipf's law with exponent 1.5, evenly, or all the same one.
+choose their adapters by Zipf's law with exponent 1.5, evenly, or all the same one. A program goes
+`repeats` times through its few layers, and times are of one layer: what takes long is to compile.
 
     base        the projections alone
     LoRA        the bank without g
-    DoRA        the bank; "xla" by XLA's way of it
+    DoRA        the bank, as it chooses; "xla" without kernels
+    sums, dense, tiles, kernel      rows of one token in one of the bank's ways, whatever it chooses
     one-hot     every row times every adapter, and a one-hot product, as in tpu-inference
     loop        one adapter after the other, on all rows
+
+`bound` is the least that DoRA can be over the base: the bytes of both over those of the base.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
+import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +35,17 @@ import jax_dora
 from benchmarks.results import Row
 from jax_dora.bank.host import RANKS, Facts, HostAdapter
 from jax_dora.bank.layers import BankArray
+from jax_dora.ops import bank as bank_ops
 from jax_dora.ops.bank import Slots
 
 EXPONENT = 1.5
 # What DoRA's result may differ from XLA's way of it, relative to its norm: some roundings of bf16.
 MOST_DIFFERENT = 0.02
+
+
+WAYS = ("sums", "dense", "tiles")
+# What takes rows of one token only, and what would take minutes of them.
+ONLY_DECODING, ONLY_PREFILL = (*WAYS, "kernel"), ("DoRA xla", "loop")
 
 
 class Sizes(NamedTuple):
@@ -44,21 +57,45 @@ class Sizes(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What is measured: nothing is built after `seconds`."""
+    """What is measured: nothing is built after `seconds`. Growth is that of `growth` rows, with the
+    number of adapters that they have and with their ranks."""
 
     sizes: Sizes = Sizes()
-    layers: int = 8
+    layers: int = 2
+    repeats: int = 8
     slots: int = 64
     ranks: tuple[int, ...] = (8, 16, 32, 64)
     decoding: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
     prefill: tuple[int, int] = (8, 512)
     mixes: tuple[str, ...] = ("zipf", "uniform", "one")
-    kinds: tuple[str, ...] = ("base", "LoRA", "DoRA", "DoRA xla", "one-hot", "loop")
-    rounds: int = 15
+    kinds: tuple[str, ...] = (
+        "base",
+        "LoRA",
+        "DoRA",
+        "DoRA xla",
+        *WAYS,
+        "kernel",
+        "one-hot",
+        "loop",
+    )
+    growth: int = 64
+    rounds: int = 9
     seconds: float = 420.0
 
 
-TINY = Settings(Sizes(32, 16, 48), 2, 3, (1, 5), (1, 3), (2, 4), ("zipf",), rounds=1)
+TINY = Settings(
+    Sizes(32, 16, 48),
+    repeats=2,
+    slots=3,
+    ranks=(1, 5),
+    decoding=(1, 3),
+    prefill=(2, 4),
+    mixes=("zipf",),
+    # Interpreted kernels are tested elsewhere.
+    kinds=tuple(kind for kind in Settings().kinds if kind != "kernel"),
+    growth=3,
+    rounds=1,
+)
 
 
 class Block(nnx.Module):
@@ -144,16 +181,76 @@ def loop(x: jax.Array, one: Bare, ids: jax.Array) -> jax.Array:
 def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields one row a measurement; the kinds of one workload are timed in turns."""
     started = time.monotonic()
+
+    def left() -> float:
+        return settings.seconds - (time.monotonic() - started)
+
     model = nnx.jit(lambda: Stack(settings.sizes, settings.layers))()
     bank = jax_dora.AdapterBank(model, settings.slots, max(settings.ranks))
-    yield from (rows := list(_loads(settings, bank)))[:-1]
-    bank = rows[-1]["bank"]
-    shapes = [(rows, 1) for rows in settings.decoding] + [settings.prefill]
-    for shape in shapes:
+    *rows, last = _loads(settings, bank)
+    yield from rows
+    bank = last["bank"]
+    for shape in [(rows, 1) for rows in settings.decoding] + [settings.prefill]:
+        if left() < 0:
+            return
+        programs = list(_compiled(settings, model, bank, shape))
         for mix in settings.mixes:
-            left = settings.seconds - (time.monotonic() - started)
-            if left > 0:
-                yield from _workload(settings, model, bank, shape, mix, left)
+            ids = draw_ids(mix, shape[0], settings.slots)
+            told = {"mix": mix} | _bound(settings, bank, ids)
+            if left() > 0:
+                yield from _timed(
+                    _having(programs, told), _arguments(model, bank, ids, shape), settings
+                )
+    yield from _growth(settings, model, bank, left)
+
+
+def _growth(settings: Settings, model: Any, bank: Any, left: Callable[[], float]) -> Iterator[Row]:
+    """Yields what decoding takes by the number of adapters that rows have, and by their rank."""
+    rows = settings.growth
+    if left() < 0 or not rows:
+        return
+    kinds = tuple(kind for kind in ("base", "LoRA", "DoRA") if kind in settings.kinds)
+    programs = list(_compiled(settings._replace(kinds=kinds), model, bank, (rows, 1)))
+    counts = [count for count in (1, 2, 4, 8, 16, 32, 64) if count <= min(rows, settings.slots)]
+    for count in counts:
+        ids = np.arange(rows, dtype=np.int32) % count
+        told = {"mix": "growth", "adapters": count} | _bound(settings, bank, ids)
+        yield from _timed(
+            _having(programs, told), _arguments(model, bank, ids, (rows, 1)), settings
+        )
+    ids = np.arange(rows, dtype=np.int32) % settings.slots
+    for rank in settings.ranks:
+        if left() < 0:
+            return
+        *_, last = _loads(settings._replace(ranks=(rank,)), bank)
+        bank = last["bank"]
+        told = {"mix": "growth", "rank": rank} | _bound(settings, bank, ids)
+        yield from _timed(
+            _having(programs, told), _arguments(model, bank, ids, (rows, 1)), settings
+        )
+
+
+def _bound(settings: Settings, bank: Any, ids: np.ndarray) -> Row:
+    """Returns how many adapters rows have, and the least that decoding them may take over the
+    base, by the bytes of a layer."""
+    used = np.unique(ids)
+    base = adapters = 0
+    for path, place in bank.places.items():
+        in_features, out = place.sizes
+        base += 2 * in_features * out
+        ranks = np.asarray(bank.arrays[path].rank)[0]
+        adapters += sum(2 * int(ranks[one]) * (in_features + out) + 4 * out for one in used)
+    return {"distinct": len(used), "bound": (base + adapters) / base}
+
+
+def _having(programs: Iterable[tuple[Row, Any]], told: Row) -> list[tuple[Row, Any]]:
+    return [(row | told, run) for row, run in programs]
+
+
+def _arguments(model: Any, bank: Any, ids: np.ndarray, shape: tuple[int, int]) -> Any:
+    hidden = model.layers.q_proj.kernel.shape[-2]
+    x = jax.random.normal(jax.random.key(1), (*shape, hidden), jnp.bfloat16)
+    return nnx.state(model), bank, jnp.asarray(ids), x
 
 
 def draw_ids(mix: str, rows: int, slots: int) -> np.ndarray:
@@ -209,36 +306,65 @@ def random_adapter(bank: Any, rank: int, seed: int) -> HostAdapter:
     return HostAdapter(tuple(pieces), facts, rank)
 
 
-def _workload(
-    settings: Settings, model: Any, bank: Any, shape: tuple[int, int], mix: str, left: float
-) -> Iterator[Row]:
+def _compiled(
+    settings: Settings, model: Any, bank: Any, shape: tuple[int, int]
+) -> Iterator[tuple[Row, Any]]:
+    """Yields a row and its program, or None, for every kind that takes the shape; several are
+    compiled at a time."""
     rows, tokens = shape
-    ids = jnp.asarray(draw_ids(mix, rows, settings.slots))
-    x = jax.random.normal(jax.random.key(1), (rows, tokens, settings.sizes.hidden), jnp.bfloat16)
-    graphdef, state = nnx.split(model)
-    programs: list[tuple[Row, Any]] = []
-    started = time.monotonic()
-    for kind in settings.kinds:
-        row: Row = {"task": "prefill" if tokens > 1 else "decode", "kind": kind, "mix": mix}
-        row |= {"rows": rows, "tokens": tokens, "distinct": len(np.unique(np.asarray(ids)))}
-        run = None
-        begin = time.monotonic()
-        if begin - started > left:
-            break
-        try:
-            function = jax.jit(_program(kind, graphdef))
-            run = function.lower(state, bank, ids, x).compile()
-            row["kernels"] = str(run.as_text()).count('custom_call_target="mosaic_gpu')
-            memory: Any = run.memory_analysis()
-            row["temp_bytes"] = memory.temp_size_in_bytes
-        except Exception as error:  # One that does not compile costs no other its measurement.
-            row["failed"] = f"{type(error).__name__}: {error}"[:600]
-        row["compile_s"] = time.monotonic() - begin
-        programs.append((row, run))
-    yield from _timed(programs, (state, bank, ids, x), settings.rounds)
+    arguments = _arguments(model, bank, np.zeros(rows, np.int32), shape)
+    graphdef = nnx.graphdef(model)
+    unfit = ONLY_DECODING if tokens > 1 else ONLY_PREFILL
+    lowered: list[tuple[Row, Any]] = []
+    for kind in (kind for kind in settings.kinds if kind not in unfit):
+        row: Row = {"task": "prefill" if tokens > 1 else "decode", "kind": kind}
+        row |= {"rows": rows, "tokens": tokens}
+        way = mock.Mock(return_value=kind) if kind in WAYS else bank_ops.way_of
+        function = jax.jit(_program(kind, graphdef, settings.repeats))
+        with mock.patch.object(bank_ops, "way_of", way):
+            lowered.append((row, _told(row, functools.partial(function.lower, *arguments))))
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+
+        def compiled(one: tuple[Row, Any]) -> tuple[Row, Any]:
+            row, program = one
+            begin = time.monotonic()
+            run = program and _told(row, program.compile)
+            if run:
+                row["kernels"] = str(run.as_text()).count('custom_call_target="mosaic_gpu')
+                row["temp_bytes"] = run.memory_analysis().temp_size_in_bytes
+            row["compile_s"] = time.monotonic() - begin
+            return row, run
+
+        yield from threads.map(compiled, lowered)
 
 
-def _program(kind: str, graphdef: Any) -> Callable[..., jax.Array]:
+def _told(row: Row, make: Callable[[], Any]) -> Any:
+    """Returns what `make` does; None, and why in the row, where it fails: one that does not compile
+    costs no other its measurement."""
+    try:
+        return make()
+    except Exception as error:
+        row["failed"] = f"{type(error).__name__}: {error}"[:600]
+        return None
+
+
+def _program(kind: str, graphdef: Any, repeats: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Returns the results [rows, tokens, hidden] of the first and of the last time through the
+    layers as a function of (state, bank, ids, x)."""
+    once = _round(kind, graphdef)
+
+    def run(state: Any, bank: Any, ids: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def repeat(number: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            x = once(state, bank, ids, carry[0])
+            return x, jnp.where(number == 0, x, carry[1])
+
+        last, first = lax.fori_loop(0, repeats, repeat, (x, x))
+        return first, last
+
+    return run
+
+
+def _round(kind: str, graphdef: Any) -> Callable[..., jax.Array]:
     """Returns the result [rows, tokens, hidden] as a function of (state, bank, ids, x)."""
     if kind in ("one-hot", "loop"):
         return _by_hand(one_hot if kind == "one-hot" else loop)
@@ -250,7 +376,7 @@ def _program(kind: str, graphdef: Any) -> Callable[..., jax.Array]:
         if kind == "LoRA":
             bank = jax.tree.unflatten(jax.tree.structure(bank), jax.tree.leaves(bank))
             bank.arrays = {path: one._replace(g=None) for path, one in bank.arrays.items()}
-        implementation = "xla" if kind == "DoRA xla" else None
+        implementation = {"DoRA xla": "xla", "kernel": "mosaic"}.get(kind)
         return jax_dora.with_bank(model, bank, ids, implementation=implementation)(x)
 
     return run
@@ -274,43 +400,42 @@ def _by_hand(multiply: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return run
 
 
-def _timed(programs: list[tuple[Row, Any]], arguments: Any, rounds: int) -> Iterator[Row]:
-    """Yields the rows with median wall times of back-to-back steps, taken in turns."""
+def _timed(programs: list[tuple[Row, Any]], arguments: Any, settings: Settings) -> Iterator[Row]:
+    """Yields the rows with median wall times of a layer, programs being run in turns."""
     times: list[list[float]] = [[] for _ in programs]
     results: dict[str, Any] = {}
-    steps = 1 if rounds == 1 else 5
-    for turn in range(rounds + 1):
+    for turn in range(settings.rounds + 1):
         for (row, run), taken in zip(programs, times, strict=True):
             if run is None:
                 continue
-            result = None
             begin = time.perf_counter()
-            for _ in range(steps):
-                result = run(*arguments)
-            jax.block_until_ready(result)
+            first, last = run(*arguments)
+            jax.block_until_ready(last)
             if turn:  # The first warms up.
-                taken.append(1e3 * (time.perf_counter() - begin) / steps)
+                taken.append(1e3 * (time.perf_counter() - begin))
             else:
-                results[row["kind"]] = np.asarray(result, np.float32)
+                results[row["kind"]] = np.asarray(first, np.float32)
+    layers = settings.layers * settings.repeats
     medians = {
-        row["kind"]: statistics.median(one)
+        row["kind"]: statistics.median(one) / layers
         for (row, _), one in zip(programs, times, strict=True)
         if one
     }
     for (row, _), taken in zip(programs, times, strict=True):
         kind = row["kind"]
         if taken:
-            row |= {"ms": medians[kind], "spread_ms": max(taken) - min(taken)}
+            row |= {"ms": medians[kind], "spread_ms": (max(taken) - min(taken)) / layers}
             for other in ("base", "LoRA"):
                 if other in medians:
                     row[f"over_{other.lower()}"] = medians[kind] / medians[other]
-        for reference, kinds in (("DoRA xla", ("DoRA",)), ("LoRA", ("one-hot", "loop"))):
-            if kind in kinds and reference in results and kind in results:
-                expected = results[reference]
-                difference = np.linalg.norm(results[kind] - expected) / np.linalg.norm(expected)
-                row["difference"] = float(difference)
-                if not difference <= MOST_DIFFERENT:
-                    row["failed"] = f"it differs from {reference} by {difference:.3g} of its norm"
+        of_lora = kind in ("one-hot", "loop")
+        reference = "LoRA" if of_lora else "sums" if row["tokens"] == 1 else "DoRA xla"
+        if kind not in ("base", "LoRA") and reference in results and kind in results:
+            expected = results[reference]
+            difference = np.linalg.norm(results[kind] - expected) / np.linalg.norm(expected)
+            row["difference"] = float(difference)
+            if not difference <= MOST_DIFFERENT:
+                row["failed"] = f"it differs from {reference} by {difference:.3g} of its norm"
         yield row
 
 
@@ -321,8 +446,9 @@ def line(row: Row) -> str:
     name = f"{row['task']:7} {row['rows']:4}×{row['tokens']:<4} {row['mix']:8} {row['kind']:9}"
     if "failed" in row:
         return f"{name} failed: {row['failed'][:150]}"
-    told = f"{name} {row['ms']:8.3f} ms  {row['distinct']:3} adapters  {row['kernels']:2} kernels"
+    told = f"{name} {row['ms']:8.4f} ms  {row['distinct']:3} adapters  {row['kernels']:2} kernels"
+    told += f" rank {row['rank']:3}" if "rank" in row else ""
     for other in ("base", "lora"):
         if f"over_{other}" in row:
             told += f"  {row[f'over_{other}']:6.3f} of {other}"
-    return told
+    return f"{told}  bound {row['bound']:.3f}"

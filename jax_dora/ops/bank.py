@@ -226,11 +226,11 @@ def _define(static: Static, operands: Expansion) -> jax.Array:
 
 
 class StaticOfTokens(NamedTuple):
-    """What is static in a call of rows that have one token each; `count` slots are meant."""
+    """What is static in a call of rows that have one token each; so many `slots` are meant."""
 
     implementation: str | None
     precision: Any
-    count: int
+    slots: int
 
 
 class Tokens(NamedTuple):
@@ -256,7 +256,7 @@ class Tokens(NamedTuple):
 
 def _choice(static: StaticOfTokens, tokens: Tokens) -> choose.Choice | None:
     x, lora_a = tokens.x, tokens.lora_a
-    call = (*x.shape, tokens.base.shape[-1], static.count, lora_a.shape[1], x.dtype, lora_a.dtype)
+    call = (*x.shape, tokens.base.shape[-1], static.slots, lora_a.shape[1], x.dtype, lora_a.dtype)
     return choose.choose("bank_linear", static.implementation, (bank_rows, call))
 
 
@@ -274,7 +274,7 @@ def _run_tokens(static: StaticOfTokens, shard: Shard, tokens: Tokens) -> tuple[j
     choice = _choice(static, tokens)
     if choice is None:
         return (_looked_up(static, tokens),)
-    return (bank_rows.launch(*tokens, slots=static.count, **choice.knobs),)
+    return (bank_rows.launch(*tokens, slots=static.slots, **choice.knobs),)
 
 
 # Without names: on a mesh of several devices XLA shares the work, as it knows which of them have
@@ -285,15 +285,23 @@ MULTIPLY = Op("bank_rows", _run_tokens, (), ())
 def _looked_up(static: StaticOfTokens, tokens: Tokens) -> jax.Array:
     """Returns the result [rows, out] in the way that XLA takes."""
     x, slots, ids, first = tokens.x, tokens.slots, tokens.ids, tokens.first
-    count, precision = static.count, static.precision
+    count, precision = static.slots, static.precision
     rows = _rows(slots, ids, first, count, accumulator(tokens.base.dtype))
-    if x.shape[0] > ROWS_OF_A_SLOT * count:
+    way = way_of(x.shape[0], count)
+    if way == "tiles":
         lora = _by_tiles(x, slots, rows.slot - first, first, count, precision)
-    elif x.shape[0] > DENSE_ROWS_OF_A_SLOT * count:
+    elif way == "dense":
         lora = _dense(x, slots, ids, first, count, precision)
     else:
         lora = _sums(x, slots, rows.slot)
     return _composed(tokens.base[:, None], lora[:, None], rows, tokens.bias)[:, 0]
+
+
+def way_of(rows: int, slots: int) -> str:
+    """Returns how XLA multiplies so many rows of one token each: "sums", "dense" or "tiles"."""
+    if rows > ROWS_OF_A_SLOT * slots:
+        return "tiles"
+    return "dense" if rows > DENSE_ROWS_OF_A_SLOT * slots else "sums"
 
 
 def _hashable(precision: Any) -> Any:
