@@ -20,6 +20,7 @@ from jax_dora.ops import choose
 from jax_dora.ops.dropout import draw_seed, drop, kept_share
 from jax_dora.ops.mosaic import (
     bank_expand,
+    bank_rows,
     compose,
     compose_backward,
     dropped_product,
@@ -52,7 +53,8 @@ class Kernel:
       define: the results that the launch does not return as None, computed by XLA.
       call: the sizes that `module.config` takes, before the dtypes.
       operands: their axes, by the names of sizes; "seed" is a dropout seed, "slot" a slot for each
-        group. bf16 if two axes or more, else fp32; those after "nf4" are codes.
+        group or row, "ranks" the rank of each slot. bf16 if two axes or more, else fp32; those
+        after "nf4" are codes.
       shapes: at which it is measured, as sizes.
       candidates: configs to be tried.
       products: axes of its matrix products.
@@ -108,7 +110,10 @@ def _draw(key: jax.Array, axes: str, sizes: Mapping[str, int]) -> jax.Array:
         shape = tuple(sizes[name] for name in axes.split()[1:])
         return jax.random.randint(key, shape, 0, 16, jnp.uint8).astype(jnp.uint4)
     if axes == "slot":
-        return jnp.arange(sizes["groups"], dtype=jnp.int32) % sizes["slots"]
+        count = sizes.get("groups", sizes.get("rows", 0))
+        return jnp.arange(count, dtype=jnp.int32) % sizes["slots"]
+    if axes == "ranks":
+        return jnp.full(sizes["slots"], sizes["rank"], jnp.int32)
     shape = tuple(sizes[name] for name in axes.split())
     values = jax.random.normal(key, shape)
     if len(shape) == 1:
@@ -141,6 +146,12 @@ def _compose(base, lora, g):
 def _bank_expand(base, z, b, slot, g, scale):
     lora = scale[:, None, None] * jnp.einsum("ntr,nro->nto", z, b[slot])
     return (g[:, None] * (base.astype(jnp.float32) + lora)).astype(base.dtype)
+
+
+def _bank_rows(base, x, a, b, g, scale, ranks, ids):
+    z = jnp.einsum("ti,tri->tr", x, a[ids]).astype(x.dtype)
+    lora = scale[ids, None] * jnp.einsum("tr,tro->to", z, b[ids])
+    return (g[ids].astype(jnp.float32) * (base.astype(jnp.float32) + lora)).astype(base.dtype)
 
 
 def _compose_backward(dy, inner, g):
@@ -306,5 +317,17 @@ KERNELS = {
         LOW_RANK,
         ("groups time rank out",),
         extra=(),
+    ),
+    "bank_rows": Kernel(
+        *(bank_rows, _bank_rows, "rows in out slots rank"),
+        (
+            *("rows out", "rows in", "slots rank in", "slots rank out", "slots out", "slots"),
+            *("ranks", "slot"),
+        ),
+        _grid(rows=(8, 64, 256), **{"in": (4096,)}, out=(4096, 14336), slots=(64,), rank=(64,)),
+        [bank_rows.Config(1, stages, stages) for stages in (4, 8, 12)],
+        ("rows in rank", "rows rank out"),
+        extra=(jnp.int32(0),),
+        kinds=(BF16, BF16),
     ),
 }

@@ -19,7 +19,7 @@ from benchmarks.kernels import KERNELS, Kernel
 from benchmarks.work import Expectation, Variant, Work
 
 QUICK = {"rows": 64, "in": 64, "out": 128, "rank": 16, "tiles": 1}
-QUICK |= {"groups": 2, "slots": 3, "time": 64}
+QUICK |= {"groups": 2, "slots": 4, "time": 64}
 
 
 def works(device: str, quick: bool) -> Iterator[Callable[[], Work]]:

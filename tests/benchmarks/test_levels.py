@@ -79,10 +79,16 @@ def test_bank_measures_every_kind_and_loading(tmp_path: Path) -> None:
     assert (code, header["level"]) == (0, "bank")
     assert [row["rank"] for row in rows if row["task"] == "load"] == list(bank.TINY.ranks)
     found = [row for row in rows if row["task"] != "load"]
-    assert {row["task"] for row in found} == {"decode", "prefill"}
-    assert [row["kind"] for row in found] == 3 * list(bank.TINY.kinds)
+    kinds = {
+        task: [one for one in bank.TINY.kinds if one not in unfit]
+        for task, unfit in (("decode", bank.ONLY_PREFILL), ("prefill", bank.ONLY_DECODING))
+    }
+    growth = 4 * ["base", "LoRA", "DoRA"]
+    assert [row["kind"] for row in found] == [*2 * kinds["decode"], *kinds["prefill"], *growth]
     for row in found:
-        assert ("difference" in row) == (row["kind"] in ("DoRA", "one-hot", "loop"))
+        assert row["bound"] > 1
+        compared = row["kind"] not in ("base", "LoRA") and row["mix"] != "growth"
+        assert ("difference" in row) == compared
 
 
 @pytest.mark.slow

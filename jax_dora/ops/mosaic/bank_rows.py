@@ -185,7 +185,7 @@ def launch(
     step: jax.Array | None = None,
     bias: jax.Array | None = None,
     *,
-    slots: int,
+    slots: int | None = None,
     config: Config,
     sm_count: int,
 ) -> jax.Array:
@@ -193,13 +193,14 @@ def launch(
 
     Args:
       lora_a, lora_b, g, scale, rank: of several layers perhaps, of which this has `slots` from
-        `first` on.
+        `first` on; by default all.
       ids: i32[rows], from 0 to slots - 1, -1 for the base alone, `slots` for a row of NaN.
       step: `plan` of the ids.
     """
     from jax_dora.ops.mosaic import bank_rows_expand, bank_rows_shrink
 
     (rows, in_features), out = x.shape, base.shape[-1]
+    slots = slots or rank.shape[0]
     sizes = Sizes(rows, in_features, out, slots, lora_a.shape[1])
     held = pl.cdiv(rows, hopper.ROW_ALIGNMENT) * hopper.ROW_ALIGNMENT
     step = plan(ids, slots) if step is None else step
@@ -213,7 +214,7 @@ def launch(
     # What lies beyond a row's rank was left by another slot.
     own = jnp.arange(z.shape[1], dtype=jnp.int32)[None] < rank[of_row][:, None]
     z = jnp.where(own, z, 0).astype(x.dtype)
-    bias = None if bias is None else bias.astype(jnp.float32)
+    g, bias = (None if one is None else one.astype(jnp.float32) for one in (g, bias))
     y = bank_rows_expand.launch(
         hopper.pad(base, held, out), z, lora_b, g, rank, step, at, bias, sizes, config
     )
