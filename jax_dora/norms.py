@@ -16,8 +16,8 @@ differentiates those very adapters, it cannot be stale:
             ...
         optimizer.update(model, total)
 
-Results are bit for bit those of computing the norm in every call. For inference, `freeze` makes the
-norms constants.
+Results are bit for bit those of computing the norm in every call. For inference, `freeze` makes
+g = magnitude / norm a constant.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,6 +31,7 @@ from jax_dora.adapt.stack import stack_of
 from jax_dora.adapt.tree import Found, check_model, find_dora_layers
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base import Constant
+from jax_dora.layers.call import g_of_call
 from jax_dora.layers.stack import Stack
 from jax_dora.ops.linear import NORM_NAME
 from jax_dora.ops.projection import INNER_NAME
@@ -88,16 +89,16 @@ def with_norms[Model: nnx.Module](model: Model, values: Mapping[str, jax.Array])
                 f"values has a norm of shape {value.shape} for {path!r}; expected {shape}, as "
                 "jax_dora.norms(model) returns it"
             )
-        found.module.given_norm = nnx.data(Constant(value))
+        found.module.given_norm, found.module.given_g = nnx.data(Constant(value)), nnx.data(None)
     return copy
 
 
 def freeze[Model: nnx.Module](model: Model) -> Model:
-    """Returns a copy of `model` for inference, which shares its arrays: norms constant, adapters
-    not trainable.
+    """Returns a copy of `model` for inference, which shares its arrays: g constant, adapters not
+    trainable.
 
     Neither `nnx.Param` nor `nnx.LoRAParam` finds lora_a, lora_b and magnitude in it, so that no
-    optimizer can move them from under the norms. The adapters' dropout is off, until
+    optimizer can move them from under g. The adapters' dropout is off, until
     `model.train()` turns it on; what else `model` drops is `model.eval()`'s to turn off. `model`
     itself stays trainable.
 
@@ -110,6 +111,8 @@ def freeze[Model: nnx.Module](model: Model) -> Model:
     for found in find_dora_layers(frozen):
         layer = found.module
         layer.eval()
+        layer.given_g = nnx.data(Constant(g_of_call(layer, layer.result_dtype)))
+        layer.given_norm = nnx.data(None)
         for name in ADAPTER_NAMES:
             variable = getattr(layer, name)
             # As it is: a constructor would lay it out again by its metadata, which of a stack may

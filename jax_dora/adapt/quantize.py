@@ -190,7 +190,7 @@ def _quantize_layer(
     adapted, cls = isinstance(module, DoRALayer), dora_class_of(module)
     if cls is not None:
         cls.check(module, DoRARule("", getattr(module, "feature_group_count", 1), 1.0))
-    if adapted and module.given_norm is not None:
+    if adapted and not (module.given_norm is module.given_g is None):
         raise ValueError(
             "it has a given norm, which would be another kernel's; expected none: quantise first, "
             "then take norms or freeze"

@@ -31,7 +31,7 @@ default_lora_b_init = nnx.initializers.zeros_init()
 _OF_ADAPTER = frozenset(
     {
         *(*ADAPTER_NAMES, *(name for name in OPTIONS if not name.endswith("_init"))),
-        *("scale", "given_norm", "plain_type", "stack_axis"),
+        *("scale", "given_norm", "given_g", "plain_type", "stack_axis"),
     }
 )
 
@@ -41,7 +41,7 @@ class DoRAParam(nnx.LoRAParam):
 
 
 class Constant(nnx.Variable):
-    """A given norm, or an array of a frozen adapter: no `nnx.Param`, so nothing trains it."""
+    """A given norm or g, or an array of a frozen adapter: no `nnx.Param`, so nothing trains it."""
 
 
 class DoRALayer(nnx.Module):
@@ -73,6 +73,7 @@ class DoRALayer(nnx.Module):
       dropout: an `nnx.Dropout`, or None at rate 0; `model.train()` and `model.eval()` reach it.
       given_norm: the norm that calls use instead of computing it (see `jax_dora.with_norms`), or
         None.
+      given_g: g = magnitude / norm of a frozen layer, in magnitude's shape, or None.
       plain_type: the class of the layer that it was made of, `base_type` or a subclass.
       stack_axis: of a stack of layers the axis along which the kernel is one, -1 for the last.
       rank, alpha, use_rslora, keep_inner, dropout_mode, adapter_dtype, implementation: as
@@ -92,6 +93,7 @@ class DoRALayer(nnx.Module):
     magnitude: DoRAParam
     dropout: nnx.Dropout | None
     given_norm: Constant | None
+    given_g: Constant | None
 
     def __init__(
         self,
@@ -130,7 +132,7 @@ class DoRALayer(nnx.Module):
         self.implementation = chosen.implementation
         if "adapt_attend" in self.takes:
             self.adapt_attend = chosen.adapt_attend is not False
-        self.given_norm = nnx.data(None)
+        self.given_norm, self.given_g = nnx.data(None), nnx.data(None)
         self._make_adapter(chosen, rngs, arrays)
         # Last, so that the adapter that `rngs` draws does not depend on it.
         rate = chosen.dropout

@@ -16,19 +16,26 @@ from jax.sharding import AxisType
 from jax_dora import ops
 from jax_dora.layers.quantised import act_qtype_of
 from jax_dora.ops import mesh as meshes
-from jax_dora.ops.linear import NORM_NAME
-from jax_dora.ops.norm import epsilon
+from jax_dora.ops.linear import NORM_NAME, scaled_linear
+from jax_dora.ops.norm import epsilon, ratio
 from jax_dora.ops.quantised import stored
 
 
-def norm_of_call(layer: Any) -> jax.Array:
-    """Returns the norm that a call uses: the given one, or a computed one that
-    `jax_dora.remat_policy` keeps; within `bounded_norm`'s bounds."""
+def g_of_call(layer: Any, dtype: Any) -> jax.Array:
+    """Returns g of a call with a result of `dtype`, in the magnitude's shape: a frozen layer's own,
+    else by the given norm, or by a computed one that `jax_dora.remat_policy` keeps."""
+    if layer.given_g is not None:
+        return layer.given_g[...]
     if layer.given_norm is not None:
         norm = layer.given_norm[...]
     else:
         norm = checkpoint_name(layer._norm(), NORM_NAME)
-    return bounded_norm(norm, layer.result_dtype)
+    return g_of(layer, layer.magnitude[...], norm, dtype)
+
+
+def g_of(layer: Any, magnitude: jax.Array, norm: jax.Array, dtype: Any) -> jax.Array:
+    """Returns g = magnitude / norm within `bounded_norm`'s bounds, of arrays of one shape."""
+    return ratio(magnitude, bounded_norm(norm, layer.result_dtype), dtype)
 
 
 def bounded_norm(norm: jax.Array, dtype: Any) -> jax.Array:
@@ -78,17 +85,16 @@ def dropout_of_call(
 
 
 def product(layer: Any, operands: Mapping[str, Any]) -> jax.Array:
-    """Returns `ops.dora_linear` of matrices by the layer's settings.
+    """Returns g ∘ x (kernel + s·lora_a lora_b) + bias of matrices by the layer's settings.
 
     Args:
-      operands: x, kernel, lora_a, lora_b, magnitude, norm, bias and the dropout's seed, or None for
-        the last two.
+      operands: x, kernel, lora_a, lora_b, g, bias and the dropout's seed, or None for the last two.
     """
     arrays = dict(operands)
     seed, dropout = arrays.pop("seed", None), None
     if seed is not None and layer.dropout is not None:
         dropout = ops.Dropout(seed, layer.dropout.rate, layer.dropout_mode)
-    return ops.dora_linear(
+    return scaled_linear(
         **arrays,
         scale=layer.scale,
         implementation=layer.implementation,

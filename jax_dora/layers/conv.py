@@ -10,7 +10,7 @@ from flax import nnx
 
 from jax_dora import ops
 from jax_dora.layers.base import DoRALayer
-from jax_dora.layers.call import dropout_of_call, norm_of_call, sharded_as
+from jax_dora.layers.call import dropout_of_call, g_of_call, sharded_as
 from jax_dora.layers.layout import Layout, convolution_layout
 from jax_dora.layers.rule import DoRARule
 from jax_dora.ops.dropout import drop_for
@@ -81,7 +81,7 @@ class DoRAConv(DoRALayer, nnx.Conv):
             "kernel": kernel,
             "lora_a": self.lora_a[...],
             "lora_b": self.lora_b[...],
-            "g": ops.magnitude_scale(self.magnitude[...], norm_of_call(self), x.dtype),
+            "g": g_of_call(self, x.dtype),
             "bias": bias,
             "seed": None if dropout is None else dropout.seed,
         }

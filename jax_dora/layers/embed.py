@@ -11,7 +11,7 @@ from flax.typing import Initializer
 
 from jax_dora import ops
 from jax_dora.layers.base import DoRALayer
-from jax_dora.layers.call import norm_of_call, sharded_as
+from jax_dora.layers.call import g_of_call, sharded_as
 from jax_dora.layers.layout import Layout, matrix_layout
 from jax_dora.layers.rule import DoRARule
 from jax_dora.ops.mesh import left_to_xla
@@ -74,7 +74,7 @@ class DoRAEmbed(DoRALayer, nnx.Embed):
         if out_sharding is not None:
             lora = jax.reshard(lora, jax.typeof(base).sharding)
         return ops.compose(
-            base, lora, self._g(base.dtype), self.scale, implementation=self.implementation
+            base, lora, g_of_call(self, base.dtype), self.scale, implementation=self.implementation
         )
 
     def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
@@ -88,7 +88,7 @@ class DoRAEmbed(DoRALayer, nnx.Embed):
             "kernel": embedding,
             "lora_a": self.lora_a[...],
             "lora_b": self.lora_b[...],
-            "g": self._g(query.dtype),
+            "g": g_of_call(self, query.dtype),
         }
         return sharded_as(out_sharding, self._attended, operands)
 
@@ -100,6 +100,3 @@ class DoRAEmbed(DoRALayer, nnx.Embed):
         scaled = (g * query.astype(g.dtype)).astype(dtype)
         z = scaled @ (self.scale * operands["lora_b"]).astype(dtype).T
         return scaled @ operands["kernel"].T + z @ operands["lora_a"].astype(dtype).T
-
-    def _g(self, dtype: Any) -> jax.Array:
-        return ops.magnitude_scale(self.magnitude[...], norm_of_call(self), dtype)

@@ -8,7 +8,7 @@ from flax import nnx
 
 from jax_dora.layers.base import DoRALayer
 from jax_dora.layers.base_layer import check_base
-from jax_dora.layers.call import dropout_of_call, norm_of_call, product, sharded_as
+from jax_dora.layers.call import dropout_of_call, g_of_call, product, sharded_as
 from jax_dora.layers.layout import Layout, matrix_layout
 from jax_dora.layers.rule import OPTIONS, layer_rule
 
@@ -137,8 +137,8 @@ class DoRALinear(DoRALayer, nnx.Linear):
 
 def operands(layer: DoRALinear, inputs: jax.Array) -> dict[str, Any]:
     """Returns what a call computes with: x, kernel and bias as `nnx.Linear` promotes them, the
-    adapter, and the norm of the stored parameters, so that g does not depend on the dtype of
-    the computation."""
+    adapter, and g by the norm of the stored parameters, so that it does not depend on the dtype
+    of the computation."""
     bias = None if layer.bias is None else layer.bias[...]
     x, kernel, bias = layer.promote_dtype((inputs, layer.kernel[...], bias), dtype=layer.dtype)
     return {
@@ -147,6 +147,5 @@ def operands(layer: DoRALinear, inputs: jax.Array) -> dict[str, Any]:
         "bias": bias,
         "lora_a": layer.lora_a[...],
         "lora_b": layer.lora_b[...],
-        "magnitude": layer.magnitude[...],
-        "norm": norm_of_call(layer),
+        "g": g_of_call(layer, x.dtype),
     }

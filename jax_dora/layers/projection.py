@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_dora.layers.base import DoRALayer
-from jax_dora.layers.call import dropout_of_call, norm_of_call, product, sharded_as
+from jax_dora.layers.call import dropout_of_call, g_of_call, product, sharded_as
 from jax_dora.layers.layout import Layout, projection_layout
 from jax_dora.layers.rule import DoRARule
 
@@ -84,8 +84,7 @@ class DoRAProjection(DoRALayer):
             "kernel": kernel,
             "lora_a": self.lora_a[...],
             "lora_b": self.lora_b[...],
-            "magnitude": self.magnitude[...],
-            "norm": norm_of_call(self),
+            "g": g_of_call(self, x.dtype),
             "bias": bias,
             "seed": None if dropout is None else dropout.seed,
         }
@@ -114,8 +113,7 @@ def _of_matrices(
     arrays = dict(operands) | {"x": x.transpose(order).reshape(shape), "bias": bias}
     for name in ("kernel", "lora_a", "lora_b"):
         arrays[name] = getattr(layout, name).to_matrices(operands[name])
-    for name in ("magnitude", "norm"):
-        arrays[name] = layout.magnitude.to_matrices(operands[name])[:, 0]
+    arrays["g"] = layout.magnitude.to_matrices(operands["g"])[:, 0]
     if operands["seed"] is not None:
         # Each matrix of the batch has a mask of its own.
         index = jnp.arange(arrays["kernel"].shape[0], dtype=jnp.uint32)[:, None]

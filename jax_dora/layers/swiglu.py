@@ -111,4 +111,4 @@ def _parts(layer: DoRALinear, inputs: jax.Array, deterministic, rngs):
         keep_inner=layer.keep_inner,
         act_qtype=act_qtype_of(layer),
     )
-    return inner, ops.magnitude_scale(given["magnitude"], given["norm"], inner.dtype), given["bias"]
+    return inner, given["g"], given["bias"]

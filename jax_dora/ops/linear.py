@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 from jax_dora.ops import check, choose, quantised, row_wise
 from jax_dora.ops import dropout as dropouts
 from jax_dora.ops import mesh as meshes
-from jax_dora.ops.compose import compose_delta, per_feature
+from jax_dora.ops.compose import accumulator, compose_delta, per_feature
 from jax_dora.ops.dropout import Dropout, drop_for
 from jax_dora.ops.norm import factored_norm, magnitude_scale, norm_implementation
 from jax_dora.ops.operands import Projection
@@ -90,7 +90,6 @@ def dora_linear(
         dropout has mode "input".
     """
     _check_operands(x, kernel, lora_a, lora_b, implementation)
-    row_wise.check_act_qtype(act_qtype, "kernel", kernel)
     for name, vector in (("magnitude", magnitude), ("bias", bias)):
         if vector is not None:
             check.is_float(name, vector)
@@ -99,7 +98,41 @@ def dora_linear(
         by = norm_implementation(implementation)
         norm = factored_norm(kernel, lora_a, lora_b, scale, implementation=by)
         norm = jnp.asarray(checkpoint_name(norm, NORM_NAME))
-    g = magnitude_scale(magnitude, norm, _dtype(x, kernel))
+    return scaled_linear(
+        x,
+        kernel,
+        lora_a,
+        lora_b,
+        magnitude_scale(magnitude, norm, _dtype(x, kernel)),
+        scale,
+        bias=bias,
+        implementation=implementation,
+        precision=precision,
+        dropout=dropout,
+        keep_inner=keep_inner,
+        act_qtype=act_qtype,
+    )
+
+
+def scaled_linear(
+    x: jax.Array,
+    kernel: jax.Array,
+    lora_a: jax.Array,
+    lora_b: jax.Array,
+    g: jax.Array,
+    scale: ArrayLike,
+    *,
+    bias: jax.Array | None = None,
+    implementation: str | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    dropout: Dropout | None = None,
+    keep_inner: bool = False,
+    act_qtype: str | None = None,
+) -> jax.Array:
+    """Returns g ∘ x (kernel + scale·lora_a lora_b) + bias: `dora_linear`, given g, f32[out]."""
+    _check_operands(x, kernel, lora_a, lora_b, implementation)
+    row_wise.check_act_qtype(act_qtype, "kernel", kernel)
+    g = g.astype(accumulator(_dtype(x, kernel)))
     rate, mode, seed = dropouts.active(dropout)
     if mode == "input" and rate and act_qtype is not None:
         raise NotImplementedError(

@@ -176,6 +176,11 @@ def magnitude_scale(
     dtype = jnp.dtype(dtype)
     if dtype not in check.FLOATS:
         raise TypeError(f"dtype is {dtype}; expected float16, bfloat16, float32 or float64")
+    return ratio(magnitude, norm, dtype)
+
+
+def ratio(magnitude: jax.Array, norm: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Returns `magnitude_scale` of arrays of any one shape, unchecked."""
     result = accumulator(dtype)
     norm = jnp.maximum(lax.stop_gradient(norm).astype(result), epsilon(dtype))
     return magnitude.astype(result) / norm

@@ -18,7 +18,7 @@ from jax_dora.layers.base import (
     matrix_norm,
 )
 from jax_dora.layers.base_layer import axis_names, sharded_like
-from jax_dora.layers.call import bounded_norm, dropout_of_call
+from jax_dora.layers.call import bounded_norm, dropout_of_call, g_of
 from jax_dora.layers.layout import Layout, projection_layout
 from jax_dora.layers.rule import DoRARule
 from jax_dora.layers.stack import Stack
@@ -28,7 +28,7 @@ from jax_dora.weights.products import AdaptedReader
 from jax_dora.weights.view import View
 from jax_dora.weights.weight import Weight
 
-_ATTRIBUTES = ("lora_a", "lora_b", "magnitude", "dropout", "given_norm")
+_ATTRIBUTES = ("lora_a", "lora_b", "magnitude", "dropout", "given_norm", "given_g")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ class WeightAdapter:
       lora_a: [*stack, *b, *i, rank].
       lora_b: [*stack, *b, rank, *o].
       magnitude: [*stack, *b, *o].
-      dropout, given_norm: as `DoRALayer`'s.
+      dropout, given_norm, given_g: as `DoRALayer`'s.
     """
 
     takes = frozenset({"keep_inner"})
@@ -82,6 +82,7 @@ class WeightAdapter:
     magnitude = _attribute("magnitude")
     dropout = _attribute("dropout")
     given_norm = _attribute("given_norm")
+    given_g = _attribute("given_g")
     adapter_axes: Any = DoRALayer.adapter_axes
 
     def __init__(self, module: Any, place: Place) -> None:
@@ -163,21 +164,22 @@ class WeightAdapter:
             inside of a scan.
         """
         axes = self.place.axes.replace("s", "", len(self.place.axes) - kernel.ndim)
-        arrays = {name: getattr(self, name)[...] for name in ("lora_a", "lora_b", "magnitude")}
-        if "s" in axes:
-            arrays = {name: self._stack_to_batch(array) for name, array in arrays.items()}
+        order = self._stack_to_batch if "s" in axes else lambda array: array
         axes = axes.replace("s", "b")
-        if self.given_norm is not None:
-            norm = self.given_norm[...]
+        lora_a, lora_b, magnitude = (
+            order(one[...]) for one in (self.lora_a, self.lora_b, self.magnitude)
+        )
+        if self.given_g is not None:
+            g = order(self.given_g[...])
+        elif self.given_norm is not None:
+            g = g_of(self, magnitude, order(self.given_norm[...]), self.result_dtype)
         else:
             layout = _layout(kernel.shape, axes, self.rank)
-            norm = _norm(layout, (kernel, arrays["lora_a"], arrays["lora_b"]), self.place.rule)
-            norm = checkpoint_name(norm, NORM_NAME)
-        norm = bounded_norm(norm, self.result_dtype)
+            norm = _norm(layout, (kernel, lora_a, lora_b), self.place.rule)
+            g = g_of(self, magnitude, checkpoint_name(norm, NORM_NAME), self.result_dtype)
+        arrays = {"kernel": kernel, "lora_a": lora_a, "lora_b": lora_b, "g": g}
         reader = AdaptedReader(self.place.rule, dropout_of_call(self, None, None))
-        return Weight(
-            View.of(kernel.shape), axes, {"kernel": kernel, **arrays, "norm": norm}, reader
-        )
+        return Weight(View.of(kernel.shape), axes, arrays, reader)
 
     def _stack_to_batch(self, array: jax.Array) -> jax.Array:
         """Returns an adapter's array of a whole stack whose axis stands among the batch axes."""
@@ -208,7 +210,7 @@ class WeightAdapter:
             value = _drawn(stack.shape, init, rngs, getattr(layout, name), rule)
             value, of_axes = stack.from_leading(value), stack.joined(of_stack, axes[name])
             setattr(self, name, sharded_like(kernel, nnx.LoRAParam, value, of_axes))
-        self.given_norm = nnx.data(None)
+        self.given_norm, self.given_g = nnx.data(None), nnx.data(None)
         of_axes = stack.joined(of_stack, axes["magnitude"])
         norm = bounded_norm(self.norm(), self.result_dtype)
         self.magnitude = sharded_like(kernel, DoRAParam, norm, of_axes)

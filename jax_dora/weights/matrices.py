@@ -131,7 +131,7 @@ def matrices(
     o: Sequence[int],
 ) -> dict[str, jax.Array]:
     """Returns kernel [b, others, in, out], lora_a [b, others, in, r], lora_b [b, others, r, out],
-    magnitude and norm [b, others, out]."""
+    g [b, others, out]."""
     sizes = weight.kernel.shape
 
     def size(axes: Sequence[int]) -> int:
@@ -150,8 +150,7 @@ def matrices(
         "kernel": kernel.reshape(*lead, size(i), size(o)),
         "lora_a": ordered(arrays["lora_a"]).reshape(*lead, size(i), rank),
         "lora_b": ordered(arrays["lora_b"]).reshape(*lead, rank, size(o)),
-        "magnitude": ordered(arrays["magnitude"]).reshape(*lead, size(o)),
-        "norm": ordered(arrays["norm"]).reshape(*lead, size(o)),
+        "g": ordered(arrays["g"]).reshape(*lead, size(o)),
     }
 
 

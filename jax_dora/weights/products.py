@@ -2,7 +2,7 @@
 
 With W [in, out], g = magnitude / ‖W + s·AB‖ per column and · a product over the last axis of x:
 
-    x W'    = xW + ((g-1)∘xW + g∘(s·xAB))           `jax_dora.ops.dora_linear`
+    x W'    = xW + ((g-1)∘xW + g∘(s·xAB))           `jax_dora.ops.linear`
     x W'ᵀ   = x̂ Wᵀ + s·(x̂ Bᵀ) Aᵀ   with x̂ = g∘x    for a weight that is tied to a head
     W'[ids] = W[ids] + ((g-1)∘W[ids] + g∘(s·A[ids] B))
 """
@@ -18,6 +18,7 @@ from jax_dora import ops
 from jax_dora.layers.rule import DoRARule
 from jax_dora.ops import mesh as meshes
 from jax_dora.ops.dropout import Dropout, drop_for
+from jax_dora.ops.linear import scaled_linear
 from jax_dora.weights.follow import Lookup, Product, Ragged
 from jax_dora.weights.matrices import NEXT_SEED, long_axes, made_plan, matrices, whole_pieces
 from jax_dora.weights.weight import Weight, effective
@@ -71,7 +72,7 @@ class AdaptedReader:
             return None
         arrays = matrices(weight, weight.arrays, (whole,), (), i, o)
         dtype, s = product.dtype, self.rule.scale
-        g = _g(weight, dtype).reshape(weight.kernel.shape[whole], -1)
+        g = weight.arrays["g"].reshape(weight.kernel.shape[whole], -1)
         rows = jnp.repeat(g, product.sizes, axis=0, total_repeat_length=x.shape[0])
         dot = functools.partial(
             lax.ragged_dot,
@@ -106,7 +107,7 @@ class AdaptedReader:
         dtype = weight.kernel.dtype
         base, a = take(arrays["kernel"][0, 0]), take(arrays["lora_a"][0, 0]).astype(dtype)
         lora = a @ arrays["lora_b"][0, 0].astype(dtype)
-        g = _g(weight, dtype).reshape(-1)
+        g = weight.arrays["g"].reshape(-1)
         y = ops.compose(base, lora, g, self.rule.scale, implementation=self.rule.implementation)
         count = indices.ndim - 1
         y = y.reshape(*y.shape[:count], *(weight.view.shape[axis] for axis in others))
@@ -114,7 +115,7 @@ class AdaptedReader:
         return jnp.moveaxis(y, range(y.ndim), [*free, *lookup.offset_dims])
 
     def other(self, weight: Weight, name: str) -> jax.Array:
-        return effective(weight, _g(weight, weight.kernel.dtype), self.rule.scale)
+        return effective(weight, self.rule.scale)
 
     def _multiply(
         self,
@@ -130,10 +131,13 @@ class AdaptedReader:
         dropout = None
         if seed is not None and self.dropout is not None:
             dropout = Dropout(seed, self.dropout.rate, self.dropout.mode)
-        return ops.dora_linear(
+        return scaled_linear(
             x,
-            **arrays,
-            scale=self.rule.scale,
+            arrays["kernel"],
+            arrays["lora_a"],
+            arrays["lora_b"],
+            arrays["g"],
+            self.rule.scale,
             implementation=self.rule.implementation,
             precision=product.precision,
             dropout=dropout,
@@ -158,19 +162,11 @@ def _times_transposed(
     x: jax.Array, arrays: dict[str, jax.Array], scale: float, precision: Any
 ) -> jax.Array:
     dtype = x.dtype
-    g = ops.magnitude_scale(arrays["magnitude"], arrays["norm"], dtype)
-    g = g.reshape((1,) * (x.ndim - 1) + g.shape)
+    g = arrays["g"].reshape((1,) * (x.ndim - 1) + arrays["g"].shape)
     scaled = (x.astype(g.dtype) * g).astype(dtype)
     dot = functools.partial(jnp.matmul, precision=precision)
     z = dot(scaled, (scale * arrays["lora_b"]).astype(dtype).T)
     return dot(scaled, arrays["kernel"].T) + dot(z, arrays["lora_a"].astype(dtype).T)
-
-
-def _g(weight: Weight, dtype: Any) -> jax.Array:
-    """Returns g [*b, *o]."""
-    magnitude, norm = weight.arrays["magnitude"], weight.arrays["norm"]
-    flat = ops.magnitude_scale(magnitude.reshape(-1), norm.reshape(-1), dtype)
-    return flat.reshape(magnitude.shape)
 
 
 def _base_sharding(weight: Weight, product: Product, x: jax.Array) -> Any:

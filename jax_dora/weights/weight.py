@@ -11,7 +11,7 @@ from jax import core
 from jax_dora.weights.view import View
 
 # What the axes of each array are: the weight's own by their roles, and the rank.
-_ORDERS = {"kernel": None, "lora_a": "bir", "lora_b": "bro", "magnitude": "bo", "norm": "bo"}
+_ORDERS = {"kernel": None, "lora_a": "bir", "lora_b": "bro", "g": "bo"}
 
 
 class Reader(Protocol):
@@ -43,8 +43,8 @@ class Weight:
       roles: of each axis of the weight: "b", matrices lie along it; "i", it is contracted; "o", it
         is of features. None where they are not known yet.
       arrays: the kernel with all of the weight's axes, sliced, cast and scaled as the array is. And
-        where roles are known, sliced alike, lora_a [*b, *i, r], lora_b [*b, r, *o], and magnitude
-        and norm [*b, *o].
+        where roles are known, sliced alike, lora_a [*b, *i, r], lora_b [*b, r, *o], and g
+        [*b, *o].
       reader: what is done where it is read.
       stacked: the axes of the weight that a scan has taken apart.
     """
@@ -144,13 +144,9 @@ class Weight:
         return None
 
 
-def effective(weight: Weight, g: jax.Array, scale: float) -> jax.Array:
+def effective(weight: Weight, scale: float) -> jax.Array:
     """Returns W' = W + ((g-1)∘W + g∘(s·lora_a lora_b)), evaluated in fp32 and cast once, as the
-    view has it.
-
-    Args:
-      g: [*b, *o].
-    """
+    view has it."""
     roles = weight.roles
     assert roles is not None
     b, i, o = (weight.axes(role) for role in "bio")
@@ -166,8 +162,7 @@ def effective(weight: Weight, g: jax.Array, scale: float) -> jax.Array:
     )
     # g has the batch and feature axes in the weight's order of each role.
     order = sorted(range(len(b + o)), key=lambda place: (b + o)[place])
-    g = g.astype(wide).transpose(order)
-    g = jnp.expand_dims(g, i)
+    g = jnp.expand_dims(weight.arrays["g"].astype(wide).transpose(order), i)
     base = weight.kernel.astype(wide)
     merged = base + ((g - 1) * base + g * change)
     return weight.laid_out(merged.astype(weight.kernel.dtype))

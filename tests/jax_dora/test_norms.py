@@ -183,6 +183,8 @@ def test_freeze_leaves_nothing_to_train(model):
     parameters = [len(jax.tree.leaves(nnx.state(one, nnx.Param))) for one in (frozen, model)]
     assert parameters[0] == parameters[1] - len(adapter)
     assert frozen.one.kernel[...] is model.one.kernel[...]
+    divisions = sum(one.primitive.name == "div" for one in equations(*call(frozen)))
+    assert divisions == 1, "the mean's alone: g is not computed"
 
 
 def test_a_frozen_model_drops_nothing_until_it_is_trained():

@@ -126,7 +126,8 @@ def test_a_program_computes_and_differentiates_as_with_the_merged_weight(name):
             return super().other(weight, name)
 
     def followed(arrays, x):
-        given = {**arrays, "norm": jnp.asarray(norm, jnp.float32)}
+        given = {name: arrays[name] for name in ("kernel", "lora_a", "lora_b")}
+        given["g"] = arrays["magnitude"] / jnp.asarray(norm, jnp.float32)
         weight = Weight(View.of(shape), axes, given, Reader(RULE, None))
         with weight_trace() as trace:
             return trace.array(program(trace.lift(weight.aval, lambda: weight), x))
