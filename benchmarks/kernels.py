@@ -53,8 +53,8 @@ class Kernel:
       define: the results that the launch does not return as None, computed by XLA.
       call: the sizes that `module.config` takes, before the dtypes.
       operands: their axes, by the names of sizes; "seed" is a dropout seed, "slot" a slot for each
-        group or row, "ranks" the rank of each slot. bf16 if two axes or more, else fp32; those
-        after "nf4" are codes.
+        group, "ids" for each row, "ranks" the rank of each slot. bf16 if two axes or more, else
+        fp32; those after "nf4" are codes.
       shapes: at which it is measured, as sizes.
       candidates: configs to be tried.
       products: axes of its matrix products.
@@ -109,8 +109,8 @@ def _draw(key: jax.Array, axes: str, sizes: Mapping[str, int]) -> jax.Array:
     if axes.startswith("nf4 "):
         shape = tuple(sizes[name] for name in axes.split()[1:])
         return jax.random.randint(key, shape, 0, 16, jnp.uint8).astype(jnp.uint4)
-    if axes == "slot":
-        count = sizes.get("groups", sizes.get("rows", 0))
+    if axes in ("slot", "ids"):
+        count = sizes["groups" if axes == "slot" else "rows"]
         return jnp.arange(count, dtype=jnp.int32) % sizes["slots"]
     if axes == "ranks":
         return jnp.full(sizes["slots"], sizes["rank"], jnp.int32)
@@ -322,7 +322,7 @@ KERNELS = {
         *(bank_rows, _bank_rows, "rows in out slots rank"),
         (
             *("rows out", "rows in", "slots rank in", "slots rank out", "slots out", "slots"),
-            *("ranks", "slot"),
+            *("ranks", "ids"),
         ),
         _grid(rows=(8, 64, 256), **{"in": (4096,)}, out=(4096, 14336), slots=(64,), rank=(64,)),
         [bank_rows.Config(1, stages, stages) for stages in (4, 8, 12)],
