@@ -118,6 +118,7 @@ def torch_kernels() -> dict[str, Callable[[], object]]:
     import torch
 
     from torch_dora.ops.triton import (
+        bank_expand,
         compose_backward,
         compose_forward,
         expand_compose,
@@ -133,8 +134,14 @@ def torch_kernels() -> dict[str, Callable[[], object]]:
     rows, g, bias = draw(ROWS, OUT), draw(OUT, dtype=torch.float32), draw(OUT)
     z, a, b, weight = draw(ROWS, RANK), draw(RANK, IN), draw(OUT, RANK), draw(OUT, IN)
     squares = draw(OUT, dtype=torch.float32).abs()
+    held = draw(2, RANK, IN), draw(2, RANK, OUT), draw(2, OUT, dtype=torch.float32), squares[:2]
+    ranks, ids = squares[:2].int() * 0 + RANK - 1, squares[:3].long() * 0
+    ids += torch.arange(-1, 2, device=ids.device)
     return {
         "planted overrun": lambda: _overrunning_kernel[(1,)](squares),
+        "bank": lambda: bank_expand.bank_linear(
+            rows[:198].view(3, 66, OUT), draw(3, 66, IN), *held, ranks, ids, bias
+        ),
         "compose": lambda: compose_forward.compose(rows, rows, g, bias, SCALE, False, True),
         "compose_backward": lambda: compose_backward.compose_backward(
             rows, rows, g, SCALE, False, True, True

@@ -12,6 +12,7 @@ from torch_dora.adapt.apply import check_model
 from torch_dora.bank.bank import AdapterBank
 from torch_dora.layers import dora_layers
 from torch_dora.ops.bank import Slots, bank_linear
+from torch_dora.ops.choose import check_name
 
 
 class BankLinear(nn.Module):
@@ -21,11 +22,15 @@ class BankLinear(nn.Module):
         base: the model's own layer.
         slots: its adapters.
         ids: i64[batch], each row's slot.
+        implementation: as :func:`with_bank`'s.
     """
 
-    def __init__(self, base: Any, slots: Slots, ids: Tensor) -> None:
+    def __init__(
+        self, base: Any, slots: Slots, ids: Tensor, implementation: str | None = None
+    ) -> None:
         super().__init__()
         self.base, self.slots, self.ids = base, slots, ids
+        self.implementation = implementation
         self.train(base.training)
 
     @property
@@ -49,10 +54,17 @@ class BankLinear(nn.Module):
                 f"x has shape {tuple(x.shape)}, and adapter_ids has {self.ids.shape[0]} rows; "
                 "expected the batch as x's first axis: [batch, ..., in]"
             )
-        return bank_linear(self.base(x), x, self.slots, self.ids.to(x.device), self.base.bias)
+        ids = self.ids.to(x.device)
+        return bank_linear(self.base(x), x, self.slots, ids, self.base.bias, self.implementation)
 
 
-def with_bank(model: nn.Module, bank: AdapterBank, adapter_ids: Tensor | Sequence[int]) -> Any:
+def with_bank(
+    model: nn.Module,
+    bank: AdapterBank,
+    adapter_ids: Tensor | Sequence[int],
+    *,
+    implementation: str | None = None,
+) -> Any:
     """Returns a copy of ``model``, for a call or a few, whose rows have the adapters of a bank.
 
         logits = torch_dora.with_bank(model, bank, [3, -1, 3, 0])(tokens)
@@ -66,6 +78,8 @@ def with_bank(model: nn.Module, bank: AdapterBank, adapter_ids: Tensor | Sequenc
         bank: of it.
         adapter_ids: integers [batch], each a slot or -1. Reading those on a GPU waits for it: hand
             over a list, or a tensor on the CPU.
+        implementation: None, "triton" or "eager"; a named one runs or raises. The kernels have no
+            gradient: unnamed, they run under :func:`torch.no_grad` alone.
 
     Raises:
         TypeError: ``model`` is no module, ``bank`` no bank, or the ids are no integers.
@@ -73,6 +87,7 @@ def with_bank(model: nn.Module, bank: AdapterBank, adapter_ids: Tensor | Sequenc
             model is not the bank's, or holds an adapter.
     """
     check_model(model)
+    check_name(implementation)
     if not isinstance(bank, AdapterBank):
         raise TypeError(f"bank is a {type(bank).__name__}; expected an AdapterBank")
     if held := [name for name, _ in dora_layers(model)]:
@@ -91,7 +106,7 @@ def with_bank(model: nn.Module, bank: AdapterBank, adapter_ids: Tensor | Sequenc
                 "which the bank holds adapters; expected the model that it was made of"
             )
         device = bank.tensors[name].scale.device
-        made[id(module)] = BankLinear(module, bank.tensors[name], ids.to(device))
+        made[id(module)] = BankLinear(module, bank.tensors[name], ids.to(device), implementation)
     return _copied(model, made)
 
 

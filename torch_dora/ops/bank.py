@@ -2,14 +2,26 @@
 
 An adapter that is served does not move, so that g = magnitude / ‖W + sBA‖ is a constant of its
 slot. Ranks lie along the first axis of a slot's matrices.
+
+Two Triton kernels read each adapter where it lies, by its real rank: `triton.bank_shrink` and
+`triton.bank_expand`, which ends in y. They have no gradient; eager torch, which copies the adapter
+of every row, has.
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torch_dora.ops import choose
+from torch_dora.ops.choose import Call
 from torch_dora.ops.dtypes import accumulation_dtype
+from torch_dora.ops.shards import is_sharded
+
+if TYPE_CHECKING or choose.TRITON_MODE is not None:
+    from torch_dora.ops.triton import bank_expand, bank_shrink
+else:
+    bank_expand = bank_shrink = None
 
 
 class Slots(NamedTuple):
@@ -30,7 +42,14 @@ class Slots(NamedTuple):
     rank: Tensor
 
 
-def bank_linear(y: Tensor, x: Tensor, slots: Slots, ids: Tensor, bias: Tensor | None) -> Tensor:
+def bank_linear(
+    y: Tensor,
+    x: Tensor,
+    slots: Slots,
+    ids: Tensor,
+    bias: Tensor | None,
+    implementation: str | None = None,
+) -> Tensor:
     """Returns each row of a projection's result with the adapter of its slot.
 
     Args:
@@ -39,11 +58,19 @@ def bank_linear(y: Tensor, x: Tensor, slots: Slots, ids: Tensor, bias: Tensor | 
         slots: the adapters.
         ids: i64[batch], each row's slot; -1 for y itself.
         bias: [out]; never scaled.
+        implementation: None, "triton" or "eager"; a named one runs or raises.
 
     Returns:
         [batch, ..., out] in y's dtype. A row of an id that has no slot, or of an empty slot, is
         NaN.
+
+    Raises:
+        NotImplementedError: "triton" is named and cannot take the call.
     """
+    if _chosen(y, x, slots, implementation) == "triton":
+        batch = ids.shape[0]
+        base, rows = (t.reshape(batch, -1, t.shape[-1]) for t in (y, x))
+        return bank_expand.bank_linear(base, rows, *slots, ids, bias).reshape(y.shape)
     count, batch, wide = slots.scale.shape[0], ids.shape[0], accumulation_dtype(y)
     safe = ids.clamp(0, count - 1)
     rows = x.reshape(batch, -1, x.shape[-1]).to(y.dtype)
@@ -61,3 +88,23 @@ def bank_linear(y: Tensor, x: Tensor, slots: Slots, ids: Tensor, bias: Tensor | 
     below = (ids < -1).reshape(alone.shape)
     adapted = adapted.to(y.dtype).reshape(y.shape).masked_fill(below, torch.nan)
     return torch.where(alone, y, adapted)
+
+
+def _chosen(y: Tensor, x: Tensor, slots: Slots, implementation: str | None) -> str:
+    tensors = (x, slots.lora_a, y)
+    if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
+        if implementation == "triton":
+            raise NotImplementedError(
+                "implementation 'triton' cannot take this call: its kernels have no gradient, and "
+                "one is asked for; call the model under torch.no_grad()"
+            )
+        return "eager"
+    call = Call(
+        rows=y.numel() // max(1, y.shape[-1]),
+        features=slots.lora_a.shape[1],
+        dtypes=tuple(one.dtype for one in tensors),
+        device=y.device.type,
+        transformed=choose.transformed(),
+        sharded=is_sharded(*tensors),
+    )
+    return choose.choose(call, implementation, bank_shrink)

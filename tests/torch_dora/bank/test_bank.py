@@ -38,13 +38,17 @@ def filled(dtype=torch.float32, slots=4):
     return base, bank, alone
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "implementation"),
+    [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "triton")],
+)
 @pytest.mark.parametrize("time", [(), (4,)])
-def test_every_row_is_within_its_bound_of_the_oracle(dtype, time):
+def test_every_row_is_within_its_bound_of_the_oracle(dtype, implementation, time):
     base, bank, alone = filled(dtype)
     x = torch.randn(len(ROWS), *time, IN, generator=torch.Generator().manual_seed(1)).to(dtype)
     with torch.no_grad():
-        y, plain = torch_dora.with_bank(base, bank, ROWS)(x), base(x)
+        model = torch_dora.with_bank(base, bank, ROWS, implementation=implementation)
+        y, plain = model(x), base(x)
     assert (y.dtype, y.shape) == (dtype, plain.shape)
     for row, slot in enumerate(ROWS):
         if slot < 0:

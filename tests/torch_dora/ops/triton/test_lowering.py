@@ -13,7 +13,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from torch_dora.ops.triton import (
-    column_sums, compose_backward, compose_forward, expand_compose, norm_assembly, one_pass_norm
+    bank_expand, bank_shrink, column_sums, compose_backward, compose_forward, expand_compose,
+    norm_assembly, one_pass_norm,
 )
 
 def lower(kernel, types, constants, warps, **options):
@@ -124,10 +125,34 @@ code = lower(
 assert "wgmma.mma_async" in code and "ld.global.v4" in code and "atom" not in code
 """
 
+BANK = """
+config = bank_shrink.CONFIG
+counts = dict.fromkeys(["batch", "time", "features", "slots", "chunk"], "i32")
+counts |= dict(ids_ptr="*i64", rank_ptr="*i32")
+for rows, product in ((16, "mma.sync"), (64, "wgmma.mma_async")):
+    sizes = dict(RANKS=64, ROOM=64, ROWS=rows, WIDEN=False)
+    code = lower(
+        bank_shrink._kernel,
+        counts | dict(x_ptr=half, a_ptr=half, parts_ptr=full),
+        sizes | dict(DEPTH=config.depth),
+        config.warps,
+        num_stages=config.stages,
+    )
+    assert product in code and "atom" not in code
+    pointers = dict.fromkeys(["base_ptr", "z_ptr", "b_ptr", "bias_ptr", "y_ptr"], half)
+    code = lower(
+        bank_expand._kernel,
+        counts | pointers | dict(g_ptr=full, scale_ptr=full),
+        sizes | dict(HAS_BIAS=True, COLUMNS=bank_expand.CONFIG.columns),
+        bank_expand.CONFIG.warps,
+    )
+    assert product in code
+"""
+
 
 def test_every_kernel_compiles_for_a_hopper():
     environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
-    code = "\n".join([PREAMBLE, FORWARD, BACKWARD, ASSEMBLY, EXPAND, ONE_PASS])
+    code = "\n".join([PREAMBLE, FORWARD, BACKWARD, ASSEMBLY, EXPAND, ONE_PASS, BANK])
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
     )
