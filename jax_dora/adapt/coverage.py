@@ -115,12 +115,12 @@ def coverage(model: nnx.Module, *example: Any, **kwargs: Any) -> Coverage:
         is_call = len(example) == 1 and callable(example[0]) and not kwargs
         call = example[0] if is_call else (example, kwargs)
         traced = traced_reads(remove_dora(model), call)
-    return _table(sites(model, traced))
+    return table(sites(model, traced))
 
 
 def logged(found: Iterable[Site]) -> None:
     """Logs one line of a model's coverage."""
-    _LOG.info(_table(found).summary())
+    _LOG.info(table(found).summary())
 
 
 def _size(count: float) -> str:
@@ -131,7 +131,8 @@ def _size(count: float) -> str:
     raise AssertionError
 
 
-def _table(found: Iterable[Site]) -> Coverage:
+def table(found: Iterable[Site]) -> Coverage:
+    """Returns the table of these sites."""
     return Coverage(tuple(_row(site) for site in found if site.param))
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,21 +11,23 @@ from flax import linen as nn
 from flax import traverse_util
 from flax.core import freeze
 
-from dora_common.hyperparameters import ADAPTER_NAMES
-from dora_common.merge_report import MergeReport
 from dora_common.rules import as_rules, assign, listing
-from jax_dora.adapt.merge import Setting, changed, kernel_change, reported
+from jax_dora.adapt.coverage import logged
+from jax_dora.adapt.merge import Setting
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.rule import DoRARule, Rules
 from jax_dora.linen.layer import COUNTERPARTS, counterpart, dora_class_of, dora_layer
-from jax_dora.linen.stacks import noting_axes, stack_axes, stack_back, stack_first
+from jax_dora.linen.params import adapted_modules
+from jax_dora.linen.reads import Example, linen_sites
+from jax_dora.linen.stacks import stack_axes
+from jax_dora.linen.weights import AdaptedWeight, followed, missing, refuse_missing
+from jax_dora.weights.trace import weight_trace
 
 _METHODS = ("__call__", "attend")
-_TOKENS = itertools.count(1)
 
 
 @dataclasses.dataclass
-class _Calls:
+class Calls:
     """What was called in a pass through a model.
 
     Attributes:
@@ -43,7 +44,9 @@ class _Calls:
     stacks: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
 
-def apply_dora(model: nn.Module, rules: Rules, *, deterministic: bool | None = None) -> "DoRA":
+def apply_dora(
+    model: nn.Module, rules: Rules, *, deterministic: bool | None = None, example: Any = None
+) -> "DoRA":
     """Returns a linen module that computes what `model` does, with adapters where the rules match.
 
         adapted = jax_dora.linen.apply_dora(model, DoRARule("layers_0/(query|value)", 16, 32))
@@ -58,7 +61,12 @@ def apply_dora(model: nn.Module, rules: Rules, *, deterministic: bool | None = N
     `adapter_labels` of `jax_dora.linen` keep the base frozen.
 
     Adapted are `nn.Dense`, `nn.DenseGeneral`, `nn.Einsum`, `nn.Conv` and `nn.Embed`, also inside
-    lifted transforms such as `nn.scan` and `nn.remat`.
+    lifted transforms such as `nn.scan` and `nn.remat`. And with `example` every parameter of two
+    axes or more that a matrix product or a lookup reads, whoever wrote the code; "all-linear" means
+    all that products read but embeddings and the output head, then. The model is called once with
+    it, abstractly, to find what reads each parameter. Its adapter lies beside it, as w_lora_a,
+    w_lora_b and w_magnitude beside w; along the axis of a scan each layer has its own. Whatever
+    else reads it is given the merged weight W', which `jax_dora.linen.coverage` tells.
 
     Args:
       model: an unbound module. Its other methods are reached by `method=` of `init` and `apply`.
@@ -66,10 +74,13 @@ def apply_dora(model: nn.Module, rules: Rules, *, deterministic: bool | None = N
         parameters' dicts) adapts it.
       deterministic: True turns the rules' dropout off, False on (it needs a "dropout" rng); None is
         for rules without dropout.
+      example: what the model is called with: a tuple of arguments, a dict of keyword arguments, or
+        a function that takes the bound model and calls it; arrays or `jax.ShapeDtypeStruct`s.
 
     Raises:
-      TypeError: `model` is no linen module, or an element of `rules` no rule.
-      ValueError: `rules` is empty, or has dropout while `deterministic` is None.
+      TypeError: `model` is no linen module, an element of `rules` no rule, or `example` none.
+      ValueError: `rules` is empty, or has dropout while `deterministic` is None. With `example`
+        also what the call itself would raise.
 
     The call itself raises TypeError for a matched module of another type, and ValueError for a rule
     that adapts nothing or an adapter that is missing. The message lists what is there.
@@ -84,7 +95,30 @@ def apply_dora(model: nn.Module, rules: Rules, *, deterministic: bool | None = N
         raise ValueError(
             "deterministic is None and a rule has dropout; expected False (training) or True"
         )
-    return DoRA(model, found, bool(deterministic))
+    if example is None:
+        return DoRA(model, found, bool(deterministic))
+    return DoRA(model, found, bool(deterministic), *_assigned(model, found, Example.of(example)))
+
+
+def _assigned(
+    model: nn.Module, rules: tuple[DoRARule, ...], example: Example
+) -> tuple[tuple[AdaptedWeight, ...], tuple[str, ...]]:
+    """Returns the parameters that rules adapt where products read them, and the paths of the layers
+    that "all-linear" leaves out."""
+    found = [site for site in linen_sites(model, example) if site.is_matched]
+    chosen = assign(rules, [site.names for site in found], [site.is_linear for site in found])
+    matched = [(site, rule) for site, rule in zip(found, chosen, strict=True) if rule]
+    if others := [site.told() for site, _ in matched if site.refusal]:
+        raise TypeError(
+            "the rules match what cannot be adapted; narrow the rules' paths so that they leave "
+            f"out:{listing(others)}"
+        )
+    for site, _ in matched:
+        site.is_adapted = True
+    logged(found)
+    weights = tuple(AdaptedWeight.of(site, rule) for site, rule in matched if not site.is_layer)
+    left_out = (site.names[0] for site in found if site.is_layer and not site.is_linear)
+    return weights, tuple(left_out)
 
 
 class DoRA(nn.Module):
@@ -94,18 +128,23 @@ class DoRA(nn.Module):
       model: the module without adapters.
       rules: which layers have which adapter.
       deterministic: True turns dropout off.
+      weights: the parameters that are adapted where products read them.
+      left_out: the paths of the layers that "all-linear" leaves out, besides those whose class or
+        name says so.
     """
 
     model: nn.Module
     rules: tuple[DoRARule, ...]
     deterministic: bool = True
+    weights: tuple[AdaptedWeight, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     def setup(self) -> None:
         nn.share_scope(self, self.model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As `model`'s."""
-        return self.noting(_Calls(), None, *args, **kwargs)
+        return self.noting(Calls(), None, *args, **kwargs)
 
     @nn.nowrap
     def apply(self, variables: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
@@ -123,37 +162,77 @@ class DoRA(nn.Module):
             return method
 
         def run(adapted: DoRA, *args: Any, **kwargs: Any) -> Any:
-            return adapted.noting(_Calls(), method, *args, **kwargs)
+            return adapted.noting(Calls(), method, *args, **kwargs)
 
         return run
 
-    def noting(self, calls: _Calls, method: Any, *args: Any, **kwargs: Any) -> Any:
+    def noting(self, calls: Calls, method: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of `model`, `__call__` if None, and adds what it called to `calls`."""
         scope: Any = self.scope
         # What nn.jit has traced under other rules, or noted elsewhere, is no trace of this call.
-        key = hash((self.rules, self.deterministic, calls.token))
+        key = hash((self.rules, self.deterministic, self.weights, self.left_out, calls.token))
         scope.flags = freeze({**scope.flags, "jax_dora": key})
-        if callable(method):
-            call = functools.partial(method, self.model)
-        else:
-            call = getattr(self.model, method or "__call__")
+
+        def run(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if callable(method):
+                return method(model, *args, **kwargs)
+            return getattr(model, method or "__call__")(*args, **kwargs)
+
         with nn.intercept_methods(self._interceptor(calls)):
-            result = call(*args, **kwargs)
-        linear = dict.fromkeys(_adapted_paths(self.variables.get("params", {})), True)
+            result = self._following(run, *args, **kwargs)
+        linear = dict.fromkeys(adapted_modules(self.variables.get("params", {})), True)
         linear |= calls.linear
-        paths = sorted(linear)
-        assign(self.rules, [(path,) for path in paths], [linear[path] for path in paths])
+        names = {(path,): is_linear for path, is_linear in linear.items()}
+        names |= {one.names: one.is_linear for one in self.weights}
+        paths = sorted(names)
+        assign(self.rules, paths, [names[path] for path in paths])
         return result
 
-    def _interceptor(self, calls: _Calls) -> Callable[..., Any]:
+    @nn.nowrap
+    def _following(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls `run` with `model`, whose adapted weights are followed."""
+        if not self.weights:
+            return run(self.model, *args, **kwargs)
+        params = traverse_util.flatten_dict(self.variables.get("params", {}))
+        absent = missing(self.weights, params)
+        if absent and self.is_mutable_collection("params"):
+            # A pass of the base makes the parameters, and other collections as a call does. A fresh
+            # adapter computes what it has computed.
+            result = run(self.model, *args, **kwargs)
+            self._make(absent)
+            if not any(one.rule.lora_b_init for one in self.weights):
+                return result
+            params = traverse_util.flatten_dict(self.variables["params"])
+            absent = missing(self.weights, params)
+        refuse_missing(absent)
+        drops = not self.deterministic and any(one.rule.dropout for one in self.weights)
+        key = self.make_rng("dropout") if drops else None
+        with weight_trace() as trace:
+            given = functools.partial(followed, self.weights, trace, key)
+            following = nn.map_variables(run, "params", trans_in_fn=given)
+            return jax.tree.map(trace.array, following(self.model, *args, **kwargs))
+
+    @nn.nowrap
+    def _make(self, weights: list[AdaptedWeight]) -> None:
+        """Puts fresh adapters beside weights."""
+        params = traverse_util.flatten_dict(self.variables["params"])
+        made = {}
+        for one in weights:
+            made |= one.make(params, self.make_rng("params"))
+        for name, value in traverse_util.unflatten_dict(made).items():
+            self.put_variable("params", name, value)
+
+    def _interceptor(self, calls: Calls) -> Callable[..., Any]:
         """Adapts the layers that are called."""
 
         def intercept(next_fun, args, kwargs, context):
             module, path = context.module, "/".join(context.module.path)
-            if context.method_name not in _METHODS:
-                return next_fun(*args, **kwargs)
             cls = dora_class_of(module)
-            is_linear = cls is not None and cls.is_linear(module)
+            if cls is not None and context.method_name not in _METHODS:
+                return next_fun(*args, **kwargs)
+            is_linear = cls is not None and cls.is_linear(module) and path not in self.left_out
+            if self._is_followed(path):
+                return next_fun(*args, **kwargs)
             matching = (rule for rule in self.rules if rule.matches(path, linear=is_linear))
             rule = next(matching, None)
             if rule is not None and cls is not None:
@@ -173,12 +252,18 @@ class DoRA(nn.Module):
                     names = ", ".join(one.__name__ for one in COUNTERPARTS)
                     raise TypeError(
                         f"rule {rule.path!r} matches a module that cannot be adapted; expected "
-                        f"{names} alone: narrow the rule's path so that it leaves out:"
+                        f"{names}, or example=, inputs to call the model with, in apply_dora: or "
+                        "narrow the rule's path so that it leaves out:"
                         f"{listing([f'{path} ({type(module).__name__})'])}"
                     )
             return result
 
         return intercept
+
+    @nn.nowrap
+    def _is_followed(self, path: str) -> bool:
+        """Whether weights of the module at this path are adapted where products read them."""
+        return any("/".join((*self.path, *one.path[:-1])) == path for one in self.weights)
 
     def _result(self, layer: Any, context: Any, inputs: jax.Array) -> jax.Array:
         if context.method_name == "attend":
@@ -187,72 +272,6 @@ class DoRA(nn.Module):
             return layer(inputs)
         key = None if self.deterministic else context.module.make_rng("dropout")
         return layer(inputs, deterministic=self.deterministic, rngs=key)
-
-
-def merge_dora(
-    adapted: DoRA,
-    variables: Mapping[str, Any],
-    *args: Any,
-    return_report: bool = False,
-    method: Any = None,
-    **kwargs: Any,
-) -> Any:
-    """Returns the variables of `adapted.model`, with every adapter merged into its layer's kernel.
-
-    Merged in fp32 and cast once, as `jax_dora.merge_dora`; `variables` are left as they are.
-
-    Args:
-      adapted: from `apply_dora`.
-      variables: of `adapted`, "params" and its other collections, if any.
-      *args, **kwargs: any inputs of the model; it is traced with them, to learn what its layers
-        are, and not run.
-      return_report: return a `jax_dora.adapt.MergeReport` too.
-      method: the method of the model that takes these inputs; None is `__call__`.
-
-    Returns:
-      The merged variables, or these and the report.
-
-    Raises:
-      TypeError: `adapted` is not from `apply_dora`.
-      ValueError, NotImplementedError: as calling it; `variables` has no "params"; an adapter is in
-        no layer that the call reaches.
-    """
-    if not isinstance(adapted, DoRA):
-        raise TypeError(f"adapted is a {type(adapted).__name__}; expected apply_dora's result")
-    if "params" not in variables:
-        raise ValueError(
-            f"variables has no collection 'params', but {list(variables)}; expected "
-            "adapted's variables: pass {'params': params} where params is all there is"
-        )
-    calls = _Calls(next(_TOKENS))
-    quiet = adapted.clone(deterministic=True)
-    noted = {**variables, "params": noting_axes(variables["params"])}
-    jax.eval_shape(lambda: quiet.apply(noted, calls, method, *args, method="noting", **kwargs))
-    params = dict(traverse_util.flatten_dict(variables["params"]))
-    if missed := sorted(set(_adapted_paths(variables["params"])) - calls.adapted.keys()):
-        raise ValueError(
-            "this call of the model does not reach adapters, which could not be merged; expected "
-            f"method= and inputs that reach every adapted layer:{listing(missed)}"
-        )
-    layers = []
-    for path, (name, setting) in calls.adapted.items():
-        place = tuple(path.split("/")) if path else ()
-        values = {one: nn.unbox(params.pop((*place, one))) for one in ADAPTER_NAMES}
-        boxed = params[*place, name]
-        kernel = nn.unbox(boxed)
-        axes = calls.stacks[path]
-        change = kernel_change(
-            setting,
-            kernel=stack_first(kernel, axes),
-            **{one: stack_first(value, axes) for one, value in values.items()},
-        )
-        change = stack_back(change, axes)
-        merged = changed(kernel, change)
-        params[*place, name] = nn.meta.replace_boxed(boxed, merged)
-        if return_report:
-            layers.append(reported(path, kernel, change, merged))
-    merged = {**variables, "params": traverse_util.unflatten_dict(params)}
-    return (merged, MergeReport(tuple(layers))) if return_report else merged
 
 
 def _adapted(
@@ -272,10 +291,3 @@ def _adapted(
 def _holds_parameters(module: nn.Module) -> bool:
     params = module.variables.get("params", {})
     return any(not isinstance(leaf, Mapping) for leaf in params.values())
-
-
-def _adapted_paths(params: Mapping[str, Any]) -> list[str]:
-    """Returns the path of every module that has an adapter in `params`."""
-    return [
-        "/".join(path[:-1]) for path in traverse_util.flatten_dict(params) if path[-1] == "lora_a"
-    ]

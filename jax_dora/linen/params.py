@@ -1,6 +1,6 @@
 """Adapters in a linen model's params: told apart, taken out and put back."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from flax import traverse_util
@@ -10,6 +10,34 @@ from dora_common.hyperparameters import ADAPTER_NAMES
 Params = Mapping[str, Any]
 
 
+def is_adapter(path: tuple[Any, ...], paths: Container[tuple[Any, ...]]) -> bool:
+    """Whether a leaf of params belongs to an adapter: lora_a and its siblings beside a kernel,
+    w_lora_a and its siblings beside a w.
+
+    Args:
+      paths: of all leaves.
+    """
+    if path[-1] in ADAPTER_NAMES:
+        return True
+    for name in ADAPTER_NAMES:
+        if path[-1].endswith(f"_{name}"):
+            stem = path[-1].removesuffix(name)
+            return all((*path[:-1], stem + one) in paths for one in ADAPTER_NAMES)
+    return False
+
+
+def adapted_modules(params: Params) -> list[str]:
+    """Returns the path of every module that has an adapter in `params`."""
+    paths = traverse_util.flatten_dict(params)
+    found = (path for path in paths if path[-1].endswith("lora_a") and is_adapter(path, paths))
+    return list(dict.fromkeys("/".join(path[:-1]) for path in found))
+
+
+def params_path(path: tuple[str, ...]) -> tuple[str, str]:
+    """Returns the path of a leaf's module, and its name there."""
+    return "/".join(path[:-1]), path[-1]
+
+
 def adapter_labels(params: Params) -> Any:
     """Labels every leaf of `params` "adapter" or "frozen", for `optax.multi_transform`:
 
@@ -17,8 +45,9 @@ def adapter_labels(params: Params) -> Any:
         {"adapter": optax.adamw(1e-4), "frozen": optax.set_to_zero()}, adapter_labels
     )
     """
+    paths = traverse_util.flatten_dict(params).keys()
     return traverse_util.path_aware_map(
-        lambda path, _: "adapter" if path[-1] in ADAPTER_NAMES else "frozen", params
+        lambda path, _: "adapter" if is_adapter(path, paths) else "frozen", params
     )
 
 
@@ -28,8 +57,8 @@ def split_adapters(params: Params) -> tuple[dict[str, Any], dict[str, Any]]:
     Differentiate with respect to the first alone, and no gradient of a kernel is computed.
     """
     flat = traverse_util.flatten_dict(params)
-    adapters = {path: leaf for path, leaf in flat.items() if path[-1] in ADAPTER_NAMES}
-    base = {path: leaf for path, leaf in flat.items() if path[-1] not in ADAPTER_NAMES}
+    adapters = {path: leaf for path, leaf in flat.items() if is_adapter(path, flat)}
+    base = {path: leaf for path, leaf in flat.items() if path not in adapters}
     return traverse_util.unflatten_dict(adapters), traverse_util.unflatten_dict(base)
 
 

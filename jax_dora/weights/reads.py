@@ -58,7 +58,7 @@ class Traced:
     results: frozenset[int]
 
 
-class _Recorder:
+class Recorder:
     """Notes what reads one weight, and computes what the base would."""
 
     def __init__(
@@ -170,7 +170,7 @@ def trace_reads(
             for key in keys:
                 raw = weights[key].get_raw_value()
                 raw = quantised.dense(raw, raw.dtype)
-                reader = _Recorder(raw.shape, paths, reads[key], count)
+                reader = Recorder(raw.shape, paths, reads[key], count)
                 weight = Weight(View.of(raw.shape), None, {"kernel": raw}, reader)
                 value = trace.lift(jax.typeof(raw), functools.partial(_same, weight))
                 weights[key].set_raw_value(value, _unsafe_bypass_check=True)

@@ -1,0 +1,49 @@
+"""What of a linen model is adapted, or can be."""
+
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax import traverse_util
+
+from jax_dora.adapt.coverage import Coverage, table
+from jax_dora.linen.apply import DoRA
+from jax_dora.linen.reads import Example, linen_sites, lora_a_path
+
+
+def coverage(model: nn.Module, *example: Any, **kwargs: Any) -> Coverage:
+    """Returns every weight of two axes or more of `model`, and whether and how it can be adapted.
+
+        print(jax_dora.linen.coverage(model, tokens))
+
+    Args:
+      model: an unbound module, or what `apply_dora` has made of one.
+      *example, **kwargs: what to call the model with, once and abstractly, to see what reads each
+        weight: arrays or `jax.ShapeDtypeStruct`s. Or one function that takes the bound model and
+        calls it.
+
+    Raises:
+      TypeError: `model` is no linen module.
+      Exception: whatever the call of the model raises.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model is a {type(model).__name__}; expected a linen nn.Module: for nnx there is "
+            "jax_dora.coverage"
+        )
+    is_call = len(example) == 1 and callable(example[0]) and not kwargs
+    given = Example.of(example[0]) if is_call else Example(example, kwargs)
+    plain = model.model if isinstance(model, DoRA) else model
+    found = linen_sites(plain, given)
+    if isinstance(model, DoRA):
+        arrays, together = given.apart()
+        made = jax.eval_shape(lambda arrays: _init(model, together(arrays)), arrays)
+        params = traverse_util.flatten_dict(made["params"])
+        for site in found:
+            site.is_adapted = site.is_matched and lora_a_path(site) in params
+    return table(found)
+
+
+def _init(model: nn.Module, example: Example) -> Any:
+    rngs = {"params": jax.random.key(0)}
+    return model.init(rngs, *example.args, method=example.method, **example.kwargs)

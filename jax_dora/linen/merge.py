@@ -1,0 +1,95 @@
+"""Adapters of a linen model into its weights."""
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax import traverse_util
+
+from dora_common.hyperparameters import ADAPTER_NAMES
+from dora_common.merge_report import MergeReport
+from dora_common.rules import listing
+from jax_dora.adapt.merge import Setting, changed, kernel_change, reported
+from jax_dora.linen.apply import Calls, DoRA
+from jax_dora.linen.params import adapted_modules
+from jax_dora.linen.stacks import noting_axes, stack_back, stack_first
+
+_TOKENS = itertools.count(1)
+
+
+def merge_dora(
+    adapted: DoRA,
+    variables: Mapping[str, Any],
+    *args: Any,
+    return_report: bool = False,
+    method: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Returns the variables of `adapted.model`, with every adapter merged into its layer's kernel.
+
+    Merged in fp32 and cast once, as `jax_dora.merge_dora`; `variables` are left as they are.
+
+    Args:
+      adapted: from `apply_dora`.
+      variables: of `adapted`, "params" and its other collections, if any.
+      *args, **kwargs: any inputs of the model; it is traced with them, to learn what its layers
+        are, and not run.
+      return_report: return a `jax_dora.adapt.MergeReport` too.
+      method: the method of the model that takes these inputs; None is `__call__`.
+
+    Returns:
+      The merged variables, or these and the report.
+
+    Raises:
+      TypeError: `adapted` is not from `apply_dora`.
+      ValueError, NotImplementedError: as calling it; `variables` has no "params"; an adapter is in
+        no layer that the call reaches.
+    """
+    if not isinstance(adapted, DoRA):
+        raise TypeError(f"adapted is a {type(adapted).__name__}; expected apply_dora's result")
+    if "params" not in variables:
+        raise ValueError(
+            f"variables has no collection 'params', but {list(variables)}; expected "
+            "adapted's variables: pass {'params': params} where params is all there is"
+        )
+    calls = Calls(next(_TOKENS))
+    quiet = adapted.clone(deterministic=True)
+    noted = {**variables, "params": noting_axes(variables["params"])}
+    jax.eval_shape(lambda: quiet.apply(noted, calls, method, *args, method="noting", **kwargs))
+    params = dict(traverse_util.flatten_dict(variables["params"]))
+    reached = {*calls.adapted, *("/".join(one.path[:-1]) for one in adapted.weights)}
+    if missed := sorted(set(adapted_modules(variables["params"])) - reached):
+        raise ValueError(
+            "this call of the model does not reach adapters, which could not be merged; expected "
+            f"method= and inputs that reach every adapted layer:{listing(missed)}"
+        )
+    layers = []
+    for one in adapted.weights:
+        weight = one.adapter(params)
+        values = {name: nn.unbox(params.pop(path)) for name, path in one.paths().items()}
+        boxed = params[one.path]
+        kernel = nn.unbox(boxed)
+        change = kernel_change(Setting.of(weight), kernel=kernel, **values)
+        params[one.path] = nn.meta.replace_boxed(boxed, merged := changed(kernel, change))
+        if return_report:
+            layers.append(reported(one.names[0], kernel, change, merged))
+    for path, (name, setting) in calls.adapted.items():
+        place = tuple(path.split("/")) if path else ()
+        values = {one: nn.unbox(params.pop((*place, one))) for one in ADAPTER_NAMES}
+        boxed = params[*place, name]
+        kernel = nn.unbox(boxed)
+        axes = calls.stacks[path]
+        change = kernel_change(
+            setting,
+            kernel=stack_first(kernel, axes),
+            **{one: stack_first(value, axes) for one, value in values.items()},
+        )
+        change = stack_back(change, axes)
+        merged = changed(kernel, change)
+        params[*place, name] = nn.meta.replace_boxed(boxed, merged)
+        if return_report:
+            layers.append(reported(path, kernel, change, merged))
+    merged = {**variables, "params": traverse_util.unflatten_dict(params)}
+    return (merged, MergeReport(tuple(layers))) if return_report else merged

@@ -1,0 +1,137 @@
+"""Parameters of a linen model that products read, adapted wherever the model reads them.
+
+While the model runs, each is followed from the model's variables through casts, transposes, scans
+and the like to the products that read it, which become adapted ones; see `jax_dora.weights`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import jax
+from flax import linen as nn
+from flax import nnx, traverse_util
+
+from dora_common.hyperparameters import ADAPTER_NAMES
+from dora_common.rules import listing
+from jax_dora.adapt.sites import Site
+from jax_dora.layers.base_layer import padded
+from jax_dora.layers.rule import DoRARule
+from jax_dora.weights.adapter import WeightAdapter
+from jax_dora.weights.evaluate import adapted_here
+from jax_dora.weights.module import made_place
+from jax_dora.weights.trace import WeightTrace
+
+Params = dict[tuple[str, ...], Any]
+"""The leaves of a collection, by their paths."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptedWeight:
+    """Which parameter is adapted, and how.
+
+    Attributes:
+      path: of the parameter, in the collection "params".
+      axes: a letter for each of its axes: "i", it is contracted; "o", of features; "b", matrices
+        lie along it, each with an adapter, as layers of a stack and experts do.
+      names: the paths by which rules know it; the first is its own.
+      is_linear: whether "all-linear" means it.
+      rule: what adapts it.
+    """
+
+    path: tuple[str, ...]
+    axes: str
+    names: tuple[str, ...]
+    is_linear: bool
+    rule: DoRARule
+
+    @classmethod
+    def of(cls, site: Site, rule: DoRARule) -> Self:
+        """Returns the parameter of a site."""
+        path = site.found.paths[0]
+        place = (*(path.split("/") if path else ()), site.param)
+        return cls(place, site.axes, site.names, site.is_linear, rule)
+
+    @property
+    def place(self) -> Any:
+        """What `WeightAdapter` takes."""
+        return made_place(self.path[-1], self.axes, self.rule, has_module_path=True)
+
+    def paths(self) -> dict[str, tuple[str, ...]]:
+        """Returns the path of each parameter of the adapter."""
+        attribute = self.place.attribute
+        return {name: (*self.path[:-1], attribute(name)) for name in ADAPTER_NAMES}
+
+    def adapter(self, params: Mapping[tuple[str, ...], Any]) -> WeightAdapter:
+        """Returns the adapter, with its arrays in `params`."""
+        adapter = WeightAdapter(_Holder(), self.place)
+        setattr(adapter.module, self.path[-1], nnx.Param(nn.unbox(params[self.path])))
+        for name, path in self.paths().items():
+            setattr(adapter, name, nnx.LoRAParam(nn.unbox(params[path])))
+        adapter.given_norm, adapter.dropout = nnx.data(None), nnx.data(None)
+        return adapter
+
+    def make(self, params: Mapping[tuple[str, ...], Any], key: jax.Array) -> Params:
+        """Returns the parameters of a fresh adapter, boxed as the weight is."""
+        boxed = params[self.path]
+        adapter = WeightAdapter(_Holder(), self.place)
+        kernel = nn.unbox(boxed)
+        setattr(adapter.module, self.path[-1], nnx.Param(kernel))
+        adapter.make(self.rule, nnx.Rngs(key))
+        made = {path: getattr(adapter, name)[...] for name, path in self.paths().items()}
+        if isinstance(boxed, nn.Partitioned):
+            axes = adapter.adapter_axes(padded(boxed.names, kernel.ndim))
+            for name, path in self.paths().items():
+                made[path] = boxed.replace(value=made[path], names=axes[name])
+        return made
+
+
+class _Holder(nnx.Module):
+    """Holds a weight and its adapter for the time of a call."""
+
+
+def missing(weights: Sequence[AdaptedWeight], params: Mapping[tuple[str, ...], Any]) -> list[Any]:
+    """Returns the weights without an adapter in `params`."""
+    return [one for one in weights if not params.keys() >= {one.path, *one.paths().values()}]
+
+
+def refuse_missing(weights: Sequence[AdaptedWeight]) -> None:
+    """Raises ValueError if there are any."""
+    if weights:
+        raise ValueError(
+            "params has no adapter for some weights; expected them there: make them with init, or "
+            'with apply(…, rngs={"params": key}, mutable=["params"]):'
+            f"{listing([one.names[0] for one in weights])}"
+        )
+
+
+def followed(
+    weights: Sequence[AdaptedWeight],
+    trace: WeightTrace,
+    key: jax.Array | None,
+    variables: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Returns variables whose adapted weights `trace` follows, without their adapters.
+
+    Args:
+      key: of the masks of dropout; None turns it off.
+    """
+    params = traverse_util.flatten_dict(variables["params"])
+    given = dict(params)
+    for number, one in enumerate(weights):
+        adapter = one.adapter(params)
+        if key is not None and one.rule.dropout:
+            stream = nnx.Rngs(dropout=jax.random.fold_in(key, number))
+            adapter.dropout = nnx.Dropout(one.rule.dropout, deterministic=False, rngs=stream)
+        kernel = nn.unbox(params[one.path])
+        make = functools.cache(functools.partial(_weight, adapter, kernel))
+        value = trace.lift(jax.typeof(kernel), make)
+        given[one.path] = nn.meta.replace_boxed(params[one.path], value)
+        for path in one.paths().values():
+            del given[path]
+    return {**variables, "params": traverse_util.unflatten_dict(given)}
+
+
+def _weight(adapter: WeightAdapter, kernel: jax.Array) -> Any:
+    return adapter.weight(adapted_here(kernel))
