@@ -1,8 +1,9 @@
 """`python -m parity quantised`: the same quantised weights through both packages, against fp64.
 
 torchao quantises each weight; jax_dora is given its codes and scales, and no floats. The oracle
-materialises in fp64 what they stand for. The norm is held to `NORM`, y and all gradients to the
-bounds of `parity.tolerances`, which are those of a float weight.
+materialises in fp64 what they stand for. PEFT's DoRA over the same values is beside both: over
+torchao's tensors, and for NF4 over bitsandbytes', where that is installed. The norm is held to
+`NORM`, y and all gradients to the bounds of `parity.tolerances`, which are those of a float weight.
 """
 
 from __future__ import annotations
@@ -106,20 +107,28 @@ def meant(found: Parts) -> np.ndarray:
 
 
 def run(report: Report, case: Case, qtype: str, device: str) -> None:
-    """Adds a line for every quantity of a case in a format, on both sides."""
+    """Adds a line for every quantity of a case in a format, on both sides and by PEFT."""
     from parity.cases import layer_inputs
     from parity.sides import SIDES
+    from parity.sides.torch import peft_layer
 
     inputs = layer_inputs(case, device)
     weight = quantised(inputs.weight, qtype)
     exact, inputs = _exact(case, inputs, weight)
+    told = f"{qtype}: {case.name}"
+    found = {}
     for name, side in SIDES.items():
-        operators = side.operators
-        found = {"norm": operators.norm(inputs, case.scale, side.plain)}
-        found |= operators.layer(inputs, case.scale, side.plain, frozen=False)
+        norm = side.operators.norm(inputs, case.scale, side.plain)
+        layer = side.operators.layer(inputs, case.scale, side.plain, frozen=False)
+        found[name] = {"norm": norm} | layer
+    if reason := peft_layer.refuses(qtype):
+        report.add(told, "y", side="peft", ok=None, note=reason)
+    else:
+        found["peft"] = peft_layer.layer(inputs, case.scale)
+    for name, results in found.items():
         for quantity, (want, allowed) in exact.items():
-            arrays = found[quantity], want, allowed
-            _judge(report, f"{qtype}: {case.name}", quantity, name, *arrays)
+            arrays = results[quantity], want, allowed
+            _judge(report, told, quantity, name, *arrays)
 
 
 def _exact(case: Case, inputs: LayerInputs, weight: Any) -> tuple[dict[str, Any], LayerInputs]:
@@ -166,7 +175,7 @@ def _judge(
 
 
 def main(arguments: Sequence[str]) -> int:
-    told = "Holds layers over the same quantised weights to fp64, in both packages."
+    told = "Holds layers over the same quantised weights to fp64, in both packages and PEFT."
     options = command.parser("quantised", told).parse_args(list(arguments))
     device = choose_device(options.device)
     report = command.report(options, device, "quantised")
