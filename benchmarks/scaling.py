@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from benchmarks.model.protocol import Protocol
 
 RESULTS = Path(__file__).parent / "results" / "h200x2"
-FILES = ("scale.jsonl", "scale_dp.jsonl")
+FILES = "scale*.jsonl"
 HOST = 8  # GPUs that NVLink joins
 # GB/s of each GPU between hosts: 400 Gb/s InfiniBand, which is assumed and not measured.
 BETWEEN_HOSTS = 50.0
@@ -32,14 +32,15 @@ class Measured(NamedTuple):
     rows: Mapping[tuple[str, str, str], Mapping[str, Any]]
 
     @classmethod
-    def read(cls) -> Measured:
-        """Returns what stands in the results, of automatic axes."""
-        texts = ((RESULTS / name).read_text("utf-8") for name in FILES)
+    def read(cls, rank: int = 64, axes: str = "auto", model: str = "qwen3") -> Measured:
+        """Returns what stands in the results, of one rank, one kind of axes and one model."""
+        wanted = {"rank": rank, "axes": axes, "model": model}
+        texts = [file.read_text("utf-8") for file in sorted(RESULTS.glob(FILES))]
         lines = (json.loads(line) for text in texts for line in text.splitlines())
         rows = {
             (one["kind"], one["layout"], one["task"]): one
             for one in lines
-            if one.get("axes") == "auto" and "ms" in one
+            if wanted.items() <= ({"model": "qwen3"} | one).items() and "ms" in one
         }
         return cls(rows)
 
@@ -51,6 +52,11 @@ class Measured(NamedTuple):
         """Returns the MB that a device's program sends, of all layers."""
         row = self.rows[kind, layout, task]
         return row["sent_bytes"] * row["layers"] / 1e6
+
+    def weak_scaling(self, kind: str, layout: str, task: str = "step") -> float:
+        """Returns how much longer a step takes on several devices than on one of them alone, each
+        with as many rows."""
+        return self.ms(kind, layout, task) / self.ms(kind, "alone", task)
 
     @property
     def link(self) -> float:

@@ -3,7 +3,8 @@
 y and all gradients of one projection are held to the materialised fp64 computation by the bounds of
 `parity.tolerances`, which know no device: JAX's on a mesh of four devices with automatic axes,
 torch's in four processes, by DDP, FSDP2 and DTensor. Among the cases are batches and ranks that do
-not divide over the devices.
+not divide over the devices. Then a fresh adapter learns another one in 200 steps, in every layout
+as on one device (`parity.sharded_training`).
 """
 
 from __future__ import annotations
@@ -105,37 +106,54 @@ def _judge(
         )
 
 
-def _results(case: Case, layout: Layout, device: str) -> dict[str, Any]:
+def places(layout: Layout) -> dict[str, Any]:
+    """Returns how JAX's arrays lie, by name, on a mesh of four devices."""
     import jax
     from jax.sharding import AxisType, NamedSharding
     from jax.sharding import PartitionSpec as P
+
+    mesh = jax.make_mesh((2, 2), BOTH, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    into, out = (axes or None for axes in (layout.inputs, layout.outputs))
+    rows, features = (axes or None for axes in (layout.rows, layout.features))
+    columns = tuple(axis for axis in layout.outputs if axis not in layout.rows) or None
+    specs = {
+        "kernel": (into, out),
+        "lora_a": (into, None),
+        "lora_b": (None, out),
+        "magnitude": (out,),
+        "bias": (out,),
+        "x": (rows, features),
+        "y": (rows, columns),
+        "whole": (),
+    }
+    return {name: NamedSharding(mesh, P(*spec)) for name, spec in specs.items()}
+
+
+def _results(case: Case, layout: Layout, device: str) -> dict[str, Any]:
+    import jax
 
     from jax_dora import ops
     from parity.cases import layer_inputs
     from parity.sides.jax.operators import to_jax, to_torch
 
-    inputs = layer_inputs(case, device)
-    mesh = jax.make_mesh((2, 2), BOTH, axis_types=(AxisType.Auto,) * 2)
-    into, out = (axes or None for axes in (layout.inputs, layout.outputs))
-    rows, features = (axes or None for axes in (layout.rows, layout.features))
+    inputs, lies = layer_inputs(case, device), places(layout)
 
-    def place(array, *spec):
-        return jax.device_put(array, NamedSharding(mesh, P(*spec)))
+    def place(array, name="whole"):
+        return jax.device_put(array, lies[name])
 
     trained = {
-        "lora_a": place(to_jax(inputs.lora_a.T), into, None),
-        "lora_b": place(to_jax(inputs.lora_b.T), None, out),
-        "magnitude": place(to_jax(inputs.magnitude), out),
-        "bias": place(to_jax(inputs.bias), out) if inputs.bias is not None else None,
+        "lora_a": place(to_jax(inputs.lora_a.T), "lora_a"),
+        "lora_b": place(to_jax(inputs.lora_b.T), "lora_b"),
+        "magnitude": place(to_jax(inputs.magnitude), "magnitude"),
+        "bias": place(to_jax(inputs.bias), "bias") if inputs.bias is not None else None,
     }
-    kernel = place(to_jax(inputs.weight.T), into, out)
-    columns = tuple(axis for axis in layout.outputs if axis not in layout.rows) or None
+    kernel = place(to_jax(inputs.weight.T), "kernel")
 
     @jax.jit
     def gradient(trained, x, kernel, dy):
         # Inside the program, where a batch need not divide over the mesh.
-        x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(rows, features)))
-        dy = jax.lax.with_sharding_constraint(dy, NamedSharding(mesh, P(rows, columns)))
+        x = jax.lax.with_sharding_constraint(x, lies["x"])
+        dy = jax.lax.with_sharding_constraint(dy, lies["y"])
 
         def call(trained, x):
             return ops.dora_linear(x, kernel, **trained, scale=case.scale)
@@ -169,6 +187,11 @@ def main(arguments: Sequence[str]) -> int:
         for name in LAYOUTS:
             run(report, case, name, device)
         run_torch(report, case, tuple(LAYOUTS), device)
+    if not options.quick:
+        from parity import sharded_training
+
+        sharded_training.run(report, tuple(LAYOUTS), device)
+        sharded_training.run_torch(report, tuple(LAYOUTS), device)
     report.print()
     return 0 if report.passed else 1
 

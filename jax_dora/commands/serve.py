@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jax_dora.commands.flags import UsageError, corrections, whole
+from jax_dora.commands.flags import UsageError, corrections, mesh, whole
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -25,6 +25,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--adapters", type=Path, metavar="DIR", help="a folder of PEFT folders; none by default")
     add("--name", help="of the base; its folder's by default")
     add("--dtype", choices=("bfloat16", "float32"), help="of the base; config.json's by default")
+
+    add("--mesh", type=mesh, help="tp=N of all devices, or auto; without it, one")
 
     add = parser.add_argument_group("address").add_argument
     add("--host", default="127.0.0.1", help="to listen at (%(default)s)")
@@ -59,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
             adapters=args.adapters,
             name=args.name,
             dtype=args.dtype,
+            mesh=args.mesh,
             host=args.host,
             port=args.port,
             slots=args.slots,

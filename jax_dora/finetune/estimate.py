@@ -1,8 +1,10 @@
 """What a run will take, told before anything is compiled."""
 
+from __future__ import annotations
+
 import math
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +13,14 @@ from rich.table import Table
 
 from jax_dora.adapt.tree import find_dora_layers
 from jax_dora.finetune import processes
-from jax_dora.finetune.plan import Plan
-from jax_dora.models import DecoderSharding, activations
+from jax_dora.models import CausalLM, DecoderSharding, activations
 from jax_dora.ops.quantised import bits, is_quantised
 
+if TYPE_CHECKING:
+    from jax_dora.finetune.plan import Plan
+
+# Beside weights that are whole on every device a step's activations want as much again.
+COPIES_TO_SPARE = 4
 LOSS_CHUNK = 1024  # tokens whose logits exist at a time, as in next_token_loss
 
 
@@ -60,6 +66,13 @@ def device_memory() -> int:
     """Returns the bytes that the device has; on a CPU, the host."""
     stats = jax.local_devices()[0].memory_stats() or {}
     return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def fits_often(model: CausalLM) -> bool:
+    """Returns whether every process's devices have room for an abstract model's weights
+    `COPIES_TO_SPARE` times over."""
+    taken = _nbytes(nnx.state(model, nnx.Param))
+    return COPIES_TO_SPARE * taken <= processes.least(device_memory())
 
 
 def free_memory(plan: Plan) -> float:

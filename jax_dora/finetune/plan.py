@@ -18,7 +18,7 @@ from flax import nnx
 from rich.console import Console
 
 import jax_dora
-from jax_dora.finetune import data, processes, tiny
+from jax_dora.finetune import data, estimate, processes, tiny
 from jax_dora.finetune.checkpoints import Checkpoints
 from jax_dora.finetune.examples import Encoder
 from jax_dora.finetune.records import read_records
@@ -146,8 +146,12 @@ class Plan:
         sizes = self.args.mesh
         if sizes is None and jax.process_count() == 1:
             return None
-        chosen: dict[str, Any] = {"fsdp": jax.device_count()} if sizes in (None, "auto") else sizes
-        sharding = DecoderSharding.over(**chosen)
+        if sizes in (None, "auto"):
+            reading: dict[str, Any] = {"quantize": self.args.quantize, **self.changes}
+            # Weights are gathered in every pass where they are in parts.
+            fits = estimate.fits_often(abstract_model(self.folder, **reading))
+            sizes = {"dp" if fits else "fsdp": jax.device_count()}
+        sharding = DecoderSharding.over(**sizes)
         sharding.check(self.config, self.args.batch)
         return sharding
 

@@ -73,6 +73,11 @@ class DecoderSharding:
         return NamedSharding(self.mesh, P(None, ROWS))
 
     @property
+    def heads(self) -> NamedSharding:
+        """How a cache's keys and values [layers, batch, capacity, kv_heads, head_dim] lie."""
+        return NamedSharding(self.mesh, P(None, None, None, "tp"))
+
+    @property
     def everywhere(self) -> NamedSharding:
         """Of arrays that every device holds whole."""
         return NamedSharding(self.mesh, P())

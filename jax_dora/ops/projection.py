@@ -181,18 +181,26 @@ FORWARD = Op(
 
 
 class Back(NamedTuple):
-    """The operands of `BACK`: d [..., out], kernel [in, out], dz [..., r], lora_a = s·A [in, r]."""
+    """The operands of `BACK`: d [..., out], kernel [in, out], dz = d Bᵀ [..., r], lora_a = s·A
+    [in, r], lora_b [r, out].
+
+    Where outputs are sharded, a device takes its part of dz from lora_b, so that nothing waits for
+    the sum of dz.
+    """
 
     d: Any
     kernel: Any
     dz: Any
     lora_a: Any
+    lora_b: Any
 
 
 def _back(static: Static, shard: Shard, operands: Back) -> tuple[jax.Array]:
     """Returns dx = d Wᵀ + dz (s·A)ᵀ."""
-    d, kernel, dz, lora_a = operands
-    dz = shard.once(dz)
+    d, kernel, dz, lora_a, lora_b = operands
+    dot = functools.partial(dot_general, static.precision)
+    if shard.summed:
+        dz = dot(d, lora_b, (-1, 1))
     kernel = quantised.dense(kernel, d.dtype)
     in_features, out = kernel.shape
     call = (d.size // max(out, 1), in_features, out, d.dtype)
@@ -200,11 +208,10 @@ def _back(static: Static, shard: Shard, operands: Back) -> tuple[jax.Array]:
     choice = choose.choose(static.op, static.implementation, (project_back, call), **options)
     if choice is not None:
         return (shard.sum(project_back.launch(d, kernel, dz, lora_a, **choice.knobs)),)
-    dot = functools.partial(dot_general, static.precision)
     return (shard.sum(dot(d, kernel, (-1, 1)) + dot(dz, lora_a, (-1, 1))),)
 
 
-BACK = Op("project_back", _back, Back("t o", "i o", "t r", "i r"), ("t i",), contracted="o")
+BACK = Op("project_back", _back, Back("t o", "i o", "t r", "i r", "r o"), ("t i",), contracted="o")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -333,7 +340,7 @@ def _dx(
     kernel, seed = operands.kernel, operands.seed
     if seed is None:
         static = Static(options.op, options.implementation, options.precision)
-        return primitive.call(BACK, static, Back(d, kernel, dz, scaled))[0]
+        return primitive.call(BACK, static, Back(d, kernel, dz, scaled, operands.lora_b))[0]
     through_adapter = drop(dot_general(options.precision, dz, scaled, (-1, 1)), seed, options.rate)
     kernel = quantised.dense(kernel, d.dtype)
     return dot_general(options.precision, d, kernel, (-1, 1)) + through_adapter

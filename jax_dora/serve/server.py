@@ -10,12 +10,13 @@ import traceback
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import uvicorn
 
-from jax_dora.models import load_model, read_config
+from jax_dora.models import DecoderConfig, DecoderSharding, load_model, read_config
 from jax_dora.models.chat import ChatTemplate
 from jax_dora.models.tokenizer import read_ends, read_tokenizer
 from jax_dora.serve.adapters import Adapters
@@ -36,6 +37,7 @@ class Settings:
       adapters: the folder of which every folder is an adapter, by its name; None for the base only.
       name: the base model's; its folder's by default.
       dtype: of the base; config.json's by default.
+      mesh: devices that share every request, as {"tp": 2}, or "auto" for all; None for one alone.
       slots, max_rank: of the bank: so many adapters at a time, of ranks up to this.
       batch: requests that are answered at a time.
       max_length: tokens of a prompt and its answer together; 2048 by default, or the model's most
@@ -52,6 +54,7 @@ class Settings:
     adapters: Path | None = None
     name: str | None = None
     dtype: str | None = None
+    mesh: dict[str, int] | Literal["auto"] | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     slots: int = 8
@@ -84,7 +87,7 @@ class Server:
         config = read_config(folder)
         tokenizer, ends = read_tokenizer(folder), read_ends(folder, config)
         changes: dict[str, Any] = {"dtype": jnp.dtype(settings.dtype)} if settings.dtype else {}
-        model = load_model(folder, **changes)
+        model = load_model(folder, sharding=_sharding(settings.mesh, config), **changes)
         self.metrics = metrics = Metrics()
         bank = Bank(model, settings.slots if settings.adapters else 0, settings.max_rank)
         length = _length(settings.max_length, config)
@@ -188,6 +191,27 @@ class Server:
             self._tell(traceback.format_exc())
             self.engine.fail("the engine has failed; see the server's log")
             self.stop()
+
+
+def _sharding(
+    mesh: dict[str, int] | Literal["auto"] | None, config: dict[str, Any]
+) -> DecoderSharding | None:
+    """Returns how the model lies on several devices; None for one alone.
+
+    Raises:
+      ValueError: the mesh has another axis than tp, or does not fit the devices or the model.
+    """
+    if mesh is None:
+        return None
+    sizes = {"tp": jax.device_count()} if mesh == "auto" else mesh
+    if others := {name: size for name, size in sizes.items() if name != "tp" and size > 1}:
+        raise ValueError(
+            f"--mesh has {others}; expected tp alone, over which the devices of a server share "
+            "every request: for more requests, run more servers"
+        )
+    sharding = DecoderSharding.over(**sizes)
+    sharding.check(DecoderConfig.from_hf(config), 1)
+    return sharding
 
 
 def _length(wanted: int | None, config: dict[str, Any]) -> int:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_dora.models import Cache, CausalLM, make_cache
+from jax_dora.models import Cache, CausalLM, DecoderConfig, make_cache
 from jax_dora.serve.bank import Bank, on
 from jax_dora.serve.draw import Drawn, Wishes, draw
 from jax_dora.serve.request import Request
@@ -53,8 +53,7 @@ class Slots:
         chunk = min(chunk, capacity)
         self.widths = tuple(_widths(chunk))
         self._together = {width: min(chunk // width, rows) for width in self.widths}
-        self._cache = make_cache(model.config, rows, capacity)
-        self._tokens = jnp.zeros((rows,), jnp.int32)
+        self._cache, self._tokens = _empty(model.config, rows, capacity)
         self._host = _no_wishes(rows)
         self._wishes: Wishes | None = None
 
@@ -157,6 +156,24 @@ def _no_wishes(rows: int) -> Wishes:
     return Wishes(*arrays)
 
 
+@functools.partial(jax.jit, static_argnums=range(3))
+def _empty(config: DecoderConfig, rows: int, capacity: int) -> tuple[Cache, jax.Array]:
+    """Returns an empty cache, and the latest token of each row."""
+    cache, latest = make_cache(config, rows, capacity), jnp.zeros((rows,), jnp.int32)
+    return _placed(config, cache, latest)
+
+
+def _placed(config: DecoderConfig, *results: Any) -> Any:
+    """Returns a program's results where the next program takes them: keys and values with their
+    heads, the rest on every device."""
+    sharding = config.sharding
+    if sharding is None:
+        return results
+    cache = Cache(sharding.heads, sharding.heads, sharding.everywhere)
+    places = tuple(cache if isinstance(one, Cache) else sharding.everywhere for one in results)
+    return jax.lax.with_sharding_constraint(results, places)
+
+
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(3, 4))
 def _read(
     graphdef: nnx.GraphDef[CausalLM],
@@ -177,7 +194,8 @@ def _read(
     last = jnp.maximum(counts - 1, 0)[:, None, None]
     hidden = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
     drawn = draw(model.logits(hidden), wishes, begins + counts)
-    return drawn, cache, latest.at[rows].set(drawn.tokens, mode="drop")
+    latest = latest.at[rows].set(drawn.tokens, mode="drop")
+    return _placed(model.config, drawn, cache, latest)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(3, 4))
@@ -194,7 +212,8 @@ def _step(
     model = on(nnx.merge(graphdef, state), bank, adapters)
     hidden, cache = model.extend(latest[:, None], cache, active)
     drawn = draw(model.logits(hidden[:, 0]), wishes, cache.lengths)
-    return drawn, cache, jnp.where(active > 0, drawn.tokens, latest)
+    latest = jnp.where(active > 0, drawn.tokens, latest)
+    return _placed(model.config, drawn, cache, latest)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -18,6 +18,12 @@ def test_steps_of_two_gpus_are_predicted(kind, layout):
     assert abs(found / wanted - 1) < 0.1
 
 
+def test_weak_scaling_is_over_one_device():
+    times = {"alone": 40.0, "fsdp": 44.0}
+    rows = {("DoRA", layout, "step"): {"ms": ms} for layout, ms in times.items()}
+    assert Measured(rows).weak_scaling("DoRA", "fsdp") == 1.1
+
+
 def test_the_link_is_nvlinks():
     # 450 GB/s each way, of which a measurement may miss or seem to exceed a fifth.
     assert 0.8 < Measured.read().link / 450 < 1.2

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from parity import sharded
+from parity import sharded, sharded_training
 from parity.cases import Case
 from parity.faults import Fault, Point
 from parity.report import Report
@@ -67,6 +67,34 @@ def test_torch_on_two_gpus_agrees_with_fp64(report):
     for case in sharded.cases(quick=True):
         sharded.run_torch(report, case, ONE_AXIS, "cuda", 2)
     assert report.passed
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one, marks=[pytest.mark.slow] * (one != "tp row")) for one in sharded.LAYOUTS],
+)
+def test_a_layout_trains_as_one_device(report, name):
+    sharded_training.run(report, (name,), "cpu")
+    assert report.passed, report.rows
+
+
+def test_the_norm_of_a_shard_is_right_at_first(report):
+    """And wrong as soon as the adapter has moved."""
+    with FAULT.plant("jax"):
+        sharded_training.run(report, ("tp row",), "cpu")
+    assert [row["ok"] for row in report.rows] == [True, False]
+
+
+@pytest.mark.slow
+def test_torch_trains_as_one_device(report):
+    sharded_training.run_torch(report, tuple(sharded.LAYOUTS), "cpu")
+    assert report.passed, report.rows
+
+
+@pytest.mark.slow
+def test_the_norm_of_a_shard_is_right_at_first_in_torch(report):
+    sharded_training.run_torch(report, ("tp row",), "cpu", spoilt=True)
+    assert [row["ok"] for row in report.rows] == [True, False]
 
 
 def run_last(report, name):

@@ -49,6 +49,7 @@ def _row() -> ParallelStyle:
 
 
 LAYOUTS = {
+    "one": Layout(),
     "dp": Layout("ddp"),
     "fsdp": Layout("fsdp"),
     "tp column": Layout(style=_column),
@@ -74,7 +75,61 @@ def layers(
         return [_layer(inputs, scale, LAYOUTS[name], device) for name in names]
 
 
-def _layer(inputs: LayerInputs, scale: float, layout: Layout, device: str) -> Tensors:
+def losses(
+    settings: tuple[LayerInputs, Tensor, float, float, int, float],
+    names: Sequence[str],
+    device: str,
+    spoilt: bool = False,
+) -> list[list[float]]:
+    """Returns the losses of every step of training in every layout that is named; "one" is what one
+    device computes. Every process calls this.
+
+    Args:
+      settings: inputs, the result to learn, the loss that counts as 1, the scale, steps and the
+        learning rate.
+      spoilt: every process takes the norm of the rows that it has.
+    """
+    with norm_of_a_shard() if spoilt else contextlib.nullcontext():
+        return [_losses(*settings, LAYOUTS[name], device) for name in names]
+
+
+def _losses(
+    inputs: LayerInputs,
+    target: Tensor,
+    unit: float,
+    scale: float,
+    steps: int,
+    learning_rate: float,
+    layout: Layout,
+    device: str,
+) -> list[float]:
+    layer, call, over_rows = _adapted(inputs, scale, layout, device)
+    with torch.no_grad():
+        layer.lora_b.zero_()
+        layer.reset_magnitude()
+    parts = over_rows.size() if layout.rows else 1
+    at = over_rows.get_local_rank() if layout.rows else 0
+    x, wanted = (torch.tensor_split(one.to(device), parts)[at] for one in (inputs.x, target))
+    trained = [p for p in layer.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(trained, lr=learning_rate)
+    found = []
+    for _ in range(steps):
+        loss = (call(x) - wanted).square().sum() / (unit * target.numel())
+        # DDP and FSDP take the mean over their processes where the whole batch's is the sum.
+        (parts * loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        if layout.rows:
+            torch.distributed.all_reduce(total, group=over_rows.get_group())
+        found.append(total.item())
+    return found
+
+
+def _adapted(
+    inputs: LayerInputs, scale: float, layout: Layout, device: str
+) -> tuple[Any, Any, DeviceMesh]:
+    """Returns the layer with the adapter of `inputs`, what calls it, and the mesh of the rows."""
     processes = torch.distributed.get_world_size()
     if layout.axes == 2:
         mesh = init_device_mesh(device, (2, processes // 2), mesh_dim_names=("rows", "model"))
@@ -94,6 +149,11 @@ def _layer(inputs: LayerInputs, scale: float, layout: Layout, device: str) -> Te
     for name in ("lora_a", "lora_b", "magnitude"):
         shards.fill(getattr(layer, name), getattr(inputs, name))
     call = nn.parallel.DistributedDataParallel(model) if layout.rows == "ddp" else model
+    return layer, call, over_rows
+
+
+def _layer(inputs: LayerInputs, scale: float, layout: Layout, device: str) -> Tensors:
+    layer, call, over_rows = _adapted(inputs, scale, layout, device)
     at = over_rows.get_local_rank() if layout.rows else 0
     share = functools.partial(torch.tensor_split, sections=over_rows.size() if layout.rows else 1)
     x: Any = share(inputs.x)[at].clone().requires_grad_()

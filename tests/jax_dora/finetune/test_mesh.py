@@ -59,9 +59,9 @@ def rows():
     )
 
 
-def adapted(folder, sharding):
+def adapted(folder, sharding, quantize=None):
     """The tiny model with an adapter as if it had been trained, in training."""
-    model = load_model(folder, sharding=sharding)
+    model = load_model(folder, sharding=sharding, quantize=quantize)
     init = nnx.initializers.normal(0.1)
     rule = jax_dora.DoRARule(TARGET, rank=3, alpha=5, dropout=0.1, lora_b_init=init)
     model = jax_dora.apply_dora(model, rule, rngs=nnx.Rngs(0))
@@ -73,9 +73,9 @@ def adapted(folder, sharding):
     return model
 
 
-def gradient(folder, sharding=None):
+def gradient(folder, sharding=None, quantize=None):
     """Returns (loss, gradients by path) of a step, and the model's parts."""
-    parts, given = training.take_apart(adapted(folder, sharding)), rows()
+    parts, given = training.take_apart(adapted(folder, sharding, quantize)), rows()
     if sharding is not None:
         parts = parts._replace(moving=sharding.placed(parts.moving))
         given = given.placed(sharding.micro_batches)
@@ -105,6 +105,22 @@ def test_a_batch_has_the_same_gradient_on_any_mesh(sizes, inputs, alone):
         for path, variable in nnx.to_flat_state(state):
             place = sharding("/".join(map(str, path)), variable.shape)
             assert variable.get_value().sharding.is_equivalent_to(place, variable.ndim), path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("qtype", ["nf4", "int8"])
+def test_so_it_has_over_a_quantised_base(qtype, inputs):
+    sharding = DecoderSharding.over(fsdp=2, tp=2, devices=jax.devices()[:4])
+    loss, found, parts = gradient(inputs[1], sharding, qtype)
+    wanted_loss, wanted, _ = gradient(inputs[1], None, qtype)
+    np.testing.assert_allclose(loss, wanted_loss, rtol=1e-6)
+    for path, other in wanted.items():
+        limit = tolerances.OPERATOR_FP32_MAX_ABS * max(1.0, float(jnp.abs(other).max()))
+        assert np.abs(np.asarray(found[path]) - np.asarray(other)).max() <= limit, path
+    kernel = parts.model().model.layers.mlp.down_proj.kernel[...]
+    # Two blocks of 64 inputs in nf4, one a device; int8 has one scale for an output.
+    assert kernel.qvalue.sharding.spec == jax.P(None, "tp", "fsdp")
+    assert kernel.scale.sharding.spec == jax.P(None, "tp" if qtype == "nf4" else None, "fsdp")
 
 
 def trained(folder, sharding=None):
@@ -216,6 +232,16 @@ def test_meshes_that_do_not_fit(options, message, inputs, four, tmp_path, capsys
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_a_small_model_is_whole_on_every_device(inputs, four, tmp_path, monkeypatch):
+    """By itself; a large one is in parts."""
+    assert plan_of(inputs, tmp_path, "--mesh", "auto").sharding.mesh.shape["dp"] == 4
+    monkeypatch.setattr(estimate, "device_memory", lambda: 1_000_000)
+    assert plan_of(inputs, tmp_path, "--mesh", "auto").sharding.mesh.shape["fsdp"] == 4
+    # In four bits it fits.
+    options = ("--mesh", "auto", "--quantize", "nf4")
+    assert plan_of(inputs, tmp_path, *options).sharding.mesh.shape["dp"] == 4
 
 
 def plan_of(inputs, tmp_path, *options):

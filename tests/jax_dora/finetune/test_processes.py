@@ -27,6 +27,11 @@ def free_port():
         return one.getsockname()[1]
 
 
+def is_free(port):
+    with socket.socket() as one:
+        return one.connect_ex(("localhost", port)) != 0
+
+
 def start(command, environments):
     """Returns (exit status, output) of a process for each of the environments."""
     meeting = ["--coordinator", f"localhost:{free_port()}", "--processes", str(len(environments))]
@@ -78,6 +83,35 @@ def test_two_processes_of_one_gpu_are_one_run(inputs, tmp_path):
     environments = [{"CUDA_VISIBLE_DEVICES": str(i)} for i in range(2)]
     finished = start([*command, "--steps", "2"], environments)
     assert_one_run(finished, command, tmp_path)
+
+
+JOIN = """
+from jax_dora.finetune import processes
+processes.join("auto", None, None)
+import jax
+print(jax.process_index(), jax.process_count(), jax.device_count(), processes.anywhere(True))
+"""
+
+
+def test_slurm_says_who_takes_part():
+    """By the variables of a step of a job, whose number makes the port."""
+    job = next(job for job in range(4096) if is_free(61440 + job))
+    common = {
+        **os.environ,
+        **{"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        **{"SLURM_JOB_ID": str(job), "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost"},
+    }
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", JOIN],
+            env={**common, "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    told = [one.communicate(timeout=120)[0].splitlines()[-1] for one in running]
+    assert told == ["0 2 2 True", "1 2 2 True"]
 
 
 @pytest.mark.parametrize(

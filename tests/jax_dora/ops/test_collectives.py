@@ -127,6 +127,26 @@ def test_only_vectors_travel_beside_what_a_layer_of_lora_sends(optimized, of_x, 
     assert sent(dora) <= sent(lora) + 4 * 3 * WIDE
 
 
+def test_the_gradient_of_a_column_parallel_layer_waits_for_no_sum_but_its_result_s(optimized):
+    """Each device takes its part of the adapter's cotangent back to the inputs."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    specs = [P(), P(None, "x"), P(), P(None, "x"), P("x"), P(None, "x")]
+    shapes = [
+        *((TOKENS, HIDDEN), (HIDDEN, WIDE), (HIDDEN, RANK), (RANK, WIDE), (WIDE,)),
+        (TOKENS, WIDE),
+    ]
+    operands = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip(shapes, specs, strict=True)
+    ]
+
+    def d_x(x, w, a, b, m, dy):
+        return jax.vjp(lambda x: dora(x, w, a, b, m), x)[1](dy)[0]
+
+    text = jax.jit(d_x, out_shardings=NamedSharding(mesh, P())).lower(*operands).compile()
+    assert [one.bytes for one in collectives(text.as_text(), 4)] == [4 * TOKENS * HIDDEN]
+
+
 def test_a_row_parallel_layer_waits_for_no_sum_but_its_result_s(optimized):
     """Each device expands its part of the reduction to the rank, which LoRA adds up first."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])

@@ -1,0 +1,74 @@
+"""A server whose requests two devices share."""
+
+import collections
+
+import jax
+import pytest
+
+from jax_dora.commands import main
+from jax_dora.models import DecoderSharding, load_model
+from jax_dora.serve.adapters import Served
+from jax_dora.serve.bank import Bank
+from jax_dora.serve.request import Request
+from jax_dora.serve.slots import Part, Slots
+
+PROMPTS = ([7, 3, 99], [5], [12, 30, 61, 8, 8, 45, 2])
+COUNT = 8
+
+
+def answers(slots, adapters):
+    """Returns the tokens that follow the prompts, each row with its slot's adapter."""
+    parts = []
+    for row, (prompt, slot) in enumerate(zip(PROMPTS, adapters, strict=True)):
+        request = Request(tuple(prompt), COUNT, lambda _: None)
+        slots.take(row, request, slot)
+        parts.append(Part(row, prompt, 0))
+    texts = [[] for _ in PROMPTS]
+    for row, part in enumerate(parts):
+        texts[row].append(int(slots.read([part], 16).tokens[0]))
+    for _ in range(COUNT - 1):
+        drawn = slots.step(range(3)).tokens
+        for row, text in enumerate(texts):
+            text.append(int(drawn[row]))
+    for row in range(3):
+        slots.give_up(row)
+    return texts
+
+
+def test_two_devices_answer_as_one(model, adapters, reference):
+    """Keys and values lie with their heads; after the first answers nothing is compiled."""
+    sharding = DecoderSharding.over(tp=2, devices=jax.devices()[:2])
+    loaded = load_model(model, sharding=sharding)
+    bank = Bank(loaded, 2, 8)
+    french, lora = (bank.pin(Served(n, bank.read(adapters / n))) for n in ("french", "lora"))
+    assert bank.bank.arrays["model/layers/mlp/up_proj"].lora_b.sharding.spec[-1] == "tp"
+    slots = Slots(loaded, bank, rows=3, capacity=32, chunk=16)
+    found = answers(slots, (french, -1, lora))
+    for prompt, name, text in zip(PROMPTS, ("french", None, "lora"), found, strict=True):
+        (wanted,) = reference.tokens(name and adapters / name, [prompt], COUNT)
+        assert text[: len(wanted)] == wanted  # which ends where a text does
+    assert slots._cache.keys.sharding.is_equivalent_to(sharding.heads, 5)
+    counted = collections.Counter()
+
+    def count(event, *_, **__):
+        counted[event] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        assert answers(slots, (french, -1, lora)) == found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+    assert counted == {}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ("dp=2", "--mesh has {'dp': 2}; expected tp alone"),
+        ("tp=3", "the mesh dp=1,fsdp=1,tp=3 takes 3 devices"),
+        ("auto", "num_attention_heads is 4, and tp of the mesh is 8"),
+    ],
+)
+def test_meshes_that_do_not_fit(mesh, message, model, capsys):
+    assert main(["serve", "--model", str(model), "--mesh", mesh]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
