@@ -151,7 +151,8 @@ class Plan:
             # Weights are gathered in every pass where they are in parts.
             fits = estimate.fits_often(abstract_model(self.folder, **reading))
             sizes = {"dp" if fits else "fsdp": jax.device_count()}
-        sharding = DecoderSharding.over(**sizes)
+        chosen: dict[str, Any] = sizes
+        sharding = DecoderSharding.over(**chosen)
         sharding.check(self.config, self.args.batch)
         return sharding
 

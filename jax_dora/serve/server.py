@@ -203,7 +203,7 @@ def _sharding(
     """
     if mesh is None:
         return None
-    sizes = {"tp": jax.device_count()} if mesh == "auto" else mesh
+    sizes: dict[str, Any] = {"tp": jax.device_count()} if mesh == "auto" else mesh
     if others := {name: size for name, size in sizes.items() if name != "tp" and size > 1}:
         raise ValueError(
             f"--mesh has {others}; expected tp alone, over which the devices of a server share "

@@ -8,7 +8,7 @@ result depends on the program and on the row, never on the others', and nothing 
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -169,8 +169,9 @@ def _placed(config: DecoderConfig, *results: Any) -> Any:
     sharding = config.sharding
     if sharding is None:
         return results
-    cache = Cache(sharding.heads, sharding.heads, sharding.everywhere)
-    places = tuple(cache if isinstance(one, Cache) else sharding.everywhere for one in results)
+    heads, everywhere = cast(Any, (sharding.heads, sharding.everywhere))
+    cache = Cache(heads, heads, everywhere)
+    places = tuple(cache if isinstance(one, Cache) else everywhere for one in results)
     return jax.lax.with_sharding_constraint(results, places)
 
 
