@@ -67,9 +67,7 @@ class AdaptedWeight:
         """Returns the adapter, with its arrays in `params`."""
         adapter = WeightAdapter(_Holder(), self.place)
         setattr(adapter.module, self.path[-1], nnx.Param(nn.unbox(params[self.path])))
-        for name, path in self.paths().items():
-            setattr(adapter, name, nnx.LoRAParam(nn.unbox(params[path])))
-        adapter.given_norm, adapter.dropout = nnx.data(None), nnx.data(None)
+        adapter.hold({name: nn.unbox(params[path]) for name, path in self.paths().items()})
         return adapter
 
     def make(self, params: Mapping[tuple[str, ...], Any], key: jax.Array) -> Params:

@@ -1,6 +1,7 @@
 """One adapted weight of a module: its arrays lie beside it, as attributes of the module."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -216,6 +217,13 @@ class WeightAdapter:
         self.magnitude = sharded_like(kernel, DoRAParam, norm, of_axes)
         rate = rule.dropout
         self.dropout = nnx.Dropout(rate, rngs=rngs) if rate else nnx.data(None)
+
+    def hold(self, arrays: Mapping[str, jax.Array]) -> None:
+        """Puts lora_a, lora_b and magnitude beside the weight, which a module without an adapter
+        owns; without dropout."""
+        for name in _ATTRIBUTES:
+            value = nnx.LoRAParam(arrays[name]) if name in arrays else nnx.data(None)
+            setattr(self, name, value)
 
     def unmake(self) -> None:
         """Takes the adapter away from beside the weight."""
