@@ -2,6 +2,7 @@
 explicit axes."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -12,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_dora import ops
+from tests.tables import thinned
 
 ROWS, IN, RANK, OUT = 8, 64, 8, 128
 SCALE = 0.7
@@ -94,8 +96,13 @@ def sharded_gradient(name, implementation, devices, check):
     )
 
 
-@pytest.mark.parametrize("check", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    ("name", "check"),
+    thinned(
+        itertools.product(LAYERS, [True, False]),
+        [("dora_linear", True), ("dropout of the input", True), ("swiglu", True)],
+    ),
+)
 def test_a_gradient_is_summed_over_the_devices(name, check):
     """As of one device after the other."""
     devices = 4
@@ -109,17 +116,7 @@ def test_a_gradient_is_summed_over_the_devices(name, check):
         np.testing.assert_allclose(found[leaf], wanted, atol=1e-5 * np.abs(wanted).max())
 
 
-# Each takes seconds: the others go by the same code.
-FEW = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(one, marks=[pytest.mark.slow] * (one not in ("dora_linear", "swiglu")))
-        for one in LAYERS
-    ],
-)
-
-
-@FEW
+@pytest.mark.parametrize("name", thinned(LAYERS, ["dora_linear"]))
 def test_mosaic_computes_the_same(on_mosaic, name):
     """On one device: the interpreter knows no other."""
     arrays = problem(1, jnp.bfloat16)
@@ -134,8 +131,10 @@ def test_mosaic_computes_the_same(on_mosaic, name):
         np.testing.assert_allclose(one, other, atol=2**-7 * scale)
 
 
-@pytest.mark.parametrize("check", [True, pytest.param(False, marks=pytest.mark.slow)])
-@FEW
+@pytest.mark.parametrize(
+    ("name", "check"),
+    thinned(itertools.product(LAYERS, [True, False]), [("dora_linear", True), ("swiglu", True)]),
+)
 def test_mosaic_lowers_for_cuda_on_several_devices(name, check):
     gradient = sharded_gradient(name, "mosaic", 4, check)
     text = gradient.trace(*problem(4, jnp.bfloat16)).lower(lowering_platforms=("cuda",)).as_text()
@@ -170,13 +169,10 @@ def test_kernels_of_a_low_rank_product_lower_for_cuda_on_several_devices(check):
 
 @pytest.mark.parametrize(
     ("name", "check"),
-    [
-        ("dora_linear", True),
-        *(
-            pytest.param(*one, marks=pytest.mark.slow)
-            for one in (("dora_linear", False), ("compose", True), ("swiglu", True))
-        ),
-    ],
+    thinned(
+        [("dora_linear", True), ("dora_linear", False), ("compose", True), ("swiglu", True)],
+        [("dora_linear", True)],
+    ),
 )
 def test_runs_where_nobody_compiles_the_shard_map(name, check):
     trained, x, _ = problem(2)
@@ -207,23 +203,16 @@ def explicit_mesh():
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [
-        ("rows", None),
-        ("kernel and rows over one axis", None),
-        ("rows over both", "adapter"),
-        ("x's inputs", "input"),
-        *(
-            pytest.param(*one, marks=pytest.mark.slow)
-            for one in (
-                ("rows and columns", None),
-                ("rows over both", None),
-                ("the kernel's inputs", None),
-                ("x's inputs", None),
-                ("kernel and rows over one axis", "input"),
-                ("x's inputs", "adapter"),
-            )
-        ),
-    ],
+    thinned(
+        [
+            *itertools.product(SHARDINGS, [None]),
+            ("rows over both", "adapter"),
+            ("x's inputs", "input"),
+            ("kernel and rows over one axis", "input"),
+            ("x's inputs", "adapter"),
+        ],
+        [("kernel and rows over one axis", None), ("x's inputs", "input")],
+    ),
 )
 def test_explicit_axes_are_as_one_device(name, mode):
     """Wherever JAX needs no out_sharding for x @ kernel; a mask is that of the whole x."""

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from jax_dora.ops import swiglu
 from jax_dora.ops.mosaic.swiglu_backward import config, launch
 from parity import oracle, tolerances
+from tests.tables import thinned
 
 DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
 BIASES = ("gate_bias", "up_bias")
@@ -71,6 +72,7 @@ def test_xla_agrees_with_the_oracle(shape, dtype, biased):
     check(*operands(0, shape, dtype, biased), "xla")
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(
     rows=st.integers(1, 40),
@@ -85,22 +87,23 @@ def test_agrees_at_any_shape_and_spread(rows, out, spread, dtype, biased):
 
 @pytest.mark.parametrize(
     ("rows", "out", "spread", "dtype", "biased", "train_biases"),
-    [
-        (37, 200, 1.0, jnp.bfloat16, True, True),
-        (9, 1032, 12.0, jnp.float16, False, False),
-        (1, 8, 1.0, jnp.bfloat16, True, False),
-        *(
-            pytest.param(*one, marks=pytest.mark.slow)
-            for one in (
-                (37, 200, 1.0, jnp.bfloat16, False, False),
-                (37, 200, 1.0, jnp.float16, True, False),
-                (37, 200, 1.0, jnp.float16, True, True),
-                (9, 1032, 12.0, jnp.bfloat16, True, False),
-                (1, 8, 1.0, jnp.bfloat16, True, True),
-                (6, 40, 0.01, jnp.float16, True, True),
-            )
-        ),
-    ],
+    thinned(
+        [
+            (37, 200, 1.0, jnp.bfloat16, True, True),
+            (9, 1032, 12.0, jnp.float16, False, False),
+            (1, 8, 1.0, jnp.bfloat16, True, False),
+            (37, 200, 1.0, jnp.bfloat16, False, False),
+            (37, 200, 1.0, jnp.float16, True, False),
+            (37, 200, 1.0, jnp.float16, True, True),
+            (9, 1032, 12.0, jnp.bfloat16, True, False),
+            (1, 8, 1.0, jnp.bfloat16, True, True),
+            (6, 40, 0.01, jnp.float16, True, True),
+        ],
+        [
+            (37, 200, 1.0, jnp.bfloat16, True, True),
+            (9, 1032, 12.0, jnp.float16, False, False),
+        ],
+    ),
 )
 def test_mosaic_agrees_with_the_oracle(on_mosaic, rows, out, spread, dtype, biased, train_biases):
     dh, values = operands(2, (rows, out), dtype, biased, spread)
@@ -115,7 +118,7 @@ def test_mosaic_agrees_at_full_size(rows, out, dtype):
     check(*operands(3, (rows, out), dtype), "mosaic")
 
 
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("biased", thinned([False, True], [True]))
 def test_lowers_for_cuda_without_a_gpu(biased):
     rows = jax.ShapeDtypeStruct((4096, 12288), jnp.bfloat16)
     vector = jax.ShapeDtypeStruct((12288,), jnp.float32)
@@ -138,7 +141,7 @@ def test_lowers_for_cuda_without_a_gpu(biased):
     assert text.count("custom_call @mosaic_gpu") == 1
 
 
-@pytest.mark.parametrize("value", [200.0, -200.0, 1e38, -1e38])
+@pytest.mark.parametrize("value", thinned([200.0, -200.0, 1e38, -1e38], [200.0, -1e38]))
 def test_mosaic_saturates_where_the_exponential_overflows(on_mosaic, value):
     shape = (4, 8)
     dh, up = jnp.full(shape, 2, jnp.bfloat16), jnp.full(shape, 3, jnp.bfloat16)
