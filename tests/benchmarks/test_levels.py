@@ -67,6 +67,7 @@ def test_what_is_wrong_or_fails_is_caught(
     assert wrong != ("check" not in eager)
 
 
+@pytest.mark.slow
 def test_layer_measures_forward_and_backward(tmp_path: Path) -> None:
     code, _, rows = run("layer", tmp_path, "*jax LoRA (", "*jax DoRA, norm k*(", "*PEFT DoRA, def")
     assert (code, [row for row in rows if row.get("failed")]) == (0, [])

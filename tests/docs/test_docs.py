@@ -26,8 +26,6 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 SNIPPET = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SHELL = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
-# Over 10 s each.
-SLOW = ("adapting.md", "exporting.md", "finetuning.md", "peft.md", "serving.md")
 SNIPPETS = {
     path.relative_to(DOCS).as_posix(): snippets
     for path in sorted(DOCS.glob("**/*.md"))
@@ -36,12 +34,11 @@ SNIPPETS = {
 
 
 # As test_checkpoint.py: orbax in its oldest version warns.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 # PEFT asks transformers by a name that the newest transformers calls deprecated.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-@pytest.mark.parametrize(
-    "page", [pytest.param(p, marks=[pytest.mark.slow] * (p in SLOW)) for p in SNIPPETS]
-)
+@pytest.mark.parametrize("page", SNIPPETS)
 def test_snippets_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {}

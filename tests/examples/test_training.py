@@ -24,6 +24,7 @@ def run(name: str, *options: str, cwd: Path) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_layer(tmp_path):
     output = run("layer.py", cwd=tmp_path)
     assert "the fresh layer is its base: True" in output

@@ -15,13 +15,14 @@ import jax_dora
 from jax_dora import DoRALinear, DoRARule, apply_dora, get_adapter, set_adapter
 from parity.tolerances import OPERATOR_FP32_MAX_ABS
 from tests.jax_dora.small_models import ALL, LAYERS, WIDTH, Block, Mixed, Stacked, call, ids, train
+from tests.tables import thinned
 
 
 def arrays(model: nnx.Module) -> dict:
     return {path: leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", thinned([jnp.float32, jnp.bfloat16], [jnp.float32]))
 def test_every_layer_is_found_and_a_fresh_adapter_changes_no_bit(dtype):
     model = Mixed(nnx.Rngs(0), dtype)
     adapted = apply_dora(model, ALL, rngs=nnx.Rngs(1))
@@ -179,6 +180,7 @@ class TestStacked:
             x = call(one, x)
         np.testing.assert_allclose(call(adapted, self.x), x, rtol=0, atol=OPERATOR_FP32_MAX_ABS)
 
+    @pytest.mark.slow
     def test_it_trains_and_drops_inputs(self):
         _, adapted = self.adapt(dropout=0.3, lora_b_init=nnx.initializers.normal(0.1))
         assert not jnp.array_equal(adapted(self.x), adapted(self.x))
@@ -230,6 +232,7 @@ class TestSharding:
         assert layer.magnitude.get_metadata("out_sharding") == ("model",)
         self.expect(layer)
 
+    @pytest.mark.slow
     def test_a_stack_keeps_the_name_of_its_axis(self):
         @nnx.split_rngs(splits=3)
         @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: None})

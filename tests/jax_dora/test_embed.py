@@ -19,7 +19,7 @@ def make(dtype=jnp.float32, **options) -> DoRAEmbed:
     return DoRAEmbed(base, rank=RANK, alpha=ALPHA, rngs=nnx.Rngs(1), **options)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_agrees_with_the_oracle(dtype):
     layer = trained(make(dtype))
     ids = jax.random.randint(jax.random.key(0), (3, 7), 0, VOCABULARY)

@@ -14,6 +14,7 @@ import jax_dora
 from jax_dora import DoRARule
 from jax_dora.linen import apply_dora, join_adapters, merge_dora, split_adapters
 from parity.tolerances import OPERATOR_FP32_MAX_ABS
+from tests.tables import thinned
 
 WIDTH, VOCABULARY, LAYERS = 8, 13, 3
 RULES = [DoRARule("conv", 2, 4.0), DoRARule("embed|out|head|blocks/(mlp|attention/.*)", 3, 4.0)]
@@ -166,6 +167,7 @@ def test_attend_may_leave_a_tied_head_as_it_was():
     assert not jnp.allclose(found[0], expected[0], atol=1e-2)
 
 
+@pytest.mark.slow
 def test_only_the_adapters_are_trained(base):
     adapted, variables = adapt(base, DoRARule("blocks/mlp", 2, 4))
     adapters, frozen = split_adapters(variables["params"])
@@ -189,6 +191,7 @@ def test_only_the_adapters_are_trained(base):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_dropout(base):
     rule = DoRARule("head", 2, 4, dropout=0.5)
     with pytest.raises(ValueError, match="deterministic is None and a rule has dropout"):
@@ -287,7 +290,7 @@ class TestTransforms:
         with pytest.raises(ValueError, match=r"matches no layer.*\n  dense"):
             apply_dora(model, DoRARule("sense", 2, 4)).apply(variables, x)
 
-    @pytest.mark.parametrize("axis", [pytest.param(0, marks=pytest.mark.slow), 1, -1])
+    @pytest.mark.parametrize("axis", thinned([0, 1, -1], [-1]))
     def test_a_scan_over_any_axis_is_merged(self, axis):
         """As many layers as features, so that no shape tells the axis."""
 
@@ -336,7 +339,7 @@ class TestTransforms:
         found, expected = self.both(model, adapted, variables, x)
         np.testing.assert_allclose(found, expected, rtol=0, atol=OPERATOR_FP32_MAX_ABS)
 
-    @pytest.mark.parametrize("named", [True, False])
+    @pytest.mark.parametrize("named", thinned([True, False], [True]))
     def test_methods_besides_call(self, named):
         class Coder(nn.Module):
             def setup(self) -> None:

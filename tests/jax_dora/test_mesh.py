@@ -1,5 +1,7 @@
 """Adapted models on a mesh with explicit axes, the default of `jax.make_mesh`."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_dora
 import jax_dora.linen
+from tests.tables import thinned
 
 IN = 24
 
@@ -80,21 +83,10 @@ def assert_near(found, wanted):
 
 @pytest.mark.parametrize(
     ("name", "given"),
-    [
-        ("linear", False),
-        ("conv", True),
-        ("swiglu", False),
-        *(
-            pytest.param(*one, marks=pytest.mark.slow)
-            for one in (
-                ("general", False),
-                ("einsum", False),
-                ("conv", False),
-                ("attention", False),
-                ("swiglu", True),
-            )
-        ),
-    ],
+    thinned(
+        [*itertools.product(MODELS, [False]), ("conv", True), ("swiglu", True)],
+        [("conv", True), ("swiglu", False)],
+    ),
 )
 def test_rows_over_devices(name, given):
     """The gradients of one device, in a model that was adapted on the mesh."""
@@ -113,7 +105,11 @@ def test_rows_over_devices(name, given):
 
 
 @pytest.mark.parametrize(
-    "spec", [P("data", None, None), P("data", None, "model"), P(None, "data", None)]
+    "spec",
+    thinned(
+        [P("data", None, None), P("data", None, "model"), P(None, "data", None)],
+        [P("data", None, "model")],
+    ),
 )
 def test_embedding_takes_out_sharding(spec):
     ids = jax.random.randint(jax.random.key(0), (8, 6), 0, 16)
@@ -163,10 +159,7 @@ SHARDED = {
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(one, marks=[pytest.mark.slow] * (one == "join heads")) for one in SHARDED],
-)
+@pytest.mark.parametrize("case", thinned(SHARDED, ["split heads"]))
 def test_every_layer_takes_out_sharding(case):
     """As models do that are written for explicit axes, FSDP over "data" and TP over "model"."""
     make, shape, kernel_spec, spec = SHARDED[case]
@@ -219,7 +212,9 @@ def test_an_adapted_tied_head_takes_out_sharding():
         assert_near(found, wanted)
 
 
-@pytest.mark.parametrize("spec", [P("model", None), P("data", "model")])
+@pytest.mark.parametrize(
+    "spec", thinned([P("model", None), P("data", "model")], [P("data", "model")])
+)
 def test_merging_where_a_kernels_inputs_are_sharded(spec):
     plain = jax_dora.apply_dora(MODELS["linear"](nnx.Rngs(0)), rule(), rngs=nnx.Rngs(1))
     wanted = jax_dora.merge_dora(plain).layer.kernel[...]

@@ -1,6 +1,7 @@
 """`norms`, `with_norms`, `freeze` and `remat_policy`: what computes a norm, and what uses one."""
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 import jax_dora
 from jax_dora import DoRARule
 from tests.jax_dora.programs import equations
+from tests.tables import thinned
 
 WIDTH = 16
 
@@ -212,6 +214,7 @@ def sharded_layer(rngs, names=None, width=128):
     )
 
 
+@pytest.mark.slow
 def test_a_frozen_sharded_stack_stays_where_it_is():
     """`nnx.vmap` alone does not tell the metadata of the layers' axis."""
     mesh = jax.make_mesh((4,), ("b",), axis_types=(AxisType.Auto,))
@@ -223,8 +226,13 @@ def test_a_frozen_sharded_stack_stays_where_it_is():
             assert getattr(frozen, name)[...] is getattr(stack, name)[...]
 
 
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
-@pytest.mark.parametrize("names", [("a", "b"), (None, "b")])
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    thinned(
+        itertools.product([("a", "b"), (None, "b")], [AxisType.Explicit, AxisType.Auto]),
+        [(("a", "b"), AxisType.Explicit)],
+    ),
+)
 def test_norms_on_a_mesh(names, kind):
     expected = jax_dora.norms(sharded_layer(nnx.Rngs(0)))[""]
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind, kind))

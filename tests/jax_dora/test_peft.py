@@ -1,5 +1,6 @@
 """PEFT folders in Flax: what PEFT wrote is computed as PEFT computes it, and the reverse."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import jax_dora
 from jax_dora.peft import Names, load_adapter, save_adapter
 from jax_dora.peft.torch_view import torch_view
 from tests.jax_dora.peft_folders import assert_same, rewritten, tensors_of
+from tests.tables import thinned
 from tests.torch_dora.peft_folders import perturbed, reconfigured
 
 VOCABULARY, WIDTH, HIDDEN, CLASSES = 11, 12, 20, 5
@@ -163,13 +165,17 @@ def outputs(model: Model) -> np.ndarray:
 
 
 # A stack is read layer by layer as a list is, which "everything" and the partial ones below guard.
-STACKED = [
-    pytest.param(True, name, marks=() if name == "everything" else pytest.mark.slow)
-    for name in CASES
-]
-
-
-@pytest.mark.parametrize(("stacked", "name"), [*((False, name) for name in CASES), *STACKED])
+@pytest.mark.parametrize(
+    ("stacked", "name"),
+    thinned(
+        itertools.product([False, True], CASES),
+        [
+            *((False, name) for name in ("names", "rslora", "embedding", "conv", "patterns")),
+            *((False, name) for name in ("modules_to_save", "all biases", "own biases")),
+            (True, "everything"),
+        ],
+    ),
+)
 def test_a_folder_of_peft_computes_as_in_peft(stacked: bool, name: str, tmp_path: Path) -> None:
     folder, expected = peft_folder(tmp_path, **CASES[name])
 
@@ -213,25 +219,28 @@ def test_some_layers_of_many(name: str, stacked: bool, tmp_path: Path) -> None:
     assert_same(tensors_of(tmp_path / "again"), tensors_of(tmp_path))
 
 
-@pytest.mark.parametrize("stacked", [False, pytest.param(True, marks=pytest.mark.slow)])
+ROUND_TRIPS: dict[str, dict[str, Any]] = {
+    "everything": {},
+    "rslora": {},
+    "patterns": {},
+    "dropout": {},
+    "all biases and modules": {"bias": "all", "modules_to_save": ["score"]},
+    "own biases": {"bias": "lora_only"},
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("everything", {}),
-        ("rslora", {}),
-        ("patterns", {}),
-        ("dropout", {}),
-        ("all biases and modules", {"bias": "all", "modules_to_save": ["score"]}),
-        ("own biases", {"bias": "lora_only"}),
-    ],
+    ("stacked", "name"),
+    thinned(
+        itertools.product([False, True], ROUND_TRIPS),
+        [(False, "everything"), (False, "all biases and modules")],
+    ),
 )
-def test_a_round_trip_is_bitwise(
-    name: str, arguments: dict[str, Any], stacked: bool, tmp_path: Path
-) -> None:
+def test_a_round_trip_is_bitwise(stacked: bool, name: str, tmp_path: Path) -> None:
     folder, expected = peft_folder(tmp_path / "theirs", **CASES[name])
 
     model = load_adapter(flax_model(stacked=stacked), folder)
-    save_adapter(model, tmp_path / "ours", **arguments)
+    save_adapter(model, tmp_path / "ours", **ROUND_TRIPS[name])
     again = load_adapter(flax_model(stacked=stacked), tmp_path / "ours")
 
     ours, theirs = tensors_of(tmp_path / "ours"), tensors_of(folder)
@@ -244,7 +253,7 @@ def test_a_round_trip_is_bitwise(
         np.testing.assert_array_equal(loaded(torch.from_numpy(IDS)).numpy(), expected)
 
 
-@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("stacked", thinned([False, True], [True]))
 def test_peft_computes_what_a_model_adapted_here_does(stacked: bool, tmp_path: Path) -> None:
     path = r"layers/q_proj" if stacked else r"layers/\d/q_proj"
     rules = [

@@ -69,7 +69,8 @@ def measure(small: Path, folder: Path, stacked: bool, results: Any) -> None:
     results.put(most_memory() - before)
 
 
-@pytest.mark.parametrize("stacked", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stacked", [True, False])
 def test_the_peak_is_near_the_adapter(stacked: bool, tmp_path: Path) -> None:
     write(tmp_path / "small", 1)
     size = write(tmp_path / "folder", LAYERS)

@@ -16,6 +16,7 @@ import jax_dora
 from jax_dora import models
 from jax_dora.peft import Names, UntiedEmbed, load_adapter, save_adapter
 from tests.jax_dora.peft_folders import assert_same, tensors_of
+from tests.tables import thinned
 from tests.torch_dora.peft_folders import perturbed
 
 pytestmark = [
@@ -72,7 +73,7 @@ def relative(a: np.ndarray, b: np.ndarray) -> float:
     return np.abs(a - b).max() / max(1, np.abs(b).max())
 
 
-@pytest.mark.parametrize("saved", [["embed_tokens"], ["lm_head"], BOTH])
+@pytest.mark.parametrize("saved", thinned([["embed_tokens"], ["lm_head"], BOTH], [BOTH]))
 def test_a_module_that_is_saved_is_untied_as_in_peft(saved: list[str], tmp_path: Path) -> None:
     folder, expected = peft_folder(tmp_path, tied(tmp_path), modules_to_save=saved)
     base = models.load_model(tmp_path / "base")
@@ -134,9 +135,7 @@ def test_rows_of_single_tokens(tmp_path: Path) -> None:
     assert relative(torch_logits(again), expected) <= TOLERANCE
 
 
-@pytest.mark.parametrize(
-    "kind", ["Llama", *(pytest.param(one, marks=pytest.mark.slow) for one in ("Qwen3", "Mistral"))]
-)
+@pytest.mark.parametrize("kind", thinned(["Llama", "Qwen3", "Mistral"], ["Llama"]))
 def test_a_folder_of_an_architecture(kind: str, tmp_path: Path) -> None:
     model = torch_model(tmp_path, kind, **({"sliding_window": None} if kind == "Mistral" else {}))
     fields = {"target_modules": "all-linear", "modules_to_save": ["lm_head"]}

@@ -20,6 +20,7 @@ from parity import oracle
 from tests import quantised as kernels
 from tests.jax_dora.small_models import Mixed, Stacked, call, identical, ids, train
 from tests.matrices import within
+from tests.tables import thinned
 
 PATH = "conv|attention/.*|blocks/.*|named/.*|pairs/.*"
 RULES = [DoRARule("conv", 2, 4.0), DoRARule(".*", 3, 4.0, use_rslora=True)]
@@ -66,6 +67,7 @@ def test_a_bf16_kernel_is_rounded_by_its_bf16_scales():
     assert np.all(np.abs(kernels.meant(found) - oracle.fp64(array)) <= 0.76 * step)
 
 
+@pytest.mark.slow
 def test_plain_layers_compute_with_quantised_kernels():
     model = quantize(Mixed(nnx.Rngs(0)), "nf4", path=PATH, tile_size=4)
     assert type(model.conv) is nnx.Conv
@@ -81,7 +83,7 @@ def test_plain_layers_compute_with_quantised_kernels():
 SOME = nnx.DiffState(0, lambda path, _: path[-1] in ("bias", "embedding"))
 
 
-@pytest.mark.parametrize("make", [Mixed, Stacked])
+@pytest.mark.parametrize("make", thinned([Mixed, Stacked], [Stacked]))
 def test_either_order_makes_the_same_model_and_a_fresh_adapter_changes_nothing(make):
     model = make(nnx.Rngs(0))
     path, rules = (PATH, WITHOUT_EMBED) if make is Mixed else ("all-linear", RULES[1:])
@@ -221,6 +223,7 @@ def test_without_qwix(monkeypatch):
         quantize(Mixed(nnx.Rngs(0)), "int8")
 
 
+@pytest.mark.slow
 def test_nothing_imports_qwix_unasked():
     code = "import sys, jax_dora; assert 'qwix' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

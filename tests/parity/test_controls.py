@@ -35,6 +35,7 @@ def controls(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_a_fault_that_gets_by_fails(controls):
     report = controls(lambda backend: [])
     assert not report.passed

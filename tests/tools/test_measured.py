@@ -10,6 +10,7 @@ from tools import measured
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_measured_section_is_up_to_date():
     assert measured.main(["--check"]) == 0, "run `python tools/measured.py`"
 
@@ -19,6 +20,7 @@ def test_missing_marker_is_refused():
         measured.updated("# Title", "body")
 
 
+@pytest.mark.slow
 def test_every_figure_is_drawn_and_the_page_names_every_file(tmp_path):
     shutil.copytree(ROOT / measured.BENCHMARKS, tmp_path / measured.BENCHMARKS)
     (tmp_path / "docs").mkdir()

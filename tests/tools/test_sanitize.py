@@ -132,6 +132,7 @@ def test_a_kernel_or_a_tool_that_is_not_there_is_no_success(say, call, monkeypat
         call()
 
 
+@pytest.mark.slow
 def test_every_mosaic_kernel_is_run():
     """Each kernel's module has a case, which lowers for CUDA to its kernels alone."""
     (folder,) = map(Path, jax_dora.ops.mosaic.__path__)
@@ -147,6 +148,7 @@ def test_every_mosaic_kernel_is_run():
         assert found == {f"dora_{name}{part}" for part in parts}
 
 
+@pytest.mark.slow
 def test_every_triton_kernel_is_run(monkeypatch):
     """Each case runs, interpreted, and one launches each kernel."""
     randn = torch.randn

@@ -2,6 +2,8 @@ import importlib.metadata
 import subprocess
 import sys
 
+import pytest
+
 import torch_dora
 
 WITHOUT_TRITON = """
@@ -33,6 +35,7 @@ def printed(code):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_works_without_triton_and_without_jax():
     assert "the triton package is not installed" in printed(WITHOUT_TRITON)
 

@@ -26,6 +26,7 @@ def trained():
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "kind"), [(2, "tp"), (4, "fsdp"), (4, "fsdp tp")])
 def test_folders_are_those_of_one_device(trained, tmp_path, count, kind):
     peft.save_adapter(trained, tmp_path / "one")
@@ -58,6 +59,7 @@ def test_fresh_adapters_are_the_base_model_and_the_same_everywhere():
     assert found["lora_a"][0].abs().min() > 0
 
 
+@pytest.mark.slow
 def test_checkpoints_go_on_in_fewer_processes(tmp_path):
     folder = str(tmp_path)
     want = processes.run(inside.train, 4, "cpu", folder, 0, 6)

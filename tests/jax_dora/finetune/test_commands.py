@@ -94,6 +94,7 @@ def test_merge(model, adapter, tmp_path, capsys):
     assert "exists; expected a folder to be made" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_inspect(model, adapter, tmp_path, capsys):
     assert main(["inspect", str(adapter)]) == 0
     output = " ".join(capsys.readouterr().out.split())

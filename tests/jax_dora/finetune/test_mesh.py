@@ -175,6 +175,7 @@ def finetune(inputs, output, *options):
     return [line["loss"] for line in lines]
 
 
+@pytest.mark.slow
 def test_folders_from_a_mesh_are_those_of_one_device(inputs, tmp_path):
     """To the roundings of the norms that magnitudes start from, and of merging."""
     sharding = DecoderSharding.over(dp=2, fsdp=2, tp=2, devices=jax.devices()[:8])

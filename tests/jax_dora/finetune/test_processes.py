@@ -70,6 +70,7 @@ def assert_one_run(finished, command, tmp_path):
     np.testing.assert_allclose(losses(run), losses(tmp_path / "alone"), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_run(inputs, tmp_path):
     command = [*inputs, *OPTIONS, "--output", str(tmp_path / "run")]
     environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}

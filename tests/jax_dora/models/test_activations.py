@@ -49,7 +49,8 @@ def readings(function, *arguments):
     return [tuple(one.invars[1].aval.shape) for one in found]
 
 
-@pytest.mark.parametrize("unroll", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("unroll", [False, True])
 def test_what_is_kept_changes_no_gradient(unroll):
     expected, adapters = gradient_of(CONFIG)
     found, _ = gradient_of(dataclasses.replace(CONFIG, memory=1.0, unroll=unroll))

@@ -12,6 +12,7 @@ from jax_dora import models
 from jax_dora.models import Sampling, generate
 from parity import tolerances
 from tests.jax_dora.models.conftest import FAMILIES
+from tests.tables import thinned
 
 LENGTHS = (5, 11, 1)
 
@@ -33,7 +34,8 @@ def perturbed(model):
     return model
 
 
-@pytest.mark.parametrize("adapted", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("adapted", [False, True])
 def test_greedy_is_the_full_forward_pass(make_folder, tokens, adapted):
     model = models.load_model(make_folder("qwen3-tied"))
     if adapted:
@@ -53,13 +55,7 @@ def test_greedy_is_the_full_forward_pass(make_folder, tokens, adapted):
         assert np.argmax(logits[len(prompt) - 1 : len(text) - 1], axis=-1).tolist() == answer
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(one, marks=[pytest.mark.slow] * (one not in ("llama-biases-llama3", "qwen3")))
-        for one in FAMILIES
-    ],
-)
+@pytest.mark.parametrize("family", thinned(FAMILIES, ["qwen3"]))
 def test_greedy_is_that_of_transformers(make_folder, make_torch_model, family, tokens):
     theirs = make_torch_model(family)
     model = models.load_model(make_folder(family))

@@ -50,7 +50,8 @@ def test_logits_fp32(family, make_folder, make_torch_model, tokens):
     assert np.abs(logits - expected).max() <= tolerances.OPERATOR_FP32_MAX_ABS
 
 
-@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "qwen3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_logits_bf16(name, make_folder, make_torch_model, tokens):
     """As near to fp64 as transformers in bf16, by flash-attention's rule."""
     exact = torch_logits(make_torch_model(name, torch.bfloat16).double(), tokens)
@@ -77,6 +78,7 @@ def test_packed_rows_are_separate_texts(tokens):
     )
 
 
+@pytest.mark.slow
 def test_defined_with_adapters():
     """`linear` makes the seven projections of every layer, and nothing else."""
     model = decoder.make_model(CONFIG, linear=DORA)
@@ -138,6 +140,7 @@ def test_remat_changes_no_gradient_and_saves_the_norm(tokens):
     assert text.count("name[name=dora_norm]") == 7
 
 
+@pytest.mark.slow
 def test_dropout_draws_new_masks(tokens):
     linear = functools.partial(DORA, dropout=0.5)
     model = drawn(lambda: decoder.CausalLM(CONFIG, linear=linear, rngs=nnx.Rngs(0)))

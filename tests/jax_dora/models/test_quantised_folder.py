@@ -15,6 +15,7 @@ from jax_dora.models import abstract_model, load_model, make_model, read_config,
 from jax_dora.models.config import DecoderConfig
 from jax_dora.ops import quantised
 from tests import quantised as kernels
+from tests.tables import thinned
 
 CONFIG = {
     "model_type": "llama",
@@ -70,6 +71,7 @@ def test_quantised_as_it_is_read(folder):
     assert np.all(np.isfinite(nnx.jit(lambda model, tokens: model(tokens))(model, tokens)))
 
 
+@pytest.mark.slow
 def test_sharded_as_it_is_read(folder):
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
 
@@ -146,7 +148,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", thinned(FORMATS, ["nf4"]))
 def test_quantised_folders_are_read_as_they_are(folder, tmp_path, name):
     model = load_model(rewritten(folder, tmp_path / "model", *FORMATS[name]))
     layers = model.model.layers
