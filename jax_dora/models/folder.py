@@ -1,24 +1,17 @@
-"""Hugging Face model folders: config.json and safetensors, to a `CausalLM` and back.
+"""Hugging Face model folders: config.json and safetensors, to a `CausalLM` and back."""
 
-A linear layer's weight [out, in] is stored here as kernel [in, out], and the layers' arrays are
-stacked; both happen on the device, block by block.
-"""
-
-import dataclasses
 import functools
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jax import lax
 
 import jax_dora
 from dora_common.disk import telling_of_the_disk
@@ -27,39 +20,16 @@ from jax_dora.models.config import COMPUTATION, DecoderConfig
 from jax_dora.models.model import CausalLM
 from jax_dora.models.quantised_folder import as_in_folder, load_quantised, quantised_tensors
 from jax_dora.models.quantised_weights import QuantisedTensor
-from jax_dora.models.sharding import DecoderSharding, whole
+from jax_dora.models.sharding import DecoderSharding
+from jax_dora.models.targets import Target, equal, fetch, load, nbytes, targets
 from jax_dora.models.weights import StoredTensor, TensorToStore, stored_tensors, write_files
-from jax_dora.ops.quantised import dense, is_quantised
+from jax_dora.ops.quantised import is_quantised
 
-# Name in the file, and whether it is stored transposed, of each name in the model.
-LEAVES = {
-    "kernel": ("weight", True),
-    "embedding": ("weight", False),
-    "scale": ("weight", False),
-    "bias": ("bias", False),
-}
-BLOCK_BYTES = 32 << 20
 TIED = "lm_head.weight", "model.embed_tokens.weight"
 
 # Says where an array goes: called with its path, such as "model/layers/mlp/up_proj/kernel", and its
 # shape.
 ChooseSharding = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """An array of the model and the tensors it is made of: one a layer, or one."""
-
-    path: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    names: tuple[str, ...]
-    stacked: bool
-    transposed: bool
-
-    def tensor_shape(self) -> tuple[int, ...]:
-        shape = self.shape[1:] if self.stacked else self.shape
-        return shape[::-1] if self.transposed else shape
 
 
 def read_config(folder: str | PathLike[str]) -> dict[str, Any]:
@@ -124,7 +94,7 @@ def load_model(
         if name in found:
             array = found[name].read()
             return placed(array, sharding)
-        return _load(target, [stored[name]], sharding)
+        return load(target, [stored[name]], sharding)
 
     flat = dict(nnx.to_flat_state(state))
     for target in wanted:
@@ -136,7 +106,7 @@ def load_model(
         if is_quantised(like):
             value = load_quantised(target, like, read, chosen)
         else:
-            value = _load(target, [stored[name] for name in target.names], chosen)
+            value = load(target, [stored[name] for name in target.names], chosen)
         flat[target.path] = flat[target.path].replace(value)
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
@@ -221,7 +191,11 @@ def save_model(
     state = nnx.state(model)
     arrays = dict(nnx.to_flat_state(state))
     tensors = [
-        TensorToStore(name, _nbytes(target), functools.partial(_fetch, arrays, target, layer))
+        TensorToStore(
+            name,
+            nbytes(target),
+            functools.partial(fetch, arrays[target.path].get_value(), target, layer),
+        )
         for target in targets(state, model.config)
         for layer, name in enumerate(target.names)
     ]
@@ -255,28 +229,6 @@ def save_model(
         raise
 
 
-def targets(state: nnx.State, config: DecoderConfig) -> Iterator[Target]:
-    """Yields every array of a model's state, and the tensors of a folder that it is made of."""
-    for path, variable in nnx.to_flat_state(state):
-        path = tuple(map(str, path))
-        if path[-1] not in LEAVES:
-            raise ValueError(
-                f"the model has {'/'.join(path)}, which a Hugging Face model folder has no place "
-                "for: merge the adapters with jax_dora.merge_dora first"
-            )
-        leaf, transposed = LEAVES[path[-1]]
-        stacked = path[:2] == ("model", "layers")
-        if stacked:
-            inside = ".".join((*path[2:-1], leaf))
-            names = tuple(f"model.layers.{n}.{inside}" for n in range(config.num_hidden_layers))
-        else:
-            names = (".".join((*path[:-1], leaf)),)
-        value = variable.get_value()
-        # A quantised kernel stands for one of the model's dtype, whatever its scales have.
-        shape, dtype = value.shape, np.dtype(config.dtype if is_quantised(value) else value.dtype)
-        yield Target(path, shape, dtype, names, stacked, transposed)
-
-
 def _check(
     folder: Path,
     config: DecoderConfig,
@@ -304,7 +256,7 @@ def _check(
     surplus = {name for name in stored if not name.endswith(known)} - set(expected)
     surplus -= set().union(*(one.names for one in quantised.values()))
     if config.tie_word_embeddings and TIED[0] in surplus:
-        if not _equal(stored[TIED[0]], stored[TIED[1]]):
+        if not equal(stored[TIED[0]], stored[TIED[1]]):
             raise ValueError(
                 f"{folder} has an {TIED[0]} that differs from {TIED[1]}, though config.json ties "
                 "them: set tie_word_embeddings to false in it to use both"
@@ -315,77 +267,6 @@ def _check(
             f"{folder} has {len(surplus)} tensors that the model of its config.json has no place "
             f"for: {sorted(surplus)[:5]}"
         )
-
-
-def _equal(a: StoredTensor, b: StoredTensor) -> bool:
-    if (a.shape, a.dtype) != (b.shape, b.dtype):
-        return False
-    pairs = zip(_whole(a), _whole(b), strict=True)
-    return all(np.array_equal(left, right) for (_, left), (_, right) in pairs)
-
-
-def _whole(tensor: StoredTensor) -> Iterator[tuple[int, np.ndarray]]:
-    return tensor.blocks(slice(0, tensor.shape[0]), slice(None), BLOCK_BYTES)
-
-
-def _load(
-    target: Target, tensors: list[StoredTensor], sharding: jax.sharding.Sharding | None
-) -> jax.Array:
-    if sharding is None:
-        # On the default device, and free to be moved from there.
-        return _load_part(target, tensors, None, (slice(None),) * len(target.shape))
-    indices = sharding.addressable_devices_indices_map(target.shape)
-    parts = [_load_part(target, tensors, device, index or ()) for device, index in indices.items()]
-    return jax.make_array_from_single_device_arrays(target.shape, sharding, parts)
-
-
-def _load_part(
-    target: Target,
-    tensors: list[StoredTensor],
-    device: Any,  # a jax.Device, which type checkers take for a function
-    index: tuple[slice, ...],
-) -> jax.Array:
-    """The part of the target that `index` cuts out, on `device`."""
-    bounds = [slice(*s.indices(n)[:2]) for s, n in zip(index, target.shape, strict=True)]
-    part = jnp.zeros([s.stop - s.start for s in bounds], target.dtype, device=device)
-    layers = range(len(tensors))
-    if target.stacked:
-        layers, bounds = layers[bounds[0]], bounds[1:]
-    tensor_bounds = bounds[::-1] if target.transposed else bounds
-    rows, columns = tensor_bounds[0], tensor_bounds[-1]
-    for place, layer in enumerate(layers):
-        for start, block in tensors[layer].blocks(rows, columns, BLOCK_BYTES):
-            corner = [0] * len(bounds)
-            corner[-1 if target.transposed else 0] = start - rows.start
-            if target.stacked:
-                corner = [place, *corner]
-            part = _write(
-                part,
-                jax.device_put(block, device),
-                jax.device_put(np.array(corner, np.int32), device),
-                transposed=target.transposed,
-            )
-            # Blocks that wait for their transfer would pile up on the host.
-            part.block_until_ready()
-    return part
-
-
-@functools.partial(jax.jit, donate_argnums=0, static_argnames="transposed")
-def _write(part: jax.Array, block: jax.Array, corner: jax.Array, *, transposed: bool) -> jax.Array:
-    block = (block.T if transposed else block).astype(part.dtype)
-    block = block.reshape((1,) * (part.ndim - block.ndim) + block.shape)
-    return lax.dynamic_update_slice(part, block, list(corner))
-
-
-def _nbytes(target: Target) -> int:
-    return int(np.prod(target.tensor_shape())) * target.dtype.itemsize
-
-
-def _fetch(arrays: dict[tuple[Any, ...], Any], target: Target, layer: int) -> np.ndarray:
-    array = arrays[target.path].get_value()
-    array = array[layer] if target.stacked else array
-    value = whole(dense(array, target.dtype))
-    return value.T if target.transposed else value
 
 
 def _copy_other_files(source: Path, folder: Path) -> None:

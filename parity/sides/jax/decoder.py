@@ -15,7 +15,7 @@ from flax import nnx
 
 import jax_dora
 from jax_dora.models import CausalLM, DecoderConfig, rope
-from jax_dora.models.folder import targets
+from jax_dora.models.targets import targets
 from parity.model.sizes import Run
 from parity.model.weights import Result, Weights, rope_frequencies
 from parity.sides.jax.operators import interpreted, to_jax, to_torch

@@ -18,7 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 import jax_dora.models as decoder
-from jax_dora.models import folder as folder_module
+from jax_dora.models import targets
+from jax_dora.models.weights import stored_tensors
 
 ROOT = Path(__file__).parents[3]
 
@@ -58,7 +59,7 @@ def test_written_folder_is_the_same_model(
 def test_small_blocks_change_nothing(make_folder, monkeypatch):
     source = make_folder("qwen3-tied")
     model = decoder.load_model(source)
-    monkeypatch.setattr(folder_module, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(targets, "BLOCK_BYTES", 1000)
     same_arrays(decoder.load_model(source), model)
 
 
@@ -72,7 +73,7 @@ def test_dtype_on_loading(make_folder):
 def test_sharded(make_folder, tokens, monkeypatch):
     source = make_folder("qwen3")
     whole = decoder.load_model(source)
-    monkeypatch.setattr(folder_module, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(targets, "BLOCK_BYTES", 1000)
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
     def sharding(path, shape):
@@ -215,7 +216,7 @@ def test_truncated_file(llama, keep):
 
 def test_file_cut_while_reading(llama):
     """The header was sound when it was read."""
-    stored = folder_module.stored_tensors(llama)
+    stored = stored_tensors(llama)
     file = llama / "model.safetensors"
     file.write_bytes(file.read_bytes()[:2000])
     tensor = max(stored.values(), key=lambda tensor: tensor.offset)
