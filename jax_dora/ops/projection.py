@@ -1,4 +1,4 @@
-"""The custom gradient of an adapted projection, and the choice of its kernels.
+"""The custom gradient of an adapted projection.
 
 With z = x (s·A), d = g∘dy and g from `magnitude_scale`:
 
@@ -14,9 +14,8 @@ under a bias, and in fp16, whose range is short, inner is kept.
 The order never makes an [in, out] product, but for the kernel's own gradient, xᵀ d, which is
 computed only where somebody differentiates it.
 
-A quantised kernel is dequantised for each of its products, to x's dtype, but for few rows, which a
-kernel multiplies with what is stored; what is kept for the gradient is the quantised one. Where
-activations are quantised too, base alone is a product in FP8 (`row_wise`): gradients are as above.
+What is kept for the gradient of a quantised kernel is the quantised one. Where activations are
+quantised too, gradients are as above.
 """
 
 import functools
@@ -27,26 +26,18 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jax_dora.ops import check, choose, primitive, quantised, residuals, row_wise
+from jax_dora.ops import check, choose, primitive, quantised, residuals
 from jax_dora.ops.compose import (
     COMPOSE_BACKWARD,
     Returned,
     Wanted,
     accumulator,
-    forward,
     refuse_scale_gradient,
 )
 from jax_dora.ops.dropout import drop
-from jax_dora.ops.mosaic import (
-    compose,
-    expand_compose,
-    project,
-    project_back,
-    quantised_product,
-)
 from jax_dora.ops.operands import Projection
+from jax_dora.ops.products import BACK, FORWARD, Back, Forward, Reduced, Static
 from jax_dora.ops.reduction import REDUCE, REDUCE_BACK, Reducing, Reduction, dot_general
-from jax_dora.ops.shard import Op, Shard
 
 INNER_NAME = "dora_inner"
 RESULT_NAME = "dora_result"
@@ -72,146 +63,6 @@ class Options(NamedTuple):
     mode: str
     keep_inner: bool
     act_qtype: str | None = None
-
-
-class Static(NamedTuple):
-    """What is static in `BACK`; the fields are the options'."""
-
-    op: str
-    implementation: str | None
-    precision: Any
-
-
-class Forward(NamedTuple):
-    """What is static in `FORWARD`."""
-
-    op: str
-    implementation: str | None
-    precision: Any
-    want_inner: bool
-    act_qtype: str | None
-
-
-class Reduced(NamedTuple):
-    """The operands of `FORWARD`: x [..., in], kernel [in, out], z = s·xA [..., r], lora_b [r, out],
-    g f32[out] or None, bias [out] or None, lora_a = s·A [in, r] or None.
-
-    Where inputs are sharded, a device takes its part of z from lora_a, so that nothing waits for
-    the sum of z.
-    """
-
-    x: Any
-    kernel: Any
-    z: Any
-    lora_b: Any
-    g: Any
-    bias: Any
-    lora_a: Any
-
-
-def _forward(static: Forward, shard: Shard, operands: Reduced) -> tuple[Any, Any]:
-    """Returns (y, inner or None); y is inner where g is None."""
-    if static.act_qtype is not None:
-        return _by_quantised_rows(static, shard, operands)
-    x, kernel, z, lora_b, g, bias, lora_a = operands
-    dot, one = functools.partial(dot_general, static.precision), jnp.float32(1)
-    if shard.summed:
-        part = shard.once(z) if lora_a is None else dot(x, lora_a, (-1, 0))
-        operands = operands._replace(z=part, bias=shard.once(bias))
-    if shard.summed and static.want_inner:
-        # y is not linear in a part of inner.
-        linear = operands._replace(g=None, bias=None)
-        inner = shard.sum(_forward(static._replace(want_inner=False), Shard(), linear)[0])
-        return forward(None, inner, jnp.zeros_like(inner), g, one, bias, want_inner=False)[0], inner
-    if shard.summed:
-        return shard.sum(_forward(static, Shard(), operands)[0]), None
-    (in_features, out), rank = kernel.shape, z.shape[-1]
-    rows = x.size // max(in_features, 1)
-    base = _few_rows(static, rows, x, kernel)
-    if base is None:
-        # Of a quantised kernel a copy that lasts as long as the product.
-        kernel = quantised.dense(kernel, x.dtype)
-    candidates = [
-        (project, (rows, in_features, out, x.dtype)),
-        (expand_compose, (rows, rank, out, x.dtype)),
-        (compose, (rows, out, x.dtype)),
-    ]
-    choice = choose.choose(static.op, static.implementation, *candidates[base is not None :])
-    options = {"want_inner": static.want_inner}
-    lora_b = lora_b.astype(x.dtype)
-    if choice is not None and choice.kernel is project:
-        return project.launch(x, kernel, z, lora_b, g, bias, **options, **choice.knobs)
-    if base is None:
-        base = dot(x, kernel, (-1, 0))
-    if choice is not None and choice.kernel is expand_compose:
-        g = jnp.ones(out, jnp.float32) if g is None else g
-        return expand_compose.launch(base, z, lora_b, g, one, bias, **options, **choice.knobs)
-    return forward(choice, base, dot(z, lora_b, (-1, 0)), g, one, bias, **options)
-
-
-def _by_quantised_rows(static: Forward, shard: Shard, operands: Reduced) -> tuple[Any, Any]:
-    """Returns (y, inner or None) with the kernel's product in FP8; z and g stay as they are."""
-    x, kernel, z, lora_b, g, bias, _ = operands
-    choose.choose(static.op, static.implementation)
-    base = row_wise.product(x, kernel, shard)
-    lora = dot_general(static.precision, z, lora_b.astype(x.dtype), (-1, 0))
-    options = {"want_inner": static.want_inner}
-    y, inner = forward(None, base, lora, g, jnp.float32(1), bias, **options)
-    return y.astype(x.dtype), None if inner is None else inner.astype(x.dtype)
-
-
-def _few_rows(static: Forward, rows: int, x: jax.Array, kernel: Any) -> jax.Array | None:
-    """Returns the product of few rows with a quantised kernel, read as it is; None where another
-    way is taken."""
-    if not quantised.is_quantised(kernel):
-        return None
-    call = (rows, *kernel.shape, quantised.format_of(kernel), x.dtype)
-    candidate = (quantised_product, call)
-    choice = choose.choose(static.op, static.implementation, candidate, optional=True)
-    return choice and choice.kernel.launch(x, *jax.tree.leaves(kernel), **choice.knobs)
-
-
-FORWARD = Op(
-    "project",
-    _forward,
-    Reduced("t i", "i o", "t r", "r o", "o", "o", "i r"),
-    ("t o", "t o"),
-    contracted="i",
-)
-
-
-class Back(NamedTuple):
-    """The operands of `BACK`: d [..., out], kernel [in, out], dz = d Bᵀ [..., r], lora_a = s·A
-    [in, r], lora_b [r, out].
-
-    Where outputs are sharded, a device takes its part of dz from lora_b, so that nothing waits for
-    the sum of dz.
-    """
-
-    d: Any
-    kernel: Any
-    dz: Any
-    lora_a: Any
-    lora_b: Any
-
-
-def _back(static: Static, shard: Shard, operands: Back) -> tuple[jax.Array]:
-    """Returns dx = d Wᵀ + dz (s·A)ᵀ."""
-    d, kernel, dz, lora_a, lora_b = operands
-    dot = functools.partial(dot_general, static.precision)
-    if shard.summed:
-        dz = dot(d, lora_b, (-1, 1))
-    kernel = quantised.dense(kernel, d.dtype)
-    in_features, out = kernel.shape
-    call = (d.size // max(out, 1), in_features, out, d.dtype)
-    options = {"optional": True}
-    choice = choose.choose(static.op, static.implementation, (project_back, call), **options)
-    if choice is not None:
-        return (shard.sum(project_back.launch(d, kernel, dz, lora_a, **choice.knobs)),)
-    return (shard.sum(dot(d, kernel, (-1, 1)) + dot(dz, lora_a, (-1, 1))),)
-
-
-BACK = Op("project_back", _back, Back("t o", "i o", "t r", "i r", "r o"), ("t i",), contracted="o")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -15,7 +15,7 @@ from jax_dora.ops import choose, primitive
 from jax_dora.ops.choose import Target
 from jax_dora.ops.norm import NORM, Static
 from jax_dora.ops.operands import Adapted
-from jax_dora.ops.projection import FORWARD, Forward, Reduced
+from jax_dora.ops.products import FORWARD, Forward, Reduced
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 ROWS, IN, RANK, OUT = 2048, 4096, 64, 4096
