@@ -5,6 +5,7 @@ import pytest
 from parity import cases, minilm
 from parity.__main__ import main
 from parity.report import passed, read
+from tests.tables import thinned
 
 
 def test_norms_pass_and_are_reported(tmp_path, capsys):
@@ -35,7 +36,11 @@ def test_norms_pass_and_are_reported(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "case", ["compose 5x43 bfloat16", "compose 7x72 float16 near unity", "5x27x43 r3 float32"]
+    "case",
+    thinned(
+        ["compose 5x43 bfloat16", "compose 7x72 float16 near unity", "5x27x43 r3 float32"],
+        ["5x27x43 r3 float32"],
+    ),
 )
 def test_cases_pass(case, tmp_path):
     assert main(["--device", "cpu", "--case", f"{case}$", "--out", str(tmp_path)]) == 0

@@ -1,5 +1,7 @@
 """Rows that choose their adapters: each is as the model with that adapter alone."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ from parity import oracle, tolerances
 from tests.jax_dora.bank.adapters import compilations, drawn, merged
 from tests.jax_dora.small_models import VOCABULARY, WIDTH, Block, Mixed, Stacked, call
 from tests.matrices import within
+from tests.tables import thinned
 
 IN, OUT = 13, 10
 RANKS = (1, 16, 5)
@@ -32,8 +35,13 @@ def linear(dtype=jnp.float32, slots=4):
     return base, bank, adapters
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("time", [(), (4,)])
+@pytest.mark.parametrize(
+    ("time", "dtype"),
+    thinned(
+        itertools.product([(), (4,)], [jnp.float32, jnp.bfloat16]),
+        [((), jnp.bfloat16), ((4,), jnp.float32)],
+    ),
+)
 def test_every_row_is_within_its_bound_of_the_oracle(dtype, time):
     base, bank, adapters = linear(dtype)
     x = jax.random.normal(jax.random.key(1), (len(IDS), *time, IN), dtype)
@@ -163,6 +171,7 @@ def test_stacked_layers():
     assert np.isnan(np.asarray(y)).all(axis=1).tolist() == [False, True, True, False]
 
 
+@pytest.mark.slow
 def test_under_vmap():
     model = Block(nnx.Rngs(0))
     bank = AdapterBank(model, 2, 8)
@@ -174,8 +183,13 @@ def test_under_vmap():
     assert jnp.allclose(y.reshape(flat.shape), flat, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("spec", [(None, "m"), ("m", None)])
+@pytest.mark.parametrize(
+    ("spec", "axis_type"),
+    thinned(
+        itertools.product([(None, "m"), ("m", None)], [AxisType.Auto, AxisType.Explicit]),
+        [((None, "m"), AxisType.Explicit)],
+    ),
+)
 def test_on_a_mesh(axis_type, spec):
     """The bank is sharded as the kernel is."""
     mesh = jax.make_mesh((2, 2), ("d", "m"), axis_types=(axis_type,) * 2)

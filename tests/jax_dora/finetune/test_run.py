@@ -32,6 +32,7 @@ from jax_dora.finetune.plan import Plan
 from jax_dora.finetune.run import Run
 from jax_dora.finetune.tiny import byte_level_tokenizer
 from parity import tolerances
+from tests.tables import thinned
 
 ROOT = Path(__file__).parents[3]
 STEPS = 6
@@ -346,6 +347,7 @@ def test_an_embedding_beside_a_tied_head(finished, command, target, capsys, capl
     assert np.abs(found - expected).max() <= tolerances.OPERATOR_FP32_MAX_ABS * peak
 
 
+@pytest.mark.slow
 def test_accumulation_is_one_large_batch(inputs, tmp_path):
     """The gradient of four micro-batches is that of one batch four times as large."""
     args = parser().parse_args(["finetune", *inputs, *OPTIONS])
@@ -461,22 +463,25 @@ def test_a_folder_in_use(tmp_path, capsys):
     assert list(run.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "message"),
-    [
-        (MemoryError("8 GiB"), 1, "Out of memory: 8 GiB. Nothing is saved yet"),
-        (
-            jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nlong table"),
-            1,
-            "Out of memory on the device: RESOURCE_EXHAUSTED: Out of memory. Nothing is saved",
-        ),
-        (OSError(28, "No space left", "x"), 1, "The disk is full: [Errno 28] No space left: 'x'"),
-        (KeyboardInterrupt(), 130, "Interrupted. Nothing is saved yet"),
-    ],
-)
-def test_what_stops_a_run_is_told_in_one_line(
-    error, status, message, inputs, tmp_path, monkeypatch, capsys
-):
+STOPS = {
+    "memory": (MemoryError("8 GiB"), 1, "Out of memory: 8 GiB. Nothing is saved yet"),
+    "device": (
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nlong table"),
+        1,
+        "Out of memory on the device: RESOURCE_EXHAUSTED: Out of memory. Nothing is saved",
+    ),
+    "disk": (
+        OSError(28, "No space left", "x"),
+        1,
+        "The disk is full: [Errno 28] No space left: 'x'",
+    ),
+    "interrupt": (KeyboardInterrupt(), 130, "Interrupted. Nothing is saved yet"),
+}
+
+
+@pytest.mark.parametrize("reason", thinned(STOPS, ["device"]))
+def test_what_stops_a_run_is_told_in_one_line(reason, inputs, tmp_path, monkeypatch, capsys):
+    error, status, message = STOPS[reason]
     command = [*inputs, *OPTIONS, "--output", str(tmp_path / "run")]
 
     def fail(*_):

@@ -58,6 +58,7 @@ def same(one, other):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_quantised_as_it_is_read(folder):
     model = load_model(folder, quantize="nf4")
     same(model, jax_dora.quantize(load_model(folder), "nf4"))

@@ -116,7 +116,8 @@ def test_a_gradient_is_summed_over_the_devices(name, check):
         np.testing.assert_allclose(found[leaf], wanted, atol=1e-5 * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("name", thinned(LAYERS, ["dora_linear"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYERS)
 def test_mosaic_computes_the_same(on_mosaic, name):
     """On one device: the interpreter knows no other."""
     arrays = problem(1, jnp.bfloat16)

@@ -88,6 +88,7 @@ def test_every_kind_of_config_agrees(on_mosaic, config):
     check(arrays, y, None, with_bias=False)
 
 
+@pytest.mark.slow
 def test_keeps_leading_axes(on_mosaic):
     base, z, lora_b, g, bias = arrays = operands(2, 24, 8, 64, jnp.bfloat16)
     leading = base.reshape(2, 3, 4, 64), z.reshape(2, 3, 4, 8), lora_b, g, bias

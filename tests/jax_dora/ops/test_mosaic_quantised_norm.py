@@ -43,7 +43,7 @@ def check(arrays, found):
             ("int8", (1, 160), jnp.bfloat16),
             ("float8_e4m3fn", (2, 5), jnp.bfloat16),
         ],
-        [("nf4", (2, 160), jnp.float32), ("float8_e4m3fn", (2, 5), jnp.bfloat16)],
+        [("nf4", (2, 160), jnp.float32)],
     ),
 )
 def test_agrees_with_the_materialised_norm(on_mosaic, qtype, tiles, adapter_dtype):
@@ -53,6 +53,7 @@ def test_agrees_with_the_materialised_norm(on_mosaic, qtype, tiles, adapter_dtyp
     check(arrays, found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     thinned(

@@ -171,6 +171,7 @@ def test_keeps_nothing_but_its_operands():
     assert len(kept) == 2
 
 
+@pytest.mark.slow
 def test_transformations_agree_with_the_plain_call(on_mosaic):
     dh, (gate, up, g1, g2) = operands(5, (3, 5, 16), jnp.bfloat16)
 

@@ -60,7 +60,8 @@ def test_every_adapter_answers_as_it_does_alone(served, adapters, reference):
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
-@pytest.mark.parametrize("name", ["french", pytest.param("lora", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["french", "lora"])
 def test_it_is_what_peft_and_the_merged_model_answer(served, model, adapters, name):
     """But where their two likeliest tokens are as near as fp32 sums in two orders are."""
     server, client = served
