@@ -67,15 +67,12 @@ def test_a_fresh_adapter_changes_nothing_and_the_class_stays(base):
 
 
 def test_a_trained_adapter_computes_what_its_merged_model_does(adapted):
-    found = adapted(ids())
     merged, report = merge_dora(adapted, return_report=True)
-    close(found, call(merged, ids()))
-    close(call(adapted, ids()), found)
+    close(call(adapted, ids()), call(merged, ids()))
     assert {layer.path for layer in report.layers} == ADAPTED
+    assert min(layer.change for layer in report.layers) > 0.01
     assert type(merged) is Model
     assert type(merged.blocks[1].heads) is Einsum
-    far = jnp.abs(found["last"] - call(remove_dora(adapted), ids())["last"]).max()
-    assert far > 0.1
 
 
 def test_removing_gives_the_base_back(base):
@@ -127,7 +124,8 @@ def test_what_a_call_changes_in_the_model_is_changed(adapted):
 
 
 def test_it_can_be_pickled_copied_split_and_put_into_another_base(adapted):
-    expected = call(adapted, ids())
+    # Not compiled as a whole, and the same operations each time.
+    expected = adapted(ids())
     for other in (
         pickle.loads(pickle.dumps(adapted)),
         copy.deepcopy(adapted),
@@ -137,7 +135,7 @@ def test_it_can_be_pickled_copied_split_and_put_into_another_base(adapted):
         jax_dora.freeze(adapted),
     ):
         assert type(other) is type(adapted)
-        close(call(other, ids()), expected, 1e-3)
+        close(other(ids()), expected, 0)
 
 
 def test_layers_that_a_scan_runs():
