@@ -20,6 +20,7 @@ from jax_dora.adapt import set_adapter as set_adapter
 from jax_dora.bank import AdapterBank as AdapterBank
 from jax_dora.bank import with_bank as with_bank
 from jax_dora.layers import DoRAConv as DoRAConv
+from jax_dora.layers import DoRAConvTranspose as DoRAConvTranspose
 from jax_dora.layers import DoRAEinsum as DoRAEinsum
 from jax_dora.layers import DoRAEmbed as DoRAEmbed
 from jax_dora.layers import DoRALayer as DoRALayer

@@ -45,7 +45,7 @@ def are_targets(name: str, value: Any) -> None:
     if isinstance(value, str) and value:
         _is_expression(name, value, value)
     else:
-        _are_names(name, value)
+        are_names(name, value)
 
 
 def are_token_indices(name: str, value: Any) -> None:
@@ -60,7 +60,7 @@ def are_token_indices(name: str, value: Any) -> None:
 
 
 def are_expressions(name: str, value: Any) -> None:
-    _are_names(name, value)
+    are_names(name, value)
     for one in value:
         _is_expression(name, one, one)
 
@@ -89,7 +89,7 @@ def short(value: Any) -> str:
     return text if len(text) <= 100 else text[:97] + "..."
 
 
-def _are_names(name: str, value: Any) -> None:
+def are_names(name: str, value: Any) -> None:
     has_type(name, value, tuple, "a list of names")
     all_named = all(isinstance(one, str) and one for one in value)
     expect(bool(value) and all_named, name, value, "a list of one or more names")

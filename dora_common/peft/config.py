@@ -7,19 +7,26 @@ module names are PyTorch's, "model.layers.0.self_attn.q_proj".
 import dataclasses
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from dora_common.peft import checks
+from dora_common.peft.names import Names, first_match, matches
 
 # A file that lacks one of these says too little to compute with.
 _REQUIRED = ("peft_type", "r")
-_OPTIONAL = ("exclude_modules", "trainable_token_indices", "ensure_weight_tying")
+_OPTIONAL = (
+    "exclude_modules",
+    "target_parameters",
+    "trainable_token_indices",
+    "ensure_weight_tying",
+    "peft_version",
+)
 
 # Beside what changes results: told to people and to PEFT, or how training began or ran.
 _INFORMATIVE = frozenset(
-    {"inference_mode", "peft_version", "runtime_config", "eva_config"}
+    {"inference_mode", "runtime_config", "eva_config"}
     # Both mean something only beside a field that is refused when it is set.
     | {"megatron_core", "qalora_group_size"}
     # NVlabs' own.
@@ -28,8 +35,6 @@ _INFORMATIVE = frozenset(
 _OFF = (None, False, "", [], {})
 
 _NUMBERED_BLOCK = r".*?\.[^.]*\.(?P<index>\d+)\."
-
-Names = tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +50,8 @@ class AdapterConfig:
       target_modules: names or ends of names, or one regular expression for whole names, or
         "all-linear": every linear layer, the output head possibly left out. None in a file means
         the layers that have tensors in it.
+      target_parameters: names or ends of names of parameters that hold packed experts. Beside them
+        target_modules may be empty.
       exclude_modules: names, ends of names, or a regular expression; wins over target_modules.
       layers_to_transform, layers_pattern: only these indices of the block list, and its name.
       modules_to_save: modules that are stored whole, by the ends of their names; what else their
@@ -55,6 +62,7 @@ class AdapterConfig:
       bias: "none", "all" or "lora_only": the biases that were trained and are stored.
       lora_dropout, fan_in_fan_out, init_lora_weights: as PEFT's.
       base_model_name_or_path, revision, task_type, auto_mapping: for whoever reads the folder.
+      peft_version: that wrote the folder, or whose format it is.
     """
 
     r: int
@@ -64,6 +72,7 @@ class AdapterConfig:
     use_rslora: bool = False
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    target_parameters: Names | None = None
     exclude_modules: Names | str | None = None
     layers_to_transform: tuple[int, ...] | None = None
     layers_pattern: Names | None = None
@@ -78,6 +87,7 @@ class AdapterConfig:
     revision: str | None = None
     task_type: str | None = None
     auto_mapping: Mapping[str, Any] | None = None
+    peft_version: str | None = None
 
     def __post_init__(self) -> None:
         """
@@ -91,12 +101,16 @@ class AdapterConfig:
         checks.is_pattern("alpha_pattern", self.alpha_pattern, checks.is_alpha)
         for name in ("use_dora", "use_rslora", "fan_in_fan_out", "ensure_weight_tying"):
             checks.has_type(name, getattr(self, name), bool, "true or false")
-        for name in ("base_model_name_or_path", "revision", "task_type"):
+        for name in ("base_model_name_or_path", "revision", "task_type", "peft_version"):
             checks.has_type(name, getattr(self, name), str | None, "a string or null")
         checks.has_type("auto_mapping", self.auto_mapping, Mapping | None, "an object or null")
         for name in ("target_modules", "exclude_modules"):
-            if getattr(self, name) is not None:
+            value = getattr(self, name)
+            is_empty = name == "target_modules" and value == () and self.target_parameters
+            if value is not None and not is_empty:
                 checks.are_targets(name, getattr(self, name))
+        if self.target_parameters is not None:
+            checks.are_names("target_parameters", self.target_parameters)
         if self.trainable_token_indices is not None:
             checks.are_token_indices("trainable_token_indices", self.trainable_token_indices)
         for name in ("layers_pattern", "modules_to_save"):
@@ -165,7 +179,7 @@ class AdapterConfig:
         for name in lists:
             if isinstance(fields.get(name), int | str):
                 fields[name] = (fields[name],)
-        for name in (*lists, "exclude_modules", "trainable_token_indices"):
+        for name in (*lists, "exclude_modules", "target_parameters", "trainable_token_indices"):
             if fields.get(name) in ("", (), ("",), {}):
                 del fields[name]
         if isinstance(tokens := fields.get("trainable_token_indices"), Mapping):
@@ -199,13 +213,30 @@ class AdapterConfig:
 
     def selects(self, name: str, *, is_linear: bool) -> bool:
         """Whether the layer `name` is adapted."""
-        if _matches(self.exclude_modules, name) or self._saves_around(name):
+        if matches(self.exclude_modules, name) or self._saves_around(name):
             return False
         if self.targets_all_linear:
             return is_linear
         if isinstance(self.target_modules, str) or name in (self.target_modules or ()):
-            return _matches(self.target_modules, name)
-        return _matches(self.target_modules, name) and self._is_in_chosen_block(name)
+            return matches(self.target_modules, name)
+        return matches(self.target_modules, name) and self._is_in_chosen_block(name)
+
+    @property
+    def may_swap_experts(self) -> str:
+        """Says why nothing but their shapes tells which of experts' features are the inputs, or
+        "": PEFT before 0.19.1 took the middle axis of a parameter for them, whatever it is."""
+        numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", self.peft_version or "0.0.0")
+        if numbers is None or tuple(map(int, numbers.groups())) >= (0, 19, 1):
+            return ""
+        return (
+            f"the adapter is of PEFT {self.peft_version or 'before 0.18'}, which took the middle "
+            "axis of packed experts for their inputs, and in and out features are as many; "
+            "expected peft_version 0.19.1 or later in adapter_config.json"
+        )
+
+    def selects_parameter(self, name: str) -> bool:
+        """Whether packed experts, which are the parameter `name`, are adapted."""
+        return matches(self.target_parameters, name)
 
     def saves(self, parameter: str) -> bool:
         """Whether `parameter` belongs to a module that modules_to_save names."""
@@ -238,43 +269,6 @@ class AdapterConfig:
             if found := re.match(pattern, name):
                 return int(found["index"]) in self.layers_to_transform
         return False
-
-
-def first_match(pattern: Mapping[str, Any], name: str) -> str | None:
-    """The key of a rank_pattern or alpha_pattern that gives the layer `name` its value, if any."""
-    return next((key for key in pattern if re.match(rf"(.*\.)?({key})$", name)), None)
-
-
-def patterns_for(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The commonest of `values`, which are keyed by layer name, and a pattern for the others.
-
-    A pattern's key is anchored, so that it matches its layer alone.
-    """
-    kinds = list(values.values())
-    default = max(kinds, key=kinds.count)
-    others = {name: value for name, value in values.items() if value != default}
-    return default, {f"^{re.escape(name)}": value for name, value in others.items()}
-
-
-def targets_for(adapted: Collection[str], all_modules: Iterable[str]) -> Names | str:
-    """target_modules that select `adapted` and nothing else of `all_modules`.
-
-    The last parts of the names where they suffice, as people write them; else the whole names; else
-    a regular expression.
-    """
-    others = set(all_modules) - set(adapted)
-    last_parts = tuple(sorted({name.rpartition(".")[2] for name in adapted}))
-    for targets in (last_parts, tuple(sorted(adapted))):
-        if not any(_matches(targets, name) for name in others):
-            return targets
-    return "|".join(re.escape(name) for name in sorted(adapted))
-
-
-def _matches(targets: Names | str | None, name: str) -> bool:
-    """A whole name by a regular expression; or one of the names, or a name that ends in one."""
-    if isinstance(targets, str):
-        return re.fullmatch(targets, name) is not None
-    return any(name == target or name.endswith(f".{target}") for target in targets or ())
 
 
 def _as_tuple(value: Any) -> Any:

@@ -1,13 +1,14 @@
 """What a folder holds against what a model has: everything is checked before anything is loaded."""
 
 import difflib
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dora_common.peft import checks
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.keys import Key, Role, adapter_in, key_of, parse
-from dora_common.peft.layers import Layer, Shape, refuse_layers
+from dora_common.peft.layers import Layer, Shape, key_modules, refuse_layers
+from dora_common.peft.ties import tied_names, untied_names
 from dora_common.rules import OUTPUT_HEADS
 
 # safetensors' names of the dtypes an adapter may have.
@@ -101,35 +102,8 @@ def fit(
         },
         fitting.by_array(),
         fitting.tokens,
-        _untied_names(config, arrays, fitting.whole),
+        untied_names(config, arrays, fitting.whole),
     )
-
-
-def tied_names(arrays: Mapping[str, Hashable]) -> list[list[str]]:
-    """The groups of two and more parameters that share an array, as an output head that is tied to
-    the embedding does.
-
-    Args:
-      arrays: what identifies the array of every parameter, by the parameter's name.
-    """
-    groups: dict[Hashable, list[str]] = {}
-    for name, array in arrays.items():
-        groups.setdefault(array, []).append(name)
-    return [names for names in groups.values() if len(names) > 1]
-
-
-def _untied_names(
-    config: AdapterConfig, arrays: Mapping[str, Hashable], stored: Collection[str]
-) -> list[str]:
-    """The parameters that need an array of their own once the `stored` ones are loaded: PEFT gives
-    one to every module of modules_to_save, and leaves what it was tied to as it was, unless
-    ensure_weight_tying is set."""
-    untied = []
-    for names in tied_names(arrays):
-        saved = [name for name in names if name in stored and config.saves(name)]
-        if not config.ensure_weight_tying:
-            untied += saved[len(saved) == len(names) :]
-    return untied
 
 
 class _Fitting:
@@ -146,8 +120,14 @@ class _Fitting:
         self.selected = {
             name
             for name, layer in layers.items()
-            if config.selects(name, is_linear=layer.kind == "linear")
+            if (
+                config.selects_parameter(name)
+                if layer.kind == "experts"
+                else config.selects(name, is_linear=layer.kind == "linear")
+            )
         }
+        self.key_modules = key_modules(one for one in layers.values() if one.name in self.selected)
+        self.names = {module: name for name, module in self.key_modules.items()}
         self.adapters: dict[str, dict[Role, str]] = {}
         self.whole: dict[str, list[str]] = {}
         self.tokens: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -182,7 +162,7 @@ class _Fitting:
     def by_array(self) -> dict[str, tuple[str, ...]]:
         """The keys of every parameter that is stored whole; of several that stay one array, by the
         first one's name."""
-        untied = _untied_names(self.config, self.arrays, self.whole)
+        untied = untied_names(self.config, self.arrays, self.whole)
         found: dict[str, tuple[str, ...]] = {}
         for name, keys in self.whole.items():
             tied = [one for one in self.ties.get(name, ()) if one in self.whole]
@@ -225,6 +205,7 @@ class _Fitting:
                 )
 
     def _place_in_adapter(self, key: str, module: str, role: Role, shape: Shape) -> str | None:
+        module = self.names.get(module, module)
         layer = self.layers.get(module)
         if layer is None:
             return f"finds no layer that can be adapted{self._hint(module, self.layers)}"
@@ -236,7 +217,8 @@ class _Fitting:
         if module not in self.selected:
             return "belongs to a layer that adapter_config.json does not select"
         if role not in layer.shapes(rank):
-            expected = ", ".join(key_of(module, role) for role in layer.shapes(rank))
+            by_key = self.key_modules[module]
+            expected = ", ".join(key_of(by_key, role) for role in layer.shapes(rank))
             return f"is not for {layer.kind} layers; expected {expected}"
         if role == "magnitude" and not self.config.use_dora:
             return "is a magnitude; expected none, since use_dora is false"
@@ -246,6 +228,9 @@ class _Fitting:
                 "(wd_on_output=False), and not DoRA's per output feature; expected "
                 f"{[layer.out_features, *(1,) * (len(shape) - 1)]}: train with wd_on_output=True"
             )
+        if layer.kind == "experts" and layer.in_features == layer.out_features:
+            if reason := self.config.may_swap_experts:
+                return f"may have its input and output features swapped: {reason}"
         if shape not in (accepted := layer.accepted_shapes(role, rank)):
             return f"has shape {list(shape)}; expected {list(accepted[0])} for rank {rank}"
         return None
@@ -279,7 +264,17 @@ class _Fitting:
         nearest = difflib.get_close_matches(name, names, n=3, cutoff=0)
         return f"; the nearest are {', '.join(nearest)}" if nearest else ""
 
+    def _find_missing_parameters(self) -> None:
+        experts = [name for name, layer in self.layers.items() if layer.kind == "experts"]
+        for target in self.config.target_parameters or ():
+            if not any(name == target or name.endswith(f".{target}") for name in experts):
+                self.problems.append(
+                    f"{target}, which target_parameters names, is no parameter with packed experts "
+                    f"that can be adapted; the model's are {checks.short(experts)}"
+                )
+
     def find_missing(self) -> None:
+        self._find_missing_parameters()
         if not self.selected:
             self.problems.append(
                 "adapter_config.json selects none of the model's layers; expected target_modules "
@@ -298,7 +293,8 @@ class _Fitting:
                 continue
             for role in self.layers[name].shapes(self.config.rank_of(name)):
                 if role not in found and (role != "magnitude" or self.config.use_dora):
-                    self.problems.append(f"{key_of(name, role)} is missing")
+                    key = key_of(self.key_modules[name], role)
+                    self.problems.append(f"{key} is missing")
         stored = set(self.whole)
         if self.config.ensure_weight_tying:
             stored |= {tied for name in self.whole for tied in self.ties.get(name, ())}

@@ -7,7 +7,7 @@ from typing import Literal
 from dora_common.peft.keys import Role
 
 Shape = tuple[int, ...]
-Kind = Literal["linear", "embedding", "conv"]
+Kind = Literal["linear", "embedding", "conv", "experts"]
 
 
 @dataclass(frozen=True)
@@ -15,12 +15,15 @@ class Layer:
     """A layer that can be adapted, as PyTorch would have it.
 
     Attributes:
-      name: its module's name.
-      kind: "linear" (GPT-2's Conv1D too), "embedding" or "conv" (1d, 2d, 3d).
+      name: its module's name; of packed experts, the parameter's.
+      kind: "linear" (GPT-2's Conv1D too), "embedding", "conv" (1d, 2d, 3d) or "experts", which is
+        one parameter with a matrix for each expert: PEFT's target_parameters.
       in_features, out_features: an embedding's are its vocabulary and its width; a convolution's
         its channels.
       kernel_size: of a convolution.
       refusals: why an adapter of PEFT computes something else here than a DoRA layer does.
+      experts: how many there are.
+      is_in_order: whether it is known in which order PyTorch registers the experts of its module.
     """
 
     name: str
@@ -29,10 +32,22 @@ class Layer:
     out_features: int
     kernel_size: Shape = ()
     refusals: tuple[str, ...] = ()
+    experts: int = 0
+    is_in_order: bool = True
 
     def shapes(self, rank: int) -> dict[Role, Shape]:
-        """The shapes PEFT writes for an adapter of `rank`."""
+        """The shapes PEFT writes for an adapter of `rank`.
+
+        Packed experts' lora_A is [experts, rank, in], their lora_B [out, rank, experts], each with
+        two axes as one; their magnitude, which PEFT has not, is [experts, out].
+        """
         out, ones = self.out_features, (1,) * len(self.kernel_size)
+        if self.kind == "experts":
+            return {
+                "lora_a": (self.experts * rank, self.in_features),
+                "lora_b": (out, rank * self.experts),
+                "magnitude": (self.experts, out),
+            }
         if self.kind == "embedding":
             return {
                 "embedding_a": (rank, self.in_features),
@@ -49,10 +64,41 @@ class Layer:
         """`shapes`, and those other tools give a magnitude; its elements are [out] in all of them.
         (1, out) of a linear layer is not among them: there it may be a norm per input."""
         usual = self.shapes(rank)[role]
-        if role != "magnitude":
+        if role != "magnitude" or self.kind == "experts":
             return (usual,)
         ones = (1,) * len(self.kernel_size)
         return (usual, (self.out_features,), (self.out_features, 1, *ones))
+
+
+def key_modules(layers: Iterable[Layer]) -> dict[str, str]:
+    """Returns for every adapted layer the module that PEFT's keys name.
+
+    PEFT wraps a module with packed experts once for each of its parameters, in the order in which
+    they are registered, so that the last one's adapter is the outermost.
+
+    Args:
+      layers: those that are adapted; of one module's parameters in the order of registration.
+
+    Raises:
+      ValueError: that order is not known of several parameters of a module.
+    """
+    found, wrapped = {}, dict[str, list[Layer]]()
+    for layer in reversed(list(layers)):
+        found[layer.name] = layer.name
+        if layer.kind == "experts":
+            module = layer.name.rpartition(".")[0]
+            others = wrapped.setdefault(module, [])
+            found[layer.name] = module + ".base_layer" * len(others)
+            others.append(layer)
+    for module, others in wrapped.items():
+        names = [one.name.rpartition(".")[2] for one in others]
+        if len(names) > 1 and not all(one.is_in_order for one in others):
+            raise ValueError(
+                f"{module} has adapters of {', '.join(sorted(names))}, which PEFT's keys tell "
+                "apart by the order in which PyTorch registers them; expected that order: pass "
+                "names=jax_dora.peft.Names(experts=[...])"
+            )
+    return found
 
 
 def convolution_refusals(

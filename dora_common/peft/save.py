@@ -7,15 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dora_common.peft.config import AdapterConfig, first_match, patterns_for, targets_for
-from dora_common.peft.fit import fit, tied_names
+from dora_common.peft.config import AdapterConfig
+from dora_common.peft.fit import fit
 from dora_common.peft.folder import check_finite
 from dora_common.peft.keys import key_of, parameter_key
-from dora_common.peft.layers import Layer, Shape, refuse_layers
+from dora_common.peft.layers import Layer, Shape, key_modules, refuse_layers
+from dora_common.peft.names import first_match, parameters_for, patterns_for, targets_for
+from dora_common.peft.ties import tied_names
 from dora_common.peft.writing import check_free, write
 
 # The names that PEFT adds to modules_to_save by the task type, whatever the model calls its head.
 _HEADS_OF_TASKS = ("classifier", "score")
+
+# The first of PEFT's whose adapters of packed experts are as they are written here.
+EXPERTS_VERSION = "0.19.1"
 
 
 @dataclass(frozen=True)
@@ -55,13 +60,20 @@ class Source:
     is_lora: Callable[[str], bool]
 
     def config(
-        self, given: AdapterConfig | None, modules_to_save: Any, tokens: Any, **fields: Any
+        self,
+        given: AdapterConfig | None,
+        modules_to_save: Any,
+        tokens: Any,
+        *,
+        for_peft: bool = True,
+        **fields: Any,
     ) -> AdapterConfig:
         """Returns the configuration `given`, or one made of the model and the other arguments.
 
         Args:
           modules_to_save: ends of the names of modules, or one such.
           tokens: trainable_token_indices, by the ends of names, or of the only embedding.
+          for_peft: refuse what PEFT does not read.
           **fields: what the layers do not say: use_dora, bias and so on.
 
         Raises:
@@ -82,12 +94,19 @@ class Source:
             rank, rank_pattern = patterns_for({n: one.rank for n, one in self.adapted.items()})
             alpha, alpha_pattern = patterns_for({n: one.alpha for n, one in self.adapted.items()})
             saved = (modules_to_save,) if isinstance(modules_to_save, str) else modules_to_save
+            experts = self._experts()
+            modules = [name for name in self.adapted if name not in experts]
+            if experts:
+                fields |= {
+                    "target_parameters": parameters_for(experts, self.parameters),
+                    "peft_version": EXPERTS_VERSION,
+                }
             config = AdapterConfig(
                 r=rank,
                 lora_alpha=alpha,
                 rank_pattern=rank_pattern,
                 alpha_pattern=alpha_pattern,
-                target_modules=targets_for(self.adapted, self.modules),
+                target_modules=targets_for(modules, self.modules) if modules else (),
                 use_rslora=self._the_one("use_rslora"),
                 lora_dropout=self._the_one("dropout"),
                 modules_to_save=tuple(saved) or None,
@@ -102,7 +121,28 @@ class Source:
                     "LoRA adapter, as load_adapter makes it of a LoRA folder: pass use_dora=True"
                 )
         self._refuse_to_split(config)
+        if for_peft:
+            self._refuse_for_peft(config)
         return config
+
+    def _experts(self) -> list[str]:
+        return [name for name, one in self.adapted.items() if one.layer.kind == "experts"]
+
+    def _refuse_for_peft(self, config: AdapterConfig) -> None:
+        """Raises NotImplementedError where PEFT's target_parameters do without something."""
+        given = {
+            "use_dora=True": config.use_dora,
+            f"lora_dropout={config.lora_dropout}": config.lora_dropout,
+            "fan_in_fan_out=True": config.fan_in_fan_out,
+        }
+        told = [name for name, is_given in given.items() if is_given]
+        if told and (experts := self._experts()):
+            raise NotImplementedError(
+                f"PEFT refuses {', '.join(told)} beside packed experts, its target_parameters, "
+                f"which are {', '.join(experts)}; expected use_dora=False, where every magnitude "
+                "is its norm, and no dropout; or for_peft=False, for a folder that jax_dora alone "
+                "reads, with magnitudes [experts, out]; or merge_dora"
+            )
 
     def write(
         self,
@@ -142,11 +182,12 @@ class Source:
 
     def _tensors(self, config: AdapterConfig) -> dict[str, Any]:
         tensors = {}
+        keys = key_modules(one for one in self.layers if one.name in self.adapted)
         for name, one in self.adapted.items():
             for role, shape in one.layer.shapes(one.rank).items():
                 if role != "magnitude" or config.use_dora:
                     tensor = self.read_adapter(name, role.replace("embedding_", "lora_"))
-                    tensors[key_of(name, role)] = tensor.reshape(shape)
+                    tensors[key_of(keys[name], role)] = tensor.reshape(shape)
         for name, rows in self._rows(config.trainable_token_indices).items():
             tensors[key_of(name, "tokens")] = self.read(f"{name}.weight")[list(rows)]
         for name in self.parameters:

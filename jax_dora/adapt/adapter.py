@@ -35,6 +35,7 @@ class AdaptedWeight:
       param, axes: as `jax_dora.register`'s.
       reader: the path of the module whose methods read it.
       inside: the path from there to the owner.
+      is_lookup: whether it is an embedding.
     """
 
     path: str
@@ -43,6 +44,7 @@ class AdaptedWeight:
     axes: str
     reader: str
     inside: tuple[str, ...]
+    is_lookup: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +88,7 @@ def get_adapter(model: nnx.Module) -> Adapter:
             path: {name: getattr(layer, name).get_value() for name in ADAPTER_NAMES}
             for path, layer in layers.items()
         },
-        _adapted_weights(model),
+        adapted_weights(model),
         tuple(
             (path, layer.stack_axis % layer.kernel_param.ndim)
             for path, layer in layers.items()
@@ -95,7 +97,8 @@ def get_adapter(model: nnx.Module) -> Adapter:
     )
 
 
-def _adapted_weights(model: nnx.Module) -> tuple[AdaptedWeight, ...]:
+def adapted_weights(model: nnx.Module) -> tuple[AdaptedWeight, ...]:
+    """Returns where the adapters of `model` lie that stand beside weights."""
     modules = find_modules(model)
     readers = {
         key: (found.paths[0], path)
@@ -109,6 +112,7 @@ def _adapted_weights(model: nnx.Module) -> tuple[AdaptedWeight, ...]:
             one.place.param,
             one.place.axes,
             *readers[id(found.module), one.place.param],
+            one.place.is_lookup,
         )
         for found in modules
         for one in adapters_of(found.module)
@@ -152,7 +156,7 @@ def set_adapter[Model: nnx.Module](
     stack_axes = dict(adapter.stack_axes)
     replacements: dict[int, Any] = {}
     for path, arrays in adapter.arrays.items():
-        rule, site = rules[path], _site(path, weights.get(path), by_path)
+        rule, site = rules[path], site_of(path, weights.get(path), by_path)
         if site is None:
             there = (path for path, one in by_path.items() if dora_class_of(one.module))
             raise ValueError(
@@ -179,7 +183,7 @@ def set_adapter[Model: nnx.Module](
     return _in_the_mode_of(model, replace_modules(base, replacements))
 
 
-def _site(path: str, weight: AdaptedWeight | None, by_path: dict[str, Found]) -> Site | None:
+def site_of(path: str, weight: AdaptedWeight | None, by_path: dict[str, Found]) -> Site | None:
     """Returns where an adapter goes; None where the model has no such layer or weight."""
     if weight is None:
         found = by_path.get(path)
@@ -192,7 +196,14 @@ def _site(path: str, weight: AdaptedWeight | None, by_path: dict[str, Found]) ->
     if getattr(found.module, weight.param).ndim != len(weight.axes):
         return None
     own = (reader.module, weight.inside)
-    return Site((path,), found, weight.param, axes=weight.axes, reader=own)
+    return Site(
+        (path,),
+        found,
+        weight.param,
+        axes=weight.axes,
+        reader=own,
+        is_lookup=weight.is_lookup,
+    )
 
 
 def rules_by_path(adapter: Adapter) -> dict[str, DoRARule]:

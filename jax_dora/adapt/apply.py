@@ -35,11 +35,11 @@ def apply_dora[Model: nnx.Module](
     bias and its sharding metadata; its adapter is sharded like its kernel. A fresh adapter is there
     to be trained: its dropout is on until `model.eval()` turns it off.
 
-    Adapted are `nnx.Linear`, `nnx.LinearGeneral`, `nnx.Einsum`, `nnx.Embed` and `nnx.Conv`, also
-    where `nnx.vmap` has stacked them along leading axes for `nnx.scan`; and, in modules that keep
-    their class, the parameters that `jax_dora.register` has named, among them those of public model
-    libraries. A module that is shared stays shared, and a rule that matches one of its paths adapts
-    it everywhere.
+    Adapted are `nnx.Linear`, `nnx.LinearGeneral`, `nnx.Einsum`, `nnx.Embed`, `nnx.Conv` and
+    `nnx.ConvTranspose`, also where `nnx.vmap` has stacked them for `nnx.scan`; and, in modules that
+    keep their class, the parameters that `jax_dora.register` has named, among them those of public
+    model libraries. A module that is shared stays shared, and a rule that matches one of its paths
+    adapts it everywhere.
 
     With `example` every parameter of two axes or more that a matrix product or a lookup reads can
     be adapted, whoever wrote the code, and "all-linear" means all that products read but embeddings
@@ -117,7 +117,13 @@ def adapt_site(site: Site, rule: DoRARule, rngs: nnx.Rngs) -> Any:
     assert site.reader is not None
     module, (reader, path) = site.found.module, site.reader
     with named(site.names[0], "adapted"):
-        place = made_place(site.param, site.axes, rule, has_module_path=site.has_module_path)
+        place = made_place(
+            site.param,
+            site.axes,
+            rule,
+            has_module_path=site.has_module_path,
+            is_lookup=site.is_lookup,
+        )
         sharding = _mesh_sharding(getattr(module, site.param))
         with contextlib.ExitStack() as scope:
             if sharding is not None:

@@ -2,16 +2,19 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Self, overload
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.core import Tracer
 
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.merge_report import MergedLayer, MergeReport
+from dora_common.rules import listing
 from jax_dora import ops
 from jax_dora.adapt.adapter import Adapter, set_adapter
 from jax_dora.adapt.remove import remove_dora
@@ -26,6 +29,8 @@ from jax_dora.layers.stack import Stack
 from jax_dora.ops import quantised
 from jax_dora.ops.rounding import round_to
 from jax_dora.weights.adapter import WeightAdapter
+
+_LOG = logging.getLogger("jax_dora")
 
 
 @overload
@@ -67,6 +72,8 @@ def merge_dora(
     Of layers that share a parameter each has an adapter of its own, and gets an array of its own:
     whatever else refers to the parameter keeps the base's, as in `model`.
 
+    Logs a warning of adapters that are as they were made while others have moved.
+
     Args:
       model: a model with an adapter; dropout plays no part.
       adapters: merges these into the base of `model` instead of the adapter that it holds: several
@@ -104,6 +111,7 @@ def merge_dora(
         raise ValueError(
             "model holds no adapter and adapters names none; expected a model from apply_dora"
         )
+    _warn_of_untrained({path: its[0] for path, its in sources.items()})
     layers, shared, done = [], shared_variables(merged), set()
     bases = {path: found.module for found in find_modules(merged) for path in found.paths}
     for path, its in sources.items():
@@ -116,6 +124,24 @@ def merge_dora(
             setattr(base, name, getattr(base, name).copy())
         layers.append(_merge_layer(path, base, its, requantize, return_report))
     return (merged, MergeReport(tuple(filter(None, layers)))) if return_report else merged
+
+
+def _warn_of_untrained(layers: Mapping[str, DoRALayer | WeightAdapter]) -> None:
+    """Warns of adapters that no gradient has reached while others have moved: their model reads
+    the weight by itself, and not by the layer."""
+    found: dict[str, bool] = {}
+    for path, layer in layers.items():
+        arrays = (layer.lora_a[...], layer.lora_b[...])
+        if not any(isinstance(array, Tracer) for array in arrays):
+            found[path] = all(bool(jnp.any(array)) for array in arrays)
+    still = [path for path, has_moved in found.items() if not has_moved]
+    if still and any(found.values()):
+        _LOG.warning(
+            "lora_a or lora_b is zero, as when they were made, in adapters beside which others are "
+            "not; where the model reads a weight by itself, and never calls its layer, the adapter "
+            "does nothing: adapt it by apply_dora(..., example=), inputs to call the model with:%s",
+            listing(still),
+        )
 
 
 def _without_dropout(adapter: Adapter) -> Adapter:

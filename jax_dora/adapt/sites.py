@@ -34,6 +34,7 @@ class Site:
       stack_axis: of a layer the axis along which a traced call takes its kernel apart, or None.
       reader: the module whose methods read it, and the path from there to the owner.
       is_linear: whether "all-linear" means it.
+      is_lookup: of a weight that is no layer, whether it is an embedding.
       is_adapted: whether it holds an adapter.
       refusal: why it cannot be adapted, or "".
       how: what is known of it, in a few words.
@@ -49,6 +50,7 @@ class Site:
     stack_axis: int | None = None
     reader: tuple[Any, tuple[str, ...]] | None = None
     is_linear: bool = False
+    is_lookup: bool = False
     is_adapted: bool = False
     refusal: str = ""
     how: str = ""
@@ -163,7 +165,8 @@ def _sites_of(found: Found, modules: list[Found], traced: Traced | None) -> list
         adapted = [one for one in adapters_of(module) if one.place.param == param]
         reads = _reads_of(traced, found, param)
         if adapted:
-            site.is_adapted, site.axes = True, adapted[0].place.axes
+            place = adapted[0].place
+            site.is_adapted, site.axes, site.is_lookup = True, place.axes, place.is_lookup
             site.is_linear = not _is_head(site.names[0])
             site.how = "read by its module's methods"
         elif cls is not None and param == cls.kernel_name and _reads_itself(found, cls, reads):
@@ -202,6 +205,7 @@ def _from_reads(site: Site, registration: Any, modules: list[Found], reads: Any)
     if reads is None:
         site.axes, site.reader = axes or "", (module, ())
         site.is_linear = registration.linear and not _is_head(site.names[0])
+        site.is_lookup = not registration.linear
         site.how = f"registered, {axes}"
         if not axes:
             site.refusal = "its registration says that it has no contracted and feature axes"
@@ -220,6 +224,7 @@ def _from_reads(site: Site, registration: Any, modules: list[Found], reads: Any)
         axes = chosen.axes
     site.axes = axes
     looked_up = any(read.kind == "lookup" for read in useful)
+    site.is_lookup = looked_up or bool(registration and not registration.linear)
     site.is_linear = registration.linear if registration else not looked_up
     site.is_linear = site.is_linear and not _is_head(site.names[0])
     site.merged = sum(not is_adapted_read(read, axes) for read in reads)

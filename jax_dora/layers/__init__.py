@@ -3,6 +3,7 @@
 from jax_dora.layers.base import DoRALayer as DoRALayer
 from jax_dora.layers.base import DoRAParam as DoRAParam
 from jax_dora.layers.conv import DoRAConv as DoRAConv
+from jax_dora.layers.conv import DoRAConvTranspose as DoRAConvTranspose
 from jax_dora.layers.embed import DoRAEmbed as DoRAEmbed
 from jax_dora.layers.linear import DoRALinear as DoRALinear
 from jax_dora.layers.projection import DoRAEinsum as DoRAEinsum

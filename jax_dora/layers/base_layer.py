@@ -38,7 +38,8 @@ def check_base(base: Any, expected: type[nnx.Module]) -> None:
     if type(base).__call__ is not expected.__call__:
         raise TypeError(
             f"the layer is a {type(base).__name__}, which computes something else than "
-            f"nnx.{expected.__name__}; expected an nnx.{expected.__name__} itself"
+            f"nnx.{expected.__name__}; expected an nnx.{expected.__name__} itself, or apply_dora's "
+            "example=, inputs to call the model with, by which what reads the weight is adapted"
         )
     for name, allowed in _OWN_ARITHMETIC.items():
         value = getattr(base, name, allowed[0])

@@ -1,4 +1,4 @@
-"""DoRA for nnx.Conv."""
+"""DoRA for nnx.Conv and nnx.ConvTranspose."""
 
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from jax_dora.layers.rule import DoRARule
 from jax_dora.ops.dropout import drop_for
 
 
-class DoRAConv(DoRALayer, nnx.Conv):
+class DoRAConvolution(DoRALayer):
     """y = conv(x, magnitude ∘ (kernel + s·lora_a lora_b) / ‖kernel + s·lora_a lora_b‖) + bias.
 
     The norm is of each output channel, over the window and the input channels it reads. Computed
@@ -24,7 +24,8 @@ class DoRAConv(DoRALayer, nnx.Conv):
     the base's (strides, padding, dilation, groups), then a product with lora_b. In a grouped
     convolution every group has an adapter of its own, of rank / groups.
 
-    Arguments as `DoRALayer`'s; rank is a multiple of the number of groups.
+    Arguments as `DoRALayer`'s; rank is a multiple of the number of groups, which of a depthwise
+    convolution is that of its input channels.
 
     Attributes:
       kernel: [*window, in / groups, out].
@@ -33,12 +34,16 @@ class DoRAConv(DoRALayer, nnx.Conv):
       magnitude: [out].
     """
 
-    base_type = nnx.Conv
+    kernel: nnx.Param
+    bias: nnx.Param | None
+    dtype: Any
+    precision: Any
+    promote_dtype: Any
 
     @classmethod
     def check(cls, base: Any, options: DoRARule) -> None:
         super().check(base, options)
-        groups = base.feature_group_count
+        groups = _groups(base)
         if options.rank % groups:
             raise ValueError(
                 f"rank is {options.rank} and the convolution has {groups} groups, each of which "
@@ -51,7 +56,7 @@ class DoRAConv(DoRALayer, nnx.Conv):
 
     @classmethod
     def layout_of(cls, module: Any, rank: int) -> Layout:
-        return convolution_layout(module.kernel_shape, module.feature_group_count, rank)
+        return convolution_layout(module.kernel_shape, _groups(module), rank)
 
     def adapter_axes(self, axes: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
         return {"lora_a": (*axes[:-1], None), "lora_b": (None, axes[-1]), "magnitude": axes[-1:]}
@@ -71,7 +76,7 @@ class DoRAConv(DoRALayer, nnx.Conv):
           deterministic, rngs: as `nnx.Dropout.__call__`'s.
 
         Returns:
-          [*batch, *window positions, out] in the dtype that `nnx.Conv` would return.
+          [*batch, *window positions, out] in the dtype that the base layer would return.
         """
         bias = None if self.bias is None else self.bias[...]
         x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
@@ -108,17 +113,48 @@ class DoRAConv(DoRALayer, nnx.Conv):
         return y if bias is None else y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
 
     def _convolve(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
-        """Returns what `nnx.Conv` would with another kernel and no bias."""
+        """Returns what the base layer would with another kernel and no bias."""
         settings = vars(self) | {"kernel": kernel, "bias": None, "use_bias": False}
         stand_in: Any = SimpleNamespace(**settings)
-        return nnx.Conv.__call__(stand_in, x)
+        base_type: Any = self.base_type
+        return base_type.__call__(stand_in, x)
 
     def _expand(self, z: jax.Array, lora_b: jax.Array) -> jax.Array:
         """Takes [..., rank] to [..., out] by lora_b, group by group."""
-        layout, groups = self.layout, self.feature_group_count
+        layout, groups = self.layout, _groups(self)
         lora_b = layout.lora_b.to_matrices(lora_b).astype(z.dtype)
         if groups == 1:
             return jnp.matmul(z, lora_b[0], precision=self.precision)
         z = z.reshape(*z.shape[:-1], groups, -1)
         lora = jnp.einsum("...gr,gro->...go", z, lora_b, precision=self.precision)
         return lora.reshape(*z.shape[:-2], -1)
+
+
+class DoRAConv(DoRAConvolution, nnx.Conv):
+    """`nnx.Conv` with an adapter; see `DoRAConvolution`."""
+
+    base_type = nnx.Conv
+
+
+class DoRAConvTranspose(DoRAConvolution, nnx.ConvTranspose):
+    """`nnx.ConvTranspose` with an adapter; see `DoRAConvolution`.
+
+    Raises:
+      NotImplementedError: transpose_kernel is True, whose kernel has the axes of inputs and outputs
+        the other way round.
+    """
+
+    base_type = nnx.ConvTranspose
+
+    @classmethod
+    def check(cls, base: Any, options: DoRARule) -> None:
+        super().check(base, options)
+        if base.transpose_kernel:
+            raise NotImplementedError(
+                "transpose_kernel is True, which reads the kernel as that of the convolution in "
+                "the other direction; expected False, or this layer left out"
+            )
+
+
+def _groups(module: Any) -> int:
+    return getattr(module, "feature_group_count", 1)

@@ -3,14 +3,22 @@
 from flax import nnx
 
 from jax_dora.layers.base import DoRALayer
-from jax_dora.layers.conv import DoRAConv
+from jax_dora.layers.conv import DoRAConv, DoRAConvTranspose
 from jax_dora.layers.embed import DoRAEmbed
 from jax_dora.layers.linear import DoRALinear
 from jax_dora.layers.projection import DoRAEinsum, DoRALinearGeneral
 
 # By the class of the base layer. Everything that adapts, merges, loads or saves asks here.
 DORA_CLASSES: dict[type[nnx.Module], type[DoRALayer]] = {
-    cls.base_type: cls for cls in (DoRALinear, DoRALinearGeneral, DoRAEinsum, DoRAEmbed, DoRAConv)
+    cls.base_type: cls
+    for cls in (
+        DoRALinear,
+        DoRALinearGeneral,
+        DoRAEinsum,
+        DoRAEmbed,
+        DoRAConv,
+        DoRAConvTranspose,
+    )
 }
 
 

@@ -18,13 +18,15 @@ from dora_common.peft.fit import Adapter, Fit
 from dora_common.peft.folder import Folder, opened
 from dora_common.peft.layers import Shape
 from jax_dora.adapt import DoRARule, remove_dora
-from jax_dora.adapt.apply import adapt_layer
+from jax_dora.adapt.adapter import adapted_weights
+from jax_dora.adapt.apply import adapt_layer, adapt_site
 from jax_dora.adapt.tree import check_model, find_modules, replace_modules
 from jax_dora.layers.stack import indices
 from jax_dora.ops import check
 from jax_dora.peft.names import Names
 from jax_dora.peft.torch_view import Index, TorchView, to_matrix, torch_view
 from jax_dora.peft.untie import untie
+from jax_dora.peft.weights import fill
 
 _CACHE_LINE = 64
 
@@ -86,8 +88,8 @@ def load_adapter[Model: nnx.Module](
     check_model(model)
     names = names or Names()
     with opened(folder, "np", adapter) as source:
-        loaded = remove_dora(model)
-        view = torch_view(loaded, names)
+        loaded, held = remove_dora(model), adapted_weights(model)
+        view = torch_view(loaded, names, held)
         fit = source.fit(
             [one.layer for one in view.layers.values()],
             {name: one.shape for name, one in view.parameters.items()},
@@ -100,8 +102,7 @@ def load_adapter[Model: nnx.Module](
                 **source.options(one, dropout_mode),
                 adapter_dtype=adapter_dtype or _dtype(source, path, adapters.values()),
                 adapt_attend=False if one.layer.kind == "embedding" else None,
-                lora_a_init=_Stored(source, "lora_a", adapters, view.stacks[path]),
-                lora_b_init=_Stored(source, "lora_b", adapters, view.stacks[path]),
+                **_initializers(source, view, path, adapters),
                 implementation=implementation,
             )
             for path, adapters in stacks.items()
@@ -111,14 +112,45 @@ def load_adapter[Model: nnx.Module](
         found = {path: one for one in find_modules(loaded) for path in one.paths}
         replacements = {}
         for path, rule in rules.items():
-            layer = adapt_layer(found[path], rule, rngs)
+            if path in view.weights:
+                layer = adapt_site(view.weights[path].site, rule, rngs)
+                fill(layer, _arrays(source, view, layer, stacks[path]))
+            else:
+                layer = adapt_layer(found[path], rule, rngs)
+                replacements[id(found[path].module)] = layer
             layer.eval()
             _set_magnitude(source, layer.magnitude, stacks[path], adapter_dtype is None)
-            replacements[id(found[path].module)] = layer
         loaded = untie(loaded, view, fit, source.config)
         loaded = replace_modules(loaded, replacements)
-        _set_parameters(source, torch_view(loaded, names), fit)
+        _set_parameters(source, torch_view(loaded, names, held), fit)
     return loaded
+
+
+def _initializers(
+    source: Folder, view: TorchView, path: str, adapters: Mapping[Index, Adapter]
+) -> dict[str, Any]:
+    """The initializers of a layer that read its arrays; none of a weight, which is filled later."""
+    if path in view.weights:
+        return {}
+    return {
+        f"{name}_init": _Stored(source, name, adapters, view.stacks[path])
+        for name in ("lora_a", "lora_b")
+    }
+
+
+def _arrays(
+    source: Folder, view: TorchView, holder: Any, adapters: Mapping[Index, Adapter]
+) -> dict[str, np.ndarray]:
+    """lora_a and lora_b of a weight: zero in the layers of a stack that have no adapter."""
+    found = {}
+    for name in ("lora_a", "lora_b"):
+        old = getattr(holder, name).get_value()
+        value = found[name] = _zeros(old.shape, old.dtype)
+        for index, one in adapters.items():
+            layer = view.layers[one.layer.name]
+            part = view.of_adapter(layer, one.rank, holder.layout)[name]
+            value[index] = part.from_torch(source.read(one.keys[name]))
+    return found
 
 
 def _by_path(source: Folder, view: TorchView, fit: Fit) -> dict[str, dict[Index, Adapter]]:

@@ -32,11 +32,14 @@ class Names:
         "model/layers/self_attn/q_proj" is model.layers.0.self_attn.q_proj and so on. Matched before
         the rules are applied.
       parameters: the names of parameters that differ.
+      experts: parameters that hold packed experts, in the order in which PyTorch's modules
+        register them; it counts where a module has several.
     """
 
     rules: tuple[tuple[str, str], ...] | list[tuple[str, str]] = ()
     stacks: tuple[str, ...] | list[str] = ("layers", "layer", "blocks", "block", "h")
     parameters: Mapping[str, str] = field(default_factory=lambda: _PARAMETERS)
+    experts: tuple[str, ...] | list[str] = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
 
     def module(self, path: str, index: tuple[int, ...] = ()) -> str:
         """

@@ -1,8 +1,9 @@
 """A Flax model's adapter into a PEFT folder."""
 
+import functools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,15 +15,13 @@ from safetensors.numpy import save_file
 
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.save import Adapted, Source
-from dora_common.rules import listing
-from jax_dora.adapt.stack import stack_of, take
 from jax_dora.adapt.tree import check_model, find_dora_layers
 from jax_dora.layers.call import bounded_norm
+from jax_dora.norms import norm_of_layer
 from jax_dora.ops import check
 from jax_dora.peft.names import Names
 from jax_dora.peft.torch_view import TorchParameter, TorchView, torch_view
 from jax_dora.peft.untie import refuse_possible_heads
-from jax_dora.weights.adapter import WeightAdapter
 
 _LOG = logging.getLogger(__name__)
 
@@ -37,6 +36,7 @@ def save_adapter(
     trainable_token_indices: Mapping[str, Sequence[int]] | Sequence[int] | None = None,
     bias: str = "none",
     fan_in_fan_out: bool = False,
+    for_peft: bool = True,
     base_model_name_or_path: str | None = None,
     task_type: str | None = None,
     dtype: Dtype | None = None,
@@ -62,6 +62,8 @@ def save_adapter(
         or the rows alone, where the model has one embedding.
       bias: "none", or the biases to store: "all", or "lora_only" for those of adapted layers.
       fan_in_fan_out: PyTorch's layers are GPT-2's Conv1D.
+      for_peft: False also writes what PEFT refuses to read, and jax_dora reads: a DoRA adapter of
+        packed experts, with magnitudes [experts, out].
       base_model_name_or_path, task_type: for whoever reads the folder; PEFT's task types are
         "CAUSAL_LM", "SEQ_CLS" and so on.
       dtype: of lora_a, lora_b and magnitude in the file: float16, bfloat16, float32 or float64; by
@@ -75,14 +77,15 @@ def save_adapter(
       ValueError: the model has no adapter, or one that the format cannot express; `config` does not
         fit the model; a name matches no module; a number is not finite, or not in `dtype`.
       NotImplementedError: an adapted layer has no counterpart in PyTorch, or is a convolution with
-        settings that PEFT does not honour.
+        settings that PEFT does not honour; or packed experts have what PEFT refuses.
       TypeError: an argument has the wrong type.
     """
     if dtype is not None and jnp.dtype(dtype) not in check.FLOATS:
         raise TypeError(f"dtype is {dtype}; expected float16, bfloat16, float32 or float64")
-    _refuse_weights(model)
+    check_model(model)
     view = torch_view(model, names or Names())
-    modules = _adapted_layers(view)
+    is_lora = _lora_test(view)
+    modules = _adapted_layers(model, view, is_lora)
     _warn_of_tied_heads(modules)
 
     def stored(owner: Any, part: TorchParameter, dtype: Dtype | None = None) -> np.ndarray:
@@ -98,17 +101,18 @@ def save_adapter(
 
     def read_adapter(name: str, attribute: str) -> np.ndarray:
         module = modules[name]
-        return stored(module, view.of_adapter(view.layers[name], module.rank)[attribute], dtype)
+        layer = view.layers[name]
+        return stored(module, view.of_adapter(layer, module.rank, module.layout)[attribute], dtype)
 
     source = Source(
         layers=[one.layer for one in view.layers.values()],
         adapted={name: _described(view, name, module) for name, module in modules.items()},
-        modules=view.names.keys(),
+        modules={*view.names, *(n for n, one in view.layers.items() if one.layer.kind == "linear")},
         parameters={name: one.shape for name, one in view.parameters.items()},
         arrays=view.arrays(),
         read=read,
         read_adapter=read_adapter,
-        is_lora=lambda name: _is_lora(view, name),
+        is_lora=is_lora,
     )
     config = source.config(
         config,
@@ -117,6 +121,7 @@ def save_adapter(
         use_dora=use_dora,
         bias=bias,
         fan_in_fan_out=fan_in_fan_out,
+        for_peft=for_peft,
         base_model_name_or_path=base_model_name_or_path,
         task_type=task_type,
     )
@@ -124,24 +129,11 @@ def save_adapter(
     source.write(folder, config, save_file, overwrite=overwrite)
 
 
-def _refuse_weights(model: nnx.Module) -> None:
-    """Refuses adapters that stand beside a weight of a module which keeps its class."""
-    check_model(model)
-    if paths := [
-        found.paths[0]
-        for found in find_dora_layers(model)
-        if isinstance(found.module, WeightAdapter)
-    ]:
-        raise NotImplementedError(
-            "PEFT's format is written of Flax's own layers alone, and these weights are read by "
-            "their modules' own code; expected none of them: merge them by merge_dora, or store "
-            f"the arrays of get_adapter:{listing(paths)}"
-        )
-
-
-def _adapted_layers(view: TorchView) -> dict[str, Any]:
-    """The module of every adapted layer, by PyTorch's name."""
-    paths = view.adapted_paths()
+def _adapted_layers(
+    model: nnx.Module, view: TorchView, is_lora: Callable[[str], bool]
+) -> dict[str, Any]:
+    """What holds the adapter of every adapted layer, by PyTorch's name."""
+    paths = [found.paths[0] for found in find_dora_layers(model)]
     if not paths:
         raise ValueError(
             "model has no adapter; expected one with DoRA layers, as jax_dora.apply_dora makes it"
@@ -150,25 +142,27 @@ def _adapted_layers(view: TorchView) -> dict[str, Any]:
     if strange := [path for path in paths if path not in reachable]:
         raise NotImplementedError(
             f"{', '.join(strange)}: projections with batch axes or another order of output axes "
-            "than their kernel's; expected layers that are a Linear, Embedding or ConvNd in PyTorch"
+            "than their kernel's, stacks along another axis than the first, or embeddings that are "
+            "no nnx.Embed; expected layers that are a Linear, Embedding or ConvNd in PyTorch, or "
+            "packed experts: merge them by merge_dora, or store the arrays of get_adapter"
         )
     return {
-        name: view.modules[layer.path]
+        name: view.holder(layer.path)
         for name, layer in view.layers.items()
-        if layer.path in set(paths) and not _changes_nothing(view, name)
+        if layer.path in set(paths) and not _changes_nothing(view, name, is_lora)
     }
 
 
-def _changes_nothing(view: TorchView, name: str) -> bool:
+def _changes_nothing(view: TorchView, name: str, is_lora: Callable[[str], bool]) -> bool:
     """Whether the layer lies in a stack where others have an adapter and it has none: lora_a and
     lora_b are zero, which no training of an adapter leads to, and the magnitude is the norm."""
     layer = view.layers[name]
-    module: Any = view.modules[layer.path]
+    holder = view.holder(layer.path)
     if not layer.index or any(
-        bool(jnp.any(part[...][layer.index])) for part in (module.lora_a, module.lora_b)
+        bool(jnp.any(part[...][layer.index])) for part in (holder.lora_a, holder.lora_b)
     ):
         return False
-    return _is_lora(view, name)
+    return is_lora(name)
 
 
 def _warn_of_tied_heads(adapted: dict[str, Any]) -> None:
@@ -198,8 +192,17 @@ def _python(number: Any) -> Any:
     return number.item() if isinstance(number, np.generic) else number
 
 
-def _is_lora(view: TorchView, name: str) -> bool:
-    layer = view.layers[name]
-    module: Any = view.modules[layer.path]
-    one = take(module, stack_of(module), layer.index) if layer.index else module
-    return bool(jnp.all(bounded_norm(one.norm(), one.result_dtype) == one.magnitude[...]))
+def _lora_test(view: TorchView) -> Callable[[str], bool]:
+    """Returns what says whether the magnitude of the layer of a name is its norm."""
+
+    @functools.cache
+    def are_norms(path: str) -> np.ndarray:
+        holder = view.holder(path)
+        norm = bounded_norm(norm_of_layer(holder), holder.result_dtype)
+        return np.asarray(norm == holder.magnitude[...])
+
+    def is_lora(name: str) -> bool:
+        layer = view.layers[name]
+        return bool(are_norms(layer.path)[layer.index].all())
+
+    return is_lora

@@ -2,20 +2,32 @@
 
 import itertools
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from flax import nnx
 
-from dora_common.peft.layers import Layer, Shape, convolution_refusals
+from dora_common.peft.layers import Layer, Shape
+from jax_dora.adapt.adapter import AdaptedWeight
 from jax_dora.adapt.stack import stack_shape
 from jax_dora.adapt.tree import check_model, find_modules, named
 from jax_dora.layers import DoRALayer, dora_class_of
-from jax_dora.layers.layout import Axes, convolution_layout, matrix_layout, projection_layout
+from jax_dora.layers.layout import (
+    Axes,
+    Layout,
+)
 from jax_dora.layers.stack import indices
+from jax_dora.peft.layers import torch_layer
 from jax_dora.peft.names import Names
+from jax_dora.peft.weights import (
+    TorchWeight,
+    experts_from_torch,
+    experts_to_torch,
+    in_order,
+    torch_weights,
+)
 
 Index = tuple[int, ...]
 # The names of a head that is None where a model ties it to its embedding.
@@ -34,6 +46,7 @@ class TorchParameter:
       axes: how the array is a matrix; None where Flax and PyTorch lay it out alike.
       is_transposed: the matrix is [in, out], or [window and in, out], and PyTorch has the output
         axis first, then the input axis, then the window.
+      of_experts: "lora_a", "lora_b" or "magnitude" of packed experts; else "".
     """
 
     path: str
@@ -42,12 +55,15 @@ class TorchParameter:
     shape: Shape
     axes: Axes | None = None
     is_transposed: bool = False
+    of_experts: str = ""
 
     def to_torch(self, array: np.ndarray) -> np.ndarray:
         """This layer's part of the array, as PyTorch has it."""
         if self.axes is None:
             return array.reshape(self.shape)
         matrix: Any = self.axes.to_matrices(array)  # pyright: ignore[reportArgumentType]
+        if self.of_experts:
+            return experts_to_torch(self.of_experts, matrix)
         if not self.is_transposed:
             return matrix.reshape(self.shape)
         order = _flax_order(self.shape)
@@ -58,6 +74,9 @@ class TorchParameter:
         """The reverse of `to_torch`."""
         if self.axes is None:
             return array.reshape(self.shape)
+        if self.of_experts:
+            matrices = experts_from_torch(self.of_experts, array, self.axes.matrices)
+            return self.axes.from_matrices(matrices)  # pyright: ignore[reportReturnType, reportArgumentType]
         array = array.reshape(self.shape)
         if self.is_transposed:
             array = array.transpose(_flax_order(self.shape))
@@ -87,6 +106,7 @@ class TorchView:
         of a head which is None since it is tied to the embedding.
       names: of every module, and its path.
       tied_heads: by the name of the weight, the paths of such heads.
+      weights: those that are no layers of their own, by path.
     """
 
     modules: Mapping[str, nnx.Module]
@@ -96,6 +116,7 @@ class TorchView:
     parameters: Mapping[str, TorchParameter]
     names: Mapping[str, str]
     tied_heads: Mapping[str, str]
+    weights: Mapping[str, TorchWeight]
 
     def variable(self, parameter: TorchParameter) -> nnx.Variable:
         return getattr(self.modules[parameter.path], parameter.attribute)
@@ -105,12 +126,17 @@ class TorchView:
         return {name: (id(self.variable(one)), one.index) for name, one in self.parameters.items()}
 
     def adapted_paths(self) -> list[str]:
-        return [path for path in self.kinds if isinstance(self.modules[path], DoRALayer)]
+        layers = [path for path in self.kinds if isinstance(self.modules[path], DoRALayer)]
+        return layers + [path for path, one in self.weights.items() if one.adapter]
 
-    def of_adapter(self, layer: TorchLayer, rank: int) -> dict[str, TorchParameter]:
-        """lora_a, lora_b and magnitude of a layer that is adapted."""
-        module: Any = self.modules[layer.path]
-        layout = module.layout
+    def holder(self, path: str) -> Any:
+        """What holds the adapter of the layer or weight at `path`, under the names lora_a, lora_b
+        and magnitude."""
+        return self.weights[path].adapter if path in self.weights else self.modules[path]
+
+    def of_adapter(self, layer: TorchLayer, rank: int, layout: Layout) -> dict[str, TorchParameter]:
+        """lora_a, lora_b and magnitude of a layer whose adapter has this layout."""
+        experts = layer.layer.kind == "experts"
         return {
             name: TorchParameter(
                 layer.path,
@@ -119,14 +145,18 @@ class TorchView:
                 shape,
                 getattr(layout, name),
                 is_transposed=name != "magnitude",
+                of_experts=name if experts else "",
             )
             for role, shape in layer.layer.shapes(rank).items()
             for name in [role.replace("embedding_", "lora_")]
         }
 
 
-def torch_view(model: nnx.Module, names: Names) -> TorchView:
+def torch_view(model: nnx.Module, names: Names, held: Iterable[AdaptedWeight] = ()) -> TorchView:
     """
+    Args:
+      held: as `torch_weights`' of the model.
+
     Raises:
       TypeError: `model` is no nnx module.
       ValueError: two modules get the same name, or the layers of a stack get none.
@@ -146,6 +176,7 @@ def torch_view(model: nnx.Module, names: Names) -> TorchView:
             stacks[path] = stack_shape(modules[path])
     stacks |= {path: _stack_around(path, stacks, names) for path in modules if path not in stacks}
 
+    weights = torch_weights(model, held)
     layers, parameters, names_of = {}, {}, {}
     for found in all_found:
         path, module = found.paths[0], found.module
@@ -156,20 +187,49 @@ def torch_view(model: nnx.Module, names: Names) -> TorchView:
                     f"names calls two modules {name!r}: the one at {names_of[name]!r} and the one "
                     f"at {path!r}; expected a name for each"
                 )
-            layer, weight = _layer(name, module, kinds.get(path))
+            layer, weight = torch_layer(name, module, kinds.get(path))
             if other == path:
                 names_of[name] = path
                 if layer is not None:
                     layers[name] = TorchLayer(path, index, layer)
             for one in _parameters(path, index, module, kinds.get(path), layer, weight):
                 parameters[".".join(filter(None, (name, names.parameter(one.attribute))))] = one
+    for path, weight in weights.items():
+        stacks[path] = weight.stack.shape
+        for index in weight.stack.indices():
+            layer = weight.layer(names, index)
+            layers[layer.name] = TorchLayer(path, index, layer)
+            if layer.kind == "linear":
+                _as_linear(parameters, weight, layer, index, names)
+    layers = in_order(layers, names)
     tied_heads = _tied_heads(modules, names)
     embeddings = [name for name, one in layers.items() if one.layer.kind == "embedding"]
     if len(embeddings) != 1:
         tied_heads = {}
     for head in tied_heads:
         parameters[head] = parameters[f"{embeddings[0]}.{names.parameter('embedding')}"]
-    return TorchView(modules, kinds, stacks, layers, parameters, names_of, tied_heads)
+    return TorchView(modules, kinds, stacks, layers, parameters, names_of, tied_heads, weights)
+
+
+def _as_linear(
+    parameters: dict[str, TorchParameter],
+    weight: TorchWeight,
+    layer: Layer,
+    index: Index,
+    names: Names,
+) -> None:
+    """Gives a weight the name and the shape that a Linear's has in PyTorch."""
+    site = weight.site
+    module = names.module(site.found.paths[0], index)
+    parameters.pop(".".join(filter(None, (module, names.parameter(site.param)))), None)
+    parameters[f"{layer.name}.weight"] = TorchParameter(
+        site.found.paths[0],
+        site.param,
+        index,
+        (layer.out_features, layer.in_features),
+        weight.layout.kernel,
+        is_transposed=True,
+    )
 
 
 def _tied_heads(modules: Mapping[str, nnx.Module], names: Names) -> dict[str, str]:
@@ -218,66 +278,6 @@ def _stack_around(path: str, stacks: Mapping[str, Shape], names: Names) -> Shape
             if len(shapes) == 1:
                 return shapes.pop()
     return ()
-
-
-def _layer(
-    name: str, module: Any, kind: type[DoRALayer] | None
-) -> tuple[Layer | None, Axes | None]:
-    """What PyTorch would have, and how the weight is a matrix; no layer where it has no such."""
-    if kind is None:
-        return None, None
-    if kind.base_type is nnx.Embed:
-        features, width = module.num_embeddings, module.features
-        return Layer(name, "embedding", features, width), matrix_layout(features, width, 1).kernel
-    if kind.base_type is nnx.Linear:
-        features, width = module.in_features, module.out_features
-        return Layer(name, "linear", features, width), matrix_layout(features, width, 1).kernel
-    if kind.base_type is nnx.Conv:
-        *window, _, width = module.kernel_shape
-        refusals = convolution_refusals(
-            module.feature_group_count,
-            window,
-            _each(module.kernel_dilation, len(window)),
-            _padding_mode(module.padding, window),
-        )
-        if any(step != 1 for step in _each(module.input_dilation, len(window))):
-            refusals = (*refusals, "has input dilation")
-        layer = Layer(name, "conv", module.in_features, width, tuple(window), refusals)
-        # Groups lie alike in both, so that the window is all there is to move.
-        return layer, convolution_layout(tuple(module.kernel_shape), 1, 1).kernel
-    return _projection(name, module, kind)
-
-
-def _each(steps: int | Sequence[int] | None, axes: int) -> Sequence[int]:
-    return (steps or 1,) * axes if steps is None or isinstance(steps, int) else steps
-
-
-def _padding_mode(padding: Any, window: Sequence[int]) -> str:
-    """PyTorch's padding_mode. It has none for "CAUSAL", whose zeros a PyTorch model puts before the
-    input itself, as for what is padded differently on both sides."""
-    if padding in ("CIRCULAR", "REFLECT") and any(size > 1 for size in window):
-        return padding.lower()
-    return "zeros"
-
-
-def _projection(name: str, module: Any, kind: type[DoRALayer]) -> tuple[Layer | None, Axes | None]:
-    """LinearGeneral and Einsum, as the Linear that they are where they have no batch axes."""
-    if kind.base_type is nnx.Einsum and not module.einsum_str:
-        return None, None
-    equation = kind.equation(module)  # pyright: ignore[reportAttributeAccessIssue]
-    order = "".join(map(equation.sort, equation.kernel))
-    shape = kind.unstacked_shape(module)
-    out = equation.kernel_letters("o")
-    is_linear = set(order) == {"i", "o"} and len(set(equation.kernel)) == len(shape)
-    if not is_linear or out != "".join(letter for letter in equation.y if letter in out):
-        return None, None
-    sizes = {
-        sort: tuple(size for size, one in zip(shape, order, strict=True) if one == sort)
-        for sort in "io"
-    }
-    axes = projection_layout((), sizes["i"], sizes["o"], order, 1).kernel
-    _, features, width = axes.matrices
-    return Layer(name, "linear", features, width), axes
 
 
 def _parameters(

@@ -42,12 +42,14 @@ class Place:
         lie along it, each with an adapter; "s", layers are stacked along it.
       has_module_path: whether the weight's path is its module's, since it has no other weight.
       rule: the adapter's settings, without a path.
+      is_lookup: whether it is an embedding.
     """
 
     param: str
     axes: str
     has_module_path: bool
     rule: DoRARule
+    is_lookup: bool = False
 
     def attribute(self, name: str) -> str:
         """Returns by which name the module has the adapter's `name`."""

@@ -181,7 +181,9 @@ def as_dora(module: Any) -> None:
         module.__class__ = dora_type(type(module))
 
 
-def made_place(param: str, axes: str, rule: DoRARule, *, has_module_path: bool) -> Place:
+def made_place(
+    param: str, axes: str, rule: DoRARule, *, has_module_path: bool, is_lookup: bool = False
+) -> Place:
     """Returns the place of an adapter that `rule` makes.
 
     Raises:
@@ -193,7 +195,7 @@ def made_place(param: str, axes: str, rule: DoRARule, *, has_module_path: bool) 
             "which is adapted wherever it is read; expected None"
         )
     settings = dataclasses.replace(rule, path="", lora_a_init=None, lora_b_init=None)
-    return Place(param, axes, has_module_path, settings)
+    return Place(param, axes, has_module_path, settings, is_lookup)
 
 
 def add_adapter(module: Any, place: Place, reader: Any, path: tuple[str, ...]) -> WeightAdapter:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_dora import DoRAConv
+from jax_dora import DoRAConv, DoRAConvTranspose, DoRARule, apply_dora, merge_dora
 from jax_dora.ops import draw_seed
 from jax_dora.ops.dropout import drop
 from parity import oracle, tolerances
@@ -155,3 +155,75 @@ def test_a_mask_is_refused():
 def test_another_layer_is_refused():
     with pytest.raises(TypeError, match=r"the layer is a Linear; expected an nnx\.Conv"):
         DoRAConv(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), rank=1, alpha=1, rngs=nnx.Rngs(0))
+
+
+def test_depthwise():
+    """Each channel is a group; a part of the rank for each is the least."""
+    settings = {"feature_group_count": IN, "use_bias": False}
+    with pytest.raises(ValueError, match="rank is 4 and the convolution has 6 groups"):
+        DoRAConv(
+            nnx.Conv(IN, IN, 3, rngs=nnx.Rngs(0), **settings), rank=4, alpha=1, rngs=nnx.Rngs(0)
+        )
+    base = nnx.Conv(IN, IN, 3, rngs=nnx.Rngs(0), **settings)
+    layer = trained(DoRAConv(base, rank=IN, alpha=ALPHA, rngs=nnx.Rngs(1)))
+    x = jax.random.normal(jax.random.key(0), (2, 7, IN))
+    found, merged = layer(x), []
+    for channel in range(IN):
+        arrays = (layer.kernel[:, :, channel], layer.lora_a[:, :, channel])
+        weights = oracle.from_flax(*arrays, layer.lora_b[:, channel : channel + 1])
+        magnitude = layer.magnitude[channel : channel + 1]
+        merged.append(oracle.merged_weight(*weights, magnitude, layer.scale).T)
+    padded = np.pad(oracle.fp64(x), ((0, 0), (1, 1), (0, 0)))
+    kernel = np.stack(merged, -1)[:, 0]
+    exact = sum(padded[:, at : at + 7] * kernel[at] for at in range(3))
+    within(found, exact, tolerances.OPERATOR_FP32_MAX_ABS)
+
+
+class TestTransposed:
+    CASES = (
+        ((3,), (5,), {"strides": 2}),
+        ((2, 3), (4, 3), {"strides": (1, 2), "padding": "VALID", "use_bias": False}),
+        ((3,), (5,), {"padding": "CIRCULAR", "kernel_dilation": 2}),
+    )
+
+    def make(self, window, settings, rank=3, **options) -> DoRAConvTranspose:
+        base = nnx.ConvTranspose(IN, OUT, window, rngs=nnx.Rngs(0), **settings)
+        return DoRAConvTranspose(base, rank=rank, alpha=ALPHA, rngs=nnx.Rngs(1), **options)
+
+    @pytest.mark.parametrize(("window", "positions", "settings"), CASES)
+    def test_it_is_the_base_layer_with_the_oracles_kernel(self, window, positions, settings):
+        x = jax.random.normal(jax.random.key(0), (2, *positions, IN))
+        fresh = self.make(window, settings)
+        assert jnp.array_equal(
+            nnx.jit(lambda m: m(x))(fresh), nnx.jit(lambda m: m(x))(fresh.base_layer())
+        )
+        layer = trained(fresh)
+        columns = (layer.kernel[...].reshape(-1, OUT), layer.lora_a[...].reshape(-1, 3))
+        arrays = oracle.from_flax(*columns, layer.lora_b[...])
+        merged = oracle.merged_weight(*arrays, layer.magnitude[...], layer.scale).T
+        with jax.enable_x64(True):
+            kernel = merged.reshape(layer.kernel.shape)
+            base = nnx.ConvTranspose(
+                IN, OUT, window, param_dtype=jnp.float64, rngs=nnx.Rngs(0), **settings
+            )
+            base.kernel.set_value(jnp.asarray(kernel))
+            if base.bias is not None:
+                base.bias.set_value(jnp.asarray(oracle.fp64(layer.bias[...])))
+            exact = np.asarray(base(jnp.asarray(oracle.fp64(x))))
+        within(layer(x), exact, 2 * tolerances.OPERATOR_FP32_MAX_ABS * np.abs(exact).max())
+
+    def test_in_a_model_it_is_merged_and_removed(self):
+        model = nnx.Sequential(nnx.ConvTranspose(IN, OUT, (3,), strides=2, rngs=nnx.Rngs(0)))
+        adapted = apply_dora(model, DoRARule(".*", 3, 4), rngs=nnx.Rngs(1))
+        trained(adapted.layers[0])
+        x = jax.random.normal(jax.random.key(0), (2, 5, IN))
+        merged = merge_dora(adapted)
+        assert type(merged.layers[0]) is nnx.ConvTranspose
+        within(adapted(x), oracle.fp64(merged(x)), 4 * tolerances.OPERATOR_FP32_MAX_ABS)
+        wrt = nnx.DiffState(0, nnx.LoRAParam)
+        grads = nnx.grad(lambda model: jnp.sum(jnp.sin(model(x))), argnums=wrt)(adapted)
+        assert all(bool(jnp.any(one != 0)) for one in jax.tree.leaves(grads))
+
+    def test_a_kernel_of_the_other_direction_is_refused(self):
+        with pytest.raises(NotImplementedError, match="transpose_kernel is True"):
+            self.make((3,), {"transpose_kernel": True})

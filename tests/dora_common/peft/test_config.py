@@ -10,8 +10,9 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 from safetensors.numpy import save_file
 
-from dora_common.peft.config import AdapterConfig, patterns_for, targets_for
+from dora_common.peft.config import AdapterConfig
 from dora_common.peft.folder import CONFIG, TENSORS, opened
+from dora_common.peft.names import patterns_for, targets_for
 
 MODULES = [
     f"{stem}.{index}.{part}"

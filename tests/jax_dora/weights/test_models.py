@@ -174,8 +174,9 @@ def test_dropout_drops_what_lora_a_reads(base):
     close(call(adapted, ids()), call(merge_dora(adapted), ids()))
 
 
-def test_a_peft_folder_is_refused_by_name(adapted, tmp_path):
-    with pytest.raises(NotImplementedError, match=r"merge_dora.*\n  blocks/0\n  blocks/0/heads"):
+def test_an_embedding_of_its_own_is_refused_by_name_in_a_peft_folder(adapted, tmp_path):
+    match = r"^embedder: .*embeddings that are no nnx\.Embed.*merge_dora"
+    with pytest.raises(NotImplementedError, match=match):
         jax_dora.peft.save_adapter(adapted, tmp_path / "adapter")
 
 
@@ -280,15 +281,58 @@ class TestCoverage:
         assert not table.count("adapted")
 
 
+class ScaledEmbed(nnx.Embed):
+    """As in Gemma: an embedding times the root of its features."""
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        return super().__call__(ids) * jnp.sqrt(jnp.float32(self.features))
+
+
+class Scaled(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = ScaledEmbed(7, WIDTH, rngs=rngs)
+
+    def __call__(self, ids):
+        return self.embed.attend(jnp.tanh(self.embed(ids)))
+
+
+def test_a_scaled_embedding_that_is_the_head_too():
+    model, tokens = Scaled(nnx.Rngs(0)), jnp.array([1, 6])
+    rule = DoRARule("embed", 2, 3)
+    with pytest.raises(TypeError, match=r"a ScaledEmbed, which computes something else.*example="):
+        apply_dora(model, rule, rngs=nnx.Rngs(1))
+    adapted = apply_dora(model, rule, rngs=nnx.Rngs(1), example=(tokens,))
+    close(adapted(tokens), model(tokens), 0.1)
+    train(adapted)
+    merged = merge_dora(adapted)
+    assert type(merged.embed) is ScaledEmbed
+    close(adapted(tokens), merged(tokens))
+    assert float(jnp.abs(adapted(tokens) - model(tokens)).max()) > 0.01
+
+
+class Tied(nnx.Module):
+    """A model that reads a layer's parameter by itself."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(7, WIDTH, rngs=rngs)
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, ids):
+        return self.linear(self.embed.embedding[...][ids]) @ self.embed.embedding[...].T
+
+
+def test_an_adapter_that_nothing_computes_with_is_told_of_when_it_is_merged(caplog):
+    adapted = apply_dora(Tied(nnx.Rngs(0)), DoRARule(".*", 2, 3), rngs=nnx.Rngs(1))
+    merge_dora(adapted)
+    assert not caplog.text  # of a fresh adapter nothing is known
+    adapted.linear.lora_b[...] += 0.1
+    adapted.embed.magnitude[...] *= 0.9  # by weight decay
+    merge_dora(adapted)
+    assert "never calls its layer" in caplog.text
+    assert caplog.text.rstrip().endswith("\n  embed")
+
+
 def test_a_layer_whose_kernel_another_module_reads_is_adapted_there():
-    class Tied(nnx.Module):
-        def __init__(self, rngs):
-            self.embed = nnx.Embed(7, WIDTH, rngs=rngs)
-            self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-
-        def __call__(self, ids):
-            return self.linear(self.embed.embedding[...][ids]) @ self.embed.embedding[...].T
-
     model, tokens = Tied(nnx.Rngs(0)), jnp.array([1, 6])
     rules = [DoRARule("all-linear", 2, 3), DoRARule("embed", 2, 3)]
     adapted = apply_dora(model, rules, rngs=nnx.Rngs(1), example=(tokens,))

@@ -1,0 +1,146 @@
+"""Weights that their modules' own code reads, as PyTorch and PEFT have them: a Linear, or one
+parameter with a matrix for each expert."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from dora_common.peft.layers import Layer
+from jax_dora.adapt.adapter import AdaptedWeight, site_of
+from jax_dora.adapt.sites import Site, sites
+from jax_dora.adapt.tree import find_modules
+from jax_dora.layers.call import bounded_norm
+from jax_dora.layers.layout import Layout, projection_layout
+from jax_dora.layers.stack import Stack
+from jax_dora.peft.names import Names
+from jax_dora.weights.adapter import WeightAdapter
+
+
+@dataclass(frozen=True)
+class TorchWeight:
+    """A weight that can be adapted or is.
+
+    Attributes:
+      site: where it lies.
+      stack: how layers are stacked in it.
+      layout: of one layer, as matrices, with an adapter of rank 1.
+    """
+
+    site: Site
+    stack: Stack
+    layout: Layout
+
+    @property
+    def adapter(self) -> WeightAdapter | None:
+        """The adapter beside the weight, or None."""
+        return adapter_of(self.site)
+
+    def layer(self, names: Names, index: tuple[int, ...]) -> Layer:
+        """What PyTorch would have in the place of one layer's part."""
+        experts, features, width = self.layout.kernel.matrices
+        if not self.layout.kernel.batch:
+            return Layer(names.module(self.site.names[0], index), "linear", features, width)
+        module = names.module(self.site.found.paths[0], index)
+        param = names.parameter(self.site.param)
+        return Layer(
+            f"{module}.{param}".lstrip("."),
+            "experts",
+            features,
+            width,
+            experts=experts,
+            is_in_order=param in names.experts,
+        )
+
+
+def adapter_of(site: Site) -> WeightAdapter | None:
+    """Returns the adapter beside a site's weight, or None."""
+    module = site.found.module
+    places = module.dora_places.places if site.is_adapted else ()
+    return next((WeightAdapter(module, one) for one in places if one.param == site.param), None)
+
+
+def torch_weights(model: nnx.Module, held: Iterable[AdaptedWeight] = ()) -> dict[str, TorchWeight]:
+    """Returns the weights of a model that PEFT's format has a place for, by their paths: all that
+    are registered or adapted, but embeddings.
+
+    Args:
+      held: further ones, which adapters stood beside.
+    """
+    found = {
+        site.names[0]: site
+        for site in sites(model)
+        if site.param and not site.is_layer and site.axes and not site.refusal
+    }
+    by_path = {path: one for one in find_modules(model) for path in one.paths}
+    for one in held:
+        site = site_of(one.path, one, by_path)
+        if site is not None:
+            found[one.path] = site
+    return {path: weight for path, site in found.items() if (weight := _weight(site)) is not None}
+
+
+def _weight(site: Site) -> TorchWeight | None:
+    axes, shape = site.axes, site.shape
+    single = axes.replace("s", "")
+    if site.is_lookup or single.count("b") > 1 or "s" in axes.lstrip("s"):
+        return None
+    stack = Stack(shape[: axes.count("s")])
+    sizes = {
+        role: tuple(
+            size for size, one in zip(stack.without(shape), single, strict=True) if one == role
+        )
+        for role in "bio"
+    }
+    return TorchWeight(
+        site, stack, projection_layout(sizes["b"], sizes["i"], sizes["o"], single, 1)
+    )
+
+
+def in_order(layers: Mapping[str, Any], names: Names) -> dict[str, Any]:
+    """Returns layers by name, with packed experts as PyTorch registers them."""
+
+    def place(name: str) -> int:
+        param = name.rpartition(".")[2]
+        is_one = layers[name].layer.kind == "experts" and param in names.experts
+        return list(names.experts).index(param) if is_one else 0
+
+    return {name: layers[name] for name in sorted(layers, key=place)}
+
+
+def experts_to_torch(name: str, matrices: np.ndarray) -> np.ndarray:
+    """Returns lora_a [experts, in, r], lora_b [experts, r, out] or magnitude [experts, 1, out] as
+    PEFT has it: [experts·r, in], [out, r·experts] or [experts, out]."""
+    experts, rows, columns = matrices.shape
+    if name == "lora_a":
+        return matrices.transpose(0, 2, 1).reshape(experts * columns, rows)
+    if name == "lora_b":
+        return matrices.transpose(2, 1, 0).reshape(columns, rows * experts)
+    return matrices.reshape(experts, columns)
+
+
+def experts_from_torch(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Reverses `experts_to_torch`.
+
+    Args:
+      shape: of the matrices.
+    """
+    experts, rows, columns = shape
+    if name == "lora_a":
+        return array.reshape(experts, columns, rows).transpose(0, 2, 1)
+    if name == "lora_b":
+        return array.reshape(columns, rows, experts).transpose(2, 1, 0)
+    return array.reshape(shape)
+
+
+def fill(adapter: WeightAdapter, arrays: Mapping[str, np.ndarray]) -> None:
+    """Sets lora_a and lora_b of an adapter, and its magnitude to their norm."""
+    for name, value in arrays.items():
+        variable = getattr(adapter, name)
+        variable.set_value(jax.device_put(value, variable.get_value().sharding))
+    old = adapter.magnitude.get_value()
+    norm = bounded_norm(adapter.norm(), adapter.result_dtype)
+    adapter.magnitude.set_value(jax.device_put(norm, old.sharding))
