@@ -284,8 +284,8 @@ class TestCoverage:
 class ScaledEmbed(nnx.Embed):
     """As in Gemma: an embedding times the root of its features."""
 
-    def __call__(self, ids: jax.Array) -> jax.Array:
-        return super().__call__(ids) * jnp.sqrt(jnp.float32(self.features))
+    def __call__(self, inputs: jax.Array, out_sharding=None) -> jax.Array:
+        return super().__call__(inputs, out_sharding) * jnp.sqrt(jnp.float32(self.features))
 
 
 class Scaled(nnx.Module):
