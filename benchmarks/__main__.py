@@ -7,7 +7,7 @@
     python -m benchmarks bank|serve [--layers N] [--only KIND …] [--quick]
     python -m benchmarks scale [--model qwen3|llama3] [--ranks 64 384] [--layouts tp fsdp dp alone]
                                [--axes auto explicit] [--layers N] [--seconds S] [--quick]
-    python -m benchmarks step|scale --torch [--layers N] [--rank N] [--quick]
+    python -m benchmarks step|scale|serve --torch [--layers N] [--rank N] [--quick]
     python -m benchmarks against CHECKOUT [--out DIR] [--only PATTERN …] [--quick]
 
 `ops` measures the operators, `layer` one projection beside LoRA and PEFT, `model` a decoder of
@@ -16,8 +16,9 @@ step of Llama 3 8B's dimensions by what it keeps, `bank` many adapters in one ba
 projections, `quantised` kernels and steps over quantised bases, `quality` what these bases cost a
 model's results, `serve` the server's engine, `scale` a decoder on several devices. `step --torch`
 and `scale --torch` measure a step of transformers' Llama by torch_dora and by PEFT, on one GPU, and
-on all under FSDP2. `against` measures layers and a model with this checkout and with another one in
-turns, and prints the ratios of their times.
+on all under FSDP2, and `serve --torch` what transformers answers the same requests with. `against`
+measures layers and a model with this checkout and with another one in turns, and prints the ratios
+of their times.
 
 Exits 1 if anything that was timed is not correct, or failed; ratios of it are withheld.
 """
@@ -71,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
         help="start nothing after this long; against stops what runs",
     )
     made.add_argument(
-        "--torch", action="store_true", help="levels step and scale: torch_dora beside PEFT"
+        "--torch", action="store_true", help="levels step, scale, serve: torch_dora beside PEFT"
     )
     sizes = made.add_argument_group("levels scale, bank, serve and step")
     for name in ("layers", "rank", "hidden", "tokens"):
@@ -95,8 +96,8 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     parsing = parser()
     options = parsing.parse_args(arguments)
-    if options.torch and options.level not in ("step", "scale"):
-        parsing.error(f"--torch is for levels step and scale, not {options.level}")
+    if options.torch and options.level not in ("step", "scale", "serve"):
+        parsing.error(f"--torch is for levels step, scale and serve, not {options.level}")
     if (options.level == "against") != bool(options.checkout):
         parsing.error("level against, and no other, takes another checkout's folder")
     if options.level in ("bank", "quantised", "serve", "step"):
@@ -134,7 +135,8 @@ def main(arguments: list[str] | None = None) -> int:
         "quality": _quality,
         "serve": _serve,
     }.get(options.level, _measure)
-    measure = _torch_step if options.torch else measure
+    if options.torch:
+        measure = _torch_serve if options.level == "serve" else _torch_step
     return 0 if measure(options, device, console) else 1
 
 
@@ -239,6 +241,15 @@ def _serve(options: argparse.Namespace, device: str, console: Any) -> bool:
         config = dataclasses.replace(settings.config, num_hidden_layers=options.layers)
         settings = settings._replace(config=config)
     return _rows(options, device, console, serve.measure(settings, device), serve.line)
+
+
+def _torch_serve(options: argparse.Namespace, device: str, console: Any) -> bool:
+    from benchmarks import torch_serve
+
+    settings = _settings(options, torch_serve)
+    if options.layers:
+        settings = settings._replace(model=settings.model._replace(layers=options.layers))
+    return _rows(options, device, console, torch_serve.measure(settings, device), torch_serve.line)
 
 
 def _quantised(options: argparse.Namespace, device: str, console: Any) -> bool:

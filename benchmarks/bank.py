@@ -29,16 +29,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
 
 import jax_dora
+from benchmarks.bank_adapters import byte_bound, draw_ids, random_adapter
+from benchmarks.bank_programs import Sizes, Stack, program
 from benchmarks.results import Row
-from jax_dora.bank.host import RANKS, Facts, HostAdapter
-from jax_dora.bank.layers import BankArray
 from jax_dora.ops import bank as bank_ops
-from jax_dora.ops.bank import Slots
 
-EXPONENT = 1.5
 # What DoRA's result may differ from XLA's way of it, relative to its norm: some roundings of bf16.
 MOST_DIFFERENT = 0.02
 
@@ -46,14 +43,6 @@ MOST_DIFFERENT = 0.02
 WAYS = ("sums", "dense", "tiles")
 # What takes rows of one token only, and what would take minutes of them.
 ONLY_DECODING, ONLY_PREFILL = (*WAYS, "kernel"), ("DoRA xla", "loop")
-
-
-class Sizes(NamedTuple):
-    """Of a layer: hidden, the keys' and values' features, intermediate."""
-
-    hidden: int = 4096
-    key: int = 1024
-    intermediate: int = 14_336
 
 
 class Settings(NamedTuple):
@@ -98,86 +87,6 @@ TINY = Settings(
 )
 
 
-class Block(nnx.Module):
-    """A decoder layer's projections, without attention."""
-
-    def __init__(self, sizes: Sizes, rngs: nnx.Rngs) -> None:
-        def linear(into: int, out: int) -> nnx.Linear:
-            dtype = jnp.bfloat16
-            return nnx.Linear(into, out, use_bias=False, param_dtype=dtype, rngs=rngs)
-
-        hidden, key, wide = sizes
-        self.q_proj = linear(hidden, hidden)
-        self.k_proj = linear(hidden, key)
-        self.v_proj = linear(hidden, key)
-        self.o_proj = linear(hidden, hidden)
-        self.gate_proj = linear(hidden, wide)
-        self.up_proj = linear(hidden, wide)
-        self.down_proj = linear(wide, hidden)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return layer(x, lambda name, x: getattr(self, f"{name}_proj")(x))
-
-
-def layer(x: jax.Array, by: Callable[[str, jax.Array], jax.Array]) -> jax.Array:
-    """Returns what a layer makes of x, `by` being a projection of its input."""
-    q, k, v = (by(name, normalised(x)) for name in "qkv")
-    # Whatever attention does, it reads all three.
-    x = x + by("o", q + jnp.tile(k + v, x.shape[-1] // k.shape[-1]))
-    into = normalised(x)
-    return x + by("down", nnx.silu(by("gate", into)) * by("up", into))
-
-
-def normalised(x: jax.Array) -> jax.Array:
-    """Returns x over its root mean square."""
-    wide = x.astype(jnp.float32)
-    return (wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + 1e-6)).astype(x.dtype)
-
-
-class Stack(nnx.Module):
-    """Layers as one module whose arrays have a leading axis."""
-
-    def __init__(self, sizes: Sizes, layers: int) -> None:
-        def make(key: jax.Array) -> Block:
-            return Block(sizes, nnx.Rngs(key))
-
-        keys = jax.random.split(jax.random.key(0), layers)
-        graphdef = nnx.graphdef(nnx.eval_shape(make, keys[0]))
-        self.layers = nnx.merge(graphdef, lax.map(lambda key: nnx.state(make(key)), keys))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        graphdef, bank, arrays = nnx.split(self.layers, BankArray, ...)
-        return lax.scan(lambda x, one: (nnx.merge(graphdef, bank, one)(x), None), x, arrays)[0]
-
-
-class Bare(NamedTuple):
-    """A projection's kernel and its part of a bank, for the ways that the library does not go."""
-
-    kernel: jax.Array
-    slots: Slots
-
-
-def one_hot(x: jax.Array, one: Bare, ids: jax.Array) -> jax.Array:
-    """Returns x W + s·x A B by products with all slots."""
-    slots = one.slots
-    chosen = jax.nn.one_hot(ids, slots.lora_a.shape[0], dtype=x.dtype)
-    z = jnp.einsum("bti,sri->btsr", x, slots.lora_a)
-    z = z * (chosen * slots.scale.astype(x.dtype)[None])[:, None, :, None]
-    return x @ one.kernel + jnp.einsum("btsr,sro->bto", z, slots.lora_b)
-
-
-def loop(x: jax.Array, one: Bare, ids: jax.Array) -> jax.Array:
-    """Returns x W + s·x A B, slot after slot."""
-    slots = one.slots
-
-    def add(slot: Any, y: jax.Array) -> jax.Array:
-        lora_a, lora_b, scale = slots.lora_a[slot], slots.lora_b[slot], slots.scale[slot]
-        mine = jnp.where(ids == slot, scale, 0).astype(x.dtype)[:, None, None]
-        return y + ((mine * x) @ lora_a.T) @ lora_b
-
-    return lax.fori_loop(0, slots.lora_a.shape[0], add, x @ one.kernel)
-
-
 def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields one row a measurement; the kinds of one workload are timed in turns."""
     started = time.monotonic()
@@ -196,7 +105,7 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
         programs = list(_compiled(settings, model, bank, shape))
         for mix in settings.mixes:
             ids = draw_ids(mix, shape[0], settings.slots)
-            told = {"mix": mix} | _bound(settings, bank, ids)
+            told = {"mix": mix} | byte_bound(bank, ids)
             if left() > 0:
                 yield from _timed(
                     _having(programs, told), _arguments(model, bank, ids, shape), settings
@@ -214,7 +123,7 @@ def _growth(settings: Settings, model: Any, bank: Any, left: Callable[[], float]
     counts = [count for count in (1, 2, 4, 8, 16, 32, 64) if count <= min(rows, settings.slots)]
     for count in counts:
         ids = np.arange(rows, dtype=np.int32) % count
-        told = {"mix": "growth", "adapters": count} | _bound(settings, bank, ids)
+        told = {"mix": "growth", "adapters": count} | byte_bound(bank, ids)
         yield from _timed(
             _having(programs, told), _arguments(model, bank, ids, (rows, 1)), settings
         )
@@ -224,23 +133,10 @@ def _growth(settings: Settings, model: Any, bank: Any, left: Callable[[], float]
             return
         *_, last = _loads(settings._replace(ranks=(rank,)), bank)
         bank = last["bank"]
-        told = {"mix": "growth", "rank": rank} | _bound(settings, bank, ids)
+        told = {"mix": "growth", "rank": rank} | byte_bound(bank, ids)
         yield from _timed(
             _having(programs, told), _arguments(model, bank, ids, (rows, 1)), settings
         )
-
-
-def _bound(settings: Settings, bank: Any, ids: np.ndarray) -> Row:
-    """Returns how many adapters rows have, and the least that decoding them may take over the
-    base, by the bytes of a layer."""
-    used = np.unique(ids)
-    base = adapters = 0
-    for path, place in bank.places.items():
-        in_features, out = place.sizes
-        base += 2 * in_features * out
-        ranks = np.asarray(bank.arrays[path].rank)[0]
-        adapters += sum(2 * int(ranks[one]) * (in_features + out) + 4 * out for one in used)
-    return {"distinct": len(used), "bound": (base + adapters) / base}
 
 
 def _having(programs: Iterable[tuple[Row, Any]], told: Row) -> list[tuple[Row, Any]]:
@@ -251,18 +147,6 @@ def _arguments(model: Any, bank: Any, ids: np.ndarray, shape: tuple[int, int]) -
     hidden = model.layers.q_proj.kernel.shape[-2]
     x = jax.random.normal(jax.random.key(1), (*shape, hidden), jnp.bfloat16)
     return nnx.state(model), bank, jnp.asarray(ids), x
-
-
-def draw_ids(mix: str, rows: int, slots: int) -> np.ndarray:
-    """Returns the slots of a batch's rows."""
-    rng = np.random.default_rng(rows)
-    if mix == "one":
-        return np.zeros(rows, np.int32)
-    weights = np.arange(1, slots + 1) ** -(EXPONENT if mix == "zipf" else 0.0)
-    # Which adapters are popular has nothing to do with their ranks.
-    return rng.permutation(slots)[rng.choice(slots, rows, p=weights / weights.sum())].astype(
-        np.int32
-    )
 
 
 def _loads(settings: Settings, bank: Any) -> Iterator[Any]:
@@ -284,28 +168,6 @@ def _loads(settings: Settings, bank: Any) -> Iterator[Any]:
     yield {"bank": bank}
 
 
-def random_adapter(bank: Any, rank: int, seed: int) -> HostAdapter:
-    """Returns random numbers in host memory, laid out as `AdapterBank.read` does."""
-    rng = np.random.default_rng(seed)
-    facts, pieces = {}, []
-    for start in range(0, rank, RANKS):
-        count, piece = min(RANKS, rank - start), {}
-        for path, place in bank.places.items():
-            lora_a, lora_b = (
-                np.zeros((*place.stack, RANKS, size), place.dtype) for size in place.sizes
-            )
-            for array in (lora_a, lora_b):
-                drawn = rng.standard_normal((*array.shape[:-2], count, array.shape[-1]), np.float32)
-                array[..., :count, :] = drawn * array.shape[-1] ** -0.5
-            piece[path] = (lora_a, lora_b)
-        pieces.append(piece)
-    for path, place in bank.places.items():
-        magnitude = rng.uniform(0.5, 1.5, (*place.stack, place.sizes[1])).astype(np.float32)
-        whole = np.ones(place.stack, np.float32)
-        facts[path] = Facts(magnitude, whole > 0, 0.5 * whole, (rank * whole).astype(np.int32))
-    return HostAdapter(tuple(pieces), facts, rank)
-
-
 def _compiled(
     settings: Settings, model: Any, bank: Any, shape: tuple[int, int]
 ) -> Iterator[tuple[Row, Any]]:
@@ -320,7 +182,7 @@ def _compiled(
         row: Row = {"task": "prefill" if tokens > 1 else "decode", "kind": kind}
         row |= {"rows": rows, "tokens": tokens}
         way = mock.Mock(return_value=kind) if kind in WAYS else bank_ops.way_of
-        function = jax.jit(_program(kind, graphdef, settings.repeats))
+        function = jax.jit(program(kind, graphdef, settings.repeats))
         with mock.patch.object(bank_ops, "way_of", way):
             lowered.append((row, _told(row, functools.partial(function.lower, *arguments))))
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
@@ -346,58 +208,6 @@ def _told(row: Row, make: Callable[[], Any]) -> Any:
     except Exception as error:
         row["failed"] = f"{type(error).__name__}: {error}"[:600]
         return None
-
-
-def _program(kind: str, graphdef: Any, repeats: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Returns the results [rows, tokens, hidden] of the first and of the last time through the
-    layers as a function of (state, bank, ids, x)."""
-    once = _round(kind, graphdef)
-
-    def run(state: Any, bank: Any, ids: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        def repeat(number: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            x = once(state, bank, ids, carry[0])
-            return x, jnp.where(number == 0, x, carry[1])
-
-        last, first = lax.fori_loop(0, repeats, repeat, (x, x))
-        return first, last
-
-    return run
-
-
-def _round(kind: str, graphdef: Any) -> Callable[..., jax.Array]:
-    """Returns the result [rows, tokens, hidden] as a function of (state, bank, ids, x)."""
-    if kind in ("one-hot", "loop"):
-        return _by_hand(one_hot if kind == "one-hot" else loop)
-
-    def run(state: Any, bank: Any, ids: jax.Array, x: jax.Array) -> jax.Array:
-        model = nnx.merge(graphdef, state)
-        if kind == "base":
-            return model(x)
-        if kind == "LoRA":
-            bank = jax.tree.unflatten(jax.tree.structure(bank), jax.tree.leaves(bank))
-            bank.arrays = {path: one._replace(g=None) for path, one in bank.arrays.items()}
-        implementation = {"DoRA xla": "xla", "kernel": "mosaic"}.get(kind)
-        return jax_dora.with_bank(model, bank, ids, implementation=implementation)(x)
-
-    return run
-
-
-def _by_hand(multiply: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    def run(state: Any, bank: Any, ids: jax.Array, x: jax.Array) -> jax.Array:
-        kernels = {
-            "/".join(map(str, path[:-1])): v.get_value() for path, v in nnx.to_flat_state(state)
-        }
-        bare = {path: Bare(kernels[path], bank.arrays[path]._replace(g=None)) for path in kernels}
-
-        def one_layer(x: jax.Array, one: Any) -> Any:
-            def by(name: str, x: jax.Array) -> jax.Array:
-                return multiply(x, one[f"layers/{name}_proj"], ids)
-
-            return layer(x, by), None
-
-        return lax.scan(one_layer, x, bare)[0]
-
-    return run
 
 
 def _timed(programs: list[tuple[Row, Any]], arguments: Any, settings: Settings) -> Iterator[Row]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from benchmarks.bank import draw_ids, random_adapter
+from benchmarks.bank_adapters import draw_ids, random_adapter
 from benchmarks.results import Row
 from benchmarks.step import LLAMA_3_8B, TINY
 from jax_dora.finetune.tiny import byte_level_tokenizer

@@ -26,6 +26,7 @@ from matplotlib.figure import Figure
 
 from benchmarks import results
 from benchmarks.report import Measurement, Report
+from tools import many_adapters
 
 BENCHMARKS = "benchmarks/results/h200"
 PARITY = "parity/reports/cuda"
@@ -127,7 +128,8 @@ def measured(root: Path) -> str:
             f"`{name}`: {environment['card']}, {versions}, commit {environment['commit']}."
         )
         parts.append(_speed(report))
-    drawn = (f"![{title}](figures/{name}.svg)" for name, (title, _) in FIGURES.items())
+    parts += [many_adapters.page(root, _table)]
+    drawn = (f"![{title}](figures/{name}.svg)" for name, (title, _) in figures(root).items())
     return "\n\n".join([*parts, "## Figures", *drawn]) + "\n"
 
 
@@ -221,6 +223,11 @@ FIGURES: dict[str, tuple[str, Callable[[Path], Figure]]] = {
 }
 
 
+def figures(root: Path) -> dict[str, tuple[str, Callable[[Path], Figure]]]:
+    """Returns all figures, those of levels that were not measured left out."""
+    return FIGURES | many_adapters.figures(root)
+
+
 def _axes(count: int) -> tuple[Figure, list[Any]]:
     figure = Figure(figsize=(5.5 * count, 4), layout="constrained")
     return figure, list(figure.subplots(1, count, squeeze=False).flat)
@@ -229,7 +236,7 @@ def _axes(count: int) -> tuple[Figure, list[Any]]:
 def draw(root: Path, folder: Path) -> None:
     """Writes every figure to `folder`, its legend below."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, (_, make) in FIGURES.items():
+    for name, (_, make) in figures(root).items():
         with mpl.rc_context(STYLE):
             figure = make(root)
             for axes in figure.axes:

@@ -1,92 +1,24 @@
 """A bank: the adapters of all slots, beside one base model."""
 
 import os
-from collections.abc import Callable, Mapping
-from typing import Any, Self, cast
+from collections.abc import Mapping
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
-from jax.sharding import AxisType
+from jax.core import Tracer
 
 from dora_common.hyperparameters import check_rank, check_slots
 from dora_common.rules import ALL_LINEAR
-from jax_dora import ops
 from jax_dora.adapt.adapter import Adapter
 from jax_dora.adapt.tree import check_model
-from jax_dora.bank.host import RANKS, Facts, HostAdapter, read_adapter, read_folder
+from jax_dora.bank.host import RANKS, HostAdapter, read_adapter, read_folder
 from jax_dora.bank.places import Place, places
-from jax_dora.layers.call import bounded_norm
-from jax_dora.ops.bank import Slots
-from jax_dora.ops.compose import accumulator
+from jax_dora.bank.plan import Arrays, Plan
+from jax_dora.ops.bank import checked_ids
 from jax_dora.peft.names import Names
-
-type Arrays = dict[str, Slots]
-
-
-class Plan:
-    """What of a bank is no array: the model, its projections, the programs that change slots.
-
-    One object for all banks that come of one, so that a function compiled for one takes them all.
-    """
-
-    def __init__(self, model: nnx.Module, slots: int, max_rank: int, found: list[Place]) -> None:
-        self.model = model
-        self.slots = slots
-        self.max_rank = max_rank
-        self.places = {place.path: place for place in found}
-        shardings = {path: place.shardings() for path, place in self.places.items()}
-        self.shardings = shardings
-
-        def compiled(function: Callable[..., Arrays]) -> Callable[..., Arrays]:
-            if is_explicit:
-                function = cast(Any, jax.sharding.auto_axes(function, out_sharding=shardings))
-            return jax.jit(function, donate_argnums=0, out_shardings=shardings)
-
-        meshes = (one.mesh for one in jax.tree.leaves(shardings))
-        is_explicit = any(AxisType.Explicit in mesh.axis_types for mesh in meshes)
-        self.make = jax.jit(self._make, out_shardings=shardings)
-        self.clear = compiled(_clear)
-        self.write = compiled(_write)
-        self.finish = compiled(self._finish)
-
-    def _make(self) -> Arrays:
-        return {path: self._empty(place) for path, place in self.places.items()}
-
-    def _empty(self, place: Place) -> Slots:
-        in_features, out = place.sizes
-        room = -(-self.max_rank // RANKS) * RANKS
-        lead, wide = (*place.stack, self.slots), accumulator(place.dtype)
-        return Slots(
-            lora_a=jnp.zeros((*lead, room, in_features), place.dtype),
-            lora_b=jnp.zeros((*lead, room, out), place.dtype),
-            g=jnp.full((*lead, out), jnp.nan, wide),
-            scale=jnp.zeros(lead, wide),
-            rank=jnp.zeros(lead, jnp.int32),
-        )
-
-    def kernels(self) -> dict[str, Any]:
-        """Returns the model's kernels as they are now."""
-        return {path: place.kernel.get_value() for path, place in self.places.items()}
-
-    def on_device(self, path: str, piece: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns a piece of a path's adapter where the bank lies; zeros for None."""
-        place, sharding = self.places[path], self.shardings[path]
-        if piece is None:
-            piece = tuple(np.zeros((*place.stack, RANKS, n), place.dtype) for n in place.sizes)
-        lora_a, lora_b = piece
-        return _put(lora_a, sharding.lora_a), _put(lora_b, sharding.lora_b)
-
-    def _finish(
-        self, arrays: Arrays, kernels: Mapping[str, Any], facts: Mapping[str, Facts], slot: Any
-    ) -> Arrays:
-        """Writes g, scales and ranks of a slot whose matrices have been written."""
-        return {
-            path: _finished(self.places[path], arrays[path], kernels[path], facts[path], slot)
-            for path in arrays
-        }
 
 
 @jax.tree_util.register_pytree_node_class
@@ -252,6 +184,42 @@ class AdapterBank:
         """
         return self._with(self._plan.clear(self.arrays, self._slot(slot)))
 
+    def checked(self, adapter_ids: Any) -> jax.Array:
+        """Returns i32[batch] of a batch's slots, with `slots` for what is none; raises as
+        `with_bank` where it can."""
+        if not isinstance(adapter_ids, jax.Array):
+            adapter_ids = np.asarray(adapter_ids)
+        if not jnp.issubdtype(adapter_ids.dtype, jnp.integer):
+            raise TypeError(
+                f"adapter_ids has dtype {adapter_ids.dtype}; expected integers, a slot for each row"
+            )
+        if adapter_ids.ndim != 1:
+            raise ValueError(
+                f"adapter_ids has shape {adapter_ids.shape}; expected (batch,), a slot for each row"
+            )
+        if not isinstance(adapter_ids, Tracer):
+            known = np.asarray(adapter_ids)
+            if wrong := sorted({int(one) for one in known if not -1 <= one < self.slots}):
+                raise ValueError(
+                    f"adapter_ids has {wrong}; expected slots from 0 to {self.slots - 1}, or -1 "
+                    "for the base alone"
+                )
+            if empty := sorted({int(one) for one in known if one >= 0} & self._empty_slots()):
+                raise ValueError(
+                    f"adapter_ids has {empty}, whose slots hold no adapter; expected slots that "
+                    "AdapterBank.load has filled, or -1 for the base alone"
+                )
+        return checked_ids(jnp.asarray(adapter_ids), self.slots)
+
+    def _empty_slots(self) -> set[int]:
+        """Returns the slots without an adapter, where the bank's arrays are known."""
+        path, place = next(iter(self.places.items()))
+        g = self.arrays[path].g
+        if isinstance(g, Tracer):
+            return set()
+        first = np.asarray(g[(0,) * len(place.stack)][:, 0])
+        return set(np.flatnonzero(np.isnan(first)).tolist())
+
     def _with(self, arrays: Arrays) -> "AdapterBank":
         return self.tree_unflatten(self._plan, (arrays,))
 
@@ -287,99 +255,3 @@ class AdapterBank:
                 "adapter was read by the bank of another model; expected what this bank's read, or "
                 "one's of the same model and path=, has returned"
             )
-
-
-def _put(array: np.ndarray, sharding: Any) -> jax.Array:
-    """Returns a piece [*stack, ranks, features] where an array [*stack, slots, rank, features] of
-    this sharding lies."""
-    if sharding is None:
-        return jax.device_put(array)
-    spec = list(sharding.spec)
-    del spec[-3]
-    return jax.device_put(array, jax.NamedSharding(sharding.mesh, jax.P(*spec)))
-
-
-def _clear(arrays: Arrays, slot: Any) -> Arrays:
-    """Empties a slot: zeros, and NaN for what its results are multiplied by."""
-    return {
-        path: Slots(
-            lora_a=_set(old.lora_a, 0, slot, 3),
-            lora_b=_set(old.lora_b, 0, slot, 3),
-            g=_set(old.g, jnp.nan, slot, 2),
-            scale=_set(old.scale, 0, slot, 1),
-            rank=_set(old.rank, 0, slot, 1),
-        )
-        for path, old in arrays.items()
-    }
-
-
-def _write(
-    arrays: Arrays, piece: Mapping[str, tuple[jax.Array, jax.Array]], slot: Any, start: Any
-) -> Arrays:
-    """Writes the ranks of a slot from `start` on."""
-
-    def written(old: jax.Array, new: jax.Array) -> jax.Array:
-        first = [0] * old.ndim
-        first[-3:-1] = [slot, start]
-        return lax.dynamic_update_slice(old, jnp.expand_dims(new, -3), first)
-
-    return {
-        path: old._replace(
-            lora_a=written(old.lora_a, piece[path][0]), lora_b=written(old.lora_b, piece[path][1])
-        )
-        for path, old in arrays.items()
-    }
-
-
-def _set(old: jax.Array, value: Any, slot: Any, trailing: int) -> jax.Array:
-    """Returns `old` with `value` in a slot, the axis of which is followed by `trailing` - 1."""
-    axis = old.ndim - trailing
-    shape = (*old.shape[:axis], 1, *old.shape[axis + 1 :])
-    new = jnp.broadcast_to(jnp.asarray(value, old.dtype), shape)
-    return lax.dynamic_update_slice_in_dim(old, new, slot, axis)
-
-
-def _finished(place: Place, old: Slots, kernel: Any, facts: Facts, slot: Any) -> Slots:
-    lora_a, lora_b = (
-        lax.dynamic_index_in_dim(one, slot, one.ndim - 3, keepdims=False)
-        for one in (old.lora_a, old.lora_b)
-    )
-
-    def g_of_layer(one: Any) -> jax.Array:
-        kernel, lora_a, lora_b, facts = one
-        return lax.cond(
-            facts.is_dora,
-            lambda: _dora_g(place, kernel, lora_a, lora_b, facts),
-            lambda: jnp.ones_like(facts.magnitude),
-        )
-
-    function: Callable[[Any], jax.Array] = g_of_layer
-    for _ in place.stack:
-        function = _along_stack(function)
-    g = function((kernel, lora_a, lora_b, facts))
-
-    def written(array: jax.Array, new: jax.Array) -> jax.Array:
-        axis = len(place.stack)
-        new = jnp.expand_dims(new.astype(array.dtype), axis)
-        return lax.dynamic_update_slice_in_dim(array, new, slot, axis)
-
-    return old._replace(
-        g=written(old.g, g),
-        scale=written(old.scale, facts.scale),
-        rank=written(old.rank, facts.rank),
-    )
-
-
-def _dora_g(place: Place, kernel: Any, lora_a: Any, lora_b: Any, facts: Facts) -> jax.Array:
-    layout = place.layout(lora_a.shape[0])
-    if not layout.is_one_matrix:
-        kernel = layout.kernel.to_matrices(kernel)[0]
-    norm = ops.factored_norm(kernel, lora_a.T, lora_b, facts.scale)
-    norm = bounded_norm(norm, place.dtype)
-    return ops.magnitude_scale(facts.magnitude, norm, place.dtype).astype(facts.magnitude.dtype)
-
-
-def _along_stack(function: Callable[[Any], jax.Array]) -> Callable[[Any], jax.Array]:
-    """Returns what takes a stack one layer after the other: a norm may have a temporary as large as
-    the kernel."""
-    return lambda arrays: lax.map(function, arrays)

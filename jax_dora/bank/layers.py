@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jax.core import Tracer
 
 from dora_common.rules import listing
 from jax_dora.adapt.tree import check_model, find_dora_layers, find_modules, replace_modules
@@ -20,12 +19,10 @@ from jax_dora.layers.layout import Axes
 from jax_dora.layers.projection import DoRAEinsum, DoRALinearGeneral, Equation
 from jax_dora.ops import choose
 from jax_dora.ops import mesh as meshes
-from jax_dora.ops.bank import Slots, bank_linear, checked_ids, step_of
+from jax_dora.ops.bank import Slots, bank_linear, step_of
 
 _OF_BANK = frozenset(
-    {
-        *(f"bank_{name}" for name in (*Slots._fields, "ids", "step", "layer", "implementation")),
-    }
+    f"bank_{name}" for name in (*Slots._fields, "ids", "step", "layer", "implementation")
 )
 
 
@@ -265,7 +262,7 @@ def with_bank[Model: nnx.Module](
             "model holds an adapter; expected the plain model: jax_dora.remove_dora takes it out, "
             f"in:{listing(held)}"
         )
-    ids = _checked(bank, adapter_ids)
+    ids = bank.checked(adapter_ids)
     step = step_of(ids, bank.slots)
     copy = nnx.clone(model)
     by_path = {path: found.module for found in find_modules(copy) for path in found.paths}
@@ -282,40 +279,3 @@ def with_bank[Model: nnx.Module](
         layer = _CLASSES[place.kind](module, place, bank.arrays[path], ids, step, implementation)
         replacements[id(module)] = layer
     return replace_modules(copy, replacements)
-
-
-def _checked(bank: AdapterBank, adapter_ids: Any) -> jax.Array:
-    """Returns i32[batch], with `slots` for what is no id; raises as `with_bank` where it can."""
-    if not isinstance(adapter_ids, jax.Array):
-        adapter_ids = np.asarray(adapter_ids)
-    if not jnp.issubdtype(adapter_ids.dtype, jnp.integer):
-        raise TypeError(
-            f"adapter_ids has dtype {adapter_ids.dtype}; expected integers, a slot for each row"
-        )
-    if adapter_ids.ndim != 1:
-        raise ValueError(
-            f"adapter_ids has shape {adapter_ids.shape}; expected (batch,), a slot for each row"
-        )
-    if not isinstance(adapter_ids, Tracer):
-        known = np.asarray(adapter_ids)
-        if wrong := sorted({int(one) for one in known if not -1 <= one < bank.slots}):
-            raise ValueError(
-                f"adapter_ids has {wrong}; expected slots from 0 to {bank.slots - 1}, or -1 for "
-                "the base alone"
-            )
-        if empty := sorted({int(one) for one in known if one >= 0} & _empty_slots(bank)):
-            raise ValueError(
-                f"adapter_ids has {empty}, whose slots hold no adapter; expected slots that "
-                "AdapterBank.load has filled, or -1 for the base alone"
-            )
-    return checked_ids(jnp.asarray(adapter_ids), bank.slots)
-
-
-def _empty_slots(bank: AdapterBank) -> set[int]:
-    """Returns the slots without an adapter, where the bank's arrays are known."""
-    path, place = next(iter(bank.places.items()))
-    g = bank.arrays[path].g
-    if isinstance(g, Tracer):
-        return set()
-    first = np.asarray(g[(0,) * len(place.stack)][:, 0])
-    return set(np.flatnonzero(np.isnan(first)).tolist())

@@ -5,11 +5,13 @@ import dataclasses
 import difflib
 import os
 import threading
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, cast
 
 from jax_dora.adapt.adapter import Adapter
 from jax_dora.bank.bank import AdapterBank
 from jax_dora.bank.host import HostAdapter
+from jax_dora.bank.residents import Residents
 from jax_dora.peft.names import Names
 
 
@@ -23,17 +25,13 @@ class _Entry:
 
     Attributes:
       source: a folder, or None where it has none to be read from again.
-      host: what was read of it, or None before and after.
-      slot: that holds it, or None.
-      users: how many hold it by `acquire`.
+      host: what was read of it, or None where there was no room.
       is_listed: whether it is what its name stands for now.
     """
 
     name: str
     source: str | os.PathLike[str] | None
     host: HostAdapter | None
-    slot: int | None = None
-    users: int = 0
     is_listed: bool = True
 
 
@@ -52,9 +50,7 @@ class AdapterStore:
     its arrays: whoever runs steps beside another thread that acquires takes `lock` around both.
 
     Attributes:
-      bank: as it is now.
       lock: held by every method.
-      loads, evictions: how many there were.
     """
 
     def __init__(
@@ -70,15 +66,28 @@ class AdapterStore:
         """
         if host_bytes is not None and (isinstance(host_bytes, bool) or host_bytes < 0):
             raise ValueError(f"host_bytes is {host_bytes!r}; expected at least 0, or None")
-        self.bank = bank
         self.lock = threading.RLock()
-        self.loads = self.evictions = 0
+        self._residents = Residents(bank)
         self._host_bytes = host_bytes
         self._pytorch_names = names
         self._by_name: dict[str, _Entry] = {}
-        self._in_slots: dict[int, _Entry] = {}
         # Of everything that was used, the least recently first.
         self._used: collections.OrderedDict[_Entry, None] = collections.OrderedDict()
+
+    @property
+    def bank(self) -> AdapterBank:
+        """Returns the bank as it is now."""
+        return self._residents.bank
+
+    @property
+    def loads(self) -> int:
+        """Returns how many adapters were put into slots."""
+        return self._residents.loads
+
+    @property
+    def evictions(self) -> int:
+        """Returns how many lost their slots."""
+        return self._residents.evictions
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -90,7 +99,7 @@ class AdapterStore:
     def slots(self) -> dict[str, int]:
         """Returns the slot of each adapter that has one."""
         with self.lock:
-            return {one.name: at for at, one in self._in_slots.items() if one.is_listed}
+            return {one.name: at for one, at in self._entries() if one.is_listed}
 
     def __contains__(self, name: object) -> bool:
         with self.lock:
@@ -132,8 +141,7 @@ class AdapterStore:
             entry = self._known(name)
             del self._by_name[name]
             entry.is_listed = False
-            if not entry.users:
-                self._drop(entry)
+            self._drop_unused(entry)
 
     def acquire(self, name: str) -> int:
         """Returns the slot of an adapter, which it keeps until `release`.
@@ -145,12 +153,17 @@ class AdapterStore:
         """
         with self.lock:
             entry = self._known(name)
-            if entry.slot is None:
-                self._load(entry)
-            assert entry.slot is not None
-            entry.users += 1
+            if entry.host is None and entry not in self._residents:
+                assert entry.source is not None
+                entry.host = self.bank.read(entry.source, names=self._pytorch_names)
+            slot = self._residents.pin(entry, entry.host)
+            if slot is None:
+                raise SlotsBusy(
+                    f"all {self.bank.slots} slots hold adapters that are in use; wait until one is "
+                    "released"
+                )
             self._touch(entry)
-            return entry.slot
+            return slot
 
     def release(self, name: str, slot: int | None = None) -> None:
         """Gives back what `acquire` returned.
@@ -165,16 +178,20 @@ class AdapterStore:
         with self.lock:
             held = [
                 one
-                for at, one in self._in_slots.items()
-                if one.name == name and one.users and slot in (None, at)
+                for one, at in self._entries()
+                if one.name == name and self._residents.pins(one) and slot in (None, at)
             ]
             if not held:
                 where = "" if slot is None else f" in slot {slot}"
                 raise ValueError(f"adapter {name!r}{where} is released, but nobody has acquired it")
             entry = min(held, key=lambda one: one.is_listed)
-            entry.users -= 1
-            if not entry.users and not entry.is_listed:
-                self._drop(entry)
+            self._residents.unpin(entry)
+            if not entry.is_listed:
+                self._drop_unused(entry)
+
+    def _entries(self) -> Iterable[tuple[_Entry, int]]:
+        """Returns what lies in slots."""
+        return cast(dict[_Entry, int], self._residents.slots).items()
 
     def _known(self, name: str) -> _Entry:
         if name not in self._by_name:
@@ -182,32 +199,6 @@ class AdapterStore:
             hint = f"; the nearest are {', '.join(near)}" if near else ""
             raise KeyError(f"there is no adapter {name!r}{hint}")
         return self._by_name[name]
-
-    def _load(self, entry: _Entry) -> None:
-        slot = self._free_slot()
-        host = entry.host
-        if host is None:
-            assert entry.source is not None
-            host = self.bank.read(entry.source, names=self._pytorch_names)
-        self.bank = self.bank.load(slot, host)
-        entry.host, entry.slot = host, slot
-        self._in_slots[slot] = entry
-        self.loads += 1
-
-    def _free_slot(self) -> int:
-        """Returns a slot that nobody uses."""
-        for slot in range(self.bank.slots):
-            if slot not in self._in_slots:
-                return slot
-        for entry in self._used:
-            if entry.slot is not None and not entry.users:
-                slot, entry.slot = entry.slot, None
-                del self._in_slots[slot]
-                self.evictions += 1
-                return slot
-        raise SlotsBusy(
-            f"all {self.bank.slots} slots hold adapters that are in use; wait until one is released"
-        )
 
     def _touch(self, entry: _Entry) -> None:
         """Makes an entry the most recently used, and drops what the host has no room for."""
@@ -223,14 +214,11 @@ class AdapterStore:
             total -= _bytes(one.host)
             one.host = None
 
-    def _drop(self, entry: _Entry) -> None:
-        """Forgets an entry that nobody uses, and empties its slot."""
-        self._used.pop(entry, None)
-        if entry.slot is not None:
-            self.bank = self.bank.evict(entry.slot)
-            del self._in_slots[entry.slot]
-            entry.slot = None
-            self.evictions += 1
+    def _drop_unused(self, entry: _Entry) -> None:
+        """Forgets an entry, and empties its slot, unless somebody uses it."""
+        if not self._residents.pins(entry):
+            self._used.pop(entry, None)
+            self._residents.drop(entry)
 
 
 def _bytes(host: Any) -> int:

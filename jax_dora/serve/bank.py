@@ -1,8 +1,6 @@
-"""Which adapter lies in which slot of a bank: loaded as requests come, the least recently used out,
-pinned while a request runs."""
+"""The bank of a server: adapters in slots as requests come, or none."""
 
 import re
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,7 @@ import jax
 import numpy as np
 
 import jax_dora
+from jax_dora.bank.residents import Residents
 from jax_dora.models import CausalLM
 from jax_dora.serve.adapters import Served
 
@@ -21,9 +20,6 @@ class Bank:
     """Slots of a `jax_dora.AdapterBank`, or none where nothing but the base is served.
 
     Used by the engine's thread alone, but for `read`.
-
-    Attributes:
-      bank: as it is now; None where there is none.
     """
 
     def __init__(self, model: CausalLM, slots: int, max_rank: int) -> None:
@@ -32,10 +28,13 @@ class Bank:
           model: without adapters.
           slots: 0 for none.
         """
-        self.bank: Any = jax_dora.AdapterBank(model, slots, max_rank, path=PATH) if slots else None
-        self._slots: OrderedDict[Served, int] = OrderedDict()  # the least recently used first
-        self._free = list(range(slots))
-        self._pins: dict[Served, int] = {}
+        made = jax_dora.AdapterBank(model, slots, max_rank, path=PATH) if slots else None
+        self._residents = Residents(made) if made else None
+
+    @property
+    def bank(self) -> Any:
+        """Returns the bank as it is now; None where there is none."""
+        return self._residents and self._residents.bank
 
     @property
     def arrays(self) -> Any:
@@ -53,39 +52,27 @@ class Bank:
 
     def holds(self, adapter: Served) -> bool:
         """Returns whether it lies in a slot."""
-        return adapter in self._slots
+        return self._residents is not None and adapter in self._residents
 
     def pin(self, adapter: Served) -> int | None:
         """Returns the slot in which an adapter lies until it is unpinned as often; None where
         every slot is pinned for others."""
-        if adapter not in self._slots:
-            slot = self._empty()
-            if slot is None:
-                return None
-            try:
-                self.bank = self.bank.load(slot, adapter.value)
-            except BaseException:
-                self._free.append(slot)
-                raise
-            self._slots[adapter] = slot
-        self._slots.move_to_end(adapter)
-        self._pins[adapter] = self._pins.get(adapter, 0) + 1
-        return self._slots[adapter]
+        assert self._residents is not None
+        return self._residents.pin(adapter, adapter.value)
 
     def unpin(self, adapter: Served) -> None:
         """Takes one pin back."""
-        self._pins[adapter] -= 1
-        if not self._pins[adapter]:
-            del self._pins[adapter]
+        assert self._residents is not None
+        self._residents.unpin(adapter)
 
     @property
     def pinned(self) -> int:
-        """How many slots no other adapter may have now."""
-        return len(self._pins)
+        """Returns how many slots no other adapter may have now."""
+        return self._residents.pinned if self._residents else 0
 
     def warm_up(self, model: CausalLM) -> None:
         """Compiles what changes slots, with an adapter of zeros that is gone afterwards."""
-        if self.bank is None:
+        if self._residents is None:
             return
         layers, n_in, out = model.model.layers.mlp.up_proj.kernel.shape
         path = "model/layers/mlp/up_proj"
@@ -96,15 +83,8 @@ class Bank:
         }
         rule = jax_dora.DoRARule(re.escape(path), rank=1, alpha=1.0)
         zeros = self.bank.read(jax_dora.Adapter((rule,), {path: arrays}))
-        self.bank = self.bank.load(0, zeros).evict(0)
+        self._residents.bank = self.bank.load(0, zeros).evict(0)
         jax.block_until_ready(self.bank)
-
-    def _empty(self) -> int | None:
-        """Returns a slot to load into, its adapter forgotten."""
-        if self._free:
-            return self._free.pop()
-        oldest = next((one for one in self._slots if one not in self._pins), None)
-        return None if oldest is None else self._slots.pop(oldest)
 
 
 def on(model: CausalLM, bank: Any, adapters: jax.Array) -> CausalLM:

@@ -18,36 +18,13 @@ from tokenizers import Tokenizer
 from jax_dora.serve.bank import Bank
 from jax_dora.serve.draw import Drawn
 from jax_dora.serve.metrics import Metrics
-from jax_dora.serve.request import Alternative, Piece, Request, Token
+from jax_dora.serve.request import Alternative, Answer, Piece, Request, Token
 from jax_dora.serve.slots import Part, Slots
 from jax_dora.serve.text import TextStream
 
 
 class QueueFullError(Exception):
     """More requests wait than may."""
-
-
-class Answer:
-    """A request on its way through the engine; what `Engine.submit` gives, to be cancelled by."""
-
-    def __init__(self, request: Request, stream: TextStream) -> None:
-        self.request, self.stream = request, stream
-        self.row = -1
-        self.read = 0  # tokens of the prompt that the device was given
-        self.launched = 0  # tokens that the device was asked to draw
-        self.drawn = 0  # of those, what was said
-        self.overtaken = 0
-        self.is_cancelled = self.is_over = False
-
-    @property
-    def left(self) -> int:
-        """Tokens of the prompt yet to be read."""
-        return len(self.request.prompt) - self.read
-
-    @property
-    def is_going(self) -> bool:
-        """Whether its next step draws a token."""
-        return not self.is_over and not self.left and self.launched < self.request.max_tokens
 
 
 class Engine:

@@ -16,10 +16,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jax_dora.serve import fields as bodies
 from jax_dora.serve import metrics
 from jax_dora.serve.answers import DONE, Chat, Completion, Writer, event
-from jax_dora.serve.engine import Answer
 from jax_dora.serve.errors import ApiError
 from jax_dora.serve.fields import Fields
-from jax_dora.serve.request import Piece
+from jax_dora.serve.request import Answer, Piece
 from jax_dora.serve.service import Service
 
 BODY_SECONDS = 30.0

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 
 from jax_dora.serve.adapters import Served
+from jax_dora.serve.text import TextStream
 
 TOP_LOGPROBS = 20  # the most that may be asked for, as in OpenAI's interface
 
@@ -75,3 +76,26 @@ class Request:
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
     asked: float = dataclasses.field(default_factory=time.monotonic)
+
+
+class Answer:
+    """A request on its way through the engine; what `Engine.submit` gives, to be cancelled by."""
+
+    def __init__(self, request: Request, stream: TextStream) -> None:
+        self.request, self.stream = request, stream
+        self.row = -1
+        self.read = 0  # tokens of the prompt that the device was given
+        self.launched = 0  # tokens that the device was asked to draw
+        self.drawn = 0  # of those, what was said
+        self.overtaken = 0
+        self.is_cancelled = self.is_over = False
+
+    @property
+    def left(self) -> int:
+        """Tokens of the prompt yet to be read."""
+        return len(self.request.prompt) - self.read
+
+    @property
+    def is_going(self) -> bool:
+        """Whether its next step draws a token."""
+        return not self.is_over and not self.left and self.launched < self.request.max_tokens

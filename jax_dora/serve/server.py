@@ -27,6 +27,10 @@ from jax_dora.serve.metrics import Metrics
 from jax_dora.serve.service import Service
 from jax_dora.serve.slots import Slots
 
+# Longer than clients keep a connection that they do not use (OpenAI's and httpx: 5 s): otherwise a
+# request may meet its end.
+KEEP_ALIVE_SECONDS = 30
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -121,6 +125,7 @@ class Server:
                 lifespan="on",
                 log_level="warning",
                 limit_concurrency=most,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=settings.drain_seconds,
             )
         )

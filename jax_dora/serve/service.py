@@ -9,10 +9,10 @@ from tokenizers import Tokenizer
 
 from jax_dora.models.chat import ChatTemplate
 from jax_dora.serve.adapters import Adapters, Served
-from jax_dora.serve.engine import Answer, Engine, QueueFullError
+from jax_dora.serve.engine import Engine, QueueFullError
 from jax_dora.serve.errors import ApiError
 from jax_dora.serve.fields import Fields
-from jax_dora.serve.request import Piece, Request
+from jax_dora.serve.request import Answer, Piece, Request
 
 
 @dataclasses.dataclass

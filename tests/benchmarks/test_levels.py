@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from benchmarks import __main__ as command
-from benchmarks import against, bank, model, ops, quantised, results, tune
+from benchmarks import against, bank, model, ops, quantised, results, torch_serve, tune
 from benchmarks.kernels import KERNELS
 from benchmarks.measure import Bench, measure
 from benchmarks.model.protocol import KINDS, Protocol
@@ -133,6 +133,23 @@ def test_quality_measures_both_models_and_both_long_runs(tmp_path: Path) -> None
     assert [len(row["losses"]) for row in rows[-2:]] == [10, 10]
     losses = np.array([row["losses"] for row in rows[-2:]])
     assert 0 < np.abs(losses[0] - losses[1]).max() < 0.01
+
+
+@pytest.mark.slow
+def test_serve_measures_transformers_too(tmp_path: Path) -> None:
+    out = tmp_path / "torch.jsonl"
+    assert command.main(["serve", "--torch", "--out", str(out), *QUICK, "--commit", "abc"]) == 0
+    _, rows = results.read(out)
+    kinds = ["torch_dora DoRA", "PEFT LoRA", "PEFT DoRA"]
+    found = [(row["kind"], row["adapters"]) for row in rows]
+    assert found == [("transformers", 0), *((kind, n) for kind in kinds for n in (1, 3))]
+    for row in rows:
+        assert row["answers"] == torch_serve.TINY.rows
+        assert row["tokens_per_s"] > 0
+        assert 0 < row["first_token_ms"] <= row["first_token_p90_ms"]
+        # PEFT's DoRA has one adapter at a time.
+        many = row["kind"] == "PEFT DoRA" and row["adapters"] > 1
+        assert (row["generates"] > 1) == many
 
 
 @pytest.mark.slow

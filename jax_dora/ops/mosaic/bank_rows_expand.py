@@ -23,7 +23,6 @@ from jax_dora.ops.mosaic.bank_rows_shrink import (
     load_facts,
     own_ids,
     slot_of,
-    zeros,
 )
 from jax_dora.ops.mosaic.hopper import TILE_K, tiled
 
@@ -114,7 +113,7 @@ def launch(
             plgpu.barrier_wait(rows_ready)
             shape = (TILE_ROWS, COLS)
 
-            def meet(index, found):
+            def meet(index, y):
                 entry, stage = facts["step"][1 + index], lax.rem(index, stages)
                 plgpu.barrier_wait(ready.at[stage])
 
@@ -127,27 +126,22 @@ def launch(
                         )
                     return acc_ref[...]
 
-                def theirs():
-                    acc = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+                def adapted():
+                    sums = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
                     if g is None:
-                        return (acc,)
-                    return acc, lax.broadcast_in_dim(smem["g"][stage], shape, (1,))
+                        return y + sums
+                    return lax.broadcast_in_dim(smem["g"][stage], shape, (1,)) * (y + sums)
 
-                found = if_met(entry, warpgroup, ids, found, theirs)
+                y = if_met(entry, warpgroup, ids, y, adapted)
                 # The copy engine may not write before g is read.
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(free.at[stage])
-                return found
+                return y
 
-            start = (zeros(shape), zeros(shape) + 1.0)[: 1 if g is None else 2]
-            sums, *factor = lax.fori_loop(0, facts["step"][0], meet, start)
-            base = y_smem[warpgroup].astype(jnp.float32)
-            y = base + sums
-            if factor:
-                y = factor[0] * y
-            ids = lax.broadcast_in_dim(ids, shape, (0,))
-            # A sum with zero turns -0 into 0, and what is not finite into NaN.
-            y = jnp.where(ids < 0, base, jnp.where(ids < sizes.slots, y, jnp.nan))
+            # A row is the base's until its slot comes, which is once.
+            y = y_smem[warpgroup].astype(jnp.float32)
+            y = lax.fori_loop(0, facts["step"][0], meet, y)
+            y = jnp.where(lax.broadcast_in_dim(ids, shape, (0,)) < sizes.slots, y, jnp.nan)
             if bias is not None:
                 y = y + lax.broadcast_in_dim(smem["bias"][...], shape, (1,))
             y_smem[warpgroup] = y.astype(dtype)

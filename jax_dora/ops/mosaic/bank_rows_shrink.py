@@ -78,7 +78,7 @@ def launch(
             ids = own_ids(facts, warpgroup)
             plgpu.barrier_wait(smem["x_ready"])
 
-            def meet(index, found):
+            def meet(index, sums):
                 entry, stage = facts["step"][1 + index], lax.rem(index, stages)
                 plgpu.barrier_wait(ready.at[stage])
 
@@ -92,16 +92,17 @@ def launch(
                         )
                     return acc_ref[...]
 
-                def theirs():
-                    return (pl.run_scoped(multiply, accumulator),)
+                def product():
+                    return pl.run_scoped(multiply, accumulator)
 
-                found = if_met(entry, warpgroup, ids, found, theirs)
+                sums = if_met(entry, warpgroup, ids, sums, product)
                 plgpu.barrier_arrive(free.at[stage])
-                return found
+                return sums
 
             shape = (TILE_ROWS, sizes.rank)
             accumulator = plgpu.WGMMAAccumulatorRef(shape, jnp.float32)
-            (sums,) = lax.fori_loop(0, facts["step"][0], meet, (zeros(shape),))
+            start = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+            sums = lax.fori_loop(0, facts["step"][0], meet, start)
             out_smem[warpgroup] = sums
             plgpu.commit_smem()
             rows = pl.ds(warpgroup * TILE_ROWS, TILE_ROWS)
@@ -175,18 +176,13 @@ def own_ids(facts, tile):
     return plgpu.load(facts["ids"].at[tile], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
 
-def zeros(shape):
-    """Returns fp32 zeros as accumulators have them."""
-    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-
-
-def if_met(entry, tile, ids, found, theirs):
-    """Returns arrays `found` with the rows of an entry's slot replaced by those of `theirs()`;
-    `found` where the tile has none."""
+def if_met(entry, tile, ids, old, new):
+    """Returns `old` [rows, cols] with the rows of an entry's slot replaced by those of `new()`;
+    `old` where the tile has none."""
 
     def met():
-        own = lax.broadcast_in_dim(ids == slot_of(entry), (TILE_ROWS, found[0].shape[1]), (0,))
-        return tuple(jnp.where(own, new, old) for new, old in zip(theirs(), found, strict=True))
+        own = lax.broadcast_in_dim(ids == slot_of(entry), old.shape, (0,))
+        return jnp.where(own, new(), old)
 
     mark = lax.bitwise_and(lax.shift_right_logical(entry, SLOT_BITS + tile), jnp.int32(1))
-    return lax.cond(mark == 1, met, lambda: found)
+    return lax.cond(mark == 1, met, lambda: old)

@@ -116,7 +116,8 @@ def serving(settings: Settings) -> Iterator[tuple[Server, openai.OpenAI]]:
     """A server in a thread, and a client of it."""
     told: list[str] = []
     server = Server(settings, tell=told.append)
-    _, port = server.bind()
+    host, port = server.bind()
+    assert host == "127.0.0.1"  # nobody has said otherwise
     thread = threading.Thread(target=server.run)
     thread.start()
     key = settings.api_key or "none"

@@ -197,6 +197,21 @@ def test_a_full_queue_refuses(served):
     until(lambda: server.engine.free_rows == 4)
 
 
+@pytest.mark.slow
+def test_an_idle_connection_outlives_the_clients_patience(served):
+    """OpenAI's client keeps one for five seconds: were the server's end at the same time, a request
+    could meet it."""
+    _, client = served
+    connection = http.client.HTTPConnection("127.0.0.1", client.base_url.port)
+    with contextlib.closing(connection):
+        for seconds in (0, 6):
+            time.sleep(seconds)
+            connection.request("GET", "/health")
+            sock = connection.sock
+            assert connection.getresponse().read()
+            assert connection.sock is sock
+
+
 def test_metrics_and_health(served):
     _, client = served
     root = f"http://127.0.0.1:{client.base_url.port}"

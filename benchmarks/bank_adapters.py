@@ -1,0 +1,59 @@
+"""Random adapters in a bank, which of them a batch's rows have, and what reading these takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from benchmarks.results import Row
+from jax_dora.bank.host import RANKS, Facts, HostAdapter
+
+EXPONENT = 1.5
+
+
+def draw_ids(mix: str, rows: int, slots: int) -> np.ndarray:
+    """Returns the slots of a batch's rows."""
+    rng = np.random.default_rng(rows)
+    if mix == "one":
+        return np.zeros(rows, np.int32)
+    weights = np.arange(1, slots + 1) ** -(EXPONENT if mix == "zipf" else 0.0)
+    # Which adapters are popular has nothing to do with their ranks.
+    return rng.permutation(slots)[rng.choice(slots, rows, p=weights / weights.sum())].astype(
+        np.int32
+    )
+
+
+def random_adapter(bank: Any, rank: int, seed: int) -> HostAdapter:
+    """Returns random numbers in host memory, laid out as `AdapterBank.read` does."""
+    rng = np.random.default_rng(seed)
+    facts, pieces = {}, []
+    for start in range(0, rank, RANKS):
+        count, piece = min(RANKS, rank - start), {}
+        for path, place in bank.places.items():
+            lora_a, lora_b = (
+                np.zeros((*place.stack, RANKS, size), place.dtype) for size in place.sizes
+            )
+            for array in (lora_a, lora_b):
+                drawn = rng.standard_normal((*array.shape[:-2], count, array.shape[-1]), np.float32)
+                array[..., :count, :] = drawn * array.shape[-1] ** -0.5
+            piece[path] = (lora_a, lora_b)
+        pieces.append(piece)
+    for path, place in bank.places.items():
+        magnitude = rng.uniform(0.5, 1.5, (*place.stack, place.sizes[1])).astype(np.float32)
+        whole = np.ones(place.stack, np.float32)
+        facts[path] = Facts(magnitude, whole > 0, 0.5 * whole, (rank * whole).astype(np.int32))
+    return HostAdapter(tuple(pieces), facts, rank)
+
+
+def byte_bound(bank: Any, ids: np.ndarray) -> Row:
+    """Returns how many adapters rows have, and the least that decoding them may take over the
+    base, by the bytes of a layer."""
+    used = np.unique(ids)
+    base = adapters = 0
+    for path, place in bank.places.items():
+        in_features, out = place.sizes
+        base += 2 * in_features * out
+        ranks = np.asarray(bank.arrays[path].rank)[0]
+        adapters += sum(2 * int(ranks[one]) * (in_features + out) + 4 * out for one in used)
+    return {"distinct": len(used), "bound": (base + adapters) / base}

@@ -1,0 +1,155 @@
+"""The programs of level `bank`: a decoder's projections, by a bank and by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+import jax_dora
+from jax_dora.bank.layers import BankArray
+from jax_dora.ops.bank import Slots
+
+
+class Sizes(NamedTuple):
+    """Of a layer: hidden, the keys' and values' features, intermediate."""
+
+    hidden: int = 4096
+    key: int = 1024
+    intermediate: int = 14_336
+
+
+class Block(nnx.Module):
+    """A decoder layer's projections, without attention."""
+
+    def __init__(self, sizes: Sizes, rngs: nnx.Rngs) -> None:
+        def linear(into: int, out: int) -> nnx.Linear:
+            dtype = jnp.bfloat16
+            return nnx.Linear(into, out, use_bias=False, param_dtype=dtype, rngs=rngs)
+
+        hidden, key, wide = sizes
+        self.q_proj = linear(hidden, hidden)
+        self.k_proj = linear(hidden, key)
+        self.v_proj = linear(hidden, key)
+        self.o_proj = linear(hidden, hidden)
+        self.gate_proj = linear(hidden, wide)
+        self.up_proj = linear(hidden, wide)
+        self.down_proj = linear(wide, hidden)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return layer(x, lambda name, x: getattr(self, f"{name}_proj")(x))
+
+
+def layer(x: jax.Array, by: Callable[[str, jax.Array], jax.Array]) -> jax.Array:
+    """Returns what a layer makes of x, `by` being a projection of its input."""
+    q, k, v = (by(name, normalised(x)) for name in "qkv")
+    # Whatever attention does, it reads all three.
+    x = x + by("o", q + jnp.tile(k + v, x.shape[-1] // k.shape[-1]))
+    into = normalised(x)
+    return x + by("down", nnx.silu(by("gate", into)) * by("up", into))
+
+
+def normalised(x: jax.Array) -> jax.Array:
+    """Returns x over its root mean square."""
+    wide = x.astype(jnp.float32)
+    return (wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + 1e-6)).astype(x.dtype)
+
+
+class Stack(nnx.Module):
+    """Layers as one module whose arrays have a leading axis."""
+
+    def __init__(self, sizes: Sizes, layers: int) -> None:
+        def make(key: jax.Array) -> Block:
+            return Block(sizes, nnx.Rngs(key))
+
+        keys = jax.random.split(jax.random.key(0), layers)
+        graphdef = nnx.graphdef(nnx.eval_shape(make, keys[0]))
+        self.layers = nnx.merge(graphdef, lax.map(lambda key: nnx.state(make(key)), keys))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        graphdef, bank, arrays = nnx.split(self.layers, BankArray, ...)
+        return lax.scan(lambda x, one: (nnx.merge(graphdef, bank, one)(x), None), x, arrays)[0]
+
+
+class Bare(NamedTuple):
+    """A projection's kernel and its part of a bank, for the ways that the library does not go."""
+
+    kernel: jax.Array
+    slots: Slots
+
+
+def one_hot(x: jax.Array, one: Bare, ids: jax.Array) -> jax.Array:
+    """Returns x W + s·x A B by products with all slots."""
+    slots = one.slots
+    chosen = jax.nn.one_hot(ids, slots.lora_a.shape[0], dtype=x.dtype)
+    z = jnp.einsum("bti,sri->btsr", x, slots.lora_a)
+    z = z * (chosen * slots.scale.astype(x.dtype)[None])[:, None, :, None]
+    return x @ one.kernel + jnp.einsum("btsr,sro->bto", z, slots.lora_b)
+
+
+def loop(x: jax.Array, one: Bare, ids: jax.Array) -> jax.Array:
+    """Returns x W + s·x A B, slot after slot."""
+    slots = one.slots
+
+    def add(slot: Any, y: jax.Array) -> jax.Array:
+        lora_a, lora_b, scale = slots.lora_a[slot], slots.lora_b[slot], slots.scale[slot]
+        mine = jnp.where(ids == slot, scale, 0).astype(x.dtype)[:, None, None]
+        return y + ((mine * x) @ lora_a.T) @ lora_b
+
+    return lax.fori_loop(0, slots.lora_a.shape[0], add, x @ one.kernel)
+
+
+def program(kind: str, graphdef: Any, repeats: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Returns the results [rows, tokens, hidden] of the first and of the last time through the
+    layers as a function of (state, bank, ids, x)."""
+    once = _round(kind, graphdef)
+
+    def run(state: Any, bank: Any, ids: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def repeat(number: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            x = once(state, bank, ids, carry[0])
+            return x, jnp.where(number == 0, x, carry[1])
+
+        last, first = lax.fori_loop(0, repeats, repeat, (x, x))
+        return first, last
+
+    return run
+
+
+def _round(kind: str, graphdef: Any) -> Callable[..., jax.Array]:
+    """Returns the result [rows, tokens, hidden] as a function of (state, bank, ids, x)."""
+    if kind in ("one-hot", "loop"):
+        return _by_hand(one_hot if kind == "one-hot" else loop)
+
+    def run(state: Any, bank: Any, ids: jax.Array, x: jax.Array) -> jax.Array:
+        model = nnx.merge(graphdef, state)
+        if kind == "base":
+            return model(x)
+        if kind == "LoRA":
+            bank = jax.tree.unflatten(jax.tree.structure(bank), jax.tree.leaves(bank))
+            bank.arrays = {path: one._replace(g=None) for path, one in bank.arrays.items()}
+        implementation = {"DoRA xla": "xla", "kernel": "mosaic"}.get(kind)
+        return jax_dora.with_bank(model, bank, ids, implementation=implementation)(x)
+
+    return run
+
+
+def _by_hand(multiply: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def run(state: Any, bank: Any, ids: jax.Array, x: jax.Array) -> jax.Array:
+        kernels = {
+            "/".join(map(str, path[:-1])): v.get_value() for path, v in nnx.to_flat_state(state)
+        }
+        bare = {path: Bare(kernels[path], bank.arrays[path]._replace(g=None)) for path in kernels}
+
+        def one_layer(x: jax.Array, one: Any) -> Any:
+            def by(name: str, x: jax.Array) -> jax.Array:
+                return multiply(x, one[f"layers/{name}_proj"], ids)
+
+            return layer(x, by), None
+
+        return lax.scan(one_layer, x, bare)[0]
+
+    return run

@@ -1,0 +1,87 @@
+"""Which adapter lies in which slot of a bank: pinned while used, the least recently used out."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Hashable
+
+from jax_dora.bank.bank import AdapterBank
+from jax_dora.bank.host import HostAdapter
+
+
+class Residents:
+    """The adapters in the slots of one bank, by keys of the caller's own. Not for several threads.
+
+    Attributes:
+      bank: as it is now.
+      loads, evictions: how many there were.
+    """
+
+    def __init__(self, bank: AdapterBank) -> None:
+        self.bank = bank
+        self.loads = self.evictions = 0
+        self._slots: OrderedDict[Hashable, int] = OrderedDict()  # the least recently used first
+        self._free = list(range(bank.slots - 1, -1, -1))
+        self._pins: Counter[Hashable] = Counter()
+
+    @property
+    def slots(self) -> dict[Hashable, int]:
+        """Returns the slot of each adapter that has one."""
+        return dict(self._slots)
+
+    @property
+    def pinned(self) -> int:
+        """Returns how many slots no other adapter may have now."""
+        return len(self._pins)
+
+    def pins(self, key: Hashable) -> int:
+        """Returns how often an adapter is pinned."""
+        return self._pins[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._slots
+
+    def pin(self, key: Hashable, adapter: HostAdapter | None) -> int | None:
+        """Returns the slot in which an adapter lies until it is unpinned as often; None where every
+        slot is pinned for others. One that lies in a slot already need not be given.
+
+        Raises whatever loading it does; nothing is changed then but that another may have lost its
+        slot.
+        """
+        if key not in self._slots:
+            slot = self._empty()
+            if slot is None:
+                return None
+            assert adapter is not None
+            try:
+                self.bank = self.bank.load(slot, adapter)
+            except BaseException:
+                self._free.append(slot)
+                raise
+            self._slots[key] = slot
+            self.loads += 1
+        self._slots.move_to_end(key)
+        self._pins[key] += 1
+        return self._slots[key]
+
+    def unpin(self, key: Hashable) -> None:
+        """Takes one pin back."""
+        self._pins[key] -= 1
+        if not self._pins[key]:
+            del self._pins[key]
+
+    def drop(self, key: Hashable) -> None:
+        """Empties the slot of an adapter that nobody has pinned, if it has one."""
+        if key in self._slots:
+            slot = self._slots.pop(key)
+            self.bank = self.bank.evict(slot)
+            self._free.append(slot)
+            self.evictions += 1
+
+    def _empty(self) -> int | None:
+        """Returns a slot to load into, its adapter forgotten."""
+        if self._free:
+            return self._free.pop()
+        oldest = next((one for one in self._slots if one not in self._pins), None)
+        if oldest is None:
+            return None
+        self.evictions += 1
+        return self._slots.pop(oldest)
