@@ -58,12 +58,13 @@ def _bank(rows: list[Row], table: Table) -> str:
         yield from (f"{task} {count} × {tokens}", mix, str(distinct))
         yield f"{bound:.2f}" if tokens == 1 else ""
         yield f"{dora['ms']:.3f}" if dora else ""
-        for other in ("base", "LoRA"):
-            both = dora and other in kinds
-            yield f"{dora['ms'] / kinds[other]['ms']:.2f}" if both else ""
-        for other in ("one-hot", "loop"):
-            both = dora and other in kinds
-            yield f"{kinds[other]['ms'] / dora['ms']:.2f}" if both else ""
+        ratios = [("base", False), ("LoRA", False), ("one-hot", True), ("loop", True)]
+        for other, is_over_dora in ratios:
+            if dora is None or other not in kinds:
+                yield ""
+                continue
+            ratio = dora["ms"] / kinds[other]["ms"]
+            yield f"{1 / ratio if is_over_dora else ratio:.2f}"
         yield min((way for way in WAYS if way in kinds), key=lambda w: kinds[w]["ms"], default="")
 
     header = (
