@@ -20,7 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--soak-runs",
         type=int,
-        default=4,
+        default=200,
         help="runs of the fine-tuning command under faults (%(default)s)",
     )
 

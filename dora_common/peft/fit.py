@@ -58,7 +58,7 @@ def fit(
     *,
     adapter: str = "default",
 ) -> Fit:
-    """Finds the place of every tensor.
+    """Find the place of every tensor.
 
     Args:
       config: the folder's.
@@ -148,8 +148,7 @@ class _Fitting:
             self.problems.append(f"{key} {problem}")
 
     def refuse_tied_adapters(self) -> None:
-        """Refuses an adapter of the embedding that would have to be the head's too.
-
+        """
         Raises:
           NotImplementedError: one adapter is to be the embedding's and the head's.
         """
@@ -161,8 +160,8 @@ class _Fitting:
             )
 
     def by_array(self) -> dict[str, tuple[str, ...]]:
-        """Returns the keys of every parameter that is stored whole; of several that stay one array,
-        by the first one's name."""
+        """The keys of every parameter that is stored whole; of several that stay one array, by the
+        first one's name."""
         untied = untied_names(self.config, self.arrays, self.whole)
         found: dict[str, tuple[str, ...]] = {}
         for name, keys in self.whole.items():

@@ -50,7 +50,7 @@ class Folder:
             return fit(self.config, self.tensors, layers, parameters, arrays, adapter=self.adapter)
 
     def read(self, key: str) -> Any:
-        """Returns one tensor, as the framework's array on the host, in the dtype of the file.
+        """One tensor, as the framework's array on the host, in the dtype of the file.
 
         Raises:
           ValueError: it cannot be read, or holds NaN or infinity.
@@ -61,7 +61,7 @@ class Folder:
             return tensor
 
     def read_parameter(self, name: str, keys: Sequence[str]) -> Any:
-        """Returns one tensor that has several keys.
+        """One tensor that has several keys.
 
         Raises:
           ValueError: they hold different numbers.
@@ -91,8 +91,7 @@ class Folder:
         return {_DTYPES[self.tensors[adapter.keys[name]][0]] for name in ("lora_a", "lora_b")}
 
     def refuse_rounding(self, key: str, stored: Any, kept: Any) -> None:
-        """Refuses a magnitude that the model would keep rounded.
-
+        """
         Raises:
           ValueError: a magnitude of float64 is not equal to what the model keeps of it.
         """
@@ -102,12 +101,37 @@ class Folder:
                 "adapter_dtype=float32 if it may be"
             )
 
+    def kept[Tensor](self, name: str, tensor: Tensor) -> Tensor:
+        """Returns a tensor that was read, as the model keeps it.
+
+        Args:
+          name: its key, or its parameter's name.
+
+        Raises:
+          ValueError: it is not finite, since its dtype cannot hold the numbers.
+        """
+        told = f"{self.path}: as {getattr(tensor, 'dtype', None)}, {name}"
+        check_finite(told, tensor, "load it into a model, or with an adapter_dtype, of more range")
+        return tensor
+
+    def check_norm(self, name: str, magnitude: Any) -> None:
+        """
+        Args:
+          name: of a layer that the folder has a LoRA adapter for.
+          magnitude: its norm.
+
+        Raises:
+          ValueError: it is not finite, since the numbers of the adapter are too large to be squared
+            or the base weights are not finite.
+        """
+        told = f"{self.path}: the norm of {name} with its adapter"
+        check_finite(told, magnitude, "an adapter of such numbers has diverged, or the base model")
+
 
 def check_finite(
     key: str, tensor: Any, reason: str = "where training diverged, take an earlier state"
 ) -> None:
-    """Refuses a tensor with NaN or infinity in it.
-
+    """
     Args:
       key: the tensor's.
       tensor: of NumPy or of PyTorch.
@@ -129,7 +153,7 @@ def check_finite(
 def opened(
     folder: str | os.PathLike[str], framework: Literal["np", "pt"], adapter: str | None = None
 ) -> Iterator[Folder]:
-    """Opens an adapter folder for reading.
+    """Open an adapter folder for reading.
 
     Args:
       folder: holds adapter_config.json and adapter_model.safetensors.
@@ -209,7 +233,7 @@ def _subfolders(folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _telling(path: Path) -> Iterator[None]:
-    """Puts the path before the message of what goes wrong."""
+    """Put the path before the message of what goes wrong."""
     try:
         yield
     except UnicodeDecodeError as error:

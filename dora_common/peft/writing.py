@@ -65,10 +65,9 @@ def write(
 
 
 def check_free(folder: str | os.PathLike[str], *, overwrite: bool) -> None:
-    """Checks, before any work, that `write` may write into a folder.
-
+    """
     Raises:
-      FileExistsError: it would refuse.
+      FileExistsError: `write` would refuse.
     """
     path = Path(folder)
     if path.exists() and not path.is_dir():

@@ -24,6 +24,7 @@ from dora_common.disk import locked
 from jax_dora.commands.flags import (
     UsageError,
     corrections,
+    folder,
     mesh,
     not_negative,
     pattern,
@@ -44,7 +45,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--tiny", action="store_true", help="make a small model, and data unless --data is given")
     add("--data", type=Path, help="what to train on")
     add("--eval-data", type=Path, help="what to evaluate on")
-    add("--output", type=Path, default=Path("finetuned"), help="folder of the run (%(default)s)")
+    add("--output", type=folder, default=Path("finetuned"), help="folder of the run (%(default)s)")
     length = whole(1, 2**24)
     add("--length", type=length, default=1024, help="tokens of a packed row (%(default)s)")
     add("--dtype", choices=("bfloat16", "float32"), help="of the base; config.json's by default")
@@ -92,7 +93,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--samples", type=whole(0), default=3, help="prompts to answer at the end (%(default)s)")
     add("--tensorboard", action="store_true", help="write TensorBoard's files too")
     add("--dry-run", action="store_true", help="tell what the run would take, and stop")
-    add("--merge", type=Path, help="write the merged model to this Hugging Face folder")
+    add("--merge", type=folder, help="write the merged model to this Hugging Face folder")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,10 +5,12 @@ import contextlib
 import math
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Literal, NoReturn
 
 AXES = ("dp", "fsdp", "tp")
 MOST = 2**31 - 1  # what an index into an array may be
+LEAST, LARGEST = 2.0**-126, 2.0**127  # of float32, in which a run computes
 
 
 class UsageError(Exception):
@@ -40,14 +42,15 @@ def whole(least: int, most: int = MOST) -> Callable[[str], int]:
 
 
 def number(told: str, is_right: Callable[[float], bool]) -> Callable[[str], float]:
-    """Returns a parser of the finite numbers for which `is_right`, as `told`."""
+    """Returns a parser of the numbers of float32 for which `is_right`, as `told`."""
 
     def parse(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not (math.isfinite(value) and is_right(value)):
+        held = value == 0 or LEAST <= abs(value) <= LARGEST
+        if not (held and is_right(value)):
             raise argparse.ArgumentTypeError(f"{text!r} is out of range: expected a number {told}")
         return value
 
@@ -58,6 +61,13 @@ positive = number("above 0", lambda value: value > 0)
 not_negative = number("of at least 0", lambda value: value >= 0)
 rate = number("from 0 to below 1", lambda value: 0 <= value < 1)
 share = number("above 0, to 1", lambda value: 0 < value <= 1)
+
+
+def folder(text: str) -> Path:
+    """Parses the path of a folder to write; an empty one would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; expected a folder, . for the current one")
+    return Path(text)
 
 
 def mesh(text: str) -> dict[str, int] | Literal["auto"]:

@@ -6,9 +6,9 @@ Each kernel becomes W + ((g-1)∘W + g∘(s·A B)) in fp32, cast once; what that
 """
 
 import argparse
-from pathlib import Path
 
 import jax_dora
+from jax_dora.commands import flags
 from jax_dora.commands.flags import corrections
 from jax_dora.commands.folders import adapted_model, add_model_flags, base_folder
 from jax_dora.models import read_config, save_model
@@ -16,7 +16,7 @@ from jax_dora.models import read_config, save_model
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_model_flags(parser)
-    parser.add_argument("--output", type=Path, required=True, help="the folder to be made")
+    parser.add_argument("--output", type=flags.folder, required=True, help="the folder to be made")
 
 
 def run(args: argparse.Namespace) -> int:

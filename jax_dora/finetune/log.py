@@ -4,6 +4,9 @@ import json
 from pathlib import Path
 from typing import Any, Self
 
+NAMES = {"step", "loss", "gradient_norm", "learning_rate", "tokens_per_second"}
+OPTIONAL = {"eval_loss"}
+
 
 class Log:
     """The metrics of a run, as far as its steps are done."""
@@ -12,7 +15,8 @@ class Log:
         """
         Args:
           folder: the run's; None writes nothing.
-          done: steps; what the file says of later ones, or has begun to say, is cut off.
+          done: steps; what the file says of later ones, or has begun to say, is cut off, and
+            what follows a line that is damaged.
           tensorboard: write its files too.
 
         Raises:
@@ -28,8 +32,8 @@ class Log:
         self._stream.seek(0)
         end = 0
         for raw in self._stream:
-            line = _parsed(raw)
-            if line is None or line["step"] > done:
+            line, last = _parsed(raw), self.lines[-1]["step"] if self.lines else 0
+            if line is None or not last < line["step"] <= done:
                 break
             self.lines.append(line)
             end += len(raw)
@@ -66,8 +70,11 @@ def _writer(folder: Path, done: int) -> Any:
 
 
 def _parsed(raw: bytes) -> dict[str, Any] | None:
+    """Returns a line, or None where it is damaged."""
     try:
         line = json.loads(raw)
-        return line if raw.endswith(b"\n") and isinstance(line["step"], int) else None
-    except (ValueError, KeyError, TypeError):
+    except ValueError:
         return None
+    is_whole = raw.endswith(b"\n") and isinstance(line, dict) and line.keys() - OPTIONAL == NAMES
+    is_sound = is_whole and all(type(value) in (int, float) for value in line.values())
+    return line if is_sound and isinstance(line["step"], int) else None

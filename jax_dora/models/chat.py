@@ -12,6 +12,8 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from jax_dora.models.json_file import read_object
+
 Messages = Sequence[dict[str, Any]]
 
 
@@ -48,8 +50,8 @@ class ChatTemplate:
         settings = _read(folder / "tokenizer_config.json")
         file = folder / "chat_template.jinja"
         source = file.read_text("utf-8") if file.is_file() else settings.get("chat_template")
-        if isinstance(source, list):
-            by_name = {one["name"]: one["template"] for one in source}
+        if isinstance(source, list) and all(isinstance(one, dict) for one in source):
+            by_name = {str(one.get("name")): one.get("template") for one in source}
             if "default" not in by_name:
                 raise ValueError(
                     f"{folder} has the chat templates {', '.join(by_name)}; expected a default"
@@ -57,6 +59,11 @@ class ChatTemplate:
             source = by_name["default"]
         if source is None:
             return None
+        if not isinstance(source, str):
+            raise ValueError(
+                f"{folder} has the chat template {str(source)[:100]}; expected a string, or a list "
+                "of objects with a name and a template"
+            )
         special = _read(folder / "special_tokens_map.json") | settings
         tokens = {
             name: value["content"] if isinstance(value, dict) else value
@@ -120,12 +127,7 @@ class _Generation(Extension):
 
 
 def _read(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        return json.loads(file.read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {error}") from error
+    return read_object(file) if file.is_file() else {}
 
 
 def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:

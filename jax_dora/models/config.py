@@ -114,8 +114,17 @@ class DecoderConfig:
 
         Raises:
           NotImplementedError: the model is of another family, or uses what this decoder has not.
-          ValueError: a size is missing.
+          ValueError: a size is missing, or a field has another type than expected.
         """
+        try:
+            return cls._from_hf(config, changes)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"config.json has a field of another type than expected: {error}"
+            ) from error
+
+    @classmethod
+    def _from_hf(cls, config: Mapping[str, Any], changes: Mapping[str, Any]) -> Self:
         kind = config.get("model_type")
         if kind not in MODEL_TYPES:
             raise NotImplementedError(
@@ -127,7 +136,7 @@ class DecoderConfig:
             value = config.get(name)
             if value is None:
                 value = otherwise
-            if value is None or value < 1:
+            if not isinstance(value, int) or value < 1:
                 raise ValueError(f"config.json has {name} {value!r}; expected a positive integer")
             return value
 
@@ -152,7 +161,7 @@ class DecoderConfig:
             "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
             "dtype": DTYPES.get(dtype, jnp.float32),
         }
-        return cls(**fields | changes)
+        return cls(**fields | dict(changes))
 
 
 def _refuse(config: Mapping[str, Any]) -> None:

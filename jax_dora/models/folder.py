@@ -17,6 +17,7 @@ import jax_dora
 from dora_common.disk import telling_of_the_disk
 from jax_dora.adapt.quantize import placed
 from jax_dora.models.config import COMPUTATION, DecoderConfig
+from jax_dora.models.json_file import read_object
 from jax_dora.models.model import CausalLM
 from jax_dora.models.quantised_folder import as_in_folder, load_quantised, quantised_tensors
 from jax_dora.models.quantised_weights import QuantisedTensor
@@ -33,7 +34,7 @@ ChooseSharding = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
 
 
 def read_config(folder: str | PathLike[str]) -> dict[str, Any]:
-    """Returns the contents of config.json.
+    """The contents of config.json.
 
     Raises:
       FileNotFoundError, ValueError: it is not there, or no JSON object.
@@ -41,13 +42,7 @@ def read_config(folder: str | PathLike[str]) -> dict[str, Any]:
     file = Path(folder) / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing: expected a Hugging Face model folder")
-    try:
-        config = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} holds a {type(config).__name__}; expected a JSON object")
-    return config
+    return read_object(file)
 
 
 def load_model(
@@ -57,7 +52,7 @@ def load_model(
     quantize: str | None = None,
     **changes: Any,
 ) -> CausalLM:
-    """Returns the model of a Hugging Face folder.
+    """The model of a Hugging Face folder.
 
     Weights that are quantised already, by bitsandbytes to NF4 or to FP8 with scales for a tensor,
     an output feature or a block, are read as they are; others are quantised as they are read if

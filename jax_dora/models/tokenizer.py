@@ -1,10 +1,11 @@
 """The tokenizer of a Hugging Face folder, and the tokens that end a text."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
+
+from jax_dora.models.json_file import read_object
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
@@ -31,10 +32,10 @@ def read_ends(folder: Path, config: dict[str, Any]) -> list[int]:
     generation_config.json adds.
 
     Raises:
-      ValueError: config.json names none.
+      ValueError: config.json names none, or generation_config.json is damaged.
     """
     file = folder / "generation_config.json"
-    generation = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    generation = read_object(file) if file.is_file() else {}
     ends: list[int] = []
     for given in (config, generation):
         one = given.get("eos_token_id")

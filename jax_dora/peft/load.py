@@ -42,7 +42,7 @@ def load_adapter[Model: nnx.Module](
     implementation: str | None = None,
     rngs: nnx.Rngs | None = None,
 ) -> Model:
-    """Returns `model` with the adapter of a PEFT folder.
+    """`model` with the adapter of a PEFT folder.
 
         model = load_adapter(model, "folder")
 
@@ -129,8 +129,7 @@ def load_adapter[Model: nnx.Module](
 def _initializers(
     source: Folder, view: TorchView, path: str, adapters: Mapping[Index, Adapter]
 ) -> dict[str, Any]:
-    """Returns the initializers of a layer that read its arrays; none of a weight, which is filled
-    later."""
+    """The initializers of a layer that read its arrays; none of a weight, which is filled later."""
     if path in view.weights:
         return {}
     return {
@@ -150,13 +149,14 @@ def _arrays(
         for index, one in adapters.items():
             layer = view.layers[one.layer.name]
             part = view.of_adapter(layer, one.rank, holder.layout)[name]
-            value[index] = part.from_torch(source.read(one.keys[name]))
+            with np.errstate(over="ignore"):  # told with its name
+                value[index] = part.from_torch(source.read(one.keys[name]))
+            source.kept(one.keys[name], value[index])
     return found
 
 
 def _by_path(source: Folder, view: TorchView, fit: Fit) -> dict[str, dict[Index, Adapter]]:
-    """Returns the adapters of each module, by their index in it: several where the module is a
-    stack.
+    """The adapters of each module, by their index in it: several where the module is a stack.
 
     Raises:
       ValueError: the layers of a stack differ in rank or alpha.
@@ -210,7 +210,9 @@ class _Stored:
         value = _zeros(shape, dtype)
         key = next(self.keys)
         if key is not None:
-            value[...] = to_matrix(self.source.read(key))
+            with np.errstate(over="ignore"):  # told with its name
+                value[...] = to_matrix(self.source.read(key))
+            self.source.kept(key, value)
         return jax.device_put(value)
 
 
@@ -226,6 +228,8 @@ def _set_magnitude(
             value[index] = stored
             if exactly:
                 source.refuse_rounding(key, stored, value[index])
+        else:
+            source.check_norm(adapter.layer.name, value[index])
     magnitude.set_value(jax.device_put(value, old.sharding))
 
 
@@ -244,10 +248,12 @@ def _set_parameters(source: Folder, view: TorchView, fit: Fit) -> None:
             value[...] = jax.device_get(old)
         for name, keys, rows in parts:
             one, matrix = view.parameters[name], source.read_parameter(name, keys)
-            if rows is not None:
-                matrix, stored = np.array(one.to_torch(value[one.index])), matrix
-                matrix[rows] = stored
-            value[one.index] = one.from_torch(matrix)
+            with np.errstate(over="ignore"):
+                if rows is not None:
+                    matrix, stored = np.array(one.to_torch(value[one.index])), matrix
+                    matrix[rows] = stored
+                value[one.index] = one.from_torch(matrix)
+            source.kept(name, value[one.index])
         variable.set_value(jax.device_put(value, old.sharding))
 
 

@@ -42,8 +42,7 @@ class Names:
     experts: tuple[str, ...] | list[str] = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
 
     def module(self, path: str, index: tuple[int, ...] = ()) -> str:
-        """Returns the name that PyTorch has for a module.
-
+        """
         Args:
           path: of the Flax module.
           index: of the layer, where layers are stacked; one number for each axis of the stack.
@@ -69,5 +68,5 @@ class Names:
         return name.replace("/", ".")
 
     def parameter(self, name: str) -> str:
-        """Returns the name of a parameter within its module."""
+        """The name of a parameter within its module."""
         return self.parameters.get(name, name)

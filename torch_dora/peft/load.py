@@ -29,7 +29,7 @@ def load_adapter(
     dropout_mode: DropoutMode | None = None,
     implementation: str | None = None,
 ) -> Any:
-    """Puts the adapter of a PEFT folder into ``model``, in place.
+    """Put the adapter of a PEFT folder into ``model``, in place.
 
         model = load_adapter(model, "folder")
 
@@ -86,9 +86,15 @@ def load_adapter(
         trainable = {parameter: parameter.requires_grad for parameter in model.parameters()}
         try:
             wholes = {
-                name: source.read_parameter(name, keys) for name, keys in fit.parameters.items()
+                name: source.kept(
+                    name, source.read_parameter(name, keys).to(parameters[name].dtype)
+                )
+                for name, keys in fit.parameters.items()
             }
-            rows = {name: (list(at), source.read(key)) for name, (key, at) in fit.tokens.items()}
+            rows = {
+                name: (list(at), source.kept(key, source.read(key).to(parameters[name].dtype)))
+                for name, (key, at) in fit.tokens.items()
+            }
             new = _make_layers(model, source, fit, adapter_dtype, dropout_mode, implementation)
             stays = [(name, one) for name, one in dora_layers(model) if id(one) not in new]
             values = [
@@ -157,6 +163,8 @@ def _make_layers(
         if name not in stays:
             layer = new[id(modules[name])] = adapt(bases[name], name, rule)
             _fill(layer, _values(layer, source, fit.adapters[name], adapter_dtype is None))
+            if not source.config.use_dora:
+                source.check_norm(name, shards.whole(layer.magnitude))
     return new
 
 
@@ -170,10 +178,11 @@ def _stays(module: Any, rule: DoRARule) -> bool:
 
 def _values(layer: Any, source: Folder, adapter: Adapter, exactly: bool) -> dict[str, Tensor]:
     """Returns what the folder has for ``layer``; of a LoRA folder no magnitude."""
-    values = {
-        name: source.read(adapter.keys[name]).reshape(getattr(layer, name).shape)
-        for name in ("lora_a", "lora_b")
-    }
+    values = {}
+    for name in ("lora_a", "lora_b"):
+        key, parameter = adapter.keys[name], getattr(layer, name)
+        value = source.read(key).reshape(parameter.shape).to(parameter.dtype)
+        values[name] = source.kept(key, value)
     if key := adapter.keys.get("magnitude"):
         value = values["magnitude"] = source.read(key).reshape(-1)
         if exactly:

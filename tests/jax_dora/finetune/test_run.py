@@ -45,14 +45,14 @@ OPTIONS = (
 
 OUT_OF_RANGE = {
     "--rank": "0 -1 1.5 99999999999",
-    "--alpha": "0 -1 nan inf",
+    "--alpha": "0 -1 nan inf 1e308 1e-300",
     "--dropout": "1 -0.1 nan",
     "--length": "0",
     "--steps": "0 -1",
-    "--epochs": "0 -1 inf nan",
+    "--epochs": "0 -1 inf nan 1e300",
     "--batch": "0",
     "--accumulate": "0",
-    "--learning-rate": "0 -1 nan x",
+    "--learning-rate": "0 -1 nan x 1e39",
     "--warmup": "-1",
     "--weight-decay": "-0.1 inf",
     "--clip": "0 -1 nan",
@@ -305,6 +305,7 @@ def test_explosion_stops(command, capsys, tmp_path):
         (["--tiny", "--target", "("], "'(' is no regular expression"),
         (["--steps", "5", "--warmup", "5"], "--warmup 5 leaves nothing of the 5 steps"),
         (["--model", "missing", "--data", str(ROOT / "README.md")], "config.json is missing"),
+        (["--tiny", "--merge="], "argument --merge: it is empty; expected a folder"),
         (["--tiny", "--unknown"], "unrecognized arguments: --unknown"),
         *(
             (["--tiny", flag, value], f"argument {flag}: '{value}' is out of range")
@@ -317,6 +318,35 @@ def test_bad_options(options, message, inputs, tmp_path, capsys):
     if "--tiny" not in options and "--model" not in options and options:
         options = [*inputs, *options]
     assert finetune([*options, "--output", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "message"),
+    [
+        ("config.json", [], "config.json holds a list; expected a JSON object"),
+        ("config.json", {"hidden_size": "a"}, "hidden_size 'a'; expected a positive integer"),
+        ("config.json", {"rms_norm_eps": None}, "config.json has a field of another type"),
+        ("config.json", {"rope_scaling": 3}, "config.json has a field of another type"),
+        ("config.json", {"quantization_config": "x"}, "config.json has a field of another type"),
+        ("generation_config.json", [], "generation_config.json holds a list"),
+        ("tokenizer_config.json", 3, "tokenizer_config.json holds a int"),
+        ("tokenizer_config.json", {"chat_template": 3}, "has the chat template 3; expected"),
+        ("tokenizer_config.json", {"chat_template": ["x"]}, "has the chat template ['x']; "),
+        ("tokenizer_config.json", {"chat_template": [{}]}, "has the chat templates None; "),
+        ("special_tokens_map.json", [], "special_tokens_map.json holds a list"),
+    ],
+)
+def test_damaged_model_folders(file, fields, message, inputs, tmp_path, capsys):
+    model = tmp_path / "model"
+    shutil.copytree(inputs[1], model)
+    there = json.loads((model / file).read_text()) if (model / file).exists() else {}
+    fields = there | fields if isinstance(fields, dict) else fields
+    (model / file).write_text(json.dumps(fields))
+    command = ["--model", str(model), *inputs[2:], *OPTIONS, "--output", str(tmp_path / "run")]
+    assert finetune([*command, "--dry-run"]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
