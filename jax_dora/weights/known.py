@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from jax_dora.layers.stack import stacked_axes
+
 
 def _einsum(module: Any) -> str | None:
     from jax_dora.weights.registry import einsum_axes
@@ -10,7 +12,10 @@ def _einsum(module: Any) -> str | None:
 
 
 def _dense_general(module: Any) -> str:
-    return "i" * len(module.in_features_shape) + "o" * len(module.out_features_shape)
+    letters = "i" * len(module.in_features_shape) + "o" * len(module.out_features_shape)
+    single = (*module.in_features_shape, *module.out_features_shape)
+    axes = stacked_axes(module.kernel.shape, single)  # MaxText scans along the second
+    return f"{letters[: axes[0]]}s{letters[axes[0] :]}" if len(axes) == 1 else letters
 
 
 _TUNIX = tuple(

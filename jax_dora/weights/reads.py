@@ -159,7 +159,8 @@ def trace_reads(
             module.dora_scope = number
             module.__class__ = _scoped_type(type(module))
     keys = list(weights_of(copy))
-    reads: dict[Key, list[Read]] = {key: [] for key in keys}
+    groups = _groups(weights_of(copy))
+    reads: dict[Key, list[Read]] = {group[0]: [] for group in groups}
     count = functools.partial(next, iter(range(2**62)))
     results: set[int] = set()
 
@@ -167,7 +168,7 @@ def trace_reads(
         traced, given = together(arrays)
         weights = weights_of(traced)
         with weight_trace() as trace:
-            for key in keys:
+            for key in reads:
                 raw = weights[key].get_raw_value()
                 raw = quantised.dense(raw, raw.dtype)
                 reader = Recorder(raw.shape, paths, reads[key], count)
@@ -181,9 +182,20 @@ def trace_reads(
 
     arrays, together = apart((copy, example))
     jax.eval_shape(run, arrays)
-    return Traced(
-        {key: tuple(dict.fromkeys(found)) for key, found in reads.items()}, frozenset(results)
-    )
+    found = {key: dict[Read, None]() for key in keys}
+    for group in groups:
+        for read in reads[group[0]]:
+            inside = [key for key in group if key[0] in read.scopes]
+            found[max(inside, key=lambda key: len(key[0]), default=group[0])][read] = None
+    return Traced({key: tuple(one) for key, one in found.items()}, frozenset(results))
+
+
+def _groups(weights: Mapping[Key, nnx.Param]) -> list[list[Key]]:
+    """Returns the names of each parameter: several where modules share it."""
+    groups: dict[int, list[Key]] = {}
+    for key, variable in weights.items():
+        groups.setdefault(id(variable), []).append(key)
+    return list(groups.values())
 
 
 def call_example(model: Any, example: Any) -> Any:

@@ -143,6 +143,23 @@ def test_a_registration_says_it():
         jax_dora.weights.registry._BY_CLASS.update(before)
 
 
+def test_a_dense_general_of_maxtext_tells_it_by_its_shapes():
+    class DenseGeneral(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.in_features_shape, self.out_features_shape = (5,), (2, 4)
+            self.kernel = nnx.Param(jax.random.normal(rngs.params(), (5, 2, 4)))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return jnp.einsum("bd,dnh->bnh", x, self.kernel[...])
+
+    DenseGeneral.__module__, DenseGeneral.__qualname__ = "maxtext.layers.linears", "DenseGeneral"
+    make = nnx.split_rngs(splits=LAYERS)(nnx.vmap(DenseGeneral, out_axes=1))
+    adapted = apply_dora(make(nnx.Rngs(0)), DoRARule("", 2, 3), rngs=nnx.Rngs(1))
+    assert get_adapter(adapted).weights[0].axes == "isoo"
+    assert adapted.lora_a.shape == (5, LAYERS, 2)
+    assert adapted.magnitude.shape == (2, LAYERS, 4)
+
+
 def test_dropout_and_sharding_metadata_lie_along_their_axes():
     @nnx.split_rngs(splits=LAYERS)
     @nnx.vmap(out_axes=1, transform_metadata={nnx.PARTITION_NAME: "layers"})

@@ -281,6 +281,33 @@ class TestCoverage:
         assert not table.count("adapted")
 
 
+class OneArray(nnx.Module):
+    """Two modules that hold one parameter."""
+
+    def __init__(self, rngs):
+        self.first = Einsum("bd,df->bf", (WIDTH, WIDTH), rngs)
+        self.second = Einsum("bd,df->bf", (WIDTH, WIDTH), rngs)
+        self.second.w = self.first.w
+
+    def __call__(self, x):
+        return self.second(jnp.tanh(self.first(x)))
+
+
+@pytest.mark.parametrize("rule", [".*", "first"])
+@pytest.mark.parametrize("by_example", [True, False])
+def test_modules_that_share_a_parameter_are_merged_each_into_an_array_of_its_own(rule, by_example):
+    jax_dora.register(Einsum, axes="io")
+    model, x = OneArray(nnx.Rngs(0)), jnp.ones((2, WIDTH))
+    example = (x,) if by_example else None
+    adapted = train(apply_dora(model, DoRARule(rule, 2, 3), rngs=nnx.Rngs(1), example=example))
+    assert len(get_adapter(adapted).arrays) == (2 if rule == ".*" else 1)
+    adapted.first.w_lora_b[...] += 0.3
+    merged = merge_dora(adapted)
+    close(adapted(x), merged(x))
+    assert merged.first.w is not merged.second.w
+    assert float(jnp.abs(adapted(x) - model(x)).max()) > 0.01
+
+
 class ScaledEmbed(nnx.Embed):
     """As in Gemma: an embedding times the root of its features."""
 
