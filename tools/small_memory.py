@@ -1,4 +1,5 @@
-"""Writes the table of memory in docs/small-memory.md, computed from shapes alone.
+"""Writes the tables in docs/small-memory.md: of memory, computed from shapes alone, and of what
+formats cost, from `benchmarks/results/cpu/quality.jsonl`.
 
 python tools/small_memory.py
 """
@@ -11,12 +12,18 @@ from typing import Any
 from flax import nnx
 
 import jax_dora
+from benchmarks import results
 from jax_dora.finetune import estimate
 from jax_dora.models import CausalLM, DecoderConfig
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "small-memory.md"
 BEGIN, END = "<!-- computed: begin (tools/small_memory.py) -->", "<!-- computed: end -->"
+MEASURED = ROOT / "benchmarks" / "results" / "cpu" / "quality.jsonl"
+QUALITY = (
+    "<!-- measured: begin (benchmarks/results/cpu/quality.jsonl) -->",
+    "<!-- measured: end -->",
+)
 RANK, TOKENS = 16, 4096
 FORMATS = (None, "int8", "float8_e4m3fn", "nf4")
 
@@ -83,10 +90,54 @@ def _shares(config: DecoderConfig, layers: int, qtype: str | None, rule: Any) ->
     return estimate.memory(plan)
 
 
+def quality() -> str:
+    """Returns what formats cost, and the long runs, in Markdown."""
+    header, rows = results.read(MEASURED)
+    encoder = {row["format"]: row for row in rows if row["model"] == "encoder"}
+    decoder = {
+        row["format"]: row for row in rows if row["model"] == "decoder" and "losses" not in row
+    }
+    names = ("weights", "1 − cosine", "KL", "decoder: KL", "the likeliest is the same", "trained")
+    lines = [f"| format | {' | '.join(names)} |", "| --- " * (len(names) + 1) + "|"]
+    for name, row in decoder.items():
+        trained = f"{row['held_out']:.4f}" if "held_out" in row else "–"
+        cells = ["–"] * 5
+        if name in encoder:
+            of = encoder[name]
+            cells = [f"{of['weights']:.4f}", f"{of['cosine']:.5f}", f"{of['kl']:.6f}"]
+            cells += [f"{row['kl']:.7f}", f"{row['agreement']:.2%}"]
+        lines.append(f"| {name} | {' | '.join([*cells, trained])} |")
+    long = [row for row in rows if "losses" in row]
+    lines += [
+        "",
+        f"Loss over {long[0]['steps']} steps of training, of each tenth, and held out:",
+        "",
+    ]
+    count = len(long[0]["losses"])
+    lines.append(f"| base | {' | '.join(str(part + 1) for part in range(count))} | held out |")
+    lines.append("| --- " * (count + 2) + "|")
+    for row in long:
+        losses = (f"{loss:.3f}" for loss in row["losses"])
+        lines.append(f"| {row['format']} | {' | '.join(losses)} | {row['held_out']:.4f} |")
+    environment = header["environment"]
+    told = f"Commit {environment['commit'][:7]}, jax {environment['jax']}, {environment['card']}."
+    return "\n".join([*lines, "", told])
+
+
+def between(page: str, begin: str, end: str, text: str) -> str:
+    """Returns a page with `text` in place of what stands between two marks."""
+    before, _, rest = page.partition(begin)
+    return f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}"
+
+
 def page() -> str:
-    """Returns the page with the table as it is now."""
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    return f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
+    """Returns the page with both tables as they are now."""
+    return between(with_quality(), BEGIN, END, table())
+
+
+def with_quality() -> str:
+    """Returns the page with the measured table as it is now."""
+    return between(PAGE.read_text(), *QUALITY, quality())
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from jax_dora.commands.flags import UsageError, corrections, mesh, whole
+from jax_dora.ops.quantised import FORMATS
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -25,7 +26,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--adapters", type=Path, metavar="DIR", help="a folder of PEFT folders; none by default")
     add("--name", help="of the base; its folder's by default")
     add("--dtype", choices=("bfloat16", "float32"), help="of the base; config.json's by default")
-
+    add("--quantize", choices=FORMATS, help="the base's projections, as they are read")
     add("--mesh", type=mesh, help="tp=N of all devices, or auto; without it, one")
 
     add = parser.add_argument_group("address").add_argument
@@ -62,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
             name=args.name,
             dtype=args.dtype,
             mesh=args.mesh,
+            quantize=args.quantize,
             host=args.host,
             port=args.port,
             slots=args.slots,

@@ -42,6 +42,7 @@ class Settings:
       name: the base model's; its folder's by default.
       dtype: of the base; config.json's by default.
       mesh: devices that share every request, as {"tp": 2}, or "auto" for all; None for one alone.
+      quantize: what the base's projections are quantised to as they are read, as `load_model`'s.
       slots, max_rank: of the bank: so many adapters at a time, of ranks up to this.
       batch: requests that are answered at a time.
       max_length: tokens of a prompt and its answer together; 2048 by default, or the model's most
@@ -59,6 +60,7 @@ class Settings:
     name: str | None = None
     dtype: str | None = None
     mesh: dict[str, int] | Literal["auto"] | None = None
+    quantize: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     slots: int = 8
@@ -91,7 +93,8 @@ class Server:
         config = read_config(folder)
         tokenizer, ends = read_tokenizer(folder), read_ends(folder, config)
         changes: dict[str, Any] = {"dtype": jnp.dtype(settings.dtype)} if settings.dtype else {}
-        model = load_model(folder, sharding=_sharding(settings.mesh, config), **changes)
+        sharding = _sharding(settings.mesh, config)
+        model = load_model(folder, sharding=sharding, quantize=settings.quantize, **changes)
         self.metrics = metrics = Metrics()
         bank = Bank(model, settings.slots if settings.adapters else 0, settings.max_rank)
         length = _length(settings.max_length, config)

@@ -19,6 +19,7 @@ import jax_dora.ops
 import jax_dora.peft
 import torch_dora
 import torch_dora.peft
+from benchmarks import results
 from jax_dora.commands import parser
 from tools import command_page, small_memory
 
@@ -55,6 +56,24 @@ def test_the_page_of_flags_is_the_parsers():
 @pytest.mark.slow
 def test_the_table_of_memory_is_computed():
     assert small_memory.PAGE.read_text() == small_memory.page(), "run tools/small_memory.py"
+
+
+def test_the_table_of_quality_is_that_of_its_file():
+    assert small_memory.PAGE.read_text() == small_memory.with_quality(), "run tools/small_memory.py"
+
+
+def test_scales_of_rows_lose_less_than_one_scale():
+    """FP8 with a scale for each row or column turns embeddings and logits less than with one."""
+    _, rows = results.read(small_memory.MEASURED)
+    costs = {(row["model"], row["format"]): row for row in rows if "cosine" in row}
+    for model in ("encoder", "decoder"):
+        for fine, coarse in (
+            ("a scale an output", "one scale"),
+            ("on both sides, scales of rows and columns", "on both sides, one scale each"),
+        ):
+            joint = " " if fine.startswith("on") else ", "
+            one, other = (costs[model, f"float8_e4m3fn{joint}{name}"] for name in (fine, coarse))
+            assert one["cosine"] < other["cosine"]
 
 
 def test_commands_are_accepted():

@@ -12,7 +12,8 @@ from flax import nnx
 import jax_dora
 import jax_dora.peft
 from jax_dora.commands import main
-from jax_dora.models import load_model
+from jax_dora.models import generate, load_model
+from jax_dora.models.tokenizer import read_tokenizer
 from parity import tolerances
 
 
@@ -62,6 +63,17 @@ def test_generate_is_that_of_transformers_and_peft(model, adapter, capsys):
         expected = tokenizer.decode(answer, skip_special_tokens=True)
         assert main(["generate", *flags, "--prompt", "12+30=", "--tokens", "9"]) == 0
         assert capsys.readouterr().out == f"{expected}\n"
+
+
+@pytest.mark.slow
+def test_generate_over_a_quantised_base(model, adapter, capsys):
+    base = load_model(model, quantize="nf4")
+    ours = jax_dora.peft.load_adapter(base, adapter / "adapter")
+    tokenizer = read_tokenizer(model)
+    (wanted,) = generate(ours, [tokenizer.encode("12+30=").ids], 9, ends=[256])
+    flags = ["--adapter", str(adapter), "--quantize", "nf4", "--prompt", "12+30=", "--tokens", "9"]
+    assert main(["generate", *flags]) == 0
+    assert capsys.readouterr().out == f"{tokenizer.decode(wanted)}\n"
 
 
 @pytest.mark.slow

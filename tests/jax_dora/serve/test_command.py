@@ -12,7 +12,8 @@ import openai
 import pytest
 
 from jax_dora.commands import main
-from jax_dora.models import read_config
+from jax_dora.models import generate, load_model, read_config
+from jax_dora.peft import load_adapter
 from tests.jax_dora.serve import serving
 
 
@@ -51,6 +52,24 @@ def test_signals_drain(model, adapters, tmp_path, number):
 
 
 @pytest.mark.slow
+def test_a_quantised_base(model, adapters, settings):
+    """Each adapter answers as it does alone over the quantised base."""
+    base = load_model(model, quantize="nf4")
+    with serving.serving(dataclasses.replace(settings, quantize="nf4")) as (server, client):
+        tokenizer = server.service.tokenizer
+        prompt, answers = "12+30=", []
+        tokens = tokenizer.encode(prompt).ids
+        for name in ("tiny", "french", "lora"):
+            alone = base if name == "tiny" else load_adapter(base, adapters / name)
+            (wanted,) = generate(alone, [tokens], 12, ends=[256])
+            given = {"prompt": prompt, "max_tokens": 12, "temperature": 0}
+            found = client.completions.create(model=name, **given).choices[0].text
+            assert found == tokenizer.decode(wanted), name
+            answers.append(found)
+        assert len(set(answers)) == 3
+
+
+@pytest.mark.slow
 def test_a_key_is_asked_for(model, settings):
     changed = dataclasses.replace(settings, adapters=None, api_key="secret", batch=1, chunk=16)
     with serving.serving(changed) as (_, client):
@@ -73,6 +92,7 @@ def test_a_key_is_asked_for(model, settings):
         ("--api-key @nowhere", "No such file"),
         ("--api-key=", "the key is empty"),
         ("--batch 0", "'0' is out of range"),
+        ("--quantize int3", "argument --quantize: invalid choice: 'int3'"),
     ],
 )
 def test_bad_flags(model, flags, message, capsys):
