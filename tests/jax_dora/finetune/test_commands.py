@@ -1,6 +1,7 @@
 """generate, merge and inspect, on the tiny model and an adapter of it."""
 
 import json
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -69,7 +70,7 @@ def test_generate_is_that_of_transformers_and_peft(model, adapter, capsys):
 def test_generate_over_a_quantised_base(model, adapter, capsys):
     base = load_model(model, quantize="nf4")
     ours = jax_dora.peft.load_adapter(base, adapter / "adapter")
-    tokenizer = read_tokenizer(model)
+    tokenizer = read_tokenizer(Path(model))
     (wanted,) = generate(ours, [tokenizer.encode("12+30=").ids], 9, ends=[256])
     flags = ["--adapter", str(adapter), "--quantize", "nf4", "--prompt", "12+30=", "--tokens", "9"]
     assert main(["generate", *flags]) == 0
