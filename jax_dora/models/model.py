@@ -6,125 +6,18 @@ whose arrays have a leading layer axis, and the forward pass scans over it.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
-import jax_dora
 from jax_dora.bank.layers import BankArray
 from jax_dora.models import activations, rope
 from jax_dora.models.cache import Cache, LayerCache
 from jax_dora.models.config import DecoderConfig
-from jax_dora.ops.projection import RESULT_NAME
-
-# Called like nnx.Linear, which it is unless a model is defined with adapters in it.
-MakeLinear = Callable[..., Any]
-INIT = nnx.initializers.normal(0.02)
-
-
-class RMSNorm(nnx.Module):
-    """scale ∘ x / sqrt(mean(x²) + epsilon) over the last axis (arXiv 1910.07467)."""
-
-    def __init__(self, features: int, config: DecoderConfig) -> None:
-        self.scale = nnx.Param(jnp.ones((features,), config.dtype))
-        self.epsilon = config.rms_norm_eps
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-        normed = (wide * lax.rsqrt(mean_square + self.epsilon)).astype(x.dtype)
-        return normed * self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
-
-
-class Attention(nnx.Module):
-    """Grouped-query attention (arXiv 2305.13245) with rotary positions."""
-
-    def __init__(self, config: DecoderConfig, linear: MakeLinear, rngs: nnx.Rngs) -> None:
-        hidden, head_dim = config.hidden_size, config.head_dim
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        qkv = _options(config, config.qkv_bias, rngs)
-        self.q_proj = linear(hidden, heads * head_dim, **qkv)
-        self.k_proj = linear(hidden, kv_heads * head_dim, **qkv)
-        self.v_proj = linear(hidden, kv_heads * head_dim, **qkv)
-        self.o_proj = linear(heads * head_dim, hidden, **_options(config, config.o_bias, rngs))
-        if config.qk_norm:
-            self.q_norm = RMSNorm(head_dim, config)
-            self.k_norm = RMSNorm(head_dim, config)
-        self.config = config
-
-    def __call__(
-        self,
-        x: jax.Array,
-        angles: tuple[jax.Array, jax.Array],
-        mask: jax.Array | None,
-        memory: LayerCache | None = None,
-    ) -> tuple[jax.Array, LayerCache | None]:
-        config = self.config
-        per_head = (*x.shape[:2], -1, config.head_dim)
-        q, k, v = (
-            _project(layer, x).reshape(per_head)
-            for layer in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if config.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rope.rotate(q, *angles), rope.rotate(k, *angles)
-        implementation = config.attention
-        if memory is not None:
-            memory = memory.add(k, v)
-            k, v = memory.read()
-            mask = memory.mask()
-            implementation = None  # cuDNN is for many queries
-        attended = jax.nn.dot_product_attention(
-            q, k, v, mask=mask, is_causal=memory is None, implementation=implementation
-        )
-        return _project(self.o_proj, attended.reshape(*x.shape[:2], -1)), memory
-
-
-class MLP(nnx.Module):
-    """down(silu(gate(x)) ∘ up(x)) (arXiv 2002.05202)."""
-
-    def __init__(self, config: DecoderConfig, linear: MakeLinear, rngs: nnx.Rngs) -> None:
-        hidden, intermediate = config.hidden_size, config.intermediate_size
-        options = _options(config, config.mlp_bias, rngs)
-        self.gate_proj = linear(hidden, intermediate, **options)
-        self.up_proj = linear(hidden, intermediate, **options)
-        self.down_proj = linear(intermediate, hidden, **options)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        gated = jax_dora.swiglu(self.gate_proj, self.up_proj, x)
-        return _project(self.down_proj, checkpoint_name(gated, activations.GATED))
-
-
-class DecoderLayer(nnx.Module):
-    def __init__(self, config: DecoderConfig, linear: MakeLinear, rngs: nnx.Rngs) -> None:
-        self.input_layernorm = RMSNorm(config.hidden_size, config)
-        self.self_attn = Attention(config, linear, rngs)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config)
-        self.mlp = MLP(config, linear, rngs)
-
-        self.rows = None if config.sharding is None else config.sharding.rows
-
-    def __call__(
-        self,
-        x: jax.Array,
-        angles: tuple[jax.Array, jax.Array],
-        mask: jax.Array | None,
-        memory: LayerCache | None = None,
-    ) -> tuple[jax.Array, LayerCache | None]:
-        normed = checkpoint_name(self._placed(self.input_layernorm(x)), activations.NORMED)
-        attended, memory = self.self_attn(normed, angles, mask, memory)
-        x = self._placed(x + attended)
-        normed = checkpoint_name(self._placed(self.post_attention_layernorm(x)), activations.NORMED)
-        return self._placed(x + self.mlp(normed)), memory
-
-    def _placed(self, x: jax.Array) -> jax.Array:
-        # Otherwise XLA may move activations to weights that are in parts, and not the weights.
-        return x if self.rows is None else lax.with_sharding_constraint(x, self.rows)
+from jax_dora.models.layer import INIT, DecoderLayer, MakeLinear, RMSNorm, linear_options
 
 
 class Decoder(nnx.Module):
@@ -241,7 +134,7 @@ class CausalLM(nnx.Module):
         self.lm_head = nnx.data(None)
         if not config.tie_word_embeddings:
             self.lm_head = nnx.Linear(
-                config.hidden_size, config.vocab_size, **_options(config, False, rngs)
+                config.hidden_size, config.vocab_size, **linear_options(config, False, rngs)
             )
         self.config = config
 
@@ -333,24 +226,8 @@ def _stacked_layers(config: DecoderConfig, linear: MakeLinear, rngs: nnx.Rngs) -
     return nnx.merge(graphdef, lax.map(lambda key: nnx.state(make(key)), keys))
 
 
-def _project(layer: Any, x: jax.Array) -> jax.Array:
-    """Returns layer(x), which carries `RESULT_NAME`; a DoRA layer gives that name itself."""
-    result = layer(x)
-    return result if isinstance(layer, jax_dora.DoRALayer) else checkpoint_name(result, RESULT_NAME)
-
-
 def _unstacked(tree: Any, count: int) -> list[Any]:
     """Returns the layers of a stack. Their gradients are put together again by one copy."""
     leaves, structure = jax.tree.flatten(tree)
     parts = [[part[0] for part in lax.split(leaf, [1] * count)] for leaf in leaves]
     return [structure.unflatten(layer) for layer in zip(*parts, strict=True)]
-
-
-def _options(config: DecoderConfig, use_bias: bool, rngs: nnx.Rngs) -> dict[str, Any]:
-    return {
-        "use_bias": use_bias,
-        "dtype": config.dtype,
-        "param_dtype": config.dtype,
-        "kernel_init": INIT,
-        "rngs": rngs,
-    }
