@@ -134,7 +134,7 @@ def _compiled(row: Row, model: Placed, lowered: Any) -> Program:
 
 
 def _failed(row: Row, model: Placed, error: Exception) -> Program:
-    # One that does not compile costs no other its measurement.
+    # One that does not compile, or has no room, costs no other its measurement.
     return Program(row | {"failed": f"{type(error).__name__}: {error}"[:600]}, None, model)
 
 
@@ -177,19 +177,23 @@ def _facts(program: Any, devices: int) -> Row:
 def _timed(programs: list[Program], settings: Settings) -> Iterator[Row]:
     """Yields the programs' rows with their median wall times, taken in turns."""
     times: list[list[float]] = [[] for _ in programs]
-    drawn = {}
-    for one in programs:
-        if one.row["kind"] not in drawn:
-            drawn[one.row["kind"]] = (None, *arrays(one.model, settings.sizes.vocabulary))
+    drawn: dict[str, tuple[Any, ...]] = {}
     for turn in range(settings.rounds + 1):
-        for one, taken in zip(programs, times, strict=True):
+        for place, one in enumerate(programs):
             if one.run is None:
                 continue
-            operands = _operands(one.row["task"], drawn[one.row["kind"]])
-            begin = time.perf_counter()
-            jax.block_until_ready(one.run(*operands))
+            kind = one.row["kind"]
+            try:
+                if kind not in drawn:
+                    drawn[kind] = (None, *arrays(one.model, settings.sizes.vocabulary))
+                operands = _operands(one.row["task"], drawn[kind])
+                begin = time.perf_counter()
+                jax.block_until_ready(one.run(*operands))
+            except Exception as error:
+                programs[place] = _failed(one.row, one.model, error)
+                continue
             if turn:  # The first warms up.
-                taken.append(1e3 * (time.perf_counter() - begin))
+                times[place].append(1e3 * (time.perf_counter() - begin))
     medians = {}
     for one, taken in zip(programs, times, strict=True):
         row = dict(one.row)

@@ -32,7 +32,7 @@ class Measured(NamedTuple):
     rows: Mapping[tuple[str, str, str], Mapping[str, Any]]
 
     @classmethod
-    def read(cls, rank: int = 64, axes: str = "auto", model: str = "qwen3") -> Measured:
+    def read(cls, rank: int = 384, axes: str = "auto", model: str = "qwen3") -> Measured:
         """Returns what stands in the results, of one rank, one kind of axes and one model."""
         wanted = {"rank": rank, "axes": axes, "model": model}
         texts = [file.read_text("utf-8") for file in sorted(RESULTS.glob(FILES))]

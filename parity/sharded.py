@@ -49,7 +49,7 @@ LAYOUTS = {
 
 
 def cases(quick: bool) -> list[Case]:
-    """Returns layers whose rows and rank divide over four devices, and ones whose do not."""
+    """Returns layers whose rows and rank divide over four devices, and layers where they do not."""
     from parity.cases import Case
 
     sizes = [(32, 96, 64, 16), (33, 96, 64, 7)]

@@ -137,7 +137,8 @@ class AdapterConfig:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """
+        """Reads the contents of adapter_config.json.
+
         Raises:
           ValueError, TypeError: the text is no JSON object, a field is missing or malformed.
           NotImplementedError: it asks for something that is not supported; every such field is
@@ -197,12 +198,12 @@ class AdapterConfig:
         return json.dumps(value, indent=2, sort_keys=True) + "\n"
 
     def rank_of(self, name: str) -> int:
-        """The rank of the layer `name`."""
+        """Returns the rank of the layer `name`."""
         key = first_match(self.rank_pattern, name)
         return self.r if key is None else self.rank_pattern[key]
 
     def alpha_of(self, name: str) -> float:
-        """The alpha of the layer `name`."""
+        """Returns the alpha of the layer `name`."""
         key = first_match(self.alpha_pattern, name)
         return self.lora_alpha if key is None else self.alpha_pattern[key]
 
@@ -212,7 +213,7 @@ class AdapterConfig:
         return isinstance(targets, str) and targets.lower() == "all-linear"
 
     def selects(self, name: str, *, is_linear: bool) -> bool:
-        """Whether the layer `name` is adapted."""
+        """Returns whether the layer `name` is adapted."""
         if matches(self.exclude_modules, name) or self._saves_around(name):
             return False
         if self.targets_all_linear:
@@ -235,25 +236,26 @@ class AdapterConfig:
         )
 
     def selects_parameter(self, name: str) -> bool:
-        """Whether packed experts, which are the parameter `name`, are adapted."""
+        """Returns whether packed experts, which are the parameter `name`, are adapted."""
         return matches(self.target_parameters, name)
 
     def saves(self, parameter: str) -> bool:
-        """Whether `parameter` belongs to a module that modules_to_save names."""
+        """Returns whether `parameter` belongs to a module that modules_to_save names."""
         parts = parameter.split(".")
         modules = [".".join(parts[:length]) for length in range(1, len(parts))]
         saved = self.modules_to_save or ()
         return any(module.endswith(name) for module in modules for name in saved)
 
     def token_indices_of(self, name: str) -> tuple[int, ...] | None:
-        """The rows of the embedding `name` that are stored on their own, if any."""
+        """Returns the rows of the embedding `name` that are stored on their own, if any."""
         indices = self.trainable_token_indices
         if isinstance(indices, Mapping):
             return next((rows for end, rows in indices.items() if name.endswith(end)), None)
         return indices
 
     def stores(self, parameter: str, *, of_adapted_layer: bool) -> bool:
-        """Whether `parameter`, of the base model, is in the folder: whole modules and biases."""
+        """Returns whether `parameter`, of the base model, is in the folder: whole modules and
+        biases."""
         trained = self.bias == "all" or (self.bias == "lora_only" and of_adapted_layer)
         return (trained and parameter.rpartition(".")[2] == "bias") or self.saves(parameter)
 

@@ -58,7 +58,7 @@ def fit(
     *,
     adapter: str = "default",
 ) -> Fit:
-    """Find the place of every tensor.
+    """Finds the place of every tensor.
 
     Args:
       config: the folder's.
@@ -148,7 +148,8 @@ class _Fitting:
             self.problems.append(f"{key} {problem}")
 
     def refuse_tied_adapters(self) -> None:
-        """
+        """Refuses an adapter of the embedding that would have to be the head's too.
+
         Raises:
           NotImplementedError: one adapter is to be the embedding's and the head's.
         """
@@ -160,8 +161,8 @@ class _Fitting:
             )
 
     def by_array(self) -> dict[str, tuple[str, ...]]:
-        """The keys of every parameter that is stored whole; of several that stay one array, by the
-        first one's name."""
+        """Returns the keys of every parameter that is stored whole; of several that stay one array,
+        by the first one's name."""
         untied = untied_names(self.config, self.arrays, self.whole)
         found: dict[str, tuple[str, ...]] = {}
         for name, keys in self.whole.items():

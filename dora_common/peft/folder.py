@@ -50,7 +50,7 @@ class Folder:
             return fit(self.config, self.tensors, layers, parameters, arrays, adapter=self.adapter)
 
     def read(self, key: str) -> Any:
-        """One tensor, as the framework's array on the host, in the dtype of the file.
+        """Returns one tensor, as the framework's array on the host, in the dtype of the file.
 
         Raises:
           ValueError: it cannot be read, or holds NaN or infinity.
@@ -61,7 +61,7 @@ class Folder:
             return tensor
 
     def read_parameter(self, name: str, keys: Sequence[str]) -> Any:
-        """One tensor that has several keys.
+        """Returns one tensor that has several keys.
 
         Raises:
           ValueError: they hold different numbers.
@@ -91,7 +91,8 @@ class Folder:
         return {_DTYPES[self.tensors[adapter.keys[name]][0]] for name in ("lora_a", "lora_b")}
 
     def refuse_rounding(self, key: str, stored: Any, kept: Any) -> None:
-        """
+        """Refuses a magnitude that the model would keep rounded.
+
         Raises:
           ValueError: a magnitude of float64 is not equal to what the model keeps of it.
         """
@@ -131,7 +132,8 @@ class Folder:
 def check_finite(
     key: str, tensor: Any, reason: str = "where training diverged, take an earlier state"
 ) -> None:
-    """
+    """Refuses a tensor with NaN or infinity in it.
+
     Args:
       key: the tensor's.
       tensor: of NumPy or of PyTorch.
@@ -153,7 +155,7 @@ def check_finite(
 def opened(
     folder: str | os.PathLike[str], framework: Literal["np", "pt"], adapter: str | None = None
 ) -> Iterator[Folder]:
-    """Open an adapter folder for reading.
+    """Opens an adapter folder for reading.
 
     Args:
       folder: holds adapter_config.json and adapter_model.safetensors.
@@ -233,7 +235,7 @@ def _subfolders(folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _telling(path: Path) -> Iterator[None]:
-    """Put the path before the message of what goes wrong."""
+    """Puts the path before the message of what goes wrong."""
     try:
         yield
     except UnicodeDecodeError as error:

@@ -60,24 +60,25 @@ class Key:
 
 
 def key_of(module: str, role: Role) -> str:
-    """The key PEFT writes."""
+    """Returns the key PEFT writes."""
     return f"{PREFIX}{module}.{_SUFFIXES[role][0]}"
 
 
 def parameter_key(name: str, *, of_adapted_layer: bool) -> str:
-    """The key PEFT writes for a parameter; that of an adapted layer lies in its `base_layer`."""
+    """Returns the key PEFT writes for a parameter; that of an adapted layer lies in its
+    `base_layer`."""
     module, _, parameter = name.rpartition(".")
     return f"{PREFIX}{module}.base_layer.{parameter}" if of_adapted_layer else PREFIX + name
 
 
 def adapter_in(key: str) -> str | None:
-    """The adapter's name, where a key of the adapter has it."""
+    """Returns the adapter's name, where a key of the adapter has it."""
     found = _NAMED.search(key)
     return found["name"] if found else None
 
 
 def parse(key: str, adapter: str = "default") -> Key:
-    """Take a key apart, whichever tool wrote it. Anything can be parsed: what is no tensor of an
+    """Takes a key apart, whichever tool wrote it. Anything can be parsed: what is no tensor of an
     adapter is a parameter, which the model may not have.
 
     Args:

@@ -36,7 +36,7 @@ class Layer:
     is_in_order: bool = True
 
     def shapes(self, rank: int) -> dict[Role, Shape]:
-        """The shapes PEFT writes for an adapter of `rank`.
+        """Returns the shapes PEFT writes for an adapter of `rank`.
 
         Packed experts' lora_A is [experts, rank, in], their lora_B [out, rank, experts], each with
         two axes as one; their magnitude, which PEFT has not, is [experts, out].
@@ -126,7 +126,8 @@ def convolution_refusals(
 
 
 def refuse_layers(layers: Iterable[Layer]) -> None:
-    """
+    """Refuses layers whose adapter means something else in PEFT.
+
     Raises:
       NotImplementedError: PEFT's adapter of one of the layers, which are to be adapted, would
         compute something else than a DoRA layer does.

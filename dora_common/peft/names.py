@@ -9,12 +9,14 @@ Names = tuple[str, ...]
 
 
 def first_match(pattern: Mapping[str, Any], name: str) -> str | None:
-    """The key of a rank_pattern or alpha_pattern that gives the layer `name` its value, if any."""
+    """Returns the key of a rank_pattern or alpha_pattern that gives the layer `name` its value, if
+    any."""
     return next((key for key in pattern if re.match(rf"(.*\.)?({key})$", name)), None)
 
 
 def patterns_for(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The commonest of `values`, which are keyed by layer name, and a pattern for the others.
+    """Returns the commonest of `values`, which are keyed by layer name, and a pattern for the
+    others.
 
     A pattern's key is anchored, so that it matches its layer alone.
     """

@@ -197,7 +197,7 @@ class Source:
         return tensors
 
     def _rows(self, tokens: Any) -> dict[str, tuple[int, ...]]:
-        """The rows to store of each embedding or head, by its whole name."""
+        """Returns the rows to store of each embedding or head, by its whole name."""
         if tokens and not isinstance(tokens, Mapping):
             embeddings = [layer.name for layer in self.layers if layer.kind == "embedding"]
             if len(embeddings) != 1:

@@ -6,8 +6,8 @@ from dora_common.peft.config import AdapterConfig
 
 
 def tied_names(arrays: Mapping[str, Hashable]) -> list[list[str]]:
-    """The groups of two and more parameters that share an array, as an output head that is tied to
-    the embedding does.
+    """Returns the groups of two and more parameters that share an array, as an output head that is
+    tied to the embedding does.
 
     Args:
       arrays: what identifies the array of every parameter, by the parameter's name.
@@ -21,9 +21,9 @@ def tied_names(arrays: Mapping[str, Hashable]) -> list[list[str]]:
 def untied_names(
     config: AdapterConfig, arrays: Mapping[str, Hashable], stored: Collection[str]
 ) -> list[str]:
-    """The parameters that need an array of their own once the `stored` ones are loaded: PEFT gives
-    one to every module of modules_to_save, and leaves what it was tied to as it was, unless
-    ensure_weight_tying is set."""
+    """Returns the parameters that need an array of their own once the `stored` ones are loaded:
+    PEFT gives one to every module of modules_to_save, and leaves what it was tied to as it was,
+    unless ensure_weight_tying is set."""
     untied = []
     for names in tied_names(arrays):
         saved = [name for name in names if name in stored and config.saves(name)]

@@ -65,9 +65,10 @@ def write(
 
 
 def check_free(folder: str | os.PathLike[str], *, overwrite: bool) -> None:
-    """
+    """Checks, before any work, that `write` may write into a folder.
+
     Raises:
-      FileExistsError: `write` would refuse.
+      FileExistsError: it would refuse.
     """
     path = Path(folder)
     if path.exists() and not path.is_dir():

@@ -7,7 +7,7 @@ from jax_dora.weights.reads import Key, Read, Traced
 
 
 def is_adapted_read(read: Read, axes: str) -> bool:
-    """Whether the operation has an adapted form along these axes."""
+    """Returns whether the operation has an adapted form along these axes."""
     if read.kind == "other":
         return False
     flat, mine = (one.replace("s", "b") for one in (read.axes, axes))

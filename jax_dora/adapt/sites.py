@@ -246,7 +246,8 @@ def _stack_axis(reads: tuple[Read, ...] | None) -> int | None:
 
 
 def _reads_itself(found: Found, cls: type[DoRALayer], reads: tuple[Read, ...] | None) -> bool:
-    """Whether the DoRA layer of its class computes all that is made of a module's kernel."""
+    """Returns whether the DoRA layer of its class computes all that is made of a module's
+    kernel."""
     if reads is None:
         return True
     plain = type(found.module).__call__ is cls.base_type.__call__
@@ -254,8 +255,8 @@ def _reads_itself(found: Found, cls: type[DoRALayer], reads: tuple[Read, ...] | 
 
 
 def _is_linear_layer(module: Any, cls: type[DoRALayer]) -> bool:
-    """Whether "all-linear" means a plain layer. A subclass that computes something else is no
-    linear projection."""
+    """Returns whether "all-linear" means a plain layer. A subclass that computes something else is
+    no linear projection."""
     return type(module).__call__ is cls.base_type.__call__ and cls.is_linear(module)
 
 

@@ -134,7 +134,7 @@ def _attributes(node: nnx.Pytree) -> list[tuple[str, Any]]:
 
 
 def is_node(value: Any) -> bool:
-    """Whether the walk treats `value` as one thing, not as a container of others."""
+    """Returns whether the walk treats `value` as one thing, not as a container of others."""
     return isinstance(value, nnx.Pytree | nnx.Variable)
 
 

@@ -79,7 +79,7 @@ def pack(examples: Sequence[Example], length: int) -> Packed:
 
 
 def batch(rows: Rows, step: int, shape: tuple[int, int], seed: int) -> Rows:
-    """The rows of one optimizer step, each array [accumulate, batch, time].
+    """Returns the rows of one optimizer step, each array [accumulate, batch, time].
 
     A function of its arguments alone, so that a run can be taken up at any step: every epoch is a
     permutation of its own, and steps count on across epochs.

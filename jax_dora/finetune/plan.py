@@ -157,7 +157,7 @@ class Plan:
         return sharding
 
     def _inputs(self) -> tuple[Path, Path]:
-        """The model's folder and the data's file, made if they are to be."""
+        """Returns the model's folder and the data's file, made if they are to be."""
         args = self.args
         folder, file = args.model, args.data
         if args.tiny:

@@ -53,7 +53,7 @@ def make_tiny_model(folder: Path) -> None:
 
 
 def byte_level_tokenizer() -> Tokenizer:
-    """One token a byte, and one that ends a text."""
+    """Returns a tokenizer of one token a byte, and one more that ends a text."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

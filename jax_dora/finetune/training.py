@@ -44,7 +44,7 @@ def take_apart(model: CausalLM) -> Parts:
 def make_optimizer(
     schedule: optax.Schedule, *, clip: float, weight_decay: float
 ) -> optax.GradientTransformation:
-    """AdamW with clipping."""
+    """Returns AdamW with clipping, whose weight decay leaves magnitudes alone."""
     adamw = optax.adamw(schedule, weight_decay=weight_decay, mask=decayed)
     return optax.chain(optax.clip_by_global_norm(clip), adamw)
 

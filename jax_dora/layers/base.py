@@ -161,7 +161,7 @@ class DoRALayer(nnx.Module):
 
     @classmethod
     def is_linear(cls, module: Any) -> bool:
-        """Whether "all-linear" means a layer of `base_type` such as `module`."""
+        """Returns whether "all-linear" means a layer of `base_type` such as `module`."""
         return False
 
     @classmethod

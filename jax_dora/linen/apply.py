@@ -262,7 +262,8 @@ class DoRA(nn.Module):
 
     @nn.nowrap
     def _is_followed(self, path: str) -> bool:
-        """Whether weights of the module at this path are adapted where products read them."""
+        """Returns whether weights of the module at this path are adapted where products read
+        them."""
         return any("/".join((*self.path, *one.path[:-1])) == path for one in self.weights)
 
     def _result(self, layer: Any, context: Any, inputs: jax.Array) -> jax.Array:

@@ -11,8 +11,8 @@ Params = Mapping[str, Any]
 
 
 def is_adapter(path: tuple[Any, ...], paths: Container[tuple[Any, ...]]) -> bool:
-    """Whether a leaf of params belongs to an adapter: lora_a and its siblings beside a kernel,
-    w_lora_a and its siblings beside a w.
+    """Returns whether a leaf of params belongs to an adapter: lora_a and its siblings beside a
+    kernel, w_lora_a and its siblings beside a w.
 
     Args:
       paths: of all leaves.

@@ -34,7 +34,7 @@ ChooseSharding = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
 
 
 def read_config(folder: str | PathLike[str]) -> dict[str, Any]:
-    """The contents of config.json.
+    """Returns the contents of config.json.
 
     Raises:
       FileNotFoundError, ValueError: it is not there, or no JSON object.
@@ -52,7 +52,7 @@ def load_model(
     quantize: str | None = None,
     **changes: Any,
 ) -> CausalLM:
-    """The model of a Hugging Face folder.
+    """Returns the model of a Hugging Face folder.
 
     Weights that are quantised already, by bitsandbytes to NF4 or to FP8 with scales for a tensor,
     an output feature or a block, are read as they are; others are quantised as they are read if

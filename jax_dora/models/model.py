@@ -190,7 +190,7 @@ class CausalLM(nnx.Module):
         return self.model.embed_tokens if self.lm_head is None else self.lm_head
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """The head: [..., hidden] to [..., vocab]."""
+        """Applies the head: [..., hidden] to [..., vocab]."""
         return logits_of(self.head(), hidden)
 
 
@@ -203,7 +203,7 @@ def logits_of(head: Any, hidden: jax.Array) -> jax.Array:
 def make_model(
     config: DecoderConfig, *, linear: MakeLinear = nnx.Linear, seed: int = 0
 ) -> CausalLM:
-    """A model of random weights, made on the device under jit, layer by layer.
+    """Makes a model of random weights on the device under jit, layer by layer.
 
     Besides the model itself, one layer's temporaries are all that it takes. With adapters:
 

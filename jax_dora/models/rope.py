@@ -10,7 +10,7 @@ from jax_dora.models.config import Rope
 
 
 def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
-    """theta^(-2i/head_dim), stretched as `rope` says: f32[head_dim / 2]."""
+    """Returns theta^(-2i/head_dim), stretched as `rope` says: f32[head_dim / 2]."""
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     plain = np.float32(1) / np.float32(rope.theta) ** exponent
     if rope.kind == "default":
@@ -24,14 +24,14 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
 
 
 def angles(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of position x frequency: two of f32[batch, time, 1, head_dim / 2]."""
+    """Returns cosine and sine of position x frequency: two of f32[batch, time, 1, head_dim / 2]."""
     freqs = jnp.asarray(frequencies(rope, head_dim))[None, None, None, :]
     angle = positions[:, :, None, None].astype(jnp.float32) * freqs
     return jnp.cos(angle), jnp.sin(angle)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """x [batch, time, heads, head_dim], its halves rotated against each other."""
+    """Rotates the halves of x [batch, time, heads, head_dim] against each other."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
     return rotated.astype(x.dtype)

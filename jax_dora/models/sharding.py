@@ -79,7 +79,7 @@ class DecoderSharding:
 
     @property
     def everywhere(self) -> NamedSharding:
-        """Of arrays that every device holds whole."""
+        """The sharding of arrays that every device holds whole."""
         return NamedSharding(self.mesh, P())
 
     def __call__(self, path: str, shape: tuple[int, ...]) -> NamedSharding:

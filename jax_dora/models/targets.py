@@ -86,7 +86,7 @@ def _load_part(
     device: Any,  # a jax.Device, which type checkers take for a function
     index: tuple[slice, ...],
 ) -> jax.Array:
-    """The part of the target that `index` cuts out, on `device`."""
+    """Returns the part of the target that `index` cuts out, on `device`."""
     bounds = [slice(*s.indices(n)[:2]) for s, n in zip(index, target.shape, strict=True)]
     part = jnp.zeros([s.stop - s.start for s in bounds], target.dtype, device=device)
     layers = range(len(tensors))

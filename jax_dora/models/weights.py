@@ -45,8 +45,8 @@ class StoredTensor:
     def blocks(
         self, rows: slice, columns: slice, block_bytes: int
     ) -> Iterator[tuple[int, np.ndarray]]:
-        """(first row, a block of whole rows cut to `columns`), of at most `block_bytes` if one row
-        is; a vector is a matrix of one-element rows."""
+        """Yields (first row, a block of whole rows cut to `columns`), of at most `block_bytes` if
+        one row is; a vector is a matrix of one-element rows."""
         row_elements = math.prod(self.shape[1:])
         step = max(1, block_bytes // (row_elements * self.dtype.itemsize))
         with self.file.open("rb") as file:
@@ -128,7 +128,7 @@ class TensorToStore:
 
 
 def write_files(folder: Path, tensors: Sequence[TensorToStore], max_file_bytes: int) -> None:
-    """model.safetensors, or several files and their index; holds one file's tensors at a time."""
+    """Writes model.safetensors, or several files and their index, one file's tensors at a time."""
     groups = list(_groups(tensors, max_file_bytes))
     names = [SINGLE]
     if len(groups) > 1:

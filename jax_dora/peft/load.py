@@ -42,7 +42,7 @@ def load_adapter[Model: nnx.Module](
     implementation: str | None = None,
     rngs: nnx.Rngs | None = None,
 ) -> Model:
-    """`model` with the adapter of a PEFT folder.
+    """Returns `model` with the adapter of a PEFT folder.
 
         model = load_adapter(model, "folder")
 
@@ -129,7 +129,8 @@ def load_adapter[Model: nnx.Module](
 def _initializers(
     source: Folder, view: TorchView, path: str, adapters: Mapping[Index, Adapter]
 ) -> dict[str, Any]:
-    """The initializers of a layer that read its arrays; none of a weight, which is filled later."""
+    """Returns the initializers of a layer that read its arrays; none of a weight, which is filled
+    later."""
     if path in view.weights:
         return {}
     return {
@@ -156,7 +157,8 @@ def _arrays(
 
 
 def _by_path(source: Folder, view: TorchView, fit: Fit) -> dict[str, dict[Index, Adapter]]:
-    """The adapters of each module, by their index in it: several where the module is a stack.
+    """Returns the adapters of each module, by their index in it: several where the module is a
+    stack.
 
     Raises:
       ValueError: the layers of a stack differ in rank or alpha.

@@ -42,7 +42,8 @@ class Names:
     experts: tuple[str, ...] | list[str] = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
 
     def module(self, path: str, index: tuple[int, ...] = ()) -> str:
-        """
+        """Returns the name that PyTorch has for a module.
+
         Args:
           path: of the Flax module.
           index: of the layer, where layers are stacked; one number for each axis of the stack.
@@ -68,5 +69,5 @@ class Names:
         return name.replace("/", ".")
 
     def parameter(self, name: str) -> str:
-        """The name of a parameter within its module."""
+        """Returns the name of a parameter within its module."""
         return self.parameters.get(name, name)

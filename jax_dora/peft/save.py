@@ -43,7 +43,7 @@ def save_adapter(
     config: AdapterConfig | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write the adapter of `model` as a PEFT folder: adapter_config.json and
+    """Writes the adapter of `model` as a PEFT folder: adapter_config.json and
     adapter_model.safetensors, which PEFT loads, and computes the same with.
 
     Logs a warning where an embedding has adapt_attend set: an output head that is tied to it is
@@ -154,8 +154,9 @@ def _adapted_layers(
 
 
 def _changes_nothing(view: TorchView, name: str, is_lora: Callable[[str], bool]) -> bool:
-    """Whether the layer lies in a stack where others have an adapter and it has none: lora_a and
-    lora_b are zero, which no training of an adapter leads to, and the magnitude is the norm."""
+    """Returns whether the layer lies in a stack where others have an adapter and it has none:
+    lora_a and lora_b are zero, which no training of an adapter leads to, and the magnitude is the
+    norm."""
     layer = view.layers[name]
     holder = view.holder(layer.path)
     if not layer.index or any(

@@ -71,7 +71,7 @@ class TorchParameter:
         return np.ascontiguousarray(matrix.transpose(tuple(np.argsort(order).tolist())))
 
     def from_torch(self, array: np.ndarray) -> np.ndarray:
-        """The reverse of `to_torch`."""
+        """Reverses `to_torch`."""
         if self.axes is None:
             return array.reshape(self.shape)
         if self.of_experts:
@@ -125,10 +125,6 @@ class TorchView:
         """What identifies the array of every parameter."""
         return {name: (id(self.variable(one)), one.index) for name, one in self.parameters.items()}
 
-    def adapted_paths(self) -> list[str]:
-        layers = [path for path in self.kinds if isinstance(self.modules[path], DoRALayer)]
-        return layers + [path for path, one in self.weights.items() if one.adapter]
-
     def holder(self, path: str) -> Any:
         """What holds the adapter of the layer or weight at `path`, under the names lora_a, lora_b
         and magnitude."""
@@ -153,7 +149,8 @@ class TorchView:
 
 
 def torch_view(model: nnx.Module, names: Names, held: Iterable[AdaptedWeight] = ()) -> TorchView:
-    """
+    """Returns the model as PyTorch would name and lay it out.
+
     Args:
       held: as `torch_weights`' of the model.
 
@@ -233,7 +230,8 @@ def _as_linear(
 
 
 def _tied_heads(modules: Mapping[str, nnx.Module], names: Names) -> dict[str, str]:
-    """The paths of the heads that are None, by the name of the weight that they have in PyTorch."""
+    """Returns the paths of the heads that are None, by the name of the weight that they have in
+    PyTorch."""
     paths = [
         "/".join(filter(None, (path, attribute)))
         for path, module in modules.items()
@@ -268,8 +266,8 @@ def _without_sequential(path: str, modules: Mapping[str, nnx.Module]) -> str:
 
 
 def _stack_around(path: str, stacks: Mapping[str, Shape], names: Names) -> Shape:
-    """The axes of the stack that a module which cannot be adapted lies in, such as a norm beside
-    the projections: those of the layers that lie in it too."""
+    """Returns the axes of the stack that a module which cannot be adapted lies in, such as a norm
+    beside the projections: those of the layers that lie in it too."""
     parts = path.split("/")
     for length in range(len(parts) - 1, 0, -1):
         if parts[length - 1] in names.stacks:

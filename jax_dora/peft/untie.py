@@ -67,7 +67,8 @@ def untie(model: Any, view: TorchView, fit: Fit, config: AdapterConfig) -> Any:
 
 
 def refuse_possible_heads(view: TorchView, config: AdapterConfig) -> None:
-    """
+    """Refuses to store an embedding that may be the output head too.
+
     Raises:
       ValueError: an embedding is to be stored, and may be the head too.
     """
@@ -80,7 +81,8 @@ def refuse_possible_heads(view: TorchView, config: AdapterConfig) -> None:
 
 
 def _possible_heads(view: TorchView, config: AdapterConfig) -> dict[str, Any]:
-    """The embeddings that modules_to_save names, where nothing tells whether one is the head."""
+    """Returns the embeddings that modules_to_save names, where nothing tells whether one is the
+    head."""
     lasts = {path.rpartition("/")[2] for path in view.modules}
     if view.tied_heads or not lasts.isdisjoint(OUTPUT_HEADS) or config.ensure_weight_tying:
         return {}
@@ -92,7 +94,7 @@ def _possible_heads(view: TorchView, config: AdapterConfig) -> dict[str, Any]:
 
 
 def _linear(embed: Any) -> nnx.Linear:
-    """The head that `embed.attend` is."""
+    """Returns the head that `embed.attend` is."""
     kernel = embed.embedding.get_value().T
     return nnx.Linear(
         *kernel.shape,

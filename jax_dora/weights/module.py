@@ -49,7 +49,7 @@ copyreg.pickle(_DoRAType, lambda cls: (dora_type, (cast(Any, cls).plain_type,)))
 
 
 def has_dora_type(module: Any) -> bool:
-    """Whether a module has a class that `dora_type` has made."""
+    """Returns whether a module has a class that `dora_type` has made."""
     return isinstance(type(module), _DoRAType)
 
 

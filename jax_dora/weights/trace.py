@@ -104,5 +104,5 @@ def weight_trace() -> Iterator[WeightTrace]:
 
 
 def is_followed(value: Any) -> bool:
-    """Whether a value is a weight that a trace follows at this moment."""
+    """Returns whether a value is a weight that a trace follows at this moment."""
     return isinstance(value, WeightTracer)

@@ -14,7 +14,7 @@ into the small products, so that one tensor of y's size, d, is written instead o
 """
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -102,21 +102,44 @@ def dora_linear(
 
     dtype = result_dtype(x, weight)
     g = magnitude_scale(magnitude, norm, dtype)
-    operands = (x, adapter_x, weight, bias, lora_a, lora_b, g)
+    operands = Operands(x, adapter_x, weight, bias, lora_a, lora_b, g)
     of_shard = functools.partial(_local_linear, float(scale), dtype, implementation)
     return sharded.projection(of_shard, *operands) if is_sharded(*operands) else of_shard(*operands)
 
 
+class Operands(NamedTuple):
+    """The tensors of a call: `adapter_x` and `bias` may be None, g is f32[out]."""
+
+    x: Tensor
+    adapter_x: Tensor | None
+    weight: Tensor
+    bias: Tensor | None
+    lora_a: Tensor
+    lora_b: Tensor
+    g: Tensor
+
+
+class Static(NamedTuple):
+    """What of a call is no tensor; `implementation` is the chosen one."""
+
+    scale: float
+    dtype: torch.dtype
+    want_inner: bool
+    implementation: str
+
+
 def _local_linear(
-    scale, dtype, implementation, x, adapter_x, weight, bias, lora_a, lora_b, g
+    scale: float, dtype: torch.dtype, implementation: str | None, *tensors: Any
 ) -> Tensor:
     """Returns y of plain tensors, by the implementation that is named or the best."""
-    like = x.new_empty((), dtype=dtype).expand(*x.shape[:-1], weight.shape[0])
+    operands = Operands(*tensors)
+    x, g = operands.x, operands.g
+    like = x.new_empty((), dtype=dtype).expand(*x.shape[:-1], operands.weight.shape[0])
     chosen = choose_compose(like, like, g, implementation)
-    operands = (x, adapter_x, weight, bias, lora_a, lora_b, g, scale, dtype)
     if choose.transformed():
-        return _forward(*operands, False, chosen)[0]
-    return _DoRALinear.apply(*operands, torch.is_grad_enabled() and g.requires_grad, chosen)
+        return _forward(Static(scale, dtype, False, chosen), operands)[0]
+    want_inner = torch.is_grad_enabled() and g.requires_grad
+    return _DoRALinear.apply(Static(scale, dtype, want_inner, chosen), *operands)
 
 
 def corrected_linear(
@@ -145,10 +168,10 @@ def corrected_linear(
     return sharded.projection(of_shard, *operands) if is_sharded(*operands) else of_shard(*operands)
 
 
-def _forward(
-    x, adapter_x, weight, bias, lora_a, lora_b, g, scale, dtype, want_inner, implementation
-):
+def _forward(static: Static, operands: Operands) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns (y, z, inner or None)."""
+    x, adapter_x, weight, bias, lora_a, lora_b, g = operands
+    scale, dtype, want_inner, implementation = static
     with torch.autocast(x.device.type, enabled=False):
         read = x if adapter_x is None else adapter_x
         bias = None if bias is None else cast(bias, dtype)
@@ -162,13 +185,11 @@ def _forward(
 
 class _DoRALinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, x, adapter_x, weight, bias, lora_a, lora_b, g, scale, dtype, want_inner, implementation
-    ):
-        y, z, inner = _forward(
-            x, adapter_x, weight, bias, lora_a, lora_b, g, scale, dtype, want_inner, implementation
-        )
-        _, _, d_weight, _, d_a, d_b, _ = ctx.needs_input_grad[:7]
+    def forward(ctx, static, *tensors):
+        operands = Operands(*tensors)
+        y, z, inner = _forward(static, operands)
+        x, adapter_x, weight, bias, lora_a, lora_b, g = operands
+        _, _, d_weight, _, d_a, d_b, _ = ctx.needs_input_grad[1:]
         ctx.save_for_backward(
             x if d_weight or (d_a and adapter_x is None) else None,
             adapter_x if d_a else None,
@@ -182,7 +203,7 @@ class _DoRALinear(torch.autograd.Function):
         ctx.dtypes = tuple(
             None if t is None else t.dtype for t in (x, adapter_x, weight, bias, lora_a, lora_b)
         )
-        ctx.scale, ctx.implementation = scale, implementation
+        ctx.scale, ctx.implementation = static.scale, static.implementation
         return y
 
     @staticmethod
@@ -190,7 +211,7 @@ class _DoRALinear(torch.autograd.Function):
     def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, adapter_x, weight, lora_a, lora_b, z, inner, g = ctx.saved_tensors
         want_x, want_adapter_x, want_weight, want_bias, want_a, want_b, want_g = (
-            ctx.needs_input_grad[:7]
+            ctx.needs_input_grad[1:]
         )
         x_dtype, adapter_x_dtype, weight_dtype, bias_dtype, a_dtype, b_dtype = ctx.dtypes
         shared = adapter_x_dtype is None
@@ -224,7 +245,7 @@ class _DoRALinear(torch.autograd.Function):
                 d_adapter_x = d_adapter_x.reshape(x_shape).to(adapter_x_dtype)
         if d_g is not None:
             d_g = d_g.to(g.dtype)
-        return dx, d_adapter_x, d_weight, d_bias, d_a, d_b, d_g, None, None, None, None
+        return None, dx, d_adapter_x, d_weight, d_bias, d_a, d_b, d_g
 
 
 def _expand_compose(base, z, lora_b, g, bias, scale, want_inner, implementation):

@@ -154,7 +154,7 @@ def _factored_norm(
 
 @_factored_norm.register_vmap
 def _(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[Tensor, int]:
-    """One call for each example."""
+    """Calls the operator once for each example."""
     pairs = list(zip(arguments, in_dims, strict=True))
     results = [
         _factored_norm(*(one if dim is None else one.select(dim, at) for one, dim in pairs))

@@ -16,7 +16,7 @@ _HELD = "is the out_proj of a MultiheadAttention, which reads its weight and nev
 
 
 def layers_of(model: nn.Module) -> dict[str, Layer]:
-    """Every layer that can be adapted or is, by its module's name.
+    """Returns every layer that can be adapted or is, by its module's name.
 
     Raises:
         TypeError: ``model`` is no module, or one around the model.
@@ -31,7 +31,8 @@ def layers_of(model: nn.Module) -> dict[str, Layer]:
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer of the base model, by its name; under each name, if shared."""
+    """Returns every parameter and buffer of the base model, by its name; under each name, if
+    shared."""
     adapters = {
         f"{name}.{attribute}"
         for name, module in model.named_modules(remove_duplicate=False)
@@ -63,7 +64,7 @@ def _layer(name: str, module: Any) -> Layer | None:
 
 
 def _pads(convolution: Any) -> bool:
-    """Whether it reads anything beside its input."""
+    """Returns whether it reads anything beside its input."""
     padding = convolution.padding
     if padding == "same":
         return any(size > 1 for size in convolution.kernel_size)

@@ -29,7 +29,7 @@ def load_adapter(
     dropout_mode: DropoutMode | None = None,
     implementation: str | None = None,
 ) -> Any:
-    """Put the adapter of a PEFT folder into ``model``, in place.
+    """Puts the adapter of a PEFT folder into ``model``, in place.
 
         model = load_adapter(model, "folder")
 

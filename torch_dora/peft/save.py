@@ -31,7 +31,7 @@ def save_adapter(
     config: AdapterConfig | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write the adapter of ``model`` as a PEFT folder: adapter_config.json and
+    """Writes the adapter of ``model`` as a PEFT folder: adapter_config.json and
     adapter_model.safetensors, which PEFT loads, and computes the same with.
 
     The folder appears whole or not at all. Of a model that is sharded, by FSDP or as DTensors, all

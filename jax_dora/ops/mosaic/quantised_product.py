@@ -97,7 +97,8 @@ def launch(
         warpgroup = lax.axis_index("warpgroup")
 
         def slot_of(tile):
-            """The slot of a block's tile, of which consumer tile % consumers has every one."""
+            """Returns the slot of a block's tile, of which consumer tile % consumers has every
+            one."""
             turn = lax.div(tile, c.consumers)
             return lax.rem(tile, c.consumers) * c.slots + lax.rem(turn, c.slots)
 

@@ -72,14 +72,15 @@ def test_quantised_as_it_is_read(folder):
     assert np.all(np.isfinite(nnx.jit(lambda model, tokens: model(tokens))(model, tokens)))
 
 
+def place(path, shape):
+    """Inputs of projections are sharded over two devices."""
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    axes = (None, "x", None) if path.endswith("proj/kernel") else ()
+    return jax.sharding.NamedSharding(mesh, jax.P(*axes))
+
+
 @pytest.mark.slow
 def test_sharded_as_it_is_read(folder):
-    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
-
-    def place(path, shape):
-        axes = (None, "x", None) if path.endswith("proj/kernel") else ()
-        return jax.sharding.NamedSharding(mesh, jax.P(*axes))
-
     model = load_model(folder, quantize="nf4", sharding=place)
     kernel = model.model.layers.mlp.down_proj.kernel[...]
     assert {one.sharding.spec[1] for one in (kernel.qvalue, kernel.scale)} == {"x"}
@@ -168,6 +169,18 @@ def test_quantised_folders_are_read_as_they_are(folder, tmp_path, name):
         np.testing.assert_allclose(written, MEANT[Q_PROJ], rtol=2e-6)
         with pytest.raises(ValueError, match=r"quantize is 'int8' and .* is quantised already"):
             load_model(tmp_path / "model", quantize="int8")
+
+
+@pytest.mark.parametrize("name", ["nf4", "fp8 blocks"])
+def test_a_quantised_folder_is_sharded_as_it_is_read(folder, tmp_path, name):
+    rewritten(folder, tmp_path / "model", *FORMATS[name])
+    found, wanted = (
+        load_model(tmp_path / "model", sharding=one).model.layers.mlp.down_proj.kernel[...]
+        for one in (place, None)
+    )
+    assert {one.sharding.spec[1] for one in (found.qvalue, found.scale)} == {"x"}
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def without(part):

@@ -16,7 +16,6 @@ DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
 HALF_OR_FULL = [jnp.float32, jnp.bfloat16]
 SIZES = ((3, 5), 33, 24, 4)
 SCALE = 0.7
-WANTED = ("d_x", "d_lora_a", "d_lora_b", "d_magnitude", "d_bias")
 
 
 def layer(seed, rows, n_in, n_out, rank, dtype, adapter_dtype=jnp.float32):

@@ -1,4 +1,4 @@
-"""What no package may import: the other framework, and what is not installed with it."""
+"""What the packages' sources hold to: no foreign import, no long list of parameters."""
 
 import ast
 from pathlib import Path
@@ -28,3 +28,22 @@ def test_nothing_foreign_is_imported(package):
     assert found
     foreign = {str(file): names & (FOREIGN[package] | CHECKOUT) for file, names in found.items()}
     assert not {file: names for file, names in foreign.items() if names}
+
+
+def parameters(function: ast.FunctionDef) -> int:
+    arguments = function.args
+    return len((*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs))
+
+
+@pytest.mark.parametrize("package", FOREIGN)
+def test_no_private_function_takes_more_than_eight_parameters(package):
+    """But for the kernels of `ops/triton` and `ops/mosaic`, which take what a launch hands over."""
+    found = {
+        f"{file.relative_to(ROOT)}: {node.name}": parameters(node)
+        for file in (ROOT / package).rglob("*.py")
+        if file.parent.name not in ("triton", "mosaic")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("_")
+        if not node.name.endswith("__")
+    }
+    assert not {name: count for name, count in found.items() if count > 8}
