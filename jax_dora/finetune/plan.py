@@ -28,6 +28,7 @@ from jax_dora.models import (
     DecoderSharding,
     abstract_model,
     read_config,
+    segments,
 )
 from jax_dora.models.chat import ChatTemplate
 from jax_dora.models.tokenizer import read_ends, read_tokenizer
@@ -89,7 +90,7 @@ class Plan:
         self.changes["memory"] = "auto"
         self.config = DecoderConfig.from_hf(config, **self.changes)
         if jax.default_backend() == "gpu" and self.config.dtype != jnp.float32:
-            self.changes["attention"] = "cudnn"
+            self.changes |= {"attention": "cudnn", "segments": self._segments()}
         self.sharding = self._sharding()
         self.config = dataclasses.replace(self.config, sharding=self.sharding)
         self.rules = self._rules()
@@ -140,6 +141,13 @@ class Plan:
         model = jax_dora.apply_dora(model, self.rules, rngs=nnx.Rngs(self.args.seed))
         model.train()
         return model
+
+    def _segments(self) -> int | None:
+        """Returns how many texts a row holds at most, in powers of two, if few enough for cuDNN."""
+        given = [rows for rows in (self.rows, self.eval_rows) if rows is not None]
+        # Padding counts as one more.
+        most = 1 << max(int(rows.segment_ids.max()) for rows in given).bit_length()
+        return most if most <= segments.MOST else None
 
     def _sharding(self) -> DecoderSharding | None:
         """Returns how the model lies on the devices; None for one device alone."""

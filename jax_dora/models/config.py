@@ -67,6 +67,8 @@ class DecoderConfig:
       dtype: of parameters and activations. Norms, rotations and losses compute in fp32.
       attention: `implementation` of `jax.nn.dot_product_attention`; "cudnn" is the fast one on a
         GPU, for bf16 and fp16.
+      segments: the most texts that a packed row may hold, padding counted as one, for which cuDNN
+        computes within each; a row with more is NaN. None takes a mask.
       remat: recompute in the backward pass what a layer has not kept: kept are its input, what
         `jax_dora.remat_policy` says, and what `memory` has room for. False keeps all.
       memory: the GiB of activations to keep beyond that, over all layers and in equal shares; those
@@ -93,6 +95,7 @@ class DecoderConfig:
     tie_word_embeddings: bool = False
     dtype: Dtype = jnp.bfloat16
     attention: Literal["xla", "cudnn"] | None = None
+    segments: int | None = None
     remat: bool = True
     memory: float | Literal["auto"] | None = None
     unroll: bool = False

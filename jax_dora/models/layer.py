@@ -10,7 +10,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jax_dora
-from jax_dora.models import activations, rope
+from jax_dora.models import activations, rope, segments
 from jax_dora.models.cache import LayerCache
 from jax_dora.models.config import DecoderConfig
 from jax_dora.ops.projection import RESULT_NAME
@@ -56,7 +56,7 @@ class Attention(nnx.Module):
         self,
         x: jax.Array,
         angles: tuple[jax.Array, jax.Array],
-        mask: jax.Array | None,
+        mask: jax.Array | segments.Segments | None,
         memory: LayerCache | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
         config = self.config
@@ -74,9 +74,12 @@ class Attention(nnx.Module):
             k, v = memory.read()
             mask = memory.mask()
             implementation = None  # cuDNN is for many queries
-        attended = jax.nn.dot_product_attention(
-            q, k, v, mask=mask, is_causal=memory is None, implementation=implementation
-        )
+        if isinstance(mask, segments.Segments):
+            attended = segments.attend(q, k, v, mask)
+        else:
+            attended = jax.nn.dot_product_attention(
+                q, k, v, mask=mask, is_causal=memory is None, implementation=implementation
+            )
         return _project(self.o_proj, attended.reshape(*x.shape[:2], -1)), memory
 
 
@@ -109,7 +112,7 @@ class DecoderLayer(nnx.Module):
         self,
         x: jax.Array,
         angles: tuple[jax.Array, jax.Array],
-        mask: jax.Array | None,
+        mask: jax.Array | segments.Segments | None,
         memory: LayerCache | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
         normed = checkpoint_name(self._placed(self.input_layernorm(x)), activations.NORMED)

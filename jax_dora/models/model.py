@@ -14,7 +14,7 @@ from flax import nnx
 from jax import lax
 
 from jax_dora.bank.layers import BankArray
-from jax_dora.models import activations, rope
+from jax_dora.models import activations, rope, segments
 from jax_dora.models.cache import Cache, LayerCache
 from jax_dora.models.config import DecoderConfig
 from jax_dora.models.layer import INIT, DecoderLayer, MakeLinear, RMSNorm, linear_options
@@ -46,14 +46,20 @@ class Decoder(nnx.Module):
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
         mask = None
-        if segment_ids is not None:
+        most = self.config.segments
+        if segment_ids is not None and most and self.config.attention == "cudnn":
+            mask = segments.segments_of(segment_ids, most)
+        elif segment_ids is not None:
             mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
         angles = rope.angles(self.config.rope, self.config.head_dim, positions)
         x = self._run(self.embed_tokens(tokens), angles, mask)
         return self.norm(x)
 
     def _run(
-        self, x: jax.Array, angles: tuple[jax.Array, jax.Array], mask: jax.Array | None
+        self,
+        x: jax.Array,
+        angles: tuple[jax.Array, jax.Array],
+        mask: jax.Array | segments.Segments | None,
     ) -> jax.Array:
         # Dropout streams count their calls; everything else a layer only reads.
         # A bank stays whole: a part of it for each layer would be a copy.
