@@ -85,8 +85,9 @@ setup-oldest:
 	@PYTHON='$(PYTHON)' EXTRAS=$(OLDEST_EXTRAS) sh tools/setup.sh $(VENV_OLDEST) tools/oldest.txt
 
 setup-models:
-	@PYTHON='$(PYTHON)' EXTRAS=test sh tools/setup.sh $(VENV_MODELS)
+	@PYTHON='$(PYTHON)' EXTRAS=models sh tools/setup.sh $(VENV_MODELS)
 	@$(VENV_MODELS)/bin/python -m pip install --quiet -r tools/models.txt
+	@$(VENV_MODELS)/bin/python -m pip install --quiet --no-deps -r tools/models_alone.txt
 
 clean:
 	rm -rf $(VENV) $(VENV_OLDEST) $(VENV_MODELS) build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -19,7 +19,6 @@ from jax_dora.adapt.sites import Site
 from jax_dora.layers.base_layer import padded
 from jax_dora.layers.rule import DoRARule
 from jax_dora.weights.adapter import WeightAdapter
-from jax_dora.weights.evaluate import adapted_here
 from jax_dora.weights.module import made_place
 from jax_dora.weights.trace import WeightTrace
 
@@ -123,13 +122,9 @@ def followed(
             stream = nnx.Rngs(dropout=jax.random.fold_in(key, number))
             adapter.dropout = nnx.Dropout(one.rule.dropout, deterministic=False, rngs=stream)
         kernel = nn.unbox(params[one.path])
-        make = functools.cache(functools.partial(_weight, adapter, kernel))
+        make = functools.cache(functools.partial(adapter.weight, kernel))
         value = trace.lift(jax.typeof(kernel), make)
         given[one.path] = nn.meta.replace_boxed(params[one.path], value)
         for path in one.paths().values():
             del given[path]
     return {**variables, "params": traverse_util.unflatten_dict(given)}
-
-
-def _weight(adapter: WeightAdapter, kernel: jax.Array) -> Any:
-    return adapter.weight(adapted_here(kernel))

@@ -7,6 +7,7 @@ mesh as its primal.
 Operands come as one NamedTuple of `jax_dora.ops.operands`, in which None stays None.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, cast
@@ -20,6 +21,14 @@ def explicit(*arrays: jax.Array) -> AbstractMesh | None:
     """Returns the mesh with explicit axes that one of the arrays lies on, or None."""
     meshes = (jax.typeof(array).sharding.mesh for array in arrays)
     return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
+
+
+def of(array: jax.Array) -> contextlib.AbstractContextManager[Any]:
+    """Returns the context of the mesh whose explicit axes `array` lies on."""
+    mesh = explicit(array)
+    if mesh is None or mesh == jax.sharding.get_abstract_mesh():
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def spec(array: jax.Array) -> tuple[Any, ...]:

@@ -23,8 +23,10 @@ from jax_dora.layers.call import bounded_norm, dropout_of_call, g_of
 from jax_dora.layers.layout import Layout, projection_layout
 from jax_dora.layers.rule import DoRARule
 from jax_dora.layers.stack import Stack
+from jax_dora.ops import mesh as meshes
 from jax_dora.ops.linear import NORM_NAME
 from jax_dora.ops.norm import norm_implementation
+from jax_dora.weights.evaluate import adapted_here
 from jax_dora.weights.products import AdaptedReader
 from jax_dora.weights.view import View
 from jax_dora.weights.weight import Weight
@@ -166,23 +168,26 @@ class WeightAdapter:
           kernel: the parameter's array as the module holds it now: a whole stack's, or one layer's
             inside of a scan.
         """
-        axes = self.place.axes.replace("s", "", len(self.place.axes) - kernel.ndim)
-        order = self._stack_to_batch if "s" in axes else lambda array: array
-        axes = axes.replace("s", "b")
-        lora_a, lora_b, magnitude = (
-            order(one[...]) for one in (self.lora_a, self.lora_b, self.magnitude)
-        )
-        if self.given_g is not None:
-            g = order(self.given_g[...])
-        elif self.given_norm is not None:
-            g = g_of(self, magnitude, order(self.given_norm[...]), self.result_dtype)
-        else:
-            layout = _layout(kernel.shape, axes, self.rank)
-            norm = _norm(layout, (kernel, lora_a, lora_b), self.place.rule)
-            g = g_of(self, magnitude, checkpoint_name(norm, NORM_NAME), self.result_dtype)
-        arrays = {"kernel": kernel, "lora_a": lora_a, "lora_b": lora_b, "g": g}
-        reader = AdaptedReader(self.place.rule, dropout_of_call(self, None, None))
-        return Weight(View.of(kernel.shape), axes, arrays, reader)
+        # A program may read it where a part of the mesh is left to XLA.
+        with meshes.of(kernel):
+            kernel = adapted_here(kernel)
+            axes = self.place.axes.replace("s", "", len(self.place.axes) - kernel.ndim)
+            order = self._stack_to_batch if "s" in axes else lambda array: array
+            axes = axes.replace("s", "b")
+            lora_a, lora_b, magnitude = (
+                order(one[...]) for one in (self.lora_a, self.lora_b, self.magnitude)
+            )
+            if self.given_g is not None:
+                g = order(self.given_g[...])
+            elif self.given_norm is not None:
+                g = g_of(self, magnitude, order(self.given_norm[...]), self.result_dtype)
+            else:
+                layout = _layout(kernel.shape, axes, self.rank)
+                norm = _norm(layout, (kernel, lora_a, lora_b), self.place.rule)
+                g = g_of(self, magnitude, checkpoint_name(norm, NORM_NAME), self.result_dtype)
+            arrays = {"kernel": kernel, "lora_a": lora_a, "lora_b": lora_b, "g": g}
+            reader = AdaptedReader(self.place.rule, dropout_of_call(self, None, None))
+            return Weight(View.of(kernel.shape), axes, arrays, reader)
 
     def _stack_to_batch(self, array: jax.Array) -> jax.Array:
         """Returns an adapter's array of a whole stack whose axis stands among the batch axes."""

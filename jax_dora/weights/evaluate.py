@@ -102,10 +102,10 @@ def evaluate(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
         inputs = [value(atom) for atom in eqn.invars]
         names = source_info_util.current_name_stack() + eqn.source_info.name_stack
         with source_info_util.user_context(eqn.source_info.traceback, name_stack=names):
-            if any(isinstance(one, Weight) for one in inputs):
-                results = evaluate_primitive(eqn.primitive, inputs, eqn.params)
-            else:
-                with eqn.ctx.manager:
+            with eqn.ctx.manager:
+                if any(isinstance(one, Weight) for one in inputs):
+                    results = evaluate_primitive(eqn.primitive, inputs, eqn.params)
+                else:
                     results = _bind(eqn.primitive, inputs, eqn.params)
         env |= zip(eqn.outvars, results, strict=True)
     return [value(atom) for atom in jaxpr.outvars]

@@ -175,6 +175,27 @@ def _negative(name: str, weight: Weight, operands: Any, params: dict[str, Any]) 
     return weight.scaled(jnp.negative)
 
 
+def _reshard(name: str, weight: Weight, operands: Any, params: dict[str, Any]) -> Weight | None:
+    """The array over other axes of a mesh, or left to XLA: its adapter is sharded as it is."""
+    sharding = params["dst_sharding"]
+    specs: dict[int | None, Any] = {}
+    for axis, names in enumerate(sharding.spec):
+        whole = weight.view.whole(axis)
+        if names is not None and whole is None:
+            return None
+        specs[whole] = names
+
+    def over_mesh(name: str, array: jax.Array) -> jax.Array:
+        places = {
+            weight.place(name, axis): names for axis, names in specs.items() if axis is not None
+        }
+        spec = jax.P(*(places.get(axis) for axis in range(array.ndim)))
+        return jax.reshard(array, jax.sharding.NamedSharding(sharding.mesh, spec))
+
+    arrays = {name: over_mesh(name, array) for name, array in weight.arrays.items()}
+    return dataclasses.replace(weight, arrays=arrays)
+
+
 def split(weight: Weight, sizes: Sequence[int], axis: int) -> list[Any] | None:
     """Returns the parts of the array, one after the other along `axis`; None where it is not the
     whole of an axis of the weight."""
@@ -200,6 +221,7 @@ _STEPS: dict[str, Step] = {
     "reduce_precision": lambda *_: None,
     "sharding_constraint": _same,  # a hint, of an array that an adapted product does not make
     "optimization_barrier": _same,
+    "reshard": _reshard,
     "transpose": _transpose,
     "reshape": _reshape,
     "squeeze": _squeeze,

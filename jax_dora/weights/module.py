@@ -14,7 +14,6 @@ from flax import nnx
 
 from jax_dora.layers.rule import DoRARule
 from jax_dora.weights.adapter import Place, WeightAdapter
-from jax_dora.weights.evaluate import adapted_here
 from jax_dora.weights.trace import is_followed, weight_trace
 
 
@@ -137,7 +136,7 @@ def followed(module: Any) -> Iterator[Callable[[Any], Any]]:
 
 def _once(adapter: WeightAdapter, kernel: jax.Array) -> Callable[[], Any]:
     """Returns what makes the adapter's weight of its kernel, when it is first called."""
-    return functools.cache(lambda: adapter.weight(adapted_here(kernel)))
+    return functools.cache(lambda: adapter.weight(kernel))
 
 
 def _is_node(value: Any) -> bool:

@@ -100,34 +100,35 @@ def test_a_cache_is_filled_as_by_the_base():
         assert _difference(one, other) <= 2e-5 if jnp.abs(other).max() else True
 
 
-def test_peft_trainer_trains_checkpoints_and_resumes(tmp_path):
+def _trainer(model, steps, folder):
     peft_trainer = importlib.import_module("tunix.sft.peft_trainer")
+    config = peft_trainer.TrainingConfig(
+        eval_every_n_steps=100, max_steps=steps, checkpoint_root_directory=str(folder)
+    )
+    trainer = peft_trainer.PeftTrainer(model, optax.adam(1e-2), config)
+    trainer.with_gen_model_input_fn(
+        lambda batch: {
+            "input_tokens": batch.input_tokens,
+            "input_mask": batch.input_mask,
+            "positions": EXAMPLE[1],
+            "attention_mask": EXAMPLE[3],
+        }
+    )
+    mask = jnp.ones_like(TOKENS, dtype=bool)
+    return trainer, peft_trainer.TrainingInput(input_tokens=TOKENS, input_mask=mask)
 
+
+def test_peft_trainer_trains_checkpoints_and_resumes(tmp_path):
     def trainer(steps):
         model = apply_dora(made("Qwen3"), DoRARule("all-linear", 4, 8), rngs=nnx.Rngs(1))
-        config = peft_trainer.TrainingConfig(
-            eval_every_n_steps=100, max_steps=steps, checkpoint_root_directory=str(tmp_path)
-        )
-        trainer_ = peft_trainer.PeftTrainer(model, optax.adam(1e-2), config)
-        trainer_.with_gen_model_input_fn(
-            lambda batch: {
-                "input_tokens": batch.input_tokens,
-                "input_mask": batch.input_mask,
-                "positions": EXAMPLE[1],
-                "attention_mask": EXAMPLE[3],
-            }
-        )
-        return trainer_
+        return _trainer(model, steps, tmp_path)
 
-    batch = peft_trainer.TrainingInput(
-        input_tokens=TOKENS, input_mask=jnp.ones_like(TOKENS, dtype=bool)
-    )
-    first = trainer(6)
+    first, batch = trainer(6)
     start = float(_loss(first.model))
     first.train([batch] * 6)
     first.close()
     assert float(_loss(first.model)) < start
-    second = trainer(8)
+    second, batch = trainer(8)
     for one, other in zip(
         *(jax.tree.leaves(get_adapter(one.model).arrays) for one in (first, second)), strict=True
     ):
@@ -137,15 +138,48 @@ def test_peft_trainer_trains_checkpoints_and_resumes(tmp_path):
     assert jax_dora.coverage(second.model).count("adapted") == 7
 
 
-def test_the_page_has_the_table_and_its_recipe_runs():
+def test_peft_trainer_trains_beside_qwixs_lora(tmp_path):
+    """All of Qwen3's projections, the same batches, rank and scale."""
+    qwix = importlib.import_module("qwix")
+    layers = r".*(attn/[qkvo]_proj|mlp/(gate|up|down)_proj)"
+    provider = qwix.LoraProvider(module_path=layers, rank=4, alpha=8)
+    models = {
+        "LoRA": qwix.apply_lora_to_model(
+            made("Qwen3"), provider, *EXAMPLE, rngs=nnx.Rngs(params=1)
+        ),
+        "DoRA": apply_dora(made("Qwen3"), DoRARule(layers, 4, 8), rngs=nnx.Rngs(1)),
+    }
+    losses = {}
+    for name, model in models.items():
+        trainer, batch = _trainer(model, 20, tmp_path / name)
+        before = float(_loss(trainer.model))
+        trainer.train([batch] * 20)
+        trainer.close()
+        losses[name] = (before, float(_loss(trainer.model)))
+        print(f"{name}: {before:.4f} → {losses[name][1]:.4f}")
+    arrays = {
+        name: len(jax.tree.leaves(nnx.state(model, nnx.LoRAParam)))
+        for name, model in models.items()
+    }
+    assert arrays == {"LoRA": 2 * 7, "DoRA": 3 * 7}
+    assert losses["LoRA"][0] == pytest.approx(losses["DoRA"][0], rel=1e-4)
+    assert all(after < before for before, after in losses.values())
+
+
+def test_the_page_has_the_table():
     page = (Path(__file__).parents[2] / "docs" / "your_model.md").read_text()
     found = re.search(r"<!-- coverage.*?\| --- \|\n(.*?)\n<!-- end -->", page, re.DOTALL)
     assert found is not None
     assert found[1].splitlines() == list(rows())
-    [recipe] = re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    names = {"jax_dora": jax_dora, "nnx": nnx, "DoRARule": DoRARule}
-    exec(compile(recipe, "your_model.md", "exec"), names)
-    assert len(get_adapter(names["model"]).arrays) == 14
+
+
+@pytest.mark.parametrize("section", ["Tunix", "gemma", "MaxText"])
+def test_the_recipes_of_the_page_run(section):
+    page = (Path(__file__).parents[2] / "docs" / "your_model.md").read_text()
+    [text] = re.findall(rf"^## {section}\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    names = {"jax": jax, "jnp": jnp, "jax_dora": jax_dora, "nnx": nnx, "DoRARule": DoRARule}
+    for recipe in re.findall(r"^```py\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        exec(compile(recipe, "your_model.md", "exec"), names)
 
 
 def test_the_recipe_for_a_mesh_runs():
