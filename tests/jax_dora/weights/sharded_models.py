@@ -89,7 +89,7 @@ class ShardedLinear(nnx.Module):
 class ShardedEmbedding(nnx.Embed):
     """As in its LLaDA: a subclass whose call takes `out_sharding`."""
 
-    def __call__(self, inputs: jax.Array, *, out_sharding: P) -> jax.Array:
+    def __call__(self, inputs: jax.Array, *, out_sharding: P) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.embedding[...].at[inputs].get(out_sharding=out_sharding)
 
 
