@@ -12,6 +12,7 @@ from flax import nnx
 
 import jax_dora
 from jax_dora import DoRARule, apply_dora, coverage, get_adapter, merge_dora
+from tests.models import gemma_models
 from tests.models.tunix_models import EXAMPLE, MODELS, TOKENS, made, qwen3
 from tools.model_coverage import rows
 
@@ -177,6 +178,7 @@ def test_the_page_has_the_table():
 def test_the_recipes_of_the_page_run(section):
     page = (Path(__file__).parents[2] / "docs" / "your_model.md").read_text()
     [text] = re.findall(rf"^## {section}\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    gemma_models.gemma3()  # which imports gemma without what its models do not use
     names = {"jax": jax, "jnp": jnp, "jax_dora": jax_dora, "nnx": nnx, "DoRARule": DoRARule}
     for recipe in re.findall(r"^```py\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         exec(compile(recipe, "your_model.md", "exec"), names)
