@@ -150,7 +150,8 @@ def _output_without_what_says_nothing(folder: Path, whole: Path) -> np.ndarray |
     sound = json.loads((whole / CONFIG).read_text())
     fields = json.loads((folder / CONFIG).read_text())
     for name, value in fields.items():
-        if value in (None, "", [], {}, [""]) or name in ("task_type", "eva_config"):
+        is_empty = value is False or value in (None, "", [], {}, [""])
+        if is_empty or name in ("task_type", "eva_config"):
             fields[name] = sound.get(name)
     (folder / CONFIG).write_text(json.dumps(fields))
     return _output(folder)
