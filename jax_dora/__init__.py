@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from dora_common import __version__ as __version__
 from dora_common.renamed import no_attribute as _no_attribute
+from dora_common.version import __version__ as __version__
 from jax_dora import linen as linen
 from jax_dora import ops as ops
 from jax_dora import peft as peft

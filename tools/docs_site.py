@@ -6,7 +6,7 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-from dora_common import __version__
+from dora_common.version import __version__
 
 # One file, fonts included.
 MATHJAX = "static/mathjax/es5/tex-svg.js"

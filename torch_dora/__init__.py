@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 if find_spec("torch") is None:
     raise ImportError("torch_dora needs PyTorch; install it by pip install 'jax-dora[torch]'")
 
-from dora_common import __version__ as __version__
 from dora_common.renamed import no_attribute as _no_attribute
+from dora_common.version import __version__ as __version__
 from torch_dora import ops as ops
 from torch_dora import peft as peft
 from torch_dora.adapt import DoRARule as DoRARule

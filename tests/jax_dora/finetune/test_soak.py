@@ -51,7 +51,7 @@ def test_nothing_is_lost(way, inputs, tmp_path, request):
     [
         (7, signal.SIGKILL, -9),
         (1400, signal.SIGKILL, -9),
-        *((at, signal.SIGINT, 130) for at in (40, 200, 700, 1100, 1440)),
+        *((at, signal.SIGINT, 130) for at in (12, 200, 700, 1100, 1440)),
     ],
 )
 def test_stopped_while_it_starts(at, number, status, tmp_path):
