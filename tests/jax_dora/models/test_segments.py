@@ -27,7 +27,7 @@ def drawn() -> tuple[jax.Array, ...]:
 def by_definition(q, k, v, numbers):
     """softmax(q kᵀ / sqrt(width)) v within texts, in the dtype that it is given."""
     k, v = (jnp.repeat(one, HEADS // KV_HEADS, axis=2) for one in (k, v))
-    scores = jnp.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(WIDTH)
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k) * WIDTH**-0.5
     seen = (numbers[:, :, None] == numbers[:, None, :]) & np.tri(TIME, dtype=bool)[None]
     weights = jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf), axis=-1)
     return jnp.einsum("bnts,bsnh->btnh", weights, v)
