@@ -228,7 +228,8 @@ class DoRA(nn.Module):
         def intercept(next_fun, args, kwargs, context):
             module, path = context.module, "/".join(context.module.path)
             cls = dora_class_of(module)
-            if cls is not None and context.method_name not in _METHODS:
+            is_other = cls is not None and context.method_name not in _METHODS
+            if is_other or isinstance(module, DoRA):
                 return next_fun(*args, **kwargs)
             is_linear = cls is not None and cls.is_linear(module) and path not in self.left_out
             if self._is_followed(path):

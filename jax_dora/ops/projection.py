@@ -68,7 +68,9 @@ class Options(NamedTuple):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def projection(options: Options, operands: Projection) -> jax.Array:
     """Returns y, or inner where g is None."""
-    return define(options, _divisible(operands))
+    operands = _divisible(operands)
+    scaled = _scaled_lora_a(operands)
+    return primitive.call(FORWARD, *_reduced(options, operands, scaled, want_inner=False))[0]
 
 
 def define(options: Options, operands: Projection) -> jax.Array:

@@ -85,7 +85,8 @@ def test_what_a_dtype_cannot_hold_is_refused(part: str, tmp_path: Path) -> None:
     assert str(folder) in str(refusal.value)
 
 
-def test_a_lora_folder_with_an_infinite_norm_is_refused(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path, "lora", lora_A=1e30)
-    with pytest.raises(ValueError, match=r"lora: the norm of first .* holds NaN or infinity"):
+@pytest.mark.parametrize("name", ["lora", "patterns"])
+def test_a_folder_with_an_infinite_norm_is_refused(name: str, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, name, lora_A=1e30)
+    with pytest.raises(ValueError, match=rf"{name}: the norm of first .* holds NaN or infinity"):
         load_adapter(Model(), folder)

@@ -30,7 +30,7 @@ FAULTS = {
         "the next slot's adapter",
         (),
         {
-            "jax": (Point("jax_dora.bank.layers", "checked_ids", another),),
+            "jax": (Point("jax_dora.bank.bank", "checked_ids", another),),
             "torch": (Point("torch_dora.bank.layers", "_checked", another),),
         },
     ),

@@ -80,7 +80,7 @@ def test_optimizers_take_the_same_steps():
     gradients = (rng.normal(size=(30, 50)) * np.logspace(-6, 0, 50)).astype(np.float32)
 
     optimizer = optax.adamw(
-        jax_training._table(settings.learning_rates()),
+        jax_training.table(settings.learning_rates()),
         *settings.betas,
         eps=settings.eps,
         weight_decay=settings.weight_decay,

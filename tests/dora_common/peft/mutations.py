@@ -145,13 +145,15 @@ def _output(folder: Path) -> np.ndarray | None:
 
 
 def _output_without_what_says_nothing(folder: Path, whole: Path) -> np.ndarray | None:
-    """Returns what PEFT computes with the fields of `whole` in place of those that are empty, or
-    say what an adapter is for or began with, over which PEFT stumbles."""
+    """Returns what PEFT computes with the fields of `whole` in place of those over which PEFT
+    stumbles: that are empty, say what an adapter is for or began with, or name a module to save by
+    a string, of which PEFT takes each letter for a name."""
     sound = json.loads((whole / CONFIG).read_text())
     fields = json.loads((folder / CONFIG).read_text())
     for name, value in fields.items():
         is_empty = value is False or value in (None, "", [], {}, [""])
-        if is_empty or name in ("task_type", "eva_config"):
+        is_name = name == "modules_to_save" and [value] == sound.get(name)
+        if is_empty or is_name or name in ("task_type", "eva_config"):
             fields[name] = sound.get(name)
     (folder / CONFIG).write_text(json.dumps(fields))
     return _output(folder)

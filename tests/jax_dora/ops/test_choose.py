@@ -58,8 +58,8 @@ def test_a_named_implementation_runs_or_raises(on_hopper):
     assert picks(unable, implementation="mosaic", optional=True) is None
     with pytest.raises(NotImplementedError, match=r"op: .*'mosaic' cannot .*: odd"):
         picks(unable, implementation="mosaic")
-    with pytest.raises(ValueError, match="implementation is 'eager'; expected None"):
-        picks(loses, implementation="eager")
+    with pytest.raises(ValueError, match="implementation is 'triton'; expected None"):
+        picks(loses, implementation="triton")
 
 
 @pytest.mark.parametrize(
