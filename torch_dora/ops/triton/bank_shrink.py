@@ -72,7 +72,7 @@ def _kernel(
     time,
     features,
     slots,
-    chunk,
+    CHUNK: tl.constexpr,  # features of a part
     RANKS: tl.constexpr,
     ROOM: tl.constexpr,
     ROWS: tl.constexpr,
@@ -90,10 +90,9 @@ def _kernel(
     here, place = token < time, row.to(tl.int64) * time + token
     r = tl.arange(0, ROOM)  # [ROOM]
     sums = tl.zeros((ROWS, ROOM), tl.float32)
-    first = split * chunk
     if rank > 0:
-        for start in range(first, min(first + chunk, features), DEPTH):
-            k = start + tl.arange(0, DEPTH)  # [DEPTH]
+        for start in range(0, CHUNK, DEPTH):
+            k = split * CHUNK + start + tl.arange(0, DEPTH)  # [DEPTH]
             inside = k < features
             x = tl.load(
                 x_ptr + place[:, None] * features + k[None, :],
@@ -120,7 +119,8 @@ def launch(x: Tensor, lora_a: Tensor, ids: Tensor, rank: Tensor, config: Config 
     tiles = batch * triton.cdiv(time, rows)
     steps = triton.cdiv(features, config.depth)
     splits = max(1, min(steps, PROGRAMS // max(1, tiles)))
-    chunk = triton.cdiv(steps, splits) * config.depth
+    # A power of two, so that few numbers of rows have a program of their own.
+    chunk = triton.next_power_of_2(triton.cdiv(steps, splits)) * config.depth
     splits = triton.cdiv(features, chunk)
     parts = torch.empty(splits, batch, time, ranks, dtype=torch.float32, device=x.device)
     if parts.numel() == 0:
@@ -135,7 +135,7 @@ def launch(x: Tensor, lora_a: Tensor, ids: Tensor, rank: Tensor, config: Config 
         time,
         features,
         slots,
-        chunk,
+        CHUNK=chunk,
         RANKS=ranks,
         ROOM=max(LEAST_ROWS, triton.next_power_of_2(ranks)),
         ROWS=rows,

@@ -127,14 +127,14 @@ assert "wgmma.mma_async" in code and "ld.global.v4" in code and "atom" not in co
 
 BANK = """
 config = bank_shrink.CONFIG
-counts = dict.fromkeys(["batch", "time", "features", "slots", "chunk"], "i32")
+counts = dict.fromkeys(["batch", "time", "features", "slots"], "i32")
 counts |= dict(ids_ptr="*i64", rank_ptr="*i32")
 for rows, product in ((16, "mma.sync"), (64, "wgmma.mma_async")):
     sizes = dict(RANKS=64, ROOM=64, ROWS=rows, WIDEN=False)
     code = lower(
         bank_shrink._kernel,
         counts | dict(x_ptr=half, a_ptr=half, parts_ptr=full),
-        sizes | dict(DEPTH=config.depth),
+        sizes | dict(DEPTH=config.depth, CHUNK=4 * config.depth),
         config.warps,
         num_stages=config.stages,
     )
