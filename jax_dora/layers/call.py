@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 
 from jax_dora import ops
 from jax_dora.layers.quantised import act_qtype_of
+from jax_dora.ops import check
 from jax_dora.ops import mesh as meshes
 from jax_dora.ops.linear import NORM_NAME, scaled_linear
 from jax_dora.ops.norm import epsilon, ratio
@@ -35,6 +36,8 @@ def g_of_call(layer: Any, dtype: Any) -> jax.Array:
 
 def g_of(layer: Any, magnitude: jax.Array, norm: jax.Array, dtype: Any) -> jax.Array:
     """Returns g = magnitude / norm within `bounded_norm`'s bounds, of arrays of one shape."""
+    check.is_float("magnitude", magnitude)
+    check.has_shape("magnitude", magnitude, norm.shape, "the norm's shape")
     return ratio(magnitude, bounded_norm(norm, layer.result_dtype), dtype)
 
 

@@ -90,10 +90,8 @@ def dora_linear(
         dropout has mode "input".
     """
     _check_operands(x, kernel, lora_a, lora_b, implementation)
-    for name, vector in (("magnitude", magnitude), ("bias", bias)):
-        if vector is not None:
-            check.is_float(name, vector)
-            check.has_shape(name, vector, kernel.shape[1:], "[out]")
+    check.is_float("magnitude", magnitude)
+    check.has_shape("magnitude", magnitude, kernel.shape[1:], "[out]")
     if norm is None:
         by = norm_implementation(implementation)
         norm = factored_norm(kernel, lora_a, lora_b, scale, implementation=by)
@@ -132,6 +130,10 @@ def scaled_linear(
     """Returns g ∘ x (kernel + scale·lora_a lora_b) + bias: `dora_linear`, given g, f32[out]."""
     _check_operands(x, kernel, lora_a, lora_b, implementation)
     row_wise.check_act_qtype(act_qtype, "kernel", kernel)
+    for name, vector in (("g", g), ("bias", bias)):
+        if vector is not None:
+            check.is_float(name, vector)
+            check.has_shape(name, vector, kernel.shape[1:], "[out]")
     g = g.astype(accumulator(_dtype(x, kernel)))
     rate, mode, seed = dropouts.active(dropout)
     if mode == "input" and rate and act_qtype is not None:

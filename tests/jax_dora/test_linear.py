@@ -562,6 +562,14 @@ def test_input_of_another_width_is_refused():
         make()(jnp.ones((2, IN + 1)))
 
 
+@pytest.mark.parametrize("name", ["magnitude", "bias"])
+def test_parameters_that_would_broadcast_are_refused(name):
+    layer = make()
+    getattr(layer, name).set_value(jnp.ones((1,)))
+    with pytest.raises(ValueError, match=rf"{name} has shape \(1,\); expected \({OUT}\)"):
+        layer(jnp.ones((2, IN)))
+
+
 @pytest.mark.slow
 def test_package_imports_alone():
     program = """
