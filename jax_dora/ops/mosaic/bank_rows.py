@@ -100,6 +100,8 @@ def refuses(
         return f"the bank has room for rank {rank}, no multiple of 8 up to {MOST_RANK}"
     if slots % 4 or slots >= 2**SLOT_BITS:
         return f"there are {slots} slots, no multiple of 4 below {2**SLOT_BITS}"
+    if _config(Sizes(rows, in_features, out, slots, rank)) is None:
+        return f"shared memory has no room for {rows} rows beside {slots} slots of rank {rank}"
     return None
 
 
@@ -127,24 +129,34 @@ def config(
     held: jax.typing.DTypeLike,
 ) -> Config:
     """Returns the launch knobs for a call that is not refused."""
-    slices = pl.cdiv(in_features // TILE_K, HOPPER_SM_COUNT)
-    held_rows = pl.cdiv(rows, TILE_ROWS) * TILE_ROWS
+    found = _config(Sizes(rows, in_features, out, slots, rank))
+    assert found is not None
+    return found
+
+
+def _config(sizes: Sizes) -> Config | None:
+    """Returns knobs with two stages or more in each kernel, and as many tiles of `in` to a thread
+    block as leave no more blocks than multiprocessors, or fewer where they have no room; None where
+    one has none either."""
+    held_rows = sizes.tiles * TILE_ROWS
+    row = 2 * TILE_K
 
     def stages(blocks: int, tile: int, beside: int) -> int:
         most = 16 if blocks <= HOPPER_SM_COUNT else 8
-        room = SHARED_MEMORY - RESERVED - 4 * (rows + 2 * slots) - beside
-        return max(2, min(most, room // tile))
+        room = SHARED_MEMORY - RESERVED - 4 * (sizes.rows + 2 * sizes.slots) - beside
+        return min(most, room // tile)
 
-    row = 2 * TILE_K
-    return Config(
-        slices,
-        stages(
-            pl.cdiv(in_features, TILE_K * slices),
-            slices * rank * row,
-            held_rows * (slices * row + 4 * rank),
-        ),
-        stages(out // TILE_K, padded(rank) * row + 2 * row, held_rows * (2 * padded(rank) + row)),
-    )
+    depth = padded(sizes.rank)
+    expand = stages(sizes.out // TILE_K, (depth + 2) * row, held_rows * (2 * depth + row))
+    for slices in range(pl.cdiv(sizes.in_features // TILE_K, HOPPER_SM_COUNT), 0, -1):
+        shrink = stages(
+            pl.cdiv(sizes.in_features, TILE_K * slices),
+            slices * sizes.rank * row,
+            held_rows * (slices * row + 4 * sizes.rank),
+        )
+        if min(shrink, expand) >= 2:
+            return Config(slices, shrink, expand)
+    return None
 
 
 def padded(rank: int) -> int:

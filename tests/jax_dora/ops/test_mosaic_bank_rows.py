@@ -1,5 +1,7 @@
 """Rows of one token with adapters of their own, by the two kernels of `bank_rows`."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from jax_dora.ops.bank import Slots, bank_linear
 from jax_dora.ops.mosaic import bank_rows
 from jax_dora.ops.mosaic.bank_rows import refuses
+from jax_dora.ops.mosaic.hopper import SHARED_MEMORY
 from parity import tolerances
 from parity.oracle import fp64
 
@@ -112,6 +115,8 @@ def test_a_plan_names_each_slot_in_use_once():
         (64, 4096, 14336, 1024, 64),
         (1, 4096, 1024, 4, 8),
         (130, 4096, 4096, 64, 128),
+        (256, 14336, 4096, 64, 128),
+        (256, 28672, 8192, 64, 64),
     ],
 )
 def test_lowers_for_hopper_at_full_size(rows, n_in, out, slots, rank):
@@ -136,6 +141,23 @@ def test_lowers_for_hopper_at_full_size(rows, n_in, out, slots, rank):
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "dora_bank_rows_shrink" in text
     assert "dora_bank_rows_expand" in text
+
+
+@pytest.mark.parametrize("n_in", [64, 4096, 14336, 28672, 53248])
+def test_its_tiles_have_room(n_in):
+    """In both kernels, beside what both hold of the rows and the bank."""
+    sizes = itertools.product((1, 64, 130, 256), (64, 14336), (4, 64, 1024), (8, 64, 96, 128))
+    for rows, out, slots, rank in sizes:
+        call = (rows, n_in, out, slots, rank, jnp.bfloat16, jnp.bfloat16)
+        assert refuses(*call) is None
+        config, held, depth = bank_rows.config(*call), -(-rows // 64) * 64, -(-rank // 64) * 64
+        facts = 4 * (held + slots + 64 * -(-(1 + min(rows, slots)) // 64))
+        x, a, sums = held * 128 * config.slices, 128 * rank * config.slices, 4 * held * rank
+        z, b, y, vectors = 2 * held * depth, 128 * depth + 256, 128 * held, 256
+        shrink = x + config.shrink_stages * a + sums
+        expand = z + config.expand_stages * b + y + vectors
+        assert facts + max(shrink, expand) <= SHARED_MEMORY
+        assert min(config.shrink_stages, config.expand_stages) >= 2
 
 
 def test_refuses_with_a_reason():
