@@ -32,6 +32,10 @@ class Residents:
         """Returns how many slots no other adapter may have now."""
         return len(self._pins)
 
+    def has_room(self, key: Hashable) -> bool:
+        """Returns whether an adapter lies in a slot, or could be put into one."""
+        return key in self._slots or bool(self._free) or len(self._pins) < len(self._slots)
+
     def pins(self, key: Hashable) -> int:
         """Returns how often an adapter is pinned."""
         return self._pins[key]
@@ -46,10 +50,10 @@ class Residents:
         Raises whatever loading it does; nothing is changed then but that another may have lost its
         slot.
         """
+        if not self.has_room(key):
+            return None
         if key not in self._slots:
             slot = self._empty()
-            if slot is None:
-                return None
             assert adapter is not None
             try:
                 self.bank = self.bank.load(slot, adapter)
@@ -76,12 +80,10 @@ class Residents:
             self._free.append(slot)
             self.evictions += 1
 
-    def _empty(self) -> int | None:
-        """Returns a slot to load into, its adapter forgotten."""
+    def _empty(self) -> int:
+        """Returns a slot to load into, its adapter forgotten; there has to be room."""
         if self._free:
             return self._free.pop()
-        oldest = next((one for one in self._slots if one not in self._pins), None)
-        if oldest is None:
-            return None
+        oldest = next(one for one in self._slots if one not in self._pins)
         self.evictions += 1
         return self._slots.pop(oldest)

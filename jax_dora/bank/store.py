@@ -153,16 +153,17 @@ class AdapterStore:
         """
         with self.lock:
             entry = self._known(name)
-            if entry.host is None and entry not in self._residents:
-                assert entry.source is not None
-                entry.host = self.bank.read(entry.source, names=self._pytorch_names)
-            slot = self._residents.pin(entry, entry.host)
-            if slot is None:
+            if not self._residents.has_room(entry):
                 raise SlotsBusy(
                     f"all {self.bank.slots} slots hold adapters that are in use; wait until one is "
                     "released"
                 )
+            if entry.host is None and entry not in self._residents:
+                assert entry.source is not None
+                entry.host = self.bank.read(entry.source, names=self._pytorch_names)
             self._touch(entry)
+            slot = self._residents.pin(entry, entry.host)
+            assert slot is not None
             return slot
 
     def release(self, name: str, slot: int | None = None) -> None:

@@ -12,7 +12,7 @@ from jax_dora.models.sharding import DecoderSharding
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_KINDS = ("default", "linear", "llama3")
 # Fields of a `DecoderConfig` that config.json does not decide.
-COMPUTATION = ("dtype", "attention", "remat", "memory", "unroll", "sharding")
+COMPUTATION = ("dtype", "attention", "segments", "remat", "memory", "unroll", "sharding")
 DTYPES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32}
 
 
@@ -112,22 +112,24 @@ class DecoderConfig:
 
         Args:
           config: the parsed file.
-          **changes: fields to set otherwise: dtype, attention, remat, memory, unroll,
-            sharding.
+          **changes: fields to set otherwise, such as dtype, attention, segments, remat, memory,
+            unroll and sharding.
 
         Raises:
           NotImplementedError: the model is of another family, or uses what this decoder has not.
           ValueError: a size is missing, or a field has another type than expected.
+          TypeError: `changes` has a name that is no field.
         """
         try:
-            return cls._from_hf(config, changes)
+            fields = cls._fields(config)
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(
                 f"config.json has a field of another type than expected: {error}"
             ) from error
+        return cls(**fields | changes)
 
     @classmethod
-    def _from_hf(cls, config: Mapping[str, Any], changes: Mapping[str, Any]) -> Self:
+    def _fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         kind = config.get("model_type")
         if kind not in MODEL_TYPES:
             raise NotImplementedError(
@@ -147,7 +149,7 @@ class DecoderConfig:
         hidden = size("hidden_size")
         attention_bias = bool(config.get("attention_bias", False))
         dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
-        fields: dict[str, Any] = {
+        return {
             "vocab_size": size("vocab_size"),
             "hidden_size": hidden,
             "intermediate_size": size("intermediate_size"),
@@ -164,7 +166,6 @@ class DecoderConfig:
             "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
             "dtype": DTYPES.get(dtype, jnp.float32),
         }
-        return cls(**fields | dict(changes))
 
 
 def _refuse(config: Mapping[str, Any]) -> None:

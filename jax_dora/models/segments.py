@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 # A kernel of the backward pass goes over the rows once for every text that there may be: with more
 # the mask is as fast (H100, 2 rows of 4096 tokens, 32 heads).
@@ -49,6 +48,9 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments) -> jax.
       k, v: [batch, time, kv_heads, head_dim].
       segments: the texts; a row without room for all of its texts is NaN.
     """
+    # JAX's public attention has no segments, and its names for them may move.
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
     lengths, starts, complete = segments
     attended: Any = cudnn.dot_product_attention(
         *(q, k, v, None, None, lengths, lengths, starts, starts),

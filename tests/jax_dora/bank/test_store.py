@@ -121,3 +121,24 @@ def test_folders_are_read_again_where_the_host_has_no_room(store, tmp_path):
     for seed, name in enumerate("abc"):
         assert serves(small, small.acquire(name), seed)
         small.release(name)
+
+
+def test_no_folder_is_read_where_no_slot_is_free(store, tmp_path, monkeypatch):
+    for seed, name in enumerate("abcd"):
+        save_adapter(set_adapter(MODEL, adapter(seed)), tmp_path / name)
+    small = AdapterStore(store.bank, host_bytes=1)
+    for name in "abcd":
+        small.add(name, tmp_path / name)
+    small.acquire("a"), small.acquire("b")
+    reads = []
+    read = AdapterBank.read
+    monkeypatch.setattr(
+        AdapterBank, "read", lambda *args, **names: reads.append(args) or read(*args, **names)
+    )
+    with pytest.raises(SlotsBusy, match="all 2 slots"):
+        small.acquire("c")
+    assert not reads
+    small.release("a")
+    assert serves(small, small.acquire("c"), 2)
+    assert len(reads) == 1
+    assert sum(entry.host is not None for entry in small._by_name.values()) == 1

@@ -35,7 +35,7 @@ def test_written_folder_is_the_same_model(
 ):
     source = make_folder("qwen3", dtype=dtype)
     (source / "tokenizer.json").write_text("{}")
-    model = decoder.load_model(source)
+    model = decoder.load_model(source, segments=4)
     decoder.save_model(
         model,
         tmp_path / "new" / "folder",
@@ -271,6 +271,11 @@ def test_config_refused(llama, change, error, message):
     config = decoder.read_config(llama) | change
     with pytest.raises(error, match=message):
         decoder.DecoderConfig.from_hf(config)
+
+
+def test_a_change_is_no_fault_of_the_file(llama):
+    with pytest.raises(TypeError, match="atention"):
+        decoder.DecoderConfig.from_hf(decoder.read_config(llama), atention="xla")
 
 
 def test_old_rope_fields():

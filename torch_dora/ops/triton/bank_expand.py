@@ -149,6 +149,7 @@ def bank_linear(
     bias: Tensor | None,
 ) -> Tensor:
     """Returns y of x [batch, time, in], by both kernels."""
+    ids = ids.contiguous()
     z = bank_shrink.launch(x.contiguous(), lora_a, ids, rank).to(base.dtype)
     bias = None if bias is None else bias.contiguous()
     return launch(base.contiguous(), z, lora_b, g, scale, ids, rank, bias)

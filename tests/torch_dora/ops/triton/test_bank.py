@@ -62,6 +62,14 @@ def test_equals_the_definition_in_fp64(
         assert_within(found[row], want, bound + 2.0**-20 * (1 + want.abs()), "triton")
 
 
+def test_ids_may_be_a_view(device):
+    y, x, slots, ids = drawn((), 16, 8, 4, torch.bfloat16, device)
+    strided = torch.stack([ids, torch.full_like(ids, 2)], 1).flatten()[::2]
+    found = bank_linear(y, x, slots, strided, None, "triton")
+    expected = bank_linear(y, x, slots, ids, None, "triton")
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+
+
 def test_is_taken_where_no_gradient_is_asked_for(device):
     y, x, slots, ids = drawn((), 16, 8, 4, torch.bfloat16, device)
     y.requires_grad_()
