@@ -70,7 +70,7 @@ types: $(SETUP)
 docs: $(SETUP)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
-# README's table, docs/measured.md and the figures, from the committed results.
+# README's table, those that pages quote, docs/measured.md and the figures, from the committed results.
 figures: $(SETUP)
 	$(RUN) tools/measured.py
 

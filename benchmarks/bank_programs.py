@@ -22,23 +22,21 @@ class Sizes(NamedTuple):
     key: int = 1024
     intermediate: int = 14_336
 
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """The input and output features of each projection."""
+        hidden, key, wide = self
+        by_input = {"q": hidden, "k": key, "v": key, "o": hidden, "gate": wide, "up": wide}
+        return {name: (hidden, out) for name, out in by_input.items()} | {"down": (wide, hidden)}
+
 
 class Block(nnx.Module):
     """A decoder layer's projections, without attention."""
 
     def __init__(self, sizes: Sizes, rngs: nnx.Rngs) -> None:
-        def linear(into: int, out: int) -> nnx.Linear:
-            dtype = jnp.bfloat16
-            return nnx.Linear(into, out, use_bias=False, param_dtype=dtype, rngs=rngs)
-
-        hidden, key, wide = sizes
-        self.q_proj = linear(hidden, hidden)
-        self.k_proj = linear(hidden, key)
-        self.v_proj = linear(hidden, key)
-        self.o_proj = linear(hidden, hidden)
-        self.gate_proj = linear(hidden, wide)
-        self.up_proj = linear(hidden, wide)
-        self.down_proj = linear(wide, hidden)
+        for name, (into, out) in sizes.projections.items():
+            linear = nnx.Linear(into, out, use_bias=False, param_dtype=jnp.bfloat16, rngs=rngs)
+            setattr(self, f"{name}_proj", linear)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return layer(x, lambda name, x: getattr(self, f"{name}_proj")(x))

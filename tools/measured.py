@@ -1,9 +1,10 @@
 """Makes the measured parts of the documentation from the committed results: no number is typed.
 
-    python tools/measured.py            write README's part, docs/measured.md, docs/figures/*.svg
-    python tools/measured.py --check    exit 1 if README's part is not what that would write
+    python tools/measured.py            write README's part, the tables that pages quote,
+                                        docs/measured.md and docs/figures/*.svg
+    python tools/measured.py --check    exit 1 if a page is not what that would write
 
-mkdocs runs it before it builds the site; only README's part is committed.
+mkdocs runs it before it builds the site; docs/measured.md and the figures are not committed.
 """
 
 # ruff: noqa: E402
@@ -26,7 +27,7 @@ from matplotlib.figure import Figure
 
 from benchmarks import results
 from benchmarks.report import Measurement, Report
-from tools import many_adapters
+from tools import many_adapters, quoted
 
 BENCHMARKS = "benchmarks/results/h200"
 PARITY = "parity/reports/cuda"
@@ -273,14 +274,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if outdated")
     options = parser.parse_args(arguments)
-    readme = ROOT / "README.md"
-    new = updated(readme.read_text(), headline(ROOT))
+    pages = {ROOT / name: (ROOT / name).read_text() for name in ("README.md", *quoted.PAGES)}
+    new = {path: quoted.updated(text) for path, text in pages.items()}
+    new[ROOT / "README.md"] = updated(pages[ROOT / "README.md"], headline(ROOT))
+    outdated = [path for path in pages if new[path] != pages[path]]
     if options.check:
-        if new == readme.read_text():
-            return 0
-        print("README.md is outdated: run `python tools/measured.py`", file=sys.stderr)
-        return 1
-    readme.write_text(new)
+        for path in outdated:
+            print(f"{path.name} is outdated: run `python tools/measured.py`", file=sys.stderr)
+        return 1 if outdated else 0
+    for path in outdated:
+        path.write_text(new[path])
     write()
     return 0
 

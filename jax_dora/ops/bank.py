@@ -4,8 +4,8 @@ An adapter that is served does not move, so that g = magnitude / ‖W + sAB‖ i
 and DoRA costs what LoRA does. Ranks lie along the first axis of a slot's matrices, so that the real
 ranks of a slot are one piece of memory, whatever the rank that the bank has room for.
 
-Rows of one token (decoding) have kernels, `mosaic.bank_rows`, which read the adapters that rows
-have once each. XLA has four ways, and takes the one that a call's sizes ask for:
+From 32 to 256 rows of one token (decoding) are taken by kernels, `mosaic.bank_rows`, which read the
+adapters that rows have once each. Elsewhere XLA has four ways, of which a call's sizes choose one:
 
 - one token a row: products written as sums, into which XLA fuses the lookup of the slot, so that no
   adapter is copied;
@@ -38,8 +38,9 @@ LEAST_TILE, LARGEST_TILE = 8, 64
 # read, written and read again.
 ROWS_OF_A_SLOT = 5
 # With more rows than this for every slot, products with all slots are taken to be faster than
-# looking up each row's: a one-hot einsum, which copies the adapters besides, was faster at four
-# rows a slot and slower at a half (H200, seven projections of Llama 3 8B's dimensions, 64 slots).
+# looking up each row's. At one row a slot they took 1.11 times as long (H200, `h200/bank.jsonl`: 64
+# slots, the projections of Llama 3 8B's dimensions); their cost hardly grows with the rows, that of
+# looking up does in proportion.
 DENSE_ROWS_OF_A_SLOT = 1.5
 
 

@@ -114,8 +114,9 @@ def wins(
     dtype: jax.typing.DTypeLike,
     held: jax.typing.DTypeLike,
 ) -> bool:
-    """Returns whether the kernels were faster than every way of XLA's (H100 and H200, 3d42793,
-    `benchmarks bank`: the projections of a layer of Llama 3 8B's dimensions, 64 slots)."""
+    """Returns whether the kernels were faster than every way of XLA's (`benchmarks bank`: the
+    projections of a layer of Llama 3 8B's dimensions, 64 slots; H100, a1f03c5, up to 32 rows;
+    H200, 3d42793, 64 and 256 rows)."""
     return rows >= 32 and min(in_features, out) >= 1024
 
 

@@ -1,0 +1,245 @@
+"""Numbers in the pages are those of the committed results: whole tables, and what sentences say."""
+
+import pytest
+
+from tools.quoted import (
+    BEST_LORA,
+    PAGES,
+    ROOT,
+    TABLES,
+    WITHOUT_TRITON,
+    one,
+    report,
+    row,
+    rows,
+    updated,
+)
+
+TEXT = {name: (ROOT / name).read_text() for name in (*PAGES, "docs/attempts.md", "README.md")}
+PERFORMANCE, SERVING = PAGES
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_tables_are_those_of_the_results(page):
+    assert TEXT[page] == updated(TEXT[page]), "run `python tools/measured.py`"
+
+
+def test_every_table_is_quoted_once():
+    text = "".join(TEXT.values())
+    assert {name: text.count(f"<!-- table: {name} -->") for name in TABLES} == dict.fromkeys(
+        TABLES, 1
+    )
+
+
+def test_a_changed_number_is_found():
+    text = TEXT[PERFORMANCE]
+    assert updated(text.replace("| 86.2 |", "| 86.3 |")) == text
+
+
+def assert_says(page, *sentences):
+    text = " ".join(TEXT[page].split())
+    assert [sentence for sentence in sentences if sentence not in text] == []
+
+
+def test_what_is_said_of_layers():
+    layers, ops = report("layer"), report("ops")
+    groups = ("layer forward", "layer forward+backward")
+    wide = {"in": 8192, "out": 8192}
+    narrow, broad = (
+        [one(layers, group, f"jax DoRA{WITHOUT_TRITON}", **wide, rank=rank) for group in groups]
+        for rank in (64, 768)
+    )
+    time, flops = (
+        [of(large) / of(small) for small, large in zip(narrow, broad, strict=True)]
+        for of in (lambda m: m.time("device"), lambda m: m.flops)
+    )
+    assert round(flops[0], 2) == round(flops[1], 2)
+    triton = one(ops, "backward, d_base", "torch triton", rows=4096, out=4096)
+    compose = [
+        one(ops, "compose", "jax xla", **m.shape).time("device") / m.time("device")
+        for m in ops.measurements
+        if (m.group, m.label) == ("compose", "jax mosaic")
+        and m.shape["rows"] * m.shape["out"] >= 4096 * 4096
+    ]
+    assert_says(
+        PERFORMANCE,
+        f"the time grows {time[0]:.2f}-fold forward and {time[1]:.2f}-fold forward and backward, "
+        f"where the FLOPs grow {flops[0]:.2f}-fold",
+        f"{100 * triton.floor_us(ops.ceilings) / triton.time('device'):.0f} % of the floor",
+        f"Mosaic's compose is at {min(compose):.2f} to {max(compose):.2f} of XLA's rate",
+    )
+    readme = {
+        "DoRA": f"jax DoRA{WITHOUT_TRITON}",
+        "PEFT": "torch PEFT DoRA, defaults",
+        "compiled": "torch PEFT DoRA, bf16, compiled",
+    }
+    of_lora = {
+        name: layers.ratio(one(layers, groups[1], label, **wide, rank=384), "device", BEST_LORA)
+        for name, label in readme.items()
+    }
+    assert_says(
+        "README.md",
+        f"takes **{of_lora['DoRA']:.2f}×** the time",
+        f"takes {of_lora['PEFT']:.2f}× with its defaults, {of_lora['compiled']:.2f}× in bf16",
+    )
+
+
+def test_what_is_said_of_rates():
+    names = ("ops", "ops_norm_narrow", "ops_swiglu", "layer", "model", "model_gradient")
+    names += ("model_accumulation", "model_norm_every_call")
+    found = [report(name).ceilings for name in names]
+    copies = {f"{1e-12 * rates.copy:.1f}" for rates in found}
+    products = [round(1e-12 * rates.matmul) for rates in found]
+    assert len(copies) == 1
+    assert_says(
+        PERFORMANCE,
+        f"the copy rate of the same run, {copies.pop()} TB/s, or of the products at its bf16 rate, "
+        f"{min(products)} to {max(products)} TFLOP/s",
+    )
+
+
+def test_what_is_said_of_two_states():
+    def wall(group, variant, state):
+        [found] = rows(
+            "against", "h200", group=group, variant=f"{variant}{WITHOUT_TRITON}", state=state
+        )
+        return f"{found['wall']['median'] / 1e3:.1f}"
+
+    def changes(variant):
+        by_state = [
+            [
+                line["wall"]["median"]
+                for line in rows(
+                    "against", "h200", state=state, variant=f"{variant}{WITHOUT_TRITON}"
+                )
+                if line["group"].startswith("layer")
+            ]
+            for state in ("here", "there")
+        ]
+        ratios = [here / there - 1 for here, there in zip(*by_state, strict=True)]
+        return f"−{-100 * min(ratios):.0f} to +{100 * max(ratios):.0f} %"
+
+    here, there = (
+        {
+            (group, kind): wall(f"model {group}", kind, state)
+            for group in ("inference", "step")
+            for kind in ("LoRA", "DoRA")
+        }
+        for state in ("here", "there")
+    )
+    inference, step = ("inference", "DoRA"), ("step", "DoRA")
+    assert_says(
+        PERFORMANCE,
+        f"of inference {here[inference]} ms beside LoRA's {here['inference', 'LoRA']}, of a whole "
+        f"optimizer step {here[step]} ms beside LoRA's {here['step', 'LoRA']}",
+        f"of a step {here[step]} and {there[step]} ms, of inference {here[inference]} and "
+        f"{there[inference]}",
+        f"differ by {changes('DoRA')}, those of LoRA, whose program is the same, by "
+        f"{changes('LoRA')}",
+    )
+
+
+def test_what_is_said_of_steps():
+    compiled = {
+        kind: [f"{line['compile_s']:.0f}" for line in rows("step", "h100", kind=kind, unroll=False)]
+        for kind in ("LoRA", "DoRA")
+    }
+    lora, dora = (sorted(compiled[kind], key=int) for kind in ("LoRA", "DoRA"))
+    assert_says(
+        PERFORMANCE,
+        f"DoRA's step compiles in {dora[0]} to {dora[-1]} s, LoRA's in {lora[0]} to {lora[-1]}",
+    )
+    whole = row("step", "h100", kind="DoRA", budget="all kept that fits, unrolled")
+    assert_says(
+        "README.md",
+        f"{whole['tokens_per_s']:,.0f} tokens/s on one H100, {whole['over_lora']:.3f} of LoRA's",
+    )
+
+
+def test_what_is_said_of_quantised_bases():
+    step = {
+        (line["kind"], line["qtype"]): line["ms"]
+        for line in rows("quantised", "h100", work="step", name="8B")
+    }
+    of_bf16, of_lora = (
+        step["DoRA", "nf4"] / step[other] for other in (("DoRA", "bf16"), ("LoRA", "nf4"))
+    )
+    norms, few = (
+        {
+            card: {line["qtype"]: line["us"] for line in rows("quantised", card, **fields)}
+            for card in ("h100", "h200")
+        }
+        for fields in ({"work": "norm"}, {"work": "few rows", "rows": 1})
+    )
+    four_bits = [
+        times[qtype] / times["bf16"]
+        for times in norms.values()
+        for qtype in ("nf4", "int4")
+        if qtype in times
+    ]
+    int8 = norms["h200"]["int8"] / norms["h200"]["bf16"]
+    bf16, *others = (
+        row("quantised_projection", "h200", kind="DoRA", **fields)["us"]
+        for fields in ({"qtype": "bf16"}, {"in_one_piece": True}, {"in_one_piece": False})
+    )
+    one_piece, apart = (f"{bf16 / other:.2f}" for other in others)
+    told = {card: {k: f"{us:.1f}" for k, us in times.items()} for card, times in few.items()}
+    h100, h200 = told["h100"], told["h200"]
+    faster = {name: f"{few['h100']['bf16'] / us:.2f}" for name, us in few["h100"].items()}
+    assert_says(
+        PERFORMANCE,
+        f"Over nf4 a step of DoRA takes {of_bf16:.2f} of that over bf16, and {of_lora:.3f} of",
+        f"takes {min(four_bits):.2f} to {max(four_bits):.2f} of that over bf16 (goal 1.00), int8 "
+        f"{int8:.2f} on an H200",
+        f"{one_piece} times as fast as in bf16 with columns in one piece, {apart} in JAX's own",
+        f"{h200['bf16']} µs over bf16 on an H200 and {h200['int8']} over int8, "
+        f"{h200['float8_e4m3fn']} over float8_e4m3fn, {h200['nf4']} over nf4, {h200['int4']} over",
+        f"{h100['bf16']}, {h100['int8']} over int8 and {h100['float8_e4m3fn']} over float8_e4m3fn, "
+        f"which are {faster['int8']} and {faster['float8_e4m3fn']} times as fast",
+    )
+
+
+def test_what_is_said_of_banks():
+    banks = rows("bank", "h100", kind="DoRA") + rows("bank", "h200", kind="DoRA")
+    of_lora = [f"{line['over_lora']:.2f}" for line in banks]
+    prefill = {
+        kind: row("bank", "h200", task="prefill", kind=kind, mix="zipf")["over_base"]
+        for kind in ("DoRA", "one-hot")
+    }
+    load = {line["rank"]: f"{line['ms']:.0f}" for line in rows("bank", "h200", task="load")}
+    assert_says(
+        SERVING,
+        f"DoRA takes {min(of_lora)} to {max(of_lora)} of what LoRA does",
+        f"take {prefill['DoRA']:.2f} of the base, a one-hot einsum {prefill['one-hot']:.2f}",
+        f"after {load[8]} ms (rank 8) to {load[64]} ms (rank 64)",
+    )
+
+
+def test_what_is_said_of_attempts():
+    ops, swiglu = report("ops"), report("ops_swiglu")
+
+    def times(of, group, labels, **shape):
+        return [f"{one(of, group, f'jax {label}', **shape).time('device'):.1f}" for label in labels]
+
+    def dropped(group):
+        shape = {"rows": 4096, "in": 8192, "rank": 64}
+        mosaic, *xla = times(ops, group, ("mosaic", "xla", "xla, Triton allowed"), **shape)
+        return mosaic, min(xla)
+
+    (z, xla_z), (d_a, xla_d_a) = (dropped(f"dropout, {name}") for name in ("z", "dA"))
+    backward = times(ops, "backward, d_base", ("xla", "mosaic"), rows=4096, out=4096)
+    norm = times(ops, "norm", ("mosaic", "factored"), **{"in": 8192, "out": 8192, "rank": 384})
+    expand = times(ops, "expand+compose", ("mosaic", "xla"), rows=4096, out=8192, rank=384)
+    whole = {"rows": 4096, "in": 8192, "out": 8192, "rank": 384}
+    project = times(ops, "projection", ("mosaic", "xla"), **whole)
+    gated = times(swiglu, "SwiGLU's gradient", ("mosaic", "apart", "xla"), rows=4096, out=12288)
+    assert_says(
+        "docs/attempts.md",
+        f"XLA takes {backward[0]} µs and the kernel {backward[1]}",
+        f"{norm[0]} µs at 8192 × 8192 and rank 384, where the factored norm in XLA takes {norm[1]}",
+        f"{expand[0]} µs against XLA's {expand[1]}",
+        f"{project[0]} µs, where XLA's base product, expansion and compose take {project[1]}",
+        f"z {z} µs against {xla_z}, dA {d_a} against {xla_d_a}",
+        f"{gated[0]} µs where three passes take {gated[1]} and XLA's fusions of the same formulas "
+        f"{gated[2]}",
+    )

@@ -1,0 +1,298 @@
+"""Tables of numbers that pages quote, as the committed results have them.
+
+A page has a table between `<!-- table: NAME -->` and `<!-- end -->`. `python tools/measured.py`
+writes them; a test holds the pages to the results.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import results
+from benchmarks.bank import Settings
+from benchmarks.bank_adapters import EXPONENT
+from benchmarks.report import Measurement, Report
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = ("docs/performance.md", "docs/serving.md")
+MARKS = re.compile(r"(?<=<!-- table: )(\w+)( -->\n\n).*?(?=\n\n<!-- end -->)", re.DOTALL)
+BEST_LORA = "the best jax LoRA"
+WITHOUT_TRITON = " (no Triton)"
+RANK = 384
+Cells = Iterable[str]
+
+
+def updated(page: str) -> str:
+    """Returns a page with its tables as the results have them."""
+    return MARKS.sub(lambda found: f"{found[1]}{found[2]}{TABLES[found[1]]()}", page)
+
+
+def table(header: Cells, lines: Iterable[Cells]) -> str:
+    """Returns a table in Markdown."""
+    header = list(header)
+    rows = [header, ["---"] * len(header), *lines]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def report(name: str, card: str = "h200") -> Report:
+    return Report.read(RESULTS / card / f"{name}.jsonl")
+
+
+def rows(name: str, card: str, /, **fields: Any) -> list[results.Row]:
+    """Returns the lines of a file of results that have `fields`; None: that lack one."""
+    _, found = results.read(RESULTS / card / f"{name}.jsonl")
+    return [line for line in found if all(line.get(key) == fields[key] for key in fields)]
+
+
+def row(name: str, card: str, /, **fields: Any) -> results.Row:
+    [only] = rows(name, card, **fields)
+    return only
+
+
+def one(of: Report, group: str, label: str, **shape: int) -> Measurement:
+    """Returns the one measurement of `group` by `label` whose shape has these sizes."""
+    [only] = (
+        m
+        for m in of.measurements
+        if m.group == group and m.label == label and shape.items() <= m.shape.items()
+    )
+    return only
+
+
+def _time(m: Measurement, clock: str = "device") -> float:
+    """Returns microseconds, NaN where there are none to be trusted."""
+    return m.time(clock) or math.nan
+
+
+def _us(of: Report, group: str, label: str, **shape: int) -> str:
+    return f"{_time(one(of, group, label, **shape)):,.1f}"
+
+
+def _ratio(of: Report, m: Measurement, clock: str = "device") -> str:
+    return f"{of.ratio(m, clock, BEST_LORA):.2f}"
+
+
+def norm() -> str:
+    ways = {
+        "jax_dora": "jax mosaic",
+        "XLA, factored": "jax factored",
+        "XLA, dense": "jax dense",
+        "torch_dora": "torch triton",
+        "PEFT": "torch PEFT",
+        "the paper's way": "torch the paper's",
+    }
+    ops, sizes = report("ops"), ((4096, 4096), (8192, 8192), (8192, 28672), (28672, 8192))
+    lines = []
+    for fan_in, out in sizes:
+        shape = {"in": fan_in, "out": out, "rank": RANK}
+        times = (_us(ops, "norm", label, **shape) for label in ways.values())
+        lines.append([f"{fan_in} × {out}", *times])
+    return table(["in × out", *ways], lines)
+
+
+def compose() -> str:
+    columns = {
+        "forward: XLA": ("compose", "jax xla"),
+        "forward: Mosaic": ("compose", "jax mosaic"),
+        "backward: XLA": ("backward, d_base", "jax xla"),
+        "backward: Mosaic": ("backward, d_base", "jax mosaic"),
+        "backward: Triton": ("backward, d_base", "torch triton"),
+    }
+    ops, sizes = report("ops"), ((2048, 2048), (4096, 4096), (4096, 8192), (4096, 28672))
+    lines = (
+        [f"{count} × {out}", *(_us(ops, *way, rows=count, out=out) for way in columns.values())]
+        for count, out in sizes
+    )
+    return table(["rows × out", *columns], lines)
+
+
+def layer() -> str:
+    columns = {
+        f"{group}{kept}": (f"layer {group}", f"jax DoRA{kept}{WITHOUT_TRITON}")
+        for group in ("forward", "forward+backward")
+        for kept in ("", ", norm kept")
+    }
+    layers, lines = report("layer"), []
+    for fan_in, out in ((8192, 8192), (4096, 4096), (4096, 14336)):
+        shape = {"in": fan_in, "out": out, "rank": RANK}
+        measured = (one(layers, *way, **shape) for way in columns.values())
+        lines.append([f"{fan_in} × {out}", *(_ratio(layers, m) for m in measured)])
+    return table(["in × out", *columns], lines)
+
+
+def layer_times() -> str:
+    ways = {
+        "jax_dora": f"jax DoRA{WITHOUT_TRITON}",
+        "jax_dora, norm kept": f"jax DoRA, norm kept{WITHOUT_TRITON}",
+        "LoRA by XLA": f"jax LoRA{WITHOUT_TRITON}",
+        "DoRA by XLA": f"jax XLA DoRA{WITHOUT_TRITON}",
+        "torch_dora": "torch torch_dora",
+        "PEFT's DoRA, defaults": "torch PEFT DoRA, defaults",
+        "PEFT's DoRA, bf16, compiled": "torch PEFT DoRA, bf16, compiled",
+    }
+    layers, groups = report("layer"), ("forward", "forward+backward")
+    shape = {"in": 8192, "out": 8192, "rank": RANK}
+    lines = []
+    for name, label in ways.items():
+        measured = (one(layers, f"layer {group}", label, **shape) for group in groups)
+        lines.append([name, *(f"{_time(m):,.0f}" for m in measured)])
+    return table(["", *groups], lines)
+
+
+def model() -> str:
+    ways = {
+        "LoRA by XLA": f"jax LoRA{WITHOUT_TRITON}",
+        "jax_dora, norm kept": f"jax DoRA, norm kept{WITHOUT_TRITON}",
+        "torch_dora": "torch torch_dora",
+        "PEFT's DoRA, defaults": "torch PEFT DoRA, defaults",
+        "PEFT's DoRA, bf16, compiled": "torch PEFT DoRA, bf16, compiled",
+    }
+    models, lines = report("model"), []
+    for name, label in ways.items():
+        found = [one(models, f"model {group}", label) for group in ("inference", "gradient")]
+        times = (f"{_time(m, clock) / 1e3:,.1f}" for m in found for clock in ("device", "wall"))
+        lines.append([name, *times, _gib(found[-1].peak_bytes)])
+    header = ("", "inference", "inference, wall", "gradient", "gradient, wall")
+    return table([*header, "peak GiB, gradient"], lines)
+
+
+def model_later() -> str:
+    gradient, every_call = "model_gradient", "model_norm_every_call"
+    ways = {
+        "LoRA by XLA": (gradient, "LoRA"),
+        "norm kept": (gradient, "DoRA, norm kept"),
+        "norm and inner kept": (gradient, "DoRA, norm and inner kept"),
+        "norm in every call": (every_call, "DoRA"),
+    }
+    lines = []
+    for name, (file, variant) in ways.items():
+        models = report(file)
+        m = one(models, "model gradient", f"jax {variant}{WITHOUT_TRITON}")
+        of_lora = ["", ""] if m.baseline else [_ratio(models, m), _ratio(models, m, "wall")]
+        time = f"{_time(m) / 1e3:.1f}"
+        lines.append([name, time, *of_lora, _gib(m.peak_bytes), f"`{file}.jsonl`"])
+    return table(["", "gradient", "of LoRA's", "wall, of LoRA's", "peak GiB", "from"], lines)
+
+
+def _gib(size: int | None) -> str:
+    return f"{(size or 0) / 2**30:.2f}"
+
+
+def step() -> str:
+    budgets = {
+        "all that fits, layers unrolled": "all kept that fits, unrolled",
+        "all that fits, layers in a scan": "all kept that fits",
+        "12 GiB": "12 GiB",
+        "nothing: every layer rematerialised": "every layer rematerialised",
+    }
+    lines = []
+    for name, budget in budgets.items():
+        lora, dora = (row("step", "h100", kind=kind, budget=budget) for kind in ("LoRA", "DoRA"))
+        rates = (f"{found['tokens_per_s']:,.0f}" for found in (lora, dora))
+        lines.append([name, *rates, f"{dora['over_lora']:.3f}"])
+    header = ("LoRA, tokens/s", "DoRA, tokens/s", "DoRA's time over LoRA's")
+    return table(["what is kept for the gradient", *header], lines)
+
+
+def quantised_step() -> str:
+    sizes = {"8B": "Llama 3 8B, 1 × 4096", "70B": "Llama 3 70B, 1 × 2048"}
+    lines = []
+    for found in rows("quantised", "h100", work="step"):
+        ms = found["ms"]
+        lines.append(
+            [
+                sizes[found["name"]],
+                "LoRA (QLoRA)" if found["kind"] == "LoRA" else "DoRA",
+                found["qtype"],
+                f"{ms:,.0f}" if ms > 1000 else f"{ms:.1f}",
+                f"{found['tokens_per_s']:,.0f}",
+                f"{found['peak_bytes'] / 2**30:.1f}",
+            ]
+        )
+    header = ("model's dimensions", "adapter", "base", "ms", "tokens/s", "peak GiB")
+    return table(header, lines)
+
+
+def quantised_norm() -> str:
+    qtypes = ("bf16", "int8", "float8_e4m3fn", "nf4", "int4")
+    lines = []
+    for name, card in (("H100", "h100"), ("H200 (`h200/quantised.jsonl`)", "h200")):
+        times = {norm["qtype"]: norm["us"] for norm in rows("quantised", card, work="norm")}
+        lines.append([name, *(f"{times[qtype]:.1f}" if qtype in times else "" for qtype in qtypes)])
+    return table(["", *qtypes], lines)
+
+
+def quantised_projection() -> str:
+    float8 = "float8_e4m3fn"
+    columns = {
+        "bf16": {"qtype": "bf16"},
+        "FP8 weights": {"qtype": float8},
+        "FP8 on both sides": {"activations": float8, "in_one_piece": False},
+        "the same, each column in one piece": {"activations": float8, "in_one_piece": True},
+    }
+    lines = []
+    for name, kind in (("base alone", "base"), ("DoRA", "DoRA")):
+        found = (
+            row("quantised_projection", "h200", kind=kind, **{"activations": None} | fields)
+            for fields in columns.values()
+        )
+        lines.append([name, *(f"{line['us']:.0f}" for line in found)])
+    return table(["", *columns], lines)
+
+
+def bank_bytes() -> str:
+    """Returns the bytes of a layer's weights and adapters over those of the weights, expected."""
+    settings = Settings()
+    sizes = settings.sizes.projections.values()
+    weights = 2 * sum(fan_in * out for fan_in, out in sizes)
+    rank = sum(settings.ranks) / len(settings.ranks)
+    adapter = sum(2 * rank * (fan_in + out) + 4 * out for fan_in, out in sizes)
+    lines = []
+    for count in settings.decoding:
+        cells = [f"{count}", f"{1 + adapter / weights:.2f}"]
+        for exponent in (EXPONENT, 0.0):
+            shares = np.arange(1, settings.slots + 1) ** -exponent
+            used = np.sum(1 - (1 - shares / shares.sum()) ** count)
+            cells.append(f"{1 + used * adapter / weights:.2f}")
+        lines.append(cells)
+    return table(["rows", "one adapter", f"Zipf {EXPONENT}", "evenly"], lines)
+
+
+def bank_times() -> str:
+    columns = (("one-hot", "zipf"), ("DoRA", "zipf"), ("kernel", "zipf"), ("kernel", "uniform"))
+    lines = []
+    for card in ("h100", "h200"):
+        decoding = rows("bank", card, task="decode")
+        for count in sorted({found["rows"] for found in decoding}):
+            at = {
+                (found["kind"], found["mix"]): found for found in decoding if found["rows"] == count
+            }
+            lines.append([f"{count}", *(f"{at[key]['over_base']:.2f}" for key in columns)])
+    names = ("one-hot, Zipf 1.5", "XLA's way, Zipf 1.5", "kernels, Zipf 1.5", "kernels, evenly")
+    return table(["rows", *names], lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    made.__name__: made
+    for made in (
+        norm,
+        compose,
+        layer,
+        layer_times,
+        model,
+        model_later,
+        step,
+        quantised_step,
+        quantised_norm,
+        quantised_projection,
+        bank_bytes,
+        bank_times,
+    )
+}
