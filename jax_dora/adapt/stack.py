@@ -24,7 +24,7 @@ def stack_of(layer: Any, axis: int | None = None) -> Stack:
     """Returns how the parameters of a base or DoRA layer are stacked.
 
     Args:
-      axis: that layers are stacked along, where it is known; else the shapes have to tell.
+      axis: that layers are stacked along where the shapes fit several; else they have to tell.
 
     Raises:
       NotImplementedError: the kernel is no stack of such layers.
@@ -41,11 +41,11 @@ def stack_of(layer: Any, axis: int | None = None) -> Stack:
     if isinstance(layer, DoRALayer):
         return Stack((shape[layer.stack_axis],), layer.stack_axis)
     axes = stacked_axes(shape, single)
-    if axis in axes:
-        axes = [axis]
-    elif (bias := getattr(layer, "bias", None)) is not None:
+    if (bias := getattr(layer, "bias", None)) is not None:
         fits = [one for one in axes if bias.shape[min(one, bias.ndim - 1)] == shape[one]]
         axes = fits or axes
+    if axis in axes:
+        axes = [axis]
     if not axes:
         raise _no_stack(cls, shape, single)
     if len(axes) > 1:
@@ -60,13 +60,12 @@ def stack_of(layer: Any, axis: int | None = None) -> Stack:
 
 def stack_shape(layer: Any) -> tuple[int, ...]:
     """Returns the leading axes that stacking gave to the parameters of a base or DoRA layer; () for
-    a single layer.
+    a single layer. Where a base layer's shapes fit other axes too, they are the leading ones.
 
     Raises:
       NotImplementedError: the axes of the stack are not the leading ones.
-      ValueError: they may be others.
     """
-    stack = stack_of(layer)
+    stack = stack_of(layer, axis=0)
     if stack.axis:
         cls = dora_class_of(layer) or type(layer)
         raise _no_stack(

@@ -20,7 +20,9 @@ from dora_common.peft.layers import Shape
 from jax_dora.adapt import DoRARule, remove_dora
 from jax_dora.adapt.adapter import adapted_weights
 from jax_dora.adapt.apply import adapt_layer, adapt_site
-from jax_dora.adapt.tree import check_model, find_modules, replace_modules
+from jax_dora.adapt.stack import stack_shape
+from jax_dora.adapt.tree import check_model, find_modules, named, replace_modules
+from jax_dora.layers import DoRALayer
 from jax_dora.layers.stack import indices
 from jax_dora.ops import check
 from jax_dora.peft.names import Names
@@ -87,6 +89,7 @@ def load_adapter[Model: nnx.Module](
         )
     check_model(model)
     names = names or Names()
+    _refuse_stacks(model)
     with opened(folder, "np", adapter) as source:
         loaded, held = remove_dora(model), adapted_weights(model)
         view = torch_view(loaded, names, held)
@@ -116,7 +119,7 @@ def load_adapter[Model: nnx.Module](
                 layer = adapt_site(view.weights[path].site, rule, rngs)
                 fill(layer, _arrays(source, view, layer, stacks[path]))
             else:
-                layer = adapt_layer(found[path], rule, rngs)
+                layer = adapt_layer(found[path], rule, rngs, stack_axis=0)
                 replacements[id(found[path].module)] = layer
             layer.eval()
             _set_magnitude(source, layer.magnitude, stacks[path], adapter_dtype is None)
@@ -124,6 +127,15 @@ def load_adapter[Model: nnx.Module](
         loaded = replace_modules(loaded, replacements)
         _set_parameters(source, torch_view(loaded, names, held), fit)
     return loaded
+
+
+def _refuse_stacks(model: nnx.Module) -> None:
+    """Refuses adapted layers along another axis than the first, which without their adapters might
+    be taken for others."""
+    for found in find_modules(model):
+        if isinstance(found.module, DoRALayer):
+            with named(found.paths[0], "named as in PyTorch"):
+                stack_shape(found.module)
 
 
 def _initializers(

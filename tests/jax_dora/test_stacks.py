@@ -129,6 +129,31 @@ def test_shapes_that_do_not_tell_are_refused():
         apply_dora(Stack(0, LAYERS), DoRARule("blocks/linear", 2, 3), rngs=nnx.Rngs(1))
 
 
+def test_a_leading_stack_whose_shapes_do_not_tell_is_loaded_again(tmp_path):
+    base, x = Stack(0, LAYERS, use_bias=False), inputs(LAYERS)
+    rule = DoRARule("blocks/linear", 2, 3)
+    adapted = train(apply_dora(base, rule, rngs=nnx.Rngs(1), example=(x,)))
+    jax_dora.peft.save_adapter(adapted, tmp_path)
+    for model in (base, adapted):
+        loaded = jax_dora.peft.load_adapter(model, tmp_path)
+        assert jnp.array_equal(loaded(x), adapted(x))
+    jax_dora.AdapterBank(base, slots=2, max_rank=2)
+    jax_dora.quantize(base, "int8")
+    other = apply_dora(Stack(1, LAYERS, use_bias=False), rule, rngs=nnx.Rngs(1), example=(x,))
+    with pytest.raises(NotImplementedError, match="'blocks/linear' cannot be .*leading axis"):
+        jax_dora.peft.load_adapter(other, tmp_path)
+
+
+def test_a_bias_tells_that_a_stack_is_not_the_leading_one():
+    @nnx.split_rngs(splits=LAYERS)
+    @nnx.vmap(out_axes=1)
+    def make(rngs: nnx.Rngs) -> nnx.Linear:
+        return nnx.Linear(LAYERS, 5, rngs=rngs)
+
+    with pytest.raises(NotImplementedError, match="leading axis"):
+        jax_dora.quantize(make(nnx.Rngs(0)), "int8")
+
+
 def test_a_registration_says_it():
     before = dict(jax_dora.weights.registry._BY_CLASS)
     try:
