@@ -14,10 +14,7 @@ from jax_dora.adapt.adapter import AdaptedWeight
 from jax_dora.adapt.stack import stack_shape
 from jax_dora.adapt.tree import check_model, find_modules, named
 from jax_dora.layers import DoRALayer, dora_class_of
-from jax_dora.layers.layout import (
-    Axes,
-    Layout,
-)
+from jax_dora.layers.layout import Axes, Layout
 from jax_dora.layers.stack import indices
 from jax_dora.peft.layers import torch_layer
 from jax_dora.peft.names import Names
@@ -171,9 +168,11 @@ def torch_view(model: nnx.Module, names: Names, held: Iterable[AdaptedWeight] = 
     for path in kinds:
         with named(path, "named as in PyTorch"):
             stacks[path] = stack_shape(modules[path])
+    weights = torch_weights(model, held)
+    for weight in weights.values():
+        stacks.setdefault(weight.site.found.paths[0], weight.stack.shape)
     stacks |= {path: _stack_around(path, stacks, names) for path in modules if path not in stacks}
 
-    weights = torch_weights(model, held)
     layers, parameters, names_of = {}, {}, {}
     for found in all_found:
         path, module = found.paths[0], found.module
@@ -267,12 +266,12 @@ def _without_sequential(path: str, modules: Mapping[str, nnx.Module]) -> str:
 
 def _stack_around(path: str, stacks: Mapping[str, Shape], names: Names) -> Shape:
     """Returns the axes of the stack that a module which cannot be adapted lies in, such as a norm
-    beside the projections: those of the layers that lie in it too."""
+    beside the projections: those of the layers and weights that lie in it too."""
     parts = path.split("/")
     for length in range(len(parts) - 1, 0, -1):
         if parts[length - 1] in names.stacks:
             inside = "/".join(parts[:length]) + "/"
-            shapes = {shape for other, shape in stacks.items() if other.startswith(inside)}
+            shapes = {shape for other, shape in stacks.items() if f"{other}/".startswith(inside)}
             if len(shapes) == 1:
                 return shapes.pop()
     return ()

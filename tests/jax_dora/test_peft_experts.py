@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 import jax_dora
 from jax_dora import DoRARule, apply_dora, get_adapter, remove_dora
 from jax_dora.peft import Names, load_adapter, save_adapter
+from jax_dora.peft.torch_view import torch_view
 from tests.jax_dora.small_models import train
 
 EXPERTS, WIDTH, HIDDEN, RANK = 3, 4, 5, 2
@@ -156,6 +157,56 @@ def test_experts_alone(torch_model, tmp_path):
     save_adapter(ours, tmp_path, use_dora=False)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"] == []
     compare(peft.PeftModel.from_pretrained(torch_model, tmp_path), ours)
+
+
+class Scaled(nnx.Module):
+    """A class of a user's own, with a bias, and a module that has parameters alone."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (WIDTH, WIDTH)))
+        self.bias = nnx.Param(jax.random.normal(rngs.params(), (WIDTH,)))
+        self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.norm(x @ self.w[...] + self.bias[...][None])
+
+
+class Stacked(nnx.Module):
+    def __init__(self) -> None:
+        make = nnx.split_rngs(splits=3)(nnx.vmap(Scaled, out_axes=0))
+        self.layers = make(nnx.Rngs(0))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        run = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return run(x, self.layers)
+
+
+def test_what_lies_beside_a_stacked_weight_is_told_apart_by_layers(tmp_path):
+    jax_dora.register(Scaled, param="w", axes="io")
+    base = Stacked()
+    ours = train(apply_dora(base, DoRARule("layers", RANK, 3), rngs=nnx.Rngs(1)))
+    ours.layers.bias[...] += 1
+    save_adapter(ours, tmp_path, bias="all", modules_to_save=["norm"])
+    found = load_file(tmp_path / "adapter_model.safetensors")
+    for index in range(3):
+        name = f"base_model.model.layers.{index}"
+        assert np.array_equal(found.pop(f"{name}.base_layer.bias"), ours.layers.bias[index])
+        assert np.array_equal(found.pop(f"{name}.norm.weight"), ours.layers.norm.scale[index])
+        for one in ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector"):
+            found.pop(f"{name}.{one}")
+    assert not found
+    again = load_adapter(base, tmp_path)
+    assert jnp.array_equal(again(X), ours(X))
+    view = torch_view(base, Names())
+    assert {name: one.shape for name, one in view.parameters.items()} == {
+        f"layers.{index}.{name}": shape
+        for index in range(3)
+        for name, shape in [
+            ("weight", (WIDTH, WIDTH)),
+            ("bias", (WIDTH,)),
+            ("norm.weight", (WIDTH,)),
+        ]
+    }
 
 
 class TestDoRA:

@@ -140,7 +140,7 @@ def test_a_leading_stack_whose_shapes_do_not_tell_is_loaded_again(tmp_path):
     jax_dora.AdapterBank(base, slots=2, max_rank=2)
     jax_dora.quantize(base, "int8")
     other = apply_dora(Stack(1, LAYERS, use_bias=False), rule, rngs=nnx.Rngs(1), example=(x,))
-    with pytest.raises(NotImplementedError, match="'blocks/linear' cannot be .*leading axis"):
+    with pytest.raises(NotImplementedError, match=r"'blocks/linear' cannot be .*leading axis"):
         jax_dora.peft.load_adapter(other, tmp_path)
 
 
