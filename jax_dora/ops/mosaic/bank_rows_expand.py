@@ -16,13 +16,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_dora.ops.mosaic.bank_rows import TILE_ROWS, Config, Sizes, padded
-from jax_dora.ops.mosaic.bank_rows_shrink import (
-    by_rank,
+from jax_dora.ops.mosaic.bank_rows_slots import (
     facts_types,
+    fetch_slots,
     if_met,
     load_facts,
     own_ids,
-    slot_of,
 )
 from jax_dora.ops.mosaic.hopper import TILE_K, tiled
 
@@ -75,27 +74,20 @@ def launch(
                 plgpu.copy_gmem_to_smem(bias_gmem.at[cols], smem["bias"], rows_ready)
             plgpu.barrier_wait(facts["ready"])
 
-            def fetch(index, _):
-                slot = slot_of(facts["step"][1 + index])
-                stage = lax.rem(index, stages)
-                plgpu.barrier_wait(free.at[stage])
+            def copy(slot, stage, box):
+                plgpu.copy_gmem_to_smem(
+                    b_gmem.at[first + slot, pl.ds(0, box), cols],
+                    b_smem.at[stage, pl.ds(0, box)],
+                    ready.at[stage],
+                )
+
+            def copy_g(slot, stage):
                 if g_gmem is not None:
                     plgpu.copy_gmem_to_smem(
                         g_gmem.at[first + slot, cols], smem["g"].at[stage], ready.at[stage]
                     )
 
-                def copy(box):
-                    plgpu.copy_gmem_to_smem(
-                        b_gmem.at[first + slot, pl.ds(0, box), cols],
-                        b_smem.at[stage, pl.ds(0, box)],
-                        ready.at[stage],
-                    )
-
-                by_rank(facts["rank"][slot], sizes.boxes, copy)
-
-            lax.fori_loop(0, facts["step"][0], fetch, None)
-            # Every stage was handed back once more than it was filled.
-            lax.fori_loop(0, stages, lambda i, _: plgpu.barrier_wait(free.at[i]), None)
+            fetch_slots(facts, free, stages, sizes.boxes, copy, copy_g)
 
         @pl.when(warpgroup < tiles)
         def _consume():

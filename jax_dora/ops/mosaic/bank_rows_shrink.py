@@ -12,7 +12,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_dora.ops.mosaic.bank_rows import SLOT_BITS, TILE_ROWS, Config, Sizes
+from jax_dora.ops.mosaic.bank_rows import TILE_ROWS, Config, Sizes
+from jax_dora.ops.mosaic.bank_rows_slots import (
+    facts_types,
+    fetch_slots,
+    if_met,
+    load_facts,
+    own_ids,
+)
 from jax_dora.ops.mosaic.hopper import TILE_K, tiled
 
 
@@ -52,24 +59,15 @@ def launch(
                     )
             plgpu.barrier_wait(facts["ready"])
 
-            def fetch(index, _):
-                slot = slot_of(facts["step"][1 + index])
-                stage = lax.rem(index, stages)
-                plgpu.barrier_wait(free.at[stage])
+            def copy(slot, stage, box):
+                for slice_ in range(c.slices):
+                    plgpu.copy_gmem_to_smem(
+                        a_gmem.at[first + slot, pl.ds(0, box), columns(slice_)],
+                        a_smem.at[stage * c.slices + slice_, pl.ds(0, box)],
+                        ready.at[stage],
+                    )
 
-                def copy(box):
-                    for slice_ in range(c.slices):
-                        plgpu.copy_gmem_to_smem(
-                            a_gmem.at[first + slot, pl.ds(0, box), columns(slice_)],
-                            a_smem.at[stage * c.slices + slice_, pl.ds(0, box)],
-                            ready.at[stage],
-                        )
-
-                by_rank(facts["rank"][slot], sizes.boxes, copy)
-
-            lax.fori_loop(0, facts["step"][0], fetch, None)
-            # Every stage was handed back once more than it was filled.
-            lax.fori_loop(0, stages, lambda i, _: plgpu.barrier_wait(free.at[i]), None)
+            fetch_slots(facts, free, stages, sizes.boxes, copy)
 
         @pl.when(warpgroup < tiles)
         def _consume():
@@ -127,62 +125,3 @@ def launch(
         },
         kernel_name="dora_bank_rows_shrink",
     )(x, lora_a, rank, step, first)
-
-
-def facts_types(sizes: Sizes):
-    """Returns the shared memory for the plan and the ranks of the layer's slots."""
-    copies = len(_pieces(sizes.entries)) + sizes.tiles + len(_pieces(sizes.slots))
-    return {
-        "step": plgpu.SMEM((sizes.entries,), jnp.int32),
-        "ids": plgpu.SMEM((sizes.tiles, TILE_ROWS), jnp.int32),
-        "rank": plgpu.SMEM((sizes.slots,), jnp.int32),
-        "ready": plgpu.Barrier(num_arrivals=copies),
-    }
-
-
-def load_facts(step_gmem, rank_gmem, first, facts, sizes: Sizes) -> None:
-    """Fetches the plan and the ranks of the layer's slots."""
-
-    def copy(source, target):
-        plgpu.copy_gmem_to_smem(source, target, facts["ready"])
-
-    for start, size in _pieces(sizes.entries):
-        copy(step_gmem.at[pl.ds(start, size)], facts["step"].at[pl.ds(start, size)])
-    for tile in range(sizes.tiles):
-        rows = pl.ds(sizes.entries + tile * TILE_ROWS, TILE_ROWS)
-        copy(step_gmem.at[rows], facts["ids"].at[tile])
-    for start, size in _pieces(sizes.slots):
-        copy(rank_gmem.at[pl.ds(first + start, size)], facts["rank"].at[pl.ds(start, size)])
-
-
-def _pieces(size: int) -> list[tuple[int, int]]:
-    """Returns (start, size) of the parts in which the copy engine takes so many elements."""
-    return [(start, min(256, size - start)) for start in range(0, size, 256)]
-
-
-def slot_of(entry):
-    """Returns the slot of a plan's entry."""
-    return lax.bitwise_and(entry, jnp.int32(2**SLOT_BITS - 1))
-
-
-def by_rank(rank, boxes, copy) -> None:
-    """Calls `copy` with the least of `boxes` that holds a rank."""
-    for below, box in zip([-1, *boxes], boxes, strict=False):
-        pl.when((rank > below) & (rank <= box))(lambda box=box: copy(box))
-
-
-def own_ids(facts, tile):
-    """Returns the ids of a tile's rows, laid out as a column of its results."""
-    return plgpu.load(facts["ids"].at[tile], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-
-
-def if_met(entry, tile, ids, old, new):
-    """Returns `old` [rows, cols] with the rows of an entry's slot replaced by those of `new()`;
-    `old` where the tile has none."""
-
-    def met():
-        own = lax.broadcast_in_dim(ids == slot_of(entry), old.shape, (0,))
-        return jnp.where(own, new(), old)
-
-    mark = lax.bitwise_and(lax.shift_right_logical(entry, SLOT_BITS + tile), jnp.int32(1))
-    return lax.cond(mark == 1, met, lambda: old)
