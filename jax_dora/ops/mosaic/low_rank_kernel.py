@@ -7,7 +7,8 @@ would hold up the other; where the warps do not suffice, all tiles are fetched b
 in which they are taken.
 
 Every ring has two rows of barriers. `ready`: the copy engine has filled a buffer. `free`: its
-consumer has handed it back; all are handed back once before the first is filled.
+consumer has handed it back; all are handed back once before the first is filled. `low_rank_fetch`
+is what the fetching warps do.
 """
 
 import dataclasses
@@ -21,7 +22,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_dora.ops.mosaic.hopper import FETCH_REGISTERS, TILE_K, consume_registers, tiled
-from jax_dora.ops.mosaic.low_rank_tiling import TILE_ROWS, Tiling
+from jax_dora.ops.mosaic.low_rank_fetch import fetch_slices, fetch_tiles
+from jax_dora.ops.mosaic.low_rank_tiling import TILE_ROWS, Tiling, Walk
 
 REDUCTION_SCRATCH = 1_024
 WARPS = 4
@@ -145,11 +147,11 @@ def low_rank_kernel(
 
                 @pl.when(warp < c.consumers)
                 def _fetch_left():
-                    _fetch_slices(walk, task, inputs, buffers, warp)
+                    fetch_slices(walk, task, inputs, buffers, warp)
 
                 @pl.when((warp >= c.consumers) & (warp < c.consumers + fetchers))
                 def _fetch_matrix():
-                    _fetch_tiles(walk, task, inputs, buffers, warp - c.consumers, fetchers)
+                    fetch_tiles(walk, task, inputs, buffers, warp - c.consumers, fetchers)
 
         @pl.when(warpgroup < c.consumers)
         def _consume_all():
@@ -167,144 +169,6 @@ def low_rank_kernel(
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=REDUCTION_SCRATCH),
         kernel_name=kernel_name,
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class Walk:
-    """The order in which one thread block takes its runs, and its consumers their tiles."""
-
-    tiling: Tiling
-    block: jax.Array
-
-    @property
-    def runs(self):
-        return lax.div(self.tiling.units - self.block + self.tiling.blocks - 1, self.tiling.blocks)
-
-    def run(self, index):
-        """The columns, the split, the first tile and the number of tiles of a run."""
-        unit, tiling = self.block + index * self.tiling.blocks, self.tiling
-        group = 0
-        if tiling.groups > 1:
-            of_group = tiling.strips * tiling.splits
-            group, unit = lax.div(unit, of_group), lax.rem(unit, of_group)
-        split = lax.rem(unit, tiling.splits)
-        first = split * tiling.run
-        tiles = jnp.minimum(tiling.run, tiling.row_tiles - first)
-        if tiling.groups > 1:
-            first = group * tiling.row_tiles + first
-        width = tiling.config.tile_cols
-        return pl.ds(lax.div(unit, tiling.splits) * width, width), split, first, tiles
-
-    def group(self, tile):
-        """The group that a tile is of."""
-        return lax.div(tile, self.tiling.row_tiles)
-
-    def turns(self, taker, before, tiles, takers):
-        """Returns which of a run's `tiles` is the first of `taker`, one of `takers` that take
-        turns, and how many it has; `before` tiles of earlier runs are taken already."""
-        skipped = lax.rem(taker - lax.rem(before, takers) + takers, takers)
-        return skipped, lax.div(tiles - skipped + takers - 1, takers)
-
-    def rows(self, tile):
-        return pl.ds(tile * TILE_ROWS, TILE_ROWS)
-
-
-def _fetch_slices(walk, task, inputs, buffers, consumer):
-    """One warp: fills a consumer's ring of slices; the first also fetches the strip of `right`."""
-    left_gmem, right_gmem, _, _, *vectors_gmem = inputs  # the vectors, before the scales
-    c = walk.tiling.config
-
-    def fetch_run(index, before):
-        cols, _, first, tiles = walk.run(index)
-        skipped, turns = walk.turns(consumer, before, tiles, c.consumers)
-
-        @pl.when(consumer == 0)
-        def _fetch_strip():
-            plgpu.barrier_wait(buffers["right_free"])
-            right, vectors = right_gmem, vectors_gmem[0] if task.vectors else None
-            if task.grouped:
-                group = walk.group(first)
-                right = right.at[inputs[-1][group]]
-                vectors = None if vectors is None else vectors.at[group]
-            if vectors is not None:
-                plgpu.copy_gmem_to_smem(
-                    vectors.at[:, cols], buffers["vectors_smem"], buffers["vectors_ready"]
-                )
-
-            def fetch_right(k, _):
-                plgpu.copy_gmem_to_smem(
-                    right.at[pl.ds(k * TILE_K, TILE_K), cols],
-                    buffers["right_smem"].at[k],
-                    buffers["right_ready"].at[k],
-                )
-
-            lax.fori_loop(0, task.right_slices, fetch_right, None)
-
-        def fetch_tile(i, _):
-            tile = skipped + i * c.consumers
-            turn = lax.div(before + tile, c.consumers)
-            rows = walk.rows(first + tile)
-
-            def fetch_left(k, _):
-                stage = consumer * c.stages + lax.rem(turn * task.left_slices + k, c.stages)
-                plgpu.barrier_wait(buffers["left_free"].at[stage])
-                plgpu.copy_gmem_to_smem(
-                    left_gmem.at[rows, pl.ds(k * TILE_K, TILE_K)],
-                    buffers["left_smem"].at[stage],
-                    buffers["left_ready"].at[stage],
-                )
-
-            lax.fori_loop(0, task.left_slices, fetch_left, None)
-
-        lax.fori_loop(0, turns, fetch_tile, None)
-        return before + tiles
-
-    lax.fori_loop(0, walk.runs, fetch_run, jnp.int32(0))
-
-    # Every buffer was handed back once more than it was filled.
-    @pl.when(consumer == 0)
-    def _settle_strip():
-        plgpu.barrier_wait(buffers["right_free"])
-
-    for stage in range(c.stages):
-        plgpu.barrier_wait(buffers["left_free"].at[consumer * c.stages + stage])
-
-
-def _fetch_tiles(walk, task, inputs, buffers, fetcher, fetchers):
-    """One warp of `fetchers`: fills a consumer's ring of tiles of the matrix, or that of all."""
-    matrix_gmem, c = inputs[2], walk.tiling.config
-    width = c.tile_cols // task.packed
-
-    def fetch_run(index, before):
-        cols, _, first, tiles = walk.run(index)
-        # A product with the width is seen to be a multiple of it.
-        elements = pl.ds(lax.div(cols.start, c.tile_cols) * width, width)
-        skipped, turns = walk.turns(fetcher, before, tiles, fetchers)
-
-        def fetch_tile(i, _):
-            tile = skipped + i * fetchers
-            turn = lax.div(before + tile, c.consumers)
-            slot = lax.rem(before + tile, c.consumers) * c.slots + lax.rem(turn, c.slots)
-            plgpu.barrier_wait(buffers["tile_free"].at[slot])
-            plgpu.copy_gmem_to_smem(
-                matrix_gmem.at[walk.rows(first + tile), elements],
-                buffers["tile_smem"].at[slot],
-                buffers["tile_ready"].at[slot],
-            )
-            if task.scale_tiles:
-                plgpu.copy_gmem_to_smem(
-                    inputs[-1].at[lax.div(first + tile, task.scale_tiles), cols],
-                    buffers["scales_smem"].at[slot],
-                    buffers["tile_ready"].at[slot],
-                )
-
-        lax.fori_loop(0, turns, fetch_tile, None)
-        return before + tiles
-
-    lax.fori_loop(0, walk.runs, fetch_run, jnp.int32(0))
-    rings = c.consumers // fetchers
-    for slot in range(rings * c.slots):
-        plgpu.barrier_wait(buffers["tile_free"].at[fetcher * rings * c.slots + slot])
 
 
 def _consume(walk, task, inputs, out_gmem, buffers, scratch, consumer):

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 from jax_dora.ops.mosaic.hopper import RESERVED, SHARED_MEMORY, TILE_K, balanced, pad
@@ -109,6 +110,46 @@ class Tiling:
     @property
     def blocks(self) -> int:
         return min(self.sm_count, self.units)
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """The order in which one thread block takes its runs, and its consumers their tiles."""
+
+    tiling: Tiling
+    block: jax.Array
+
+    @property
+    def runs(self):
+        return lax.div(self.tiling.units - self.block + self.tiling.blocks - 1, self.tiling.blocks)
+
+    def run(self, index):
+        """The columns, the split, the first tile and the number of tiles of a run."""
+        unit, tiling = self.block + index * self.tiling.blocks, self.tiling
+        group = 0
+        if tiling.groups > 1:
+            of_group = tiling.strips * tiling.splits
+            group, unit = lax.div(unit, of_group), lax.rem(unit, of_group)
+        split = lax.rem(unit, tiling.splits)
+        first = split * tiling.run
+        tiles = jnp.minimum(tiling.run, tiling.row_tiles - first)
+        if tiling.groups > 1:
+            first = group * tiling.row_tiles + first
+        width = tiling.config.tile_cols
+        return pl.ds(lax.div(unit, tiling.splits) * width, width), split, first, tiles
+
+    def group(self, tile):
+        """The group that a tile is of."""
+        return lax.div(tile, self.tiling.row_tiles)
+
+    def turns(self, taker, before, tiles, takers):
+        """Returns which of a run's `tiles` is the first of `taker`, one of `takers` that take
+        turns, and how many it has; `before` tiles of earlier runs are taken already."""
+        skipped = lax.rem(taker - lax.rem(before, takers) + takers, takers)
+        return skipped, lax.div(tiles - skipped + takers - 1, takers)
+
+    def rows(self, tile):
+        return pl.ds(tile * TILE_ROWS, TILE_ROWS)
 
 
 def shared_memory(
