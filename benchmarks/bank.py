@@ -34,7 +34,7 @@ import jax_dora
 from benchmarks.bank_adapters import byte_bound, draw_ids, random_adapter
 from benchmarks.bank_programs import Sizes, Stack, program
 from benchmarks.results import Row
-from jax_dora.ops import bank as bank_ops
+from jax_dora.ops import bank_ways
 
 # What DoRA's result may differ from XLA's way of it, relative to its norm: some roundings of bf16.
 MOST_DIFFERENT = 0.02
@@ -181,9 +181,9 @@ def _compiled(
     for kind in (kind for kind in settings.kinds if kind not in unfit):
         row: Row = {"task": "prefill" if tokens > 1 else "decode", "kind": kind}
         row |= {"rows": rows, "tokens": tokens}
-        way = mock.Mock(return_value=kind) if kind in WAYS else bank_ops.way_of
+        way = mock.Mock(return_value=kind) if kind in WAYS else bank_ways.way_of
         function = jax.jit(program(kind, graphdef, settings.repeats))
-        with mock.patch.object(bank_ops, "way_of", way):
+        with mock.patch.object(bank_ways, "way_of", way):
             lowered.append((row, _told(row, functools.partial(function.lower, *arguments))))
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
 

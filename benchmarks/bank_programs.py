@@ -12,7 +12,7 @@ from jax import lax
 
 import jax_dora
 from jax_dora.bank.layers import BankArray
-from jax_dora.ops.bank import Slots
+from jax_dora.ops.bank_slots import Slots
 
 
 class Sizes(NamedTuple):

@@ -17,7 +17,7 @@ from jax_dora.adapt.tree import check_model
 from jax_dora.bank.host import RANKS, HostAdapter, read_adapter, read_folder
 from jax_dora.bank.places import Place, places
 from jax_dora.bank.plan import Arrays, Plan
-from jax_dora.ops.bank import checked_ids
+from jax_dora.ops.bank_slots import checked_ids
 from jax_dora.peft.names import Names
 
 

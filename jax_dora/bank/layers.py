@@ -19,7 +19,8 @@ from jax_dora.layers.layout import Axes
 from jax_dora.layers.projection import DoRAEinsum, DoRALinearGeneral, Equation
 from jax_dora.ops import choose
 from jax_dora.ops import mesh as meshes
-from jax_dora.ops.bank import Slots, bank_linear, step_of
+from jax_dora.ops.bank import bank_linear, step_of
+from jax_dora.ops.bank_slots import Slots
 
 _OF_BANK = frozenset(
     f"bank_{name}" for name in (*Slots._fields, "ids", "step", "layer", "implementation")
@@ -263,7 +264,11 @@ def with_bank[Model: nnx.Module](
             f"in:{listing(held)}"
         )
     ids = bank.checked(adapter_ids)
-    step = step_of(ids, bank.slots)
+    projections = {
+        (*place.sizes, bank.arrays[path].lora_a.shape[-2], place.dtype)
+        for path, place in bank.places.items()
+    }
+    step = step_of(ids, bank.slots, projections, implementation)
     copy = nnx.clone(model)
     by_path = {path: found.module for found in find_modules(copy) for path in found.paths}
     replacements: dict[int, Any] = {}

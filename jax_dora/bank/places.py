@@ -17,7 +17,7 @@ from jax_dora.layers.layout import Layout
 from jax_dora.layers.linear import DoRALinear
 from jax_dora.layers.projection import DoRAProjection
 from jax_dora.layers.rule import DoRARule
-from jax_dora.ops.bank import Slots
+from jax_dora.ops.bank_slots import Slots
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -14,7 +14,8 @@ from jax_dora import ops
 from jax_dora.bank.host import RANKS, Facts
 from jax_dora.bank.places import Place
 from jax_dora.layers.call import bounded_norm
-from jax_dora.ops.bank import Slots
+from jax_dora.layers.stack import Stack
+from jax_dora.ops.bank_slots import Slots
 from jax_dora.ops.compose import accumulator
 
 type Arrays = dict[str, Slots]
@@ -147,10 +148,7 @@ def _finished(place: Place, old: Slots, kernel: Any, facts: Facts, slot: Any) ->
             lambda: jnp.ones_like(facts.magnitude),
         )
 
-    function: Callable[[Any], jax.Array] = g_of_layer
-    for _ in place.stack:
-        function = _along_stack(function)
-    g = function((kernel, lora_a, lora_b, facts))
+    g = Stack(place.stack).map(g_of_layer, (kernel, lora_a, lora_b, facts))
 
     def written(array: jax.Array, new: jax.Array) -> jax.Array:
         axis = len(place.stack)
@@ -171,9 +169,3 @@ def _dora_g(place: Place, kernel: Any, lora_a: Any, lora_b: Any, facts: Facts) -
     norm = ops.factored_norm(kernel, lora_a.T, lora_b, facts.scale)
     norm = bounded_norm(norm, place.dtype)
     return ops.magnitude_scale(facts.magnitude, norm, place.dtype).astype(facts.magnitude.dtype)
-
-
-def _along_stack(function: Callable[[Any], jax.Array]) -> Callable[[Any], jax.Array]:
-    """Returns what takes a stack one layer after the other: a norm may have a temporary as large as
-    the kernel."""
-    return lambda arrays: lax.map(function, arrays)

@@ -18,6 +18,7 @@ from jax import lax
 
 from jax_dora.ops import mesh as meshes
 from jax_dora.ops import quantised, row_wise
+from jax_dora.ops.reduction import static_precision
 
 LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
 
@@ -60,10 +61,11 @@ def dot_general_by_rows(
         x = x.transpose(*rows, *of_x)
         lead, out = x.shape[: len(rows)], [kernel.shape[axis] for axis in columns]
         matrix = quantised.as_matrices(kernel, kernel.shape, (tuple(of_kernel), tuple(columns)))
-        static = lax.Precision(precision) if isinstance(precision, str) else precision
         product = meshes.differentiable(row_wise.linear)
         operands = row_wise.Product(x.reshape(*lead, -1), matrix)
-        return product(static, meshes.vary_alike(operands)).reshape(*lead, *out)
+        return product(static_precision(precision), meshes.vary_alike(operands)).reshape(
+            *lead, *out
+        )
 
     mesh = meshes.explicit(lhs, rhs.qvalue)
     if mesh is None:

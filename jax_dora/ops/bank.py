@@ -4,20 +4,14 @@ An adapter that is served does not move, so that g = magnitude / ‖W + sAB‖ i
 and DoRA costs what LoRA does. Ranks lie along the first axis of a slot's matrices, so that the real
 ranks of a slot are one piece of memory, whatever the rank that the bank has room for.
 
-From 32 to 256 rows of one token (decoding) are taken by kernels, `mosaic.bank_rows`, which read the
-adapters that rows have once each. Elsewhere XLA has four ways, of which a call's sizes choose one:
-
-- one token a row: products written as sums, into which XLA fuses the lookup of the slot, so that no
-  adapter is copied;
-- several tokens a row (prompts): a batched product, the adapter looked up once for each row; with a
-  kernel, `mosaic.bank_expand`, the second product is taken in one pass with what follows it;
-- more rows than slots, of one token each: products with all slots at once, of which a row keeps
-  those of its own: each adapter is read once, and the tensor cores have the time;
-- many rows for each slot, of one token each: rows sorted by slot, and a batched product over
-  tiles of rows that share one.
+Rows of one token (decoding) have kernels, `mosaic.bank_rows`, which read the adapters that rows
+have once each, and are taken from 32 to 256 rows; elsewhere XLA multiplies (`bank_ways`). Rows of
+several tokens (prompts) are a batched product, the adapter looked up once for each row; with a
+kernel, `mosaic.bank_expand`, the second product is taken in one pass with what follows it.
 """
 
 import functools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -26,69 +20,12 @@ from jax import lax
 
 from jax_dora.ops import choose, primitive
 from jax_dora.ops import mesh as meshes
+from jax_dora.ops.bank_slots import Rows, Slots, composed, rows_of
+from jax_dora.ops.bank_ways import low_rank_product
 from jax_dora.ops.compose import accumulator
 from jax_dora.ops.mosaic import bank_expand, bank_rows
+from jax_dora.ops.reduction import static_precision
 from jax_dora.ops.shard import Op, Shard
-
-# Tiles of sorted rows: no smaller, since each looks its adapter up, and no larger, since each slot
-# fills up its last one.
-LEAST_TILE, LARGEST_TILE = 8, 64
-# With more rows than this for every slot, an adapter that is copied for a tile of rows is read less
-# often than one that is read where it lies for each row: rows > 3·(rows / 8 + slots), a copy being
-# read, written and read again.
-ROWS_OF_A_SLOT = 5
-# With more rows than this for every slot, products with all slots are taken to be faster than
-# looking up each row's. At one row a slot they took 1.11 times as long (H200, `h200/bank.jsonl`: 64
-# slots, the projections of Llama 3 8B's dimensions); their cost hardly grows with the rows, that of
-# looking up does in proportion.
-DENSE_ROWS_OF_A_SLOT = 1.5
-
-
-class Slots(NamedTuple):
-    """The adapters of one projection, in slots.
-
-    Attributes:
-      lora_a: [slots, rank, in], zero beyond the rank that an adapter has.
-      lora_b: [slots, rank, out], likewise.
-      g: f32[slots, out], magnitude over norm; 1 for LoRA; NaN in a slot without an adapter. None
-        where all adapters are LoRA.
-      scale: f32[slots].
-      rank: i32[slots], of each adapter; 0 where it leaves the projection alone.
-    """
-
-    lora_a: Any
-    lora_b: Any
-    g: Any
-    scale: Any
-    rank: Any
-
-
-def checked_ids(ids: jax.Array, slots: int) -> jax.Array:
-    """Returns i32 ids in which `slots` stands for each that is below -1 or has no slot.
-
-    Compared in their own dtype: a cast could make another adapter's of a wrong one.
-    """
-    info = jnp.iinfo(ids.dtype)
-    valid = jnp.ones(ids.shape, bool)
-    if info.max >= slots:
-        valid = valid & (ids < jnp.asarray(slots, ids.dtype))
-    if info.min < -1:
-        valid = valid & (ids >= jnp.asarray(-1, ids.dtype))
-    return jnp.where(valid, ids.astype(jnp.int32), slots)
-
-
-class Rows(NamedTuple):
-    """What each row of a batch takes of its slot; of row -1 the numbers that change nothing.
-
-    Attributes:
-      slot: i32[batch].
-      g: f32[batch, out].
-      scale: f32[batch]; NaN where there is no such slot.
-    """
-
-    slot: jax.Array
-    g: jax.Array
-    scale: jax.Array
 
 
 def bank_linear(
@@ -128,41 +65,40 @@ def bank_linear(
     first, count = part or (jnp.int32(0), slots.lora_a.shape[0])
     if x.shape[1] == 1:
         tokens = Tokens(base[:, 0], x[:, 0], *slots, ids, first, step, bias)
-        static = StaticOfTokens(implementation, _hashable(precision), count)
+        static = StaticOfTokens(implementation, static_precision(precision), count)
         if _choice(static, tokens) is None:
-            return _looked_up(static, tokens)[:, None]
+            return _define_tokens(static, tokens)[:, None]
         return meshes.differentiable(_multiply)(static, meshes.vary_alike(tokens))[:, None]
-    rows = _rows(slots, ids, first, count, accumulator(base.dtype))
+    rows = rows_of(slots, ids, first, count, accumulator(base.dtype))
     lora_a = slots.lora_a[rows.slot].astype(x.dtype)
     z = jnp.einsum("nti,nri->ntr", x, lora_a, precision=precision)
     lora_b = slots.lora_b.astype(x.dtype)
     operands = meshes.vary_alike(Expansion(base, z, lora_b, *rows, bias))
-    return meshes.differentiable(_expand)(Static(implementation, _hashable(precision)), operands)
+    return meshes.differentiable(_expand)(
+        Static(implementation, static_precision(precision)), operands
+    )
 
 
-def step_of(ids: jax.Array, slots: int) -> jax.Array | None:
-    """Returns what kernels have to know of a step's rows, from ids as `checked_ids` returns them;
-    None where there is no kernel for so many."""
-    return bank_rows.plan(ids, slots) if ids.shape[0] <= bank_rows.MOST_ROWS else None
+def step_of(
+    ids: jax.Array,
+    slots: int,
+    projections: Iterable[tuple[int, int, int, Any]],
+    implementation: str | None = None,
+) -> jax.Array | None:
+    """Returns what kernels have to know of a step's rows, once for all projections of a model; None
+    where no kernel takes one.
 
-
-def _rows(slots: Slots, ids: jax.Array, first: jax.Array, count: int, dtype: Any) -> Rows:
-    safe = first + jnp.clip(ids, 0, count - 1)
-    of_lora = jnp.ones((*ids.shape, slots.lora_b.shape[-1]), dtype)
-    g = of_lora if slots.g is None else slots.g[safe].astype(dtype)
-    scale = jnp.where(ids < count, slots.scale[safe], jnp.nan).astype(dtype)
-    return Rows(safe, jnp.where((ids < 0)[:, None], 1, g), jnp.where(ids < 0, 0, scale))
-
-
-def _composed(base: jax.Array, lora: jax.Array, rows: Rows, bias: jax.Array | None) -> jax.Array:
-    """Returns g∘(base + s·lora) + bias; base + bias, bit for bit, where g is 1 and s is 0."""
-    g, scale = rows.g[:, None], rows.scale[:, None, None]
-    wide = base.astype(g.dtype)
-    # A sum with zero turns -0 into 0, and what is not finite into NaN.
-    y = jnp.where((g == 1) & (scale == 0), wide, g * (wide + scale * lora.astype(g.dtype)))
-    if bias is not None:
-        y = y + bias.astype(g.dtype)[None, None]
-    return y.astype(base.dtype)
+    Args:
+      ids: i32[batch], as `bank_slots.checked_ids` returns them.
+      projections: (in, out, ranks that have room, dtype of x and of the adapters) of each.
+      implementation: as `bank_linear`'s.
+    """
+    calls = (
+        (ids.shape[0], fan_in, out, slots, rank, dtype, dtype)
+        for fan_in, out, rank, dtype in projections
+    )
+    taken = any(_rows_choice(implementation, call, optional=True) for call in calls)
+    return bank_rows.plan(ids, slots) if taken else None
 
 
 class Static(NamedTuple):
@@ -223,7 +159,7 @@ EXPAND = Op("bank_expand", _run, Expansion("t o", "t r", "s r o", "t", "t o", "t
 def _define(static: Static, operands: Expansion) -> jax.Array:
     base, z, lora_b, slot, g, scale, bias = operands
     lora = jnp.einsum("ntr,nro->nto", z, lora_b[slot], precision=static.precision)
-    return _composed(base, lora, Rows(slot, g, scale), bias)
+    return composed(base, lora, Rows(slot, g, scale), bias)
 
 
 class StaticOfTokens(NamedTuple):
@@ -258,7 +194,13 @@ class Tokens(NamedTuple):
 def _choice(static: StaticOfTokens, tokens: Tokens) -> choose.Choice | None:
     x, lora_a = tokens.x, tokens.lora_a
     call = (*x.shape, tokens.base.shape[-1], static.slots, lora_a.shape[1], x.dtype, lora_a.dtype)
-    return choose.choose("bank_linear", static.implementation, (bank_rows, call))
+    return _rows_choice(static.implementation, call)
+
+
+def _rows_choice(
+    implementation: str | None, call: tuple[Any, ...], *, optional: bool = False
+) -> choose.Choice | None:
+    return choose.choose("bank_linear", implementation, (bank_rows, call), optional=optional)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -268,13 +210,13 @@ def _multiply(static: StaticOfTokens, tokens: Tokens) -> jax.Array:
 
 @_multiply.defjvp
 def _multiply_jvp(static: StaticOfTokens, primals: Any, tangents: Any) -> Any:
-    return jax.jvp(functools.partial(_looked_up, static), primals, tangents)
+    return jax.jvp(functools.partial(_define_tokens, static), primals, tangents)
 
 
 def _run_tokens(static: StaticOfTokens, shard: Shard, tokens: Tokens) -> tuple[jax.Array]:
     choice = _choice(static, tokens)
     if choice is None:
-        return (_looked_up(static, tokens),)
+        return (_define_tokens(static, tokens),)
     return (bank_rows.launch(*tokens, slots=static.slots, **choice.knobs),)
 
 
@@ -283,84 +225,8 @@ def _run_tokens(static: StaticOfTokens, shard: Shard, tokens: Tokens) -> tuple[j
 MULTIPLY = Op("bank_rows", _run_tokens, (), ())
 
 
-def _looked_up(static: StaticOfTokens, tokens: Tokens) -> jax.Array:
-    """Returns the result [rows, out] in the way that XLA takes."""
+def _define_tokens(static: StaticOfTokens, tokens: Tokens) -> jax.Array:
     x, slots, ids, first = tokens.x, tokens.slots, tokens.ids, tokens.first
-    count, precision = static.slots, static.precision
-    rows = _rows(slots, ids, first, count, accumulator(tokens.base.dtype))
-    way = way_of(x.shape[0], count)
-    if way == "tiles":
-        lora = _by_tiles(x, slots, rows.slot - first, first, count, precision)
-    elif way == "dense":
-        lora = _dense(x, slots, ids, first, count, precision)
-    else:
-        lora = _sums(x, slots, rows.slot)
-    return _composed(tokens.base[:, None], lora[:, None], rows, tokens.bias)[:, 0]
-
-
-def way_of(rows: int, slots: int) -> str:
-    """Returns how XLA multiplies so many rows of one token each: "sums", "dense" or "tiles"."""
-    if rows > ROWS_OF_A_SLOT * slots:
-        return "tiles"
-    return "dense" if rows > DENSE_ROWS_OF_A_SLOT * slots else "sums"
-
-
-def _hashable(precision: Any) -> Any:
-    return lax.Precision(precision) if isinstance(precision, str) else precision
-
-
-def _products(x: jax.Array, slots: Slots, ids: jax.Array, precision: Any) -> jax.Array:
-    """Returns [n, rows, out] of x [n, rows, in], whose rows share a slot."""
-    lora_a, lora_b = (array[ids].astype(x.dtype) for array in (slots.lora_a, slots.lora_b))
-    z = jnp.einsum("nti,nri->ntr", x, lora_a, precision=precision)
-    return jnp.einsum("ntr,nro->nto", z, lora_b, precision=precision)
-
-
-def _sums(x: jax.Array, slots: Slots, ids: jax.Array) -> jax.Array:
-    """Returns [rows, out] of x [rows, in]."""
-    dtype = accumulator(x.dtype)
-    lora_a, lora_b = (
-        array[ids].astype(x.dtype).astype(dtype) for array in (slots.lora_a, slots.lora_b)
-    )
-    z = jnp.sum(lora_a * x.astype(dtype)[:, None], axis=2).astype(x.dtype).astype(dtype)
-    return jnp.sum(z[:, :, None] * lora_b, axis=1).astype(x.dtype)
-
-
-def _dense(
-    x: jax.Array, slots: Slots, ids: jax.Array, first: jax.Array, count: int, precision: Any
-) -> jax.Array:
-    """Returns [rows, out] of x [rows, in] by products with `count` slots from `first` on."""
-    rank = slots.lora_a.shape[1]
-    lora_a, lora_b = (
-        lax.dynamic_slice_in_dim(one, first, count).reshape(count * rank, -1).astype(x.dtype)
-        for one in (slots.lora_a, slots.lora_b)
-    )
-    z = lax.dot_general(x, lora_a, (((1,), (1,)), ((), ())), precision=precision)
-    # Chosen, not multiplied: what is not finite stays with its own row.
-    own = ids[:, None] == jnp.repeat(jnp.arange(count, dtype=jnp.int32), rank)[None]
-    return jnp.matmul(jnp.where(own, z, jnp.zeros_like(z)), lora_b, precision=precision)
-
-
-def _by_tiles(
-    x: jax.Array, slots: Slots, ids: jax.Array, first: jax.Array, count: int, precision: Any
-) -> jax.Array:
-    """Returns [rows, out] of x [rows, in], sorted by slot into tiles that have one slot each."""
-    rows = ids.shape[0]
-    tile = LEAST_TILE
-    while 2 * tile * count <= rows and tile < LARGEST_TILE:
-        tile *= 2
-    tiles = rows // tile + min(rows, count)
-    sizes = jnp.zeros(count, jnp.int32).at[ids].add(1)
-    of_slot = (sizes + tile - 1) // tile
-    ends = jnp.cumsum(of_slot)
-    order = jnp.argsort(ids, stable=True)
-    starts = jnp.cumsum(sizes) - sizes
-    sorted_ids = ids[order]
-    place = jnp.arange(rows, dtype=jnp.int32) - starts[sorted_ids]
-    place = place + tile * (ends - of_slot)[sorted_ids]
-    row_of = jnp.zeros(rows, jnp.int32).at[order].set(place)
-    slot_of = jnp.searchsorted(ends, jnp.arange(tiles, dtype=jnp.int32), side="right")
-    slot_of = jnp.minimum(slot_of, count - 1)
-    tiled = jnp.zeros((tiles * tile, x.shape[1]), x.dtype).at[row_of].set(x)
-    y = _products(tiled.reshape(tiles, tile, -1), slots, first + slot_of, precision)
-    return y.reshape(tiles * tile, -1)[row_of]
+    rows = rows_of(slots, ids, first, static.slots, accumulator(tokens.base.dtype))
+    lora = low_rank_product(x, slots, ids, first, static.slots, static.precision)
+    return composed(tokens.base[:, None], lora[:, None], rows, tokens.bias)[:, 0]

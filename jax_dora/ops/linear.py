@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
@@ -30,6 +29,7 @@ from jax_dora.ops.projection import (
     dot_general,
     projection,
 )
+from jax_dora.ops.reduction import static_precision
 
 NORM_NAME = "dora_norm"
 
@@ -141,7 +141,7 @@ def scaled_linear(
             f"act_qtype is {act_qtype!r} and dropout has mode 'input', which multiplies two x with "
             "the kernel; expected mode 'adapter', or act_qtype None"
         )
-    by = _precision(precision)
+    by = static_precision(precision)
     options = Options("dora_linear", implementation, by, rate, mode, keep_inner, act_qtype)
     scale = check.scale_array(scale)
     operands = Projection(x, kernel, lora_a, lora_b, g, scale, bias, seed)
@@ -185,7 +185,7 @@ def lora_linear(
             "dropout has mode 'input', in which the kernel's product of the dropped x is scaled by "
             "g; expected mode 'adapter'"
         )
-    by = _precision(precision)
+    by = static_precision(precision)
     options = Options("lora_linear", implementation, by, rate, mode, False, act_qtype)
     operands = Projection(x, kernel, lora_a, lora_b, None, check.scale_array(scale), None, seed)
     inner = _on_mesh(options, operands)(operands)
@@ -253,8 +253,3 @@ def _check_operands(x, kernel, lora_a, lora_b, implementation) -> None:
 def _dtype(x: jax.Array, kernel: Any) -> Any:
     """Returns the result's dtype."""
     return x.dtype if quantised.is_quantised(kernel) else jnp.promote_types(x.dtype, kernel.dtype)
-
-
-def _precision(precision: jax.lax.PrecisionLike) -> Any:
-    """Returns `precision` in a hashable form."""
-    return lax.Precision(precision) if isinstance(precision, str) else precision

@@ -119,3 +119,8 @@ def dot_general(precision, a, b, axes, dtype=None):
         precision=precision,
         preferred_element_type=dtype or a.dtype,
     )
+
+
+def static_precision(precision: jax.lax.PrecisionLike) -> Any:
+    """Returns a precision of `lax.dot_general` in a form that can be static, a string's too."""
+    return lax.Precision(precision) if isinstance(precision, str) else precision

@@ -75,6 +75,17 @@ def test_many_rows_of_one_token_are_sorted():
         assert jnp.allclose(y[ids == slot], expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "is_planned"),
+    [(None, jnp.bfloat16, False), ("mosaic", jnp.bfloat16, True), ("mosaic", jnp.float32, False)],
+)
+def test_a_step_is_planned_only_for_a_kernel(implementation, dtype, is_planned):
+    base = nnx.Linear(64, 64, param_dtype=dtype, rngs=nnx.Rngs(0))
+    bank = AdapterBank(base, 4, 16)
+    model = with_bank(base, bank, np.full(3, -1), implementation=implementation)
+    assert (model.bank_step.get_value() is not None) == is_planned
+
+
 def test_ids_are_ordinary_arrays_under_jit():
     base, bank, adapters = linear()
     graphdef, state = nnx.split(base)

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dora.ops.bank import Slots, bank_linear
+from jax_dora.ops.bank import bank_linear
+from jax_dora.ops.bank_slots import Slots
 from parity import tolerances
 from parity.oracle import fp64
 from tests.jax_dora.programs import equations

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dora.ops.bank import Slots, bank_linear
+from jax_dora.ops.bank import bank_linear
+from jax_dora.ops.bank_slots import Slots
 from jax_dora.ops.mosaic import bank_rows
 from jax_dora.ops.mosaic.bank_rows import refuses
 from jax_dora.ops.mosaic.hopper import SHARED_MEMORY
