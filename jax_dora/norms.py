@@ -32,7 +32,6 @@ from jax_dora.adapt.tree import Found, check_model, find_dora_layers
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base import Constant
 from jax_dora.layers.call import g_of_call
-from jax_dora.layers.stack import Stack
 from jax_dora.ops.linear import NORM_NAME
 from jax_dora.ops.projection import INNER_NAME
 from jax_dora.weights.adapter import WeightAdapter
@@ -171,16 +170,12 @@ def _dora_layers(model: nnx.Module) -> list[Found]:
 def _refuse_stacks(layers: list[Found]) -> None:
     """Refuses stacks along another axis than the first: a transform takes its variables apart along
     one axis for each of their types, and nothing says along which it takes a given norm."""
-    if paths := [found.paths[0] for found in layers if _stack(found.module).axis]:
+    if paths := [found.paths[0] for found in layers if stack_of(found.module).axis]:
         raise NotImplementedError(
             "norms are given to layers that are stacked along their first axis; expected such, "
             "made by nnx.vmap with out_axes=0, or no with_norms and no freeze (merge_dora instead) "
             f"for:{listing(paths)}"
         )
-
-
-def _stack(layer: DoRALayer | WeightAdapter) -> Stack:
-    return layer.stack if isinstance(layer, WeightAdapter) else stack_of(layer)
 
 
 def norm_of_layer(layer: DoRALayer | WeightAdapter) -> jax.Array:

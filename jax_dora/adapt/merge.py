@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Self, overload
 
 import jax
@@ -19,7 +19,13 @@ from jax_dora import ops
 from jax_dora.adapt.adapter import Adapter, set_adapter
 from jax_dora.adapt.remove import remove_dora
 from jax_dora.adapt.stack import stack_of
-from jax_dora.adapt.tree import check_model, find_dora_layers, find_modules, shared_variables
+from jax_dora.adapt.tree import (
+    Found,
+    check_model,
+    find_dora_layers,
+    find_modules,
+    shared_variables,
+)
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base import matrix_norm
 from jax_dora.layers.call import bounded_norm
@@ -102,8 +108,10 @@ def merge_dora(
     if adapters is not None:
         models = [set_adapter(merged, _without_dropout(adapter)) for adapter in adapters]
     sources: dict[str, list[DoRALayer | WeightAdapter]] = {}
-    for one in models:
-        for found in find_dora_layers(one):
+    for number, one in enumerate(models):
+        in_one = find_dora_layers(one)
+        _warn_of_untrained(in_one, "" if adapters is None else f"adapters[{number}]: ")
+        for found in in_one:
             # By every path: of a shared layer's, a copy of the model may hold another first.
             for path in found.paths:
                 sources.setdefault(path, []).append(found.module)
@@ -111,7 +119,6 @@ def merge_dora(
         raise ValueError(
             "model holds no adapter and adapters names none; expected a model from apply_dora"
         )
-    _warn_of_untrained({path: its[0] for path, its in sources.items()})
     layers, shared, done = [], shared_variables(merged), set()
     bases = {path: found.module for found in find_modules(merged) for path in found.paths}
     for path, its in sources.items():
@@ -134,20 +141,25 @@ def _is_read_alone(layer: DoRALayer | WeightAdapter) -> bool:
     return True
 
 
-def _warn_of_untrained(layers: Mapping[str, DoRALayer | WeightAdapter]) -> None:
+def _warn_of_untrained(layers: list[Found], of: str) -> None:
     """Warns of adapters that no gradient has reached while others have moved: their model reads
-    the weight by itself, and not by the layer."""
-    found: dict[str, bool] = {}
-    for path, layer in layers.items():
-        arrays = (layer.lora_a[...], layer.lora_b[...])
+    the weight by itself, and not by the layer.
+
+    Args:
+      of: what the warning begins with, to tell several adapters apart.
+    """
+    has_moved: dict[str, bool] = {}
+    for one in layers:
+        arrays = (one.module.lora_a[...], one.module.lora_b[...])
         if not any(isinstance(array, Tracer) for array in arrays):
-            found[path] = all(bool(jnp.any(array)) for array in arrays)
-    still = [path for path, has_moved in found.items() if not has_moved]
-    if still and any(found.values()):
+            has_moved[one.paths[0]] = all(bool(jnp.any(array)) for array in arrays)
+    still = [path for path, moved in has_moved.items() if not moved]
+    if still and any(has_moved.values()):
         _LOG.warning(
-            "lora_a or lora_b is zero, as when they were made, in adapters beside which others are "
-            "not; where the model reads a weight by itself, and never calls its layer, the adapter "
-            "does nothing: adapt it by apply_dora(..., example=), inputs to call the model with:%s",
+            "%slora_a or lora_b is zero, as when they were made, in adapters beside which others "
+            "are not; where the model reads a weight by itself, and never calls its layer, the "
+            "adapter does nothing: adapt it by apply_dora(..., example=), inputs to call the model with:%s",
+            of,
             listing(still),
         )
 
@@ -208,7 +220,7 @@ def _change(before: jax.Array | None, layer: DoRALayer | WeightAdapter) -> jax.A
     kernel = layer.kernel_param[...]
     if before is not None:
         parameters["before"] = before
-    stack = layer.stack if isinstance(layer, WeightAdapter) else stack_of(layer)
+    stack = stack_of(layer)
     parameters = {name: stack.to_leading(value) for name, value in parameters.items()}
     kernel = jax.tree.map(stack.to_leading, kernel)
     return stack.from_leading(kernel_change(Setting.of(layer), kernel=kernel, **parameters))

@@ -231,7 +231,7 @@ def _from_reads(site: Site, registration: Any, modules: list[Found], reads: Any)
     site.how = f"{'registered' if registration else 'read by a product'}, {axes}"
     if looked_up:
         site.how = f"looked up, {axes}"
-        if len(useful) > 1:
+        if any(read.kind == "product" for read in useful):
             site.how = f"looked up and tied to a product, {axes}"
     site.reader = reader_of(site.found, modules, reads)
     if site.reader is None:

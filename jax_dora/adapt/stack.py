@@ -18,10 +18,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.layers.stack import Stack, stacked_axes
+from jax_dora.weights.adapter import WeightAdapter
 
 
 def stack_of(layer: Any, axis: int | None = None) -> Stack:
-    """Returns how the parameters of a base or DoRA layer are stacked.
+    """Returns how the parameters of a base or DoRA layer, or of an adapted weight, are stacked.
 
     Args:
       axis: that layers are stacked along where the shapes fit several; else they have to tell.
@@ -30,6 +31,8 @@ def stack_of(layer: Any, axis: int | None = None) -> Stack:
       NotImplementedError: the kernel is no stack of such layers.
       ValueError: it may be stacked along one axis or another.
     """
+    if isinstance(layer, WeightAdapter):
+        return layer.stack
     cls = dora_class_of(layer) or type(layer)
     shape = tuple(getattr(layer, cls.kernel_name).shape)
     single = tuple(cls.unstacked_shape(layer))

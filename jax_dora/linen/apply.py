@@ -196,11 +196,12 @@ class DoRA(nn.Module):
         params = traverse_util.flatten_dict(self.variables.get("params", {}))
         absent = missing(self.weights, params)
         if absent and self.is_mutable_collection("params"):
-            # A pass of the base makes the parameters, and other collections as a call does. A fresh
-            # adapter computes what it has computed.
+            # A pass of the base makes the parameters, and other collections as a call does. Fresh
+            # adapters compute what it has computed, where there are no others.
             result = run(self.model, *args, **kwargs)
             self._make(absent)
-            if not any(one.rule.lora_b_init for one in self.weights):
+            are_fresh = len(absent) == len(self.weights)
+            if are_fresh and not any(one.rule.lora_b_init for one in self.weights):
                 return result
             params = traverse_util.flatten_dict(self.variables["params"])
             absent = missing(self.weights, params)

@@ -13,7 +13,7 @@ from dora_common.merge_report import MergeReport
 from dora_common.rules import listing
 from jax_dora.adapt.merge import Setting, changed, kernel_change, reported
 from jax_dora.linen.apply import Calls, DoRA
-from jax_dora.linen.params import adapted_modules
+from jax_dora.linen.params import is_adapter
 from jax_dora.linen.stacks import noting_axes, stack_back, stack_first
 
 _TOKENS = itertools.count(1)
@@ -59,11 +59,14 @@ def merge_dora(
     noted = {**variables, "params": noting_axes(variables["params"])}
     jax.eval_shape(lambda: quiet.apply(noted, calls, method, *args, method="noting", **kwargs))
     params = dict(traverse_util.flatten_dict(variables["params"]))
-    reached = {*calls.adapted, *("/".join(one.path[:-1]) for one in adapted.weights)}
-    if missed := sorted(set(adapted_modules(variables["params"])) - reached):
+    reached = {one.paths()["lora_a"] for one in adapted.weights}
+    reached |= {(*filter(None, path.split("/")), "lora_a") for path in calls.adapted}
+    all_lora_a = {path for path in params if path[-1].endswith("lora_a")}
+    if missed := {path for path in all_lora_a - reached if is_adapter(path, params)}:
         raise ValueError(
             "this call of the model does not reach adapters, which could not be merged; expected "
-            f"method= and inputs that reach every adapted layer:{listing(missed)}"
+            "method= and inputs that reach every adapted layer, and rules for it, unlike for:"
+            f"{listing(sorted(map('/'.join, missed)))}"
         )
     layers = []
     for one in adapted.weights:

@@ -253,6 +253,26 @@ def test_other_initial_values_of_lora_b_are_used_at_once():
     assert not np.allclose(found, model.apply({"params": base}, x), atol=1e-2)
 
 
+class Two(nn.Module):
+    """Two weights of one module."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = x @ self.param("a", nn.initializers.normal(1.0), (4, 5))
+        return x @ self.param("b", nn.initializers.normal(1.0), (5, 3))
+
+
+def test_a_call_that_makes_some_adapters_computes_with_those_that_are_there():
+    model, x = Two(), jax.random.normal(KEY, (2, 4))
+    one = apply_dora(model, DoRARule("a", 2, 3.0), example=(x,))
+    both = apply_dora(model, DoRARule("a|b", 2, 3.0), example=(x,))
+    trained = train(one.init(KEY, x))
+    found, made = both.apply(trained, x, rngs={"params": KEY}, mutable=["params"])
+    close(found, one.apply(trained, x))
+    close(found, both.apply(made, x))
+    assert not np.allclose(found, model.apply(trained, x), atol=0.1)
+
+
 def test_one_line_of_coverage_is_logged(caplog):
     with caplog.at_level(logging.INFO, "jax_dora"):
         apply_dora(MODEL, DoRARule("mlp/.*", 2, 4.0), example={"ids": IDS})
@@ -283,16 +303,10 @@ class TestRefusals:
             jax.eval_shape(adapted.apply, base, IDS)
 
     def test_an_adapter_that_the_module_does_not_know(self):
-        class Two(nn.Module):
-            @nn.compact
-            def __call__(self, x):
-                w = self.param("w", nn.initializers.normal(1.0), (4, 4))
-                return nn.Dense(3, name="plain")(x @ w)
-
         model, x = Two(), jax.random.normal(KEY, (2, 4))
-        both = apply_dora(model, DoRARule("w|plain", 2, 4), example=(x,)).init(KEY, x)
-        with pytest.raises(ValueError, match=r"does not reach adapters.*\n  $"):
-            merge_dora(apply_dora(model, DoRARule("plain", 2, 4)), both, x)
+        both = apply_dora(model, DoRARule("a|b", 2, 4), example=(x,)).init(KEY, x)
+        with pytest.raises(ValueError, match=r"does not reach adapters.*:\n  b_lora_a$"):
+            merge_dora(apply_dora(model, DoRARule("a", 2, 4), example=(x,)), both, x)
 
     @pytest.mark.parametrize("example", [3, None])
     def test_things_that_are_no_example_and_no_module(self, example):

@@ -257,6 +257,16 @@ class TestCoverage:
         assert table.count("not adaptable") == 1
         assert table.share("adapted", "adaptable") == pytest.approx(1 - 25 / 615)
 
+    def test_a_table_that_is_looked_up_twice_is_tied_to_no_product(self):
+        class Twice(nnx.Module):
+            def __init__(self):
+                self.table = nnx.Param(jnp.ones((7, WIDTH)))
+
+            def __call__(self, ids):
+                return self.table[...][ids] + self.table[...][ids[::-1]]
+
+        assert [one.how for one in coverage(Twice(), ids()).weights] == ["looked up, io"]
+
     def test_it_is_printed_with_shares(self, base, adapted):
         lines = str(coverage(adapted)).splitlines()
         assert lines[0].split() == ["path", "shape", "elements", "share", "status", "how"]
@@ -357,6 +367,19 @@ def test_an_adapter_that_nothing_computes_with_is_told_of_when_it_is_merged(capl
     merge_dora(adapted)
     assert "never calls its layer" in caplog.text
     assert caplog.text.rstrip().endswith("\n  embed")
+
+
+def test_of_several_adapters_each_is_looked_at_and_named_once(caplog):
+    layer = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+    model = nnx.Dict(a=layer, b=layer, c=nnx.Linear(WIDTH, 3, rngs=nnx.Rngs(1)))
+    adapted = apply_dora(model, DoRARule(".*", 2, 3), rngs=nnx.Rngs(2))
+    adapted.c.lora_b[...] += 0.1
+    half = get_adapter(adapted)
+    adapted.a.lora_b[...] += 0.1
+    merge_dora(model, adapters=[get_adapter(adapted), half])
+    [message] = caplog.messages
+    assert message.startswith("adapters[1]: lora_a or lora_b is zero")
+    assert message.endswith("call the model with:\n  a")
 
 
 def test_a_layer_whose_kernel_another_module_reads_is_adapted_there():
