@@ -158,7 +158,8 @@ def _warn_of_untrained(layers: list[Found], of: str) -> None:
         _LOG.warning(
             "%slora_a or lora_b is zero, as when they were made, in adapters beside which others "
             "are not; where the model reads a weight by itself, and never calls its layer, the "
-            "adapter does nothing: adapt it by apply_dora(..., example=), inputs to call the model with:%s",
+            "adapter does nothing: adapt it by apply_dora(..., example=), inputs to call the model "
+            "with:%s",
             of,
             listing(still),
         )
