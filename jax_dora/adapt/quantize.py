@@ -21,7 +21,7 @@ from jax_dora.layers.rule import DoRARule
 from jax_dora.norms import norm_of_layer
 from jax_dora.ops import quantised
 from jax_dora.ops.rounding import make, round_to
-from jax_dora.ops.row_wise import QTYPE, columns_in_one_piece
+from jax_dora.ops.row_wise import QTYPE, check_format, columns_in_one_piece
 
 TILE_SIZES = {"nf4": 64, "int4": 64, "int8": None, "float8_e4m3fn": None}
 
@@ -115,12 +115,9 @@ def _tile_size(qtype: Any, tile_size: Any) -> int | None:
 
 
 def _check_act_qtype(act_qtype: Any, qtype: str, tile_size: int | None) -> None:
+    check_format(act_qtype)
     if act_qtype is None:
         return
-    if act_qtype != QTYPE:
-        raise ValueError(
-            f"act_qtype is {act_qtype!r}; expected None, for activations as they are, or {QTYPE!r}"
-        )
     if qtype != QTYPE or tile_size is not None:
         tiles = "" if tile_size is None else f" and tile_size {tile_size}"
         raise ValueError(
@@ -190,7 +187,7 @@ def _quantize_layer(
     adapted, cls = isinstance(module, DoRALayer), dora_class_of(module)
     if cls is not None:
         cls.check(module, DoRARule("", getattr(module, "feature_group_count", 1), 1.0))
-    if adapted and not (module.given_norm is module.given_g is None):
+    if adapted and (module.given_norm is not None or module.given_g is not None):
         raise ValueError(
             "it has a given norm, which would be another kernel's; expected none: quantise first, "
             "then take norms or freeze"

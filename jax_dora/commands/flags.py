@@ -49,9 +49,13 @@ def number(told: str, is_right: Callable[[float], bool]) -> Callable[[str], floa
             value = float(text)
         except ValueError:
             value = math.nan
-        held = value == 0 or LEAST <= abs(value) <= LARGEST
-        if not (held and is_right(value)):
+        if not is_right(value):
             raise argparse.ArgumentTypeError(f"{text!r} is out of range: expected a number {told}")
+        if value and not LEAST <= abs(value) <= LARGEST:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is out of float32's range: expected a number {told} that is 0 or of a "
+                f"size from {LEAST:.1e} to {LARGEST:.1e}"
+            )
         return value
 
     return parse

@@ -19,7 +19,8 @@ from jax_dora.ops.quantised import bits, is_quantised
 if TYPE_CHECKING:
     from jax_dora.finetune.plan import Plan
 
-# Beside weights that are whole on every device a step's activations want as much again.
+# A model is kept whole on every device that has room for its weights so many times: the rest is
+# for activations, gradients and the optimizer.
 COPIES_TO_SPARE = 4
 LOSS_CHUNK = 1024  # tokens whose logits exist at a time, as in next_token_loss
 

@@ -2,10 +2,18 @@
 
 import json
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NotRequired, Self, TypedDict, cast
 
-NAMES = {"step", "loss", "gradient_norm", "learning_rate", "tokens_per_second"}
-OPTIONAL = {"eval_loss"}
+
+class Line(TypedDict):
+    """The metrics of a step; losses in nats a token."""
+
+    step: int
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    tokens_per_second: float
+    eval_loss: NotRequired[float]
 
 
 class Log:
@@ -22,7 +30,7 @@ class Log:
         Raises:
           ImportError: TensorBoard's files need tensorboardX.
         """
-        self.lines: list[dict[str, Any]] = []
+        self.lines: list[Line] = []
         self._writer = self._stream = None
         if folder is None:
             return
@@ -48,7 +56,7 @@ class Log:
         if self._writer is not None:
             self._writer.close()
 
-    def add(self, line: dict[str, Any]) -> None:
+    def add(self, line: Line) -> None:
         """Writes a line."""
         self.lines.append(line)
         if self._stream is not None:
@@ -69,12 +77,14 @@ def _writer(folder: Path, done: int) -> Any:
     return SummaryWriter(str(folder), purge_step=done + 1, write_to_disk=True)
 
 
-def _parsed(raw: bytes) -> dict[str, Any] | None:
+def _parsed(raw: bytes) -> Line | None:
     """Returns a line, or None where it is damaged."""
     try:
         line = json.loads(raw)
     except ValueError:
         return None
-    is_whole = raw.endswith(b"\n") and isinstance(line, dict) and line.keys() - OPTIONAL == NAMES
-    is_sound = is_whole and all(type(value) in (int, float) for value in line.values())
-    return line if is_sound and isinstance(line["step"], int) else None
+    is_whole = raw.endswith(b"\n") and isinstance(line, dict)
+    if not is_whole or line.keys() - Line.__optional_keys__ != Line.__required_keys__:
+        return None
+    is_sound = all(type(value) in (int, float) for value in line.values())
+    return cast(Line, line) if is_sound and isinstance(line["step"], int) else None

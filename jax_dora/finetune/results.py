@@ -2,10 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax_dora
 from jax_dora.finetune.data import Example
+from jax_dora.finetune.log import Line
 from jax_dora.finetune.plan import BINDING, Plan
 from jax_dora.models import CausalLM, generate
 
@@ -20,7 +21,7 @@ class Sample(NamedTuple):
     generated: str
 
 
-def draw_losses(lines: list[dict[str, Any]], file: Path) -> None:
+def draw_losses(lines: list[Line], file: Path) -> None:
     """Draws the losses of metrics.jsonl."""
     from matplotlib.figure import Figure  # it takes a while, and only the end needs it
 
@@ -52,7 +53,7 @@ def take_samples(plan: Plan, model: CausalLM) -> list[Sample]:
     ]
 
 
-def write_card(plan: Plan, lines: list[dict[str, Any]], samples: list[Sample], file: Path) -> None:
+def write_card(plan: Plan, lines: list[Line], samples: list[Sample], file: Path) -> None:
     """Writes the model card of the adapter: what it was trained on, how, and to which loss."""
     evaluated = [one["eval_loss"] for one in lines if "eval_loss" in one]
     settings = {name: getattr(plan.args, name) for name in BINDING}

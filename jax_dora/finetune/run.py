@@ -16,7 +16,7 @@ import jax_dora
 import jax_dora.peft
 from jax_dora.finetune import data, estimate, processes, results, training
 from jax_dora.finetune.guard import Interruption, LossGuard
-from jax_dora.finetune.log import Log
+from jax_dora.finetune.log import Line, Log
 from jax_dora.finetune.plan import Plan
 from jax_dora.models import activations, load_model, read_config, save_model
 from jax_dora.models.sharding import whole
@@ -105,7 +105,7 @@ class Run:
                     "speed": f"{speed:,.0f} tokens/s",
                 }
                 progress.update(task, advance=1, **told)
-                line = {
+                line: Line = {
                     "step": step,
                     "loss": float(metrics.loss),
                     "gradient_norm": float(metrics.gradient_norm),
@@ -201,7 +201,7 @@ class Run:
         base = jax_dora.remove_dora(self.parts.model())
         return training.evaluate(base, rows, self.args.batch)
 
-    def _export(self, lines: list[dict[str, Any]]) -> None:
+    def _export(self, lines: list[Line]) -> None:
         args, folder = self.args, self.plan.folder
         adapter, model = args.output / "adapter", self.parts.model()
         model.eval()

@@ -100,9 +100,10 @@ def _forward(static: Forward, shard: Shard, operands: Reduced) -> tuple[Any, Any
 
 
 def _by_quantised_rows(static: Forward, shard: Shard, operands: Reduced) -> tuple[Any, Any]:
-    """Returns (y, inner or None) with the kernel's product in FP8; z and g stay as they are."""
+    """Returns (y, inner or None) of a product with the kernel in FP8, by a scale for each row of x;
+    the adapter's products, g and the bias have the dtypes that they have elsewhere."""
     x, kernel, z, lora_b, g, bias, _ = operands
-    choose.choose(static.op, static.implementation)
+    choose.choose(static.op, static.implementation)  # There is no kernel: one that is named raises.
     base = row_wise.product(x, kernel, shard)
     lora = dot_general(static.precision, z, lora_b.astype(x.dtype), (-1, 0))
     options = {"want_inner": static.want_inner}

@@ -27,6 +27,14 @@ QTYPE = "float8_e4m3fn"
 _ALONE = Shard()
 
 
+def check_format(act_qtype: Any) -> None:
+    """Raises ValueError unless a format of activations is None or "float8_e4m3fn"."""
+    if act_qtype not in (None, QTYPE):
+        raise ValueError(
+            f"act_qtype is {act_qtype!r}; expected None, for activations as they are, or {QTYPE!r}"
+        )
+
+
 def check_act_qtype(act_qtype: Any, name: str, kernel: Any) -> None:
     """Checks that activations can be quantised beside a kernel.
 
@@ -39,12 +47,9 @@ def check_act_qtype(act_qtype: Any, name: str, kernel: Any) -> None:
       ValueError: `act_qtype` is neither None nor "float8_e4m3fn", or the kernel is not quantised to
         float8_e4m3fn with one scale for all inputs of an output feature.
     """
+    check_format(act_qtype)
     if act_qtype is None:
         return
-    if act_qtype != QTYPE:
-        raise ValueError(
-            f"act_qtype is {act_qtype!r}; expected None, for activations as they are, or {QTYPE!r}"
-        )
     told = "is not quantised"
     if quantised.is_quantised(kernel):
         whole = kernel.scale.shape[-2] == 1 and kernel.zero_point is None
