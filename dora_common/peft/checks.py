@@ -119,3 +119,9 @@ def _is_finite(value: Any) -> bool:
 
 def _is_in(value: Any, choices: tuple[Any, ...]) -> bool:
     return any(type(value) is type(choice) and value == choice for choice in choices)
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Returns the numbers of a version, (0, 19, 1); () if it is none."""
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
+    return tuple(int(number or 0) for number in found.groups()) if found else ()

@@ -34,6 +34,9 @@ _INFORMATIVE = frozenset(
 )
 _OFF = (None, False, "", [], {})
 
+# The first of PEFT's whose adapters of packed experts are as they are written here.
+EXPERTS_VERSION = "0.19.1"
+
 _NUMBERED_BLOCK = r".*?\.[^.]*\.(?P<index>\d+)\."
 
 
@@ -223,16 +226,16 @@ class AdapterConfig:
         return matches(self.target_modules, name) and self._is_in_chosen_block(name)
 
     @property
-    def may_swap_experts(self) -> str:
-        """Says why nothing but their shapes tells which of experts' features are the inputs, or
-        "": PEFT before 0.19.1 took the middle axis of a parameter for them, whatever it is."""
-        numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", self.peft_version or "0.0.0")
-        if numbers is None or tuple(map(int, numbers.groups())) >= (0, 19, 1):
+    def square_experts_refusal(self) -> str:
+        """Says why packed experts with as many in features as out features are refused, or "": PEFT
+        before `EXPERTS_VERSION` took the middle axis of a parameter for the inputs, whatever it
+        is, and nothing but their shapes would tell."""
+        if checks.release(self.peft_version or "") >= checks.release(EXPERTS_VERSION):
             return ""
         return (
-            f"the adapter is of PEFT {self.peft_version or 'before 0.18'}, which took the middle "
-            "axis of packed experts for their inputs, and in and out features are as many; "
-            "expected peft_version 0.19.1 or later in adapter_config.json"
+            f"peft_version is {self.peft_version or 'absent'}, and PEFT before {EXPERTS_VERSION} "
+            "took the middle axis of packed experts for their inputs, whose features are as many "
+            f"as the outputs'; expected {EXPERTS_VERSION} or later in adapter_config.json"
         )
 
     def selects_parameter(self, name: str) -> bool:

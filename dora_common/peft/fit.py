@@ -8,6 +8,7 @@ from dora_common.peft import checks
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.keys import Key, Role, adapter_in, key_of, parse
 from dora_common.peft.layers import Layer, Shape, key_modules, refuse_layers
+from dora_common.peft.names import matches
 from dora_common.peft.ties import tied_names, untied_names
 from dora_common.rules import OUTPUT_HEADS
 
@@ -230,7 +231,7 @@ class _Fitting:
                 f"{[layer.out_features, *(1,) * (len(shape) - 1)]}: train with wd_on_output=True"
             )
         if layer.kind == "experts" and layer.in_features == layer.out_features:
-            if reason := self.config.may_swap_experts:
+            if reason := self.config.square_experts_refusal:
                 return f"may have its input and output features swapped: {reason}"
         if shape not in (accepted := layer.accepted_shapes(role, rank)):
             return f"has shape {list(shape)}; expected {list(accepted[0])} for rank {rank}"
@@ -268,7 +269,7 @@ class _Fitting:
     def _find_missing_parameters(self) -> None:
         experts = [name for name, layer in self.layers.items() if layer.kind == "experts"]
         for target in self.config.target_parameters or ():
-            if not any(name == target or name.endswith(f".{target}") for name in experts):
+            if not any(matches((target,), name) for name in experts):
                 self.problems.append(
                     f"{target}, which target_parameters names, is no parameter with packed experts "
                     f"that can be adapted; the model's are {checks.short(experts)}"

@@ -115,18 +115,19 @@ class Folder:
         check_finite(told, tensor, "load it into a model, or with an adapter_dtype, of more range")
         return tensor
 
-    def check_norm(self, name: str, magnitude: Any) -> None:
-        """
+    def check_norm(self, name: str, norm: Any) -> None:
+        """Refuses a layer whose norm with its adapter overflows.
+
         Args:
-          name: of a layer that the folder has a LoRA adapter for.
-          magnitude: its norm.
+          name: of a layer that the folder has an adapter for.
+          norm: the layer's.
 
         Raises:
           ValueError: it is not finite, since the numbers of the adapter are too large to be squared
             or the base weights are not finite.
         """
         told = f"{self.path}: the norm of {name} with its adapter"
-        check_finite(told, magnitude, "an adapter of such numbers has diverged, or the base model")
+        check_finite(told, norm, "an adapter of such numbers has diverged, or the base model")
 
 
 def check_finite(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dora_common.peft.config import AdapterConfig
+from dora_common.peft.config import EXPERTS_VERSION, AdapterConfig
 from dora_common.peft.fit import fit
 from dora_common.peft.folder import check_finite
 from dora_common.peft.keys import key_of, parameter_key
@@ -18,9 +18,6 @@ from dora_common.peft.writing import check_free, write
 
 # The names that PEFT adds to modules_to_save by the task type, whatever the model calls its head.
 _HEADS_OF_TASKS = ("classifier", "score")
-
-# The first of PEFT's whose adapters of packed experts are as they are written here.
-EXPERTS_VERSION = "0.19.1"
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ from jax_dora.adapt.adapter import AdaptedWeight, site_of
 from jax_dora.adapt.sites import Site, sites
 from jax_dora.adapt.tree import find_modules
 from jax_dora.layers.call import bounded_norm
-from jax_dora.layers.layout import Layout, projection_layout
+from jax_dora.layers.layout import Layout
 from jax_dora.layers.stack import Stack
 from jax_dora.peft.names import Names
-from jax_dora.weights.adapter import WeightAdapter
+from jax_dora.weights.adapter import WeightAdapter, weight_layout
+from jax_dora.weights.module import adapters_of
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class TorchWeight:
     @property
     def adapter(self) -> WeightAdapter | None:
         """The adapter beside the weight, or None."""
-        return adapter_of(self.site)
+        found = adapters_of(self.site.found.module)
+        return next((one for one in found if one.place.param == self.site.param), None)
 
     def layer(self, names: Names, index: tuple[int, ...]) -> Layer:
         """What PyTorch would have in the place of one layer's part."""
@@ -54,13 +56,6 @@ class TorchWeight:
             experts=experts,
             is_in_order=param in names.experts,
         )
-
-
-def adapter_of(site: Site) -> WeightAdapter | None:
-    """Returns the adapter beside a site's weight, or None."""
-    module = site.found.module
-    places = module.dora_places.places if site.is_adapted else ()
-    return next((WeightAdapter(module, one) for one in places if one.param == site.param), None)
 
 
 def torch_weights(model: nnx.Module, held: Iterable[AdaptedWeight] = ()) -> dict[str, TorchWeight]:
@@ -89,15 +84,7 @@ def _weight(site: Site) -> TorchWeight | None:
     if site.is_lookup or single.count("b") > 1 or "s" in axes.lstrip("s"):
         return None
     stack = Stack(shape[: axes.count("s")])
-    sizes = {
-        role: tuple(
-            size for size, one in zip(stack.without(shape), single, strict=True) if one == role
-        )
-        for role in "bio"
-    }
-    return TorchWeight(
-        site, stack, projection_layout(sizes["b"], sizes["i"], sizes["o"], single, 1)
-    )
+    return TorchWeight(site, stack, weight_layout(stack.without(shape), single, 1))
 
 
 def in_order(layers: Mapping[str, Any], names: Names) -> dict[str, Any]:

@@ -133,7 +133,7 @@ class WeightAdapter:
         """Returns how the arrays are matrices, of one layer of a stack."""
         stack = self.stack
         shape = stack.without(self.kernel_param.shape)
-        return _layout(shape, self.place.axes.replace("s", ""), self.rank)
+        return weight_layout(shape, self.place.axes.replace("s", ""), self.rank)
 
     @property
     def stack(self) -> Stack:
@@ -182,7 +182,7 @@ class WeightAdapter:
             elif self.given_norm is not None:
                 g = g_of(self, magnitude, order(self.given_norm[...]), self.result_dtype)
             else:
-                layout = _layout(kernel.shape, axes, self.rank)
+                layout = weight_layout(kernel.shape, axes, self.rank)
                 norm = _norm(layout, (kernel, lora_a, lora_b), self.place.rule)
                 g = g_of(self, magnitude, checkpoint_name(norm, NORM_NAME), self.result_dtype)
             arrays = {"kernel": kernel, "lora_a": lora_a, "lora_b": lora_b, "g": g}
@@ -238,7 +238,12 @@ class WeightAdapter:
             delattr(self.module, self.place.attribute(name))
 
 
-def _layout(shape: tuple[int, ...], axes: str, rank: int) -> Layout:
+def weight_layout(shape: tuple[int, ...], axes: str, rank: int) -> Layout:
+    """Returns how a weight of one layer and its adapter are matrices.
+
+    Args:
+      axes: a letter for each of the weight's, "i", "o" or "b", as `Place.axes`.
+    """
     sizes = {
         role: tuple(size for size, one in zip(shape, axes, strict=True) if one == role)
         for role in "bio"

@@ -271,5 +271,5 @@ class TestRefusals:
         name = "base_model.model.experts.lora_B.weight"
         tensors[name] = np.zeros((HIDDEN, RANK * EXPERTS), np.float32)
         save_file(tensors, tmp_path / "adapter_model.safetensors", {"format": "pt"})
-        with pytest.raises(ValueError, match=r"features swapped: the adapter is of PEFT 0\.18\.0"):
+        with pytest.raises(ValueError, match=r"features swapped: peft_version is 0\.18\.0"):
             load_adapter(base, tmp_path)

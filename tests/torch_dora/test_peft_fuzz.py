@@ -58,9 +58,10 @@ def test_what_a_dtype_cannot_hold_is_refused(part: str, tmp_path: Path) -> None:
     assert snapshot(model) == before
 
 
-def test_a_lora_folder_with_an_infinite_norm_is_refused(tmp_path: Path) -> None:
-    folder, model = make_folder(tmp_path, "lora", lora_A=1e30), Model()
+@pytest.mark.parametrize("name", ["lora", "patterns"])
+def test_a_folder_with_an_infinite_norm_is_refused(name: str, tmp_path: Path) -> None:
+    folder, model = make_folder(tmp_path, name, lora_A=1e30), Model()
     before = snapshot(model)
-    with pytest.raises(ValueError, match=r"lora: the norm of first .* holds NaN or infinity"):
+    with pytest.raises(ValueError, match=rf"{name}: the norm of first .* holds NaN or infinity"):
         load_adapter(model, folder)
     assert snapshot(model) == before

@@ -163,8 +163,8 @@ def _make_layers(
         if name not in stays:
             layer = new[id(modules[name])] = adapt(bases[name], name, rule)
             _fill(layer, _values(layer, source, fit.adapters[name], adapter_dtype is None))
-            if not source.config.use_dora:
-                source.check_norm(name, shards.whole(layer.magnitude))
+            norm = layer.norm() if source.config.use_dora else layer.magnitude
+            source.check_norm(name, shards.whole(norm))
     return new
 
 

@@ -217,6 +217,17 @@ def test_what_peft_writes_is_read(tmp_path) -> None:
     assert config.rank_of("x.a") == 2
 
 
+@pytest.mark.parametrize("version", [None, "", "x", "0.18", "0.19", "0.19.0", "0.9.9.dev0"])
+def test_square_experts_of_an_old_or_unknown_peft_are_refused(version: str | None) -> None:
+    config = AdapterConfig.from_json(described(peft_version=version))
+    assert f"peft_version is {version or 'absent'}, and" in config.square_experts_refusal
+
+
+@pytest.mark.parametrize("version", ["0.19.1", "0.20", "0.21.2.dev0", "1.0"])
+def test_square_experts_of_a_new_peft_are_not(version: str) -> None:
+    assert not AdapterConfig.from_json(described(peft_version=version)).square_experts_refusal
+
+
 def test_patterns_give_every_layer_its_own() -> None:
     values = {"a.q": 4, "b.a.q": 8, "c": 4, "aXq": 16, "a.q+": 2}
     default, pattern = patterns_for(values)
