@@ -50,6 +50,25 @@ def bounded_norm(norm: jax.Array, dtype: Any) -> jax.Array:
     return jnp.clip(norm, epsilon(dtype), jnp.finfo(norm.dtype).max)
 
 
+def operands_of_call(
+    layer: Any, inputs: jax.Array, dropout: ops.Dropout | None = None
+) -> dict[str, Any]:
+    """Returns the arrays of a call: x, kernel and bias as the base layer promotes them, the
+    adapter, g by the norm of the stored parameters, so that it does not depend on the dtype of the
+    computation, and the dropout's seed."""
+    bias = None if layer.bias is None else layer.bias[...]
+    x, kernel, bias = layer.promote_dtype((inputs, layer.kernel[...], bias), dtype=layer.dtype)
+    return {
+        "x": x,
+        "kernel": kernel,
+        "bias": bias,
+        "lora_a": layer.lora_a[...],
+        "lora_b": layer.lora_b[...],
+        "g": g_of_call(layer, x.dtype),
+        "seed": None if dropout is None else dropout.seed,
+    }
+
+
 def dropout_of_call(
     layer: Any,
     deterministic: bool | None,

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jax_dora import ops
 from jax_dora.layers.base import DoRALayer
-from jax_dora.layers.call import dropout_of_call, g_of_call, sharded_as
+from jax_dora.layers.call import dropout_of_call, operands_of_call, sharded_as
 from jax_dora.layers.layout import Layout, convolution_layout
 from jax_dora.layers.rule import DoRARule
 from jax_dora.ops.dropout import drop_for
@@ -78,18 +78,7 @@ class DoRAConvolution(DoRALayer):
         Returns:
           [*batch, *window positions, out] in the dtype that the base layer would return.
         """
-        bias = None if self.bias is None else self.bias[...]
-        x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
-        dropout = dropout_of_call(self, deterministic, rngs)
-        operands = {
-            "x": x,
-            "kernel": kernel,
-            "lora_a": self.lora_a[...],
-            "lora_b": self.lora_b[...],
-            "g": g_of_call(self, x.dtype),
-            "bias": bias,
-            "seed": None if dropout is None else dropout.seed,
-        }
+        operands = operands_of_call(self, inputs, dropout_of_call(self, deterministic, rngs))
         return sharded_as(out_sharding, self._composed, operands)
 
     def _composed(self, operands: Mapping[str, Any]) -> jax.Array:

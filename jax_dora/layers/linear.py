@@ -8,7 +8,7 @@ from flax import nnx
 
 from jax_dora.layers.base import DoRALayer
 from jax_dora.layers.base_layer import check_base
-from jax_dora.layers.call import dropout_of_call, g_of_call, product, sharded_as
+from jax_dora.layers.call import dropout_of_call, operands_of_call, product, sharded_as
 from jax_dora.layers.layout import Layout, matrix_layout
 from jax_dora.layers.rule import OPTIONS, layer_rule
 
@@ -127,25 +127,7 @@ class DoRALinear(DoRALayer, nnx.Linear):
         Raises:
           ValueError: out_sharding names an axis that is not explicit.
         """
-        arrays = operands(self, inputs)
-        dropout = dropout_of_call(self, deterministic, rngs)
-        arrays["seed"] = None if dropout is None else dropout.seed
+        arrays = operands_of_call(self, inputs, dropout_of_call(self, deterministic, rngs))
         if out_sharding is None:
             return product(self, arrays)
         return sharded_as(out_sharding, functools.partial(product, self), arrays)
-
-
-def operands(layer: DoRALinear, inputs: jax.Array) -> dict[str, Any]:
-    """Returns what a call computes with: x, kernel and bias as `nnx.Linear` promotes them, the
-    adapter, and g by the norm of the stored parameters, so that it does not depend on the dtype
-    of the computation."""
-    bias = None if layer.bias is None else layer.bias[...]
-    x, kernel, bias = layer.promote_dtype((inputs, layer.kernel[...], bias), dtype=layer.dtype)
-    return {
-        "x": x,
-        "kernel": kernel,
-        "bias": bias,
-        "lora_a": layer.lora_a[...],
-        "lora_b": layer.lora_b[...],
-        "g": g_of_call(layer, x.dtype),
-    }

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_dora.layers.base import DoRALayer
-from jax_dora.layers.call import dropout_of_call, g_of_call, product, sharded_as
+from jax_dora.layers.call import dropout_of_call, operands_of_call, product, sharded_as
 from jax_dora.layers.layout import Layout, projection_layout
 from jax_dora.layers.rule import DoRARule
 
@@ -76,18 +76,7 @@ class DoRAProjection(DoRALayer):
     def _project(
         self, equation: Equation, inputs: jax.Array, out_sharding: Any, deterministic, rngs
     ) -> jax.Array:
-        bias = None if self.bias is None else self.bias[...]
-        x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
-        dropout = dropout_of_call(self, deterministic, rngs)
-        operands = {
-            "x": x,
-            "kernel": kernel,
-            "lora_a": self.lora_a[...],
-            "lora_b": self.lora_b[...],
-            "g": g_of_call(self, x.dtype),
-            "bias": bias,
-            "seed": None if dropout is None else dropout.seed,
-        }
+        operands = operands_of_call(self, inputs, dropout_of_call(self, deterministic, rngs))
         return sharded_as(out_sharding, functools.partial(_of_matrices, self, equation), operands)
 
 

@@ -11,8 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_dora import ops
 from jax_dora.layers.base import DoRALayer
-from jax_dora.layers.call import dropout_of_call
-from jax_dora.layers.linear import DoRALinear, operands
+from jax_dora.layers.call import dropout_of_call, operands_of_call
+from jax_dora.layers.linear import DoRALinear
 from jax_dora.layers.quantised import act_qtype_of, promoting
 from jax_dora.ops.projection import RESULT_NAME
 
@@ -93,7 +93,7 @@ def _fuses(layer: Any) -> bool:
 
 
 def _dtype(layer: DoRALinear, inputs: jax.Array) -> Any:
-    """Returns the dtype of the layer's result, as `DoRALinear.operands` promotes."""
+    """Returns the dtype of the layer's result, as `operands_of_call` promotes."""
     bias = None if layer.bias is None else layer.bias[...]
     return jnp.dtype(
         canonicalize_dtype(inputs, promoting(layer.kernel[...]), bias, dtype=layer.dtype)
@@ -102,7 +102,7 @@ def _dtype(layer: DoRALinear, inputs: jax.Array) -> Any:
 
 def _parts(layer: DoRALinear, inputs: jax.Array, deterministic, rngs):
     """Returns (inner, g, bias) of a call."""
-    given, dropout = operands(layer, inputs), dropout_of_call(layer, deterministic, rngs)
+    given, dropout = operands_of_call(layer, inputs), dropout_of_call(layer, deterministic, rngs)
     inner = ops.lora_linear(
         **{name: given[name] for name in ("x", "kernel", "lora_a", "lora_b")},
         scale=layer.scale,
