@@ -14,10 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from benchmarks import kernel_definitions as definitions
+from benchmarks.kernel_definitions import RATE
 from jax_dora.ops import choose
-from jax_dora.ops.dropout import draw_seed, drop, kept_share
+from jax_dora.ops.dropout import draw_seed
 from jax_dora.ops.mosaic import (
     bank_expand,
     bank_rows,
@@ -36,11 +37,9 @@ from jax_dora.ops.mosaic import (
     quantised_product,
     swiglu_backward,
 )
-from jax_dora.ops.quantised import NF4, Format, bits
+from jax_dora.ops.quantised import Format, bits
 
-RATE = 0.1
 ONE = jnp.float32(1)
-F32: dict[str, Any] = {"preferred_element_type": jnp.float32}
 BF16 = jnp.dtype(jnp.bfloat16)
 
 
@@ -122,61 +121,6 @@ def _draw(key: jax.Array, axes: str, sizes: Mapping[str, int]) -> jax.Array:
     return (values * shape[0] ** -0.5 if axes.startswith(("in", "rank")) else values).astype(BF16)
 
 
-def _norm(kernel, a, b):
-    return jnp.square(kernel.astype(jnp.float32) + jnp.matmul(a, b, **F32)).sum(axis=0)
-
-
-def _dense(codes, scales):
-    values = jnp.array(NF4, jnp.float32)[codes.astype(jnp.uint8)]
-    return values * jnp.repeat(scales, codes.shape[0] // scales.shape[0], axis=0)
-
-
-def _quantised_norm(codes, scales, a, b):
-    return _norm(_dense(codes, scales), a, b)
-
-
-def _quantised_product(x, codes, scales):
-    return x @ _dense(codes, scales).astype(x.dtype)
-
-
-def _compose(base, lora, g):
-    return (g * (base.astype(jnp.float32) + lora)).astype(base.dtype)
-
-
-def _bank_expand(base, z, b, slot, g, scale):
-    lora = scale[:, None, None] * jnp.einsum("ntr,nro->nto", z, b[slot])
-    return (g[:, None] * (base.astype(jnp.float32) + lora)).astype(base.dtype)
-
-
-def _bank_rows(base, x, a, b, g, scale, ranks, ids):
-    z = jnp.einsum("ti,tri->tr", x, a[ids]).astype(x.dtype)
-    lora = scale[ids, None] * jnp.einsum("tr,tro->to", z, b[ids])
-    return (g[ids].astype(jnp.float32) * (base.astype(jnp.float32) + lora)).astype(base.dtype)
-
-
-def _compose_backward(dy, inner, g):
-    wide = dy.astype(jnp.float32)
-    return (g * wide).astype(dy.dtype), jnp.sum(wide * inner, axis=0)
-
-
-def _dropped_product(x, right, seed):
-    return kept_share(RATE) * jnp.matmul(drop(x, seed, RATE), right, **F32)
-
-
-def _dropped_product_back(x, right, seed):
-    return kept_share(RATE) * jnp.matmul(drop(x, seed, RATE).T, right, **F32)
-
-
-def _swiglu_backward(dh, gate, up, gate_g, up_g):
-    wide, inner_1, inner_2 = (t.astype(jnp.float32) for t in (dh, gate, up))
-    y_1, y_2 = gate_g * inner_1, up_g * inner_2
-    gated = lax.logistic(y_1)
-    d_1 = wide * y_2 * gated * (1 + y_1 * (1 - gated))
-    d_2 = wide * y_1 * gated
-    sums = [jnp.sum(d * inner, axis=0) for d, inner in ((d_1, inner_1), (d_2, inner_2))]
-    return ((gate_g * d_1).astype(dh.dtype), (up_g * d_2).astype(dh.dtype), *sums)
-
-
 def _grid(**sizes: Sequence[int]) -> list[dict[str, int]]:
     return [dict(zip(sizes, values, strict=True)) for values in itertools.product(*sizes.values())]
 
@@ -222,7 +166,7 @@ TILED = Format("nf4", (64, 1), BF16, False)
 QUANTISED_SHAPES = [{"in": n, "tiles": n // 64, "out": n} for n in (2048, 8192)]
 KERNELS = {
     "norm": Kernel(
-        *(norm, _norm, "in rank out"),
+        *(norm, definitions.norm, "in rank out"),
         ("in out", "in rank", "rank out"),
         [s | {"in": s["out"]} for s in _grid(out=(1024, 2048, 8192), rank=RANKS)],
         LOW_RANK,
@@ -230,7 +174,7 @@ KERNELS = {
         kinds=(BF16, BF16),
     ),
     "quantised_norm": Kernel(
-        *(quantised_norm, _quantised_norm, "in rank out"),
+        *(quantised_norm, definitions.quantised_norm, "in rank out"),
         ("nf4 in out", "tiles out", "in rank", "rank out"),
         [shape | {"rank": rank} for shape in QUANTISED_SHAPES for rank in RANKS],
         LOW_RANK,
@@ -238,7 +182,7 @@ KERNELS = {
         kinds=(TILED, BF16),
     ),
     "quantised_product": Kernel(
-        *(quantised_product, _quantised_product, "rows in out"),
+        *(quantised_product, definitions.quantised_product, "rows in out"),
         ("rows in", "nf4 in out", "tiles out"),
         [shape | {"rows": rows} for shape in QUANTISED_SHAPES for rows in (1, 32)],
         [low_rank_tiling.Config(slots=2), low_rank_tiling.Config(slots=3)],
@@ -247,21 +191,21 @@ KERNELS = {
         kinds=(TILED, BF16),
     ),
     "compose": Kernel(
-        *(compose, _compose, "rows out"),
+        *(compose, definitions.compose, "rows out"),
         ("rows out", "rows out", "out"),
         ROWS_OUT,
         ELEMENTWISE,
         options=NO_INNER | {"delta": False},
     ),
     "compose_backward": Kernel(
-        *(compose_backward, _compose_backward, "rows out"),
+        *(compose_backward, definitions.compose_backward, "rows out"),
         ("rows out", "rows out", "out"),
         ROWS_OUT,
         ELEMENTWISE,
         options={"delta": False, "want_base": True, "want_lora": False},
     ),
     "expand_compose": Kernel(
-        *(expand_compose, lambda base, z, b, g: _compose(base, z @ b, g), "rows rank out"),
+        *(expand_compose, definitions.expand_compose, "rows rank out"),
         ("rows out", "rows rank", "rank out", "out"),
         _grid(rows=(1024, 4096), out=(2048, 8192), rank=RANKS),
         LOW_RANK,
@@ -269,7 +213,7 @@ KERNELS = {
         options=NO_INNER,
     ),
     "project": Kernel(
-        *(project, lambda x, w, z, b, g: _compose(x @ w, z @ b, g), "rows in out"),
+        *(project, definitions.project, "rows in out"),
         ("rows in", "in out", "rows rank", "rank out", "out"),
         PRODUCT_SHAPES,
         PRODUCTS,
@@ -278,7 +222,7 @@ KERNELS = {
         options=NO_INNER,
     ),
     "project_back": Kernel(
-        *(project_back, lambda d, w, dz, a: d @ w.T + dz @ a.T, "rows in out"),
+        *(project_back, definitions.project_back, "rows in out"),
         ("rows out", "in out", "rows rank", "in rank"),
         PRODUCT_SHAPES,
         PRODUCTS,
@@ -286,7 +230,7 @@ KERNELS = {
         extra=(),
     ),
     "dropped_product": Kernel(
-        *(dropped_product, _dropped_product, "rows in rank"),
+        *(dropped_product, definitions.dropped_product, "rows in rank"),
         ("rows in", "in rank", "seed"),
         DROPPED_SHAPES,
         DROPPED,
@@ -295,7 +239,7 @@ KERNELS = {
         options={"rate": RATE, "transposed": False},
     ),
     "dropped_product_back": Kernel(
-        *(dropped_product_back, _dropped_product_back, "rows in rank"),
+        *(dropped_product_back, definitions.dropped_product_back, "rows in rank"),
         ("rows in", "rows rank", "seed"),
         DROPPED_SHAPES,
         DROPPED,
@@ -304,14 +248,14 @@ KERNELS = {
         options={"rate": RATE, "transposed": True},
     ),
     "swiglu_backward": Kernel(
-        *(swiglu_backward, _swiglu_backward, "rows out"),
+        *(swiglu_backward, definitions.swiglu_backward, "rows out"),
         ("rows out",) * 3 + ("out", "out"),
         ROWS_OUT,
         ELEMENTWISE,
         extra=(),
     ),
     "bank_expand": Kernel(
-        *(bank_expand, _bank_expand, "groups time rank out"),
+        *(bank_expand, definitions.bank_expand, "groups time rank out"),
         ("groups time out", "groups time rank", "slots rank out", "slot", "groups out", "groups"),
         _grid(groups=(8,), slots=(64,), time=(512,), rank=(8, 64), out=(1024, 4096, 14336)),
         LOW_RANK,
@@ -319,7 +263,7 @@ KERNELS = {
         extra=(),
     ),
     "bank_rows": Kernel(
-        *(bank_rows, _bank_rows, "rows in out slots rank"),
+        *(bank_rows, definitions.bank_rows, "rows in out slots rank"),
         (
             *("rows out", "rows in", "slots rank in", "slots rank out", "slots out", "slots"),
             *("ranks", "ids"),

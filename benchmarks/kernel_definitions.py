@@ -1,0 +1,79 @@
+"""What each Mosaic kernel computes, in plain jnp: to be timed beside it, and to check it."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from jax_dora.ops.dropout import drop, kept_share
+from jax_dora.ops.quantised import NF4
+
+RATE = 0.1
+F32: dict[str, Any] = {"preferred_element_type": jnp.float32}
+
+
+def norm(kernel, a, b):
+    return jnp.square(kernel.astype(jnp.float32) + jnp.matmul(a, b, **F32)).sum(axis=0)
+
+
+def dense(codes, scales):
+    values = jnp.array(NF4, jnp.float32)[codes.astype(jnp.uint8)]
+    return values * jnp.repeat(scales, codes.shape[0] // scales.shape[0], axis=0)
+
+
+def quantised_norm(codes, scales, a, b):
+    return norm(dense(codes, scales), a, b)
+
+
+def quantised_product(x, codes, scales):
+    return x @ dense(codes, scales).astype(x.dtype)
+
+
+def compose(base, lora, g):
+    return (g * (base.astype(jnp.float32) + lora)).astype(base.dtype)
+
+
+def expand_compose(base, z, b, g):
+    return compose(base, z @ b, g)
+
+
+def project(x, w, z, b, g):
+    return compose(x @ w, z @ b, g)
+
+
+def project_back(d, w, dz, a):
+    return d @ w.T + dz @ a.T
+
+
+def bank_expand(base, z, b, slot, g, scale):
+    lora = scale[:, None, None] * jnp.einsum("ntr,nro->nto", z, b[slot])
+    return (g[:, None] * (base.astype(jnp.float32) + lora)).astype(base.dtype)
+
+
+def bank_rows(base, x, a, b, g, scale, ranks, ids):
+    z = jnp.einsum("ti,tri->tr", x, a[ids]).astype(x.dtype)
+    lora = scale[ids, None] * jnp.einsum("tr,tro->to", z, b[ids])
+    return (g[ids].astype(jnp.float32) * (base.astype(jnp.float32) + lora)).astype(base.dtype)
+
+
+def compose_backward(dy, inner, g):
+    wide = dy.astype(jnp.float32)
+    return (g * wide).astype(dy.dtype), jnp.sum(wide * inner, axis=0)
+
+
+def dropped_product(x, right, seed):
+    return kept_share(RATE) * jnp.matmul(drop(x, seed, RATE), right, **F32)
+
+
+def dropped_product_back(x, right, seed):
+    return kept_share(RATE) * jnp.matmul(drop(x, seed, RATE).T, right, **F32)
+
+
+def swiglu_backward(dh, gate, up, gate_g, up_g):
+    wide, inner_1, inner_2 = (t.astype(jnp.float32) for t in (dh, gate, up))
+    y_1, y_2 = gate_g * inner_1, up_g * inner_2
+    gated = lax.logistic(y_1)
+    d_1 = wide * y_2 * gated * (1 + y_1 * (1 - gated))
+    d_2 = wide * y_1 * gated
+    sums = [jnp.sum(d * inner, axis=0) for d, inner in ((d_1, inner_1), (d_2, inner_2))]
+    return ((gate_g * d_1).astype(dh.dtype), (up_g * d_2).astype(dh.dtype), *sums)
