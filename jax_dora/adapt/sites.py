@@ -208,7 +208,7 @@ def _from_reads(site: Site, registration: Any, modules: list[Found], reads: Any)
         site.is_lookup = not registration.linear
         site.how = f"registered, {axes}"
         if not axes:
-            site.refusal = "its registration says that it has no contracted and feature axes"
+            site.refusal = "its registration cannot say which axes are contracted"
         return
     if not reads:
         site.refusal = "no operation of this call reads it"

@@ -11,11 +11,19 @@ def _einsum(module: Any) -> str | None:
     return einsum_axes(module.einsum_str)
 
 
-def _dense_general(module: Any) -> str:
+def _dense_general(module: Any) -> str | None:
     letters = "i" * len(module.in_features_shape) + "o" * len(module.out_features_shape)
     single = (*module.in_features_shape, *module.out_features_shape)
     axes = stacked_axes(module.kernel.shape, single)  # MaxText scans along the second
-    return f"{letters[: axes[0]]}s{letters[axes[0] :]}" if len(axes) == 1 else letters
+    if len(axes) == 1:
+        return f"{letters[: axes[0]]}s{letters[axes[0] :]}"
+    return None if axes and scan_axis(module.kernel) is None else letters
+
+
+def scan_axis(variable: Any) -> int | None:
+    """Returns the axis of a parameter along which MaxText has stacked layers, as its metadata says;
+    None where it says nothing."""
+    return variable.get_metadata().get("param_scan_axis")
 
 
 _TUNIX = tuple(

@@ -6,7 +6,7 @@ from typing import Any
 
 from flax import nnx
 
-from jax_dora.weights.known import KNOWN
+from jax_dora.weights.known import KNOWN, scan_axis
 
 type Axes = str | Callable[[Any], str | None]
 
@@ -37,7 +37,10 @@ class Registration:
         if axes is None:
             return None
         _check_axes(axes)
-        ndim = getattr(module, self.param).ndim
+        variable = getattr(module, self.param)
+        ndim = variable.ndim
+        if stack_axis is None:
+            stack_axis = scan_axis(variable)
         if len(axes) > ndim:
             raise ValueError(
                 f"axes is {axes!r} for a {self.param} of {ndim} axes; expected a letter for each"

@@ -69,6 +69,19 @@ class WeightTrace(jax.core.Trace):
         args = self._arrays(args)
         return self.parent.process_custom_vjp_call(primitive, fun, fwd, bwd, args, **options)
 
+    def process_shard_map(self, primitive: Any, fun: Any, args: Any, /, **options):
+        # Its body may hold weights that it does not take: jax.jit finds them.
+        results: Any = None
+
+        def run(*args: Any) -> list[Any]:
+            nonlocal results
+            results = primitive.bind(*args, subfuns=(fun,), **options)
+            return list(results)
+
+        with core.set_current_trace(self):
+            arrays = jax.jit(run)(*args)
+        return results.update(arrays)
+
     def array(self, value: Any) -> Any:
         """Returns a value as the trace around has it: of a weight the effective one."""
         return self._arrays([value], "a result of the method")[0]

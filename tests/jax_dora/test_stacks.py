@@ -168,21 +168,43 @@ def test_a_registration_says_it():
         jax_dora.weights.registry._BY_CLASS.update(before)
 
 
-def test_a_dense_general_of_maxtext_tells_it_by_its_shapes():
+def stacked_dense(heads: int, **metadata) -> nnx.Module:
+    """Layers as MaxText's, along axis 1."""
+
     class DenseGeneral(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
-            self.in_features_shape, self.out_features_shape = (5,), (2, 4)
-            self.kernel = nnx.Param(jax.random.normal(rngs.params(), (5, 2, 4)))
+            self.in_features_shape, self.out_features_shape = (5,), (heads, 4)
+            kernel = jax.random.normal(rngs.params(), (5, heads, 4))
+            self.kernel = nnx.Param(kernel, **metadata)
 
         def __call__(self, x: jax.Array) -> jax.Array:
             return jnp.einsum("bd,dnh->bnh", x, self.kernel[...])
 
     DenseGeneral.__module__, DenseGeneral.__qualname__ = "maxtext.layers.linears", "DenseGeneral"
     make = nnx.split_rngs(splits=LAYERS)(nnx.vmap(DenseGeneral, out_axes=1))
-    adapted = apply_dora(make(nnx.Rngs(0)), DoRARule("", 2, 3), rngs=nnx.Rngs(1))
+    return make(nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(("heads", "metadata"), [(2, {}), (LAYERS, {"param_scan_axis": 1})])
+def test_a_dense_general_of_maxtext_tells_it_by_its_shapes_or_metadata(heads, metadata):
+    base = stacked_dense(heads, **metadata)
+    adapted = apply_dora(base, DoRARule("", 2, 3), rngs=nnx.Rngs(1))
     assert get_adapter(adapted).weights[0].axes == "isoo"
     assert adapted.lora_a.shape == (5, LAYERS, 2)
-    assert adapted.magnitude.shape == (2, LAYERS, 4)
+    assert adapted.magnitude.shape == (heads, LAYERS, 4)
+
+
+def test_a_dense_general_whose_shapes_do_not_tell_is_refused():
+    with pytest.raises(TypeError, match="its registration cannot say which axes are contracted"):
+        apply_dora(stacked_dense(LAYERS), DoRARule("", 2, 3), rngs=nnx.Rngs(1))
+
+
+def test_a_registration_of_a_layer_goes_by_the_metadata_of_maxtexts_scan():
+    registration = jax_dora.weights.registry.Registration("w", "bio", linear=True)
+    own = Own(2, nnx.Rngs(0))
+    own.w = nnx.Param(jnp.ones((3, 2, 4, 5)), param_scan_axis=1)
+    assert registration.axes_of(own) == "bsio"
+    assert registration.axes_of(own, 0) == "sbio"
 
 
 def test_dropout_and_sharding_metadata_lie_along_their_axes():

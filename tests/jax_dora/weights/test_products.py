@@ -19,6 +19,12 @@ from tests.tables import thinned
 
 RANK, RULE = 2, DoRARule("", 2, 3.0)
 ROWS = jnp.array([[1, 2], [4, 0]])
+MANUAL = functools.partial(
+    jax.shard_map,
+    mesh=jax.sharding.Mesh(jax.devices()[:1], "device"),
+    in_specs=jax.P(),
+    out_specs=jax.P(),
+)
 
 # The weight's shape, its axes, the operand's shape or the operand, and the program.
 CASES = {
@@ -93,6 +99,14 @@ CASES = {
     "returned": ((4, 5), "io", (6, 4), lambda w, x: w.T),
     "two weights": ((4, 4), "io", (6, 4), lambda w, x: x @ (w @ w)),
     "custom gradient": ((4, 5), "io", (6, 4), lambda w, x: jax.nn.relu(w).sum() * x),
+    "manual": ((4, 5), "io", (6, 4), lambda w, x: MANUAL(jnp.matmul)(x, w)),
+    "manual, of another array": ((4, 5), "io", (6, 4), lambda w, x: MANUAL(jnp.multiply)(x, x) @ w),
+    "manual, closed over": (
+        (4, 5),
+        "io",
+        (6, 4),
+        lambda w, x: MANUAL(lambda x, one: one * (x @ w))(x, 2),
+    ),
     "gradient inside": (
         (4, 5),
         "io",
@@ -103,9 +117,10 @@ CASES = {
 QUICK = [
     *("transposed", "heads", "join heads", "merged axes", "every expert", "a chosen expert"),
     *("ragged, transposed", "lookup", "tied head", "scan over layers", "remat", "cond", "vmap"),
-    *("sliced features", "no product", "gradient inside"),
+    *("sliced features", "no product", "manual", "manual, closed over", "gradient inside"),
 ]
 READ_BY_OTHERS = {"no product", "returned", "two weights", "custom gradient"}
+READ_BY_OTHERS |= {"manual", "manual, closed over"}
 
 
 @pytest.mark.parametrize("name", thinned(CASES, QUICK))
