@@ -1,13 +1,93 @@
-"""A linen decoder of MaxText's own layers, whose layers are stacked along axis 1 as MaxText's are
-(`param_scan_axis`)."""
+"""MaxText's models, tiny, and what to call them with; and a linen decoder of its layers. Layers are
+stacked along axis 1, as MaxText does (`param_scan_axis`)."""
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
+from flax import nnx
 
 WIDTH = 6
+TOKENS = jnp.arange(10).reshape(2, 5) * 3 % 31
+_INPUTS = (TOKENS, jnp.broadcast_to(jnp.arange(5), (2, 5)), jnp.ones((2, 5), jnp.int32))
+
+_SIZES = {
+    "base_emb_dim": 8,
+    "base_mlp_dim": 12,
+    "base_num_decoder_layers": 2,
+    "base_num_query_heads": 4,
+    "base_num_kv_heads": 2,
+    "head_dim": 6,
+    "max_target_length": 5,
+    "per_device_batch_size": 2,
+    "vocab_size": 31,
+}
+_HERE = {
+    "attention": "dot_product",
+    "dtype": "float32",
+    "enable_checkpointing": False,
+    "hardware": "cpu",
+    "log_config": False,
+    "matmul_precision": "highest",
+    "run_name": "tiny",
+    "skip_jax_distributed_system": True,
+    "weight_dtype": "float32",
+}
+_EXPERTS = {
+    "base_moe_mlp_dim": 12,
+    "capacity_factor": -1,
+    "decoder_block": "mixtral",
+    "megablox": False,
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "sparse_matmul": False,
+}
+# As Llama, with the head tied to the embedding, and as Mixtral; scanned and rematerialised.
+MODELS = {"decoder": {"logits_via_embedding": True}, "MoE": _EXPERTS}
+
+
+def _config(**options: Any) -> Any:
+    maxtext, pyconfig = (
+        importlib.import_module(n) for n in ("maxtext", "maxtext.configs.pyconfig")
+    )
+    base = Path(maxtext.__file__).with_name("configs") / "base.yml"
+    return pyconfig.initialize(["", str(base)], **_SIZES, **_HERE, **options)
+
+
+def _mesh(config: Any) -> Any:
+    return importlib.import_module("maxtext.utils.maxtext_utils").get_mesh_from_config(config)
+
+
+def made(name: str) -> nnx.Module:
+    """Returns a whole model."""
+    models, config = importlib.import_module("maxtext.models.models"), _config(**MODELS[name])
+    return models.Transformer(config, _mesh(config), None, rngs=nnx.Rngs(0))
+
+
+def call(model: Any) -> jax.Array:
+    """Returns a model's logits."""
+    return model(*_INPUTS, enable_dropout=False)
+
+
+def experts(**options: Any) -> nnx.Module:
+    """Returns MaxText's experts with their gate, `RoutedMoE`."""
+    moe, initializers = (
+        importlib.import_module(f"maxtext.layers.{n}") for n in ("moe", "initializers")
+    )
+    config = _config(**_EXPERTS | options)
+    return moe.RoutedMoE(
+        config=config,
+        num_experts=3,
+        num_experts_per_tok=2,
+        mesh=_mesh(config),
+        kernel_init=initializers.nd_dense_init(1.0, "fan_in", "truncated_normal"),
+        kernel_axes=("embed", None),
+        intermediate_dim=12,
+        rngs=nnx.Rngs(0),
+    )
 
 
 def dense(features: Any, names: tuple[str, ...], **options: Any) -> nn.Module:

@@ -1,9 +1,11 @@
-"""MaxText's layers: in nnx by their class, in a linen decoder by what reads their kernels."""
+"""MaxText's models, whole, and its layers: in nnx by their class, in a linen decoder by what reads
+their kernels."""
 
 import importlib
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -11,7 +13,7 @@ from flax import nnx
 import jax_dora
 from jax_dora import DoRARule
 from jax_dora.linen import apply_dora, coverage, join_adapters, merge_dora, split_adapters
-from tests.models.maxtext_models import WIDTH, Decoder
+from tests.models.maxtext_models import MODELS, TOKENS, WIDTH, Decoder, call, experts, made
 
 pytestmark = [
     pytest.mark.models,
@@ -35,6 +37,93 @@ def train(params):
     noise = [jax.random.normal(key, leaf.shape) / 9 for key, leaf in zip(keys, leaves, strict=True)]
     leaves = [leaf * (1 + n) + n for leaf, n in zip(leaves, noise, strict=True)]
     return {"params": join_adapters(jax.tree.unflatten(structure, leaves), frozen)}
+
+
+def _difference(one, other) -> float:
+    return float(jnp.abs(one - other).max() / jnp.abs(other).max())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_whole_model_trains_and_merges(name):
+    base = made(name)
+    table = jax_dora.coverage(base, call)
+    linear = {one.path: one for one in table.weights if one.is_linear}
+    others = {one.path for one in table.weights if one.path not in linear}
+    norms = {f"decoder/layers/{one}_self_attention_layer_norm" for one in ("pre", "post")}
+    head = {"decoder": set(), "MoE": {"decoder/logits_dense"}}[name]
+    assert len(linear) == {"decoder": 7, "MoE": 8}[name]
+    assert others == {"token_embedder"} | head | norms
+    assert not any(one.merged_bytes for one in table.weights)
+    # Without inputs, MaxText's own metadata say along which axis layers are stacked.
+    by_class = {one.path: one.how for one in jax_dora.coverage(base).weights}
+    assert all(by_class[path] == one.how for path, one in linear.items())
+
+    rules = [DoRARule("all-linear", 4, 8), DoRARule("|".join(others - norms), 4, 8)]
+    model = jax_dora.apply_dora(base, rules, rngs=nnx.Rngs(1), example=call)
+    logits = nnx.jit(call)(base)
+    assert _difference(nnx.jit(call)(model), logits) <= 1e-6
+    wrt = nnx.DiffState(0, nnx.LoRAParam)
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam)
+
+    @nnx.jit
+    def step(model, optimizer):
+        def loss_of(model):
+            scores = call(model)[:, :-1]
+            losses = optax.softmax_cross_entropy_with_integer_labels(scores, TOKENS[:, 1:])
+            return losses.mean()
+
+        loss, grads = nnx.value_and_grad(loss_of, argnums=wrt)(model)
+        optimizer.update(model, grads)
+        return loss, grads
+
+    before = nnx.to_flat_state(nnx.state(base, nnx.Param))
+    steps = [step(model, optimizer) for _ in range(20)]
+    assert steps[-1][0] < steps[0][0]
+    flat = nnx.to_flat_state(steps[-1][1])
+    assert not [path for path, one in flat if not bool(jnp.any(one[...] != 0))]
+    after = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+    assert all(jnp.array_equal(one[...], after[path][...]) for path, one in before)
+    merged = jax_dora.merge_dora(model)
+    assert type(merged) is type(base)
+    trained = nnx.jit(call)(model)
+    assert _difference(nnx.jit(call)(merged), trained) <= 2e-5
+    assert _difference(logits, trained) > 1e-2
+
+
+@pytest.mark.parametrize("is_sparse", [False, True], ids=["every expert", "ragged"])
+def test_routed_experts_are_adapted_by_their_class(is_sparse):
+    """Ragged products stand in a `shard_map`, which is given W'."""
+    base = experts(sparse_matmul=is_sparse)
+    x = jax.random.normal(KEY, (2, 5, 8))
+    table = jax_dora.coverage(base, x)
+    assert {one.path: one.how for one in table.weights} == {
+        "gate": "registered, io",
+        **dict.fromkeys(("wi_0", "wi_1", "wo"), "registered, bio"),
+    }
+    assert [bool(one.merged_bytes) for one in table.weights if one.path != "gate"] == [
+        is_sparse
+    ] * 3
+    model = jax_dora.apply_dora(base, DoRARule("all-linear", 2, 4), rngs=nnx.Rngs(1))
+    assert type(model).__mro__[1] is type(base)
+    assert model.wo_magnitude.shape == (3, 8)
+    call = nnx.jit(lambda model, x: model(x)[0])
+    assert _difference(call(model, x), call(base, x)) <= 1e-6
+    leaves, structure = jax.tree.flatten(nnx.state(model, nnx.LoRAParam))
+    noise = [jax.random.normal(jax.random.key(n), one.shape) / 9 for n, one in enumerate(leaves)]
+    leaves = [one * (1 + n) + n for one, n in zip(leaves, noise, strict=True)]
+    nnx.update(model, jax.tree.unflatten(structure, leaves))
+    found = call(model, x)
+    assert _difference(found, call(jax_dora.merge_dora(model), x)) <= 2e-5
+    assert _difference(found, call(base, x)) > 0.1
+
+    @nnx.jit
+    def gradient(model):
+        wrt = nnx.DiffState(0, nnx.LoRAParam)
+        return nnx.grad(lambda model: jnp.sum(jnp.sin(model(x)[0])), argnums=wrt)(model)
+
+    flat = nnx.to_flat_state(gradient(model))
+    assert len(flat) == 3 * 4
+    assert not [path for path, one in flat if not bool(jnp.any(one[...] != 0))]
 
 
 def test_dense_general_is_adapted_by_its_class():
