@@ -24,6 +24,8 @@ def tables() -> Iterator[tuple[str, Coverage]]:
         yield f"Tunix {name}", jax_dora.coverage(make(), *tunix_models.EXAMPLE)
     for name, model in gemma_models.MODELS.items():
         yield f"gemma {name}", jax_dora.linen.coverage(model(), *gemma_models.EXAMPLE)
+    for name in maxtext_models.MODELS:
+        yield f"MaxText {name}", jax_dora.coverage(maxtext_models.made(name), maxtext_models.call)
     x = jax.ShapeDtypeStruct((2, 3, maxtext_models.WIDTH), jnp.float32)
     decoder = jax_dora.linen.coverage(maxtext_models.Decoder(), x)
     yield "MaxText's layers in a linen decoder", decoder

@@ -45,8 +45,8 @@ _EXPERTS = {
     "num_experts_per_tok": 2,
     "sparse_matmul": False,
 }
-# As Llama, with the head tied to the embedding, and as Mixtral; scanned and rematerialised.
-MODELS = {"decoder": {"logits_via_embedding": True}, "MoE": _EXPERTS}
+# As Llama and as Mixtral; scanned and rematerialised.
+MODELS = {"decoder": {}, "MoE": _EXPERTS}
 
 
 def _config(**options: Any) -> Any:
