@@ -15,6 +15,13 @@ from jax_dora.bank.layers import BankArray
 from jax_dora.ops.bank_slots import Slots
 
 
+def without_g(bank: Any) -> Any:
+    """Returns a copy of a bank whose g no row is multiplied by: LoRA's."""
+    bank = jax.tree.unflatten(jax.tree.structure(bank), jax.tree.leaves(bank))
+    bank.arrays = {path: one._replace(g=None) for path, one in bank.arrays.items()}
+    return bank
+
+
 class Sizes(NamedTuple):
     """Of a layer: hidden, the keys' and values' features, intermediate."""
 
@@ -127,8 +134,7 @@ def _round(kind: str, graphdef: Any) -> Callable[..., jax.Array]:
         if kind == "base":
             return model(x)
         if kind == "LoRA":
-            bank = jax.tree.unflatten(jax.tree.structure(bank), jax.tree.leaves(bank))
-            bank.arrays = {path: one._replace(g=None) for path, one in bank.arrays.items()}
+            bank = without_g(bank)
         implementation = {"DoRA xla": "xla", "kernel": "mosaic"}.get(kind)
         return jax_dora.with_bank(model, bank, ids, implementation=implementation)(x)
 

@@ -191,6 +191,7 @@ def _timed(programs: list[Program], settings: Settings) -> Iterator[Row]:
                 jax.block_until_ready(one.run(*operands))
             except Exception as error:
                 programs[place] = _failed(one.row, one.model, error)
+                times[place].clear()
                 continue
             if turn:  # The first warms up.
                 times[place].append(1e3 * (time.perf_counter() - begin))

@@ -16,10 +16,10 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from benchmarks.bank_adapters import draw_ids, random_adapter
+from benchmarks.bank_programs import without_g
 from benchmarks.results import Row
 from benchmarks.step import LLAMA_3_8B, TINY
 from jax_dora.finetune.tiny import byte_level_tokenizer
@@ -71,10 +71,7 @@ class WithoutG(Bank):
 
     @property
     def arrays(self) -> Any:
-        bank = super().arrays
-        bank = jax.tree.unflatten(jax.tree.structure(bank), jax.tree.leaves(bank))
-        bank.arrays = {path: one._replace(g=None) for path, one in bank.arrays.items()}
-        return bank
+        return without_g(super().arrays)
 
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:

@@ -71,8 +71,11 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
                 gc.collect()
                 if device == "cuda":
                     torch.cuda.empty_cache()
-            base = base or row["tokens_per_s"]
-            yield row | {"of_base": row["tokens_per_s"] / base}
+            if kind == "transformers":
+                base = row["tokens_per_s"]
+            elif base:
+                row["of_base"] = row["tokens_per_s"] / base
+            yield row
 
 
 def _answers(settings: Settings, kind: str, count: int, device: str) -> Any:
@@ -190,9 +193,9 @@ def line(row: Row) -> str:
     """Returns a row as a line to read."""
     if "failed" in row:
         return f"{row['kind']:15} {row['adapters']:5} adapters failed: {row['failed'][:150]}"
+    ratio = f"  {row['of_base']:.3f} of the base's" if "of_base" in row else ""
     return (
         f"{row['kind']:15} {row['adapters']:5} adapters  {row['tokens_per_s']:8,.0f} tokens/s  "
         f"first token {row['first_token_ms']:7.0f} ms, 90 % within "
-        f"{row['first_token_p90_ms']:7.0f} ms  {row['generates']:3} batches  "
-        f"{row['of_base']:.3f} of the base's"
+        f"{row['first_token_p90_ms']:7.0f} ms  {row['generates']:3} batches{ratio}"
     )

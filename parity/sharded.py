@@ -190,7 +190,7 @@ def main(arguments: Sequence[str]) -> int:
     if not options.quick:
         from parity import sharded_training
 
-        sharded_training.run(report, tuple(LAYOUTS), device)
+        sharded_training.run(report, tuple(LAYOUTS))
         sharded_training.run_torch(report, tuple(LAYOUTS), device)
     report.print()
     return 0 if report.passed else 1

@@ -34,7 +34,7 @@ def problem() -> tuple[LayerInputs, torch.Tensor, float]:
     return inputs, wanted.float(), float((wanted - x @ weight.T).square().mean())
 
 
-def run(report: Report, names: Sequence[str], device: str) -> None:
+def run(report: Report, names: Sequence[str]) -> None:
     """Adds a line for each layout that is named, on JAX's side."""
     alone = losses(None)
     for name in names:

@@ -94,7 +94,7 @@ def _served(rows: list[Row], table: Table) -> str:
 def figures(root: Path) -> dict[str, tuple[str, Callable[[Path], Figure]]]:
     """Returns the figures that can be drawn of what was measured."""
     made: dict[str, tuple[str, Callable[[Path], Figure]]] = {}
-    if any(row.get("mix") == "growth" for row in files(root, "bank")[:1] for row in row[-1]):
+    if any(row.get("mix") == "growth" for _, _, rows in files(root, "bank")[:1] for row in rows):
         made["bank_growth"] = ("Decoding over the base alone, by adapters and by rank", growth)
     if files(root, "serve"):
         made["served"] = ("Served, by the number of adapters", served)

@@ -135,8 +135,8 @@ def torch_kernels() -> dict[str, Callable[[], object]]:
     z, a, b, weight = draw(ROWS, RANK), draw(RANK, IN), draw(OUT, RANK), draw(OUT, IN)
     squares = draw(OUT, dtype=torch.float32).abs()
     held = draw(2, RANK, IN), draw(2, RANK, OUT), draw(2, OUT, dtype=torch.float32), squares[:2]
-    ranks, ids = squares[:2].int() * 0 + RANK - 1, squares[:3].long() * 0
-    ids += torch.arange(-1, 2, device=ids.device)
+    ranks = torch.full((2,), RANK - 1, dtype=torch.int32, device="cuda")
+    ids = torch.arange(-1, 2, device="cuda")
     return {
         "planted overrun": lambda: _overrunning_kernel[(1,)](squares),
         "bank": lambda: bank_expand.bank_linear(

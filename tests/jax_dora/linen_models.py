@@ -4,8 +4,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from jax import lax
+
+from jax_dora.linen import join_adapters, split_adapters
 
 WIDTH, HIDDEN, LAYERS, EXPERTS, VOCABULARY = 6, 5, 2, 3, 11
 normal = nn.initializers.normal(0.5)
@@ -114,3 +117,13 @@ class Model(nn.Module):
 
     def encode(self, ids: jax.Array) -> jax.Array:
         return self.mlp(self.embedder.encode(ids))
+
+
+def train(variables):
+    """Variables with every number of their adapters away from its start."""
+    adapters, rest = split_adapters(variables["params"])
+    leaves, structure = jax.tree.flatten(adapters)
+    rng = np.random.default_rng(0)
+    noise = [jnp.asarray(rng.standard_normal(leaf.shape, np.float32) / 9) for leaf in leaves]
+    leaves = [leaf * (1 + n) + n for leaf, n in zip(leaves, noise, strict=True)]
+    return {"params": join_adapters(jax.tree.unflatten(structure, leaves), rest)}

@@ -10,6 +10,7 @@ from jax_dora import DoRAEmbed, DoRARule, apply_dora, get_adapter, set_adapter
 from parity import oracle, tolerances
 from tests.jax_dora.matrices import differentiate, trained
 from tests.matrices import Problem, judge, within
+from tests.tables import thinned
 
 VOCABULARY, FEATURES, RANK, ALPHA = 41, 24, 3, 4.0
 
@@ -19,7 +20,9 @@ def make(dtype=jnp.float32, **options) -> DoRAEmbed:
     return DoRAEmbed(base, rank=RANK, alpha=ALPHA, rngs=nnx.Rngs(1), **options)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", thinned([jnp.float32, jnp.bfloat16, jnp.float16], [jnp.float32, jnp.bfloat16])
+)
 def test_agrees_with_the_oracle(dtype):
     layer = trained(make(dtype))
     ids = jax.random.randint(jax.random.key(0), (3, 7), 0, VOCABULARY)

@@ -1,5 +1,6 @@
 """`DoRADense`: against the oracle and `nn.Dense`, under linen's transforms, in an optax step."""
 
+import itertools
 import math
 
 import chex
@@ -16,6 +17,7 @@ from jax_dora.linen import DoRADense, adapter_labels, join_adapters, split_adapt
 from jax_dora.ops import draw_seed
 from jax_dora.ops.dropout import drop
 from parity import oracle, tolerances
+from tests.tables import thinned
 
 IN, OUT, RANK, ALPHA = 72, 56, 5, 8.0
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
@@ -54,7 +56,10 @@ def assert_within(actual, expected, bound) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "use_rslora"),
-    [(jnp.float32, True), (jnp.bfloat16, False), (jnp.float16, False)],
+    thinned(
+        itertools.product(DTYPES, [False, True]),
+        [(jnp.float32, True), (jnp.bfloat16, False), (jnp.float16, False)],
+    ),
 )
 def test_agrees_with_the_oracle(dtype, use_rslora):
     x = inputs(dtype)
@@ -86,7 +91,10 @@ def test_agrees_with_the_oracle(dtype, use_rslora):
 
 @pytest.mark.parametrize(
     ("dtype", "use_bias"),
-    [(jnp.float32, True), (jnp.bfloat16, True), (jnp.bfloat16, False)],
+    thinned(
+        itertools.product(DTYPES, [True, False]),
+        [(jnp.float32, True), (jnp.bfloat16, True), (jnp.bfloat16, False)],
+    ),
 )
 def test_adapting_a_pretrained_dense_is_the_identity(dtype, use_bias):
     x = inputs(dtype)

@@ -14,6 +14,7 @@ import jax_dora
 from jax_dora import DoRARule
 from jax_dora.linen import apply_dora, join_adapters, merge_dora, split_adapters
 from parity.tolerances import OPERATOR_FP32_MAX_ABS
+from tests.jax_dora.linen_models import train
 from tests.tables import thinned
 
 WIDTH, VOCABULARY, LAYERS = 8, 13, 3
@@ -77,16 +78,6 @@ def adapt(base, rules, run=lambda add, base: jax.jit(add)(base), **options):
 def everything(base):
     """The model with every layer adapted, and its variables."""
     return adapt(base, RULES)
-
-
-def train(variables, seed=0):
-    """Every adapter away from its start."""
-    adapters, rest = split_adapters(variables["params"])
-    leaves, structure = jax.tree.flatten(adapters)
-    rng = np.random.default_rng(seed)
-    noise = [jnp.asarray(rng.standard_normal(leaf.shape, np.float32) / 20) for leaf in leaves]
-    leaves = [leaf * (1 + n) + n for leaf, n in zip(leaves, noise, strict=True)]
-    return {"params": join_adapters(jax.tree.unflatten(structure, leaves), rest)}
 
 
 def test_a_fresh_adapter_changes_no_bit(base, everything):

@@ -20,7 +20,7 @@ from jax_dora.linen import (
 )
 from parity.oracle import fp64
 from parity.tolerances import OPERATOR_FP32_MAX_ABS
-from tests.jax_dora.linen_models import VOCABULARY, WIDTH, DenseGeneral, Embedder, Model
+from tests.jax_dora.linen_models import VOCABULARY, WIDTH, DenseGeneral, Embedder, Model, train
 
 KEY = jax.random.key(2)
 IDS = jax.random.randint(KEY, (2, 4), 0, VOCABULARY)
@@ -60,16 +60,6 @@ def fresh(adapted, base):
 @pytest.fixture(scope="module")
 def trained(fresh):
     return train(fresh)
-
-
-def train(variables):
-    """Every adapter away from its start."""
-    adapters, rest = split_adapters(variables["params"])
-    leaves, structure = jax.tree.flatten(adapters)
-    rng = np.random.default_rng(0)
-    noise = [jnp.asarray(rng.standard_normal(leaf.shape, np.float32) / 9) for leaf in leaves]
-    leaves = [leaf * (1 + n) + n for leaf, n in zip(leaves, noise, strict=True)]
-    return {"params": join_adapters(jax.tree.unflatten(structure, leaves), rest)}
 
 
 def run(model, variables, *args):

@@ -85,7 +85,7 @@ def assert_near(found, wanted):
     ("name", "given"),
     thinned(
         [*itertools.product(MODELS, [False]), ("conv", True), ("swiglu", True)],
-        [("conv", True), ("swiglu", False)],
+        [("linear", False), ("conv", True), ("swiglu", False)],
     ),
 )
 def test_rows_over_devices(name, given):
@@ -159,7 +159,7 @@ SHARDED = {
 }
 
 
-@pytest.mark.parametrize("case", thinned(SHARDED, ["split heads"]))
+@pytest.mark.parametrize("case", thinned(SHARDED, ["split heads", "einsum", "conv"]))
 def test_every_layer_takes_out_sharding(case):
     """As models do that are written for explicit axes, FSDP over "data" and TP over "model"."""
     make, shape, kernel_spec, spec = SHARDED[case]

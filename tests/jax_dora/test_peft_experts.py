@@ -82,15 +82,10 @@ class Model(nnx.Module):
 
 
 @pytest.fixture(autouse=True)
-def registrations():
-    known = jax_dora.weights.registry._BY_CLASS
-    before = dict(known)
+def _registered(registrations):
     jax_dora.register(Einsum, axes=lambda module: jax_dora.einsum_axes(module.equation))
     for name in ("gate_up_proj", "down_proj"):
         jax_dora.register(Experts, param=name, axes="bio")
-    yield
-    known.clear()
-    known.update(before)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from jax_dora import models
 from jax_dora.peft import Names, UntiedEmbed, load_adapter, save_adapter
 from tests.jax_dora.peft_folders import assert_same, tensors_of
 from tests.tables import thinned
+from tests.torch_dora.architectures import DECODER as SIZES
 from tests.torch_dora.peft_folders import perturbed
 
 pytestmark = [
@@ -24,15 +25,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"),
     pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning"),
 ]
-SIZES: dict[str, Any] = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-}
 BOTH = ["embed_tokens", "lm_head"]
 IDS = np.random.default_rng(0).integers(0, 40, (2, 7))
 TOLERANCE = 1e-6

@@ -12,6 +12,7 @@ from flax import nnx
 
 import jax_dora
 from jax_dora import DoRARule, apply_dora, coverage, get_adapter, merge_dora
+from jax_dora.linen import split_adapters
 from tests.models import gemma_models
 from tests.models.tunix_models import EXAMPLE, MODELS, TOKENS, made, qwen3
 from tools.model_coverage import rows
@@ -174,7 +175,15 @@ def test_the_page_has_the_table():
     assert found[1].splitlines() == list(rows())
 
 
-@pytest.mark.parametrize("section", ["Tunix", "gemma", "MaxText"])
+# What the names of a section's recipes hold in the end.
+ADAPTERS = {
+    "Tunix": (lambda names: get_adapter(names["model"]).arrays, 2 * 7),
+    "gemma": (lambda names: jax.tree.leaves(names["adapters"]), 2 * 5 * 3),
+    "MaxText": (lambda names: jax.tree.leaves(split_adapters(names["params"])[0]), 3),
+}
+
+
+@pytest.mark.parametrize("section", ADAPTERS)
 def test_the_recipes_of_the_page_run(section):
     page = (Path(__file__).parents[2] / "docs" / "your_model.md").read_text()
     [text] = re.findall(rf"^## {section}\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
@@ -182,6 +191,8 @@ def test_the_recipes_of_the_page_run(section):
     names = {"jax": jax, "jnp": jnp, "jax_dora": jax_dora, "nnx": nnx, "DoRARule": DoRARule}
     for recipe in re.findall(r"^```py\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         exec(compile(recipe, "your_model.md", "exec"), names)
+    adapters, count = ADAPTERS[section]
+    assert len(adapters(names)) == count
 
 
 def test_the_recipe_for_a_mesh_runs():

@@ -37,6 +37,7 @@ ALL = FAULTS | KERNEL_FAULTS
             ("eps_misplaced", ZERO_ROWS, "norm", "torch"),
             ("g_rounded", NORM, "g", "torch"),
             ("cross_term_dropped", NORM, "norm", "jax"),
+            ("norm_attached", LAYER, "d_lora_b", "torch"),
             ("g_rounded_in_kernel", NEAR_UNITY, "compose_delta y", "jax"),
         ],
     ),

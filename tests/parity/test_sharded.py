@@ -72,19 +72,16 @@ def test_torch_on_two_gpus_agrees_with_fp64(report):
     assert report.passed
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(one, marks=[pytest.mark.slow] * (one != "tp row")) for one in sharded.LAYOUTS],
-)
+@pytest.mark.parametrize("name", thinned(sharded.LAYOUTS, ["tp row"]))
 def test_a_layout_trains_as_one_device(report, name):
-    sharded_training.run(report, (name,), "cpu")
+    sharded_training.run(report, (name,))
     assert report.passed, report.rows
 
 
 def test_the_norm_of_a_shard_is_right_at_first(report):
     """And wrong as soon as the adapter has moved."""
     with FAULT.plant("jax"):
-        sharded_training.run(report, ("tp row",), "cpu")
+        sharded_training.run(report, ("tp row",))
     assert [row["ok"] for row in report.rows] == [True, False]
 
 

@@ -45,6 +45,7 @@ def test_damaged_folders(mutations: int, tmp_path: Path) -> None:
     found = fuzz(tmp_path, mutations, 1, load)
     assert found["equal"] > mutations / 10, found
     assert found["refused"] > mutations / 3, found
+    assert found["refused, not by PEFT"] < mutations / 4, found
     print(found)
 
 

@@ -15,7 +15,7 @@ from tests.jax_dora.finetune import faults
 STEPS = 4
 OPTIONS = (
     *("--rank", "2", "--dropout", "0.1", "--length", "16", "--steps", str(STEPS), "--samples", "0"),
-    *("--batch", "4", "--accumulate", "1", "--learning-rate", "1e-2", "--schedule", "constant"),
+    *("--batch", "4", "--accumulate", "2", "--learning-rate", "1e-2", "--schedule", "constant"),
     *("--eval-every", "2", "--checkpoint-every", "1", "--keep", "2"),
     *("--target", "model/layers/.*/(q|down)_proj"),
 )

@@ -36,15 +36,12 @@ def check(arrays, found):
 
 @pytest.mark.parametrize(
     ("qtype", "tiles", "adapter_dtype"),
-    thinned(
-        [
-            ("nf4", (2, 160), jnp.float32),
-            ("int4", (1, 160), jnp.bfloat16),
-            ("int8", (1, 160), jnp.bfloat16),
-            ("float8_e4m3fn", (2, 5), jnp.bfloat16),
-        ],
-        [("nf4", (2, 160), jnp.float32)],
-    ),
+    [
+        ("nf4", (2, 160), jnp.float32),
+        ("int4", (1, 160), jnp.bfloat16),
+        ("int8", (1, 160), jnp.bfloat16),
+        ("float8_e4m3fn", (2, 5), jnp.bfloat16),
+    ],
 )
 def test_agrees_with_the_materialised_norm(on_mosaic, qtype, tiles, adapter_dtype):
     arrays = draw(qtype, 128, 24, 160, tiles, adapter_dtype)
@@ -56,13 +53,10 @@ def test_agrees_with_the_materialised_norm(on_mosaic, qtype, tiles, adapter_dtyp
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
-    thinned(
-        [
-            Config(tile_cols=64, stages=2, slots=2, splits=1),
-            Config(stages=2, slots=1, consumers=3, splits=2),
-        ],
-        [Config(stages=2, slots=1, consumers=3, splits=2)],
-    ),
+    [
+        Config(tile_cols=64, stages=2, slots=2, splits=1),
+        Config(stages=2, slots=1, consumers=3, splits=2),
+    ],
 )
 def test_every_kind_of_config_agrees(on_mosaic, config):
     arrays = draw("nf4", 256, 72, 224, (2, 224), jnp.bfloat16)

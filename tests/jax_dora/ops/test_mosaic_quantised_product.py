@@ -38,7 +38,11 @@ def check(x, kernel, found):
             ("int8", (1, 160), (192,), jnp.bfloat16),
             ("float8_e4m3fn", (1, 160), (9, 192), jnp.bfloat16),
         ],
-        [("nf4", (3, 160), (2, 3, 192), jnp.bfloat16), ("int8", (1, 160), (192,), jnp.bfloat16)],
+        [
+            ("nf4", (3, 160), (2, 3, 192), jnp.bfloat16),
+            ("int4", (3, 5), (33, 192), jnp.float16),
+            ("int8", (1, 160), (192,), jnp.bfloat16),
+        ],
     ),
 )
 def test_agrees_with_the_product(on_mosaic, qtype, tiles, shape, dtype):
