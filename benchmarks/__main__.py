@@ -1,7 +1,7 @@
 """Measures one level; prints tables and writes DIR/<level>.jsonl, line by line.
 
     python -m benchmarks ops|layer|model|tune [--out DIR] [--only PATTERN …] [--quick]
-    python -m benchmarks step [--out DIR] [--seconds S] [--quick]
+    python -m benchmarks step [--table] [--out DIR] [--seconds S] [--quick]
     python -m benchmarks quantised [--out DIR] [--seconds S] [--only WORK …] [--quick]
     python -m benchmarks quality [--out DIR] [--quick]
     python -m benchmarks bank|serve [--layers N] [--only KIND …] [--quick]
@@ -12,13 +12,13 @@
 
 `ops` measures the operators, `layer` one projection beside LoRA and PEFT, `model` a decoder of
 Qwen3-8B's dimensions, `tune` the kernels with candidate launch configs, `step` a whole optimizer
-step of Llama 3 8B's dimensions by what it keeps, `bank` many adapters in one batch of its
-projections, `quantised` kernels and steps over quantised bases, `quality` what these bases cost a
-model's results, `serve` the server's engine, `scale` a decoder on several devices. `step --torch`
-and `scale --torch` measure a step of transformers' Llama by torch_dora and by PEFT, on one GPU, and
-on all under FSDP2, and `serve --torch` what transformers answers the same requests with. `against`
-measures layers and a model with this checkout and with another one in turns, and prints the ratios
-of their times.
+step of Llama 3 8B's dimensions by what it keeps and, with --table, part by part, `bank` many
+adapters in one batch of its projections, `quantised` kernels and steps over quantised bases,
+`quality` what these bases cost a model's results, `serve` the server's engine, `scale` a decoder on
+several devices. `step --torch` and `scale --torch` measure a step of transformers' Llama by
+torch_dora and by PEFT, on one GPU, and on all under FSDP2, and `serve --torch` what transformers
+answers the same requests with. `against` measures layers and a model with this checkout and with
+another one in turns, and prints the ratios of their times.
 
 Exits 1 if anything that was timed is not correct, or failed; ratios of it are withheld.
 """
@@ -74,6 +74,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--torch", action="store_true", help="levels step, scale, serve: torch_dora beside PEFT"
     )
+    made.add_argument(
+        "--table", action="store_true", help="level step: each part of a step with it and without"
+    )
     sizes = made.add_argument_group("levels scale, bank, serve and step")
     for name in ("layers", "rank", "hidden", "tokens"):
         sizes.add_argument(f"--{name}", type=int, help="of the decoder, instead of the usual")
@@ -98,6 +101,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parsing.parse_args(arguments)
     if options.torch and options.level not in ("step", "scale", "serve"):
         parsing.error(f"--torch is for levels step, scale and serve, not {options.level}")
+    if options.table and (options.level != "step" or options.torch):
+        parsing.error("--table is for level step, without --torch")
     if (options.level == "against") != bool(options.checkout):
         parsing.error("level against, and no other, takes another checkout's folder")
     if options.level in ("bank", "quantised", "serve", "step"):
@@ -113,7 +118,8 @@ def main(arguments: list[str] | None = None) -> int:
     real = (device == "cuda" or options.level == "quality") and not options.quick
     out = options.out
     if out and out.suffix != ".jsonl":
-        options.out = out = out / f"{options.level}{'_torch' * options.torch}.jsonl"
+        suffix = "_torch" * options.torch + "_table" * options.table
+        options.out = out = out / f"{options.level}{suffix}.jsonl"
     if not real and out and out.resolve().is_relative_to(RESULTS.resolve()):
         parsing.error(f"--out is {out}; a quick or CPU run measures nothing worth keeping")
     console = Console(width=None if sys.stdout.isatty() else 200)
@@ -198,8 +204,13 @@ def _scale(options: argparse.Namespace, device: str, console: Any) -> bool:
 
 
 def _step(options: argparse.Namespace, device: str, console: Any) -> bool:
-    from benchmarks import step
+    from benchmarks import step, step_table
 
+    if options.table:
+        chosen = _settings(options, step_table)
+        if options.layers:
+            chosen = chosen._replace(layers=options.layers)
+        return _rows(options, device, console, step_table.measure(chosen, device), step_table.line)
     settings = step.Settings(seconds=options.seconds, rank=options.rank or 16)
     if options.quick:
         settings = settings._replace(config=step.TINY, shape=(2, 32), rounds=1)

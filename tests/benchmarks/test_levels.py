@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from benchmarks import __main__ as command
-from benchmarks import against, bank, model, ops, quantised, results, torch_serve, tune
+from benchmarks import against, bank, model, ops, quantised, results, step_table, torch_serve, tune
 from benchmarks.kernels import KERNELS
 from benchmarks.measure import Bench, measure
 from benchmarks.model.protocol import KINDS, Protocol
@@ -220,6 +220,32 @@ def test_a_model_s_gradient_is_measured(label: str) -> None:
         found = measure(Bench.on("cpu", True), work, work.variants[0])
     assert found.correct, found
     assert found.label == label
+
+
+@pytest.mark.slow
+def test_step_table_changes_one_part_at_a_time(tmp_path: Path) -> None:
+    only = ("as it is", "cross-entropy", "silu", "dropout", "LoRA, products")
+    chosen = [option for name in only for option in ("--only", name)]
+    with jax.numpy_dtype_promotion("standard"):  # XLA's attention over bf16 promotes.
+        code = command.main(["step", "--table", "--out", str(tmp_path), *QUICK, *chosen])
+    _, (first, *others) = results.read(tmp_path / "step_table.jsonl")
+    assert code == 0
+    assert [row["kind"].startswith(name) for row, name in zip(others, only[1:], strict=True)]
+    assert (first["over_first"], first["moved"]) == (1, 0)
+    losses = {row["kind"].split()[0]: row["loss"] for row in others}
+    # The loss and SwiGLU are the same function, however computed, up to bf16's roundings.
+    assert losses["cross-entropy"] == pytest.approx(first["loss"], abs=2e-3)
+    assert losses["silu(gate)"] == pytest.approx(first["loss"], abs=2e-3)
+
+
+def test_kernels_are_counted_by_operator() -> None:
+    names = ["gemm_fusion_dot_12", "gemm_fusion_dot_3", "dora_norm", "loop_add_fusion.4", "nvjet_a"]
+    found = step_table.by_name([(name, 2.0) for name in names])
+    assert found["gemm_fusion_dot"] == [2, 4.0]
+    by_operator = step_table.by_operator(found)
+    assert by_operator["products"] == [3, 6.0]
+    assert by_operator["kernels of jax_dora"] == [1, 2.0]
+    assert sum(count for count, _ in by_operator.values()) == 5
 
 
 # PEFT asks transformers by a name that the newest transformers calls deprecated.

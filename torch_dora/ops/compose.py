@@ -66,8 +66,16 @@ def compose_delta(
     return _checked(base, lora, g, scale, True, implementation)
 
 
-def choose_compose(base: Tensor, lora: Tensor, g: Tensor, implementation: str | None) -> str:
-    """Returns the implementation of both passes for operands like these."""
+def choose_compose(
+    base: Tensor, lora: Tensor, g: Tensor, implementation: str | None, want_inner: bool = False
+) -> str:
+    """Returns the implementation of both passes for operands like these.
+
+    Where torch.compile compiles a step of training it is its own: both passes are fused with what
+    is around them, which an operator of ours would keep apart (0.956 of the step's time, H100).
+    """
+    if implementation is None and want_inner and torch.compiler.is_compiling():
+        return "eager"
     features = base.shape[-1]
     call = Call(
         rows=base.numel() // max(1, features),
@@ -164,8 +172,8 @@ def _checked(base, lora, g, scale, delta, implementation):
     check.has_shape("lora", lora, tuple(base.shape), "base's shape [..., out]")
     check.has_shape("g", g, (base.shape[-1],), "[out]")
     check.is_scale(scale)
-    chosen = choose_compose(base, lora, g, implementation)
+    want_inner = torch.is_grad_enabled() and g.requires_grad
+    chosen = choose_compose(base, lora, g, implementation, want_inner)
     if choose.transformed():
         return forward(base, lora, g, None, float(scale), delta, False, chosen)[0]
-    want_inner = torch.is_grad_enabled() and g.requires_grad
     return _Compose.apply(base, lora, g, float(scale), delta, want_inner, chosen)

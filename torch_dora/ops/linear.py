@@ -135,10 +135,10 @@ def _local_linear(
     operands = Operands(*tensors)
     x, g = operands.x, operands.g
     like = x.new_empty((), dtype=dtype).expand(*x.shape[:-1], operands.weight.shape[0])
-    chosen = choose_compose(like, like, g, implementation)
+    want_inner = torch.is_grad_enabled() and g.requires_grad
+    chosen = choose_compose(like, like, g, implementation, want_inner)
     if choose.transformed():
         return _forward(Static(scale, dtype, False, chosen), operands)[0]
-    want_inner = torch.is_grad_enabled() and g.requires_grad
     return _DoRALinear.apply(Static(scale, dtype, want_inner, chosen), *operands)
 
 

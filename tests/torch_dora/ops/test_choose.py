@@ -76,6 +76,10 @@ def test_the_crossover_decides(compiled, monkeypatch, rows, out, chosen):
         monkeypatch.setattr(choose, name, on_cuda)
     assert choose_compose(like, like, g, None) == chosen
     assert choose_compose(like, like, g, "triton") == "triton"
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert choose_compose(like, like, g, None) == chosen
+    assert choose_compose(like, like, g, None, want_inner=True) == "eager"
+    assert choose_compose(like, like, g, "triton", want_inner=True) == "triton"
 
 
 @pytest.mark.parametrize("mode", ["interpreted", "compiled", None])

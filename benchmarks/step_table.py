@@ -1,0 +1,247 @@
+"""Level `step --table`: what each part of an optimizer step costs, with it and without.
+
+A few layers of Llama 3 8B's dimensions, rank 16 on all projections, 2 × 4096 tokens of one batch, a
+hundred steps of AdamW each: time, memory, the loss at the end, and a profile of one step, kernel by
+kernel. Every row changes one thing in the program of the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import jax_dora
+from benchmarks.clock import DeviceClock, Kernels
+from benchmarks.model.decoder import Dense, LoRALinear
+from benchmarks.results import Row
+from benchmarks.step import LLAMA_3_8B, LORA_B_INIT, OPTIMIZER
+from benchmarks.step import TINY as TINY_DECODER
+from jax_dora.models import DecoderConfig, layer, make_model, next_token_loss, rope
+
+Loss = Callable[[Any, jax.Array, jax.Array | None], jax.Array]
+DENSE = functools.partial(Dense, dora=False)
+# What a kernel belongs to, by the first pattern that its name has.
+OPERATORS = (
+    ("kernels of jax_dora", r"^dora_|mosaic"),
+    ("attention", r"cudnn.*(sdpa|fmha|attention)|flash|fprop|bprop"),
+    ("products", r"gemm|cutlass|nvjet|cublas|dot|matmul|splitK"),
+    ("everything else, fused by XLA", r""),
+)
+# A text in four of a row's tokens, or more: what chat data look like when packed.
+TEXTS = (1536, 256, 640, 1152, 512)
+
+
+def chunked(model: Any, tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
+    """Returns the mean cross-entropy in chunks, whose gradient is taken in the same pass."""
+    weights = jnp.ones(tokens.shape, jnp.float32)
+    targets = jnp.roll(tokens, -1, 1)
+    found = next_token_loss(model, tokens, targets, weights, segment_ids=segments)
+    return found.total / found.weight
+
+
+def at_once(model: Any, tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
+    """Returns the mean cross-entropy of all logits in fp32, differentiated as JAX does."""
+    logits = model(tokens, segment_ids=segments).astype(jnp.float32)
+    targets = jnp.roll(tokens, -1, 1)
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
+
+
+class Variant(NamedTuple):
+    """One program.
+
+    Attributes:
+      name: of what differs from the first.
+      changes: to the decoder's config.
+      adapter: to `DoRALinear`'s arguments; None for LoRA.
+      linear: LoRA's layer, where `adapter` is None.
+      patches: (object, attribute, value) while it is traced.
+      packed: several texts a row.
+    """
+
+    name: str
+    changes: Mapping[str, Any] = {}
+    adapter: Mapping[str, Any] | None = {}
+    linear: Callable[..., Any] = LoRALinear
+    patches: Sequence[tuple[Any, str, Any]] = ()
+    loss: Loss = chunked
+    packed: bool = False
+
+
+def _norm_as_it_comes(self: Any, x: jax.Array) -> jax.Array:
+    mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(mean_square + self.epsilon) * self.scale[...]
+
+
+def _rotate_as_it_comes(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    first, second = jnp.split(x, 2, axis=-1)
+    cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
+    return jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
+
+
+def _gated_by_hand(gate: Any, up: Any, x: jax.Array) -> jax.Array:
+    return nnx.silu(gate(x)) * up(x)
+
+
+VARIANTS = (
+    Variant("as it is"),
+    Variant("kernels of jax_dora off: XLA's DoRA", adapter={"implementation": "xla"}),
+    Variant("LoRA in place of DoRA", adapter=None),
+    Variant("packed rows, by cuDNN's segments", {"segments": 8}, packed=True),
+    Variant("packed rows, by a mask", packed=True),
+    Variant("attention by XLA in place of cuDNN", {"attention": "xla"}),
+    Variant("cross-entropy of all logits at once", loss=at_once),
+    Variant("silu(gate) * up written out", patches=((jax_dora, "swiglu", _gated_by_hand),)),
+    Variant("dropout 0.1 of the adapter's input", adapter={"dropout": 0.1}),
+    Variant("RMSNorm without fp32", patches=((layer.RMSNorm, "__call__", _norm_as_it_comes),)),
+    Variant("rotation without fp32", patches=((rope, "rotate", _rotate_as_it_comes),)),
+    Variant("LoRA, products in the dear order", adapter=None, linear=DENSE),
+    Variant("every layer rematerialised", {"memory": None}),
+)
+
+
+class Settings(NamedTuple):
+    """What is measured: nothing is built after `seconds`."""
+
+    config: DecoderConfig = LLAMA_3_8B
+    layers: int = 8
+    shape: tuple[int, int] = (2, 4096)
+    rank: int = 16
+    memory: float = 10.0
+    steps: int = 100
+    seconds: float = 480.0
+    only: tuple[str, ...] = ()
+
+
+TINY = Settings(TINY_DECODER, 2, (2, 16), memory=1.0, steps=3)
+
+
+def measure(settings: Settings, device: str) -> Iterator[Row]:
+    """Yields one row a program; ratios are to the first."""
+    started, first = time.monotonic(), None
+    for variant in VARIANTS:
+        if settings.only and not variant.name.startswith(settings.only):
+            continue
+        if time.monotonic() - started > settings.seconds:
+            return
+        row: Row = {"kind": variant.name, "layers": settings.layers, "rank": settings.rank}
+        row |= {"batch": settings.shape[0], "time": settings.shape[1], "steps": settings.steps}
+        try:
+            row |= _measured(variant, settings, device)
+        except Exception as error:  # One that has no room costs no other its measurement.
+            row["failed"] = f"{type(error).__name__}: {error}"[:600]
+        else:
+            first = first or row
+            row |= {"over_first": row["ms"] / first["ms"], "moved": row["loss"] - first["loss"]}
+        yield row
+
+
+def _measured(variant: Variant, settings: Settings, device: str) -> Row:
+    attention = "cudnn" if device == "cuda" else "xla"
+    changes = {"num_hidden_layers": settings.layers, "attention": attention}
+    changes |= {"memory": settings.memory} | dict(variant.changes)
+    if device != "cuda":
+        changes |= {"attention": "xla", "segments": None}
+    config = dataclasses.replace(settings.config, **changes)
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in variant.patches:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        model = make_model(config, linear=_linear(variant, config, settings.rank))
+        return _timed(variant, model, settings, device)
+
+
+def _linear(variant: Variant, config: DecoderConfig, rank: int) -> Any:
+    if variant.adapter is None:
+        return functools.partial(variant.linear, rank=rank, scale=2.0, b_init=LORA_B_INIT)
+    adapter = {"rank": rank, "alpha": 2 * rank, "adapter_dtype": config.dtype}
+    adapter |= {"lora_b_init": LORA_B_INIT} | dict(variant.adapter)
+    return functools.partial(jax_dora.DoRALinear, **adapter)
+
+
+def _timed(variant: Variant, model: nnx.Module, settings: Settings, device: str) -> Row:
+    graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam, ...)
+    state = OPTIMIZER.init(trained)
+    vocabulary = settings.config.vocab_size
+    tokens = np.random.default_rng(0).integers(0, vocabulary, settings.shape)
+    segments = _segments(settings.shape) if variant.packed else None
+    begin = time.monotonic()
+    step = functools.partial(_step, graphdef, variant.loss)
+    data = (jnp.asarray(tokens, jnp.int32), segments)
+    run = jax.jit(step, donate_argnums=(0, 2)).lower(trained, frozen, state, *data).compile()
+    memory: Any = run.memory_analysis()
+    row: Row = {"compile_s": time.monotonic() - begin, "temp_bytes": memory.temp_size_in_bytes}
+    times, loss = [], None
+    for turn in range(settings.steps):
+        begin = time.perf_counter()
+        loss, trained, state = run(trained, frozen, state, *data)
+        jax.block_until_ready((loss, trained))
+        if turn > 1 or settings.steps < 3:  # The first two warm up.
+            times.append(1e3 * (time.perf_counter() - begin))
+    ms = statistics.median(times)
+    row |= {"ms": ms, "spread_ms": max(times) - min(times), "loss": float(jnp.asarray(loss))}
+    row["tokens_per_s"] = settings.shape[0] * settings.shape[1] / ms * 1e3
+    if device == "cuda":
+        row["kernels"] = by_name(DeviceClock().kernels(lambda: run(trained, frozen, state, *data)))
+    return row
+
+
+def _segments(shape: tuple[int, int]) -> jax.Array:
+    """Returns the number of each token's text: i32[batch, time]."""
+    lengths = np.asarray(TEXTS) * shape[1] // sum(TEXTS)
+    lengths[-1] += shape[1] - lengths.sum()
+    number = np.repeat(np.arange(len(lengths)), lengths)
+    return jnp.broadcast_to(jnp.asarray(number, jnp.int32), shape)
+
+
+def by_name(kernels: Kernels) -> dict[str, list[float]]:
+    """Returns the launches and microseconds of kernels by their names without numbers."""
+    found: dict[str, list[float]] = {}
+    for name, us in kernels:
+        one = found.setdefault(re.sub(r"(<.*|[_.]?\d+)", "", name)[:60], [0, 0.0])
+        one[0] += 1
+        one[1] = round(one[1] + us, 1)
+    return found
+
+
+def by_operator(kernels: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """Returns the launches and microseconds of each operator, of what `by_name` returns."""
+    found: dict[str, list[float]] = {name: [0, 0.0] for name, _ in OPERATORS}
+    for kernel, (count, us) in kernels.items():
+        name = next(name for name, names in OPERATORS if re.search(names, kernel, re.IGNORECASE))
+        found[name][0] += count
+        found[name][1] += us
+    return found
+
+
+def _step(graphdef: Any, loss: Loss, trained: Any, frozen: Any, state: Any, *data: Any) -> Any:
+    def of_adapters(trained: Any) -> jax.Array:
+        # Dropout counts its draws in what is merged.
+        return loss(nnx.merge(graphdef, trained, frozen, copy=True), *data)
+
+    value, gradients = jax.value_and_grad(of_adapters)(trained)
+    updates, state = OPTIMIZER.update(gradients, state, trained)
+    return value, optax.apply_updates(trained, updates), state
+
+
+def line(row: Row) -> str:
+    """Returns a row as a line to read."""
+    if "failed" in row:
+        return f"{row['kind']:40} failed: {row['failed'][:150]}"
+    launches = sum(count for count, _ in row.get("kernels", {}).values())
+    return (
+        f"{row['kind']:40} {row['ms']:8.1f} ms {row['over_first']:6.3f}  temporaries "
+        f"{row['temp_bytes'] / 2**30:5.1f} GiB  loss {row['loss']:.5f} ({row['moved']:+.5f})  "
+        f"{launches:6.0f} kernels  compiled in {row['compile_s']:4.1f} s"
+    )
