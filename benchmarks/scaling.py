@@ -60,13 +60,14 @@ class Measured(NamedTuple):
 
     @property
     def link(self) -> float:
-        """GB/s within a host: from what gathering the base's weights adds to its inference."""
+        """Returns GB/s within a host, from what gathering the base's weights adds to its
+        inference."""
         longer = self.ms("base", "fsdp", "inference") - self.ms("base", "dp", "inference")
         return self.sent("base", "fsdp", "inference") * share("fsdp", 2) / longer
 
     @property
     def head(self) -> float:
-        """The head's share of the FLOPs, which no layout shards."""
+        """Returns the head's share of the FLOPs, which no layout shards."""
         row, sizes = self.rows["base", "dp", "inference"], Protocol()
         projections = sum(n_in * n_out for n_in, n_out in sizes.projections().values())
         layers = row["layers"] * row["tokens"] * projections

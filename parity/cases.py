@@ -79,7 +79,8 @@ class Case:
 
     @property
     def scale(self) -> float:
-        """alpha/r, or alpha/sqrt(r), with the paper's alpha = r/2; for compose alone, 0.7."""
+        """Returns alpha/r, or alpha/sqrt(r), with the paper's alpha = r/2; for compose alone,
+        0.7."""
         if not self.rank:
             return 0.7
         alpha = self.rank / 2
@@ -106,7 +107,7 @@ class LayerInputs:
 
 
 def compose_inputs(case: Case, device: str) -> ComposeInputs:
-    """Unit-normal base, lora and cotangent; g about 1 within 0.05.
+    """Draws unit-normal base, lora and cotangent, and g about 1 within 0.05.
 
     near_unity: g within 0.0015 of 1, and lora a tenth as large, as in a trained adapter, so that
     ΔY is small beside base.
@@ -125,7 +126,7 @@ def compose_inputs(case: Case, device: str) -> ComposeInputs:
 
 
 def layer_inputs(case: Case, device: str) -> LayerInputs:
-    """W, A, B with `s‖BA‖` about 0.3 ‖W‖; the magnitude perturbed around the norm.
+    """Draws W, A, B with `s‖BA‖` about 0.3 ‖W‖; the magnitude is perturbed around the norm.
 
     cancellation: W = -(1-t)·sBA rounded, with t from 1/2 to 1/256 over the rows.
     zero_rows: every fifth row of W and B is 0, and its magnitude is of the size of eps.
@@ -179,7 +180,8 @@ class _Draw:
 
 
 def cpu_cases() -> list[Case]:
-    """The paper's shapes scaled down, everything else at sizes the interpreters can walk."""
+    """Returns the paper's shapes scaled down, and everything else at sizes that interpreters can
+    walk."""
     small = dict.fromkeys(
         (-(-rows // CPU_ROWS_DIVISOR), -(-out // CPU_FEATURES_DIVISOR // 8) * 8)
         for rows, out in PAPER_ACTIVATIONS
@@ -207,7 +209,7 @@ def cpu_cases() -> list[Case]:
 
 
 def gpu_cases() -> list[Case]:
-    """The paper's full shapes, ranks up to 768, and the same special cases at real widths.
+    """Returns the paper's full shapes, ranks up to 768, and the same special cases at real widths.
 
     A case takes about as long as its programs take to compile, so dtypes other than bf16 have
     fewer shapes.
@@ -263,7 +265,7 @@ def _layer(dtype: str, rows: int, n_in: int, n_out: int, rank: int, **other: Any
 
 
 def quick(cases: list[Case]) -> list[Case]:
-    """One small case of every kind, dtype and regime."""
+    """Returns one small case of every kind, dtype and regime."""
     kept: dict[tuple, Case] = {}
     for case in sorted(cases, key=lambda c: c.n_out * max(c.rows, c.n_in)):
         kept.setdefault((case.kind, case.dtype, case.regime), case)

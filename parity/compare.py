@@ -155,7 +155,7 @@ def _judge(
 
 
 def difference(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """`|got - want|` in fp64; a result that is not finite is infinitely wrong."""
+    """Returns `|got - want|` in fp64; a result that is not finite is infinitely wrong."""
     if got.shape != want.shape:
         raise ValueError(f"a result has shape {tuple(got.shape)}, expected {tuple(want.shape)}")
     missed = (oracle.fp64(got) - want).abs()

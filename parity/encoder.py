@@ -132,7 +132,8 @@ def compare(
 
 
 def _interpreted(adapter: Adapter, pairs: list[tuple[str, str]]) -> list[Comparison]:
-    """The kernels inside the model: interpreted they take seconds, so in one of its projections."""
+    """Compares the kernels inside the model: interpreted they take seconds, so in one projection
+    alone."""
     batch = minilm.batch(pairs)
     projection = minilm.projection_names()[0]
     evaluate = functools.partial(_both, adapter, "float32", "cpu", batch, False)
@@ -144,7 +145,8 @@ def _interpreted(adapter: Adapter, pairs: list[tuple[str, str]]) -> list[Compari
 
 
 def _cosine_distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """`1 - cosine` of the worst pair, as `|a - b|² / 2` of unit vectors, which does not cancel."""
+    """Returns `1 - cosine` of the worst pair, as `|a - b|² / 2` of unit vectors, which does not
+    cancel."""
     a, b = (v / v.norm(dim=-1, keepdim=True) for v in (a, b))
     return float(((a - b) ** 2).sum(-1).max() / 2)
 
@@ -170,7 +172,7 @@ def dense(adapter: Adapter, device: str, stored: str = "float32") -> torch_encod
 
 
 def _g(name: str, values: dict[str, torch.Tensor]) -> np.ndarray:
-    """A projection's g, by the oracle."""
+    """Returns a projection's g, by the oracle."""
     lora_a, lora_b, magnitude = (values[key].numpy() for key in minilm.ADAPTER)
     norm = oracle.norm(minilm.weights()[f"{name}.weight"], lora_a, lora_b, minilm.SCALE)
     return oracle.magnitude_scale(magnitude, norm, "float32")

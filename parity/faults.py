@@ -58,7 +58,7 @@ class Fault:
 
     @contextlib.contextmanager
     def plant(self, backend: Backend) -> Iterator[None]:
-        """The fault, while the context lasts, in `backend`'s package alone.
+        """Plants the fault, while the context lasts, in `backend`'s package alone.
 
         Compiled JAX programs are forgotten on entry and on exit: they would run on without the
         fault, or with it. A program that the caller compiled ahead of time is not reached.
@@ -168,7 +168,7 @@ def _attached_g(_: Callable) -> Callable:
 
 
 def _points(*functions: tuple[str, str, Callable]) -> dict[Backend, tuple[Point, ...]]:
-    """The same functions of both packages."""
+    """Returns where the same functions of both packages are spoilt."""
     return {side: _points_of(side, *functions) for side in SIDES}
 
 

@@ -43,7 +43,7 @@ Failures = Callable[[Backend | None], list[Failure]]
 
 
 def levels() -> dict[Level, Failures]:
-    """The case sets, cheapest first."""
+    """Returns the case sets, cheapest first."""
     return {
         "operator": functools.partial(_cases, OPERATOR_CASES),
         "layer": functools.partial(_cases, LAYER_CASES),

@@ -63,13 +63,13 @@ def folder() -> Path:
 
 @cache
 def config() -> SimpleNamespace:
-    """The fields of BERT's `config.json`."""
+    """Returns the fields of BERT's `config.json`."""
     return SimpleNamespace(**json.loads((folder() / "config.json").read_text()))
 
 
 @cache
 def weights() -> dict[str, np.ndarray]:
-    """fp32 arrays by their names in the file, linear weights `[out, in]`."""
+    """Returns fp32 arrays by their names in the file, linear weights `[out, in]`."""
     return load_file(folder() / "model.safetensors")
 
 
@@ -82,7 +82,7 @@ def tokenizer() -> Tokenizer:
 
 
 def projection_names() -> list[str]:
-    """The modules that are adapted, in the order they run: 36 of them."""
+    """Returns the modules that are adapted, in the order they run: 36 of them."""
     layers = range(config().num_hidden_layers)
     return [f"encoder.layer.{layer}.{name}" for layer in layers for name in PROJECTIONS]
 

@@ -26,7 +26,7 @@ EPS = {"bfloat16": 1e-6, "float16": 1e-6, "float32": 1e-12, "float64": 1e-12}
 
 
 def dtype_name(dtype) -> str:
-    """`"bfloat16"` for a NumPy, JAX or torch dtype, or for the name itself."""
+    """Returns `"bfloat16"` for a NumPy, JAX or torch dtype, or for the name itself."""
     name = str(dtype)
     if name.startswith("torch."):
         return name.removeprefix("torch.")
@@ -34,7 +34,7 @@ def dtype_name(dtype) -> str:
 
 
 def fp64(array) -> Array:
-    """The exact value in fp64, in torch or NumPy; a Python number goes with either."""
+    """Returns the exact value in fp64, in torch or NumPy; a Python number goes with either."""
     if isinstance(array, int | float):
         return float(array)
     if hasattr(array, "detach"):
@@ -43,41 +43,43 @@ def fp64(array) -> Array:
 
 
 def from_flax(kernel, lora_a, lora_b) -> tuple[Array, Array, Array]:
-    """Flax `kernel [in, out]`, `lora_a [in, r]`, `lora_b [r, out]` as `weight`, `lora_a`, `lora_b`
-    of this file."""
+    """Returns Flax's `kernel [in, out]`, `lora_a [in, r]`, `lora_b [r, out]` as `weight`, `lora_a`,
+    `lora_b` of this file."""
     return fp64(kernel).T, fp64(lora_a).T, fp64(lora_b).T
 
 
 def direction(weight, lora_a, lora_b, scale: float) -> Array:
-    """`V = W + sBA`, `[out, in]`."""
+    """Returns `V = W + sBA`, `[out, in]`."""
     return fp64(weight) + scale * (fp64(lora_b) @ fp64(lora_a))
 
 
 def norm(weight, lora_a, lora_b, scale: float) -> Array:
-    """`‖W + sBA‖` of every row, `[out]`."""
+    """Returns `‖W + sBA‖` of every row, `[out]`."""
     v = direction(weight, lora_a, lora_b, scale)
     return (v * v).sum(1) ** 0.5
 
 
 def magnitude_scale(magnitude, row_norm, dtype) -> Array:
-    """`g = m / max(norm, eps)`, `[out]`, with the eps that belongs to a result of `dtype`."""
+    """Returns `g = m / max(norm, eps)`, `[out]`, with the eps that belongs to a result of
+    `dtype`."""
     return fp64(magnitude) / fp64(row_norm).clip(EPS[dtype_name(dtype)])
 
 
 def merged_weight(weight, lora_a, lora_b, magnitude, scale: float, dtype="float64") -> Array:
-    """`W'`, `[out, in]`."""
+    """Returns `W'`, `[out, in]`."""
     v = direction(weight, lora_a, lora_b, scale)
     g = magnitude_scale(magnitude, (v * v).sum(1) ** 0.5, dtype)
     return g[:, None] * v
 
 
 def compose(base, lora, g, scale: float) -> Array:
-    """`y = g ⊙ (base + s·lora)`, which is not the form under test, and exact enough in fp64."""
+    """Returns `y = g ⊙ (base + s·lora)`, which is not the form under test, and exact enough in
+    fp64."""
     return fp64(g) * (fp64(base) + scale * fp64(lora))
 
 
 def compose_delta(base, lora, g, scale: float) -> Array:
-    """`ΔY = y - base`."""
+    """Returns `ΔY = y - base`."""
     return compose(base, lora, g, scale) - fp64(base)
 
 
@@ -109,8 +111,8 @@ def compose_delta_grads(dy, base, lora, g, scale: float) -> ComposeGrads:
 def dora_linear(
     x, weight, lora_a, lora_b, magnitude, scale: float, *, bias=None, dtype="float64"
 ) -> Array:
-    """`y = x W'ᵀ (+ bias)`, `[..., out]`. `dtype` is the dtype of the result under test: it decides
-    eps alone."""
+    """Returns `y = x W'ᵀ (+ bias)`, `[..., out]`. `dtype` is the dtype of the result under test: it
+    decides eps alone."""
     y = fp64(x) @ merged_weight(weight, lora_a, lora_b, magnitude, scale, dtype).T
     return y if bias is None else y + fp64(bias)
 
@@ -154,7 +156,7 @@ def dora_linear_grads(
 
 
 def swiglu(gate, up, gate_g, up_g, gate_bias: Array = 0.0, up_bias: Array = 0.0) -> Array:
-    """`silu(gate_g ⊙ gate + gate_bias) ⊙ (up_g ⊙ up + up_bias)` (arXiv 2002.05202)."""
+    """Returns `silu(gate_g ⊙ gate + gate_bias) ⊙ (up_g ⊙ up + up_bias)` (arXiv 2002.05202)."""
     import torch
 
     operands = (gate, up, gate_g, up_g, gate_bias, up_bias)
@@ -163,7 +165,7 @@ def swiglu(gate, up, gate_g, up_g, gate_bias: Array = 0.0, up_bias: Array = 0.0)
 
 
 def swiglu_grads(dh, *operands) -> tuple[Array, ...]:
-    """The cotangents of `swiglu`'s operands, in their order, by differentiating it."""
+    """Returns the cotangents of `swiglu`'s operands, in their order, by differentiating it."""
     import torch
 
     leaves = [torch.as_tensor(fp64(operand)).requires_grad_() for operand in operands]

@@ -134,7 +134,7 @@ def finite(value: Any) -> Any:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`python -m parity report FILE`; 1 if a comparison in it failed."""
+    """Runs `python -m parity report FILE`; returns 1 if a comparison in it failed."""
     parser = argparse.ArgumentParser(
         prog="python -m parity report", description="Prints a report as Markdown."
     )

@@ -122,30 +122,31 @@ def unit_roundoff(dtype) -> float:
 
 
 def rounding(value, dtype) -> Array:
-    """Rule 1: the cost of storing `value` in `dtype`."""
+    """Returns the cost of storing `value` in `dtype`: rule 1."""
     return unit_roundoff(dtype) * abs(fp64(value)) + UNDERFLOW[dtype_name(dtype)]
 
 
 def accumulation(n: int, total, terms_norm) -> Array:
-    """Rule 4: the cost of summing n terms of 2-norm `terms_norm` to `total` in fp32."""
+    """Returns the cost of summing n terms of 2-norm `terms_norm` to `total` in fp32: rule 4."""
     steps = max(1.0, n / BLOCK)
     factor = U32 * (SIGMAS * steps**0.5 + steps)
     return factor * (abs(fp64(total)) + fp64(terms_norm))
 
 
 def two_norm_of_products(a: Array, b: Array) -> Array:
-    """`sqrt(Σ_k a_ik² b_kj²)`: the 2-norm of the terms of every element of `a @ b`."""
+    """Returns `sqrt(Σ_k a_ik² b_kj²)`, the 2-norm of the terms of every element of `a @ b`."""
     return ((a * a) @ (b * b)) ** 0.5
 
 
 def independent(a: Array, b: Array) -> Array:
-    """Rule 3 through a product: what independent errors of at most `a` become in `a @ b`."""
+    """Returns what independent errors of at most `a` become in `a @ b`: rule 3 through a
+    product."""
     return SIGMAS * two_norm_of_products(a, b)
 
 
 def flash_rule(plain_error: float, reference_peak: float, dtype, floor: float = 0.0) -> float:
-    """flash-attention's rule: error(kernel) ≤ 2 · error(same computation, same dtype, plain ops) +
-    rounding floor.
+    """Returns the bound of flash-attention's rule: error(kernel) ≤ 2 · error(same computation, same
+    dtype, plain ops) + rounding floor.
 
     Both errors are peaks of the absolute difference from fp64. The floor is the final rounding of
     the largest element, `u · max|reference|`, so that a plain result that happens to be exact does
@@ -156,7 +157,7 @@ def flash_rule(plain_error: float, reference_peak: float, dtype, floor: float = 
 
 
 def norm(weight, lora_a, lora_b, scale: float) -> Array:
-    """`[out]`: how far an fp32-accumulated factored norm may lie from `‖W + sBA‖row`.
+    """Returns `[out]`: how far an fp32-accumulated factored norm may lie from `‖W + sBA‖row`.
 
     Of the three sums that make the square, each is at most `(‖W‖ + s‖BA‖)²`, of `in` products
     accumulated in fp32 and then `r` more. By rule 4 with |Σ| and ‖terms‖₂ both bounded by that
@@ -179,7 +180,7 @@ def norm(weight, lora_a, lora_b, scale: float) -> Array:
 
 
 def magnitude_scale(magnitude, row_norm, dtype, norm_error=0.0) -> Array:
-    """`[out]`: how far g may lie off when the norm given to it does by `norm_error`.
+    """Returns `[out]`: how far g may lie off when the norm given to it does by `norm_error`.
 
     g falls with the norm, and fastest below, so the worst case is `|m| / max(n - e, eps) - |g|`;
     the division, the reading of m in fp32 and the storing of g cost rule 2's three.
@@ -192,9 +193,9 @@ def magnitude_scale(magnitude, row_norm, dtype, norm_error=0.0) -> Array:
 
 
 def compose(base, lora, g, scale: float, dtype) -> Array:
-    """`y = base + ((g-1)·base + g·(s·lora))` in fp32, rounded once: rule 2 with at most four
-    operations deep on every term (product, product, sum, sum; the subtraction g-1 rounds once),
-    then rule 1."""
+    """Returns what `y = base + ((g-1)·base + g·(s·lora))` in fp32, rounded once, may lie off: rule
+    2 with at most four operations deep on every term (product, product, sum, sum; the subtraction
+    g-1 rounds once), then rule 1."""
     base, lora, g = fp64(base), fp64(lora), fp64(g)
     entering = abs(base) + abs((g - 1) * base) + abs(g * scale * lora)
     y = g * (base + scale * lora)
@@ -202,8 +203,8 @@ def compose(base, lora, g, scale: float, dtype) -> Array:
 
 
 def compose_delta(base, lora, g, scale: float, dtype) -> Array:
-    """`ΔY = (g-1)·base + g·(s·lora)`, as `compose` but for `base` itself: nothing of its size may
-    enter."""
+    """Returns what `ΔY = (g-1)·base + g·(s·lora)` may lie off: as `compose` but for `base` itself,
+    of whose size nothing may enter."""
     base, lora, g = fp64(base), fp64(lora), fp64(g)
     entering = abs((g - 1) * base) + abs(g * scale * lora)
     delta = (g - 1) * base + g * (scale * lora)
@@ -237,8 +238,8 @@ def compose_grads(
 
 
 def stored_inner(dy, inner, dtype) -> Array:
-    """`[out]`: what `d_g = Σ_rows dY ∘ inner` loses if inner was stored in `dtype` after the
-    forward pass, by rule 3: a plain computation under autograd keeps fp32 instead."""
+    """Returns `[out]`: what `d_g = Σ_rows dY ∘ inner` loses if inner was stored in `dtype` after
+    the forward pass, by rule 3: a plain computation under autograd keeps fp32 instead."""
     terms = abs(fp64(dy)) * rounding(inner, dtype)
     return SIGMAS * (terms.reshape(-1, terms.shape[-1]) ** 2).sum(0) ** 0.5
 
@@ -311,8 +312,8 @@ def swiglu(dh, gate, up, gate_g, up_g, dtype, *, gate_bias=0.0, up_bias=0.0) -> 
 
 
 def quantised_rows(x, weight) -> Array:
-    """`[rows, out]`: how far `x̂ Wᵀ` may lie from `x Wᵀ`, where every row of x is rounded to
-    float8_e4m3fn in units of its largest magnitude over 448.
+    """Returns `[rows, out]`: how far `x̂ Wᵀ` may lie from `x Wᵀ`, where every row of x is rounded
+    to float8_e4m3fn in units of its largest magnitude over 448.
 
     Rule 1, in those units, which cost two fp32 operations; then rule 3 through the product.
     """
@@ -359,12 +360,12 @@ def dora_linear(
     u = unit_roundoff(dtype)
 
     def product(left: Array, right: Array, n: int) -> tuple[Array, Array]:
-        """A matrix product, and what fp32 accumulation and one rounding cost it."""
+        """Returns a matrix product, and what fp32 accumulation and one rounding cost it."""
         total, length = left @ right, two_norm_of_products(left, right)
         return total, rounding(total, dtype) + accumulation(n, total, length)
 
     def cast(left: Array, right: Array) -> Array:
-        """Rule 3 on the casting of one adapter in `left @ right`."""
+        """Returns what casting one adapter in `left @ right` costs: rule 3."""
         return u * independent(left, right)
 
     z, z_error = product(x, a.T, n_in)

@@ -67,7 +67,7 @@ def jax_kernels() -> dict[str, Callable[[], object]]:
         )()
 
     def race(out_gmem, smem):
-        """One warpgroup reads what another writes, and does not wait."""
+        """Plants a race: one warpgroup reads what another writes, and does not wait."""
 
         @pl.when(lax.axis_index("warpgroup") == 0)
         def _write():
@@ -78,7 +78,7 @@ def jax_kernels() -> dict[str, Callable[[], object]]:
             out_gmem[...] = smem[...]
 
     def overrun(out_gmem, smem):
-        """Both warpgroups write a million numbers past the end."""
+        """Plants an overrun: both warpgroups write a million numbers past the end."""
         past = 1_000_000 * (1 + lax.axis_index("warpgroup"))
         out_gmem[pl.ds(past, 128)] = jnp.ones(smem.shape, jnp.float32)
 
@@ -88,7 +88,7 @@ def jax_kernels() -> dict[str, Callable[[], object]]:
         return ops.factored_norm(kernel, *wide, SCALE, implementation="mosaic")
 
     def layer():
-        """A layer in training: with bias, and with what its gradient keeps."""
+        """Runs a layer in training: with bias, and with what its gradient keeps."""
         x, kernel, _, b, g = OURS["project"].draw(ALIGNED)
         _, a, _ = OURS["norm"].draw(ALIGNED)
 

@@ -31,7 +31,7 @@ def works(device: str, quick: bool) -> Iterator[Callable[[], Work]]:
 
 
 def forward(case: Case, device: str, inputs: Callable[[], ComposeInputs]) -> Work:
-    """y, in inference."""
+    """Returns the works of y, in inference."""
     drawn, s = inputs(), case.scale
     operands = (drawn.base, drawn.lora, drawn.g)
     sets = rotate(operands)
@@ -60,7 +60,7 @@ def forward(case: Case, device: str, inputs: Callable[[], ComposeInputs]) -> Wor
 
 
 def backward(case: Case, device: str, inputs: Callable[[], ComposeInputs], with_lora: bool) -> Work:
-    """The gradients, from dy and inner alone."""
+    """Returns the work of the gradients, from dy and inner alone."""
     drawn, s = inputs(), case.scale
     grads = oracle.compose_grads(drawn.dy, drawn.base, drawn.lora, drawn.g, s)
     bounds = tolerances.compose_grads(drawn.dy, drawn.base, drawn.lora, drawn.g, s, DTYPE)

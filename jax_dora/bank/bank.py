@@ -93,7 +93,7 @@ class AdapterBank:
 
     @property
     def places(self) -> Mapping[str, Place]:
-        """The projections by path."""
+        """Returns the projections by path."""
         return self._plan.places
 
     def __repr__(self) -> str:

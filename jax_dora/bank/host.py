@@ -60,7 +60,7 @@ class HostAdapter:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its matrices."""
+        """Returns the bytes of its matrices."""
         return sum(a.nbytes + b.nbytes for piece in self.pieces for a, b in piece.values())
 
 

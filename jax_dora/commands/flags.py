@@ -101,7 +101,7 @@ def pattern(text: str) -> str:
 
 @contextlib.contextmanager
 def corrections() -> Iterator[None]:
-    """While it lasts, what is wrong are flags and files, which UsageError tells."""
+    """Turns errors about flags and files into `UsageError` while it lasts."""
     try:
         yield
     except FileExistsError as error:

@@ -23,7 +23,7 @@ class Axes(NamedTuple):
 
     @property
     def matrices(self) -> tuple[int, int, int]:
-        """The shape [n, rows, columns]."""
+        """Returns the shape [n, rows, columns]."""
 
         def size(axes: tuple[int, ...]) -> int:
             return math.prod(self.split[axis] for axis in axes)
@@ -56,7 +56,7 @@ class Layout(NamedTuple):
 
     @property
     def is_one_matrix(self) -> bool:
-        """Whether the parameters are stored as the matrices that they are."""
+        """Returns whether the parameters are stored as the matrices that they are."""
         rows, columns = self.kernel.stored[0], self.kernel.stored[-1]
         return self.kernel == matrix_layout(rows, columns, 1).kernel
 

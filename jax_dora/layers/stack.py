@@ -46,7 +46,7 @@ class Stack:
 
     @property
     def count(self) -> int:
-        """The number of axes."""
+        """Returns the number of axes."""
         return len(self.shape)
 
     def indices(self) -> Iterator[tuple[int, ...]]:

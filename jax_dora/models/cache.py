@@ -22,7 +22,7 @@ class Cache(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        """The tokens that a row can hold."""
+        """Returns how many tokens a row can hold."""
         return self.keys.shape[2]
 
     def positions(self, count: int, rows: jax.Array | None = None) -> jax.Array:

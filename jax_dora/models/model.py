@@ -42,7 +42,7 @@ class Decoder(nnx.Module):
         positions: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
     ) -> jax.Array:
-        """[batch, time, hidden] of tokens, positions and segments i32[batch, time]."""
+        """Returns [batch, time, hidden] of tokens, positions and segments i32[batch, time]."""
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
         mask = None
@@ -150,7 +150,7 @@ class CausalLM(nnx.Module):
         positions: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
     ) -> jax.Array:
-        """Logits of the next token, for every token.
+        """Returns the logits of the next token, for every token.
 
         Args:
           tokens: i32[batch, time].

@@ -108,12 +108,12 @@ class QuantisedTensor(NamedTuple):
 
     @property
     def names(self) -> set[str]:
-        """The names of all tensors that it is made of."""
+        """Returns the names of all tensors that it is made of."""
         return {self.weight.name, *(one.name for one in self.parts.values())}
 
     @property
     def abstract(self) -> Any:
-        """The `qwix.QArray` [in, out], of shapes alone."""
+        """Returns the `qwix.QArray` [in, out], of shapes alone."""
         (out, in_features), f32 = self.shape, jnp.dtype(jnp.float32)
         if self.weight.dtype == np.uint8:
             stored, scales, qtype = jnp.uint4, (in_features // 64, out), "nf4"

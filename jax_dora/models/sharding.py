@@ -59,27 +59,28 @@ class DecoderSharding:
 
     @property
     def row_shards(self) -> int:
-        """The parts that the rows of a batch are in."""
+        """Returns how many parts the rows of a batch are in."""
         return math.prod(self.mesh.shape[axis] for axis in ROWS)
 
     @property
     def rows(self) -> NamedSharding:
-        """How activations and tokens [batch, ...] lie."""
+        """Returns how activations and tokens [batch, ...] lie."""
         return NamedSharding(self.mesh, P(ROWS))
 
     @property
     def micro_batches(self) -> NamedSharding:
-        """How tokens [accumulate, batch, time] lie."""
+        """Returns how tokens [accumulate, batch, time] lie."""
         return NamedSharding(self.mesh, P(None, ROWS))
 
     @property
     def heads(self) -> NamedSharding:
-        """How a cache's keys and values [layers, batch, capacity, kv_heads, head_dim] lie."""
+        """Returns how a cache's keys and values [layers, batch, capacity, kv_heads, head_dim]
+        lie."""
         return NamedSharding(self.mesh, P(None, None, None, "tp"))
 
     @property
     def everywhere(self) -> NamedSharding:
-        """The sharding of arrays that every device holds whole."""
+        """Returns the sharding of arrays that every device holds whole."""
         return NamedSharding(self.mesh, P())
 
     def __call__(self, path: str, shape: tuple[int, ...]) -> NamedSharding:

@@ -57,7 +57,7 @@ class Target:
 
     @property
     def prefers_mosaic(self) -> bool:
-        """Whether a call that names no implementation may take a Mosaic kernel."""
+        """Returns whether a call that names no implementation may take a Mosaic kernel."""
         return self.platform == "gpu" and not self.interpreted
 
 
@@ -92,7 +92,7 @@ class Choice(NamedTuple):
 
     @property
     def knobs(self) -> dict[str, Any]:
-        """The keyword arguments of the kernel's `launch` that the choice decides."""
+        """Returns the keyword arguments of the kernel's `launch` that the choice decides."""
         return {"config": self.config, "sm_count": self.sm_count}
 
 

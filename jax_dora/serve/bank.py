@@ -38,7 +38,7 @@ class Bank:
 
     @property
     def arrays(self) -> Any:
-        """What compiled programs take for their adapters."""
+        """Returns what compiled programs take for their adapters."""
         return self.bank
 
     def read(self, folder: Path) -> Any:

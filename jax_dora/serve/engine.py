@@ -57,7 +57,7 @@ class Engine:
 
     @property
     def capacity(self) -> int:
-        """The tokens that a prompt and its answer may have together."""
+        """Returns how many tokens a prompt and its answer may have together."""
         return self._slots.capacity
 
     @property

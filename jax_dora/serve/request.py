@@ -97,5 +97,5 @@ class Answer:
 
     @property
     def is_going(self) -> bool:
-        """Whether its next step draws a token."""
+        """Returns whether its next step draws a token."""
         return not self.is_over and not self.left and self.launched < self.request.max_tokens

@@ -188,7 +188,7 @@ class Server:
                 self._tell(f"the folder of adapters: {traceback.format_exc()}")
 
     def _answer(self) -> None:
-        """The engine's thread."""
+        """Runs the engine, as a thread of its own."""
         try:
             while not self._ends.is_set():
                 if not self.engine.turn():

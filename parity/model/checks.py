@@ -49,7 +49,7 @@ _Pairs = Mapping[tuple[str, str], Pair]
 
 
 def _agreement(run: Run, pairs: _Pairs, adapted: Sequence[str]) -> Iterator[Check]:
-    """The systems with each other."""
+    """Yields the checks of the systems with each other."""
     control = pairs[BASES].cosine if BASES in pairs else 0.0
     allowed = tolerances.model_cosine_distance(run.dtype, control)
     goal = 1 - tolerances.COSINE[run.dtype]

@@ -85,5 +85,5 @@ def execute(
 
 
 def free_memory(device: torch.device) -> float | None:
-    """GiB of the card that nobody has, or None on a CPU."""
+    """Returns the GiB of the card that nobody has, or None on a CPU."""
     return torch.cuda.mem_get_info(device)[0] / 2**30 if device.type == "cuda" else None

@@ -86,7 +86,8 @@ def _rms_norm(run: Run, weight: Tensor, x: Tensor) -> Tensor:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal; q [heads, tokens, head], k and v [kv_heads, tokens, head], shared by groups of q."""
+    """Computes causal attention; q [heads, tokens, head], k and v [kv_heads, tokens, head], shared
+    by groups of q."""
     groups = q.unflatten(0, (k.shape[0], -1))  # [kv_heads, group, tokens, head]
     scores = groups @ k.transpose(1, 2)[:, None] / q.shape[-1] ** 0.5
     future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -95,7 +96,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _rotation(run: Run, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of position × frequency (arXiv 2104.09864), [tokens, head / 2]."""
+    """Returns cosine and sine of position × frequency (arXiv 2104.09864), [tokens, head / 2]."""
     positions = torch.arange(run.tokens, device=device, dtype=torch.float32)
     # An fp32 number in every implementation, and rounded: at position 4096 by 2⁻¹² of a radian,
     # which would be the largest error of an fp32 model, though nobody's.

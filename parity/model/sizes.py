@@ -36,7 +36,7 @@ class Sizes:
         return self.alpha / self.rank**0.5
 
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of the seven projections of a layer."""
+        """Returns (out, in) of the seven projections of a layer."""
         q, kv, wide = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.intermediate
         inputs = (*[self.hidden] * 3, q, self.hidden, self.hidden, wide)
         outputs = (q, kv, kv, self.hidden, wide, wide, self.hidden)

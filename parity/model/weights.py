@@ -52,7 +52,7 @@ class Weights:
     tokens: Tensor  # i64[1, tokens + 1]; the last one is a target only
 
     def frozen(self) -> dict[str, Tensor]:
-        """The base model under transformers' names."""
+        """Returns the base model under transformers' names."""
         named = {
             "model.embed_tokens.weight": self.embedding,
             "model.norm.weight": self.norm,
@@ -68,7 +68,7 @@ class Weights:
         return named
 
     def adapter(self) -> dict[str, dict[str, list[Tensor]]]:
-        """The adapter by projection, then by `ADAPTER`'s names, one tensor a layer."""
+        """Returns the adapter by projection, then by `ADAPTER`'s names, one tensor a layer."""
         parts = {path: [layer.projections[path] for layer in self.layers] for path in PROJECTIONS}
         return {
             path: {kind: [getattr(part, kind) for part in every] for kind in ADAPTER}
@@ -77,7 +77,7 @@ class Weights:
 
 
 def draw(run: Run, device: str, seed: int = 0) -> Weights:
-    """Random weights whose activations keep their size, and an adapter as after some training."""
+    """Draws weights whose activations keep their size, and an adapter as after some training."""
     sizes, dtype = run.sizes, getattr(torch, run.dtype)
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -121,7 +121,7 @@ def draw(run: Run, device: str, seed: int = 0) -> Weights:
 
 
 def rope_frequencies(sizes: Sizes, device: torch.device) -> Tensor:
-    """fp32[head / 2], to the bit as transformers computes them on the device."""
+    """Returns fp32[head / 2], to the bit as transformers computes them on the device."""
     half = torch.arange(0, sizes.head_dim, 2, device=device, dtype=torch.float32)
     return 1 / sizes.rope_theta ** (half / sizes.head_dim)
 

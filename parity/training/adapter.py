@@ -16,7 +16,8 @@ Adapter = dict[str, dict[str, np.ndarray]]
 
 
 def initial(settings: Settings, base: Path, seed: int) -> Adapter:
-    """lora_a uniform in ±1/sqrt(in) as PEFT's, and the magnitude ‖W + sBA‖ in fp64, rounded once.
+    """Draws lora_a uniformly in ±1/sqrt(in), as PEFT's; the magnitude is ‖W + sBA‖ in fp64, rounded
+    once.
 
     Args:
       base: the folder of the base model.
@@ -36,7 +37,8 @@ def initial(settings: Settings, base: Path, seed: int) -> Adapter:
 
 
 def one_ulp_off(adapter: Adapter, seed: int) -> Adapter:
-    """`adapter` with every lora_a moved to a neighbouring fp32 number, up or down at random."""
+    """Returns `adapter` with every lora_a moved to a neighbouring fp32 number, up or down at
+    random."""
     rng = np.random.default_rng((29, seed))
 
     def moved(array: np.ndarray) -> np.ndarray:
@@ -47,12 +49,12 @@ def one_ulp_off(adapter: Adapter, seed: int) -> Adapter:
 
 
 def flat(adapter: Adapter) -> np.ndarray:
-    """f32[…]: all numbers of an adapter, in one order."""
+    """Returns all numbers of an adapter, in one order: f32[…]."""
     return np.concatenate([adapter[p][name].ravel() for p in PROJECTIONS for name in ADAPTER])
 
 
 def _weights(base: Path, projection: str, settings: Settings) -> np.ndarray:
-    """f64[layers, out, in] as stored."""
+    """Returns f64[layers, out, in] as stored."""
     # NumPy itself has no bf16.
     with safe_open(base / "model.safetensors", framework="pt") as file:
         names = [f"model.layers.{n}.{projection}.weight" for n in range(settings.layers)]

@@ -98,7 +98,7 @@ class Difference:
 
 
 def compare(one: Run, other: Run, start: Adapter) -> Difference:
-    """`start` is the adapter that both began with."""
+    """Compares two runs that began with the adapter `start`."""
     apart = np.abs(one.losses - other.losses)
     norms = np.abs(one.gradient_norms - other.gradient_norms)
     norms = norms / np.maximum(np.maximum(one.gradient_norms, other.gradient_norms), 1e-30)

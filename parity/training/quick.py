@@ -43,7 +43,8 @@ def start() -> adapters.Adapter:
 
 @functools.cache
 def base() -> Path:
-    """The tiny base model's folder, made once a process. No adapter is in it, and so no fault."""
+    """Returns the folder of the tiny base model, made once a process. No adapter is in it, and so
+    no fault."""
     temporary = tempfile.TemporaryDirectory(prefix="parity-training-")
     atexit.register(temporary.cleanup)
     folder = Path(temporary.name) / "base"

@@ -62,12 +62,13 @@ class Settings(Sizes):
         return replace(replace(run, base_steps=50, base_learning_rate=3e-3), **changes)
 
     def learning_rates(self) -> np.ndarray:
-        """f64[steps]: a linear rise from 1/warmup of the peak, then half a cosine down to 0."""
+        """Returns f64[steps]: a linear rise from 1/warmup of the peak, then half a cosine down to
+        0."""
         return schedule(self.steps, self.warmup, self.learning_rate)
 
 
 def schedule(steps: int, warmup: int, peak: float) -> np.ndarray:
-    """f64[steps]; the last step's is not quite 0."""
+    """Returns f64[steps]; the last step's is not quite 0."""
     step = np.arange(steps)
     warmup = min(warmup, steps - 1)
     rise = (step + 1) / max(warmup, 1)

@@ -26,7 +26,7 @@ class Text(NamedTuple):
     held_out: np.ndarray  # u8[…], for evaluation
 
     def facts(self) -> dict[str, str]:
-        """Size and digest of every part: another Python has another text."""
+        """Returns size and digest of every part: another Python has another text."""
         return {
             name: f"{len(part)} bytes, sha256 {hashlib.sha256(part.tobytes()).hexdigest()[:16]}"
             for name, part in self._asdict().items()
@@ -49,13 +49,13 @@ def text() -> Text:
 
 
 def starts(part: np.ndarray, shape: tuple[int, ...], length: int, seed: int) -> np.ndarray:
-    """i32[shape]: where rows of length + 1 bytes of `part` begin, drawn at random."""
+    """Draws i32[shape]: where rows of length + 1 bytes of `part` begin."""
     rng = np.random.default_rng((17, seed))
     return rng.integers(0, len(part) - length, shape).astype(np.int32)
 
 
 def even_starts(part: np.ndarray, rows: int, length: int) -> np.ndarray:
-    """i32[rows]: rows spread evenly over `part`."""
+    """Returns i32[rows]: where rows spread evenly over `part` begin."""
     return np.linspace(0, len(part) - length - 1, rows).astype(np.int32)
 
 

@@ -35,12 +35,12 @@ class BankLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The base layer's."""
+        """Returns the base layer's."""
         return self.base.weight
 
     @property
     def bias(self) -> Tensor | None:
-        """The base layer's."""
+        """Returns the base layer's."""
         return self.base.bias
 
     def forward(self, x: Tensor) -> Tensor:

@@ -42,7 +42,8 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def split_product(a: Tensor, b: Tensor, mm: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """:func:`product` by bfloat16 pieces; ``mm`` multiplies two bfloat16 matrices into float32."""
+    """Computes :func:`product` by bfloat16 pieces; ``mm`` multiplies two bfloat16 matrices into
+    float32."""
     n = b.shape[1]
     b_parts = torch.cat(split(b), dim=1)
     terms = []

@@ -67,12 +67,13 @@ class Sizes(NamedTuple):
 
     @property
     def entries(self) -> int:
-        """How long the head of a plan is."""
+        """Returns the length of a plan's head."""
         return pl.cdiv(1 + min(self.rows, self.slots), TILE_ROWS) * TILE_ROWS
 
     @property
     def boxes(self) -> list[int]:
-        """The ranks that a copy may have: the least that suffices is taken."""
+        """Returns the numbers of ranks that a copy may have, of which the least that suffices is
+        taken."""
         return [box for box in (16, 32, 64) if box < self.rank] + [self.rank]
 
 

@@ -55,12 +55,12 @@ class Tiling:
 
     @property
     def view(self) -> tuple[int, int, int]:
-        """The shape that [rows, out] is viewed as."""
+        """Returns the shape that [rows, out] is viewed as."""
         return self.rows, self.out // self.lane, self.lane
 
     @property
     def feature_block(self) -> tuple[int, int]:
-        """The block of features of one thread block, in the view's last two axes."""
+        """Returns the block of features of one thread block, in the view's last two axes."""
         return FEATURES // self.lane, self.lane
 
 

@@ -9,7 +9,8 @@ from jax_dora.ops.mosaic.hopper import TILE_K
 
 
 def fetch_slices(walk, task, inputs, buffers, consumer):
-    """One warp: fills a consumer's ring of slices; the first also fetches the strip of `right`."""
+    """Fills, as one warp, a consumer's ring of slices; the first also fetches the strip of
+    `right`."""
     left_gmem, right_gmem, _, _, *vectors_gmem = inputs  # the vectors, before the scales
     c = walk.tiling.config
 
@@ -70,7 +71,8 @@ def fetch_slices(walk, task, inputs, buffers, consumer):
 
 
 def fetch_tiles(walk, task, inputs, buffers, fetcher, fetchers):
-    """One warp of `fetchers`: fills a consumer's ring of tiles of the matrix, or that of all."""
+    """Fills, as one warp of `fetchers`, a consumer's ring of tiles of the matrix, or that of
+    all."""
     matrix_gmem, c = inputs[2], walk.tiling.config
     width = c.tile_cols // task.packed
 

@@ -172,7 +172,7 @@ def low_rank_kernel(
 
 
 def _consume(walk, task, inputs, out_gmem, buffers, scratch, consumer):
-    """One warpgroup: multiplies its tiles and runs the task's functions on them."""
+    """Multiplies, as one warpgroup, its tiles, and runs the task's functions on them."""
     c = walk.tiling.config
     whole_scale = inputs[3][0]
     # Late enough not to wait for the stores, early enough for the next tile to arrive in time.
@@ -185,7 +185,7 @@ def _consume(walk, task, inputs, out_gmem, buffers, scratch, consumer):
         return consumer * c.slots + lax.rem(turn, c.slots)
 
     def hand_back_stored(turn):
-        """The slot of the tile before `turn`, once its stores have read it."""
+        """Hands back the slot of the tile before `turn`, once its stores have read it."""
         if task.stores:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(buffers["tile_free"].at[slot_of(turn + c.slots - 1)])

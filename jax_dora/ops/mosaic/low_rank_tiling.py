@@ -89,7 +89,7 @@ class Tiling:
 
     @property
     def run(self) -> int:
-        """The tiles of a run; the last of a strip may have fewer."""
+        """Returns the tiles of a run; the last of a strip may have fewer."""
         splits = self.config.splits or balanced(
             self.row_tiles,
             self.groups * self.strips,
@@ -124,7 +124,7 @@ class Walk:
         return lax.div(self.tiling.units - self.block + self.tiling.blocks - 1, self.tiling.blocks)
 
     def run(self, index):
-        """The columns, the split, the first tile and the number of tiles of a run."""
+        """Returns the columns, the split, the first tile and the number of tiles of a run."""
         unit, tiling = self.block + index * self.tiling.blocks, self.tiling
         group = 0
         if tiling.groups > 1:
@@ -139,7 +139,7 @@ class Walk:
         return pl.ds(lax.div(unit, tiling.splits) * width, width), split, first, tiles
 
     def group(self, tile):
-        """The group that a tile is of."""
+        """Returns the group that a tile is of."""
         return lax.div(tile, self.tiling.row_tiles)
 
     def turns(self, taker, before, tiles, takers):

@@ -40,14 +40,14 @@ class Encoder(nnx.Module):
         )
 
     def __call__(self, ids: jax.Array, mask: jax.Array) -> jax.Array:
-        """`[sentences, tokens]` ids and mask to fp32 `[sentences, hidden]`."""
+        """Takes ids and mask `[sentences, tokens]` to fp32 `[sentences, hidden]`."""
         hidden = self.hidden(ids, mask).astype(jnp.float32)
         weight = mask[:, :, None].astype(jnp.float32)
         mean = (hidden * weight).sum(1) / weight.sum(1)
         return mean / jnp.linalg.norm(mean, axis=-1, keepdims=True)
 
     def hidden(self, ids: jax.Array, mask: jax.Array) -> jax.Array:
-        """The last layer's states, `[sentences, tokens, hidden]`."""
+        """Returns the last layer's states, `[sentences, tokens, hidden]`."""
         x = self._get("embeddings.word_embeddings.weight")[ids]
         x = x + self._get("embeddings.token_type_embeddings.weight")[None, :1]
         x = x + self._get("embeddings.position_embeddings.weight")[None, : ids.shape[1]]
@@ -133,7 +133,7 @@ def adapted(
 
 
 def evaluate(encoder: Encoder, batch: minilm.Batch, gradients: bool) -> Evaluation:
-    """One forward pass, and one backward if gradients are wanted."""
+    """Runs one forward pass, and one backward if gradients are wanted."""
     graph, adapter, rest = nnx.split(encoder, nnx.LoRAParam, ...)
     vectors = {}
     with jax.default_matmul_precision("highest"):
@@ -148,7 +148,7 @@ def evaluate(encoder: Encoder, batch: minilm.Batch, gradients: bool) -> Evaluati
 
 
 def train(encoder: Encoder, batch: minilm.Batch, steps: int) -> tuple[list[float], Adapter]:
-    """The loss before every step, and the adapter after the last."""
+    """Returns the loss before every step, and the adapter after the last."""
     graph, adapter, rest = nnx.split(encoder, nnx.LoRAParam, ...)
     optimizer = optax.adamw(
         minilm.LEARNING_RATE, *minilm.BETAS, eps=minilm.ADAM_EPS, weight_decay=minilm.WEIGHT_DECAY
@@ -190,7 +190,7 @@ def _arrays(batch: minilm.Batch) -> tuple[jax.Array, jax.Array]:
 
 
 def _adapter_of(state: nnx.State) -> Adapter:
-    """The adapters in a state, as torch tensors in torch's layout."""
+    """Returns the adapters in a state, as torch tensors in torch's layout."""
     projections = state["projections"]
     return {
         name: {k: torch.tensor(np.asarray(projections[_key(name)][k][...]).T) for k in ADAPTER}

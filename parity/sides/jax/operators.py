@@ -112,7 +112,7 @@ def _plain_compose(base, lora, g, scale, delta, bias=None):
 
 
 def _compose(operators: dict[str, Callable], inputs: ComposeInputs, frozen: bool) -> Tensors:
-    """All operators in one program: compiling is what takes the time."""
+    """Computes all operators in one program: compiling is what takes the time."""
     operands = [to_jax(inputs.base), to_jax(inputs.lora), to_jax(inputs.g)]
     names = ("d_base", "d_lora") if frozen else ("d_base", "d_lora", "d_g")
 
@@ -166,7 +166,8 @@ def _interpreted(implementation: str, tensor: torch.Tensor):
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
-    """Mosaic kernels run on a CPU, in Pallas' GPU interpreter; a data race is a RuntimeError."""
+    """Runs Mosaic kernels on a CPU while it lasts, in Pallas' GPU interpreter; a data race is a
+    RuntimeError."""
     options: dict = {"detect_races": True}
     if "on_race" in (f.name for f in dataclasses.fields(plgpu.InterpretGPUParams)):
         options["on_race"] = "raise"

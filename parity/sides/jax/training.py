@@ -45,7 +45,8 @@ RULE = r"model/layers/(self_attn|mlp)/\w+_proj"
 
 
 def make_base(settings: Settings, folder: Path, progress: Progress | None = None) -> list[float]:
-    """Pre-trains the base model in fp32 and writes it in bf16; returns its losses."""
+    """Trains the base model in fp32 from random weights and writes it in bf16; returns its
+    losses."""
     hf = settings.hf_config(settings.layers, max(settings.length, 1024))
     config = DecoderConfig.from_hf(hf, dtype=jnp.float32, attention="xla", remat=False)
     graphdef, weights = nnx.split(make_model(config, seed=0))
@@ -80,7 +81,7 @@ def train(
     progress: Progress | None = None,
     device: str = "cpu",
 ) -> Run:
-    """See `parity.sides.Training`; the device is JAX's default one."""
+    """Trains as `parity.sides.Training` says; the device is JAX's default one."""
     begin = time.perf_counter()
     graphdef, trained, frozen = nnx.split(
         _model(settings, base, adapter, implementation), nnx.LoRAParam, ...
@@ -120,7 +121,8 @@ def train(
 
 
 def mean_loss(model: CausalLM, tokens: jax.Array) -> jax.Array:
-    """f32[]: mean cross-entropy of tokens i32[rows, length + 1]; logits are never rounded."""
+    """Returns the mean cross-entropy, f32[], of tokens i32[rows, length + 1]; logits are never
+    rounded."""
     assert model.lm_head is not None
     hidden = model.model(tokens[:, :-1]).astype(jnp.float32)
     head = model.lm_head.kernel[...].astype(jnp.float32)
@@ -146,8 +148,8 @@ def _model(
 
 
 def compiled_steps(loss: Callable, optimizer: Any, part: jax.Array, length: int) -> Callable:
-    """Several steps, compiled: (trained, optimizer's state, losses f32[n], gradient norms f32[n])
-    of trained, state, frozen and starts i32[n, rows]."""
+    """Compiles several steps: (trained, optimizer's state, losses f32[n], gradient norms f32[n]) of
+    trained, state, frozen and starts i32[n, rows]."""
 
     def run(trained, state, frozen, where):
         def step(carry, where):
@@ -167,7 +169,7 @@ def compiled_steps(loss: Callable, optimizer: Any, part: jax.Array, length: int)
 def evaluator(
     loss: Callable, settings: Settings, held_out: np.ndarray
 ) -> Callable[[Any, Any], float]:
-    """The mean loss of rows of u8 `held_out`, of trained and frozen."""
+    """Returns a function of trained and frozen, the mean loss of rows of u8 `held_out`."""
     part = jnp.asarray(held_out)
     where = even_starts(held_out, settings.eval_rows, settings.length)
     batches = np.split(where, max(1, len(where) // EVAL_BATCH))
@@ -183,7 +185,8 @@ def evaluator(
 
 
 def _compiler_options() -> dict[str, bool]:
-    """XLA may keep bf16 intermediates in fp32; torch rounds where the program says."""
+    """Returns options by which XLA rounds where the program says, as torch does: it may keep bf16
+    intermediates in fp32."""
     options = {"xla_allow_excess_precision": False}
     if jax.default_backend() == "gpu":
         # Minutes of tuning for products this small.

@@ -97,7 +97,7 @@ def set_adapter(model: Any, adapter: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _model(run: Run, weights: Weights) -> Any:
-    """The base model, which shares `weights`' tensors; frozen."""
+    """Returns the base model, which shares `weights`' tensors; frozen."""
     config = Qwen3Config(
         **run.sizes.hf_config(run.layers, max(run.tokens, 40_960)), use_cache=False
     )

@@ -43,14 +43,14 @@ class Encoder(nn.Module):
         )
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """`[sentences, tokens]` ids and mask to fp32 (or fp64) `[sentences, hidden]`."""
+        """Takes ids and mask `[sentences, tokens]` to fp32 (or fp64) `[sentences, hidden]`."""
         hidden = self.hidden(ids, mask)
         hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
         weight = mask[:, :, None].to(hidden.dtype)
         return F.normalize((hidden * weight).sum(1) / weight.sum(1), dim=-1)
 
     def hidden(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """The last layer's states, `[sentences, tokens, hidden]`."""
+        """Returns the last layer's states, `[sentences, tokens, hidden]`."""
         x = self._get("embeddings.word_embeddings.weight")[ids]
         x = x + self._get("embeddings.token_type_embeddings.weight")[0]
         x = x + self._get("embeddings.position_embeddings.weight")[: ids.shape[1]]
@@ -151,7 +151,7 @@ def adapted(
 
 
 def evaluate(encoder: Encoder, batch: minilm.Batch, gradients: bool) -> Evaluation:
-    """One forward pass, and one backward if gradients are wanted."""
+    """Runs one forward pass, and one backward if gradients are wanted."""
     with torch.set_grad_enabled(gradients):
         embeddings, loss = _forward(encoder, batch)
     vectors = {}
@@ -164,7 +164,7 @@ def evaluate(encoder: Encoder, batch: minilm.Batch, gradients: bool) -> Evaluati
 
 
 def train(encoder: Encoder, batch: minilm.Batch, steps: int) -> tuple[list[float], Adapter]:
-    """The loss before every step, and the adapter after the last, in fp32."""
+    """Returns the loss before every step, and the adapter after the last, in fp32."""
     parameters = [getattr(layer, name) for layer in _layers(encoder) for name in ADAPTER]
     options: dict = {"eps": minilm.ADAM_EPS, "weight_decay": minilm.WEIGHT_DECAY}
     optimizer = torch.optim.AdamW(parameters, minilm.LEARNING_RATE, minilm.BETAS, **options)

@@ -192,8 +192,8 @@ def _gathered(rows: Tensor, mesh: DeviceMesh) -> Tensor:
 
 @contextlib.contextmanager
 def norm_of_a_shard() -> Iterator[None]:
-    """The norm, spoilt: of the inputs that a process has, as some row-parallel layers take it. At
-    initialisation, where the magnitude is such a norm, no result tells."""
+    """Spoils the norm while it lasts: it is of the inputs that a process has, as some row-parallel
+    layers take it. At initialisation, where the magnitude is such a norm, no result tells."""
 
     def spoilt(of_shard, root, weight, lora_a, lora_b):
         norm = of_shard(*shards.local_matrices(weight, lora_a, lora_b))

@@ -39,7 +39,8 @@ def train(
     progress: Progress | None = None,
     device: str = "cpu",
 ) -> Run:
-    """See `parity.sides.Training`; "peft" is Hugging Face PEFT's layers in the place of ours."""
+    """Trains as `parity.sides.Training` says; "peft" is Hugging Face PEFT's layers in the place of
+    ours."""
     begin = time.perf_counter()
     model = _model(settings, base, adapter, implementation, device)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -79,7 +80,8 @@ def train(
 
 
 def mean_loss(model: Any, tokens: Tensor) -> Tensor:
-    """f32[]: mean cross-entropy of tokens i64[rows, length + 1]; logits are never rounded."""
+    """Returns the mean cross-entropy, f32[], of tokens i64[rows, length + 1]; logits are never
+    rounded."""
     hidden = model.model(input_ids=tokens[:, :-1], use_cache=False).last_hidden_state
     logits = F.linear(hidden.float(), model.lm_head.weight.float())
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
@@ -101,7 +103,8 @@ class WideRotation(nn.Module):
 def _rounded_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, _mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """Causal attention of [batch, heads, time, head_dim]: query and key in value's dtype."""
+    """Computes causal attention of [batch, heads, time, head_dim], with query and key in value's
+    dtype."""
     mixed = F.scaled_dot_product_attention(
         query.to(value.dtype),
         key.to(value.dtype),
