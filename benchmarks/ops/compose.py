@@ -31,7 +31,7 @@ def works(device: str, quick: bool) -> Iterator[Callable[[], Work]]:
 
 
 def forward(case: Case, device: str, inputs: Callable[[], ComposeInputs]) -> Work:
-    """Returns the works of y, in inference."""
+    """Returns the work of y, in inference."""
     drawn, s = inputs(), case.scale
     operands = (drawn.base, drawn.lora, drawn.g)
     sets = rotate(operands)
