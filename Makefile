@@ -14,11 +14,13 @@ PYTEST_ARGS ?=
 # to neighbouring tests, which share what is compiled.
 WORKERS ?= -n auto --maxprocesses 8 --dist worksteal
 GPU_WORKERS ?= -n 4
-# What runs at the oldest versions: what calls the frameworks. Kernels are lowered there, not
-# interpreted. OLDEST_EXTRAS=dev OLDEST_TESTS=tests OLDEST_CHOICE= runs all.
-OLDEST_EXTRAS ?= test
+# What runs at the oldest versions: what calls the frameworks, and PEFT. Kernels are lowered there,
+# not interpreted. OLDEST_EXTRAS=dev OLDEST_TESTS=tests OLDEST_CHOICE= runs all.
+OLDEST_EXTRAS ?= parity,test
 OLDEST_TESTS ?= tests/jax_dora/ops tests/jax_dora/test_linear.py tests/jax_dora/test_linen.py \
-    tests/jax_dora/weights/test_products.py tests/torch_dora/ops tests/test_readme.py
+    tests/jax_dora/weights/test_products.py tests/torch_dora/ops tests/test_readme.py \
+    tests/dora_common/peft/test_config.py tests/torch_dora/test_peft.py \
+    tests/jax_dora/test_peft.py::test_adapters_are_merged_as_by_peft
 OLDEST_CHOICE ?= not interpreted
 
 ifdef NO_VENV

@@ -83,7 +83,7 @@ def merge_dora(
     Args:
       model: a model with an adapter; dropout plays no part.
       adapters: merges these into the base of `model` instead of the adapter that it holds: several
-        in turn, as PEFT does since 0.21.2. After each, W' becomes g∘(W' + s·lora_a lora_b), where g
+        in turn, as PEFT does since 0.21. After each, W' becomes g∘(W' + s·lora_a lora_b), where g
         is its magnitude by its norm over the base W alone; so each scales what was merged before
         it, and the order matters. The cast to the kernel's dtype comes once, after the last.
       requantize: of a quantised kernel return one of the same format and tiles, not a bf16 one.

@@ -371,6 +371,8 @@ def test_a_magnitude_keeps_its_values(dtype: torch.dtype, tmp_path: Path) -> Non
     load_adapter(base(Attention), tmp_path / "a", adapter_dtype=torch.float32)
 
 
+# torch.compile of torch 2.11 imports what torch itself calls deprecated.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method.:DeprecationWarning")
 def test_what_stands_around_a_model_is_refused(tmp_path: Path) -> None:
     folder, theirs = peft_folder(tmp_path / "a", llama, target_modules=["q_proj"])
     for model, told in (
