@@ -76,10 +76,11 @@ def refuses(
 
 
 def wins(in_features: int, rank: int, out: int, kernel_dtype: Any, adapter_dtype: Any) -> bool:
-    """Returns whether the kernel was no slower than XLA (H200, 1713ac4, `benchmarks ops`).
+    """Returns whether the kernel was no slower than XLA (`benchmarks ops` on an H200: `ops.jsonl`,
+    1713ac4, from out = 1024 on; `ops_norm_narrow.jsonl`, 3d42793, in = 4096 and out = 512).
 
-    A part of k or v under tensor parallelism is narrower than what was measured. There the kernel
-    is taken for its two launches, where XLA makes a dozen.
+    From 256 to 511 features, a part of k or v under tensor parallelism, it was not measured: the
+    kernel is taken for its two launches, where XLA makes a dozen.
     """
     narrow = in_features >= 4096 and out >= 256
     return (narrow or (in_features >= 1024 and out >= 1024)) and rank <= 768
