@@ -144,7 +144,9 @@ def _is_node(value: Any) -> bool:
 
 
 def _set(variable: nnx.Variable, value: Any) -> None:
-    variable.set_raw_value(value, _unsafe_bypass_check=True)
+    # Flax lets no variable be set under another trace than it was made under, such as one of a base
+    # that a loss holds, whatever `set_raw_value` is told. This one gets its value back.
+    object.__setattr__(variable, "_raw_value", value)
 
 
 def _read_by(module: Any) -> list[WeightAdapter]:

@@ -154,6 +154,19 @@ def _first_of(stack):
     return graphdef, jax.tree.map(lambda leaf: leaf[0], state)
 
 
+def test_a_base_that_a_loss_holds(adapted):
+    """As `nnx.split` for a function of the adapters alone is used."""
+    graphdef, adapters, rest = nnx.split(adapted.blocks[0], nnx.LoRAParam, ...)
+
+    def loss(adapters, rest):
+        return jnp.sum(jnp.sin(nnx.merge(graphdef, adapters, rest).inner(jnp.ones((2, WIDTH)))))
+
+    expected = jax.jit(jax.grad(loss))(adapters, rest)
+    found = jax.jit(jax.grad(lambda adapters: loss(adapters, rest)))(adapters)
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert jnp.array_equal(one, other)
+
+
 def test_under_vmap(adapted):
     x = jnp.ones((2, 3, WIDTH))
     graphdef, state = nnx.split(adapted.blocks[0])
