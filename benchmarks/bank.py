@@ -87,7 +87,7 @@ TINY = Settings(
 )
 
 
-def measure(settings: Settings, device: str) -> Iterator[Row]:
+def measure(settings: Settings) -> Iterator[Row]:
     """Yields one row a measurement; the kinds of one workload are timed in turns."""
     started = time.monotonic()
 
@@ -150,7 +150,7 @@ def _arguments(model: Any, bank: Any, ids: np.ndarray, shape: tuple[int, int]) -
 
 
 def _loads(settings: Settings, bank: Any) -> Iterator[Any]:
-    """Fills every slot; yields what loading took by rank, and then the bank."""
+    """Fills every slot; yields what loading took, by rank, and at the end the bank."""
     times: dict[int, list[float]] = {rank: [] for rank in settings.ranks}
     for slot in range(settings.slots):
         rank = settings.ranks[slot % len(settings.ranks)]

@@ -47,8 +47,8 @@ def random_adapter(bank: Any, rank: int, seed: int) -> HostAdapter:
 
 
 def byte_bound(bank: Any, ids: np.ndarray) -> Row:
-    """Returns how many adapters rows have, and the least that decoding them may take over the
-    base, by the bytes of a layer."""
+    """Returns how many adapters a batch's rows have, and the least time of decoding with them over
+    that of the base, by the bytes of a layer."""
     used = np.unique(ids)
     base = adapters = 0
     for path, place in bank.places.items():

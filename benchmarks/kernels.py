@@ -84,7 +84,7 @@ class Kernel:
         return self.module.launch(*operands, *self.extra, **self.options, **knobs)
 
     def arguments(self, sizes: Mapping[str, int]) -> tuple[Any, ...]:
-        """Returns the call: what `module.config`, `refuses` and `wins` take."""
+        """Returns the call that `module.config`, `refuses` and `wins` take."""
         return (*(sizes[name] for name in self.call.split()), *self.kinds)
 
     def draw(self, sizes: Mapping[str, int], seed: int = 0) -> list[jax.Array]:

@@ -116,7 +116,7 @@ def _bank(options: argparse.Namespace, device: str, console: Any) -> bool:
     settings = _settings(options, bank)
     if options.layers:
         settings = settings._replace(layers=options.layers)
-    return _rows(options, device, console, bank.measure(settings, device), bank.line)
+    return _rows(options, device, console, bank.measure(settings), bank.line)
 
 
 def _serve(options: argparse.Namespace, device: str, console: Any) -> bool:
@@ -149,7 +149,7 @@ def _quality(options: argparse.Namespace, device: str, console: Any) -> bool:
     from benchmarks import quality
 
     settings = quality.TINY if options.quick else quality.Settings()
-    return _rows(options, device, console, quality.measure(settings, device), quality.line)
+    return _rows(options, device, console, quality.measure(settings), quality.line)
 
 
 def _settings(options: argparse.Namespace, level: Any) -> Any:

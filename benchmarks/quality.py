@@ -91,7 +91,7 @@ TINY = Settings(
 PARTS = 10  # of a long run, each with its mean loss
 
 
-def measure(settings: Settings, device: str) -> Iterator[Row]:
+def measure(settings: Settings) -> Iterator[Row]:
     """Yields one row for every format and model, and for both long runs."""
     yield from _encoder(settings)
     with tempfile.TemporaryDirectory() as temporary, jax.numpy_dtype_promotion("standard"):
@@ -192,7 +192,7 @@ def _compiled(graphdef: Any, sizes: Decoder) -> tuple[Any, Any, Any]:
 
 @functools.cache
 def prose() -> tuple[np.ndarray, np.ndarray]:
-    """Returns this repository's documentation as u8[…]: all pages but every fourth, and those."""
+    """Returns this repository's documentation as u8[…]: every fourth page apart, to be held out."""
     pages = sorted(ROOT.glob("docs/*.md"))
     held_out = pages[::4]
     parts = ([page for page in pages if page not in held_out], held_out)

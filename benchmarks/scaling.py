@@ -107,7 +107,8 @@ class Measured(NamedTuple):
 
 
 def share(layout: str, devices: int) -> float:
-    """Returns which multiple of a collective's bytes goes over a device's link, in a ring."""
+    """Returns by how much a collective's bytes are multiplied to give those over a device's link,
+    in a ring."""
     return ROUNDS[layout] * (devices - 1) / devices
 
 

@@ -109,7 +109,7 @@ def _on(mesh: Mesh, spec: P, array: Any) -> jax.ShapeDtypeStruct:
 
 
 def _spec(layout: Layout, path: tuple[Any, ...], rank: int) -> P:
-    """Returns how a parameter is sharded; those of the layers are stacked."""
+    """Returns how a parameter is sharded; layers are stacked along its first axis."""
     if path[0] != "layers" or path[1] not in PROJECTIONS:
         return P()
     into, out = layout.weights(path[1] in COLUMNS)

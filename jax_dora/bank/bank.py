@@ -185,8 +185,8 @@ class AdapterBank:
         return self._with(self._plan.clear(self.arrays, self._slot(slot)))
 
     def checked(self, adapter_ids: Any) -> jax.Array:
-        """Returns i32[batch] of a batch's slots, with `slots` for what is none; raises as
-        `with_bank` where it can."""
+        """Returns a batch's slots as i32[batch], in which `slots` stands for an id that is none;
+        raises as `with_bank` where it can."""
         if not isinstance(adapter_ids, jax.Array):
             adapter_ids = np.asarray(adapter_ids)
         if not jnp.issubdtype(adapter_ids.dtype, jnp.integer):

@@ -94,7 +94,8 @@ def _layers(model: nnx.Module) -> Table:
 
 
 def _length_of_product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns the Frobenius norm of a b, of all matrices of a stack, which is not made."""
+    """Returns the Frobenius norm of the product a b of every layer of a stack, without making the
+    product."""
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     return jnp.sqrt(jnp.sum(jnp.einsum("...ir,...is,...rj,...sj->...rs", a, a, b, b)))
 

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _explain(error: BaseException) -> tuple[int, str]:
-    """Returns the exit status and what to say; raises what only a mistake of ours explains."""
+    """Returns the exit status and what to say; raises errors that only a bug explains."""
     match error:
         case KeyboardInterrupt():
             return INTERRUPTED, "Interrupted"

@@ -166,7 +166,7 @@ class DoRALayer(nnx.Module):
 
     @classmethod
     def unstacked_shape(cls, module: Any) -> tuple[int, ...]:
-        """Returns the kernel's shape in a base or DoRA layer, were it in no stack."""
+        """Returns the kernel's shape in one layer of a base or DoRA layer that may be a stack."""
         raise NotImplementedError
 
     @classmethod

@@ -60,12 +60,14 @@ class Stack:
         return (*(slice(None),) * self.axis, *index)
 
     def without(self, names: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns what is said of each axis of a parameter for the axes of one layer."""
+        """Returns those of `names`, one for each axis of a parameter, that one layer's axes
+        have."""
         start = self._start(len(names) - self.count)
         return (*names[:start], *names[start + self.count :])
 
     def of_stack(self, names: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns of what is said of each axis of a parameter that of the stack's."""
+        """Returns those of `names`, one for each axis of a parameter, that the stack's axes
+        have."""
         start = self._start(len(names) - self.count)
         return tuple(names[start : start + self.count])
 

@@ -15,7 +15,7 @@ MOST = 64
 
 
 class Segments(NamedTuple):
-    """The texts of a batch's rows; -1 stands for one that a row has not.
+    """The texts of a batch's rows; where a row has fewer, -1 stands for those that it lacks.
 
     Attributes:
       lengths: i32[batch, most], in tokens.

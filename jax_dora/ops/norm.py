@@ -187,7 +187,7 @@ def ratio(magnitude: jax.Array, norm: jax.Array, dtype: jax.typing.DTypeLike) ->
 
 
 def epsilon(dtype: jax.typing.DTypeLike) -> float:
-    """Returns the least number that g divides by, for a result of `dtype`."""
+    """Returns the least number that the magnitude is divided by, for a result of `dtype`."""
     return EPS_HALF if jnp.dtype(dtype).itemsize == 2 else EPS_FULL
 
 

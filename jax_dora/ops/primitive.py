@@ -161,7 +161,7 @@ def _lower(ctx: Any, *operands: Any, op: Op, static: Any, tree: Any, cuda: bool 
     mesh, alone = _devices(ctx.module_context)
     avals = [_bare(aval) for aval in ctx.avals_in]
     if mesh is not None and op.operands:
-        function = _partitioned(op, static, tree, mesh, avals)
+        function = _partitioned(op, static, tree, avals)
     elif alone or static.implementation != "mosaic":
         static = static if alone else _by_xla(static)
         function = functools.partial(_traced, op, static, tree)
@@ -194,8 +194,8 @@ def _devices(module: Any) -> tuple[Mesh | None, bool]:
     return Mesh(np.array(devices).reshape(mesh.axis_sizes), mesh.axis_names), False
 
 
-def _partitioned(op: Op, static: Any, tree: Any, mesh: Mesh, avals: Sequence[Any]) -> Any:
-    """Returns the operator as a function of arrays that lie on the devices of `mesh`."""
+def _partitioned(op: Op, static: Any, tree: Any, avals: Sequence[Any]) -> Any:
+    """Returns the operator as a function of arrays that lie on the devices of a mesh."""
     shapes = _shapes(avals, op=op, static=static, tree=tree)
     names = Names.of(op, tree.unflatten(avals), shapes)
 

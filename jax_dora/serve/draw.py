@@ -23,7 +23,8 @@ class Wishes(NamedTuple):
     logprobs: jax.Array  # bool[rows]
 
     def of(self, rows: jax.Array) -> "Wishes":
-        """Returns those of some rows; of a row that there is not, the base and the likeliest."""
+        """Returns the wishes of some rows; a row that does not exist asks for the base and the
+        likeliest token."""
         take = {"mode": "fill", "fill_value": 0}
         adapters = self.adapters.at[rows].get(mode="fill", fill_value=-1)
         return Wishes(adapters, *(one.at[rows].get(**take) for one in self[1:]))

@@ -62,17 +62,17 @@ class Engine:
 
     @property
     def free_rows(self) -> int:
-        """Rows that no request has."""
+        """Returns how many rows no request has."""
         return self._rows.count(None)
 
     @property
     def pinned(self) -> int:
-        """Slots of the bank that requests hold."""
+        """Returns how many slots of the bank requests hold."""
         return self._bank.pinned
 
     @property
     def waiting(self) -> int:
-        """Requests that have no row yet."""
+        """Returns how many requests have no row yet."""
         return len(self._waiting)
 
     def submit(self, request: Request) -> Answer:

@@ -38,7 +38,7 @@ class ApiError(Exception):
 
 
 def wrong(param: str, value: object, expected: str) -> ApiError:
-    """Returns the error that a field's value is."""
+    """Returns the error for a field of a wrong value."""
     told = repr(value)
     told = told if len(told) <= 100 else f"{told[:100]}…"
     return ApiError(400, f"{param} is {told}; expected {expected}", param=param)

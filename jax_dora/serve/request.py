@@ -51,7 +51,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One prompt, and how it is to be gone on with.
+    """A prompt, and how it is continued.
 
     Attributes:
       prompt: its tokens, one or more.
@@ -92,7 +92,7 @@ class Answer:
 
     @property
     def left(self) -> int:
-        """Tokens of the prompt yet to be read."""
+        """Returns how many tokens of the prompt are yet to be read."""
         return len(self.request.prompt) - self.read
 
     @property

@@ -106,7 +106,7 @@ class Slots:
         return drawn
 
     def step(self, going: Iterable[int]) -> Drawn:
-        """Draws the next token of these rows; of the others' nothing is meant."""
+        """Draws the next token of these rows; what is drawn for other rows has no meaning."""
         active = np.zeros((self.rows,), np.int32)
         active[list(going)] = 1
         drawn, self._cache, self._tokens = _step(
@@ -121,7 +121,7 @@ class Slots:
         return drawn
 
     def warm_up(self) -> None:
-        """Compiles every program, on rows that there are not."""
+        """Compiles every program, by calls for rows that do not exist."""
         for width in self.widths:
             self.read((), width)
         self.step(())

@@ -69,7 +69,7 @@ def _blockwise_rows(weight: Any, start: int, stop: int, dtype: torch.dtype) -> T
     values = weight.qdata[start:stop].to(dtype)
 
     def spread(tiles: Tensor) -> Tensor:
-        """Returns an element for each of the rows', of one for each block."""
+        """Returns for each element of the rows the number of its tile, in ``dtype``."""
         height = weight.shape[0] // tiles.shape[0]
         rows = torch.arange(start, stop, device=tiles.device) // height
         width = weight.shape[1] // tiles.shape[1]

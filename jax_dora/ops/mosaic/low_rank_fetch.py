@@ -19,7 +19,7 @@ def fetch_slices(walk, task, inputs, buffers, consumer):
         skipped, turns = walk.turns(consumer, before, tiles, c.consumers)
 
         @pl.when(consumer == 0)
-        def fetch_strip():
+        def _fetch_strip():
             plgpu.barrier_wait(buffers["right_free"])
             right, vectors = right_gmem, vectors_gmem[0] if task.vectors else None
             if task.grouped:
