@@ -35,7 +35,7 @@ def parameters(function: ast.FunctionDef) -> int:
     return len((*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs))
 
 
-@pytest.mark.parametrize("package", FOREIGN)
+@pytest.mark.parametrize("package", [*FOREIGN, "parity", "benchmarks", "tools"])
 def test_no_private_function_takes_more_than_eight_parameters(package):
     """But for the kernels of `ops/triton` and `ops/mosaic`, which take what a launch hands over."""
     found = {

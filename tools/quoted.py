@@ -21,7 +21,7 @@ from benchmarks.report import Measurement, Report
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("docs/performance.md", "docs/serving.md")
+PAGES = ("docs/performance.md", "docs/serving.md", "docs/several-gpus.md")
 MARKS = re.compile(r"(?<=<!-- table: )(\w+)( -->\n\n).*?(?=\n\n<!-- end -->)", re.DOTALL)
 BEST_LORA = "the best jax LoRA"
 WITHOUT_TRITON = " (no Triton)"
@@ -279,6 +279,22 @@ def bank_times() -> str:
     return table(["rows", *names], lines)
 
 
+def devices() -> str:
+    shown = [(64, layout, axes) for layout in ("fsdp", "tp") for axes in ("auto", "explicit")]
+    shown += [(RANK, layout, "auto") for layout in ("alone", "dp", "fsdp", "tp")]
+    lines = []
+    for rank, layout, axes in shown:
+        cells = [str(rank), {"alone": "one GPU"}.get(layout, layout), axes]
+        for task in ("inference", "step"):
+            fields = {"rank": rank, "layout": layout, "axes": axes, "task": task}
+            lora, dora = (row("scale", "h200x2", kind=kind, **fields) for kind in ("LoRA", "DoRA"))
+            cells += [f"{lora['ms']:.1f} / {dora['ms']:.1f}", f"{dora['ms'] / lora['ms']:.3f}"]
+        temporaries = (line["temp_bytes"] / 2**30 for line in (lora, dora))
+        lines.append([*cells, " / ".join(f"{gib:.2f}" for gib in temporaries)])
+    header = ("inference", "ratio", "step", "ratio", "temporaries of a step, GiB")
+    return table(["rank", "layout", "axes", *header], lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     made.__name__: made
     for made in (
@@ -294,5 +310,6 @@ TABLES: dict[str, Callable[[], str]] = {
         quantised_projection,
         bank_bytes,
         bank_times,
+        devices,
     )
 }

@@ -16,7 +16,7 @@ from tools.quoted import (
 )
 
 TEXT = {name: (ROOT / name).read_text() for name in (*PAGES, "docs/attempts.md", "README.md")}
-PERFORMANCE, SERVING = PAGES
+PERFORMANCE, SERVING, _ = PAGES
 
 
 @pytest.mark.parametrize("page", PAGES)
