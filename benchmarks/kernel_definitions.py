@@ -29,6 +29,11 @@ def quantised_product(x, codes, scales):
     return x @ dense(codes, scales).astype(x.dtype)
 
 
+def quantised_rows(x, codes, scales):
+    values = codes * jnp.repeat(scales, codes.shape[0] // scales.shape[0], axis=0)
+    return jnp.matmul(x, values.astype(jnp.float32), **F32).astype(x.dtype)
+
+
 def compose(base, lora, g):
     return (g * (base.astype(jnp.float32) + lora)).astype(base.dtype)
 

@@ -35,6 +35,7 @@ from jax_dora.ops.mosaic import (
     project_back,
     quantised_norm,
     quantised_product,
+    quantised_rows,
     swiglu_backward,
 )
 from jax_dora.ops.quantised import Format, bits
@@ -53,7 +54,7 @@ class Kernel:
       call: the sizes that `module.config` takes, before the dtypes.
       operands: their axes, by the names of sizes; "seed" is a dropout seed, "slot" a slot for each
         group, "ids" for each row, "ranks" the rank of each slot. bf16 if two axes or more, else
-        fp32; those after "nf4" are codes.
+        fp32; those after "nf4" or "int8" are codes.
       shapes: at which it is measured, as sizes.
       candidates: configs to be tried.
       products: axes of its matrix products.
@@ -77,7 +78,7 @@ class Kernel:
         """Returns the kernel's results, with its own choice of a config if that is None."""
         sizes: dict[str, int] = {}
         for axes, operand in zip(self.operands, operands, strict=True):
-            names = axes.removeprefix("nf4 ").split()
+            names = axes.removeprefix("nf4 ").removeprefix("int8 ").split()
             sizes |= dict(zip(names, operand.shape, strict=True))
         knobs = {"config": config or self.module.config(*self.arguments(sizes))}
         knobs["sm_count"] = choose.target().sm_count
@@ -108,6 +109,9 @@ def _draw(key: jax.Array, axes: str, sizes: Mapping[str, int]) -> jax.Array:
     if axes.startswith("nf4 "):
         shape = tuple(sizes[name] for name in axes.split()[1:])
         return jax.random.randint(key, shape, 0, 16, jnp.uint8).astype(jnp.uint4)
+    if axes.startswith("int8 "):
+        shape = tuple(sizes[name] for name in axes.split()[1:])
+        return jax.random.randint(key, shape, -127, 128, jnp.int8)
     if axes in ("slot", "ids"):
         count = sizes["groups" if axes == "slot" else "rows"]
         return jnp.arange(count, dtype=jnp.int32) % sizes["slots"]
@@ -189,6 +193,15 @@ KERNELS = {
         ("rows in out",),
         extra=(),
         kinds=(TILED, BF16),
+    ),
+    "quantised_rows": Kernel(
+        *(quantised_rows, definitions.quantised_rows, "rows in out"),
+        ("rows in", "int8 in out", "tiles out"),
+        [shape | {"rows": rows} for shape in QUANTISED_SHAPES for rows in (1, 2)],
+        [low_rank_tiling.Config(slots=slots) for slots in (4, 6)],
+        ("rows in out",),
+        extra=(),
+        kinds=(TILED._replace(qtype="int8"), BF16),
     ),
     "compose": Kernel(
         *(compose, definitions.compose, "rows out"),

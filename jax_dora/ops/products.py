@@ -19,6 +19,7 @@ from jax_dora.ops.mosaic import (
     project,
     project_back,
     quantised_product,
+    quantised_rows,
 )
 from jax_dora.ops.reduction import dot_general
 from jax_dora.ops.shard import Op, Shard
@@ -117,8 +118,8 @@ def _few_rows(static: Forward, rows: int, x: jax.Array, kernel: Any) -> jax.Arra
     if not quantised.is_quantised(kernel):
         return None
     call = (rows, *kernel.shape, quantised.format_of(kernel), x.dtype)
-    candidate = (quantised_product, call)
-    choice = choose.choose(static.op, static.implementation, candidate, optional=True)
+    candidates = [(quantised_rows, call), (quantised_product, call)]
+    choice = choose.choose(static.op, static.implementation, *candidates, optional=True)
     return choice and choice.kernel.launch(x, *jax.tree.leaves(kernel), **choice.knobs)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jax_dora import ops
-from jax_dora.ops.mosaic import quantised_product
+from jax_dora.ops.mosaic import quantised_product, quantised_rows
 from jax_dora.ops.mosaic.low_rank_tiling import Config
 from jax_dora.ops.mosaic.quantised_product import refuses
 from jax_dora.ops.quantised import Format, format_of
@@ -88,25 +88,28 @@ def test_refuses_with_a_reason():
     assert "out = 48" in refuses(8, 64, 48, nf4, bf16)
 
 
-def test_an_adapted_projection_of_few_rows_takes_it(on_mosaic, monkeypatch):
-    kernel, lora_a, lora_b = draw("nf4", 128, 8, 64, (2, 64), jnp.float32)
-    x = jnp.asarray(np.random.default_rng(3).standard_normal((4, 128)), jnp.bfloat16)
+@pytest.mark.parametrize(
+    ("taken", "qtype", "rows"), [(quantised_product, "nf4", 4), (quantised_rows, "int8", 2)]
+)
+def test_an_adapted_projection_of_few_rows_takes_it(on_mosaic, monkeypatch, taken, qtype, rows):
+    kernel, lora_a, lora_b = draw(qtype, 128, 8, 64, (2, 64), jnp.float32)
+    x = jnp.asarray(np.random.default_rng(3).standard_normal((rows, 128)), jnp.bfloat16)
     magnitude = jnp.asarray(np.random.default_rng(4).uniform(0.5, 2, 64), jnp.float32)
     norm = ops.factored_norm(kernel, lora_a, lora_b, 0.7)
 
-    launch, launched = quantised_product.launch, []
+    launch, launched = taken.launch, []
 
     def seen(*operands, **knobs):
         launched.append(operands[0].shape)
         return launch(*operands, **knobs)
 
-    monkeypatch.setattr(quantised_product, "launch", seen)
+    monkeypatch.setattr(taken, "launch", seen)
     with on_mosaic():
         found = ops.dora_linear(
             x, kernel, lora_a, lora_b, magnitude, 0.7, norm=norm, implementation="mosaic"
         )
     assert launched
-    assert set(launched) == {(4, 128)}
+    assert set(launched) == {(rows, 128)}
     adapted = quantised.meant(kernel) + 0.7 * fp64(lora_a) @ fp64(lora_b)
     exact = fp64(x) @ (adapted * fp64(magnitude) / np.linalg.norm(adapted, axis=0))
     np.testing.assert_allclose(fp64(found), exact, atol=0.03 * abs(exact).max())
