@@ -1,5 +1,6 @@
 # make parity     compare both packages with each other and with an fp64 oracle
 # make test       the tests that guard a formula or a contract, without a GPU: minutes
+# make test-slow  those slow tests that are about kernels, operators and layers
 # make test-all   every test that needs no GPU, and the core once more at the oldest versions
 #
 # Each makes .venv first. With an interpreter that has everything already, and no network:
@@ -22,6 +23,12 @@ OLDEST_TESTS ?= tests/jax_dora/ops tests/jax_dora/test_linear.py tests/jax_dora/
     tests/dora_common/peft/test_config.py tests/torch_dora/test_peft.py \
     tests/jax_dora/test_peft.py::test_adapters_are_merged_as_by_peft
 OLDEST_CHOICE ?= not interpreted
+# The slow tests that .ci/run has time for: kernels, operators and layers, on meshes too.
+SLOW_TESTS ?= tests/jax_dora/ops tests/jax_dora/bank tests/jax_dora/weights tests/torch_dora/ops \
+    tests/torch_dora/test_compile.py tests/torch_dora/test_sharded.py \
+    $(addprefix tests/parity/test_, $(addsuffix .py, bank faults sharded)) \
+    $(addprefix tests/jax_dora/test_, $(addsuffix .py, adapter conv embed forward_mode linear linen \
+    linen_apply linen_weights merge mesh norms projection quantize row_wise_layers stacks swiglu))
 
 ifdef NO_VENV
 PYTHON ?= python3
@@ -32,14 +39,18 @@ RUN := $(VENV)/bin/python
 SETUP := setup
 endif
 
-.PHONY: parity test test-all test-gpu test-gpus test-oldest lint types docs figures format \
+.PHONY: parity test test-slow test-all test-gpu test-gpus test-oldest lint types docs figures format \
     setup setup-oldest setup-models test-models clean
 
 parity: $(SETUP)
 	$(RUN) -m parity $(PARITY_ARGS)
 
 test: $(SETUP)
-	$(RUN) -m pytest $(WORKERS) $(PYTEST_ARGS)
+	$(RUN) -m pytest $(WORKERS) --keep-programs $(PYTEST_ARGS)
+
+test-slow: $(SETUP)
+	$(RUN) -m pytest $(WORKERS) --keep-programs -m "slow and not gpu and not gpus and not models" \
+	    $(SLOW_TESTS) $(PYTEST_ARGS)
 
 test-all: $(SETUP)
 	$(RUN) -m pytest $(WORKERS) -m "not gpu and not gpus and not models and not ray" $(PYTEST_ARGS)

@@ -1,5 +1,6 @@
 """What every test runs under: the platform, strictness, and hypothesis' profile."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -16,6 +17,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--optimized",
         action="store_true",
         help="compile for CPUs with all optimizations, as users do",
+    )
+    parser.addoption(
+        "--keep-programs",
+        action="store_true",
+        help="keep what is compiled in .pytest_cache: a run after the first takes half as long",
     )
     parser.addoption(
         "--soak-runs",
@@ -41,8 +47,20 @@ def pytest_configure(config: pytest.Config) -> None:
         if not config.getoption("optimized"):
             jax.config.update("jax_disable_most_optimizations", True)
 
+    # A file's name is a hash of the program, JAX's version and all flags. JAX keeps none that calls
+    # back, such as an interpreted kernel.
+    if config.getoption("keep_programs"):
+        jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("programs")))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
     hypothesis.settings.register_profile("tests", deadline=None, derandomize=True, database=None)
     hypothesis.settings.load_profile("tests")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: the garbage collector need not look through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -91,6 +91,7 @@ MAPPED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mapped", thinned(MAPPED, ["reversed"]))
 def test_arrays_in_any_order_find_their_layers(mapped):
     base = Chain(nnx.Rngs(0))

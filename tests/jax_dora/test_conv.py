@@ -55,7 +55,6 @@ def windows(x: jax.Array, window, settings) -> jax.Array:
         # The others, fresh below, differ from these in one setting.
         [
             ("1d causal, dilated", jnp.float32),
-            ("2d grouped", jnp.float32),
             ("2d grouped", jnp.bfloat16),
         ],
     ),
@@ -107,7 +106,7 @@ def test_agrees_with_the_oracle(case, dtype):
     thinned(
         [*itertools.product(CASES, [jnp.float32]), ("2d grouped", jnp.bfloat16)],
         [
-            *((case, jnp.float32) for case in ("2d, strided", "2d circular", "3d", "1x1")),
+            ("2d circular", jnp.float32),
             ("2d grouped", jnp.bfloat16),
         ],
     ),
@@ -190,7 +189,7 @@ class TestTransposed:
         base = nnx.ConvTranspose(IN, OUT, window, rngs=nnx.Rngs(0), **settings)
         return DoRAConvTranspose(base, rank=rank, alpha=ALPHA, rngs=nnx.Rngs(1), **options)
 
-    @pytest.mark.parametrize(("window", "positions", "settings"), CASES)
+    @pytest.mark.parametrize(("window", "positions", "settings"), thinned(CASES, CASES[:1]))
     def test_it_is_the_base_layer_with_the_oracles_kernel(self, window, positions, settings):
         x = jax.random.normal(jax.random.key(0), (2, *positions, IN))
         fresh = self.make(window, settings)

@@ -14,6 +14,7 @@ from parity.tolerances import OPERATOR_FP32_MAX_ABS
 from tests.jax_dora.small_models import ALL, Mixed, ids, train
 from tests.jax_dora.weights.own_layers import VOCABULARY, WIDTH, Einsum, Model
 from tests.jax_dora.weights.own_layers import ids as own_ids
+from tests.tables import thinned
 
 
 def eager(model):
@@ -66,6 +67,7 @@ def dot(one, other) -> float:
 SLOW = [pytest.param(one, marks=pytest.mark.slow) for one in (mixed, own)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [small, *SLOW])
 def test_of_a_model(make):
     model, tokens = make()
@@ -110,7 +112,7 @@ OPERANDS = {
 }
 
 
-@pytest.mark.parametrize("mode", ["adapter", "input"])
+@pytest.mark.parametrize("mode", thinned(["adapter", "input"], ["input"]))
 def test_of_the_operator(mode):
     rng = np.random.default_rng(0)
     given = {n: jnp.asarray(rng.standard_normal(s, np.float32)) for n, s in OPERANDS.items()}

@@ -281,6 +281,7 @@ class TestTransforms:
         with pytest.raises(ValueError, match=r"matches no layer.*\n  dense"):
             apply_dora(model, DoRARule("sense", 2, 4)).apply(variables, x)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("axis", thinned([0, 1, -1], [-1]))
     def test_a_scan_over_any_axis_is_merged(self, axis):
         """As many layers as features, so that no shape tells the axis."""

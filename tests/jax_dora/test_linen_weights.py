@@ -136,6 +136,7 @@ def test_the_merged_weight_is_that_of_the_paper(
     np.testing.assert_allclose(nn.unbox(merged[name]), weight / norm * magnitude, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_every_adapter_has_a_gradient_and_nothing_else_is_needed(adapted, trained):
     adapters, frozen = split_adapters(trained["params"])
 
@@ -216,6 +217,7 @@ def test_an_nnx_module_in_a_scan_along_axis_1_is_adapted():
     assert not np.allclose(found, run(model, {"params": base}, x), atol=1e-2)
 
 
+@pytest.mark.slow
 def test_dropout_draws_a_mask_for_each_key_and_none_when_it_is_off():
     rule = DoRARule("mlp/.*", 2, 4.0, dropout=0.5)
     training = apply_dora(MODEL, rule, deterministic=False, example=lambda one: one.encode(IDS))

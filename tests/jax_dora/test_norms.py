@@ -91,6 +91,7 @@ def call(model):
     return (lambda state, ids: loss_fn(nnx.merge(graphdef, state), ids)), state, IDS[0]
 
 
+@pytest.mark.slow
 def test_accumulating_with_the_norms_of_the_step_changes_no_bit(model):
     values = nnx.jit(jax_dora.norms)(model)
     assert sorted(values) == sorted(PATHS)
@@ -226,6 +227,7 @@ def test_a_frozen_sharded_stack_stays_where_it_is():
             assert getattr(frozen, name)[...] is getattr(stack, name)[...]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "kind"),
     thinned(

@@ -170,8 +170,8 @@ def outputs(model: Model) -> np.ndarray:
     thinned(
         itertools.product([False, True], CASES),
         [
-            *((False, name) for name in ("names", "rslora", "embedding", "conv", "patterns")),
-            *((False, name) for name in ("modules_to_save", "all biases", "own biases")),
+            *((False, name) for name in ("names", "embedding", "conv", "patterns")),
+            *((False, name) for name in ("modules_to_save", "own biases")),
             (True, "everything"),
         ],
     ),

@@ -124,9 +124,7 @@ def test_agrees_with_the_oracle(case, dtype):
         ],
         [
             ("einsum", jnp.float32),
-            ("batch axis", jnp.float32),
             ("split heads", jnp.bfloat16),
-            ("join heads", jnp.bfloat16),
         ],
     ),
 )

@@ -83,6 +83,7 @@ def test_plain_layers_compute_with_quantised_kernels():
 SOME = nnx.DiffState(0, lambda path, _: path[-1] in ("bias", "embedding"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", thinned([Mixed, Stacked], [Stacked]))
 def test_either_order_makes_the_same_model_and_a_fresh_adapter_changes_nothing(make):
     model = make(nnx.Rngs(0))

@@ -98,6 +98,7 @@ def test_columns_lie_in_one_piece():
     np.testing.assert_array_equal(compute(back, x), compute(state, x))
 
 
+@pytest.mark.slow
 def test_coverage_merging_and_removing():
     model = train(
         apply_dora(quantize(Block(nnx.Rngs(0)), FP8, act_qtype=FP8), RULE, rngs=nnx.Rngs(1))

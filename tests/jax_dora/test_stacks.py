@@ -115,6 +115,7 @@ def test_it_computes_what_its_layers_compute(axis, width):
     np.testing.assert_allclose(found, merged(x), 0, OPERATOR_FP32_MAX_ABS)
 
 
+@pytest.mark.slow
 def test_shapes_tell_the_axis_where_they_can():
     base, x = Stack(1, 5), inputs(5)
     adapted = apply_dora(base, DoRARule("blocks/(linear|heads)", 2, 3), rngs=nnx.Rngs(1))
@@ -202,6 +203,7 @@ def test_a_registration_of_a_layer_goes_by_the_metadata_of_maxtexts_scan():
     assert registration.axes_of(own, 0) == "sbio"
 
 
+@pytest.mark.slow
 def test_dropout_and_sharding_metadata_lie_along_their_axes():
     @nnx.split_rngs(splits=LAYERS)
     @nnx.vmap(out_axes=1, transform_metadata={nnx.PARTITION_NAME: "layers"})

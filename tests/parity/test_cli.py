@@ -8,6 +8,7 @@ from parity.report import passed, read
 from tests.tables import thinned
 
 
+@pytest.mark.slow
 def test_norms_pass_and_are_reported(tmp_path, capsys):
     options = [
         "--quick",

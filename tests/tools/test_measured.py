@@ -34,6 +34,7 @@ def test_every_figure_is_drawn_and_the_page_names_every_file(tmp_path):
     assert "| norm | jax mosaic | 9 | 8192 in × 28672 out × 384 rank | 294.7 | 73%, worst" in page
 
 
+@pytest.mark.slow
 def test_many_adapters_are_told_and_drawn(tmp_path):
     """From files as the levels write them."""
     shutil.copytree(ROOT / measured.BENCHMARKS, tmp_path / measured.BENCHMARKS)

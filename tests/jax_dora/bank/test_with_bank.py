@@ -194,6 +194,7 @@ def test_under_vmap():
     assert jnp.allclose(y.reshape(flat.shape), flat, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "axis_type"),
     thinned(

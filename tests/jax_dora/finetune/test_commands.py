@@ -134,6 +134,7 @@ def test_inspect(model, adapter, tmp_path, capsys):
     assert "Without its base: " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_merge_refuses_an_embedding_that_is_the_head(model, tmp_path, capsys):
     rule = jax_dora.DoRARule("model/embed_tokens", rank=2, alpha=2, adapt_attend=False)
     adapted = jax_dora.apply_dora(load_model(model), rule, rngs=nnx.Rngs(0))

@@ -28,10 +28,7 @@ OPTIONS = (
 )
 MESHES = (
     {"dp": 2, "fsdp": 2, "tp": 2},
-    *(
-        pytest.param(sizes, marks=pytest.mark.slow)
-        for sizes in ({"dp": 4}, {"fsdp": 4}, {"fsdp": 2, "tp": 2}, {"dp": 2, "tp": 2})
-    ),
+    *({"dp": 4}, {"fsdp": 4}, {"fsdp": 2, "tp": 2}, {"dp": 2, "tp": 2}),
 )
 # One whose outputs tensor parallelism shards, and one whose inputs.
 TARGET = "model/layers/.*/(q|down)_proj"
@@ -89,6 +86,7 @@ def alone(inputs):
     return gradient(inputs[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_a_batch_has_the_same_gradient_on_any_mesh(sizes, inputs, alone):
     sharding = DecoderSharding.over(**sizes, devices=jax.devices()[: math.prod(sizes.values())])

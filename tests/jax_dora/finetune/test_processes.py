@@ -94,6 +94,7 @@ print(jax.process_index(), jax.process_count(), jax.device_count(), processes.an
 """
 
 
+@pytest.mark.slow
 def test_slurm_says_who_takes_part():
     """By the variables of a step of a job, whose number makes the port."""
     job = next(job for job in range(4096) if is_free(61440 + job))

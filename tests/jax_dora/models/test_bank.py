@@ -73,6 +73,7 @@ def test_every_row_is_as_peft_has_it(made):
     assert np.array_equal(run(state, bank, np.full_like(IDS, -1))[1], logits[1])
 
 
+@pytest.mark.slow
 def test_step_by_step_with_a_cache(made):
     """The prompt's tokens at once, the others one by one."""
     model, bank, tokens, expected = made

@@ -171,6 +171,7 @@ def test_quantised_folders_are_read_as_they_are(folder, tmp_path, name):
             load_model(tmp_path / "model", quantize="int8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nf4", "fp8 blocks"])
 def test_a_quantised_folder_is_sharded_as_it_is_read(folder, tmp_path, name):
     rewritten(folder, tmp_path / "model", *FORMATS[name])

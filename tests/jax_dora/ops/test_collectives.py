@@ -78,10 +78,8 @@ def programs(optimized):
     return compiled
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(one, marks=[pytest.mark.slow] * (one != "fsdp×tp")) for one in LAYOUTS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_only_vectors_travel_beside_what_lora_sends(programs, name):
     features = 4 * 2 * (HIDDEN + WIDE)  # bytes of one number of every output feature
     pairs = zip(programs(dora, name), programs(lora, name), strict=True)

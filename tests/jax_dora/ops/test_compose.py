@@ -110,6 +110,7 @@ def test_mosaic_agrees_at_full_size(rows, out, dtype):
     check("compose", *operands(3, (rows, out), dtype, 0.0015), 0.7, "mosaic")
 
 
+@pytest.mark.slow
 def test_mosaic_adds_many_rows_without_drift(on_mosaic):
     """0.1 added up plainly drifts by half an ulp of the growing sum a row, always to one side."""
     rows, out, g = 256, 8, jnp.ones(8)

@@ -68,12 +68,13 @@ def test_agrees_with_the_materialised_norm(on_mosaic, n_in, rank, out, dtype, ad
     check(arrays, found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(Config(tile_cols=64, stages=2, slots=2, splits=1), marks=pytest.mark.slow),
-        pytest.param(Config(stages=3, slots=1, splits=3), marks=pytest.mark.slow),
-        pytest.param(Config(stages=2, slots=1, consumers=3, splits=2), marks=pytest.mark.slow),
+        Config(tile_cols=64, stages=2, slots=2, splits=1),
+        Config(stages=3, slots=1, splits=3),
+        Config(stages=2, slots=1, consumers=3, splits=2),
         Config(tile_cols=64, stages=3, slots=2, consumers=3),
     ],
 )

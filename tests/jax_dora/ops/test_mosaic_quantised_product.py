@@ -88,6 +88,7 @@ def test_refuses_with_a_reason():
     assert "out = 48" in refuses(8, 64, 48, nf4, bf16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("taken", "qtype", "rows"), [(quantised_product, "nf4", 4), (quantised_rows, "int8", 2)]
 )

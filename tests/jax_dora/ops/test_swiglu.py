@@ -153,6 +153,7 @@ def test_mosaic_saturates_where_the_exponential_overflows(on_mosaic, value):
     np.testing.assert_array_equal(d_up, np.asarray(want, jnp.bfloat16))
 
 
+@pytest.mark.slow
 def test_mosaic_adds_many_rows_without_drift(on_mosaic):
     """0.1 added up plainly drifts by half an ulp of the growing sum a row, always to one side."""
     rows, out, ones = 256, 8, jnp.ones(8)

@@ -30,6 +30,7 @@ def complete(client, model, prompt, **options):
     return client.completions.create(model=model, prompt=prompt, **options).choices[0]
 
 
+@pytest.mark.slow
 def test_every_adapter_answers_as_it_does_alone(served, adapters, reference):
     """In any company: the same text, and the same probabilities to the last bit."""
     server, client = served

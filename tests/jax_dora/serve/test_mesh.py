@@ -35,6 +35,7 @@ def answers(slots, adapters):
     return texts
 
 
+@pytest.mark.slow
 def test_two_devices_answer_as_one(model, adapters, reference):
     """Keys and values lie with their heads; after the first answers nothing is compiled."""
     sharding = DecoderSharding.over(tp=2, devices=jax.devices()[:2])

@@ -109,6 +109,7 @@ def test_the_gradient_is_that_of_the_merged_weights_with_the_norm_held(adapted):
         assert found == pytest.approx(expected, rel=0.05, abs=0.05)
 
 
+@pytest.mark.slow
 def test_what_a_call_changes_in_the_model_is_changed(adapted):
     adapted(ids())
     adapted(ids())
