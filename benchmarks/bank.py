@@ -184,13 +184,13 @@ def _compiled(
         way = mock.Mock(return_value=kind) if kind in WAYS else bank_ways.way_of
         function = jax.jit(program(kind, graphdef, settings.repeats))
         with mock.patch.object(bank_ways, "way_of", way):
-            lowered.append((row, _told(row, functools.partial(function.lower, *arguments))))
+            lowered.append((row, _attempted(row, functools.partial(function.lower, *arguments))))
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
 
         def compiled(one: tuple[Row, Any]) -> tuple[Row, Any]:
             row, program = one
             begin = time.monotonic()
-            run = program and _told(row, program.compile)
+            run = program and _attempted(row, program.compile)
             if run:
                 row["kernels"] = str(run.as_text()).count('custom_call_target="mosaic_gpu')
                 row["temp_bytes"] = run.memory_analysis().temp_size_in_bytes
@@ -200,9 +200,9 @@ def _compiled(
         yield from threads.map(compiled, lowered)
 
 
-def _told(row: Row, make: Callable[[], Any]) -> Any:
-    """Returns what `make` does; None, and why in the row, where it fails: one that does not compile
-    costs no other its measurement."""
+def _attempted(row: Row, make: Callable[[], Any]) -> Any:
+    """Returns what `make` does, or None where it fails, and notes why in the row: a program that
+    does not compile costs no other its measurement."""
     try:
         return make()
     except Exception as error:

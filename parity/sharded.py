@@ -76,7 +76,7 @@ def run_torch(
     spoilt: bool = False,
 ) -> None:
     """Adds a line for every quantity of a case in every layout that is named, on torch's side;
-    `spoilt` with every process' norm that of the rows it has."""
+    where `spoilt`, every process takes the norm of the rows that it has."""
     from parity.cases import layer_inputs
     from parity.sides.torch import processes as launched
     from parity.sides.torch import sharded as torch_side

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from benchmarks import results
+from tools.measurements import table
 
 RESULTS = "benchmarks/results"
 Row = dict[str, Any]
-Table = Callable[[Sequence[str], Iterable[Iterable[str]]], str]
 WAYS = ("sums", "dense", "tiles", "kernel")
 
 
@@ -23,17 +23,17 @@ def files(root: Path, name: str) -> list[tuple[str, Row, list[Row]]]:
     return [(path, header["environment"], rows) for path, header, rows in read]
 
 
-def page(root: Path, table: Table) -> str:
+def page(root: Path) -> str:
     """Returns the page's part; nothing where nothing was measured."""
     parts = []
     for path, environment, rows in files(root, "bank"):
-        parts += [_heading("Many adapters in one batch", path, environment), _bank(rows, table)]
+        parts += [_heading("Many adapters in one batch", path, environment), _bank(rows)]
         loads = [row for row in rows if row["task"] == "load"]
         told = ((str(row["rank"]), str(row["layers"]), f"{row['ms']:.1f}") for row in loads)
         parts.append(table(("rank", "layers", "ms to load"), told))
     for name in ("serve", "serve_torch"):
         for path, environment, rows in files(root, name):
-            parts += [_heading("Served", path, environment), _served(rows, table)]
+            parts += [_heading("Served", path, environment), _served(rows)]
     return "\n\n".join(parts)
 
 
@@ -44,7 +44,7 @@ def _heading(title: str, path: str, environment: Row) -> str:
     )
 
 
-def _bank(rows: list[Row], table: Table) -> str:
+def _bank(rows: list[Row]) -> str:
     """Returns a line for each batch; times are DoRA's over those of others, of one layer."""
     batches: dict[Any, dict[str, Row]] = {}
     for row in rows:
@@ -74,7 +74,7 @@ def _bank(rows: list[Row], table: Table) -> str:
     return table(header, (cells(key, kinds) for key, kinds in batches.items()))
 
 
-def _served(rows: list[Row], table: Table) -> str:
+def _served(rows: list[Row]) -> str:
     header = ("", "adapters", "tokens/s", "first token, ms", "90 % within, ms", "of the base's")
     told = (
         (

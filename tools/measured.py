@@ -14,7 +14,7 @@ import argparse
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from matplotlib.figure import Figure
 from benchmarks import results
 from benchmarks.report import Measurement, Report
 from tools import many_adapters, quoted
+from tools.measurements import BEST_LORA, table
 
 BENCHMARKS = "benchmarks/results/h200"
 PARITY = "parity/reports/cuda"
@@ -35,7 +36,6 @@ BEGIN = "<!-- measured: begin (tools/measured.py) -->"
 END = "<!-- measured: end -->"
 # Below this many elements an activation fits a cache or takes less time than a launch.
 LARGE_ACTIVATION = 4096 * 4096
-BEST_LORA = "the best jax LoRA"
 WAYS = {
     "DoRA (no Triton)": "norm in every call",
     "DoRA, norm kept (no Triton)": "norm kept",
@@ -99,10 +99,10 @@ def headline(root: Path) -> str:
         for work, found in speed.items()
     )
     parts = [
-        _table(("comparison", "card", "within tolerance", "from"), agreement),
+        table(("comparison", "card", "within tolerance", "from"), agreement),
         "Device time of DoRA over that of the best plain LoRA that XLA gives in the same run; of "
         "several runs, the least and the most:",
-        _table(("work", *WAYS.values(), "from"), rows),
+        table(("work", *WAYS.values(), "from"), rows),
         "More in [`docs/performance.md`](docs/performance.md).",
     ]
     return "\n\n".join(parts[0 if agreement else 1 :])
@@ -129,7 +129,7 @@ def measured(root: Path) -> str:
             f"`{name}`: {environment['card']}, {versions}, commit {environment['commit']}."
         )
         parts.append(_speed(report))
-    parts += [many_adapters.page(root, _table)]
+    parts += [many_adapters.page(root)]
     drawn = (f"![{title}](figures/{name}.svg)" for name, (title, _) in figures(root).items())
     return "\n\n".join([*parts, "## Figures", *drawn]) + "\n"
 
@@ -157,13 +157,7 @@ def _speed(report: Report) -> str:
         yield f"{statistics.geometric_mean(shares):.0%}, worst {min(shares):.0%}"
 
     header = ("work", "implementation", "shapes", "the largest", "µs there", "of the floor")
-    return _table(header, (cells(key, group) for key, group in groups.items()))
-
-
-def _table(header: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
-    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-    return "\n".join(lines)
+    return table(header, (cells(key, group) for key, group in groups.items()))
 
 
 def stability(root: Path) -> Figure:

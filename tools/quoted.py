@@ -8,62 +8,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
-from benchmarks import results
 from benchmarks.bank import Settings
 from benchmarks.bank_adapters import EXPONENT
 from benchmarks.report import Measurement, Report
+from tools.measurements import BEST_LORA, WITHOUT_TRITON, one, report, row, rows, table
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ("docs/performance.md", "docs/serving.md", "docs/several-gpus.md")
 MARKS = re.compile(r"(?<=<!-- table: )(\w+)( -->\n\n).*?(?=\n\n<!-- end -->)", re.DOTALL)
-BEST_LORA = "the best jax LoRA"
-WITHOUT_TRITON = " (no Triton)"
 RANK = 384
-Cells = Iterable[str]
 
 
 def updated(page: str) -> str:
     """Returns a page with its tables as the results have them."""
     return MARKS.sub(lambda found: f"{found[1]}{found[2]}{TABLES[found[1]]()}", page)
-
-
-def table(header: Cells, lines: Iterable[Cells]) -> str:
-    """Returns a table in Markdown."""
-    header = list(header)
-    rows = [header, ["---"] * len(header), *lines]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
-
-
-def report(name: str, card: str = "h200") -> Report:
-    return Report.read(RESULTS / card / f"{name}.jsonl")
-
-
-def rows(name: str, card: str, /, **fields: Any) -> list[results.Row]:
-    """Returns the lines of a file of results that have `fields`; None: that lack one."""
-    _, found = results.read(RESULTS / card / f"{name}.jsonl")
-    return [line for line in found if all(line.get(key) == fields[key] for key in fields)]
-
-
-def row(name: str, card: str, /, **fields: Any) -> results.Row:
-    [only] = rows(name, card, **fields)
-    return only
-
-
-def one(of: Report, group: str, label: str, **shape: int) -> Measurement:
-    """Returns the one measurement of `group` by `label` whose shape has these sizes."""
-    [only] = (
-        m
-        for m in of.measurements
-        if m.group == group and m.label == label and shape.items() <= m.shape.items()
-    )
-    return only
 
 
 def _time(m: Measurement, clock: str = "device") -> float:

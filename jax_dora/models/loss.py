@@ -85,7 +85,7 @@ def _cross_entropy(
             "expected a rule without dropout for lm_head, or model.eval()"
         )
     graphdef, arrays = nnx.split(head)
-    # Each device sorts its own rows, lest activations travel.
+    # Each device sorts its own rows, so that no activations travel.
     shards = model.config.row_shards if targets.shape[0] % model.config.row_shards == 0 else 1
     hidden = hidden.reshape(shards, -1, hidden.shape[-1])
     targets, weights = targets.reshape(shards, -1), weights.reshape(shards, -1).astype(jnp.float32)

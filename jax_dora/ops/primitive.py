@@ -84,7 +84,7 @@ def _bare(aval: Any) -> Any:
 
 _op_p = Primitive("dora")
 _op_p.multiple_results = True
-# Lest the lowering rule be kept from them.
+# Otherwise JAX does not tell the lowering rule which devices a program is for.
 prim_requires_devices_during_lowering.add(_op_p)
 
 

@@ -50,7 +50,7 @@ def draw(logits: jax.Array, wishes: Wishes, positions: jax.Array) -> Drawn:
     )
     tokens = jnp.where(samples, sampled, best)
     told = lax.cond(
-        jnp.any(wishes.logprobs), lambda: _told(logits, tokens), lambda: _nothing_told(logits)
+        jnp.any(wishes.logprobs), lambda: _logprobs(logits, tokens), lambda: _no_logprobs(logits)
     )
     return Drawn(tokens, jnp.all(jnp.isfinite(logits), axis=-1), *told)
 
@@ -81,7 +81,7 @@ def _least_kept(logits: jax.Array, top_p: jax.Array) -> jax.Array:
     return jnp.take_along_axis(falling, jnp.maximum(count - 1, 0), axis=-1)
 
 
-def _told(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     count = min(TOP_LOGPROBS, logits.shape[-1])
     values, likeliest = lax.top_k(logprobs, count)
@@ -90,7 +90,7 @@ def _told(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, j
     return drawn, jnp.pad(likeliest, room).astype(jnp.int32), jnp.pad(values, room)
 
 
-def _nothing_told(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _no_logprobs(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     rows = logits.shape[0]
     return (
         jnp.zeros((rows,), jnp.float32),

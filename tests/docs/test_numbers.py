@@ -2,18 +2,8 @@
 
 import pytest
 
-from tools.quoted import (
-    BEST_LORA,
-    PAGES,
-    ROOT,
-    TABLES,
-    WITHOUT_TRITON,
-    one,
-    report,
-    row,
-    rows,
-    updated,
-)
+from tools.measurements import BEST_LORA, ROOT, WITHOUT_TRITON, one, report, row, rows
+from tools.quoted import PAGES, TABLES, updated
 
 TEXT = {name: (ROOT / name).read_text() for name in (*PAGES, "docs/attempts.md", "README.md")}
 PERFORMANCE, SERVING, _ = PAGES

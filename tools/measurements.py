@@ -1,0 +1,49 @@
+"""Lines and measurements of the committed results, by what they are of, and tables in Markdown."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import results
+from benchmarks.report import Measurement, Report
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+BEST_LORA = "the best jax LoRA"
+WITHOUT_TRITON = " (no Triton)"
+
+
+def table(header: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    """Returns a table in Markdown."""
+    header = list(header)
+    rows = [header, ["---"] * len(header), *lines]
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows
+    )
+
+
+def report(name: str, card: str = "h200") -> Report:
+    """Returns a file of results of operators, layers or models."""
+    return Report.read(RESULTS / card / f"{name}.jsonl")
+
+
+def rows(name: str, card: str, /, **fields: Any) -> list[results.Row]:
+    """Returns the lines of a file of results that have `fields`; None: that lack one."""
+    _, found = results.read(RESULTS / card / f"{name}.jsonl")
+    return [line for line in found if all(line.get(key) == fields[key] for key in fields)]
+
+
+def row(name: str, card: str, /, **fields: Any) -> results.Row:
+    """Returns the one line of a file of results that has `fields`."""
+    [only] = rows(name, card, **fields)
+    return only
+
+
+def one(of: Report, group: str, label: str, **shape: int) -> Measurement:
+    """Returns the one measurement of `group` by `label` whose shape has these sizes."""
+    [only] = (
+        m
+        for m in of.measurements
+        if m.group == group and m.label == label and shape.items() <= m.shape.items()
+    )
+    return only
