@@ -81,6 +81,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--warmup", type=whole(0), default=0, help="steps (%(default)s)")
     add("--weight-decay", type=not_negative, default=0.0, help="of A and B (%(default)s)")
     add("--clip", type=positive, default=1.0, help="global norm of the gradient (%(default)s)")
+    add("--unroll", action="store_true", help="layers apart: faster, and longer to compile")
     seed = whole(0, 2**32 - 1)
     add("--seed", type=seed, default=0, help="of adapter, data order and dropout (%(default)s)")
 

@@ -87,7 +87,7 @@ class Plan:
         if args.warmup >= self.steps:
             raise ValueError(f"--warmup {args.warmup} leaves nothing of the {self.steps} steps")
         self.changes: dict[str, Any] = {"dtype": jnp.dtype(args.dtype)} if args.dtype else {}
-        self.changes["memory"] = "auto"
+        self.changes |= {"memory": "auto", "unroll": args.unroll}
         self.config = DecoderConfig.from_hf(config, **self.changes)
         if jax.default_backend() == "gpu" and self.config.dtype != jnp.float32:
             self.changes |= {"attention": "cudnn", "segments": self._segments()}

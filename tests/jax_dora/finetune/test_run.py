@@ -207,6 +207,18 @@ def test_over_a_quantised_base(inputs, tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_layers_apart_are_the_same_run(inputs, tmp_path):
+    losses = []
+    for name, options in (("scan", ()), ("apart", ("--unroll",))):
+        output = tmp_path / name
+        assert finetune([*inputs, *OPTIONS, *options, "--output", str(output)]) == 0
+        lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+        losses.append([line["loss"] for line in lines if "loss" in line])
+    assert len(losses[0]) > 1
+    np.testing.assert_allclose(*losses, rtol=1e-4)
+
+
+@pytest.mark.slow
 def test_memory_is_about_what_xla_takes(inputs, tmp_path):
     options = ["--length", "256", "--batch", "4", "--accumulate", "2", "--rank", "8"]
     args = parser().parse_args(["finetune", *inputs, *options, "--output", str(tmp_path / "run")])
