@@ -102,13 +102,18 @@ def run(args: argparse.Namespace) -> int:
     with corrections():
         processes.join(args.coordinator, args.processes, args.process)
     console = Console(quiet=not processes.is_first())
-    with _held(args.output):
+    lifeline, is_whole = processes.lifeline(args.coordinator)
+    if not is_whole:
+        console.print("The processes cannot reach the first on a port of its own choice; whether")
+        console.print("one of them is killed is known when JAX notices, after a minute or more")
+    with lifeline.held(), _held(args.output):
         with corrections():
             plan = Plan(args, console)
             console.print(report(plan))
             if args.dry_run:
                 return 0
             one = Run(plan)
+            lifeline.advice = one.way_on
             one.take_up()
         try:
             return one.train()

@@ -3,12 +3,17 @@
 All of them run the same steps on the same settings; the first alone prints and writes.
 """
 
+import socket
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+
+from jax_dora.finetune.lifeline import Lifeline, connect, open_to
+
+_REACHED = 10.0  # seconds to reach the first process in
 
 
 class FirstStoppedError(RuntimeError):
@@ -44,6 +49,29 @@ def join(coordinator: str | None, count: int | None, index: int | None) -> None:
         jax.distributed.initialize(address, count, index)
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"the processes do not find each other: {error}; {told}") from error
+
+
+def lifeline(coordinator: str | None) -> tuple[Lifeline, bool]:
+    """Connects the processes that have joined, so that each hears when another is gone.
+
+    Args:
+      coordinator: as `join` was given it.
+
+    Returns:
+      The connections, and whether all of them could be made.
+    """
+    count, index = jax.process_count(), jax.process_index()
+    if count == 1:
+        return Lifeline(index, {}), True
+    host = (coordinator or "").rpartition(":")[0].strip("[]") or socket.gethostname()
+    address, accept = open_to(count, host) if index == 0 else ("", None)
+    told = np.zeros(512, np.uint8)
+    told[: len(address)] = np.frombuffer(address.encode(), np.uint8)
+    told = np.asarray(multihost_utils.broadcast_one_to_all(told), np.uint8)
+    address = told.tobytes().rstrip(b"\0").decode()
+    others = accept(2 * _REACHED) if accept else connect(address, index, _REACHED)
+    is_whole = not anywhere(len(others) < (count - 1 if index == 0 else 1))
+    return Lifeline(index, others if is_whole else {}), is_whole
 
 
 def is_first() -> bool:

@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -14,6 +16,7 @@ import pytest
 from jax_dora.commands import main
 
 ROOT = Path(__file__).parents[3]
+ON_CPU = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 OPTIONS = (
     *("--rank", "2", "--length", "24", "--batch", "2", "--accumulate", "1", "--dropout", "0.1"),
     *("--target", "model/layers/mlp/down_proj", "--learning-rate", "1e-2", "--samples", "0"),
@@ -32,10 +35,10 @@ def is_free(port):
         return one.connect_ex(("localhost", port)) != 0
 
 
-def start(command, environments):
-    """Returns (exit status, output) of a process for each of the environments."""
+def started(command, environments):
+    """Returns a process for each of the environments."""
     meeting = ["--coordinator", f"localhost:{free_port()}", "--processes", str(len(environments))]
-    running = [
+    return [
         subprocess.Popen(
             [sys.executable, "-m", "jax_dora", "finetune", *command, *meeting, "--process", str(i)],
             env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
@@ -45,6 +48,11 @@ def start(command, environments):
         )
         for i, environment in enumerate(environments)
     ]
+
+
+def start(command, environments):
+    """Returns (exit status, output) of a process for each of the environments."""
+    running = started(command, environments)
     outputs = [one.communicate()[0] for one in running]
     return [(one.returncode, output) for one, output in zip(running, outputs, strict=True)]
 
@@ -73,9 +81,53 @@ def assert_one_run(finished, command, tmp_path):
 @pytest.mark.slow
 def test_two_processes_are_one_run(inputs, tmp_path):
     command = [*inputs, *OPTIONS, "--output", str(tmp_path / "run")]
-    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    finished = start([*command, "--steps", "2"], [environment] * 2)
+    finished = start([*command, "--steps", "2"], [ON_CPU] * 2)
     assert_one_run(finished, command, tmp_path)
+
+
+def kill(victim, command, steps, run):
+    """Kills one of two processes after so many steps. Returns the other's exit status, its output,
+    and the seconds that it has lived on."""
+    running = started(command, [ON_CPU] * 2)
+    try:
+        metrics = run / "metrics.jsonl"
+        while not metrics.is_file() or len(metrics.read_bytes().splitlines()) < steps:
+            assert all(one.poll() is None for one in running)
+            time.sleep(0.01)
+        running[victim].kill()
+        start = time.monotonic()
+        told = running[1 - victim].communicate(timeout=60)[0]
+        return running[1 - victim].returncode, told, time.monotonic() - start
+    finally:
+        for one in running:
+            with one:
+                one.kill()
+
+
+@pytest.mark.slow
+def test_when_one_process_is_killed_the_other_says_so_and_the_run_goes_on(inputs, tmp_path):
+    run, alone, whole = (tmp_path / name for name in ("run", "alone", "whole"))
+    flags = [*inputs, *OPTIONS, "--steps", "60", "--checkpoint-every", "5", "--output"]
+    command = [*flags, str(run)]
+    for victim, steps in ((1, 8), (0, 24)):
+        status, told, seconds = kill(victim, command, steps, run)
+        assert status == 1, told
+        assert seconds < 30
+        assert "Traceback" not in told
+        last = told.splitlines()[-1]
+        saved = max(int(one.name) for one in (run / "checkpoints").glob("[0-9]*"))
+        assert last.startswith(f"Stopped: process {victim} is gone: killed, or lost. Step {saved} ")
+        assert last.endswith("is saved: the same command with --resume goes on from there")
+        command = [*flags, str(run), "--resume"]
+    shutil.copytree(run, alone)
+    for finished in (start(command, [ON_CPU] * 2), start([*flags, str(whole)], [ON_CPU] * 2)):
+        assert [status for status, _ in finished] == [0, 0], finished
+    assert len(losses(whole)) == 60
+    assert losses(run) == losses(whole)
+    adapters = [one / "adapter" / "adapter_model.safetensors" for one in (run, whole)]
+    assert adapters[0].read_bytes() == adapters[1].read_bytes()
+    assert main(["finetune", *flags, str(alone), "--resume"]) == 0
+    np.testing.assert_allclose(losses(alone), losses(whole), rtol=1e-5)
 
 
 @pytest.mark.gpus

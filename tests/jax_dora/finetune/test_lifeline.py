@@ -1,0 +1,94 @@
+"""What processes hear of each other's ends."""
+
+import contextlib
+import queue
+import socket
+
+import pytest
+
+from jax_dora.finetune.lifeline import Lifeline, connect, open_to
+
+ADVICE = "Go on."
+LOST = "Gloo AllGather failed: Connection reset by peer"
+
+
+class Three:
+    """Three processes, of which the last has no lifeline of its own; what ends the others."""
+
+    def __init__(self, monkeypatch):
+        monkeypatch.setattr(Lifeline, "NEWS", 0.2)
+        monkeypatch.setattr(Lifeline, "GRACE", 0.2)
+        self.sockets = (first, end, ours, self.last) = *socket.socketpair(), *socket.socketpair()
+        self.told = [queue.Queue(), queue.Queue()]
+        self.lines = [
+            Lifeline(0, {1: first, 2: ours}, self.told[0].put),
+            Lifeline(1, {0: end}, self.told[1].put),
+        ]
+        for line in self.lines:
+            line.advice = lambda: ADVICE
+
+    def hear(self, index):
+        return self.told[index].get(timeout=20)
+
+    def silent(self):
+        for told in self.told:
+            with pytest.raises(queue.Empty):
+                told.get(timeout=0.6)
+
+
+@pytest.fixture
+def three(monkeypatch):
+    made = Three(monkeypatch)
+    yield made
+    for one in made.sockets:
+        with contextlib.suppress(OSError):
+            one.shutdown(socket.SHUT_RDWR)
+        one.close()
+
+
+def test_all_hear_at_once_of_one_that_is_killed(three):
+    three.last.close()
+    for index in range(2):
+        assert three.hear(index) == f"Stopped: process 2 is gone: killed, or lost. {ADVICE}"
+
+
+def test_all_hear_of_one_that_has_stopped_by_itself(three):
+    three.last.sendall(b"stopped 2\n")
+    three.last.close()
+    for index in range(2):
+        assert three.hear(index) == f"Stopped: process 2 has stopped, and says why. {ADVICE}"
+
+
+def test_the_end_in_good_order_is_no_news(three):
+    three.last.sendall(b"ended 2\n")
+    three.last.close()
+    with three.lines[0].held(), three.lines[1].held():
+        pass
+    three.silent()
+
+
+def test_an_error_of_its_own_is_raised_and_told(three):
+    with pytest.raises(ValueError, match="not finite"), three.lines[1].held():
+        raise ValueError("the loss is not finite")
+    assert three.hear(0).startswith("Stopped: process 1 has stopped, and says why")
+
+
+def test_an_error_that_anothers_end_has_led_to_is_told_as_that(three):
+    three.last.sendall(b"stopped 2\n")
+    with pytest.raises(RuntimeError), three.lines[0].held():
+        raise RuntimeError(LOST)
+    assert three.hear(0) == f"Stopped: process 2 has stopped, and says why. {ADVICE}"
+
+
+def test_the_first_knows_the_others_by_what_it_has_told_them():
+    address, accept = open_to(2, "localhost")
+    host, port, _ = address.split()
+    stranger = connect(f"{host} {port} 0123", 1, 5)
+    other = connect(address, 1, 5)
+    found = accept(5)
+    assert list(found) == [1]
+    other[0].sendall(b"ended 1\n")
+    assert found[1].recv(8) == b"ended 1\n"
+    for one in (*stranger.values(), *other.values(), *found.values()):
+        one.close()
+    assert connect(address, 1, 5) == {}
