@@ -30,7 +30,7 @@ import os
 import sys
 from pathlib import Path
 
-from benchmarks.levels import LEVELS
+from benchmarks.levels import LEVELS, READ_BY
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -49,13 +49,14 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="PATTERN",
-        help="measure only what begins so, such as 'norm*jax' or 'model gradient*jax DoRA'",
+        help="measure only what begins so, such as 'norm*jax' or 'model gradient*jax DoRA'; "
+        + _levels("only"),
     )
     made.add_argument(
         "--seconds",
         type=float,
         default=420.0,
-        help="start nothing after this long; against stops what runs",
+        help="start nothing after this long; against stops what runs; " + _levels("seconds"),
     )
     made.add_argument(
         "--torch", action="store_true", help="levels step, scale, serve: torch_dora beside PEFT"
@@ -63,9 +64,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--table", action="store_true", help="level step: each part of a step with it and without"
     )
-    sizes = made.add_argument_group("levels scale, bank, serve and step")
+    sizes = made.add_argument_group("of the decoder, instead of the usual")
     for name in ("layers", "rank", "hidden", "tokens"):
-        sizes.add_argument(f"--{name}", type=int, help="of the decoder, instead of the usual")
+        sizes.add_argument(f"--{name}", type=int, help=_levels(name))
     scale = made.add_argument_group("level scale")
     scale.add_argument(
         "--model",
@@ -82,6 +83,10 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def _levels(option: str) -> str:
+    return f"levels {', '.join(READ_BY[option])}"
+
+
 def main(arguments: list[str] | None = None) -> int:
     parsing = parser()
     options = parsing.parse_args(arguments)
@@ -93,6 +98,10 @@ def main(arguments: list[str] | None = None) -> int:
         parsing.error("--table is for level step, without --torch")
     if (options.level == "against") != bool(options.checkout):
         parsing.error("level against, and no other, takes another checkout's folder")
+    called = options.level + " --table" * options.table + " --torch" * options.torch
+    for name, levels in READ_BY.items():
+        if getattr(options, name) != parsing.get_default(name) and called not in levels:
+            parsing.error(f"--{name} is for {_levels(name)}, not {called}")
     if options.level in ("bank", "quantised", "serve", "step"):
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
     else:  # Both frameworks allocate on the one card: JAX must not take most of it at once.

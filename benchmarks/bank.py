@@ -240,7 +240,8 @@ def _timed(programs: list[tuple[Row, Any]], arguments: Any, settings: Settings) 
                     row[f"over_{other.lower()}"] = medians[kind] / medians[other]
         of_lora = kind in ("one-hot", "loop")
         reference = "LoRA" if of_lora else "sums" if row["tokens"] == 1 else "DoRA xla"
-        if kind not in ("base", "LoRA") and reference in results and kind in results:
+        compared = kind not in ("base", "LoRA", reference)
+        if compared and reference in results and kind in results:
             expected = results[reference]
             difference = np.linalg.norm(results[kind] - expected) / np.linalg.norm(expected)
             row["difference"] = float(difference)

@@ -14,6 +14,28 @@ from typing import Any, NamedTuple
 type Measure = Callable[[argparse.Namespace, str, Any], bool]
 
 
+# Which levels read an option. Others refuse it: it would change nothing.
+READ_BY = {
+    "only": (
+        *("ops", "layer", "model", "tune", "quantised", "bank", "serve", "serve --torch"),
+        *("step --table", "against"),
+    ),
+    "seconds": (
+        *("scale", "quantised", "bank", "serve", "against", "step", "step --table"),
+        *("step --torch", "scale --torch", "serve --torch"),
+    ),
+    "layers": (
+        *("scale", "bank", "serve", "step --table"),
+        *("step --torch", "scale --torch", "serve --torch"),
+    ),
+    "rank": ("step", "step --torch", "scale --torch"),
+    **dict.fromkeys(("hidden", "tokens"), ("scale", "step --torch", "scale --torch")),
+    **dict.fromkeys(
+        ("model", "ranks", "layouts", "axes", "devices", "rounds", "threads"), ("scale",)
+    ),
+}
+
+
 class Level(NamedTuple):
     """What a level measures, in words, and how, by itself and with --torch: of the options, the
     device and a console, returning whether all that was timed is correct."""

@@ -18,6 +18,7 @@ from benchmarks.ops import compose
 from benchmarks.worker import ROOT, Worker, WorkerError
 
 QUICK = ("--quick", "--device", "cpu")
+GIVEN = ("--torch", "--table")
 BY_LABEL = {kind.label: kind for kind in KINDS}
 
 
@@ -88,7 +89,8 @@ def test_bank_measures_every_kind_and_loading(tmp_path: Path) -> None:
     assert [row["kind"] for row in found] == [*2 * kinds["decode"], *kinds["prefill"], *growth]
     for row in found:
         assert row["bound"] > 1
-        compared = row["kind"] not in ("base", "LoRA") and row["mix"] != "growth"
+        reference = "sums" if row["tokens"] == 1 else "DoRA xla"
+        compared = row["kind"] not in ("base", "LoRA", reference) and row["mix"] != "growth"
         assert ("difference" in row) == compared
 
 
@@ -169,6 +171,26 @@ def test_quick_runs_are_kept_out_of_the_results(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         command.main(["ops", "--out", str(command.RESULTS / "new"), *QUICK])
     assert "nothing worth keeping" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["scale", "--rank", "7"],
+        ["serve", "--torch", "--rank", "7"],
+        ["step", "--layers", "2"],
+        ["step", "--table", "--rank", "3"],
+        ["step", "--torch", "--rounds", "2"],
+        ["ops", "--seconds", "3"],
+        ["quality", "--only", "encoder"],
+    ],
+    ids=" ".join,
+)
+def test_an_option_that_a_level_does_not_read_is_refused(words, capsys) -> None:
+    with pytest.raises(SystemExit):
+        command.main([*words, *QUICK])
+    [option] = [word for word in words if word.startswith("--") and word not in GIVEN]
+    assert f"{option} is for levels " in capsys.readouterr().err
 
 
 def test_a_missing_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
