@@ -173,7 +173,12 @@ def _sites_of(found: Found, modules: list[Found], traced: Traced | None) -> list
             site.is_layer, site.how = True, _class_told(module)
             site.is_linear = _is_linear_layer(module, cls) and not _is_head(site.names[0])
             site.stack_axis = _stack_axis(reads)
-            if reads == ():
+            if type(module).__call__ is not cls.base_type.__call__:
+                site.refusal = (
+                    f"a {type(module).__name__}, which computes something else than "
+                    f"nnx.{cls.base_type.__name__}: give example="
+                )
+            elif reads == ():
                 site.refusal = "no operation of this call reads it"
         elif param in known or reads is not None:
             _from_reads(site, known.get(param), modules, reads)

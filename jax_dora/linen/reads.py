@@ -163,7 +163,10 @@ def linen_sites(model: nn.Module, example: Example) -> list[Site]:
     for site in found:
         path = site.found.paths[0]
         known = COUNTERPARTS.get(classes.get(path, nn.Module))
-        if known is None or site.param != DORA_CLASSES[known[0]].kernel_name:
+        if known is None:
+            continue
+        if site.param != DORA_CLASSES[known[0]].kernel_name:
+            site.is_matched = not site.refusal  # a stacked bias is none of the layer's weights
             continue
         of_site = traced.reads[path, site.param]
         if of_site and all(path in read.scopes for read in of_site):

@@ -312,7 +312,7 @@ class TestRefusals:
                 return super().__call__(inputs) ** 2
 
         model = nnx.Sequential(Squared(2, 3, rngs=nnx.Rngs(0)))
-        match = "'layers/0' cannot be adapted: .*Squared, which computes something else"
+        match = r"layers/0 \(.*Squared\): a Squared, which computes something else than nnx.Linear"
         self.refuse(model, DoRARule(".*", 2, 4), TypeError, match)
 
     def test_a_layer_with_an_adapter(self):

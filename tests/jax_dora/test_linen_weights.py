@@ -217,6 +217,25 @@ def test_an_nnx_module_in_a_scan_along_axis_1_is_adapted():
     assert not np.allclose(found, run(model, {"params": base}, x), atol=1e-2)
 
 
+def test_the_stacked_bias_of_a_layer_is_no_weight_that_a_rule_matches():
+    class Step(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return nn.Dense(WIDTH, name="dense")(x), None
+
+    class Scanned(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            options = {"variable_axes": {"params": 1}, "split_rngs": {"params": True}}
+            return nn.scan(Step, length=3, **options)(name="steps")(x, None)[0]
+
+    x = jnp.ones((2, WIDTH))
+    adapted = apply_dora(Scanned(), DoRARule("steps/dense", 2, 4.0), example=(x,))
+    params = jax.eval_shape(adapted.init, KEY, x)["params"]["steps"]["dense"]
+    assert params["lora_a"].shape == (WIDTH, 3, 2)
+    assert params.keys() == {"kernel", "bias", "lora_a", "lora_b", "magnitude"}
+
+
 @pytest.mark.slow
 def test_dropout_draws_a_mask_for_each_key_and_none_when_it_is_off():
     rule = DoRARule("mlp/.*", 2, 4.0, dropout=0.5)

@@ -348,6 +348,8 @@ class Scaled(nnx.Module):
 def test_a_scaled_embedding_that_is_the_head_too():
     model, tokens = Scaled(nnx.Rngs(0)), jnp.array([1, 6])
     rule = DoRARule("embed", 2, 3)
+    assert coverage(model).count("not adaptable") == 1
+    assert coverage(model, tokens).count("adaptable") == 1
     with pytest.raises(TypeError, match=r"a ScaledEmbed, which computes something else.*example="):
         apply_dora(model, rule, rngs=nnx.Rngs(1))
     adapted = apply_dora(model, rule, rngs=nnx.Rngs(1), example=(tokens,))
