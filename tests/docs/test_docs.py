@@ -2,9 +2,11 @@
 reference is complete."""
 
 import importlib
+import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -79,7 +81,7 @@ def test_scales_of_rows_lose_less_than_one_scale():
 def test_commands_are_accepted():
     """Every command that a page shows has flags and values that the parser takes."""
     shown = [
-        shlex.split(line, comments=True)[1:]
+        shlex.split(line.rstrip(" &"), comments=True)[1:]
         for page in ("finetuning.md", "tutorial.md", "commands.md", "coming-from.md", "serving.md")
         for block in SHELL.findall((DOCS / page).read_text())
         for line in block.replace("\\\n", " ").splitlines()
@@ -88,6 +90,37 @@ def test_commands_are_accepted():
     assert len(shown) > 10
     for command in shown:
         parser().parse_args(command)
+
+
+@pytest.mark.slow
+def test_the_tutorial_leads_to_a_served_answer(tmp_path):
+    """Its commands, in their order, with few steps and a free port."""
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        port = str(one.getsockname()[1])
+    for name, line in (("jax-dora", f'exec "{sys.executable}" -m jax_dora "$@"'), ("pip", "true")):
+        shim = tmp_path / "bin" / name
+        shim.parent.mkdir(exist_ok=True)
+        shim.write_text(f"#!/bin/sh\n{line}\n")
+        shim.chmod(0o755)
+    commands = "".join(SHELL.findall((DOCS / "tutorial.md").read_text()))
+    commands = re.sub(r"--steps \d+ ", "--steps 4 ", commands).replace(":8000/", f":{port}/")
+    commands = commands.replace("--adapters run &", f"--adapters run --port {port} &")
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    told = subprocess.run(
+        ["bash", "-ec", commands],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert told.returncode == 0, told.stderr
+    [answer] = map(json.loads, re.findall(r'\{"id": "cmpl-.*\}', told.stdout))
+    assert answer["model"] == "adapter"
+    assert answer["choices"][0]["finish_reason"] in ("length", "stop")
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
 
 
 def test_options_exist():
