@@ -71,7 +71,7 @@ test-oldest: setup-oldest
 
 # With the public model libraries, one of which wants older packages than ours do.
 test-models: setup-models
-	$(VENV_MODELS)/bin/python -m pytest -n 0 --optimized -m models tests/models $(PYTEST_ARGS)
+	$(VENV_MODELS)/bin/python -m pytest -n 0 -m models tests/models $(PYTEST_ARGS)
 
 lint: $(SETUP)
 	$(RUN) -m ruff check .

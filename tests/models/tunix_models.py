@@ -19,7 +19,7 @@ _GEMMA = {"head_dim": 8, "num_embed": 31}
 
 def qwen3(**options: Any) -> nnx.Module:
     model = importlib.import_module("tunix.models.qwen3.model")
-    return model.Qwen3(model.ModelConfig(**_SIZES, **_HEADS, **options), rngs=nnx.Rngs(0))
+    return model.Qwen3(model.ModelConfig(**_SIZES | _HEADS | options), rngs=nnx.Rngs(0))
 
 
 def qwen3_moe() -> nnx.Module:
