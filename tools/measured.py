@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 
 from benchmarks import results
 from benchmarks.report import Measurement, Report
-from tools import many_adapters, quoted
+from tools import many_adapters, quoted, step_parts
 from tools.measurements import BEST_LORA, table
 
 BENCHMARKS = "benchmarks/results/h200"
@@ -215,6 +215,7 @@ def compose_speedups(root: Path) -> Figure:
 FIGURES: dict[str, tuple[str, Callable[[Path], Figure]]] = {
     "stability": ("Error near g = 1, in bf16", stability),
     "compose_speedups": ("Compose, fused over plain", compose_speedups),
+    "step": ("A step by operator", step_parts.figure),
 }
 
 

@@ -15,9 +15,10 @@ import numpy as np
 from benchmarks.bank import Settings
 from benchmarks.bank_adapters import EXPONENT
 from benchmarks.report import Measurement, Report
+from tools import step_parts
 from tools.measurements import BEST_LORA, WITHOUT_TRITON, one, report, row, rows, table
 
-PAGES = ("docs/performance.md", "docs/serving.md", "docs/several-gpus.md")
+PAGES = ("docs/performance.md", "docs/serving.md", "docs/several-gpus.md", "docs/step.md")
 MARKS = re.compile(r"(?<=<!-- table: )(\w+)( -->\n\n).*?(?=\n\n<!-- end -->)", re.DOTALL)
 RANK = 384
 
@@ -272,5 +273,8 @@ TABLES: dict[str, Callable[[], str]] = {
         bank_bytes,
         bank_times,
         devices,
+        step_parts.step_parts,
+        step_parts.step_operators,
+        step_parts.step_torch,
     )
 }

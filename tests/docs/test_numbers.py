@@ -6,7 +6,7 @@ from tools.measurements import BEST_LORA, ROOT, WITHOUT_TRITON, one, report, row
 from tools.quoted import PAGES, TABLES, updated
 
 TEXT = {name: (ROOT / name).read_text() for name in (*PAGES, "docs/attempts.md", "README.md")}
-PERFORMANCE, SERVING, _ = PAGES
+PERFORMANCE, SERVING, _, STEP = PAGES
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -154,13 +154,10 @@ def test_what_is_said_of_quantised_bases():
     of_bf16, of_lora = (
         step["DoRA", "nf4"] / step[other] for other in (("DoRA", "bf16"), ("LoRA", "nf4"))
     )
-    norms, few = (
-        {
-            card: {line["qtype"]: line["us"] for line in rows("quantised", card, **fields)}
-            for card in ("h100", "h200")
-        }
-        for fields in ({"work": "norm"}, {"work": "few rows", "rows": 1})
-    )
+    norms = {
+        card: {line["qtype"]: line["us"] for line in rows("quantised", card, work="norm")}
+        for card in ("h100", "h200")
+    }
     four_bits = [
         times[qtype] / times["bf16"]
         for times in norms.values()
@@ -173,19 +170,22 @@ def test_what_is_said_of_quantised_bases():
         for fields in ({"qtype": "bf16"}, {"in_one_piece": True}, {"in_one_piece": False})
     )
     one_piece, apart = (f"{bf16 / other:.2f}" for other in others)
-    told = {card: {k: f"{us:.1f}" for k, us in times.items()} for card, times in few.items()}
-    h100, h200 = told["h100"], told["h200"]
-    faster = {name: f"{few['h100']['bf16'] / us:.2f}" for name, us in few["h100"].items()}
+    few = {line["qtype"]: line for line in rows("quantised", "h100", work="few rows", rows=1)}
+    h100 = {name: f"{line['us']:.1f}" for name, line in few.items()}
+    faster = {name: f"{few['bf16']['us'] / line['us']:.2f}" for name, line in few.items()}
+    copy = row("quantised", "h100", work="copy")["tb_per_s"]
+    share = {name: 1e-4 * line["bytes"] / line["us"] / copy for name, line in few.items()}
     assert_says(
         PERFORMANCE,
         f"Over nf4 a step of DoRA takes {of_bf16:.2f} of that over bf16, and {of_lora:.3f} of",
         f"takes {min(four_bits):.2f} to {max(four_bits):.2f} of that over bf16 (goal 1.00), int8 "
         f"{int8:.2f} on an H200",
         f"{one_piece} times as fast as in bf16 with columns in one piece, {apart} in JAX's own",
-        f"{h200['bf16']} µs over bf16 on an H200 and {h200['int8']} over int8, "
-        f"{h200['float8_e4m3fn']} over float8_e4m3fn, {h200['nf4']} over nf4, {h200['int4']} over",
-        f"{h100['bf16']}, {h100['int8']} over int8 and {h100['float8_e4m3fn']} over float8_e4m3fn, "
-        f"which are {faster['int8']} and {faster['float8_e4m3fn']} times as fast",
+        f"{h100['bf16']} µs over bf16 on an H100, {h100['int8']} over int8 and "
+        f"{h100['float8_e4m3fn']} over float8_e4m3fn, which are {faster['int8']} and "
+        f"{faster['float8_e4m3fn']} times as fast as bf16, {h100['nf4']} over nf4 and "
+        f"{h100['int4']} over int4",
+        f"{share['int8']:.0f} and {share['float8_e4m3fn']:.0f} % of the copy rate",
     )
 
 
@@ -233,3 +233,24 @@ def test_what_is_said_of_attempts():
         f"{gated[0]} µs where three passes take {gated[1]} and XLA's fusions of the same formulas "
         f"{gated[2]}",
     )
+
+
+def test_what_is_said_of_parts():
+    found = [line for line in rows("step_table", "h100") if line["kind"] == "as it is"]
+    losses = [line["loss"] for line in found]
+    at_once = row("step_table", "h100", kind="cross-entropy of all logits at once")
+    more = (at_once["temp_bytes"] - found[0]["temp_bytes"]) / 2**30
+    times = {line["kind"]: line["ms"] for line in rows("step_torch", "h100")}
+    eager = times["torch_dora DoRA, bf16 adapters"] / times["PEFT LoRA, bf16 adapters"]
+    compiled = (
+        times["PEFT LoRA, bf16 adapters, compiled"]
+        / times["torch_dora DoRA, bf16 adapters, compiled"]
+    )
+    assert_says(
+        STEP,
+        f"ends between {min(losses):.3f} and {max(losses):.3f} in three runs",
+        f"the time of all logits at once, and {more:.1f} GiB less",
+        f"torch_dora's step takes {eager:.2f} of that of PEFT's LoRA",
+        f"PEFT's LoRA takes {compiled:.2f} of either",
+    )
+    assert len(losses) == 3
