@@ -68,7 +68,7 @@ def step_torch() -> str:
 
 def figure(_: Path) -> Figure:
     """Draws the time of a step by operator, for each program."""
-    drawn = Figure(figsize=(7, 3), layout="constrained")
+    drawn = Figure(figsize=(7, 4), layout="constrained")
     axes: Any = drawn.subplots()
     found = _profiles()
     names = [PROFILED[name] for name in found]
