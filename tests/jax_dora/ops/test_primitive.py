@@ -73,7 +73,7 @@ def of_device(op, static, operands, mesh, specs, results):
         )
         for leaf in leaves
     ]
-    whole = primitive._partitioned(op, static, tree, mesh, avals)
+    whole = primitive._partitioned(op, static, tree, avals)
 
     def placed(arrays, specs):
         return [
