@@ -80,6 +80,18 @@ def test_a_module_that_is_saved_is_untied_as_in_peft(saved: list[str], tmp_path:
     assert (logits(base) == before).all()
 
 
+def test_tying_that_is_ensured_is_kept(tmp_path: Path) -> None:
+    fields = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
+    folder, expected = peft_folder(tmp_path, tied(tmp_path), **fields)
+    base = models.load_model(tmp_path / "base")
+
+    ours = load_adapter(base, folder)
+
+    assert ours.lm_head is None
+    assert relative(logits(ours), expected) <= TOLERANCE
+    assert relative(logits(base), expected) > 1e3 * TOLERANCE
+
+
 def test_one_of_two_tied_modules_is_not_saved_alone(tmp_path: Path) -> None:
     model = tied(tmp_path)
     rule = jax_dora.DoRARule(".*/q_proj", rank=2, alpha=2)
