@@ -53,8 +53,8 @@ def number(told: str, is_right: Callable[[float], bool]) -> Callable[[str], floa
             raise argparse.ArgumentTypeError(f"{text!r} is out of range: expected a number {told}")
         if value and not LEAST <= abs(value) <= LARGEST:
             raise argparse.ArgumentTypeError(
-                f"{text!r} is out of float32's range: expected a number {told} that is 0 or of a "
-                f"size from {LEAST:.1e} to {LARGEST:.1e}"
+                f"{text!r} is out of range: expected a number {told}; float32 holds 0 and sizes "
+                f"from {LEAST:.1e} to {LARGEST:.1e}"
             )
         return value
 
