@@ -113,8 +113,8 @@ def run(args: argparse.Namespace) -> int:
             if args.dry_run:
                 return 0
             one = Run(plan)
-            lifeline.advice = one.way_on
             one.take_up()
+            lifeline.advice = one.way_on
         try:
             return one.train()
         except (Exception, KeyboardInterrupt) as error:

@@ -7,6 +7,7 @@ connections at once: each process keeps one to the first, which tells all.
 
 import contextlib
 import os
+import re
 import secrets
 import socket
 import threading
@@ -16,6 +17,7 @@ from typing import Any
 
 # After so many seconds without a sign of life a machine is taken to be gone.
 IDLE, INTERVAL, PROBES = 10, 5, 3
+LONGEST = 64  # bytes of a line
 
 
 class Lifeline:
@@ -28,7 +30,7 @@ class Lifeline:
       advice: says what to do then.
     """
 
-    NEWS, GRACE = 2.0, 10.0  # seconds
+    NEWS, GRACE, LAST = 2.0, 10.0, 0.5  # seconds
 
     def __init__(
         self,
@@ -47,7 +49,7 @@ class Lifeline:
         self.advice: Callable[[], str] = lambda: "Start all processes again with the same command"
         self._stop = stop or _exit
         self._lock, self._news = threading.Lock(), threading.Event()
-        self._told = ""
+        self._how = self._told = ""
         self._is_over: str | None = None
         for number, connection in others.items():
             _keep_alive(connection)
@@ -60,32 +62,66 @@ class Lifeline:
         try:
             yield self
         except BaseException as error:
+            self._is_over = "stopped"
             self._say(f"stopped {self.index}")
             # That a process is gone is known a moment later than that its data do not come.
-            if self.others and self._news.wait(self.NEWS) and _is_of_a_connection(error):
-                self._stop(self._told)
-            self._is_over = "stopped"
+            if self.others and _is_of_a_connection(error) and self._news.wait(self.NEWS):
+                # Where all have stopped for one reason, each says it.
+                here = f" Here: {str(error).splitlines()[0]}" if self._how == "stopped" else ""
+                self._stop(self._told + here)
             raise
         self._is_over = "ended"
         self._say(f"ended {self.index}")
+        self.close()
+
+    def close(self) -> None:
+        """Closes the connections."""
+        for connection in self.others.values():
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
 
     def _watch(self, number: int, connection: socket.socket) -> None:
-        how, who = _read(connection) or ("gone", number)
-        if how == "ended" or self._is_over == "ended":
+        has_stopped = False
+        while self._is_over != "ended":
+            found = _read(connection)
+            if (found is None and has_stopped) or self._is_over == "ended":
+                return
+            how, who = found or ("gone", number)
+            if how == "ended":
+                return
+            self._hear(how, who)
+            has_stopped = has_stopped or how == "stopped"
+            if how == "gone":
+                return
+
+    def _hear(self, how: str, who: int) -> None:
+        """Tells the others at once, and ends this process: at once, or where a process has stopped
+        by an error after a while, since most errors are the same in all, which tell their own."""
+        if who == self.index:
             return
         reason = "has stopped, and says why" if how == "stopped" else "is gone: killed, or lost"
-        with self._lock:  # held until the end: what has happened first is told
-            self._told = self._told or f"Stopped: process {who} {reason}. {self.advice()}"
-            self._news.set()
-            if how == "stopped":
-                # Most errors are the same in all processes, which tell their own.
-                time.sleep(self.GRACE)
-            if self._is_over == "stopped":
-                time.sleep(self.NEWS)  # in which the error is printed
-                self._stop("")
-            elif self._is_over is None:
-                self._say(f"{how} {who}")
-                self._stop(self._told)
+        with self._lock:
+            # That one is gone explains the errors of others, whichever is heard first.
+            if self._how == "gone" or self._how == how:
+                return
+            self._how, self._told = how, f"Stopped: process {who} {reason}. {self.advice()}"
+        self._say(f"{how} {who}")
+        self._news.set()
+        # The first is the last to end: JAX's clients abort without it.
+        last = self.LAST if len(self.others) > 1 else 0.0
+        timer = threading.Timer(last + (self.GRACE if how == "stopped" else 0.0), self._end)
+        timer.daemon = True
+        timer.start()
+
+    def _end(self) -> None:
+        with self._lock:
+            over, self._is_over = self._is_over, self._is_over or "told"
+        if over == "stopped":
+            time.sleep(self.NEWS)  # in which the error is printed
+            self._stop("")
+        elif over is None:
+            self._stop(self._told)
 
     def _say(self, line: str) -> None:
         for connection in self.others.values():
@@ -113,12 +149,11 @@ def open_to(count: int, host: str) -> tuple[str, Callable[[float], dict[int, soc
     def accept(seconds: float) -> dict[int, socket.socket]:
         others: dict[int, socket.socket] = {}
         end = time.monotonic() + seconds
-        with server, contextlib.suppress(TimeoutError):
+        with server, contextlib.suppress(OSError):
             while len(others) < count - 1:
                 server.settimeout(max(0.01, end - time.monotonic()))
                 connection, _ = server.accept()
-                connection.settimeout(max(0.01, end - time.monotonic()))
-                word, number = _read(connection) or ("", 0)
+                word, number = _read(connection, end) or ("", 0)
                 if word == token:
                     connection.settimeout(None)
                     others[number] = connection
@@ -131,7 +166,9 @@ def open_to(count: int, host: str) -> tuple[str, Callable[[float], dict[int, soc
 
 def connect(address: str, index: int, seconds: float) -> dict[int, socket.socket]:
     """Returns the connection of process `index` to the first, at what `open_to` has returned;
-    nothing where it cannot be reached."""
+    nothing where it cannot be reached, or has opened nothing."""
+    if not address:
+        return {}
     host, port, token = address.split()
     try:
         connection = socket.create_connection((host, int(port)), seconds)
@@ -142,11 +179,17 @@ def connect(address: str, index: int, seconds: float) -> dict[int, socket.socket
     return {0: connection}
 
 
-def _read(connection: socket.socket) -> tuple[str, int] | None:
-    """Returns a word and a number that were sent; None at the end of the connection."""
+def _read(connection: socket.socket, end: float | None = None) -> tuple[str, int] | None:
+    """Returns a word and a number that were sent, by the time `end` if that is given; None at the
+    end of the connection, and of what is no such line."""
     line = b""
     with contextlib.suppress(OSError):
-        while not line.endswith(b"\n") and (byte := connection.recv(1)):
+        while not line.endswith(b"\n") and len(line) < LONGEST:
+            if end is not None:
+                connection.settimeout(max(0.01, end - time.monotonic()))
+            byte = connection.recv(1)
+            if not byte:
+                break
             line += byte
     word, _, number = line.decode(errors="replace").partition(" ")
     return (word, int(number)) if number.strip().isdecimal() else None
@@ -168,8 +211,8 @@ def _keep_alive(connection: socket.socket) -> None:
 def _is_of_a_connection(error: BaseException) -> bool:
     """Returns whether an error is what JAX raises where another process does not answer, whose type
     is that of many others."""
-    text = str(error).lower()
-    return any(word in text for word in ("gloo", "nccl", "unavailable", "deadline_exceeded"))
+    words = r"\b([Gg]loo|NCCL|UNAVAILABLE|DEADLINE_EXCEEDED)\b"
+    return isinstance(error, (RuntimeError, ValueError)) and bool(re.search(words, str(error)))
 
 
 def _exit(line: str) -> None:

@@ -17,7 +17,8 @@ class Three:
 
     def __init__(self, monkeypatch):
         monkeypatch.setattr(Lifeline, "NEWS", 0.2)
-        monkeypatch.setattr(Lifeline, "GRACE", 0.2)
+        monkeypatch.setattr(Lifeline, "GRACE", 0.4)
+        monkeypatch.setattr(Lifeline, "LAST", 0.1)
         self.sockets = (first, end, ours, self.last) = *socket.socketpair(), *socket.socketpair()
         self.told = [queue.Queue(), queue.Queue()]
         self.lines = [
@@ -77,7 +78,40 @@ def test_an_error_that_anothers_end_has_led_to_is_told_as_that(three):
     three.last.sendall(b"stopped 2\n")
     with pytest.raises(RuntimeError), three.lines[0].held():
         raise RuntimeError(LOST)
-    assert three.hear(0) == f"Stopped: process 2 has stopped, and says why. {ADVICE}"
+    said = f"Stopped: process 2 has stopped, and says why. {ADVICE}"
+    assert three.hear(0) == f"{said} Here: {LOST}"
+    # Of the two that have stopped, the one that is heard first.
+    assert three.hear(1) in (said, said.replace("2", "0"))
+
+
+def test_that_one_is_gone_explains_the_errors_of_others(three):
+    """In whichever order they are heard."""
+    three.lines[1]._say("stopped 1")
+    three.last.close()
+    assert three.hear(0) == f"Stopped: process 2 is gone: killed, or lost. {ADVICE}"
+    assert three.hear(1) == f"Stopped: process 2 is gone: killed, or lost. {ADVICE}"
+
+
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError("/data/Gloo/config.json"), BlockingIOError("UNAVAILABLE")]
+)
+def test_an_error_of_a_file_is_never_anothers(three, error):
+    three.last.sendall(b"stopped 2\n")
+    with pytest.raises(type(error)), three.lines[0].held():
+        raise error
+    assert three.hear(0) == ""  # The error is printed by whoever has raised it.
+
+
+def test_a_stranger_does_not_hold_the_start():
+    address, accept = open_to(2, "localhost")
+    host, port, _ = address.split()
+    with socket.create_connection((host, int(port))) as stranger:
+        stranger.sendall(b"1" * 5000)
+        [other] = connect(address, 1, 5).values()
+        found = accept(5)
+        assert list(found) == [1]
+    for one in (other, *found.values()):
+        one.close()
 
 
 def test_the_first_knows_the_others_by_what_it_has_told_them():
