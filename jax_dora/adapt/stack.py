@@ -5,6 +5,7 @@ layer computes bit for bit what its layers would.
 """
 
 import functools
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,12 +21,15 @@ from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.layers.stack import Stack, stacked_axes
 from jax_dora.weights.adapter import WeightAdapter
 
+_LOG = logging.getLogger("jax_dora")
+
 
 def stack_of(layer: Any, axis: int | None = None) -> Stack:
     """Returns how the parameters of a base or DoRA layer, or of an adapted weight, are stacked.
 
     Args:
-      axis: that layers are stacked along where the shapes fit several; else they have to tell.
+      axis: that layers are taken to be stacked along, with a warning, where the shapes fit several;
+        else they have to tell.
 
     Raises:
       NotImplementedError: the kernel is no stack of such layers.
@@ -47,7 +51,12 @@ def stack_of(layer: Any, axis: int | None = None) -> Stack:
     if (bias := getattr(layer, "bias", None)) is not None:
         fits = [one for one in axes if bias.shape[min(one, bias.ndim - 1)] == shape[one]]
         axes = fits or axes
-    if axis in axes:
+    if axis in axes and len(axes) > 1:
+        _LOG.warning(
+            "A stack of %s whose %s has shape %s, where one layer's has %s, may be stacked along "
+            "axis %s; axis %d is taken, which nnx.vmap stacks along unless out_axes says otherwise",
+            *(cls.__name__, cls.kernel_name, shape, single, " or ".join(map(str, axes)), axis),
+        )
         axes = [axis]
     if not axes:
         raise _no_stack(cls, shape, single)

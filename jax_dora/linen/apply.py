@@ -196,12 +196,15 @@ class DoRA(nn.Module):
         params = traverse_util.flatten_dict(self.variables.get("params", {}))
         absent = missing(self.weights, params)
         if absent and self.is_mutable_collection("params"):
-            # A pass of the base makes the parameters, and other collections as a call does. Fresh
-            # adapters compute what it has computed, where there are no others.
-            result = run(self.model, *args, **kwargs)
-            self._make(absent)
+            # Fresh adapters compute what the base does, where there are no others.
             are_fresh = len(absent) == len(self.weights)
-            if are_fresh and not any(one.rule.lora_b_init for one in self.weights):
+            are_fresh = are_fresh and not any(one.rule.lora_b_init for one in self.weights)
+            result = None
+            if are_fresh or not params.keys() >= {one.path for one in absent}:
+                # A pass of the base makes the parameters, and other collections as a call does.
+                result = run(self.model, *args, **kwargs)
+            self._make(absent)
+            if are_fresh:
                 return result
             params = traverse_util.flatten_dict(self.variables["params"])
             absent = missing(self.weights, params)

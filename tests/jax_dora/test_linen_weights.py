@@ -284,6 +284,23 @@ def test_a_call_that_makes_some_adapters_computes_with_those_that_are_there():
     assert not np.allclose(found, model.apply(trained, x), atol=0.1)
 
 
+def test_a_call_that_makes_some_adapters_counts_once():
+    class Counted(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            count = self.variable("counts", "calls", lambda: jnp.zeros(()))
+            count.value += 1
+            x = x @ self.param("a", nn.initializers.normal(1.0), (4, 5))
+            return x @ self.param("b", nn.initializers.normal(1.0), (5, 3))
+
+    x = jax.random.normal(KEY, (2, 4))
+    one = apply_dora(Counted(), DoRARule("a", 2, 3.0), example=(x,))
+    both = apply_dora(Counted(), DoRARule("a|b", 2, 3.0), example=(x,))
+    variables = one.init(KEY, x)
+    _, made = both.apply(variables, x, rngs={"params": KEY}, mutable=["params", "counts"])
+    assert made["counts"]["calls"] == variables["counts"]["calls"] + 1
+
+
 def test_one_line_of_coverage_is_logged(caplog):
     with caplog.at_level(logging.INFO, "jax_dora"):
         apply_dora(MODEL, DoRARule("mlp/.*", 2, 4.0), example={"ids": IDS})
