@@ -24,9 +24,10 @@ OLDEST_TESTS ?= tests/jax_dora/ops tests/jax_dora/test_linear.py tests/jax_dora/
     tests/jax_dora/test_peft.py::test_adapters_are_merged_as_by_peft
 OLDEST_CHOICE ?= not interpreted
 # The slow tests that .ci/run has time for: kernels, operators and layers, on meshes too.
-SLOW_TESTS ?= tests/jax_dora/ops tests/jax_dora/bank tests/jax_dora/weights tests/torch_dora/ops \
+SLOW_TESTS ?= tests/jax_dora/ops tests/jax_dora/bank tests/torch_dora/ops \
+    tests/jax_dora/weights --ignore tests/jax_dora/weights/test_sharded_models.py \
     tests/torch_dora/test_compile.py tests/torch_dora/test_sharded.py \
-    $(addprefix tests/parity/test_, $(addsuffix .py, bank faults sharded)) \
+    $(addprefix tests/parity/test_, $(addsuffix .py, bank faults)) \
     $(addprefix tests/jax_dora/test_, $(addsuffix .py, adapter conv embed forward_mode linear linen \
     linen_apply linen_weights merge mesh norms projection quantize row_wise_layers stacks swiglu))
 
