@@ -14,6 +14,7 @@ Bytes: q and σ once, which set the floor; x and the sums are in the level-2 cac
 are ordered as in `quantised_norm`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -66,6 +67,43 @@ def config(rows: int, in_features: int, out: int, form: Format, dtype: Any) -> C
     return Config(tile_cols=128, slots=3, consumers=2)
 
 
+def slot_of(tile: Any, config: Config) -> Any:
+    """Returns the slot of a block's tile, of which consumer tile % consumers has every one."""
+    turn = lax.div(tile, config.consumers)
+    return lax.rem(tile, config.consumers) * config.slots + lax.rem(turn, config.slots)
+
+
+def fetch(
+    walk: Walk, config: Config, free: Any, of_run: Callable[..., Callable[..., None]]
+) -> None:
+    """Has every tile of a block's runs copied into its slot, once that is free: the whole work of
+    the warpgroup that fetches.
+
+    Args:
+      of_run: `(index, cols, first) -> (slot, at_k, tile) -> None`; the latter starts the copies of
+        tile `first + tile`, whose rows are at_k, in run `index`.
+    """
+    plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
+
+    def fetch_run(index, before):
+        cols, _, first, tiles = walk.run(index)
+        copy = of_run(index, cols, first)
+
+        def fetch_tile(tile, _):
+            slot = slot_of(before + tile, config)
+            at_k = walk.rows(first + tile)
+            plgpu.barrier_wait(free.at[slot])
+            copy(slot, at_k, tile)
+
+        lax.fori_loop(0, tiles, fetch_tile, None)
+        return before + tiles
+
+    lax.fori_loop(0, walk.runs, fetch_run, jnp.int32(0))
+    # Every slot was handed back once more than it was filled.
+    for slot in range(config.consumers * config.slots):
+        plgpu.barrier_wait(free.at[slot])
+
+
 @launcher()
 def launch(
     x: jax.Array, qvalue: jax.Array, scales: jax.Array, *, config: Config, sm_count: int
@@ -96,24 +134,12 @@ def launch(
         walk = Walk(tiling, lax.axis_index("block"))
         warpgroup = lax.axis_index("warpgroup")
 
-        def slot_of(tile):
-            """Returns the slot of a block's tile, of which consumer tile % consumers has every
-            one."""
-            turn = lax.div(tile, c.consumers)
-            return lax.rem(tile, c.consumers) * c.slots + lax.rem(turn, c.slots)
-
         @pl.when(warpgroup == c.consumers)
         def _fetch():
-            plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
-
-            def fetch_run(index, before):
-                cols, _, first, tiles = walk.run(index)
+            def of_run(index, cols, first):
                 at = pl.ds(lax.div(cols.start, c.tile_cols) * width, width)
 
-                def fetch_tile(tile, _):
-                    slot = slot_of(before + tile)
-                    at_k = walk.rows(first + tile)
-                    plgpu.barrier_wait(free.at[slot])
+                def copy(slot, at_k, tile):
                     plgpu.copy_gmem_to_smem(q_gmem.at[at_k, at], q_smem.at[slot], ready.at[slot])
                     plgpu.copy_gmem_to_smem(
                         # All rows that a tile has: past the last the copy engine reads zeros.
@@ -128,13 +154,9 @@ def launch(
                             ready.at[slot],
                         )
 
-                lax.fori_loop(0, tiles, fetch_tile, None)
-                return before + tiles
+                return copy
 
-            lax.fori_loop(0, walk.runs, fetch_run, jnp.int32(0))
-            # Every slot was handed back once more than it was filled.
-            for slot in range(ring):
-                plgpu.barrier_wait(free.at[slot])
+            fetch(walk, c, free, of_run)
 
         @pl.when(warpgroup < c.consumers)
         def _consume():
@@ -157,7 +179,7 @@ def launch(
                 skipped, turns = walk.turns(warpgroup, before, tiles, c.consumers)
 
                 def tile_of(i):
-                    return slot_of(before + skipped + i * c.consumers)
+                    return slot_of(before + skipped + i * c.consumers, c)
 
                 def multiply(acc_ref):
                     def step(i, acc_ref):

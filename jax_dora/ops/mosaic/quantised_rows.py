@@ -20,9 +20,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_dora.ops.mosaic import quantised_product
-from jax_dora.ops.mosaic.hopper import FETCH_REGISTERS, consume_registers, pad, tiled
+from jax_dora.ops.mosaic.hopper import consume_registers, pad, tiled
 from jax_dora.ops.mosaic.launch import launcher
 from jax_dora.ops.mosaic.low_rank_tiling import TILE_ROWS, Config, Tiling, Walk
+from jax_dora.ops.mosaic.quantised_product import fetch, slot_of
 from jax_dora.ops.quantised import Format, repeated
 
 MOST_ROWS = 2
@@ -79,23 +80,10 @@ def launch(
         walk = Walk(tiling, lax.axis_index("block"))
         warpgroup = lax.axis_index("warpgroup")
 
-        def slot_of(tile):
-            """Returns the slot of a block's tile, of which consumer tile % consumers has every
-            one."""
-            turn = lax.div(tile, c.consumers)
-            return lax.rem(tile, c.consumers) * c.slots + lax.rem(turn, c.slots)
-
         @pl.when(warpgroup == c.consumers)
         def _fetch():
-            plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
-
-            def fetch_run(index, before):
-                cols, _, first, tiles = walk.run(index)
-
-                def fetch_tile(tile, _):
-                    slot = slot_of(before + tile)
-                    at_k = walk.rows(first + tile)
-                    plgpu.barrier_wait(free.at[slot])
+            def of_run(_, cols, first):
+                def copy(slot, at_k, tile):
                     plgpu.copy_gmem_to_smem(q_gmem.at[at_k, cols], q_smem.at[slot], ready.at[slot])
                     for row in range(rows):
                         plgpu.copy_gmem_to_smem(
@@ -108,13 +96,9 @@ def launch(
                             ready.at[slot],
                         )
 
-                lax.fori_loop(0, tiles, fetch_tile, None)
-                return before + tiles
+                return copy
 
-            lax.fori_loop(0, walk.runs, fetch_run, jnp.int32(0))
-            # Every slot was handed back once more than it was filled.
-            for slot in range(ring):
-                plgpu.barrier_wait(free.at[slot])
+            fetch(walk, c, free, of_run)
 
         @pl.when(warpgroup < c.consumers)
         def _consume():
@@ -127,7 +111,7 @@ def launch(
                 skipped, turns = walk.turns(warpgroup, before, tiles, c.consumers)
 
                 def add(i, sums):
-                    slot = slot_of(before + skipped + i * c.consumers)
+                    slot = slot_of(before + skipped + i * c.consumers, c)
                     plgpu.barrier_wait(ready.at[slot])
                     value = plgpu.load(q_smem.at[slot], layout=LAYOUT)
                     value = value.astype(through).astype(jnp.float32)
