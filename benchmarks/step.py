@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +24,7 @@ from benchmarks.results import Row
 from jax_dora.models import DecoderConfig, activations, make_model, next_token_loss
 from jax_dora.models.config import Rope
 
+Loss = Callable[..., jax.Array]
 OPTIMIZER = optax.adamw(1e-4)
 LORA_B_INIT = nnx.initializers.normal(0.0035)
 LLAMA_3_8B = DecoderConfig(
@@ -97,12 +98,12 @@ def _measured(kind: str, budget: Budget, settings: Settings, device: str) -> Row
     return timed(made, config.vocab_size, settings.shape, settings.rounds) | row
 
 
-def linear_of(kind: str, config: DecoderConfig, rank: int) -> Any:
-    """Returns what makes a projection: kind "LoRA" or "DoRA"."""
+def linear_of(kind: str, config: DecoderConfig, rank: int, **options: Any) -> Any:
+    """Returns what makes a projection: kind "LoRA" or "DoRA", the latter with further options."""
     if kind == "LoRA":
         return functools.partial(LoRALinear, rank=rank, scale=2.0, b_init=LORA_B_INIT)
     adapter = {"rank": rank, "alpha": 2 * rank, "adapter_dtype": config.dtype}
-    return functools.partial(jax_dora.DoRALinear, **adapter, lora_b_init=LORA_B_INIT)
+    return functools.partial(jax_dora.DoRALinear, **adapter, lora_b_init=LORA_B_INIT, **options)
 
 
 def timed(model: nnx.Module, vocabulary: int, shape: tuple[int, int], rounds: int) -> Row:
@@ -112,7 +113,7 @@ def timed(model: nnx.Module, vocabulary: int, shape: tuple[int, int], rounds: in
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(0, vocabulary, shape), jnp.int32)
     begin = time.monotonic()
-    one = jax.jit(functools.partial(_step, graphdef), donate_argnums=(0, 2))
+    one = jax.jit(functools.partial(update, graphdef, mean_loss), donate_argnums=(0, 2))
     run = one.lower(trained, frozen, state, tokens).compile()
     memory: Any = run.memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -134,12 +135,22 @@ def timed(model: nnx.Module, vocabulary: int, shape: tuple[int, int], rounds: in
     return row | {"tokens_per_s": shape[0] * shape[1] / ms * 1e3}
 
 
-def _step(graphdef: Any, trained: Any, frozen: Any, state: Any, tokens: jax.Array) -> Any:
+def mean_loss(model: Any, tokens: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+    """Returns the mean cross-entropy of all tokens, in chunks whose gradient is taken in the same
+    pass."""
+    weights = jnp.ones(tokens.shape, jnp.float32)
+    targets = jnp.roll(tokens, -1, 1)
+    found = next_token_loss(model, tokens, targets, weights, segment_ids=segments)
+    return found.total / found.weight
+
+
+def update(graphdef: Any, loss: Loss, trained: Any, frozen: Any, state: Any, *data: Any) -> Any:
+    """Returns the loss of `data` before an optimizer step, and the adapters and the optimizer's
+    state after it."""
+
     def of_adapters(trained: Any) -> jax.Array:
-        model = nnx.merge(graphdef, trained, frozen)
-        weights = jnp.ones(tokens.shape, jnp.float32)
-        found = next_token_loss(model, tokens, jnp.roll(tokens, -1, 1), weights)
-        return found.total / found.weight
+        # Dropout counts its draws in what is merged.
+        return loss(nnx.merge(graphdef, trained, frozen, copy=True), *data)
 
     value, gradients = jax.value_and_grad(of_adapters)(trained)
     updates, state = OPTIMIZER.update(gradients, state, trained)

@@ -25,13 +25,12 @@ from flax import nnx
 
 import jax_dora
 from benchmarks.clock import DeviceClock, Kernels
-from benchmarks.model.decoder import Dense, LoRALinear
+from benchmarks.model.decoder import Dense
 from benchmarks.results import Row
-from benchmarks.step import LLAMA_3_8B, LORA_B_INIT, OPTIMIZER
+from benchmarks.step import LLAMA_3_8B, LORA_B_INIT, OPTIMIZER, Loss, linear_of, mean_loss, update
 from benchmarks.step import TINY as TINY_DECODER
-from jax_dora.models import DecoderConfig, layer, make_model, next_token_loss, rope
+from jax_dora.models import DecoderConfig, layer, make_model, rope
 
-Loss = Callable[[Any, jax.Array, jax.Array | None], jax.Array]
 DENSE = functools.partial(Dense, dora=False)
 # What a kernel belongs to, by the first pattern that its name has.
 OPERATORS = (
@@ -42,14 +41,6 @@ OPERATORS = (
 )
 # A text in four of a row's tokens, or more: what chat data look like when packed.
 TEXTS = (1536, 256, 640, 1152, 512)
-
-
-def chunked(model: Any, tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
-    """Returns the mean cross-entropy in chunks, whose gradient is taken in the same pass."""
-    weights = jnp.ones(tokens.shape, jnp.float32)
-    targets = jnp.roll(tokens, -1, 1)
-    found = next_token_loss(model, tokens, targets, weights, segment_ids=segments)
-    return found.total / found.weight
 
 
 def at_once(model: Any, tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
@@ -65,18 +56,19 @@ class Variant(NamedTuple):
     Attributes:
       name: of what differs from the first.
       changes: to the decoder's config.
-      adapter: to `DoRALinear`'s arguments; None for LoRA.
-      linear: LoRA's layer, where `adapter` is None.
+      kind, adapter: of `linear_of`.
+      linear: a layer in its place.
       patches: (object, attribute, value) while it is traced.
       packed: several texts a row.
     """
 
     name: str
     changes: Mapping[str, Any] = {}
-    adapter: Mapping[str, Any] | None = {}
-    linear: Callable[..., Any] = LoRALinear
+    kind: str = "DoRA"
+    adapter: Mapping[str, Any] = {}
+    linear: Callable[..., Any] | None = None
     patches: Sequence[tuple[Any, str, Any]] = ()
-    loss: Loss = chunked
+    loss: Loss = mean_loss
     packed: bool = False
 
 
@@ -98,7 +90,7 @@ def _gated_by_hand(gate: Any, up: Any, x: jax.Array) -> jax.Array:
 VARIANTS = (
     Variant("as it is"),
     Variant("kernels of jax_dora off: XLA's DoRA", adapter={"implementation": "xla"}),
-    Variant("LoRA in place of DoRA", adapter=None),
+    Variant("LoRA in place of DoRA", kind="LoRA"),
     Variant("packed rows, by cuDNN's segments", {"segments": 8}, packed=True),
     Variant("packed rows, by a mask", packed=True),
     Variant("attention by XLA in place of cuDNN", {"attention": "xla"}),
@@ -107,7 +99,7 @@ VARIANTS = (
     Variant("dropout 0.1 of the adapter's input", adapter={"dropout": 0.1}),
     Variant("RMSNorm without fp32", patches=((layer.RMSNorm, "__call__", _norm_as_it_comes),)),
     Variant("rotation without fp32", patches=((rope, "rotate", _rotate_as_it_comes),)),
-    Variant("LoRA, products in the dear order", adapter=None, linear=DENSE),
+    Variant("LoRA, products in the dear order", linear=DENSE),
     Variant("every layer rematerialised", {"memory": None}),
 )
 
@@ -163,11 +155,9 @@ def _measured(variant: Variant, settings: Settings, device: str) -> Row:
 
 
 def _linear(variant: Variant, config: DecoderConfig, rank: int) -> Any:
-    if variant.adapter is None:
+    if variant.linear is not None:
         return functools.partial(variant.linear, rank=rank, scale=2.0, b_init=LORA_B_INIT)
-    adapter = {"rank": rank, "alpha": 2 * rank, "adapter_dtype": config.dtype}
-    adapter |= {"lora_b_init": LORA_B_INIT} | dict(variant.adapter)
-    return functools.partial(jax_dora.DoRALinear, **adapter)
+    return linear_of(variant.kind, config, rank, **variant.adapter)
 
 
 def _timed(variant: Variant, model: nnx.Module, settings: Settings, device: str) -> Row:
@@ -177,7 +167,7 @@ def _timed(variant: Variant, model: nnx.Module, settings: Settings, device: str)
     tokens = np.random.default_rng(0).integers(0, vocabulary, settings.shape)
     segments = _segments(settings.shape) if variant.packed else None
     begin = time.monotonic()
-    step = functools.partial(_step, graphdef, variant.loss)
+    step = functools.partial(update, graphdef, variant.loss)
     data = (jnp.asarray(tokens, jnp.int32), segments)
     run = jax.jit(step, donate_argnums=(0, 2)).lower(trained, frozen, state, *data).compile()
     memory: Any = run.memory_analysis()
@@ -226,16 +216,6 @@ def by_operator(kernels: Mapping[str, Sequence[float]]) -> dict[str, list[float]
                 found[name][1] += us
                 break
     return found
-
-
-def _step(graphdef: Any, loss: Loss, trained: Any, frozen: Any, state: Any, *data: Any) -> Any:
-    def of_adapters(trained: Any) -> jax.Array:
-        # Dropout counts its draws in what is merged.
-        return loss(nnx.merge(graphdef, trained, frozen, copy=True), *data)
-
-    value, gradients = jax.value_and_grad(of_adapters)(trained)
-    updates, state = OPTIMIZER.update(gradients, state, trained)
-    return value, optax.apply_updates(trained, updates), state
 
 
 def line(row: Row) -> str:
