@@ -32,7 +32,7 @@ def random_adapter(bank: Any, rank: int, seed: int) -> HostAdapter:
         count, piece = min(RANKS, rank - start), {}
         for path, place in bank.places.items():
             lora_a, lora_b = (
-                np.zeros((*place.stack, RANKS, size), place.dtype) for size in place.sizes
+                np.zeros((*place.stack.shape, RANKS, size), place.dtype) for size in place.sizes
             )
             for array in (lora_a, lora_b):
                 drawn = rng.standard_normal((*array.shape[:-2], count, array.shape[-1]), np.float32)
@@ -40,8 +40,8 @@ def random_adapter(bank: Any, rank: int, seed: int) -> HostAdapter:
             piece[path] = (lora_a, lora_b)
         pieces.append(piece)
     for path, place in bank.places.items():
-        magnitude = rng.uniform(0.5, 1.5, (*place.stack, place.sizes[1])).astype(np.float32)
-        whole = np.ones(place.stack, np.float32)
+        magnitude = rng.uniform(0.5, 1.5, (*place.stack.shape, place.sizes[1])).astype(np.float32)
+        whole = np.ones(place.stack.shape, np.float32)
         facts[path] = Facts(magnitude, whole > 0, 0.5 * whole, (rank * whole).astype(np.int32))
     return HostAdapter(tuple(pieces), facts, rank)
 

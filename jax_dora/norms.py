@@ -37,6 +37,11 @@ from jax_dora.ops.projection import INNER_NAME
 from jax_dora.weights.adapter import WeightAdapter
 
 
+class StackedConstant(Constant, nnx.Param):
+    """A `Constant` of layers that are stacked along another axis than the first: an `nnx.Param`, so
+    that whatever takes the kernel apart along that axis takes the constant apart along it too."""
+
+
 def norms(model: nnx.Module) -> dict[str, jax.Array]:
     """Computes the norm of every DoRA layer of `model`, as its parameters are now.
 
@@ -65,9 +70,8 @@ def with_norms[Model: nnx.Module](model: Model, values: Mapping[str, jax.Array])
     Raises:
       TypeError: `model` is no nnx module.
       ValueError: a layer's norm is missing or has another shape, or a path is no DoRA layer's.
-      NotImplementedError: layers are stacked along another axis than the first.
     """
-    _refuse_stacks(_dora_layers(model))
+    _dora_layers(model)
     copy = nnx.clone(model, variables=False)
     layers = _dora_layers(copy)
     paths = {path for found in layers for path in found.paths}
@@ -88,7 +92,8 @@ def with_norms[Model: nnx.Module](model: Model, values: Mapping[str, jax.Array])
                 f"values has a norm of shape {value.shape} for {path!r}; expected {shape}, as "
                 "jax_dora.norms(model) returns it"
             )
-        found.module.given_norm, found.module.given_g = nnx.data(Constant(value)), nnx.data(None)
+        constant = _constant_of(found.module)
+        found.module.given_norm, found.module.given_g = nnx.data(constant(value)), nnx.data(None)
     return copy
 
 
@@ -97,26 +102,27 @@ def freeze[Model: nnx.Module](model: Model) -> Model:
     trainable.
 
     Neither `nnx.Param` nor `nnx.LoRAParam` finds lora_a, lora_b and magnitude in it, so that no
-    optimizer can move them from under g. The adapters' dropout is off, until
-    `model.train()` turns it on; what else `model` drops is `model.eval()`'s to turn off. `model`
-    itself stays trainable.
+    optimizer can move them from under g; but `nnx.Param` does where layers are stacked along
+    another axis than the first, since that is how a transform knows their axis. The adapters'
+    dropout is off, until `model.train()` turns it on; what else `model` drops is `model.eval()`'s
+    to turn off. `model` itself stays trainable.
 
     Raises:
       TypeError: `model` is no nnx module.
       ValueError: there is no DoRA layer in `model`.
-      NotImplementedError: layers are stacked along another axis than the first.
     """
     frozen = with_norms(nnx.merge(*nnx.split(model)), norms(model))
     for found in find_dora_layers(frozen):
         layer = found.module
         layer.eval()
-        layer.given_g = nnx.data(Constant(g_of_call(layer, layer.result_dtype)))
+        kind = _constant_of(layer)
+        layer.given_g = nnx.data(kind(g_of_call(layer, layer.result_dtype)))
         layer.given_norm = nnx.data(None)
         for name in ADAPTER_NAMES:
             variable = getattr(layer, name)
             # As it is: a constructor would lay it out again by its metadata, which of a stack may
             # lack the leading axis, and run its hooks once more.
-            constant = Constant.from_metadata(variable.get_raw_value(), variable.get_metadata())
+            constant = kind.from_metadata(variable.get_raw_value(), variable.get_metadata())
             setattr(layer, name, constant)
     return frozen
 
@@ -167,15 +173,9 @@ def _dora_layers(model: nnx.Module) -> list[Found]:
     return layers
 
 
-def _refuse_stacks(layers: list[Found]) -> None:
-    """Refuses stacks along another axis than the first: a transform takes its variables apart along
-    one axis for each of their types, and nothing says along which it takes a given norm."""
-    if paths := [found.paths[0] for found in layers if stack_of(found.module).axis]:
-        raise NotImplementedError(
-            "norms are given to layers that are stacked along their first axis; expected such, "
-            "made by nnx.vmap with out_axes=0, or no with_norms and no freeze (merge_dora instead) "
-            f"for:{listing(paths)}"
-        )
+def _constant_of(layer: DoRALayer | WeightAdapter) -> type[Constant]:
+    """Returns what holds a constant of a layer, perhaps of a stack."""
+    return StackedConstant if stack_of(layer).axis else Constant
 
 
 def norm_of_layer(layer: DoRALayer | WeightAdapter) -> jax.Array:

@@ -8,6 +8,7 @@ brings a norm and a magnitude of its own, so that they do not simply add up: `me
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from jax_dora.adapt.stack import stack_of
 from jax_dora.adapt.tree import Found, check_model, find_dora_layers, find_modules, replace_modules
 from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.layers.rule import DoRARule
+from jax_dora.weights.adapter import WeightAdapter
 from jax_dora.weights.module import adapters_of, reads_of
 
 
@@ -89,11 +91,17 @@ def get_adapter(model: nnx.Module) -> Adapter:
             for path, layer in layers.items()
         },
         adapted_weights(model),
-        tuple(
-            (path, layer.stack_axis % layer.kernel_param.ndim)
-            for path, layer in layers.items()
-            if isinstance(layer, DoRALayer) and stack_of(layer).shape
-        ),
+        stack_axes(layers),
+    )
+
+
+def stack_axes(layers: Mapping[str, DoRALayer | WeightAdapter]) -> tuple[tuple[str, int], ...]:
+    """Returns along which axis of its kernel each of these layers is stacked that is a stack, by
+    its path; the first axis, of several."""
+    return tuple(
+        (path, layer.stack_axis % layer.kernel_param.ndim)
+        for path, layer in layers.items()
+        if isinstance(layer, DoRALayer) and stack_of(layer).shape
     )
 
 
@@ -153,7 +161,7 @@ def set_adapter[Model: nnx.Module](
     rules = rules_by_path(adapter)
     by_path = {path: found for found in find_modules(base) for path in found.paths}
     weights = {one.path: one for one in adapter.weights}
-    stack_axes = dict(adapter.stack_axes)
+    axes = dict(adapter.stack_axes)
     replacements: dict[int, Any] = {}
     for path, arrays in adapter.arrays.items():
         rule, site = rules[path], site_of(path, weights.get(path), by_path)
@@ -168,7 +176,7 @@ def set_adapter[Model: nnx.Module](
                 f"rngs is None and the adapter drops inputs of {path!r}; expected nnx.Rngs with a "
                 "dropout stream"
             )
-        site.stack_axis = stack_axes.get(path)
+        site.stack_axis = axes.get(path)
         layer = adapt_site(site, rule, rngs or nnx.Rngs(0))
         for name, value in arrays.items():
             parameter = getattr(layer, name)

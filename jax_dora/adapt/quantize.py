@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dora_common.rules import Rule, listing
 from jax_dora.adapt.sites import Site, sites
-from jax_dora.adapt.stack import stack_shape
+from jax_dora.adapt.stack import stack_of
 from jax_dora.adapt.tree import check_model, named
 from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.layers.base_layer import padded
@@ -194,8 +194,9 @@ def _quantize_layer(
         )
     if kernel.dtype not in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64):
         raise ValueError(f"its kernel has dtype {kernel.dtype}; expected a float dtype")
-    lead = len(stack_shape(module))
-    tile = _tile(kernel.shape, (1,) * lead, _axes(module), tile_size)
+    stack = stack_of(module, axis=0)
+    tile = _tile(stack.without(kernel.shape), _axes(module), tile_size)
+    tile = stack.joined((1,) * stack.count, tile)
     half = kernel.dtype == jnp.float16
     rounded = round_to(kernel, qtype, tile, jnp.float32 if half else kernel.dtype)
     quantised.check("its kernel", rounded)
@@ -226,15 +227,11 @@ def _axes(module: Any) -> str:
     return "i" * (len(cls.unstacked_shape(module)) - 1) + "o"
 
 
-def _tile(
-    shape: tuple[int, ...], stack: tuple[int, ...], axes: str, tile_size: int | None
-) -> tuple[int, ...]:
-    """Returns the size of a tile along each axis: `tile_size` along the last input axis, and 1
-    along all others; the whole of every input axis where it is None."""
-    sizes = shape[len(stack) :]
+def _tile(sizes: tuple[int, ...], axes: str, tile_size: int | None) -> tuple[int, ...]:
+    """Returns the size of a tile along each axis of one layer's kernel: `tile_size` along the last
+    input axis, and 1 along all others; the whole of every input axis where it is None."""
     if tile_size is None:
-        tile = [size if axis == "i" else 1 for axis, size in zip(axes, sizes, strict=True)]
-        return (*stack, *tile)
+        return tuple(size if axis == "i" else 1 for axis, size in zip(axes, sizes, strict=True))
     last = axes.rindex("i")
     if sizes[last] % tile_size:
         divisors = [one for one in range(1, tile_size + 1) if sizes[last] % one == 0]
@@ -243,7 +240,7 @@ def _tile(
             f"{tile_size} do not divide; expected a multiple: give tile_size={divisors[-1]}, or 0 "
             "for a scale of all of them, or leave the layer out of path"
         )
-    return (*stack, *(tile_size if axis == last else 1 for axis in range(len(sizes))))
+    return tuple(tile_size if axis == last else 1 for axis in range(len(sizes)))
 
 
 def placed(kernel: Any, sharding: jax.sharding.Sharding | None) -> Any:

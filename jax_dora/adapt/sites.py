@@ -10,6 +10,7 @@ from dora_common.rules import OUTPUT_HEADS
 from jax_dora.adapt.readers import heads, is_adapted_read, reader_of
 from jax_dora.adapt.tree import Found, find_modules, is_node
 from jax_dora.layers import DoRALayer, dora_class_of
+from jax_dora.layers.base import Constant
 from jax_dora.weights.module import adapters_of, has_dora_type
 from jax_dora.weights.reads import Key, Read, Traced, trace_reads
 from jax_dora.weights.registry import class_name, registrations
@@ -129,7 +130,7 @@ def _weights_of(module: Any) -> list[str]:
         name
         for name, value in vars(module).items()
         if isinstance(value, nnx.Param)
-        and not isinstance(value, nnx.LoRAParam)
+        and not isinstance(value, nnx.LoRAParam | Constant)
         and getattr(value, "ndim", 0) > 1
     ]
 

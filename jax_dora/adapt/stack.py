@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.layers.stack import Stack, stacked_axes
 from jax_dora.weights.adapter import WeightAdapter
+from jax_dora.weights.known import scan_axis
 
 _LOG = logging.getLogger("jax_dora")
 
@@ -28,8 +29,8 @@ def stack_of(layer: Any, axis: int | None = None) -> Stack:
     """Returns how the parameters of a base or DoRA layer, or of an adapted weight, are stacked.
 
     Args:
-      axis: that layers are taken to be stacked along, with a warning, where the shapes fit several;
-        else they have to tell.
+      axis: that layers are taken to be stacked along, with a warning, where the shapes fit several
+        and MaxText's metadata, `param_scan_axis`, says nothing; else they have to tell.
 
     Raises:
       NotImplementedError: the kernel is no stack of such layers.
@@ -38,8 +39,8 @@ def stack_of(layer: Any, axis: int | None = None) -> Stack:
     if isinstance(layer, WeightAdapter):
         return layer.stack
     cls = dora_class_of(layer) or type(layer)
-    shape = tuple(getattr(layer, cls.kernel_name).shape)
-    single = tuple(cls.unstacked_shape(layer))
+    kernel = getattr(layer, cls.kernel_name)
+    shape, single = tuple(kernel.shape), tuple(cls.unstacked_shape(layer))
     lead = len(shape) - len(single)
     if lead != 1:
         if lead < 0 or shape[lead:] != single:
@@ -51,6 +52,9 @@ def stack_of(layer: Any, axis: int | None = None) -> Stack:
     if (bias := getattr(layer, "bias", None)) is not None:
         fits = [one for one in axes if bias.shape[min(one, bias.ndim - 1)] == shape[one]]
         axes = fits or axes
+    if (said := scan_axis(kernel)) in axes:
+        axes = [said]
+    axis = axis if axis is None else axis % len(shape)
     if axis in axes and len(axes) > 1:
         _LOG.warning(
             "A stack of %s whose %s has shape %s, where one layer's has %s, may be stacked along "
@@ -64,32 +68,17 @@ def stack_of(layer: Any, axis: int | None = None) -> Stack:
         raise ValueError(
             f"its {cls.kernel_name} has shape {shape}, where one layer's has {single}: it may be "
             f"stacked along axis {' or '.join(map(str, axes))}; expected shapes that tell, or "
-            "example=, inputs to call the model with, in apply_dora"
+            "example=, inputs to call the model with, in apply_dora; or the axis in the metadata "
+            f"of the {cls.kernel_name}, as param_scan_axis"
         )
     least = len(cls.layout_of(layer, 1).magnitude.stored)
     return Stack.of_kernel(shape[axes[0]], axes[0], len(shape), least)
 
 
-def stack_shape(layer: Any) -> tuple[int, ...]:
-    """Returns the leading axes that stacking gave to the parameters of a base or DoRA layer; () for
-    a single layer. Where a base layer's shapes fit other axes too, they are the leading ones.
-
-    Raises:
-      NotImplementedError: the axes of the stack are not the leading ones.
-    """
-    stack = stack_of(layer, axis=0)
-    if stack.axis:
-        cls = dora_class_of(layer) or type(layer)
-        raise _no_stack(
-            cls, tuple(getattr(layer, cls.kernel_name).shape), cls.unstacked_shape(layer)
-        )
-    return stack.shape
-
-
 def _no_stack(cls: Any, shape: tuple[int, ...], single: tuple[int, ...]) -> NotImplementedError:
     return NotImplementedError(
-        f"its {cls.kernel_name} has shape {shape}; expected {single}, behind the axes of a stack "
-        "if nnx.vmap made one: stack layers along the leading axis (out_axes=0)"
+        f"its {cls.kernel_name} has shape {shape}; expected {single}, with an axis more where "
+        "nnx.vmap has stacked such layers along it, or leading axes"
     )
 
 

@@ -217,7 +217,7 @@ class AdapterBank:
         g = self.arrays[path].g
         if isinstance(g, Tracer):
             return set()
-        first = np.asarray(g[(0,) * len(place.stack)][:, 0])
+        first = np.asarray(g[(0,) * place.stack.count][:, 0])
         return set(np.flatnonzero(np.isnan(first)).tolist())
 
     def _with(self, arrays: Arrays) -> "AdapterBank":
@@ -242,7 +242,7 @@ class AdapterBank:
         """Raises ValueError unless the adapter was read for a bank like this."""
         shapes = {path: place.sizes for path, place in self.places.items()}
         fits = adapter.facts.keys() == shapes.keys() and all(
-            adapter.facts[path].magnitude.shape == (*place.stack, place.sizes[1])
+            adapter.facts[path].magnitude.shape == (*place.stack.shape, place.sizes[1])
             for path, place in self.places.items()
         )
         fits = fits and all(

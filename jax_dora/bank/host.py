@@ -15,7 +15,6 @@ from dora_common.rules import listing
 from jax_dora.adapt.adapter import Adapter, rules_by_path
 from jax_dora.adapt.sites import sites
 from jax_dora.bank.places import Place, why_not
-from jax_dora.layers.stack import indices
 from jax_dora.ops.compose import accumulator
 from jax_dora.peft.names import Names
 from jax_dora.peft.torch_view import torch_view
@@ -94,21 +93,29 @@ def read_adapter(model: nnx.Module, places: Sequence[Place], adapter: Adapter) -
         if path not in by_path:
             raise _no_place(model, places, path)
     layers: dict[str, dict[Any, Layer]] = {}
+    stack_axes = dict(adapter.stack_axes)
     for path, arrays in adapter.arrays.items():
         place, rule = by_path[path], rules[path]
-        layout = place.layout(rule.rank)
+        layout, stack = place.layout(rule.rank), place.stack
+        axis = stack.axis % place.kernel.ndim
+        if stack.shape and (given := stack_axes.get(path, axis)) != axis:
+            raise ValueError(
+                f"adapter is of layers at {path!r} that are stacked along axis {given} of the "
+                f"kernel; expected axis {axis}, which the bank takes: give the kernel's axis in "
+                "its metadata, as param_scan_axis, before the bank is made"
+            )
         host = {name: np.asarray(value) for name, value in arrays.items()}
         for name, value in host.items():
-            wanted = (*place.stack, *getattr(layout, name).stored)
+            wanted = stack.joined(stack.shape, getattr(layout, name).stored)
             if value.shape != wanted:
                 raise ValueError(
                     f"adapter has {name} {value.shape} for {path!r}; expected {wanted}, of rank "
                     f"{rule.rank}"
                 )
         one = layers.setdefault(place.path, {})
-        for index in indices(place.stack):
+        for index in stack.indices():
             lora_a, lora_b, magnitude = (
-                getattr(layout, name).to_matrices(host[name][index])[0]
+                getattr(layout, name).to_matrices(host[name][stack.at(index)])[0]
                 for name in ("lora_a", "lora_b", "magnitude")
             )
             one[index] = Layer(lora_a.T, lora_b, magnitude.reshape(-1), rule.scale)
@@ -183,7 +190,7 @@ def _packed(places: Sequence[Place], layers: Mapping[str, Mapping[Any, Layer]]) 
 
 def _piece(place: Place, found: Mapping[Any, Layer], start: int) -> tuple[np.ndarray, np.ndarray]:
     lora_a, lora_b = (
-        np.zeros((*place.stack, RANKS, features), place.dtype) for features in place.sizes
+        np.zeros((*place.stack.shape, RANKS, features), place.dtype) for features in place.sizes
     )
     for index, one in found.items():
         for name, target, source in (("a", lora_a, one.lora_a), ("b", lora_b, one.lora_b)):
@@ -194,12 +201,12 @@ def _piece(place: Place, found: Mapping[Any, Layer], start: int) -> tuple[np.nda
 
 
 def _facts(place: Place, found: Mapping[Any, Layer]) -> Facts:
-    (_, out), wide = place.sizes, accumulator(place.dtype)
+    (_, out), wide, stack = place.sizes, accumulator(place.dtype), place.stack.shape
     facts = Facts(
-        np.ones((*place.stack, out), wide),
-        np.zeros(place.stack, bool),
-        np.zeros(place.stack, wide),
-        np.zeros(place.stack, np.int32),
+        np.ones((*stack, out), wide),
+        np.zeros(stack, bool),
+        np.zeros(stack, wide),
+        np.zeros(stack, np.int32),
     )
     for index, one in found.items():
         facts.scale[index], facts.rank[index] = one.scale, one.lora_a.shape[0]

@@ -69,12 +69,13 @@ class BankLayer(nnx.Module):
         for name, array in slots._asdict().items():
             setattr(self, f"bank_{name}", BankArray(array))
         self.bank_implementation = implementation
-        count = int(np.prod(place.stack))
-        self.bank_ids = BankRows(jnp.broadcast_to(ids, (*place.stack, *ids.shape)))
+        stack = place.stack.shape
+        self.bank_ids = BankRows(jnp.broadcast_to(ids, (*stack, *ids.shape)))
         # As the adapters, it may stay whole where layers are taken apart.
-        whole = None if step is None else jnp.broadcast_to(step, (*place.stack, *step.shape))
+        whole = None if step is None else jnp.broadcast_to(step, (*stack, *step.shape))
         self.bank_step = BankArray(whole)
-        self.bank_layer = BankRows(jnp.arange(count, dtype=jnp.int32).reshape(place.stack))
+        numbers = jnp.arange(int(np.prod(stack)), dtype=jnp.int32)
+        self.bank_layer = BankRows(numbers.reshape(stack))
 
     def _equation(self, ndim: int) -> Equation:
         raise NotImplementedError

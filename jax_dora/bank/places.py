@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dora_common.rules import assign, listing
 from jax_dora.adapt.sites import Site, sites
-from jax_dora.adapt.stack import stack_shape
+from jax_dora.adapt.stack import stack_of
 from jax_dora.adapt.tree import find_dora_layers, named
 from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.layers.base_layer import padded
@@ -17,6 +17,7 @@ from jax_dora.layers.layout import Layout
 from jax_dora.layers.linear import DoRALinear
 from jax_dora.layers.projection import DoRAProjection
 from jax_dora.layers.rule import DoRARule
+from jax_dora.layers.stack import Stack
 from jax_dora.ops.bank_slots import Slots
 
 
@@ -27,7 +28,7 @@ class Place:
     Attributes:
       paths: of its module; the first is its own.
       kernel: the model's own parameter, read whenever an adapter is loaded.
-      stack: the leading axes of a stack of layers.
+      stack: how layers are stacked in the kernel; in a bank they always lie along leading axes.
       kind: the class that adapts it.
       layer: a base layer without arrays, of one layer of the stack.
       dtype: of the projection's result, and of the adapters in the bank.
@@ -35,7 +36,7 @@ class Place:
 
     paths: tuple[str, ...]
     kernel: nnx.Variable
-    stack: tuple[int, ...]
+    stack: Stack
     kind: type[DoRALayer]
     layer: Any
     dtype: Any
@@ -62,8 +63,8 @@ class Place:
         sharding = value.sharding if isinstance(value, jax.Array) else None
         if not isinstance(sharding, NamedSharding):
             return Slots(None, None, None, None, None)
-        spec = padded(sharding.spec, len(self.stack) + len(self.layout(1).kernel.stored))
-        lead, names = spec[: len(self.stack)], spec[len(self.stack) :]
+        spec = padded(sharding.spec, self.stack.count + len(self.layout(1).kernel.stored))
+        lead, names = self.stack.of_stack(spec), self.stack.without(spec)
         kernel = self.layout(1).kernel
         # Of several axes that are one feature axis here, the outermost may be sharded.
         rows, columns = names[kernel.rows[0]], names[kernel.columns[0]]
@@ -128,5 +129,5 @@ def _place(site: Site) -> Place:
     kernel = getattr(module, kind.kernel_name)
     dtype = getattr(module, "dtype", None) or kernel.dtype
     with named(site.names[0], "given a place in a bank"):
-        stack = stack_shape(module)
+        stack = stack_of(module, axis=0)
     return Place(site.found.paths, kernel, stack, kind, layer, dtype)

@@ -14,7 +14,6 @@ from jax_dora import ops
 from jax_dora.bank.host import RANKS, Facts
 from jax_dora.bank.places import Place
 from jax_dora.layers.call import bounded_norm
-from jax_dora.layers.stack import Stack
 from jax_dora.ops.bank_slots import Slots
 from jax_dora.ops.compose import accumulator
 
@@ -53,7 +52,7 @@ class Plan:
     def _empty(self, place: Place) -> Slots:
         in_features, out = place.sizes
         room = -(-self.max_rank // RANKS) * RANKS
-        lead, wide = (*place.stack, self.slots), accumulator(place.dtype)
+        lead, wide = (*place.stack.shape, self.slots), accumulator(place.dtype)
         return Slots(
             lora_a=jnp.zeros((*lead, room, in_features), place.dtype),
             lora_b=jnp.zeros((*lead, room, out), place.dtype),
@@ -70,7 +69,8 @@ class Plan:
         """Returns a piece of a path's adapter where the bank lies; zeros for None."""
         place, sharding = self.places[path], self.shardings[path]
         if piece is None:
-            piece = tuple(np.zeros((*place.stack, RANKS, n), place.dtype) for n in place.sizes)
+            shape = (*place.stack.shape, RANKS)
+            piece = tuple(np.zeros((*shape, n), place.dtype) for n in place.sizes)
         lora_a, lora_b = piece
         return _put(lora_a, sharding.lora_a), _put(lora_b, sharding.lora_b)
 
@@ -140,18 +140,18 @@ def _finished(place: Place, old: Slots, kernel: Any, facts: Facts, slot: Any) ->
         for one in (old.lora_a, old.lora_b)
     )
 
-    def g_of_layer(one: Any) -> jax.Array:
-        kernel, lora_a, lora_b, facts = one
+    def g_of_layer(kernel: Any, of_adapter: Any) -> jax.Array:
+        lora_a, lora_b, facts = of_adapter
         return lax.cond(
             facts.is_dora,
             lambda: _dora_g(place, kernel, lora_a, lora_b, facts),
             lambda: jnp.ones_like(facts.magnitude),
         )
 
-    g = Stack(place.stack).map(g_of_layer, (kernel, lora_a, lora_b, facts))
+    g = place.stack.map_leading(g_of_layer, kernel, (lora_a, lora_b, facts))
 
     def written(array: jax.Array, new: jax.Array) -> jax.Array:
-        axis = len(place.stack)
+        axis = place.stack.count
         new = jnp.expand_dims(new.astype(array.dtype), axis)
         return lax.dynamic_update_slice_in_dim(array, new, slot, axis)
 

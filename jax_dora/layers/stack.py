@@ -91,18 +91,21 @@ class Stack:
     def map(self, function: Callable[[Any], jax.Array], arrays: Any) -> jax.Array:
         """Returns `function` of the arrays of each layer, joined: one layer after the other, since
         it may have a temporary as large as the kernel."""
+        return self.from_leading(self.map_leading(lambda one, _: function(one), arrays, None))
+
+    def map_leading(
+        self, function: Callable[[Any, Any], jax.Array], arrays: Any, leading: Any
+    ) -> jax.Array:
+        """Does as `map`, of further arrays whose leading axes are the stack's, as the result's."""
         if self.axis:
-            return self.from_leading(
-                lax.map(
-                    lambda index: function(
-                        jax.tree.map(lambda array: self._taken(array, index), arrays)
-                    ),
-                    jnp.arange(self.shape[0]),
-                )
+            return lax.map(
+                lambda one: function(
+                    jax.tree.map(lambda array: self._taken(array, one[0]), arrays), one[1]
+                ),
+                (jnp.arange(self.shape[0]), leading),
             )
-        for _ in self.shape:
-            function = _along_first(function)
-        return function(arrays)
+
+        return _along_leading(len(self.shape), function)(arrays, leading)
 
     def _taken(self, array: jax.Array, index: jax.Array) -> jax.Array:
         axis = self.axis % array.ndim
@@ -112,8 +115,12 @@ class Stack:
         return ndim if self.axis < 0 else self.axis
 
 
-def _along_first(function: Callable[[Any], jax.Array]) -> Callable[[Any], jax.Array]:
-    return lambda arrays: lax.map(function, arrays)
+def _along_leading(count: int, function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Returns `function` of arrays that have `count` leading axes more."""
+    if not count:
+        return function
+    one = _along_leading(count - 1, function)
+    return lambda *arrays: lax.map(lambda parts: one(*parts), arrays)
 
 
 def indices(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:

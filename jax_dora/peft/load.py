@@ -18,15 +18,14 @@ from dora_common.peft.fit import Adapter, Fit
 from dora_common.peft.folder import Folder, opened
 from dora_common.peft.layers import Shape
 from jax_dora.adapt import DoRARule, remove_dora
-from jax_dora.adapt.adapter import adapted_weights
+from jax_dora.adapt.adapter import adapted_weights, stack_axes
 from jax_dora.adapt.apply import adapt_layer, adapt_site
-from jax_dora.adapt.stack import stack_shape
-from jax_dora.adapt.tree import check_model, find_modules, named, replace_modules
-from jax_dora.layers import DoRALayer
-from jax_dora.layers.stack import indices
+from jax_dora.adapt.tree import check_model, find_dora_layers, find_modules, replace_modules
+from jax_dora.layers.stack import Stack
 from jax_dora.ops import check
 from jax_dora.peft.names import Names
-from jax_dora.peft.torch_view import Index, TorchView, to_matrix, torch_view
+from jax_dora.peft.parameters import Index, to_matrix
+from jax_dora.peft.torch_view import TorchView, torch_view
 from jax_dora.peft.untie import untie
 from jax_dora.peft.weights import fill
 
@@ -89,10 +88,10 @@ def load_adapter[Model: nnx.Module](
         )
     check_model(model)
     names = names or Names()
-    _refuse_stacks(model)
+    axes = dict(stack_axes({one.paths[0]: one.module for one in find_dora_layers(model)}))
     with opened(folder, "np", adapter) as source:
         loaded, held = remove_dora(model), adapted_weights(model)
-        view = torch_view(loaded, names, held)
+        view = torch_view(loaded, names, held, axes)
         fit = source.fit(
             [one.layer for one in view.layers.values()],
             {name: one.shape for name, one in view.parameters.items()},
@@ -119,23 +118,15 @@ def load_adapter[Model: nnx.Module](
                 layer = adapt_site(view.weights[path].site, rule, rngs)
                 fill(layer, _arrays(source, view, layer, stacks[path]))
             else:
-                layer = adapt_layer(found[path], rule, rngs, stack_axis=0)
+                layer = adapt_layer(found[path], rule, rngs, view.stacks[path].axis)
                 replacements[id(found[path].module)] = layer
             layer.eval()
-            _set_magnitude(source, layer.magnitude, stacks[path], adapter_dtype is None)
+            exactly = adapter_dtype is None
+            _set_magnitude(source, layer.magnitude, view.stacks[path], stacks[path], exactly)
         loaded = untie(loaded, view, fit, source.config)
         loaded = replace_modules(loaded, replacements)
-        _set_parameters(source, torch_view(loaded, names, held), fit)
+        _set_parameters(source, torch_view(loaded, names, held, axes), fit)
     return loaded
-
-
-def _refuse_stacks(model: nnx.Module) -> None:
-    """Refuses adapted layers along another axis than the first, which without their adapters might
-    be taken for others."""
-    for found in find_modules(model):
-        if isinstance(found.module, DoRALayer):
-            with named(found.paths[0], "named as in PyTorch"):
-                stack_shape(found.module)
 
 
 def _initializers(
@@ -159,12 +150,12 @@ def _arrays(
     for name in ("lora_a", "lora_b"):
         old = getattr(holder, name).get_value()
         value = found[name] = _zeros(old.shape, old.dtype)
-        for index, one in adapters.items():
+        for one in adapters.values():
             layer = view.layers[one.layer.name]
             part = view.of_adapter(layer, one.rank, holder.layout)[name]
             with np.errstate(over="ignore"):  # told with its name
-                value[index] = part.from_torch(source.read(one.keys[name]))
-            source.kept(one.keys[name], value[index])
+                value[part.at] = part.from_torch(source.read(one.keys[name]))
+            source.kept(one.keys[name], value[part.at])
     return found
 
 
@@ -213,11 +204,11 @@ class _Stored:
     Zero for the layers that have no adapter."""
 
     def __init__(
-        self, source: Folder, name: str, adapters: Mapping[Index, Adapter], stack: Shape
+        self, source: Folder, name: str, adapters: Mapping[Index, Adapter], stack: Stack
     ) -> None:
         self.source = source
         self.keys: Iterator[str | None] = iter(
-            [adapters[index].keys[name] if index in adapters else None for index in indices(stack)]
+            [adapters[at].keys[name] if at in adapters else None for at in stack.indices()]
         )
 
     def __call__(self, _: Any, shape: Shape, dtype: Any = jnp.float32, *__: Any) -> jax.Array:
@@ -231,20 +222,25 @@ class _Stored:
 
 
 def _set_magnitude(
-    source: Folder, magnitude: nnx.Variable, adapters: Mapping[Index, Adapter], exactly: bool
+    source: Folder,
+    magnitude: nnx.Variable,
+    stack: Stack,
+    adapters: Mapping[Index, Adapter],
+    exactly: bool,
 ) -> None:
     """A LoRA adapter, and a layer without one, keep the norm that they have."""
     old = magnitude.get_value()
     value = np.array(jax.device_get(old))
     for index, adapter in adapters.items():
         # A layer's own magnitude, which is its norm, ends at the largest number.
-        overflown = value[index] == np.finfo(value.dtype).max
-        source.check_norm(adapter.layer.name, np.where(overflown, np.inf, value[index]))
+        at = stack.at(index)
+        overflown = value[at] == np.finfo(value.dtype).max
+        source.check_norm(adapter.layer.name, np.where(overflown, np.inf, value[at]))
         if key := adapter.keys.get("magnitude"):
-            stored = source.read(key).reshape(value[index].shape)
-            value[index] = stored
+            stored = source.read(key).reshape(value[at].shape)
+            value[at] = stored
             if exactly:
-                source.refuse_rounding(key, stored, value[index])
+                source.refuse_rounding(key, stored, value[at])
     magnitude.set_value(jax.device_put(value, old.sharding))
 
 
@@ -259,16 +255,16 @@ def _set_parameters(source: Folder, view: TorchView, fit: Fit) -> None:
         variable = getattr(view.modules[path], attribute)
         old = variable.get_value()
         value = _zeros(old.shape, old.dtype)
-        if sum(rows is None for _, _, rows in parts) < math.prod(view.stacks[path]):
+        if sum(rows is None for _, _, rows in parts) < math.prod(view.stacks[path].shape):
             value[...] = jax.device_get(old)
         for name, keys, rows in parts:
             one, matrix = view.parameters[name], source.read_parameter(name, keys)
             with np.errstate(over="ignore"):
                 if rows is not None:
-                    matrix, stored = np.array(one.to_torch(value[one.index])), matrix
+                    matrix, stored = np.array(one.to_torch(value[one.at])), matrix
                     matrix[rows] = stored
-                value[one.index] = one.from_torch(matrix)
-            source.kept(name, value[one.index])
+                value[one.at] = one.from_torch(matrix)
+            source.kept(name, value[one.at])
         variable.set_value(jax.device_put(value, old.sharding))
 
 

@@ -27,8 +27,8 @@ class Names:
     Attributes:
       rules: regular expressions and their replacements, applied to the path by `re.sub`, all of
         them in their order, before "/" becomes ".".
-      stacks: what modules are called whose layers lie stacked along leading axes of one array, as
-        `nnx.vmap` makes them for `nnx.scan`; the layer's index comes right behind:
+      stacks: what modules are called whose layers lie stacked in one array, as `nnx.vmap` makes
+        them for `nnx.scan`, along any axis; the layer's index comes right behind:
         "model/layers/self_attn/q_proj" is model.layers.0.self_attn.q_proj and so on. Matched before
         the rules are applied.
       parameters: the names of parameters that differ.

@@ -20,7 +20,8 @@ from jax_dora.layers.call import bounded_norm
 from jax_dora.norms import norm_of_layer
 from jax_dora.ops import check
 from jax_dora.peft.names import Names
-from jax_dora.peft.torch_view import TorchParameter, TorchView, torch_view
+from jax_dora.peft.parameters import TorchParameter
+from jax_dora.peft.torch_view import TorchView, torch_view
 from jax_dora.peft.untie import refuse_possible_heads
 
 _LOG = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ def save_adapter(
     _warn_of_tied_heads(modules)
 
     def stored(owner: Any, part: TorchParameter, dtype: Dtype | None = None) -> np.ndarray:
-        array = np.asarray(jax.device_get(getattr(owner, part.attribute).get_value()[part.index]))
+        array = np.asarray(jax.device_get(getattr(owner, part.attribute).get_value()[part.at]))
         # What overflows is told of later, by its key.
         with np.errstate(over="ignore"):
             kind = None if dtype is None else jnp.dtype(dtype)
@@ -142,9 +143,9 @@ def _adapted_layers(
     if strange := [path for path in paths if path not in reachable]:
         raise NotImplementedError(
             f"{', '.join(strange)}: projections with batch axes or another order of output axes "
-            "than their kernel's, stacks along another axis than the first, or embeddings that are "
-            "no nnx.Embed; expected layers that are a Linear, Embedding or ConvNd in PyTorch, or "
-            "packed experts: merge them by merge_dora, or store the arrays of get_adapter"
+            "than their kernel's, or embeddings that are no nnx.Embed; expected layers that are a "
+            "Linear, Embedding or ConvNd in PyTorch, or packed experts: merge them by merge_dora, "
+            "or store the arrays of get_adapter"
         )
     return {
         name: view.holder(layer.path)
@@ -158,9 +159,9 @@ def _changes_nothing(view: TorchView, name: str, is_lora: Callable[[str], bool])
     lora_a and lora_b are zero, which no training of an adapter leads to, and the magnitude is the
     norm."""
     layer = view.layers[name]
-    holder = view.holder(layer.path)
+    holder, at = view.holder(layer.path), view.stacks[layer.path].at(layer.index)
     if not layer.index or any(
-        bool(jnp.any(part[...][layer.index])) for part in (holder.lora_a, holder.lora_b)
+        bool(jnp.any(part[...][at])) for part in (holder.lora_a, holder.lora_b)
     ):
         return False
     return is_lora(name)
@@ -204,6 +205,6 @@ def _lora_test(view: TorchView) -> Callable[[str], bool]:
 
     def is_lora(name: str) -> bool:
         layer = view.layers[name]
-        return bool(are_norms(layer.path)[layer.index].all())
+        return bool(are_norms(layer.path)[view.stacks[layer.path].at(layer.index)].all())
 
     return is_lora

@@ -1,84 +1,30 @@
 """A Flax model as PyTorch has it: by other names, and laid out otherwise."""
 
 import itertools
-import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from flax import nnx
 
-from dora_common.peft.layers import Layer, Shape
+from dora_common.peft.layers import Layer
 from jax_dora.adapt.adapter import AdaptedWeight
-from jax_dora.adapt.stack import stack_shape
+from jax_dora.adapt.stack import stack_of
 from jax_dora.adapt.tree import check_model, find_modules, named
 from jax_dora.layers import DoRALayer, dora_class_of
-from jax_dora.layers.layout import Axes, Layout
-from jax_dora.layers.stack import indices
+from jax_dora.layers.layout import Layout
+from jax_dora.layers.stack import Stack
 from jax_dora.peft.layers import torch_layer
 from jax_dora.peft.names import Names
+from jax_dora.peft.parameters import Index, TorchParameter, parameters_of
 from jax_dora.peft.weights import (
     TorchWeight,
-    experts_from_torch,
-    experts_to_torch,
     in_order,
     torch_weights,
 )
 
-Index = tuple[int, ...]
 # The names of a head that is None where a model ties it to its embedding.
 _TIED_HEADS = ("lm_head", "embed_out")
-
-
-@dataclass(frozen=True)
-class TorchParameter:
-    """An array, or one layer's part of a stacked one.
-
-    Attributes:
-      path: of the module that holds it.
-      attribute: its name there.
-      index: of the layer, where layers are stacked.
-      shape: in PyTorch.
-      axes: how the array is a matrix; None where Flax and PyTorch lay it out alike.
-      is_transposed: the matrix is [in, out], or [window and in, out], and PyTorch has the output
-        axis first, then the input axis, then the window.
-      of_experts: "lora_a", "lora_b" or "magnitude" of packed experts; else "".
-    """
-
-    path: str
-    attribute: str
-    index: Index
-    shape: Shape
-    axes: Axes | None = None
-    is_transposed: bool = False
-    of_experts: str = ""
-
-    def to_torch(self, array: np.ndarray) -> np.ndarray:
-        """This layer's part of the array, as PyTorch has it."""
-        if self.axes is None:
-            return array.reshape(self.shape)
-        matrix: Any = self.axes.to_matrices(array)  # pyright: ignore[reportArgumentType]
-        if self.of_experts:
-            return experts_to_torch(self.of_experts, matrix)
-        if not self.is_transposed:
-            return matrix.reshape(self.shape)
-        order = _flax_order(self.shape)
-        matrix = matrix.reshape(tuple(self.shape[axis] for axis in order))
-        return np.ascontiguousarray(matrix.transpose(tuple(np.argsort(order).tolist())))
-
-    def from_torch(self, array: np.ndarray) -> np.ndarray:
-        """Reverses `to_torch`."""
-        if self.axes is None:
-            return array.reshape(self.shape)
-        if self.of_experts:
-            matrices = experts_from_torch(self.of_experts, array, self.axes.matrices)
-            return self.axes.from_matrices(matrices)  # pyright: ignore[reportReturnType, reportArgumentType]
-        array = array.reshape(self.shape)
-        if self.is_transposed:
-            array = array.transpose(_flax_order(self.shape))
-        matrices: Any = array.reshape(self.axes.matrices)
-        return self.axes.from_matrices(matrices)  # pyright: ignore[reportReturnType]
 
 
 @dataclass(frozen=True)
@@ -97,7 +43,7 @@ class TorchView:
     Attributes:
       modules: the module at every path.
       kinds: of the modules that can be adapted or are, by path.
-      stacks: by path, the leading axes that stacking gave to the module's arrays.
+      stacks: by path, how layers are stacked in the module's arrays.
       layers: what can be adapted or is, by name.
       parameters: of the base model, by name: by each name of a module that is shared, and by that
         of a head which is None since it is tied to the embedding.
@@ -108,7 +54,7 @@ class TorchView:
 
     modules: Mapping[str, nnx.Module]
     kinds: Mapping[str, type[DoRALayer]]
-    stacks: Mapping[str, Shape]
+    stacks: Mapping[str, Stack]
     layers: Mapping[str, TorchLayer]
     parameters: Mapping[str, TorchParameter]
     names: Mapping[str, str]
@@ -120,7 +66,7 @@ class TorchView:
 
     def arrays(self) -> dict[str, Hashable]:
         """What identifies the array of every parameter."""
-        return {name: (id(self.variable(one)), one.index) for name, one in self.parameters.items()}
+        return {name: (id(self.variable(one)), one.at) for name, one in self.parameters.items()}
 
     def holder(self, path: str) -> Any:
         """What holds the adapter of the layer or weight at `path`, under the names lora_a, lora_b
@@ -130,11 +76,12 @@ class TorchView:
     def of_adapter(self, layer: TorchLayer, rank: int, layout: Layout) -> dict[str, TorchParameter]:
         """lora_a, lora_b and magnitude of a layer whose adapter has this layout."""
         experts = layer.layer.kind == "experts"
+        at = self.stacks[layer.path].at(layer.index)
         return {
             name: TorchParameter(
                 layer.path,
                 name,
-                layer.index,
+                at,
                 shape,
                 getattr(layout, name),
                 is_transposed=name != "magnitude",
@@ -145,11 +92,17 @@ class TorchView:
         }
 
 
-def torch_view(model: nnx.Module, names: Names, held: Iterable[AdaptedWeight] = ()) -> TorchView:
+def torch_view(
+    model: nnx.Module,
+    names: Names,
+    held: Iterable[AdaptedWeight] = (),
+    stack_axes: Mapping[str, int] | None = None,
+) -> TorchView:
     """Returns the model as PyTorch would name and lay it out.
 
     Args:
       held: as `torch_weights`' of the model.
+      stack_axes: along which axes layers are stacked, by path, where that is known.
 
     Raises:
       TypeError: `model` is no nnx module.
@@ -164,19 +117,19 @@ def torch_view(model: nnx.Module, names: Names, held: Iterable[AdaptedWeight] = 
         for path, module in modules.items()
         if (kind := type(module) if isinstance(module, DoRALayer) else dora_class_of(module))
     }
-    stacks = {}
+    stacks: dict[str, Stack] = {}
     for path in kinds:
         with named(path, "named as in PyTorch"):
-            stacks[path] = stack_shape(modules[path])
+            stacks[path] = stack_of(modules[path], (stack_axes or {}).get(path, 0))
     weights = torch_weights(model, held)
     for weight in weights.values():
-        stacks.setdefault(weight.site.found.paths[0], weight.stack.shape)
+        stacks.setdefault(weight.site.found.paths[0], weight.stack)
     stacks |= {path: _stack_around(path, stacks, names) for path in modules if path not in stacks}
 
     layers, parameters, names_of = {}, {}, {}
     for found in all_found:
         path, module = found.paths[0], found.module
-        for other, index in itertools.product(found.paths, indices(stacks[path])):
+        for other, index in itertools.product(found.paths, stacks[path].indices()):
             name = names.module(_without_sequential(other, modules), index)
             if names_of.get(name, path) != path:
                 raise ValueError(
@@ -188,10 +141,12 @@ def torch_view(model: nnx.Module, names: Names, held: Iterable[AdaptedWeight] = 
                 names_of[name] = path
                 if layer is not None:
                     layers[name] = TorchLayer(path, index, layer)
-            for one in _parameters(path, index, module, kinds.get(path), layer, weight):
+            for one in parameters_of(
+                path, index, stacks[path], module, kinds.get(path), layer, weight
+            ):
                 parameters[".".join(filter(None, (name, names.parameter(one.attribute))))] = one
     for path, weight in weights.items():
-        stacks[path] = weight.stack.shape
+        stacks[path] = weight.stack
         for index in weight.stack.indices():
             layer = weight.layer(names, index)
             layers[layer.name] = TorchLayer(path, index, layer)
@@ -221,7 +176,7 @@ def _as_linear(
     parameters[f"{layer.name}.weight"] = TorchParameter(
         site.found.paths[0],
         site.param,
-        index,
+        weight.stack.at(index),
         (layer.out_features, layer.in_features),
         weight.layout.kernel,
         is_transposed=True,
@@ -240,18 +195,6 @@ def _tied_heads(modules: Mapping[str, nnx.Module], names: Names) -> dict[str, st
     return {f"{names.module(path)}.{names.parameter('kernel')}": path for path in paths}
 
 
-def to_matrix(array: np.ndarray) -> np.ndarray:
-    """PyTorch's [out, in, *window] as the matrix [*window and in, out]."""
-    flax = array.transpose(_flax_order(array.shape))
-    return flax.reshape(-1, flax.shape[-1])
-
-
-def _flax_order(shape: Shape) -> tuple[int, ...]:
-    """Returns the order that turns PyTorch's axes (out, in, *window) into Flax's (*window, in,
-    out)."""
-    return (*range(2, len(shape)), 1, 0)
-
-
 def _without_sequential(path: str, modules: Mapping[str, nnx.Module]) -> str:
     """PyTorch's Sequential holds its members itself, Flax's in a list called layers."""
     parts = path.split("/")
@@ -264,40 +207,14 @@ def _without_sequential(path: str, modules: Mapping[str, nnx.Module]) -> str:
     )
 
 
-def _stack_around(path: str, stacks: Mapping[str, Shape], names: Names) -> Shape:
-    """Returns the axes of the stack that a module which cannot be adapted lies in, such as a norm
-    beside the projections: those of the layers and weights that lie in it too."""
+def _stack_around(path: str, stacks: Mapping[str, Stack], names: Names) -> Stack:
+    """Returns the stack that a module which cannot be adapted lies in, such as a norm beside the
+    projections: that of the layers and weights that lie in it too."""
     parts = path.split("/")
     for length in range(len(parts) - 1, 0, -1):
         if parts[length - 1] in names.stacks:
             inside = "/".join(parts[:length]) + "/"
-            shapes = {shape for other, shape in stacks.items() if f"{other}/".startswith(inside)}
-            if len(shapes) == 1:
-                return shapes.pop()
-    return ()
-
-
-def _parameters(
-    path: str,
-    index: Index,
-    module: nnx.Module,
-    kind: type[DoRALayer] | None,
-    layer: Layer | None,
-    weight: Axes | None,
-) -> Iterator[TorchParameter]:
-    for attribute, value in vars(module).items():
-        if not isinstance(value, nnx.Param | nnx.BatchStat) or isinstance(value, nnx.LoRAParam):
-            continue
-        shape = tuple(value.get_value().shape)[len(index) :]
-        if layer is None or kind is None:
-            yield TorchParameter(path, attribute, index, shape)
-        elif attribute != kind.kernel_name:
-            yield TorchParameter(path, attribute, index, (layer.out_features,))
-        elif layer.kind == "embedding":
-            yield TorchParameter(path, attribute, index, (layer.in_features, layer.out_features))
-        else:
-            assert weight is not None
-            window_and_in = weight.matrices[1]
-            features = window_and_in // math.prod(layer.kernel_size)
-            shape = (layer.out_features, features, *layer.kernel_size)
-            yield TorchParameter(path, attribute, index, shape, weight, is_transposed=True)
+            found = {stack for other, stack in stacks.items() if f"{other}/".startswith(inside)}
+            if len(found) == 1:
+                return found.pop()
+    return Stack()

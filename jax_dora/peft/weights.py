@@ -17,7 +17,7 @@ from jax_dora.layers.call import bounded_norm
 from jax_dora.layers.layout import Layout
 from jax_dora.layers.stack import Stack
 from jax_dora.peft.names import Names
-from jax_dora.weights.adapter import WeightAdapter, weight_layout
+from jax_dora.weights.adapter import WeightAdapter, stack_of_weight, weight_layout
 from jax_dora.weights.module import adapters_of
 
 
@@ -81,9 +81,9 @@ def torch_weights(model: nnx.Module, held: Iterable[AdaptedWeight] = ()) -> dict
 def _weight(site: Site) -> TorchWeight | None:
     axes, shape = site.axes, site.shape
     single = axes.replace("s", "")
-    if site.is_lookup or single.count("b") > 1 or "s" in axes.lstrip("s"):
+    if site.is_lookup or single.count("b") > 1:
         return None
-    stack = Stack(shape[: axes.count("s")])
+    stack = stack_of_weight(shape, axes)
     return TorchWeight(site, stack, weight_layout(stack.without(shape), single, 1))
 
 
@@ -96,31 +96,6 @@ def in_order(layers: Mapping[str, Any], names: Names) -> dict[str, Any]:
         return list(names.experts).index(param) if is_one else 0
 
     return {name: layers[name] for name in sorted(layers, key=place)}
-
-
-def experts_to_torch(name: str, matrices: np.ndarray) -> np.ndarray:
-    """Returns lora_a [experts, in, r], lora_b [experts, r, out] or magnitude [experts, 1, out] as
-    PEFT has it: [experts·r, in], [out, r·experts] or [experts, out]."""
-    experts, rows, columns = matrices.shape
-    if name == "lora_a":
-        return matrices.transpose(0, 2, 1).reshape(experts * columns, rows)
-    if name == "lora_b":
-        return matrices.transpose(2, 1, 0).reshape(columns, rows * experts)
-    return matrices.reshape(experts, columns)
-
-
-def experts_from_torch(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Reverses `experts_to_torch`.
-
-    Args:
-      shape: of the matrices.
-    """
-    experts, rows, columns = shape
-    if name == "lora_a":
-        return array.reshape(experts, columns, rows).transpose(0, 2, 1)
-    if name == "lora_b":
-        return array.reshape(columns, rows, experts).transpose(2, 1, 0)
-    return array.reshape(shape)
 
 
 def fill(adapter: WeightAdapter, arrays: Mapping[str, np.ndarray]) -> None:

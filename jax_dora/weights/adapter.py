@@ -138,12 +138,7 @@ class WeightAdapter:
     @property
     def stack(self) -> Stack:
         """Returns how the arrays are stacked."""
-        axes, shape = self.place.axes, self.kernel_param.shape
-        count, axis = axes.count("s"), axes.find("s")
-        if axis <= 0:
-            return Stack(shape[:count])
-        least = sum(role in "bo" for role in axes)
-        return Stack.of_kernel(shape[axis], axis, len(axes), least)
+        return stack_of_weight(self.kernel_param.shape, self.place.axes)
 
     def norm(self) -> jax.Array:
         """Returns ‖kernel + s·lora_a lora_b‖ in the magnitude's shape, of the parameters as stored,
@@ -236,6 +231,15 @@ class WeightAdapter:
         """Takes the adapter away from beside the weight."""
         for name in _ATTRIBUTES:
             delattr(self.module, self.place.attribute(name))
+
+
+def stack_of_weight(shape: tuple[int, ...], axes: str) -> Stack:
+    """Returns how layers are stacked in a weight of these axes, as `Place.axes`."""
+    count, axis = axes.count("s"), axes.find("s")
+    if axis <= 0:
+        return Stack(shape[:count])
+    least = sum(role in "bo" for role in axes)
+    return Stack.of_kernel(shape[axis], axis, len(axes), least)
 
 
 def weight_layout(shape: tuple[int, ...], axes: str, rank: int) -> Layout:

@@ -149,7 +149,7 @@ def flax_model(*, stacked: bool = False, dtype: Any = None) -> Model:
     for name, place in places.parameters.items():
         variable = getattr(places.modules[place.path], place.attribute)
         value = jnp.asarray(place.from_torch(state[name]))
-        value = variable[...].at[place.index].set(value) if place.index else value
+        value = variable[...].at[place.at].set(value) if place.at else value
         variable.set_value(value if dtype is None else value.astype(dtype))
     return model
 

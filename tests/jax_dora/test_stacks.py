@@ -125,7 +125,9 @@ def test_shapes_tell_the_axis_where_they_can():
 
 
 def test_shapes_that_do_not_tell_are_refused():
-    match = r"'blocks/linear' .*\(3, 3, 3\).*along axis 0 or 1 or 2; expected .*example="
+    match = (
+        r"'blocks/linear' .*\(3, 3, 3\).*along axis 0 or 1 or 2; expected .*example=.*param_scan"
+    )
     with pytest.raises(ValueError, match=match):
         apply_dora(Stack(0, LAYERS), DoRARule("blocks/linear", 2, 3), rngs=nnx.Rngs(1))
 
@@ -143,19 +145,36 @@ def test_a_leading_stack_whose_shapes_do_not_tell_is_loaded_again(tmp_path, capl
         make()
         # It may be another stack, which would be computed wrongly.
         assert "axis 0 or 1 or 2; axis 0 is taken" in caplog.text
+    # An adapted model knows.
     other = apply_dora(Stack(1, LAYERS, use_bias=False), rule, rngs=nnx.Rngs(1), example=(x,))
-    with pytest.raises(NotImplementedError, match=r"'blocks/linear' cannot be .*leading axis"):
-        jax_dora.peft.load_adapter(other, tmp_path)
+    loaded = jax_dora.peft.load_adapter(other, tmp_path)
+    np.testing.assert_allclose(loaded(x), adapted(x), 0, OPERATOR_FP32_MAX_ABS)
 
 
-def test_a_bias_tells_that_a_stack_is_not_the_leading_one():
+def test_metadata_tells_where_shapes_do_not(caplog):
+    base, x = Stack(1, LAYERS, use_bias=False), inputs(LAYERS)
+    rule = DoRARule("blocks/linear", 2, 3)
+    adapted = train(apply_dora(base, rule, rngs=nnx.Rngs(1), example=(x,)))
+    bank = jax_dora.AdapterBank(base, 2, 2, path=rule.path)
+    match = r"along axis 1 of the kernel; expected axis 0, .*param_scan_axis"
+    with pytest.raises(ValueError, match=match):
+        bank.load(0, get_adapter(adapted))
+    caplog.clear()
+    base.blocks.linear.kernel.set_metadata(param_scan_axis=1)
+    bank = jax_dora.AdapterBank(base, 2, 2, path=rule.path).load(0, get_adapter(adapted))
+    y = jax_dora.with_bank(base, bank, [0] * len(x))(x)
+    np.testing.assert_allclose(y, adapted(x), 0, OPERATOR_FP32_MAX_ABS)
+    assert not caplog.text
+
+
+def test_a_bias_tells_where_the_kernel_does_not():
     @nnx.split_rngs(splits=LAYERS)
     @nnx.vmap(out_axes=1)
     def make(rngs: nnx.Rngs) -> nnx.Linear:
         return nnx.Linear(LAYERS, 5, rngs=rngs)
 
-    with pytest.raises(NotImplementedError, match="leading axis"):
-        jax_dora.quantize(make(nnx.Rngs(0)), "int8")
+    scale = jax_dora.quantize(make(nnx.Rngs(0)), "int8").kernel.get_value().scale
+    assert scale.shape == (1, LAYERS, 5)
 
 
 def test_a_registration_says_it(registrations):
@@ -221,21 +240,6 @@ def test_dropout_and_sharding_metadata_lie_along_their_axes():
     assert adapted.lora_a.get_metadata("out_sharding") == ("rows", "layers", None)
     assert adapted.lora_b.get_metadata("out_sharding") == (None, "layers", "columns")
     assert adapted.magnitude.get_metadata("out_sharding") == ("columns", "layers")
-
-
-def test_what_reads_leading_stacks_alone_says_so(tmp_path):
-    base = Stack(1, 5)
-    adapted = apply_dora(base, DoRARule("blocks/linear", 2, 3), rngs=nnx.Rngs(1))
-    assert jax_dora.norms(adapted)["blocks/linear"].shape == (5, LAYERS)
-    with pytest.raises(NotImplementedError, match=r"stacked along their first axis.*merge_dora"):
-        jax_dora.freeze(adapted)
-    match = r"'blocks/(linear|heads)' cannot be .*leading axis"
-    with pytest.raises(NotImplementedError, match=match):
-        jax_dora.peft.save_adapter(adapted, tmp_path)
-    with pytest.raises(NotImplementedError, match=match):
-        jax_dora.quantize(base, "int8")
-    with pytest.raises(NotImplementedError, match=match):
-        jax_dora.AdapterBank(base, slots=2, max_rank=2)
 
 
 def test_an_axis_that_the_magnitude_lacks_is_refused():

@@ -27,7 +27,7 @@ def drawn(
         layout = place.layout(rank)
         arrays[path] = {
             name: (
-                mean + rng.normal(size=(*place.stack, *getattr(layout, name).stored)) / 4
+                mean + rng.normal(size=(*place.stack.shape, *getattr(layout, name).stored)) / 4
             ).astype(np.float32)
             for name, mean in (("lora_a", 0), ("lora_b", 0), ("magnitude", 1))
         }
@@ -43,7 +43,7 @@ def merged(model: Any, bank: jax_dora.AdapterBank, adapter: jax_dora.Adapter) ->
         path = re.sub(r"\\(.)", r"\1", rule.path)
         place, arrays, kernel = bank.places[path], adapter.arrays[path], modules[path].kernel
         layout, value = place.layout(rule.rank), np.array(kernel[...], np.float64)
-        for index in np.ndindex(*place.stack):
+        for index in place.stack.indices():
             w, a, b, m = (
                 getattr(layout, name).to_matrices(array[index])[0].astype(np.float64)
                 for name, array in (("kernel", value), *arrays.items())
