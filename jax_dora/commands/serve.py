@@ -16,6 +16,7 @@ from rich.console import Console
 
 from jax_dora.commands.flags import UsageError, corrections, mesh, whole
 from jax_dora.ops.quantised import FORMATS
+from jax_dora.ops.row_wise import QTYPE
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -27,6 +28,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--name", help="of the base; its folder's by default")
     add("--dtype", choices=("bfloat16", "float32"), help="of the base; config.json's by default")
     add("--quantize", choices=FORMATS, help="the base's projections, as they are read")
+    add("--activations", choices=(QTYPE,), help="what they take; beside --quantize of that format")
     add("--mesh", type=mesh, help="tp=N of all devices, or auto; without it, one")
 
     add = parser.add_argument_group("address").add_argument
@@ -64,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
             dtype=args.dtype,
             mesh=args.mesh,
             quantize=args.quantize,
+            act_qtype=args.activations,
             host=args.host,
             port=args.port,
             slots=args.slots,

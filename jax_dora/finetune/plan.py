@@ -36,7 +36,8 @@ from jax_dora.models.tokenizer import read_ends, read_tokenizer
 EMBEDDING = "model/embed_tokens"
 # Flags that a run can only be taken up with as they were; with others its steps would be others.
 BINDING = (
-    *("length", "dtype", "quantize", "rank", "alpha", "rslora", "dropout", "target"),
+    *("length", "dtype", "quantize", "activations", "rank", "alpha", "rslora"),
+    *("dropout", "target"),
     *("learning_rate", "schedule", "warmup", "weight_decay", "clip", "seed"),
 )
 
@@ -133,8 +134,11 @@ class Plan:
     @property
     def reading(self) -> dict[str, Any]:
         """What `load_model` is given beside the folder."""
-        quantize = self.args.quantize
-        return {"sharding": self.sharding, "quantize": quantize, **self.changes}
+        return {"sharding": self.sharding, **self._formats, **self.changes}
+
+    @property
+    def _formats(self) -> dict[str, Any]:
+        return {"quantize": self.args.quantize, "act_qtype": self.args.activations}
 
     def adapted(self, model: CausalLM) -> CausalLM:
         """Returns `model` with new adapters, in training."""
@@ -155,7 +159,7 @@ class Plan:
         if sizes is None and jax.process_count() == 1:
             return None
         if sizes in (None, "auto"):
-            reading: dict[str, Any] = {"quantize": self.args.quantize, **self.changes}
+            reading: dict[str, Any] = {**self._formats, **self.changes}
             # Weights are gathered in every pass where they are in parts.
             fits = estimate.fits_often(abstract_model(self.folder, **reading))
             sizes = {"dp" if fits else "fsdp": jax.device_count()}

@@ -19,12 +19,18 @@ from jax_dora.adapt.quantize import placed
 from jax_dora.models.config import COMPUTATION, DecoderConfig
 from jax_dora.models.json_file import read_object
 from jax_dora.models.model import CausalLM
-from jax_dora.models.quantised_folder import as_in_folder, load_quantised, quantised_tensors
+from jax_dora.models.quantised_folder import (
+    as_in_folder,
+    compute_by_rows,
+    load_quantised,
+    quantised_tensors,
+)
 from jax_dora.models.quantised_weights import QuantisedTensor
 from jax_dora.models.sharding import DecoderSharding
 from jax_dora.models.targets import Target, equal, fetch, load, nbytes, targets
 from jax_dora.models.weights import StoredTensor, TensorToStore, stored_tensors, write_files
 from jax_dora.ops.quantised import is_quantised
+from jax_dora.ops.row_wise import columns_in_one_piece
 
 TIED = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -50,6 +56,7 @@ def load_model(
     *,
     sharding: jax.sharding.Sharding | ChooseSharding | None = None,
     quantize: str | None = None,
+    act_qtype: str | None = None,
     **changes: Any,
 ) -> CausalLM:
     """Returns the model of a Hugging Face folder.
@@ -67,18 +74,21 @@ def load_model(
         given. Each device reads only its part. A `DecoderSharding` shards activations too.
       quantize: "nf4", "int4", "int8" or "float8_e4m3fn", as `jax_dora.quantize` takes it, for the
         projections of the layers: tensor by tensor, on the device.
+      act_qtype: "float8_e4m3fn", as `jax_dora.quantize` takes it beside that format, has the
+        projections quantise their activations too; also of a folder that is in it already.
       **changes: fields of `DecoderConfig` to set otherwise than config.json: dtype, attention,
         remat, memory, unroll.
 
     Raises:
       FileNotFoundError, ValueError: a file or a tensor is missing, damaged, of another shape than
-        config.json says, or has no place in the model.
+        config.json says, or has no place in the model; `act_qtype` does not go with its format.
       NotImplementedError: a model that this decoder does not compute.
     """
     folder = Path(folder)
     contents = read_config(folder)
     stored = stored_tensors(folder)
-    abstract, found = _abstract(folder, contents, stored, sharding, quantize, changes)
+    formats = quantize, act_qtype
+    abstract, found = _abstract(folder, contents, stored, sharding, formats, changes)
     config = abstract.config
     graphdef, state = nnx.split(abstract)
     wanted = list(targets(state, config))
@@ -100,6 +110,7 @@ def load_model(
         like = flat[target.path].get_value()
         if is_quantised(like):
             value = load_quantised(target, like, read, chosen)
+            value = columns_in_one_piece(value) if act_qtype else value
         else:
             value = load(target, [stored[name] for name in target.names], chosen)
         flat[target.path] = flat[target.path].replace(value)
@@ -111,13 +122,15 @@ def abstract_model(
     *,
     sharding: jax.sharding.Sharding | ChooseSharding | None = None,
     quantize: str | None = None,
+    act_qtype: str | None = None,
     **changes: Any,
 ) -> CausalLM:
     """Returns the model that `load_model` would return, of shapes alone; arguments and errors as
     its."""
     folder = Path(folder)
     contents = read_config(folder)
-    return _abstract(folder, contents, stored_tensors(folder), sharding, quantize, changes)[0]
+    formats = quantize, act_qtype
+    return _abstract(folder, contents, stored_tensors(folder), sharding, formats, changes)[0]
 
 
 def _abstract(
@@ -125,10 +138,11 @@ def _abstract(
     contents: dict[str, Any],
     stored: dict[str, StoredTensor],
     sharding: Any,
-    quantize: str | None,
+    formats: tuple[str | None, str | None],
     changes: dict[str, Any],
 ) -> tuple[CausalLM, dict[str, QuantisedTensor]]:
     """Returns the abstract model, and the weights of the folder that are quantised."""
+    quantize, act_qtype = formats
     if isinstance(sharding, DecoderSharding):
         changes = {"sharding": sharding} | changes
     config = DecoderConfig.from_hf(contents, **changes)
@@ -142,9 +156,11 @@ def _abstract(
             "one; expected None: it is read as it is"
         )
     if quantize is not None:
-        make = functools.partial(jax_dora.quantize, qtype=quantize)
+        make = functools.partial(jax_dora.quantize, qtype=quantize, act_qtype=act_qtype)
         model = nnx.eval_shape(lambda: make(CausalLM(config, rngs=nnx.Rngs(0))))
     as_in_folder(model, wanted, found)
+    if quantize is None and act_qtype is not None:
+        compute_by_rows(model, act_qtype)
     return model, found
 
 

@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_dora.adapt.quantize import placed
 from jax_dora.adapt.stack import fill, room
-from jax_dora.layers.quantised import compute_quantised
+from jax_dora.layers.quantised import LAYERS, compute_quantised
 from jax_dora.models.quantised_weights import QuantisedTensor
 from jax_dora.models.weights import StoredTensor
-from jax_dora.ops import quantised
+from jax_dora.ops import quantised, row_wise
 from jax_dora.ops.rounding import round_to
 
 
@@ -51,6 +52,27 @@ def as_in_folder(model: Any, targets: Iterable[Any], found: Mapping[str, Quantis
         )
         module.kernel.set_value(kernel)
         compute_quantised(module)
+
+
+def compute_by_rows(model: Any, act_qtype: str) -> None:
+    """Has the projections of a model that is quantised quantise their activations too, in place.
+
+    Raises:
+      ValueError: there are none, or `act_qtype` does not go with their format.
+    """
+    quantised_layers = [
+        ("/".join(map(str, path)), module)
+        for path, module in nnx.iter_modules(model)
+        if isinstance(module, LAYERS) and quantised.is_quantised(module.kernel.get_value())
+    ]
+    if not quantised_layers:
+        raise ValueError(
+            f"act_qtype is {act_qtype!r} and the model is not quantised; expected "
+            f"quantize={row_wise.QTYPE!r} beside it, or a folder in that format"
+        )
+    for name, module in quantised_layers:
+        row_wise.check_act_qtype(act_qtype, name, module.kernel.get_value())
+        compute_quantised(module, act_qtype)
 
 
 def _shapes(tensor: QuantisedTensor) -> Any:

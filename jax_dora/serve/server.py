@@ -42,7 +42,8 @@ class Settings:
       name: the base model's; its folder's by default.
       dtype: of the base; config.json's by default.
       mesh: devices that share every request, as {"tp": 2}, or "auto" for all; None for one alone.
-      quantize: what the base's projections are quantised to as they are read, as `load_model`'s.
+      quantize, act_qtype: what the base's projections are quantised to as they are read, and what
+        they take, as `load_model`'s.
       slots, max_rank: of the bank: so many adapters at a time, of ranks up to this.
       batch: requests that are answered at a time.
       max_length: tokens of a prompt and its answer together; 2048 by default, or the model's most
@@ -61,6 +62,7 @@ class Settings:
     dtype: str | None = None
     mesh: dict[str, int] | Literal["auto"] | None = None
     quantize: str | None = None
+    act_qtype: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     slots: int = 8
@@ -94,7 +96,8 @@ class Server:
         tokenizer, ends = read_tokenizer(folder), read_ends(folder, config)
         changes: dict[str, Any] = {"dtype": jnp.dtype(settings.dtype)} if settings.dtype else {}
         sharding = _sharding(settings.mesh, config)
-        model = load_model(folder, sharding=sharding, quantize=settings.quantize, **changes)
+        changes |= {"quantize": settings.quantize, "act_qtype": settings.act_qtype}
+        model = load_model(folder, sharding=sharding, **changes)
         self.metrics = metrics = Metrics()
         bank = Bank(model, settings.slots if settings.adapters else 0, settings.max_rank)
         length = _length(settings.max_length, config)

@@ -1,6 +1,7 @@
 """The whole script on its own tiny model: learning, stopping, taking up, exporting."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -35,6 +36,7 @@ from parity import tolerances
 from tests.tables import thinned
 
 ROOT = Path(__file__).parents[3]
+FP8 = "float8_e4m3fn"
 STEPS = 6
 OPTIONS = (
     *("--rank", "4", "--dropout", "0.1", "--length", "32", "--batch", "2", "--accumulate", "2"),
@@ -207,6 +209,16 @@ def test_over_a_quantised_base(inputs, tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_over_activations_in_fp8(inputs, tmp_path, capsys):
+    command = [*inputs, *OPTIONS, "--output", str(tmp_path / "run"), "--quantize", FP8]
+    assert finetune([*command, "--activations", FP8, "--steps", "3"]) == 0
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert all(math.isfinite(json.loads(line)["loss"]) for line in lines)
+    assert finetune([*command, "--steps", "4", "--resume"]) == 2
+    assert "activations was 'float8_e4m3fn' and is None" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_layers_apart_are_the_same_run(inputs, tmp_path):
     losses = []
     for name, options in (("scan", ()), ("apart", ("--unroll",))):
@@ -317,6 +329,7 @@ def test_explosion_stops(command, capsys, tmp_path):
         (["--tiny", "--target", "("], "'(' is no regular expression"),
         (["--steps", "5", "--warmup", "5"], "--warmup 5 leaves nothing of the 5 steps"),
         (["--model", "missing", "--data", str(ROOT / "README.md")], "config.json is missing"),
+        (["--activations", FP8], "the model is not quantised; expected quantize="),
         (["--tiny", "--merge="], "argument --merge: it is empty; expected a folder"),
         (["--tiny", "--unknown"], "unrecognized arguments: --unknown"),
         *(

@@ -11,6 +11,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import jax_dora
+from jax_dora.layers.quantised import act_qtype_of
 from jax_dora.models import abstract_model, load_model, make_model, read_config, save_model
 from jax_dora.models.config import DecoderConfig
 from jax_dora.ops import quantised
@@ -70,6 +71,36 @@ def test_quantised_as_it_is_read(folder):
     assert jax.tree.leaves(shapes) == jax.tree.leaves(wanted)
     tokens = jnp.arange(6)[None]
     assert np.all(np.isfinite(nnx.jit(lambda model, tokens: model(tokens))(model, tokens)))
+
+
+FP8 = "float8_e4m3fn"
+
+
+@pytest.mark.parametrize("is_quantised", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_activations_are_quantised_too(folder, tmp_path, is_quantised):
+    if is_quantised:
+        folder = rewritten(folder, tmp_path / "model", *FORMATS["fp8 rows"])
+    given = {"act_qtype": FP8} | ({} if is_quantised else {"quantize": FP8})
+    model = load_model(folder, **given)
+    down = model.model.layers.mlp.down_proj
+    assert act_qtype_of(down) == FP8
+    assert down.kernel[...].qvalue.format.layout.major_to_minor == (0, 2, 1)
+    assert nnx.graphdef(abstract_model(folder, **given)) == nnx.graphdef(model)
+    if not is_quantised:
+        same(model, jax_dora.quantize(load_model(folder), FP8, act_qtype=FP8))
+    tokens = jnp.arange(6)[None]
+    wanted = load_model(folder, **(given | {"act_qtype": None}))(tokens)
+    off = np.linalg.norm(model(tokens) - wanted) / np.linalg.norm(wanted)
+    assert 1e-3 < off < 0.1
+
+
+@pytest.mark.parametrize(
+    ("quantize", "message"),
+    [(None, "the model is not quantised"), ("nf4", "with qtype 'nf4' and tile_size 64")],
+)
+def test_activations_need_their_format(folder, quantize, message):
+    with pytest.raises(ValueError, match=message):
+        abstract_model(folder, quantize=quantize, act_qtype=FP8)
 
 
 def place(path, shape):

@@ -52,10 +52,14 @@ def test_signals_drain(model, adapters, tmp_path, number):
 
 
 @pytest.mark.slow
-def test_a_quantised_base(model, adapters, settings):
+@pytest.mark.parametrize(
+    "formats", [("nf4", None), ("float8_e4m3fn", "float8_e4m3fn")], ids=["nf4", "fp8"]
+)
+def test_a_quantised_base(model, adapters, settings, formats):
     """Each adapter answers as it does alone over the quantised base."""
-    base = load_model(model, quantize="nf4")
-    with serving.serving(dataclasses.replace(settings, quantize="nf4")) as (server, client):
+    given = dict(zip(("quantize", "act_qtype"), formats, strict=True))
+    base = load_model(model, **given)
+    with serving.serving(dataclasses.replace(settings, **given)) as (server, client):
         tokenizer = server.service.tokenizer
         prompt, answers = "12+30=", []
         tokens = tokenizer.encode(prompt).ids
@@ -93,6 +97,8 @@ def test_a_key_is_asked_for(model, settings):
         ("--api-key=", "the key is empty"),
         ("--batch 0", "'0' is out of range"),
         ("--quantize int3", "argument --quantize: invalid choice: 'int3'"),
+        ("--activations float8_e4m3fn", "the model is not quantised; expected quantize="),
+        ("--activations int8", "argument --activations: invalid choice: 'int8'"),
     ],
 )
 def test_bad_flags(model, flags, message, capsys):
