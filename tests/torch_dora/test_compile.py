@@ -112,4 +112,4 @@ def test_gradients_of_single_examples_are_one_graph(adapted):
 def test_the_norms_operator_keeps_its_contract_with_torch(adapted, dtype, scale):
     layer = adapted(dtype=dtype)
     tensors = layer.weight, layer.lora_a, layer.lora_b
-    torch.library.opcheck(norm._factored_norm, (*tensors, scale, "eager"))
+    torch.library.opcheck(norm._factored_norm.op, (*tensors, scale, "eager"))

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch_dora.ops import check, choose, quantised, sharded
 from torch_dora.ops.choose import Call
 from torch_dora.ops.dtypes import accumulation_dtype
+from torch_dora.ops.operator import operator
 from torch_dora.ops.products import pieces, product
 from torch_dora.ops.shards import is_sharded, placed
 
@@ -132,7 +133,7 @@ def magnitude_scale(magnitude: Tensor, norm: Tensor, dtype: torch.dtype) -> Tens
 
 # An operator of its own, opaque to torch.compile: a compiler that keeps intermediates in fp32
 # would undo the rounding that splits an fp32 operand into bf16 pieces.
-@torch.library.custom_op("torch_dora::factored_norm", mutates_args=())
+@operator("torch_dora::factored_norm")
 def _factored_norm(
     weight: Tensor,
     lora_a: Tensor,
@@ -152,7 +153,7 @@ def _factored_norm(
         return assemble(base_sq, cross, ba_sq, scale)
 
 
-@_factored_norm.register_vmap
+@_factored_norm.op.register_vmap
 def _(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[Tensor, int]:
     """Calls the operator once for each example."""
     pairs = list(zip(arguments, in_dims, strict=True))
@@ -163,7 +164,7 @@ def _(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[Tensor
     return torch.stack(results), 0
 
 
-@_factored_norm.register_fake
+@_factored_norm.op.register_fake
 def _(weight, lora_a, lora_b, scale, implementation):
     return weight.new_empty(weight.shape[0], dtype=accumulation_dtype(weight, lora_a, lora_b))
 

@@ -12,13 +12,13 @@ level-2 cache but for the first row that has it, of the real rank.
 import dataclasses
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from torch_dora.ops.choose import TRITON_MODE
+from torch_dora.ops.operator import operator
 from torch_dora.ops.triton import bank_shrink
-from torch_dora.ops.triton.jit import jit
+from torch_dora.ops.triton.jit import cdiv, jit, next_power_of_2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ def launch(
     if y.numel() == 0:
         return y
     rows = bank_shrink.rows_of(time)
-    _kernel[(batch * triton.cdiv(time, rows), triton.cdiv(features, config.columns))](
+    _kernel[(batch * cdiv(time, rows), cdiv(features, config.columns))](
         base,
         z,
         lora_b,
@@ -126,7 +126,7 @@ def launch(
         features,
         slots,
         RANKS=ranks,
-        ROOM=max(bank_shrink.LEAST_ROWS, triton.next_power_of_2(ranks)),
+        ROOM=max(bank_shrink.LEAST_ROWS, next_power_of_2(ranks)),
         HAS_BIAS=bias is not None,
         ROWS=rows,
         COLUMNS=config.columns,
@@ -136,7 +136,7 @@ def launch(
     return y
 
 
-@torch.library.custom_op("torch_dora::bank_linear", mutates_args=())
+@operator("torch_dora::bank_linear")
 def bank_linear(
     base: Tensor,
     x: Tensor,
@@ -155,6 +155,6 @@ def bank_linear(
     return launch(base.contiguous(), z, lora_b, g, scale, ids, rank, bias)
 
 
-@bank_linear.register_fake
+@bank_linear.op.register_fake
 def _(base, x, lora_a, lora_b, g, scale, rank, ids, bias):
     return base.new_empty(base.shape)

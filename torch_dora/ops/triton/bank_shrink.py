@@ -10,12 +10,11 @@ it, of the real rank; x once. No adapter is copied.
 import dataclasses
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from torch_dora.ops.choose import TRITON_MODE, Call
-from torch_dora.ops.triton.jit import jit
+from torch_dora.ops.triton.jit import cdiv, jit, next_power_of_2
 
 # Tensor cores multiply 16 rows or more.
 LEAST_ROWS = 16
@@ -58,7 +57,7 @@ def wins(call: Call) -> bool:
 
 def rows_of(time: int, config: Config = CONFIG) -> int:
     """Returns how many tokens a program takes."""
-    return min(config.rows, max(LEAST_ROWS, triton.next_power_of_2(time)))
+    return min(config.rows, max(LEAST_ROWS, next_power_of_2(time)))
 
 
 @jit
@@ -116,12 +115,12 @@ def launch(x: Tensor, lora_a: Tensor, ids: Tensor, rank: Tensor, config: Config 
     batch, time, features = x.shape
     slots, ranks, _ = lora_a.shape
     rows = rows_of(time, config)
-    tiles = batch * triton.cdiv(time, rows)
-    steps = triton.cdiv(features, config.depth)
+    tiles = batch * cdiv(time, rows)
+    steps = cdiv(features, config.depth)
     splits = max(1, min(steps, PROGRAMS // max(1, tiles)))
     # A power of two, so that few numbers of rows have a program of their own.
-    chunk = triton.next_power_of_2(triton.cdiv(steps, splits)) * config.depth
-    splits = triton.cdiv(features, chunk)
+    chunk = next_power_of_2(cdiv(steps, splits)) * config.depth
+    splits = cdiv(features, chunk)
     parts = torch.empty(splits, batch, time, ranks, dtype=torch.float32, device=x.device)
     if parts.numel() == 0:
         return parts.new_zeros(batch, time, ranks)
@@ -137,7 +136,7 @@ def launch(x: Tensor, lora_a: Tensor, ids: Tensor, rank: Tensor, config: Config 
         slots,
         CHUNK=chunk,
         RANKS=ranks,
-        ROOM=max(LEAST_ROWS, triton.next_power_of_2(ranks)),
+        ROOM=max(LEAST_ROWS, next_power_of_2(ranks)),
         ROWS=rows,
         DEPTH=config.depth,
         WIDEN=TRITON_MODE == "interpreted",

@@ -6,11 +6,10 @@ in their order and without atomics, so that the same inputs give the same bits r
 
 import dataclasses
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_dora.ops.triton.jit import jit
+from torch_dora.ops.triton.jit import cdiv, jit, next_power_of_2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +50,9 @@ def _kernel(
 def launch(partial: Tensor, result: Tensor, *, root: bool, config: SumConfig = CONFIG) -> None:
     """Fills ``result``, with square roots if ``root``."""
     parts, features = partial.shape
-    padded = triton.next_power_of_2(parts)
+    padded = next_power_of_2(parts)
     columns = max(8, config.elements // padded)
-    _kernel[(triton.cdiv(features, columns),)](
+    _kernel[(cdiv(features, columns),)](
         partial,
         result,
         parts,

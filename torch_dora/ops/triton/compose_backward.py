@@ -16,12 +16,12 @@ cotangent at 4096×4096 takes 24 µs. The partials are 8/rows-of-a-strip of one 
 import dataclasses
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_dora.ops.operator import operator
 from torch_dora.ops.triton import column_sums
-from torch_dora.ops.triton.jit import jit
+from torch_dora.ops.triton.jit import cdiv, jit, next_power_of_2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,12 +98,12 @@ def _kernel(
 
 def strip_height(rows: int, features: int, config: Config = CONFIG) -> int:
     """Returns the rows of a strip: a power of two, so that many row counts share a kernel."""
-    across = triton.cdiv(features, config.columns)
-    strips = min(config.most_strips, triton.cdiv(config.programs, across))
-    height = max(config.rows, triton.next_power_of_2(triton.cdiv(rows, strips)))
+    across = cdiv(features, config.columns)
+    strips = min(config.most_strips, cdiv(config.programs, across))
+    height = max(config.rows, next_power_of_2(cdiv(rows, strips)))
     # Rounded up to a power of two there may be too few strips; half the height doubles them.
-    fewer = triton.cdiv(rows, height) < strips and height > config.rows
-    if fewer and triton.cdiv(rows, height // 2) <= config.most_strips:
+    fewer = cdiv(rows, height) < strips and height > config.rows
+    if fewer and cdiv(rows, height // 2) <= config.most_strips:
         height //= 2
     return height
 
@@ -131,12 +131,12 @@ def launch(
             d_g.zero_()
         return
     height = strip_height(rows, features, config)
-    strips = triton.cdiv(rows, height)
+    strips = cdiv(rows, height)
     # One strip needs no second stage: its partial is the sum.
     partial = d_g if strips == 1 else None
     if d_g is not None and partial is None:
         partial = torch.empty(strips, features, device=dy.device, dtype=torch.float32)
-    _kernel[(strips * triton.cdiv(features, config.columns),)](
+    _kernel[(strips * cdiv(features, config.columns),)](
         dy,
         dy if inner is None else inner,
         g,
@@ -162,7 +162,7 @@ def launch(
         column_sums.launch(partial, d_g, root=False, config=sum_config)
 
 
-@torch.library.custom_op("torch_dora::compose_backward", mutates_args=())
+@operator("torch_dora::compose_backward")
 def compose_backward(
     dy: Tensor,
     inner: Tensor | None,
@@ -184,7 +184,7 @@ def compose_backward(
     return [d for d in (d_base, d_lora, d_g) if d is not None]
 
 
-@compose_backward.register_fake
+@compose_backward.op.register_fake
 def _(dy, inner, g, scale, delta, want_base, want_lora):
     found = [dy.new_empty(dy.shape) for want in (want_base, want_lora) if want]
     if inner is not None:

@@ -14,12 +14,12 @@ Bytes: 2 reads and 1 write of rows·out (2 writes with inner): at 4.2 TB/s and b
 import dataclasses
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from torch_dora.ops.choose import Call
-from torch_dora.ops.triton.jit import jit
+from torch_dora.ops.operator import operator
+from torch_dora.ops.triton.jit import cdiv, jit, next_power_of_2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,8 +114,8 @@ def launch(
     rows = base.numel() // max(1, features)
     if rows == 0 or features == 0:
         return
-    columns = min(config.columns, triton.next_power_of_2(features))
-    grid = (triton.cdiv(rows, config.rows) * triton.cdiv(features, columns),)
+    columns = min(config.columns, next_power_of_2(features))
+    grid = (cdiv(rows, config.rows) * cdiv(features, columns),)
     _kernel[grid](
         base,
         lora,
@@ -136,7 +136,7 @@ def launch(
     )
 
 
-@torch.library.custom_op("torch_dora::compose", mutates_args=())
+@operator("torch_dora::compose")
 def compose(
     base: Tensor,
     lora: Tensor,
@@ -155,6 +155,6 @@ def compose(
     return [result] if inner is None else [result, inner]
 
 
-@compose.register_fake
+@compose.op.register_fake
 def _(base, lora, g, bias, scale, delta, want_inner):
     return [base.new_empty(base.shape) for _ in range(1 + want_inner)]

@@ -15,12 +15,12 @@ cores at 800 TFLOP/s, which overlap between the programs of a multiprocessor.
 import dataclasses
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from torch_dora.ops.choose import TRITON_MODE
-from torch_dora.ops.triton.jit import jit
+from torch_dora.ops.operator import operator
+from torch_dora.ops.triton.jit import cdiv, jit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Config:
     depth: int = 64
     warps: int = 4
     stages: int = 3
+    ahead: bool = False
 
 
 CONFIG = Config()
@@ -66,6 +67,7 @@ def _kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    AHEAD: tl.constexpr,  # base is read before the products, not after
     WIDEN: tl.constexpr,  # the same products; the interpreter has none of bf16
 ):
     down = tl.cdiv(rows, ROWS)
@@ -76,6 +78,11 @@ def _kernel(
     inside = tl.arange(0, DEPTH)  # [DEPTH]
     z_ptrs = z_ptr + row.to(tl.int64)[:, None] * RANK + inside[None, :]
     b_ptrs = lora_b_ptr + column.to(tl.int64)[None, :] * RANK + inside[:, None]
+    mask = row_here[:, None] & here[None, :]
+    # rows·out may exceed 2³¹.
+    offset = row.to(tl.int64)[:, None] * features + column[None, :]  # [ROWS, COLUMNS]
+    if AHEAD:
+        base = tl.load(base_ptr + offset, mask=mask, other=0.0)
     lora = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, RANK, DEPTH):
         left = inside < RANK - first
@@ -85,11 +92,10 @@ def _kernel(
             z, b = z.to(tl.float32), b.to(tl.float32)
         lora = tl.dot(z, b, lora)
 
-    mask = row_here[:, None] & here[None, :]
-    # rows·out may exceed 2³¹.
-    offset = row.to(tl.int64)[:, None] * features + column[None, :]  # [ROWS, COLUMNS]
     g = tl.load(g_ptr + column, mask=here, other=0.0).to(tl.float32)[None, :]
-    base = tl.load(base_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    if not AHEAD:
+        base = tl.load(base_ptr + offset, mask=mask, other=0.0)
+    base = base.to(tl.float32)
     unbiased = base
     if HAS_BIAS:
         unbiased -= tl.load(bias_ptr + column, mask=here, other=0.0).to(tl.float32)[None, :]
@@ -117,7 +123,7 @@ def launch(
     rows = base.numel() // max(1, features)
     if rows == 0 or features == 0:
         return
-    grid = (triton.cdiv(rows, config.rows) * triton.cdiv(features, config.columns),)
+    grid = (cdiv(rows, config.rows) * cdiv(features, config.columns),)
     _kernel[grid](
         base,
         z,
@@ -135,6 +141,7 @@ def launch(
         ROWS=config.rows,
         COLUMNS=config.columns,
         DEPTH=config.depth,
+        AHEAD=config.ahead,
         WIDEN=TRITON_MODE == "interpreted",
         num_warps=config.warps,
         num_stages=config.stages,
@@ -142,7 +149,7 @@ def launch(
     )
 
 
-@torch.library.custom_op("torch_dora::expand_compose", mutates_args=())
+@operator("torch_dora::expand_compose")
 def expand_compose(
     base: Tensor,
     z: Tensor,
@@ -161,6 +168,6 @@ def expand_compose(
     return [y] if inner is None else [y, inner]
 
 
-@expand_compose.register_fake
+@expand_compose.op.register_fake
 def _(base, z, lora_b, g, bias, scale, want_inner):
     return [base.new_empty(base.shape) for _ in range(1 + want_inner)]

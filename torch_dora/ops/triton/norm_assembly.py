@@ -11,11 +11,10 @@ Bytes: 16·out. Six launches become one.
 import dataclasses
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_dora.ops.triton.jit import jit
+from torch_dora.ops.triton.jit import cdiv, jit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +50,7 @@ def launch(
     norm = torch.empty_like(base_sq)
     features = norm.shape[0]
     if features:
-        _kernel[(triton.cdiv(features, config.columns),)](
+        _kernel[(cdiv(features, config.columns),)](
             base_sq.contiguous(),
             cross.contiguous(),
             ba_sq.contiguous(),

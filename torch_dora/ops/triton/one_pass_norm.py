@@ -17,13 +17,12 @@ Flops: 2·out·in·r, 64 µs at r = 384 and 800 TFLOP/s: bound by the tensor cor
 import dataclasses
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from torch_dora.ops.choose import TRITON_MODE, Call
 from torch_dora.ops.triton import column_sums
-from torch_dora.ops.triton.jit import jit
+from torch_dora.ops.triton.jit import cdiv, jit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +38,7 @@ class Config:
     depth: int = 64
     warps: int = 4
     stages: int = 3
+    ahead: bool = False
 
 
 CONFIG = Config()
@@ -70,6 +70,7 @@ def _kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    AHEAD: tl.constexpr,  # the weight is read before the products, not after
     WIDEN: tl.constexpr,  # the same products; the interpreter has none of bf16
 ):
     across = tl.cdiv(in_features, COLUMNS)
@@ -81,6 +82,11 @@ def _kernel(
     wide_row = row.to(tl.int64)[:, None]
     b_ptrs = lora_b_ptr + wide_row * RANK + inside[None, :]
     a_ptrs = lora_a_ptr + inside.to(tl.int64)[:, None] * in_features + column[None, :]
+    # out·in may exceed 2³¹.
+    offset = wide_row * in_features + column[None, :]  # [ROWS, COLUMNS]
+    mask = row_here[:, None] & here[None, :]
+    if AHEAD:
+        weight = tl.load(weight_ptr + offset, mask=mask, other=0.0)
     product = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, RANK, DEPTH):
         left = inside < RANK - first
@@ -92,10 +98,9 @@ def _kernel(
         b_ptrs += DEPTH
         a_ptrs += DEPTH * in_features
 
-    # out·in may exceed 2³¹.
-    offset = wide_row * in_features + column[None, :]  # [ROWS, COLUMNS]
-    mask = row_here[:, None] & here[None, :]
-    adapted = tl.load(weight_ptr + offset, mask=mask, other=0.0).to(tl.float32) + scale * product
+    if not AHEAD:
+        weight = tl.load(weight_ptr + offset, mask=mask, other=0.0)
+    adapted = weight.to(tl.float32) + scale * product
     squares = tl.sum(adapted * adapted, axis=1)
     tl.store(partial_ptr + block.to(tl.int64) * out_features + row, squares, mask=row_here)
 
@@ -113,9 +118,9 @@ def launch(
     result = torch.empty(out_features, device=weight.device, dtype=torch.float32)
     if out_features == 0 or in_features == 0:
         return result.zero_()
-    blocks = triton.cdiv(in_features, config.columns)
+    blocks = cdiv(in_features, config.columns)
     partial = torch.empty(blocks, out_features, device=weight.device, dtype=torch.float32)
-    _kernel[(blocks * triton.cdiv(out_features, config.rows),)](
+    _kernel[(blocks * cdiv(out_features, config.rows),)](
         weight.contiguous(),
         lora_a.contiguous(),
         lora_b.contiguous(),
@@ -127,6 +132,7 @@ def launch(
         ROWS=config.rows,
         COLUMNS=config.columns,
         DEPTH=config.depth,
+        AHEAD=config.ahead,
         WIDEN=TRITON_MODE == "interpreted",
         num_warps=config.warps,
         num_stages=config.stages,

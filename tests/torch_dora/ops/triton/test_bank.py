@@ -103,4 +103,4 @@ def test_the_product_is_split_where_rows_are_few(device, monkeypatch):
 def test_the_operator_keeps_its_contract_with_torch(device):
     y, x, slots, ids = drawn((3,), 16, 8, 4, torch.bfloat16, device)
     ids = ids.clamp(-1, 2)  # a NaN equals no other
-    torch.library.opcheck(bank_expand.bank_linear, (y, x, *slots, ids, None))
+    torch.library.opcheck(bank_expand.bank_linear.op, (y, x, *slots, ids, None))

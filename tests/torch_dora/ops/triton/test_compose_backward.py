@@ -53,4 +53,4 @@ def test_the_operator_keeps_its_contract_with_torch(operands, wanted):
     _, inner, g, dy = operands((3, 8), torch.bfloat16)
     want_base, want_lora, want_g = map(bool, wanted)
     arguments = (dy, inner if want_g else None, g, 0.7, False, want_base, want_lora)
-    torch.library.opcheck(compose_backward.compose_backward, arguments)
+    torch.library.opcheck(compose_backward.compose_backward.op, arguments)

@@ -32,4 +32,4 @@ def test_the_operator_keeps_its_contract_with_torch(operands, want_inner, biased
     bias = torch.randn(8, device=base.device) if biased else None
     for strided, delta in ((base, False), (base.mT.mT, True)):
         arguments = (strided, lora, g, bias, 0.7, delta, want_inner)
-        torch.library.opcheck(compose_forward.compose, arguments)
+        torch.library.opcheck(compose_forward.compose.op, arguments)

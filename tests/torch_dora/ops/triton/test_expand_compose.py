@@ -65,4 +65,4 @@ def test_the_operator_keeps_its_contract_with_torch(operands, device, want_inner
     base, bias, g, _ = operands((3, 8), torch.bfloat16)
     z, lora_b = (torch.randn(n, 4, device=device).bfloat16() for n in (3, 8))
     arguments = (base, z, lora_b, g, bias[0] if biased else None, 0.7, want_inner)
-    torch.library.opcheck(expand_compose.expand_compose, arguments)
+    torch.library.opcheck(expand_compose.expand_compose.op, arguments)
