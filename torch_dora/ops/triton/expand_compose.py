@@ -36,7 +36,6 @@ class Config:
     depth: int = 64
     warps: int = 4
     stages: int = 3
-    ahead: bool = False
 
 
 CONFIG = Config()
@@ -67,7 +66,6 @@ def _kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    AHEAD: tl.constexpr,  # base is read before the products, not after
     WIDEN: tl.constexpr,  # the same products; the interpreter has none of bf16
 ):
     down = tl.cdiv(rows, ROWS)
@@ -81,8 +79,8 @@ def _kernel(
     mask = row_here[:, None] & here[None, :]
     # rows·out may exceed 2³¹.
     offset = row.to(tl.int64)[:, None] * features + column[None, :]  # [ROWS, COLUMNS]
-    if AHEAD:
-        base = tl.load(base_ptr + offset, mask=mask, other=0.0)
+    # Before the products, so that it is under way while they are taken.
+    base = tl.load(base_ptr + offset, mask=mask, other=0.0)
     lora = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, RANK, DEPTH):
         left = inside < RANK - first
@@ -93,8 +91,6 @@ def _kernel(
         lora = tl.dot(z, b, lora)
 
     g = tl.load(g_ptr + column, mask=here, other=0.0).to(tl.float32)[None, :]
-    if not AHEAD:
-        base = tl.load(base_ptr + offset, mask=mask, other=0.0)
     base = base.to(tl.float32)
     unbiased = base
     if HAS_BIAS:
@@ -141,7 +137,6 @@ def launch(
         ROWS=config.rows,
         COLUMNS=config.columns,
         DEPTH=config.depth,
-        AHEAD=config.ahead,
         WIDEN=TRITON_MODE == "interpreted",
         num_warps=config.warps,
         num_stages=config.stages,

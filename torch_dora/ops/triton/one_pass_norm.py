@@ -38,7 +38,6 @@ class Config:
     depth: int = 64
     warps: int = 4
     stages: int = 3
-    ahead: bool = False
 
 
 CONFIG = Config()
@@ -70,7 +69,6 @@ def _kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    AHEAD: tl.constexpr,  # the weight is read before the products, not after
     WIDEN: tl.constexpr,  # the same products; the interpreter has none of bf16
 ):
     across = tl.cdiv(in_features, COLUMNS)
@@ -85,8 +83,8 @@ def _kernel(
     # out·in may exceed 2³¹.
     offset = wide_row * in_features + column[None, :]  # [ROWS, COLUMNS]
     mask = row_here[:, None] & here[None, :]
-    if AHEAD:
-        weight = tl.load(weight_ptr + offset, mask=mask, other=0.0)
+    # Before the products, so that it is under way while they are taken.
+    weight = tl.load(weight_ptr + offset, mask=mask, other=0.0)
     product = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, RANK, DEPTH):
         left = inside < RANK - first
@@ -98,8 +96,6 @@ def _kernel(
         b_ptrs += DEPTH
         a_ptrs += DEPTH * in_features
 
-    if not AHEAD:
-        weight = tl.load(weight_ptr + offset, mask=mask, other=0.0)
     adapted = weight.to(tl.float32) + scale * product
     squares = tl.sum(adapted * adapted, axis=1)
     tl.store(partial_ptr + block.to(tl.int64) * out_features + row, squares, mask=row_here)
@@ -132,7 +128,6 @@ def launch(
         ROWS=config.rows,
         COLUMNS=config.columns,
         DEPTH=config.depth,
-        AHEAD=config.ahead,
         WIDEN=TRITON_MODE == "interpreted",
         num_warps=config.warps,
         num_stages=config.stages,
