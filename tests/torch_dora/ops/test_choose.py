@@ -57,7 +57,7 @@ def test_triton_refuses_everything_where_it_is_not_installed(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("rows", "out", "chosen"),
+    ("rows", "out", "compiled_for"),
     [
         (4096, 4096, "triton"),
         (6144, 2048, "triton"),
@@ -66,7 +66,9 @@ def test_triton_refuses_everything_where_it_is_not_installed(monkeypatch):
         (1, 4096, "eager"),
     ],
 )
-def test_the_crossover_decides(compiled, monkeypatch, rows, out, chosen):
+def test_the_crossover_decides_where_torch_compile_could_fuse(
+    compiled, monkeypatch, rows, out, compiled_for
+):
     like = torch.empty(rows, out, device="meta", dtype=torch.bfloat16)
     g = torch.empty(out, device="meta")
     # A meta tensor stands for a CUDA tensor of its size.
@@ -74,10 +76,11 @@ def test_the_crossover_decides(compiled, monkeypatch, rows, out, chosen):
         judge = getattr(choose, name)
         on_cuda = lambda call, judge=judge: judge(call._replace(device="cuda"))  # noqa: E731
         monkeypatch.setattr(choose, name, on_cuda)
-    assert choose_compose(like, like, g, None) == chosen
-    assert choose_compose(like, like, g, "triton") == "triton"
+    assert choose_compose(like, like, g, None) == "triton"
+    assert choose_compose(like, like, g, None, want_inner=True) == "triton"
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert choose_compose(like, like, g, None) == chosen
+    assert choose_compose(like, like, g, None) == compiled_for
+    assert choose_compose(like, like, g, "triton") == "triton"
     assert choose_compose(like, like, g, None, want_inner=True) == "eager"
     assert choose_compose(like, like, g, "triton", want_inner=True) == "triton"
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from torch_dora.ops.choose import TRITON_MODE, Call
 from torch_dora.ops.triton import column_sums
-from torch_dora.ops.triton.jit import cdiv, jit
+from torch_dora.ops.triton.jit import cdiv, jit, next_power_of_2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Config:
     """A program takes ``rows`` output × ``columns`` input features, ``depth`` of r at a time.
 
     Tiles as in expand and compose, for the same reason: two programs to a multiprocessor, one
-    reading its tile of W while the other multiplies.
+    reading its tile of W while the other multiplies; and of a low rank many small ones.
     """
 
     rows: int = 128
@@ -40,7 +40,15 @@ class Config:
     stages: int = 3
 
 
-CONFIG = Config()
+def config(rank: int) -> Config:
+    """Returns what was fastest (H100; 4096 and 14336 features)."""
+    depth = min(64, max(16, next_power_of_2(rank)))
+    if rank <= 16:
+        return Config(rows=32, depth=depth, stages=2)
+    if rank <= 128:
+        return Config(rows=64, columns=256, depth=depth, warps=8, stages=2)
+    return Config()
+
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -106,17 +114,18 @@ def launch(
     lora_a: Tensor,
     lora_b: Tensor,
     scale: float,
-    config: Config = CONFIG,
+    knobs: Config | None = None,
     sum_config: column_sums.SumConfig = column_sums.CONFIG,
 ) -> Tensor:
     """Returns ‖weight + scale·lora_b lora_a‖ per row, f32[out]."""
     out_features, in_features = weight.shape
+    knobs = knobs or config(lora_a.shape[0])
     result = torch.empty(out_features, device=weight.device, dtype=torch.float32)
     if out_features == 0 or in_features == 0:
         return result.zero_()
-    blocks = cdiv(in_features, config.columns)
+    blocks = cdiv(in_features, knobs.columns)
     partial = torch.empty(blocks, out_features, device=weight.device, dtype=torch.float32)
-    _kernel[(blocks * cdiv(out_features, config.rows),)](
+    _kernel[(blocks * cdiv(out_features, knobs.rows),)](
         weight.contiguous(),
         lora_a.contiguous(),
         lora_b.contiguous(),
@@ -125,12 +134,12 @@ def launch(
         in_features,
         scale,
         RANK=lora_a.shape[0],
-        ROWS=config.rows,
-        COLUMNS=config.columns,
-        DEPTH=config.depth,
+        ROWS=knobs.rows,
+        COLUMNS=knobs.columns,
+        DEPTH=knobs.depth,
         WIDEN=TRITON_MODE == "interpreted",
-        num_warps=config.warps,
-        num_stages=config.stages,
+        num_warps=knobs.warps,
+        num_stages=knobs.stages,
         enable_fp_fusion=True,
     )
     column_sums.launch(partial, result, root=True, config=sum_config)

@@ -90,39 +90,44 @@ assert "fma" not in code
 
 
 EXPAND = """
-config = expand_compose.CONFIG
-tile = dict(
-    RANK=384, ROWS=config.rows, COLUMNS=config.columns, DEPTH=config.depth, WIDEN=False
-)
 pointers = dict.fromkeys(
     ["base_ptr", "z_ptr", "lora_b_ptr", "bias_ptr", "y_ptr", "inner_ptr"], half
 )
-code = lower(
-    expand_compose._kernel,
-    pointers | sizes | dict(g_ptr=full),
-    tile | dict(HAS_BIAS=True, WITH_INNER=True),
-    config.warps,
-    num_stages=config.stages,
-    enable_fp_fusion=True,
-)
-assert "wgmma.mma_async" in code and "st.global.v4" in code
+for rank in (16, 384):
+    config = expand_compose.config(rank)
+    tile = dict(
+        RANK=rank, ROWS=config.rows, COLUMNS=config.columns, DEPTH=config.depth, WIDEN=False
+    )
+    code = lower(
+        expand_compose._kernel,
+        pointers | sizes | dict(g_ptr=full),
+        tile | dict(HAS_BIAS=True, WITH_INNER=True),
+        config.warps,
+        num_stages=config.stages,
+        enable_fp_fusion=True,
+    )
+    # A tile of fewer than 64 rows is too low for the wide instruction.
+    assert ("wgmma.mma_async" if rank == 384 else "mma.sync") in code
+    assert "st.global.v4" in code
 """
 
 ONE_PASS = """
-config = one_pass_norm.CONFIG
-tile = dict(
-    RANK=384, ROWS=config.rows, COLUMNS=config.columns, DEPTH=config.depth, WIDEN=False
-)
 pointers = dict.fromkeys(["weight_ptr", "lora_a_ptr", "lora_b_ptr"], half)
-code = lower(
-    one_pass_norm._kernel,
-    pointers | dict(partial_ptr=full, out_features="i32", in_features="i32", scale="fp32"),
-    tile,
-    config.warps,
-    num_stages=config.stages,
-    enable_fp_fusion=True,
-)
-assert "wgmma.mma_async" in code and "ld.global.v4" in code and "atom" not in code
+for rank in (16, 384):
+    config = one_pass_norm.config(rank)
+    tile = dict(
+        RANK=rank, ROWS=config.rows, COLUMNS=config.columns, DEPTH=config.depth, WIDEN=False
+    )
+    code = lower(
+        one_pass_norm._kernel,
+        pointers | dict(partial_ptr=full, out_features="i32", in_features="i32", scale="fp32"),
+        tile,
+        config.warps,
+        num_stages=config.stages,
+        enable_fp_fusion=True,
+    )
+    assert ("wgmma.mma_async" if rank == 384 else "mma.sync") in code
+    assert "ld.global.v4" in code and "atom" not in code
 """
 
 BANK = """

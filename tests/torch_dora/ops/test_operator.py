@@ -1,0 +1,73 @@
+"""Operators are called as functions, and by torch.library where somebody records them."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_dora.ops.operator import Operator, operator
+
+CALLS: list[tuple[int, ...]] = []
+
+
+@operator("torch_dora_test::double")
+def double(x: torch.Tensor) -> torch.Tensor:
+    CALLS.append(tuple(x.shape))
+    return x + x
+
+
+@double.op.register_fake
+def _(x):
+    return x.new_empty(x.shape)
+
+
+class Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def x(monkeypatch):
+    CALLS.clear()
+    return torch.randn(3, 2)
+
+
+def test_nobody_waits_for_torch_library(x, monkeypatch):
+    monkeypatch.setattr(Operator, "op", None, raising=False)
+    monkeypatch.delattr(double, "op")
+    assert torch.equal(double(x), 2 * x)
+    assert torch.equal(double(torch.nn.Parameter(x).detach()), 2 * x)
+
+
+def test_a_dispatch_mode_sees_one_operator(x):
+    with Recorder() as recorder:
+        double(x)
+    assert recorder.names[0] == "torch_dora_test.double.default"
+
+
+def test_fake_tensors_run_nothing(x):
+    with FakeTensorMode() as mode:
+        assert double(mode.from_tensor(x)).shape == (3, 2)
+    assert not CALLS
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("record", [torch.compile, torch.jit.trace])
+def test_a_recorded_program_holds_the_operator(x, record):
+    if record is torch.compile:
+        program = torch.compile(lambda x: double(x), backend="eager", fullgraph=True)
+    else:
+        program = torch.jit.trace(lambda x: double(x), x)
+        assert "torch_dora_test::double" in str(program.inlined_graph)
+    assert torch.equal(program(x), 2 * x)
+
+
+def test_a_gradient_that_is_not_there_is_an_error(x):
+    y = double(x.requires_grad_())
+    with pytest.raises(RuntimeError, match="torch_dora_test::double"):
+        y.sum().backward()
