@@ -1,8 +1,9 @@
 """Operators of torch.library, called as plain functions where nobody records them.
 
-torch.compile, torch.export, a dispatch mode (fake tensors, selective checkpointing, counting FLOPs)
-or a transform of torch.func must see one operator where a kernel is launched. Everybody else need
-not wait for torch.library, whose way takes longer on the host than a launch does.
+torch.compile, torch.export, a dispatch mode (fake tensors, selective checkpointing, counting
+FLOPs), a transform of torch.func and the meta device must see one operator where a kernel is
+launched. Everybody else need not wait for torch.library, whose way takes longer on the host than a
+launch does.
 """
 
 from collections.abc import Callable
@@ -34,16 +35,12 @@ def operator[**P, R](name: str) -> Callable[[Callable[P, R]], Operator[P, R]]:
 
 
 def _recorded(arguments: tuple[Any, ...]) -> bool:
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None
-        or choose.transformed()
-    ):
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return True
-    if torch._C._len_torch_dispatch_stack():
+    if torch._C._len_torch_dispatch_stack() or choose.transformed():
         return True
     tensors = [one for one in arguments if isinstance(one, Tensor)]
-    if any(type(one) not in _PLAIN for one in tensors):
+    if any(type(one) not in _PLAIN or one.is_meta for one in tensors):
         return True
     # The operator tells that it has no gradient.
     return torch.is_grad_enabled() and any(one.requires_grad for one in tensors)

@@ -53,6 +53,7 @@ def test_a_dispatch_mode_sees_one_operator(x):
 def test_fake_tensors_run_nothing(x):
     with FakeTensorMode() as mode:
         assert double(mode.from_tensor(x)).shape == (3, 2)
+    assert double(x.to("meta")).is_meta
     assert not CALLS
 
 
@@ -69,5 +70,5 @@ def test_a_recorded_program_holds_the_operator(x, record):
 
 def test_a_gradient_that_is_not_there_is_an_error(x):
     y = double(x.requires_grad_())
-    with pytest.raises(RuntimeError, match="torch_dora_test::double"):
+    with pytest.raises(RuntimeError, match=r"torch_dora_test.*double"):
         y.sum().backward()
