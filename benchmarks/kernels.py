@@ -30,7 +30,7 @@ from jax_dora.ops.mosaic import (
     expand_compose,
     low_rank_tiling,
     norm,
-    product,
+    product_tiling,
     project,
     project_back,
     quantised_norm,
@@ -142,11 +142,11 @@ LOW_RANK = (
 )
 # Other tiles, and other orders of them, which decide what the level-2 cache holds.
 PRODUCTS = (
-    product.Config(band=4),
-    product.Config(band=16),
-    product.Config(band_in_cols=True),
-    product.Config(tile_cols=192),
-    product.Config(tile_cols=128, stages=6),
+    product_tiling.Config(band=4),
+    product_tiling.Config(band=16),
+    product_tiling.Config(band_in_cols=True),
+    product_tiling.Config(tile_cols=192),
+    product_tiling.Config(tile_cols=128, stages=6),
 )
 DROPPED = tuple(dropped_product.Config(**c) for c in ({"stages": 3}, {"parts": 1}, {"parts": 4}))
 ELEMENTWISE = (

@@ -20,6 +20,7 @@ from jax_dora.layers.projection import DoRAEinsum, DoRALinearGeneral, Equation
 from jax_dora.ops import choose
 from jax_dora.ops import mesh as meshes
 from jax_dora.ops.bank import bank_linear, step_of
+from jax_dora.ops.bank_projection import bank_projection
 from jax_dora.ops.bank_slots import Slots
 
 _OF_BANK = frozenset(
@@ -183,7 +184,38 @@ class BankLinear(BankLayer, nnx.Linear):
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """As `nnx.Linear`'s, of [batch, ..., in]."""
+        if out_sharding is None and self._is_one_product(inputs):
+            return self._of_prompts(inputs)
         return self._call(inputs, out_sharding=out_sharding)
+
+    def _is_one_product(self, inputs: jax.Array) -> bool:
+        """Returns whether inputs are prompts, and the base's result is their product with the
+        kernel as it is."""
+        kernel = self.kernel.get_value()
+        return (
+            inputs.ndim == 3
+            and inputs.shape[1] > 1
+            and isinstance(kernel, jax.Array)
+            and self.dot_general is lax.dot_general
+            and self.preferred_element_type is None
+            and meshes.explicit(inputs, kernel, self.bank_ids[...]) is None
+        )
+
+    def _of_prompts(self, inputs: jax.Array) -> jax.Array:
+        bias = None if self.bias is None else self.bias[...]
+        x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
+        slots, ids, part = self._slots()
+        _check_rows(self._equation(3), x.shape, ids)
+        return bank_projection(
+            x,
+            kernel,
+            slots,
+            ids,
+            part=part,
+            bias=bias,
+            precision=self.precision,
+            implementation=self.bank_implementation,
+        )
 
 
 class BankLinearGeneral(BankLayer, nnx.LinearGeneral):

@@ -1,4 +1,5 @@
-"""A matrix product in two parts, one accumulator: the frame of project and project_back.
+"""A matrix product in two parts, one accumulator: the frame of project, project_back and
+bank_project.
 
     result = g∘(left₁ right₁ + left₂ right₂) [+ bias]
 
@@ -10,6 +11,7 @@ FLOPs: 2 · rows · (k₁ + k₂) · cols set the floor; bytes: each operand and
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,84 +21,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_dora.ops.mosaic import hopper
 from jax_dora.ops.mosaic.hopper import FETCH_REGISTERS, TILE_K, consume_registers
-
-CONSUMERS = 2
-# What a consumer stores at a time: one instruction's rows, one swizzled row of 16-bit numbers.
-CHUNK_ROWS, CHUNK_COLS = 64, 64
-CHUNK_SLOTS = 2
-# Of one m64 instruction, and fp32 numbers that a consumer's 128 threads keep in 128 registers each.
-MAX_INSTRUCTION_COLS = 256
-MAX_ACCUMULATORS = 128 * 128
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Launch knobs.
-
-    Attributes:
-      tile_rows, tile_cols: of the result, for a thread block. 128 × 256 fills the registers of two
-        consumers with accumulators, and asks the least of shared memory and of the level-2 cache
-        for each product.
-      split_rows: the two consumers divide the tile's rows, or else its columns. By rows, a consumer
-        issues the widest instruction, which reads the least from shared memory.
-      stages: slices of the operands in flight.
-      band: tiles that are worked on at one time form a band this many tiles wide, so that what they
-        read is in the level-2 cache.
-      band_in_cols: bands are of columns, or else of rows.
-    """
-
-    tile_rows: int = 128
-    tile_cols: int = 256
-    split_rows: bool = True
-    stages: int = 4
-    band: int = 8
-    band_in_cols: bool = False
-
-    @property
-    def consumer_tile(self) -> tuple[int, int]:
-        if self.split_rows:
-            return self.tile_rows // CONSUMERS, self.tile_cols
-        return self.tile_rows, self.tile_cols // CONSUMERS
+from jax_dora.ops.mosaic.product_tiling import (
+    CHUNK_COLS,
+    CHUNK_ROWS,
+    CHUNK_SLOTS,
+    CONSUMERS,
+    Config,
+)
 
 
-def has_room(config: Config) -> bool:
-    """Returns whether shared memory and the tensor cores' instructions have room for a launch."""
-    rows, cols = config.consumer_tile
-    slices = config.stages * (config.tile_rows + config.tile_cols) * TILE_K * 2
-    chunks = CONSUMERS * CHUNK_SLOTS * CHUNK_ROWS * CHUNK_COLS * 2
-    return (
-        rows % CHUNK_ROWS == 0
-        and cols % CHUNK_COLS == 0
-        and cols <= MAX_INSTRUCTION_COLS
-        and rows * cols <= MAX_ACCUMULATORS
-        and slices + chunks + hopper.RESERVED <= hopper.SHARED_MEMORY
-    )
+class Groups(NamedTuple):
+    """Groups of `time` rows each, a multiple of tile_rows, of which each has vectors and a second
+    right operand of its own: that of the number in `which`, i32[groups]."""
 
-
-def refuses(rows: int, in_features: int, out: int, dtype: jax.typing.DTypeLike) -> str | None:
-    """Returns why x [rows, in], W [in, out] and an adapter of `dtype` are not taken, or None."""
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
-        return f"x and the kernel have dtype {jnp.dtype(dtype)}, neither bfloat16 nor float16"
-    if rows == 0:
-        return "there are no rows"
-    for name, size in (("in", in_features), ("out", out)):
-        if size % TILE_K:
-            return f"{name} = {size} is not a multiple of {TILE_K}"
-        if size == 0:
-            return f"{name} is 0"
-    return None
-
-
-def wins(rows: int, in_features: int, out: int, dtype: jax.typing.DTypeLike) -> bool:
-    """Returns whether the kernel was no slower than XLA (H200, 1713ac4, `benchmarks ops`)."""
-    return rows >= 1024 and in_features >= 4096 and out >= 1024 and rows * out >= 2**22
-
-
-def config(rows: int, in_features: int, out: int, dtype: jax.typing.DTypeLike) -> Config:
-    """Returns the launch knobs (H200, 9446849, `benchmarks tune`)."""
-    if rows >= 1024 and in_features >= 2048 and 1449 <= out <= 2896 and rows * out >= 2**21:
-        return Config(tile_rows=128, tile_cols=128, stages=6)
-    return Config()
+    time: int
+    which: jax.Array
 
 
 def two_part_product(
@@ -106,6 +45,7 @@ def two_part_product(
     *,
     outputs: int = 1,
     transposed: bool = False,
+    groups: Groups | None = None,
     config: Config,
     sm_count: int,
 ) -> list[jax.Array]:
@@ -113,8 +53,8 @@ def two_part_product(
 
     Args:
       lefts: [rows, k] each.
-      rights: [k, cols] each, or [cols, k] if transposed.
-      vectors: g and bias, f32[cols]; none for the bare sum, or g alone.
+      rights: [k, cols] each, or [cols, k] if transposed; of groups the second is [n, k, cols].
+      vectors: g and bias, f32[cols]; none for the bare sum, or g alone. Of groups [groups, cols].
     """
     c, dtype = config, lefts[0].dtype
     rows = lefts[0].shape[0]
@@ -129,10 +69,11 @@ def two_part_product(
     tiles = row_tiles * col_tiles
     blocks = min(sm_count, tiles)
     consumer_rows, consumer_cols = c.consumer_tile
+    chunks = outputs * consumer_rows * consumer_cols // (CHUNK_ROWS * CHUNK_COLS)
     arguments = [hopper.pad(left, padded_rows, left.shape[1]) for left in lefts] + [*rights]
     if vectors:
-        stacked = jnp.stack([v.astype(jnp.float32) for v in vectors])
-        arguments.append(hopper.pad(stacked, len(vectors), col_tiles * c.tile_cols))
+        stacked = jnp.stack([v.astype(jnp.float32) for v in vectors], axis=-2)
+        arguments.append(hopper.pad(stacked, *stacked.shape[:-1], col_tiles * c.tile_cols))
         features = {
             "smem": plgpu.SMEM((len(vectors), c.tile_cols), jnp.float32),
             "ready": plgpu.Barrier(),
@@ -140,9 +81,11 @@ def two_part_product(
         }
     else:
         features = {}
+    if groups is not None:
+        arguments.append(groups.which)
 
     def body(*refs, left_smem, right_smem, ready, free, chunk_smem, features):
-        lefts_gmem, rights_gmem, out_gmem = refs[:2], refs[2:4], refs[len(refs) - outputs :]
+        lefts_gmem, out_gmem = refs[:2], refs[len(refs) - outputs :]
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         my_tiles = lax.div(tiles - block + blocks - 1, blocks)
 
@@ -152,12 +95,23 @@ def two_part_product(
             )
             return row * c.tile_rows, col * c.tile_cols
 
+        def of_tile(row):
+            """Returns the right operands and the vectors of a tile."""
+            first, second, *others = refs[2 : len(refs) - outputs]
+            vectors_gmem = others[0] if vectors else None
+            if groups is not None:
+                group = lax.div(row, jnp.int32(groups.time))
+                second = second.at[others[-1][group]]
+                vectors_gmem = vectors_gmem.at[group] if vectors else None
+            return (first, second), vectors_gmem
+
         @pl.when(warpgroup == CONSUMERS)
         def _fetch():
             plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
 
             def fetch_tile(index, _):
                 row, col = corner(index)
+                rights_gmem, vectors_gmem = of_tile(row)
                 at_rows, at_cols = pl.ds(row, c.tile_rows), pl.ds(col, c.tile_cols)
                 before = index * sum(steps)
                 for left_gmem, right_gmem, count in zip(
@@ -180,12 +134,12 @@ def two_part_product(
 
                     lax.fori_loop(0, count, fetch_slice, None)
                     before = before + count
-                if vectors:
+                if vectors_gmem is not None:
                     # Last: they are free only when the tile before has been stored, and its slices
                     # long before.
                     plgpu.barrier_wait(features["free"])
                     plgpu.copy_gmem_to_smem(
-                        refs[4].at[:, at_cols], features["smem"], features["ready"]
+                        vectors_gmem.at[:, at_cols], features["smem"], features["ready"]
                     )
 
             lax.fori_loop(0, my_tiles, fetch_tile, None)
@@ -239,6 +193,9 @@ def two_part_product(
                 if vectors:
                     plgpu.barrier_wait(features["ready"])
                 stores = 0
+                if chunks % CHUNK_SLOTS:
+                    # The tile before has ended with the slot that this one begins with.
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 for r in range(0, consumer_rows, CHUNK_ROWS):
                     for j in range(0, consumer_cols, CHUNK_COLS):
                         chunk = inner = acc[r : r + CHUNK_ROWS, j : j + CHUNK_COLS]
@@ -269,6 +226,7 @@ def two_part_product(
             lax.fori_loop(0, my_tiles, consume_tile, None)
             plgpu.wait_smem_to_gmem(0)
 
+    name = "dora_project_back" if transposed else "dora_project"
     right_tile = (c.tile_cols, TILE_K) if transposed else (TILE_K, c.tile_cols)
     results = plgpu.kernel(
         body,
@@ -285,7 +243,7 @@ def two_part_product(
             "chunk_smem": hopper.tiled((CONSUMERS * CHUNK_SLOTS, CHUNK_ROWS, CHUNK_COLS), dtype),
             "features": features,
         },
-        kernel_name="dora_project_back" if transposed else "dora_project",
+        kernel_name=name if groups is None else "dora_bank_project",
     )(*arguments)
     # Where a scan both stacks a result and reads it, XLA would launch the kernel twice.
     return [lax.optimization_barrier(result[:rows]) for result in results]

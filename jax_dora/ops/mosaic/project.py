@@ -11,10 +11,11 @@ import jax
 
 from jax_dora.ops.mosaic.hopper import pad, padded_rank
 from jax_dora.ops.mosaic.launch import launcher
-from jax_dora.ops.mosaic.product import Config, two_part_product
-from jax_dora.ops.mosaic.product import config as config
-from jax_dora.ops.mosaic.product import refuses as refuses
-from jax_dora.ops.mosaic.product import wins as wins
+from jax_dora.ops.mosaic.product import two_part_product
+from jax_dora.ops.mosaic.product_tiling import Config
+from jax_dora.ops.mosaic.product_tiling import config as config
+from jax_dora.ops.mosaic.product_tiling import refuses as refuses
+from jax_dora.ops.mosaic.product_tiling import wins as wins
 
 
 @launcher("want_inner")

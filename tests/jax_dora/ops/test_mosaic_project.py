@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jax_dora.ops.mosaic import project, project_back
-from jax_dora.ops.mosaic.product import Config, config, has_room, refuses
+from jax_dora.ops.mosaic.product_tiling import Config, config, has_room, refuses
 from parity import tolerances
 from parity.oracle import fp64
 from tests.tables import thinned

@@ -1,0 +1,150 @@
+"""Whole projections of prompts with many adapters: y = g[id]∘(x W + s[id]·x A[id] B[id]) + bias.
+
+With kernels, z = x A is taken in parts, by `mosaic.bank_shrink`, which reads each adapter where it
+lies. Then x W and z B are one product, `mosaic.bank_project`, and no base result is written or
+read. A row of -1 is to have the bits of the product that XLA makes of x W without a bank: where a
+batch has one, the base's product is XLA's, and `mosaic.bank_expand` adds what is the adapters'.
+Elsewhere it always is, as in `bank`.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_dora.ops import choose, primitive
+from jax_dora.ops import mesh as meshes
+from jax_dora.ops.bank import EXPAND, Expansion, Static
+from jax_dora.ops.bank_slots import Rows, Slots, composed, rows_of
+from jax_dora.ops.compose import accumulator
+from jax_dora.ops.mosaic import bank_expand, bank_project, bank_shrink
+from jax_dora.ops.reduction import static_precision
+from jax_dora.ops.shard import Op, Shard
+
+
+def bank_projection(
+    x: jax.Array,
+    kernel: jax.Array,
+    slots: Slots,
+    ids: jax.Array,
+    *,
+    part: tuple[jax.Array, int] | None = None,
+    bias: jax.Array | None = None,
+    precision: lax.PrecisionLike = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Returns each row of a projection with the adapter of its slot, the base's product included.
+
+    Args:
+      x: [batch, time, in].
+      kernel: [in, out], of x's dtype.
+      slots, ids, part, bias, precision: as `bank.bank_linear`'s.
+      implementation: None, "mosaic" or "xla"; a named one runs or raises. "mosaic" stands for one
+        product where there is a kernel for it, and else for what `bank.bank_linear` means by it.
+
+    Returns:
+      [batch, time, out] in x's dtype. A row of -1 is XLA's x W + bias, bit for bit; one of an id
+      that has no slot, or of an empty slot, is NaN.
+
+    Raises:
+      NotImplementedError: the named implementation cannot take the call.
+    """
+    first, count = part or (jnp.int32(0), slots.lora_a.shape[0])
+    rows = rows_of(slots, ids, first, count, accumulator(x.dtype))
+    lora_a, lora_b = (one.astype(x.dtype) for one in (slots.lora_a, slots.lora_b))
+    operands = meshes.vary_alike(Prompts(x, kernel, lora_a, lora_b, *rows, ids < 0, bias))
+    static = StaticOfPrompts(implementation, implementation, static_precision(precision))
+    return meshes.differentiable(_project)(static, operands)
+
+
+class StaticOfPrompts(NamedTuple):
+    """What is static in a call. On a mesh `implementation` becomes "xla", and the second product
+    alone goes by what the caller has named, `of_expand`."""
+
+    implementation: str | None
+    of_expand: str | None
+    precision: Any
+
+
+class Prompts(NamedTuple):
+    """The operands of a call: x [batch, time, in], kernel [in, out], lora_a [slots, rank, in],
+    lora_b [slots, rank, out], `Rows`, is_base bool[batch], bias [out] or None."""
+
+    x: Any
+    kernel: Any
+    lora_a: Any
+    lora_b: Any
+    slot: Any
+    g: Any
+    scale: Any
+    is_base: Any
+    bias: Any
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _project(static: StaticOfPrompts, prompts: Prompts) -> jax.Array:
+    return primitive.call(PROJECT, static, prompts)[0]
+
+
+@_project.defjvp
+def _project_jvp(static: StaticOfPrompts, primals: Any, tangents: Any) -> Any:
+    return jax.jvp(functools.partial(_define, static), primals, tangents)
+
+
+def _run(static: StaticOfPrompts, shard: Shard, prompts: Prompts) -> tuple[jax.Array]:
+    x, lora_a, g = prompts.x, prompts.lora_a, prompts.g
+    (batch, time, in_features), out, rank = x.shape, g.shape[-1], lora_a.shape[1]
+
+    def chosen(kernel: Any, *sizes: int) -> choose.Choice | None:
+        call = (kernel, (batch, time, *sizes, x.dtype))
+        return choose.choose("bank_linear", static.implementation, call, optional=True)
+
+    shrink = chosen(bank_shrink, in_features, rank)
+    project = chosen(bank_project, in_features, out, rank)
+    expand = chosen(bank_expand, rank, out)
+    if shrink is None or project is None or expand is None:
+        return (_by_expand(static, prompts),)
+    parts = bank_shrink.launch(x, lora_a, prompts.slot, **shrink.knobs)
+    scale = prompts.scale.astype(jnp.float32)[:, None, None]
+
+    def whole() -> jax.Array:
+        z = (scale * parts.sum(0)).astype(x.dtype)
+        others = prompts.lora_b, prompts.slot, g, prompts.bias
+        return bank_project.launch(x, prompts.kernel, z, *others, **project.knobs)
+
+    def over_base() -> jax.Array:
+        base, z = _base(static, prompts), parts.sum(0).astype(x.dtype)
+        operands = Expansion(base, z, *prompts[3:7], prompts.bias)
+        return bank_expand.launch(*operands, **expand.knobs)
+
+    return (lax.cond(jnp.any(prompts.is_base), over_base, whole),)
+
+
+# Without names: on a mesh of several devices XLA shares the work, but for the second product.
+PROJECT = Op("bank_project", _run, (), ())
+
+
+def _base(static: StaticOfPrompts, prompts: Prompts) -> jax.Array:
+    contracted = (((prompts.x.ndim - 1,), (0,)), ((), ()))
+    return lax.dot_general(prompts.x, prompts.kernel, contracted, precision=static.precision)
+
+
+def _reduced(static: StaticOfPrompts, prompts: Prompts) -> jax.Array:
+    lora_a = prompts.lora_a[prompts.slot]
+    return jnp.einsum("nti,nri->ntr", prompts.x, lora_a, precision=static.precision)
+
+
+def _by_expand(static: StaticOfPrompts, prompts: Prompts) -> jax.Array:
+    operands = Expansion(
+        _base(static, prompts), _reduced(static, prompts), *prompts[3:7], prompts.bias
+    )
+    return primitive.call(EXPAND, Static(static.of_expand, static.precision), operands)[0]
+
+
+def _define(static: StaticOfPrompts, prompts: Prompts) -> jax.Array:
+    z, lora_b = _reduced(static, prompts), prompts.lora_b[prompts.slot]
+    lora = jnp.einsum("ntr,nro->nto", z, lora_b, precision=static.precision)
+    rows = Rows(prompts.slot, prompts.g, prompts.scale)
+    return composed(_base(static, prompts), lora, rows, prompts.bias)

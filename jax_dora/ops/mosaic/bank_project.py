@@ -1,0 +1,78 @@
+"""Whole projections of groups of rows with an adapter each, in one matrix product:
+y[n] = g[n]∘(x[n] W + z[n] B[slot[n]]) [+ bias].
+
+    x  [groups, time, in]  W  [in, out]  z  [groups, time, r]  B  [slots, r, out]   bf16 or fp16
+    slot  i32[groups]      g  f32[groups, out] (optional)      bias  [out] (optional)
+
+s is already in z. No base tensor is written or read, and no adapter is copied: B is read where it
+lies. Tiles are those of `project`; one lies in one group, which says what its second part is.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jax_dora.ops.mosaic import hopper, product_tiling
+from jax_dora.ops.mosaic.launch import launcher
+from jax_dora.ops.mosaic.product import Groups, two_part_product
+from jax_dora.ops.mosaic.product_tiling import Config
+
+
+def refuses(
+    groups: int, time: int, in_features: int, out: int, rank: int, dtype: jax.typing.DTypeLike
+) -> str | None:
+    """Returns why x [groups, time, in], W [in, out] and slots with room for `rank` ranks, all of
+    `dtype`, are not taken, or None."""
+    rows = product_tiling.config(groups * time, in_features, out, dtype).tile_rows
+    if time % rows:
+        return f"each row of the batch has {time} tokens, which is no multiple of {rows}"
+    if rank == 0 or rank % hopper.ALIGNMENT:
+        return f"the bank has room for rank {rank}, no multiple of {hopper.ALIGNMENT}"
+    return product_tiling.refuses(groups * time, in_features, out, dtype)
+
+
+def wins(
+    groups: int, time: int, in_features: int, out: int, rank: int, dtype: jax.typing.DTypeLike
+) -> bool:
+    """Returns whether the kernel is taken to be no slower than XLA's product: where that of one
+    adapter is, of which this is a copy but for where B lies."""
+    return product_tiling.wins(groups * time, in_features, out, dtype)
+
+
+def config(
+    groups: int, time: int, in_features: int, out: int, rank: int, dtype: jax.typing.DTypeLike
+) -> Config:
+    """Returns what is fastest of one adapter."""
+    return product_tiling.config(groups * time, in_features, out, dtype)
+
+
+@launcher()
+def launch(
+    x: jax.Array,
+    kernel: jax.Array,
+    z: jax.Array,
+    lora_b: jax.Array,
+    slot: jax.Array,
+    g: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    config: Config,
+    sm_count: int,
+) -> jax.Array:
+    """Returns y [groups, time, out]."""
+    (groups, time, in_features), (rank, out) = x.shape, lora_b.shape[1:]
+    vectors = [] if g is None else [g]
+    if bias is not None:
+        vectors = [
+            jnp.ones((groups, out)) if g is None else g,
+            jnp.broadcast_to(bias, (groups, out)),
+        ]
+    z = z.reshape(-1, rank)
+    (y,) = two_part_product(
+        (x.reshape(-1, in_features), hopper.pad(z, z.shape[0], hopper.padded_rank(rank))),
+        (kernel, lora_b),
+        vectors,
+        groups=Groups(time, slot),
+        config=config,
+        sm_count=sm_count,
+    )
+    return y.reshape(groups, time, out)

@@ -1,0 +1,174 @@
+"""Groups of rows times the A of their slots, in parts: the first product of prompts in a bank.
+
+    x  [groups, time, in]  bf16 or fp16     A  [slots, r, in]  x's dtype     slot  i32[groups]
+    parts  f32[parts, groups, time, r], which add up to x[n] A[slot[n]]ᵀ, unrounded
+
+No adapter is copied: A is read where it lies. The result is narrow, so that its tiles alone would
+leave most multiprocessors idle: the contracted axis is cut into parts, and XLA adds them up in a
+fixed order, in one pass with what follows.
+
+Bytes: x and, for every 128 rows, A of their slot; the floor is bytes / copy rate. FLOPs:
+2 · groups · time · in · r.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_dora.ops.mosaic import hopper
+from jax_dora.ops.mosaic.hopper import (
+    FETCH_REGISTERS,
+    RESERVED,
+    SHARED_MEMORY,
+    TILE_K,
+    consume_registers,
+)
+from jax_dora.ops.mosaic.launch import launcher
+
+CONSUMERS = 2
+# One m64 instruction for each consumer.
+CONSUMER_ROWS = 64
+TILE_ROWS = CONSUMERS * CONSUMER_ROWS
+# Of one instruction.
+MOST_RANK = 256
+# What a part costs beside its own steps: filling the pipeline, storing, adding up.
+PART_STEPS = 6
+MOST_PARTS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Launch knobs.
+
+    Attributes:
+      stages: slices of x and A in flight.
+      parts: into which the contracted axis is cut; None balances them over the multiprocessors.
+    """
+
+    stages: int = 6
+    parts: int | None = None
+
+
+def refuses(
+    groups: int, time: int, in_features: int, rank: int, dtype: jax.typing.DTypeLike
+) -> str | None:
+    """Returns why x [groups, time, in] and slots with room for `rank` ranks, all of `dtype`, are
+    not taken, or None."""
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"x has dtype {jnp.dtype(dtype)}, neither bfloat16 nor float16"
+    if groups == 0 or time == 0 or time % TILE_ROWS:
+        return f"each row of the batch has {time} tokens, which is no multiple of {TILE_ROWS}"
+    if in_features == 0 or in_features % TILE_K:
+        return f"in = {in_features} is not a multiple of {TILE_K}"
+    if rank % hopper.ALIGNMENT or not 0 < rank <= MOST_RANK:
+        return f"the bank has room for rank {rank}, no multiple of 8 up to {MOST_RANK}"
+    return None
+
+
+def wins(groups: int, time: int, in_features: int, rank: int, dtype: jax.typing.DTypeLike) -> bool:
+    """Returns whether the kernel was faster than XLA, which copies the adapters of all rows."""
+    return groups * time >= 1024 and in_features >= 1024
+
+
+def config(
+    groups: int, time: int, in_features: int, rank: int, dtype: jax.typing.DTypeLike
+) -> Config:
+    """Returns as many stages as there is room for, up to the default's."""
+    stored = TILE_ROWS * rank * 4
+    slices = (TILE_ROWS + rank) * TILE_K * 2
+    return Config(stages=min(Config.stages, (SHARED_MEMORY - RESERVED - stored) // slices))
+
+
+@launcher()
+def launch(
+    x: jax.Array, lora_a: jax.Array, slot: jax.Array, *, config: Config, sm_count: int
+) -> jax.Array:
+    """Returns the parts, f32[parts, groups, time, rank]."""
+    c, dtype = config, x.dtype
+    groups, time, in_features = x.shape
+    rank = lora_a.shape[1]
+    rows, steps = groups * time, in_features // TILE_K
+    tiles = rows // TILE_ROWS
+    part = pl.cdiv(
+        steps,
+        c.parts or hopper.balanced(steps, tiles, sm_count, overhead=PART_STEPS, most=MOST_PARTS),
+    )
+    parts = pl.cdiv(steps, part)
+
+    def body(x_gmem, a_gmem, slot_gmem, parts_gmem, *, x_smem, a_smem, out_smem, ready, free):
+        unit, warpgroup = lax.axis_index("unit"), lax.axis_index("warpgroup")
+        my_part, row = lax.rem(unit, parts), lax.div(unit, parts) * TILE_ROWS
+        first = my_part * part
+        my_steps = jnp.minimum(part, steps - first)
+
+        @pl.when(warpgroup == CONSUMERS)
+        def _fetch():
+            plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
+            mine_gmem = a_gmem.at[slot_gmem[lax.div(row, jnp.int32(time))]]
+
+            def fetch_slice(i, _):
+                stage, at_k = lax.rem(i, c.stages), pl.ds((first + i) * TILE_K, TILE_K)
+                plgpu.barrier_wait(free.at[stage])
+                plgpu.copy_gmem_to_smem(
+                    x_gmem.at[pl.ds(row, TILE_ROWS), at_k], x_smem.at[stage], ready.at[stage]
+                )
+                plgpu.copy_gmem_to_smem(mine_gmem.at[:, at_k], a_smem.at[stage], ready.at[stage])
+
+            lax.fori_loop(0, my_steps, fetch_slice, None)
+            # Every buffer was handed back once more than it was filled.
+            for stage in range(c.stages):
+                plgpu.barrier_wait(free.at[stage])
+
+        @pl.when(warpgroup < CONSUMERS)
+        def _consume():
+            plgpu.set_max_registers(consume_registers(CONSUMERS), action="increase")
+            for stage in range(c.stages):
+                plgpu.barrier_arrive(free.at[stage])
+            my_rows = pl.ds(warpgroup * CONSUMER_ROWS, CONSUMER_ROWS)
+
+            def multiply(acc_ref):
+                def step(i, acc_ref):
+                    stage = lax.rem(i, c.stages)
+                    plgpu.barrier_wait(ready.at[stage])
+                    a_tile = a_smem.at[stage].transpose((1, 0))
+                    plgpu.wgmma(acc_ref, x_smem.at[stage, my_rows], a_tile)
+                    return acc_ref
+
+                def step_and_free(i, acc_ref):
+                    step(i, acc_ref)
+                    plgpu.wgmma_wait(1)
+                    plgpu.barrier_arrive(free.at[lax.rem(i - 1, c.stages)])
+                    return acc_ref
+
+                step(0, acc_ref)
+                lax.fori_loop(1, my_steps, step_and_free, acc_ref)
+                return acc_ref[...]
+
+            accumulator = plgpu.WGMMAAccumulatorRef((CONSUMER_ROWS, rank), jnp.float32)
+            out_smem[warpgroup] = pl.run_scoped(multiply, accumulator)
+            plgpu.barrier_arrive(free.at[lax.rem(my_steps - 1, c.stages)])
+            plgpu.commit_smem()
+            at_rows = pl.ds(row + warpgroup * CONSUMER_ROWS, CONSUMER_ROWS)
+            plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], parts_gmem.at[my_part, at_rows])
+            plgpu.wait_smem_to_gmem(0)
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((parts, rows, rank), jnp.float32),
+        grid=(tiles * parts,),
+        grid_names=("unit",),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        scratch_types={
+            "x_smem": hopper.tiled((c.stages, TILE_ROWS, TILE_K), dtype),
+            "a_smem": hopper.tiled((c.stages, rank, TILE_K), dtype),
+            "out_smem": hopper.tiled((CONSUMERS, CONSUMER_ROWS, rank), jnp.float32),
+            "ready": plgpu.Barrier(num_arrivals=2, num_barriers=c.stages),
+            "free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=c.stages),
+        },
+        kernel_name="dora_bank_shrink",
+    )(x.reshape(rows, in_features), lora_a, slot).reshape(parts, groups, time, rank)

@@ -1,0 +1,87 @@
+"""How `product` cuts its result into tiles: launch knobs, and what calls they suit."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jax_dora.ops.mosaic import hopper
+from jax_dora.ops.mosaic.hopper import TILE_K
+
+CONSUMERS = 2
+# What a consumer stores at a time: one instruction's rows, one swizzled row of 16-bit numbers.
+CHUNK_ROWS, CHUNK_COLS = 64, 64
+CHUNK_SLOTS = 2
+# Of one m64 instruction, and fp32 numbers that a consumer's 128 threads keep in 128 registers each.
+MAX_INSTRUCTION_COLS = 256
+MAX_ACCUMULATORS = 128 * 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Launch knobs.
+
+    Attributes:
+      tile_rows, tile_cols: of the result, for a thread block. 128 × 256 fills the registers of two
+        consumers with accumulators, and asks the least of shared memory and of the level-2 cache
+        for each product.
+      split_rows: the two consumers divide the tile's rows, or else its columns. By rows, a consumer
+        issues the widest instruction, which reads the least from shared memory.
+      stages: slices of the operands in flight.
+      band: tiles that are worked on at one time form a band this many tiles wide, so that what they
+        read is in the level-2 cache.
+      band_in_cols: bands are of columns, or else of rows.
+    """
+
+    tile_rows: int = 128
+    tile_cols: int = 256
+    split_rows: bool = True
+    stages: int = 4
+    band: int = 8
+    band_in_cols: bool = False
+
+    @property
+    def consumer_tile(self) -> tuple[int, int]:
+        if self.split_rows:
+            return self.tile_rows // CONSUMERS, self.tile_cols
+        return self.tile_rows, self.tile_cols // CONSUMERS
+
+
+def has_room(config: Config) -> bool:
+    """Returns whether shared memory and the tensor cores' instructions have room for a launch."""
+    rows, cols = config.consumer_tile
+    slices = config.stages * (config.tile_rows + config.tile_cols) * TILE_K * 2
+    chunks = CONSUMERS * CHUNK_SLOTS * CHUNK_ROWS * CHUNK_COLS * 2
+    return (
+        rows % CHUNK_ROWS == 0
+        and cols % CHUNK_COLS == 0
+        and cols <= MAX_INSTRUCTION_COLS
+        and rows * cols <= MAX_ACCUMULATORS
+        and slices + chunks + hopper.RESERVED <= hopper.SHARED_MEMORY
+    )
+
+
+def refuses(rows: int, in_features: int, out: int, dtype: jax.typing.DTypeLike) -> str | None:
+    """Returns why x [rows, in], W [in, out] and an adapter of `dtype` are not taken, or None."""
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"x and the kernel have dtype {jnp.dtype(dtype)}, neither bfloat16 nor float16"
+    if rows == 0:
+        return "there are no rows"
+    for name, size in (("in", in_features), ("out", out)):
+        if size % TILE_K:
+            return f"{name} = {size} is not a multiple of {TILE_K}"
+        if size == 0:
+            return f"{name} is 0"
+    return None
+
+
+def wins(rows: int, in_features: int, out: int, dtype: jax.typing.DTypeLike) -> bool:
+    """Returns whether the kernel was no slower than XLA (H200, 1713ac4, `benchmarks ops`)."""
+    return rows >= 1024 and in_features >= 4096 and out >= 1024 and rows * out >= 2**22
+
+
+def config(rows: int, in_features: int, out: int, dtype: jax.typing.DTypeLike) -> Config:
+    """Returns the launch knobs (H200, 9446849, `benchmarks tune`)."""
+    if rows >= 1024 and in_features >= 2048 and 1449 <= out <= 2896 and rows * out >= 2**21:
+        return Config(tile_rows=128, tile_cols=128, stages=6)
+    return Config()

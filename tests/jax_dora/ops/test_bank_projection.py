@@ -1,0 +1,96 @@
+"""Whole projections of prompts with adapters of their own: kernels beside XLA, and gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_dora.ops.bank import bank_linear
+from jax_dora.ops.bank_projection import bank_projection
+from parity.oracle import fp64
+from tests.jax_dora.ops.test_bank import exact, operands
+from tests.jax_dora.programs import equations
+from tests.tables import thinned
+
+
+def prompts(seed, time, dtype=jnp.bfloat16, features=64):
+    """x, a kernel, adapters and ids, of which one is the base's and one has no slot."""
+    _, x, held, ids = operands(seed, time, dtype, features=features)
+    kernel = jax.random.normal(jax.random.key(seed), (features, 64), dtype) * features**-0.5
+    return x, kernel.astype(dtype), held, ids
+
+
+def product(x, kernel):
+    return jax.jit(lambda x, kernel: x @ kernel)(x, kernel)
+
+
+@pytest.mark.parametrize("implementation", thinned(["mosaic", "xla"], ["mosaic"]))
+@pytest.mark.parametrize("has_base_row", [False, True])
+def test_agrees_with_fp64(on_mosaic, implementation, has_base_row):
+    x, kernel, held, ids = prompts(0, 128)
+    ids = ids if has_base_row else ids.at[1].set(2)
+    with on_mosaic():
+        y = jax.jit(lambda *a: bank_projection(*a, implementation=implementation))(
+            x, kernel, held, ids
+        )
+    rows = jnp.asarray([0, 2] if has_base_row else [0, 1, 2])
+    base = jnp.asarray(fp64(x) @ fp64(kernel), jnp.float32)
+    # The base is rounded once where it is a result.
+    expected, bound = exact(base[rows], x[rows], held, ids[rows])
+    rounded, wide = exact(base.astype(x.dtype)[rows], x[rows], held, ids[rows])
+    bound = np.maximum(bound, wide) + abs(rounded - expected) + 2**-8 * abs(expected)
+    assert np.all(abs(fp64(y[rows]) - expected) <= 1.01 * bound)
+    if has_base_row:
+        assert jnp.array_equal(y[1], product(x, kernel)[1])
+    assert np.isnan(fp64(y[3])).all()
+
+
+def test_is_the_base_and_what_follows_it():
+    """In XLA's way, to the bit, with a bias."""
+    x, kernel, held, ids = prompts(1, 3)
+    bias = jnp.arange(64.0).astype(x.dtype)
+    y = jax.jit(bank_projection)(x, kernel, held, ids, bias=bias)
+    other = jax.jit(bank_linear)(product(x, kernel), x, held, ids, bias=bias)
+    np.testing.assert_array_equal(y.astype(np.float32), other.astype(np.float32))
+
+
+def test_a_program_for_cuda_has_both_ways():
+    arrays = prompts(0, 128)
+    call = jax.jit(lambda *a: bank_projection(*a, implementation="mosaic"))
+    text = call.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    for name in ("dora_bank_shrink", "dora_bank_project", "dora_bank_expand"):
+        assert name in text
+    # No adapter is copied for a row.
+    assert not [one for one in text.splitlines() if "stablehlo.gather" in one and "bf16" in one]
+
+
+def test_rows_that_are_no_whole_tiles_keep_the_second_product():
+    call = jax.jit(lambda *a: bank_projection(*a, implementation="mosaic"))
+    text = call.trace(*prompts(0, 64)).lower(lowering_platforms=("cuda",)).as_text()
+    assert "dora_bank_expand" in text
+    assert "dora_bank_project" not in text
+
+
+def test_what_mosaic_refuses_is_told():
+    with pytest.raises(NotImplementedError, match="has 3 tokens, which is no multiple of 64"):
+        bank_projection(*prompts(0, 3), implementation="mosaic")
+
+
+def test_gradients_reach_the_activations():
+    x, kernel, held, ids = prompts(1, 2, jnp.float32)
+    ids = jnp.minimum(ids, 2)
+    cotangent = jax.random.normal(jax.random.key(0), (*x.shape[:2], 64))
+    d_x = jax.grad(lambda x: jnp.vdot(cotangent, bank_projection(x, kernel, held, ids)))(x)
+    for row, slot in enumerate(np.asarray(ids)):
+        d = fp64(cotangent[row]) * (1 if slot < 0 else fp64(held.g[slot]))
+        expected = d @ fp64(kernel).T
+        if slot >= 0:
+            s = float(held.scale[slot])
+            expected = expected + s * d @ fp64(held.lora_b[slot]).T @ fp64(held.lora_a[slot])
+        assert np.allclose(d_x[row], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_choice_is_made_as_a_program_is_lowered():
+    names = [one.primitive.name for one in equations(bank_projection, *prompts(0, 128))]
+    assert "dora" in names
+    assert "dot_general" not in names

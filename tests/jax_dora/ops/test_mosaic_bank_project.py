@@ -1,0 +1,199 @@
+"""Prompts' projections in a bank: the first product in parts, and the whole in one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_dora.ops.mosaic import bank_project, bank_shrink
+from jax_dora.ops.mosaic.product_tiling import Config
+from parity import tolerances
+from parity.oracle import fp64
+from tests.tables import thinned
+
+U32 = tolerances.UNIT_ROUNDOFF["float32"]
+SLOT = [2, 0, 3, 2]
+
+
+def operands(seed, time, features, rank, out, dtype, slots=4):
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape, deviation=1.0):
+        return jnp.asarray(deviation * rng.standard_normal(shape, np.float32))
+
+    groups = len(SLOT)
+    return {
+        "x": normal(groups, time, features).astype(dtype),
+        "kernel": normal(features, out, deviation=features**-0.5).astype(dtype),
+        "lora_a": normal(slots, rank, features, deviation=features**-0.5).astype(dtype),
+        "z": normal(groups, time, rank).at[3].set(jnp.nan).astype(dtype),
+        "lora_b": normal(slots, rank, out, deviation=rank**-0.5).astype(dtype),
+        "slot": jnp.asarray(SLOT, jnp.int32),
+        "g": 1 + normal(groups, out, deviation=0.05),
+        "bias": normal(out),
+    }
+
+
+def shrink(arrays, config=None, *, sm_count=2):
+    x, a = arrays["x"], arrays["lora_a"]
+    call = (*x.shape, a.shape[1], x.dtype)
+    assert bank_shrink.refuses(*call) is None
+    config = config or bank_shrink.config(*call)
+    return jax.block_until_ready(
+        bank_shrink.launch(x, a, arrays["slot"], config=config, sm_count=sm_count)
+    )
+
+
+def project(arrays, config=None, *, sm_count=2, vectors=("g", "bias")):
+    x, kernel = arrays["x"], arrays["kernel"]
+    call = (*x.shape, kernel.shape[1], arrays["z"].shape[-1], x.dtype)
+    assert bank_project.refuses(*call) is None
+    config = config or bank_project.config(*call)
+    others = {name: arrays[name] for name in vectors}
+    given = (x, kernel, arrays["z"], arrays["lora_b"], arrays["slot"])
+    return jax.block_until_ready(
+        bank_project.launch(*given, **others, config=config, sm_count=sm_count)
+    )
+
+
+def check_shrink(arrays, parts):
+    assert parts.dtype == jnp.float32
+    for group, one in enumerate(SLOT):
+        left, right = fp64(arrays["x"][group]), fp64(arrays["lora_a"][one]).T
+        exact = left @ right
+        bound = tolerances.accumulation(
+            left.shape[1], exact, tolerances.two_norm_of_products(left, right)
+        )
+        assert np.all(abs(fp64(parts).sum(0)[group] - exact) <= bound)
+
+
+def check_project(arrays, y, vectors=("g", "bias")):
+    for group, one in enumerate(SLOT):
+        if group == 3:
+            assert np.isnan(fp64(y[group])).all()
+            continue
+        left = np.concatenate([fp64(arrays[n][group]) for n in ("x", "z")], axis=1)
+        right = np.concatenate([fp64(arrays["kernel"]), fp64(arrays["lora_b"][one])])
+        inner = left @ right
+        g = fp64(arrays["g"][group]) if "g" in vectors else 1.0
+        bias = fp64(arrays["bias"]) if "bias" in vectors else 0.0
+        exact = g * inner + bias
+        accumulated = tolerances.accumulation(
+            left.shape[1], inner, tolerances.two_norm_of_products(left, right)
+        )
+        bound = tolerances.rounding(exact, y.dtype) + abs(g) * accumulated
+        bound = bound + 2 * U32 * (abs(g * inner) + abs(bias))
+        assert np.all(abs(fp64(y[group]) - exact) <= bound)
+
+
+SPLIT_COLUMNS = Config(128, 128, split_rows=False, stages=2)
+
+
+@pytest.mark.parametrize(
+    ("time", "features", "rank", "out", "dtype", "config", "vectors"),
+    thinned(
+        [
+            (256, 128, 24, 320, jnp.bfloat16, None, ("g", "bias")),
+            (128, 64, 72, 64, jnp.bfloat16, None, ("bias",)),
+            (128, 128, 8, 128, jnp.float16, SPLIT_COLUMNS, ("g",)),
+            (128, 64, 64, 256, jnp.bfloat16, None, ()),
+        ],
+        [(128, 128, 8, 128, jnp.float16, SPLIT_COLUMNS, ("g",))],
+    ),
+)
+def test_one_product_agrees_with_fp64(on_mosaic, time, features, rank, out, dtype, config, vectors):
+    arrays = operands(0, time, features, rank, out, dtype)
+    with on_mosaic():
+        y = project(arrays, config, vectors=vectors)
+    assert y.dtype == dtype
+    check_project(arrays, y, vectors)
+
+
+@pytest.mark.parametrize(
+    ("time", "features", "rank", "dtype", "config"),
+    thinned(
+        [
+            (128, 320, 24, jnp.bfloat16, bank_shrink.Config(stages=2, parts=2)),
+            (256, 64, 72, jnp.bfloat16, None),
+            (128, 192, 8, jnp.float16, bank_shrink.Config(parts=1)),
+        ],
+        [(128, 320, 24, jnp.bfloat16, bank_shrink.Config(stages=2, parts=2))],
+    ),
+)
+def test_parts_add_up_to_the_first_product(on_mosaic, time, features, rank, dtype, config):
+    arrays = operands(1, time, features, rank, 64, dtype)
+    with on_mosaic():
+        parts = shrink(arrays, config)
+    check_shrink(arrays, parts)
+
+
+def test_what_is_not_finite_stays_in_its_group(on_mosaic):
+    """In x of one, and in a slot that no group has."""
+    arrays = operands(2, 128, 64, 8, 64, jnp.bfloat16)
+    arrays["x"] = arrays["x"].at[1].set(jnp.nan)
+    for name in ("lora_a", "lora_b"):
+        arrays[name] = arrays[name].at[1].set(jnp.nan)
+    with on_mosaic():
+        parts, y = shrink(arrays), project(arrays)
+    finite = np.isfinite(fp64(parts).sum(0)).all(axis=(1, 2)).tolist()
+    assert finite == [True, False, True, True]
+    assert np.isfinite(fp64(y)).all(axis=(1, 2)).tolist() == [True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("groups", "time", "features", "rank", "out"),
+    thinned(
+        [(8, 512, 4096, 64, 14336), (1, 4096, 14336, 256, 4096), (3, 128, 4096, 72, 1088)],
+        [(8, 512, 4096, 64, 14336)],
+    ),
+)
+def test_lowers_for_hopper_at_full_size(groups, time, features, rank, out):
+    def aval(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    x, slot = aval(groups, time, features), aval(groups, dtype=jnp.int32)
+    config = bank_shrink.config(groups, time, features, rank, jnp.bfloat16)
+    assert config.stages >= 2
+    call = jax.jit(lambda *a: bank_shrink.launch(*a, sm_count=132, config=config))
+    program = call.trace(x, aval(64, rank, features), slot).lower(lowering_platforms=("cuda",))
+    assert "dora_bank_shrink" in program.as_text()
+    config = bank_project.config(groups, time, features, out, rank, jnp.bfloat16)
+    call = jax.jit(lambda *a: bank_project.launch(*a, sm_count=132, config=config))
+    program = call.trace(
+        *(x, aval(features, out), aval(groups, time, rank), aval(64, rank, out), slot),
+        aval(groups, out, dtype=jnp.float32),
+    ).lower(lowering_platforms=("cuda",))
+    assert "dora_bank_project" in program.as_text()
+
+
+def test_refuses_with_a_reason():
+    bf16 = jnp.bfloat16
+    assert bank_project.refuses(8, 512, 4096, 14336, 64, bf16) is None
+    assert "64 tokens" in bank_project.refuses(8, 64, 4096, 14336, 64, bf16)
+    assert "rank 12" in bank_project.refuses(8, 128, 4096, 14336, 12, bf16)
+    assert "out = 72" in bank_project.refuses(8, 128, 4096, 72, 8, bf16)
+    assert "float32" in bank_project.refuses(8, 128, 4096, 14336, 8, jnp.float32)
+    assert bank_shrink.refuses(8, 512, 4096, 64, bf16) is None
+    assert "65 tokens" in bank_shrink.refuses(8, 65, 4096, 64, bf16)
+    assert "in = 72" in bank_shrink.refuses(8, 128, 72, 64, bf16)
+    assert "rank 264" in bank_shrink.refuses(8, 128, 64, 264, bf16)
+    assert "float32" in bank_shrink.refuses(8, 128, 64, 8, jnp.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    ("time", "features", "rank", "out"),
+    [(512, 4096, 64, 14336), (128, 1024, 8, 1088), (1024, 14336, 256, 4096)],
+)
+def test_agrees_at_full_size(time, features, rank, out, dtype):
+    arrays = operands(3, time, features, rank, out, dtype)
+    parts, y = shrink(arrays, sm_count=132), project(arrays, sm_count=132)
+    check_shrink(arrays, parts)
+    check_project(arrays, y)
+    for _ in range(10):
+        np.testing.assert_array_equal(shrink(arrays, sm_count=132), parts)
+        # In fp32, of whose NaN NumPy says that they are alike.
+        np.testing.assert_array_equal(
+            project(arrays, sm_count=132).astype(np.float32), y.astype(np.float32)
+        )
