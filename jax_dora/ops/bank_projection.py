@@ -106,18 +106,18 @@ def _run(static: StaticOfPrompts, shard: Shard, prompts: Prompts) -> tuple[jax.A
     expand = chosen(bank_expand, rank, out)
     if shrink is None or project is None or expand is None:
         return (_by_expand(static, prompts),)
-    parts = bank_shrink.launch(x, lora_a, prompts.slot, **shrink.knobs)
-    scale = prompts.scale.astype(jnp.float32)[:, None, None]
+    unscaled = bank_shrink.launch(x, lora_a, prompts.slot, **shrink.knobs)
+    z = (prompts.scale[:, None, None] * unscaled).astype(x.dtype)
+    adapted = z, prompts.lora_b, prompts.slot, g
 
     def whole() -> jax.Array:
-        z = (scale * parts.sum(0)).astype(x.dtype)
-        others = prompts.lora_b, prompts.slot, g, prompts.bias
-        return bank_project.launch(x, prompts.kernel, z, *others, **project.knobs)
+        return bank_project.launch(x, prompts.kernel, *adapted, prompts.bias, **project.knobs)
 
     def over_base() -> jax.Array:
-        base, z = _base(static, prompts), parts.sum(0).astype(x.dtype)
-        operands = Expansion(base, z, *prompts[3:7], prompts.bias)
-        return bank_expand.launch(*operands, **expand.knobs)
+        scale = jnp.where(prompts.is_base, 0.0, 1.0)  # z has been scaled
+        return bank_expand.launch(
+            _base(static, prompts), *adapted, scale, prompts.bias, **expand.knobs
+        )
 
     return (lax.cond(jnp.any(prompts.is_base), over_base, whole),)
 

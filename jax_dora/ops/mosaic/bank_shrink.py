@@ -1,7 +1,7 @@
-"""Groups of rows times the A of their slots, in parts: the first product of prompts in a bank.
+"""Groups of rows times the A of their slots: the first product of prompts in a bank.
 
     x  [groups, time, in]  bf16 or fp16     A  [slots, r, in]  x's dtype     slot  i32[groups]
-    parts  f32[parts, groups, time, r], which add up to x[n] A[slot[n]]ᵀ, unrounded
+    x[n] A[slot[n]]ᵀ       f32[groups, time, r], unrounded
 
 No adapter is copied: A is read where it lies. The result is narrow, so that its tiles alone would
 leave most multiprocessors idle: the contracted axis is cut into parts, and XLA adds them up in a
@@ -87,7 +87,7 @@ def config(
 def launch(
     x: jax.Array, lora_a: jax.Array, slot: jax.Array, *, config: Config, sm_count: int
 ) -> jax.Array:
-    """Returns the parts, f32[parts, groups, time, rank]."""
+    """Returns f32[groups, time, rank]."""
     c, dtype = config, x.dtype
     groups, time, in_features = x.shape
     rank = lora_a.shape[1]
@@ -156,7 +156,7 @@ def launch(
             plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], parts_gmem.at[my_part, at_rows])
             plgpu.wait_smem_to_gmem(0)
 
-    return plgpu.kernel(
+    results = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((parts, rows, rank), jnp.float32),
         grid=(tiles * parts,),
@@ -171,4 +171,5 @@ def launch(
             "free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=c.stages),
         },
         kernel_name="dora_bank_shrink",
-    )(x.reshape(rows, in_features), lora_a, slot).reshape(parts, groups, time, rank)
+    )(x.reshape(rows, in_features), lora_a, slot)
+    return results.sum(0).reshape(groups, time, rank)

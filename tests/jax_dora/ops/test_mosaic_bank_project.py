@@ -1,4 +1,4 @@
-"""Prompts' projections in a bank: the first product in parts, and the whole in one."""
+"""Prompts' projections in a bank: the first product, and the whole."""
 
 import jax
 import jax.numpy as jnp
@@ -56,15 +56,15 @@ def project(arrays, config=None, *, sm_count=2, vectors=("g", "bias")):
     )
 
 
-def check_shrink(arrays, parts):
-    assert parts.dtype == jnp.float32
+def check_shrink(arrays, z):
+    assert z.dtype == jnp.float32
     for group, one in enumerate(SLOT):
         left, right = fp64(arrays["x"][group]), fp64(arrays["lora_a"][one]).T
         exact = left @ right
         bound = tolerances.accumulation(
             left.shape[1], exact, tolerances.two_norm_of_products(left, right)
         )
-        assert np.all(abs(fp64(parts).sum(0)[group] - exact) <= bound)
+        assert np.all(abs(fp64(z[group]) - exact) <= bound)
 
 
 def check_project(arrays, y, vectors=("g", "bias")):
@@ -101,7 +101,9 @@ SPLIT_COLUMNS = Config(128, 128, split_rows=False, stages=2)
         [(128, 128, 8, 128, jnp.float16, SPLIT_COLUMNS, ("g",))],
     ),
 )
-def test_one_product_agrees_with_fp64(on_mosaic, time, features, rank, out, dtype, config, vectors):
+def test_the_whole_product_agrees_with_fp64(
+    on_mosaic, time, features, rank, out, dtype, config, vectors
+):
     arrays = operands(0, time, features, rank, out, dtype)
     with on_mosaic():
         y = project(arrays, config, vectors=vectors)
@@ -120,11 +122,11 @@ def test_one_product_agrees_with_fp64(on_mosaic, time, features, rank, out, dtyp
         [(128, 320, 24, jnp.bfloat16, bank_shrink.Config(stages=2, parts=2))],
     ),
 )
-def test_parts_add_up_to_the_first_product(on_mosaic, time, features, rank, dtype, config):
+def test_the_first_product_agrees_with_fp64(on_mosaic, time, features, rank, dtype, config):
     arrays = operands(1, time, features, rank, 64, dtype)
     with on_mosaic():
-        parts = shrink(arrays, config)
-    check_shrink(arrays, parts)
+        z = shrink(arrays, config)
+    check_shrink(arrays, z)
 
 
 def test_what_is_not_finite_stays_in_its_group(on_mosaic):
@@ -134,8 +136,8 @@ def test_what_is_not_finite_stays_in_its_group(on_mosaic):
     for name in ("lora_a", "lora_b"):
         arrays[name] = arrays[name].at[1].set(jnp.nan)
     with on_mosaic():
-        parts, y = shrink(arrays), project(arrays)
-    finite = np.isfinite(fp64(parts).sum(0)).all(axis=(1, 2)).tolist()
+        z, y = shrink(arrays), project(arrays)
+    finite = np.isfinite(fp64(z)).all(axis=(1, 2)).tolist()
     assert finite == [True, False, True, True]
     assert np.isfinite(fp64(y)).all(axis=(1, 2)).tolist() == [True, False, True, False]
 
@@ -188,11 +190,11 @@ def test_refuses_with_a_reason():
 )
 def test_agrees_at_full_size(time, features, rank, out, dtype):
     arrays = operands(3, time, features, rank, out, dtype)
-    parts, y = shrink(arrays, sm_count=132), project(arrays, sm_count=132)
-    check_shrink(arrays, parts)
+    z, y = shrink(arrays, sm_count=132), project(arrays, sm_count=132)
+    check_shrink(arrays, z)
     check_project(arrays, y)
     for _ in range(10):
-        np.testing.assert_array_equal(shrink(arrays, sm_count=132), parts)
+        np.testing.assert_array_equal(shrink(arrays, sm_count=132), z)
         # In fp32, of whose NaN NumPy says that they are alike.
         np.testing.assert_array_equal(
             project(arrays, sm_count=132).astype(np.float32), y.astype(np.float32)
