@@ -55,6 +55,14 @@ def bank_expand(base, z, b, slot, g, scale):
     return (g[:, None] * (base.astype(jnp.float32) + lora)).astype(base.dtype)
 
 
+def bank_project(x, w, z, b, slot, g):
+    return compose(x @ w, jnp.einsum("ntr,nro->nto", z, b[slot]), g[:, None])
+
+
+def bank_shrink(x, a, slot):
+    return jnp.einsum("nti,nri->ntr", x, a[slot], **F32)
+
+
 def bank_rows(base, x, a, b, g, scale, ranks, ids):
     z = jnp.einsum("ti,tri->tr", x, a[ids]).astype(x.dtype)
     lora = scale[ids, None] * jnp.einsum("tr,tro->to", z, b[ids])

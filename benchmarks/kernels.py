@@ -6,22 +6,18 @@ The one place outside of `jax_dora.ops` that calls kernel modules.
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import ModuleType
-from typing import Any
+from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 
 from benchmarks import kernel_definitions as definitions
+from benchmarks.kernel import BF16, Kernel
 from benchmarks.kernel_definitions import RATE
-from jax_dora.ops import choose
-from jax_dora.ops.dropout import draw_seed
 from jax_dora.ops.mosaic import (
     bank_expand,
+    bank_project,
     bank_rows,
+    bank_shrink,
     compose,
     compose_backward,
     dropped_product,
@@ -38,91 +34,7 @@ from jax_dora.ops.mosaic import (
     quantised_rows,
     swiglu_backward,
 )
-from jax_dora.ops.quantised import Format, bits
-
-ONE = jnp.float32(1)
-BF16 = jnp.dtype(jnp.bfloat16)
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """A kernel, what it computes in plain jnp, and what there is to try.
-
-    Attributes:
-      module: one of `jax_dora.ops.mosaic`.
-      define: the results that the launch does not return as None, computed by XLA.
-      call: the sizes that `module.config` takes, before the dtypes.
-      operands: their axes, by the names of sizes; "seed" is a dropout seed, "slot" a slot for each
-        group, "ids" for each row, "ranks" the rank of each slot. bf16 if two axes or more, else
-        fp32; those after "nf4" or "int8" are codes.
-      shapes: at which it is measured, as sizes.
-      candidates: configs to be tried.
-      products: axes of its matrix products.
-      extra: further operands of the launch.
-      options: static arguments of the launch.
-      kinds: the dtypes and formats in the call, after its sizes.
-    """
-
-    module: ModuleType
-    define: Callable[..., Any]
-    call: str
-    operands: tuple[str, ...]
-    shapes: Sequence[Mapping[str, int]]
-    candidates: Sequence[Any]
-    products: tuple[str, ...] = ()
-    extra: tuple[jax.Array, ...] = (ONE,)
-    options: Mapping[str, Any] = field(default_factory=dict)
-    kinds: tuple[Any, ...] = (BF16,)
-
-    def launch(self, *operands: jax.Array, config: Any = None) -> Any:
-        """Returns the kernel's results, with its own choice of a config if that is None."""
-        sizes: dict[str, int] = {}
-        for axes, operand in zip(self.operands, operands, strict=True):
-            names = axes.removeprefix("nf4 ").removeprefix("int8 ").split()
-            sizes |= dict(zip(names, operand.shape, strict=True))
-        knobs = {"config": config or self.module.config(*self.arguments(sizes))}
-        knobs["sm_count"] = choose.target().sm_count
-        return self.module.launch(*operands, *self.extra, **self.options, **knobs)
-
-    def arguments(self, sizes: Mapping[str, int]) -> tuple[Any, ...]:
-        """Returns the call that `module.config`, `refuses` and `wins` take."""
-        return (*(sizes[name] for name in self.call.split()), *self.kinds)
-
-    def draw(self, sizes: Mapping[str, int], seed: int = 0) -> list[jax.Array]:
-        """Returns random operands of these sizes."""
-        keys = jax.random.split(jax.random.key(seed), len(self.operands))
-        return [_draw(key, axes, sizes) for key, axes in zip(keys, self.operands, strict=True)]
-
-    def bytes(self, operands: Sequence[jax.Array]) -> int:
-        """Returns the bytes of each operand read once and each result written once."""
-        tensors = [*operands, *jax.tree.leaves(jax.eval_shape(self.define, *operands))]
-        return sum(math.prod(t.shape) * bits(t.dtype) for t in tensors) // 8
-
-    def flops(self, sizes: Mapping[str, int]) -> int:
-        """Returns the FLOPs of the matrix products."""
-        return sum(2 * math.prod(sizes[n] for n in axes.split()) for axes in self.products)
-
-
-def _draw(key: jax.Array, axes: str, sizes: Mapping[str, int]) -> jax.Array:
-    if axes == "seed":
-        return draw_seed(key)
-    if axes.startswith("nf4 "):
-        shape = tuple(sizes[name] for name in axes.split()[1:])
-        return jax.random.randint(key, shape, 0, 16, jnp.uint8).astype(jnp.uint4)
-    if axes.startswith("int8 "):
-        shape = tuple(sizes[name] for name in axes.split()[1:])
-        return jax.random.randint(key, shape, -127, 128, jnp.int8)
-    if axes in ("slot", "ids"):
-        count = sizes["groups" if axes == "slot" else "rows"]
-        return jnp.arange(count, dtype=jnp.int32) % sizes["slots"]
-    if axes == "ranks":
-        return jnp.full(sizes["slots"], sizes["rank"], jnp.int32)
-    shape = tuple(sizes[name] for name in axes.split())
-    values = jax.random.normal(key, shape)
-    if len(shape) == 1:
-        return 1 + 0.1 * values
-    # Whatever is contracted over, sums of products stay near 1.
-    return (values * shape[0] ** -0.5 if axes.startswith(("in", "rank")) else values).astype(BF16)
+from jax_dora.ops.quantised import Format
 
 
 def _grid(**sizes: Sequence[int]) -> list[dict[str, int]]:
@@ -148,6 +60,7 @@ PRODUCTS = (
     product_tiling.Config(tile_cols=192),
     product_tiling.Config(tile_cols=128, stages=6),
 )
+BANK_PROMPTS = {"groups": (8,), "slots": (64,), "time": (512,), "rank": (64,)}
 DROPPED = tuple(dropped_product.Config(**c) for c in ({"stages": 3}, {"parts": 1}, {"parts": 4}))
 ELEMENTWISE = (
     elementwise.Config(blocks_per_sm=1),
@@ -270,9 +183,28 @@ KERNELS = {
     "bank_expand": Kernel(
         *(bank_expand, definitions.bank_expand, "groups time rank out"),
         ("groups time out", "groups time rank", "slots rank out", "slot", "groups out", "groups"),
-        _grid(groups=(8,), slots=(64,), time=(512,), rank=(8, 64), out=(1024, 4096, 14336)),
+        _grid(**BANK_PROMPTS | {"rank": (8, 64)}, out=(1024, 4096, 14336)),
         LOW_RANK,
         ("groups time rank out",),
+        extra=(),
+    ),
+    "bank_project": Kernel(
+        *(bank_project, definitions.bank_project, "groups time in out rank"),
+        (
+            *("groups time in", "in out", "groups time rank", "slots rank out", "slot"),
+            "groups out",
+        ),
+        _grid(**BANK_PROMPTS, **{"in": (4096,)}, out=(1024, 4096, 14336)),
+        PRODUCTS,
+        ("groups time in out", "groups time rank out"),
+        extra=(),
+    ),
+    "bank_shrink": Kernel(
+        *(bank_shrink, definitions.bank_shrink, "groups time in rank"),
+        ("groups time in", "slots rank in", "slot"),
+        _grid(**BANK_PROMPTS, **{"in": (4096, 14336)}),
+        [bank_shrink.Config(4), bank_shrink.Config(4, 8), bank_shrink.Config(parts=2)],
+        ("groups time in rank",),
         extra=(),
     ),
     "bank_rows": Kernel(

@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.arrays import MOST_SETS, NO_TRITON, ROTATION_BYTES, interpreted, to_torch
-from benchmarks.kernels import KERNELS, Kernel
+from benchmarks.kernel import Kernel
+from benchmarks.kernels import KERNELS
 from benchmarks.work import Expectation, Variant, Work
 
 QUICK = {"rows": 64, "in": 64, "out": 128, "rank": 16, "tiles": 1}
-QUICK |= {"groups": 2, "slots": 4, "time": 64}
+QUICK |= {"groups": 2, "slots": 4, "time": 128}
 
 
 def works(device: str, quick: bool) -> Iterator[Callable[[], Work]]:
