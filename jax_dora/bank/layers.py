@@ -1,6 +1,5 @@
-"""A model whose rows choose their adapters from a bank: the layers that it has instead."""
+"""The layers of a model whose rows choose their adapters from a bank."""
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -9,22 +8,18 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from dora_common.rules import listing
-from jax_dora.adapt.tree import check_model, find_dora_layers, find_modules, replace_modules
-from jax_dora.bank.bank import AdapterBank
 from jax_dora.bank.places import Place
 from jax_dora.layers import DoRALinear, dora_class_of
 from jax_dora.layers.base_layer import bare, copy_attributes
 from jax_dora.layers.layout import Axes
 from jax_dora.layers.projection import DoRAEinsum, DoRALinearGeneral, Equation
-from jax_dora.ops import choose
 from jax_dora.ops import mesh as meshes
-from jax_dora.ops.bank import bank_linear, step_of
+from jax_dora.ops.bank import bank_linear
 from jax_dora.ops.bank_projection import bank_projection
 from jax_dora.ops.bank_slots import Slots
 
 _OF_BANK = frozenset(
-    f"bank_{name}" for name in (*Slots._fields, "ids", "step", "layer", "implementation")
+    f"bank_{name}" for name in (*Slots._fields, "ids", "step", "layer", "implementation", "kernel")
 )
 
 
@@ -178,6 +173,11 @@ class BankLinear(BankLayer, nnx.Linear):
 
     base_type = nnx.Linear
 
+    def __init__(self, base: Any, *others: Any) -> None:
+        super().__init__(base, *others)
+        kernel = base.kernel.get_value()
+        self.bank_kernel = BankArray(kernel if isinstance(kernel, jax.Array) else None)
+
     def _equation(self, ndim: int) -> Equation:
         rows = "abcdefghijklmnopqrstuvw"[: ndim - 1]
         return Equation(f"{rows}x", "xy", f"{rows}y")
@@ -191,11 +191,11 @@ class BankLinear(BankLayer, nnx.Linear):
     def _is_one_product(self, inputs: jax.Array) -> bool:
         """Returns whether inputs are prompts, and the base's result is their product with the
         kernel as it is."""
-        kernel = self.kernel.get_value()
+        kernel = self.bank_kernel.get_value()
         return (
             inputs.ndim == 3
             and inputs.shape[1] > 1
-            and isinstance(kernel, jax.Array)
+            and kernel is not None
             and self.dot_general is lax.dot_general
             and self.preferred_element_type is None
             and meshes.explicit(inputs, kernel, self.bank_ids[...]) is None
@@ -206,11 +206,15 @@ class BankLinear(BankLayer, nnx.Linear):
         x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
         slots, ids, part = self._slots()
         _check_rows(self._equation(3), x.shape, ids)
+        stack, layer = self.bank_kernel[...], None
+        if stack.ndim > 2 and stack.dtype == kernel.dtype:
+            kernel, layer = stack.reshape(-1, *stack.shape[-2:]), self.bank_layer[...]
         return bank_projection(
             x,
             kernel,
             slots,
             ids,
+            layer=layer,
             part=part,
             bias=bias,
             precision=self.precision,
@@ -251,69 +255,8 @@ class BankEinsum(BankLayer, nnx.Einsum):
         return self._call(inputs, out_sharding=out_sharding)
 
 
-_CLASSES: dict[type[Any], type[BankLayer]] = {
+CLASSES: dict[type[Any], type[BankLayer]] = {
     DoRALinear: BankLinear,
     DoRALinearGeneral: BankLinearGeneral,
     DoRAEinsum: BankEinsum,
 }
-
-
-def with_bank[Model: nnx.Module](
-    model: Model,
-    bank: AdapterBank,
-    adapter_ids: jax.Array | np.ndarray | Sequence[int],
-    *,
-    implementation: str | None = None,
-) -> Model:
-    """Returns a copy of `model`, for a call or a few, whose rows have the adapters of a bank.
-
-        logits = jax_dora.with_bank(model, bank, jnp.array([3, -1, 3, 0]))(tokens)
-
-    Row b of every projection's input [batch, ..., in], whose first axis is the batch, meets the
-    adapter in slot adapter_ids[b], or the base alone where that is -1, bit for bit. The copy shares
-    all arrays of the model and of the bank. It works eagerly, under `jax.jit` (compile a function
-    of the model's arrays, the bank and the ids: none of them is a constant then), `jax.vmap`,
-    `nnx.scan` and on meshes. Dropout plays no part: an adapter in a bank is served.
-
-    Args:
-      model: the plain model that the bank was made of, or another of the same projections.
-      bank: of it.
-      adapter_ids: integers [batch], each a slot or -1.
-      implementation: None, "mosaic" or "xla", as `jax_dora.ops.dora_linear`'s.
-
-    Raises:
-      TypeError: `model` is no nnx module, `bank` no `AdapterBank`, or the ids are no integers.
-      ValueError: the ids have not one axis; one of them is no slot, or the slot is empty, where
-        they are known: under `jit` the results of such a row are NaN. Or the model lacks a
-        projection of the bank, or holds an adapter.
-    """
-    check_model(model)
-    choose.check_name(implementation)
-    if not isinstance(bank, AdapterBank):
-        raise TypeError(f"bank is a {type(bank).__name__}; expected an AdapterBank")
-    if held := [found.paths[0] for found in find_dora_layers(model)]:
-        raise ValueError(
-            "model holds an adapter; expected the plain model: jax_dora.remove_dora takes it out, "
-            f"in:{listing(held)}"
-        )
-    ids = bank.checked(adapter_ids)
-    projections = {
-        (*place.sizes, bank.arrays[path].lora_a.shape[-2], place.dtype)
-        for path, place in bank.places.items()
-    }
-    step = step_of(ids, bank.slots, projections, implementation)
-    copy = nnx.clone(model)
-    by_path = {path: found.module for found in find_modules(copy) for path in found.paths}
-    replacements: dict[int, Any] = {}
-    for path, place in bank.places.items():
-        module: Any = by_path.get(path)
-        if dora_class_of(module) is not place.kind or (
-            getattr(module, place.kind.kernel_name).shape != place.kernel.shape
-        ):
-            raise ValueError(
-                f"model has no {place.kind.base_type.__name__} {place.kernel.shape} at {path!r}, "
-                "for which the bank holds adapters; expected the model that it was made of"
-            )
-        layer = _CLASSES[place.kind](module, place, bank.arrays[path], ids, step, implementation)
-        replacements[id(module)] = layer
-    return replace_modules(copy, replacements)

@@ -1,10 +1,12 @@
 """Whole projections of prompts with many adapters: y = g[id]∘(x W + s[id]·x A[id] B[id]) + bias.
 
-With kernels, z = x A is taken in parts, by `mosaic.bank_shrink`, which reads each adapter where it
-lies. Then x W and z B are one product, `mosaic.bank_project`, and no base result is written or
-read. A row of -1 is to have the bits of the product that XLA makes of x W without a bank: where a
-batch has one, the base's product is XLA's, and `mosaic.bank_expand` adds what is the adapters'.
-Elsewhere it always is, as in `bank`.
+With kernels, z = x A comes first, by `mosaic.bank_shrink`, which reads each adapter where it lies.
+Then x W and z B are one product, `mosaic.bank_project`: no base result is written or read, nor a
+layer's W copied out of a stack, as XLA does for its own product.
+
+A row of -1 is to have the bits of XLA's product without a bank. Where a batch has one, the base's
+product is XLA's, and `mosaic.bank_expand` adds what is the adapters'. Where the kernels are not
+taken it always is, as in `bank`.
 """
 
 import functools
@@ -30,6 +32,7 @@ def bank_projection(
     slots: Slots,
     ids: jax.Array,
     *,
+    layer: jax.Array | None = None,
     part: tuple[jax.Array, int] | None = None,
     bias: jax.Array | None = None,
     precision: lax.PrecisionLike = None,
@@ -39,7 +42,8 @@ def bank_projection(
 
     Args:
       x: [batch, time, in].
-      kernel: [in, out], of x's dtype.
+      kernel: [in, out], of x's dtype; or those of a stack, [layers, in, out].
+      layer: i32[], the one that is meant, where there are several.
       slots, ids, part, bias, precision: as `bank.bank_linear`'s.
       implementation: None, "mosaic" or "xla"; a named one runs or raises. "mosaic" stands for one
         product where there is a kernel for it, and else for what `bank.bank_linear` means by it.
@@ -54,9 +58,11 @@ def bank_projection(
     first, count = part or (jnp.int32(0), slots.lora_a.shape[0])
     rows = rows_of(slots, ids, first, count, accumulator(x.dtype))
     lora_a, lora_b = (one.astype(x.dtype) for one in (slots.lora_a, slots.lora_b))
-    operands = meshes.vary_alike(Prompts(x, kernel, lora_a, lora_b, *rows, ids < 0, bias))
+    if kernel.ndim == 2:
+        kernel, layer = kernel[None], jnp.int32(0)
+    operands = Prompts(x, kernel, layer, lora_a, lora_b, *rows, ids < 0, bias)
     static = StaticOfPrompts(implementation, implementation, static_precision(precision))
-    return meshes.differentiable(_project)(static, operands)
+    return meshes.differentiable(_project)(static, meshes.vary_alike(operands))
 
 
 class StaticOfPrompts(NamedTuple):
@@ -69,11 +75,13 @@ class StaticOfPrompts(NamedTuple):
 
 
 class Prompts(NamedTuple):
-    """The operands of a call: x [batch, time, in], kernel [in, out], lora_a [slots, rank, in],
-    lora_b [slots, rank, out], `Rows`, is_base bool[batch], bias [out] or None."""
+    """The operands of a call: x [batch, time, in], kernel [layers, in, out], layer i32[], lora_a
+    [slots, rank, in], lora_b [slots, rank, out], `Rows`, is_base bool[batch], bias [out] or
+    None."""
 
     x: Any
     kernel: Any
+    layer: Any
     lora_a: Any
     lora_b: Any
     slot: Any
@@ -111,7 +119,8 @@ def _run(static: StaticOfPrompts, shard: Shard, prompts: Prompts) -> tuple[jax.A
     adapted = z, prompts.lora_b, prompts.slot, g
 
     def whole() -> jax.Array:
-        return bank_project.launch(x, prompts.kernel, *adapted, prompts.bias, **project.knobs)
+        of_all = x, prompts.kernel, prompts.layer
+        return bank_project.launch(*of_all, *adapted, prompts.bias, **project.knobs)
 
     def over_base() -> jax.Array:
         scale = jnp.where(prompts.is_base, 0.0, 1.0)  # z has been scaled
@@ -127,8 +136,9 @@ PROJECT = Op("bank_project", _run, (), ())
 
 
 def _base(static: StaticOfPrompts, prompts: Prompts) -> jax.Array:
+    kernel = lax.dynamic_index_in_dim(prompts.kernel, prompts.layer, keepdims=False)
     contracted = (((prompts.x.ndim - 1,), (0,)), ((), ()))
-    return lax.dot_general(prompts.x, prompts.kernel, contracted, precision=static.precision)
+    return lax.dot_general(prompts.x, kernel, contracted, precision=static.precision)
 
 
 def _reduced(static: StaticOfPrompts, prompts: Prompts) -> jax.Array:
@@ -138,7 +148,10 @@ def _reduced(static: StaticOfPrompts, prompts: Prompts) -> jax.Array:
 
 def _by_expand(static: StaticOfPrompts, prompts: Prompts) -> jax.Array:
     operands = Expansion(
-        _base(static, prompts), _reduced(static, prompts), *prompts[3:7], prompts.bias
+        _base(static, prompts),
+        _reduced(static, prompts),
+        *(prompts.lora_b, prompts.slot, prompts.g, prompts.scale),
+        prompts.bias,
     )
     return primitive.call(EXPAND, Static(static.of_expand, static.precision), operands)[0]
 

@@ -1,11 +1,13 @@
 """Whole projections of groups of rows with an adapter each, in one matrix product:
 y[n] = g[n]∘(x[n] W + z[n] B[slot[n]]) [+ bias].
 
-    x  [groups, time, in]  W  [in, out]  z  [groups, time, r]  B  [slots, r, out]   bf16 or fp16
-    slot  i32[groups]      g  f32[groups, out] (optional)      bias  [out] (optional)
-
-s is already in z. No base tensor is written or read, and no adapter is copied: B is read where it
-lies. Tiles are those of `project`; one lies in one group, which says what its second part is.
+    x  [groups, time, in]  W  [layers, in, out]  z  [groups, time, r]  B  [slots, r, out]
+    layer  i32[]           slot  i32[groups]     g  f32[groups, out] (optional)    bias  [out]
+                                                                                   (optional)
+x, W, z, B are bf16 or fp16, all the same, and s is already in z. No base tensor is written or read,
+and nothing is copied: B is read where it lies, and so is W, the layer's of a stack, of which XLA
+makes a copy for its own product. Tiles are those of `project`; one lies in one group, which says
+what its second part is.
 """
 
 import jax
@@ -49,6 +51,7 @@ def config(
 def launch(
     x: jax.Array,
     kernel: jax.Array,
+    layer: jax.Array,
     z: jax.Array,
     lora_b: jax.Array,
     slot: jax.Array,
@@ -71,7 +74,7 @@ def launch(
         (x.reshape(-1, in_features), hopper.pad(z, z.shape[0], hopper.padded_rank(rank))),
         (kernel, lora_b),
         vectors,
-        groups=Groups(time, slot),
+        groups=Groups(time, jnp.append(slot, layer.astype(slot.dtype))),
         config=config,
         sm_count=sm_count,
     )

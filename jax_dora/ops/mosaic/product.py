@@ -31,8 +31,13 @@ from jax_dora.ops.mosaic.product_tiling import (
 
 
 class Groups(NamedTuple):
-    """Groups of `time` rows each, a multiple of tile_rows, of which each has vectors and a second
-    right operand of its own: that of the number in `which`, i32[groups]."""
+    """Rows in groups, of which each has vectors and a second right operand of its own.
+
+    Attributes:
+      time: rows of a group, a multiple of tile_rows.
+      which: i32[groups + 1], which of the second right operands is each group's, and at the end
+        which of the first ones is everybody's.
+    """
 
     time: int
     which: jax.Array
@@ -53,12 +58,12 @@ def two_part_product(
 
     Args:
       lefts: [rows, k] each.
-      rights: [k, cols] each, or [cols, k] if transposed; of groups the second is [n, k, cols].
+      rights: [k, cols] each, or [cols, k] if transposed; of groups [n, k, cols] each.
       vectors: g and bias, f32[cols]; none for the bare sum, or g alone. Of groups [groups, cols].
     """
     c, dtype = config, lefts[0].dtype
     rows = lefts[0].shape[0]
-    cols = rights[0].shape[0 if transposed else 1]
+    cols = rights[0].shape[-2 if transposed else -1]
     if cols == CHUNK_COLS:
         # The copy engine drops an axis of one chunk, and with it the end of the columns: a chunk
         # that lies past it would be written into other rows.
@@ -95,27 +100,29 @@ def two_part_product(
             )
             return row * c.tile_rows, col * c.tile_cols
 
-        def of_tile(row):
-            """Returns the right operands and the vectors of a tile."""
-            first, second, *others = refs[2 : len(refs) - outputs]
-            vectors_gmem = others[0] if vectors else None
-            if groups is not None:
-                group = lax.div(row, jnp.int32(groups.time))
-                second = second.at[others[-1][group]]
-                vectors_gmem = vectors_gmem.at[group] if vectors else None
-            return (first, second), vectors_gmem
-
         @pl.when(warpgroup == CONSUMERS)
         def _fetch():
             plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
+            rights_gmem, vectors_gmem = refs[2:4], refs[4] if vectors else None
+            if groups is not None:
+                which_gmem = refs[4 + bool(vectors)]
+                shared_gmem = rights_gmem[0].at[which_gmem[groups.which.size - 1]]
+
+            def of_tile(row):
+                """Returns the right operands and the vectors of a tile."""
+                if groups is None:
+                    return rights_gmem, vectors_gmem
+                group = lax.div(row, jnp.int32(groups.time))
+                own_gmem = rights_gmem[1].at[which_gmem[group]]
+                return (shared_gmem, own_gmem), vectors_gmem.at[group] if vectors else None
 
             def fetch_tile(index, _):
                 row, col = corner(index)
-                rights_gmem, vectors_gmem = of_tile(row)
+                tile_rights_gmem, tile_vectors_gmem = of_tile(row)
                 at_rows, at_cols = pl.ds(row, c.tile_rows), pl.ds(col, c.tile_cols)
                 before = index * sum(steps)
                 for left_gmem, right_gmem, count in zip(
-                    lefts_gmem, rights_gmem, steps, strict=True
+                    lefts_gmem, tile_rights_gmem, steps, strict=True
                 ):
 
                     def fetch_slice(
@@ -134,12 +141,12 @@ def two_part_product(
 
                     lax.fori_loop(0, count, fetch_slice, None)
                     before = before + count
-                if vectors_gmem is not None:
+                if vectors:
                     # Last: they are free only when the tile before has been stored, and its slices
                     # long before.
                     plgpu.barrier_wait(features["free"])
                     plgpu.copy_gmem_to_smem(
-                        vectors_gmem.at[:, at_cols], features["smem"], features["ready"]
+                        tile_vectors_gmem.at[:, at_cols], features["smem"], features["ready"]
                     )
 
             lax.fori_loop(0, my_tiles, fetch_tile, None)

@@ -183,32 +183,35 @@ def test_stacked_layers():
 
 
 @pytest.mark.slow
-def test_under_vmap():
+@pytest.mark.parametrize("time", [(), (3,)])
+def test_under_vmap(time):
     model = Block(nnx.Rngs(0))
     bank = AdapterBank(model, 2, 8)
     bank = bank.load(0, drawn(bank, {"linear": 2})).load(1, drawn(bank, {"heads": 7}))
-    x = jax.random.normal(jax.random.key(3), (3, 2, WIDTH))
+    x = jax.random.normal(jax.random.key(3), (3, 2, *time, WIDTH))
     ids = jnp.array([[0, 1], [-1, 0], [1, 1]])
     y = jax.vmap(lambda ids, x: with_bank(model, bank, ids)(x))(ids, x)
-    flat = with_bank(model, bank, ids.reshape(-1))(x.reshape(-1, WIDTH))
+    flat = with_bank(model, bank, ids.reshape(-1))(x.reshape(-1, *x.shape[2:]))
     assert jnp.allclose(y.reshape(flat.shape), flat, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("spec", "axis_type"),
+    ("spec", "axis_type", "time"),
     thinned(
-        itertools.product([(None, "m"), ("m", None)], [AxisType.Auto, AxisType.Explicit]),
-        [((None, "m"), AxisType.Explicit)],
+        itertools.product(
+            [(None, "m"), ("m", None)], [AxisType.Auto, AxisType.Explicit], [(), (3,)]
+        ),
+        [((None, "m"), AxisType.Explicit, ())],
     ),
 )
-def test_on_a_mesh(axis_type, spec):
+def test_on_a_mesh(axis_type, spec, time):
     """The bank is sharded as the kernel is."""
     mesh = jax.make_mesh((2, 2), ("d", "m"), axis_types=(axis_type,) * 2)
     plain = nnx.Linear(12, 8, rngs=nnx.Rngs(0))
     adapters = [drawn(AdapterBank(plain, 2, 8), {"": rank}, rank) for rank in (2, 7)]
     ids = np.array([1, 0, -1, 1])
-    x = jax.random.normal(jax.random.key(1), (4, 12))
+    x = jax.random.normal(jax.random.key(1), (4, *time, 12))
     bank = AdapterBank(plain, 2, 8).load(0, adapters[0]).load(1, adapters[1])
     expected = with_bank(plain, bank, ids)(x)
 
@@ -222,7 +225,7 @@ def test_on_a_mesh(axis_type, spec):
         rows = jax.device_put(x, NamedSharding(mesh, jax.P("d")))
 
         def run(bank, ids, x):
-            out = jax.P("d", spec[1]) if axis_type is AxisType.Explicit else None
+            out = jax.P("d", *(None for _ in time), spec[1]) if axis_type is AxisType.Explicit else None
             return with_bank(model, bank, ids)(x, out_sharding=out)
 
         y = jax.jit(run)(bank, ids, rows)

@@ -64,6 +64,26 @@ def test_a_program_for_cuda_has_both_ways():
     assert not [one for one in text.splitlines() if "stablehlo.gather" in one and "bf16" in one]
 
 
+@pytest.mark.parametrize("implementation", thinned(["mosaic", "xla"], ["xla"]))
+def test_a_layer_of_a_stack(on_mosaic, implementation):
+    """Its kernel and its adapters lie among those of other layers."""
+    x, kernel, held, ids = prompts(2, 128)
+    _, other, others, _ = prompts(3, 128)
+    stack = jnp.stack([other, kernel])
+    slots = jax.tree.map(lambda *one: jnp.concatenate(one), others, held)
+    ids = jnp.minimum(ids, 2).at[1].set(1)
+
+    def run(*arrays, **options):
+        return bank_projection(*arrays, **options, implementation=implementation)
+
+    with on_mosaic():
+        alone = jax.block_until_ready(jax.jit(run)(x, kernel, held, ids))
+        y = jax.jit(lambda layer: run(x, stack, slots, ids, layer=layer, part=(3 * layer, 3)))(
+            jnp.int32(1)
+        )
+    assert jnp.array_equal(y, alone)
+
+
 def test_rows_that_are_no_whole_tiles_keep_the_second_product():
     call = jax.jit(lambda *a: bank_projection(*a, implementation="mosaic"))
     text = call.trace(*prompts(0, 64)).lower(lowering_platforms=("cuda",)).as_text()

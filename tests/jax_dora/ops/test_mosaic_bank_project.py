@@ -24,7 +24,8 @@ def operands(seed, time, features, rank, out, dtype, slots=4):
     groups = len(SLOT)
     return {
         "x": normal(groups, time, features).astype(dtype),
-        "kernel": normal(features, out, deviation=features**-0.5).astype(dtype),
+        "kernel": normal(2, features, out, deviation=features**-0.5).astype(dtype),
+        "layer": jnp.int32(1),
         "lora_a": normal(slots, rank, features, deviation=features**-0.5).astype(dtype),
         "z": normal(groups, time, rank).at[3].set(jnp.nan).astype(dtype),
         "lora_b": normal(slots, rank, out, deviation=rank**-0.5).astype(dtype),
@@ -46,11 +47,11 @@ def shrink(arrays, config=None, *, sm_count=2):
 
 def project(arrays, config=None, *, sm_count=2, vectors=("g", "bias")):
     x, kernel = arrays["x"], arrays["kernel"]
-    call = (*x.shape, kernel.shape[1], arrays["z"].shape[-1], x.dtype)
+    call = (*x.shape, kernel.shape[-1], arrays["z"].shape[-1], x.dtype)
     assert bank_project.refuses(*call) is None
     config = config or bank_project.config(*call)
     others = {name: arrays[name] for name in vectors}
-    given = (x, kernel, arrays["z"], arrays["lora_b"], arrays["slot"])
+    given = (x, kernel, arrays["layer"], arrays["z"], arrays["lora_b"], arrays["slot"])
     return jax.block_until_ready(
         bank_project.launch(*given, **others, config=config, sm_count=sm_count)
     )
@@ -73,7 +74,7 @@ def check_project(arrays, y, vectors=("g", "bias")):
             assert np.isnan(fp64(y[group])).all()
             continue
         left = np.concatenate([fp64(arrays[n][group]) for n in ("x", "z")], axis=1)
-        right = np.concatenate([fp64(arrays["kernel"]), fp64(arrays["lora_b"][one])])
+        right = np.concatenate([fp64(arrays["kernel"][1]), fp64(arrays["lora_b"][one])])
         inner = left @ right
         g = fp64(arrays["g"][group]) if "g" in vectors else 1.0
         bias = fp64(arrays["bias"]) if "bias" in vectors else 0.0
@@ -162,7 +163,14 @@ def test_lowers_for_hopper_at_full_size(groups, time, features, rank, out):
     config = bank_project.config(groups, time, features, out, rank, jnp.bfloat16)
     call = jax.jit(lambda *a: bank_project.launch(*a, sm_count=132, config=config))
     program = call.trace(
-        *(x, aval(features, out), aval(groups, time, rank), aval(64, rank, out), slot),
+        *(
+            x,
+            aval(2, features, out),
+            aval(dtype=jnp.int32),
+            aval(groups, time, rank),
+            aval(64, rank, out),
+            slot,
+        ),
         aval(groups, out, dtype=jnp.float32),
     ).lower(lowering_platforms=("cuda",))
     assert "dora_bank_project" in program.as_text()

@@ -1,0 +1,77 @@
+"""A model whose rows choose their adapters from a bank."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from dora_common.rules import listing
+from jax_dora.adapt.tree import check_model, find_dora_layers, find_modules, replace_modules
+from jax_dora.bank.bank import AdapterBank
+from jax_dora.bank.layers import CLASSES
+from jax_dora.layers import dora_class_of
+from jax_dora.ops import choose
+from jax_dora.ops.bank import step_of
+
+
+def with_bank[Model: nnx.Module](
+    model: Model,
+    bank: AdapterBank,
+    adapter_ids: jax.Array | np.ndarray | Sequence[int],
+    *,
+    implementation: str | None = None,
+) -> Model:
+    """Returns a copy of `model`, for a call or a few, whose rows have the adapters of a bank.
+
+        logits = jax_dora.with_bank(model, bank, jnp.array([3, -1, 3, 0]))(tokens)
+
+    Row b of every projection's input [batch, ..., in], whose first axis is the batch, meets the
+    adapter in slot adapter_ids[b], or the base alone where that is -1, bit for bit. The copy shares
+    all arrays of the model and of the bank. It works eagerly, under `jax.jit` (compile a function
+    of the model's arrays, the bank and the ids: none of them is a constant then), `jax.vmap`,
+    `nnx.scan` and on meshes. Dropout plays no part: an adapter in a bank is served.
+
+    Args:
+      model: the plain model that the bank was made of, or another of the same projections.
+      bank: of it.
+      adapter_ids: integers [batch], each a slot or -1.
+      implementation: None, "mosaic" or "xla", as `jax_dora.ops.dora_linear`'s.
+
+    Raises:
+      TypeError: `model` is no nnx module, `bank` no `AdapterBank`, or the ids are no integers.
+      ValueError: the ids have not one axis; one of them is no slot, or the slot is empty, where
+        they are known: under `jit` the results of such a row are NaN. Or the model lacks a
+        projection of the bank, or holds an adapter.
+    """
+    check_model(model)
+    choose.check_name(implementation)
+    if not isinstance(bank, AdapterBank):
+        raise TypeError(f"bank is a {type(bank).__name__}; expected an AdapterBank")
+    if held := [found.paths[0] for found in find_dora_layers(model)]:
+        raise ValueError(
+            "model holds an adapter; expected the plain model: jax_dora.remove_dora takes it out, "
+            f"in:{listing(held)}"
+        )
+    ids = bank.checked(adapter_ids)
+    projections = {
+        (*place.sizes, bank.arrays[path].lora_a.shape[-2], place.dtype)
+        for path, place in bank.places.items()
+    }
+    step = step_of(ids, bank.slots, projections, implementation)
+    copy = nnx.clone(model)
+    by_path = {path: found.module for found in find_modules(copy) for path in found.paths}
+    replacements: dict[int, Any] = {}
+    for path, place in bank.places.items():
+        module: Any = by_path.get(path)
+        if dora_class_of(module) is not place.kind or (
+            getattr(module, place.kind.kernel_name).shape != place.kernel.shape
+        ):
+            raise ValueError(
+                f"model has no {place.kind.base_type.__name__} {place.kernel.shape} at {path!r}, "
+                "for which the bank holds adapters; expected the model that it was made of"
+            )
+        layer = CLASSES[place.kind](module, place, bank.arrays[path], ids, step, implementation)
+        replacements[id(module)] = layer
+    return replace_modules(copy, replacements)
