@@ -169,14 +169,20 @@ def _check_rows(equation: Equation, shape: tuple[int, ...], ids: jax.Array) -> N
 
 
 class BankLinear(BankLayer, nnx.Linear):
-    """`nnx.Linear` beside a bank."""
+    """`nnx.Linear` beside a bank.
+
+    Attributes:
+      bank_kernel: [*stack, in, out], the kernel once more, which may stay whole as the adapters do;
+        None where it is quantised, or the layers do not lie along its leading axes.
+    """
 
     base_type = nnx.Linear
 
-    def __init__(self, base: Any, *others: Any) -> None:
-        super().__init__(base, *others)
+    def __init__(self, base: Any, place: Place, *others: Any) -> None:
+        super().__init__(base, place, *others)
         kernel = base.kernel.get_value()
-        self.bank_kernel = BankArray(kernel if isinstance(kernel, jax.Array) else None)
+        is_kept = isinstance(kernel, jax.Array) and not place.stack.axis
+        self.bank_kernel = BankArray(kernel if is_kept else None)
 
     def _equation(self, ndim: int) -> Equation:
         rows = "abcdefghijklmnopqrstuvw"[: ndim - 1]
@@ -191,11 +197,11 @@ class BankLinear(BankLayer, nnx.Linear):
     def _is_one_product(self, inputs: jax.Array) -> bool:
         """Returns whether inputs are prompts, and the base's result is their product with the
         kernel as it is."""
-        kernel = self.bank_kernel.get_value()
+        kernel = self.kernel.get_value()
         return (
             inputs.ndim == 3
             and inputs.shape[1] > 1
-            and kernel is not None
+            and isinstance(kernel, jax.Array)
             and self.dot_general is lax.dot_general
             and self.preferred_element_type is None
             and meshes.explicit(inputs, kernel, self.bank_ids[...]) is None
@@ -206,8 +212,8 @@ class BankLinear(BankLayer, nnx.Linear):
         x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
         slots, ids, part = self._slots()
         _check_rows(self._equation(3), x.shape, ids)
-        stack, layer = self.bank_kernel[...], None
-        if stack.ndim > 2 and stack.dtype == kernel.dtype:
+        stack, layer = self.bank_kernel.get_value(), None
+        if stack is not None and stack.ndim > 2 and stack.dtype == kernel.dtype:
             kernel, layer = stack.reshape(-1, *stack.shape[-2:]), self.bank_layer[...]
         return bank_projection(
             x,

@@ -123,9 +123,11 @@ def _run(static: StaticOfPrompts, shard: Shard, prompts: Prompts) -> tuple[jax.A
         return bank_project.launch(*of_all, *adapted, prompts.bias, **project.knobs)
 
     def over_base() -> jax.Array:
+        # XLA would take the layer's kernel out of a stack for either way, by a copy.
+        here = prompts._replace(layer=lax.optimization_barrier(prompts.layer))
         scale = jnp.where(prompts.is_base, 0.0, 1.0)  # z has been scaled
         return bank_expand.launch(
-            _base(static, prompts), *adapted, scale, prompts.bias, **expand.knobs
+            _base(static, here), *adapted, scale, prompts.bias, **expand.knobs
         )
 
     return (lax.cond(jnp.any(prompts.is_base), over_base, whole),)
