@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.results import Row
-from jax_dora.bank.host import RANKS, Facts, HostAdapter
+from jax_dora.bank.host import RANKS, Facts, HostAdapter, piece_shape
 
 EXPONENT = 1.5
 
@@ -31,13 +31,10 @@ def random_adapter(bank: Any, rank: int, seed: int) -> HostAdapter:
     for start in range(0, rank, RANKS):
         count, piece = min(RANKS, rank - start), {}
         for path, place in bank.places.items():
-            lora_a, lora_b = (
-                np.zeros((*place.stack.shape, RANKS, size), place.dtype) for size in place.sizes
-            )
-            for array in (lora_a, lora_b):
+            piece[path] = both = np.zeros(piece_shape(place), place.dtype)
+            for array in np.split(both, [place.sizes[0]], axis=-1):
                 drawn = rng.standard_normal((*array.shape[:-2], count, array.shape[-1]), np.float32)
                 array[..., :count, :] = drawn * array.shape[-1] ** -0.5
-            piece[path] = (lora_a, lora_b)
         pieces.append(piece)
     for path, place in bank.places.items():
         magnitude = rng.uniform(0.5, 1.5, (*place.stack.shape, place.sizes[1])).astype(np.float32)

@@ -14,7 +14,7 @@ from dora_common.hyperparameters import check_rank, check_slots
 from dora_common.rules import ALL_LINEAR
 from jax_dora.adapt.adapter import Adapter
 from jax_dora.adapt.tree import check_model
-from jax_dora.bank.host import RANKS, HostAdapter, read_adapter, read_folder
+from jax_dora.bank.host import RANKS, HostAdapter, piece_shape, read_adapter, read_folder
 from jax_dora.bank.places import Place, places
 from jax_dora.bank.plan import Arrays, Plan
 from jax_dora.ops.bank_slots import checked_ids
@@ -39,7 +39,9 @@ class AdapterBank:
     adapters of all kinds and ranks.
 
     What an adapter multiplies results by, g = magnitude / ‖W + s·lora_a lora_b‖, is taken when it
-    is loaded, by one norm a projection; it stays if the model's kernels change afterwards.
+    is loaded, by one norm a projection; it stays if the model's kernels change afterwards. What
+    `read` has returned keeps it: while the kernels are the same arrays, to load that again moves
+    bytes alone.
 
     Attributes:
       slots: how many adapters it has room for.
@@ -171,10 +173,14 @@ class AdapterBank:
             {path: plan.on_device(path, piece.get(path)) for path in plan.places}
             for piece in host.pieces
         ]
+        kernels = plan.kernels()
+        facts = host.facts_beside(kernels)
         arrays = plan.clear(self.arrays, number)
         for index, piece in enumerate(pieces):
             arrays = plan.write(arrays, piece, number, np.int32(index * RANKS))
-        return self._with(plan.finish(arrays, plan.kernels(), dict(host.facts), number))
+        arrays, g = plan.finish(arrays, kernels, facts, number)
+        plan.settle(host.settled, kernels, g)
+        return self._with(arrays)
 
     def evict(self, slot: int) -> "AdapterBank":
         """Returns the bank without the adapter of a slot, if it held one, on this bank's arrays.
@@ -240,15 +246,14 @@ class AdapterBank:
 
     def _check_fits(self, adapter: HostAdapter) -> None:
         """Raises ValueError unless the adapter was read for a bank like this."""
-        shapes = {path: place.sizes for path, place in self.places.items()}
-        fits = adapter.facts.keys() == shapes.keys() and all(
+        fits = adapter.facts.keys() == self.places.keys() and all(
             adapter.facts[path].magnitude.shape == (*place.stack.shape, place.sizes[1])
             for path, place in self.places.items()
         )
         fits = fits and all(
-            (a.shape[-1], b.shape[-1]) == shapes[path]
+            array.shape == piece_shape(self.places[path])
             for piece in adapter.pieces
-            for path, (a, b) in piece.items()
+            for path, array in piece.items()
         )
         if not fits:
             raise ValueError(

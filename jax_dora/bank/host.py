@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,20 +48,63 @@ class HostAdapter:
     it.
 
     Attributes:
-      pieces: by path, (lora_a [*stack, RANKS, in], lora_b [*stack, RANKS, out]) of ranks 0 to 7,
+      pieces: by path, lora_a and lora_b side by side, [*stack, RANKS, in + out], of ranks 0 to 7,
         8 to 15 and so on; without the paths that have no such ranks.
       facts: by path, for every path of the bank.
       rank: the largest.
+      settled: what the first load has found.
     """
 
-    pieces: tuple[Mapping[str, tuple[np.ndarray, np.ndarray]], ...]
+    pieces: tuple[Mapping[str, np.ndarray], ...]
     facts: Mapping[str, "Facts"]
     rank: int
+    settled: "Settled" = dataclasses.field(default_factory=lambda: Settled(), compare=False)
 
     @property
     def nbytes(self) -> int:
         """Returns the bytes of its matrices."""
-        return sum(a.nbytes + b.nbytes for piece in self.pieces for a, b in piece.values())
+        return sum(array.nbytes for piece in self.pieces for array in piece.values())
+
+    def facts_beside(self, kernels: Any) -> dict[str, "Facts"]:
+        """Returns the facts for a load beside these kernels: where g is known, as numbers that no
+        norm has to be taken for."""
+        g = self.settled.beside(kernels)
+        if g is None:
+            return dict(self.facts)
+        return {
+            path: Facts(g[path], np.zeros_like(one.is_dora), one.scale, one.rank)
+            for path, one in self.facts.items()
+        }
+
+
+class Settled:
+    """The g of an adapter beside the kernels that it was last loaded beside, in host memory: with
+    it the adapter is loaded again without a norm."""
+
+    def __init__(self) -> None:
+        self._kernels: list[weakref.ref[Any]] = []
+        self._g: Mapping[str, Any] = {}
+
+    def beside(self, kernels: Any) -> Mapping[str, np.ndarray] | None:
+        """Returns g by path, or None where it is not known beside these very arrays."""
+        known, arrays = [one() for one in self._kernels], jax.tree.leaves(kernels)
+        if len(known) != len(arrays) or any(a is not b for a, b in zip(known, arrays, strict=True)):
+            return None
+        return {path: np.asarray(g) for path, g in self._g.items()}
+
+    def settle(self, kernels: Any, g: Mapping[str, jax.Array]) -> None:
+        """Keeps g, which is on its way to the host."""
+        for one in g.values():
+            one.copy_to_host_async()
+        self._g = g
+        self._kernels = [weakref.ref(array) for array in jax.tree.leaves(kernels)]
+
+    def has_arrived(self) -> bool:
+        """Returns whether g is in host memory; if so, it is nowhere else."""
+        if not all(getattr(one, "is_ready", lambda: True)() for one in self._g.values()):
+            return False
+        self._g = {path: np.asarray(one) for path, one in self._g.items()}
+        return True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +112,8 @@ class Facts:
     """What of a path's adapters is no matrix: a pytree.
 
     Attributes:
-      magnitude: f32[*stack, out], f64 in a model of fp64; 1 for LoRA.
+      magnitude: f32[*stack, out], f64 in a model of fp64; what results are multiplied by, such as
+        1 for LoRA, where it is not DoRA's.
       is_dora: bool[*stack].
       scale: likewise, [*stack].
       rank: i32[*stack]; 0 without an adapter.
@@ -176,7 +221,7 @@ def _no_place(model: nnx.Module, places: Sequence[Place], path: str) -> ValueErr
 def _packed(places: Sequence[Place], layers: Mapping[str, Mapping[Any, Layer]]) -> HostAdapter:
     """Returns the layers of each path, by their index in its stack, in pieces."""
     rank = max(one.lora_a.shape[0] for found in layers.values() for one in found.values())
-    pieces: list[dict[str, tuple[np.ndarray, np.ndarray]]] = [{} for _ in range(0, rank, RANKS)]
+    pieces: list[dict[str, np.ndarray]] = [{} for _ in range(0, rank, RANKS)]
     facts = {}
     for place in places:
         found = layers.get(place.path, {})
@@ -188,16 +233,20 @@ def _packed(places: Sequence[Place], layers: Mapping[str, Mapping[Any, Layer]]) 
     return HostAdapter(tuple(pieces), facts, rank)
 
 
-def _piece(place: Place, found: Mapping[Any, Layer], start: int) -> tuple[np.ndarray, np.ndarray]:
-    lora_a, lora_b = (
-        np.zeros((*place.stack.shape, RANKS, features), place.dtype) for features in place.sizes
-    )
+def piece_shape(place: Place) -> tuple[int, ...]:
+    """Returns the shape of a place's part of a piece."""
+    return (*place.stack.shape, RANKS, sum(place.sizes))
+
+
+def _piece(place: Place, found: Mapping[Any, Layer], start: int) -> np.ndarray:
+    piece = np.zeros(piece_shape(place), place.dtype)
+    lora_a, lora_b = np.split(piece, [place.sizes[0]], axis=-1)
     for index, one in found.items():
         for name, target, source in (("a", lora_a, one.lora_a), ("b", lora_b, one.lora_b)):
             part = source[start : start + RANKS]
             target[index][: len(part)] = part
             _check_finite(f"lora_{name}", place, target[index])
-    return lora_a, lora_b
+    return piece
 
 
 def _facts(place: Place, found: Mapping[Any, Layer]) -> Facts:

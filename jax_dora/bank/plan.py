@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 from jax_dora import ops
-from jax_dora.bank.host import RANKS, Facts
+from jax_dora.bank.host import RANKS, Facts, Settled, piece_shape
 from jax_dora.bank.places import Place
 from jax_dora.layers.call import bounded_norm
 from jax_dora.ops.bank_slots import Slots
@@ -34,17 +34,20 @@ class Plan:
         shardings = {path: place.shardings() for path, place in self.places.items()}
         self.shardings = shardings
 
-        def compiled(function: Callable[..., Arrays]) -> Callable[..., Arrays]:
+        self._arriving: list[Settled] = []
+
+        def compiled(function: Callable[..., Any], results: Any = shardings) -> Callable[..., Any]:
             if is_explicit:
-                function = cast(Any, jax.sharding.auto_axes(function, out_sharding=shardings))
-            return jax.jit(function, donate_argnums=0, out_shardings=shardings)
+                function = cast(Any, jax.sharding.auto_axes(function, out_sharding=results))
+            return jax.jit(function, donate_argnums=0, out_shardings=results)
 
         meshes = (one.mesh for one in jax.tree.leaves(shardings))
         is_explicit = any(AxisType.Explicit in mesh.axis_types for mesh in meshes)
         self.make = jax.jit(self._make, out_shardings=shardings)
         self.clear = compiled(_clear)
         self.write = compiled(_write)
-        self.finish = compiled(self._finish)
+        g = {path: _without(one.g, -2) for path, one in shardings.items()}
+        self.finish = compiled(self._finish, (shardings, g))
 
     def _make(self) -> Arrays:
         return {path: self._empty(place) for path, place in self.places.items()}
@@ -65,33 +68,46 @@ class Plan:
         """Returns the model's kernels as they are now."""
         return {path: place.kernel.get_value() for path, place in self.places.items()}
 
-    def on_device(self, path: str, piece: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns a piece of a path's adapter where the bank lies; zeros for None."""
+    def on_device(self, path: str, piece: np.ndarray | None) -> tuple[jax.Array, ...]:
+        """Returns a path's part of a piece where the bank lies, zeros for None: lora_a and lora_b,
+        or both side by side where there is no mesh, since every transfer takes its time."""
         place, sharding = self.places[path], self.shardings[path]
         if piece is None:
-            shape = (*place.stack.shape, RANKS)
-            piece = tuple(np.zeros((*shape, n), place.dtype) for n in place.sizes)
-        lora_a, lora_b = piece
-        return _put(lora_a, sharding.lora_a), _put(lora_b, sharding.lora_b)
+            piece = np.zeros(piece_shape(place), place.dtype)
+        if sharding.lora_a is None:
+            return (jax.device_put(piece),)
+        lora_a, lora_b = np.split(piece, [place.sizes[0]], axis=-1)
+        return (
+            jax.device_put(lora_a, _without(sharding.lora_a, -3)),
+            jax.device_put(lora_b, _without(sharding.lora_b, -3)),
+        )
+
+    def settle(self, settled: Settled, kernels: Any, g: Mapping[str, jax.Array]) -> None:
+        """Keeps the g of an adapter that has been loaded; does not wait for it."""
+        self._arriving = [one for one in self._arriving if not one.has_arrived()]
+        if settled.beside(kernels) is None:
+            settled.settle(kernels, g)
+            self._arriving.append(settled)
 
     def _finish(
         self, arrays: Arrays, kernels: Mapping[str, Any], facts: Mapping[str, Facts], slot: Any
-    ) -> Arrays:
-        """Writes g, scales and ranks of a slot whose matrices have been written."""
-        return {
+    ) -> tuple[Arrays, dict[str, jax.Array]]:
+        """Writes g, scales and ranks of a slot whose matrices have been written; returns g too."""
+        found = {
             path: _finished(self.places[path], arrays[path], kernels[path], facts[path], slot)
             for path in arrays
         }
+        slots = {path: one for path, (one, _) in found.items()}
+        return slots, {path: g for path, (_, g) in found.items()}
 
 
-def _put(array: np.ndarray, sharding: Any) -> jax.Array:
-    """Returns a piece [*stack, ranks, features] where an array [*stack, slots, rank, features] of
-    this sharding lies."""
+def _without(sharding: Any, axis: int) -> Any:
+    """Returns the sharding of an array that lacks an axis."""
     if sharding is None:
-        return jax.device_put(array)
+        return None
     spec = list(sharding.spec)
-    del spec[-3]
-    return jax.device_put(array, jax.NamedSharding(sharding.mesh, jax.P(*spec)))
+    del spec[axis]
+    return jax.NamedSharding(sharding.mesh, jax.P(*spec))
 
 
 def _clear(arrays: Arrays, slot: Any) -> Arrays:
@@ -109,7 +125,7 @@ def _clear(arrays: Arrays, slot: Any) -> Arrays:
 
 
 def _write(
-    arrays: Arrays, piece: Mapping[str, tuple[jax.Array, jax.Array]], slot: Any, start: Any
+    arrays: Arrays, piece: Mapping[str, tuple[jax.Array, ...]], slot: Any, start: Any
 ) -> Arrays:
     """Writes the ranks of a slot from `start` on."""
 
@@ -118,12 +134,12 @@ def _write(
         first[-3:-1] = [slot, start]
         return lax.dynamic_update_slice(old, jnp.expand_dims(new, -3), first)
 
-    return {
-        path: old._replace(
-            lora_a=written(old.lora_a, piece[path][0]), lora_b=written(old.lora_b, piece[path][1])
-        )
-        for path, old in arrays.items()
-    }
+    def both(old: Slots, new: tuple[jax.Array, ...]) -> Slots:
+        if len(new) == 1:
+            new = tuple(jnp.split(new[0], [old.lora_a.shape[-1]], axis=-1))
+        return old._replace(lora_a=written(old.lora_a, new[0]), lora_b=written(old.lora_b, new[1]))
+
+    return {path: both(old, piece[path]) for path, old in arrays.items()}
 
 
 def _set(old: jax.Array, value: Any, slot: Any, trailing: int) -> jax.Array:
@@ -134,7 +150,9 @@ def _set(old: jax.Array, value: Any, slot: Any, trailing: int) -> jax.Array:
     return lax.dynamic_update_slice_in_dim(old, new, slot, axis)
 
 
-def _finished(place: Place, old: Slots, kernel: Any, facts: Facts, slot: Any) -> Slots:
+def _finished(
+    place: Place, old: Slots, kernel: Any, facts: Facts, slot: Any
+) -> tuple[Slots, jax.Array]:
     lora_a, lora_b = (
         lax.dynamic_index_in_dim(one, slot, one.ndim - 3, keepdims=False)
         for one in (old.lora_a, old.lora_b)
@@ -142,13 +160,20 @@ def _finished(place: Place, old: Slots, kernel: Any, facts: Facts, slot: Any) ->
 
     def g_of_layer(kernel: Any, of_adapter: Any) -> jax.Array:
         lora_a, lora_b, facts = of_adapter
-        return lax.cond(
-            facts.is_dora,
-            lambda: _dora_g(place, kernel, lora_a, lora_b, facts),
-            lambda: jnp.ones_like(facts.magnitude),
-        )
+        g = _dora_g(place, kernel, lora_a, lora_b, facts)
+        return jnp.where(facts.is_dora, g, facts.magnitude)
 
-    g = place.stack.map_leading(g_of_layer, kernel, (lora_a, lora_b, facts))
+    def with_norms() -> jax.Array:
+        of_adapter = lora_a, lora_b, facts
+        if place.stack.axis or not isinstance(kernel, jax.Array):
+            return place.stack.map_leading(g_of_layer, kernel, of_adapter)
+        function = g_of_layer
+        for _ in place.stack.shape:
+            # All at once: one after the other, each layer's kernel would be copied first.
+            function = jax.vmap(function)
+        return function(kernel, of_adapter)
+
+    g = lax.cond(jnp.any(facts.is_dora), with_norms, lambda: facts.magnitude)
 
     def written(array: jax.Array, new: jax.Array) -> jax.Array:
         axis = place.stack.count
@@ -159,7 +184,7 @@ def _finished(place: Place, old: Slots, kernel: Any, facts: Facts, slot: Any) ->
         g=written(old.g, g),
         scale=written(old.scale, facts.scale),
         rank=written(old.rank, facts.rank),
-    )
+    ), g
 
 
 def _dora_g(place: Place, kernel: Any, lora_a: Any, lora_b: Any, facts: Facts) -> jax.Array:

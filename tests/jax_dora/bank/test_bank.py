@@ -28,6 +28,30 @@ def test_loading_and_evicting_compile_once_for_all_ranks():
     assert found
 
 
+def test_what_is_loaded_again_takes_no_norm():
+    """Beside the same kernels; beside others it has another g."""
+    model = Stacked(nnx.Rngs(0))
+    bank = AdapterBank(model, 3, 16)
+    read = bank.read(drawn(bank, {"blocks/linear": 11, "blocks/heads": 3}))
+    bank = bank.load(0, read)
+    with compilations() as found:
+        bank = bank.load(1, read)
+    assert not found
+    for array in jax.tree.leaves(bank.arrays):
+        assert jnp.array_equal(array[:, 0], array[:, 1])
+    known = [facts.is_dora.any() for facts in read.facts_beside(bank._plan.kernels()).values()]
+    assert not any(known)
+
+    kernel = model.blocks.linear.kernel
+    kernel.set_value(2 * kernel.get_value())
+    bank = bank.load(2, read)
+    g = bank.arrays["blocks/linear"].g
+    assert not np.isclose(g[:, 2], g[:, 0], rtol=0.1).all(axis=-1).any()
+    again = AdapterBank(model, 1, 16).load(0, drawn(bank, {"blocks/linear": 11, "blocks/heads": 3}))
+    for one, other in zip(jax.tree.leaves(bank.arrays), jax.tree.leaves(again.arrays), strict=True):
+        assert jnp.array_equal(one[:, 2], other[:, 0])
+
+
 def test_arrays_change_in_place():
     bank = AdapterBank(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)), 3, 8)
     before = bank.arrays[""].lora_a.unsafe_buffer_pointer()

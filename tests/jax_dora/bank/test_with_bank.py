@@ -225,7 +225,11 @@ def test_on_a_mesh(axis_type, spec, time):
         rows = jax.device_put(x, NamedSharding(mesh, jax.P("d")))
 
         def run(bank, ids, x):
-            out = jax.P("d", *(None for _ in time), spec[1]) if axis_type is AxisType.Explicit else None
+            out = (
+                jax.P("d", *(None for _ in time), spec[1])
+                if axis_type is AxisType.Explicit
+                else None
+            )
             return with_bank(model, bank, ids)(x, out_sharding=out)
 
         y = jax.jit(run)(bank, ids, rows)
