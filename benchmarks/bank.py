@@ -13,11 +13,13 @@ choose their adapters by Zipf's law with exponent 1.5, evenly, or all the same o
     loop        one adapter after the other, on all rows
 
 `bound` is the least that DoRA can be over the base: the bytes of both over those of the base.
+Adapters are loaded into a whole model from host memory: `first`, when g is taken, and `again`.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import functools
 import statistics
 import time
@@ -34,6 +36,7 @@ import jax_dora
 from benchmarks.bank_adapters import byte_bound, draw_ids, random_adapter
 from benchmarks.bank_programs import Sizes, Stack, program
 from benchmarks.results import Row
+from jax_dora.bank.host import Settled
 from jax_dora.ops import bank_ways
 
 # What DoRA's result may differ from XLA's way of it, relative to its norm: some roundings of bf16.
@@ -47,10 +50,12 @@ ONLY_DECODING, ONLY_PREFILL = (*WAYS, "kernel"), ("DoRA xla", "loop")
 
 class Settings(NamedTuple):
     """What is measured: nothing is built after `seconds`. Growth is that of `growth` rows, with the
-    number of adapters that they have and with their ranks."""
+    number of adapters that they have and with their ranks. Adapters are loaded into a model of
+    `load_layers`."""
 
     sizes: Sizes = Sizes()
     layers: int = 2
+    load_layers: int = 32
     repeats: int = 8
     slots: int = 64
     ranks: tuple[int, ...] = (8, 16, 32, 64)
@@ -74,6 +79,7 @@ class Settings(NamedTuple):
 
 TINY = Settings(
     Sizes(32, 16, 48),
+    load_layers=3,
     repeats=2,
     slots=3,
     ranks=(1, 5),
@@ -94,11 +100,9 @@ def measure(settings: Settings) -> Iterator[Row]:
     def left() -> float:
         return settings.seconds - (time.monotonic() - started)
 
+    yield from _loads(settings)
     model = nnx.jit(lambda: Stack(settings.sizes, settings.layers))()
-    bank = jax_dora.AdapterBank(model, settings.slots, max(settings.ranks))
-    *rows, last = _loads(settings, bank)
-    yield from rows
-    bank = last["bank"]
+    bank = _filled(jax_dora.AdapterBank(model, settings.slots, max(settings.ranks)), settings.ranks)
     for shape in [(rows, 1) for rows in settings.decoding] + [settings.prefill]:
         if left() < 0:
             return
@@ -131,8 +135,7 @@ def _growth(settings: Settings, model: Any, bank: Any, left: Callable[[], float]
     for rank in settings.ranks:
         if left() < 0:
             return
-        *_, last = _loads(settings._replace(ranks=(rank,)), bank)
-        bank = last["bank"]
+        bank = _filled(bank, (rank,))
         told = {"mix": "growth", "rank": rank} | byte_bound(bank, ids)
         yield from _timed(
             _having(programs, told), _arguments(model, bank, ids, (rows, 1)), settings
@@ -149,23 +152,34 @@ def _arguments(model: Any, bank: Any, ids: np.ndarray, shape: tuple[int, int]) -
     return nnx.state(model), bank, jnp.asarray(ids), x
 
 
-def _loads(settings: Settings, bank: Any) -> Iterator[Any]:
-    """Fills every slot; yields what loading took, by rank, and at the end the bank."""
-    times: dict[int, list[float]] = {rank: [] for rank in settings.ranks}
-    for slot in range(settings.slots):
-        rank = settings.ranks[slot % len(settings.ranks)]
-        adapter = random_adapter(bank, rank, slot)
-        jax.block_until_ready(bank.arrays)
-        begin = time.perf_counter()
-        bank = bank.load(slot, adapter)
-        jax.block_until_ready(bank.arrays)
-        if slot:  # The first compiles.
-            times[rank].append(1e3 * (time.perf_counter() - begin))
-    for rank, taken in times.items():
-        if taken:
-            row = {"task": "load", "rank": rank, "layers": settings.layers}
-            yield row | {"ms": statistics.median(taken), "spread_ms": max(taken) - min(taken)}
-    yield {"bank": bank}
+def _loads(settings: Settings) -> Iterator[Row]:
+    """Yields what loading an adapter takes, by rank."""
+    model = nnx.jit(lambda: Stack(settings.sizes, settings.load_layers))()
+    bank = jax_dora.AdapterBank(model, 2, max(settings.ranks))
+    for rank in settings.ranks:
+        adapter = random_adapter(bank, rank, rank)
+        row: Row = {"task": "load", "rank": rank, "layers": settings.load_layers}
+        row["bytes"] = adapter.nbytes
+        for kind in ("first", "again"):
+            times = []
+            for _ in range(settings.rounds + 1):
+                if kind == "first":
+                    adapter = dataclasses.replace(adapter, settled=Settled())
+                jax.block_until_ready(bank.arrays)
+                begin = time.perf_counter()
+                bank = bank.load(0, adapter)
+                jax.block_until_ready(bank.arrays)
+                times.append(1e3 * (time.perf_counter() - begin))
+            times = times[1:]  # The first compiles.
+            told = {"ms": statistics.median(times), "spread_ms": max(times) - min(times)}
+            yield row | {"kind": kind} | told
+
+
+def _filled(bank: Any, ranks: tuple[int, ...]) -> Any:
+    """Returns a bank with an adapter in every slot, of these ranks in turn."""
+    for slot in range(bank.slots):
+        bank = bank.load(slot, random_adapter(bank, ranks[slot % len(ranks)], slot))
+    return bank
 
 
 def _compiled(
@@ -253,7 +267,8 @@ def _timed(programs: list[tuple[Row, Any]], arguments: Any, settings: Settings) 
 def line(row: Row) -> str:
     """Returns a row as a line to read."""
     if row["task"] == "load":
-        return f"load rank {row['rank']:3}, {row['layers']} layers  {row['ms']:8.2f} ms"
+        name = f"load rank {row['rank']:3}, {row['layers']} layers, {row['bytes'] / 1e6:.0f} MB"
+        return f"{name}, {row['kind']}  {row['ms']:8.2f} ms"
     name = f"{row['task']:7} {row['rows']:4}×{row['tokens']:<4} {row['mix']:8} {row['kind']:9}"
     if "failed" in row:
         return f"{name} failed: {row['failed'][:150]}"

@@ -169,11 +169,7 @@ class AdapterBank:
         else:
             host = self.read(adapter, name=name, names=names)
         plan = self._plan
-        pieces = [
-            {path: plan.on_device(path, piece.get(path)) for path in plan.places}
-            for piece in host.pieces
-        ]
-        kernels = plan.kernels()
+        pieces, kernels = plan.on_device(host), plan.kernels()
         facts = host.facts_beside(kernels)
         arrays = plan.clear(self.arrays, number)
         for index, piece in enumerate(pieces):

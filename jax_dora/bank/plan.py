@@ -11,13 +11,15 @@ from jax import lax
 from jax.sharding import AxisType
 
 from jax_dora import ops
-from jax_dora.bank.host import RANKS, Facts, Settled, piece_shape
+from jax_dora.bank.host import RANKS, Facts, HostAdapter, Settled, piece_shape
 from jax_dora.bank.places import Place
 from jax_dora.layers.call import bounded_norm
 from jax_dora.ops.bank_slots import Slots
 from jax_dora.ops.compose import accumulator
 
 type Arrays = dict[str, Slots]
+# By path, as `Plan.on_device` sends them.
+type Piece = dict[str, tuple[jax.Array, ...]]
 
 
 class Plan:
@@ -34,6 +36,7 @@ class Plan:
         shardings = {path: place.shardings() for path, place in self.places.items()}
         self.shardings = shardings
 
+        self._zeros: dict[str, tuple[jax.Array, ...]] = {}
         self._arriving: list[Settled] = []
 
         def compiled(function: Callable[..., Any], results: Any = shardings) -> Callable[..., Any]:
@@ -68,19 +71,32 @@ class Plan:
         """Returns the model's kernels as they are now."""
         return {path: place.kernel.get_value() for path, place in self.places.items()}
 
-    def on_device(self, path: str, piece: np.ndarray | None) -> tuple[jax.Array, ...]:
-        """Returns a path's part of a piece where the bank lies, zeros for None: lora_a and lora_b,
-        or both side by side where there is no mesh, since every transfer takes its time."""
-        place, sharding = self.places[path], self.shardings[path]
+    def on_device(self, host: HostAdapter) -> list[Piece]:
+        """Returns an adapter's pieces where the bank lies, all sent by one call. Of a path there
+        are lora_a and lora_b, or without a mesh both side by side, since every array takes its
+        time."""
+        pieces = [
+            {path: self._parts(path, piece.get(path)) for path in self.places}
+            for piece in host.pieces
+        ]
+        shardings = [{path: self._part_shardings(path) for path in self.places}] * len(pieces)
+        return jax.device_put(pieces, shardings)
+
+    def _parts(self, path: str, piece: np.ndarray | None) -> tuple[Any, ...]:
+        place = self.places[path]
         if piece is None:
-            piece = np.zeros(piece_shape(place), place.dtype)
-        if sharding.lora_a is None:
-            return (jax.device_put(piece),)
-        lora_a, lora_b = np.split(piece, [place.sizes[0]], axis=-1)
-        return (
-            jax.device_put(lora_a, _without(sharding.lora_a, -3)),
-            jax.device_put(lora_b, _without(sharding.lora_b, -3)),
-        )
+            # It is sent once.
+            if path not in self._zeros:
+                zeros = self._parts(path, np.zeros(piece_shape(place), place.dtype))
+                self._zeros[path] = jax.device_put(zeros, self._part_shardings(path))
+            return self._zeros[path]
+        if self.shardings[path].lora_a is None:
+            return (piece,)
+        return tuple(np.split(piece, [place.sizes[0]], axis=-1))
+
+    def _part_shardings(self, path: str) -> tuple[Any, ...]:
+        of_both = self.shardings[path][:2]
+        return (None,) if of_both[0] is None else tuple(_without(one, -3) for one in of_both)
 
     def settle(self, settled: Settled, kernels: Any, g: Mapping[str, jax.Array]) -> None:
         """Keeps the g of an adapter that has been loaded; does not wait for it."""
@@ -124,9 +140,7 @@ def _clear(arrays: Arrays, slot: Any) -> Arrays:
     }
 
 
-def _write(
-    arrays: Arrays, piece: Mapping[str, tuple[jax.Array, ...]], slot: Any, start: Any
-) -> Arrays:
+def _write(arrays: Arrays, piece: Piece, slot: Any, start: Any) -> Arrays:
     """Writes the ranks of a slot from `start` on."""
 
     def written(old: jax.Array, new: jax.Array) -> jax.Array:

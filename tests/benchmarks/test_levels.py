@@ -79,7 +79,8 @@ def test_layer_measures_forward_and_backward(tmp_path: Path) -> None:
 def test_bank_measures_every_kind_and_loading(tmp_path: Path) -> None:
     code, header, rows = run("bank", tmp_path)
     assert (code, header["level"]) == (0, "bank")
-    assert [row["rank"] for row in rows if row["task"] == "load"] == list(bank.TINY.ranks)
+    loads = [(row["rank"], row["kind"]) for row in rows if row["task"] == "load"]
+    assert loads == [(rank, kind) for rank in bank.TINY.ranks for kind in ("first", "again")]
     found = [row for row in rows if row["task"] != "load"]
     kinds = {
         task: [one for one in bank.TINY.kinds if one not in unfit]
