@@ -10,12 +10,8 @@ import math
 import re
 from collections.abc import Callable
 
-import numpy as np
-
-from benchmarks.bank import Settings
-from benchmarks.bank_adapters import EXPONENT
 from benchmarks.report import Measurement, Report
-from tools import step_parts
+from tools import bank_tables, step_parts
 from tools.measurements import BEST_LORA, WITHOUT_TRITON, one, report, row, rows, table
 
 PAGES = ("docs/performance.md", "docs/serving.md", "docs/several-gpus.md", "docs/step.md")
@@ -209,38 +205,6 @@ def quantised_projection() -> str:
     return table(["", *columns], lines)
 
 
-def bank_bytes() -> str:
-    """Returns the bytes of a layer's weights and adapters over those of the weights, expected."""
-    settings = Settings()
-    sizes = settings.sizes.projections.values()
-    weights = 2 * sum(fan_in * out for fan_in, out in sizes)
-    rank = sum(settings.ranks) / len(settings.ranks)
-    adapter = sum(2 * rank * (fan_in + out) + 4 * out for fan_in, out in sizes)
-    lines = []
-    for count in settings.decoding:
-        cells = [f"{count}", f"{1 + adapter / weights:.2f}"]
-        for exponent in (EXPONENT, 0.0):
-            shares = np.arange(1, settings.slots + 1) ** -exponent
-            used = np.sum(1 - (1 - shares / shares.sum()) ** count)
-            cells.append(f"{1 + used * adapter / weights:.2f}")
-        lines.append(cells)
-    return table(["rows", "one adapter", f"Zipf {EXPONENT}", "evenly"], lines)
-
-
-def bank_times() -> str:
-    columns = (("one-hot", "zipf"), ("DoRA", "zipf"), ("kernel", "zipf"), ("kernel", "uniform"))
-    lines = []
-    for card in ("h100", "h200"):
-        decoding = rows("bank", card, task="decode")
-        for count in sorted({found["rows"] for found in decoding}):
-            at = {
-                (found["kind"], found["mix"]): found for found in decoding if found["rows"] == count
-            }
-            lines.append([f"{count}", *(f"{at[key]['over_base']:.2f}" for key in columns)])
-    names = ("one-hot, Zipf 1.5", "XLA's way, Zipf 1.5", "kernels, Zipf 1.5", "kernels, evenly")
-    return table(["rows", *names], lines)
-
-
 def devices() -> str:
     shown = [(64, layout, axes) for layout in ("fsdp", "tp") for axes in ("auto", "explicit")]
     shown += [(RANK, layout, "auto") for layout in ("alone", "dp", "fsdp", "tp")]
@@ -270,8 +234,10 @@ TABLES: dict[str, Callable[[], str]] = {
         quantised_step,
         quantised_norm,
         quantised_projection,
-        bank_bytes,
-        bank_times,
+        bank_tables.bank_bytes,
+        bank_tables.bank_times,
+        bank_tables.bank_prompts,
+        bank_tables.bank_loads,
         devices,
         step_parts.step_parts,
         step_parts.step_operators,

@@ -91,6 +91,19 @@ def test_agrees_with_fp64(on_mosaic, rows, n_in, rank, out, dtype, config):
     check(forward, back, y, inner, dx)
 
 
+def test_tiles_of_one_chunk_take_turns_at_the_memory_that_is_stored_from(on_mosaic):
+    """Each stores once: a race where the next one writes what is being copied."""
+    forward, _ = operands(3, 384, 64, 8, 64, jnp.bfloat16)
+    with on_mosaic():
+        y, _ = project.launch(**forward, want_inner=False, sm_count=1, config=Config())
+        jax.block_until_ready(y)
+    exact_inner, accumulated = product(*(forward[k] for k in ("x", "kernel", "z", "lora_b")))
+    g, bias = fp64(forward["g"]), fp64(forward["bias"])
+    exact = g * exact_inner + bias
+    bound = tolerances.rounding(exact, y.dtype) + abs(g) * accumulated
+    assert np.all(abs(fp64(y) - exact) <= bound + 2 * U32 * (abs(g * exact_inner) + abs(bias)))
+
+
 @pytest.mark.slow
 def test_keeps_leading_axes_without_bias_and_inner(on_mosaic):
     forward, back = operands(1, 24, 256, 8, 256, jnp.bfloat16)
