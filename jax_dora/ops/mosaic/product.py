@@ -103,18 +103,7 @@ def two_part_product(
         @pl.when(warpgroup == CONSUMERS)
         def _fetch():
             plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
-            rights_gmem, vectors_gmem = refs[2:4], refs[4] if vectors else None
-            if groups is not None:
-                which_gmem = refs[4 + bool(vectors)]
-                shared_gmem = rights_gmem[0].at[which_gmem[groups.which.size - 1]]
-
-            def of_tile(row):
-                """Returns the right operands and the vectors of a tile."""
-                if groups is None:
-                    return rights_gmem, vectors_gmem
-                group = lax.div(row, jnp.int32(groups.time))
-                own_gmem = rights_gmem[1].at[which_gmem[group]]
-                return (shared_gmem, own_gmem), vectors_gmem.at[group] if vectors else None
+            of_tile = _of_tile(refs[2 : len(refs) - outputs], groups)
 
             def fetch_tile(index, _):
                 row, col = corner(index)
@@ -146,7 +135,7 @@ def two_part_product(
                     # long before.
                     plgpu.barrier_wait(features["free"])
                     plgpu.copy_gmem_to_smem(
-                        tile_vectors_gmem.at[:, at_cols], features["smem"], features["ready"]
+                        tile_vectors_gmem[0].at[:, at_cols], features["smem"], features["ready"]
                     )
 
             lax.fori_loop(0, my_tiles, fetch_tile, None)
@@ -254,3 +243,19 @@ def two_part_product(
     )(*arguments)
     # Where a scan both stacks a result and reads it, XLA would launch the kernel twice.
     return [lax.optimization_barrier(result[:rows]) for result in results]
+
+
+def _of_tile(gmem, groups):
+    """Returns a function of a tile's first row that returns the right operands of the tile, and in
+    a list its vectors, if there are any."""
+    if groups is None:
+        return lambda row: (gmem[:2], gmem[2:])
+    first_gmem, second_gmem, *vectors_gmem, which_gmem = gmem
+    shared_gmem = first_gmem.at[which_gmem[groups.which.size - 1]]
+
+    def of_tile(row):
+        group = lax.div(row, jnp.int32(groups.time))
+        own_gmem = second_gmem.at[which_gmem[group]]
+        return (shared_gmem, own_gmem), [one.at[group] for one in vectors_gmem]
+
+    return of_tile
