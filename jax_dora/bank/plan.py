@@ -36,6 +36,7 @@ class Plan:
         shardings = {path: place.shardings() for path, place in self.places.items()}
         self.shardings = shardings
 
+        # For the projections that an adapter leaves out; they are sent once.
         self._zeros: dict[str, tuple[jax.Array, ...]] = {}
         self._arriving: list[Settled] = []
 
@@ -72,31 +73,27 @@ class Plan:
         return {path: place.kernel.get_value() for path, place in self.places.items()}
 
     def on_device(self, host: HostAdapter) -> list[Piece]:
-        """Returns an adapter's pieces where the bank lies, all sent by one call. Of a path there
-        are lora_a and lora_b, or without a mesh both side by side, since every array takes its
-        time."""
-        pieces = [
-            {path: self._parts(path, piece.get(path)) for path in self.places}
+        """Returns an adapter's pieces where the bank lies. Of a path there are lora_a and lora_b,
+        or without a mesh both side by side, since every array takes its time."""
+        return [
+            {path: self._sent(path, piece.get(path)) for path in self.places}
             for piece in host.pieces
         ]
-        shardings = [{path: self._part_shardings(path) for path in self.places}] * len(pieces)
-        return jax.device_put(pieces, shardings)
 
-    def _parts(self, path: str, piece: np.ndarray | None) -> tuple[Any, ...]:
-        place = self.places[path]
+    def _sent(self, path: str, piece: np.ndarray | None) -> tuple[jax.Array, ...]:
+        place, sharding = self.places[path], self.shardings[path]
         if piece is None:
-            # It is sent once.
             if path not in self._zeros:
-                zeros = self._parts(path, np.zeros(piece_shape(place), place.dtype))
-                self._zeros[path] = jax.device_put(zeros, self._part_shardings(path))
+                zeros = np.zeros(piece_shape(place), place.dtype)
+                self._zeros[path] = self._sent(path, zeros)
             return self._zeros[path]
-        if self.shardings[path].lora_a is None:
-            return (piece,)
-        return tuple(np.split(piece, [place.sizes[0]], axis=-1))
-
-    def _part_shardings(self, path: str) -> tuple[Any, ...]:
-        of_both = self.shardings[path][:2]
-        return (None,) if of_both[0] is None else tuple(_without(one, -3) for one in of_both)
+        if sharding.lora_a is None:
+            return (jax.device_put(piece),)
+        lora_a, lora_b = np.split(piece, [place.sizes[0]], axis=-1)
+        return (
+            jax.device_put(lora_a, _without(sharding.lora_a, -3)),
+            jax.device_put(lora_b, _without(sharding.lora_b, -3)),
+        )
 
     def settle(self, settled: Settled, kernels: Any, g: Mapping[str, jax.Array]) -> None:
         """Keeps the g of an adapter that has been loaded; does not wait for it."""
