@@ -2,7 +2,7 @@
 
     python -m benchmarks ops|layer|model|tune [--out DIR] [--only PATTERN …] [--quick]
     python -m benchmarks step [--table] [--out DIR] [--seconds S] [--quick]
-    python -m benchmarks quantised [--out DIR] [--seconds S] [--only WORK …] [--quick]
+    python -m benchmarks quantised|sizes [--out DIR] [--seconds S] [--only WORK …] [--quick]
     python -m benchmarks quality [--out DIR] [--quick]
     python -m benchmarks bank|serve [--layers N] [--only KIND …] [--quick]
     python -m benchmarks scale [--model qwen3|llama3] [--ranks 64 384] [--layouts tp fsdp dp alone]
@@ -10,15 +10,16 @@
     python -m benchmarks step|scale|serve --torch [--layers N] [--rank N] [--quick]
     python -m benchmarks against CHECKOUT [--out DIR] [--only PATTERN …] [--quick]
 
-`ops` measures the operators, `layer` one projection beside LoRA and PEFT, `model` a decoder of
-Qwen3-8B's dimensions, `tune` the kernels with candidate launch configs, `step` a whole optimizer
-step of Llama 3 8B's dimensions by what it keeps and, with --table, part by part, `bank` many
-adapters in one batch of its projections, `quantised` kernels and steps over quantised bases,
-`quality` what these bases cost a model's results, `serve` the server's engine, `scale` a decoder on
-several devices. `step --torch` and `scale --torch` measure a step of transformers' Llama by
-torch_dora and by PEFT, on one GPU, and on all under FSDP2, and `serve --torch` what transformers
-answers the same requests with. `against` measures layers and a model with this checkout and with
-another one in turns, and prints the ratios of their times.
+`ops` measures the operators, `layer` one projection beside LoRA and PEFT, `sizes` one layer of the
+widths that models have and of few rows, `model` a decoder of Qwen3-8B's dimensions, `tune` the
+kernels with candidate launch configs, `step` a whole optimizer step of Llama 3 8B's dimensions by
+what it keeps and, with --table, part by part, `bank` many adapters in one batch of its projections,
+`quantised` kernels and steps over quantised bases, `quality` what these bases cost a model's
+results, `serve` the server's engine, `scale` a decoder on several devices. `step --torch` and
+`scale --torch` measure a step of transformers' Llama by torch_dora and by PEFT, on one GPU, and on
+all under FSDP2, and `serve --torch` what transformers answers the same requests with. `against`
+measures layers and a model with this checkout and with another one in turns, and prints the ratios
+of their times.
 
 Exits 1 if anything that was timed is not correct, or failed; ratios of it are withheld.
 """

@@ -17,11 +17,11 @@ type Measure = Callable[[argparse.Namespace, str, Any], bool]
 # Which levels read an option. Others refuse it: it would change nothing.
 READ_BY = {
     "only": (
-        *("ops", "layer", "model", "tune", "quantised", "bank", "serve", "serve --torch"),
+        *("ops", "layer", "sizes", "model", "tune", "quantised", "bank", "serve", "serve --torch"),
         *("step --table", "against"),
     ),
     "seconds": (
-        *("scale", "quantised", "bank", "serve", "against", "step", "step --table"),
+        *("sizes", "scale", "quantised", "bank", "serve", "against", "step", "step --table"),
         *("step --torch", "scale --torch", "serve --torch"),
     ),
     "layers": (
@@ -167,6 +167,13 @@ def _quantised(options: argparse.Namespace, device: str, console: Any) -> bool:
     return _rows(options, device, console, rows, quantised.line)
 
 
+def _sizes(options: argparse.Namespace, device: str, console: Any) -> bool:
+    from benchmarks import sizes
+
+    rows = sizes.measure(_settings(options, sizes), device)
+    return _rows(options, device, console, rows, sizes.line)
+
+
 def _quality(options: argparse.Namespace, device: str, console: Any) -> bool:
     from benchmarks import quality
 
@@ -222,6 +229,7 @@ LEVELS = {
         _measure,
     ),
     "layer": Level("one adapted projection, forward and backward, beside LoRA and PEFT", _measure),
+    "sizes": Level("one layer at the sizes that models have, and of decoding", _sizes),
     "model": Level("inference and gradient of a decoder of Qwen3-8B's dimensions", _measure),
     "tune": Level("each Mosaic kernel with candidate launch configs, beside XLA", _measure),
     "scale": Level(

@@ -152,10 +152,19 @@ def step() -> str:
     }
     lines = []
     for name, budget in budgets.items():
-        lora, dora = (row("step", "h100", kind=kind, budget=budget) for kind in ("LoRA", "DoRA"))
-        rates = (f"{found['tokens_per_s']:,.0f}" for found in (lora, dora))
-        lines.append([name, *rates, f"{dora['over_lora']:.3f}"])
-    header = ("LoRA, tokens/s", "DoRA, tokens/s", "DoRA's time over LoRA's")
+        cells = [name]
+        for card in ("h100", "h200"):
+            found = [rows("step", card, kind=kind, budget=budget) for kind in ("LoRA", "DoRA")]
+            if all(found):
+                (lora,), (dora,) = found
+                cells += [f"{one['tokens_per_s']:,.0f}" for one in (lora, dora)]
+                cells.append(f"{dora['over_lora']:.3f}")
+            else:
+                cells += ["", "", ""]
+        lines.append(cells)
+    header = [
+        f"{card}: {name}" for card in ("H100", "H200") for name in ("LoRA", "DoRA", "its time")
+    ]
     return table(["what is kept for the gradient", *header], lines)
 
 
@@ -207,6 +216,7 @@ def quantised_projection() -> str:
 
 def devices() -> str:
     shown = [(64, layout, axes) for layout in ("fsdp", "tp") for axes in ("auto", "explicit")]
+    shown.insert(0, (64, "dp", "auto"))
     shown += [(RANK, layout, "auto") for layout in ("alone", "dp", "fsdp", "tp")]
     lines = []
     for rank, layout, axes in shown:

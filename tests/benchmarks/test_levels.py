@@ -112,6 +112,17 @@ def test_serve_measures_every_kind(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_sizes_measures_a_trained_and_a_frozen_layer(tmp_path: Path) -> None:
+    code, header, rows = run("sizes", tmp_path)
+    assert (code, header["level"]) == (0, "sizes")
+    found = [(row["task"], row["kind"]) for row in rows]
+    assert found == [(t, k) for t in ("decode", "gradient") for k in ("LoRA", "DoRA")]
+    for row in rows:
+        assert row["p10_us"] <= row["us"] <= row["p90_us"]
+        assert ("over_lora" in row) == (row["kind"] == "DoRA")
+
+
+@pytest.mark.slow
 def test_quantised_measures_every_format_and_a_step(tmp_path: Path) -> None:
     with jax.numpy_dtype_promotion("standard"):  # XLA's attention over bf16 promotes.
         code, _, rows = run("quantised", tmp_path)

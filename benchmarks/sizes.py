@@ -1,0 +1,122 @@
+"""Level `sizes`: one layer at the sizes that models have, beside LoRA's: kernel time.
+
+    gradient   forward and backward of a trained layer, its norm in every call
+    decode     forward of a frozen layer (`jax_dora.freeze`) and of few rows
+
+Both sides are layers, called as models call them; nothing of a step is left out but the optimizer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import jax_dora
+from benchmarks.clock import QUICK, DeviceClock, Effort, wall_time
+from benchmarks.model.decoder import LoRALinear
+from benchmarks.results import Row
+
+LORA_B_INIT = nnx.initializers.normal(0.02)
+
+
+class Size(NamedTuple):
+    """rows × in by in × out, and the adapter's rank."""
+
+    rows: int
+    fan_in: int
+    out: int
+    rank: int
+
+
+TRAINED = (
+    Size(12_608, 768, 3072, 16),
+    Size(12_608, 768, 768, 16),
+    Size(8192, 1024, 3072, 8),
+    Size(8192, 3584, 14_336, 128),
+    Size(4100, 4096, 4096, 64),
+    Size(4096, 4096, 4096, 64),
+)
+DECODED = tuple(Size(rows, 4096, 4096, 64) for rows in (1, 8, 32, 128, 256))
+
+
+class Settings(NamedTuple):
+    """What is measured: no size begins after `seconds`."""
+
+    trained: tuple[Size, ...] = TRAINED
+    decoded: tuple[Size, ...] = DECODED
+    only: tuple[str, ...] = ()
+    seconds: float = 120.0
+
+
+TINY = Settings((Size(24, 64, 48, 4),), (Size(2, 64, 48, 4),))
+
+
+def measure(settings: Settings, device: str) -> Iterator[Row]:
+    """Yields one row a size and side; DoRA's and LoRA's one after the other."""
+    started = time.monotonic()
+    clock = DeviceClock() if device == "cuda" else None
+    works = [("decode", size) for size in settings.decoded]
+    works += [("gradient", size) for size in settings.trained]
+    for task, size in works:
+        if settings.only and task not in settings.only:
+            continue
+        if time.monotonic() - started > settings.seconds:
+            return
+        programs = [_program(task, kind, size) for kind in ("LoRA", "DoRA")]
+        with ThreadPoolExecutor(2) as pool:
+            compiled = list(pool.map(lambda one: one[0].lower(*one[1]).compile(), programs))
+        lora = None
+        for kind, run, (_, operands) in zip(("LoRA", "DoRA"), compiled, programs, strict=True):
+            jax.block_until_ready(run(*operands))
+            if clock is None:
+                spread = wall_time(run, [operands], QUICK)
+            else:
+                spread = clock.time("jax", run, [operands], Effort())
+            row: Row = {"kind": kind, "task": task, **size._asdict(), "us": spread.median}
+            row |= {"p10_us": spread.p10, "p90_us": spread.p90, "samples": spread.samples}
+            if kind == "LoRA":
+                lora = spread.median
+            elif lora:
+                row["over_lora"] = spread.median / lora
+            yield row
+
+
+def _program(task: str, kind: str, size: Size) -> tuple[Any, tuple[Any, ...]]:
+    """Returns a jitted program and its operands."""
+    options: dict[str, Any] = {"rank": size.rank, "rngs": nnx.Rngs(0), "use_bias": False}
+    options |= {"param_dtype": jnp.bfloat16}
+    if kind == "LoRA":
+        layer: Any = LoRALinear(size.fan_in, size.out, scale=2.0, b_init=LORA_B_INIT, **options)
+    else:
+        options |= {"alpha": 2 * size.rank, "adapter_dtype": jnp.bfloat16}
+        layer = jax_dora.DoRALinear(size.fan_in, size.out, lora_b_init=LORA_B_INIT, **options)
+    x, dy = (
+        jax.random.normal(jax.random.key(seed), (size.rows, width), jnp.bfloat16)
+        for seed, width in enumerate((size.fan_in, size.out))
+    )
+    if task == "decode":
+        if kind == "DoRA":
+            layer = jax_dora.freeze(layer)
+        graphdef, state = nnx.split(layer)
+        return jax.jit(lambda state, x: nnx.merge(graphdef, state)(x)), (state, x)
+    graphdef, trained, frozen = nnx.split(layer, nnx.LoRAParam, ...)
+
+    def gradient(trained: Any, frozen: Any, x: jax.Array, dy: jax.Array) -> Any:
+        call: Callable[..., Any] = lambda trained, x: nnx.merge(graphdef, trained, frozen)(x)  # noqa: E731
+        y, pull = jax.vjp(call, trained, x)
+        return y, pull(dy)
+
+    return jax.jit(gradient), (trained, frozen, x, dy)
+
+
+def line(row: Row) -> str:
+    """Returns a row as a line to read."""
+    size = f"{row['rows']:6} × {row['fan_in']:5} × {row['out']:6} r{row['rank']:<4}"
+    ratio = f"  {row['over_lora']:.3f} of LoRA" if "over_lora" in row else ""
+    return f"{row['task']:9} {size} {row['kind']:5} {row['us']:9.1f} µs{ratio}"
