@@ -27,9 +27,9 @@ class Kernel:
       module: one of `jax_dora.ops.mosaic`.
       define: the results that the launch does not return as None, computed by XLA.
       call: the sizes that `module.config` takes, before the dtypes.
-      operands: their axes, by the names of sizes; "seed" is a dropout seed, "slot" a slot for each
-        group, "ids" for each row, "ranks" the rank of each slot. bf16 if two axes or more, else
-        fp32; those after "nf4" or "int8" are codes.
+      operands: their axes, by the names of sizes; "" is a layer's number, "seed" a dropout seed,
+        "slot" a slot for each group, "ids" for each row, "ranks" the rank of each slot. bf16 if two
+        axes or more, else fp32; those after "nf4" or "int8" are codes.
       shapes: at which it is measured, as sizes.
       candidates: configs to be tried.
       products: axes of its matrix products.
@@ -87,6 +87,8 @@ def _draw(key: jax.Array, axes: str, sizes: Mapping[str, int]) -> jax.Array:
     if axes.startswith("int8 "):
         shape = tuple(sizes[name] for name in axes.split()[1:])
         return jax.random.randint(key, shape, -127, 128, jnp.int8)
+    if not axes:
+        return jnp.int32(0)
     if axes in ("slot", "ids"):
         count = sizes["groups" if axes == "slot" else "rows"]
         return jnp.arange(count, dtype=jnp.int32) % sizes["slots"]

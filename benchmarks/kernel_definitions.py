@@ -55,8 +55,8 @@ def bank_expand(base, z, b, slot, g, scale):
     return (g[:, None] * (base.astype(jnp.float32) + lora)).astype(base.dtype)
 
 
-def bank_project(x, w, z, b, slot, g):
-    return compose(x @ w, jnp.einsum("ntr,nro->nto", z, b[slot]), g[:, None])
+def bank_project(x, w, layer, z, b, slot, g):
+    return compose(x @ w[layer], jnp.einsum("ntr,nro->nto", z, b[slot]), g[:, None])
 
 
 def bank_shrink(x, a, slot):

@@ -191,10 +191,10 @@ KERNELS = {
     "bank_project": Kernel(
         *(bank_project, definitions.bank_project, "groups time in out rank"),
         (
-            *("groups time in", "in out", "groups time rank", "slots rank out", "slot"),
+            *("groups time in", "layers in out", "", "groups time rank", "slots rank out", "slot"),
             "groups out",
         ),
-        _grid(**BANK_PROMPTS, **{"in": (4096,)}, out=(1024, 4096, 14336)),
+        _grid(**BANK_PROMPTS, layers=(1,), **{"in": (4096,)}, out=(1024, 4096, 14336)),
         PRODUCTS,
         ("groups time in out", "groups time rank out"),
         extra=(),

@@ -20,7 +20,7 @@ from benchmarks.kernels import KERNELS
 from benchmarks.work import Expectation, Variant, Work
 
 QUICK = {"rows": 64, "in": 64, "out": 128, "rank": 16, "tiles": 1}
-QUICK |= {"groups": 2, "slots": 4, "time": 128}
+QUICK |= {"groups": 2, "layers": 2, "slots": 4, "time": 128}
 
 
 def works(device: str, quick: bool) -> Iterator[Callable[[], Work]]:

@@ -33,7 +33,7 @@ ALIGNED = SIZES | {"out": 320}
 # A scale of four bits stands for 64 rows, and the copy engine reads rows of 16 bytes.
 TILED = ALIGNED | {"tiles": IN // 64, "rows": 7}
 # Of a bank, a row's tokens fill whole tiles, and ranks come in eights.
-GROUPED = ALIGNED | {"groups": 3, "slots": 4, "time": 128, "rank": 72}
+GROUPED = ALIGNED | {"groups": 3, "layers": 2, "slots": 4, "time": 128, "rank": 72}
 # The faults that each tool must find.
 PLANTED = {
     "memcheck": ("jax/planted overrun", "torch/planted overrun"),
