@@ -180,7 +180,7 @@ def _prepare_norm(case: Case, device: str) -> _Prepared:
     want_g = oracle.magnitude_scale(inputs.magnitude, given, case.dtype)
     g_bound = tolerances.magnitude_scale(inputs.magnitude, given, case.dtype)
     capped = case.dtype == "float32" and case.regime != "cancellation"
-    cap = tolerances.OPERATOR_FP32_MAX_ABS if capped else math.inf
+    cap = tolerances.caps.OPERATOR_FP32_MAX_ABS if capped else math.inf
     expected = {
         "norm": Expected(want, norm_bound, "float32", floor=peak_of(norm_bound), cap=cap),
         "g": Expected(want_g, g_bound, "float32", cap=cap),
@@ -198,14 +198,14 @@ def _prepare_compose(case: Case, device: str) -> _Prepared:
     s, frozen = case.scale, case.frozen_magnitude
     operands = (inputs.base, inputs.lora, inputs.g, s)
     fp32 = case.dtype == "float32"
-    cap = tolerances.OPERATOR_FP32_MAX_ABS if fp32 else math.inf
+    cap = tolerances.caps.OPERATOR_FP32_MAX_ABS if fp32 else math.inf
     expected: dict[str, Expected] = {}
     for delta, op in ((False, "compose"), (True, "compose_delta")):
         y_cap = cap
         want = getattr(oracle, op)(*operands)
         if delta and case.regime == "near_unity" and not fp32:
             naive = peak_of(difference(naive_delta(inputs, s), want))
-            y_cap = naive / tolerances.STABLE_OVER_NAIVE
+            y_cap = naive / tolerances.caps.STABLE_OVER_NAIVE
         bound = getattr(tolerances, op)(*operands, case.dtype)
         expected[f"{op} y"] = Expected(want, bound, case.dtype, cap=y_cap)
         grads = getattr(oracle, f"{op}_grads")(inputs.dy, *operands)
@@ -214,7 +214,7 @@ def _prepare_compose(case: Case, device: str) -> _Prepared:
             want, bound = getattr(grads, name), getattr(bounds, name)
             expected[f"{op} {name}"] = Expected(want, bound, case.dtype, cap=cap)
         if not frozen:
-            d_g_cap = tolerances.D_MAGNITUDE_FP32_MAX_ABS if fp32 else math.inf
+            d_g_cap = tolerances.caps.D_MAGNITUDE_FP32_MAX_ABS if fp32 else math.inf
             inner = oracle.compose(inputs.base, inputs.lora, torch.ones_like(inputs.g), s)
             floor = peak_of(tolerances.stored_inner(inputs.dy, inner, case.dtype))
             expected[f"{op} d_g"] = Expected(grads.d_g, bounds.d_g, "float32", floor, d_g_cap)

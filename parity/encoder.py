@@ -81,8 +81,8 @@ def _training_comparisons(names: Names, losses: dict[str, list[float]]) -> list[
 
     found = []
     for quantity, statistic, allowed in (
-        ("mean |Δloss|", np.mean, tolerances.TRAINING_MEAN_LOSS_DIFFERENCE),
-        ("worst |Δloss|", np.max, tolerances.TRAINING_WORST_LOSS_DIFFERENCE),
+        ("mean |Δloss|", np.mean, tolerances.caps.TRAINING_MEAN_LOSS_DIFFERENCE),
+        ("worst |Δloss|", np.max, tolerances.caps.TRAINING_WORST_LOSS_DIFFERENCE),
     ):
         scores: dict[Backend, Score] = {
             side: Score(name, float(statistic(apart(side, "fp64"))), 0.0, allowed)
@@ -119,7 +119,7 @@ def compare(
 
     embeddings, peak = exact.embeddings, float(exact.embeddings.abs().max())
     judge("embeddings", largest, lambda e: e.embeddings, embeddings, peak)
-    floor = 1 - tolerances.EMBEDDING_COSINE[dtype]
+    floor = 1 - tolerances.caps.EMBEDDING_COSINE[dtype]
     quantity = "embeddings, 1 - cosine"
     judge(quantity, _cosine_distance, lambda e: e.embeddings, embeddings, 0.0, floor)
     for name, want in exact.gradients.items():

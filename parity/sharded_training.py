@@ -58,7 +58,7 @@ def run_torch(
 
 def _judge(report: Report, name: str, side: str, found: np.ndarray, alone: np.ndarray) -> None:
     apart = np.abs(found - alone)
-    limit = tolerances.TRAINING_FP32_WORST_LOSS_DIFFERENCE
+    limit = tolerances.caps.TRAINING_FP32_WORST_LOSS_DIFFERENCE
     report.add(
         f"{name}: {STEPS} steps",
         ("first |Δloss|", "worst |Δloss|"),

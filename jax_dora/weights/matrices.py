@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_dora.ops.dropout import Dropout
-from jax_dora.weights.follow import Product
+from jax_dora.weights.operations import Product
 from jax_dora.weights.view import Piece
 from jax_dora.weights.weight import Weight
 

@@ -19,8 +19,8 @@ from jax_dora.layers.rule import DoRARule
 from jax_dora.ops import mesh as meshes
 from jax_dora.ops.dropout import Dropout, drop_for
 from jax_dora.ops.linear import scaled_linear
-from jax_dora.weights.follow import Lookup, Product, Ragged
 from jax_dora.weights.matrices import NEXT_SEED, long_axes, made_plan, matrices, whole_pieces
+from jax_dora.weights.operations import Lookup, Product, Ragged
 from jax_dora.weights.weight import Weight, effective
 
 

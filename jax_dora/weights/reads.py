@@ -13,8 +13,8 @@ from jax import lax
 
 from jax_dora.ops import quantised
 from jax_dora.weights.evaluate import scopes
-from jax_dora.weights.follow import Lookup, Product, Ragged
 from jax_dora.weights.module import public_methods
+from jax_dora.weights.operations import Lookup, Product, Ragged
 from jax_dora.weights.trace import weight_trace
 from jax_dora.weights.view import View
 from jax_dora.weights.weight import Weight

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import core
 
+from jax_dora.weights.operations import Lookup, Product, Ragged
 from jax_dora.weights.view import View
 
 # What the axes of each array are: the weight's own by their roles, and the rank.
@@ -17,15 +18,15 @@ _ORDERS = {"kernel": None, "lora_a": "bir", "lora_b": "bro", "g": "bo"}
 class Reader(Protocol):
     """What is done where a program reads a weight."""
 
-    def product(self, weight: "Weight", product: Any, x: jax.Array) -> jax.Array | None:
+    def product(self, weight: "Weight", product: Product, x: jax.Array) -> jax.Array | None:
         """Returns the product of `x` and the weight, or None where it has no adapted form."""
         ...
 
-    def ragged(self, weight: "Weight", product: Any, x: jax.Array) -> jax.Array | None:
+    def ragged(self, weight: "Weight", product: Ragged, x: jax.Array) -> jax.Array | None:
         """Returns the ragged product of rows `x` and a stack of matrices, or None."""
         ...
 
-    def lookup(self, weight: "Weight", lookup: Any, indices: jax.Array) -> jax.Array | None:
+    def lookup(self, weight: "Weight", lookup: Lookup, indices: jax.Array) -> jax.Array | None:
         """Returns the rows of the weight at `indices`, or None."""
         ...
 

@@ -51,8 +51,8 @@ _Pairs = Mapping[tuple[str, str], Pair]
 def _agreement(run: Run, pairs: _Pairs, adapted: Sequence[str]) -> Iterator[Check]:
     """Yields the checks of the systems with each other."""
     control = pairs[BASES].cosine if BASES in pairs else 0.0
-    allowed = tolerances.model_cosine_distance(run.dtype, control)
-    goal = 1 - tolerances.COSINE[run.dtype]
+    allowed = tolerances.caps.model_cosine_distance(run.dtype, control)
+    goal = 1 - tolerances.caps.COSINE[run.dtype]
     for first, second in itertools.combinations(adapted, 2):
         cosine = pairs[first, second].cosine
         met = "met" if cosine <= goal else "not met"
@@ -62,7 +62,7 @@ def _agreement(run: Run, pairs: _Pairs, adapted: Sequence[str]) -> Iterator[Chec
         effect = pairs[FP64, FP64_BASE].cosine
         quantity = "allowed 1 - cosine, in units of what the adapter changes"
         note = f"the adapter changes the logits by 1 - cosine = {effect:.1e}"
-        yield Check(FP64, quantity, allowed / effect, tolerances.MODEL_RESOLUTION, note)
+        yield Check(FP64, quantity, allowed / effect, tolerances.caps.MODEL_RESOLUTION, note)
 
 
 def _nearness(run: Run, pairs: _Pairs, adapted: Sequence[str]) -> Iterator[Check]:
@@ -76,7 +76,7 @@ def _nearness(run: Run, pairs: _Pairs, adapted: Sequence[str]) -> Iterator[Check
         if name == PEFT or found is None or found.adapter is None:
             continue
         own = _framework_factor(pairs, name)
-        nearness = tolerances.MODEL_NEARNESS[run.dtype] * own
+        nearness = tolerances.caps.MODEL_NEARNESS[run.dtype] * own
         allowed_adapter[name] = nearness * peft.adapter.relative
         checks = [
             ("logits", found, peft, nearness * peft.relative),

@@ -50,15 +50,15 @@ class Limits(NamedTuple):
 
 
 PAPER = Limits(
-    tolerances.TRAINING_MEAN_LOSS_DIFFERENCE,
-    tolerances.TRAINING_WORST_LOSS_DIFFERENCE,
-    tolerances.TRAINING_FINAL_EVAL_DIFFERENCE,
+    tolerances.caps.TRAINING_MEAN_LOSS_DIFFERENCE,
+    tolerances.caps.TRAINING_WORST_LOSS_DIFFERENCE,
+    tolerances.caps.TRAINING_FINAL_EVAL_DIFFERENCE,
 )
 # Of fp32 base weights and activations.
 FULL_PRECISION = Limits(
-    tolerances.TRAINING_FP32_MEAN_LOSS_DIFFERENCE,
-    tolerances.TRAINING_FP32_WORST_LOSS_DIFFERENCE,
-    tolerances.TRAINING_FP32_FINAL_EVAL_DIFFERENCE,
+    tolerances.caps.TRAINING_FP32_MEAN_LOSS_DIFFERENCE,
+    tolerances.caps.TRAINING_FP32_WORST_LOSS_DIFFERENCE,
+    tolerances.caps.TRAINING_FP32_FINAL_EVAL_DIFFERENCE,
 )
 
 

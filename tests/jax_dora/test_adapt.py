@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_dora
 from jax_dora import DoRALinear, DoRARule, apply_dora, get_adapter, set_adapter
-from parity.tolerances import OPERATOR_FP32_MAX_ABS
+from parity.tolerances.caps import OPERATOR_FP32_MAX_ABS
 from tests.jax_dora.small_models import ALL, LAYERS, WIDTH, Block, Mixed, Stacked, call, ids, train
 from tests.tables import thinned
 

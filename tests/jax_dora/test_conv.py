@@ -136,7 +136,7 @@ def test_dropout_by_both_conventions():
         options = {"dropout": 0.5, "dropout_mode": mode}
         layer = trained(make(window, settings | {"use_bias": False}, **options))
         expected = base(x) + (g - 1) * base(read) + g_lora
-        within(layer(x, rngs=key), oracle.fp64(expected), tolerances.OPERATOR_FP32_MAX_ABS)
+        within(layer(x, rngs=key), oracle.fp64(expected), tolerances.caps.OPERATOR_FP32_MAX_ABS)
         layer.eval()
         assert jnp.array_equal(layer(x), plain(x))
 
@@ -175,7 +175,7 @@ def test_depthwise():
     padded = np.pad(oracle.fp64(x), ((0, 0), (1, 1), (0, 0)))
     kernel = np.stack(merged, -1)[:, 0]
     exact = sum(padded[:, at : at + 7] * kernel[at] for at in range(3))
-    within(found, exact, tolerances.OPERATOR_FP32_MAX_ABS)
+    within(found, exact, tolerances.caps.OPERATOR_FP32_MAX_ABS)
 
 
 class TestTransposed:
@@ -209,7 +209,7 @@ class TestTransposed:
             if base.bias is not None:
                 base.bias.set_value(jnp.asarray(oracle.fp64(layer.bias[...])))
             exact = np.asarray(base(jnp.asarray(oracle.fp64(x))))
-        within(layer(x), exact, 2 * tolerances.OPERATOR_FP32_MAX_ABS * np.abs(exact).max())
+        within(layer(x), exact, 2 * tolerances.caps.OPERATOR_FP32_MAX_ABS * np.abs(exact).max())
 
     def test_in_a_model_it_is_merged_and_removed(self):
         model = nnx.Sequential(nnx.ConvTranspose(IN, OUT, (3,), strides=2, rngs=nnx.Rngs(0)))
@@ -218,7 +218,7 @@ class TestTransposed:
         x = jax.random.normal(jax.random.key(0), (2, 5, IN))
         merged = merge_dora(adapted)
         assert type(merged.layers[0]) is nnx.ConvTranspose
-        within(adapted(x), oracle.fp64(merged(x)), 4 * tolerances.OPERATOR_FP32_MAX_ABS)
+        within(adapted(x), oracle.fp64(merged(x)), 4 * tolerances.caps.OPERATOR_FP32_MAX_ABS)
         wrt = nnx.DiffState(0, nnx.LoRAParam)
         grads = nnx.grad(lambda model: jnp.sum(jnp.sin(model(x))), argnums=wrt)(adapted)
         assert all(bool(jnp.any(one != 0)) for one in jax.tree.leaves(grads))

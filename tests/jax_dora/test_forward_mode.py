@@ -10,7 +10,7 @@ from flax import nnx
 
 from jax_dora import DoRARule, apply_dora, get_adapter, ops, set_adapter
 from jax_dora.ops import Dropout
-from parity.tolerances import OPERATOR_FP32_MAX_ABS
+from parity.tolerances.caps import OPERATOR_FP32_MAX_ABS
 from tests.jax_dora.small_models import ALL, Mixed, ids, train
 from tests.jax_dora.weights.own_layers import VOCABULARY, WIDTH, Einsum, Model
 from tests.jax_dora.weights.own_layers import ids as own_ids

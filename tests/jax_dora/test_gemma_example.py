@@ -12,7 +12,7 @@ from flax import nnx
 
 import jax_dora
 from jax_dora import DoRARule, apply_dora, merge_dora
-from parity.tolerances import OPERATOR_FP32_MAX_ABS
+from parity.tolerances.caps import OPERATOR_FP32_MAX_ABS
 
 VOCABULARY, WIDTH, HEADS, HEAD, HIDDEN, STEPS = 13, 8, 4, 3, 12, 20
 TOKENS = jax.random.randint(jax.random.key(2), (2, 5), 0, VOCABULARY)

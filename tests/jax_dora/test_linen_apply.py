@@ -13,7 +13,7 @@ from flax import nnx
 import jax_dora
 from jax_dora import DoRARule
 from jax_dora.linen import apply_dora, join_adapters, merge_dora, split_adapters
-from parity.tolerances import OPERATOR_FP32_MAX_ABS
+from parity.tolerances.caps import OPERATOR_FP32_MAX_ABS
 from tests.jax_dora.linen_models import train
 from tests.tables import thinned
 

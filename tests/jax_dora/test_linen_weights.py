@@ -19,7 +19,7 @@ from jax_dora.linen import (
     split_adapters,
 )
 from parity.oracle import fp64
-from parity.tolerances import OPERATOR_FP32_MAX_ABS
+from parity.tolerances.caps import OPERATOR_FP32_MAX_ABS
 from tests.jax_dora.linen_models import VOCABULARY, WIDTH, DenseGeneral, Embedder, Model, train
 
 KEY = jax.random.key(2)

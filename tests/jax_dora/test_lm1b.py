@@ -16,7 +16,7 @@ from flax import traverse_util
 
 from jax_dora import DoRARule
 from jax_dora.linen import apply_dora, join_adapters, merge_dora, split_adapters
-from parity.tolerances import OPERATOR_FP32_MAX_ABS
+from parity.tolerances.caps import OPERATOR_FP32_MAX_ABS
 
 VOCABULARY, WIDTH, HEADS, HIDDEN, STEPS = 13, 8, 2, 12, 20
 KEY = jax.random.key(0)

@@ -33,7 +33,7 @@ def linear(dtype=jnp.float32, seed=0, size=(24, 40), base=None):
 
 
 def close(found, expected) -> None:
-    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.OPERATOR_FP32_MAX_ABS)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerances.caps.OPERATOR_FP32_MAX_ABS)
 
 
 def bound_of(arguments, merged, dtype):

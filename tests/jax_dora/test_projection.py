@@ -140,7 +140,7 @@ def test_a_fresh_adapter_changes_nothing(case, dtype):
         assert jnp.array_equal(found, expected)
     else:
         # The kernel is transposed for one plain product, whose sums may run in another order.
-        within(found, oracle.fp64(expected), tolerances.OPERATOR_FP32_MAX_ABS)
+        within(found, oracle.fp64(expected), tolerances.caps.OPERATOR_FP32_MAX_ABS)
 
 
 def test_dropout_reaches_the_adapter_alone():

@@ -46,8 +46,8 @@ def test_logits_fp32(family, make_folder, make_torch_model, tokens):
     expected = torch_logits(make_torch_model(family), tokens)
     logits = run(model, tokens)
     assert logits.dtype == jnp.float32
-    assert cosine(logits, expected) >= tolerances.COSINE["float32"]
-    assert np.abs(logits - expected).max() <= tolerances.OPERATOR_FP32_MAX_ABS
+    assert cosine(logits, expected) >= tolerances.caps.COSINE["float32"]
+    assert np.abs(logits - expected).max() <= tolerances.caps.OPERATOR_FP32_MAX_ABS
 
 
 @pytest.mark.slow
@@ -62,7 +62,7 @@ def test_logits_bf16(name, make_folder, make_torch_model, tokens):
     assert logits.dtype == jnp.bfloat16
     bound = tolerances.flash_rule(np.abs(theirs - exact).max(), np.abs(exact).max(), "bfloat16")
     assert np.abs(np.float64(logits) - exact).max() <= bound
-    assert cosine(logits, exact) >= tolerances.LOGITS_COSINE
+    assert cosine(logits, exact) >= tolerances.caps.LOGITS_COSINE
 
 
 def test_packed_rows_are_separate_texts(tokens):
@@ -74,7 +74,7 @@ def test_packed_rows_are_separate_texts(tokens):
     packed = run(model, tokens, positions, segments)
     apart = [run(model, part) for part in np.split(tokens, np.cumsum(lengths)[:-1], axis=1)]
     np.testing.assert_allclose(
-        packed, np.concatenate(apart, axis=1), rtol=0, atol=tolerances.OPERATOR_FP32_MAX_ABS
+        packed, np.concatenate(apart, axis=1), rtol=0, atol=tolerances.caps.OPERATOR_FP32_MAX_ABS
     )
 
 

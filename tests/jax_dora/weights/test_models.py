@@ -11,7 +11,7 @@ from flax import nnx
 
 import jax_dora
 from jax_dora import DoRARule, apply_dora, coverage, get_adapter, merge_dora, remove_dora
-from parity.tolerances import OPERATOR_FP32_MAX_ABS
+from parity.tolerances.caps import OPERATOR_FP32_MAX_ABS
 from tests.jax_dora.small_models import Mixed, call, train
 from tests.jax_dora.small_models import ids as mixed_ids
 from tests.jax_dora.weights.own_layers import WIDTH, Block, Einsum, Embedder, Model, Stack, ids

@@ -170,7 +170,7 @@ def test_a_program_computes_and_differentiates_as_with_the_merged_weight(name):
     for one, exact in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert one.dtype == jnp.float32
         peak = max(1.0, float(np.abs(exact).max()))
-        within(one, exact, tolerances.OPERATOR_FP32_MAX_ABS * peak)
+        within(one, exact, tolerances.caps.OPERATOR_FP32_MAX_ABS * peak)
     assert bool(others) == (name in READ_BY_OTHERS)
 
 

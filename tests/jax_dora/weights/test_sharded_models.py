@@ -9,7 +9,7 @@ from jax import P
 from jax.sharding import AxisType
 
 from jax_dora import DoRARule, apply_dora, coverage, get_adapter, merge_dora
-from parity.tolerances import OPERATOR_FP32_MAX_ABS
+from parity.tolerances.caps import OPERATOR_FP32_MAX_ABS
 from tests.jax_dora.weights.sharded_models import VOCABULARY, Own, Tied
 
 pytestmark = pytest.mark.slow

@@ -149,4 +149,4 @@ def test_every_row_is_as_peft_has_it(tmp_path):
             assert (alone - expected[rows.index(slot)]).abs().max() > 1e-3
             expected[rows.index(slot)] = alone
         logits = torch_dora.with_bank(model, bank, rows)(tokens).logits
-    assert np.abs((logits - expected).numpy()).max() <= tolerances.OPERATOR_FP32_MAX_ABS
+    assert np.abs((logits - expected).numpy()).max() <= tolerances.caps.OPERATOR_FP32_MAX_ABS

@@ -1,0 +1,185 @@
+"""Bounds for the operators: the norm, g, the compose, SwiGLU and rows rounded to FP8."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parity import oracle
+from parity.oracle import Array, dtype_name, fp64
+from parity.tolerances.rules import (
+    LARGEST_FP8,
+    SIGMAS,
+    U32,
+    UNDERFLOW,
+    accumulation,
+    in_fp32,
+    independent,
+    rounding,
+)
+
+
+def norm(weight, lora_a, lora_b, scale: float) -> Array:
+    """Returns `[out]`: how far an fp32-accumulated factored norm may lie from `‖W + sBA‖row`.
+
+    Of the three sums that make the square, each is at most `(‖W‖ + s‖BA‖)²`, of `in` products
+    accumulated in fp32 and then `r` more. By rule 4 with |Σ| and ‖terms‖₂ both bounded by that
+    square, and the two lengths' steps added, the square is wrong by at most `δ = c·u32·(‖W‖ +
+    s‖BA‖)²` with `c = 2·(SIGMAS·sqrt(K) + K)`, `K = in/16 + r/16`. However much cancels in the sum,
+    δ does not shrink: that is the factored form's price. From `|n̂² - n²| ≤ δ` follows `|n̂ - n| =
+    |n̂² - n²| / (n̂ + n) ≤ min(δ/n, sqrt(δ))`. One more u32·n for the root.
+    """
+    w, b, a = fp64(weight), fp64(lora_b), fp64(lora_a)
+    adapter = scale * (b @ a)
+    exact = ((w + adapter) ** 2).sum(1) ** 0.5
+    length = (w**2).sum(1) ** 0.5 + (adapter**2).sum(1) ** 0.5
+    delta = 2.0 * accumulation(w.shape[1] + a.shape[0], length**2, 0.0)
+    tiny = UNDERFLOW["float32"]
+    ratio = delta / exact.clip(tiny)
+    # min(δ/n, sqrt δ), without a two-operand minimum, whose name differs between NumPy and torch
+    root = delta**0.5
+    smaller = (ratio + root - abs(ratio - root)) / 2
+    return smaller + 2 * U32 * exact + tiny
+
+
+def magnitude_scale(magnitude, row_norm, dtype, norm_error=0.0) -> Array:
+    """Returns `[out]`: how far g may lie off when the norm given to it does by `norm_error`.
+
+    g falls with the norm, and fastest below, so the worst case is `|m| / max(n - e, eps) - |g|`;
+    the division, the reading of m in fp32 and the storing of g cost rule 2's three.
+    """
+    m, n = abs(fp64(magnitude)), fp64(row_norm)
+    eps = oracle.EPS[dtype_name(dtype)]
+    g = m / n.clip(eps)
+    moved = m / (n - fp64(norm_error)).clip(eps) - g
+    return moved + 3 * U32 * g + UNDERFLOW["float32"]
+
+
+def compose(base, lora, g, scale: float, dtype) -> Array:
+    """Returns what `y = base + ((g-1)·base + g·(s·lora))` in fp32, rounded once, may lie off: rule
+    2 with at most four operations deep on every term (product, product, sum, sum; the subtraction
+    g-1 rounds once), then rule 1."""
+    base, lora, g = fp64(base), fp64(lora), fp64(g)
+    entering = abs(base) + abs((g - 1) * base) + abs(g * scale * lora)
+    y = g * (base + scale * lora)
+    return rounding(y, dtype) + 4 * U32 * entering
+
+
+def compose_delta(base, lora, g, scale: float, dtype) -> Array:
+    """Returns what `ΔY = (g-1)·base + g·(s·lora)` may lie off: as `compose` but for `base` itself,
+    of whose size nothing may enter."""
+    base, lora, g = fp64(base), fp64(lora), fp64(g)
+    entering = abs((g - 1) * base) + abs(g * scale * lora)
+    delta = (g - 1) * base + g * (scale * lora)
+    return rounding(delta, dtype) + 4 * U32 * entering
+
+
+def compose_grads(
+    dy, base, lora, g, scale: float, dtype, *, delta: bool = False
+) -> oracle.ComposeGrads:
+    """Bounds for the cotangents of `compose`, or of `compose_delta`.
+
+    `d_base = g·dY` (or `(g-1)·dY`) and `d_lora = g·s·dY`: three fp32 operations, one rounding.
+    `d_g = Σ_rows dY ∘ inner` with `inner = base + s·lora` allowed to have been stored in `dtype`
+    between the passes: rule 3 on its rounding errors, rule 4 on the sum over the rows; d_g itself
+    is fp32.
+    """
+    dy, base, lora, g = fp64(dy), fp64(base), fp64(lora), fp64(g)
+    inner = base + scale * lora
+    d_base = (g - 1) * dy if delta else g * dy
+    d_lora = g * (scale * dy)
+    features = dy.shape[-1]
+    terms = (dy * inner).reshape(-1, features)
+    stored = abs(dy) * (rounding(inner, dtype) + 2 * in_fp32(base, scale * lora))
+    stored = stored.reshape(-1, features)
+    length = (terms**2).sum(0) ** 0.5
+    return oracle.ComposeGrads(
+        d_base=rounding(d_base, dtype) + 3 * U32 * abs(d_base),
+        d_lora=rounding(d_lora, dtype) + 3 * U32 * abs(d_lora),
+        d_g=SIGMAS * (stored**2).sum(0) ** 0.5 + accumulation(terms.shape[0], terms.sum(0), length),
+    )
+
+
+def stored_inner(dy, inner, dtype) -> Array:
+    """Returns `[out]`: what `d_g = Σ_rows dY ∘ inner` loses if inner was stored in `dtype` after
+    the forward pass, by rule 3: a plain computation under autograd keeps fp32 instead."""
+    terms = abs(fp64(dy)) * rounding(inner, dtype)
+    return SIGMAS * (terms.reshape(-1, terms.shape[-1]) ** 2).sum(0) ** 0.5
+
+
+@dataclass(frozen=True)
+class SwigluBounds:
+    """Bounds for `swiglu` and its gradients, each shaped like what it bounds."""
+
+    h: Array
+    d_gate: Array
+    d_up: Array
+    d_gate_g: Array
+    d_up_g: Array
+    d_gate_bias: Array
+    d_up_bias: Array
+
+
+def swiglu(dh, gate, up, gate_g, up_g, dtype, *, gate_bias=0.0, up_bias=0.0) -> SwigluBounds:
+    """Bounds for `silu(y₁)∘y₂`, y₁ = g₁∘gate + b₁, y₂ = g₂∘up + b₂, and its gradients in fp32.
+
+    y₁ and y₂ cost rule 2's two operations. σ = sigmoid(y₁) may come from approximate instructions,
+    each good to 2 ulp (CUDA's ex2.approx and rsqrt.approx): exp's argument y₁·log₂e is rounded
+    twice, which moves exp by 2·u32·|y₁| of itself, and 1/(1 + exp) by 1-σ of that; the
+    instructions, a sum and a square add 12·u32: R = ((1-σ)(2|y₁| + 4) + 12)·u32. 1-σ is wrong by σR
+    + u32, absolutely, so that silu' = σ(1 + y₁(1-σ)) is by R + 3·u32 of what enters it, and by
+    σ|y₁| times that. σ, and its product with dh, may each underflow. silu and silu' carry y₁'s
+    error on by their slopes. Sums over rows: the terms' errors by rule 3, and rule 4.
+    """
+    dh, gate, up, g1, g2 = (fp64(value) for value in (dh, gate, up, gate_g, up_g))
+    b1, b2 = fp64(gate_bias), fp64(up_bias)
+    u32 = U32
+    y1, y2 = g1 * gate + b1, g2 * up + b2
+    e1, e2 = 2 * u32 * (abs(g1 * gate) + abs(b1)), 2 * u32 * (abs(g2 * up) + abs(b2))
+    # exp(-|y|) overflows nowhere.
+    small = 2.718281828459045 ** -abs(y1)
+    up_to_1, rest = 1 / (1 + small), small / (1 + small)
+    sigma = (y1 >= 0) * up_to_1 + (y1 < 0) * rest
+    other = (y1 >= 0) * rest + (y1 < 0) * up_to_1  # 1-σ
+    silu, slope = y1 * sigma, sigma * (1 + y1 * other)
+    bend = sigma * other * (2 + y1 * (other - sigma))  # silu''
+    r = (other * (2 * abs(y1) + 4) + 12) * u32
+    tiny = UNDERFLOW["float32"]
+    e_silu = abs(slope) * e1 + (r + 2 * u32) * abs(silu) + tiny * abs(y1)
+    e_slope = abs(bend) * e1 + (r + 3 * u32) * sigma * (1 + abs(y1) * other)
+    e_slope = e_slope + sigma * abs(y1) * (sigma * r + u32) + tiny * (1 + abs(y1))
+
+    h = silu * y2
+    d1, d2 = dh * y2 * slope, dh * silu
+    e_d1 = abs(dh) * (abs(y2) * e_slope + e2 * abs(slope)) + 3 * u32 * abs(d1)
+    e_d1 = e_d1 + tiny * abs(y2) * (1 + abs(y1))
+    e_d2 = abs(dh) * e_silu + 3 * u32 * abs(d2) + tiny * abs(y1)
+
+    def stored(g: Array, d: Array, error: Array) -> Array:
+        return rounding(g * d, dtype) + abs(g) * error + 2 * u32 * abs(g * d)
+
+    def summed(terms: Array, error: Array) -> Array:
+        terms, error = (v.reshape(-1, v.shape[-1]) for v in (terms, error))
+        summing = accumulation(terms.shape[0], terms.sum(0), (terms**2).sum(0) ** 0.5)
+        return SIGMAS * (error**2).sum(0) ** 0.5 + summing
+
+    return SwigluBounds(
+        h=rounding(h, dtype) + e_silu * abs(y2) + abs(silu) * e2 + 2 * u32 * abs(h),
+        d_gate=stored(g1, d1, e_d1),
+        d_up=stored(g2, d2, e_d2),
+        d_gate_g=summed(d1 * gate, e_d1 * abs(gate)),
+        d_up_g=summed(d2 * up, e_d2 * abs(up)),
+        d_gate_bias=summed(d1, e_d1),
+        d_up_bias=summed(d2, e_d2),
+    )
+
+
+def quantised_rows(x, weight) -> Array:
+    """Returns `[rows, out]`: how far `x̂ Wᵀ` may lie from `x Wᵀ`, where every row of x is rounded
+    to float8_e4m3fn in units of its largest magnitude over 448.
+
+    Rule 1, in those units, which cost two fp32 operations; then rule 3 through the product.
+    """
+    x, w = fp64(x), fp64(weight)
+    scale = abs(x).max(-1, keepdims=True) / LARGEST_FP8
+    error = scale * rounding(x / scale, "float8_e4m3fn") + 2 * in_fp32(x)
+    return independent(error, w.T)
