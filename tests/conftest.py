@@ -8,6 +8,8 @@ import hypothesis
 import jax
 import pytest
 
+from tests.draws import draw_with_numpy
+
 # Enough host devices for a mesh of two axes, one of them longer than two.
 _CPU_DEVICES = 8
 
@@ -46,6 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # Half of the time would be LLVM's.
         if not config.getoption("optimized"):
             jax.config.update("jax_disable_most_optimizations", True)
+        draw_with_numpy()
 
     # A file's name is a hash of the program, JAX's version and all flags. JAX keeps none that calls
     # back, such as an interpreted kernel.

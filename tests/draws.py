@@ -1,0 +1,55 @@
+"""Random arrays of tests drawn by NumPy: XLA takes 0.2 s to compile a draw, for each new shape."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src.nn import initializers
+
+
+def normal(rng: np.random.Generator, shape: Any = ()) -> np.ndarray:
+    return rng.normal(size=shape)
+
+
+def uniform(
+    rng: np.random.Generator, shape: Any = (), minval: float = 0.0, maxval: float = 1.0
+) -> np.ndarray:
+    return rng.uniform(minval, maxval, shape)
+
+
+def truncated_normal(
+    rng: np.random.Generator, lower: float, upper: float, shape: Any = ()
+) -> np.ndarray:
+    values = np.asarray(rng.normal(size=shape))
+    while (outside := (values < lower) | (values > upper)).any():
+        values[outside] = rng.normal(size=outside.sum())
+    return values
+
+
+def draw_with_numpy() -> None:
+    """Lets NumPy draw what is asked of these functions of `jax.random` for a concrete key, of one
+    device. What is traced or sharded, and all else, JAX draws."""
+    for draw in (normal, uniform, truncated_normal):
+        replaced = _replaced(getattr(jax.random, draw.__name__), draw)
+        # Initialisers read their draws from the module that jax.random takes its own from.
+        for module in (jax.random, initializers.random):
+            setattr(module, draw.__name__, replaced)
+
+
+def _replaced(original: Callable[..., Any], draw: Callable[..., Any]) -> Callable[..., Any]:
+    order = [name for name in original.__annotations__ if name not in ("key", "return")]
+
+    @functools.wraps(original)
+    def replaced(key: Any, *args: Any, **options: Any) -> Any:
+        given = dict(zip(order, args, strict=False)) | options
+        dtype = jax.dtypes.canonicalize_dtype(given.pop("dtype", None) or float)
+        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in (key, *given.values()))
+        is_on_mesh = given.pop("out_sharding", None) or not jax.sharding.get_abstract_mesh().empty
+        if is_traced or is_on_mesh or not jax.numpy.issubdtype(dtype, jax.numpy.floating):
+            return original(key, *args, **options)
+        rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel())
+        return jax.device_put(draw(rng, **given).astype(dtype))
+
+    return replaced
