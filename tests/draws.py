@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import core
 from jax._src.nn import initializers
 
 
@@ -29,8 +30,8 @@ def truncated_normal(
 
 
 def draw_with_numpy() -> None:
-    """Lets NumPy draw what is asked of these functions of `jax.random` for a concrete key, of one
-    device. What is traced or sharded, and all else, JAX draws."""
+    """Lets NumPy draw what these functions of `jax.random` are asked for outside of a program. What
+    is traced, and all other functions, JAX draws."""
     for draw in (normal, uniform, truncated_normal):
         replaced = _replaced(getattr(jax.random, draw.__name__), draw)
         # Initialisers read their draws from the module that jax.random takes its own from.
@@ -45,11 +46,18 @@ def _replaced(original: Callable[..., Any], draw: Callable[..., Any]) -> Callabl
     def replaced(key: Any, *args: Any, **options: Any) -> Any:
         given = dict(zip(order, args, strict=False)) | options
         dtype = jax.dtypes.canonicalize_dtype(given.pop("dtype", None) or float)
-        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in (key, *given.values()))
-        is_on_mesh = given.pop("out_sharding", None) or not jax.sharding.get_abstract_mesh().empty
-        if is_traced or is_on_mesh or not jax.numpy.issubdtype(dtype, jax.numpy.floating):
+        if not core.trace_state_clean() or not jax.numpy.issubdtype(dtype, jax.numpy.floating):
             return original(key, *args, **options)
+        sharding = given.pop("out_sharding", None)
         rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel())
-        return jax.device_put(draw(rng, **given).astype(dtype))
+        return jax.device_put(np.asarray(draw(rng, **given)).astype(dtype), _placed(sharding))
 
     return replaced
+
+
+def _placed(sharding: Any) -> Any:
+    """Returns where JAX would put what it draws: on all of the mesh, if there is one."""
+    mesh = jax.sharding.get_mesh()
+    if isinstance(sharding, jax.sharding.Sharding) or mesh.empty:
+        return sharding
+    return jax.sharding.NamedSharding(mesh, sharding or jax.P())

@@ -9,6 +9,7 @@ from benchmarks.model.protocol import Protocol
 from tests.tables import thinned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", thinned(["LoRA", "DoRA"], ["DoRA"]))
 @pytest.mark.parametrize("layout", thinned(["tp", "fsdp"], ["tp"]))
 def test_a_step_on_explicit_axes_is_typed(layout: str, kind: str) -> None:

@@ -44,6 +44,7 @@ def test_adapters_alone(tmp_path):
     assert jnp.array_equal(call(again, x), call(model, x))
 
 
+@pytest.mark.slow
 def test_layers_that_the_file_has_in_another_order(tmp_path):
     base = Chain(nnx.Rngs(0))
     model = train(apply_dora(base, UNLIKE, rngs=nnx.Rngs(1)))

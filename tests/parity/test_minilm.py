@@ -50,6 +50,7 @@ def test_jax_encoder_is_the_same_model():
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_fresh_adapter_changes_nothing():
     batch = minilm.batch(minilm.sentence_pairs()[:1])
     plain = torch_encoder.Encoder(lambda _, linear: linear)

@@ -72,12 +72,14 @@ def test_torch_on_two_gpus_agrees_with_fp64(report):
     assert report.passed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", thinned(sharded.LAYOUTS, ["tp row"]))
 def test_a_layout_trains_as_one_device(report, name):
     sharded_training.run(report, (name,))
     assert report.passed, report.rows
 
 
+@pytest.mark.slow
 def test_the_norm_of_a_shard_is_right_at_first(report):
     """And wrong as soon as the adapter has moved."""
     with FAULT.plant("jax"):

@@ -118,6 +118,7 @@ def test_accumulation_and_checkpointing_compute_each_norm_once_a_step(
 
 
 # What torch's compilers call is theirs: 2.11's use several things that 2.11 deprecates.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_under_torch_compile_other_values_compile_nothing(model, device):
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import torch_dora
+from tests.tables import thinned
 from tests.torch_dora.peft_folders import (
     Convolutions,
     assert_same,
@@ -81,7 +82,16 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    thinned(
+        CASES,
+        [
+            *("all-linear", "embedding", "head", "pattern", "Conv1D", "position", "convolutions"),
+            *("in a Sequential", "patterns", "modules_to_save", "own biases"),
+        ],
+    ),
+)
 def test_a_folder_of_peft_computes_as_in_peft_and_goes_back(name: str, tmp_path: Path) -> None:
     make, fields = CASES[name]
     folder, theirs = peft_folder(tmp_path / "theirs", make, **fields)

@@ -4,6 +4,7 @@ import io
 import re
 
 import jax.numpy as jnp
+import pytest
 from rich.console import Console
 
 from jax_dora.commands import finetune, main
@@ -17,6 +18,7 @@ OPTIONS = (
 )
 
 
+@pytest.mark.slow
 def test_a_line_tells_of_compiling_then_of_loss_speed_and_the_time_left(
     inputs, tmp_path, monkeypatch
 ) -> None:

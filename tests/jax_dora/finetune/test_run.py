@@ -418,6 +418,7 @@ def test_accumulation_is_one_large_batch(inputs, tmp_path):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max() + 1e-12)
 
 
+@pytest.mark.slow
 def test_magnitudes_are_not_decayed():
     layer = jax_dora.DoRALinear(4, 3, rank=2, alpha=2, rngs=nnx.Rngs(0))
     adapters = nnx.state(layer, nnx.LoRAParam)
@@ -534,6 +535,7 @@ STOPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reason", thinned(STOPS, ["device"]))
 def test_what_stops_a_run_is_told_in_one_line(reason, inputs, tmp_path, monkeypatch, capsys):
     error, status, message = STOPS[reason]

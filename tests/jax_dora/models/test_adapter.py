@@ -164,6 +164,7 @@ def test_bf16(make_folder, make_torch_model, tokens, tmp_path):
     assert cosine(logits, exact) >= tolerances.caps.LOGITS_COSINE
 
 
+@pytest.mark.slow
 def test_what_peft_cannot_say_of_a_tied_head_is_told(make_folder, tmp_path, caplog):
     base = decoder.load_model(make_folder("qwen3-tied"))
     rule = jax_dora.DoRARule("model/embed_tokens", rank=2, alpha=2)

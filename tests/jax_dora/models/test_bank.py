@@ -60,6 +60,7 @@ def made(make_folder, make_torch_model, tmp_path_factory):
     return model, bank, tokens, expected
 
 
+@pytest.mark.slow
 def test_every_row_is_as_peft_has_it(made):
     model, bank, tokens, expected = made
     graphdef, state = nnx.split(model)

@@ -65,6 +65,7 @@ def test_logits_bf16(name, make_folder, make_torch_model, tokens):
     assert cosine(logits, exact) >= tolerances.caps.LOGITS_COSINE
 
 
+@pytest.mark.slow
 def test_packed_rows_are_separate_texts(tokens):
     model = drawn(lambda: decoder.CausalLM(CONFIG, rngs=nnx.Rngs(0)))
     tokens = tokens[:1] % CONFIG.vocab_size

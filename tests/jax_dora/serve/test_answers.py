@@ -98,6 +98,7 @@ def test_it_is_what_peft_and_the_merged_model_answer(served, model, adapters, na
     assert compared >= 2
 
 
+@pytest.mark.slow
 def test_draws_depend_on_the_seed_alone(served):
     _, client = served
 
@@ -169,6 +170,7 @@ def test_chat(served, adapters, reference):
     assert usage.total_tokens <= 96
 
 
+@pytest.mark.slow
 def test_probabilities_are_the_model_s(served, adapters, reference):
     server, client = served
     ours = nnx.jit(lambda model, tokens: model(tokens))
@@ -181,6 +183,7 @@ def test_probabilities_are_the_model_s(served, adapters, reference):
     np.testing.assert_allclose(found, expected[: len(found)], rtol=0, atol=TIE)
 
 
+@pytest.mark.slow
 def test_stop_strings(served):
     _, client = served
     whole = complete(client, "french", "12+30=", max_tokens=20).text

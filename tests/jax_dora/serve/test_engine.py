@@ -21,6 +21,7 @@ from tests.jax_dora.serve.test_http import until
 PROMPT = "What is a slot, and who pins it? " * 2
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_after_the_start(served):
     """Whatever is asked: lengths, adapters that come in, draws, probabilities, ends."""
     _, client = served

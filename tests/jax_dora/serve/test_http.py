@@ -176,6 +176,7 @@ def cancelled(server):
     return server.metrics.answers.labels("cancelled")._value.get()
 
 
+@pytest.mark.slow
 def test_a_full_queue_refuses(served):
     """Requests beyond rows and queue get 429 at once; the others are answered."""
     server, client = served

@@ -164,8 +164,7 @@ def test_a_base_that_a_loss_holds(adapted):
 
     expected = jax.jit(jax.grad(loss))(adapters, rest)
     found = jax.jit(jax.grad(lambda adapters: loss(adapters, rest)))(adapters)
-    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        assert jnp.array_equal(one, other)
+    close(found, expected, 0.1)  # XLA folds what is constant, and rounds it so
 
 
 def test_under_vmap(adapted):

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 PREAMBLE = """
 from triton import compile
 from triton.backends.compiler import GPUTarget
@@ -155,6 +157,7 @@ for rows, product in ((16, "mma.sync"), (64, "wgmma.mma_async")):
 """
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_for_a_hopper():
     environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
     code = "\n".join([PREAMBLE, FORWARD, BACKWARD, ASSEMBLY, EXPAND, ONE_PASS, BANK])
