@@ -29,24 +29,31 @@ def truncated_normal(
     return values
 
 
+def randint(rng: np.random.Generator, shape: Any, minval: int, maxval: int) -> np.ndarray:
+    return rng.integers(minval, maxval, shape)
+
+
 def draw_with_numpy() -> None:
     """Lets NumPy draw what these functions of `jax.random` are asked for outside of a program. What
     is traced, and all other functions, JAX draws."""
-    for draw in (normal, uniform, truncated_normal):
-        replaced = _replaced(getattr(jax.random, draw.__name__), draw)
+    for draw in (normal, uniform, truncated_normal, randint):
+        kind = int if draw is randint else float
+        replaced = _replaced(getattr(jax.random, draw.__name__), draw, kind)
         # Initialisers read their draws from the module that jax.random takes its own from.
         for module in (jax.random, initializers.random):
             setattr(module, draw.__name__, replaced)
 
 
-def _replaced(original: Callable[..., Any], draw: Callable[..., Any]) -> Callable[..., Any]:
+def _replaced(
+    original: Callable[..., Any], draw: Callable[..., Any], kind: type
+) -> Callable[..., Any]:
     order = [name for name in original.__annotations__ if name not in ("key", "return")]
 
     @functools.wraps(original)
     def replaced(key: Any, *args: Any, **options: Any) -> Any:
         given = dict(zip(order, args, strict=False)) | options
-        dtype = jax.dtypes.canonicalize_dtype(given.pop("dtype", None) or float)
-        if not core.trace_state_clean() or not jax.numpy.issubdtype(dtype, jax.numpy.floating):
+        dtype = jax.dtypes.canonicalize_dtype(given.pop("dtype", None) or kind)
+        if not core.trace_state_clean() or jax.numpy.issubdtype(dtype, jax.numpy.complexfloating):
             return original(key, *args, **options)
         sharding = given.pop("out_sharding", None)
         rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel())

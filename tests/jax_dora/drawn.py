@@ -24,6 +24,18 @@ def drawn[Model: nnx.Module](make: Callable[[], Model], seed: int = 0) -> Model:
     return nnx.merge(graphdef, nnx.from_flat_state(zip(paths, leaves, strict=True)))
 
 
+def drawn_variables(init: Callable[..., Any], *arguments: Any, seed: int = 0) -> Any:
+    """Returns variables like those that linen's `init` would make, of the values of `drawn`."""
+    rng = np.random.default_rng(seed)
+
+    def value(path: tuple[Any, ...], like: Any) -> jax.Array:
+        names = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
+        return value_of(tuple(names), like, rng)
+
+    shapes = jax.eval_shape(init, jax.random.key(0), *arguments)
+    return jax.tree_util.tree_map_with_path(value, shapes)
+
+
 def value_of(path: tuple[Any, ...], like: Any, rng: np.random.Generator) -> jax.Array:
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         bits = rng.integers(0, 2**32, (*like.shape, 2), np.uint32)
@@ -35,4 +47,5 @@ def value_of(path: tuple[Any, ...], like: Any, rng: np.random.Generator) -> jax.
         return jnp.asarray(1 + 0.2 * noise, like.dtype)
     if path[-1] == "bias":
         return jnp.asarray(0.2 * noise, like.dtype)
-    return jnp.asarray(noise / like.shape[-2] ** 0.5, like.dtype)
+    inputs = like.shape[-2] if like.ndim > 1 else 1
+    return jnp.asarray(noise / inputs**0.5, like.dtype)

@@ -124,6 +124,7 @@ def train(variables):
     adapters, rest = split_adapters(variables["params"])
     leaves, structure = jax.tree.flatten(adapters)
     rng = np.random.default_rng(0)
-    noise = [jnp.asarray(rng.standard_normal(leaf.shape, np.float32) / 9) for leaf in leaves]
-    leaves = [leaf * (1 + n) + n for leaf, n in zip(leaves, noise, strict=True)]
+    noise = [rng.standard_normal(leaf.shape, np.float32) / 9 for leaf in leaves]
+    pairs = zip(leaves, noise, strict=True)
+    leaves = [jnp.asarray(np.asarray(leaf) * (1 + n) + n, leaf.dtype) for leaf, n in pairs]
     return {"params": join_adapters(jax.tree.unflatten(structure, leaves), rest)}

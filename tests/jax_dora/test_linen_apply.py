@@ -14,6 +14,7 @@ import jax_dora
 from jax_dora import DoRARule
 from jax_dora.linen import apply_dora, join_adapters, merge_dora, split_adapters
 from parity.tolerances.caps import OPERATOR_FP32_MAX_ABS
+from tests.jax_dora.drawn import drawn_variables
 from tests.jax_dora.linen_models import train
 from tests.tables import thinned
 
@@ -59,7 +60,7 @@ KEY = jax.random.key(1)
 
 @pytest.fixture(scope="module")
 def base():
-    return jax.jit(MODEL.init)(KEY, IDS)
+    return drawn_variables(MODEL.init, IDS)
 
 
 def adapt(base, rules, run=lambda add, base: jax.jit(add)(base), **options):

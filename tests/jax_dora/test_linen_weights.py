@@ -20,6 +20,7 @@ from jax_dora.linen import (
 )
 from parity.oracle import fp64
 from parity.tolerances.caps import OPERATOR_FP32_MAX_ABS
+from tests.jax_dora.drawn import drawn_variables
 from tests.jax_dora.linen_models import VOCABULARY, WIDTH, DenseGeneral, Embedder, Model, train
 
 KEY = jax.random.key(2)
@@ -41,7 +42,7 @@ HOW = {
 
 @pytest.fixture(scope="module")
 def base():
-    return jax.jit(MODEL.init)(KEY, IDS)
+    return drawn_variables(MODEL.init, IDS)
 
 
 @pytest.fixture(scope="module")

@@ -199,8 +199,10 @@ def test_layers_of_a_list_may_differ(tmp_path: Path) -> None:
         load_adapter(flax_model(stacked=True), folder)
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("name", PARTIAL)
+@pytest.mark.parametrize(
+    ("name", "stacked"),
+    thinned(itertools.product(PARTIAL, [False, True]), [("layers", True), ("pattern", False)]),
+)
 def test_some_layers_of_many(name: str, stacked: bool, tmp_path: Path) -> None:
     """PEFT wants something before a numbered block, so these models have a root of another name."""
     fields = {"r": 4, "lora_alpha": 6, "use_dora": True} | PARTIAL[name]
@@ -290,6 +292,7 @@ def test_a_lora_folder_becomes_the_dora_that_computes_the_same(tmp_path: Path) -
         save_adapter(model, tmp_path / "third", use_dora=False)
 
 
+@pytest.mark.slow
 def test_a_folder_takes_the_place_of_another_adapter(tmp_path: Path) -> None:
     one, _ = peft_folder(tmp_path / "one", **CASES["everything"])
     two, expected = peft_folder(tmp_path / "two", seed=2, r=5, target_modules=["q_proj", "conv"])

@@ -92,6 +92,7 @@ def test_tying_that_is_ensured_is_kept(tmp_path: Path) -> None:
     assert relative(logits(base), expected) > 1e3 * TOLERANCE
 
 
+@pytest.mark.slow
 def test_one_of_two_tied_modules_is_not_saved_alone(tmp_path: Path) -> None:
     model = tied(tmp_path)
     rule = jax_dora.DoRARule(".*/q_proj", rank=2, alpha=2)

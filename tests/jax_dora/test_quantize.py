@@ -166,6 +166,7 @@ def test_merging_requantises_only_with_a_report_of_what_is_lost():
     close(merged(x).astype(jnp.float32), np.ones((3, 128)) @ kernels.meant(kernel), 2e-2)
 
 
+@pytest.mark.slow
 def test_coverage_and_an_example():
     model = quantize(Mixed(nnx.Rngs(0)), "int8", path="blocks/.*")
     table = str(coverage(model, ids()))

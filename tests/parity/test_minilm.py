@@ -26,6 +26,7 @@ def test_padding_is_masked():
     assert ids[0, 3:].tolist() == [0, 0]
 
 
+@pytest.mark.slow
 def test_torch_encoder_is_the_published_model():
     from transformers import BertModel
 

@@ -64,6 +64,7 @@ def test_what_is_kept_changes_no_gradient(unroll):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", thinned([False, True], [True]))
 def test_a_kept_result_is_not_computed_again(bias):
     """A projection reads its kernel in the forward pass and, for x's gradient, in the backward
