@@ -6,8 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import core
-from jax._src.nn import initializers
+from jax._src import core, random
 
 
 def normal(rng: np.random.Generator, shape: Any = ()) -> np.ndarray:
@@ -40,7 +39,7 @@ def draw_with_numpy() -> None:
         kind = int if draw is randint else float
         replaced = _replaced(getattr(jax.random, draw.__name__), draw, kind)
         # Initialisers read their draws from the module that jax.random takes its own from.
-        for module in (jax.random, initializers.random):
+        for module in (jax.random, random):
             setattr(module, draw.__name__, replaced)
 
 
