@@ -29,7 +29,7 @@ class Kernel:
       call: the sizes that `module.config` takes, before the dtypes.
       operands: their axes, by the names of sizes; "" is a layer's number, "seed" a dropout seed,
         "slot" a slot for each group, "ids" for each row, "ranks" the rank of each slot. bf16 if two
-        axes or more, else fp32; those after "nf4" or "int8" are codes.
+        axes or more, else fp32; those after "nf4" are codes.
       shapes: at which it is measured, as sizes.
       candidates: configs to be tried.
       products: axes of its matrix products.
@@ -53,7 +53,7 @@ class Kernel:
         """Returns the kernel's results, with its own choice of a config if that is None."""
         sizes: dict[str, int] = {}
         for axes, operand in zip(self.operands, operands, strict=True):
-            names = axes.removeprefix("nf4 ").removeprefix("int8 ").split()
+            names = axes.removeprefix("nf4 ").split()
             sizes |= dict(zip(names, operand.shape, strict=True))
         knobs = {"config": config or self.module.config(*self.arguments(sizes))}
         knobs["sm_count"] = choose.target().sm_count
@@ -84,9 +84,6 @@ def _draw(key: jax.Array, axes: str, sizes: Mapping[str, int]) -> jax.Array:
     if axes.startswith("nf4 "):
         shape = tuple(sizes[name] for name in axes.split()[1:])
         return jax.random.randint(key, shape, 0, 16, jnp.uint8).astype(jnp.uint4)
-    if axes.startswith("int8 "):
-        shape = tuple(sizes[name] for name in axes.split()[1:])
-        return jax.random.randint(key, shape, -127, 128, jnp.int8)
     if not axes:
         return jnp.int32(0)
     if axes in ("slot", "ids"):

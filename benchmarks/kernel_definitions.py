@@ -25,13 +25,8 @@ def quantised_norm(codes, scales, a, b):
     return norm(dense(codes, scales), a, b)
 
 
-def quantised_product(x, codes, scales):
-    return x @ dense(codes, scales).astype(x.dtype)
-
-
 def quantised_rows(x, codes, scales):
-    values = codes * jnp.repeat(scales, codes.shape[0] // scales.shape[0], axis=0)
-    return jnp.matmul(x, values.astype(jnp.float32), **F32).astype(x.dtype)
+    return x @ dense(codes, scales).astype(x.dtype)
 
 
 def compose(base, lora, g):

@@ -30,7 +30,6 @@ from jax_dora.ops.mosaic import (
     project,
     project_back,
     quantised_norm,
-    quantised_product,
     quantised_rows,
     swiglu_backward,
 )
@@ -98,23 +97,14 @@ KERNELS = {
         ("in out rank",),
         kinds=(TILED, BF16),
     ),
-    "quantised_product": Kernel(
-        *(quantised_product, definitions.quantised_product, "rows in out"),
+    "quantised_rows": Kernel(
+        *(quantised_rows, definitions.quantised_rows, "rows in out"),
         ("rows in", "nf4 in out", "tiles out"),
         [shape | {"rows": rows} for shape in QUANTISED_SHAPES for rows in (1, 32)],
-        [low_rank_tiling.Config(slots=2), low_rank_tiling.Config(slots=3)],
+        [low_rank_tiling.Config(tile_cols=256, slots=slots) for slots in (3, 4)],
         ("rows in out",),
         extra=(),
         kinds=(TILED, BF16),
-    ),
-    "quantised_rows": Kernel(
-        *(quantised_rows, definitions.quantised_rows, "rows in out"),
-        ("rows in", "int8 in out", "tiles out"),
-        [shape | {"rows": rows} for shape in QUANTISED_SHAPES for rows in (1, 2)],
-        [low_rank_tiling.Config(slots=slots) for slots in (4, 6)],
-        ("rows in out",),
-        extra=(),
-        kinds=(TILED._replace(qtype="int8"), BF16),
     ),
     "compose": Kernel(
         *(compose, definitions.compose, "rows out"),

@@ -58,7 +58,7 @@ class Settings(NamedTuple):
     features: int = 8192
     norm_rank: int = 384
     rank: int = 16
-    rows: tuple[int, ...] = (1, 8, 32)
+    rows: tuple[int, ...] = (1, 8, 32, 64)
     many_rows: int = 4096
     rounds: int = 8
     seconds: float = 420.0

@@ -13,14 +13,7 @@ import jax.numpy as jnp
 
 from jax_dora.ops import choose, quantised, row_wise
 from jax_dora.ops.compose import forward
-from jax_dora.ops.mosaic import (
-    compose,
-    expand_compose,
-    project,
-    project_back,
-    quantised_product,
-    quantised_rows,
-)
+from jax_dora.ops.mosaic import compose, expand_compose, project, project_back, quantised_rows
 from jax_dora.ops.reduction import dot_general
 from jax_dora.ops.shard import Op, Shard
 
@@ -118,9 +111,9 @@ def _few_rows(static: Forward, rows: int, x: jax.Array, kernel: Any) -> jax.Arra
     if not quantised.is_quantised(kernel):
         return None
     call = (rows, *kernel.shape, quantised.format_of(kernel), x.dtype)
-    candidates = [(quantised_rows, call), (quantised_product, call)]
-    choice = choose.choose(static.op, static.implementation, *candidates, optional=True)
-    return choice and choice.kernel.launch(x, *jax.tree.leaves(kernel), **choice.knobs)
+    candidate = (quantised_rows, call)
+    choice = choose.choose(static.op, static.implementation, candidate, optional=True)
+    return choice and quantised_rows.launch(x, *jax.tree.leaves(kernel), **choice.knobs)
 
 
 FORWARD = Op(

@@ -1,114 +1,82 @@
-"""The numbers of two 4-bit codes in a byte, looked up in registers.
+"""What codes stand for, and 4-bit ones as the tensor cores' accumulators are laid out."""
 
-One `prmt` instruction picks four bytes of eight by four selectors of four bits each, of which three
-count. Two bytes of a thread are four codes, so for each byte of a number
-
-    1. two permutations look the four codes up in either half of the codebook,
-    2. a third takes for each code that of its half, by its highest bit;
-
-and more gather the bytes of each number: 20 permutations for four numbers of 32 bits, 8 for four of
-16, where a tree of choices takes some 25 instructions for each.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, vector
 
 from jax_dora.ops import choose
+from jax_dora.ops.mosaic import ptx
+from jax_dora.ops.quantised import NF4, bits
+
+# Rows of 32 codes, 16 bytes, which the four lanes that share a row all read.
+CODES = plgpu.Layout.TILED(
+    plgpu.Tiling(((64, 32), (16, 32), (8, 32))),
+    warp_dims=(-6,),
+    lane_dims=(-2, plgpu.Replicated(4)),
+    vector_dim=-1,
+)
 
 
-def looked_up(
-    byte: jax.Array, codebook: Sequence[float], dtype: jax.typing.DTypeLike
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the numbers of the lower and of the upper codes of u8 [64·k, 8·n], as the tensor
-    cores' accumulators are laid out.
+def numbers(dtype: Any) -> np.ndarray:
+    """Returns f32[2^bits], what the codes of a qvalue's dtype stand for, from code 0 on; those of
+    uint4 are NF4's."""
+    if dtype == jnp.uint4:
+        return np.array(NF4, np.float32)
+    codes = np.arange(1 << bits(dtype), dtype=np.uint8)
+    if dtype == jnp.int4:
+        return np.where(codes < 8, codes, codes - 16.0).astype(np.float32)
+    return codes.view(dtype).astype(np.float32)
 
-    Args:
-      codebook: the numbers of codes 0 to 15; they are rounded to `dtype`.
-      dtype: float32, bfloat16 or float16.
-    """
-    numbers = np.array(codebook, np.float32).astype(jnp.dtype(dtype))
+
+def table(dtype: Any, columns: int) -> np.ndarray:
+    """Returns what 4-bit codes stand for as `looked_up` reads it, f32[512 / columns, columns]."""
+    return np.repeat(numbers(dtype), ptx.LANES).reshape(-1, columns)
+
+
+def looked_up(codes_smem: Any, table_smem: Any) -> jax.Array:
+    """Returns f32[64, 32·n], laid out as accumulators, for as many 4-bit codes in shared memory."""
     if choose.interpreted():
-        code = byte.astype(jnp.int32)
-        return _chosen(numbers, code & 15), _chosen(numbers, code >> 4)
-    found = plgpu.ShapeDtypeStruct(byte.shape, numbers.dtype, layout=plgpu.Layout.WGMMA)
+        codes = lax.bitcast_convert_type(codes_smem[...], jnp.uint4).astype(jnp.int32)
+        return table_smem[...].reshape(-1, ptx.LANES)[:, 0][codes]
+    codes = plgpu.load(codes_smem, layout=CODES, optimized=False)
+    found = plgpu.ShapeDtypeStruct(codes.shape, jnp.dtype("float32"), layout=plgpu.Layout.WGMMA)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=(found, found))
-    def permute(_, byte):
-        both = np.empty_like(byte.registers), np.empty_like(byte.registers)
-        for at, register in np.ndenumerate(byte.registers):
-            both[0][at], both[1][at] = _permuted(register, numbers)
-        return tuple(
-            mgpu.FragmentedArray(_registers=one, _layout=byte.layout, _is_signed=None)
-            for one in both
-        )
+    @plgpu.inline_mgpu(arg_types=(CODES, plgpu.RefType()), return_type=found)
+    def look_up(_, codes, table_smem):
+        return _looked_up(codes, ptx.lanes_column(table_smem))
 
-    call: Callable[..., Any] = permute
-    return call(byte)
+    call: Callable[..., Any] = look_up
+    return call(codes, table_smem)
 
 
-def _chosen(numbers: np.ndarray, code: jax.Array) -> jax.Array:
-    """Returns the number of each i32 code: a tree of choices, a bit a level."""
-    found = [jnp.asarray(one) for one in numbers]
-    for bit in range(4):
-        is_set = (code & (1 << bit)) != 0
-        pairs = zip(found[::2], found[1::2], strict=True)
-        found = [jnp.where(is_set, upper, lower) for lower, upper in pairs]
-    return found[0]
-
-
-def _permuted(register: ir.Value, numbers: np.ndarray) -> tuple[ir.Value, ir.Value]:
-    """Returns the pairs of numbers of the lower and of the upper codes in a register of two
-    bytes."""
-    bits = numbers.view(np.uint32 if numbers.itemsize == 4 else np.uint16)
-    # The codes from the lowest on: the first byte's lower and upper one, then the second's.
-    lines = [
-        ".reg .b32 code, half, low, high, p<4>, t<4>;",
-        f"and.b32 code, ${numbers.itemsize}, 0x7777;",
-        # The selector of the third permutation: 0 1 2 3, or with a code's highest bit 4 5 6 7.
-        f"and.b32 half, ${numbers.itemsize}, 0x8888;",
-        "shr.u32 half, half, 1;",
-        "or.b32 half, half, 0x3210;",
-    ]
-    for place in range(numbers.itemsize):
-        plane = ((bits >> (8 * place)) & 0xFF).astype(np.uint8).view(np.uint32)
-        lines += [
-            f"prmt.b32 low, {plane[0]:#x}, {plane[1]:#x}, code;",
-            f"prmt.b32 high, {plane[2]:#x}, {plane[3]:#x}, code;",
-            f"prmt.b32 p{place}, low, high, half;",
-        ]
-    i32 = ir.IntegerType.get_signless(32)
-    codes = arith.extui(i32, mgpu.utils.bitcast(register, ir.IntegerType.get_signless(16)))
-    if numbers.itemsize == 2:
-        lines += ["prmt.b32 $0, p0, p1, 0x6240;", "prmt.b32 $1, p0, p1, 0x7351;"]
-        element = ir.BF16Type.get() if numbers.dtype != np.float16 else ir.F16Type.get()
-        pair = ir.VectorType.get((2,), element)
-        lower, upper = (mgpu.utils.bitcast(one, pair) for one in _run(lines, codes, 2))
-        return lower, upper
-    for half, selector in enumerate((0x5140, 0x7362)):
-        lines += [
-            f"prmt.b32 t{2 * half}, p0, p1, {selector:#x};",
-            f"prmt.b32 t{2 * half + 1}, p2, p3, {selector:#x};",
-            f"prmt.b32 ${2 * half}, t{2 * half}, t{2 * half + 1}, 0x5410;",
-            f"prmt.b32 ${2 * half + 1}, t{2 * half}, t{2 * half + 1}, 0x7632;",
-        ]
-    four = [mgpu.utils.bitcast(one, ir.F32Type.get()) for one in _run(lines, codes, 4)]
-    pair = ir.VectorType.get((2,), four[0].type)
-    lower, upper = (vector.from_elements(pair, four[start::2]) for start in (0, 1))
-    return lower, upper
-
-
-def _run(lines: Sequence[str], codes: ir.Value, results: int) -> list[ir.Value]:
-    """Returns the i32 results of PTX whose operand, after the results, is `codes`."""
-    i32 = ir.IntegerType.get_signless(32)
-    struct = llvm.StructType.get_literal([i32] * results)
-    text = "{\n" + "\n".join(lines) + "\n}"
-    found = llvm.inline_asm(struct, [codes], text, ",".join(["=r"] * results + ["r"]))
-    return [llvm.extractvalue(i32, found, [i]) for i in range(results)]
+def _looked_up(codes: mgpu.FragmentedArray, column: ir.Value) -> mgpu.FragmentedArray:
+    f32 = ir.F32Type.get()
+    four_words = ir.VectorType.get((4,), ir.IntegerType.get_signless(32))
+    pair = ir.VectorType.get((2,), f32)
+    # Lane 4g + t has of eight columns the two that byte t of their word numbers.
+    at = arith.andi(ptx.lane(), ptx.i32(3))
+    own_byte = arith.addi(arith.muli(at, ptx.i32(0x11)), ptx.i32(0x40))
+    low = ptx.i32(0x0F0F0F0F)
+    held: Any = codes.registers.reshape(-1, 2)  # [columns / 32, row of two]
+    found = np.empty((len(held), 4, 2), object)
+    for group, row in np.ndindex(held.shape):
+        words = mgpu.utils.bitcast(held[group, row], four_words)
+        words = [vector.extract(words, [], [word]) for word in range(4)]
+        two = [ptx.run("prmt.b32 $0, $1, $2, $3;", *words[i : i + 2], own_byte) for i in (0, 2)]
+        own = ptx.run("prmt.b32 $0, $1, $2, 0x5410;", *two)
+        first = arith.andi(own, low)
+        second = arith.andi(arith.shrui(own, ptx.i32(4)), low)
+        for word in range(4):
+            both = [ptx.entry(column, one, word, f32) for one in (first, second)]
+            found[group, word, row] = vector.from_elements(pair, both)
+    layout = plgpu.Layout.WGMMA.to_mgpu()
+    registers = found.reshape(layout.registers_shape(codes.shape))
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_dora.ops.quantised import bits
+
 # Rows of 16 bytes are what the copy engine can address.
 ALIGNMENT = 8
 # Tensor cores read shared memory in blocks of 8 rows, which the copy engine can make of whole ones.
@@ -52,11 +54,10 @@ def tiled(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, gmem_cols: int | 
 
     `gmem_cols` is the width of the matrix that is copied to or from; no block may straddle its end.
     """
-    itemsize = jnp.dtype(dtype).itemsize
     cols = math.gcd(shape[-1], gmem_cols or shape[-1])
     # Columns are worked on 64 at a time.
-    swizzle = plgpu.find_swizzle(8 * itemsize * math.gcd(cols, TILE_K))
-    tiling = plgpu.TilingTransform((8, swizzle // itemsize))  # pyright: ignore[reportAbstractUsage]
+    swizzle = plgpu.find_swizzle(bits(dtype) * math.gcd(cols, TILE_K))
+    tiling = plgpu.TilingTransform((8, 8 * swizzle // bits(dtype)))  # pyright: ignore[reportAbstractUsage]
     # A swizzle of 16 bytes is none.
     swizzles = () if swizzle == 16 else (plgpu.SwizzleTransform(swizzle),)  # pyright: ignore[reportAbstractUsage]
     return plgpu.SMEM(shape, dtype, transforms=(tiling, *swizzles))

@@ -27,9 +27,9 @@ def fetch_slices(walk, task, inputs, buffers, consumer):
                 right = right.at[inputs[-1][group]]
                 vectors = None if vectors is None else vectors.at[group]
             if vectors is not None:
-                plgpu.copy_gmem_to_smem(
-                    vectors.at[:, cols], buffers["vectors_smem"], buffers["vectors_ready"]
-                )
+                if vectors.shape[-1] != c.tile_cols:
+                    vectors = vectors.at[:, cols]
+                plgpu.copy_gmem_to_smem(vectors, buffers["vectors_smem"], buffers["vectors_ready"])
 
             def fetch_right(k, _):
                 plgpu.copy_gmem_to_smem(
@@ -74,12 +74,9 @@ def fetch_tiles(walk, task, inputs, buffers, fetcher, fetchers):
     """Fills, as one warp of `fetchers`, a consumer's ring of tiles of the matrix, or that of
     all."""
     matrix_gmem, c = inputs[2], walk.tiling.config
-    width = c.tile_cols // task.packed
 
     def fetch_run(index, before):
         cols, _, first, tiles = walk.run(index)
-        # A product with the width is seen to be a multiple of it.
-        elements = pl.ds(lax.div(cols.start, c.tile_cols) * width, width)
         skipped, turns = walk.turns(fetcher, before, tiles, fetchers)
 
         def fetch_tile(i, _):
@@ -88,7 +85,7 @@ def fetch_tiles(walk, task, inputs, buffers, fetcher, fetchers):
             slot = lax.rem(before + tile, c.consumers) * c.slots + lax.rem(turn, c.slots)
             plgpu.barrier_wait(buffers["tile_free"].at[slot])
             plgpu.copy_gmem_to_smem(
-                matrix_gmem.at[walk.rows(first + tile), elements],
+                matrix_gmem.at[walk.rows(first + tile), cols],
                 buffers["tile_smem"].at[slot],
                 buffers["tile_ready"].at[slot],
             )

@@ -34,10 +34,9 @@ class Tile(NamedTuple):
 
     Attributes:
       acc: f32[TILE_ROWS, tile_cols], the tile of `left @ right`.
-      smem: Ref [TILE_ROWS, tile_cols], the matrix's tile; may be overwritten. Of a packed matrix
-        it has tile_cols / `Task.packed` columns.
+      smem: Ref [TILE_ROWS, tile_cols], the matrix's tile; may be overwritten.
       vectors_smem: Ref f32[vectors, tile_cols], or None.
-      scales_smem: Ref f32[tile_cols], the tile's own numbers per column, or None.
+      scales_smem: Ref [tile_cols], the tile's own numbers per column, or None.
       scale: f32[].
       rows, cols: where the tile lies in the matrix.
     """
@@ -61,10 +60,10 @@ class Task:
       start: the carry with which a consumer begins a run.
       finish: `(carry, split, cols, out_gmem, **scratch)`, after a consumer's last tile of a run.
         One consumer at a time, since sums across warps use scratch that all warpgroups share.
-      vectors: rows of fp32 numbers per column that the epilogue reads.
-      scale_tiles: tiles that share a row of `scales`, f32[k, padded_out], a further input after
-        the vectors; 0 where there is none.
-      packed: columns that an element of the matrix holds.
+      vectors: rows of fp32 numbers per column that the epilogue reads; given for the columns of
+        one strip alone, every strip has them.
+      scale_tiles: tiles that share a row of `scales`, [k, padded_out] of `scale_dtype`, a further
+        input after the vectors; 0 where there is none.
       stores: the epilogue stores from the tile's memory, which is not free when it returns.
       grouped: each group of rows has a scale and vectors of its own, scale[groups] and
         vectors[groups, vectors, padded_out], and one of several `right` [n, k, out], that which the
@@ -77,7 +76,7 @@ class Task:
     finish: Callable[..., None] | None = None
     vectors: int = 0
     scale_tiles: int = 0
-    packed: int = 1
+    scale_dtype: Any = jnp.float32
     stores: bool = False
     grouped: bool = False
 
@@ -114,11 +113,7 @@ def low_rank_kernel(
         "right_smem": tiled((task.right_slices, TILE_K, c.tile_cols), operand_dtype),
         "right_ready": plgpu.Barrier(num_barriers=task.right_slices),
         "right_free": plgpu.Barrier(num_arrivals=c.consumers),
-        "tile_smem": tiled(
-            (tile_ring, TILE_ROWS, c.tile_cols // task.packed),
-            tile_dtype,
-            tiling.out // task.packed,
-        ),
+        "tile_smem": tiled((tile_ring, TILE_ROWS, c.tile_cols), tile_dtype, tiling.out),
         "tile_ready": plgpu.Barrier(
             num_arrivals=1 + bool(task.scale_tiles), num_barriers=tile_ring
         ),
@@ -128,7 +123,7 @@ def low_rank_kernel(
         buffers["vectors_smem"] = plgpu.SMEM((task.vectors, c.tile_cols), jnp.float32)
         buffers["vectors_ready"] = plgpu.Barrier()
     if task.scale_tiles:
-        buffers["scales_smem"] = plgpu.SMEM((tile_ring, c.tile_cols), jnp.float32)
+        buffers["scales_smem"] = plgpu.SMEM((tile_ring, c.tile_cols), task.scale_dtype)
     if task.finish is not None:
         buffers["finish_turn"] = plgpu.Barrier(num_barriers=c.consumers)
 

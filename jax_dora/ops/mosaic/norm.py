@@ -141,17 +141,17 @@ class Matrix(NamedTuple):
     """What the adapter is added to.
 
     Attributes:
-      elements: [in, out / packed].
+      elements: [in, out].
       values: `(tile, chunks) -> f32[TILE_ROWS, chunk]` for each chunk of a tile's columns: what
         they stand for.
-      packed: columns that an element holds.
-      scales: f32[k, padded_out], a row for every in / k rows; None where there is none.
+      table: f32[n, tile_cols] that `values` finds as the tile's vectors; None where there is none.
+      scales: [k, padded_out], a row for every in / k rows; None where there is none.
       kernel_name: what a program calls the kernel.
     """
 
     elements: jax.Array
     values: Callable[[Tile, Any], Iterator[jax.Array]]
-    packed: int = 1
+    table: jax.Array | None = None
     scales: jax.Array | None = None
     kernel_name: str = "dora_norm"
 
@@ -179,7 +179,7 @@ def squares(
     products = [
         tuple(j * slices + k for j in range(count - i)) for i in range(count) for k in range(slices)
     ]
-    chunk = min(CHUNK, c.tile_cols // matrix.packed)
+    chunk = min(CHUNK, c.tile_cols)
     chunks = [pl.ds(start, chunk) for start in range(0, c.tile_cols, chunk)]
 
     def start():
@@ -202,6 +202,7 @@ def squares(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     scales = [] if matrix.scales is None else [matrix.scales]
+    tables = [] if matrix.table is None else [matrix.table]
     scale_tiles = tiling.row_tiles // scales[0].shape[0] if scales else 0
     partial_rows = tiling.splits * c.consumers
     (partials,) = low_rank_kernel(
@@ -212,14 +213,15 @@ def squares(
             start=start,
             finish=finish,
             scale_tiles=scale_tiles,
-            packed=matrix.packed,
+            scale_dtype=scales[0].dtype if scales else jnp.float32,
+            vectors=sum(len(one) for one in tables),
         ),
         lora_a.dtype,
         matrix.elements.dtype,
         out_type=[jax.ShapeDtypeStruct((partial_rows, tiling.padded_out), jnp.float32)],
         scratch={"sums_smem": plgpu.SMEM((c.tile_cols,), jnp.float32)},
         kernel_name=matrix.kernel_name,
-    )(lora_a, lora_b, matrix.elements, jnp.reshape(scale, 1).astype(jnp.float32), *scales)
+    )(lora_a, lora_b, matrix.elements, jnp.reshape(scale, 1).astype(jnp.float32), *tables, *scales)
     return jnp.sum(partials, axis=0)
 
 

@@ -1,14 +1,12 @@
 """The norm's square in one pass over a quantised kernel: ‖σ∘q + s·A B‖² per output feature.
 
-    q  [in, out]  int8, float8_e4m3fn, or uint8 [in, out/2] of two 4-bit numbers each
-    σ  f32[in / t, out], t a multiple of 64
+    q  [in, out]  int8, float8_e4m3fn, int4, or uint4 of NF4
+    σ  [in / t, out], t a multiple of 64
     A  [in, r], B  [r, out]  bf16 or fp32     s  f32[]     norm² = Σ_in (σ∘v(q) + s·A B)²  f32[out]
 
 v(q) is q itself, or of "nf4" the level that q numbers. The kernel is `norm`'s, but for what it does
 with a tile of the matrix: q becomes fp32 in registers, where it meets its tile of A B. No [in, out]
-array of floats is made anywhere.
-
-Strips of B whose 4-bit numbers share a byte have their even columns first (`quantised_matrix`).
+array of floats is made anywhere. 4-bit codes are looked up (`codebook`).
 
 Bytes: q and σ once (0.27 of a bf16 kernel's for 4 bits, 0.5 for 8), A, B once. FLOPs as `norm`'s.
 """
@@ -19,11 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_dora.ops.mosaic import hopper, norm
+from jax_dora.ops.mosaic import codebook, hopper, norm
+from jax_dora.ops.mosaic.codebook import looked_up
 from jax_dora.ops.mosaic.launch import launcher
 from jax_dora.ops.mosaic.low_rank_tiling import TILE_ROWS, Config, Tiling, first_with_room
-from jax_dora.ops.mosaic.quantised_matrix import Packing, numbers
-from jax_dora.ops.quantised import Format
+from jax_dora.ops.quantised import Format, bits, repeated
 
 
 def refuses(
@@ -82,16 +80,21 @@ def launch(
     [in / t, out / u] and adapted by lora_a [in, r] and lora_b [r, out]."""
     in_features, out = qvalue.shape
     tiling = Tiling(in_features, out, config, sm_count)
-    packing = Packing(qvalue.dtype, tiling)
+    is_packed = bits(qvalue.dtype) == 4
 
     def values(tile, chunks):
-        for chunk, value in zip(
-            chunks, numbers(packing, tile.smem, chunks, jnp.float32), strict=True
-        ):
-            yield value * lax.broadcast_in_dim(tile.scales_smem[chunk], value.shape, (1,))
+        for chunk in chunks:
+            codes = tile.smem.at[:, chunk]
+            if is_packed:
+                value = looked_up(codes, tile.vectors_smem)
+            else:
+                value = codes[...].astype(jnp.float32)
+            scale = tile.scales_smem[chunk].astype(jnp.float32)
+            yield value * lax.broadcast_in_dim(scale, value.shape, (1,))
 
-    elements, scales = packing.elements(qvalue), packing.scales(scales)
-    matrix = norm.Matrix(elements, values, packing.packed, scales, "dora_quantised_norm")
+    table = jnp.asarray(codebook.table(qvalue.dtype, config.tile_cols)) if is_packed else None
+    scales = repeated(scales, 1, out)
+    scales = hopper.pad(scales, len(scales), tiling.padded_out)
+    matrix = norm.Matrix(qvalue, values, table, scales, "dora_quantised_norm")
     count = norm.pieces(jnp.bfloat16, lora_a.dtype)
-    squared = norm.squares(matrix, lora_a, packing.ordered(lora_b), scale, count, tiling)
-    return packing.in_order(squared)[:out]
+    return norm.squares(matrix, lora_a, lora_b, scale, count, tiling)[:out]
