@@ -1,6 +1,6 @@
 """Prints the table of docs/your_model.md: what of public models, tiny, is adapted.
 
-usage: python tools/model_coverage.py    (in the environment of `make test-models`)
+usage: PYTHONPATH=.models python tools/model_coverage.py    (after `make setup-models`)
 """
 
 import sys
@@ -11,17 +11,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AxisType
 
 import jax_dora
 import jax_dora.linen
 from jax_dora.adapt import Coverage
+from tests.jax_dora import test_lm1b
+from tests.jax_dora.weights import sharded_models
 from tests.models import gemma_models, maxtext_models, tunix_models
 
 
 def tables() -> Iterator[tuple[str, Coverage]]:
     """Yields the name and the coverage of each model."""
     for name, make in tunix_models.MODELS.items():
-        yield f"Tunix {name}", jax_dora.coverage(make(), *tunix_models.EXAMPLE)
+        model = nnx.eval_shape(make)
+        yield f"Tunix {name}", jax_dora.coverage(model, *tunix_models.EXAMPLE)
     for name, model in gemma_models.MODELS.items():
         yield f"gemma {name}", jax_dora.linen.coverage(model(), *gemma_models.EXAMPLE)
     for name in maxtext_models.MODELS:
@@ -29,6 +34,19 @@ def tables() -> Iterator[tuple[str, Coverage]]:
     x = jax.ShapeDtypeStruct((2, 3, maxtext_models.WIDTH), jnp.float32)
     decoder = jax_dora.linen.coverage(maxtext_models.Decoder(), x)
     yield "MaxText's layers in a linen decoder", decoder
+    yield from _miniatures()
+
+
+def _miniatures() -> Iterator[tuple[str, Coverage]]:
+    """Yields those of models that no package has."""
+    ids = jnp.zeros((2, 5), jnp.int32)
+    mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(AxisType.Explicit,) * 2)
+    for name, kind in (("Qwen3", sharded_models.Tied), ("LLaDA", sharded_models.Own)):
+        with jax.set_mesh(mesh):
+            placed = jax.device_put(ids, jax.P("fsdp", None))
+            table = jax_dora.coverage(kind(nnx.Rngs(0)), placed)
+        yield f"bonsai {name}, in miniature, FSDP+TP", table
+    yield "Flax's lm1b, in miniature", jax_dora.linen.coverage(test_lm1b.Model(), ids)
 
 
 def rows() -> Iterator[str]:

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from tests.models.training import drawn
+
 TOKENS = jnp.arange(10).reshape(2, 5) * 3 % 28 + 3
 EXAMPLE = (TOKENS,)
 
@@ -97,13 +99,6 @@ MODELS = {"Gemma2": gemma2, "Gemma3": gemma3, "Gemma4": gemma4, "Gemma4 MoE": ge
 
 
 def made(name: str) -> tuple[nn.Module, Any]:
-    """Returns a model and its variables, whose weights are random."""
+    """Returns a model and its variables, which are random."""
     model = MODELS[name]()
-    variables = jax.jit(model.init)(jax.random.key(0), TOKENS)
-    leaves, structure = jax.tree.flatten(variables)
-    keys = jax.random.split(jax.random.key(7), len(leaves))
-    leaves = [
-        (0.3 * jax.random.normal(key, leaf.shape)).astype(leaf.dtype) if leaf.ndim > 1 else leaf
-        for key, leaf in zip(keys, leaves, strict=True)
-    ]
-    return model, jax.tree.unflatten(structure, leaves)
+    return model, drawn(jax.eval_shape(model.init, jax.random.key(0), TOKENS))

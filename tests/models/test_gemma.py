@@ -3,13 +3,12 @@
 import functools
 
 import jax
-import jax.numpy as jnp
-import optax
 import pytest
 
 from jax_dora import DoRARule
 from jax_dora.linen import apply_dora, coverage, join_adapters, merge_dora, split_adapters
 from tests.models.gemma_models import EXAMPLE, MODELS, TOKENS, made
+from tests.models.training import difference, trained
 
 pytestmark = [
     pytest.mark.models,
@@ -26,10 +25,6 @@ def _as_gemma_computes():
         yield
 
 
-def _difference(one, other) -> float:
-    return float(jnp.abs(one - other).max() / jnp.abs(other).max())
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_a_whole_model_trains_and_merges(name):
     model, base = made(name)
@@ -42,39 +37,17 @@ def test_a_whole_model_trains_and_merges(name):
     adapters, frozen = split_adapters(variables["params"])
     assert len(jax.tree.leaves(adapters)) == 3 * WEIGHTS[name]
 
-    @jax.jit
-    def logits(variables):
-        return adapted.apply(variables, TOKENS).logits
-
     expected = jax.jit(lambda variables: model.apply(variables, TOKENS).logits)
-    assert _difference(logits(variables), expected(base)) <= 2e-5
-    optimizer = optax.adam(1e-2)
 
-    @jax.jit
-    def step(adapters, state):
-        def loss(adapters):
-            joined = {"params": join_adapters(adapters, frozen)}
-            scores = adapted.apply(joined, TOKENS).logits[:, :-1]
-            losses = optax.softmax_cross_entropy_with_integer_labels(scores, TOKENS[:, 1:])
-            return losses.mean()
+    def logits(adapters):
+        return adapted.apply({"params": join_adapters(adapters, frozen)}, TOKENS).logits
 
-        value, grads = jax.value_and_grad(loss)(adapters)
-        updates, state = optimizer.update(grads, state)
-        return optax.apply_updates(adapters, updates), state, value, grads
-
-    state, losses, grads = optimizer.init(adapters), [], None
-    for _ in range(20):
-        adapters, state, value, grads = step(adapters, state)
-        losses.append(float(value))
-    assert losses[-1] < losses[0]
-    dead = [
-        jax.tree_util.keystr(path)
-        for path, one in jax.tree_util.tree_leaves_with_path(grads)
-        if not jnp.any(one)
-    ]
-    assert not dead
-    trained = {"params": join_adapters(adapters, frozen)}
-    merged = merge_dora(adapted, trained, *EXAMPLE)
+    result = trained(logits, adapters, TOKENS)
+    assert difference(result.fresh, expected(base)) <= 2e-5
+    assert result.losses[-1] < result.losses[0]
+    assert not result.dead
+    joined = {"params": join_adapters(result.adapters, frozen)}
+    merged = merge_dora(adapted, joined, *EXAMPLE)
     assert jax.tree.structure(merged) == jax.tree.structure(base)
-    assert _difference(expected(merged), logits(trained)) <= 2e-5
-    assert _difference(expected(base), logits(trained)) > 1e-2
+    assert difference(expected(merged), result.logits) <= 2e-5
+    assert difference(expected(base), result.logits) > 1e-2

@@ -5,7 +5,7 @@ import importlib
 
 import jax
 import jax.numpy as jnp
-import optax
+import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -14,6 +14,7 @@ import jax_dora
 from jax_dora import DoRARule
 from jax_dora.linen import apply_dora, coverage, join_adapters, merge_dora, split_adapters
 from tests.models.maxtext_models import MODELS, TOKENS, WIDTH, Decoder, call, experts, made
+from tests.models.training import difference, keeps, train
 
 pytestmark = [
     pytest.mark.models,
@@ -30,7 +31,7 @@ def _as_maxtext_computes():
         yield
 
 
-def train(params):
+def _moved(params):
     adapters, frozen = split_adapters(params)
     leaves, structure = jax.tree.flatten(adapters)
     keys = jax.random.split(KEY, len(leaves))
@@ -39,12 +40,8 @@ def train(params):
     return {"params": join_adapters(jax.tree.unflatten(structure, leaves), frozen)}
 
 
-def _difference(one, other) -> float:
-    return float(jnp.abs(one - other).max() / jnp.abs(other).max())
-
-
 @pytest.mark.parametrize("name", MODELS)
-def test_a_whole_model_trains_and_merges(name):
+def test_a_whole_model_trains_and_merges(name, tmp_path):
     base = made(name)
     table = jax_dora.coverage(base, call)
     linear = {one.path: one for one in table.weights if one.is_linear}
@@ -60,36 +57,22 @@ def test_a_whole_model_trains_and_merges(name):
     rules = [DoRARule("all-linear", 4, 8), DoRARule("|".join(others - norms), 4, 8)]
     model = jax_dora.apply_dora(base, rules, rngs=nnx.Rngs(1), example=call)
     logits = nnx.jit(call)(base)
-    assert _difference(nnx.jit(call)(model), logits) <= 1e-6
-    graphdef, adapters, rest = nnx.split(model, nnx.LoRAParam, ...)
-    optimizer = optax.adam(1e-2)
-
-    def loss_of(model):
-        losses = optax.softmax_cross_entropy_with_integer_labels(call(model)[:, :-1], TOKENS[:, 1:])
-        return losses.mean()
-
-    @jax.jit
-    def step(adapters, rest, state):
-        wrt = nnx.DiffState(0, nnx.LoRAParam)
-        loss, grads = nnx.value_and_grad(loss_of, argnums=wrt)(nnx.merge(graphdef, adapters, rest))
-        updates, state = optimizer.update(grads, state)
-        return optax.apply_updates(adapters, updates), state, loss, grads
-
-    state, losses, grads = jax.jit(optimizer.init)(adapters), [], None
-    for _ in range(20):
-        adapters, state, loss, grads = step(adapters, rest, state)
-        losses.append(float(loss))
-    assert losses[-1] < losses[0]
-    assert not [path for path, one in nnx.to_flat_state(grads) if not jnp.any(one[...] != 0)]
-    nnx.update(model, adapters)
-    after = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
-    for path, one in nnx.to_flat_state(nnx.state(base, nnx.Param)):
-        assert jnp.array_equal(one[...], after[path][...])
+    result = train(model, call, TOKENS)
+    assert difference(result.fresh, logits) <= 1e-6
+    assert result.losses[-1] < result.losses[0]
+    assert not result.dead
+    assert keeps(model, base)
+    if name == "decoder":
+        assert difference(nnx.jit(call)(jax_dora.freeze(model)), result.logits) <= 2e-5
+        linear = jax_dora.apply_dora(base, rules[0], rngs=nnx.Rngs(2))
+        jax_dora.peft.save_adapter(linear, tmp_path)
+        loaded = jax_dora.peft.load_adapter(base, tmp_path)
+        arrays = [jax_dora.get_adapter(one).arrays for one in (linear, loaded)]
+        assert jax.tree.all(jax.tree.map(np.array_equal, *arrays))
     merged = jax_dora.merge_dora(model)
     assert type(merged) is type(base)
-    trained = nnx.jit(call)(model)
-    assert _difference(nnx.jit(call)(merged), trained) <= 2e-5
-    assert _difference(logits, trained) > 1e-2
+    assert difference(nnx.jit(call)(merged), result.logits) <= 2e-5
+    assert difference(logits, result.logits) > 1e-2
 
 
 @pytest.mark.parametrize("is_sparse", [False, True], ids=["every expert", "ragged"])
@@ -109,14 +92,14 @@ def test_routed_experts_are_adapted_by_their_class(is_sparse):
     assert type(model).__mro__[1] is type(base)
     assert model.wo_magnitude.shape == (3, 8)
     call = nnx.jit(lambda model, x: model(x)[0])
-    assert _difference(call(model, x), call(base, x)) <= 1e-6
+    assert difference(call(model, x), call(base, x)) <= 1e-6
     leaves, structure = jax.tree.flatten(nnx.state(model, nnx.LoRAParam))
     noise = [jax.random.normal(jax.random.key(n), one.shape) / 9 for n, one in enumerate(leaves)]
     leaves = [one * (1 + n) + n for one, n in zip(leaves, noise, strict=True)]
     nnx.update(model, jax.tree.unflatten(structure, leaves))
     found = call(model, x)
-    assert _difference(found, call(jax_dora.merge_dora(model), x)) <= 2e-5
-    assert _difference(found, call(base, x)) > 0.1
+    assert difference(found, call(jax_dora.merge_dora(model), x)) <= 2e-5
+    assert difference(found, call(base, x)) > 0.1
 
     @nnx.jit
     def gradient(model):
@@ -161,7 +144,7 @@ def test_a_linen_decoder_scanned_over_axis_1_trains_and_merges():
     with jax.default_matmul_precision("highest"):
         base = jax.jit(model.apply)({"params": frozen}, X)
         assert jnp.allclose(jax.jit(adapted.apply)(fresh, X), base, atol=1e-5)
-        trained = train(fresh["params"])
+        trained = _moved(fresh["params"])
         merged = merge_dora(adapted, trained, X)
         found = jax.jit(adapted.apply)(trained, X)
         assert jnp.allclose(jax.jit(model.apply)(merged, X), found, atol=1e-5)

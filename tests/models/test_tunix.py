@@ -14,6 +14,7 @@ import jax_dora
 from jax_dora import DoRARule, apply_dora, coverage, get_adapter, merge_dora
 from jax_dora.linen import split_adapters
 from tests.models import gemma_models
+from tests.models.training import difference, keeps, train
 from tests.models.tunix_models import EXAMPLE, MODELS, TOKENS, made, qwen3
 from tools.model_coverage import rows
 
@@ -35,22 +36,9 @@ def _loss(model) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, TOKENS[:, 1:]).mean()
 
 
-def _train(model, steps: int) -> list[float]:
-    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam)
-
-    @nnx.jit
-    def step(model, optimizer):
-        wrt = nnx.DiffState(0, nnx.LoRAParam)
-        loss, grads = nnx.value_and_grad(_loss, argnums=wrt)(model)
-        optimizer.update(model, grads)
-        return loss
-
-    return [float(step(model, optimizer)) for _ in range(steps)]
-
-
-def _difference(one, other) -> float:
-    peak = float(jnp.abs(other).max())
-    return float(jnp.abs(one.astype(jnp.float32) - other.astype(jnp.float32)).max()) / peak
+@nnx.jit
+def _logits(model) -> jax.Array:
+    return model(*EXAMPLE)[0]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -63,24 +51,18 @@ def test_a_whole_model_trains_and_merges(name):
     model = apply_dora(base, rules, rngs=nnx.Rngs(1), example=EXAMPLE)
     expected = {one.path for one in table.weights if one.path != "lm_head"}
     assert get_adapter(model).arrays.keys() == expected
-    logits = base(*EXAMPLE)[0]
+    logits = _logits(base)
     # bf16 activations round each of a few sums once more.
     close = 0.03 if logits.dtype == jnp.bfloat16 or name == "Gemma3" else 2e-5
-    assert _difference(model(*EXAMPLE)[0], logits) <= close
-
-    wrt = nnx.DiffState(0, nnx.LoRAParam)
-    _train(model, 1)  # lora_b leaves zero
-    grads = nnx.grad(_loss, argnums=wrt)(model)
-    dead = [path for path, one in nnx.to_flat_state(grads) if not bool(jnp.any(one[...] != 0))]
-    assert not dead
-    before = nnx.to_flat_state(nnx.state(base, nnx.Param))
-    losses = _train(model, 19)
-    assert losses[-1] < losses[0]
-    after = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
-    assert all(jnp.array_equal(one[...], after[path][...]) for path, one in before)
+    result = train(model, lambda model: model(*EXAMPLE)[0], TOKENS)
+    assert difference(result.fresh, logits) <= close
+    assert result.losses[-1] < result.losses[0]
+    assert not result.dead
+    assert keeps(model, base)
     merged = merge_dora(model)
     assert type(merged) is type(base)
-    assert _difference(merged(*EXAMPLE)[0], model(*EXAMPLE)[0]) <= close
+    assert difference(_logits(merged), result.logits) <= close
+    assert difference(logits, result.logits) > 1e-2
 
 
 def test_registrations_alone_reach_all_of_qwen3():
@@ -99,7 +81,7 @@ def test_a_cache_is_filled_as_by_the_base():
         cache = one.init_cache(2, 5, jnp.float32)
         results.append(one(tokens, positions, cache, mask))
     for one, other in zip(*map(jax.tree.leaves, results), strict=True):
-        assert _difference(one, other) <= 2e-5 if jnp.abs(other).max() else True
+        assert difference(one, other) <= 2e-5 if jnp.abs(other).max() else True
 
 
 def _trainer(model, steps, folder):

@@ -3,9 +3,10 @@
 import importlib
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
+
+from tests.models.training import drawn
 
 TOKENS = jnp.arange(10).reshape(2, 5) * 3 % 31
 POSITIONS = jnp.broadcast_to(jnp.arange(5), (2, 5))
@@ -88,10 +89,6 @@ MODELS = {
 
 
 def made(name: str) -> nnx.Module:
-    """Returns a model whose weights are random: Tunix leaves some of them zero."""
-    model, rngs = MODELS[name](), nnx.Rngs(7)
-    for _, variable in nnx.iter_graph(model):
-        if isinstance(variable, nnx.Param) and variable.ndim > 1:
-            noise = jax.random.normal(rngs.params(), variable.shape)
-            variable.set_value((0.3 * noise).astype(variable.dtype))
-    return model
+    """Returns a model whose parameters are random: Tunix leaves some weights zero."""
+    graphdef, state = nnx.split(nnx.eval_shape(MODELS[name]))
+    return nnx.merge(graphdef, drawn(state))
