@@ -149,8 +149,6 @@ def test_quality_measures_both_models_and_both_long_runs(tmp_path: Path) -> None
     assert 0 < np.abs(losses[0] - losses[1]).max() < 0.01
 
 
-# PEFT asks transformers by a name that the newest transformers calls deprecated.
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.slow
 def test_serve_measures_transformers_too(tmp_path: Path) -> None:
     out = tmp_path / "torch.jsonl"
@@ -283,8 +281,6 @@ def test_kernels_are_counted_by_operator() -> None:
     assert sum(count for count, _ in by_operator.values()) == 5
 
 
-# PEFT asks transformers by a name that the newest transformers calls deprecated.
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["step", "scale"])

@@ -39,8 +39,6 @@ SNIPPETS = {
 # As test_checkpoint.py: orbax in its oldest version warns.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-# PEFT asks transformers by a name that the newest transformers calls deprecated.
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("page", SNIPPETS)
 def test_snippets_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

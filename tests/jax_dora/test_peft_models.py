@@ -19,10 +19,6 @@ from tests.jax_dora.peft_folders import assert_same, tensors_of
 from tests.torch_dora.architectures import MODELS, base, output
 from tests.torch_dora.peft_folders import perturbed
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"),
-]
 TOLERANCE = 1e-6
 
 

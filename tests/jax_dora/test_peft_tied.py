@@ -20,11 +20,7 @@ from tests.tables import thinned
 from tests.torch_dora.architectures import DECODER as SIZES
 from tests.torch_dora.peft_folders import perturbed
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning")
 BOTH = ["embed_tokens", "lm_head"]
 IDS = np.random.default_rng(0).integers(0, 40, (2, 7))
 TOLERANCE = 1e-6

@@ -48,9 +48,7 @@ def test_quick_check_notices(fault, backend):
         assert not quick.quick_difference().within(FULL_PRECISION)
 
 
-# PEFT asks transformers by a name that the newest transformers calls deprecated.
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_peft_takes_the_same_steps():
     settings = dataclasses.replace(quick.SETTINGS, steps=8)
     base = quick.base()

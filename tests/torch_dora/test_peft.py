@@ -32,13 +32,6 @@ from tests.torch_dora.peft_folders import (
 )
 from torch_dora.peft import AdapterConfig, load_adapter, save_adapter
 
-# PEFT asks transformers by a name that the newest transformers calls deprecated.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
-    # PEFT's advice on how to adapt a tied embedding.
-    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"),
-]
-
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "names": (llama, {"target_modules": ["q_proj", "v_proj"]}),
     "expression": (llama, {"target_modules": r".*\.(1|2)\.mlp\.up_proj"}),

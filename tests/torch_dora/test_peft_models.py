@@ -13,10 +13,6 @@ from tests.torch_dora.architectures import MODELS, base, output
 from tests.torch_dora.peft_folders import assert_same, perturbed, tensors_of
 from torch_dora.peft import load_adapter, save_adapter
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"),
-]
 TOLERANCE = 1e-6
 # Projections in rotary attention, Conv1D, an encoder with a decoder, packed experts.
 QUICK = ["Qwen3", "GPT-2", "T5", "Mixtral"]

@@ -27,10 +27,6 @@ from tests.torch_dora.peft_folders import (
 )
 from torch_dora.peft import load_adapter, save_adapter
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"),
-]
 BOTH = ["embed_tokens", "lm_head"]
 
 

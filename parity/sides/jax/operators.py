@@ -22,6 +22,7 @@ from jax_dora import ops
 from parity import oracle
 from parity.cases import ComposeInputs, LayerInputs
 from parity.quantised import is_quantised, parts
+from parity.sides.composes import composes
 
 Tensors = dict[str, torch.Tensor]
 
@@ -41,13 +42,7 @@ def magnitude_scale(
 
 
 def compose(inputs: ComposeInputs, scale: float, implementation: str, *, frozen: bool) -> Tensors:
-    plain = implementation == "plain"
-    operators: dict[str, Callable] = {
-        op: functools.partial(_plain_compose, scale=scale, delta=op == "compose_delta")
-        if plain
-        else functools.partial(getattr(ops, op), scale=scale, implementation=implementation)
-        for op in ("compose", "compose_delta")
-    }
+    operators = composes(ops, _plain_compose, scale, implementation)
     with _interpreted(implementation, inputs.base):
         return _compose(operators, inputs, frozen)
 

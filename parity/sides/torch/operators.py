@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 
 from parity import oracle
 from parity.cases import ComposeInputs, LayerInputs
+from parity.sides.composes import composes
 from torch_dora import ops
 
 Tensors = dict[str, torch.Tensor]
@@ -30,13 +30,7 @@ def magnitude_scale(
 
 
 def compose(inputs: ComposeInputs, scale: float, implementation: str, *, frozen: bool) -> Tensors:
-    plain = implementation == "plain"
-    operators: dict[str, Callable] = {
-        op: functools.partial(_plain_compose, scale=scale, delta=op == "compose_delta")
-        if plain
-        else functools.partial(getattr(ops, op), scale=scale, implementation=implementation)
-        for op in ("compose", "compose_delta")
-    }
+    operators = composes(ops, _plain_compose, scale, implementation)
     wanted = {"base": inputs.base, "lora": inputs.lora} | ({} if frozen else {"g": inputs.g})
     results = {}
     for operator, op in operators.items():

@@ -40,8 +40,6 @@ def adapter(model, tmp_path_factory):
 
 # Generation itself is held to transformers in tests/jax_dora/models/test_generate.py.
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 def test_generate_is_that_of_transformers_and_peft(model, adapter, capsys):
     import peft
 

@@ -117,7 +117,6 @@ def test_learns(finished):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_exports_agree_with_peft(finished):
     """PEFT on the base, and transformers on the merged folder, compute the same."""
     transformers.utils.logging.disable_progress_bar()
@@ -378,8 +377,6 @@ def test_damaged_model_folders(file, fields, message, inputs, tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 @pytest.mark.parametrize("target", ["model/embed_tokens", "model/(embed_tokens|.*/o_proj)"])
 def test_an_embedding_beside_a_tied_head(finished, command, target, capsys, caplog, tmp_path):
     """Trained as in PEFT, where the head stays as it is; merging could not say so."""

@@ -13,14 +13,8 @@ import jax_dora.models as decoder
 import jax_dora.peft
 from parity import tolerances
 
-pytestmark = [
-    # PEFT asks transformers by a name that the newest transformers calls deprecated.
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
-    # PEFT's advice on how to adapt a tied embedding.
-    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"),
-    # PEFT stores an adapted embedding itself, too.
-    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning"),
-]
+# PEFT stores an adapted embedding itself, too.
+pytestmark = pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning")
 
 LAST = 20
 SETTINGS = {

@@ -12,11 +12,6 @@ import jax_dora
 import jax_dora.models as decoder
 from parity import tolerances
 
-pytestmark = [
-    # PEFT asks transformers by a name that the newest transformers calls deprecated.
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
-]
-
 SETTINGS = [
     {"r": 5, "lora_alpha": 8, "target_modules": "all-linear", "use_dora": True},
     {"r": 16, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "use_rslora": True},

@@ -59,8 +59,6 @@ def test_every_adapter_answers_as_it_does_alone(served, adapters, reference):
     assert len({one.text for one in alone}) > len(asked) // 2
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["french", "lora"])
 def test_it_is_what_peft_and_the_merged_model_answer(served, model, adapters, name):

@@ -121,8 +121,6 @@ SETTINGS = [
 ]
 
 
-# PEFT asks transformers by a name that the newest transformers calls deprecated.
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_every_row_is_as_peft_has_it(tmp_path):
     def make():
         torch.manual_seed(0)
