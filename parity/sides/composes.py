@@ -1,13 +1,13 @@
 """The two forms of the compose, as either side calls them."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 
 def composes(
     ops: Any, plain: Callable[..., Any], scale: float, implementation: str
-) -> Mapping[str, Callable[..., Any]]:
+) -> dict[str, Callable[..., Any]]:
     """Returns the functions of `base`, `lora` and `g` by name: a package's `ops`, or `plain` where
     that is the implementation."""
     return {
