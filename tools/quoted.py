@@ -190,10 +190,29 @@ def quantised_step() -> str:
 def quantised_norm() -> str:
     qtypes = ("bf16", "int8", "float8_e4m3fn", "nf4", "int4")
     lines = []
-    for name, card in (("H100", "h100"), ("H200 (`h200/quantised.jsonl`)", "h200")):
+    for name, card in (
+        ("H100, an earlier kernel", "h100"),
+        ("H200 (`h200/quantised.jsonl`)", "h200"),
+    ):
         times = {norm["qtype"]: norm["us"] for norm in rows("quantised", card, work="norm")}
         lines.append([name, *(f"{times[qtype]:.1f}" if qtype in times else "" for qtype in qtypes)])
     return table(["", *qtypes], lines)
+
+
+def quantised_rows() -> str:
+    qtypes = ("bf16", "int8", "float8_e4m3fn", "nf4", "int4")
+    copy = row("quantised", "h200", work="copy")["tb_per_s"]
+    found = rows("quantised", "h200", work="few rows")
+    lines = []
+    for count in dict.fromkeys(line["rows"] for line in found):
+        its = {line["qtype"]: line for line in found if line["rows"] == count}
+        cells = [f"{its['bf16']['us']:.1f}"]
+        for ours in (its[qtype] for qtype in qtypes[1:]):
+            faster = its["bf16"]["us"] / ours["us"]
+            share = 1e-4 * ours["bytes"] / ours["us"] / copy
+            cells.append(f"{ours['us']:.1f} ({faster:.2f} ×, {share:.0f} %)")
+        lines.append([f"{count}", *cells])
+    return table(["rows", *qtypes], lines)
 
 
 def quantised_projection() -> str:
@@ -243,6 +262,7 @@ TABLES: dict[str, Callable[[], str]] = {
         step,
         quantised_step,
         quantised_norm,
+        quantised_rows,
         quantised_projection,
         bank_tables.bank_bytes,
         bank_tables.bank_times,
