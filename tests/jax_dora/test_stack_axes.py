@@ -9,7 +9,7 @@ from flax import nnx
 
 import jax_dora
 from jax_dora import DoRARule, apply_dora, get_adapter, ops
-from parity.tolerances import OPERATOR_FP32_MAX_ABS
+from parity.tolerances.caps import OPERATOR_FP32_MAX_ABS
 from tests.jax_dora.small_models import train
 from tests.jax_dora.test_stacks import LAYERS, RULE, Block, Stack, inputs
 
