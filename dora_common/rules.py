@@ -16,7 +16,8 @@ OUTPUT_HEADS = ("lm_head", "embed_out", "output", "head", "score", "classifier")
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """The adapter of every layer whose path ``path`` matches; packages add fields of their own.
+    """Describes the adapter of every layer whose path ``path`` matches; packages add
+    fields of their own.
 
     Attributes:
         path: a regular expression that the whole path has to match, as in ``re.fullmatch``; or

@@ -84,7 +84,7 @@ def keeps_the_base(init_lora_weights: Any) -> None:
 
 
 def short(value: Any) -> str:
-    """repr, cut to fit into a message."""
+    """Returns `repr(value)`, cut to fit into a message."""
     text = repr(value)
     return text if len(text) <= 100 else text[:97] + "..."
 

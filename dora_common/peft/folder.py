@@ -45,7 +45,8 @@ class Folder:
         parameters: Mapping[str, Shape],
         arrays: Mapping[str, Hashable],
     ) -> Fit:
-        """As `dora_common.peft.fit.fit`; the message begins with the folder's path."""
+        """Finds the place of every tensor, as `dora_common.peft.fit.fit` does; a message begins
+        with the folder's path."""
         with _telling(self.path):
             return fit(self.config, self.tensors, layers, parameters, arrays, adapter=self.adapter)
 

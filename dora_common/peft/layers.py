@@ -61,8 +61,9 @@ class Layer:
         }
 
     def accepted_shapes(self, role: Role, rank: int) -> tuple[Shape, ...]:
-        """`shapes`, and those other tools give a magnitude; its elements are [out] in all of them.
-        (1, out) of a linear layer is not among them: there it may be a norm per input."""
+        """Returns the shapes that a tensor may have: PEFT's first, then those that other tools give
+        a magnitude, all of the same [out] numbers. A linear layer's (1, out) is refused: it may be
+        a norm per input."""
         usual = self.shapes(rank)[role]
         if role != "magnitude" or self.kind == "experts":
             return (usual,)

@@ -27,7 +27,7 @@ def patterns_for(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def targets_for(adapted: Collection[str], all_modules: Iterable[str]) -> Names | str:
-    """target_modules that select `adapted` and nothing else of `all_modules`.
+    """Returns target_modules that select `adapted` and nothing else of `all_modules`.
 
     The last parts of the names where they suffice, as people write them; else the whole names; else
     a regular expression.
@@ -41,15 +41,16 @@ def targets_for(adapted: Collection[str], all_modules: Iterable[str]) -> Names |
 
 
 def parameters_for(adapted: Collection[str], all_parameters: Iterable[str]) -> Names:
-    """target_parameters that select `adapted` and nothing else of `all_parameters`: the last two
-    parts of the names where they suffice, else the whole names."""
+    """Returns target_parameters that select `adapted` and nothing else of `all_parameters`: the
+    last two parts of the names where they suffice, else the whole names."""
     others = set(all_parameters) - set(adapted)
     ends = tuple(sorted({".".join(name.split(".")[-2:]) for name in adapted}))
     return tuple(sorted(adapted)) if any(matches(ends, one) for one in others) else ends
 
 
 def matches(targets: Names | str | None, name: str) -> bool:
-    """A whole name by a regular expression; or one of the names, or a name that ends in one."""
+    """Tells whether `targets` select the module `name`: a regular expression that fits the whole
+    name, or names, one of which is its own or its ending."""
     if isinstance(targets, str):
         return re.fullmatch(targets, name) is not None
     return any(name == target or name.endswith(f".{target}") for target in targets or ())

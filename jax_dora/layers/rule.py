@@ -12,7 +12,7 @@ from jax_dora.ops import check, choose
 
 @dataclasses.dataclass(frozen=True)
 class DoRARule(Rule):
-    """The adapter of every layer whose path `path` matches.
+    """Describes the adapter of every layer whose path `path` matches.
 
         DoRARule("all-linear", rank=16, alpha=32)
         DoRARule(r"layers/\\d+/attention/(query|value)", 16, 32, dropout=0.05, use_rslora=True)

@@ -122,7 +122,7 @@ def _assigned(
 
 
 class DoRA(nn.Module):
-    """What `apply_dora` returns.
+    """Computes what `model` does, with adapters: what `apply_dora` returns.
 
     Attributes:
       model: the module without adapters.
@@ -143,17 +143,17 @@ class DoRA(nn.Module):
         nn.share_scope(self, self.model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As `model`'s."""
+        """Calls `model` with its adapters."""
         return self.noting(Calls(), None, *args, **kwargs)
 
     @nn.nowrap
     def apply(self, variables: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
-        """As `nn.Module.apply`; `method` is one of `model`'s."""
+        """Does what `nn.Module.apply` does; `method` is one of `model`'s."""
         return super().apply(variables, *args, method=self._routed(method), **kwargs)
 
     @nn.nowrap
     def init_with_output(self, rngs: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
-        """As `nn.Module.init_with_output`; `method` is one of `model`'s."""
+        """Does what `nn.Module.init_with_output` does; `method` is one of `model`'s."""
         return super().init_with_output(rngs, *args, method=self._routed(method), **kwargs)
 
     @nn.nowrap

@@ -25,7 +25,7 @@ Mode = Literal["adapter", "input"]
 
 
 class Dropout(NamedTuple):
-    """How `dora_linear` drops x in training; with d = drop(x):
+    """Says how `dora_linear` drops x in training; with d = drop(x):
 
         "adapter":  y = base + ((g-1)∘base + g∘(s·dAB)) + bias        LoRA's: only the adapter's x
         "input":    y = base + ((g-1)∘dW + g∘(s·dAB)) + bias          PEFT's: x for all of ΔY

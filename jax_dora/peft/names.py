@@ -16,7 +16,7 @@ _PARAMETERS = {
 
 @dataclass(frozen=True)
 class Names:
-    r"""From Flax's paths, "model/layers/0/self_attn/q_proj", to PyTorch's names with dots.
+    r"""Translates Flax's paths, "model/layers/0/self_attn/q_proj", to PyTorch's names with dots.
 
     The default is enough for a model whose modules are called as in PyTorch; for others:
 

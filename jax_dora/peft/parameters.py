@@ -41,7 +41,7 @@ class TorchParameter:
     of_experts: str = ""
 
     def to_torch(self, array: np.ndarray) -> np.ndarray:
-        """This layer's part of the array, as PyTorch has it."""
+        """Returns this layer's part of the array, as PyTorch has it."""
         if self.axes is None:
             return array.reshape(self.shape)
         matrix: Any = self.axes.to_matrices(array)  # pyright: ignore[reportArgumentType]
@@ -68,7 +68,7 @@ class TorchParameter:
 
 
 def to_matrix(array: np.ndarray) -> np.ndarray:
-    """PyTorch's [out, in, *window] as the matrix [*window and in, out]."""
+    """Returns PyTorch's [out, in, *window] as the matrix [*window and in, out]."""
     flax = array.transpose(_flax_order(array.shape))
     return flax.reshape(-1, flax.shape[-1])
 

@@ -65,16 +65,16 @@ class TorchView:
         return getattr(self.modules[parameter.path], parameter.attribute)
 
     def arrays(self) -> dict[str, Hashable]:
-        """What identifies the array of every parameter."""
+        """Returns what identifies the array of every parameter, by name."""
         return {name: (id(self.variable(one)), one.at) for name, one in self.parameters.items()}
 
     def holder(self, path: str) -> Any:
-        """What holds the adapter of the layer or weight at `path`, under the names lora_a, lora_b
-        and magnitude."""
+        """Returns what holds the adapter of the layer or weight at `path`, under the names lora_a,
+        lora_b and magnitude."""
         return self.weights[path].adapter if path in self.weights else self.modules[path]
 
     def of_adapter(self, layer: TorchLayer, rank: int, layout: Layout) -> dict[str, TorchParameter]:
-        """lora_a, lora_b and magnitude of a layer whose adapter has this layout."""
+        """Returns lora_a, lora_b and magnitude of a layer whose adapter has this layout."""
         experts = layer.layer.kind == "experts"
         at = self.stacks[layer.path].at(layer.index)
         return {

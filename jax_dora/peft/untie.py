@@ -25,12 +25,12 @@ class UntiedEmbed(nnx.Embed):
         self.head = nnx.Variable(base.embedding.get_value())
 
     def __call__(self, inputs: jax.Array, *args: Any, **options: Any) -> jax.Array:
-        """As `nnx.Embed`'s; a method of its own, so that `apply_dora` refuses the layer, whose
-        `attend` a `DoRAEmbed` would not have."""
+        """Looks tokens up as `nnx.Embed` does; a method of its own, so that `apply_dora`
+        refuses the layer, whose `attend` a `DoRAEmbed` would not have."""
         return super().__call__(inputs, *args, **options)
 
     def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """[..., features] to [..., vocabulary]."""
+        """Returns logits [..., vocabulary] of `query` [..., features], by a head of its own."""
         query, head = self.promote_dtype((query, self.head[...]), dtype=self.dtype)
         return jax.numpy.dot(query, head.T, out_sharding=out_sharding)
 

@@ -42,7 +42,7 @@ class TorchWeight:
         return next((one for one in found if one.place.param == self.site.param), None)
 
     def layer(self, names: Names, index: tuple[int, ...]) -> Layer:
-        """What PyTorch would have in the place of one layer's part."""
+        """Returns the layer that PyTorch would have in the place of one layer's part."""
         experts, features, width = self.layout.kernel.matrices
         if not self.layout.kernel.batch:
             return Layer(names.module(self.site.names[0], index), "linear", features, width)

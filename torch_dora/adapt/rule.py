@@ -10,7 +10,7 @@ from torch_dora.ops import check, choose
 
 @dataclasses.dataclass(frozen=True)
 class DoRARule(Rule):
-    """The adapter of every layer whose name ``path`` matches.
+    """Describes the adapter of every layer whose name ``path`` matches.
 
     Attributes:
         path: a regular expression that the whole name has to match, as in ``re.fullmatch``. Names
