@@ -3,6 +3,7 @@
 import pytest
 
 from jax_dora.finetune import tiny
+from tests.jax_dora.finetune.runs import OPTIONS, finetune
 
 
 @pytest.fixture(autouse=True)
@@ -17,3 +18,25 @@ def inputs(tmp_path_factory) -> list[str]:
     tiny.make_tiny_model(folder / "model")
     tiny.make_tiny_data(folder / "data.jsonl")
     return ["--model", str(folder / "model"), "--data", str(folder / "data.jsonl")]
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """A run that nothing interrupted, with its evaluation and both exports."""
+    output = tmp_path_factory.mktemp("finished")
+    eval_data = output / "eval.jsonl"
+    eval_data.write_text('{"prompt": "3+4=", "completion": "7"}\n' * 5)
+    command = ["--tiny", *OPTIONS, "--output", str(output), "--eval-data", str(eval_data)]
+    assert finetune([*command, "--merge", str(output / "merged"), "--tensorboard"]) == 0
+    return output
+
+
+@pytest.fixture
+def command(finished, tmp_path):
+    """The same run from the files that the first one made."""
+    return [
+        *("--model", str(finished / "tiny-model"), "--data", str(finished / "tiny.jsonl")),
+        *("--eval-data", str(finished / "eval.jsonl")),
+        *OPTIONS,
+        *("--output", str(tmp_path / "run")),
+    ]

@@ -3,9 +3,6 @@
 import json
 import math
 import os
-import re
-import shutil
-import signal
 import struct
 import subprocess
 import sys
@@ -19,89 +16,28 @@ import torch
 import transformers
 from flax import nnx
 from rich.console import Console
-from safetensors.numpy import load_file
 from tensorboardX.proto import event_pb2
 
 import jax_dora
-import jax_dora.models as decoder
 import jax_dora.peft
-from dora_common.disk import locked
-from jax_dora.commands import main, parser
-from jax_dora.finetune import data, estimate, guard, training
+from jax_dora.commands import parser
+from jax_dora.finetune import data, estimate, training
 from jax_dora.finetune.checkpoints import Checkpoints
 from jax_dora.finetune.plan import Plan
 from jax_dora.finetune.run import Run
 from jax_dora.finetune.tiny import byte_level_tokenizer
 from parity import tolerances
-from tests.tables import thinned
-
-ROOT = Path(__file__).parents[3]
-FP8 = "float8_e4m3fn"
-STEPS = 6
-OPTIONS = (
-    *("--rank", "4", "--dropout", "0.1", "--length", "32", "--batch", "2", "--accumulate", "2"),
-    *("--steps", str(STEPS), "--learning-rate", "1e-2", "--weight-decay", "0.1", "--warmup", "2"),
-    *("--checkpoint-every", "2", "--eval-every", "3"),
+from tests.jax_dora.finetune.runs import (
+    FP8,
+    OPTIONS,
+    STEPS,
+    finetune,
+    metrics,
+    same_adapter,
+    told,
 )
 
-
-OUT_OF_RANGE = {
-    "--rank": "0 -1 1.5 99999999999",
-    "--alpha": "0 -1 nan inf 1e308 1e-300",
-    "--dropout": "1 -0.1 nan",
-    "--length": "0",
-    "--steps": "0 -1",
-    "--epochs": "0 -1 inf nan 1e300",
-    "--batch": "0",
-    "--accumulate": "0",
-    "--learning-rate": "0 -1 nan x 1e39",
-    "--warmup": "-1",
-    "--weight-decay": "-0.1 inf",
-    "--clip": "0 -1 nan",
-    "--seed": "-1 4294967296",
-    "--checkpoint-every": "0",
-    "--eval-every": "0",
-    "--keep": "0 -1",
-}
-
-
-def finetune(options):
-    return main(["finetune", *options])
-
-
-def told(capsys):
-    """What was printed, on one line."""
-    return " ".join("".join(capsys.readouterr()).split())
-
-
-def metrics(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def without_speed(lines):
-    return [{name: x for name, x in line.items() if name != "tokens_per_second"} for line in lines]
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A run that nothing interrupted, with its evaluation and both exports."""
-    output = tmp_path_factory.mktemp("finished")
-    eval_data = output / "eval.jsonl"
-    eval_data.write_text('{"prompt": "3+4=", "completion": "7"}\n' * 5)
-    command = ["--tiny", *OPTIONS, "--output", str(output), "--eval-data", str(eval_data)]
-    assert finetune([*command, "--merge", str(output / "merged"), "--tensorboard"]) == 0
-    return output
-
-
-@pytest.fixture
-def command(finished, tmp_path):
-    """The same run from the files that the first one made."""
-    return [
-        *("--model", str(finished / "tiny-model"), "--data", str(finished / "tiny.jsonl")),
-        *("--eval-data", str(finished / "eval.jsonl")),
-        *OPTIONS,
-        *("--output", str(tmp_path / "run")),
-    ]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.slow
@@ -241,164 +177,6 @@ def test_memory_is_about_what_xla_takes(inputs, tmp_path):
     assert 0.5 < sum(estimate.memory(plan).values()) / taken < 2
 
 
-def interrupt_at(monkeypatch, step):
-    original = data.batch
-
-    def batch(rows, place, *rest):
-        if place == step - 1:
-            signal.raise_signal(signal.SIGINT)
-        return original(rows, place, *rest)
-
-    monkeypatch.setattr(data, "batch", batch)
-
-
-@pytest.mark.slow
-def test_ctrl_c_and_resume_are_bitwise_the_same_run(
-    finished, command, monkeypatch, capsys, tmp_path
-):
-    with monkeypatch.context() as patch:
-        interrupt_at(patch, 3)
-        assert finetune(command) == 130
-    assert "Interrupted after step 3; Step 3 is saved" in told(capsys)
-    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3]
-    assert not (tmp_path / "run" / "adapter").exists()
-
-    assert finetune(command) == 2
-    assert "holds a run already; pass --resume" in told(capsys)
-    assert finetune([*command, "--resume", "--rank", "5"]) == 2
-    assert "rank was 4 and is 5" in told(capsys)
-
-    # What a killed process may have written after its last checkpoint.
-    with (tmp_path / "run" / "metrics.jsonl").open("a") as log:
-        log.write('{"step": 4, "loss": 9}\n{"step": 5, "lo')
-    training.accumulate.clear_cache()
-    training.update.clear_cache()
-    assert finetune([*command, "--resume"]) == 0
-    # What is restored is as what a step returns, so that nothing is compiled twice.
-    assert (training.accumulate._cache_size(), training.update._cache_size()) == (1, 1)
-    assert without_speed(metrics(tmp_path / "run")) == without_speed(metrics(finished))
-    same_adapter(tmp_path / "run", finished)
-
-
-@pytest.mark.slow
-def test_nan_stops_and_leaves_the_last_checkpoint(command, monkeypatch, capsys, tmp_path):
-    original = training.update
-
-    factors = iter((1.0, 1.0, np.nan))
-
-    def update(optimizer, adapters, state, gradients, loss):
-        return original(optimizer, adapters, state, gradients, loss * next(factors))
-
-    monkeypatch.setattr(training, "update", update)
-    assert finetune(command) == 1
-    output = told(capsys)
-    found = re.search(
-        r"Stopped: step 3: the loss is not finite \(.*on the same rows is (.*?)\.", output
-    )
-    assert found, output
-    assert 4 < float(found[1]) < 12
-    assert "Step 2 is saved: the same command with --resume" in output
-    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2]
-    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
-    assert checkpoints.steps() == [2]
-    assert checkpoints.facts(2)["settings"]["rank"] == 4
-    monkeypatch.setattr(training, "update", original)
-    assert finetune([*command, "--resume"]) == 0
-
-
-@pytest.mark.slow
-def test_explosion_stops(command, capsys, tmp_path):
-    """Weights that the decay multiplies by -999 at every step."""
-    options = ["--learning-rate", "1e4", "--schedule", "constant", "--warmup", "0"]
-    assert finetune([*command, *options, "--steps", "100"]) == 1
-    stopped = re.search(r"Stopped: step (\d+): the", told(capsys))
-    assert stopped
-    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
-    assert all(step < int(stopped[1]) for step in checkpoints.steps())
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ([], "--model or --data is missing"),
-        (["--tiny", "--model", "x"], "--model and --tiny are both given"),
-        (["--tiny", "--data", "missing.jsonl"], "--data missing.jsonl is no file"),
-        (["--target", "nothing"], "matches no layer"),
-        (["--target", ".*"], "the rules match what cannot be adapted"),
-        (["--tiny", "--target", "("], "'(' is no regular expression"),
-        (["--steps", "5", "--warmup", "5"], "--warmup 5 leaves nothing of the 5 steps"),
-        (["--model", "missing", "--data", str(ROOT / "README.md")], "config.json is missing"),
-        (["--activations", FP8], "the model is not quantised; expected quantize="),
-        (["--tiny", "--merge="], "argument --merge: it is empty; expected a folder"),
-        (["--tiny", "--unknown"], "unrecognized arguments: --unknown"),
-        *(
-            (["--tiny", flag, value], f"argument {flag}: '{value}' is out of range")
-            for flag, values in OUT_OF_RANGE.items()
-            for value in values.split()
-        ),
-    ],
-)
-def test_bad_options(options, message, inputs, tmp_path, capsys):
-    if "--tiny" not in options and "--model" not in options and options:
-        options = [*inputs, *options]
-    assert finetune([*options, "--output", str(tmp_path / "run")]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("file", "fields", "message"),
-    [
-        ("config.json", [], "config.json holds a list; expected a JSON object"),
-        ("config.json", {"hidden_size": "a"}, "hidden_size 'a'; expected a positive integer"),
-        ("config.json", {"rms_norm_eps": None}, "config.json has a field of another type"),
-        ("config.json", {"rope_scaling": 3}, "config.json has a field of another type"),
-        ("config.json", {"quantization_config": "x"}, "config.json has a field of another type"),
-        ("generation_config.json", [], "generation_config.json holds a list"),
-        ("tokenizer_config.json", 3, "tokenizer_config.json holds a int"),
-        ("tokenizer_config.json", {"chat_template": 3}, "has the chat template 3; expected"),
-        ("tokenizer_config.json", {"chat_template": ["x"]}, "has the chat template ['x']; "),
-        ("tokenizer_config.json", {"chat_template": [{}]}, "has the chat templates None; "),
-        ("special_tokens_map.json", [], "special_tokens_map.json holds a list"),
-    ],
-)
-def test_damaged_model_folders(file, fields, message, inputs, tmp_path, capsys):
-    model = tmp_path / "model"
-    shutil.copytree(inputs[1], model)
-    there = json.loads((model / file).read_text()) if (model / file).exists() else {}
-    fields = there | fields if isinstance(fields, dict) else fields
-    (model / file).write_text(json.dumps(fields))
-    command = ["--model", str(model), *inputs[2:], *OPTIONS, "--output", str(tmp_path / "run")]
-    assert finetune([*command, "--dry-run"]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target", ["model/embed_tokens", "model/(embed_tokens|.*/o_proj)"])
-def test_an_embedding_beside_a_tied_head(finished, command, target, capsys, caplog, tmp_path):
-    """Trained as in PEFT, where the head stays as it is; merging could not say so."""
-    command = [*command, "--target", target, "--steps", "3"]
-    assert finetune([*command, "--merge", str(tmp_path / "merged")]) == 2
-    assert "leave out --merge, or the embedding" in told(capsys)
-    assert finetune(command) == 0
-    assert "adapt_attend" not in caplog.text
-
-    tokens = np.array([byte_level_tokenizer().encode("12+30=42").ids])
-    base = transformers.AutoModelForCausalLM.from_pretrained(finished / "tiny-model")
-    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "run" / "adapter").eval()
-    with torch.no_grad():
-        expected = theirs(torch.tensor(tokens)).logits.numpy()
-    model = decoder.load_model(finished / "tiny-model")
-    ours = jax_dora.peft.load_adapter(model, tmp_path / "run" / "adapter")
-    ours.eval()
-    found = np.asarray(ours(jax.numpy.asarray(tokens)))
-    peak = max(1.0, np.abs(expected).max())
-    assert np.abs(found - expected).max() <= tolerances.caps.OPERATOR_FP32_MAX_ABS * peak
-
-
 @pytest.mark.slow
 def test_accumulation_is_one_large_batch(inputs, tmp_path):
     """The gradient of four micro-batches is that of one batch four times as large."""
@@ -427,140 +205,6 @@ def test_magnitudes_are_not_decayed():
     )
     np.testing.assert_array_equal(after["magnitude"][...], before["magnitude"])
     np.testing.assert_allclose(after["lora_a"][...], 0.75 * before["lora_a"], rtol=1e-6)
-
-
-def test_guard():
-    def check(one, loss, finite=True, base=2.5):
-        metrics = training.Metrics(np.float32(loss), np.float32(1), np.bool_(finite))
-        one.check(7, metrics, lambda: base)
-
-    calm = guard.LossGuard()
-    for loss in (2.0, 2.5, 1.8, 3.5, 0.01, 0.02):
-        check(calm, loss)
-    check(guard.LossGuard(0.01), 1.5)  # a noisy end is no explosion
-    with pytest.raises(guard.DivergedError, match="step 7: the loss is 9, over 6"):
-        check(guard.LossGuard(2.0), 9.0)
-    with pytest.raises(guard.DivergedError, match=r"the loss is not finite .* rows is 2\.5$"):
-        check(calm, np.nan, finite=False)
-    with pytest.raises(guard.DivergedError, match="rows is nan, not finite either: check its"):
-        check(calm, np.inf, finite=False, base=np.nan)
-    with pytest.raises(guard.DivergedError, match="the gradient or the updated adapter is not"):
-        check(calm, 1.0, finite=False)
-
-
-def test_second_ctrl_c_interrupts():
-    # What started these tests may have told its children to ignore the signal.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with guard.Interruption() as interruption:
-            signal.raise_signal(signal.SIGINT)
-            assert interruption.requested
-            with pytest.raises(KeyboardInterrupt):
-                signal.raise_signal(signal.SIGINT)
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def same_adapter(a, b, best="adapter"):
-    ours = load_file(a / "adapter" / "adapter_model.safetensors")
-    theirs = load_file(b / best / "adapter_model.safetensors")
-    assert ours.keys() == theirs.keys()
-    for name, array in ours.items():
-        np.testing.assert_array_equal(array, theirs[name])
-
-
-@pytest.mark.slow
-def test_a_damaged_checkpoint_is_named_and_the_one_before_used(finished, command, capsys, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(finished / "checkpoints", run / "checkpoints")
-    shutil.copy(finished / "metrics.jsonl", run)
-    largest = run / "checkpoints" / "6" / "arrays.safetensors"
-    raw = bytearray(largest.read_bytes())
-    raw[-9] ^= 1
-    largest.write_bytes(raw)
-    assert finetune([*command, "--resume"]) == 0
-    output = told(capsys)
-    assert f"--resume: {largest} is damaged" in output
-    assert "--resume: going on after step 4 of 6" in output
-    assert without_speed(metrics(run)) == without_speed(metrics(finished))
-    same_adapter(run, finished)
-
-    for step in (2, 4, 6):
-        (run / "checkpoints" / str(step) / "facts.json").write_text("{}")
-    assert finetune([*command, "--resume"]) == 2
-    assert "none of the checkpoints in" in told(capsys)
-
-
-@pytest.mark.slow
-def test_nothing_to_resume_is_said_and_a_run_is_prolonged(finished, command, capsys, tmp_path):
-    command = [*command, "--schedule", "constant", "--eval-every", "2"]
-    assert finetune([*command, "--steps", "4", "--resume"]) == 0
-    assert "has no checkpoint; starting at step 1" in told(capsys)
-    assert finetune([*command, "--resume", "--dropout", "0.2"]) == 2
-    assert finetune([*command, "--resume", "--steps", "3"]) == 2
-    assert "the run is at step 4, after the last of 3" in told(capsys)
-    assert finetune([*command, "--resume"]) == 0
-    assert "the run had 4 steps and has 6" in told(capsys)
-    assert finetune([*command, "--output", str(tmp_path / "whole")]) == 0
-    assert without_speed(metrics(tmp_path / "run")) == without_speed(metrics(tmp_path / "whole"))
-    same_adapter(tmp_path / "run", tmp_path / "whole")
-
-
-def test_a_folder_in_use(tmp_path, capsys):
-    run = tmp_path / "run"
-    run.mkdir()
-    with locked(run):
-        assert finetune(["--tiny", "--output", str(run)]) == 2
-    assert "is in use by another run" in told(capsys)
-    assert list(run.iterdir()) == []
-
-
-STOPS = {
-    "memory": (MemoryError("8 GiB"), 1, "Out of memory: 8 GiB. Nothing is saved yet"),
-    "device": (
-        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nlong table"),
-        1,
-        "Out of memory on the device: RESOURCE_EXHAUSTED: Out of memory. Nothing is saved",
-    ),
-    "disk": (
-        OSError(28, "No space left", "x"),
-        1,
-        "The disk is full: [Errno 28] No space left: 'x'",
-    ),
-    "interrupt": (KeyboardInterrupt(), 130, "Interrupted. Nothing is saved yet"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reason", thinned(STOPS, ["device"]))
-def test_what_stops_a_run_is_told_in_one_line(reason, inputs, tmp_path, monkeypatch, capsys):
-    error, status, message = STOPS[reason]
-    command = [*inputs, *OPTIONS, "--output", str(tmp_path / "run")]
-
-    def fail(*_):
-        raise error
-
-    monkeypatch.setattr(data, "batch", fail)
-    assert finetune(command) == status
-    printed = capsys.readouterr().err
-    assert message in printed
-    assert printed.count("\n") == 1
-    # The corrected command is accepted.
-    monkeypatch.setattr(Run, "train", lambda _: 0)
-    assert finetune(command) == 0
-
-
-def test_interrupted_while_it_starts():
-    """Before anything is imported that takes long."""
-    code = (
-        "import signal, sys, dora_common.start as start\n"
-        "sys.modules['jax_dora.commands'] = type('M', (), {\n"
-        "  'main': lambda: signal.raise_signal(signal.SIGINT)})\n"
-        "start.jax_dora()"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr.strip(), done.stdout) == (130, "Interrupted.", "")
 
 
 @pytest.mark.slow

@@ -1,0 +1,128 @@
+"""Options and folders that the fine-tuning command refuses, and what it says."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+
+import jax_dora
+import jax_dora.models as decoder
+import jax_dora.peft
+from jax_dora.finetune.tiny import byte_level_tokenizer
+from parity import tolerances
+from tests.jax_dora.finetune.runs import (
+    FP8,
+    OPTIONS,
+    finetune,
+    told,
+)
+
+ROOT = Path(__file__).parents[3]
+
+
+OUT_OF_RANGE = {
+    "--rank": "0 -1 1.5 99999999999",
+    "--alpha": "0 -1 nan inf 1e308 1e-300",
+    "--dropout": "1 -0.1 nan",
+    "--length": "0",
+    "--steps": "0 -1",
+    "--epochs": "0 -1 inf nan 1e300",
+    "--batch": "0",
+    "--accumulate": "0",
+    "--learning-rate": "0 -1 nan x 1e39",
+    "--warmup": "-1",
+    "--weight-decay": "-0.1 inf",
+    "--clip": "0 -1 nan",
+    "--seed": "-1 4294967296",
+    "--checkpoint-every": "0",
+    "--eval-every": "0",
+    "--keep": "0 -1",
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "--model or --data is missing"),
+        (["--tiny", "--model", "x"], "--model and --tiny are both given"),
+        (["--tiny", "--data", "missing.jsonl"], "--data missing.jsonl is no file"),
+        (["--target", "nothing"], "matches no layer"),
+        (["--target", ".*"], "the rules match what cannot be adapted"),
+        (["--tiny", "--target", "("], "'(' is no regular expression"),
+        (["--steps", "5", "--warmup", "5"], "--warmup 5 leaves nothing of the 5 steps"),
+        (["--model", "missing", "--data", str(ROOT / "README.md")], "config.json is missing"),
+        (["--activations", FP8], "the model is not quantised; expected quantize="),
+        (["--tiny", "--merge="], "argument --merge: it is empty; expected a folder"),
+        (["--tiny", "--unknown"], "unrecognized arguments: --unknown"),
+        *(
+            (["--tiny", flag, value], f"argument {flag}: '{value}' is out of range")
+            for flag, values in OUT_OF_RANGE.items()
+            for value in values.split()
+        ),
+    ],
+)
+def test_bad_options(options, message, inputs, tmp_path, capsys):
+    if "--tiny" not in options and "--model" not in options and options:
+        options = [*inputs, *options]
+    assert finetune([*options, "--output", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "message"),
+    [
+        ("config.json", [], "config.json holds a list; expected a JSON object"),
+        ("config.json", {"hidden_size": "a"}, "hidden_size 'a'; expected a positive integer"),
+        ("config.json", {"rms_norm_eps": None}, "config.json has a field of another type"),
+        ("config.json", {"rope_scaling": 3}, "config.json has a field of another type"),
+        ("config.json", {"quantization_config": "x"}, "config.json has a field of another type"),
+        ("generation_config.json", [], "generation_config.json holds a list"),
+        ("tokenizer_config.json", 3, "tokenizer_config.json holds a int"),
+        ("tokenizer_config.json", {"chat_template": 3}, "has the chat template 3; expected"),
+        ("tokenizer_config.json", {"chat_template": ["x"]}, "has the chat template ['x']; "),
+        ("tokenizer_config.json", {"chat_template": [{}]}, "has the chat templates None; "),
+        ("special_tokens_map.json", [], "special_tokens_map.json holds a list"),
+    ],
+)
+def test_damaged_model_folders(file, fields, message, inputs, tmp_path, capsys):
+    model = tmp_path / "model"
+    shutil.copytree(inputs[1], model)
+    there = json.loads((model / file).read_text()) if (model / file).exists() else {}
+    fields = there | fields if isinstance(fields, dict) else fields
+    (model / file).write_text(json.dumps(fields))
+    command = ["--model", str(model), *inputs[2:], *OPTIONS, "--output", str(tmp_path / "run")]
+    assert finetune([*command, "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["model/embed_tokens", "model/(embed_tokens|.*/o_proj)"])
+def test_an_embedding_beside_a_tied_head(finished, command, target, capsys, caplog, tmp_path):
+    """Trained as in PEFT, where the head stays as it is; merging could not say so."""
+    command = [*command, "--target", target, "--steps", "3"]
+    assert finetune([*command, "--merge", str(tmp_path / "merged")]) == 2
+    assert "leave out --merge, or the embedding" in told(capsys)
+    assert finetune(command) == 0
+    assert "adapt_attend" not in caplog.text
+
+    tokens = np.array([byte_level_tokenizer().encode("12+30=42").ids])
+    base = transformers.AutoModelForCausalLM.from_pretrained(finished / "tiny-model")
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "run" / "adapter").eval()
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens)).logits.numpy()
+    model = decoder.load_model(finished / "tiny-model")
+    ours = jax_dora.peft.load_adapter(model, tmp_path / "run" / "adapter")
+    ours.eval()
+    found = np.asarray(ours(jax.numpy.asarray(tokens)))
+    peak = max(1.0, np.abs(expected).max())
+    assert np.abs(found - expected).max() <= tolerances.caps.OPERATOR_FP32_MAX_ABS * peak
