@@ -19,7 +19,7 @@ from jax_dora.ops.mosaic import (
     elementwise,
     expand_compose,
     norm,
-    product,
+    product_tiling,
     project,
     project_back,
     swiglu_backward,
@@ -109,7 +109,7 @@ def test_the_crossovers(kernel, call, wins):
         (compose_backward.config(1024, 4096, BF16), compose_backward.config(4096, 4096, BF16)),
         (expand_compose.config(4096, 64, 2048, BF16), expand_compose.config(4096, 64, 8192, BF16)),
         (norm.config(4096, 64, 4096, BF16, BF16), norm.config(4096, 64, 8192, BF16, BF16)),
-        (product.config(4096, 4096, 2048, BF16), product.config(4096, 4096, 4096, BF16)),
+        (product_tiling.config(4096, 4096, 2048, BF16), product_tiling.config(4096, 4096, 4096, BF16)),
     ],
 )
 def test_some_sizes_have_knobs_of_their_own(found, usual):
@@ -240,7 +240,7 @@ def test_every_kernel_is_launched_with_its_config(monkeypatch):
 
     with plgpu.force_gpu_interpret_mode():
         jax.eval_shape(jax.grad(run, (0, 4)), x, w, a, b, m)
-    projection = product.config(128, 64, 128, BF16)
+    projection = product_tiling.config(128, 64, 128, BF16)
     assert used == [
         (norm, norm.config(64, 16, 128, BF16, BF16)),
         (project, projection),
