@@ -109,7 +109,10 @@ def test_the_crossovers(kernel, call, wins):
         (compose_backward.config(1024, 4096, BF16), compose_backward.config(4096, 4096, BF16)),
         (expand_compose.config(4096, 64, 2048, BF16), expand_compose.config(4096, 64, 8192, BF16)),
         (norm.config(4096, 64, 4096, BF16, BF16), norm.config(4096, 64, 8192, BF16, BF16)),
-        (product_tiling.config(4096, 4096, 2048, BF16), product_tiling.config(4096, 4096, 4096, BF16)),
+        (
+            product_tiling.config(4096, 4096, 2048, BF16),
+            product_tiling.config(4096, 4096, 4096, BF16),
+        ),
     ],
 )
 def test_some_sizes_have_knobs_of_their_own(found, usual):
