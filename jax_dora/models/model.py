@@ -109,8 +109,13 @@ class Decoder(nnx.Module):
             return (x, memory.keys, memory.values), None
 
         carry = self.embed_tokens(tokens), cache.keys, cache.values
-        numbers = jnp.arange(self.config.num_hidden_layers)
-        (x, keys, values), _ = lax.scan(one_layer, carry, (numbers, arrays))
+        count = self.config.num_hidden_layers
+        if self.config.unroll:
+            for layer_and_state in enumerate(_unstacked(arrays, count)):
+                carry, _ = one_layer(carry, layer_and_state)
+        else:
+            carry, _ = lax.scan(one_layer, carry, (jnp.arange(count), arrays))
+        x, keys, values = carry
         added = tokens.shape[1] if counts is None else counts
         if rows is None:
             lengths = cache.lengths + added

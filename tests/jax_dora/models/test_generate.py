@@ -71,9 +71,10 @@ def test_greedy_is_that_of_transformers(make_folder, make_torch_model, family, t
 
 
 @pytest.mark.slow
-def test_rows_come_and_go(make_folder, tokens):
+@pytest.mark.parametrize("unroll", [False, True])
+def test_rows_come_and_go(make_folder, tokens, unroll):
     """Slots of a server: a row is filled while another waits, freed, and filled anew."""
-    model = models.load_model(make_folder("llama"))
+    model = models.load_model(make_folder("llama"), unroll=unroll)
     whole = np.asarray(model(jnp.asarray(tokens)))
     extend = nnx.jit(lambda model, *given: model.extend(*given))
 
