@@ -250,6 +250,20 @@ def devices() -> str:
     return table(["rank", "layout", "axes", *header], lines)
 
 
+def layer_sizes() -> str:
+    """Returns the table of one layer's kernel time beside LoRA's."""
+    tasks = {"decode": "a frozen layer's call", "gradient": "forward and backward"}
+    lines = []
+    for dora in rows("sizes", "h200", kind="DoRA"):
+        same = {key: dora[key] for key in ("task", "rows", "fan_in", "out", "rank")}
+        lora = row("sizes", "h200", kind="LoRA", **same)
+        size = f"{dora['rows']:,} × {dora['fan_in']} × {dora['out']}"
+        times = (f"{one['us']:.1f}" for one in (lora, dora))
+        cells = [tasks[dora["task"]], size, str(dora["rank"]), *times]
+        lines.append([*cells, f"{dora['over_lora']:.3f}"])
+    return table(["", "rows × in × out", "rank", "LoRA, µs", "DoRA, µs", "ratio"], lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     made.__name__: made
     for made in (
@@ -259,6 +273,7 @@ TABLES: dict[str, Callable[[], str]] = {
         layer_times,
         model,
         model_later,
+        layer_sizes,
         step,
         quantised_step,
         quantised_norm,

@@ -61,7 +61,7 @@ def step_torch() -> str:
             f"{found['over_lora']:.2f}",
             f"{found['peak_bytes'] / 2**30:.1f}",
         ]
-        for found in rows("step_torch", "h100")
+        for found in rows("step_torch", "h200")
     ]
     return table(["", "ms", "tokens/s", "of PEFT's LoRA", "peak GiB"], lines)
 

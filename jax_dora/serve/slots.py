@@ -6,6 +6,7 @@ result depends on the program and on the row, never on the others', and nothing 
 `warm_up`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
@@ -210,7 +211,10 @@ def _step(
     active: jax.Array,
 ) -> tuple[Drawn, Cache, jax.Array]:
     adapters = jnp.where(active > 0, wishes.adapters, -1)
-    model = on(nnx.merge(graphdef, state), bank, adapters)
+    model = nnx.merge(graphdef, state)
+    # A loop would copy the weights of each layer out of their stack, for one token to read them.
+    model.model.config = dataclasses.replace(model.config, unroll=True)
+    model = on(model, bank, adapters)
     hidden, cache = model.extend(latest[:, None], cache, active)
     drawn = draw(model.logits(hidden[:, 0]), wishes, cache.lengths)
     latest = jnp.where(active > 0, drawn.tokens, latest)

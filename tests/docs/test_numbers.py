@@ -225,17 +225,18 @@ def test_what_is_said_of_parts():
     losses = [line["loss"] for line in found]
     at_once = row("step_table", "h100", kind="cross-entropy of all logits at once")
     more = (at_once["temp_bytes"] - found[0]["temp_bytes"]) / 2**30
-    times = {line["kind"]: line["ms"] for line in rows("step_torch", "h100")}
-    eager = times["torch_dora DoRA, bf16 adapters"] / times["PEFT LoRA, bf16 adapters"]
-    compiled = (
-        times["PEFT LoRA, bf16 adapters, compiled"]
-        / times["torch_dora DoRA, bf16 adapters, compiled"]
-    )
+    times = {
+        line["kind"].replace(", bf16 adapters", ""): line["ms"]
+        for line in rows("step_torch", "h200")
+    }
+    ours, ours_compiled = times["torch_dora DoRA"], times["torch_dora DoRA, compiled"]
     assert_says(
         STEP,
         f"ends between {min(losses):.3f} and {max(losses):.3f} in three runs",
         f"the time of all logits at once, and {more:.1f} GiB less",
-        f"torch_dora's step takes {eager:.2f} of that of PEFT's LoRA",
-        f"PEFT's LoRA takes {compiled:.2f} of either",
+        f"takes {ours / times['PEFT LoRA']:.2f} of that of PEFT's LoRA and "
+        f"{ours / times['PEFT DoRA']:.2f} of that of PEFT's DoRA",
+        f"{ours_compiled / times['PEFT DoRA, compiled']:.2f} of the time of PEFT's DoRA",
+        f"LoRA takes {times['PEFT LoRA, compiled'] / ours_compiled:.2f} of torch_dora's",
     )
     assert len(losses) == 3
