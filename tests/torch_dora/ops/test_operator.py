@@ -61,7 +61,11 @@ def test_fake_tensors_run_nothing(x):
 @pytest.mark.parametrize("record", [torch.compile, torch.jit.trace])
 def test_a_recorded_program_holds_the_operator(x, record):
     if record is torch.compile:
-        program = torch.compile(lambda x: double(x), backend="eager", fullgraph=True)
+        graphs: list[torch.fx.GraphModule] = []
+        backend = lambda graph, _: graphs.append(graph) or graph.forward  # noqa: E731
+        program = torch.compile(lambda x: double(x), backend=backend, fullgraph=True)
+        program(x)
+        assert "torch_dora_test.double" in graphs[0].code
     else:
         program = torch.jit.trace(lambda x: double(x), x)
         assert "torch_dora_test::double" in str(program.inlined_graph)
