@@ -106,15 +106,24 @@ def linear_of(kind: str, config: DecoderConfig, rank: int, **options: Any) -> An
     return functools.partial(jax_dora.DoRALinear, **adapter, lora_b_init=LORA_B_INIT, **options)
 
 
-def timed(model: nnx.Module, vocabulary: int, shape: tuple[int, int], rounds: int) -> Row:
-    """Returns the wall time of an optimizer step of a model's adapters, its memory and its loss."""
+def timed(
+    model: nnx.Module,
+    vocabulary: int,
+    shape: tuple[int, int],
+    rounds: int,
+    loss: Loss | None = None,
+    segments: jax.Array | None = None,
+    profile: Callable[[Callable[[], Any]], Row] | None = None,
+) -> Row:
+    """Returns the wall time of an optimizer step of a model's adapters, its memory and its loss,
+    and what `profile` finds in one more step."""
     graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam, ...)
     state = OPTIMIZER.init(trained)
-    rng = np.random.default_rng(0)
-    tokens = jnp.asarray(rng.integers(0, vocabulary, shape), jnp.int32)
+    tokens = np.random.default_rng(0).integers(0, vocabulary, shape)
+    data = (jnp.asarray(tokens, jnp.int32), segments)
     begin = time.monotonic()
-    one = jax.jit(functools.partial(update, graphdef, mean_loss), donate_argnums=(0, 2))
-    run = one.lower(trained, frozen, state, tokens).compile()
+    one = jax.jit(functools.partial(update, graphdef, loss or mean_loss), donate_argnums=(0, 2))
+    run = one.lower(trained, frozen, state, *data).compile()
     memory: Any = run.memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     row: Row = {
@@ -122,17 +131,17 @@ def timed(model: nnx.Module, vocabulary: int, shape: tuple[int, int], rounds: in
         "temp_bytes": memory.temp_size_in_bytes,
         "peak_bytes": held + memory.temp_size_in_bytes,
     }
-    times = []
-    loss = None
+    times, value = [], None
     for turn in range(rounds + 2):
         begin = time.perf_counter()
-        loss, trained, state = run(trained, frozen, state, tokens)
-        jax.block_until_ready((loss, trained))
+        value, trained, state = run(trained, frozen, state, *data)
+        jax.block_until_ready((value, trained))
         if turn > 1:  # The first two warm up.
             times.append(1e3 * (time.perf_counter() - begin))
     ms = statistics.median(times)
-    row |= {"ms": ms, "spread_ms": max(times) - min(times), "loss": float(jnp.asarray(loss))}
-    return row | {"tokens_per_s": shape[0] * shape[1] / ms * 1e3}
+    row |= {"ms": ms, "spread_ms": max(times) - min(times), "loss": float(jnp.asarray(value))}
+    row["tokens_per_s"] = shape[0] * shape[1] / ms * 1e3
+    return row | (profile(lambda: run(trained, frozen, state, *data)) if profile else {})
 
 
 def mean_loss(model: Any, tokens: jax.Array, segments: jax.Array | None = None) -> jax.Array:

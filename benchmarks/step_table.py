@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import functools
 import re
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ import jax_dora
 from benchmarks.clock import DeviceClock, Kernels
 from benchmarks.model.decoder import Dense
 from benchmarks.results import Row
-from benchmarks.step import LLAMA_3_8B, LORA_B_INIT, OPTIMIZER, Loss, linear_of, mean_loss, update
+from benchmarks.step import LLAMA_3_8B, LORA_B_INIT, Loss, linear_of, mean_loss, timed
 from benchmarks.step import TINY as TINY_DECODER
 from jax_dora.models import DecoderConfig, layer, make_model, rope
 
@@ -151,7 +150,15 @@ def _measured(variant: Variant, settings: Settings, device: str) -> Row:
         for owner, name, value in variant.patches:
             stack.enter_context(mock.patch.object(owner, name, value))
         model = make_model(config, linear=_linear(variant, config, settings.rank))
-        return _timed(variant, model, settings, device)
+        return timed(
+            model,
+            config.vocab_size,
+            settings.shape,
+            max(settings.steps - 2, 1),
+            variant.loss,
+            _segments(settings.shape) if variant.packed else None,
+            _profiled if device == "cuda" else None,
+        )
 
 
 def _linear(variant: Variant, config: DecoderConfig, rank: int) -> Any:
@@ -160,31 +167,8 @@ def _linear(variant: Variant, config: DecoderConfig, rank: int) -> Any:
     return linear_of(variant.kind, config, rank, **variant.adapter)
 
 
-def _timed(variant: Variant, model: nnx.Module, settings: Settings, device: str) -> Row:
-    graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam, ...)
-    state = OPTIMIZER.init(trained)
-    vocabulary = settings.config.vocab_size
-    tokens = np.random.default_rng(0).integers(0, vocabulary, settings.shape)
-    segments = _segments(settings.shape) if variant.packed else None
-    begin = time.monotonic()
-    step = functools.partial(update, graphdef, variant.loss)
-    data = (jnp.asarray(tokens, jnp.int32), segments)
-    run = jax.jit(step, donate_argnums=(0, 2)).lower(trained, frozen, state, *data).compile()
-    memory: Any = run.memory_analysis()
-    row: Row = {"compile_s": time.monotonic() - begin, "temp_bytes": memory.temp_size_in_bytes}
-    times, loss = [], None
-    for turn in range(settings.steps):
-        begin = time.perf_counter()
-        loss, trained, state = run(trained, frozen, state, *data)
-        jax.block_until_ready((loss, trained))
-        if turn > 1 or settings.steps < 3:  # The first two warm up.
-            times.append(1e3 * (time.perf_counter() - begin))
-    ms = statistics.median(times)
-    row |= {"ms": ms, "spread_ms": max(times) - min(times), "loss": float(jnp.asarray(loss))}
-    row["tokens_per_s"] = settings.shape[0] * settings.shape[1] / ms * 1e3
-    if device == "cuda":
-        row["kernels"] = by_name(DeviceClock().kernels(lambda: run(trained, frozen, state, *data)))
-    return row
+def _profiled(step: Callable[[], Any]) -> Row:
+    return {"kernels": by_name(DeviceClock().kernels(step))}
 
 
 def _segments(shape: tuple[int, int]) -> jax.Array:

@@ -1,6 +1,6 @@
 """DoRA, weight-decomposed low-rank adaptation, for Flax."""
 
-from typing import TYPE_CHECKING
+import typing as _typing
 
 from dora_common.renamed import no_attribute as _no_attribute
 from dora_common.version import __version__ as __version__
@@ -35,7 +35,7 @@ from jax_dora.norms import with_norms as with_norms
 from jax_dora.weights.registry import einsum_axes as einsum_axes
 from jax_dora.weights.registry import register as register
 
-if not TYPE_CHECKING:  # type checkers would take every name for one of the package
+if not _typing.TYPE_CHECKING:  # type checkers would take every name for one of the package
 
     def __getattr__(name: str) -> None:
         raise _no_attribute(__name__, name)

@@ -1,6 +1,8 @@
 """What the packages' sources hold to: no foreign import, no long list of parameters."""
 
 import ast
+import importlib
+import inspect
 from pathlib import Path
 
 import pytest
@@ -47,3 +49,11 @@ def test_no_private_function_takes_more_than_eight_parameters(package):
         if not node.name.endswith("__")
     }
     assert not {name: count for name, count in found.items() if count > 8}
+
+
+@pytest.mark.parametrize("package", ["jax_dora", "torch_dora"])
+def test_what_a_package_imports_for_itself_is_no_public_name(package):
+    found = vars(importlib.import_module(package))
+    homes = {name: inspect.getmodule(value) for name, value in found.items() if name[0] != "_"}
+    foreign = [name for name, home in homes.items() if not home or package not in home.__name__]
+    assert not foreign

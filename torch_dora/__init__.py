@@ -5,10 +5,10 @@ The functions they are made of are in :mod:`torch_dora.ops`; Hugging Face PEFT f
 written by :mod:`torch_dora.peft`.
 """
 
-from importlib.util import find_spec
-from typing import TYPE_CHECKING
+import typing as _typing
+from importlib.util import find_spec as _find_spec
 
-if find_spec("torch") is None:
+if _find_spec("torch") is None:
     raise ImportError("torch_dora needs PyTorch; install it by pip install 'jax-dora[torch]'")
 
 from dora_common.renamed import no_attribute as _no_attribute
@@ -30,7 +30,7 @@ from torch_dora.norms import freeze as freeze
 from torch_dora.norms import norms as norms
 from torch_dora.norms import with_norms as with_norms
 
-if not TYPE_CHECKING:  # type checkers would take every name for one of the package
+if not _typing.TYPE_CHECKING:  # type checkers would take every name for one of the package
 
     def __getattr__(name: str) -> None:
         raise _no_attribute(__name__, name)
