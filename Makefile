@@ -27,9 +27,11 @@ OLDEST_CHOICE ?= not interpreted
 SLOW_TESTS ?= tests/jax_dora/ops tests/jax_dora/bank tests/torch_dora/ops \
     tests/jax_dora/weights --ignore tests/jax_dora/weights/test_sharded_models.py \
     tests/torch_dora/test_compile.py tests/torch_dora/test_sharded.py \
+    tests/jax_dora/serve/test_answers.py tests/jax_dora/models/test_quantised_folder.py \
     $(addprefix tests/parity/test_, $(addsuffix .py, bank faults)) \
     $(addprefix tests/jax_dora/test_, $(addsuffix .py, adapter conv embed forward_mode linear linen \
-    linen_apply linen_weights merge mesh norms projection quantize row_wise_layers stacks swiglu))
+    linen_apply linen_weights merge mesh norms peft_experts peft_tied projection quantize \
+    row_wise_layers stack_axes stacks swiglu))
 
 ifdef NO_VENV
 PYTHON ?= python3

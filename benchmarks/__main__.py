@@ -7,7 +7,7 @@
     python -m benchmarks bank|serve [--layers N] [--only KIND …] [--quick]
     python -m benchmarks scale [--model qwen3|llama3] [--ranks 64 384] [--layouts tp fsdp dp alone]
                                [--axes auto explicit] [--layers N] [--seconds S] [--quick]
-    python -m benchmarks step|scale|serve --torch [--layers N] [--rank N] [--quick]
+    python -m benchmarks step|scale|bank|serve --torch [--layers N] [--rank N] [--quick]
     python -m benchmarks against CHECKOUT [--out DIR] [--only PATTERN …] [--quick]
 
 `ops` measures the operators, `layer` one projection beside LoRA and PEFT, `sizes` one layer of the
@@ -17,9 +17,9 @@ what it keeps and, with --table, part by part, `bank` many adapters in one batch
 `quantised` kernels and steps over quantised bases, `quality` what these bases cost a model's
 results, `serve` the server's engine, `scale` a decoder on several devices. `step --torch` and
 `scale --torch` measure a step of transformers' Llama by torch_dora and by PEFT, on one GPU, and on
-all under FSDP2, and `serve --torch` what transformers answers the same requests with. `against`
-measures layers and a model with this checkout and with another one in turns, and prints the ratios
-of their times.
+all under FSDP2, `bank --torch` torch_dora's bank beside PEFT's mixed batches, and `serve --torch`
+what transformers answers the same requests with. `against` measures layers and a model with this
+checkout and with another one in turns, and prints the ratios of their times.
 
 Exits 1 if anything that was timed is not correct, or failed; ratios of it are withheld.
 """
@@ -60,7 +60,9 @@ def parser() -> argparse.ArgumentParser:
         help="start nothing after this long; against stops what runs; " + _levels("seconds"),
     )
     made.add_argument(
-        "--torch", action="store_true", help="levels step, scale, serve: torch_dora beside PEFT"
+        "--torch",
+        action="store_true",
+        help="levels step, scale, bank, serve: torch_dora beside PEFT",
     )
     made.add_argument(
         "--table", action="store_true", help="level step: each part of a step with it and without"
@@ -94,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
     level = LEVELS[options.level]
     measure = level.with_torch if options.torch else level.measure
     if measure is None:
-        parsing.error(f"--torch is for levels step, scale and serve, not {options.level}")
+        parsing.error(f"--torch is for levels step, scale, bank and serve, not {options.level}")
     if options.table and (options.level != "step" or options.torch):
         parsing.error("--table is for level step, without --torch")
     if (options.level == "against") != bool(options.checkout):

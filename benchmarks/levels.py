@@ -17,12 +17,12 @@ type Measure = Callable[[argparse.Namespace, str, Any], bool]
 # Which levels read an option. Others refuse it: it would change nothing.
 READ_BY = {
     "only": (
-        *("ops", "layer", "sizes", "model", "tune", "quantised", "bank", "serve", "serve --torch"),
-        *("step --table", "against"),
+        *("ops", "layer", "sizes", "model", "tune", "quantised", "bank", "bank --torch", "serve"),
+        *("serve --torch", "step --table", "against"),
     ),
     "seconds": (
         *("sizes", "scale", "quantised", "bank", "serve", "against", "step", "step --table"),
-        *("step --torch", "scale --torch", "serve --torch"),
+        *("step --torch", "scale --torch", "serve --torch", "bank --torch"),
     ),
     "layers": (
         *("scale", "bank", "serve", "step --table"),
@@ -141,6 +141,13 @@ def _bank(options: argparse.Namespace, device: str, console: Any) -> bool:
     return _rows(options, device, console, bank.measure(settings), bank.line)
 
 
+def _torch_bank(options: argparse.Namespace, device: str, console: Any) -> bool:
+    from benchmarks import torch_bank
+
+    rows = torch_bank.measure(_settings(options, torch_bank), device)
+    return _rows(options, device, console, rows, torch_bank.line)
+
+
 def _serve(options: argparse.Namespace, device: str, console: Any) -> bool:
     from benchmarks import serve
 
@@ -251,7 +258,11 @@ LEVELS = {
         _serve,
         _torch_serve,
     ),
-    "bank": Level("many adapters in one batch of Llama 3 8B's projections, and loading one", _bank),
+    "bank": Level(
+        "many adapters in one batch of Llama 3 8B's projections, and loading one",
+        _bank,
+        _torch_bank,
+    ),
     "against": Level(
         "layers and a small model of this checkout and another one, in turns", _compare
     ),

@@ -25,6 +25,7 @@ import torch_dora
 from benchmarks.bank_adapters import draw_ids
 from benchmarks.model.protocol import PROJECTIONS
 from benchmarks.results import Row
+from benchmarks.torch_bank import filled
 from benchmarks.torch_step import TINY as TINY_MODEL
 from benchmarks.torch_step import Settings as Model
 
@@ -89,7 +90,8 @@ def _answers(settings: Settings, kind: str, count: int, device: str) -> Any:
     if kind == "transformers":
         return lambda ids: [(model, np.arange(len(ids)), {})]
     if kind == "torch_dora DoRA":
-        bank = _filled(torch_dora.AdapterBank(model, max(4, count), max(settings.ranks)), settings)
+        empty = torch_dora.AdapterBank(model, max(4, count), max(settings.ranks))
+        bank = filled(empty, settings.ranks)
         return lambda ids: [(torch_dora.with_bank(model, bank, ids), np.arange(len(ids)), {})]
     adapted: Any = None
     for number in range(count):
@@ -118,20 +120,6 @@ def _answers(settings: Settings, kind: str, count: int, device: str) -> Any:
             yield adapted, np.flatnonzero(ids == one), {}
 
     return one_after_the_other
-
-
-@torch.no_grad()
-def _filled(bank: Any, settings: Settings) -> Any:
-    """Fills every slot with random numbers."""
-    for tensors in bank.tensors.values():
-        tensors.g.uniform_(0.5, 1.5)
-        tensors.scale.fill_(0.5)
-        for slot in range(bank.slots):
-            rank = settings.ranks[slot % len(settings.ranks)]
-            tensors.rank[slot] = rank
-            for matrix in (tensors.lora_a, tensors.lora_b):
-                matrix[slot, :rank].normal_(0, matrix.shape[-1] ** -0.5)
-    return bank
 
 
 class _FirstToken(StoppingCriteria):

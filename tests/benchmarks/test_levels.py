@@ -150,6 +150,15 @@ def test_quality_measures_both_models_and_both_long_runs(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+def test_torch_bank_is_measured_beside_peft(tmp_path: Path) -> None:
+    out = tmp_path / "torch.jsonl"
+    assert command.main(["bank", "--torch", "--out", str(out), *QUICK, "--commit", "abc"]) == 0
+    rows = results.read(out)[1]
+    assert [row["kind"] for row in rows] == 2 * ["base", "LoRA", "DoRA", "PEFT LoRA"]
+    assert all(row["over_lora"] > 0 for row in rows if row["kind"] in ("DoRA", "PEFT LoRA"))
+
+
+@pytest.mark.slow
 def test_serve_measures_transformers_too(tmp_path: Path) -> None:
     out = tmp_path / "torch.jsonl"
     assert command.main(["serve", "--torch", "--out", str(out), *QUICK, "--commit", "abc"]) == 0

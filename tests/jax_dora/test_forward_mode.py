@@ -112,6 +112,7 @@ OPERANDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", thinned(["adapter", "input"], ["input"]))
 def test_of_the_operator(mode):
     rng = np.random.default_rng(0)

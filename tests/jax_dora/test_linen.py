@@ -218,6 +218,7 @@ def test_split_and_join_are_inverse_and_disjoint():
         join_adapters(adapters, params)
 
 
+@pytest.mark.slow
 def test_remat_and_scan():
     depth, x = 2, inputs(shape=(5,))
 

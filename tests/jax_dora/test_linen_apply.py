@@ -81,6 +81,7 @@ def everything(base):
     return adapt(base, RULES)
 
 
+@pytest.mark.slow
 def test_a_fresh_adapter_changes_no_bit(base, everything):
     adapted, variables = everything
     _, kept = split_adapters(variables["params"])

@@ -84,6 +84,7 @@ def test_coverage_names_every_weight_and_what_reads_it(adapted):
     assert of_encode.count("adaptable") == 3
 
 
+@pytest.mark.slow
 def test_a_fresh_adapter_changes_nothing(adapted, base, fresh):
     adapters, kept = split_adapters(fresh["params"])
     jax.tree.map(np.testing.assert_array_equal, kept, dict(base["params"]))

@@ -120,6 +120,7 @@ def adapted_by_hand(base: Model, **options) -> Model:
     return apply_dora(base, rule, rngs=nnx.Rngs(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("targets", thinned([TARGETS, TARGETS[:1], ["down_proj"]], [TARGETS]))
 def test_what_peft_saved_is_loaded(torch_model, tmp_path, targets):
     base = Model(torch_model)
@@ -138,6 +139,7 @@ def test_what_peft_saved_is_loaded(torch_model, tmp_path, targets):
     assert all(np.array_equal(one[key], other[key]) for key in one)
 
 
+@pytest.mark.slow
 def test_peft_loads_what_is_saved(torch_model, tmp_path):
     ours = adapted_by_hand(Model(torch_model))
     save_adapter(ours, tmp_path, use_dora=False)

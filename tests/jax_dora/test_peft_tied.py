@@ -61,6 +61,7 @@ def relative(a: np.ndarray, b: np.ndarray) -> float:
     return np.abs(a - b).max() / max(1, np.abs(b).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved", thinned([["embed_tokens"], ["lm_head"], BOTH], [BOTH]))
 def test_a_module_that_is_saved_is_untied_as_in_peft(saved: list[str], tmp_path: Path) -> None:
     folder, expected = peft_folder(tmp_path, tied(tmp_path), modules_to_save=saved)
@@ -136,6 +137,7 @@ def test_rows_of_single_tokens(tmp_path: Path) -> None:
     assert relative(torch_logits(again), expected) <= TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", thinned(["Llama", "Qwen3", "Mistral"], ["Llama"]))
 def test_a_folder_of_an_architecture(kind: str, tmp_path: Path) -> None:
     model = torch_model(tmp_path, kind, **({"sliding_window": None} if kind == "Mistral" else {}))

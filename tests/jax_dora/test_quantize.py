@@ -177,6 +177,7 @@ def test_coverage_and_an_example():
     assert isinstance(model.blocks[0], jax_dora.DoRALinear)
 
 
+@pytest.mark.slow
 def test_the_peft_folder_is_that_of_a_float_base(tmp_path):
     plain = apply_dora(Stacked(nnx.Rngs(0)), RULES[1:], rngs=nnx.Rngs(1))
     model = train(quantize(plain, "nf4", tile_size=4))

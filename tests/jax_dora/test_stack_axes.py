@@ -71,6 +71,7 @@ def same(found: jax.Array, expected: jax.Array) -> None:
     np.testing.assert_allclose(found, expected, 0, OPERATOR_FP32_MAX_ABS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", AXES)
 def test_norms_are_given_and_frozen(axis):
     x, model = inputs(WIDTH), adapted_stack(axis)

@@ -58,6 +58,7 @@ def test_every_fault_has_a_case():
     assert CAUGHT.keys() == ALL.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", thinned(SIDES, ["jax"]))
 def test_a_fault_leaves_nothing_behind(backend, tmp_path):
     for fault in ALL.values():

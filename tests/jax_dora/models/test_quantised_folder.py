@@ -76,7 +76,8 @@ def test_quantised_as_it_is_read(folder):
 FP8 = "float8_e4m3fn"
 
 
-@pytest.mark.parametrize("is_quantised", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_quantised", [False, True])
 def test_activations_are_quantised_too(folder, tmp_path, is_quantised):
     if is_quantised:
         folder = rewritten(folder, tmp_path / "model", *FORMATS["fp8 rows"])

@@ -25,7 +25,7 @@ def product(x, kernel):
 
 
 @pytest.mark.parametrize("implementation", thinned(["mosaic", "xla"], ["mosaic"]))
-@pytest.mark.parametrize("has_base_row", [False, True])
+@pytest.mark.parametrize("has_base_row", thinned([False, True], [False]))
 def test_agrees_with_fp64(on_mosaic, implementation, has_base_row):
     x, kernel, held, ids = prompts(0, 128)
     ids = ids if has_base_row else ids.at[1].set(2)

@@ -112,6 +112,7 @@ def test_draws_depend_on_the_seed_alone(served):
     assert request(None)() != request(None)()
 
 
+@pytest.mark.slow
 def test_streamed_is_the_same(served):
     _, client = served
     whole = complete(client, "french", "12+30=", logprobs=3)
@@ -135,6 +136,7 @@ def test_streamed_is_the_same(served):
     assert (last.choices, last.usage.prompt_tokens, last.usage.completion_tokens) == ([], 6, 12)
 
 
+@pytest.mark.slow
 def test_chat(served, adapters, reference):
     server, client = served
     messages = [

@@ -60,6 +60,7 @@ def test_a_fresh_adapter_changes_nothing_and_the_class_stays(base):
     assert shapes["blocks/0/out"] == (2, 3, 2)
 
 
+@pytest.mark.slow
 def test_a_trained_adapter_computes_what_its_merged_model_does(adapted):
     found = adapted(ids())
     merged, report = merge_dora(adapted, return_report=True)
@@ -137,6 +138,7 @@ def test_it_can_be_pickled_copied_split_and_put_into_another_base(adapted):
         close(other(ids()), expected, 0)
 
 
+@pytest.mark.slow
 def test_layers_that_a_scan_runs():
     stack, x = Stack(nnx.Rngs(0)), jnp.ones((2, 4, WIDTH))
     adapted = apply_dora(stack, DoRARule("all-linear", 2, 3), rngs=nnx.Rngs(1), example=(x,))
@@ -175,6 +177,7 @@ def test_under_vmap(adapted):
     close(found[1], adapted.blocks[0](x))
 
 
+@pytest.mark.slow
 def test_dropout_drops_what_lora_a_reads(base):
     rule = DoRARule(r"blocks/\d+/heads|experts", 2, 3, dropout=0.5)
     adapted = apply_dora(base, rule, rngs=nnx.Rngs(1), example=(ids(),))
