@@ -58,7 +58,8 @@ class Attention(nnx.Module):
         angles: tuple[jax.Array, jax.Array],
         mask: jax.Array | segments.Segments | None,
         memory: LayerCache | None = None,
-    ) -> tuple[jax.Array, LayerCache | None]:
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """Returns [batch, time, hidden], and the keys and values of x's tokens."""
         config = self.config
         per_head = (*x.shape[:2], -1, config.head_dim)
         q, k, v = (
@@ -68,19 +69,15 @@ class Attention(nnx.Module):
         if config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rope.rotate(q, *angles), rope.rotate(k, *angles)
-        implementation = config.attention
         if memory is not None:
-            memory = memory.add(k, v)
-            k, v = memory.read()
-            mask = memory.mask()
-            implementation = None  # cuDNN is for many queries
-        if isinstance(mask, segments.Segments):
+            attended = memory.attend(q, k, v)
+        elif isinstance(mask, segments.Segments):
             attended = segments.attend(q, k, v, mask)
         else:
             attended = jax.nn.dot_product_attention(
-                q, k, v, mask=mask, is_causal=memory is None, implementation=implementation
+                q, k, v, mask=mask, is_causal=True, implementation=config.attention
             )
-        return _project(self.o_proj, attended.reshape(*x.shape[:2], -1)), memory
+        return _project(self.o_proj, attended.reshape(*x.shape[:2], -1)), (k, v)
 
 
 class MLP(nnx.Module):
@@ -114,12 +111,13 @@ class DecoderLayer(nnx.Module):
         angles: tuple[jax.Array, jax.Array],
         mask: jax.Array | segments.Segments | None,
         memory: LayerCache | None = None,
-    ) -> tuple[jax.Array, LayerCache | None]:
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """Returns [batch, time, hidden], and the keys and values of x's tokens."""
         normed = checkpoint_name(self._placed(self.input_layernorm(x)), activations.NORMED)
-        attended, memory = self.self_attn(normed, angles, mask, memory)
+        attended, keys_and_values = self.self_attn(normed, angles, mask, memory)
         x = self._placed(x + attended)
         normed = checkpoint_name(self._placed(self.post_attention_layernorm(x)), activations.NORMED)
-        return self._placed(x + self.mlp(normed)), memory
+        return self._placed(x + self.mlp(normed)), keys_and_values
 
     def _placed(self, x: jax.Array) -> jax.Array:
         # Otherwise XLA may move activations to weights that are in parts, and not the weights.

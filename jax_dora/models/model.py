@@ -99,29 +99,23 @@ class Decoder(nnx.Module):
         angles = rope.angles(self.config.rope, self.config.head_dim, positions)
         graphdef, bank, arrays = nnx.split(self.layers, BankArray, ...)
 
-        def one_layer(carry, layer_and_state):
-            number, state = layer_and_state
-            x, keys, values = carry
-            x, memory = nnx.merge(graphdef, bank, state)(
-                x, angles, None, LayerCache(keys, values, number, positions, rows)
-            )
-            assert memory is not None
-            return (x, memory.keys, memory.values), None
+        lengths = positions[:, 0]
 
-        carry = self.embed_tokens(tokens), cache.keys, cache.values
-        count = self.config.num_hidden_layers
+        def one_layer(x, layer_and_state):
+            number, state = layer_and_state
+            memory = LayerCache(cache.keys, cache.values, number, lengths, rows)
+            return nnx.merge(graphdef, bank, state)(x, angles, None, memory)
+
+        x, count = self.embed_tokens(tokens), self.config.num_hidden_layers
         if self.config.unroll:
+            added = []
             for layer_and_state in enumerate(_unstacked(arrays, count)):
-                carry, _ = one_layer(carry, layer_and_state)
+                x, keys_and_values = one_layer(x, layer_and_state)
+                added.append(keys_and_values)
+            added = jax.tree.map(lambda *layers: jnp.stack(layers), *added)
         else:
-            carry, _ = lax.scan(one_layer, carry, (jnp.arange(count), arrays))
-        x, keys, values = carry
-        added = tokens.shape[1] if counts is None else counts
-        if rows is None:
-            lengths = cache.lengths + added
-        else:
-            lengths = cache.lengths.at[rows].add(added, mode="drop")
-        return self.norm(x), Cache(keys, values, lengths)
+            x, added = lax.scan(one_layer, x, (jnp.arange(count), arrays))
+        return self.norm(x), cache.with_tokens(*added, positions, counts, rows)
 
 
 class CausalLM(nnx.Module):

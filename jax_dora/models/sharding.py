@@ -74,9 +74,9 @@ class DecoderSharding:
 
     @property
     def heads(self) -> NamedSharding:
-        """Returns how a cache's keys and values [layers, batch, capacity, kv_heads, head_dim]
+        """Returns how a cache's keys and values [layers, batch, kv_heads, capacity, head_dim]
         lie."""
-        return NamedSharding(self.mesh, P(None, None, None, "tp"))
+        return NamedSharding(self.mesh, P(None, None, "tp"))
 
     @property
     def everywhere(self) -> NamedSharding:
