@@ -115,6 +115,8 @@ class Decoder(nnx.Module):
             added = jax.tree.map(lambda *layers: jnp.stack(layers), *added)
         else:
             x, added = lax.scan(one_layer, x, (jnp.arange(count), arrays))
+        # Written when all layers have read, or XLA writes into a copy.
+        x, added = lax.optimization_barrier((x, added))
         return self.norm(x), cache.with_tokens(*added, positions, counts, rows)
 
 
