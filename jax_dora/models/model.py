@@ -116,8 +116,8 @@ class Decoder(nnx.Module):
         else:
             x, added = lax.scan(one_layer, x, (jnp.arange(count), arrays))
         # Written when all layers have read, or XLA writes into a copy.
-        x, added = lax.optimization_barrier((x, added))
-        return self.norm(x), cache.with_tokens(*added, positions, counts, rows)
+        x, (keys, values) = lax.optimization_barrier((x, added))
+        return self.norm(x), cache.with_tokens(keys, values, positions, counts, rows)
 
 
 class CausalLM(nnx.Module):

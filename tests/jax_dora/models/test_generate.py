@@ -107,6 +107,37 @@ def test_rows_come_and_go(make_folder, tokens, unroll):
 
 
 @pytest.mark.slow
+def test_one_token_each_over_what_a_row_held_before(make_folder, tokens):
+    """Token by token, in rows of different lengths whose places hold another text's tokens, up to
+    the last place; a row that is full stays as it is."""
+    model = models.load_model(make_folder("llama"), unroll=True)
+    expected = np.asarray(nnx.jit(type(model).__call__)(model, tokens[:, :12]))
+
+    @nnx.jit
+    def extend(model, given, cache, counts):
+        hidden, cache = model.extend(given, cache, counts)
+        return model.logits(hidden)[:, -1], cache
+
+    cache = models.make_cache(model.config, 2, 12)
+    _, cache = extend(model, tokens[::-1, :12], cache, np.array([12, 12]))
+    cache = cache._replace(lengths=jnp.zeros_like(cache.lengths))
+    _, cache = extend(model, tokens[:, :12], cache, np.array([10, 7]))
+    for step in range(5):
+        places = np.array([10 + step, 7 + step])
+        going = places < 12
+        given = tokens[[0, 1], np.minimum(places, 11)][:, None]
+        logits, after = extend(model, given, cache, going.astype(np.int32))
+        for row in np.flatnonzero(going):
+            found, known = np.asarray(logits)[row], expected[row, places[row]]
+            peak = max(1.0, np.abs(known).max())
+            assert np.abs(found - known).max() <= tolerances.caps.OPERATOR_FP32_MAX_ABS * peak
+        for row in np.flatnonzero(~going):
+            assert jnp.array_equal(after.keys[:, row], cache.keys[:, row])
+        cache = after
+    assert cache.lengths.tolist() == [12, 12]
+
+
+@pytest.mark.slow
 def test_ends(make_folder, tokens):
     model = models.load_model(make_folder("llama"))
     prompts = prompts_of(tokens)
