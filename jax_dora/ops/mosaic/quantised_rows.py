@@ -187,6 +187,8 @@ def _sums(x: jax.Array, qvalue: jax.Array, scales: jax.Array | None, tiling: Til
                         total = total + sums * lax.broadcast_in_dim(scale, total.shape, (1,))
                     else:
                         total = quantised_tile.multiplied(total, *operands)
+                    # Without it the copy engine overtakes what the lanes read.
+                    plgpu.commit_smem()
                     plgpu.barrier_arrive(free.at[slot])
                     return total
 
