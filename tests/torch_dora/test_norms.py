@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 import torch_dora
+from parity.tolerances.caps import OPERATOR_FP32_MAX_ABS
 from torch_dora import DoRAConv, DoRAConv1D, DoRAEmbedding, DoRALinear, freeze, with_norms
 from torch_dora.ops import norm as norm_module
 
@@ -123,18 +124,23 @@ def test_accumulation_and_checkpointing_compute_each_norm_once_a_step(
 def test_under_torch_compile_other_values_compile_nothing(model, device):
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     x = torch.randn(5, 24, device=device)
-    assert torch.equal(compiled(x), model(x))
+
+    def close():
+        # Where torch compiles, compose is its own; twice the norms halve a result.
+        torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=OPERATOR_FP32_MAX_ABS)
+
+    close()
     values = torch_dora.norms(model)
     with with_norms(model, values):
-        assert torch.equal(compiled(x), model(x))
+        close()
     other = {name: 2 * value for name, value in values.items()}
     with with_norms(model, other), torch.compiler.set_stance("fail_on_recompile"):
-        assert torch.equal(compiled(x), model(x))
+        close()
     with torch.compiler.set_stance("fail_on_recompile"):
-        assert torch.equal(compiled(x), model(x))
+        close()
     # The names of a wrapper's layers are its own.
     with with_norms(compiled, torch_dora.norms(compiled)):
-        assert torch.equal(compiled(x), model(x))
+        close()
 
 
 OTHERS = {
