@@ -11,7 +11,7 @@ from dora_common.rules import listing
 from torch_dora.adapt.apply import check_model
 from torch_dora.bank.bank import AdapterBank
 from torch_dora.layers import dora_layers
-from torch_dora.ops.bank import Slots, bank_linear
+from torch_dora.ops.bank import Slots, bank_linear, together
 from torch_dora.ops.choose import check_name
 
 
@@ -22,14 +22,20 @@ class BankLinear(nn.Module):
         base: the model's own layer.
         slots: its adapters.
         ids: i64[batch], each row's slot.
+        order: of the ids, as :func:`~torch_dora.ops.bank.together` has it.
         implementation: as :func:`with_bank`'s.
     """
 
     def __init__(
-        self, base: Any, slots: Slots, ids: Tensor, implementation: str | None = None
+        self,
+        base: Any,
+        slots: Slots,
+        ids: Tensor,
+        order: Tensor | None = None,
+        implementation: str | None = None,
     ) -> None:
         super().__init__()
-        self.base, self.slots, self.ids = base, slots, ids
+        self.base, self.slots, self.ids, self.order = base, slots, ids, order
         self.implementation = implementation
         self.train(base.training)
 
@@ -55,7 +61,10 @@ class BankLinear(nn.Module):
                 "expected the batch as x's first axis: [batch, ..., in]"
             )
         ids = self.ids.to(x.device)
-        return bank_linear(self.base(x), x, self.slots, ids, self.base.bias, self.implementation)
+        order = None if self.order is None else self.order.to(x.device)
+        return bank_linear(
+            self.base(x), x, self.slots, ids, self.base.bias, self.implementation, order
+        )
 
 
 def with_bank(
@@ -97,7 +106,9 @@ def with_bank(
         )
     ids = _checked(bank, adapter_ids)
     modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
+    order = together(ids.cpu())
     made: dict[int, nn.Module] = {}
+    placed: dict[torch.device, tuple[Tensor, Tensor | None]] = {}
     for name, layer in bank.layers.items():
         module = modules.get(name)
         if module is None or module.weight.shape != layer.weight.shape:
@@ -106,7 +117,9 @@ def with_bank(
                 "which the bank holds adapters; expected the model that it was made of"
             )
         device = bank.tensors[name].scale.device
-        made[id(module)] = BankLinear(module, bank.tensors[name], ids.to(device), implementation)
+        if device not in placed:
+            placed[device] = ids.to(device), None if order is None else order.to(device)
+        made[id(module)] = BankLinear(module, bank.tensors[name], *placed[device], implementation)
     return _copied(model, made)
 
 

@@ -49,6 +49,7 @@ def bank_linear(
     ids: Tensor,
     bias: Tensor | None,
     implementation: str | None = None,
+    order: Tensor | None = None,
 ) -> Tensor:
     """Returns each row of a projection's result with the adapter of its slot.
 
@@ -59,6 +60,8 @@ def bank_linear(
         ids: i64[batch], each row's slot; -1 for y itself.
         bias: [out]; never scaled.
         implementation: None, "triton" or "eager"; a named one runs or raises.
+        order: of `ids`, by :func:`together`, which spares the kernels to read an adapter once a row
+            where every row is one token.
 
     Returns:
         [batch, ..., out] in y's dtype. A row of an id that has no slot, or of an empty slot, is
@@ -70,7 +73,8 @@ def bank_linear(
     if _chosen(y, x, slots, implementation) == "triton":
         batch = ids.shape[0]
         base, rows = (t.reshape(batch, -1, t.shape[-1]) for t in (y, x))
-        return bank_expand.bank_linear(base, rows, *slots, ids, bias).reshape(y.shape)
+        order = order if base.shape[1] == 1 else None
+        return bank_expand.bank_linear(base, rows, *slots, ids, order, bias).reshape(y.shape)
     count, batch, wide = slots.scale.shape[0], ids.shape[0], accumulation_dtype(y)
     safe = ids.clamp(0, count - 1)
     rows = x.reshape(batch, -1, x.shape[-1]).to(y.dtype)
@@ -88,6 +92,12 @@ def bank_linear(
     below = (ids < -1).reshape(alone.shape)
     adapted = adapted.to(y.dtype).reshape(y.shape).masked_fill(below, torch.nan)
     return torch.where(alone, y, adapted)
+
+
+def together(ids: Tensor) -> Tensor | None:
+    """Returns rows of one slot together, for :func:`bank_linear`, of ids i64[batch] on the CPU; None
+    where no kernel would read it."""
+    return None if bank_shrink is None or ids.numel() == 0 else bank_shrink.together(ids)
 
 
 def _chosen(y: Tensor, x: Tensor, slots: Slots, implementation: str | None) -> str:

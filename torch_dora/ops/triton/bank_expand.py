@@ -5,8 +5,8 @@ base, y: [batch, time, out] and z: [batch, time, ranks], B: [slots, ranks, out],
 g: f32[slots, out], s: f32[slots], bias: [out]. A row of slot -1 is base, bit for bit; one of no
 slot is NaN.
 
-Bytes: 1 read and 1 write of batch·time·out, and B once for each tile of a row's tokens, from the
-level-2 cache but for the first row that has it, of the real rank.
+Bytes: 1 read and 1 write of batch·time·out, and B once for each program's tokens, those of
+`bank_shrink`, from the level-2 cache but for the first, of the real rank.
 """
 
 import dataclasses
@@ -40,6 +40,7 @@ def _kernel(
     g_ptr,  # f32[slots, out]
     scale_ptr,  # f32[slots]
     ids_ptr,  # i64[batch]
+    order_ptr,  # i32[programs, ROWS], not read unless ORDERED
     rank_ptr,  # i32[slots]
     bias_ptr,  # [out], not read unless HAS_BIAS
     y_ptr,  # [batch, time, out]
@@ -51,19 +52,16 @@ def _kernel(
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ORDERED: tl.constexpr,
     WIDEN: tl.constexpr,  # the same products; the interpreter has none of bf16
 ):
-    tiles = tl.cdiv(time, ROWS)
-    program = tl.program_id(0)
-    row = program // tiles
+    row, place, here = bank_shrink.places(order_ptr, time, tl.program_id(0), ROWS, ORDERED)
     given = tl.load(ids_ptr + row)
     known = (given >= 0) & (given < slots)
     slot = tl.where(known, given, 0).to(tl.int64)
     rank = tl.where(known, tl.load(rank_ptr + slot), 0)
-    token = (program % tiles) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
-    here, wide = token < time, column < features
-    place = row.to(tl.int64) * time + token
+    wide = column < features
     offset = place[:, None] * features + column[None, :]  # [ROWS, COLUMNS]
     mask = here[:, None] & wide[None, :]
     stored = tl.load(base_ptr + offset, mask=mask, other=0.0)
@@ -101,6 +99,7 @@ def launch(
     g: Tensor,
     scale: Tensor,
     ids: Tensor,
+    order: Tensor | None,
     rank: Tensor,
     bias: Tensor | None,
     config: Config = CONFIG,
@@ -112,13 +111,15 @@ def launch(
     if y.numel() == 0:
         return y
     rows = bank_shrink.rows_of(time)
-    _kernel[(batch * cdiv(time, rows), cdiv(features, config.columns))](
+    programs = batch * cdiv(time, rows) if order is None else order.shape[0]
+    _kernel[(programs, cdiv(features, config.columns))](
         base,
         z,
         lora_b,
         g,
         scale,
         ids,
+        ids if order is None else order,
         rank,
         g if bias is None else bias,
         y,
@@ -130,6 +131,7 @@ def launch(
         HAS_BIAS=bias is not None,
         ROWS=rows,
         COLUMNS=config.columns,
+        ORDERED=order is not None,
         WIDEN=TRITON_MODE == "interpreted",
         num_warps=config.warps,
     )
@@ -146,15 +148,16 @@ def bank_linear(
     scale: Tensor,
     rank: Tensor,
     ids: Tensor,
+    order: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """Returns y of x [batch, time, in], by both kernels."""
+    """Returns y of x [batch, time, in], by both kernels; `order` is that of rows of one token."""
     ids = ids.contiguous()
-    z = bank_shrink.launch(x.contiguous(), lora_a, ids, rank).to(base.dtype)
+    z = bank_shrink.launch(x.contiguous(), lora_a, ids, order, rank).to(base.dtype)
     bias = None if bias is None else bias.contiguous()
-    return launch(base.contiguous(), z, lora_b, g, scale, ids, rank, bias)
+    return launch(base.contiguous(), z, lora_b, g, scale, ids, order, rank, bias)
 
 
 @bank_linear.op.register_fake
-def _(base, x, lora_a, lora_b, g, scale, rank, ids, bias):
+def _(base, x, lora_a, lora_b, g, scale, rank, ids, order, bias):
     return base.new_empty(base.shape)

@@ -3,8 +3,11 @@
 x: [batch, time, in] and A: [slots, ranks, in], both fp16 or bf16; parts: f32[splits, batch·time,
 ranks], whose sum over splits is z, zero beyond the rank of a row's slot.
 
-Bytes: A once for each tile of a row's tokens, from the level-2 cache but for the first row that has
-it, of the real rank; x once. No adapter is copied.
+A program takes tokens of one slot: of one row of the batch, or, where every row is one token, of rows
+that `together` has brought together.
+
+Bytes: A once for each program's tokens, from the level-2 cache but for the first, of the real rank;
+x once. No adapter is copied.
 """
 
 import dataclasses
@@ -60,11 +63,43 @@ def rows_of(time: int, config: Config = CONFIG) -> int:
     return min(config.rows, max(LEAST_ROWS, next_power_of_2(time)))
 
 
+def together(ids: Tensor) -> Tensor:
+    """Returns i32[programs, 16], rows of a batch by their ids i64[batch] on the CPU: a program's are
+    of one id, and -1 fills it up."""
+    order = ids.argsort(stable=True)
+    _, counts = torch.unique_consecutive(ids[order], return_counts=True)
+    programs = (counts + LEAST_ROWS - 1) // LEAST_ROWS
+    ends, first = counts.cumsum(0), programs.cumsum(0) - programs
+    group = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    number = torch.arange(len(ids)) - (ends - counts)[group]
+    rows = torch.full((int(programs.sum()), LEAST_ROWS), -1, dtype=torch.int32)
+    rows.view(-1)[first[group] * LEAST_ROWS + number] = order.to(torch.int32)
+    return rows
+
+
+@jit
+def places(order_ptr, time, program, ROWS: tl.constexpr, ORDERED: tl.constexpr):
+    """Returns a program's row of the batch, its tokens' places [ROWS], and which there are."""
+    if ORDERED:
+        place = tl.load(order_ptr + program * ROWS + tl.arange(0, ROWS))
+        here = place >= 0
+        # A program has one row or more.
+        row = tl.load(order_ptr + program * ROWS)
+        place = tl.where(here, place, 0).to(tl.int64)
+    else:
+        tiles = tl.cdiv(time, ROWS)
+        row = program // tiles
+        token = (program % tiles) * ROWS + tl.arange(0, ROWS)
+        here, place = token < time, row.to(tl.int64) * time + token
+    return row, place, here
+
+
 @jit
 def _kernel(
     x_ptr,  # [batch, time, in]
     a_ptr,  # [slots, ranks, in]
     ids_ptr,  # i64[batch]
+    order_ptr,  # i32[programs, ROWS], not read unless ORDERED
     rank_ptr,  # i32[slots]
     parts_ptr,  # f32[splits, batch·time, ranks]
     batch,
@@ -76,17 +111,15 @@ def _kernel(
     ROOM: tl.constexpr,
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
+    ORDERED: tl.constexpr,
     WIDEN: tl.constexpr,  # the same products; the interpreter has none of bf16
 ):
-    tiles = tl.cdiv(time, ROWS)
-    program, split = tl.program_id(0), tl.program_id(1)
-    row = program // tiles
+    split = tl.program_id(1)
+    row, place, here = places(order_ptr, time, tl.program_id(0), ROWS, ORDERED)
     slot = tl.load(ids_ptr + row)
     known = (slot >= 0) & (slot < slots)
     slot = tl.where(known, slot, 0).to(tl.int64)
     rank = tl.where(known, tl.load(rank_ptr + slot), 0)
-    token = (program % tiles) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    here, place = token < time, row.to(tl.int64) * time + token
     r = tl.arange(0, ROOM)  # [ROOM]
     sums = tl.zeros((ROWS, ROOM), tl.float32)
     if rank > 0:
@@ -110,12 +143,19 @@ def _kernel(
     tl.store(target, sums, mask=here[:, None] & (r < RANKS)[None, :])
 
 
-def launch(x: Tensor, lora_a: Tensor, ids: Tensor, rank: Tensor, config: Config = CONFIG) -> Tensor:
-    """Returns z f32[batch, time, ranks]."""
+def launch(
+    x: Tensor,
+    lora_a: Tensor,
+    ids: Tensor,
+    order: Tensor | None,
+    rank: Tensor,
+    config: Config = CONFIG,
+) -> Tensor:
+    """Returns z f32[batch, time, ranks]; `order` is that of rows of one token."""
     batch, time, features = x.shape
     slots, ranks, _ = lora_a.shape
     rows = rows_of(time, config)
-    tiles = batch * cdiv(time, rows)
+    tiles = batch * cdiv(time, rows) if order is None else order.shape[0]
     steps = cdiv(features, config.depth)
     splits = max(1, min(steps, PROGRAMS // max(1, tiles)))
     # A power of two, so that few numbers of rows have a program of their own.
@@ -128,6 +168,7 @@ def launch(x: Tensor, lora_a: Tensor, ids: Tensor, rank: Tensor, config: Config 
         x,
         lora_a,
         ids,
+        ids if order is None else order,
         rank,
         parts,
         batch,
@@ -139,6 +180,7 @@ def launch(x: Tensor, lora_a: Tensor, ids: Tensor, rank: Tensor, config: Config 
         ROOM=max(LEAST_ROWS, next_power_of_2(ranks)),
         ROWS=rows,
         DEPTH=config.depth,
+        ORDERED=order is not None,
         WIDEN=TRITON_MODE == "interpreted",
         num_warps=config.warps,
         num_stages=config.stages,

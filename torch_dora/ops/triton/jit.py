@@ -6,7 +6,7 @@ from typing import Any
 
 import triton
 
-jit: Callable[[Callable[..., None]], Any] = triton.jit
+jit: Callable[[Callable[..., Any]], Any] = triton.jit
 """``triton.jit``, typed as what it makes: something to index with a grid, then call."""
 
 

@@ -62,6 +62,21 @@ def test_equals_the_definition_in_fp64(
         assert_within(found[row], want, bound + 2.0**-20 * (1 + want.abs()), "triton")
 
 
+def test_rows_of_one_slot_are_read_for_together(device):
+    """As what is held to fp64 above computes them, one by one."""
+    y, x, slots, ids = drawn((), 300, 140, 24, torch.bfloat16, device)
+    ids = torch.cat([ids, ids.new_full((40,), 1)])[torch.randperm(len(ids) + 40)]
+    y, x = (one.repeat(8, 1)[: len(ids)] for one in (y, x))
+    order = bank_shrink.together(ids.cpu())
+    assert order.shape == (6 + 3, 16)  # 41 rows of one slot, six that are alone
+    assert sorted(order[order >= 0].tolist()) == list(range(len(ids)))
+    found = bank_linear(y, x, slots, ids, None, "triton", order.to(device))
+    each = bank_linear(y, x, slots, ids, None, "triton")
+    assert torch.equal(found[ids == -1], y[ids == -1])
+    # z is rounded after another split of its sum.
+    torch.testing.assert_close(found, each, rtol=0.01, atol=0.01, equal_nan=True)
+
+
 def test_ids_may_be_a_view(device):
     y, x, slots, ids = drawn((), 16, 8, 4, torch.bfloat16, device)
     strided = torch.stack([ids, torch.full_like(ids, 2)], 1).flatten()[::2]
@@ -95,12 +110,12 @@ def test_refuses_with_a_reason(device):
 def test_the_product_is_split_where_rows_are_few(device, monkeypatch):
     """A part for each split, and the same sum."""
     _, x, slots, ids = drawn((1,), 700, 8, 16, torch.float16, device)
-    whole = bank_shrink.launch(x, slots.lora_a, ids, slots.rank)
+    whole = bank_shrink.launch(x, slots.lora_a, ids, None, slots.rank)
     monkeypatch.setattr(bank_shrink, "PROGRAMS", 1)
-    assert torch.allclose(bank_shrink.launch(x, slots.lora_a, ids, slots.rank), whole, atol=1e-5)
+    assert torch.allclose(bank_shrink.launch(x, slots.lora_a, ids, None, slots.rank), whole, atol=1e-5)
 
 
 def test_the_operator_keeps_its_contract_with_torch(device):
     y, x, slots, ids = drawn((3,), 16, 8, 4, torch.bfloat16, device)
     ids = ids.clamp(-1, 2)  # a NaN equals no other
-    torch.library.opcheck(bank_expand.bank_linear.op, (y, x, *slots, ids, None))
+    torch.library.opcheck(bank_expand.bank_linear.op, (y, x, *slots, ids, None, None))
