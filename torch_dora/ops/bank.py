@@ -95,8 +95,7 @@ def bank_linear(
 
 
 def together(ids: Tensor) -> Tensor | None:
-    """Returns rows of one slot together, for :func:`bank_linear`, of ids i64[batch] on the CPU; None
-    where no kernel would read it."""
+    """Returns the `order` of ids i64[batch], which lie on the CPU; None where no kernel reads it."""
     return None if bank_shrink is None or ids.numel() == 0 else bank_shrink.together(ids)
 
 

@@ -3,8 +3,8 @@
 x: [batch, time, in] and A: [slots, ranks, in], both fp16 or bf16; parts: f32[splits, batch·time,
 ranks], whose sum over splits is z, zero beyond the rank of a row's slot.
 
-A program takes tokens of one slot: of one row of the batch, or, where every row is one token, of rows
-that `together` has brought together.
+A program takes tokens of one slot: of one row of the batch, or, where every row is one token, of
+rows that `together` has brought together.
 
 Bytes: A once for each program's tokens, from the level-2 cache but for the first, of the real rank;
 x once. No adapter is copied.
@@ -64,8 +64,8 @@ def rows_of(time: int, config: Config = CONFIG) -> int:
 
 
 def together(ids: Tensor) -> Tensor:
-    """Returns i32[programs, 16], rows of a batch by their ids i64[batch] on the CPU: a program's are
-    of one id, and -1 fills it up."""
+    """Returns i32[programs, 16], rows of a batch by their ids i64[batch], which lie on the CPU: a
+    program's are of one id, and -1 fills it up."""
     order = ids.argsort(stable=True)
     _, counts = torch.unique_consecutive(ids[order], return_counts=True)
     programs = (counts + LEAST_ROWS - 1) // LEAST_ROWS
