@@ -95,7 +95,7 @@ def bank_linear(
 
 
 def together(ids: Tensor) -> Tensor | None:
-    """Returns the `order` of ids i64[batch], which lie on the CPU; None where no kernel reads it."""
+    """Returns the `order` of ids i64[batch], which lie on the CPU, or None: no kernel reads it."""
     return None if bank_shrink is None or ids.numel() == 0 else bank_shrink.together(ids)
 
 
