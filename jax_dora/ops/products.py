@@ -1,7 +1,7 @@
 """The products with a kernel, forward and back, and the choice of what computes them.
 
-A quantised kernel is dequantised for each of its products, to x's dtype, but for few rows, which a
-kernel multiplies with what is stored. Where activations are quantised too, base alone is a product
+Few rows, as in decoding, have kernels of their own, which read W as it is stored. Otherwise a
+quantised kernel is dequantised for each of its products, to x's dtype. Where activations are quantised too, base alone is a product
 in FP8 (`row_wise`).
 """
 
@@ -12,8 +12,15 @@ import jax
 import jax.numpy as jnp
 
 from jax_dora.ops import choose, quantised, row_wise
-from jax_dora.ops.compose import forward
-from jax_dora.ops.mosaic import compose, expand_compose, project, project_back, quantised_rows
+from jax_dora.ops.compose import accumulator, forward
+from jax_dora.ops.mosaic import (
+    compose,
+    expand_compose,
+    few_rows,
+    few_rows_finish,
+    project,
+    project_back,
+)
 from jax_dora.ops.reduction import dot_general
 from jax_dora.ops.shard import Op, Shard
 
@@ -38,10 +45,10 @@ class Forward(NamedTuple):
 
 class Reduced(NamedTuple):
     """The operands of `FORWARD`: x [..., in], kernel [in, out], z = s·xA [..., r], lora_b [r, out],
-    g f32[out] or None, bias [out] or None, lora_a = s·A [in, r] or None.
+    g f32[out] or None, bias [out] or None, lora_a = A [in, r] or None, scale = s, f32[].
 
     Where inputs are sharded, a device takes its part of z from lora_a, so that nothing waits for
-    the sum of z.
+    the sum of z; and so do few rows, which spares them a pass over x.
     """
 
     x: Any
@@ -51,16 +58,24 @@ class Reduced(NamedTuple):
     g: Any
     bias: Any
     lora_a: Any
+    scale: Any
+
+
+def scaled(lora_a: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+    """Returns s·A in `dtype`, multiplied in the wider one."""
+    wide = accumulator(lora_a.dtype)
+    return (scale.astype(wide) * lora_a.astype(wide)).astype(dtype)
 
 
 def _forward(static: Forward, shard: Shard, operands: Reduced) -> tuple[Any, Any]:
     """Returns (y, inner or None); y is inner where g is None."""
     if static.act_qtype is not None:
         return _by_quantised_rows(static, shard, operands)
-    x, kernel, z, lora_b, g, bias, lora_a = operands
+    x, kernel, z, lora_b, g, bias, lora_a, scale = operands
     dot, one = functools.partial(dot_general, static.precision), jnp.float32(1)
     if shard.summed:
-        part = shard.once(z) if lora_a is None else dot(x, lora_a, (-1, 0))
+        ours = None if lora_a is None else scaled(lora_a, scale, x.dtype)
+        part = shard.once(z) if ours is None else dot(x, ours, (-1, 0))
         operands = operands._replace(z=part, bias=shard.once(bias))
     if shard.summed and static.want_inner:
         # y is not linear in a part of inner.
@@ -71,22 +86,28 @@ def _forward(static: Forward, shard: Shard, operands: Reduced) -> tuple[Any, Any
         return shard.sum(_forward(static, Shard(), operands)[0]), None
     (in_features, out), rank = kernel.shape, z.shape[-1]
     rows = x.size // max(in_features, 1)
-    base = _few_rows(static, rows, x, kernel)
-    if base is None:
-        # Of a quantised kernel a copy that lasts as long as the product.
-        kernel = quantised.dense(kernel, x.dtype)
+    found = _few_rows(static, rows, operands)
+    if found is not None:
+        return found
+    # Of a quantised kernel a copy that lasts as long as the product.
+    kernel = quantised.dense(kernel, x.dtype)
+    expand = (rows, rank, out, x.dtype)
     candidates = [
         (project, (rows, in_features, out, x.dtype)),
-        (expand_compose, (rows, rank, out, x.dtype)),
+        *[(few_rows_finish, expand)] * (not static.want_inner),
+        (expand_compose, expand),
         (compose, (rows, out, x.dtype)),
     ]
-    choice = choose.choose(static.op, static.implementation, *candidates[base is not None :])
+    choice = choose.choose(static.op, static.implementation, *candidates)
     options = {"want_inner": static.want_inner}
     lora_b = lora_b.astype(x.dtype)
     if choice is not None and choice.kernel is project:
         return project.launch(x, kernel, z, lora_b, g, bias, **options, **choice.knobs)
-    if base is None:
-        base = dot(x, kernel, (-1, 0))
+    base = dot(x, kernel, (-1, 0))
+    if choice is not None and choice.kernel is few_rows_finish:
+        # s is applied there, which spares A a pass.
+        z, s = (z, one) if lora_a is None else (dot(x, lora_a.astype(x.dtype), (-1, 0)), scale)
+        return few_rows_finish.launch(base, z, lora_b, g, s, bias, **choice.knobs), None
     if choice is not None and choice.kernel is expand_compose:
         g = jnp.ones(out, jnp.float32) if g is None else g
         return expand_compose.launch(base, z, lora_b, g, one, bias, **options, **choice.knobs)
@@ -96,7 +117,7 @@ def _forward(static: Forward, shard: Shard, operands: Reduced) -> tuple[Any, Any
 def _by_quantised_rows(static: Forward, shard: Shard, operands: Reduced) -> tuple[Any, Any]:
     """Returns (y, inner or None) of a product with the kernel in FP8, by a scale for each row of x;
     the adapter's products, g and the bias have the dtypes that they have elsewhere."""
-    x, kernel, z, lora_b, g, bias, _ = operands
+    x, kernel, z, lora_b, g, bias, *_ = operands
     choose.choose(static.op, static.implementation)  # There is no kernel: one that is named raises.
     base = row_wise.product(x, kernel, shard)
     lora = dot_general(static.precision, z, lora_b.astype(x.dtype), (-1, 0))
@@ -105,21 +126,31 @@ def _by_quantised_rows(static: Forward, shard: Shard, operands: Reduced) -> tupl
     return y.astype(x.dtype), None if inner is None else inner.astype(x.dtype)
 
 
-def _few_rows(static: Forward, rows: int, x: jax.Array, kernel: Any) -> jax.Array | None:
-    """Returns the product of few rows with a quantised kernel, read as it is; None where another
-    way is taken."""
-    if not quantised.is_quantised(kernel):
+def _few_rows(static: Forward, rows: int, operands: Reduced) -> tuple[Any, Any] | None:
+    """Returns (y, inner or None) of few rows, or None where another way is taken."""
+    x, kernel, z, lora_b, g, bias, lora_a, scale = operands
+    is_quantised = quantised.is_quantised(kernel)
+    form = quantised.format_of(kernel) if is_quantised else None
+    call = (rows, *kernel.shape, lora_b.shape[0], form, x.dtype)
+    choice = choose.choose(static.op, static.implementation, (few_rows, call), optional=True)
+    if choice is None:
         return None
-    call = (rows, *kernel.shape, quantised.format_of(kernel), x.dtype)
-    candidate = (quantised_rows, call)
-    choice = choose.choose(static.op, static.implementation, candidate, optional=True)
-    return choice and quantised_rows.launch(x, *jax.tree.leaves(kernel), **choice.knobs)
+    w, scales = (kernel.qvalue, kernel.scale) if is_quantised else (kernel, None)
+    one = jnp.float32(1)
+    of_z = (None, z, one) if lora_a is None else (lora_a, None, scale)
+    linear = functools.partial(
+        few_rows.launch, x, w, scales, of_z[0], lora_b, z=of_z[1], scale=of_z[2], **choice.knobs
+    )
+    if not static.want_inner:
+        return linear(g=g, bias=bias), None
+    inner = linear(g=None, bias=None)
+    return forward(None, inner, jnp.zeros_like(inner), g, one, bias, want_inner=False)[0], inner
 
 
 FORWARD = Op(
     "project",
     _forward,
-    Reduced("t i", "i o", "t r", "r o", "o", "o", "i r"),
+    Reduced("t i", "i o", "t r", "r o", "o", "o", "i r", ""),
     ("t o", "t o"),
     contracted="i",
 )

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jax_dora.ops import check, choose, primitive, quantised, residuals
+from jax_dora.ops import check, choose, primitive, products, quantised, residuals
 from jax_dora.ops.compose import (
     COMPOSE_BACKWARD,
     Returned,
@@ -68,9 +68,7 @@ class Options(NamedTuple):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def projection(options: Options, operands: Projection) -> jax.Array:
     """Returns y, or inner where g is None."""
-    operands = _divisible(operands)
-    scaled = _scaled_lora_a(operands)
-    return primitive.call(FORWARD, *_reduced(options, operands, scaled, want_inner=False))[0]
+    return define(options, operands)
 
 
 def define(options: Options, operands: Projection) -> jax.Array:
@@ -95,22 +93,21 @@ def _divisible(operands: Projection) -> Projection:
 
 def _scaled_lora_a(operands: Projection) -> jax.Array:
     """Returns s·A in x's dtype."""
-    wide = accumulator(operands.lora_a.dtype)
-    return (operands.scale.astype(wide) * operands.lora_a.astype(wide)).astype(operands.x.dtype)
+    return products.scaled(operands.lora_a, operands.scale, operands.x.dtype)
 
 
 def _reduced(
     options: Options, operands: Projection, scaled: jax.Array, *, want_inner: bool
 ) -> tuple[Forward, Reduced]:
     """Returns what `FORWARD` takes, with z = drop(x) (s·A)."""
-    x, kernel, _, lora_b, g, _, bias, seed = operands
+    x, kernel, lora_a, lora_b, g, scale, bias, seed = operands
     (z,) = primitive.call(REDUCE, _reducing(options, x), Reduction(x, scaled, seed))
     static = Forward(
         options.op, options.implementation, options.precision, want_inner, options.act_qtype
     )
     # A dropped x has its own kernels for z, and an FP8 product sums its parts by itself.
-    lora_a = scaled if seed is None and options.act_qtype is None else None
-    return static, Reduced(x, kernel, z, lora_b, g, bias, lora_a)
+    lora_a = lora_a if seed is None and options.act_qtype is None else None
+    return static, Reduced(x, kernel, z, lora_b, g, bias, lora_a, scale)
 
 
 def _reducing(options: Options, x: jax.Array) -> Reducing:

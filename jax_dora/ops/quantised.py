@@ -51,9 +51,14 @@ class Format(NamedTuple):
     has_zero_point: bool
 
     @property
+    def stored(self) -> Any:
+        """Returns the dtype of the codes."""
+        return _STORED_AS.get(self.qtype) or jnp.dtype(self.qtype)
+
+    @property
     def packed(self) -> int:
         """How many elements share a byte."""
-        return 8 // bits(_STORED_AS.get(self.qtype, self.qtype))
+        return 8 // bits(self.stored)
 
     def __str__(self) -> str:
         rows, columns = self.tile

@@ -5,6 +5,7 @@ lane lies 4·(32·n + lane) bytes from the start, where a dot product of four by
 instruction from any byte of a register.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from jax.experimental.mosaic import gpu as mgpu
@@ -33,11 +34,65 @@ def lane() -> ir.Value:
     return arith.andi(mgpu.utils.thread_idx(), i32(LANES - 1))
 
 
+def i64(value: int) -> ir.Value:
+    """Returns a constant."""
+    kind = ir.IntegerType.get_signless(64)
+    return arith.constant(kind, ir.IntegerAttr.get(kind, value))
+
+
+def several(
+    kind: ir.Type,
+    count: int,
+    operands: Sequence[ir.Value],
+    text: str,
+    constraints: str,
+    *,
+    effects: bool = False,
+) -> list[ir.Value]:
+    """Returns the results, all of a kind, of an instruction."""
+    struct = llvm.StructType.get_literal([kind] * count)
+    found = llvm.inline_asm(struct, operands, text, constraints, has_side_effects=effects)
+    return [llvm.extractvalue(kind, found, [i]) for i in range(count)]
+
+
+def act(text: str) -> None:
+    """Runs an instruction that has neither operands nor results, where it stands."""
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "", has_side_effects=True)
+
+
+def pinned(values: Sequence[ir.Value]) -> list[ir.Value]:
+    """Returns i32 values, which are known before whatever is done for its effects after this."""
+    count = len(values)
+    constraints = ["=r"] * count + [str(i) for i in range(count)]
+    kind = ir.IntegerType.get_signless(32)
+    return several(kind, count, values, "// pinned", ",".join(constraints), effects=True)
+
+
+def address(ref_smem: Any) -> ir.Value:
+    """Returns where in shared memory an array begins, i32."""
+    found = llvm.ptrtoint(ir.IntegerType.get_signless(64), mgpu.utils.memref_ptr(ref_smem))
+    return arith.trunci(ir.IntegerType.get_signless(32), found)
+
+
 def lanes_column(table_smem: Any) -> ir.Value:
     """Returns the address of the first entry of the lane's own column of a table."""
-    address = llvm.ptrtoint(ir.IntegerType.get_signless(64), mgpu.utils.memref_ptr(table_smem))
-    address = arith.trunci(ir.IntegerType.get_signless(32), address)
-    return arith.addi(address, arith.shli(lane(), i32(2)))
+    return arith.addi(address(table_smem), arith.shli(lane(), i32(2)))
+
+
+def load_transposed(place: ir.Value) -> list[ir.Value]:
+    """Returns of four matrices of 8 × 8 numbers of 16 bits, to whose rows lanes 8n and on have the
+    addresses, what lane 4g + t has of their transposes: of column g the rows 2t and 2t + 1."""
+    text = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0,$1,$2,$3}, [$4];"
+    kind = ir.IntegerType.get_signless(32)
+    return several(kind, 4, [place], text, "=r,=r,=r,=r,r", effects=True)
+
+
+def descriptor(ref_smem: Any, stride: int) -> ir.Value:
+    """Returns, for a warpgroup's product, how its second operand lies in shared memory: in rows of
+    128 bytes with a swizzle of as many, `stride` bytes from each 8 rows to the next."""
+    place = arith.andi(arith.shrui(address(ref_smem), i32(4)), i32(0x3FFF))
+    place = arith.extui(ir.IntegerType.get_signless(64), place)
+    return arith.ori(place, i64((1 << 62) | (stride >> 4 << 32) | (1 << 16)))
 
 
 def entry(column: ir.Value, codes: ir.Value, byte: int, kind: ir.Type | None = None) -> ir.Value:

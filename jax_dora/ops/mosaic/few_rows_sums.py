@@ -1,0 +1,288 @@
+"""What thread blocks sum up of x W and of x A: the first kernel of `few_rows`.
+
+    x  [rows, in]    W  [in, out]    σ  [in / t, out] or None    A  [in, r] or None, x's dtype
+    parts  f32[splits, rows, out], Σ parts = x (σ∘v(W))
+    z      f32[splits, rows, 64·n], Σ z = x A, and from column r on numbers that mean nothing
+
+A strip is as wide as a row of 128 bytes; each consumer, a warpgroup, has runs and a ring of tiles
+of its own, and a warp that fetches them. A few thread blocks have runs of A instead of W's.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_dora.ops.mosaic import few_rows_tile
+from jax_dora.ops.mosaic.few_rows_tile import ROWS
+from jax_dora.ops.mosaic.hopper import (
+    FETCH_REGISTERS,
+    RESERVED,
+    consume_registers,
+    pad,
+    padded_rank,
+)
+from jax_dora.ops.mosaic.low_rank_tiling import TILE_ROWS, Config, Tiling, Walk
+
+# Rows that are copied as they are; more are padded to whole instructions.
+LOOSE_ROWS = 2
+# Columns of a tile of A.
+A_COLS = 64
+# Bytes of shared memory that sums which wait to be added up may take.
+MOST_SUMS = 160 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """What some of the thread blocks sum up.
+
+    Attributes:
+      tiling: of as many multiprocessors as there are consumers.
+      first: the number of the first of these blocks.
+      w_gmem, out_gmem: [in, columns] and f32[splits, rows, columns].
+      scales_gmem: of W's tiles, or empty.
+      w, sums, ready: names of buffers and of a barrier.
+      slots: of a consumer's ring of W's tiles; x has as many or more.
+      width: columns of a copy.
+    """
+
+    tiling: Tiling
+    first: int
+    w_gmem: Any
+    out_gmem: Any
+    scales_gmem: tuple[Any, ...]
+    w: str
+    sums: str
+    ready: str
+    slots: int
+    width: int
+
+    @property
+    def blocks(self) -> int:
+        return pl.cdiv(self.tiling.blocks, self.tiling.config.consumers)
+
+
+def tilings(
+    in_features: int, out: int, ranks: list[int], rows: int, config: Config, sm_count: int
+) -> tuple[Tiling, list[Tiling]]:
+    """Returns the tiling of W and those of A, if there is one, whose runs are as long."""
+    most = max(MOST_SUMS // (rows * A_COLS * 4 * (1 + len(ranks))), 1)
+
+    def of(cols: int, knobs: Config, blocks: int) -> Tiling:
+        found = Tiling(in_features, cols, knobs, blocks * config.consumers)
+        if found.splits <= most:
+            return found
+        return dataclasses.replace(found, config=dataclasses.replace(knobs, splits=most))
+
+    splits = of(out, config, sm_count).splits
+    of_a = dataclasses.replace(config, tile_cols=A_COLS, splits=splits)
+    a = [of(rank, of_a, sm_count) for rank in ranks]
+    taken = sum(pl.cdiv(one.blocks, config.consumers) for one in a)
+    return of(out, config, sm_count - taken), a
+
+
+def shared_memory(rows: int, rank: int, dtype: Any, tiled: bool, config: Config) -> int:
+    """Returns the bytes that a launch takes for W of `dtype`, in tiles with scales of fp32 or not,
+    beside A of `rank`."""
+    c, held = config, pl.cdiv(rows, ROWS) * ROWS
+    slot = TILE_ROWS * few_rows_tile.TILE_BYTES + held * TILE_ROWS * 2 + 4 * c.tile_cols * tiled
+    of_a = c.stages * TILE_ROWS * min(padded_rank(rank), A_COLS) * 2
+    sums = 4 * held * (c.tile_cols + A_COLS * (c.tile_cols != A_COLS))
+    table = few_rows_tile.table_for(dtype, jnp.bfloat16)
+    taken = c.consumers * (c.slots * slot + of_a + sums)
+    return taken + (0 if table is None else table.nbytes) + RESERVED
+
+
+def launch(
+    x: jax.Array,
+    w: jax.Array,
+    scales: jax.Array | None,
+    lora_a: jax.Array | None,
+    config: Config,
+    sm_count: int,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the parts of x W and of x A."""
+    c, dtype, (rows, in_features) = config, x.dtype, x.shape
+    held = pl.cdiv(rows, ROWS) * ROWS
+    copied = rows if rows <= LOOSE_ROWS else held
+    x = pad(x, copied, in_features)
+    of_a = [] if lora_a is None else [pad(lora_a, in_features, padded_rank(lora_a.shape[1]))]
+    of_tiles = [] if scales is None else [scales]
+    table = few_rows_tile.table_for(w.dtype, dtype)
+    tables = [] if table is None else [jnp.asarray(table)]
+    ring, looked_up = c.consumers * c.slots, table is not None
+    ranks = [a.shape[1] for a in of_a]
+    tiling, a_tilings = tilings(in_features, w.shape[1], ranks, held, c, sm_count)
+    blocks, *a_blocks = (pl.cdiv(one.blocks, c.consumers) for one in (tiling, *a_tilings))
+    a_sums = "sums" if c.tile_cols == A_COLS else "a_sums"
+    scale_tiles = 0 if scales is None else tiling.row_tiles // scales.shape[0]
+
+    def kernel(x_gmem, w_gmem, *rest, buffers, ready, free, table_ready):
+        rest = list(rest)
+        table_gmem = rest.pop(0) if looked_up else None
+        scales_gmem = tuple(rest.pop(0) for _ in of_tiles)
+        a_gmem = [rest.pop(0) for _ in of_a]
+        parts_gmem, *z_gmem = rest
+        block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+        jobs = [
+            _Job(
+                *(tiling, 0, w_gmem, parts_gmem, scales_gmem),
+                *("w", "sums", "ready", c.slots, c.tile_cols),
+            )
+        ]
+        for a, z, of in zip(a_gmem, z_gmem, a_tilings, strict=True):
+            jobs.append(
+                _Job(
+                    *(of, blocks, a, z, ()),
+                    *("a", a_sums, "a_ready", c.stages, min(A_COLS, a.shape[1])),
+                )
+            )
+
+        def each_job(do):
+            """Does this block's job."""
+            for job in jobs:
+                is_its = (block >= job.first) & (block < job.first + job.blocks)
+                pl.when(is_its)(lambda job=job: do(job))
+
+        def walk_of(job, consumer):
+            return Walk(job.tiling, (block - job.first) * c.consumers + consumer)
+
+        def slots_of(job, consumer, tile):
+            """Returns a tile's place in the rings of x and of W."""
+            slot = lax.rem(tile, job.slots)
+            return consumer * c.slots + slot, consumer * job.slots + slot
+
+        def fetch(job, consumer):
+            """Fills, as one warp, a consumer's ring."""
+            walk = walk_of(job, consumer)
+
+            def fetch_run(index, before):
+                cols, _, first, tiles = walk.run(index)
+                cols = pl.ds(cols.start, job.width)
+
+                def fetch_tile(tile, _):
+                    x_slot, slot = slots_of(job, consumer, before + tile)
+                    at_k = walk.rows(first + tile)
+                    at_scale = lax.div(first + tile, scale_tiles) if of_tiles else 0
+                    plgpu.barrier_wait(free.at[x_slot])
+                    for gmem, smem in (
+                        (job.w_gmem.at[at_k, cols], buffers[job.w].at[slot]),
+                        (x_gmem.at[:, at_k], buffers["x"].at[x_slot]),
+                        *(
+                            (one.at[at_scale, cols], buffers["scales"].at[slot])
+                            for one in job.scales_gmem
+                        ),
+                    ):
+                        plgpu.copy_gmem_to_smem(gmem, smem, ready[job.ready].at[slot])
+
+                lax.fori_loop(0, tiles, fetch_tile, None)
+                return before + tiles
+
+            lax.fori_loop(0, walk.runs, fetch_run, jnp.int32(0))
+            # Every slot was handed back once more than it was filled.
+            for slot in range(job.slots):
+                plgpu.barrier_wait(free.at[consumer * c.slots + slot])
+
+        def consume(job):
+            walk, sums_smem = walk_of(job, warpgroup), buffers[job.sums].at[warpgroup]
+            of, looks_up = buffers[job.w].dtype, looked_up and job.w == "w"
+            layout, width = few_rows_tile.layout(of), sums_smem.shape[1]
+            zero = plgpu.layout_cast(jnp.zeros((held, width), jnp.float32), layout)
+            if looks_up:
+                plgpu.barrier_wait(table_ready)
+
+            def consume_run(index, before):
+                cols, split, _, tiles = walk.run(index)
+
+                def add(tile, total):
+                    x_slot, slot = slots_of(job, warpgroup, before + tile)
+                    table_smem = buffers["table"] if looks_up else None
+                    operands = buffers["x"].at[x_slot], buffers[job.w].at[slot], table_smem
+                    plgpu.barrier_wait(ready[job.ready].at[slot])
+                    if job.scales_gmem:
+                        sums = few_rows_tile.multiplied(zero, *operands)
+                        scale = plgpu.load(
+                            buffers["scales"].at[slot], layout=layout.reduce(0), optimized=False
+                        ).astype(jnp.float32)
+                        total = total + sums * lax.broadcast_in_dim(scale, total.shape, (1,))
+                    else:
+                        total = few_rows_tile.multiplied(
+                            total, *operands, swizzled_w=job.w == "w"
+                        )
+                    plgpu.barrier_arrive(free.at[x_slot])
+                    return total
+
+                total = lax.fori_loop(0, tiles, add, zero)
+                few_rows_tile.store(total, sums_smem, of)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(
+                    sums_smem.at[pl.ds(0, rows)], job.out_gmem.at[split, :, cols]
+                )
+                # The next run writes there.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                return before + tiles
+
+            lax.fori_loop(0, walk.runs, consume_run, jnp.int32(0))
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(warpgroup == c.consumers)
+        def _fetch_all():
+            plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
+
+            @plgpu.warp_map
+            def _warp(warp):
+                if table_gmem is not None:
+
+                    @pl.when(warp == 0)
+                    def _fetch_table():
+                        plgpu.copy_gmem_to_smem(table_gmem, buffers["table"], table_ready)
+
+                @pl.when(warp < c.consumers)
+                def _fetch():
+                    each_job(lambda job: fetch(job, warp))
+
+        @pl.when(warpgroup < c.consumers)
+        def _consume():
+            plgpu.set_max_registers(consume_registers(c.consumers), action="increase")
+            for slot in range(c.slots):
+                plgpu.barrier_arrive(free.at[warpgroup * c.slots + slot])
+            each_job(consume)
+
+    of_x = few_rows_tile.swizzled if copied == held else plgpu.SMEM
+    buffers: dict[str, Any] = {
+        "x": of_x((ring, copied, TILE_ROWS), dtype),
+        "w": few_rows_tile.swizzled((ring, TILE_ROWS, c.tile_cols), w.dtype),
+        "sums": plgpu.SMEM((c.consumers, held, c.tile_cols), jnp.float32),
+    }
+    barriers = {"ready": plgpu.Barrier(num_arrivals=2 + len(of_tiles), num_barriers=ring)}
+    out_type = [jax.ShapeDtypeStruct((tiling.splits, rows, tiling.out), jnp.float32)]
+    for one in tables:
+        buffers["table"] = plgpu.SMEM(one.shape, one.dtype)
+    for one in of_tiles:
+        buffers["scales"] = plgpu.SMEM((ring, c.tile_cols), one.dtype)
+    for a, of in zip(of_a, a_tilings, strict=True):
+        a_ring = c.consumers * c.stages
+        buffers["a"] = plgpu.SMEM((a_ring, TILE_ROWS, min(A_COLS, a.shape[1])), dtype)
+        buffers[a_sums] = plgpu.SMEM((c.consumers, held, A_COLS), jnp.float32)
+        barriers["a_ready"] = plgpu.Barrier(num_arrivals=2, num_barriers=a_ring)
+        out_type.append(jax.ShapeDtypeStruct((of.splits, rows, of.padded_out), jnp.float32))
+    parts, *z = plgpu.kernel(
+        kernel,
+        out_type=out_type,
+        grid=(blocks + sum(a_blocks),),
+        grid_names=("block",),
+        num_threads=c.consumers + 1,
+        thread_name="warpgroup",
+        scratch_types={
+            "buffers": buffers,
+            "ready": barriers,
+            "free": plgpu.Barrier(num_barriers=ring),
+            "table_ready": plgpu.Barrier(),
+        },
+        kernel_name="dora_few_rows",
+    )(x, w, *tables, *of_tiles, *of_a)
+    return parts, z[0] if z else None
