@@ -76,13 +76,13 @@ def config(
     tiled = form is not None and form.tile[0] < in_features
     held = min(rows, PASS_ROWS[bits(stored)])
 
-    def of(slots: int) -> Config:
-        return Config(tile_cols=_width(form), stages=2, slots=slots, consumers=2)
-
-    def taken(slots: int) -> int:
-        return few_rows_sums.shared_memory(held, rank, stored, tiled, of(slots))
-
-    return of(next(slots for slots in (4, 3, 2) if taken(slots) <= SHARED_MEMORY or slots == 2))
+    found = None
+    for slots, stages in ((4, 2), (3, 2), (2, 2), (2, 1)):
+        found = Config(tile_cols=_width(form), stages=stages, slots=slots, consumers=2)
+        if few_rows_sums.shared_memory(held, rank, stored, tiled, found) <= SHARED_MEMORY:
+            break
+    assert found is not None
+    return found
 
 
 def _width(form: Format | None) -> int:

@@ -82,7 +82,7 @@ def tilings(
     of_a = dataclasses.replace(config, tile_cols=A_COLS, splits=splits)
     a = [of(rank, of_a, sm_count) for rank in ranks]
     taken = sum(pl.cdiv(one.blocks, config.consumers) for one in a)
-    return of(out, config, sm_count - taken), a
+    return of(out, config, max(sm_count - taken, 1)), a
 
 
 def shared_memory(rows: int, rank: int, dtype: Any, tiled: bool, config: Config) -> int:
@@ -213,6 +213,7 @@ def launch(
                         total = few_rows_tile.multiplied(
                             total, *operands, swizzled_w=job.w == "w"
                         )
+                    few_rows_tile.read_whole()
                     plgpu.barrier_arrive(free.at[x_slot])
                     return total
 

@@ -152,6 +152,21 @@ def store(sums: jax.Array, sums_smem: Any, of: Any) -> None:
     call(sums, sums_smem)
 
 
+def read_whole() -> None:
+    """Orders what a thread has read in shared memory before what the copy engine writes there once
+    the thread has handed it back."""
+    if choose.interpreted():
+        plgpu.commit_smem()
+        return
+
+    @plgpu.inline_mgpu()
+    def fence(_):
+        ptx.act("fence.proxy.async.shared::cta;")
+
+    call: Callable[..., Any] = fence
+    call()
+
+
 def _as_defined(sums: jax.Array, x_smem: Any, w_smem: Any, table_smem: Any) -> jax.Array:
     """Computes what `multiplied` does, in the interpreter."""
     x, values = x_smem[...][:, :TILE_ROWS], w_smem[...]

@@ -1,6 +1,7 @@
-"""Few rows by a quantised kernel, multiplied with the numbers that a table has for its codes."""
+"""Few rows through an adapted projection, in two kernels, whatever the base's format."""
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,53 +9,128 @@ import numpy as np
 import pytest
 
 from jax_dora import ops
-from jax_dora.ops.mosaic import codebook, quantised_rows, quantised_tile
-from jax_dora.ops.mosaic.hopper import RESERVED, SHARED_MEMORY
-from jax_dora.ops.mosaic.quantised_rows import refuses
-from jax_dora.ops.quantised import Format, format_of
+from jax_dora.ops.mosaic import (
+    codebook,
+    few_rows,
+    few_rows_finish,
+    few_rows_sums,
+    few_rows_tile,
+)
+from jax_dora.ops.mosaic.few_rows import refuses
+from jax_dora.ops.mosaic.hopper import SHARED_MEMORY
+from jax_dora.ops.quantised import Format, bits, format_of, is_quantised
 from parity.oracle import fp64
 from tests import quantised
-from tests.jax_dora.ops.test_mosaic_quantised_norm import STORED, draw
+from tests.jax_dora.ops.test_mosaic_quantised_norm import STORED
+from tests.jax_dora.ops.test_mosaic_quantised_norm import draw as draw_quantised
 from tests.tables import thinned
 
+SCALE = 0.7
 
-def check(x, kernel, found):
-    """Holds a product to one rounding of W's numbers and one of the result to x's dtype."""
-    bound = abs(fp64(x)) @ abs(quantised.meant(kernel))
-    epsilon = float(jnp.finfo(x.dtype).eps)
-    exact = fp64(x) @ quantised.meant(kernel)
-    assert found.dtype == x.dtype
-    assert np.all(abs(fp64(found) - exact) <= epsilon * (bound + abs(exact)) / 2)
+
+def draw(qtype, n_in, rank, out, tiles, dtype):
+    """Returns a kernel, of `dtype` where `qtype` is None, lora_a and lora_b of `dtype`."""
+    kernel, *adapter = draw_quantised(qtype or "int8", n_in, rank, out, tiles or (1, 1), dtype)
+    if qtype is None:
+        kernel = jnp.asarray(np.random.default_rng(5).standard_normal((n_in, out)), dtype)
+    return kernel, *adapter
+
+
+def operands(kernel, shape, dtype):
+    """Returns x of a shape and dtype, g and a bias for the kernel's output features."""
+    rng, out = np.random.default_rng(2), kernel.shape[1]
+    x = jnp.asarray(rng.standard_normal(shape), dtype)
+    g = jnp.asarray(rng.uniform(0.5, 2, out), jnp.float32)
+    return x, g, jnp.asarray(rng.standard_normal(out), jnp.float32)
+
+
+def launched(x, kernel, lora_a, lora_b, g, bias, sm_count, z=None):
+    """Returns what the kernels make of a call that they do not refuse."""
+    form = format_of(kernel) if is_quantised(kernel) else None
+    call = (x.size // x.shape[-1], *kernel.shape, lora_b.shape[0], form, x.dtype)
+    assert refuses(*call) is None
+    w, scales = (kernel.qvalue, kernel.scale) if form else (kernel, None)
+    knobs: dict[str, Any] = {"config": few_rows.config(*call), "sm_count": sm_count}
+    lora_a = lora_a if z is None else None
+    return few_rows.launch(x, w, scales, lora_a, lora_b, g, jnp.float32(SCALE), bias, z, **knobs)
+
+
+def check(x, kernel, lora_a, lora_b, g, bias, found):
+    """Holds a result to one rounding of W's numbers, of z and of the result to x's dtype."""
+    is_stored = not is_quantised(kernel)
+    meant = fp64(kernel) if is_stored else quantised.meant(kernel)
+    x, lora_a, lora_b, g = (fp64(one) for one in (x, lora_a, lora_b, g))
+    bias = 0.0 if bias is None else fp64(bias)
+    exact = g * (x @ meant + SCALE * (x @ lora_a) @ lora_b) + bias
+    bound = g * SCALE * (abs(x @ lora_a) @ abs(lora_b)) + abs(exact)
+    bound = bound + (0 if is_stored else g * (abs(x) @ abs(meant)))
+    assert np.all(abs(fp64(found) - exact) <= float(jnp.finfo(found.dtype).eps) * bound / 2)
 
 
 @pytest.mark.parametrize(
-    ("qtype", "tiles", "shape", "dtype", "scale_dtype"),
+    ("qtype", "tiles", "shape", "rank", "dtype", "scale_dtype"),
     thinned(
         [
-            ("nf4", (3, 512), (2, 3, 192), jnp.bfloat16, jnp.bfloat16),
-            ("int4", (3, 4), (33, 192), jnp.float16, jnp.float32),
-            ("nf4", (1, 512), (2, 192), jnp.float16, jnp.float16),
-            ("int8", (1, 384), (192,), jnp.bfloat16, jnp.bfloat16),
-            ("float8_e4m3fn", (3, 384), (9, 192), jnp.bfloat16, jnp.float32),
+            ("nf4", (3, 512), (2, 3, 192), 16, jnp.bfloat16, jnp.bfloat16),
+            ("int4", (3, 4), (33, 192), 8, jnp.float16, jnp.float32),
+            ("nf4", (1, 512), (2, 192), 3, jnp.float16, jnp.float16),
+            ("int8", (1, 384), (192,), 64, jnp.bfloat16, jnp.bfloat16),
+            ("int8", (3, 384), (12, 192), 64, jnp.float16, jnp.float32),
+            ("float8_e4m3fn", (3, 384), (9, 192), 72, jnp.bfloat16, jnp.float32),
+            (None, None, (5, 192), 24, jnp.bfloat16, None),
+            (None, None, (1, 192), 8, jnp.float16, None),
+            (None, None, (64, 192), 128, jnp.float16, None),
         ],
         [
-            ("nf4", (3, 512), (2, 3, 192), jnp.bfloat16, jnp.bfloat16),
-            ("int4", (3, 4), (33, 192), jnp.float16, jnp.float32),
-            ("int8", (1, 384), (192,), jnp.bfloat16, jnp.bfloat16),
+            ("nf4", (3, 512), (2, 3, 192), 16, jnp.bfloat16, jnp.bfloat16),
+            ("int8", (1, 384), (192,), 64, jnp.bfloat16, jnp.bfloat16),
+            (None, None, (5, 192), 24, jnp.bfloat16, None),
         ],
     ),
 )
-def test_agrees_with_the_product(on_mosaic, qtype, tiles, shape, dtype, scale_dtype):
-    out = 512 if qtype in ("nf4", "int4") else 384
-    kernel, *_ = draw(qtype, 192, 1, out, tiles, jnp.float32)
-    kernel = kernel.replace(scale=kernel.scale.astype(scale_dtype))
-    x = jnp.asarray(np.random.default_rng(2).standard_normal(shape), dtype)
-    call = (x.size // 192, 192, out, format_of(kernel), x.dtype)
-    assert refuses(*call) is None
-    config = quantised_rows.config(*call)
+def test_agrees_with_the_projection(on_mosaic, qtype, tiles, shape, rank, dtype, scale_dtype):
+    out = 512 if qtype in ("nf4", "int4") else 384 if qtype else 192
+    kernel, lora_a, lora_b = draw(qtype, 192, rank, out, tiles, dtype)
+    if qtype:
+        kernel = kernel.replace(scale=kernel.scale.astype(scale_dtype))
+    x, g, bias = operands(kernel, shape, dtype)
     with on_mosaic():
-        found = quantised_rows.launch(x, kernel.qvalue, kernel.scale, config=config, sm_count=2)
-    check(x, kernel, found)
+        found = launched(x, kernel, lora_a, lora_b, g, bias, sm_count=2)
+    assert found.dtype == dtype
+    check(x, kernel, lora_a, lora_b, g, bias, found)
+
+
+@pytest.mark.slow
+def test_takes_a_z_that_is_known(on_mosaic):
+    kernel, lora_a, lora_b = draw("int8", 128, 12, 128, (1, 128), jnp.bfloat16)
+    x, g, _ = operands(kernel, (9, 128), jnp.bfloat16)
+    z = x @ lora_a
+    with on_mosaic():
+        found = launched(x, kernel, lora_a, lora_b, g, None, 2, z)
+    check(x, kernel, lora_a, lora_b, g, None, found)
+
+
+@pytest.mark.parametrize(
+    ("rows", "rank", "dtype"),
+    thinned(
+        [(70, 16, jnp.bfloat16), (5, 24, jnp.float16), (128, 72, jnp.bfloat16)],
+        [(70, 16, jnp.bfloat16)],
+    ),
+)
+def test_ends_a_projection_whose_base_is_known(on_mosaic, rows, rank, dtype):
+    kernel, lora_a, lora_b = draw(None, 64, rank, 128, None, dtype)
+    x, g, bias = operands(kernel, (rows, 64), dtype)
+    base, z = x @ kernel, x @ lora_a
+    scale = jnp.float32(SCALE)
+    with on_mosaic():
+        found = few_rows_finish.launch(
+            base, z, lora_b, g, scale, bias, config=None, sm_count=2
+        )
+    exact = fp64(g) * (fp64(base) + SCALE * fp64(z) @ fp64(lora_b)) + fp64(bias)
+    rounded = fp64(g) * SCALE * (abs(fp64(z)) @ abs(fp64(lora_b)))  # Of s·z, in the kernel.
+    bound = float(jnp.finfo(dtype).eps) / 2 * (rounded + abs(exact))
+    assert found.dtype == dtype
+    assert np.all(abs(fp64(found) - exact) <= bound)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -66,7 +142,7 @@ def test_the_table_has_every_code_or_pair(qtype, dtype):
         "int8": np.arange(256, dtype=np.uint8).view(np.int8),
         "float8_e4m3fn": np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn),
     }[qtype].astype(np.float32)
-    table = quantised_tile.table(codebook.numbers(STORED[qtype]), dtype)
+    table = few_rows_tile.table(codebook.numbers(STORED[qtype]), dtype)
     assert (table == table[:, :1]).all()
     found = table[:, 0].copy().view(np.uint16).view(dtype)
     lower, upper = found.astype(np.float32).reshape(256, 2).T
@@ -82,84 +158,109 @@ def test_the_table_has_every_code_or_pair(qtype, dtype):
 @pytest.mark.parametrize(
     ("qtype", "tiles", "rows"),
     thinned(
-        itertools.product(STORED, [1, 128], [1, 32]),
-        [("nf4", 128, 32), ("int4", 128, 1), ("float8_e4m3fn", 1, 32)],
+        [*itertools.product(STORED, [1, 128], [1, 32]), (None, 1, 8), (None, 1, 64)],
+        [("nf4", 128, 32), ("int4", 128, 1), ("float8_e4m3fn", 1, 32), (None, 1, 64)],
     ),
 )
 def test_lowers_for_hopper_at_full_size(qtype, tiles, rows):
-    form = Format(qtype, (8192 // tiles, 1), jnp.bfloat16, False)
-    config = quantised_rows.config(rows, 8192, 8192, form, jnp.bfloat16)
+    form = Format(qtype, (8192 // tiles, 1), jnp.bfloat16, False) if qtype else None
+    config = few_rows.config(rows, 8192, 8192, 16, form, jnp.bfloat16)
+
+    def of(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
     avals = [
-        jax.ShapeDtypeStruct((rows, 8192), jnp.bfloat16),
-        jax.ShapeDtypeStruct((8192, 8192), STORED[qtype]),
-        jax.ShapeDtypeStruct((tiles, 8192), jnp.bfloat16),
+        of(rows, 8192),
+        of(8192, 8192, dtype=STORED[qtype] if qtype else jnp.bfloat16),
+        of(tiles, 8192) if qtype else None,
+        *(of(8192, 16), of(16, 8192), of(8192, dtype=jnp.float32), of(dtype=jnp.float32)),
     ]
-    call = jax.jit(lambda *a: quantised_rows.launch(*a, config=config, sm_count=132))
+    call = jax.jit(lambda *a: few_rows.launch(*a, config=config, sm_count=132))
     text = call.trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
-    assert "dora_quantised_rows" in text
-    assert "8192x8192xbf16" not in text
+    assert "dora_few_rows" in text
+    assert "dora_few_rows_finish" in text
+    assert qtype is None or "8192x8192xbf16" not in text
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8, 32])
-def test_its_tiles_have_room(rows):
-    form = Format("nf4", (64, 1), jnp.float32, False)
-    config = quantised_rows.config(rows, 8192, 8192, form, jnp.bfloat16)
-    stage = 64 * 128 + max(rows, 8) * 128 + 4 * config.tile_cols
-    taken = config.consumers * (config.slots * stage + 4 * max(rows, 8) * config.tile_cols)
-    assert taken + 4 * 256 * 32 + RESERVED <= SHARED_MEMORY
+@pytest.mark.parametrize("rank", [8, 64])
+@pytest.mark.parametrize("rows", [1, 2, 8, 32, 64])
+def test_its_tiles_have_room(rows, rank):
+    forms = [Format(qtype, (64, 1), jnp.float32, False) for qtype in STORED]
+    for form in (*forms, None):
+        config = few_rows.config(rows, 8192, 8192, rank, form, jnp.bfloat16)
+        stored = form.stored if form else jnp.dtype(jnp.bfloat16)
+        held = min(rows, few_rows.PASS_ROWS[bits(stored)])
+        taken = few_rows_sums.shared_memory(held, rank, stored, form is not None, config)
+        assert taken <= SHARED_MEMORY
 
 
 def test_refuses_with_a_reason():
     bf16 = jnp.bfloat16
     nf4 = Format("nf4", (64, 1), jnp.float32, False)
-    assert refuses(64, 8192, 8192, nf4, jnp.float16) is None
-    assert refuses(1, 64, 128, nf4._replace(qtype="int8"), bf16) is None
-    assert "float32" in refuses(8, 64, 256, nf4, jnp.float32)
-    assert "65 rows" in refuses(65, 64, 256, nf4, bf16)
-    assert "zero points" in refuses(8, 64, 256, nf4._replace(has_zero_point=True), bf16)
-    assert "in = 100" in refuses(8, 100, 256, nf4, bf16)
-    assert "32×1" in refuses(8, 64, 256, nf4._replace(tile=(32, 1)), bf16)
-    assert "out = 384" in refuses(8, 64, 384, nf4, bf16)
+    assert refuses(64, 8192, 8192, 16, nf4, jnp.float16) is None
+    assert refuses(1, 64, 128, 1, nf4._replace(qtype="int8"), bf16) is None
+    assert refuses(1, 64, 64, 1, None, bf16) is None
+    assert "float32" in refuses(8, 64, 256, 8, nf4, jnp.float32)
+    assert "65 rows" in refuses(65, 64, 256, 8, nf4, bf16)
+    assert "rank is 129" in refuses(8, 64, 256, 129, nf4, bf16)
+    assert "zero points" in refuses(8, 64, 256, 8, nf4._replace(has_zero_point=True), bf16)
+    assert "in = 100" in refuses(8, 100, 256, 8, nf4, bf16)
+    assert "32×1" in refuses(8, 64, 256, 8, nf4._replace(tile=(32, 1)), bf16)
+    assert "out = 384" in refuses(8, 64, 384, 8, nf4, bf16)
+    assert "out = 96" in refuses(8, 64, 96, 8, None, bf16)
+
+
+def test_the_end_refuses_with_a_reason():
+    bf16 = jnp.bfloat16
+    assert few_rows_finish.refuses(256, 128, 64, jnp.float16) is None
+    assert "float32" in few_rows_finish.refuses(8, 8, 64, jnp.float32)
+    assert "257 rows" in few_rows_finish.refuses(257, 8, 64, bf16)
+    assert "rank is 0" in few_rows_finish.refuses(8, 0, 64, bf16)
+    assert "out = 100" in few_rows_finish.refuses(8, 8, 100, bf16)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("qtype", "rows"), [("nf4", 4), ("int8", 2)])
+@pytest.mark.parametrize(("qtype", "rows"), [("nf4", 4), ("int8", 2), (None, 8)])
 def test_an_adapted_projection_of_few_rows_takes_it(on_mosaic, monkeypatch, qtype, rows):
     kernel, lora_a, lora_b = draw(qtype, 128, 8, 256, (2, 256), jnp.float32)
-    x = jnp.asarray(np.random.default_rng(3).standard_normal((rows, 128)), jnp.bfloat16)
-    magnitude = jnp.asarray(np.random.default_rng(4).uniform(0.5, 2, 256), jnp.float32)
-    norm = ops.factored_norm(kernel, lora_a, lora_b, 0.7)
+    x, magnitude, bias = operands(kernel, (rows, 128), jnp.bfloat16)
+    if qtype is None:
+        kernel = kernel.astype(jnp.bfloat16)
+    norm = ops.factored_norm(kernel, lora_a, lora_b, SCALE)
+    launch, seen = few_rows.launch, []
 
-    launch, launched = quantised_rows.launch, []
-
-    def seen(*operands, **knobs):
-        launched.append(operands[0].shape)
+    def watched(*operands, **knobs):
+        seen.append(operands[0].shape)
         return launch(*operands, **knobs)
 
-    monkeypatch.setattr(quantised_rows, "launch", seen)
+    monkeypatch.setattr(few_rows, "launch", watched)
     with on_mosaic():
         found = ops.dora_linear(
-            x, kernel, lora_a, lora_b, magnitude, 0.7, norm=norm, implementation="mosaic"
+            *(x, kernel, lora_a, lora_b, magnitude, SCALE),
+            bias=bias,
+            norm=norm,
+            implementation="mosaic",
         )
-    assert launched
-    assert set(launched) == {(rows, 128)}
-    adapted = quantised.meant(kernel) + 0.7 * fp64(lora_a) @ fp64(lora_b)
-    exact = fp64(x) @ (adapted * fp64(magnitude) / np.linalg.norm(adapted, axis=0))
+    assert seen
+    assert set(seen) == {(rows, 128)}
+    adapted = (quantised.meant(kernel) if qtype else fp64(kernel)) + SCALE * fp64(lora_a) @ fp64(
+        lora_b
+    )
+    exact = fp64(x) @ (adapted * fp64(magnitude) / np.linalg.norm(adapted, axis=0)) + fp64(bias)
     np.testing.assert_allclose(fp64(found), exact, atol=0.03 * abs(exact).max())
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("qtype", STORED)
+@pytest.mark.parametrize("qtype", [*STORED, None])
 @pytest.mark.parametrize(
-    ("rows", "n_in", "out"), [(1, 8192, 8192), (2, 2048, 1280), (12, 4096, 1024), (64, 2048, 5120)]
+    ("rows", "n_in", "out", "rank"),
+    [(1, 8192, 8192, 16), (2, 2048, 1280, 64), (12, 4096, 1024, 8), (64, 2048, 5120, 128)],
 )
-def test_agrees_at_full_size(rows, n_in, out, qtype):
+def test_agrees_at_full_size(rows, n_in, out, rank, qtype):
     tiles = (n_in // 64, out) if qtype in ("nf4", "int4") or rows == 2 else (1, out)
-    kernel, *_ = draw(qtype, n_in, 1, out, tiles, jnp.float32)
-    x = jnp.asarray(np.random.default_rng(2).standard_normal((rows, n_in)), jnp.bfloat16)
-    config = quantised_rows.config(rows, n_in, out, format_of(kernel), x.dtype)
-    knobs = {"config": config, "sm_count": 132}
-    first = quantised_rows.launch(x, kernel.qvalue, kernel.scale, **knobs)
-    check(x, kernel, first)
-    again = quantised_rows.launch(x, kernel.qvalue, kernel.scale, **knobs)
-    np.testing.assert_array_equal(again, first)
+    kernel, lora_a, lora_b = draw(qtype, n_in, rank, out, tiles, jnp.bfloat16)
+    x, g, bias = operands(kernel, (rows, n_in), jnp.bfloat16)
+    given = (x, kernel, lora_a, lora_b, g, bias)
+    first = launched(*given, sm_count=132)
+    check(*given, first)
+    np.testing.assert_array_equal(launched(*given, sm_count=132), first)
