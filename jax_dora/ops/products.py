@@ -1,8 +1,8 @@
 """The products with a kernel, forward and back, and the choice of what computes them.
 
 Few rows, as in decoding, have kernels of their own, which read W as it is stored. Otherwise a
-quantised kernel is dequantised for each of its products, to x's dtype. Where activations are quantised too, base alone is a product
-in FP8 (`row_wise`).
+quantised kernel is dequantised for each of its products, to x's dtype. Where activations are
+quantised too, base alone is a product in FP8 (`row_wise`).
 """
 
 import functools
@@ -85,28 +85,33 @@ def _forward(static: Forward, shard: Shard, operands: Reduced) -> tuple[Any, Any
     if shard.summed:
         return shard.sum(_forward(static, Shard(), operands)[0]), None
     (in_features, out), rank = kernel.shape, z.shape[-1]
-    rows = x.size // max(in_features, 1)
-    found = _few_rows(static, rows, operands)
-    if found is not None:
-        return found
-    # Of a quantised kernel a copy that lasts as long as the product.
-    kernel = quantised.dense(kernel, x.dtype)
+    rows, is_quantised = x.size // max(in_features, 1), quantised.is_quantised(kernel)
+    form = quantised.format_of(kernel) if is_quantised else None
     expand = (rows, rank, out, x.dtype)
     candidates = [
+        (few_rows, (rows, in_features, out, rank, form, x.dtype)),
         (project, (rows, in_features, out, x.dtype)),
-        *[(few_rows_finish, expand)] * (not static.want_inner),
+        (few_rows_finish, expand),
         (expand_compose, expand),
         (compose, (rows, out, x.dtype)),
     ]
+    if static.want_inner:
+        candidates = [one for one in candidates if one[0] not in (few_rows, few_rows_finish)]
     choice = choose.choose(static.op, static.implementation, *candidates)
     options = {"want_inner": static.want_inner}
     lora_b = lora_b.astype(x.dtype)
+    # Kernels of few rows apply s to z; s·A would be a pass of its own over A.
+    z_or_a, s = ((z, None), one) if lora_a is None else ((None, lora_a.astype(x.dtype)), scale)
+    if choice is not None and choice.kernel is few_rows:
+        w = (kernel.qvalue, kernel.scale) if is_quantised else (kernel, None)
+        return few_rows.launch(x, *w, *z_or_a, lora_b, g, s, bias, **choice.knobs), None
+    # Of a quantised kernel a copy that lasts as long as the product.
+    kernel = quantised.dense(kernel, x.dtype)
     if choice is not None and choice.kernel is project:
         return project.launch(x, kernel, z, lora_b, g, bias, **options, **choice.knobs)
     base = dot(x, kernel, (-1, 0))
     if choice is not None and choice.kernel is few_rows_finish:
-        # s is applied there, which spares A a pass.
-        z, s = (z, one) if lora_a is None else (dot(x, lora_a.astype(x.dtype), (-1, 0)), scale)
+        z = z if lora_a is None else dot(x, z_or_a[1], (-1, 0))
         return few_rows_finish.launch(base, z, lora_b, g, s, bias, **choice.knobs), None
     if choice is not None and choice.kernel is expand_compose:
         g = jnp.ones(out, jnp.float32) if g is None else g
@@ -124,27 +129,6 @@ def _by_quantised_rows(static: Forward, shard: Shard, operands: Reduced) -> tupl
     options = {"want_inner": static.want_inner}
     y, inner = forward(None, base, lora, g, jnp.float32(1), bias, **options)
     return y.astype(x.dtype), None if inner is None else inner.astype(x.dtype)
-
-
-def _few_rows(static: Forward, rows: int, operands: Reduced) -> tuple[Any, Any] | None:
-    """Returns (y, inner or None) of few rows, or None where another way is taken."""
-    x, kernel, z, lora_b, g, bias, lora_a, scale = operands
-    is_quantised = quantised.is_quantised(kernel)
-    form = quantised.format_of(kernel) if is_quantised else None
-    call = (rows, *kernel.shape, lora_b.shape[0], form, x.dtype)
-    choice = choose.choose(static.op, static.implementation, (few_rows, call), optional=True)
-    if choice is None:
-        return None
-    w, scales = (kernel.qvalue, kernel.scale) if is_quantised else (kernel, None)
-    one = jnp.float32(1)
-    of_z = (None, z, one) if lora_a is None else (lora_a, None, scale)
-    linear = functools.partial(
-        few_rows.launch, x, w, scales, of_z[0], lora_b, z=of_z[1], scale=of_z[2], **choice.knobs
-    )
-    if not static.want_inner:
-        return linear(g=g, bias=bias), None
-    inner = linear(g=None, bias=None)
-    return forward(None, inner, jnp.zeros_like(inner), g, one, bias, want_inner=False)[0], inner
 
 
 FORWARD = Op(

@@ -58,9 +58,7 @@ def refuses(
     return None
 
 
-def wins(
-    rows: int, in_features: int, out: int, rank: int, form: Format | None, dtype: Any
-) -> bool:
+def wins(rows: int, in_features: int, out: int, rank: int, form: Format | None, dtype: Any) -> bool:
     """Returns whether the kernel is taken to be no slower than XLA, which copies a quantised kernel
     in x's dtype before it multiplies."""
     if form is None and rows < 2:
@@ -95,12 +93,12 @@ def launch(
     x: jax.Array,
     w: jax.Array,
     scales: jax.Array | None,
+    z: jax.Array | None,
     lora_a: jax.Array | None,
     lora_b: jax.Array,
     g: jax.Array | None,
     scale: jax.Array,
     bias: jax.Array | None = None,
-    z: jax.Array | None = None,
     *,
     config: Config,
     sm_count: int,
@@ -111,13 +109,12 @@ def launch(
       x: [..., in].
       w: numbers of x's dtype, or codes.
       scales: [in / t, out / u] of codes.
+      z: x A [..., r]; None where lora_a is given.
       lora_a: None where z is given.
-      z: x A [..., r], None where lora_a is given.
     """
     shape, (in_features, out) = x.shape, w.shape
     x = x.reshape(-1, in_features)
     given = None if z is None else z.reshape(1, x.shape[0], -1).astype(jnp.float32)
-    lora_a, lora_b = (None if one is None else one.astype(x.dtype) for one in (lora_a, lora_b))
     of_columns = of_tiles = None
     if scales is not None:
         scales = repeated(scales, 1, out)
@@ -125,11 +122,11 @@ def launch(
     most, found = PASS_ROWS[bits(w.dtype)], []
     for first in range(0, x.shape[0], most):
         some = x[first : first + most]
-        parts, z = few_rows_sums.launch(some, w, of_tiles, lora_a, config, sm_count)
-        if given is not None:
-            z = given[:, first : first + most]
+        parts, made = few_rows_sums.launch(some, w, of_tiles, lora_a, config, sm_count)
+        z_parts = made if given is None else given[:, first : first + most]
+        assert z_parts is not None
         found.append(
-            few_rows_finish.finished(parts, z, lora_b, of_columns, g, scale, bias, x.dtype)
+            few_rows_finish.finished(parts, z_parts, lora_b, of_columns, g, scale, bias, x.dtype)
         )
     y = found[0] if len(found) == 1 else jnp.concatenate(found)
     return y.reshape(*shape[:-1], out)

@@ -37,6 +37,8 @@ def refuses(rows: int, rank: int, out: int, dtype: jax.typing.DTypeLike) -> str 
         return f"base has dtype {jnp.dtype(dtype)}, neither bfloat16 nor float16"
     if not 1 <= rows <= MOST_ROWS:
         return f"there are {rows} rows, not 1 to {MOST_ROWS}"
+    if rows > TILE_ROWS and rows % ROWS:
+        return f"{rows} rows are more than {TILE_ROWS} and no multiple of {ROWS}"
     if not 1 <= rank <= MOST_RANK:
         return f"the adapter's rank is {rank}, not 1 to {MOST_RANK}"
     if out == 0 or out % COLS:
@@ -88,7 +90,7 @@ def finished(
     # Rows of a copy, and of whole instructions.
     copied = rows if tiles == 1 else TILE_ROWS
     held = pl.cdiv(copied, ROWS) * ROWS
-    lora_b = pad(lora_b.astype(dtype), padded_rank(rank), out)
+    lora_b = pad(lora_b, padded_rank(rank), out)
     z = pad(z, *z.shape[:2], max(padded_rank(rank), z.shape[2]))
     vectors = {"sigma": sigma, "g": g, "bias": bias}
     given = {name: one for name, one in vectors.items() if one is not None}

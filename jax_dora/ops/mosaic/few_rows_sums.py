@@ -114,7 +114,7 @@ def launch(
     of_tiles = [] if scales is None else [scales]
     table = few_rows_tile.table_for(w.dtype, dtype)
     tables = [] if table is None else [jnp.asarray(table)]
-    ring, looked_up = c.consumers * c.slots, table is not None
+    ring = c.consumers * c.slots
     ranks = [a.shape[1] for a in of_a]
     tiling, a_tilings = tilings(in_features, w.shape[1], ranks, held, c, sm_count)
     blocks, *a_blocks = (pl.cdiv(one.blocks, c.consumers) for one in (tiling, *a_tilings))
@@ -123,7 +123,7 @@ def launch(
 
     def kernel(x_gmem, w_gmem, *rest, buffers, ready, free, table_ready):
         rest = list(rest)
-        table_gmem = rest.pop(0) if looked_up else None
+        tables_gmem = [rest.pop(0) for _ in tables]
         scales_gmem = tuple(rest.pop(0) for _ in of_tiles)
         a_gmem = [rest.pop(0) for _ in of_a]
         parts_gmem, *z_gmem = rest
@@ -189,7 +189,7 @@ def launch(
 
         def consume(job):
             walk, sums_smem = walk_of(job, warpgroup), buffers[job.sums].at[warpgroup]
-            of, looks_up = buffers[job.w].dtype, looked_up and job.w == "w"
+            of, looks_up = buffers[job.w].dtype, bool(tables) and job.w == "w"
             layout, width = few_rows_tile.layout(of), sums_smem.shape[1]
             zero = plgpu.layout_cast(jnp.zeros((held, width), jnp.float32), layout)
             if looks_up:
@@ -210,9 +210,7 @@ def launch(
                         ).astype(jnp.float32)
                         total = total + sums * lax.broadcast_in_dim(scale, total.shape, (1,))
                     else:
-                        total = few_rows_tile.multiplied(
-                            total, *operands, swizzled_w=job.w == "w"
-                        )
+                        total = few_rows_tile.multiplied(total, *operands, swizzled_w=job.w == "w")
                     few_rows_tile.read_whole()
                     plgpu.barrier_arrive(free.at[x_slot])
                     return total
@@ -236,10 +234,10 @@ def launch(
 
             @plgpu.warp_map
             def _warp(warp):
-                if table_gmem is not None:
+                for table_gmem in tables_gmem:
 
                     @pl.when(warp == 0)
-                    def _fetch_table():
+                    def _fetch_table(table_gmem=table_gmem):
                         plgpu.copy_gmem_to_smem(table_gmem, buffers["table"], table_ready)
 
                 @pl.when(warp < c.consumers)

@@ -11,10 +11,8 @@ memory. A register holds the numbers of two neighbouring rows of W in one column
              the place of such a pair in a table of 256
     FP8      codes are looked up one by one
 
-    word     the columns whose numbers a register holds: 8 of 4 bits, 4 of 8 bits
-    lane 4g + t of warp w has of codes the columns from word·(8w + g) on, of 16 bits the columns
-    16w + g and 16w + 8 + g; of every 16 rows of W the rows 2t, 2t + 1, 2t + 8 and 2t + 9; of the
-    sums the rows 2t and 2t + 1 of every 8 of x
+`few_rows_reads` says what lane 4g + t reads; of the sums it has of every 8 rows of x the rows 2t
+and 2t + 1.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,18 +25,22 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, vector
 
 from jax_dora.ops import choose
 from jax_dora.ops.mosaic import codebook, ptx
+from jax_dora.ops.mosaic.few_rows_reads import (
+    ROWS,
+    STEP,
+    TILE_BYTES,
+    Bytes,
+    Looked,
+    Numbers,
+    X,
+)
 from jax_dora.ops.mosaic.low_rank_tiling import TILE_ROWS
 from jax_dora.ops.quantised import bits
 
-# Bytes of a row of a tile, which the widest swizzle permutes in pieces of 16.
-TILE_BYTES = 128
-# Rows of x that an instruction takes.
-ROWS = 8
-STEP = 16
 # More rows than these by codes are a warpgroup's product.
 WARPS_ROWS = 8
 
@@ -112,13 +114,13 @@ def multiplied(
 
     @plgpu.inline_mgpu(arg_types=(of_sums, *tiles, *given), return_type=found)
     def multiply(_, sums, x_smem, w_smem, *table_smem):
-        x = _X(rows, 0 if swizzled_x else 2 * pitch, x_smem)
+        x = X(rows, 0 if swizzled_x else 2 * pitch, x_smem)
         if bits(dtype) == 16:
-            w: Any = _Numbers(columns, swizzled_w, w_smem)
+            w: Any = Numbers(columns, swizzled_w, w_smem)
         elif dtype == jnp.int8:
-            w = _Bytes(half, w_smem)
+            w = Bytes(half, w_smem)
         else:
-            w = _Looked(bits(dtype), w_smem, *table_smem)
+            w = Looked(bits(dtype), w_smem, *table_smem)
         if rows > WARPS_ROWS and swizzled_x and bits(dtype) < 16:
             return _added_by_warpgroup(half, sums, x_smem, w)
         return _added(half, sums, x, w)
@@ -180,145 +182,7 @@ def _as_defined(sums: jax.Array, x_smem: Any, w_smem: Any, table_smem: Any) -> j
     return sums + jnp.dot(x.astype(jnp.float32), values.astype(jnp.float32), precision="highest")
 
 
-class _X:
-    """What a thread reads of x: of each 8 rows, two columns of one.
-
-    Attributes:
-      pitch: bytes from row to row.
-    """
-
-    def __init__(self, rows: int, pitch: int, x_smem: Any):
-        """`pitch` is 0 for a tile of whole swizzled rows."""
-        lane = ptx.lane()
-        group, at = arith.shrui(lane, ptx.i32(2)), arith.andi(lane, ptx.i32(3))
-        row = group if rows % ROWS == 0 else arith.minui(group, ptx.i32(rows - 1))
-        self.swizzle = ptx.i32(0) if pitch else arith.shli(group, ptx.i32(4))
-        self.pitch = pitch or TILE_BYTES
-        place = arith.muli(row, ptx.i32(self.pitch))
-        place = arith.addi(place, arith.shli(at, ptx.i32(2)))
-        self.x = _at(mgpu.utils.memref_ptr(x_smem), place)
-
-    def numbers(self, rows: int, piece: int) -> ir.Value:
-        """Returns the numbers of two columns of a row: of the 16 bytes number `piece`."""
-        place = arith.xori(self.swizzle, ptx.i32(16 * piece))
-        return _load(_at(self.x, place), rows * ROWS * self.pitch)
-
-
-class _Numbers:
-    """W of 16 bits.
-
-    Attributes:
-      word: how many columns a lane has.
-    """
-
-    word = 2
-
-    def __init__(self, columns: int, is_swizzled: bool, w_smem: Any):
-        pitch = TILE_BYTES if is_swizzled else 2 * columns
-        lane = ptx.lane()
-        # A lane gives the place of a row of one of four 8 × 8 matrices: row / 8 in its second bit.
-        row = arith.addi(
-            arith.andi(lane, ptx.i32(7)), arith.shli(arith.shrui(lane, ptx.i32(4)), ptx.i32(3))
-        )
-        second = arith.andi(arith.shrui(lane, ptx.i32(3)), ptx.i32(1))
-        piece = arith.addi(arith.shli(_warp(), ptx.i32(1)), second)
-        piece = arith.minui(piece, ptx.i32(columns // 8 - 1))
-        if is_swizzled:
-            piece = arith.xori(piece, arith.andi(row, ptx.i32(7)))
-        place = arith.addi(arith.muli(row, ptx.i32(pitch)), arith.shli(piece, ptx.i32(4)))
-        self.address, self.pitch = arith.addi(ptx.address(w_smem), place), pitch
-
-    def step(self, row: int) -> list[list[ir.Value]]:
-        """Returns by halves of 16 rows, `row` on, and by columns what a lane has."""
-        address = arith.addi(self.address, ptx.i32(row * self.pitch))
-        four = ptx.load_transposed(address)
-        return [four[:2], four[2:]]
-
-
-class _Codes:
-    """Words of codes in the swizzled tile: of odd rows apart, since a swizzle goes by the row."""
-
-    def __init__(self, word: int, w_smem: Any):
-        self.word = word
-        lane = ptx.lane()
-        group, at = arith.shrui(lane, ptx.i32(2)), arith.andi(lane, ptx.i32(3))
-        byte = arith.addi(arith.shli(_warp(), ptx.i32(5)), arith.shli(group, ptx.i32(2)))
-        codes = mgpu.utils.memref_ptr(w_smem)
-        self.rows = []
-        for odd in range(2):
-            row = arith.ori(arith.shli(at, ptx.i32(1)), ptx.i32(odd))
-            place = arith.xori(byte, arith.shli(row, ptx.i32(4)))
-            self.rows.append(_at(codes, arith.addi(arith.shli(row, ptx.i32(7)), place)))
-
-    def step(self, row: int) -> list[list[ir.Value]]:
-        """Returns by halves of 16 rows, `row` on, and by columns of a word the numbers of two rows,
-        2t on, in one register."""
-        return [
-            self.numbers(*(_load(one, (row + half) * TILE_BYTES) for one in self.rows))
-            for half in (0, STEP // 2)
-        ]
-
-    def numbers(self, first: ir.Value, second: ir.Value) -> list[ir.Value]:
-        """Returns the numbers of two words."""
-        raise NotImplementedError
-
-
-class _Looked(_Codes):
-    """Codes that are looked up in a table.
-
-    Attributes:
-      column: the lane's of the table.
-    """
-
-    def __init__(self, bits_of_code: int, w_smem: Any, table_smem: Any):
-        super().__init__(32 // bits_of_code, w_smem)
-        self.column = ptx.lanes_column(table_smem)
-
-    def numbers(self, first: ir.Value, second: ir.Value) -> list[ir.Value]:
-        if self.word == 4:
-            found = [
-                [ptx.entry(self.column, one, byte) for one in (first, second)] for byte in range(4)
-            ]
-            return [ptx.run("prmt.b32 $0, $1, $2, 0x5410;", *two) for two in found]
-        low = ptx.i32(0x0F0F0F0F)
-        take = "lop3.b32 $0, $1, $2, $3, 0xE4;"  # Where the third has a bit the first's, or else.
-        even = ptx.run(take, first, arith.shli(second, ptx.i32(4)), low)
-        odd = ptx.run(take, arith.shrui(first, ptx.i32(4)), second, low)
-        return [ptx.entry(self.column, one, byte) for byte in range(4) for one in (even, odd)]
-
-
-class _Bytes(_Codes):
-    """int8. With a byte b = 128·n + m, m below 128, 16 bits 0x4300 + m are 128 + m in bf16, and
-    0x4300 + 128·n are 128 or 256: their difference is m - 128·n. In fp16 0x6400 + (b ^ 128) are
-    1024 + 128 + the number."""
-
-    def __init__(self, half: str, w_smem: Any):
-        super().__init__(4, w_smem)
-        self.half = half
-
-    def numbers(self, first: ir.Value, second: ir.Value) -> list[ir.Value]:
-        found = []
-        for byte in range(4):
-            # Every other byte is masked.
-            chosen = 0x4400 + 0x1111 * byte
-            both = ptx.run(f"prmt.b32 $0, $1, $2, {chosen:#06x};", first, second)
-            found.append(self._apart(both))
-        return found
-
-    def _apart(self, both: ir.Value) -> ir.Value:
-        def masked(mask: int, other: int, table: str) -> ir.Value:
-            operands = both, ptx.i32(mask), ptx.i32(other)
-            return ptx.run(f"lop3.b32 $0, $1, $2, $3, {table};", *operands)
-
-        if self.half == "bf16":
-            low = masked(0x007F007F, 0x43004300, "0xEA")  # (a & b) | c
-            high = masked(0x00800080, 0x43004300, "0xEA")
-            return ptx.run("sub.rn.bf16x2 $0, $1, $2;", low, high)
-        moved = masked(0x00FF00FF, 0x64806480, "0x6A")  # (a & b) ^ c
-        return ptx.run("sub.rn.f16x2 $0, $1, $2;", moved, ptx.i32(0x64806480))
-
-
-def _added(half: str, sums: mgpu.FragmentedArray, x: _X, w: Any) -> mgpu.FragmentedArray:
+def _added(half: str, sums: mgpu.FragmentedArray, x: X, w: Any) -> mgpu.FragmentedArray:
     """Returns sums plus the product, by each warp's own instructions."""
     total = _taken_apart(sums, w.word)
     for step in range(TILE_ROWS // STEP):
@@ -394,7 +258,9 @@ def _mma(
     return ptx.several(ir.F32Type.get(), 4, [*left, *right, *sums], text, constraints)
 
 
-def _wgmma(half: str, left: Sequence[ir.Value], x: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
+def _wgmma(
+    half: str, left: Sequence[ir.Value], x: ir.Value, sums: list[ir.Value]
+) -> list[ir.Value]:
     count = len(sums)
     into = ",".join(f"${i}" for i in range(count))
     given = [f"${i}" for i in range(2 * count, 2 * count + 5)]
@@ -406,17 +272,3 @@ def _wgmma(half: str, left: Sequence[ir.Value], x: ir.Value, sums: list[ir.Value
     constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r"] * 4 + ["l"]
     operands = [*sums, *left, x]
     return ptx.several(ir.F32Type.get(), count, operands, text, ",".join(constraints), effects=True)
-
-
-def _warp() -> ir.Value:
-    """Returns the warp's number in its warpgroup."""
-    return arith.andi(arith.shrui(mgpu.utils.thread_idx(), ptx.i32(5)), ptx.i32(3))
-
-
-def _at(pointer: ir.Value, offset: ir.Value | int) -> ir.Value:
-    """Returns a pointer some bytes further on."""
-    return mgpu.utils.getelementptr(pointer, [offset], ir.IntegerType.get_signless(8))
-
-
-def _load(pointer: ir.Value, offset: int) -> ir.Value:
-    return llvm.load(ir.IntegerType.get_signless(32), _at(pointer, offset))

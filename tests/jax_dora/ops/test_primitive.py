@@ -99,32 +99,33 @@ FORWARD_OPERANDS = Reduced(
     shape(OUT, dtype=F32),
     None,
     shape(IN, RANK),
+    shape(dtype=F32),
 )
 N = None
 
 
 WHOLE, ROWS_CUT, COLUMNS_CUT = (N, N), ("data", N), (N, "data")
-# Of x, the kernel, z, lora_b, g and lora_a: as XLA proposes, and as a device takes them; of the
+# Of x, the kernel, z, lora_b, g, lora_a and s: as XLA proposes, and as a device takes them; of the
 # result.
 LAYOUTS = {
     "data": (
-        [ROWS_CUT, WHOLE, WHOLE, WHOLE, (N,), WHOLE],
-        [ROWS_CUT, WHOLE, ROWS_CUT, WHOLE, (N,), WHOLE],
+        [ROWS_CUT, WHOLE, WHOLE, WHOLE, (N,), WHOLE, ()],
+        [ROWS_CUT, WHOLE, ROWS_CUT, WHOLE, (N,), WHOLE, ()],
         ROWS_CUT,
     ),
     "fsdp": (
-        [ROWS_CUT, ROWS_CUT, WHOLE, COLUMNS_CUT, (N,), ROWS_CUT],
-        [ROWS_CUT, WHOLE, ROWS_CUT, WHOLE, (N,), WHOLE],
+        [ROWS_CUT, ROWS_CUT, WHOLE, COLUMNS_CUT, (N,), ROWS_CUT, ()],
+        [ROWS_CUT, WHOLE, ROWS_CUT, WHOLE, (N,), WHOLE, ()],
         ROWS_CUT,
     ),
     "column": (
-        [WHOLE, COLUMNS_CUT, WHOLE, WHOLE, (N,), WHOLE],
-        [WHOLE, COLUMNS_CUT, WHOLE, COLUMNS_CUT, ("data",), WHOLE],
+        [WHOLE, COLUMNS_CUT, WHOLE, WHOLE, (N,), WHOLE, ()],
+        [WHOLE, COLUMNS_CUT, WHOLE, COLUMNS_CUT, ("data",), WHOLE, ()],
         COLUMNS_CUT,
     ),
     "row": (
-        [COLUMNS_CUT, ROWS_CUT, WHOLE, WHOLE, (N,), ROWS_CUT],
-        [COLUMNS_CUT, ROWS_CUT, WHOLE, WHOLE, (N,), ROWS_CUT],
+        [COLUMNS_CUT, ROWS_CUT, WHOLE, WHOLE, (N,), ROWS_CUT, ()],
+        [COLUMNS_CUT, ROWS_CUT, WHOLE, WHOLE, (N,), ROWS_CUT, ()],
         WHOLE,
     ),
 }
@@ -157,7 +158,7 @@ def test_the_norm_sums_only_vectors(on_hopper):
 def test_a_part_that_loses_is_left_to_xla(on_hopper):
     static = Forward("dora_linear", None, None, False, None)
     operands = FORWARD_OPERANDS._replace(x=shape(1024, IN), z=shape(1024, RANK))
-    specs = [("data",), (), ("data",), (), (), ()]
+    specs = [("data",), (), ("data",), (), (), (), ()]
     text, _ = of_device(FORWARD, static, operands, automatic(2), specs, [("data",)])
     assert "mosaic_gpu" not in text
     text, _ = of_device(FORWARD, static, operands, automatic(1), specs, [("data",)])
