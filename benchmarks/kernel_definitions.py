@@ -25,8 +25,8 @@ def quantised_norm(codes, scales, a, b):
     return norm(dense(codes, scales), a, b)
 
 
-def quantised_rows(x, codes, scales):
-    return x @ dense(codes, scales).astype(x.dtype)
+def few_rows(x, codes, scales, a, b, g):
+    return compose(x @ dense(codes, scales).astype(x.dtype), (x @ a) @ b, g)
 
 
 def compose(base, lora, g):

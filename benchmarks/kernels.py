@@ -24,13 +24,14 @@ from jax_dora.ops.mosaic import (
     dropped_product_back,
     elementwise,
     expand_compose,
+    few_rows,
+    few_rows_finish,
     low_rank_tiling,
     norm,
     product_tiling,
     project,
     project_back,
     quantised_norm,
-    quantised_rows,
     swiglu_backward,
 )
 from jax_dora.ops.quantised import Format
@@ -97,14 +98,19 @@ KERNELS = {
         ("in out rank",),
         kinds=(TILED, BF16),
     ),
-    "quantised_rows": Kernel(
-        *(quantised_rows, definitions.quantised_rows, "rows in out"),
-        ("rows in", "nf4 in out", "tiles out"),
-        [shape | {"rows": rows} for shape in QUANTISED_SHAPES for rows in (1, 32)],
-        [low_rank_tiling.Config(tile_cols=256, slots=slots) for slots in (3, 4)],
+    "few_rows": Kernel(
+        *(few_rows, definitions.few_rows, "rows in out rank"),
+        ("rows in", "nf4 in out", "tiles out", "in rank", "rank out", "out"),
+        [shape | {"rows": rows, "rank": 16} for shape in QUANTISED_SHAPES for rows in (1, 32)],
+        [low_rank_tiling.Config(tile_cols=256, stages=2, slots=slots) for slots in (3, 4)],
         ("rows in out",),
-        extra=(),
         kinds=(TILED, BF16),
+    ),
+    "few_rows_finish": Kernel(
+        *(few_rows_finish, definitions.expand_compose, "rows rank out"),
+        ("rows out", "rows rank", "rank out", "out"),
+        _grid(rows=(8, 256), out=(2048, 8192), rank=(16, 64)),
+        (),
     ),
     "compose": Kernel(
         *(compose, definitions.compose, "rows out"),

@@ -101,17 +101,18 @@ def _forward(static: Forward, shard: Shard, operands: Reduced) -> tuple[Any, Any
     options = {"want_inner": static.want_inner}
     lora_b = lora_b.astype(x.dtype)
     # Kernels of few rows apply s to z; s·A would be a pass of its own over A.
-    z_or_a, s = ((z, None), one) if lora_a is None else ((None, lora_a.astype(x.dtype)), scale)
+    a, s = (None, one) if lora_a is None else (lora_a.astype(x.dtype), scale)
     if choice is not None and choice.kernel is few_rows:
         w = (kernel.qvalue, kernel.scale) if is_quantised else (kernel, None)
-        return few_rows.launch(x, *w, *z_or_a, lora_b, g, s, bias, **choice.knobs), None
+        given = z if a is None else None
+        return few_rows.launch(x, *w, a, lora_b, g, s, bias, given, **choice.knobs), None
     # Of a quantised kernel a copy that lasts as long as the product.
     kernel = quantised.dense(kernel, x.dtype)
     if choice is not None and choice.kernel is project:
         return project.launch(x, kernel, z, lora_b, g, bias, **options, **choice.knobs)
     base = dot(x, kernel, (-1, 0))
     if choice is not None and choice.kernel is few_rows_finish:
-        z = z if lora_a is None else dot(x, z_or_a[1], (-1, 0))
+        z = z if a is None else dot(x, a, (-1, 0))
         return few_rows_finish.launch(base, z, lora_b, g, s, bias, **choice.knobs), None
     if choice is not None and choice.kernel is expand_compose:
         g = jnp.ones(out, jnp.float32) if g is None else g

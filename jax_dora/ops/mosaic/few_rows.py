@@ -93,12 +93,12 @@ def launch(
     x: jax.Array,
     w: jax.Array,
     scales: jax.Array | None,
-    z: jax.Array | None,
     lora_a: jax.Array | None,
     lora_b: jax.Array,
     g: jax.Array | None,
     scale: jax.Array,
     bias: jax.Array | None = None,
+    z: jax.Array | None = None,
     *,
     config: Config,
     sm_count: int,
@@ -109,8 +109,8 @@ def launch(
       x: [..., in].
       w: numbers of x's dtype, or codes.
       scales: [in / t, out / u] of codes.
-      z: x A [..., r]; None where lora_a is given.
       lora_a: None where z is given.
+      z: x A [..., r]; None where lora_a is given.
     """
     shape, (in_features, out) = x.shape, w.shape
     x = x.reshape(-1, in_features)

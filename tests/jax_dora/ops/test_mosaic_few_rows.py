@@ -52,7 +52,7 @@ def launched(x, kernel, lora_a, lora_b, g, bias, sm_count, z=None):
     w, scales = (kernel.qvalue, kernel.scale) if is_quantised(kernel) else (kernel, None)
     knobs: dict[str, Any] = {"config": few_rows.config(*call), "sm_count": sm_count}
     lora_a = lora_a if z is None else None
-    return few_rows.launch(x, w, scales, z, lora_a, lora_b, g, jnp.float32(SCALE), bias, **knobs)
+    return few_rows.launch(x, w, scales, lora_a, lora_b, g, jnp.float32(SCALE), bias, z, **knobs)
 
 
 def check(x, kernel, lora_a, lora_b, g, bias, found):
@@ -171,7 +171,7 @@ def test_lowers_for_hopper_at_full_size(qtype, tiles, rows):
         of(rows, 8192),
         of(8192, 8192, dtype=STORED[qtype] if qtype else jnp.bfloat16),
         of(tiles, 8192) if qtype else None,
-        *(None, of(8192, 16), of(16, 8192), of(8192, dtype=jnp.float32), of(dtype=jnp.float32)),
+        *(of(8192, 16), of(16, 8192), of(8192, dtype=jnp.float32), of(dtype=jnp.float32)),
     ]
     call = jax.jit(lambda *a: few_rows.launch(*a, config=config, sm_count=132))
     text = call.trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
