@@ -47,8 +47,8 @@ def refuses(rows: int, rank: int, out: int, dtype: jax.typing.DTypeLike) -> str 
 
 
 def wins(rows: int, rank: int, out: int, dtype: jax.typing.DTypeLike) -> bool:
-    """Returns whether the kernel is taken to be no slower than XLA."""
-    return rows > 1 and out >= 1024
+    """Returns that XLA takes a call that names no kernel: this one is `few_rows`' second."""
+    return False
 
 
 def config(rows: int, rank: int, out: int, dtype: jax.typing.DTypeLike) -> None:
