@@ -67,8 +67,9 @@ def dora_linear(
         which it keeps more; the others have a gradient of their own, in reverse mode, and "xla" is
         that without kernels. "mosaic" stands for the most fused of its kernels that takes the call:
         the whole projection (of up to 64 rows the one for few), else expand and compose, else
-        compose alone; the norm then takes the best that accepts it. Under dropout it also draws the mask in the kernels of lora_a's
-        product and gradient, where they accept the call; x's gradient, and mode "input", are XLA's.
+        compose alone; the norm then takes the best that accepts it. Under dropout it also draws the
+        mask in the kernels of lora_a's product and gradient, where they accept the call; x's
+        gradient, and mode "input", are XLA's.
       precision: of the matrix products with x, as in `jax.lax.dot_general`.
       dropout: of x, in training; its mask is never in memory, see `jax_dora.ops.Dropout`.
       keep_inner: names what the magnitude's gradient reads, so that `jax_dora.remat_policy()` keeps

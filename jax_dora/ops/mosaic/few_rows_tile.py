@@ -155,18 +155,9 @@ def store(sums: jax.Array, sums_smem: Any, of: Any) -> None:
 
 
 def read_whole() -> None:
-    """Orders what a thread has read in shared memory before what the copy engine writes there once
-    the thread has handed it back."""
-    if choose.interpreted():
-        plgpu.commit_smem()
-        return
-
-    @plgpu.inline_mgpu()
-    def fence(_):
-        ptx.act("fence.proxy.async.shared::cta;")
-
-    call: Callable[..., Any] = fence
-    call()
+    """Waits until every lane of the warpgroup has read what it reads of a tile: without it the copy
+    engine overtakes them."""
+    plgpu.commit_smem()
 
 
 def _as_defined(sums: jax.Array, x_smem: Any, w_smem: Any, table_smem: Any) -> jax.Array:

@@ -20,8 +20,6 @@ from jax_dora.ops.bank import bank_linear
 from jax_dora.ops.bank_projection import bank_projection
 from jax_dora.ops.bank_slots import Slots
 from jax_dora.ops.dropout import Dropout, draw_seed
-from jax_dora.ops.mosaic import quantised_rows
-from jax_dora.ops.quantised import format_of
 from tests import quantised
 
 LAUNCHES = 4000
@@ -40,11 +38,16 @@ def kernel_of(qtype: str | None, n_in: int, out: int) -> Any:
     return quantised.draw(qtype, (n_in, out), tiles)
 
 
-def few_rows(qtype: str, rows: int, n_in: int, out: int) -> tuple[Callable[..., Any], Any]:
-    kernel, x = kernel_of(qtype, n_in, out), normal(1, rows, n_in)
-    config = quantised_rows.config(rows, n_in, out, format_of(kernel), x.dtype)
-    launch = functools.partial(quantised_rows.launch, config=config, sm_count=132)
-    return launch, (x, kernel.qvalue, kernel.scale)
+def few_rows(qtype: str | None, rows: int, n_in: int, out: int) -> tuple[Callable[..., Any], Any]:
+    adapter = normal(2, n_in, 64, deviation=n_in**-0.5), normal(3, 64, out, deviation=0.1)
+    call = functools.partial(ops.dora_linear, implementation="mosaic")
+    vectors = (1 + normal(seed, out, dtype=jnp.float32, deviation=0.1) for seed in (4, 5))
+
+    def launch(x: jax.Array, kernel: Any, lora_a: jax.Array, lora_b: jax.Array, *given: Any) -> Any:
+        magnitude, norm = given
+        return call(x, kernel, lora_a, lora_b, magnitude, 0.5, norm=norm)
+
+    return launch, (normal(1, rows, n_in), kernel_of(qtype, n_in, out), *adapter, *vectors)
 
 
 def norm(qtype: str | None, n_in: int, out: int, rank: int) -> tuple[Callable[..., Any], Any]:
@@ -105,7 +108,8 @@ def bank(rows: int, tokens: int, n_in: int, out: int) -> tuple[Callable[..., Any
 
 CASES = {
     **{f"{rows} rows, {q}": (few_rows, q, rows, 2048, 5120) for q in QTYPES for rows in (1, 32)},
-    **{f"64 rows, {q}": (few_rows, q, 64, 2048, 5120) for q in QTYPES},
+    **{f"64 rows, {q}": (few_rows, q, 64, 2048, 5120) for q in (None, *QTYPES)},
+    "8 rows": (few_rows, None, 8, 2048, 5120),
     **{f"norm, {q}": (norm, q, 2048, 2048, 384) for q in (None, *QTYPES)},
     "norm, rank 16": (norm, None, 4096, 4096, 16),
     "projection": (linear, 512, 2048, 2048, 384),
