@@ -71,3 +71,19 @@ def bank_loads() -> str:
         cells = [f"{rank}", f"{moved / 1e6:.0f}", f"{1e3 * moved / LINK:.1f}"]
         lines.append([*cells, *(measured[rank, kind] for kind in kinds)])
     return table(["rank", "MB", "by PCIe 5, ms", *(f"{kind}, ms" for kind in kinds)], lines)
+
+
+def bank_torch() -> str:
+    """Returns times of torch_dora's bank and of PEFT's mixed batches over those of the base."""
+    measured = {
+        (line["rows"], line["tokens"], line["mix"], line["kind"]): line["over_base"]
+        for line in rows("bank_torch", "h200")
+    }
+    lines = []
+    for batch in sorted({key[:2] for key in measured}, key=lambda key: (key[1], key[0])):
+        cells = [f"{batch[0]} × {batch[1]}"]
+        for mix, kind in (("zipf", "DoRA"), ("uniform", "DoRA"), ("zipf", "LoRA")):
+            cells.append(f"{measured[*batch, mix, kind]:.2f}")
+        lines.append([*cells, f"{measured[*batch, 'zipf', 'PEFT LoRA']:.2f}"])
+    names = ("DoRA, Zipf 1.5", "DoRA, evenly", "LoRA, Zipf 1.5", "PEFT's LoRA, Zipf 1.5")
+    return table(["rows × tokens", *names], lines)

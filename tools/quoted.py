@@ -283,6 +283,7 @@ TABLES: dict[str, Callable[[], str]] = {
         bank_tables.bank_times,
         bank_tables.bank_prompts,
         bank_tables.bank_loads,
+        bank_tables.bank_torch,
         devices,
         step_parts.step_parts,
         step_parts.step_operators,
