@@ -146,11 +146,11 @@ for rows, product in ((16, "mma.sync"), (64, "wgmma.mma_async")):
         num_stages=config.stages,
     )
     assert product in code and "atom" not in code
-    pointers = dict.fromkeys(["base_ptr", "z_ptr", "b_ptr", "bias_ptr", "y_ptr"], half)
+    pointers = dict.fromkeys(["base_ptr", "b_ptr", "bias_ptr", "y_ptr"], half)
     code = lower(
         bank_expand._kernel,
-        counts | pointers | dict(g_ptr=full, scale_ptr=full),
-        sizes | dict(HAS_BIAS=True, COLUMNS=bank_expand.CONFIG.columns),
+        counts | pointers | dict(z_ptr=full, g_ptr=full, scale_ptr=full),
+        sizes | dict(SPLITS=4, HAS_BIAS=True, COLUMNS=bank_expand.CONFIG.columns),
         bank_expand.CONFIG.warps,
     )
     assert product in code
