@@ -1,9 +1,9 @@
 """Each row's product with the B of its slot, and what follows it, in one pass over the result:
 y = g[slot]∘(base + s[slot]·z B[slot]) + bias, where base is what it is without its bias.
 
-base, y: [batch, time, out] and B: [slots, ranks, out], all fp16 or bf16; g: f32[slots, out], s:
-f32[slots], bias: [out]. z: f32[splits, batch, time, ranks], to be added up and rounded to B's
-dtype. A row of slot -1 is base, bit for bit; one of no slot is NaN.
+base, y: [batch, time, out] and B: [slots, ranks, out], all fp16 or bf16; z: f32[batch, time, ranks],
+to be rounded to B's dtype; g: f32[slots, out], s: f32[slots], bias: [out]. A row of slot -1 is
+base, bit for bit; one of no slot is NaN.
 
 Bytes: 1 read and 1 write of batch·time·out, and B once for each program's tokens, those of
 `bank_shrink`, from the level-2 cache but for the first, of the real rank.
@@ -30,14 +30,12 @@ class Config:
 
 
 CONFIG = Config()
-# Numbers of z's parts that every tile of columns may add up again; more are added up before.
-MOST_PARTS = 2**15
 
 
 @jit
 def _kernel(
     base_ptr,  # [batch, time, out]
-    z_ptr,  # f32[SPLITS, batch·time, ranks]
+    z_ptr,  # f32[batch, time, ranks]
     b_ptr,  # [slots, ranks, out]
     g_ptr,  # f32[slots, out]
     scale_ptr,  # f32[slots]
@@ -46,11 +44,9 @@ def _kernel(
     rank_ptr,  # i32[slots]
     bias_ptr,  # [out], not read unless HAS_BIAS
     y_ptr,  # [batch, time, out]
-    batch,
     time,
     features,
     slots,
-    SPLITS: tl.constexpr,
     RANKS: tl.constexpr,
     ROOM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -76,14 +72,11 @@ def _kernel(
     lora = tl.zeros((ROWS, COLUMNS), tl.float32)
     if rank > 0:
         r = tl.arange(0, ROOM)  # [ROOM]
-        z = tl.zeros((ROWS, ROOM), tl.float32)
-        for split in range(SPLITS):
-            z += tl.load(
-                z_ptr + (split * batch * time + place[:, None]) * RANKS + r[None, :],
-                mask=here[:, None] & (r < rank)[None, :],
-                other=0.0,
-            )
-        z = z.to(b_ptr.dtype.element_ty)
+        z = tl.load(
+            z_ptr + place[:, None] * RANKS + r[None, :],
+            mask=here[:, None] & (r < rank)[None, :],
+            other=0.0,
+        ).to(b_ptr.dtype.element_ty)
         b = tl.load(
             b_ptr + (slot * RANKS + r[:, None]) * features + column[None, :],
             mask=(r < rank)[:, None] & wide[None, :],
@@ -111,14 +104,12 @@ def launch(
     bias: Tensor | None,
     config: Config = CONFIG,
 ) -> Tensor:
-    """Returns y [batch, time, out] for z [splits, batch, time, ranks]. All are contiguous."""
+    """Returns y [batch, time, out]. All are contiguous."""
     batch, time, features = base.shape
     slots, ranks, _ = lora_b.shape
     y = torch.empty_like(base)
     if y.numel() == 0:
         return y
-    if len(z) > 1 and z.numel() > MOST_PARTS:
-        z = z.sum(0, keepdim=True)
     rows = bank_shrink.rows_of(time)
     programs = batch * cdiv(time, rows) if order is None else order.shape[0]
     _kernel[(programs, cdiv(features, config.columns))](
@@ -132,11 +123,9 @@ def launch(
         rank,
         g if bias is None else bias,
         y,
-        batch,
         time,
         features,
         slots,
-        SPLITS=len(z),
         RANKS=ranks,
         ROOM=max(bank_shrink.LEAST_ROWS, next_power_of_2(ranks)),
         HAS_BIAS=bias is not None,

@@ -151,8 +151,7 @@ def launch(
     rank: Tensor,
     config: Config = CONFIG,
 ) -> Tensor:
-    """Returns f32[splits, batch, time, ranks], whose sum over splits is z; `order` is that of rows
-    of one token."""
+    """Returns z f32[batch, time, ranks]; `order` is that of rows of one token."""
     batch, time, features = x.shape
     slots, ranks, _ = lora_a.shape
     rows = rows_of(time, config)
@@ -164,7 +163,7 @@ def launch(
     splits = cdiv(features, chunk)
     parts = torch.empty(splits, batch, time, ranks, dtype=torch.float32, device=x.device)
     if parts.numel() == 0:
-        return parts.new_zeros(1, batch, time, ranks)
+        return parts.new_zeros(batch, time, ranks)
     _kernel[(tiles, splits)](
         x,
         lora_a,
@@ -186,4 +185,4 @@ def launch(
         num_warps=config.warps,
         num_stages=config.stages,
     )
-    return parts
+    return parts.sum(0)

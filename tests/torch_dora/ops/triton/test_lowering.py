@@ -150,7 +150,7 @@ for rows, product in ((16, "mma.sync"), (64, "wgmma.mma_async")):
     code = lower(
         bank_expand._kernel,
         counts | pointers | dict(z_ptr=full, g_ptr=full, scale_ptr=full),
-        sizes | dict(SPLITS=4, HAS_BIAS=True, COLUMNS=bank_expand.CONFIG.columns),
+        sizes | dict(HAS_BIAS=True, COLUMNS=bank_expand.CONFIG.columns),
         bank_expand.CONFIG.warps,
     )
     assert product in code
