@@ -1,9 +1,9 @@
 """Each row's product with the B of its slot, and what follows it, in one pass over the result:
 y = g[slot]∘(base + s[slot]·z B[slot]) + bias, where base is what it is without its bias.
 
-base, y: [batch, time, out] and B: [slots, ranks, out], all fp16 or bf16; z: f32[batch, time, ranks],
-to be rounded to B's dtype; g: f32[slots, out], s: f32[slots], bias: [out]. A row of slot -1 is
-base, bit for bit; one of no slot is NaN.
+base, y: [batch, time, out] and B: [slots, ranks, out], all fp16 or bf16; z: f32[batch, time,
+ranks], to be rounded to B's dtype; g: f32[slots, out], s: f32[slots], bias: [out]. A row of slot -1
+is base, bit for bit; one of no slot is NaN.
 
 Bytes: 1 read and 1 write of batch·time·out, and B once for each program's tokens, those of
 `bank_shrink`, from the level-2 cache but for the first, of the real rank.
