@@ -73,6 +73,7 @@ def _forward(static: Forward, shard: Shard, operands: Reduced) -> tuple[Any, Any
         return _by_quantised_rows(static, shard, operands)
     x, kernel, z, lora_b, g, bias, lora_a, scale = operands
     dot, one = functools.partial(dot_general, static.precision), jnp.float32(1)
+    alone = Shard(gathered=shard.gathered)
     if shard.summed:
         ours = None if lora_a is None else scaled(lora_a, scale, x.dtype)
         part = shard.once(z) if ours is None else dot(x, ours, (-1, 0))
@@ -80,10 +81,10 @@ def _forward(static: Forward, shard: Shard, operands: Reduced) -> tuple[Any, Any
     if shard.summed and static.want_inner:
         # y is not linear in a part of inner.
         linear = operands._replace(g=None, bias=None)
-        inner = shard.sum(_forward(static._replace(want_inner=False), Shard(), linear)[0])
+        inner = shard.sum(_forward(static._replace(want_inner=False), alone, linear)[0])
         return forward(None, inner, jnp.zeros_like(inner), g, one, bias, want_inner=False)[0], inner
     if shard.summed:
-        return shard.sum(_forward(static, Shard(), operands)[0]), None
+        return shard.sum(_forward(static, alone, operands)[0]), None
     (in_features, out), rank = kernel.shape, z.shape[-1]
     rows, is_quantised = x.size // max(in_features, 1), quantised.is_quantised(kernel)
     form = quantised.format_of(kernel) if is_quantised else None
@@ -109,7 +110,8 @@ def _forward(static: Forward, shard: Shard, operands: Reduced) -> tuple[Any, Any
     # Of a quantised kernel a copy that lasts as long as the product.
     kernel = quantised.dense(kernel, x.dtype)
     if choice is not None and choice.kernel is project:
-        return project.launch(x, kernel, z, lora_b, g, bias, **options, **choice.knobs)
+        knobs = choice.beside(shard.gathered).knobs
+        return project.launch(x, kernel, z, lora_b, g, bias, **options, **knobs)
     base = dot(x, kernel, (-1, 0))
     if choice is not None and choice.kernel is few_rows_finish:
         z = z if a is None else dot(x, a, (-1, 0))
@@ -168,7 +170,8 @@ def _back(static: Static, shard: Shard, operands: Back) -> tuple[jax.Array]:
     options = {"optional": True}
     choice = choose.choose(static.op, static.implementation, (project_back, call), **options)
     if choice is not None:
-        return (shard.sum(project_back.launch(d, kernel, dz, lora_a, **choice.knobs)),)
+        knobs = choice.beside(shard.gathered).knobs
+        return (shard.sum(project_back.launch(d, kernel, dz, lora_a, **knobs)),)
     return (shard.sum(dot(d, kernel, (-1, 1)) + dot(dz, lora_a, (-1, 1))),)
 
 

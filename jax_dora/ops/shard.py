@@ -25,10 +25,13 @@ class Shard:
     Attributes:
       axes: named axes, each with the axes of the mesh that it is sharded over.
       summed: those that a contracted axis is sharded over.
+      gathered: a matrix is gathered for the call, as kernels are under FSDP, where XLA gathers the
+        next one while a product runs.
     """
 
     axes: tuple[tuple[str, tuple[str, ...]], ...] = ()
     summed: tuple[str, ...] = ()
+    gathered: bool = False
 
     def over(self, name: str) -> tuple[str, ...]:
         """Returns the axes of the mesh that a named axis is sharded over."""
@@ -131,9 +134,14 @@ class Names(NamedTuple):
             if free and name not in found and name not in WHOLE:
                 found[name] = free
                 used.update(free)
-        return Shard(
-            tuple(found.items()), tuple(a for name in self.contracted for a in found.get(name, ()))
+        gathered = any(
+            set(_axes(entry)) - set(found.get(name, ()))
+            for names, spec in of_operands
+            for name, entry in zip(names, spec, strict=False)
+            if len(names) > 1
         )
+        summed = tuple(a for name in self.contracted for a in found.get(name, ()))
+        return Shard(tuple(found.items()), summed, gathered)
 
     def cut(
         self, shard: Shard, sizes: Sequence[tuple[int, ...]], operands: Sequence[Any]

@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_dora.ops.choose import ANY_NUMBER
 from jax_dora.ops.mosaic import project, project_back
 from jax_dora.ops.mosaic.product_tiling import Config, config, has_room, refuses
 from parity import tolerances
@@ -165,3 +166,5 @@ def test_agrees_at_full_size(rows, n_in, rank, out, dtype):
     check(forward, back, *first)
     for _ in range(10):
         jax.tree.map(np.testing.assert_array_equal, run(forward, back, sm_count=132), first)
+    block_a_tile = run(forward, back, sm_count=ANY_NUMBER)
+    jax.tree.map(np.testing.assert_array_equal, block_a_tile, first)

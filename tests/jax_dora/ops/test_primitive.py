@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jax_dora import ops
 from jax_dora.ops import choose, primitive
 from jax_dora.ops.choose import Target
+from jax_dora.ops.mosaic import project
 from jax_dora.ops.norm import NORM, Static
 from jax_dora.ops.operands import Adapted
 from jax_dora.ops.products import FORWARD, Forward, Reduced
@@ -143,6 +144,21 @@ def test_a_device_runs_the_kernel_on_its_part(on_hopper, name, want_inner):
     assert len(re.findall(r"custom_call @mosaic_gpu", text)) == 1
     assert text.count("all_reduce") == (name == "row")
     assert "all_gather" not in text
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_beside_gathers_a_kernel_has_a_block_for_each_tile(on_hopper, monkeypatch, name):
+    used, launch = [], project.launch
+
+    def recorded(*arguments, sm_count, **options):
+        used.append(sm_count)
+        return launch(*arguments, sm_count=sm_count, **options)
+
+    monkeypatch.setattr(project, "launch", recorded)
+    proposed, _, result = LAYOUTS[name]
+    static = Forward("dora_linear", "mosaic", None, False, None)
+    of_device(FORWARD, static, FORWARD_OPERANDS, automatic(2), proposed, [result])
+    assert used == [choose.ANY_NUMBER if name == "fsdp" else choose.HOPPER_SM_COUNT]
 
 
 def test_the_norm_sums_only_vectors(on_hopper):
