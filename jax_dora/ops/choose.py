@@ -96,16 +96,15 @@ class Choice(NamedTuple):
         """Returns the keyword arguments of the kernel's `launch` that the choice decides."""
         return {"config": self.config, "sm_count": self.sm_count}
 
-    def beside(self, gathered: bool) -> "Choice":
-        """Returns the choice with a thread block for each tile where the operands of other kernels
-        are gathered meanwhile, if `gathered`.
+    def beside(self, collectives: bool) -> "Choice":
+        """Returns the choice with a thread block for each tile if `collectives` run meanwhile.
 
         Otherwise there are as many blocks as multiprocessors, which share the tiles before they
         begin. One whose multiprocessor a collective holds would begin when it ends, and the kernel
         take longer by the whole collective; a block of one tile goes wherever there is room. Beside
-        nothing else such blocks cost the product 2 % (H200).
+        nothing else such blocks cost a projection 2 %, and its gradient nothing (H200).
         """
-        return self._replace(sm_count=ANY_NUMBER) if gathered else self
+        return self._replace(sm_count=ANY_NUMBER) if collectives else self
 
 
 def choose(

@@ -170,7 +170,7 @@ def _back(static: Static, shard: Shard, operands: Back) -> tuple[jax.Array]:
     options = {"optional": True}
     choice = choose.choose(static.op, static.implementation, (project_back, call), **options)
     if choice is not None:
-        knobs = choice.beside(shard.gathered).knobs
+        knobs = choice.beside(shard.gathered or shard.shares_rows).knobs
         return (shard.sum(project_back.launch(d, kernel, dz, lora_a, **knobs)),)
     return (shard.sum(dot(d, kernel, (-1, 1)) + dot(dz, lora_a, (-1, 1))),)
 

@@ -33,6 +33,12 @@ class Shard:
     summed: tuple[str, ...] = ()
     gathered: bool = False
 
+    @property
+    def shares_rows(self) -> bool:
+        """Returns whether rows are sharded, so that gradients of parameters are summed over the
+        devices while others are computed."""
+        return any(name.startswith("t") for name, _ in self.axes)
+
     def over(self, name: str) -> tuple[str, ...]:
         """Returns the axes of the mesh that a named axis is sharded over."""
         return dict(self.axes).get(name, ())

@@ -11,12 +11,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_dora import ops
-from jax_dora.ops import choose, primitive
+from jax_dora.ops import choose, primitive, products
 from jax_dora.ops.choose import Target
-from jax_dora.ops.mosaic import project
+from jax_dora.ops.mosaic import project, project_back
 from jax_dora.ops.norm import NORM, Static
 from jax_dora.ops.operands import Adapted
-from jax_dora.ops.products import FORWARD, Forward, Reduced
+from jax_dora.ops.products import BACK, FORWARD, Back, Forward, Reduced
 from tests.tables import thinned
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -147,18 +147,34 @@ def test_a_device_runs_the_kernel_on_its_part(on_hopper, name, want_inner):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_beside_gathers_a_kernel_has_a_block_for_each_tile(on_hopper, monkeypatch, name):
-    used, launch = [], project.launch
+def test_beside_collectives_a_kernel_has_a_block_for_each_tile(on_hopper, monkeypatch, name):
+    """FSDP gathers kernels while products run, and where rows are shared, gradients are summed."""
+    used = {}
 
-    def recorded(*arguments, sm_count, **options):
-        used.append(sm_count)
-        return launch(*arguments, sm_count=sm_count, **options)
+    def recorded(module):
+        launch = module.launch
 
-    monkeypatch.setattr(project, "launch", recorded)
+        def run(*arguments, sm_count, **options):
+            used[module] = sm_count
+            return launch(*arguments, sm_count=sm_count, **options)
+
+        monkeypatch.setattr(module, "launch", run)
+
+    for module in (project, project_back):
+        recorded(module)
     proposed, _, result = LAYOUTS[name]
     static = Forward("dora_linear", "mosaic", None, False, None)
     of_device(FORWARD, static, FORWARD_OPERANDS, automatic(2), proposed, [result])
-    assert used == [choose.ANY_NUMBER if name == "fsdp" else choose.HOPPER_SM_COUNT]
+    x, kernel, z, b, _, a = proposed
+    _, w, narrow, lora_b, _, _, lora_a = FORWARD_OPERANDS
+    operands = Back(shape(ROWS, OUT), w, narrow, lora_a, lora_b)
+    static = products.Static("dora_linear", "mosaic", None)
+    of_device(BACK, static, operands, automatic(2), [result, kernel, z, a, b], [x])
+    wanted = {
+        module: choose.ANY_NUMBER if name in names else choose.HOPPER_SM_COUNT
+        for module, names in ((project, ["fsdp"]), (project_back, ["data", "fsdp"]))
+    }
+    assert used == wanted
 
 
 def test_the_norm_sums_only_vectors(on_hopper):
