@@ -165,9 +165,9 @@ def test_beside_collectives_a_kernel_has_a_block_for_each_tile(on_hopper, monkey
     proposed, _, result = LAYOUTS[name]
     static = Forward("dora_linear", "mosaic", None, False, None)
     of_device(FORWARD, static, FORWARD_OPERANDS, automatic(2), proposed, [result])
-    x, kernel, z, b, _, a = proposed
-    _, w, narrow, lora_b, _, _, lora_a = FORWARD_OPERANDS
-    operands = Back(shape(ROWS, OUT), w, narrow, lora_a, lora_b)
+    x, kernel, z, b, _, a, _ = proposed
+    forward = FORWARD_OPERANDS
+    operands = Back(shape(ROWS, OUT), forward.kernel, forward.z, forward.lora_a, forward.lora_b)
     static = products.Static("dora_linear", "mosaic", None)
     of_device(BACK, static, operands, automatic(2), [result, kernel, z, a, b], [x])
     wanted = {
