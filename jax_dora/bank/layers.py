@@ -1,5 +1,6 @@
 """The layers of a model whose rows choose their adapters from a bank."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -14,7 +15,7 @@ from jax_dora.layers.base_layer import bare, copy_attributes
 from jax_dora.layers.layout import Axes
 from jax_dora.layers.projection import DoRAEinsum, DoRALinearGeneral, Equation
 from jax_dora.ops import mesh as meshes
-from jax_dora.ops.bank import bank_linear
+from jax_dora.ops.bank import Projection, bank_linear, bank_linears
 from jax_dora.ops.bank_projection import bank_projection
 from jax_dora.ops.bank_slots import Slots
 
@@ -102,6 +103,13 @@ class BankLayer(nnx.Module):
         step = self.bank_step.get_value()
         return None if step is None else step.reshape(-1, step.shape[-1])[0]
 
+    def _projection(self, inputs: jax.Array) -> tuple[jax.Array, Projection]:
+        """Returns the inputs in the dtype of the products, and this layer of them."""
+        bias = None if self.bias is None else self.bias[...]
+        x, _, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
+        slots, _, part = self._slots()
+        return x, Projection(self._unbiased()(inputs), slots, part, bias)
+
     def _unbiased(self) -> Any:
         """Returns the base layer without its bias, which the magnitude does not scale."""
         base = bare(self.base_type)
@@ -150,6 +158,39 @@ class BankLayer(nnx.Module):
         if mesh is None:
             return mixed(operands)
         return meshes.left_to_xla(mixed, mesh, jax.P(*meshes.spec(base)))(operands)
+
+
+def called_together(layers: Sequence[Any], x: jax.Array) -> list[jax.Array]:
+    """Returns what each of several layers makes of the same x: those of a bank at once, where each
+    row of x has one token and kernels take it, in as many launches as one of them."""
+    if not _are_alike(layers, x):
+        return [layer(x) for layer in layers]
+    first = layers[0]
+    _check_rows(first._equation(3), x.shape, first.bank_ids[...])
+    given = [layer._projection(x) for layer in layers]
+    return list(
+        bank_linears(
+            given[0][0],
+            [projection for _, projection in given],
+            first.bank_ids[...],
+            step=first._step(),
+            precision=first.precision,
+            implementation=first.bank_implementation,
+        )
+    )
+
+
+def _are_alike(layers: Sequence[Any], x: jax.Array) -> bool:
+    """Returns whether layers of a bank can be taken at once."""
+    if not all(isinstance(layer, BankLinear) for layer in layers) or x.ndim != 3 or x.shape[1] > 1:
+        return False
+    if meshes.explicit(x, *jax.tree.leaves([nnx.state(layer) for layer in layers])) is not None:
+        return False
+    kinds = {
+        (layer.dtype, layer.kernel.dtype, layer.bias is None, layer.bank_g.get_value() is None)
+        for layer in layers
+    }
+    return len(kinds) == 1
 
 
 def _ordered(array: jax.Array, letters: str, wanted: str) -> jax.Array:

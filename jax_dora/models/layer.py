@@ -10,6 +10,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jax_dora
+from jax_dora.bank.layers import BankLayer, called_together
 from jax_dora.models import activations, rope, segments
 from jax_dora.models.cache import LayerCache
 from jax_dora.models.config import DecoderConfig
@@ -62,9 +63,10 @@ class Attention(nnx.Module):
         """Returns [batch, time, hidden], and the keys and values of x's tokens."""
         config = self.config
         per_head = (*x.shape[:2], -1, config.head_dim)
+        layers = self.q_proj, self.k_proj, self.v_proj
         q, k, v = (
-            _project(layer, x).reshape(per_head)
-            for layer in (self.q_proj, self.k_proj, self.v_proj)
+            _named(layer, y).reshape(per_head)
+            for layer, y in zip(layers, called_together(layers, x), strict=True)
         )
         if config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -91,7 +93,12 @@ class MLP(nnx.Module):
         self.down_proj = linear(intermediate, hidden, **options)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        gated = jax_dora.swiglu(self.gate_proj, self.up_proj, x)
+        layers = self.gate_proj, self.up_proj
+        if isinstance(self.gate_proj, BankLayer):
+            gate, up = called_together(layers, x)
+            gated = nnx.silu(gate) * up
+        else:
+            gated = jax_dora.swiglu(*layers, x)
         return _project(self.down_proj, checkpoint_name(gated, activations.GATED))
 
 
@@ -125,9 +132,14 @@ class DecoderLayer(nnx.Module):
 
 
 def _project(layer: Any, x: jax.Array) -> jax.Array:
-    """Returns layer(x), which carries `RESULT_NAME`; a DoRA layer gives that name itself."""
-    result = layer(x)
-    return result if isinstance(layer, jax_dora.DoRALayer) else checkpoint_name(result, RESULT_NAME)
+    """Returns layer(x), which carries `RESULT_NAME`."""
+    return _named(layer, layer(x))
+
+
+def _named(layer: Any, y: jax.Array) -> jax.Array:
+    """Returns a layer's result, which carries `RESULT_NAME`; a DoRA layer gives that name
+    itself."""
+    return y if isinstance(layer, jax_dora.DoRALayer) else checkpoint_name(y, RESULT_NAME)
 
 
 def linear_options(config: DecoderConfig, use_bias: bool, rngs: nnx.Rngs) -> dict[str, Any]:

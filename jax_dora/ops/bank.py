@@ -12,7 +12,7 @@ base is a product that nobody else needs, `bank_projection` takes all of it.
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -65,11 +65,15 @@ def bank_linear(
     """
     first, count = part or (jnp.int32(0), slots.lora_a.shape[0])
     if x.shape[1] == 1:
-        tokens = Tokens(base[:, 0], x[:, 0], *slots, ids, first, step, bias)
-        static = StaticOfTokens(implementation, static_precision(precision), count)
-        if _choice(static, tokens) is None:
-            return _define_tokens(static, tokens)[:, None]
-        return meshes.differentiable(_multiply)(static, meshes.vary_alike(tokens))[:, None]
+        (y,) = bank_linears(
+            x,
+            [Projection(base, slots, part, bias)],
+            ids,
+            step=step,
+            precision=precision,
+            implementation=implementation,
+        )
+        return y
     rows = rows_of(slots, ids, first, count, accumulator(base.dtype))
     lora_a = slots.lora_a[rows.slot].astype(x.dtype)
     z = jnp.einsum("nti,nri->ntr", x, lora_a, precision=precision)
@@ -78,6 +82,45 @@ def bank_linear(
     return meshes.differentiable(_expand)(
         Static(implementation, static_precision(precision)), operands
     )
+
+
+class Projection(NamedTuple):
+    """One of several projections of the same x, by `bank_linear`'s arguments."""
+
+    base: jax.Array
+    slots: Slots
+    part: tuple[jax.Array, int] | None = None
+    bias: jax.Array | None = None
+
+
+def bank_linears(
+    x: jax.Array,
+    projections: Sequence[Projection],
+    ids: jax.Array,
+    *,
+    step: jax.Array | None = None,
+    precision: lax.PrecisionLike = None,
+    implementation: str | None = None,
+) -> Sequence[jax.Array]:
+    """Returns `bank_linear` of several projections of the same x [batch, 1, in], which kernels take
+    at once: as many launches as for one.
+
+    Args:
+      projections: with slots of the same number and room; all have g or none has, and so with the
+        bias.
+    """
+    members = []
+    count = projections[0].slots.lora_a.shape[0]
+    for one in projections:
+        first, count = one.part or (jnp.int32(0), one.slots.lora_a.shape[0])
+        members.append(bank_rows.Member(one.base[:, 0], *one.slots, first, one.bias))
+    tokens = Tokens(x[:, 0], tuple(members), ids, step)
+    static = StaticOfTokens(implementation, static_precision(precision), count)
+    if _choice(static, tokens) is None:
+        results = _define_tokens(static, tokens)
+    else:
+        results = meshes.differentiable(_multiply)(static, meshes.vary_alike(tokens))
+    return [y[:, None] for y in results]
 
 
 def step_of(
@@ -172,30 +215,27 @@ class StaticOfTokens(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """The operands of rows that have one token each: base [rows, out], x [rows, in], `Slots`, ids
-    i32[rows], the first slot that is meant, `step_of` the ids or None, bias [out] or None."""
+    """The operands of rows that have one token each: x [rows, in], the projections of it, ids
+    i32[rows], `step_of` the ids or None."""
 
-    base: Any
     x: Any
-    lora_a: Any
-    lora_b: Any
-    g: Any
-    scale: Any
-    rank: Any
+    members: tuple[bank_rows.Member, ...]
     ids: Any
-    first: Any
     step: Any
-    bias: Any
-
-    @property
-    def slots(self) -> Slots:
-        return Slots(*self[2:7])
 
 
 def _choice(static: StaticOfTokens, tokens: Tokens) -> choose.Choice | None:
-    x, lora_a = tokens.x, tokens.lora_a
-    call = (*x.shape, tokens.base.shape[-1], static.slots, lora_a.shape[1], x.dtype, lora_a.dtype)
-    return _rows_choice(static.implementation, call)
+    """Returns the kernels if they take every projection."""
+    x, choice = tokens.x, None
+    outs = [one.base.shape[1] for one in tokens.members]
+    # The last is what its knobs are for: all strips are in one launch.
+    for out in (*outs, sum(outs)):
+        lora_a = tokens.members[0].lora_a
+        call = (*x.shape, out, static.slots, lora_a.shape[1], x.dtype, lora_a.dtype)
+        choice = _rows_choice(static.implementation, call)
+        if choice is None:
+            return None
+    return choice
 
 
 def _rows_choice(
@@ -205,8 +245,8 @@ def _rows_choice(
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _multiply(static: StaticOfTokens, tokens: Tokens) -> jax.Array:
-    return primitive.call(MULTIPLY, static, tokens)[0]
+def _multiply(static: StaticOfTokens, tokens: Tokens) -> tuple[jax.Array, ...]:
+    return primitive.call(MULTIPLY, static, tokens)
 
 
 @_multiply.defjvp
@@ -214,11 +254,11 @@ def _multiply_jvp(static: StaticOfTokens, primals: Any, tangents: Any) -> Any:
     return jax.jvp(functools.partial(_define_tokens, static), primals, tangents)
 
 
-def _run_tokens(static: StaticOfTokens, shard: Shard, tokens: Tokens) -> tuple[jax.Array]:
+def _run_tokens(static: StaticOfTokens, shard: Shard, tokens: Tokens) -> tuple[jax.Array, ...]:
     choice = _choice(static, tokens)
     if choice is None:
-        return (_define_tokens(static, tokens),)
-    return (bank_rows.launch(*tokens, slots=static.slots, **choice.knobs),)
+        return _define_tokens(static, tokens)
+    return bank_rows.launch(*tokens, slots=static.slots, **choice.knobs)
 
 
 # Without names: on a mesh of several devices XLA shares the work, as it knows which of them have
@@ -226,8 +266,13 @@ def _run_tokens(static: StaticOfTokens, shard: Shard, tokens: Tokens) -> tuple[j
 MULTIPLY = Op("bank_rows", _run_tokens, (), ())
 
 
-def _define_tokens(static: StaticOfTokens, tokens: Tokens) -> jax.Array:
-    x, slots, ids, first = tokens.x, tokens.slots, tokens.ids, tokens.first
-    rows = rows_of(slots, ids, first, static.slots, accumulator(tokens.base.dtype))
-    lora = low_rank_product(x, slots, ids, first, static.slots, static.precision)
-    return composed(tokens.base[:, None], lora[:, None], rows, tokens.bias)[:, 0]
+def _define_tokens(static: StaticOfTokens, tokens: Tokens) -> tuple[jax.Array, ...]:
+    def result(one: bank_rows.Member) -> jax.Array:
+        slots = Slots(one.lora_a, one.lora_b, one.g, one.scale, one.rank)
+        rows = rows_of(slots, tokens.ids, one.first, static.slots, accumulator(one.base.dtype))
+        lora = low_rank_product(
+            tokens.x, slots, tokens.ids, one.first, static.slots, static.precision
+        )
+        return composed(one.base[:, None], lora[:, None], rows, one.bias)[:, 0]
+
+    return tuple(map(result, tokens.members))

@@ -6,8 +6,8 @@ y[n] = g[slot]∘(base[n] + s[slot]·(x[n] A[slot]) B[slot]) + bias.
     g     f32[slots, out]  (optional)     s     f32[slots]       rank  i32[slots]
     y     [rows, out]                     bias  [out] (optional)
 
-Two kernels, `bank_rows_shrink` and `bank_rows_expand`; between them XLA adds up the parts of x A,
-in a fixed order. Each thread block has a strip of 64 columns of A or B and goes through the slots
+Two kernels, `bank_rows_shrink` and `bank_rows_expand`, for all projections of the same x at once,
+its members; between them XLA adds up the parts of x A, in a fixed order. Each thread block has a strip of 64 columns of A or B and goes through the slots
 that rows have, each once, by the real rank (in steps of 16, 32, 64): tensor cores multiply all rows
 by it, 64 rows an instruction, and each row keeps the result of its own slot. Nothing is sorted or
 copied, and what a row gets does not depend on its company.
@@ -17,6 +17,7 @@ Bytes: A, B and g of the slots in use, once, base and y; the floor is bytes / co
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -185,51 +186,80 @@ def plan(ids: jax.Array, slots: int) -> jax.Array:
     return jnp.concatenate([head, ids])
 
 
+class Member(NamedTuple):
+    """One of the projections of the same x: base [rows, out], the adapters in slots as
+    `bank_slots.Slots`, perhaps of several layers, the first slot i32[] that is meant, bias [out]
+    or None."""
+
+    base: jax.Array
+    lora_a: jax.Array
+    lora_b: jax.Array
+    g: jax.Array | None
+    scale: jax.Array
+    rank: jax.Array
+    first: jax.Array
+    bias: jax.Array | None
+
+
 @launcher("slots")
 def launch(
-    base: jax.Array,
     x: jax.Array,
-    lora_a: jax.Array,
-    lora_b: jax.Array,
-    g: jax.Array | None,
-    scale: jax.Array,
-    rank: jax.Array,
+    members: Sequence[Member],
     ids: jax.Array,
-    first: jax.Array,
     step: jax.Array | None = None,
-    bias: jax.Array | None = None,
     *,
     slots: int | None = None,
     config: Config,
     sm_count: int,
-) -> jax.Array:
-    """Returns y [rows, out].
+) -> tuple[jax.Array, ...]:
+    """Returns y [rows, out] of each member.
 
     Args:
-      lora_a, lora_b, g, scale, rank: of several layers perhaps, of which this has `slots` from
-        `first` on; by default all.
+      members: with room for as many ranks; all have g or none has, and so with the bias.
       ids: i32[rows], from 0 to slots - 1, -1 for the base alone, `slots` for a row of NaN.
       step: `plan` of the ids.
+      slots: of the layer; by default all that members have.
     """
     from jax_dora.ops.mosaic import bank_rows_expand, bank_rows_shrink
 
-    (rows, in_features), out = x.shape, base.shape[-1]
-    slots = slots or rank.shape[0]
-    sizes = Sizes(rows, in_features, out, slots, lora_a.shape[1])
+    (rows, in_features), rank = x.shape, members[0].lora_a.shape[1]
+    slots = slots or members[0].rank.shape[0]
+    out = sum(one.base.shape[1] for one in members)
+    sizes = Sizes(rows, in_features, out, slots, rank)
     held = pl.cdiv(rows, hopper.ROW_ALIGNMENT) * hopper.ROW_ALIGNMENT
     step = plan(ids, slots) if step is None else step
-    at = first.astype(jnp.int32).reshape(1)
+    first = jnp.stack([one.first.astype(jnp.int32) for one in members])
+    ranks = [one.rank for one in members]
     parts = bank_rows_shrink.launch(
-        hopper.pad(x, held, in_features), lora_a, rank, step, at, sizes, config
+        hopper.pad(x, held, in_features),
+        [one.lora_a for one in members],
+        ranks,
+        step,
+        first,
+        sizes,
+        config,
     )
-    of_row = first + jnp.clip(step[sizes.entries :], 0, slots - 1)
-    z = jnp.sum(parts, axis=0) * scale[of_row].astype(jnp.float32)[:, None]
-    z = jnp.pad(z, ((0, 0), (0, padded(sizes.rank) - sizes.rank)))
+    own = jnp.clip(step[sizes.entries :], 0, slots - 1)
+    scale, depth = (
+        jnp.stack([getattr(one, name)[one.first + own] for one in members])[..., None]
+        for name in ("scale", "rank")
+    )
+    z = jnp.sum(parts, axis=0) * scale.astype(jnp.float32)
+    z = jnp.pad(z, ((0, 0), (0, 0), (0, padded(rank) - rank)))
     # What lies beyond a row's rank was left by another slot.
-    own = jnp.arange(z.shape[1], dtype=jnp.int32)[None] < rank[of_row][:, None]
-    z = jnp.where(own, z, 0).astype(x.dtype)
-    g, bias = (None if one is None else one.astype(jnp.float32) for one in (g, bias))
-    y = bank_rows_expand.launch(
-        hopper.pad(base, held, out), z, lora_b, g, rank, step, at, bias, sizes, config
+    z = jnp.where(jnp.arange(z.shape[2], dtype=jnp.int32)[None, None] < depth, z, 0)
+    g = [one.g.astype(jnp.float32) for one in members if one.g is not None]
+    bias = [one.bias.astype(jnp.float32) for one in members if one.bias is not None]
+    results = bank_rows_expand.launch(
+        [hopper.pad(one.base, held, one.base.shape[1]) for one in members],
+        z.astype(x.dtype),
+        [one.lora_b for one in members],
+        g or None,
+        ranks,
+        step,
+        first,
+        bias or None,
+        sizes,
+        config,
     )
-    return y[:rows]
+    return tuple(y[:rows] for y in results)

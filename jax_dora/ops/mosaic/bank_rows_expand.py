@@ -1,13 +1,17 @@
 """Each row's product with the B of its slot, and what follows it, in one pass over the result: the
 second kernel of `bank_rows`.
 
-    z  [rows, k]  bf16 or fp16, times the slot's scale, zero beyond its rank     B  [slots, r, out]
-    base, y  [rows, out]     g  f32[slots, out]     bias  [out] (optional)
+    z  [members, rows, k]  bf16 or fp16, times the slot's scale, zero beyond its rank
+    B  [slots, r, out]     base, y  [rows, out]     g  f32[slots, out]     bias  [out] (optional)
+                                                                           of each member
 
-A thread block has 64 columns and goes through the slots in use. Past a slot's rank a stage keeps
+A thread block has 64 columns of one member and goes through the slots in use. Past a slot's rank a stage keeps
 what was there, which zeros of z meet: it has to be finite, and is, since stages begin as zeros and
 a bank holds nothing else.
 """
+
+import itertools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +23,7 @@ from jax_dora.ops.mosaic.bank_rows import TILE_ROWS, Config, Sizes, padded
 from jax_dora.ops.mosaic.bank_rows_slots import (
     facts_types,
     fetch_slots,
+    for_one,
     if_met,
     load_facts,
     own_ids,
@@ -29,63 +34,86 @@ COLS = 64
 
 
 def launch(
-    base: jax.Array,
+    base: Sequence[jax.Array],
     z: jax.Array,
-    lora_b: jax.Array,
-    g: jax.Array | None,
-    rank: jax.Array,
+    lora_b: Sequence[jax.Array],
+    g: Sequence[jax.Array] | None,
+    rank: Sequence[jax.Array],
     step: jax.Array,
     first: jax.Array,
-    bias: jax.Array | None,
+    bias: Sequence[jax.Array] | None,
     sizes: Sizes,
     config: Config,
-) -> jax.Array:
-    """Returns y, of as many rows as base has."""
-    stages, tiles, dtype = config.expand_stages, sizes.tiles, base.dtype
+) -> Sequence[jax.Array]:
+    """Returns y of each member, of as many rows as base has; `first` is i32[members]."""
+    stages, tiles, dtype = config.expand_stages, sizes.tiles, z.dtype
     depth = padded(sizes.rank)
     slices = depth // TILE_K
-    extra = [g] * (g is not None) + [bias] * (bias is not None)
+    members = len(base)
+    ends = list(itertools.accumulate(one.shape[1] // COLS for one in base))
+    operands = [base, lora_b, rank, *([g] if g else []), *([bias] if bias else [])]
 
-    def kernel(base_gmem, z_gmem, b_gmem, rank_gmem, step_gmem, first_gmem, *rest, **smem):
-        *extra_gmem, y_gmem = rest
-        g_gmem = None if g is None else extra_gmem[0]
-        bias_gmem = None if bias is None else extra_gmem[-1]
+    def kernel(z_gmem, step_gmem, first_gmem, *rest, **smem):
+        of_operands = [rest[i : i + members] for i in range(0, len(rest), members)]
+        base_gmem, b_gmem, ranks_gmem, *extra_gmem, y_gmem = of_operands
+        g_gmem = extra_gmem[0] if g else None
+        bias_gmem = extra_gmem[-1] if bias else None
         facts, z_smem, b_smem, y_smem = (smem[k] for k in ("facts", "z", "b", "y"))
         ready, free, rows_ready = smem["ready"], smem["free"], smem["rows_ready"]
         warpgroup = lax.axis_index("warpgroup")
-        cols = pl.ds(lax.axis_index("strip") * COLS, COLS)
+        strip = lax.axis_index("strip")
+        member = sum(((strip >= end).astype(jnp.int32) for end in ends[:-1]), jnp.int32(0))
+        begin = jnp.int32(0)
+        for end in ends[:-1]:
+            begin = jnp.where(strip >= end, end, begin)
+        cols = pl.ds((strip - begin) * COLS, COLS)
 
         def rows(tile):
             # A start that varies: past the last row the copy engine reads zeros, writes nothing.
-            return pl.ds((lax.axis_index("strip") * 0 + tile) * TILE_ROWS, TILE_ROWS)
+            return pl.ds((strip * 0 + tile) * TILE_ROWS, TILE_ROWS)
 
         @pl.when(warpgroup == tiles)
         def _fetch():
-            first = first_gmem[0]
-            load_facts(step_gmem, rank_gmem, first, facts, sizes)
+            first = first_gmem[member]
+            load_facts(step_gmem, ranks_gmem, member, first, facts, sizes)
             for tile in range(tiles):
                 for slice_ in range(slices):
                     at = pl.ds(tile * TILE_ROWS, TILE_ROWS), pl.ds(slice_ * TILE_K, TILE_K)
                     plgpu.copy_gmem_to_smem(
-                        z_gmem.at[at], z_smem.at[tile * slices + slice_], rows_ready
+                        z_gmem.at[member, *at], z_smem.at[tile * slices + slice_], rows_ready
                     )
-                plgpu.copy_gmem_to_smem(base_gmem.at[rows(tile), cols], y_smem.at[tile], rows_ready)
-            if bias_gmem is not None:
-                plgpu.copy_gmem_to_smem(bias_gmem.at[cols], smem["bias"], rows_ready)
+
+            def copy_rows(number):
+                for tile in range(tiles):
+                    plgpu.copy_gmem_to_smem(
+                        base_gmem[number].at[rows(tile), cols], y_smem.at[tile], rows_ready
+                    )
+                if bias_gmem is not None:
+                    plgpu.copy_gmem_to_smem(bias_gmem[number].at[cols], smem["bias"], rows_ready)
+
+            for_one(member, members, copy_rows)
             plgpu.barrier_wait(facts["ready"])
 
             def copy(slot, stage, box):
-                plgpu.copy_gmem_to_smem(
-                    b_gmem.at[first + slot, pl.ds(0, box), cols],
-                    b_smem.at[stage, pl.ds(0, box)],
-                    ready.at[stage],
-                )
+                def copy_of(number):
+                    plgpu.copy_gmem_to_smem(
+                        b_gmem[number].at[first + slot, pl.ds(0, box), cols],
+                        b_smem.at[stage, pl.ds(0, box)],
+                        ready.at[stage],
+                    )
+
+                for_one(member, members, copy_of)
 
             def copy_g(slot, stage):
-                if g_gmem is not None:
+                def copy_of(number):
                     plgpu.copy_gmem_to_smem(
-                        g_gmem.at[first + slot, cols], smem["g"].at[stage], ready.at[stage]
+                        g_gmem[number].at[first + slot, cols],
+                        smem["g"].at[stage],
+                        ready.at[stage],
                     )
+
+                if g_gmem is not None:
+                    for_one(member, members, copy_of)
 
             fetch_slots(facts, free, stages, sizes.boxes, copy, copy_g)
 
@@ -120,7 +148,7 @@ def launch(
 
                 def adapted():
                     sums = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
-                    if g is None:
+                    if g_gmem is None:
                         return y + sums
                     return lax.broadcast_in_dim(smem["g"][stage], shape, (1,)) * (y + sums)
 
@@ -134,11 +162,17 @@ def launch(
             y = y_smem[warpgroup].astype(jnp.float32)
             y = lax.fori_loop(0, facts["step"][0], meet, y)
             y = jnp.where(lax.broadcast_in_dim(ids, shape, (0,)) < sizes.slots, y, jnp.nan)
-            if bias is not None:
+            if bias_gmem is not None:
                 y = y + lax.broadcast_in_dim(smem["bias"][...], shape, (1,))
             y_smem[warpgroup] = y.astype(dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(y_smem.at[warpgroup], y_gmem.at[rows(warpgroup), cols])
+
+            def store(number):
+                plgpu.copy_smem_to_gmem(
+                    y_smem.at[warpgroup], y_gmem[number].at[rows(warpgroup), cols]
+                )
+
+            for_one(member, members, store)
             plgpu.wait_smem_to_gmem(0)
 
     scratch = {
@@ -146,21 +180,21 @@ def launch(
         "z": tiled((tiles * slices, TILE_ROWS, TILE_K), dtype),
         "b": tiled((stages, depth, COLS), dtype),
         "y": tiled((tiles, TILE_ROWS, COLS), dtype),
-        "rows_ready": plgpu.Barrier(num_arrivals=tiles * (1 + slices) + (bias is not None)),
-        "ready": plgpu.Barrier(num_arrivals=1 + (g is not None), num_barriers=stages),
+        "rows_ready": plgpu.Barrier(num_arrivals=tiles * (1 + slices) + bool(bias)),
+        "ready": plgpu.Barrier(num_arrivals=1 + bool(g), num_barriers=stages),
         "free": plgpu.Barrier(num_arrivals=tiles, num_barriers=stages),
     }
-    if g is not None:
+    if g:
         scratch["g"] = plgpu.SMEM((stages, COLS), jnp.float32)
-    if bias is not None:
+    if bias:
         scratch["bias"] = plgpu.SMEM((COLS,), jnp.float32)
     return plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct(base.shape, dtype),
-        grid=(sizes.out // COLS,),
+        out_type=[jax.ShapeDtypeStruct(one.shape, dtype) for one in base],
+        grid=(ends[-1],),
         grid_names=("strip",),
         num_threads=tiles + 1,
         thread_name="warpgroup",
         scratch_types=scratch,
         kernel_name="dora_bank_rows_expand",
-    )(base, z, lora_b, rank, step, first, *extra)
+    )(z, step, first, *itertools.chain(*operands))

@@ -1,10 +1,13 @@
-"""Each row's product with the A of its slot, in parts: the first kernel of `bank_rows`.
+"""Each row's products with the A of its slot, in parts: the first kernel of `bank_rows`.
 
-    x  [rows, in]  bf16 or fp16     A  [slots, r, in]     parts  f32[in / 64 / slices, rows, r]
+    x  [rows, in]  bf16 or fp16     A  [slots, r, in] of each member
+    parts  f32[in / 64 / slices, members, rows, r]
 
-A thread block has `slices` tiles of 64 of `in`, keeps those of x, and goes through the slots in
-use. What is beyond the rank of a row's slot is not defined.
+A thread block has `slices` tiles of 64 of `in` of one member, keeps those of x, and goes through
+the slots in use. What is beyond the rank of a row's slot is not defined.
 """
+
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +19,7 @@ from jax_dora.ops.mosaic.bank_rows import TILE_ROWS, Config, Sizes
 from jax_dora.ops.mosaic.bank_rows_slots import (
     facts_types,
     fetch_slots,
+    for_one,
     if_met,
     load_facts,
     own_ids,
@@ -25,30 +29,37 @@ from jax_dora.ops.mosaic.hopper import TILE_K, tiled
 
 def launch(
     x: jax.Array,
-    lora_a: jax.Array,
-    rank: jax.Array,
+    lora_a: Sequence[jax.Array],
+    rank: Sequence[jax.Array],
     step: jax.Array,
     first: jax.Array,
     sizes: Sizes,
     config: Config,
 ) -> jax.Array:
-    """Returns the parts, of whole tiles of rows."""
-    c, tiles, dtype = config, sizes.tiles, x.dtype
+    """Returns the parts, of whole tiles of rows.
+
+    Args:
+      lora_a, rank: of each member.
+      first: i32[members], the first slot of each that is meant.
+    """
+    c, tiles, dtype, members = config, sizes.tiles, x.dtype, len(lora_a)
     stages = c.shrink_stages
     chunks = pl.cdiv(sizes.in_features // TILE_K, c.slices)
 
-    def kernel(x_gmem, a_gmem, rank_gmem, step_gmem, first_gmem, parts_gmem, **smem):
+    def kernel(x_gmem, step_gmem, first_gmem, *rest, **smem):
+        a_gmem, ranks_gmem, parts_gmem = rest[:members], rest[members:-1], rest[-1]
         facts, x_smem, a_smem, out_smem = (smem[k] for k in ("facts", "x", "a", "out"))
         ready, free = smem["ready"], smem["free"]
         chunk, warpgroup = lax.axis_index("chunk"), lax.axis_index("warpgroup")
+        member = lax.axis_index("member")
 
         def columns(slice_):
             return pl.ds((chunk * c.slices + slice_) * TILE_K, TILE_K)
 
         @pl.when(warpgroup == tiles)
         def _fetch():
-            first = first_gmem[0]
-            load_facts(step_gmem, rank_gmem, first, facts, sizes)
+            first = first_gmem[member]
+            load_facts(step_gmem, ranks_gmem, member, first, facts, sizes)
             for tile in range(tiles):
                 for slice_ in range(c.slices):
                     plgpu.copy_gmem_to_smem(
@@ -60,12 +71,15 @@ def launch(
             plgpu.barrier_wait(facts["ready"])
 
             def copy(slot, stage, box):
-                for slice_ in range(c.slices):
-                    plgpu.copy_gmem_to_smem(
-                        a_gmem.at[first + slot, pl.ds(0, box), columns(slice_)],
-                        a_smem.at[stage * c.slices + slice_, pl.ds(0, box)],
-                        ready.at[stage],
-                    )
+                def copy_of(number):
+                    for slice_ in range(c.slices):
+                        plgpu.copy_gmem_to_smem(
+                            a_gmem[number].at[first + slot, pl.ds(0, box), columns(slice_)],
+                            a_smem.at[stage * c.slices + slice_, pl.ds(0, box)],
+                            ready.at[stage],
+                        )
+
+                for_one(member, members, copy_of)
 
             fetch_slots(facts, free, stages, sizes.boxes, copy)
 
@@ -104,14 +118,16 @@ def launch(
             out_smem[warpgroup] = sums
             plgpu.commit_smem()
             rows = pl.ds(warpgroup * TILE_ROWS, TILE_ROWS)
-            plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], parts_gmem.at[chunk, rows])
+            plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], parts_gmem.at[chunk, member, rows])
             plgpu.wait_smem_to_gmem(0)
 
     return plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((chunks, tiles * TILE_ROWS, sizes.rank), jnp.float32),
-        grid=(chunks,),
-        grid_names=("chunk",),
+        out_type=jax.ShapeDtypeStruct(
+            (chunks, members, tiles * TILE_ROWS, sizes.rank), jnp.float32
+        ),
+        grid=(chunks, members),
+        grid_names=("chunk", "member"),
         num_threads=tiles + 1,
         thread_name="warpgroup",
         scratch_types={
@@ -124,4 +140,4 @@ def launch(
             "free": plgpu.Barrier(num_arrivals=tiles, num_barriers=stages),
         },
         kernel_name="dora_bank_rows_shrink",
-    )(x, lora_a, rank, step, first)
+    )(x, step, first, *lora_a, *rank)

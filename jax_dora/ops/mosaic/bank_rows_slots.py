@@ -1,5 +1,8 @@
 """How both kernels of `bank_rows` go through the slots that rows have, by the plan of a step."""
 
+import functools
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -19,8 +22,17 @@ def facts_types(sizes: Sizes):
     }
 
 
-def load_facts(step_gmem, rank_gmem, first, facts, sizes: Sizes) -> None:
-    """Fetches the plan and the ranks of the layer's slots."""
+def for_one(member, count: int, function: Callable[[int], None]) -> None:
+    """Calls a function of the thread block's member, one of `count`, as a number."""
+    if count == 1:
+        return function(0)
+    for number in range(count):
+        pl.when(member == number)(functools.partial(function, number))
+    return None
+
+
+def load_facts(step_gmem, ranks_gmem, member, first, facts, sizes: Sizes) -> None:
+    """Fetches the plan and the ranks of the slots of a member's layer."""
 
     def copy(source, target):
         plgpu.copy_gmem_to_smem(source, target, facts["ready"])
@@ -30,8 +42,13 @@ def load_facts(step_gmem, rank_gmem, first, facts, sizes: Sizes) -> None:
     for tile in range(sizes.tiles):
         rows = pl.ds(sizes.entries + tile * TILE_ROWS, TILE_ROWS)
         copy(step_gmem.at[rows], facts["ids"].at[tile])
-    for start, size in _pieces(sizes.slots):
-        copy(rank_gmem.at[pl.ds(first + start, size)], facts["rank"].at[pl.ds(start, size)])
+
+    def copy_ranks(number):
+        for start, size in _pieces(sizes.slots):
+            source = ranks_gmem[number].at[pl.ds(first + start, size)]
+            copy(source, facts["rank"].at[pl.ds(start, size)])
+
+    for_one(member, len(ranks_gmem), copy_ranks)
 
 
 def _pieces(size: int) -> list[tuple[int, int]]:

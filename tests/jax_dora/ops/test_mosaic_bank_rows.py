@@ -47,9 +47,9 @@ def run(arrays, layer, *, slots=SLOTS, with_bias=True):
     base, x, bank, ids, bias = arrays
     call = (*x.shape, base.shape[1], slots, bank.lora_a.shape[1], x.dtype, bank.lora_a.dtype)
     assert refuses(*call) is None
-    y = bank_rows.launch(
-        *(base, x, *bank, ids, jnp.int32(layer * slots)),
-        bias=bias if with_bias else None,
+    member = bank_rows.Member(base, *bank, jnp.int32(layer * slots), bias if with_bias else None)
+    (y,) = bank_rows.launch(
+        *(x, (member,), ids),
         slots=slots,
         config=bank_rows.config(*call),
         sm_count=132,
