@@ -71,8 +71,9 @@ class BankLayer(nnx.Module):
         # As the adapters, it may stay whole where layers are taken apart.
         whole = None if step is None else jnp.broadcast_to(step, (*stack, *step.shape))
         self.bank_step = BankArray(whole)
-        numbers = jnp.arange(int(np.prod(stack)), dtype=jnp.int32)
-        self.bank_layer = BankRows(numbers.reshape(stack))
+        # A constant of the program, parts of which are constants too.
+        numbers = np.arange(int(np.prod(stack)), dtype=np.int32)
+        self.bank_layer = BankRows(jnp.asarray(numbers.reshape(stack)))
 
     def _equation(self, ndim: int) -> Equation:
         raise NotImplementedError

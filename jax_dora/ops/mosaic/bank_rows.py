@@ -7,10 +7,11 @@ y[n] = g[slot]∘(base[n] + s[slot]·(x[n] A[slot]) B[slot]) + bias.
     y     [rows, out]                     bias  [out] (optional)
 
 Two kernels, `bank_rows_shrink` and `bank_rows_expand`, for all projections of the same x at once,
-its members; between them XLA adds up the parts of x A, in a fixed order. Each thread block has a strip of 64 columns of A or B and goes through the slots
-that rows have, each once, by the real rank (in steps of 16, 32, 64): tensor cores multiply all rows
-by it, 64 rows an instruction, and each row keeps the result of its own slot. Nothing is sorted or
-copied, and what a row gets does not depend on its company.
+its members; between them XLA adds up the parts of x A, in a fixed order. Each thread block has a
+strip of 64 columns of A or B and goes through the slots that rows have, each once, by the real rank
+(in steps of 16, 32, 64): tensor cores multiply all rows by it, 64 rows an instruction, and each row
+keeps the result of its own slot. Nothing is sorted or copied, and what a row gets does not depend
+on its company.
 
 Bytes: A, B and g of the slots in use, once, base and y; the floor is bytes / copy rate. FLOPs:
 2 · 64⌈rows / 64⌉ · r · (in + out) for every slot in use.
@@ -233,21 +234,14 @@ def launch(
     parts = bank_rows_shrink.launch(
         hopper.pad(x, held, in_features),
         [one.lora_a for one in members],
+        [one.scale.astype(jnp.float32) for one in members],
         ranks,
         step,
         first,
         sizes,
         config,
     )
-    own = jnp.clip(step[sizes.entries :], 0, slots - 1)
-    scale, depth = (
-        jnp.stack([getattr(one, name)[one.first + own] for one in members])[..., None]
-        for name in ("scale", "rank")
-    )
-    z = jnp.sum(parts, axis=0) * scale.astype(jnp.float32)
-    z = jnp.pad(z, ((0, 0), (0, 0), (0, padded(rank) - rank)))
-    # What lies beyond a row's rank was left by another slot.
-    z = jnp.where(jnp.arange(z.shape[2], dtype=jnp.int32)[None, None] < depth, z, 0)
+    z = jnp.pad(jnp.sum(parts, axis=0), ((0, 0), (0, 0), (0, padded(rank) - rank)))
     g = [one.g.astype(jnp.float32) for one in members if one.g is not None]
     bias = [one.bias.astype(jnp.float32) for one in members if one.bias is not None]
     results = bank_rows_expand.launch(

@@ -5,9 +5,9 @@ second kernel of `bank_rows`.
     B  [slots, r, out]     base, y  [rows, out]     g  f32[slots, out]     bias  [out] (optional)
                                                                            of each member
 
-A thread block has 64 columns of one member and goes through the slots in use. Past a slot's rank a stage keeps
-what was there, which zeros of z meet: it has to be finite, and is, since stages begin as zeros and
-a bank holds nothing else.
+A thread block has 64 columns of one member and goes through the slots in use. Past a slot's rank a
+stage keeps what was there, which zeros of z meet: it has to be finite, and is, since stages begin
+as zeros and a bank holds nothing else.
 """
 
 import itertools
@@ -75,7 +75,7 @@ def launch(
         @pl.when(warpgroup == tiles)
         def _fetch():
             first = first_gmem[member]
-            load_facts(step_gmem, ranks_gmem, member, first, facts, sizes)
+            load_facts(step_gmem, {"rank": ranks_gmem}, member, first, facts, sizes)
             for tile in range(tiles):
                 for slice_ in range(slices):
                     at = pl.ds(tile * TILE_ROWS, TILE_ROWS), pl.ds(slice_ * TILE_K, TILE_K)
@@ -146,7 +146,7 @@ def launch(
                         )
                     return acc_ref[...]
 
-                def adapted():
+                def adapted(slot):
                     sums = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
                     if g_gmem is None:
                         return y + sums

@@ -1,10 +1,11 @@
-"""Each row's products with the A of its slot, in parts: the first kernel of `bank_rows`.
+"""Each row's products with the A of its slot, times the slot's scale, in
+parts: the first kernel of `bank_rows`.
 
     x  [rows, in]  bf16 or fp16     A  [slots, r, in] of each member
     parts  f32[in / 64 / slices, members, rows, r]
 
 A thread block has `slices` tiles of 64 of `in` of one member, keeps those of x, and goes through
-the slots in use. What is beyond the rank of a row's slot is not defined.
+the slots in use. Zeros lie beyond the rank of a row's slot.
 """
 
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from jax_dora.ops.mosaic.hopper import TILE_K, tiled
 def launch(
     x: jax.Array,
     lora_a: Sequence[jax.Array],
+    scale: Sequence[jax.Array],
     rank: Sequence[jax.Array],
     step: jax.Array,
     first: jax.Array,
@@ -39,7 +41,7 @@ def launch(
     """Returns the parts, of whole tiles of rows.
 
     Args:
-      lora_a, rank: of each member.
+      lora_a, scale, rank: of each member.
       first: i32[members], the first slot of each that is meant.
     """
     c, tiles, dtype, members = config, sizes.tiles, x.dtype, len(lora_a)
@@ -47,7 +49,9 @@ def launch(
     chunks = pl.cdiv(sizes.in_features // TILE_K, c.slices)
 
     def kernel(x_gmem, step_gmem, first_gmem, *rest, **smem):
-        a_gmem, ranks_gmem, parts_gmem = rest[:members], rest[members:-1], rest[-1]
+        *of_members, parts_gmem = rest
+        a_gmem, *of_slots = (of_members[i : i + members] for i in range(0, 3 * members, members))
+        of_slots = dict(zip(("scale", "rank"), of_slots, strict=True))
         facts, x_smem, a_smem, out_smem = (smem[k] for k in ("facts", "x", "a", "out"))
         ready, free = smem["ready"], smem["free"]
         chunk, warpgroup = lax.axis_index("chunk"), lax.axis_index("warpgroup")
@@ -59,7 +63,7 @@ def launch(
         @pl.when(warpgroup == tiles)
         def _fetch():
             first = first_gmem[member]
-            load_facts(step_gmem, ranks_gmem, member, first, facts, sizes)
+            load_facts(step_gmem, of_slots, member, first, facts, sizes)
             for tile in range(tiles):
                 for slice_ in range(c.slices):
                     plgpu.copy_gmem_to_smem(
@@ -104,8 +108,12 @@ def launch(
                         )
                     return acc_ref[...]
 
-                def product():
-                    return pl.run_scoped(multiply, accumulator)
+                def product(slot):
+                    # What lies beyond the slot's rank was left by another one.
+                    own = lax.broadcasted_iota(jnp.int32, shape, 1) < facts["rank"][slot]
+                    return jnp.where(
+                        own, facts["scale"][slot] * pl.run_scoped(multiply, accumulator), 0.0
+                    )
 
                 sums = if_met(entry, warpgroup, ids, sums, product)
                 plgpu.barrier_arrive(free.at[stage])
@@ -131,7 +139,7 @@ def launch(
         num_threads=tiles + 1,
         thread_name="warpgroup",
         scratch_types={
-            "facts": facts_types(sizes),
+            "facts": facts_types(sizes, scaled=True),
             "x": tiled((tiles * c.slices, TILE_ROWS, TILE_K), dtype),
             "x_ready": plgpu.Barrier(num_arrivals=tiles * c.slices),
             "a": tiled((stages * c.slices, sizes.rank, TILE_K), dtype),
@@ -140,4 +148,4 @@ def launch(
             "free": plgpu.Barrier(num_arrivals=tiles, num_barriers=stages),
         },
         kernel_name="dora_bank_rows_shrink",
-    )(x, step, first, *lora_a, *rank)
+    )(x, step, first, *lora_a, *scale, *rank)

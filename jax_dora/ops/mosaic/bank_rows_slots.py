@@ -11,10 +11,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_dora.ops.mosaic.bank_rows import SLOT_BITS, TILE_ROWS, Sizes
 
 
-def facts_types(sizes: Sizes):
-    """Returns the shared memory for the plan and the ranks of the layer's slots."""
-    copies = len(_pieces(sizes.entries)) + sizes.tiles + len(_pieces(sizes.slots))
-    return {
+def facts_types(sizes: Sizes, *, scaled: bool = False):
+    """Returns the shared memory for the plan and the ranks of the layer's slots, and their scales
+    perhaps."""
+    copies = len(_pieces(sizes.entries)) + sizes.tiles
+    copies += (1 + scaled) * len(_pieces(sizes.slots))
+    more = {"scale": plgpu.SMEM((sizes.slots,), jnp.float32)} if scaled else {}
+    return more | {
         "step": plgpu.SMEM((sizes.entries,), jnp.int32),
         "ids": plgpu.SMEM((sizes.tiles, TILE_ROWS), jnp.int32),
         "rank": plgpu.SMEM((sizes.slots,), jnp.int32),
@@ -31,8 +34,9 @@ def for_one(member, count: int, function: Callable[[int], None]) -> None:
     return None
 
 
-def load_facts(step_gmem, ranks_gmem, member, first, facts, sizes: Sizes) -> None:
-    """Fetches the plan and the ranks of the slots of a member's layer."""
+def load_facts(step_gmem, of_slots, member, first, facts, sizes: Sizes) -> None:
+    """Fetches the plan, and of the slots of a member's layer what `of_slots` has by the names of
+    `facts`, for each member."""
 
     def copy(source, target):
         plgpu.copy_gmem_to_smem(source, target, facts["ready"])
@@ -42,13 +46,14 @@ def load_facts(step_gmem, ranks_gmem, member, first, facts, sizes: Sizes) -> Non
     for tile in range(sizes.tiles):
         rows = pl.ds(sizes.entries + tile * TILE_ROWS, TILE_ROWS)
         copy(step_gmem.at[rows], facts["ids"].at[tile])
+    for name, of_members in of_slots.items():
 
-    def copy_ranks(number):
-        for start, size in _pieces(sizes.slots):
-            source = ranks_gmem[number].at[pl.ds(first + start, size)]
-            copy(source, facts["rank"].at[pl.ds(start, size)])
+        def copy_slots(number, name=name, of_members=of_members):
+            for start, size in _pieces(sizes.slots):
+                source = of_members[number].at[pl.ds(first + start, size)]
+                copy(source, facts[name].at[pl.ds(start, size)])
 
-    for_one(member, len(ranks_gmem), copy_ranks)
+        for_one(member, len(of_members), copy_slots)
 
 
 def _pieces(size: int) -> list[tuple[int, int]]:
@@ -86,12 +91,13 @@ def own_ids(facts, tile):
 
 
 def if_met(entry, tile, ids, old, new):
-    """Returns `old` [rows, cols] with the rows of an entry's slot replaced by those of `new()`;
+    """Returns `old` [rows, cols] with the rows of an entry's slot replaced by those of `new(slot)`;
     `old` where the tile has none."""
 
     def met():
-        own = lax.broadcast_in_dim(ids == _slot_of(entry), old.shape, (0,))
-        return jnp.where(own, new(), old)
+        slot = _slot_of(entry)
+        own = lax.broadcast_in_dim(ids == slot, old.shape, (0,))
+        return jnp.where(own, new(slot), old)
 
     mark = lax.bitwise_and(lax.shift_right_logical(entry, SLOT_BITS + tile), jnp.int32(1))
     return lax.cond(mark == 1, met, lambda: old)
