@@ -1,16 +1,20 @@
 """Level `bank`: many adapters in one batch, beside the base alone and other ways to do it.
 
-The seven projections of Llama 3 8B's layers in bf16, scanned as a decoder is, and 64 adapters of
-ranks 8 to 64 in one bank. Decoding has one token a row, prefill 8 requests of 512 tokens. Rows
-choose their adapters by Zipf's law with exponent 1.5, evenly, or all the same one. A program goes
-`repeats` times through its few layers, and times are of one layer: what takes long is to compile.
+The seven projections of Llama 3 8B's layers in bf16, one layer after the other as a server's step
+has them, and 64 adapters of ranks 8 to 64 in one bank. Decoding has one token a row, prefill 8
+requests of 512 tokens. Rows choose their adapters by Zipf's law with exponent 1.5, evenly, or all
+the same one. A program goes `repeats` times through its few layers, and times are of one layer:
+what takes long is to compile.
 
     base        the projections alone
     LoRA        the bank without g
     DoRA        the bank, as it chooses; "xla" without kernels
-    sums, dense, tiles, kernel      rows of one token in one of the bank's ways, whatever it chooses
+    kernel      rows of one token by the bank's kernels, whatever it chooses
     one-hot     every row times every adapter, and a one-hot product, as in tpu-inference
     loop        one adapter after the other, on all rows
+
+What matters most comes first: `FIRST` of each batch by Zipf's law, loads, growth, other mixes,
+other kinds.
 
 `bound` is the least that DoRA can be over the base: the bytes of both over those of the base.
 Adapters are loaded into a whole model from host memory: `first`, when g is taken, and `again`.
@@ -25,7 +29,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -37,15 +40,16 @@ from benchmarks.bank_adapters import byte_bound, draw_ids, random_adapter
 from benchmarks.bank_programs import Sizes, Stack, program
 from benchmarks.results import Row
 from jax_dora.bank.host import Settled
-from jax_dora.ops import bank_ways
 
-# What DoRA's result may differ from XLA's way of it, relative to its norm: some roundings of bf16.
+# What a result may differ from another way of it, relative to its norm: some roundings of bf16.
 MOST_DIFFERENT = 0.02
 
 
-WAYS = ("sums", "dense", "tiles")
+FIRST = ("base", "LoRA", "DoRA", "one-hot")
 # What takes rows of one token only, and what would take minutes of them.
-ONLY_DECODING, ONLY_PREFILL = (*WAYS, "kernel"), ("DoRA xla", "loop")
+ONLY_DECODING, ONLY_PREFILL = ("kernel",), ("loop",)
+# Whose result each kind's is compared with.
+REFERENCES = {"one-hot": "LoRA", "loop": "LoRA", "DoRA xla": "DoRA", "kernel": "DoRA"}
 
 
 class Settings(NamedTuple):
@@ -62,16 +66,7 @@ class Settings(NamedTuple):
     decoding: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
     prefill: tuple[int, int] = (8, 512)
     mixes: tuple[str, ...] = ("zipf", "uniform", "one")
-    kinds: tuple[str, ...] = (
-        "base",
-        "LoRA",
-        "DoRA",
-        "DoRA xla",
-        *WAYS,
-        "kernel",
-        "one-hot",
-        "loop",
-    )
+    kinds: tuple[str, ...] = (*FIRST, "DoRA xla", "kernel", "loop")
     growth: int = 64
     rounds: int = 9
     seconds: float = 420.0
@@ -100,46 +95,76 @@ def measure(settings: Settings) -> Iterator[Row]:
     def left() -> float:
         return settings.seconds - (time.monotonic() - started)
 
-    yield from _loads(settings)
     model = nnx.jit(lambda: Stack(settings.sizes, settings.layers))()
     bank = _filled(jax_dora.AdapterBank(model, settings.slots, max(settings.ranks)), settings.ranks)
-    for shape in [(rows, 1) for rows in settings.decoding] + [settings.prefill]:
-        if left() < 0:
-            return
-        programs = list(_compiled(settings, model, bank, shape))
-        for mix in settings.mixes:
+    shapes = [*((rows, 1) for rows in settings.decoding), settings.prefill]
+    programs: dict[tuple[int, int], list[tuple[Row, Any]]] = {}
+
+    def timed(shape: tuple[int, int], mixes: Iterable[str], others: Any = ()) -> Iterator[Row]:
+        for mix in mixes:
             ids = draw_ids(mix, shape[0], settings.slots)
             told = {"mix": mix} | byte_bound(bank, ids)
+            beside, mine = (programs[shape], others) if others else ([], programs[shape])
             if left() > 0:
                 yield from _timed(
-                    _having(programs, told), _arguments(model, bank, ids, shape), settings
+                    *(_having(beside, told), _having(mine, told)),
+                    *(_arguments(model, bank, ids, shape), settings),
                 )
-    yield from _growth(settings, model, bank, left)
+
+    first, *mixes = settings.mixes
+    kinds = [kind for kind in settings.kinds if kind in FIRST]
+    for shape in shapes:
+        if left() > 0:
+            programs[shape] = list(_compiled(settings, kinds, model, bank, shape))
+            yield from timed(shape, [first])
+    if left() > 0:
+        yield from _loads(settings)
+    growing = (settings.growth, 1)
+    if left() > 0 and growing not in programs:
+        programs[growing] = list(_compiled(settings, kinds, model, bank, growing))
+    yield from _growth_of_adapters(settings, programs.get(growing, []), model, bank, left)
+    for shape in shapes:
+        if shape in programs:
+            yield from timed(shape, mixes)
+    for shape in shapes:
+        if shape in programs and left() > 0:
+            rest = [kind for kind in settings.kinds if kind not in FIRST]
+            yield from timed(
+                shape, settings.mixes, list(_compiled(settings, rest, model, bank, shape))
+            )
+    yield from _growth_of_ranks(settings, programs.get(growing, []), model, bank, left)
 
 
-def _growth(settings: Settings, model: Any, bank: Any, left: Callable[[], float]) -> Iterator[Row]:
-    """Yields what decoding takes by the number of adapters that rows have, and by their rank."""
+def _growth_of_adapters(
+    settings: Settings, programs: Any, model: Any, bank: Any, left: Callable[[], float]
+) -> Iterator[Row]:
+    """Yields what decoding takes by the number of adapters that rows have."""
     rows = settings.growth
-    if left() < 0 or not rows:
-        return
-    kinds = tuple(kind for kind in ("base", "LoRA", "DoRA") if kind in settings.kinds)
-    programs = list(_compiled(settings._replace(kinds=kinds), model, bank, (rows, 1)))
     counts = [count for count in (1, 2, 4, 8, 16, 32, 64) if count <= min(rows, settings.slots)]
     for count in counts:
         ids = np.arange(rows, dtype=np.int32) % count
         told = {"mix": "growth", "adapters": count} | byte_bound(bank, ids)
-        yield from _timed(
-            _having(programs, told), _arguments(model, bank, ids, (rows, 1)), settings
-        )
+        if left() > 0:
+            yield from _grown(settings, programs, told, _arguments(model, bank, ids, (rows, 1)))
+
+
+def _growth_of_ranks(
+    settings: Settings, programs: Any, model: Any, bank: Any, left: Callable[[], float]
+) -> Iterator[Row]:
+    """Yields what decoding takes by the rank of all adapters; the bank is used up."""
+    rows = settings.growth
     ids = np.arange(rows, dtype=np.int32) % settings.slots
     for rank in settings.ranks:
         if left() < 0:
             return
         bank = _filled(bank, (rank,))
         told = {"mix": "growth", "rank": rank} | byte_bound(bank, ids)
-        yield from _timed(
-            _having(programs, told), _arguments(model, bank, ids, (rows, 1)), settings
-        )
+        yield from _grown(settings, programs, told, _arguments(model, bank, ids, (rows, 1)))
+
+
+def _grown(settings: Settings, programs: Any, told: Row, arguments: Any) -> Iterator[Row]:
+    chosen = [one for one in programs if one[0]["kind"] in ("base", "LoRA", "DoRA")]
+    yield from _timed([], _having(chosen, told), arguments, settings)
 
 
 def _having(programs: Iterable[tuple[Row, Any]], told: Row) -> list[tuple[Row, Any]]:
@@ -183,7 +208,7 @@ def _filled(bank: Any, ranks: tuple[int, ...]) -> Any:
 
 
 def _compiled(
-    settings: Settings, model: Any, bank: Any, shape: tuple[int, int]
+    settings: Settings, kinds: Iterable[str], model: Any, bank: Any, shape: tuple[int, int]
 ) -> Iterator[tuple[Row, Any]]:
     """Yields a row and its program, or None, for every kind that takes the shape; several are
     compiled at a time."""
@@ -192,13 +217,11 @@ def _compiled(
     graphdef = nnx.graphdef(model)
     unfit = ONLY_DECODING if tokens > 1 else ONLY_PREFILL
     lowered: list[tuple[Row, Any]] = []
-    for kind in (kind for kind in settings.kinds if kind not in unfit):
+    for kind in (kind for kind in kinds if kind not in unfit):
         row: Row = {"task": "prefill" if tokens > 1 else "decode", "kind": kind}
         row |= {"rows": rows, "tokens": tokens}
-        way = mock.Mock(return_value=kind) if kind in WAYS else bank_ways.way_of
         function = jax.jit(program(kind, graphdef, settings.repeats))
-        with mock.patch.object(bank_ways, "way_of", way):
-            lowered.append((row, _attempted(row, functools.partial(function.lower, *arguments))))
+        lowered.append((row, _attempted(row, functools.partial(function.lower, *arguments))))
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
 
         def compiled(one: tuple[Row, Any]) -> tuple[Row, Any]:
@@ -224,8 +247,15 @@ def _attempted(row: Row, make: Callable[[], Any]) -> Any:
         return None
 
 
-def _timed(programs: list[tuple[Row, Any]], arguments: Any, settings: Settings) -> Iterator[Row]:
-    """Yields the rows with median wall times of a layer, programs being run in turns."""
+def _timed(
+    beside: list[tuple[Row, Any]],
+    programs: list[tuple[Row, Any]],
+    arguments: Any,
+    settings: Settings,
+) -> Iterator[Row]:
+    """Yields the rows of `programs` with median wall times of a layer, programs being run in turns,
+    those of `beside` too."""
+    programs = beside + programs
     times: list[list[float]] = [[] for _ in programs]
     results: dict[str, Any] = {}
     for turn in range(settings.rounds + 1):
@@ -245,17 +275,15 @@ def _timed(programs: list[tuple[Row, Any]], arguments: Any, settings: Settings) 
         for (row, _), one in zip(programs, times, strict=True)
         if one
     }
-    for (row, _), taken in zip(programs, times, strict=True):
-        kind = row["kind"]
-        if taken:
-            row |= {"ms": medians[kind], "spread_ms": (max(taken) - min(taken)) / layers}
+    spreads = [(max(one) - min(one)) / layers if one else 0.0 for one in times]
+    for (row, _), spread in list(zip(programs, spreads, strict=True))[len(beside) :]:
+        kind, reference = row["kind"], REFERENCES.get(row["kind"])
+        if kind in medians:
+            row |= {"ms": medians[kind], "spread_ms": spread}
             for other in ("base", "LoRA"):
                 if other in medians:
                     row[f"over_{other.lower()}"] = medians[kind] / medians[other]
-        of_lora = kind in ("one-hot", "loop")
-        reference = "LoRA" if of_lora else "sums" if row["tokens"] == 1 else "DoRA xla"
-        compared = kind not in ("base", "LoRA", reference)
-        if compared and reference in results and kind in results:
+        if reference in results and kind in results:
             expected = results[reference]
             difference = np.linalg.norm(results[kind] - expected) / np.linalg.norm(expected)
             row["difference"] = float(difference)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +11,8 @@ from flax import nnx
 from jax import lax
 
 import jax_dora
-from jax_dora.bank.layers import BankArray
+from jax_dora.bank.layers import BankArray, called_together
+from jax_dora.models.model import unstacked
 from jax_dora.ops.bank_slots import Slots
 
 
@@ -46,16 +47,21 @@ class Block(nnx.Module):
             setattr(self, f"{name}_proj", linear)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return layer(x, lambda name, x: getattr(self, f"{name}_proj")(x))
+        def by(x: jax.Array, *names: str) -> list[jax.Array]:
+            return called_together([getattr(self, f"{name}_proj") for name in names], x)
+
+        return layer(x, by)
 
 
-def layer(x: jax.Array, by: Callable[[str, jax.Array], jax.Array]) -> jax.Array:
-    """Returns what a layer makes of x, `by` being a projection of its input."""
-    q, k, v = (by(name, normalised(x)) for name in "qkv")
+def layer(x: jax.Array, by: Callable[..., Sequence[jax.Array]]) -> jax.Array:
+    """Returns what a layer makes of x, `by` being the projections of an input by their names."""
+    q, k, v = by(normalised(x), "q", "k", "v")
     # Whatever attention does, it reads all three.
-    x = x + by("o", q + jnp.tile(k + v, x.shape[-1] // k.shape[-1]))
-    into = normalised(x)
-    return x + by("down", nnx.silu(by("gate", into)) * by("up", into))
+    (attended,) = by(q + jnp.tile(k + v, x.shape[-1] // k.shape[-1]), "o")
+    x = x + attended
+    gate, up = by(normalised(x), "gate", "up")
+    (down,) = by(nnx.silu(gate) * up, "down")
+    return x + down
 
 
 def normalised(x: jax.Array) -> jax.Array:
@@ -65,7 +71,8 @@ def normalised(x: jax.Array) -> jax.Array:
 
 
 class Stack(nnx.Module):
-    """Layers as one module whose arrays have a leading axis."""
+    """Layers as one module whose arrays have a leading axis, called one after the other, as a
+    server's step calls them."""
 
     def __init__(self, sizes: Sizes, layers: int) -> None:
         def make(key: jax.Array) -> Block:
@@ -77,7 +84,9 @@ class Stack(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         graphdef, bank, arrays = nnx.split(self.layers, BankArray, ...)
-        return lax.scan(lambda x, one: (nnx.merge(graphdef, bank, one)(x), None), x, arrays)[0]
+        for one in unstacked(arrays, jax.tree.leaves(arrays)[0].shape[0]):
+            x = nnx.merge(graphdef, bank, one)(x)
+        return x
 
 
 class Bare(NamedTuple):
@@ -148,12 +157,12 @@ def _by_hand(multiply: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         }
         bare = {path: Bare(kernels[path], bank.arrays[path]._replace(g=None)) for path in kernels}
 
-        def one_layer(x: jax.Array, one: Any) -> Any:
-            def by(name: str, x: jax.Array) -> jax.Array:
-                return multiply(x, one[f"layers/{name}_proj"], ids)
+        for one in unstacked(bare, len(next(iter(bare.values())).kernel)):
 
-            return layer(x, by), None
+            def by(x: jax.Array, *names: str, one: Any = one) -> list[jax.Array]:
+                return [multiply(x, one[f"layers/{name}_proj"], ids) for name in names]
 
-        return lax.scan(one_layer, x, bare)[0]
+            x = layer(x, by)
+        return x
 
     return run

@@ -13,7 +13,7 @@ from tools.measurements import table
 
 RESULTS = "benchmarks/results"
 Row = dict[str, Any]
-WAYS = ("sums", "dense", "tiles", "kernel")
+WAYS = ("DoRA xla", "kernel")
 
 
 def files(root: Path, name: str) -> list[tuple[str, Row, list[Row]]]:

@@ -77,7 +77,7 @@ class Decoder(nnx.Module):
             one_layer = jax.checkpoint(one_layer, policy=kept, prevent_cse=config.unroll)
         if config.unroll:
             counted = []
-            for state in _unstacked((streams, arrays), config.num_hidden_layers):
+            for state in unstacked((streams, arrays), config.num_hidden_layers):
                 x, stream = one_layer(x, state)
                 counted.append(stream)
             streams = jax.tree.map(lambda *counts: jnp.stack(counts), *counted)
@@ -109,7 +109,7 @@ class Decoder(nnx.Module):
         x, count = self.embed_tokens(tokens), self.config.num_hidden_layers
         if self.config.unroll:
             added = []
-            for layer_and_state in enumerate(_unstacked(arrays, count)):
+            for layer_and_state in enumerate(unstacked(arrays, count)):
                 x, keys_and_values = one_layer(x, layer_and_state)
                 added.append(keys_and_values)
             added = jax.tree.map(lambda *layers: jnp.stack(layers), *added)
@@ -233,7 +233,7 @@ def _stacked_layers(config: DecoderConfig, linear: MakeLinear, rngs: nnx.Rngs) -
     return nnx.merge(graphdef, lax.map(lambda key: nnx.state(make(key)), keys))
 
 
-def _unstacked(tree: Any, count: int) -> list[Any]:
+def unstacked(tree: Any, count: int) -> list[Any]:
     """Returns the layers of a stack. Their gradients are put together again by one copy."""
     leaves, structure = jax.tree.flatten(tree)
     parts = [[part[0] for part in lax.split(leaf, [1] * count)] for leaf in leaves]

@@ -86,12 +86,13 @@ def test_bank_measures_every_kind_and_loading(tmp_path: Path) -> None:
         task: [one for one in bank.TINY.kinds if one not in unfit]
         for task, unfit in (("decode", bank.ONLY_PREFILL), ("prefill", bank.ONLY_DECODING))
     }
-    growth = 4 * ["base", "LoRA", "DoRA"]
-    assert [row["kind"] for row in found] == [*2 * kinds["decode"], *kinds["prefill"], *growth]
+    growth = 2 * ["base", "LoRA", "DoRA"]
+    rest = [[one for one in kinds[task] if one not in bank.FIRST] for task in ("decode", "prefill")]
+    expected = [*3 * bank.FIRST, *growth, *2 * rest[0], *rest[1], *growth]
+    assert [row["kind"] for row in found] == expected
     for row in found:
         assert row["bound"] > 1
-        reference = "sums" if row["tokens"] == 1 else "DoRA xla"
-        compared = row["kind"] not in ("base", "LoRA", reference) and row["mix"] != "growth"
+        compared = row["kind"] in bank.REFERENCES and row["mix"] != "growth"
         assert ("difference" in row) == compared
 
 

@@ -40,7 +40,14 @@ def test_many_adapters_are_told_and_drawn(tmp_path):
     shutil.copytree(ROOT / measured.BENCHMARKS, tmp_path / measured.BENCHMARKS)
     environment = {"card": "a card", "jax": "1", "torch": "2", "commit": "abc"}
     batch = {"task": "decode", "rows": 8, "tokens": 1, "distinct": 5, "bound": 1.05}
-    times = {"base": 1.0, "LoRA": 1.2, "DoRA": 1.26, "sums": 2.0, "kernel": 1.25, "one-hot": 3.15}
+    times = {
+        "base": 1.0,
+        "LoRA": 1.2,
+        "DoRA": 1.26,
+        "DoRA xla": 2.0,
+        "kernel": 1.25,
+        "one-hot": 3.15,
+    }
     bank = [{"task": "load", "rank": 8, "layers": 2, "ms": 7.04}]
     bank += [batch | {"mix": "zipf", "kind": kind, "ms": ms} for kind, ms in times.items()]
     bank.append(batch | {"mix": "zipf", "kind": "loop", "failed": "no room"})

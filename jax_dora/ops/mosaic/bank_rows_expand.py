@@ -106,6 +106,7 @@ def launch(
 
             def copy_g(slot, stage):
                 def copy_of(number):
+                    assert g_gmem is not None
                     plgpu.copy_gmem_to_smem(
                         g_gmem[number].at[first + slot, cols],
                         smem["g"].at[stage],
