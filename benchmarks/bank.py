@@ -120,7 +120,7 @@ def measure(settings: Settings) -> Iterator[Row]:
     if left() > 0:
         yield from _loads(settings)
     growing = (settings.growth, 1)
-    if left() > 0 and growing not in programs:
+    if left() > 0 and settings.growth and growing not in programs:
         programs[growing] = list(_compiled(settings, kinds, model, bank, growing))
     yield from _growth_of_adapters(settings, programs.get(growing, []), model, bank, left)
     for shape in shapes:
@@ -155,7 +155,7 @@ def _growth_of_ranks(
     rows = settings.growth
     ids = np.arange(rows, dtype=np.int32) % settings.slots
     for rank in settings.ranks:
-        if left() < 0:
+        if left() < 0 or not rows:
             return
         bank = _filled(bank, (rank,))
         told = {"mix": "growth", "rank": rank} | byte_bound(bank, ids)
