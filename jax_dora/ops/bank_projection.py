@@ -4,9 +4,9 @@ With kernels, z = x A comes first, by `mosaic.bank_shrink`, which reads each ada
 Then x W and z B are one product, `mosaic.bank_project`: no base result is written or read, nor a
 layer's W copied out of a stack, as XLA does for its own product.
 
-A row of -1 is to have the bits of XLA's product without a bank. Where a batch has one, the base's
-product is XLA's, and `mosaic.bank_expand` adds what is the adapters'. Where the kernels are not
-taken it always is, as in `bank`.
+A row of -1 is to have the bits of XLA's product without a bank, and no row's bits may depend on the
+others': where a batch has a row of -1, XLA multiplies too, and such rows keep its result. Where the
+kernels are not taken, XLA's product is all rows', and what is the adapters' is added as in `bank`.
 """
 
 import functools
@@ -21,7 +21,7 @@ from jax_dora.ops import mesh as meshes
 from jax_dora.ops.bank import EXPAND, Expansion, Static
 from jax_dora.ops.bank_slots import Rows, Slots, composed, rows_of
 from jax_dora.ops.compose import accumulator
-from jax_dora.ops.mosaic import bank_expand, bank_project, bank_shrink
+from jax_dora.ops.mosaic import bank_project, bank_shrink
 from jax_dora.ops.reduction import static_precision
 from jax_dora.ops.shard import Op, Shard
 
@@ -111,26 +111,23 @@ def _run(static: StaticOfPrompts, shard: Shard, prompts: Prompts) -> tuple[jax.A
 
     shrink = chosen(bank_shrink, in_features, rank)
     project = chosen(bank_project, in_features, out, rank)
-    expand = chosen(bank_expand, rank, out)
-    if shrink is None or project is None or expand is None:
+    if shrink is None or project is None:
         return (_by_expand(static, prompts),)
     unscaled = bank_shrink.launch(x, lora_a, prompts.slot, **shrink.knobs)
     z = (prompts.scale[:, None, None] * unscaled).astype(x.dtype)
-    adapted = z, prompts.lora_b, prompts.slot, g
+    of_all = x, prompts.kernel, prompts.layer
+    adapted = z, prompts.lora_b, prompts.slot, g, prompts.bias
+    y = bank_project.launch(*of_all, *adapted, **project.knobs)
 
-    def whole() -> jax.Array:
-        of_all = x, prompts.kernel, prompts.layer
-        return bank_project.launch(*of_all, *adapted, prompts.bias, **project.knobs)
-
-    def over_base() -> jax.Array:
+    def with_base() -> jax.Array:
         # XLA would take the layer's kernel out of a stack for either way, by a copy.
         here = prompts._replace(layer=lax.optimization_barrier(prompts.layer))
-        scale = jnp.where(prompts.is_base, 0.0, 1.0)  # z has been scaled
-        return bank_expand.launch(
-            _base(static, here), *adapted, scale, prompts.bias, **expand.knobs
-        )
+        base = _base(static, here)
+        if prompts.bias is not None:
+            base = (base.astype(g.dtype) + prompts.bias.astype(g.dtype)[None, None]).astype(x.dtype)
+        return jnp.where(prompts.is_base[:, None, None], base, y)
 
-    return (lax.cond(jnp.any(prompts.is_base), over_base, whole),)
+    return (lax.cond(jnp.any(prompts.is_base), with_base, lambda: y),)
 
 
 # Without names: on a mesh of several devices XLA shares the work, but for the second product.

@@ -190,7 +190,9 @@ def _read(
     """Reads tokens [parts, width]; places i32[3, parts] are their rows, counts and beginnings."""
     rows, counts, begins = places
     wishes = wishes.of(rows)
-    model = on(nnx.merge(graphdef, state), bank, wishes.adapters)
+    # Padding has the first part's: a row of the base would have XLA multiply beside the kernels.
+    adapters = jnp.where(rows < cache.lengths.shape[0], wishes.adapters, wishes.adapters[:1])
+    model = on(nnx.merge(graphdef, state), bank, adapters)
     cache = cache._replace(lengths=cache.lengths.at[rows].set(begins, mode="drop"))
     hidden, cache = model.extend(tokens, cache, counts, rows)
     last = jnp.maximum(counts - 1, 0)[:, None, None]
