@@ -226,16 +226,16 @@ class Tokens(NamedTuple):
 
 def _choice(static: StaticOfTokens, tokens: Tokens) -> choose.Choice | None:
     """Returns the kernels if they take every projection."""
-    x, choice = tokens.x, None
+    x, lora_a = tokens.x, tokens.members[0].lora_a
     outs = [one.base.shape[1] for one in tokens.members]
-    # The last is what its knobs are for: all strips are in one launch.
-    for out in (*outs, sum(outs)):
-        lora_a = tokens.members[0].lora_a
-        call = (*x.shape, out, static.slots, lora_a.shape[1], x.dtype, lora_a.dtype)
-        choice = _rows_choice(static.implementation, call)
-        if choice is None:
-            return None
-    return choice
+
+    def call(out: int) -> tuple[Any, ...]:
+        return (*x.shape, out, static.slots, lora_a.shape[1], x.dtype, lora_a.dtype)
+
+    choices = [_rows_choice(static.implementation, call(out)) for out in outs]
+    if any(one is None for one in choices):
+        return None
+    return choices[0] and choices[0]._replace(config=bank_rows.config(*call(sum(outs)), len(outs)))
 
 
 def _rows_choice(

@@ -55,13 +55,15 @@ class Config:
 
 
 class Sizes(NamedTuple):
-    """The sizes of a call: rows, in, out, slots of the layer, and ranks that have room."""
+    """The sizes of a call: rows, in, out of all members, slots of the layer, ranks that have room,
+    and how many members there are."""
 
     rows: int
     in_features: int
     out: int
     slots: int
     rank: int
+    members: int = 1
 
     @property
     def tiles(self) -> int:
@@ -131,9 +133,11 @@ def config(
     rank: int,
     dtype: jax.typing.DTypeLike,
     held: jax.typing.DTypeLike,
+    members: int = 1,
 ) -> Config:
-    """Returns the launch knobs for a call that is not refused."""
-    found = _config(Sizes(rows, in_features, out, slots, rank))
+    """Returns the launch knobs for a call that is not refused, or for one of several members, none
+    of which is; then `out` is the sum of theirs."""
+    found = _config(Sizes(rows, in_features, out, slots, rank, members))
     assert found is not None
     return found
 
@@ -152,9 +156,10 @@ def _config(sizes: Sizes) -> Config | None:
 
     depth = padded(sizes.rank)
     expand = stages(sizes.out // TILE_K, (depth + 2) * row, held_rows * (2 * depth + row))
-    for slices in range(pl.cdiv(sizes.in_features // TILE_K, HOPPER_SM_COUNT), 0, -1):
+    tiles = sizes.members * sizes.in_features // TILE_K
+    for slices in range(pl.cdiv(tiles, HOPPER_SM_COUNT), 0, -1):
         shrink = stages(
-            pl.cdiv(sizes.in_features, TILE_K * slices),
+            pl.cdiv(tiles, slices),
             slices * sizes.rank * row,
             held_rows * (slices * row + 4 * sizes.rank),
         )

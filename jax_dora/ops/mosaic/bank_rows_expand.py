@@ -120,16 +120,17 @@ def launch(
 
         @pl.when(warpgroup < tiles)
         def _consume():
+            plgpu.barrier_wait(facts["ready"])
+
             @pl.when(warpgroup == 0)
             def _clear():
                 def clear(stage, _):
                     b_smem[stage] = jnp.zeros((depth, COLS), dtype)
 
-                lax.fori_loop(0, stages, clear, None)
+                lax.fori_loop(0, jnp.minimum(stages, facts["step"][0]), clear, None)
 
             plgpu.commit_smem()
             lax.fori_loop(0, stages, lambda i, _: plgpu.barrier_arrive(free.at[i]), None)
-            plgpu.barrier_wait(facts["ready"])
             ids = own_ids(facts, warpgroup)
             plgpu.barrier_wait(rows_ready)
             shape = (TILE_ROWS, COLS)
