@@ -233,9 +233,9 @@ def _choice(static: StaticOfTokens, tokens: Tokens) -> choose.Choice | None:
         return (*x.shape, out, static.slots, lora_a.shape[1], x.dtype, lora_a.dtype)
 
     choices = [_rows_choice(static.implementation, call(out)) for out in outs]
-    if any(one is None for one in choices):
+    if choices[0] is None or None in choices:
         return None
-    return choices[0] and choices[0]._replace(config=bank_rows.config(*call(sum(outs)), len(outs)))
+    return choices[0]._replace(config=bank_rows.config(*call(sum(outs)), members=len(outs)))
 
 
 def _rows_choice(

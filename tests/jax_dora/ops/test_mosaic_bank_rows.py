@@ -101,6 +101,30 @@ def test_single_rows_and_ranks_above_a_tile_agree_with_fp64(on_mosaic):
     check(arrays, y, 0, with_bias=False)
 
 
+def test_projections_of_one_x_are_what_each_is_alone(on_mosaic):
+    """Bit for bit, of different widths, and of different layers of their stacks."""
+    one, other = (
+        operands(seed, 5, 128, out, 24, jnp.bfloat16) for seed, out in ((4, 64), (5, 128))
+    )
+    (x, ids), slots = one[1::2], SLOTS
+    members = [
+        bank_rows.Member(base, *bank, jnp.int32(layer * slots), bias)
+        for layer, (base, _, bank, _, bias) in enumerate((one, other))
+    ]
+
+    def run(members):
+        out = sum(one.base.shape[1] for one in members)
+        call = (*x.shape, out, slots, 24, x.dtype, x.dtype)
+        config = bank_rows.config(*call, members=len(members))
+        return bank_rows.launch(x, members, ids, slots=slots, config=config, sm_count=132)
+
+    with on_mosaic():
+        together = jax.block_until_ready(run(members))
+        alone = [jax.block_until_ready(run([one]))[0] for one in members]
+    for y, expected in zip(together, alone, strict=True):
+        np.testing.assert_array_equal(y.astype(np.float32), expected.astype(np.float32))
+
+
 def test_a_plan_names_each_slot_in_use_once():
     ids = jnp.asarray([5, -1, 2, 5] + [8] * 61 + [2, 7], jnp.int32)
     plan = np.asarray(bank_rows.plan(ids, SLOTS))
