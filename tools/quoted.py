@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from typing import Any
 
 from benchmarks.report import Measurement, Report
 from tools import bank_tables, step_parts
@@ -234,20 +235,26 @@ def quantised_projection() -> str:
 
 
 def devices() -> str:
-    shown = [(64, layout, axes) for layout in ("fsdp", "tp") for axes in ("auto", "explicit")]
-    shown.insert(0, (64, "dp", "auto"))
-    shown += [(RANK, layout, "auto") for layout in ("alone", "dp", "fsdp", "tp")]
+    layouts, models = ("alone", "dp", "fsdp", "tp"), {"qwen3": "12 layers", "llama3": "Llama-3-8B"}
+
+    def place(line: dict[str, Any]) -> tuple[int, ...]:
+        named = (tuple(models).index(line["model"]), line["rank"], layouts.index(line["layout"]))
+        return *named, line["axes"] == "explicit"
+
     lines = []
-    for rank, layout, axes in shown:
-        cells = [str(rank), {"alone": "one GPU"}.get(layout, layout), axes]
+    for step in sorted(rows("scale", "h200x2", kind="DoRA", task="step"), key=place):
+        fields = {name: step[name] for name in ("model", "rank", "layout", "axes")}
+        layout = {"alone": "one GPU"}.get(step["layout"], step["layout"])
+        cells = [models[step["model"]], str(step["rank"]), layout, step["axes"]]
         for task in ("inference", "step"):
-            fields = {"rank": rank, "layout": layout, "axes": axes, "task": task}
-            lora, dora = (row("scale", "h200x2", kind=kind, **fields) for kind in ("LoRA", "DoRA"))
+            lora, dora = (
+                row("scale", "h200x2", kind=kind, task=task, **fields) for kind in ("LoRA", "DoRA")
+            )
             cells += [f"{lora['ms']:.1f} / {dora['ms']:.1f}", f"{dora['ms'] / lora['ms']:.3f}"]
         temporaries = (line["temp_bytes"] / 2**30 for line in (lora, dora))
         lines.append([*cells, " / ".join(f"{gib:.2f}" for gib in temporaries)])
     header = ("inference", "ratio", "step", "ratio", "temporaries of a step, GiB")
-    return table(["rank", "layout", "axes", *header], lines)
+    return table(["model", "rank", "layout", "axes", *header], lines)
 
 
 def layer_sizes() -> str:

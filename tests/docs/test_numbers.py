@@ -6,7 +6,8 @@ from tools.measurements import BEST_LORA, ROOT, WITHOUT_TRITON, one, report, row
 from tools.quoted import PAGES, TABLES, updated
 
 TEXT = {name: (ROOT / name).read_text() for name in (*PAGES, "docs/attempts.md", "README.md")}
-PERFORMANCE, SERVING, _, STEP = PAGES
+PERFORMANCE, SERVING, SEVERAL, STEP = PAGES
+FSDP = {"layout": "fsdp", "axes": "auto", "rank": 64}
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -217,6 +218,58 @@ def test_what_is_said_of_attempts():
         f"z {z} µs against {xla_z}, dA {d_a} against {xla_d_a}",
         f"{gated[0]} µs where three passes take {gated[1]} and XLA's fusions of the same formulas "
         f"{gated[2]}",
+    )
+
+
+def test_what_is_said_of_several_gpus():
+    def profile(layout, kind, **fields):
+        return row("profile", "h200x2", layout=layout, kind=kind, **fields)
+
+    parts, whole = {"blocks": "multiprocessors"}, {"blocks": "tiles"}
+    lora, lora_dp = (profile(layout, "LoRA") for layout in ("fsdp", "dp"))
+    dora, dora_dp = profile("fsdp", "DoRA", **whole), profile("dp", "DoRA", **parts)
+    products = sum(dora[f"{name}_ms"] for name in ("project", "project_back", "products"))
+
+    def ratios(task, **fields):
+        found = rows("scale", "h200x2", kind="DoRA", task=task, **fields)
+        return [f"{line['over_lora']:.2f}" for line in found]
+
+    small, large = ratios("inference", rank=64), ratios("inference", rank=384)
+    fsdp, others = (
+        [one for layout in layouts for one in ratios("step", rank=64, layout=layout)]
+        for layouts in (["fsdp"], ["dp", "tp"])
+    )
+    assert_says(
+        SEVERAL,
+        f"At rank 64 inference takes {min(small)} to {max(small)} of LoRA's time, a step {min(others)} "
+        f"to {max(others)} under data and tensor parallelism and {min(fsdp)} to {max(fsdp)} under FSDP",
+        f"computes for {dora['computing_ms']:.1f} ms and waits {dora['exposed_ms']:.1f} ms for "
+        f"collectives beside which nothing runs; LoRA's {lora['computing_ms']:.1f} and "
+        f"{lora['exposed_ms']:.1f}",
+        f"Its products take {products:.1f} ms, LoRA's {lora['products_ms']:.1f}",
+        f"({lora_dp['copies_ms']:.1f} ms of copies; DoRA {dora_dp['copies_ms']:.1f})",
+        f"({lora['copies_ms']:.1f} and {dora['copies_ms']:.1f})",
+        f"{min(ratios('step', rank=384))} to {max(ratios('step', rank=384))} of a step and up to "
+        f"{max(large)} of inference",
+    )
+    project = [
+        f"{profile(layout, 'DoRA', **blocks)['project_ms']:.1f}"
+        for layout, blocks in (("fsdp", parts), ("dp", parts), ("fsdp", whole), ("dp", whole))
+    ]
+    back = [f"{profile('dp', 'DoRA', **one)['project_back_ms']:.1f}" for one in (parts, whole)]
+    flagged = [f"{row('scale_slices', 'h200x2', kind=kind)['ms']:.1f}" for kind in ("LoRA", "DoRA")]
+    usual = [
+        f"{row('scale', 'h200x2', kind=kind, task='step', model='qwen3', **FSDP)['ms']:.1f}"
+        for kind in ("LoRA", "DoRA")
+    ]
+    assert_says(
+        "docs/attempts.md",
+        f"projections took {project[0]} ms of a step under FSDP and {project[1]} under data",
+        f"With a block for each tile they take {project[2]} under FSDP. Where nothing runs beside "
+        f"them such blocks cost time ({project[3]}",
+        f"takes as long either way ({back[0]} and {back[1]} ms)",
+        f"a step takes {flagged[0]} ms with LoRA and {flagged[1]} with DoRA",
+        f"with them {usual[0]} and {usual[1]}",
     )
 
 
