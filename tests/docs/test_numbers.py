@@ -241,8 +241,9 @@ def test_what_is_said_of_several_gpus():
     )
     assert_says(
         SEVERAL,
-        f"At rank 64 inference takes {min(small)} to {max(small)} of LoRA's time, a step {min(others)} "
-        f"to {max(others)} under data and tensor parallelism and {min(fsdp)} to {max(fsdp)} under FSDP",
+        f"At rank 64 inference takes {min(small)} to {max(small)} of LoRA's time, a step "
+        f"{min(others)} to {max(others)} under data and tensor parallelism and {min(fsdp)} to "
+        f"{max(fsdp)} under FSDP",
         f"computes for {dora['computing_ms']:.1f} ms and waits {dora['exposed_ms']:.1f} ms for "
         f"collectives beside which nothing runs; LoRA's {lora['computing_ms']:.1f} and "
         f"{lora['exposed_ms']:.1f}",
