@@ -126,11 +126,20 @@ def _by_quantised_rows(static: Forward, shard: Shard, operands: Reduced) -> tupl
     """Returns (y, inner or None) of a product with the kernel in FP8, by a scale for each row of x;
     the adapter's products, g and the bias have the dtypes that they have elsewhere."""
     x, kernel, z, lora_b, g, bias, *_ = operands
-    choose.choose(static.op, static.implementation)  # There is no kernel: one that is named raises.
-    base = row_wise.product(x, kernel, shard)
-    lora = dot_general(static.precision, z, lora_b.astype(x.dtype), (-1, 0))
-    options = {"want_inner": static.want_inner}
-    y, inner = forward(None, base, lora, g, jnp.float32(1), bias, **options)
+    one, options = jnp.float32(1), {"want_inner": static.want_inner}
+    lora_b = lora_b.astype(x.dtype)
+    base = row_wise.sums(x, kernel, shard, static.implementation)
+    out, rank = kernel.shape[1], z.shape[-1]
+    call = (base.total.size // max(out, 1), rank, out, base.total.dtype)
+    choice = choose.choose(static.op, static.implementation, (expand_compose, call))
+    if choice is not None:
+        g = jnp.ones(out, jnp.float32) if g is None else g
+        scales = base.rows, base.columns
+        return expand_compose.launch(
+            base.total, z, lora_b, g, one, bias, scales, **options, **choice.knobs
+        )
+    lora = dot_general(static.precision, z, lora_b, (-1, 0))
+    y, inner = forward(None, base.scaled, lora, g, one, bias, **options)
     return y.astype(x.dtype), None if inner is None else inner.astype(x.dtype)
 
 

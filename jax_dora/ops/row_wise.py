@@ -17,14 +17,14 @@ from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental.layout import Format, Layout
 
-from jax_dora.ops import check, quantised, residuals
+from jax_dora.ops import check, choose, quantised, residuals
 from jax_dora.ops.compose import per_feature
+from jax_dora.ops.mosaic import row_codes
 from jax_dora.ops.reduction import dot_general
 from jax_dora.ops.rounding import bound
 from jax_dora.ops.shard import Shard
 
-QTYPE = "float8_e4m3fn"
-_ALONE = Shard()
+QTYPE = row_codes.QTYPE
 
 
 def check_format(act_qtype: Any) -> None:
@@ -63,21 +63,53 @@ def check_act_qtype(act_qtype: Any, name: str, kernel: Any) -> None:
     )
 
 
-def product(x: jax.Array, kernel: Any, shard: Shard = _ALONE) -> jax.Array:
-    """Returns x W by quantised rows, f32[..., out].
+class Sums(NamedTuple):
+    """What a product adds up, and what that is to be multiplied with.
+
+    Attributes:
+      total: x̂ Ŵ [..., out], bf16 where x is, else f32.
+      rows, columns: s_x f32[...] and s_w [out].
+    """
+
+    total: Any
+    rows: Any
+    columns: Any
+
+    @property
+    def scaled(self) -> jax.Array:
+        """Returns the product, f32[..., out]."""
+        total = self.total.astype(jnp.float32) * self.rows[..., None]
+        return total * per_feature(self.columns, total)
+
+
+def sums(x: jax.Array, kernel: Any, shard: Shard, implementation: str | None) -> Sums:
+    """Returns the parts of x W by quantised rows.
 
     Args:
       x: [..., in].
       kernel: [in, out], as `check_act_qtype` wants it.
       shard: how the devices share the operands; a row that lies on several has one scale.
+      implementation: None or "mosaic" may round rows by a kernel, which has to lie on one device.
     """
-    largest = shard.largest(jnp.max(jnp.abs(x), axis=-1, keepdims=True).astype(jnp.float32))
-    # The least leaves a row of zeros zeros; NaN stays NaN.
-    scale = jnp.maximum(largest, jnp.finfo(jnp.float32).tiny * bound(QTYPE)) / bound(QTYPE)
-    codes = (x.astype(jnp.float32) / scale).astype(QTYPE)
+    choice = None
+    if not shard.summed:
+        call = (x.size // max(x.shape[-1], 1), x.shape[-1], x.dtype)
+        choice = choose.choose("row_codes", implementation, (row_codes, call), optional=True)
+    if choice is not None:
+        codes, rows = row_codes.launch(x, **choice.knobs)
+    else:
+        largest = shard.largest(jnp.max(jnp.abs(x), axis=-1).astype(jnp.float32))
+        # The least leaves a row of zeros zeros; NaN stays NaN.
+        rows = jnp.maximum(largest * (1 / bound(QTYPE)), row_codes.LEAST)
+        codes = (x.astype(jnp.float32) / rows[..., None]).astype(QTYPE)
     total = shard.sum(_multiplied(codes, kernel.qvalue, x.dtype))
-    total = total.astype(jnp.float32) * scale
-    return total * per_feature(kernel.scale[0], total)
+    return Sums(total, rows, quantised.repeated(kernel.scale, 1, kernel.shape[1])[0])
+
+
+def product(x: jax.Array, kernel: Any) -> jax.Array:
+    """Returns x W by quantised rows, f32[..., out], for x [..., in] and kernel [in, out]."""
+    # XLA may share this among devices, which it could not with a kernel.
+    return sums(x, kernel, Shard(), "xla").scaled
 
 
 def _multiplied(x: jax.Array, qvalue: jax.Array, dtype: Any) -> jax.Array:

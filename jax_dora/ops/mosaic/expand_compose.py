@@ -4,6 +4,10 @@
     g     f32[out]                      s  f32[]                        bias  [out] (optional)
     y     [rows, out]  base's dtype     inner = base + s·(z B)  [rows, out]  (optional)
 
+A base of quantised numbers has scales, f32, and base above is (rows ⊗ columns)∘base:
+
+    rows  f32[rows]                     columns  f32[out]                           (both optional)
+
 Tiles of z B stay in registers, in fp32, and y is rounded once. The dtypes' products are exact in
 fp32.
 
@@ -21,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_dora.ops.mosaic import hopper
 from jax_dora.ops.mosaic.launch import launcher
-from jax_dora.ops.mosaic.low_rank_kernel import Task, low_rank_kernel
+from jax_dora.ops.mosaic.low_rank_kernel import Scales, Task, low_rank_kernel
 from jax_dora.ops.mosaic.low_rank_tiling import (
     CONFIGS,
     TILE_ROWS,
@@ -83,12 +87,14 @@ def launch(
     g: jax.Array,
     scale: jax.Array,
     bias: jax.Array | None = None,
+    scales: tuple[jax.Array, jax.Array] | None = None,
     *,
     want_inner: bool,
     config: Config,
     sm_count: int,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns (y, inner or None) for base [..., out] and z [..., r]."""
+    """Returns (y, inner or None) for base [..., out] and z [..., r]; scales are those of base's
+    rows and columns."""
     shape, dtype = base.shape, base.dtype
     out, rank = shape[-1], z.shape[-1]
     base, z = base.reshape(-1, out), z.reshape(-1, rank)
@@ -101,15 +107,25 @@ def launch(
     base = hopper.pad(base, padded_rows, out)
     z = hopper.pad(z, padded_rows, padded_rank)
     lora_b = hopper.pad(lora_b, padded_rank, tiling.padded_out)
-    vectors = [g] if bias is None else [g, bias]
+    vectors, further = [g] if bias is None else [g, bias], []
+    if scales is not None:
+        vectors.append(scales[1])
+        further.append(hopper.pad(scales[0].reshape(-1), tiling.row_tiles * TILE_ROWS))
 
     def epilogue(carry, tile, out_gmem, inner_smem=None):
         shape = (TILE_ROWS, CHUNK)
         consumer = lax.axis_index("warpgroup")
+        if scales is not None:
+            by_rows = plgpu.Layout.WGMMA.reduce(1)
+            of_rows = plgpu.load(tile.scales_smem, layout=by_rows, optimized=False)
+            of_rows = lax.broadcast_in_dim(of_rows, shape, (0,))
         for start in range(0, config.tile_cols, CHUNK):
             chunk = pl.ds(start, CHUNK)
             g = lax.broadcast_in_dim(tile.vectors_smem[0, chunk], shape, (1,))
             base = tile.smem[:, chunk].astype(jnp.float32)
+            if scales is not None:
+                of_columns = tile.vectors_smem[len(vectors) - 1, chunk]
+                base = base * (of_rows * lax.broadcast_in_dim(of_columns, shape, (1,)))
             scaled = tile.scale * tile.acc[:, start : start + CHUNK]
             y = g * (base + scaled)
             if bias is not None:
@@ -130,6 +146,7 @@ def launch(
             products=[(k,) for k in range(hopper.slices(rank))],
             epilogue=epilogue,
             vectors=len(vectors),
+            scales=Scales(TILE_ROWS, jnp.float32, lambda _, rows, __: (rows,)) if further else None,
             stores=True,
         ),
         dtype,
@@ -143,6 +160,7 @@ def launch(
         base,
         jnp.reshape(scale, 1).astype(jnp.float32),
         pad_features(vectors, tiling),
+        *further,
     )
     results = [result[:rows].reshape(shape) for result in results]
     return results[0], results[1] if want_inner else None

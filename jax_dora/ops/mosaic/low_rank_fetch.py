@@ -83,15 +83,16 @@ def fetch_tiles(walk, task, inputs, buffers, fetcher, fetchers):
             tile = skipped + i * fetchers
             turn = lax.div(before + tile, c.consumers)
             slot = lax.rem(before + tile, c.consumers) * c.slots + lax.rem(turn, c.slots)
+            rows = walk.rows(first + tile)
             plgpu.barrier_wait(buffers["tile_free"].at[slot])
             plgpu.copy_gmem_to_smem(
-                matrix_gmem.at[walk.rows(first + tile), cols],
+                matrix_gmem.at[rows, cols],
                 buffers["tile_smem"].at[slot],
                 buffers["tile_ready"].at[slot],
             )
-            if task.scale_tiles:
+            if task.scales is not None:
                 plgpu.copy_gmem_to_smem(
-                    inputs[-1].at[lax.div(first + tile, task.scale_tiles), cols],
+                    inputs[-1].at[task.scales.at(first + tile, rows, cols)],
                     buffers["scales_smem"].at[slot],
                     buffers["tile_ready"].at[slot],
                 )

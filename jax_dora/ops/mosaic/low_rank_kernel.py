@@ -36,7 +36,7 @@ class Tile(NamedTuple):
       acc: f32[TILE_ROWS, tile_cols], the tile of `left @ right`.
       smem: Ref [TILE_ROWS, tile_cols], the matrix's tile; may be overwritten.
       vectors_smem: Ref f32[vectors, tile_cols], or None.
-      scales_smem: Ref [tile_cols], the tile's own numbers per column, or None.
+      scales_smem: Ref [length], the tile's own numbers, or None; see `Scales`.
       scale: f32[].
       rows, cols: where the tile lies in the matrix.
     """
@@ -48,6 +48,20 @@ class Tile(NamedTuple):
     scale: jax.Array
     rows: Any
     cols: Any
+
+
+class Scales(NamedTuple):
+    """A further input, of which every tile has some numbers of its own.
+
+    Attributes:
+      length: how many a tile has.
+      dtype: the input's.
+      at: `(tile, rows, cols) -> index`, where the tile's lie.
+    """
+
+    length: int
+    dtype: Any
+    at: Callable[[Any, Any, Any], tuple[Any, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +76,7 @@ class Task:
         One consumer at a time, since sums across warps use scratch that all warpgroups share.
       vectors: rows of fp32 numbers per column that the epilogue reads; given for the columns of
         one strip alone, every strip has them.
-      scale_tiles: tiles that share a row of `scales`, [k, padded_out] of `scale_dtype`, a further
-        input after the vectors; 0 where there is none.
+      scales: the tiles' own numbers, an input after the vectors; None where there are none.
       stores: the epilogue stores from the tile's memory, which is not free when it returns.
       grouped: each group of rows has a scale and vectors of its own, scale[groups] and
         vectors[groups, vectors, padded_out], and one of several `right` [n, k, out], that which the
@@ -75,8 +88,7 @@ class Task:
     start: Callable[[], Any] = lambda: 0
     finish: Callable[..., None] | None = None
     vectors: int = 0
-    scale_tiles: int = 0
-    scale_dtype: Any = jnp.float32
+    scales: Scales | None = None
     stores: bool = False
     grouped: bool = False
 
@@ -99,8 +111,8 @@ def low_rank_kernel(
     scratch: dict[str, Any],
     kernel_name: str,
 ) -> Callable[..., Any]:
-    """Returns a function of (left, right, matrix, scale[1], *vectors[vectors, padded_out],
-    *scales[k, padded_out], *which[groups]).
+    """Returns a function of (left, right, matrix, scale[1], *vectors[vectors, padded_out], *scales,
+    *which[groups]).
 
     `scratch` is further shared memory by name, which the functions of `task` get as keywords.
     """
@@ -115,15 +127,15 @@ def low_rank_kernel(
         "right_free": plgpu.Barrier(num_arrivals=c.consumers),
         "tile_smem": tiled((tile_ring, TILE_ROWS, c.tile_cols), tile_dtype, tiling.out),
         "tile_ready": plgpu.Barrier(
-            num_arrivals=1 + bool(task.scale_tiles), num_barriers=tile_ring
+            num_arrivals=1 if task.scales is None else 2, num_barriers=tile_ring
         ),
         "tile_free": plgpu.Barrier(num_barriers=tile_ring),
     }
     if task.vectors:
         buffers["vectors_smem"] = plgpu.SMEM((task.vectors, c.tile_cols), jnp.float32)
         buffers["vectors_ready"] = plgpu.Barrier()
-    if task.scale_tiles:
-        buffers["scales_smem"] = plgpu.SMEM((tile_ring, c.tile_cols), task.scale_dtype)
+    if task.scales is not None:
+        buffers["scales_smem"] = plgpu.SMEM((tile_ring, task.scales.length), task.scales.dtype)
     if task.finish is not None:
         buffers["finish_turn"] = plgpu.Barrier(num_barriers=c.consumers)
 
@@ -236,7 +248,7 @@ def _consume(walk, task, inputs, out_gmem, buffers, scratch, consumer):
                 acc,
                 buffers["tile_smem"].at[slot],
                 buffers["vectors_smem"] if task.vectors else None,
-                buffers["scales_smem"].at[slot] if task.scale_tiles else None,
+                None if task.scales is None else buffers["scales_smem"].at[slot],
                 scale,
                 walk.rows(first + tile),
                 cols,

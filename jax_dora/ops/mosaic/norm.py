@@ -33,7 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_dora.ops.mosaic import hopper
 from jax_dora.ops.mosaic.launch import launcher
-from jax_dora.ops.mosaic.low_rank_kernel import Task, Tile, low_rank_kernel
+from jax_dora.ops.mosaic.low_rank_kernel import Scales, Task, Tile, low_rank_kernel
 from jax_dora.ops.mosaic.low_rank_tiling import (
     CONFIGS,
     TILE_ROWS,
@@ -201,9 +201,13 @@ def squares(
         # The next consumer writes there.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    scales = [] if matrix.scales is None else [matrix.scales]
     tables = [] if matrix.table is None else [matrix.table]
-    scale_tiles = tiling.row_tiles // scales[0].shape[0] if scales else 0
+    scales, of_tile = [], None
+    if matrix.scales is not None:
+        scales, shared = [matrix.scales], tiling.row_tiles // len(matrix.scales)
+        of_tile = Scales(
+            c.tile_cols, matrix.scales.dtype, lambda tile, _, cols: (lax.div(tile, shared), cols)
+        )
     partial_rows = tiling.splits * c.consumers
     (partials,) = low_rank_kernel(
         tiling,
@@ -212,8 +216,7 @@ def squares(
             epilogue=epilogue,
             start=start,
             finish=finish,
-            scale_tiles=scale_tiles,
-            scale_dtype=scales[0].dtype if scales else jnp.float32,
+            scales=of_tile,
             vectors=sum(len(one) for one in tables),
         ),
         lora_a.dtype,

@@ -27,12 +27,12 @@ def operands(seed, rows, rank, out, dtype):
     return base, z, lora_b, 1 + normal(out, deviation=0.05), normal(out)
 
 
-def run(arrays, config=None, *, sm_count=2, want_inner=True, with_bias=True):
+def run(arrays, config=None, *, sm_count=2, want_inner=True, with_bias=True, scales=None):
     *arrays, bias = arrays
     base, z = arrays[:2]
     call = (base.size // base.shape[-1], z.shape[-1], base.shape[-1], base.dtype)
     found = expand_compose.launch(
-        *(*arrays, jnp.float32(SCALE), bias if with_bias else None),
+        *(*arrays, jnp.float32(SCALE), bias if with_bias else None, scales),
         want_inner=want_inner,
         sm_count=sm_count,
         config=config or expand_compose.config(*call),
@@ -40,14 +40,20 @@ def run(arrays, config=None, *, sm_count=2, want_inner=True, with_bias=True):
     return jax.block_until_ready(found)
 
 
-def check(arrays, y, inner, *, with_bias=True):
+def check(arrays, y, inner, *, with_bias=True, scales=None):
     base, z, lora_b, g, bias = map(fp64, arrays)
+    apart = 0.0
+    if scales is not None:
+        of_rows, of_columns = map(fp64, scales)
+        base = of_rows[:, None] * of_columns * base
+        apart = 2 * U32 * abs(base)  # two more products
     lora = z @ lora_b
     exact_inner = base + SCALE * lora
     exact = g * exact_inner
     accumulated = SCALE * tolerances.accumulation(
         z.shape[-1], lora, tolerances.two_norm_of_products(z, lora_b)
     )
+    accumulated = accumulated + apart
     bound = tolerances.compose(base, lora, g, SCALE, y.dtype) + abs(g) * accumulated
     if with_bias:
         exact = exact + bias
@@ -72,6 +78,19 @@ def test_agrees_with_fp64(on_mosaic, rows, rank, out, dtype):
         y, inner = run(arrays)
     assert y.dtype == inner.dtype == dtype
     check(arrays, y, inner)
+
+
+def scales_of(rows, out):
+    rng = np.random.default_rng(5)
+    return tuple(jnp.asarray(np.exp(rng.standard_normal(size, np.float32))) for size in (rows, out))
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_scales_of_rows_and_columns(on_mosaic, with_bias):
+    arrays, scales = operands(4, 136, 24, 136, jnp.bfloat16), scales_of(136, 136)
+    with on_mosaic():
+        found = run(arrays, want_inner=with_bias, with_bias=with_bias, scales=scales)
+    check(arrays, *found, with_bias=with_bias, scales=scales)
 
 
 @pytest.mark.slow
@@ -156,3 +175,5 @@ def test_agrees_at_full_size(rows, rank, out, dtype):
     check(arrays, *first)
     for _ in range(20):
         jax.tree.map(np.testing.assert_array_equal, run(arrays, sm_count=132), first)
+    scales = scales_of(rows, out)
+    check(arrays, *run(arrays, sm_count=132, scales=scales), scales=scales)

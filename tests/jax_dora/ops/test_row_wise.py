@@ -43,11 +43,21 @@ def rounded(x):
     ),
 )
 def test_projection_and_gradients(dtype, with_bias):
-    kernel = kernel_of()
+    check_projection(dtype, with_bias, None)
+
+
+def test_the_kernels_that_round_rows_and_scale_sums(on_mosaic):
+    with on_mosaic():
+        check_projection(jnp.bfloat16, True, "mosaic", (128, 24))
+
+
+def check_projection(dtype, with_bias, implementation, shape=SHAPE):
+    kernel = kernel_of(shape)
     (x, a, b, magnitude, bias), dy = operands(kernel, dtype=dtype, rows=(14,))
     x = x * jnp.exp(jnp.linspace(-4, 4, 14)).astype(dtype)[:, None]  # Rows of their own sizes.
     bias = bias if with_bias else None
-    y, gradients = both(kernel, (x, a, b, magnitude, bias), dy, act_qtype=QTYPE)
+    options = {"act_qtype": QTYPE, "implementation": implementation}
+    y, gradients = both(kernel, (x, a, b, magnitude, bias), dy, **options)
     assert y.dtype == dtype
     meant = kernels.meant(kernel)
     weights = oracle.from_flax(meant, a, b)
@@ -189,7 +199,7 @@ def test_what_is_not_built_is_refused():
     dropout = Dropout(draw_seed(jax.random.key(0)), 0.5, "input")
     with pytest.raises(NotImplementedError, match="expected mode 'adapter'"):
         dora_linear(x, kernel, a, b, magnitude, SCALE, dropout=dropout, **options)
-    with pytest.raises(NotImplementedError, match="there is no kernel for such operands"):
+    with pytest.raises(NotImplementedError, match="base has dtype float32, neither bfloat16"):
         dora_linear(x, kernel, a, b, magnitude, SCALE, implementation="mosaic", **options)
     with pytest.raises(TypeError, match="is being differentiated"):
         jax.grad(lambda k: row_wise.linear(None, row_wise.Product(x, k)).sum())(kernel)
