@@ -115,6 +115,7 @@ def launch(
     def epilogue(carry, tile, out_gmem, inner_smem=None):
         shape = (TILE_ROWS, CHUNK)
         consumer = lax.axis_index("warpgroup")
+        of_rows = None
         if scales is not None:
             by_rows = plgpu.Layout.WGMMA.reduce(1)
             of_rows = plgpu.load(tile.scales_smem, layout=by_rows, optimized=False)
@@ -123,7 +124,7 @@ def launch(
             chunk = pl.ds(start, CHUNK)
             g = lax.broadcast_in_dim(tile.vectors_smem[0, chunk], shape, (1,))
             base = tile.smem[:, chunk].astype(jnp.float32)
-            if scales is not None:
+            if of_rows is not None:
                 of_columns = tile.vectors_smem[len(vectors) - 1, chunk]
                 base = base * (of_rows * lax.broadcast_in_dim(of_columns, shape, (1,)))
             scaled = tile.scale * tile.acc[:, start : start + CHUNK]

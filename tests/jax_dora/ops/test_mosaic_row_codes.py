@@ -45,7 +45,8 @@ def test_agrees_with_numpy(on_mosaic, shape, dtype, config):
     x = rows_of(int(np.prod(shape[:-1])), shape[-1], dtype).reshape(shape)
     with on_mosaic():
         codes, scales = map(np.asarray, run(x, config))
-    assert codes.shape == shape and scales.shape == shape[:-1]
+    assert codes.shape == shape
+    assert scales.shape == shape[:-1]
     check(x, codes, scales)
 
 
