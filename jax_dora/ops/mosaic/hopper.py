@@ -63,6 +63,13 @@ def tiled(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, gmem_cols: int | 
     return plgpu.SMEM(shape, dtype, transforms=(tiling, *swizzles))
 
 
+def swizzled(shape: tuple[int, ...], dtype: jax.typing.DTypeLike):
+    """Returns shared memory for [..., rows, cols], of columns that are one swizzled row, laid out
+    for the copy engine alone, which takes any number of such rows."""
+    swizzle = plgpu.SwizzleTransform(shape[-1] * bits(dtype) // 8)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, dtype, transforms=(swizzle,))
+
+
 def pad(array: jax.Array, *shape: int) -> jax.Array:
     """Returns `array` with zeros up to `shape`; itself where it has that shape already."""
     if array.shape == shape:

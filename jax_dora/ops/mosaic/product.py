@@ -68,14 +68,14 @@ def two_part_product(
         # The copy engine drops an axis of one chunk, and with it the end of the columns: a chunk
         # that lies past it would be written into other rows.
         c = dataclasses.replace(c, tile_cols=CHUNK_COLS, split_rows=True)
-    padded_rows = pl.cdiv(rows, hopper.ROW_ALIGNMENT) * hopper.ROW_ALIGNMENT
     steps = [pl.cdiv(left.shape[1], TILE_K) for left in lefts]
     row_tiles, col_tiles = pl.cdiv(rows, c.tile_rows), pl.cdiv(cols, c.tile_cols)
     tiles = row_tiles * col_tiles
     blocks = min(sm_count, tiles)
     consumer_rows, consumer_cols = c.consumer_tile
     chunks = outputs * consumer_rows * consumer_cols // (CHUNK_ROWS * CHUNK_COLS)
-    arguments = [hopper.pad(left, padded_rows, left.shape[1]) for left in lefts] + [*rights]
+    wholes, ends = _parted(lefts, (row_tiles - 1) * c.tile_rows)
+    arguments = [*wholes, *ends, *rights]
     if vectors:
         stacked = jnp.stack([v.astype(jnp.float32) for v in vectors], axis=-2)
         arguments.append(hopper.pad(stacked, *stacked.shape[:-1], col_tiles * c.tile_cols))
@@ -90,7 +90,8 @@ def two_part_product(
         arguments.append(groups.which)
 
     def body(*refs, left_smem, right_smem, ready, free, chunk_smem, features):
-        lefts_gmem, out_gmem = refs[:2], refs[len(refs) - outputs :]
+        lefts_gmem, ends_gmem = refs[:2], refs[2 : 2 + len(ends)]
+        others_gmem, out_gmem = refs[2 + len(ends) : -outputs], refs[-outputs:]
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         my_tiles = lax.div(tiles - block + blocks - 1, blocks)
 
@@ -103,26 +104,40 @@ def two_part_product(
         @pl.when(warpgroup == CONSUMERS)
         def _fetch():
             plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
-            of_tile = _of_tile(refs[2 : len(refs) - outputs], groups)
+            of_tile = _of_tile(others_gmem, groups)
 
             def fetch_tile(index, _):
                 row, col = corner(index)
                 tile_rights_gmem, tile_vectors_gmem = of_tile(row)
                 at_rows, at_cols = pl.ds(row, c.tile_rows), pl.ds(col, c.tile_cols)
                 before = index * sum(steps)
-                for left_gmem, right_gmem, count in zip(
-                    lefts_gmem, tile_rights_gmem, steps, strict=True
+                for part, (right_gmem, count) in enumerate(
+                    zip(tile_rights_gmem, steps, strict=True)
                 ):
 
-                    def fetch_slice(
-                        k, _, left_gmem=left_gmem, right_gmem=right_gmem, before=before
-                    ):
+                    def fetch_slice(k, _, part=part, right_gmem=right_gmem, before=before):
                         slot = lax.rem(before + k, c.stages)
                         at_k = pl.ds(k * TILE_K, TILE_K)
                         plgpu.barrier_wait(free.at[slot])
-                        plgpu.copy_gmem_to_smem(
-                            left_gmem.at[at_rows, at_k], left_smem.at[slot], ready.at[slot]
-                        )
+
+                        def fetch_left(left_gmem, at_rows):
+                            plgpu.copy_gmem_to_smem(
+                                left_gmem.at[at_rows, at_k], left_smem.at[slot], ready.at[slot]
+                            )
+
+                        if ends:
+                            past = row - (row_tiles - 1) * c.tile_rows
+
+                            @pl.when(past == 0)
+                            def _fetch_end():
+                                fetch_left(ends_gmem[part], pl.ds(past, c.tile_rows))
+
+                            @pl.when(past < 0)
+                            def _fetch_whole():
+                                fetch_left(lefts_gmem[part], at_rows)
+
+                        else:
+                            fetch_left(lefts_gmem[part], at_rows)
                         at_right = (at_cols, at_k) if transposed else (at_k, at_cols)
                         plgpu.copy_gmem_to_smem(
                             right_gmem.at[at_right], right_smem.at[slot], ready.at[slot]
@@ -226,7 +241,7 @@ def two_part_product(
     right_tile = (c.tile_cols, TILE_K) if transposed else (TILE_K, c.tile_cols)
     results = plgpu.kernel(
         body,
-        out_type=[jax.ShapeDtypeStruct((padded_rows, cols), dtype)] * outputs,
+        out_type=[jax.ShapeDtypeStruct((rows, cols), dtype)] * outputs,
         grid=(blocks,),
         grid_names=("block",),
         num_threads=CONSUMERS + 1,
@@ -236,13 +251,29 @@ def two_part_product(
             "right_smem": hopper.tiled((c.stages, *right_tile), dtype),
             "ready": plgpu.Barrier(num_arrivals=2, num_barriers=c.stages),
             "free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=c.stages),
-            "chunk_smem": hopper.tiled((CONSUMERS * CHUNK_SLOTS, CHUNK_ROWS, CHUNK_COLS), dtype),
+            # In rows, not in tiles of 8, so that the last ones may be fewer.
+            "chunk_smem": hopper.swizzled((CONSUMERS * CHUNK_SLOTS, CHUNK_ROWS, CHUNK_COLS), dtype),
             "features": features,
         },
         kernel_name=name if groups is None else "dora_bank_project",
     )(*arguments)
     # Where a scan both stacks a result and reads it, XLA would launch the kernel twice.
-    return [lax.optimization_barrier(result[:rows]) for result in results]
+    return [lax.optimization_barrier(result) for result in results]
+
+
+def _parted(
+    lefts: tuple[jax.Array, jax.Array], start: int
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Returns the left operands as the copy engine takes them: rows up to `start`, where the last
+    tile starts, and those from there on with rows of zeros; or whole, and no further ones, where
+    the engine takes them so."""
+    rows = lefts[0].shape[0]
+    if rows % hopper.ROW_ALIGNMENT == 0:
+        return [*lefts], []
+    count = pl.cdiv(rows - start, hopper.ROW_ALIGNMENT) * hopper.ROW_ALIGNMENT
+    ends = [hopper.pad(left[start:], count, left.shape[1]) for left in lefts]
+    # XLA hands the first rows over without a copy.
+    return ([left[:start] for left in lefts], ends) if start else (ends, [])
 
 
 def _of_tile(gmem, groups):

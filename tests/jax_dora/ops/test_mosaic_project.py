@@ -75,13 +75,17 @@ def check(forward, back, y, inner, dx):
         [
             (200, 256, 24, 320, jnp.bfloat16, Config()),
             (200, 64, 24, 64, jnp.bfloat16, Config()),
+            (201, 128, 24, 320, jnp.bfloat16, Config()),  # the last rows are no whole blocks of 8
             (37, 256, 4, 256, jnp.float16, Config(128, 128, split_rows=False, stages=2)),
             (
                 *(264, 320, 72, 256, jnp.bfloat16),
                 Config(128, 128, stages=3, band=2, band_in_cols=True),
             ),
         ],
-        [(37, 256, 4, 256, jnp.float16, Config(128, 128, split_rows=False, stages=2))],
+        [
+            (37, 256, 4, 256, jnp.float16, Config(128, 128, split_rows=False, stages=2)),
+            (201, 128, 24, 320, jnp.bfloat16, Config()),
+        ],
     ),
 )
 def test_agrees_with_fp64(on_mosaic, rows, n_in, rank, out, dtype, config):
