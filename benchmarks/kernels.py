@@ -32,6 +32,7 @@ from jax_dora.ops.mosaic import (
     project,
     project_back,
     quantised_norm,
+    row_codes,
     swiglu_backward,
 )
 from jax_dora.ops.quantised import Format
@@ -111,6 +112,13 @@ KERNELS = {
         ("rows out", "rows rank", "rank out", "out"),
         _grid(rows=(8, 256), out=(2048, 8192), rank=(16, 64)),
         (),
+    ),
+    "row_codes": Kernel(
+        *(row_codes, definitions.row_codes, "rows out"),
+        ("rows out",),
+        _grid(rows=(1024, 4096), out=(1024, 4096, 8192)),
+        [row_codes.Config(stages=s, blocks_per_sm=b) for s, b in ((3, 3), (4, 2), (2, 3))],
+        extra=(),
     ),
     "compose": Kernel(
         *(compose, definitions.compose, "rows out"),

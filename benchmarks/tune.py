@@ -70,4 +70,9 @@ def _name(config: Any) -> str:
 
 
 def _results(found: Any) -> dict[str, Any]:
-    return {str(i): to_torch(array) for i, array in enumerate(jax.tree.leaves(found))}
+    # torch takes no arrays of 8-bit floats.
+    wide = [
+        one.astype(jnp.float32) if one.dtype.itemsize == 1 else one
+        for one in jax.tree.leaves(found)
+    ]
+    return {str(i): to_torch(array) for i, array in enumerate(wide)}

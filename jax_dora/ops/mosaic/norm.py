@@ -77,13 +77,14 @@ def refuses(
 
 def wins(in_features: int, rank: int, out: int, kernel_dtype: Any, adapter_dtype: Any) -> bool:
     """Returns whether the kernel was no slower than XLA (`benchmarks ops` on an H200: `ops.jsonl`,
-    1713ac4, from out = 1024 on; `ops_norm_narrow.jsonl`, 3d42793, in = 4096 and out = 512).
+    1713ac4, from out = 1024 on; `ops_norm_narrow.jsonl`, 3d42793, in = 4096 and out = 512; by
+    `benchmarks sizes` from in = 768 and out = 768 on).
 
     From 256 to 511 features, a part of k or v under tensor parallelism, it was not measured: the
     kernel is taken for its two launches, where XLA makes a dozen.
     """
     narrow = in_features >= 4096 and out >= 256
-    return (narrow or (in_features >= 1024 and out >= 1024)) and rank <= 768
+    return (narrow or (in_features >= 768 and out >= 768)) and rank <= 768
 
 
 def config(in_features: int, rank: int, out: int, kernel_dtype: Any, adapter_dtype: Any) -> Config:
@@ -102,7 +103,7 @@ def _config(
     candidates = configs(resident)
     if in_features >= 1449 and 544 <= rank <= 768 and out >= 1024:
         candidates.insert(0, Config(tile_cols=64, stages=4, slots=1, consumers=3))
-    elif in_features >= 1024 and rank <= 768 and 1024 <= out <= 4096:
+    elif in_features >= 768 and rank <= 768 and 768 <= out <= 4096:
         candidates.insert(0, Config(tile_cols=64, stages=4, slots=2))
     return first_with_room(candidates, resident, jnp.dtype(kernel_dtype).itemsize)
 

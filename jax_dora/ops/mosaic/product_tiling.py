@@ -4,7 +4,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
+from jax_dora.ops import choose
 from jax_dora.ops.mosaic import hopper
 from jax_dora.ops.mosaic.hopper import TILE_K
 
@@ -15,6 +17,8 @@ CHUNK_SLOTS = 2
 # Of one m64 instruction, and fp32 numbers that a consumer's 128 threads keep in 128 registers each.
 MAX_INSTRUCTION_COLS = 256
 MAX_ACCUMULATORS = 128 * 128
+# The least features at which many rows were measured.
+NARROW = 768
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,12 +80,24 @@ def refuses(rows: int, in_features: int, out: int, dtype: jax.typing.DTypeLike) 
 
 
 def wins(rows: int, in_features: int, out: int, dtype: jax.typing.DTypeLike) -> bool:
-    """Returns whether the kernel was no slower than XLA (H200, 1713ac4, `benchmarks ops`)."""
-    return rows >= 1024 and in_features >= 4096 and out >= 1024 and rows * out >= 2**22
+    """Returns whether the kernel was no slower than XLA (H200, 1713ac4, `benchmarks ops`, and from
+    768 features on `benchmarks sizes`)."""
+    wide = rows >= 1024 and in_features >= 4096 and out >= 1024 and rows * out >= 2**22
+    return wide or (rows >= 4096 and min(in_features, out) >= NARROW)
 
 
-def config(rows: int, in_features: int, out: int, dtype: jax.typing.DTypeLike) -> Config:
-    """Returns the launch knobs (H200, 9446849, `benchmarks tune`)."""
-    if rows >= 1024 and in_features >= 2048 and 1449 <= out <= 2896 and rows * out >= 2**21:
+def config(rows: int, contracted: int, cols: int, dtype: jax.typing.DTypeLike) -> Config:
+    """Returns the launch knobs for a result [rows, cols] (H200, 9446849, `benchmarks tune`)."""
+    if rows >= 1024 and contracted >= 2048 and 1449 <= cols <= 2896 and rows * cols >= 2**21:
         return Config(tile_rows=128, tile_cols=128, stages=6)
-    return Config()
+    narrower = Config(tile_cols=192)
+    return (
+        narrower if _time(rows, cols, narrower) < 0.95 * _time(rows, cols, Config()) else Config()
+    )
+
+
+def _time(rows: int, cols: int, config: Config) -> int:
+    """Returns in which time, of any unit, a Hopper's multiprocessors are through with their tiles:
+    each takes as long as its columns and some more (H200: 12608 × 768 by 768 and 3072)."""
+    tiles = pl.cdiv(rows, config.tile_rows) * pl.cdiv(cols, config.tile_cols)
+    return pl.cdiv(tiles, choose.HOPPER_SM_COUNT) * (config.tile_cols + 48)

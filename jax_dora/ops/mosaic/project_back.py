@@ -11,9 +11,14 @@ from jax_dora.ops.mosaic.hopper import pad, padded_rank
 from jax_dora.ops.mosaic.launch import launcher
 from jax_dora.ops.mosaic.product import two_part_product
 from jax_dora.ops.mosaic.product_tiling import Config
-from jax_dora.ops.mosaic.product_tiling import config as config
+from jax_dora.ops.mosaic.product_tiling import config as config_of
 from jax_dora.ops.mosaic.product_tiling import refuses as refuses
 from jax_dora.ops.mosaic.product_tiling import wins as wins
+
+
+def config(rows: int, in_features: int, out: int, dtype: jax.typing.DTypeLike) -> Config:
+    """Returns the launch knobs for a gradient [rows, in]."""
+    return config_of(rows, out, in_features, dtype)
 
 
 @launcher()

@@ -84,6 +84,7 @@ def test_what_the_target_alone_decides(target, refused, preferred):
     [
         (compose_backward, (4096, 4096, BF16), True),
         (compose_backward, (724, 4096, BF16), False),
+        (compose_backward, (1024, 768, BF16), False),
         (compose_backward, (4096, 4096, F32), False),
         (compose_backward, (4096, 4104, BF16), False),
         (swiglu_backward, (4096, 12288, BF16), True),
@@ -92,9 +93,11 @@ def test_what_the_target_alone_decides(target, refused, preferred):
         (expand_compose, (4096, 769, 4096, BF16), False),
         (expand_compose, (1000, 16, 4096, BF16), False),
         (norm, (4096, 384, 4096, BF16, F32), True),
-        (norm, (1023, 384, 4096, BF16, F32), False),
+        (norm, (767, 384, 4096, BF16, F32), False),
         (project, (4096, 4096, 4096, BF16), True),
-        (project_back, (4096, 2048, 4096, BF16), False),
+        (project, (4096, 768, 768, BF16), True),
+        (project_back, (4096, 2048, 4096, BF16), True),
+        (project_back, (2048, 2048, 4096, BF16), False),
         (dropped_product, (2048, 4096, 64, BF16), True),
         (dropped_product_back, (2048, 4096, 64, BF16), False),
     ],
@@ -113,6 +116,8 @@ def test_the_crossovers(kernel, call, wins):
             product_tiling.config(4096, 4096, 2048, BF16),
             product_tiling.config(4096, 4096, 4096, BF16),
         ),
+        (project.config(12608, 768, 768, BF16), project.config(12608, 768, 3072, BF16)),
+        (project_back.config(12608, 768, 3072, BF16), project.config(12608, 768, 3072, BF16)),
     ],
 )
 def test_some_sizes_have_knobs_of_their_own(found, usual):
