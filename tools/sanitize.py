@@ -32,6 +32,8 @@ SIZES = {"rows": ROWS, "in": IN, "rank": RANK, "out": OUT}
 ALIGNED = SIZES | {"out": 320}
 # A scale of four bits stands for 64 rows, and the copy engine reads rows of 16 bytes.
 TILED = ALIGNED | {"tiles": IN // 64, "rows": 7}
+# A thread block's threads share a row evenly.
+WHOLE = SIZES | {"out": 384}
 # Of a bank, a row's tokens fill whole tiles, and ranks come in eights.
 GROUPED = ALIGNED | {"groups": 3, "layers": 2, "slots": 4, "time": 128, "rank": 72}
 # The faults that each tool must find.
@@ -103,6 +105,7 @@ def jax_kernels() -> dict[str, Callable[[], object]]:
         sizes = ALIGNED if name.startswith("project") else SIZES
         sizes = GROUPED if name.startswith("bank") else sizes
         sizes = TILED if name.startswith("quantised") else sizes
+        sizes = WHOLE if name == "row_codes" else sizes
         return lambda: OURS[name].launch(*OURS[name].draw(sizes))
 
     return {
