@@ -1,4 +1,7 @@
-"""Rows rounded to FP8 in one pass, against NumPy's rounding of them, number for number."""
+"""Rows rounded to FP8 in one pass, against NumPy's rounding of them, number for number.
+
+A GPU's quotient may lie two units of fp32 off, on the other side of the middle of two codes.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +31,12 @@ def check(x, codes, scales):
     wide = np.asarray(x.astype(jnp.float32))
     wanted = np.maximum(np.abs(wide).max(-1) * np.float32(1 / 448), TINY)
     np.testing.assert_array_equal(scales, wanted)
-    rounded = (wide / wanted[..., None]).astype(ml_dtypes.float8_e4m3fn)
-    np.testing.assert_array_equal(codes.view(np.uint8) & 0x7F, rounded.view(np.uint8) & 0x7F)
-    np.testing.assert_array_equal(codes.astype(np.float32), rounded.astype(np.float32))
+    quotients = wide / wanted[..., None]
+    rounded = quotients.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    apart = codes.astype(np.float32) != rounded
+    off = 2 * quotients[apart] - codes[apart].astype(np.float32) - rounded[apart]
+    assert np.all(abs(off) <= 2.0**-20 * abs(quotients[apart]))
+    assert apart.mean() < 1e-5
 
 
 @pytest.mark.parametrize(
