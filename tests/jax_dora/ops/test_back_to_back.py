@@ -77,6 +77,14 @@ def linear(
     return call, (x, kernel_of(None, n_in, out), dy, norm, *adapter, magnitude)
 
 
+def by_quantised_rows(rows: int, n_in: int, out: int) -> tuple[Callable[..., Any], Any]:
+    """A projection in FP8 on both sides: rows are rounded, and sums scaled, by kernels."""
+    call, operands = few_rows("float8_e4m3fn", rows, n_in, out)
+    options = {"norm": operands[-1], "implementation": "mosaic", "act_qtype": "float8_e4m3fn"}
+    call = functools.partial(ops.dora_linear, scale=0.5, **options)
+    return call, operands[:-1]
+
+
 def swiglu(rows: int, out: int) -> tuple[Callable[..., Any], Any]:
     def call(dh: jax.Array, *operands: jax.Array) -> Any:
         h, pull = jax.vjp(functools.partial(ops.swiglu, implementation="mosaic"), *operands)
@@ -115,6 +123,9 @@ CASES = {
     "projection": (linear, 512, 2048, 2048, 384),
     "projection, rank 16": (linear, 1024, 2048, 4096, 16),
     "ragged": (linear, 517, 1032, 1544, 24),
+    "ragged rows": (linear, 517, 2048, 1088, 24),
+    "tiles of 192 columns": (linear, 12608, 768, 768, 16),
+    "FP8 on both sides": (by_quantised_rows, 1029, 2048, 1024),
     "dropout": (linear, 512, 2048, 2048, 64, True),
     "swiglu": (swiglu, 517, 8200),
     "bank, 64 rows": (bank, 64, 1, 4096, 4096),
