@@ -143,7 +143,7 @@ def torch_kernels() -> dict[str, Callable[[], object]]:
     return {
         "planted overrun": lambda: _overrunning_kernel[(1,)](squares),
         "bank": lambda: bank_expand.bank_linear(
-            rows[:198].view(3, 66, OUT), draw(3, 66, IN), *held, ranks, ids, bias
+            rows[:198].view(3, 66, OUT), draw(3, 66, IN), *held, ranks, ids, None, bias
         ),
         "compose": lambda: compose_forward.compose(rows, rows, g, bias, SCALE, False, True),
         "compose_backward": lambda: compose_backward.compose_backward(
