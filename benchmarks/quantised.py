@@ -28,7 +28,7 @@ from benchmarks.work import matches
 from jax_dora import ops
 from jax_dora.layers.quantised import compute_quantised
 from jax_dora.models import DecoderConfig, make_model
-from jax_dora.ops import quantised, row_wise
+from jax_dora.ops import linear, quantised, row_wise
 
 FORMATS = ("bf16", *quantised.FORMATS)
 LLAMA_3_70B = dataclasses.replace(
@@ -149,7 +149,7 @@ def _projections(settings: Settings) -> Iterator[tuple[Row, tuple[Callable[..., 
         if activations is not None:
             row |= {"activations": activations, "in_one_piece": in_one_piece}
             static = functools.partial(row_wise.linear, None)
-            base = jax.jit(lambda x, kernel, linear=static: linear(row_wise.Product(x, kernel)))
+            base = jax.jit(lambda x, kernel, base=static: base(row_wise.Product(x, kernel)))
         if in_one_piece:
             kernel = row_wise.columns_in_one_piece(kernel)
         yield row | {"kind": "base"}, (base, (x, kernel))
@@ -175,9 +175,9 @@ def _operands(key: jax.Array, rows: int, n: int, rank: int, qtype: str) -> tuple
 
 
 def _frozen(n: int, **options: Any) -> Callable[..., Any]:
-    """Returns a projection whose norm and magnitude are given."""
-    layer = jax.jit(functools.partial(ops.dora_linear, scale=0.7, **options))
-    return functools.partial(layer, magnitude=jnp.ones(n), norm=jnp.ones(n))
+    """Returns a projection whose g is given, as `jax_dora.freeze` has it."""
+    layer = jax.jit(functools.partial(linear.scaled_linear, scale=0.7, **options))
+    return functools.partial(layer, g=jnp.ones(n))
 
 
 def _timed(
