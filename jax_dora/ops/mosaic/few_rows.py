@@ -17,9 +17,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from jax_dora.ops.mosaic import few_rows_finish, few_rows_sums, few_rows_tile
-from jax_dora.ops.mosaic.hopper import SHARED_MEMORY
+from jax_dora.ops.mosaic.hopper import SHARED_MEMORY, pad
 from jax_dora.ops.mosaic.launch import launcher
 from jax_dora.ops.mosaic.low_rank_tiling import TILE_ROWS, Config
 from jax_dora.ops.quantised import Format, bits, repeated
@@ -75,7 +76,7 @@ def config(
     held = min(rows, PASS_ROWS[bits(stored)])
 
     found = None
-    for slots, stages in ((4, 2), (3, 2), (2, 2), (2, 1)):
+    for slots, stages in ((4, 4), (3, 3), (4, 2), (3, 2), (2, 2), (2, 1)):
         found = Config(tile_cols=_width(form), stages=stages, slots=slots, consumers=2)
         if few_rows_sums.shared_memory(held, rank, stored, tiled, found) <= SHARED_MEMORY:
             break
@@ -114,19 +115,18 @@ def launch(
     """
     shape, (in_features, out) = x.shape, w.shape
     x = x.reshape(-1, in_features)
-    given = None if z is None else z.reshape(1, x.shape[0], -1).astype(jnp.float32)
     of_columns = of_tiles = None
     if scales is not None:
         scales = repeated(scales, 1, out)
         of_columns, of_tiles = (scales[0], None) if scales.shape[0] == 1 else (None, scales)
-    most, found = PASS_ROWS[bits(w.dtype)], []
-    for first in range(0, x.shape[0], most):
-        some = x[first : first + most]
-        parts, made = few_rows_sums.launch(some, w, of_tiles, lora_a, config, sm_count)
-        z_parts = made if given is None else given[:, first : first + most]
-        assert z_parts is not None
-        found.append(
-            few_rows_finish.finished(parts, z_parts, lora_b, of_columns, g, scale, bias, x.dtype)
-        )
-    y = found[0] if len(found) == 1 else jnp.concatenate(found)
-    return y.reshape(*shape[:-1], out)
+    rows, most, passes = x.shape[0], PASS_ROWS[bits(w.dtype)], []
+    if rows > most:
+        x = pad(x, pl.cdiv(rows, most) * most, in_features)
+    if z is not None:
+        z = pad(z.reshape(rows, -1).astype(jnp.float32), x.shape[0], z.shape[-1])[None]
+    for first in range(0, rows, most):
+        some = slice(first, first + most)
+        parts, made = few_rows_sums.launch(x[some], w, of_tiles, lora_a, config, sm_count)
+        passes.append((parts, made if z is None else z[:, some]))
+    y = few_rows_finish.finished(passes, lora_b, of_columns, g, scale, bias, x.dtype)
+    return y[:rows].reshape(*shape[:-1], out)

@@ -8,6 +8,9 @@ A thread block has a strip of 64 columns of at most 64 rows; all that it reads i
 once. `parts` is the base's result, or what `few_rows_sums` has summed up.
 """
 
+import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -70,13 +73,11 @@ def launch(
     """Returns g∘(base + s·z B) + bias [..., out] for base [..., out] and z [..., r]."""
     rows = base.size // base.shape[-1]
     parts, z = (one.reshape(1, rows, -1) for one in (base, z))
-    found = finished(parts, z, lora_b, None, g, scale, bias, base.dtype)
-    return found.reshape(base.shape)
+    return finished([(parts, z)], lora_b, None, g, scale, bias, base.dtype).reshape(base.shape)
 
 
 def finished(
-    parts: jax.Array,
-    z: jax.Array,
+    passes: Sequence[tuple[jax.Array, jax.Array]],
     lora_b: jax.Array,
     sigma: jax.Array | None,
     g: jax.Array | None,
@@ -84,34 +85,50 @@ def finished(
     bias: jax.Array | None,
     dtype: Any,
 ) -> jax.Array:
-    """Returns y [rows, out]."""
-    (splits, rows, out), z_splits, rank = parts.shape, z.shape[0], lora_b.shape[0]
-    slices, tiles = pl.cdiv(rank, DEPTH), pl.cdiv(rows, TILE_ROWS)
+    """Returns y [rows, out].
+
+    Args:
+      passes: parts and z of some rows each; of several, all have as many, at most `TILE_ROWS`.
+    """
+    (splits, some, out), z_splits, rank = passes[0][0].shape, passes[0][1].shape[0], len(lora_b)
+    slices, alone = pl.cdiv(rank, DEPTH), len(passes) == 1
+    tiles = pl.cdiv(some, TILE_ROWS) if alone else len(passes)
     # Rows of a copy, and of whole instructions.
-    copied = rows if tiles == 1 else TILE_ROWS
+    copied = min(some, TILE_ROWS)
     held = pl.cdiv(copied, ROWS) * ROWS
     lora_b = pad(lora_b, padded_rank(rank), out)
-    z = pad(z, *z.shape[:2], max(padded_rank(rank), z.shape[2]))
+    parts = [one for one, _ in passes]
+    zs = [pad(z, *z.shape[:2], max(padded_rank(rank), z.shape[2])) for _, z in passes]
     vectors = {"sigma": sigma, "g": g, "bias": bias}
     given = {name: one for name, one in vectors.items() if one is not None}
     layout = few_rows_tile.layout(dtype)
 
-    def kernel(parts_gmem, z_gmem, b_gmem, scale_gmem, *rest, smem, ready):
-        *vectors_gmem, y_gmem = rest
+    def kernel(b_gmem, scale_gmem, *rest, smem, ready):
+        *rest, y_gmem = rest
+        parts_gmem, zs_gmem = rest[: len(passes)], rest[len(passes) : 2 * len(passes)]
+        vectors_gmem = rest[2 * len(passes) :]
         strip, tile = lax.axis_index("strip"), lax.axis_index("tile")
         cols = pl.ds(strip * COLS, COLS)
         # Starts that vary: past the end the copy engine reads zeros, and writes nothing.
-        at = pl.ds(tile * TILE_ROWS, copied)
-        for split in range(splits):
-            plgpu.copy_gmem_to_smem(
-                parts_gmem.at[split, at, cols], smem["parts"].at[split, pl.ds(0, copied)], ready
-            )
+        to_rows = pl.ds(tile * copied, copied)
         for slice_ in range(slices):
             ranks = pl.ds(tile * 0 + slice_ * DEPTH, DEPTH)
-            for split in range(z_splits):
+            plgpu.copy_gmem_to_smem(b_gmem.at[ranks, cols], smem["b"].at[slice_], ready)
+
+        def fetch(one_gmem, z_gmem, at):
+            for split in range(splits):
+                to = smem["parts"].at[split, pl.ds(0, copied)]
+                plgpu.copy_gmem_to_smem(one_gmem.at[split, at, cols], to, ready)
+            for slice_, split in itertools.product(range(slices), range(z_splits)):
+                ranks = pl.ds(tile * 0 + slice_ * DEPTH, DEPTH)
                 to = smem["z"].at[slice_ * z_splits + split, pl.ds(0, copied)]
                 plgpu.copy_gmem_to_smem(z_gmem.at[split, at, ranks], to, ready)
-            plgpu.copy_gmem_to_smem(b_gmem.at[ranks, cols], smem["b"].at[slice_], ready)
+
+        for number, pair in enumerate(zip(parts_gmem, zs_gmem, strict=True)):
+            if alone:
+                fetch(*pair, to_rows)
+            else:
+                pl.when(tile == number)(functools.partial(fetch, *pair, pl.ds(tile * 0, copied)))
         loaded = {}
         for name, one in zip(given, vectors_gmem, strict=True):
             vector = plgpu.load(one.at[cols], layout=layout.reduce(0), optimized=False)
@@ -147,18 +164,18 @@ def finished(
             y = y + loaded["bias"]
         few_rows_tile.store(y.astype(dtype), smem["y"], dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(smem["y"].at[pl.ds(0, copied)], y_gmem.at[at, cols])
+        plgpu.copy_smem_to_gmem(smem["y"].at[pl.ds(0, copied)], y_gmem.at[to_rows, cols])
         plgpu.wait_smem_to_gmem(0)
 
     return plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((rows, out), dtype),
+        out_type=jax.ShapeDtypeStruct((some * len(passes), out), dtype),
         grid=(out // COLS, tiles),
         grid_names=("strip", "tile"),
         scratch_types={
             "smem": {
-                "parts": plgpu.SMEM((splits, held, COLS), parts.dtype),
-                "z": plgpu.SMEM((slices * z_splits, held, DEPTH), z.dtype),
+                "parts": plgpu.SMEM((splits, held, COLS), parts[0].dtype),
+                "z": plgpu.SMEM((slices * z_splits, held, DEPTH), zs[0].dtype),
                 "z_half": plgpu.SMEM((slices, held, PITCH), dtype),
                 "b": few_rows_tile.swizzled((slices, DEPTH, COLS), dtype),
                 "y": plgpu.SMEM((held, COLS), dtype),
@@ -166,4 +183,4 @@ def finished(
             "ready": plgpu.Barrier(num_arrivals=splits + slices * (z_splits + 1)),
         },
         kernel_name="dora_few_rows_finish",
-    )(parts, z, lora_b, scale.astype(jnp.float32).reshape(1), *given.values())
+    )(lora_b, scale.astype(jnp.float32).reshape(1), *parts, *zs, *given.values())

@@ -32,6 +32,8 @@ from jax_dora.ops.mosaic.low_rank_tiling import TILE_ROWS, Config, Tiling, Walk
 LOOSE_ROWS = 2
 # Columns of a tile of A.
 A_COLS = 64
+# How often a run of A fills its ring: a latency of memory each, while others are busy with W.
+A_ROUNDS = 4
 # Bytes of shared memory that sums which wait to be added up may take.
 MOST_SUMS = 160 * 1024
 
@@ -69,20 +71,21 @@ class _Job:
 def tilings(
     in_features: int, out: int, ranks: list[int], rows: int, config: Config, sm_count: int
 ) -> tuple[Tiling, list[Tiling]]:
-    """Returns the tiling of W and those of A, if there is one, whose runs are as long."""
-    most = max(MOST_SUMS // (rows * A_COLS * 4 * (1 + len(ranks))), 1)
+    """Returns the tiling of W and those of A, if there is one."""
+    room = max(MOST_SUMS // (rows * A_COLS * 4), 1 + len(ranks))
 
-    def of(cols: int, knobs: Config, blocks: int) -> Tiling:
+    def of(cols: int, knobs: Config, blocks: int, most: int) -> Tiling:
         found = Tiling(in_features, cols, knobs, blocks * config.consumers)
         if found.splits <= most:
             return found
         return dataclasses.replace(found, config=dataclasses.replace(knobs, splits=most))
 
-    splits = of(out, config, sm_count).splits
-    of_a = dataclasses.replace(config, tile_cols=A_COLS, splits=splits)
-    a = [of(rank, of_a, sm_count) for rank in ranks]
+    splits = of(out, config, sm_count, room - len(ranks)).splits
+    runs = pl.cdiv(in_features, TILE_ROWS * A_ROUNDS * config.stages)
+    of_a = dataclasses.replace(config, tile_cols=A_COLS, splits=min(runs, room - splits))
+    a = [of(rank, of_a, sm_count, room) for rank in ranks]
     taken = sum(pl.cdiv(one.blocks, config.consumers) for one in a)
-    return of(out, config, max(sm_count - taken, 1)), a
+    return of(out, config, max(sm_count - taken, 1), room - len(ranks)), a
 
 
 def shared_memory(rows: int, rank: int, dtype: Any, tiled: bool, config: Config) -> int:
