@@ -76,7 +76,7 @@ def config(
     held = min(rows, PASS_ROWS[bits(stored)])
 
     found = None
-    for slots, stages in ((4, 4), (3, 3), (4, 2), (3, 2), (2, 2), (2, 1)):
+    for slots, stages in ((4, 2), (3, 2), (2, 2), (2, 1)):
         found = Config(tile_cols=_width(form), stages=stages, slots=slots, consumers=2)
         if few_rows_sums.shared_memory(held, rank, stored, tiled, found) <= SHARED_MEMORY:
             break

@@ -27,13 +27,16 @@ from jax_dora.ops.mosaic.hopper import (
     padded_rank,
 )
 from jax_dora.ops.mosaic.low_rank_tiling import TILE_ROWS, Config, Tiling, Walk
+from jax_dora.ops.quantised import bits
 
 # Rows that are copied as they are; more are padded to whole instructions.
 LOOSE_ROWS = 2
 # Columns of a tile of A.
 A_COLS = 64
-# How often a run of A fills its ring: a latency of memory each, while others are busy with W.
-A_ROUNDS = 4
+# Runs that a strip of A is cut into, at least, and tiles of a run, at most: they have to be done
+# before those of W are.
+A_RUNS = 8
+A_TILES = 32
 # Bytes of shared memory that sums which wait to be added up may take.
 MOST_SUMS = 160 * 1024
 
@@ -68,24 +71,39 @@ class _Job:
         return pl.cdiv(self.tiling.blocks, self.tiling.config.consumers)
 
 
+def in_pairs(tiling: Tiling) -> bool:
+    """Returns whether the two consumers of a thread block have one run each, of the same strip."""
+    even = tiling.config.consumers == 2 and tiling.splits % 2 == 0
+    return even and tiling.units <= tiling.blocks
+
+
+def parts(tiling: Tiling) -> int:
+    """Returns how many sums there are of a column: the consumers of a pair add theirs up."""
+    return tiling.splits // 2 if in_pairs(tiling) else tiling.splits
+
+
 def tilings(
     in_features: int, out: int, ranks: list[int], rows: int, config: Config, sm_count: int
 ) -> tuple[Tiling, list[Tiling]]:
     """Returns the tiling of W and those of A, if there is one."""
-    room = max(MOST_SUMS // (rows * A_COLS * 4), 1 + len(ranks))
+    room = max(MOST_SUMS // (rows * A_COLS * 4), 2)
+    knobs = dataclasses.replace(config, tile_cols=A_COLS)
+    runs = max(A_RUNS, pl.cdiv(in_features, TILE_ROWS * A_TILES))
 
     def of(cols: int, knobs: Config, blocks: int, most: int) -> Tiling:
+        """Returns the first of these with at most `most` parts."""
         found = Tiling(in_features, cols, knobs, blocks * config.consumers)
-        if found.splits <= most:
-            return found
-        return dataclasses.replace(found, config=dataclasses.replace(knobs, splits=most))
+        for splits in (2 * most, most):
+            if parts(found) <= most:
+                break
+            found = dataclasses.replace(found, config=dataclasses.replace(knobs, splits=splits))
+        return found
 
-    splits = of(out, config, sm_count, room - len(ranks)).splits
-    runs = pl.cdiv(in_features, TILE_ROWS * A_ROUNDS * config.stages)
-    of_a = dataclasses.replace(config, tile_cols=A_COLS, splits=min(runs, room - splits))
-    a = [of(rank, of_a, sm_count, room) for rank in ranks]
+    of_a = dataclasses.replace(knobs, splits=runs)
+    a = [of(rank, of_a, sm_count, max(room // 3, 1)) for rank in ranks]
     taken = sum(pl.cdiv(one.blocks, config.consumers) for one in a)
-    return of(out, config, max(sm_count - taken, 1), room - len(ranks)), a
+    left = room - sum(map(parts, a))
+    return of(out, config, max(sm_count - taken, 1), max(left, 1)), a
 
 
 def shared_memory(rows: int, rank: int, dtype: Any, tiled: bool, config: Config) -> int:
@@ -124,7 +142,7 @@ def launch(
     a_sums = "sums" if c.tile_cols == A_COLS else "a_sums"
     scale_tiles = 0 if scales is None else tiling.row_tiles // scales.shape[0]
 
-    def kernel(x_gmem, w_gmem, *rest, buffers, ready, free, table_ready):
+    def kernel(x_gmem, w_gmem, *rest, buffers, ready, free, table_ready, paired):
         rest = list(rest)
         tables_gmem = [rest.pop(0) for _ in tables]
         scales_gmem = tuple(rest.pop(0) for _ in of_tiles)
@@ -194,6 +212,7 @@ def launch(
             walk, sums_smem = walk_of(job, warpgroup), buffers[job.sums].at[warpgroup]
             of, looks_up = buffers[job.w].dtype, bool(tables) and job.w == "w"
             layout, width = few_rows_tile.layout(of), sums_smem.shape[1]
+            swizzled = job.width * bits(of) == 8 * few_rows_tile.TILE_BYTES
             zero = plgpu.layout_cast(jnp.zeros((held, width), jnp.float32), layout)
             if looks_up:
                 plgpu.barrier_wait(table_ready)
@@ -213,17 +232,39 @@ def launch(
                         ).astype(jnp.float32)
                         total = total + sums * lax.broadcast_in_dim(scale, total.shape, (1,))
                     else:
-                        total = few_rows_tile.multiplied(total, *operands, swizzled_w=job.w == "w")
+                        total = few_rows_tile.multiplied(
+                            total,
+                            *operands,
+                            swizzled_w=swizzled,
+                        )
                     few_rows_tile.read_whole()
                     plgpu.barrier_arrive(free.at[x_slot])
                     return total
 
                 total = lax.fori_loop(0, tiles, add, zero)
-                few_rows_tile.store(total, sums_smem, of)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(
-                    sums_smem.at[pl.ds(0, rows)], job.out_gmem.at[split, :, cols]
-                )
+
+                def write(total, split):
+                    few_rows_tile.store(total, sums_smem, of)
+                    plgpu.commit_smem()
+                    some = sums_smem.at[pl.ds(0, rows)]
+                    plgpu.copy_smem_to_gmem(some, job.out_gmem.at[split, :, cols])
+
+                if not in_pairs(job.tiling):
+                    write(total, split)
+                else:
+
+                    @pl.when(warpgroup == 1)
+                    def _hand_over():
+                        few_rows_tile.store(total, sums_smem, of)
+                        plgpu.barrier_arrive(paired)
+
+                    @pl.when(warpgroup == 0)
+                    def _add_up():
+                        plgpu.barrier_wait(paired)
+                        other_smem = buffers[job.sums].at[1]
+                        other = plgpu.load(other_smem, layout=layout, optimized=False)
+                        write(total + other, lax.div(split, 2))
+
                 # The next run writes there.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 return before + tiles
@@ -261,18 +302,21 @@ def launch(
         "sums": plgpu.SMEM((c.consumers, held, c.tile_cols), jnp.float32),
     }
     barriers = {"ready": plgpu.Barrier(num_arrivals=2 + len(of_tiles), num_barriers=ring)}
-    out_type = [jax.ShapeDtypeStruct((tiling.splits, rows, tiling.out), jnp.float32)]
+    out_type = [jax.ShapeDtypeStruct((parts(tiling), rows, tiling.out), jnp.float32)]
     for one in tables:
         buffers["table"] = plgpu.SMEM(one.shape, one.dtype)
     for one in of_tiles:
         buffers["scales"] = plgpu.SMEM((ring, c.tile_cols), one.dtype)
     for a, of in zip(of_a, a_tilings, strict=True):
         a_ring = c.consumers * c.stages
-        buffers["a"] = plgpu.SMEM((a_ring, TILE_ROWS, min(A_COLS, a.shape[1])), dtype)
+        width = min(A_COLS, a.shape[1])
+        # Whole rows of 128 bytes would all begin in one bank.
+        of_a_tiles = few_rows_tile.swizzled if width == A_COLS else plgpu.SMEM
+        buffers["a"] = of_a_tiles((a_ring, TILE_ROWS, width), dtype)
         buffers[a_sums] = plgpu.SMEM((c.consumers, held, A_COLS), jnp.float32)
         barriers["a_ready"] = plgpu.Barrier(num_arrivals=2, num_barriers=a_ring)
-        out_type.append(jax.ShapeDtypeStruct((of.splits, rows, of.padded_out), jnp.float32))
-    parts, *z = plgpu.kernel(
+        out_type.append(jax.ShapeDtypeStruct((parts(of), rows, of.padded_out), jnp.float32))
+    found, *z = plgpu.kernel(
         kernel,
         out_type=out_type,
         grid=(blocks + sum(a_blocks),),
@@ -284,7 +328,8 @@ def launch(
             "ready": barriers,
             "free": plgpu.Barrier(num_barriers=ring),
             "table_ready": plgpu.Barrier(),
+            "paired": plgpu.Barrier(),
         },
         kernel_name="dora_few_rows",
     )(x, w, *tables, *of_tiles, *of_a)
-    return parts, z[0] if z else None
+    return found, z[0] if z else None

@@ -100,6 +100,19 @@ def test_agrees_with_the_projection(on_mosaic, qtype, tiles, shape, rank, dtype,
     check(x, kernel, lora_a, lora_b, g, bias, found)
 
 
+@pytest.mark.parametrize("qtype", thinned(["nf4", None], [None]))
+def test_two_consumers_add_up_what_they_have_of_a_strip(on_mosaic, qtype):
+    out = 256 if qtype else 64
+    kernel, lora_a, lora_b = draw(qtype, 256, 16, out, (4, out), jnp.bfloat16)
+    tiling, (of_a,) = few_rows_sums.tilings(256, out, [16], 8, few_rows.Config(tile_cols=out), 6)
+    assert few_rows_sums.in_pairs(tiling)
+    assert few_rows_sums.in_pairs(of_a)
+    x, g, bias = operands(kernel, (8, 256), jnp.bfloat16)
+    with on_mosaic():
+        found = launched(x, kernel, lora_a, lora_b, g, bias, sm_count=6)
+    check(x, kernel, lora_a, lora_b, g, bias, found)
+
+
 @pytest.mark.slow
 def test_takes_a_z_that_is_known(on_mosaic):
     kernel, lora_a, lora_b = draw("int8", 128, 12, 128, (1, 128), jnp.bfloat16)
