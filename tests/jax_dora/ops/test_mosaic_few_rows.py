@@ -7,8 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
+import jax_dora
 from jax_dora import ops
+from jax_dora.ops import choose
 from jax_dora.ops.mosaic import (
     codebook,
     few_rows,
@@ -260,6 +264,42 @@ def test_an_adapted_projection_of_few_rows_takes_it(on_mosaic, monkeypatch, qtyp
     )
     exact = fp64(x) @ (adapted * fp64(magnitude) / np.linalg.norm(adapted, axis=0)) + fp64(bias)
     np.testing.assert_allclose(fp64(found), exact, atol=0.03 * abs(exact).max())
+
+
+@pytest.mark.slow
+def test_gradients_pass_by_it():
+    """The gradient of few rows is the projection's, whose results few rows are."""
+    kernel, lora_a, lora_b = draw(None, 64, 8, 64, None, jnp.bfloat16)
+    x, magnitude, _ = operands(kernel, (9, 64), jnp.bfloat16)
+    dy = jnp.asarray(np.random.default_rng(6).standard_normal((9, 64)), jnp.bfloat16)
+    norm = ops.factored_norm(kernel, lora_a, lora_b, SCALE)
+
+    def gradients(implementation):
+        def y(*trained):
+            options = {"norm": norm, "implementation": implementation}
+            return ops.dora_linear(x, kernel, *trained, SCALE, **options)
+
+        result, pull = jax.vjp(y, lora_a, lora_b, magnitude)
+        return result, *pull(dy)
+
+    with plgpu.force_gpu_interpret_mode():
+        found = gradients("mosaic")
+    for one, other in zip(found, gradients("xla"), strict=True):
+        np.testing.assert_allclose(fp64(one), fp64(other), atol=0.02 * abs(fp64(other)).max())
+
+
+@pytest.mark.parametrize(("rows", "kernels"), thinned([(1, 2), (8, 2), (128, 1)], [(8, 2)]))
+def test_a_frozen_layer_takes_it_on_a_hopper(monkeypatch, rows, kernels):
+    monkeypatch.setattr(choose, "target", lambda: choose.Target("gpu", "9.0"))
+    options = {"rank": 16, "alpha": 16, "param_dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
+    layer = jax_dora.freeze(jax_dora.DoRALinear(1024, 1024, implementation="xla", **options))
+    layer.implementation = None
+    graphdef, state = nnx.split(layer)
+    x = jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16)
+    call = jax.jit(lambda state, x: nnx.merge(graphdef, state)(x))
+    text = call.trace(state, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == kernels
+    assert "dora_few_rows_finish" in text
 
 
 @pytest.mark.gpu
