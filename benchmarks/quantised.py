@@ -131,6 +131,9 @@ def _products(settings: Settings) -> Iterator[tuple[Row, tuple[Callable[..., Any
             row: Row = {"work": "few rows", "qtype": qtype, "features": n, "rows": rows}
             row |= {"rank": rank, "bytes": _bytes(operands[1])}
             yield row, (_frozen(n), operands)
+            if qtype == "bf16":
+                by_xla = _frozen(n, implementation="xla")
+                yield row | {"implementation": "xla"}, (by_xla, operands)
 
 
 def _projections(settings: Settings) -> Iterator[tuple[Row, tuple[Callable[..., Any], tuple]]]:
@@ -257,6 +260,7 @@ def line(row: Row) -> str:
     """Returns a row as a line to read."""
     keys = ("work", "name", "kind", "qtype", "rows")
     name = " ".join(str(row[key]) for key in keys if key in row)
+    name += f" by {row['implementation']}" if "implementation" in row else ""
     if "activations" in row:
         name += ", both sides" + ", columns in one piece" * row["in_one_piece"]
     if "failed" in row:
