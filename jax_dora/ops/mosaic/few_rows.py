@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from jax_dora.ops.mosaic import few_rows_finish, few_rows_sums, few_rows_tile
+from jax_dora.ops.mosaic import few_rows_finish, few_rows_sums, few_rows_tile, few_rows_tiling
 from jax_dora.ops.mosaic.hopper import SHARED_MEMORY, pad
 from jax_dora.ops.mosaic.launch import launcher
 from jax_dora.ops.mosaic.low_rank_tiling import TILE_ROWS, Config
@@ -76,7 +76,7 @@ def config(
     found = None
     for slots, stages in ((4, 2), (3, 2), (2, 2), (2, 1)):
         found = Config(tile_cols=_width(form), stages=stages, slots=slots, consumers=2)
-        if few_rows_sums.shared_memory(held, rank, stored, tiled, found) <= SHARED_MEMORY:
+        if few_rows_tiling.shared_memory(held, rank, stored, tiled, found) <= SHARED_MEMORY:
             break
     assert found is not None
     return found

@@ -17,8 +17,8 @@ from jax_dora.ops.mosaic import (
     codebook,
     few_rows,
     few_rows_finish,
-    few_rows_sums,
     few_rows_tile,
+    few_rows_tiling,
 )
 from jax_dora.ops.mosaic.few_rows import refuses
 from jax_dora.ops.mosaic.hopper import SHARED_MEMORY
@@ -108,9 +108,9 @@ def test_agrees_with_the_projection(on_mosaic, qtype, tiles, shape, rank, dtype,
 def test_two_consumers_add_up_what_they_have_of_a_strip(on_mosaic, qtype):
     out = 256 if qtype else 64
     kernel, lora_a, lora_b = draw(qtype, 256, 16, out, (4, out), jnp.bfloat16)
-    tiling, (of_a,) = few_rows_sums.tilings(256, out, [16], 8, few_rows.Config(tile_cols=out), 6)
-    assert few_rows_sums.in_pairs(tiling)
-    assert few_rows_sums.in_pairs(of_a)
+    tiling, (of_a,) = few_rows_tiling.tilings(256, out, [16], 8, few_rows.Config(tile_cols=out), 6)
+    assert few_rows_tiling.in_pairs(tiling)
+    assert few_rows_tiling.in_pairs(of_a)
     x, g, bias = operands(kernel, (8, 256), jnp.bfloat16)
     with on_mosaic():
         found = launched(x, kernel, lora_a, lora_b, g, bias, sm_count=6)
@@ -173,13 +173,14 @@ def test_the_table_has_every_code_or_pair(qtype, dtype):
 @pytest.mark.parametrize(
     ("qtype", "tiles", "rows"),
     thinned(
-        [*itertools.product(STORED, [1, 128], [1, 32]), (None, 1, 8), (None, 1, 64)],
-        [("nf4", 128, 32), ("int4", 128, 1), ("float8_e4m3fn", 1, 32), (None, 1, 64)],
+        [*itertools.product(STORED, [1, 128], [1, 32, 64]), (None, 1, 8), (None, 1, 64)],
+        [("nf4", 128, 64), ("int4", 128, 1), ("float8_e4m3fn", 1, 32), (None, 1, 64)],
     ),
 )
 def test_lowers_for_hopper_at_full_size(qtype, tiles, rows):
     form = Format(qtype, (8192 // tiles, 1), jnp.bfloat16, False) if qtype else None
-    config = few_rows.config(rows, 8192, 8192, 16, form, jnp.bfloat16)
+    rank = 2 * rows
+    config = few_rows.config(rows, 8192, 8192, rank, form, jnp.bfloat16)
 
     def of(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -188,7 +189,7 @@ def test_lowers_for_hopper_at_full_size(qtype, tiles, rows):
         of(rows, 8192),
         of(8192, 8192, dtype=STORED[qtype] if qtype else jnp.bfloat16),
         of(tiles, 8192) if qtype else None,
-        *(of(8192, 16), of(16, 8192), of(8192, dtype=jnp.float32), of(dtype=jnp.float32)),
+        *(of(8192, rank), of(rank, 8192), of(8192, dtype=jnp.float32), of(dtype=jnp.float32)),
     ]
     call = jax.jit(lambda *a: few_rows.launch(*a, config=config, sm_count=132))
     text = call.trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
@@ -197,7 +198,7 @@ def test_lowers_for_hopper_at_full_size(qtype, tiles, rows):
     assert qtype is None or "8192x8192xbf16" not in text
 
 
-@pytest.mark.parametrize("rank", [8, 64])
+@pytest.mark.parametrize("rank", [8, 64, 128])
 @pytest.mark.parametrize("rows", [1, 2, 8, 32, 64])
 def test_its_tiles_have_room(rows, rank):
     forms = [Format(qtype, (64, 1), jnp.float32, False) for qtype in STORED]
@@ -205,7 +206,7 @@ def test_its_tiles_have_room(rows, rank):
         config = few_rows.config(rows, 8192, 8192, rank, form, jnp.bfloat16)
         stored = form.stored if form else jnp.dtype(jnp.bfloat16)
         held = min(rows, few_rows.PASS_ROWS[bits(stored)])
-        taken = few_rows_sums.shared_memory(held, rank, stored, form is not None, config)
+        taken = few_rows_tiling.shared_memory(held, rank, stored, form is not None, config)
         assert taken <= SHARED_MEMORY
 
 
