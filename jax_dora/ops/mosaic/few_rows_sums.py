@@ -177,7 +177,8 @@ def launch(
                             *operands,
                             swizzled_w=swizzled,
                         )
-                    few_rows_tile.read_whole()
+                    # Without it the copy engine overtakes what the lanes read.
+                    plgpu.commit_smem()
                     plgpu.barrier_arrive(free.at[x_slot])
                     return total
 

@@ -154,12 +154,6 @@ def store(sums: jax.Array, sums_smem: Any, of: Any) -> None:
     call(sums, sums_smem)
 
 
-def read_whole() -> None:
-    """Waits until every lane of the warpgroup has read what it reads of a tile: without it the copy
-    engine overtakes them."""
-    plgpu.commit_smem()
-
-
 def _as_defined(sums: jax.Array, x_smem: Any, w_smem: Any, table_smem: Any) -> jax.Array:
     """Computes what `multiplied` does, in the interpreter."""
     x, values = x_smem[...][:, :TILE_ROWS], w_smem[...]
