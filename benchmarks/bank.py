@@ -3,8 +3,8 @@
 The seven projections of Llama 3 8B's layers in bf16, one layer after the other as a server's step
 has them, and 64 adapters of ranks 8 to 64 in one bank. Decoding has one token a row, prefill 8
 requests of 512 tokens. Rows choose their adapters by Zipf's law with exponent 1.5, evenly, or all
-the same one. A program goes `repeats` times through its few layers, and times are of one layer:
-what takes long is to compile.
+the same one. Times are of one layer: a program goes `passes` times through its few layers, for a
+host that is slower than they are, and is called `repeats` times before its results are waited for.
 
     base        the projections alone
     LoRA        the bank without g
@@ -13,7 +13,7 @@ what takes long is to compile.
     one-hot     every row times every adapter, and a one-hot product, as in tpu-inference
     loop        one adapter after the other, on all rows
 
-What matters most comes first: `FIRST` of each batch by Zipf's law, loads, growth, other mixes,
+What matters most comes first: loads, `FIRST` of each batch by Zipf's law, growth, other mixes,
 other kinds.
 
 `bound` is the least that DoRA can be over the base: the bytes of both over those of the base.
@@ -60,7 +60,8 @@ class Settings(NamedTuple):
     sizes: Sizes = Sizes()
     layers: int = 2
     load_layers: int = 32
-    repeats: int = 8
+    passes: int = 4
+    repeats: int = 4
     slots: int = 64
     ranks: tuple[int, ...] = (8, 16, 32, 64)
     decoding: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
@@ -75,6 +76,7 @@ class Settings(NamedTuple):
 TINY = Settings(
     Sizes(32, 16, 48),
     load_layers=3,
+    passes=2,
     repeats=2,
     slots=3,
     ranks=(1, 5),
@@ -95,6 +97,7 @@ def measure(settings: Settings) -> Iterator[Row]:
     def left() -> float:
         return settings.seconds - (time.monotonic() - started)
 
+    yield from _loads(settings)
     model = nnx.jit(lambda: Stack(settings.sizes, settings.layers))()
     bank = _filled(jax_dora.AdapterBank(model, settings.slots, max(settings.ranks)), settings.ranks)
     shapes = [*((rows, 1) for rows in settings.decoding), settings.prefill]
@@ -117,8 +120,6 @@ def measure(settings: Settings) -> Iterator[Row]:
         if left() > 0:
             programs[shape] = list(_compiled(settings, kinds, model, bank, shape))
             yield from timed(shape, [first])
-    if left() > 0:
-        yield from _loads(settings)
     growing = (settings.growth, 1)
     if left() > 0 and settings.growth and growing not in programs:
         programs[growing] = list(_compiled(settings, kinds, model, bank, growing))
@@ -201,9 +202,16 @@ def _loads(settings: Settings) -> Iterator[Row]:
 
 
 def _filled(bank: Any, ranks: tuple[int, ...]) -> Any:
-    """Returns a bank with an adapter in every slot, of these ranks in turn."""
+    """Returns a bank with an adapter in every slot, of these ranks in turn; those of one rank
+    differ in their scale alone."""
+    drawn = {rank: random_adapter(bank, rank, rank) for rank in ranks}
     for slot in range(bank.slots):
-        bank = bank.load(slot, random_adapter(bank, ranks[slot % len(ranks)], slot))
+        adapter = drawn[ranks[slot % len(ranks)]]
+        scaled = {
+            path: dataclasses.replace(facts, scale=facts.scale * np.float32(1 + slot / bank.slots))
+            for path, facts in adapter.facts.items()
+        }
+        bank = bank.load(slot, dataclasses.replace(adapter, facts=scaled, settled=Settled()))
     return bank
 
 
@@ -220,7 +228,7 @@ def _compiled(
     for kind in (kind for kind in kinds if kind not in unfit):
         row: Row = {"task": "prefill" if tokens > 1 else "decode", "kind": kind}
         row |= {"rows": rows, "tokens": tokens}
-        function = jax.jit(program(kind, graphdef, settings.repeats))
+        function = jax.jit(program(kind, graphdef, settings.passes))
         lowered.append((row, _attempted(row, functools.partial(function.lower, *arguments))))
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
 
@@ -263,13 +271,13 @@ def _timed(
             if run is None:
                 continue
             begin = time.perf_counter()
-            first, last = run(*arguments)
-            jax.block_until_ready(last)
+            y = [run(*arguments) for _ in range(settings.repeats)][-1]
+            jax.block_until_ready(y)
             if turn:  # The first warms up.
                 taken.append(1e3 * (time.perf_counter() - begin))
             else:
-                results[row["kind"]] = np.asarray(first, np.float32)
-    layers = settings.layers * settings.repeats
+                results[row["kind"]] = np.asarray(y, np.float32)
+    layers = settings.layers * settings.passes * settings.repeats
     medians = {
         row["kind"]: statistics.median(one) / layers
         for (row, _), one in zip(programs, times, strict=True)

@@ -117,24 +117,24 @@ def loop(x: jax.Array, one: Bare, ids: jax.Array) -> jax.Array:
     return lax.fori_loop(0, slots.lora_a.shape[0], add, x @ one.kernel)
 
 
-def program(kind: str, graphdef: Any, repeats: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Returns the results [rows, tokens, hidden] of the first and of the last time through the
-    layers as a function of (state, bank, ids, x)."""
-    once = _round(kind, graphdef)
+def program(kind: str, graphdef: Any, passes: int) -> Callable[..., jax.Array]:
+    """Returns the result [rows, tokens, hidden] of going so often through all layers, as a function
+    of (state, bank, ids, x).
 
-    def run(state: Any, bank: Any, ids: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        def repeat(number: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            x = once(state, bank, ids, carry[0])
-            return x, jnp.where(number == 0, x, carry[1])
+    Nothing is in a loop, as in a server's step: XLA would copy each layer's kernels out of their
+    stack there.
+    """
+    once = _once(kind, graphdef)
 
-        last, first = lax.fori_loop(0, repeats, repeat, (x, x))
-        return first, last
+    def run(state: Any, bank: Any, ids: jax.Array, x: jax.Array) -> jax.Array:
+        for _ in range(passes):
+            x = once(state, bank, ids, x)
+        return x
 
     return run
 
 
-def _round(kind: str, graphdef: Any) -> Callable[..., jax.Array]:
-    """Returns the result [rows, tokens, hidden] as a function of (state, bank, ids, x)."""
+def _once(kind: str, graphdef: Any) -> Callable[..., jax.Array]:
     if kind in ("one-hot", "loop"):
         return _by_hand(one_hot if kind == "one-hot" else loop)
 
