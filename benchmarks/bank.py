@@ -3,8 +3,8 @@
 The seven projections of Llama 3 8B's layers in bf16, one layer after the other as a server's step
 has them, and 64 adapters of ranks 8 to 64 in one bank. Decoding has one token a row, prefill 8
 requests of 512 tokens. Rows choose their adapters by Zipf's law with exponent 1.5, evenly, or all
-the same one. Times are of one layer: a program goes `passes` times through its few layers, for a
-host that is slower than they are, and is called `repeats` times before its results are waited for.
+the same one. Times are of one layer, from a program of so many that the host keeps up, which is
+called `repeats` times before its results are waited for.
 
     base        the projections alone
     LoRA        the bank without g
@@ -58,9 +58,8 @@ class Settings(NamedTuple):
     `load_layers`."""
 
     sizes: Sizes = Sizes()
-    layers: int = 2
+    layers: int = 8
     load_layers: int = 32
-    passes: int = 4
     repeats: int = 4
     slots: int = 64
     ranks: tuple[int, ...] = (8, 16, 32, 64)
@@ -75,8 +74,8 @@ class Settings(NamedTuple):
 
 TINY = Settings(
     Sizes(32, 16, 48),
+    layers=2,
     load_layers=3,
-    passes=2,
     repeats=2,
     slots=3,
     ranks=(1, 5),
@@ -228,7 +227,7 @@ def _compiled(
     for kind in (kind for kind in kinds if kind not in unfit):
         row: Row = {"task": "prefill" if tokens > 1 else "decode", "kind": kind}
         row |= {"rows": rows, "tokens": tokens}
-        function = jax.jit(program(kind, graphdef, settings.passes))
+        function = jax.jit(program(kind, graphdef))
         lowered.append((row, _attempted(row, functools.partial(function.lower, *arguments))))
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
 
@@ -277,7 +276,7 @@ def _timed(
                 taken.append(1e3 * (time.perf_counter() - begin))
             else:
                 results[row["kind"]] = np.asarray(y, np.float32)
-    layers = settings.layers * settings.passes * settings.repeats
+    layers = settings.layers * settings.repeats
     medians = {
         row["kind"]: statistics.median(one) / layers
         for (row, _), one in zip(programs, times, strict=True)

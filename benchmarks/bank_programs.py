@@ -117,24 +117,13 @@ def loop(x: jax.Array, one: Bare, ids: jax.Array) -> jax.Array:
     return lax.fori_loop(0, slots.lora_a.shape[0], add, x @ one.kernel)
 
 
-def program(kind: str, graphdef: Any, passes: int) -> Callable[..., jax.Array]:
-    """Returns the result [rows, tokens, hidden] of going so often through all layers, as a function
-    of (state, bank, ids, x).
+def program(kind: str, graphdef: Any) -> Callable[..., jax.Array]:
+    """Returns the result [rows, tokens, hidden] of all layers as a function of (state, bank, ids,
+    x).
 
     Nothing is in a loop, as in a server's step: XLA would copy each layer's kernels out of their
     stack there.
     """
-    once = _once(kind, graphdef)
-
-    def run(state: Any, bank: Any, ids: jax.Array, x: jax.Array) -> jax.Array:
-        for _ in range(passes):
-            x = once(state, bank, ids, x)
-        return x
-
-    return run
-
-
-def _once(kind: str, graphdef: Any) -> Callable[..., jax.Array]:
     if kind in ("one-hot", "loop"):
         return _by_hand(one_hot if kind == "one-hot" else loop)
 
