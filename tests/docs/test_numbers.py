@@ -186,6 +186,35 @@ def test_what_is_said_of_quantised_bases():
     )
 
 
+def test_what_is_said_of_few_rows():
+    def us(**fields):
+        plain = {"slots", "stages", "variant", "implementation"} - fields.keys()
+        found = rows("few_rows", "h200", **fields)
+        (line,) = (line for line in found if not plain & line.keys())
+        return line["us"]
+
+    ours, lora = {"work": "few rows", "qtype": "bf16"}, {"work": "LoRA by XLA"}
+    narrow, wide = {"features": 4096, "rank": 64}, {"features": 8192, "rank": 16}
+    of = [us(**work, **narrow, rows=count) for count in (8, 64) for work in (ours, lora)]
+    bf16, by_xla = us(**ours, **wide, rows=8), us(**ours, **wide, rows=8, implementation="xla")
+    int8, nf4 = ({"work": "few rows", "qtype": one, **wide} for one in ("int8", "nf4"))
+    apart = us(**ours, **narrow, rows=64, variant="no pairs")
+    warps = [
+        us(**one, rows=32, **by) for one in (nf4, int8) for by in ({"variant": "by warps"}, {})
+    ]
+    assert_says(
+        "docs/attempts.md",
+        f"rank 64, 8 rows: {of[0]:.1f} µs, where XLA's LoRA takes {of[1]:.1f}; 64 rows {of[2]:.1f} "
+        f"and {of[3]:.1f}.",
+        f"8 rows: bf16 {bf16:.1f} µs, by XLA {by_xla:.1f}; int8 {us(**int8, rows=8):.1f}, nf4 "
+        f"{us(**nf4, rows=8):.1f}.",
+        f"64 rows take {apart:.1f} µs instead of {of[2]:.1f}",
+        f"(int8, 8 rows: {us(**int8, rows=8, slots=2):.1f} against {us(**int8, rows=8):.1f} µs)",
+        f"(nf4 {warps[0]:.1f} against {warps[1]:.1f}, int8 {warps[2]:.1f} against {warps[3]:.1f})",
+        f"nf4 {us(**nf4, rows=1) - us(**nf4, rows=1, variant='nothing held'):.1f} µs",
+    )
+
+
 def test_what_is_said_of_banks():
     banks = rows("bank", "h100", kind="DoRA") + rows("bank", "h200", kind="DoRA")
     of_lora = [f"{line['over_lora']:.2f}" for line in banks]
