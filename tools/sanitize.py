@@ -31,7 +31,7 @@ JOBS = 4
 SIZES = {"rows": ROWS, "in": IN, "rank": RANK, "out": OUT}
 ALIGNED = SIZES | {"out": 320}
 # A scale of four bits stands for 64 rows, and the copy engine reads rows of 16 bytes.
-TILED = ALIGNED | {"tiles": IN // 64, "rows": 7}
+TILED = ALIGNED | {"tiles": IN // 64, "rows": 7, "out": 512}
 # A thread block's threads share a row evenly.
 WHOLE = SIZES | {"out": 384}
 # Of a bank, a row's tokens fill whole tiles, and ranks come in eights.
@@ -102,9 +102,10 @@ def jax_kernels() -> dict[str, Callable[[], object]]:
 
     def launched(name):
         # The tensor cores' tiles have no ragged columns.
-        sizes = ALIGNED if name.startswith("project") else SIZES
+        sizes = ALIGNED if name.startswith(("project", "few_rows")) else SIZES
         sizes = GROUPED if name.startswith("bank") else sizes
-        sizes = TILED if name.startswith("quantised") else sizes
+        tiled = any("tiles" in axes for axes in OURS[name].operands)
+        sizes = TILED if tiled else sizes
         sizes = WHOLE if name == "row_codes" else sizes
         return lambda: OURS[name].launch(*OURS[name].draw(sizes))
 
