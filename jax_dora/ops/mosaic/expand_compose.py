@@ -37,6 +37,8 @@ from jax_dora.ops.mosaic.low_rank_tiling import (
 
 # Columns that the epilogue holds at once: a swizzled row of 16-bit numbers.
 CHUNK = 64
+# At most what scales take of shared memory: columns of a strip, rows of every tile in flight.
+SCALES_BYTES = 4 * (128 + 6 * TILE_ROWS)
 
 
 def refuses(rows: int, rank: int, out: int, dtype: jax.typing.DTypeLike) -> str | None:
@@ -47,7 +49,7 @@ def refuses(rows: int, rank: int, out: int, dtype: jax.typing.DTypeLike) -> str 
         return f"there are no {'ranks' if rows else 'rows'}"
     if out == 0 or out % hopper.ALIGNMENT:
         return f"out = {out} is not a multiple of {hopper.ALIGNMENT} (rows of 16 bytes)"
-    if _with_room(CONFIGS, rank, want_inner=True) is None:
+    if _with_room(CONFIGS, rank, want_inner=True, scaled=True) is None:
         return f"a strip of B of rank {rank} does not fit into shared memory"
     return None
 
@@ -75,8 +77,11 @@ def config(rows: int, rank: int, out: int, dtype: jax.typing.DTypeLike) -> Confi
     return found
 
 
-def _with_room(configs: Iterable[Config], rank: int, *, want_inner: bool) -> Config | None:
-    return first_with_room(configs, hopper.slices(rank), 2, extra_tiles=int(want_inner))
+def _with_room(
+    configs: Iterable[Config], rank: int, *, want_inner: bool, scaled: bool = False
+) -> Config | None:
+    bytes_of_scales = SCALES_BYTES if scaled else 0
+    return first_with_room(configs, hopper.slices(rank), 2, int(want_inner), bytes_of_scales)
 
 
 @launcher("want_inner")
@@ -100,7 +105,8 @@ def launch(
     base, z = base.reshape(-1, out), z.reshape(-1, rank)
     rows = base.shape[0]
     # inner takes a tile more; `refuses` has seen to it that one of these has room for it.
-    config = _with_room([config, *CONFIGS], rank, want_inner=want_inner) or config
+    room = {"want_inner": want_inner, "scaled": scales is not None}
+    config = _with_room([config, *CONFIGS], rank, **room) or config
     padded_rows = pl.cdiv(rows, hopper.ROW_ALIGNMENT) * hopper.ROW_ALIGNMENT
     padded_rank = hopper.padded_rank(rank)
     tiling = Tiling(padded_rows, out, config, sm_count)

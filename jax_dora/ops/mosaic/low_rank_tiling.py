@@ -153,30 +153,37 @@ class Walk:
 
 
 def shared_memory(
-    config: Config, right_slices: int, tile_itemsize: int, extra_tiles: int = 0
+    config: Config,
+    right_slices: int,
+    tile_itemsize: int,
+    extra_tiles: int = 0,
+    extra_bytes: int = 0,
 ) -> int:
-    """Returns the bytes that a launch takes; `extra_tiles` further tiles for each consumer."""
+    """Returns the bytes that a launch takes; `extra_tiles` further tiles for each consumer, and
+    `extra_bytes` in all."""
     c = config
     tile = TILE_ROWS * c.tile_cols * tile_itemsize
     return (
         right_slices * TILE_K * c.tile_cols * 2
         + c.consumers * c.stages * TILE_ROWS * TILE_K * 2
         + c.consumers * (c.slots + extra_tiles) * tile
+        + extra_bytes
         + RESERVED
     )
 
 
-def has_room(config: Config, right_slices: int, tile_itemsize: int, extra_tiles: int = 0) -> bool:
-    """Returns whether shared memory and the thread block have room for a launch."""
-    taken = shared_memory(config, right_slices, tile_itemsize, extra_tiles)
+def has_room(config: Config, right_slices: int, tile_itemsize: int, *extra: int) -> bool:
+    """Returns whether shared memory and the thread block have room for a launch; `extra` is that of
+    `shared_memory`."""
+    taken = shared_memory(config, right_slices, tile_itemsize, *extra)
     return taken <= SHARED_MEMORY and config.consumers in CONSUMERS
 
 
 def first_with_room(
-    configs: Iterable[Config], right_slices: int, tile_itemsize: int, extra_tiles: int = 0
+    configs: Iterable[Config], right_slices: int, tile_itemsize: int, *extra: int
 ) -> Config | None:
     """Returns the first of `configs` that a launch has room for, or None."""
-    return next((c for c in configs if has_room(c, right_slices, tile_itemsize, extra_tiles)), None)
+    return next((c for c in configs if has_room(c, right_slices, tile_itemsize, *extra)), None)
 
 
 def pad_features(vectors: Sequence[jax.Array], tiling: Tiling) -> jax.Array:

@@ -122,13 +122,13 @@ def test_keeps_leading_axes(on_mosaic):
 
 
 @pytest.mark.parametrize(
-    ("rank", "want_inner"),
+    ("rank", "want_inner", "scaled"),
     thinned(
-        itertools.product([8, 64, 384, 768], [False, True]),
-        [(8, True), (384, False)],
+        itertools.product([8, 64, 384, 768], [False, True], [False, True]),
+        [(8, True, False), (384, False, False), (384, True, True)],
     ),
 )
-def test_lowers_for_hopper_at_full_size(rank, want_inner):
+def test_lowers_for_hopper_at_full_size(rank, want_inner, scaled):
     def aval(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype)
 
@@ -142,6 +142,7 @@ def test_lowers_for_hopper_at_full_size(rank, want_inner):
         aval(8192, dtype=jnp.float32),
         aval(dtype=jnp.float32),
         aval(8192),
+        tuple(aval(size, dtype=jnp.float32) for size in (4096, 8192)) if scaled else None,
     )
     assert "dora_expand_compose" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
