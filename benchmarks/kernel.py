@@ -36,6 +36,7 @@ class Kernel:
       extra: further operands of the launch.
       options: static arguments of the launch.
       kinds: the dtypes and formats in the call, after its sizes.
+      launched: what stands for the module's launch, where that takes other operands.
     """
 
     module: ModuleType
@@ -48,6 +49,7 @@ class Kernel:
     extra: tuple[jax.Array, ...] = (ONE,)
     options: Mapping[str, Any] = field(default_factory=dict)
     kinds: tuple[Any, ...] = (BF16,)
+    launched: Callable[..., Any] | None = None
 
     def launch(self, *operands: jax.Array, config: Any = None) -> Any:
         """Returns the kernel's results, with its own choice of a config if that is None."""
@@ -57,7 +59,8 @@ class Kernel:
             sizes |= dict(zip(names, operand.shape, strict=True))
         knobs = {"config": config or self.module.config(*self.arguments(sizes))}
         knobs["sm_count"] = choose.target().sm_count
-        return self.module.launch(*operands, *self.extra, **self.options, **knobs)
+        launch = self.launched or self.module.launch
+        return launch(*operands, *self.extra, **self.options, **knobs)
 
     def arguments(self, sizes: Mapping[str, int]) -> tuple[Any, ...]:
         """Returns the call that `module.config`, `refuses` and `wins` take."""

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from benchmarks import kernel_definitions as definitions
@@ -82,6 +84,20 @@ DROPPED_SHAPES = _grid(rows=(4096,), **{"in": (4096, 8192)}, rank=(16, 64, 256, 
 NO_INNER = {"want_inner": False}
 TILED = Format("nf4", (64, 1), BF16, False)
 QUANTISED_SHAPES = [{"in": n, "tiles": n // 64, "out": n} for n in (2048, 8192)]
+
+
+def _one_of_the_bank(
+    base: jax.Array,
+    x: jax.Array,
+    *slots_and_ids: jax.Array,
+    **knobs: Any,
+) -> jax.Array:
+    """Returns what `bank_rows` makes of one projection."""
+    *slots, ids, first = slots_and_ids
+    member = bank_rows.Member(base, *slots, first=first, bias=None)
+    return bank_rows.launch(x, [member], ids, **knobs)[0]
+
+
 KERNELS = {
     "norm": Kernel(
         *(norm, definitions.norm, "in rank out"),
@@ -222,5 +238,6 @@ KERNELS = {
         ("rows in rank", "rows rank out"),
         extra=(jnp.int32(0),),
         kinds=(BF16, BF16),
+        launched=_one_of_the_bank,
     ),
 }

@@ -118,11 +118,16 @@ def jax_kernels() -> dict[str, Callable[[], object]]:
     }
 
 
+# Where torch's kernels run.
+DEVICE = "cuda"
+
+
 def torch_kernels() -> dict[str, Callable[[], object]]:
     import torch
 
     from torch_dora.ops.triton import (
         bank_expand,
+        bank_shrink,
         compose_backward,
         compose_forward,
         expand_compose,
@@ -133,18 +138,22 @@ def torch_kernels() -> dict[str, Callable[[], object]]:
     torch.manual_seed(0)
 
     def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda").to(dtype)
+        return torch.randn(*shape, device=DEVICE).to(dtype)
 
     rows, g, bias = draw(ROWS, OUT), draw(OUT, dtype=torch.float32), draw(OUT)
     z, a, b, weight = draw(ROWS, RANK), draw(RANK, IN), draw(OUT, RANK), draw(OUT, IN)
     squares = draw(OUT, dtype=torch.float32).abs()
     held = draw(2, RANK, IN), draw(2, RANK, OUT), draw(2, OUT, dtype=torch.float32), squares[:2]
-    ranks = torch.full((2,), RANK - 1, dtype=torch.int32, device="cuda")
-    ids = torch.arange(-1, 2, device="cuda")
+    ranks = torch.full((2,), RANK - 1, dtype=torch.int32, device=DEVICE)
+    ids = torch.arange(-1, 2, device=DEVICE)
+    together = bank_shrink.together(ids.cpu()).to(DEVICE)
     return {
         "planted overrun": lambda: _overrunning_kernel[(1,)](squares),
         "bank": lambda: bank_expand.bank_linear(
             rows[:198].view(3, 66, OUT), draw(3, 66, IN), *held, ranks, ids, None, bias
+        ),
+        "bank, one token a row": lambda: bank_expand.bank_linear(
+            rows[:3, None], draw(3, 1, IN), *held, ranks, ids, together, bias
         ),
         "compose": lambda: compose_forward.compose(rows, rows, g, bias, SCALE, False, True),
         "compose_backward": lambda: compose_backward.compose_backward(
