@@ -62,7 +62,7 @@ def bank_loads() -> str:
     layers, sizes = settings.load_layers, settings.sizes.projections.values()
     measured = {
         (line["rank"], line["kind"]): f"{line['ms']:.1f}"
-        for line in rows("bank", "h200", task="load", layers=layers)
+        for line in rows("bank_straight", "h200", task="load", layers=layers)
     }
     kinds = [kind for kind in ("first", "again") if any(kind in key for key in measured)]
     lines = []
@@ -87,3 +87,17 @@ def bank_torch() -> str:
         lines.append([*cells, f"{measured[*batch, 'zipf', 'PEFT LoRA']:.2f}"])
     names = ("DoRA, Zipf 1.5", "DoRA, evenly", "LoRA, Zipf 1.5", "PEFT's LoRA, Zipf 1.5")
     return table(["rows × tokens", *names], lines)
+
+
+def bank_straight() -> str:
+    """Returns times of a program without a loop over those of the base alone."""
+    lines = []
+    for count in sorted({line["rows"] for line in rows("bank_straight", "h200", task="decode")}):
+        kinds = {
+            line["kind"]: line
+            for line in rows("bank_straight", "h200", task="decode", rows=count, mix="zipf")
+        }
+        cells = [f"{count}", f"{1e3 * kinds['base']['ms']:.0f}", f"{kinds['DoRA']['bound']:.2f}"]
+        over = (f"{kinds[kind]['over_base']:.2f}" for kind in ("DoRA", "one-hot"))
+        lines.append([*cells, *over])
+    return table(["rows", "base, µs a layer", "least, by bytes", "DoRA", "one-hot"], lines)

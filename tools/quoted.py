@@ -293,6 +293,7 @@ TABLES: dict[str, Callable[[], str]] = {
         bank_tables.bank_prompts,
         bank_tables.bank_loads,
         bank_tables.bank_torch,
+        bank_tables.bank_straight,
         devices,
         step_parts.step_parts,
         step_parts.step_operators,
