@@ -298,5 +298,6 @@ TABLES: dict[str, Callable[[], str]] = {
         step_parts.step_parts,
         step_parts.step_operators,
         step_parts.step_torch,
+        step_parts.fsdp_torch,
     )
 }

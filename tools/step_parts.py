@@ -53,15 +53,24 @@ def step_operators() -> str:
 
 def step_torch() -> str:
     """Returns the table of torch_dora beside PEFT."""
+    return _beside_peft("step_torch", "h200")
+
+
+def fsdp_torch() -> str:
+    """Returns the same under FSDP2."""
+    return _beside_peft("scale_torch", "h200x2")
+
+
+def _beside_peft(name: str, card: str) -> str:
     lines = [
         [
-            found["kind"].replace(", bf16 adapters", ""),
+            found["kind"].partition(",")[0] + (", compiled" if "compiled" in found["kind"] else ""),
             f"{found['ms']:,.0f}",
             f"{found['tokens_per_s']:,.0f}",
             f"{found['over_lora']:.2f}",
             f"{found['peak_bytes'] / 2**30:.1f}",
         ]
-        for found in rows("step_torch", "h200")
+        for found in rows(name, card)
     ]
     return table(["", "ms", "tokens/s", "of PEFT's LoRA", "peak GiB"], lines)
 
