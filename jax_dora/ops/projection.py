@@ -65,16 +65,14 @@ class Options(NamedTuple):
     act_qtype: str | None = None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def projection(options: Options, operands: Projection) -> jax.Array:
-    """Returns y, or inner where g is None."""
-    return define(options, operands)
-
-
 def define(options: Options, operands: Projection) -> jax.Array:
-    """Returns what `projection` does, without a gradient of its own."""
+    """Returns y, or inner where g is None."""
     scaled = _scaled_lora_a(operands)
     return primitive.call(FORWARD, *_reduced(options, operands, scaled, want_inner=False))[0]
+
+
+projection = jax.custom_vjp(define, nondiff_argnums=(0,))
+"""`define` with a gradient of its own."""
 
 
 def _told_by_result(operands: Projection, dtype: Any) -> bool:
