@@ -148,12 +148,6 @@ def _projection_bwd(options: Options, packed: Any, dy: Any) -> tuple[Any]:
     wide = accumulator(dy.dtype)
     dot = functools.partial(dot_general, options.precision)
     rows = tuple(range(dy.ndim - 1))
-    # Over rows that lie on several devices: their sums are added up in the wider dtype.
-    partitioned = choose.target().partitioned
-
-    def summed(left, right, dtype):
-        return dot(left, right, (rows, rows), wide if partitioned else dtype).astype(dtype)
-
     d, found = dy, {}
     if g is not None:
         static = Wanted(options.op, options.implementation)
@@ -167,12 +161,13 @@ def _projection_bwd(options: Options, packed: Any, dy: Any) -> tuple[Any]:
         if wanted.x:
             found["x"] = _dx(options, operands, scaled, d, dz)
         if wanted.lora_a:
-            d_lora_a = scale.astype(wide) * _d_scaled_lora_a(options, operands, dz)
+            d_lora_a = _d_scaled_lora_a(options, operands, dz)
+            d_lora_a = scale.astype(wide) * d_lora_a.astype(wide)
             found["lora_a"] = d_lora_a.astype(operands.lora_a.dtype)
     if wanted.kernel:
-        found["kernel"] = summed(x, d, kernel.dtype)
+        found["kernel"] = dot(x, d, (rows, rows), kernel.dtype)
     if wanted.lora_b:
-        found["lora_b"] = summed(z, d, lora_b.dtype)
+        found["lora_b"] = dot(z, d, (rows, rows), lora_b.dtype)
     if wanted.bias:
         found["bias"] = jnp.sum(dy.astype(wide), axis=rows).astype(bias.dtype)
     return (nothing._replace(**found),)
@@ -195,9 +190,14 @@ def _dx(
 
 
 def _d_scaled_lora_a(options: Options, operands: Projection, dz: jax.Array) -> jax.Array:
-    """Returns drop(x)ᵀ dz in the accumulator's dtype."""
+    """Returns drop(x)ᵀ dz in the accumulator's dtype, or, where several devices may add it up and
+    all is in bf16, in bf16: what LoRA sends."""
     x, seed = operands.x, operands.seed
+    dtype = jnp.dtype(accumulator(x.dtype))
+    if choose.target().partitioned and x.dtype == operands.lora_a.dtype == jnp.bfloat16:
+        dtype = x.dtype
     if seed is None:
         rows = tuple(range(x.ndim - 1))
-        return dot_general(options.precision, x, dz, (rows, rows), accumulator(x.dtype))
-    return primitive.call(REDUCE_BACK, _reducing(options, x), Reduction(x, dz, seed))[0]
+        return dot_general(options.precision, x, dz, (rows, rows), dtype)
+    static = _reducing(options, x)._replace(dtype=dtype)
+    return primitive.call(REDUCE_BACK, static, Reduction(x, dz, seed))[0]

@@ -12,20 +12,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_dora.ops import choose
-from jax_dora.ops.compose import accumulator
 from jax_dora.ops.dropout import drop_for, kept_share
 from jax_dora.ops.mosaic import dropped_product, dropped_product_back
 from jax_dora.ops.shard import Op, Shard
 
 
 class Reducing(NamedTuple):
-    """What is static in `REDUCE` and `REDUCE_BACK`; `shape` is that of the whole x."""
+    """What is static in `REDUCE` and `REDUCE_BACK`; `shape` is that of the whole x, and `dtype`
+    that of the gradient."""
 
     op: str
     implementation: str | None
     precision: Any
     rate: float
     shape: tuple[int, ...]
+    dtype: Any = None
 
 
 class Reduction(NamedTuple):
@@ -46,7 +47,7 @@ def _reduce(static: Reducing, shard: Shard, operands: Reduction) -> tuple[jax.Ar
 
 
 def _reduce_back(static: Reducing, shard: Shard, operands: Reduction) -> tuple[jax.Array]:
-    """Returns drop(x)ᵀ dz in the accumulator's dtype."""
+    """Returns drop(x)ᵀ dz."""
     x, dz, seed = operands
     found = _by_kernel(dropped_product_back, static, shard, operands)
     if found is None:
@@ -54,8 +55,8 @@ def _reduce_back(static: Reducing, shard: Shard, operands: Reduction) -> tuple[j
         x, seed = lax.optimization_barrier((x, seed))
         seen = _seen(static, shard, Reduction(x, dz, seed))
         rows = tuple(range(x.ndim - 1))
-        found = dot_general(static.precision, seen, dz, (rows, rows), accumulator(x.dtype))
-    return (shard.sum(found),)
+        found = dot_general(static.precision, seen, dz, (rows, rows), static.dtype)
+    return (shard.sum(found.astype(static.dtype)),)
 
 
 REDUCE = Op("reduce", _reduce, Reduction("t i", "i r", "s"), ("t r",), contracted="i")

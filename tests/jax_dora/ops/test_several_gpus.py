@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.collectives import collectives
 from jax_dora import ops
 
 pytestmark = pytest.mark.gpus
@@ -94,6 +95,20 @@ def test_a_layer_on_two_gpus(name, kind, rate):
         program = jax.jit(function).lower(*placed).compile()
         assert program.as_text().count("mosaic_gpu") >= 3
         assert_near(program(*placed), wanted(rate))
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.25])
+def test_gradients_of_bf16_adapters_travel_in_bf16(rate):
+    """A CPU's programs send them in fp32, LoRA's too."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    trained, kernel, x, dy = problem()
+    trained = {name: array.astype(jnp.bfloat16) for name, array in trained.items()}
+    whole, rows = (NamedSharding(mesh, spec) for spec in (P(), P("x")))
+    placed = (*jax.device_put((trained, kernel), whole), *jax.device_put((x, dy), rows))
+    program = jax.jit(functools.partial(run, rate=rate)).lower(*placed).compile()
+    sent = sum(one.bytes for one in collectives(program.as_text(), 2))
+    assert sent <= 2 * RANK * (IN + OUT) + 4 * 3 * OUT  # The magnitude's and the bias's too.
+    assert_near(program(*placed)[1], wanted(rate)[1])
 
 
 @pytest.mark.parametrize("spec", [P("x", None), P(None, "x")])
