@@ -82,6 +82,10 @@ def folders(kind: str, source: str, target: str) -> dict[str, Any]:
     found: dict[str, Any] = {"y": model(batch()), "norms": norms, "refused": refused}
     with torch_dora.with_norms(model, norms):
         found["with norms"] = model(batch())
+    if "fsdp" in kind:  # Which keeps shards between calls, and nobody anything beside them.
+        weights = [layer.settings.weight for layer in (model.up, model.down)]
+        locally = [one.to_local() if isinstance(one, DTensor) else one for one in weights]
+        found["bytes held whole"] = sum(one.untyped_storage().size() for one in locally)
     if kind == "tp":
         merged, report = torch_dora.merge_dora(model, return_report=True)
         found |= {"merged": merged(batch()), "report": report}

@@ -164,11 +164,14 @@ class DoRALayer(nn.Module):
     def base(self) -> Any:
         """Returns the layer that this one adapts, on this one's tensors: whoever replaces a
         parameter (``load_state_dict(assign=True)``, tying, ...) replaces it here alone."""
+        self._update_base()
+        return self.settings
+
+    def _update_base(self) -> None:
         base = self.settings
         for tensors in (base._parameters, base._buffers):
             for name in tensors:
                 tensors[name] = getattr(self, name)
-        return base
 
     @property
     def settings(self) -> Any:
@@ -231,6 +234,9 @@ class DoRALayer(nn.Module):
         """
         placement.check_magnitude(self)
         placement.watch_offloaded(self)
+        if self.settings.weight is not self.weight:
+            # FSDP has put its own in place of the base's, which nobody else may keep whole.
+            self._update_base()
         constant = self.constant_norm
         return self.norm() if constant is None else constant
 
@@ -267,8 +273,8 @@ class DoRALayer(nn.Module):
     def merge(self) -> nn.Module:
         """Returns a plain layer like the base, whose weight is the merged one cast once to the
         base's dtype. This layer and its base are unchanged; the bias is shared."""
-        memo: dict[int, Any] = {id(p): p for p in self.base.parameters()}
-        merged = copy.deepcopy(self.base, memo)
+        base = self.base
+        merged = copy.deepcopy(base, {id(p): p for p in base.parameters()})
         merged.weight = nn.Parameter(
             self.merged_weight().to(self.weight.dtype), requires_grad=False
         )
