@@ -4,26 +4,15 @@ partial: f32[parts, features]; result: f32[features], the sums or their square r
 in their order and without atomics, so that the same inputs give the same bits run after run.
 """
 
-import dataclasses
-
+import torch
 import triton.language as tl
 from torch import Tensor
 
 from torch_dora.ops.triton.jit import cdiv, jit, next_power_of_2
 
-
-@dataclasses.dataclass(frozen=True)
-class SumConfig:
-    """A program adds up as many columns as ``elements`` partials are, at once.
-
-    32 of them to a thread; at least 8 columns, the 32 bytes that memory gives at a time.
-    """
-
-    elements: int = 4096
-    warps: int = 4
-
-
-CONFIG = SumConfig()
+# Partials that a program adds up at once, 32 to a thread; at least 8 columns, the 32 bytes that
+# memory gives at a time.
+ELEMENTS, LEAST_COLUMNS, WARPS = 4096, 8, 4
 
 
 @jit
@@ -47,11 +36,12 @@ def _kernel(
     tl.store(result_ptr + column, total, mask=here)
 
 
-def launch(partial: Tensor, result: Tensor, *, root: bool, config: SumConfig = CONFIG) -> None:
-    """Fills ``result``, with square roots if ``root``."""
+def launch(partial: Tensor, *, root: bool) -> Tensor:
+    """Returns the sums, or their square roots if ``root``."""
     parts, features = partial.shape
+    result = torch.empty(features, device=partial.device, dtype=torch.float32)
     padded = next_power_of_2(parts)
-    columns = max(8, config.elements // padded)
+    columns = max(LEAST_COLUMNS, ELEMENTS // padded)
     _kernel[(cdiv(features, columns),)](
         partial,
         result,
@@ -60,6 +50,7 @@ def launch(partial: Tensor, result: Tensor, *, root: bool, config: SumConfig = C
         ROOT=root,
         PARTS=padded,
         COLUMNS=columns,
-        num_warps=config.warps,
+        num_warps=WARPS,
         enable_fp_fusion=True,
     )
+    return result

@@ -96,70 +96,16 @@ def _kernel(
         tl.store(partial_ptr + at, tl.sum(total, axis=0), mask=here)
 
 
-def strip_height(rows: int, features: int, config: Config = CONFIG) -> int:
+def strip_height(rows: int, features: int) -> int:
     """Returns the rows of a strip: a power of two, so that many row counts share a kernel."""
-    across = cdiv(features, config.columns)
-    strips = min(config.most_strips, cdiv(config.programs, across))
-    height = max(config.rows, next_power_of_2(cdiv(rows, strips)))
+    across = cdiv(features, CONFIG.columns)
+    strips = min(CONFIG.most_strips, cdiv(CONFIG.programs, across))
+    height = max(CONFIG.rows, next_power_of_2(cdiv(rows, strips)))
     # Rounded up to a power of two there may be too few strips; half the height doubles them.
-    fewer = cdiv(rows, height) < strips and height > config.rows
-    if fewer and cdiv(rows, height // 2) <= config.most_strips:
+    fewer = cdiv(rows, height) < strips and height > CONFIG.rows
+    if fewer and cdiv(rows, height // 2) <= CONFIG.most_strips:
         height //= 2
     return height
-
-
-def launch(
-    dy: Tensor,
-    inner: Tensor | None,
-    g: Tensor,
-    scale: float,
-    delta: bool,
-    d_base: Tensor | None,
-    d_lora: Tensor | None,
-    d_g: Tensor | None,
-    config: Config = CONFIG,
-    sum_config: column_sums.SumConfig = column_sums.CONFIG,
-) -> None:
-    """Fills those of ``d_base``, ``d_lora``, ``d_g`` that are given; ``d_g`` needs ``inner``.
-
-    All [..., out] are contiguous and of one dtype; ``d_g`` is f32[out].
-    """
-    features = dy.shape[-1]
-    rows = dy.numel() // max(1, features)
-    if rows == 0 or features == 0:
-        if d_g is not None:
-            d_g.zero_()
-        return
-    height = strip_height(rows, features, config)
-    strips = cdiv(rows, height)
-    # One strip needs no second stage: its partial is the sum.
-    partial = d_g if strips == 1 else None
-    if d_g is not None and partial is None:
-        partial = torch.empty(strips, features, device=dy.device, dtype=torch.float32)
-    _kernel[(strips * cdiv(features, config.columns),)](
-        dy,
-        dy if inner is None else inner,
-        g,
-        dy if d_base is None else d_base,
-        dy if d_lora is None else d_lora,
-        g if partial is None else partial,
-        rows,
-        features,
-        strips,
-        scale,
-        DELTA=delta,
-        WITH_BASE=d_base is not None,
-        WITH_LORA=d_lora is not None,
-        WITH_G=d_g is not None,
-        STEPS=height // config.rows,
-        ROWS=config.rows,
-        COLUMNS=config.columns,
-        STAGES=config.stages,
-        num_warps=config.warps,
-        enable_fp_fusion=True,
-    )
-    if d_g is not None and partial is not None and strips > 1:
-        column_sums.launch(partial, d_g, root=False, config=sum_config)
 
 
 @operator("torch_dora::compose_backward")
@@ -173,15 +119,45 @@ def compose_backward(
     want_lora: bool,
 ) -> list[Tensor]:
     """Returns those of d_base and d_lora that are asked for, then d_g if ``inner`` is given."""
-    dy = dy.contiguous()
-    inner = None if inner is None else inner.contiguous()
+    dy, g = dy.contiguous(), g.contiguous()
     d_base = torch.empty_like(dy) if want_base else None
     d_lora = torch.empty_like(dy) if want_lora else None
-    d_g = None
+    found = [d for d in (d_base, d_lora) if d is not None]
+    features = dy.shape[-1]
+    rows = dy.numel() // max(1, features)
+    if rows == 0 or features == 0:
+        return found if inner is None else [*found, dy.new_zeros(features, dtype=torch.float32)]
+    height = strip_height(rows, features)
+    strips = cdiv(rows, height)
+    partial = g
     if inner is not None:
-        d_g = torch.empty(dy.shape[-1], device=dy.device, dtype=torch.float32)
-    launch(dy, inner, g.contiguous(), scale, delta, d_base, d_lora, d_g)
-    return [d for d in (d_base, d_lora, d_g) if d is not None]
+        partial = torch.empty(strips, features, device=dy.device, dtype=torch.float32)
+    _kernel[(strips * cdiv(features, CONFIG.columns),)](
+        dy,
+        dy if inner is None else inner.contiguous(),
+        g,
+        dy if d_base is None else d_base,
+        dy if d_lora is None else d_lora,
+        partial,
+        rows,
+        features,
+        strips,
+        scale,
+        DELTA=delta,
+        WITH_BASE=want_base,
+        WITH_LORA=want_lora,
+        WITH_G=inner is not None,
+        STEPS=height // CONFIG.rows,
+        ROWS=CONFIG.rows,
+        COLUMNS=CONFIG.columns,
+        STAGES=CONFIG.stages,
+        num_warps=CONFIG.warps,
+        enable_fp_fusion=True,
+    )
+    if inner is None:
+        return found
+    # One strip needs no second stage: its partial is the sum.
+    return [*found, partial[0] if strips == 1 else column_sums.launch(partial, root=False)]
 
 
 @compose_backward.op.register_fake

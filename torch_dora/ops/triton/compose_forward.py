@@ -102,44 +102,6 @@ def _kernel(
         tl.store(inner_ptr + offset, inner.to(inner_ptr.dtype.element_ty), mask=mask)
 
 
-def launch(
-    base: Tensor,
-    lora: Tensor,
-    g: Tensor,
-    bias: Tensor | None,
-    scale: float,
-    delta: bool,
-    result: Tensor,
-    inner: Tensor | None,
-    config: Config = CONFIG,
-) -> None:
-    """Fills ``result``, and ``inner`` if given. All [..., out] are contiguous and of one dtype."""
-    features = base.shape[-1]
-    rows = base.numel() // max(1, features)
-    if rows == 0 or features == 0:
-        return
-    columns = min(config.columns, next_power_of_2(features))
-    grid = (cdiv(rows, config.rows) * cdiv(features, columns),)
-    _kernel[grid](
-        base,
-        lora,
-        g,
-        g if bias is None else bias,
-        result,
-        result if inner is None else inner,
-        rows,
-        features,
-        scale,
-        DELTA=delta,
-        HAS_BIAS=bias is not None,
-        WITH_INNER=inner is not None,
-        ROWS=config.rows,
-        COLUMNS=columns,
-        num_warps=config.warps,
-        enable_fp_fusion=True,
-    )
-
-
 @operator("torch_dora::compose")
 def compose(
     base: Tensor,
@@ -151,12 +113,32 @@ def compose(
     want_inner: bool,
 ) -> list[Tensor]:
     """Returns y, or ΔY if ``delta``, and inner if ``want_inner``; contiguous, in base's dtype."""
-    base, lora = base.contiguous(), lora.contiguous()
-    result = torch.empty_like(base)
-    inner = torch.empty_like(base) if want_inner else None
-    bias = None if bias is None else bias.contiguous()
-    launch(base, lora, g.contiguous(), bias, scale, delta, result, inner)
-    return [result] if inner is None else [result, inner]
+    base, g = base.contiguous(), g.contiguous()
+    results = [torch.empty_like(base) for _ in range(1 + want_inner)]
+    features = base.shape[-1]
+    rows = base.numel() // max(1, features)
+    if rows == 0 or features == 0:
+        return results
+    columns = min(CONFIG.columns, next_power_of_2(features))
+    _kernel[(cdiv(rows, CONFIG.rows) * cdiv(features, columns),)](
+        base,
+        lora.contiguous(),
+        g,
+        g if bias is None else bias.contiguous(),
+        results[0],
+        results[-1],
+        rows,
+        features,
+        scale,
+        DELTA=delta,
+        HAS_BIAS=bias is not None,
+        WITH_INNER=want_inner,
+        ROWS=CONFIG.rows,
+        COLUMNS=columns,
+        num_warps=CONFIG.warps,
+        enable_fp_fusion=True,
+    )
+    return results
 
 
 @compose.op.register_fake

@@ -111,48 +111,6 @@ def _kernel(
         tl.store(inner_ptr + offset, inner.to(inner_ptr.dtype.element_ty), mask=mask)
 
 
-def launch(
-    base: Tensor,
-    z: Tensor,
-    lora_b: Tensor,
-    g: Tensor,
-    bias: Tensor | None,
-    scale: float,
-    y: Tensor,
-    inner: Tensor | None,
-    knobs: Config | None = None,
-) -> None:
-    """Fills ``y``, and ``inner`` if given. All are contiguous; all but g and bias of one dtype."""
-    features, rank = lora_b.shape
-    knobs = knobs or config(rank)
-    rows = base.numel() // max(1, features)
-    if rows == 0 or features == 0:
-        return
-    grid = (cdiv(rows, knobs.rows) * cdiv(features, knobs.columns),)
-    _kernel[grid](
-        base,
-        z,
-        lora_b,
-        g,
-        g if bias is None else bias,
-        y,
-        y if inner is None else inner,
-        rows,
-        features,
-        scale,
-        RANK=rank,
-        HAS_BIAS=bias is not None,
-        WITH_INNER=inner is not None,
-        ROWS=knobs.rows,
-        COLUMNS=knobs.columns,
-        DEPTH=knobs.depth,
-        WIDEN=TRITON_MODE == "interpreted",
-        num_warps=knobs.warps,
-        num_stages=knobs.stages,
-        enable_fp_fusion=True,
-    )
-
-
 @operator("torch_dora::expand_compose")
 def expand_compose(
     base: Tensor,
@@ -164,12 +122,36 @@ def expand_compose(
     want_inner: bool,
 ) -> list[Tensor]:
     """Returns y, and inner if ``want_inner``; contiguous, in base's dtype."""
-    base = base.contiguous()
-    y = torch.empty_like(base)
-    inner = torch.empty_like(base) if want_inner else None
-    bias = None if bias is None else bias.contiguous()
-    launch(base, z.contiguous(), lora_b.contiguous(), g.contiguous(), bias, scale, y, inner)
-    return [y] if inner is None else [y, inner]
+    base, g = base.contiguous(), g.contiguous()
+    results = [torch.empty_like(base) for _ in range(1 + want_inner)]
+    features, rank = lora_b.shape
+    rows = base.numel() // max(1, features)
+    if rows == 0 or features == 0:
+        return results
+    knobs = config(rank)
+    _kernel[(cdiv(rows, knobs.rows) * cdiv(features, knobs.columns),)](
+        base,
+        z.contiguous(),
+        lora_b.contiguous(),
+        g,
+        g if bias is None else bias.contiguous(),
+        results[0],
+        results[-1],
+        rows,
+        features,
+        scale,
+        RANK=rank,
+        HAS_BIAS=bias is not None,
+        WITH_INNER=want_inner,
+        ROWS=knobs.rows,
+        COLUMNS=knobs.columns,
+        DEPTH=knobs.depth,
+        WIDEN=TRITON_MODE == "interpreted",
+        num_warps=knobs.warps,
+        num_stages=knobs.stages,
+        enable_fp_fusion=True,
+    )
+    return results
 
 
 @expand_compose.op.register_fake

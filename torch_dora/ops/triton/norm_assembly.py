@@ -8,25 +8,14 @@ bit: no multiplication is contracted into an FMA, the square root is IEEE's, and
 Bytes: 16·out. Six launches become one.
 """
 
-import dataclasses
-
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from torch_dora.ops.triton.jit import cdiv, jit
 
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """A program takes ``columns`` features: few, since out is a few thousand and the launch is all
-    that costs."""
-
-    columns: int = 256
-    warps: int = 4
-
-
-CONFIG = Config()
+# Features of a program: few, since out is a few thousand and the launch is all that costs.
+COLUMNS, WARPS = 256, 4
 
 
 @jit
@@ -43,14 +32,12 @@ def _kernel(
     tl.store(norm_ptr + column, tl.sqrt_rn(total), mask=here)
 
 
-def launch(
-    base_sq: Tensor, cross: Tensor, ba_sq: Tensor, scale: float, config: Config = CONFIG
-) -> Tensor:
+def launch(base_sq: Tensor, cross: Tensor, ba_sq: Tensor, scale: float) -> Tensor:
     """Returns the norm f32[out] of three f32[out]."""
     norm = torch.empty_like(base_sq)
     features = norm.shape[0]
     if features:
-        _kernel[(cdiv(features, config.columns),)](
+        _kernel[(cdiv(features, COLUMNS),)](
             base_sq.contiguous(),
             cross.contiguous(),
             ba_sq.contiguous(),
@@ -58,8 +45,8 @@ def launch(
             features,
             2 * scale,
             scale * scale,
-            COLUMNS=config.columns,
-            num_warps=config.warps,
+            COLUMNS=COLUMNS,
+            num_warps=WARPS,
             enable_fp_fusion=False,
         )
     return norm

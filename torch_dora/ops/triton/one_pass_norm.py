@@ -21,33 +21,16 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_dora.ops.choose import TRITON_MODE, Call
-from torch_dora.ops.triton import column_sums
-from torch_dora.ops.triton.jit import cdiv, jit, next_power_of_2
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """A program takes ``rows`` output × ``columns`` input features, ``depth`` of r at a time.
-
-    Tiles as in expand and compose, for the same reason: two programs to a multiprocessor, one
-    reading its tile of W while the other multiplies; and of a low rank many small ones.
-    """
-
-    rows: int = 128
-    columns: int = 128
-    depth: int = 64
-    warps: int = 4
-    stages: int = 3
+from torch_dora.ops.triton import column_sums, expand_compose
+from torch_dora.ops.triton.expand_compose import Config
+from torch_dora.ops.triton.jit import cdiv, jit
 
 
 def config(rank: int) -> Config:
-    """Returns what was fastest (H100; 4096 and 14336 features)."""
-    depth = min(64, max(16, next_power_of_2(rank)))
-    if rank <= 16:
-        return Config(rows=32, depth=depth, stages=2)
-    if rank <= 128:
-        return Config(rows=64, columns=256, depth=depth, warps=8, stages=2)
-    return Config()
+    """Returns what was fastest (H100; 4096 and 14336 features): tiles as in expand and compose, for
+    the same reason, and of a middling rank wider ones."""
+    found = expand_compose.config(rank)
+    return dataclasses.replace(found, columns=256) if 16 < rank <= 128 else found
 
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -109,20 +92,12 @@ def _kernel(
     tl.store(partial_ptr + block.to(tl.int64) * out_features + row, squares, mask=row_here)
 
 
-def launch(
-    weight: Tensor,
-    lora_a: Tensor,
-    lora_b: Tensor,
-    scale: float,
-    knobs: Config | None = None,
-    sum_config: column_sums.SumConfig = column_sums.CONFIG,
-) -> Tensor:
+def launch(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
     """Returns ‖weight + scale·lora_b lora_a‖ per row, f32[out]."""
     out_features, in_features = weight.shape
-    knobs = knobs or config(lora_a.shape[0])
-    result = torch.empty(out_features, device=weight.device, dtype=torch.float32)
     if out_features == 0 or in_features == 0:
-        return result.zero_()
+        return torch.zeros(out_features, device=weight.device, dtype=torch.float32)
+    knobs = config(lora_a.shape[0])
     blocks = cdiv(in_features, knobs.columns)
     partial = torch.empty(blocks, out_features, device=weight.device, dtype=torch.float32)
     _kernel[(blocks * cdiv(out_features, knobs.rows),)](
@@ -142,5 +117,4 @@ def launch(
         num_stages=knobs.stages,
         enable_fp_fusion=True,
     )
-    column_sums.launch(partial, result, root=True, config=sum_config)
-    return result
+    return column_sums.launch(partial, root=True)

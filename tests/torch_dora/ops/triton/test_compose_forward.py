@@ -10,19 +10,18 @@ from torch_dora.ops.triton.compose_forward import Config
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("shape", [(5, 7), (9, 40), (1, 1), (17, 33)])
-def test_every_variant_equals_the_plain_evaluation(operands, delta, biased, shape):
+def test_every_variant_equals_the_plain_evaluation(operands, monkeypatch, delta, biased, shape):
     base, lora, g, _ = operands(shape)
     bias = torch.randn_like(g) if biased else None
     want, want_inner = forward(
         base, lora, g, bias, 0.7, delta=delta, want_inner=True, implementation="eager"
     )
-    config = Config(rows=4, columns=16, warps=1)
-    for inner in (None, torch.empty_like(base)):
-        result = torch.empty_like(base)
-        compose_forward.launch(base, lora, g, bias, 0.7, delta, result, inner, config)
-        torch.testing.assert_close(result, want, rtol=1e-6, atol=1e-6)
-        if inner is not None:
-            torch.testing.assert_close(inner, want_inner, rtol=1e-6, atol=1e-6)
+    monkeypatch.setattr(compose_forward, "CONFIG", Config(rows=4, columns=16, warps=1))
+    (alone,) = compose_forward.compose(base, lora, g, bias, 0.7, delta, False)
+    result, inner = compose_forward.compose(base, lora, g, bias, 0.7, delta, True)
+    assert torch.equal(alone, result)
+    torch.testing.assert_close(result, want, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(inner, want_inner, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("want_inner", [False, True])

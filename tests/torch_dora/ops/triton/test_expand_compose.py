@@ -13,7 +13,7 @@ HALVES = [torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("shape", [(5, 7, 3), (33, 40, 24), (1, 1, 1), (64, 96, 16)])
 def test_equals_the_product_and_the_compose_in_fp64(
-    operands, assert_within, dtype, biased, shape, device
+    operands, assert_within, monkeypatch, dtype, biased, shape, device
 ):
     rows, out, rank = shape
     base, _, g, _ = operands((rows, out), dtype)
@@ -26,24 +26,20 @@ def test_equals_the_product_and_the_compose_in_fp64(
     terms = 0.7 * (z.double().abs() @ lora_b.double().abs().T) + base.double().abs()
     unit = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
 
-    config = Config(rows=16, columns=32, depth=16, warps=4, stages=1)
-    for inner in (None, torch.empty_like(base)):
-        y = torch.empty_like(base)
-        expand_compose.launch(base, z, lora_b, g, bias, 0.7, y, inner, config)
-        assert_within(y, want, unit * want.abs() + 8 * 2.0**-24 * terms, "triton")
-        if inner is not None:
-            exact = unbiased + scaled
-            assert_within(inner, exact, unit * exact.abs() + 8 * 2.0**-24 * terms, "triton")
+    small = Config(rows=16, columns=32, depth=16, warps=4, stages=1)
+    monkeypatch.setattr(expand_compose, "config", lambda rank: small)
+    (alone,) = expand_compose.expand_compose(base, z, lora_b, g, bias, 0.7, False)
+    y, inner = expand_compose.expand_compose(base, z, lora_b, g, bias, 0.7, True)
+    assert torch.equal(alone, y)
+    for got, exact in ((y, want), (inner, unbiased + scaled)):
+        assert_within(got, exact, unit * exact.abs() + 8 * 2.0**-24 * terms, "triton")
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_projection_uses_it_and_loses_less_than_two_kernels(adapted, monkeypatch, dtype):
     layer = adapted((64,), (40, 96, 16), dtype)
-    calls = []
-    launch = expand_compose.launch
-    monkeypatch.setattr(
-        expand_compose, "launch", lambda *a, **k: (calls.append(1), launch(*a, **k))
-    )
+    calls, run = [], expand_compose.expand_compose
+    monkeypatch.setattr(expand_compose, "expand_compose", lambda *a: (calls.append(1), run(*a))[1])
     x, weight, lora_a, lora_b, magnitude = layer[:5]
     norm = torch.full_like(magnitude, 1.0)
     y = dora_linear(x, weight, lora_a, lora_b, magnitude, 0.7, norm=norm, implementation="triton")

@@ -71,7 +71,7 @@ code = lower(
     column_sums._kernel,
     dict(partial_ptr=full, result_ptr=full, parts="i32", features="i32"),
     dict(ROOT=True, PARTS=64, COLUMNS=64),
-    column_sums.CONFIG.warps,
+    column_sums.WARPS,
     enable_fp_fusion=True,
 )
 assert "sqrt.rn.f32" in code and "atom" not in code
@@ -82,8 +82,8 @@ code = lower(
     norm_assembly._kernel,
     dict.fromkeys(["base_sq_ptr", "cross_ptr", "ba_sq_ptr", "norm_ptr"], full)
     | dict(features="i32", twice="fp32", square="fp32"),
-    dict(COLUMNS=norm_assembly.CONFIG.columns),
-    norm_assembly.CONFIG.warps,
+    dict(COLUMNS=norm_assembly.COLUMNS),
+    norm_assembly.WARPS,
     enable_fp_fusion=False,
 )
 assert "sqrt.rn.f32" in code and "max.NaN.f32" in code

@@ -4,12 +4,17 @@ import torch
 from parity import oracle, tolerances
 from torch_dora.ops import factored_norm
 from torch_dora.ops.choose import Call
-from torch_dora.ops.triton import one_pass_norm
-from torch_dora.ops.triton.column_sums import SumConfig
+from torch_dora.ops.triton import column_sums, one_pass_norm
 from torch_dora.ops.triton.one_pass_norm import Config
 
 HALVES = [torch.bfloat16, torch.float16]
-CONFIG = Config(rows=16, columns=32, depth=16, warps=4, stages=1)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    small = Config(rows=16, columns=32, depth=16, warps=4, stages=1)
+    monkeypatch.setattr(one_pass_norm, "config", lambda rank: small)
+    monkeypatch.setattr(column_sums, "ELEMENTS", 32)
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -18,7 +23,7 @@ CONFIG = Config(rows=16, columns=32, depth=16, warps=4, stages=1)
 def test_agrees_with_the_oracle(adapted, assert_within, dtype, sizes):
     layer = adapted(sizes=sizes, dtype=dtype)
     operands = layer.weight, layer.lora_a, layer.lora_b
-    norm = one_pass_norm.launch(*operands, 0.7, CONFIG, SumConfig(elements=32))
+    norm = one_pass_norm.launch(*operands, 0.7)
     assert_within(norm, oracle.norm(*operands, 0.7), tolerances.norm(*operands, 0.7))
 
 
@@ -27,7 +32,7 @@ def test_cancellation_costs_nothing(adapted):
     weight = (-0.7 * layer.lora_b.double() @ layer.lora_a.double()).bfloat16()
     operands = weight, layer.lora_a, layer.lora_b
     exact = oracle.norm(*operands, 0.7)
-    one_pass = one_pass_norm.launch(*operands, 0.7, CONFIG)
+    one_pass = one_pass_norm.launch(*operands, 0.7)
     factored = factored_norm(*operands, 0.7, implementation="eager")
     error = ((one_pass - exact).abs() / exact).max()
     # An element of s·BA carries a few roundings of the terms that cancel, 2⁸ times what is left.
@@ -39,7 +44,7 @@ def test_a_row_that_is_nan_and_one_that_is_zero(adapted):
     layer = adapted(dtype=torch.bfloat16)
     layer.weight[2, 1] = torch.nan
     layer.weight[3], layer.lora_b[3] = 0, 0
-    norm = one_pass_norm.launch(layer.weight, layer.lora_a, layer.lora_b, 0.7, CONFIG)
+    norm = one_pass_norm.launch(layer.weight, layer.lora_a, layer.lora_b, 0.7)
     assert norm.isnan().nonzero().flatten().tolist() == [2]
     assert norm[3] == 0
 
