@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
 from jax_dora.ops import check, choose, primitive, residuals
@@ -25,7 +24,7 @@ from jax_dora.ops import mesh as meshes
 from jax_dora.ops.choose import Choice
 from jax_dora.ops.mosaic import compose as kernel
 from jax_dora.ops.mosaic import compose_backward as kernel_backward
-from jax_dora.ops.operands import Composition
+from jax_dora.ops.operands import Composition, Static
 from jax_dora.ops.shard import Op, Shard
 
 
@@ -74,13 +73,6 @@ def compose_delta(
     return _checked("compose_delta", base, lora, g, scale, implementation)
 
 
-class Options(NamedTuple):
-    """What is static in a call: the operator's name, and the implementation that is asked for."""
-
-    op: str
-    implementation: str | None
-
-
 def _checked(op, base, lora, g, scale, implementation):
     for name, array in (("base", base), ("lora", lora), ("g", g)):
         check.is_float(name, array)
@@ -90,15 +82,15 @@ def _checked(op, base, lora, g, scale, implementation):
     check.has_shape("g", g, base.shape[-1:], "[out]")
     choose.check_name(implementation)
     operands = Composition(base, lora, g, check.scale_array(scale))
-    function = functools.partial(_on_any, Options(op, implementation))
+    function = functools.partial(_on_any, Static(op, implementation))
     return meshes.elementwise(function, base, lora)(operands)
 
 
-def _on_any(options: Options, operands: Composition) -> jax.Array:
+def _on_any(static: Static, operands: Composition) -> jax.Array:
     operands = meshes.vary_alike(operands._replace(lora=operands.lora.astype(operands.base.dtype)))
-    if options.implementation == "eager":
-        return _composed(options, operands)
-    return meshes.differentiable(_compose)(options, operands)
+    if static.implementation == "eager":
+        return _composed(static, operands)
+    return meshes.differentiable(_compose)(static, operands)
 
 
 def forward(
@@ -129,15 +121,7 @@ def define(base, lora, g, scale, bias=None, *, delta: bool, want_inner: bool):
     return y.astype(base.dtype), inner.astype(base.dtype) if want_inner else None
 
 
-class Composed(NamedTuple):
-    """What is static in compose's forward direction."""
-
-    op: str
-    implementation: str | None
-    want_inner: bool
-
-
-def _forward(static: Composed, shard: Shard, operands: Composition) -> tuple[Any, Any]:
+def _forward(static: Static, shard: Shard, operands: Composition) -> tuple[Any, Any]:
     choice = choose.choose(static.op, static.implementation, (kernel, _sizes(operands.base)))
     delta = static.op == "compose_delta"
     return forward(choice, *operands, want_inner=static.want_inner, delta=delta)
@@ -158,31 +142,21 @@ class Returned(NamedTuple):
     scale: Any
 
 
-class Wanted(NamedTuple):
-    """The static part of compose's gradient: for which operands it is asked."""
-
-    op: str
-    implementation: str | None
-    base: bool = True
-    lora: bool = False
-
-
-def _backward(static: Wanted, shard: Shard, operands: Returned) -> tuple[Any, Any, Any]:
+def _backward(static: Static, shard: Shard, operands: Returned) -> tuple[Any, Any, Any]:
     """Returns d_base and d_lora in dy's dtype, and d_g f32[out] if inner is given, in one pass that
     reads dy and inner and writes what is wanted."""
     dy, inner, g, scale = operands
     choice = choose.choose(static.op, static.implementation, (kernel_backward, _sizes(dy)))
     delta = static.op == "compose_delta"
     if choice is not None:
-        options = {"delta": delta, "want_base": static.base, "want_lora": static.lora}
+        options = {"delta": delta, "want_base": static.want_base, "want_lora": static.want_lora}
         found = kernel_backward.launch(dy, inner, g, scale, **options, **choice.knobs)
-        d_base, d_lora, d_g = found
-        return d_base, d_lora, shard.sum(d_g)
+        return *found[:2], shard.sum(found[2])
     dtype = accumulator(dy.dtype)
     wide = dy.astype(dtype)
     g = per_feature(g, wide)
-    d_base = ((g - 1 if delta else g) * wide).astype(dy.dtype) if static.base else None
-    d_lora = (scale.astype(dtype) * (g * wide)).astype(dy.dtype) if static.lora else None
+    d_base = ((g - 1 if delta else g) * wide).astype(dy.dtype) if static.want_base else None
+    d_lora = (scale.astype(dtype) * (g * wide)).astype(dy.dtype) if static.want_lora else None
     d_g = None
     if inner is not None:
         d_g = shard.sum(jnp.sum(wide * inner.astype(dtype), axis=tuple(range(dy.ndim - 1))))
@@ -203,35 +177,28 @@ def _sizes(array: jax.Array) -> tuple[int, int, Any]:
     return array.size // max(array.shape[-1], 1), array.shape[-1], array.dtype
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _compose(options: Options, operands: Composition) -> jax.Array:
-    return _composed(options, operands)
+def _composed(static: Static, operands: Composition) -> jax.Array:
+    return primitive.call(COMPOSE, static, operands)[0]
 
 
-def _composed(options: Options, operands: Composition) -> jax.Array:
-    return primitive.call(COMPOSE, Composed(*options, want_inner=False), operands)[0]
-
-
-def _compose_fwd(options: Options, primals: Any) -> tuple[jax.Array, Any]:
-    operands, wanted = residuals.values(primals), residuals.wanted(primals)
+def _compose_fwd(
+    static: Static, operands: Composition, wanted: Composition
+) -> tuple[jax.Array, Any]:
     refuse_scale_gradient(wanted.scale)
-    static = Composed(*options, want_inner=wanted.g is not None)
+    static = static._replace(want_inner=wanted.g is not None)
     y, inner = primitive.call(COMPOSE, static, operands)
-    return y, residuals.pack((operands.g, operands.scale, inner, wanted))
+    return y, (operands.g, operands.scale, inner, wanted)
 
 
-def _compose_bwd(options: Options, packed: Any, dy: Any) -> tuple[Any]:
-    nothing = Composition(None, None, None, None)
-    if isinstance(dy, SymbolicZero):
-        return (nothing,)
-    g, scale, inner, wanted = residuals.unpack(packed)
-    static = Wanted(*options, base=bool(wanted.base), lora=bool(wanted.lora))
+def _compose_bwd(static: Static, kept: Any, dy: jax.Array) -> dict[str, Any]:
+    g, scale, inner, wanted = kept
+    static = static._replace(want_base=bool(wanted.base), want_lora=bool(wanted.lora))
     operands = Returned(dy, inner, g, scale)
     d_base, d_lora, d_g = primitive.call(COMPOSE_BACKWARD, static, operands)
-    return (Composition(d_base, d_lora, None if d_g is None else d_g.astype(g.dtype), None),)
+    return {"base": d_base, "lora": d_lora, "g": None if d_g is None else d_g.astype(g.dtype)}
 
 
-_compose.defvjp(_compose_fwd, _compose_bwd, symbolic_zeros=True)
+_compose = residuals.with_gradient(Composition, _composed, _compose_fwd, _compose_bwd)
 
 
 def refuse_scale_gradient(wanted: bool | None) -> None:

@@ -20,16 +20,14 @@ from jax_dora.ops import mesh as meshes
 from jax_dora.ops.compose import accumulator, compose_delta, per_feature
 from jax_dora.ops.dropout import Dropout, drop_for
 from jax_dora.ops.norm import factored_norm, magnitude_scale, norm_implementation
-from jax_dora.ops.operands import Projection
+from jax_dora.ops.operands import Projection, Static
 from jax_dora.ops.projection import (
     INNER_NAME,
     RESULT_NAME,
-    Options,
     define,
-    dot_general,
     projection,
 )
-from jax_dora.ops.reduction import static_precision
+from jax_dora.ops.reduction import dot_general, static_precision
 
 NORM_NAME = "dora_norm"
 
@@ -143,10 +141,10 @@ def scaled_linear(
             "the kernel; expected mode 'adapter', or act_qtype None"
         )
     by = static_precision(precision)
-    options = Options("dora_linear", implementation, by, rate, mode, keep_inner, act_qtype)
+    static = Static("dora_linear", implementation, by, rate, mode, keep_inner, act_qtype)
     scale = check.scale_array(scale)
     operands = Projection(x, kernel, lora_a, lora_b, g, scale, bias, seed)
-    return _on_mesh(options, operands)(operands)
+    return _on_mesh(static, operands)(operands)
 
 
 def lora_linear(
@@ -187,16 +185,16 @@ def lora_linear(
             "g; expected mode 'adapter'"
         )
     by = static_precision(precision)
-    options = Options("lora_linear", implementation, by, rate, mode, False, act_qtype)
+    static = Static("lora_linear", implementation, by, rate, mode, False, act_qtype)
     operands = Projection(x, kernel, lora_a, lora_b, None, check.scale_array(scale), None, seed)
-    inner = _on_mesh(options, operands)(operands)
+    inner = _on_mesh(static, operands)(operands)
     return jnp.asarray(checkpoint_name(inner, INNER_NAME if keep_inner else RESULT_NAME))
 
 
-def _on_mesh(options: Options, operands: Projection) -> Callable[[Projection], jax.Array]:
+def _on_mesh(static: Static, operands: Projection) -> Callable[[Projection], jax.Array]:
     """Returns the function of `operands` that computes the result: on a mesh with explicit axes
     sharded as x's rows and the kernel's columns are."""
-    function = functools.partial(_on_any, options)
+    function = functools.partial(_on_any, static)
     kernel = quantised.stored(operands.kernel)
     mesh = meshes.explicit(operands.x, kernel)
     if mesh is None:
@@ -209,7 +207,7 @@ def _on_mesh(options: Options, operands: Projection) -> Callable[[Projection], j
     return meshes.left_to_xla(function, mesh, jax.P(*rows, columns))
 
 
-def _on_any(options: Options, operands: Projection) -> jax.Array:
+def _on_any(static: Static, operands: Projection) -> jax.Array:
     """Returns the result on one device, or on axes that are not explicit."""
     operands = meshes.vary_alike(operands)
     x, kernel = operands.x, operands.kernel
@@ -217,24 +215,24 @@ def _on_any(options: Options, operands: Projection) -> jax.Array:
     if not quantised.is_quantised(kernel):
         kernel = kernel.astype(dtype)
     operands = operands._replace(x=x.astype(dtype), kernel=kernel)
-    if options.rate and options.mode == "input":
-        return _with_dropped_input(options, operands)
-    if options.implementation == "eager":
-        return define(options, operands)
-    return meshes.differentiable(projection)(options, operands)
+    if static.rate and static.mode == "input":
+        return _with_dropped_input(static, operands)
+    if static.implementation == "eager":
+        return define(static, operands)
+    return meshes.differentiable(projection)(static, operands)
 
 
-def _with_dropped_input(options: Options, operands: Projection) -> jax.Array:
+def _with_dropped_input(static: Static, operands: Projection) -> jax.Array:
     """Returns mode "input": base of x, the whole correction of the dropped x."""
     x, kernel, lora_a, lora_b, g, scale, bias, seed = operands
     assert g is not None
     assert seed is not None
-    dot = functools.partial(dot_general, options.precision)
-    dropped = drop_for(options.implementation)(x, seed, options.rate)
+    dot = functools.partial(dot_general, static.precision)
+    dropped = drop_for(static.implementation)(x, seed, static.rate)
     lora = dot(dot(dropped, lora_a, (-1, 0)), lora_b, (-1, 0))
     by_kernel = functools.partial(dot, axes=(-1, 0))
     corrected = quantised.multiplied(by_kernel, dropped, kernel)
-    by = options.implementation
+    by = static.implementation
     y = quantised.multiplied(by_kernel, x, kernel)
     y = y + compose_delta(corrected, lora, g, scale, implementation=by)
     return y if bias is None else y + per_feature(bias, y)

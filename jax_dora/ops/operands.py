@@ -7,6 +7,33 @@ holds, field by field, what belongs to its operands: their gradients, or how the
 from typing import Any, NamedTuple
 
 
+class Static(NamedTuple):
+    """What of a call is no array: static wherever it is compiled.
+
+    Attributes:
+      op: the operator's name, for messages.
+      implementation, precision, keep_inner, act_qtype: as `dora_linear`'s.
+      rate, mode: the dropout's.
+      whole: the shape of all of x, of which a device may have a part.
+      sum_dtype: that of lora_a's gradient, which devices add up.
+      want_inner, want_base, want_lora, want_bias: which results are wanted.
+    """
+
+    op: str
+    implementation: str | None
+    precision: Any = None
+    rate: float = 0.0
+    mode: str = "adapter"
+    keep_inner: bool = False
+    act_qtype: str | None = None
+    whole: tuple[int, ...] = ()
+    sum_dtype: Any = None
+    want_inner: bool = False
+    want_base: bool = True
+    want_lora: bool = False
+    want_bias: bool = False
+
+
 class Projection(NamedTuple):
     """The operands of one adapted projection.
 

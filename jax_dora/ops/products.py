@@ -21,26 +21,9 @@ from jax_dora.ops.mosaic import (
     project,
     project_back,
 )
+from jax_dora.ops.operands import Static
 from jax_dora.ops.reduction import dot_general
 from jax_dora.ops.shard import Op, Shard
-
-
-class Static(NamedTuple):
-    """What is static in `BACK`; the fields are the options'."""
-
-    op: str
-    implementation: str | None
-    precision: Any
-
-
-class Forward(NamedTuple):
-    """What is static in `FORWARD`."""
-
-    op: str
-    implementation: str | None
-    precision: Any
-    want_inner: bool
-    act_qtype: str | None
 
 
 class Reduced(NamedTuple):
@@ -67,7 +50,7 @@ def scaled(lora_a: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     return (scale.astype(wide) * lora_a.astype(wide)).astype(dtype)
 
 
-def _forward(static: Forward, shard: Shard, operands: Reduced) -> tuple[Any, Any]:
+def _forward(static: Static, shard: Shard, operands: Reduced) -> tuple[Any, Any]:
     """Returns (y, inner or None); y is inner where g is None."""
     if static.act_qtype is not None:
         return _by_quantised_rows(static, shard, operands)
@@ -125,7 +108,7 @@ def _forward(static: Forward, shard: Shard, operands: Reduced) -> tuple[Any, Any
     return forward(choice, base, dot(z, lora_b, (-1, 0)), g, one, bias, **options)
 
 
-def _by_quantised_rows(static: Forward, shard: Shard, operands: Reduced) -> tuple[Any, Any]:
+def _by_quantised_rows(static: Static, shard: Shard, operands: Reduced) -> tuple[Any, Any]:
     """Returns (y, inner or None) of a product with the kernel in FP8, by a scale for each row of x;
     the adapter's products, g and the bias have the dtypes that they have elsewhere."""
     x, kernel, z, lora_b, g, bias, *_ = operands

@@ -14,19 +14,8 @@ from jax import lax
 from jax_dora.ops import choose
 from jax_dora.ops.dropout import drop_for, kept_share
 from jax_dora.ops.mosaic import dropped_product, dropped_product_back
+from jax_dora.ops.operands import Static
 from jax_dora.ops.shard import Op, Shard
-
-
-class Reducing(NamedTuple):
-    """What is static in `REDUCE` and `REDUCE_BACK`; `shape` is that of the whole x, and `dtype`
-    that of the gradient."""
-
-    op: str
-    implementation: str | None
-    precision: Any
-    rate: float
-    shape: tuple[int, ...]
-    dtype: Any = None
 
 
 class Reduction(NamedTuple):
@@ -37,7 +26,7 @@ class Reduction(NamedTuple):
     seed: Any
 
 
-def _reduce(static: Reducing, shard: Shard, operands: Reduction) -> tuple[jax.Array]:
+def _reduce(static: Static, shard: Shard, operands: Reduction) -> tuple[jax.Array]:
     """Returns drop(x) lora_a in x's dtype."""
     x, lora_a, _ = operands
     found = _by_kernel(dropped_product, static, shard, operands)
@@ -46,7 +35,7 @@ def _reduce(static: Reducing, shard: Shard, operands: Reduction) -> tuple[jax.Ar
     return (shard.sum(found.reshape(*x.shape[:-1], -1).astype(x.dtype)),)
 
 
-def _reduce_back(static: Reducing, shard: Shard, operands: Reduction) -> tuple[jax.Array]:
+def _reduce_back(static: Static, shard: Shard, operands: Reduction) -> tuple[jax.Array]:
     """Returns drop(x)ᵀ dz."""
     x, dz, seed = operands
     found = _by_kernel(dropped_product_back, static, shard, operands)
@@ -55,8 +44,8 @@ def _reduce_back(static: Reducing, shard: Shard, operands: Reduction) -> tuple[j
         x, seed = lax.optimization_barrier((x, seed))
         seen = _seen(static, shard, Reduction(x, dz, seed))
         rows = tuple(range(x.ndim - 1))
-        found = dot_general(static.precision, seen, dz, (rows, rows), static.dtype)
-    return (shard.sum(found.astype(static.dtype)),)
+        found = dot_general(static.precision, seen, dz, (rows, rows), static.sum_dtype)
+    return (shard.sum(found.astype(static.sum_dtype)),)
 
 
 REDUCE = Op("reduce", _reduce, Reduction("t i", "i r", "s"), ("t r",), contracted="i")
@@ -65,13 +54,13 @@ REDUCE_BACK = Op(
 )
 
 
-def _seen(static: Reducing, shard: Shard, operands: Reduction) -> jax.Array:
+def _seen(static: Static, shard: Shard, operands: Reduction) -> jax.Array:
     """Returns drop(x)."""
     x, _, seed = operands
     if seed is None:
         return x
     drop = drop_for(static.implementation)
-    return drop(x, seed, static.rate, _start(shard, x), static.shape)
+    return drop(x, seed, static.rate, _start(shard, x), static.whole)
 
 
 def _start(shard: Shard, x: jax.Array) -> tuple[Any, ...]:
@@ -80,9 +69,7 @@ def _start(shard: Shard, x: jax.Array) -> tuple[Any, ...]:
     return tuple(map(shard.start, [*names, "i"], x.shape))
 
 
-def _by_kernel(
-    kernel: Any, static: Reducing, shard: Shard, operands: Reduction
-) -> jax.Array | None:
+def _by_kernel(kernel: Any, static: Static, shard: Shard, operands: Reduction) -> jax.Array | None:
     """Returns f32: drop(x) right, or drop(x)ᵀ right, of x's rows; None where XLA makes it."""
     x, right, seed = operands
     if seed is None:
@@ -91,7 +78,7 @@ def _by_kernel(
     call = (*rows.shape, right.shape[-1], x.dtype)
     named = static.op, static.implementation
     choice = choose.choose(*named, (kernel, call), optional=True)
-    if choice is None or x.shape[1:-1] != static.shape[1:-1]:
+    if choice is None or x.shape[1:-1] != static.whole[1:-1]:
         return None  # The kernel counts rows that follow each other.
     *first, column = _start(shard, x)
     start = (first[0] * math.prod(x.shape[1:-1]) if first else 0, column)

@@ -7,14 +7,12 @@ comes out, so that a magnitude over a norm, which scales columns too, costs noth
 with respect to x is that of x W in x's dtype: what rounding adds has none.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
-from jax.custom_derivatives import SymbolicZero
 from jax.experimental.layout import Format, Layout
 
 from jax_dora.ops import check, choose, quantised, residuals
@@ -131,27 +129,22 @@ class Product(NamedTuple):
     kernel: Any
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def linear(precision: Any, operands: Product) -> jax.Array:
-    """Returns `product` in x's dtype; `precision` is that of the gradient's product."""
+def _linear(precision: Any, operands: Product) -> jax.Array:
     return product(*operands).astype(operands.x.dtype)
 
 
-def _linear_fwd(precision: Any, primals: Any) -> tuple[jax.Array, Any]:
-    operands = residuals.values(primals)
-    if residuals.wanted(primals).kernel:
+def _linear_fwd(precision: Any, operands: Product, wanted: Product) -> tuple[jax.Array, Any]:
+    if wanted.kernel:
         check.not_differentiated(operands.kernel)
-    return linear(precision, operands), operands.kernel
+    return _linear(precision, operands), operands.kernel
 
 
-def _linear_bwd(precision: Any, kernel: Any, dy: Any) -> tuple[Any]:
-    if isinstance(dy, SymbolicZero):
-        return (Product(None, None),)
-    d_x = dot_general(precision, dy, quantised.dense(kernel, dy.dtype), (-1, 1))
-    return (Product(d_x, None),)
+def _linear_bwd(precision: Any, kernel: Any, dy: jax.Array) -> dict[str, jax.Array]:
+    return {"x": dot_general(precision, dy, quantised.dense(kernel, dy.dtype), (-1, 1))}
 
 
-linear.defvjp(_linear_fwd, _linear_bwd, symbolic_zeros=True)
+linear = residuals.with_gradient(Product, _linear, _linear_fwd, _linear_bwd)
+"""`(precision, operands) -> product` in x's dtype; the precision is that of the gradient's."""
 
 
 def columns_in_one_piece(kernel: Any) -> Any:

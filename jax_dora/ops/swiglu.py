@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 
 from jax_dora.ops import check, choose, primitive, residuals
 from jax_dora.ops import mesh as meshes
 from jax_dora.ops.choose import Choice
 from jax_dora.ops.compose import accumulator, per_feature
 from jax_dora.ops.mosaic import swiglu_backward as kernel_backward
-from jax_dora.ops.operands import Gating
+from jax_dora.ops.operands import Gating, Static
 from jax_dora.ops.shard import Op, Shard
 
 
@@ -72,14 +71,15 @@ def swiglu(
         check.has_shape(name, vector, gate.shape[-1:], "[out]")
     choose.check_name(implementation)
     operands = Gating(gate, up, gate_g, gate_bias, up_g, up_bias)
-    return meshes.elementwise(functools.partial(_on_any, implementation), gate, up)(operands)
+    function = functools.partial(_on_any, Static("swiglu", implementation))
+    return meshes.elementwise(function, gate, up)(operands)
 
 
-def _on_any(implementation: str | None, operands: Gating) -> jax.Array:
-    if implementation == "eager":
+def _on_any(static: Static, operands: Gating) -> jax.Array:
+    if static.implementation == "eager":
         return define(meshes.vary_alike(operands))
-    _choose(implementation, operands.gate)  # where it refuses, now and not in the gradient
-    return meshes.differentiable(_swiglu)(implementation, meshes.vary_alike(operands))
+    _choose(static, operands.gate)  # where it refuses, now and not in the gradient
+    return meshes.differentiable(_swiglu)(static, meshes.vary_alike(operands))
 
 
 def define(operands: Gating) -> jax.Array:
@@ -120,13 +120,6 @@ def _composed(operands: Gating) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     return (y1, y2), (g1, g2)
 
 
-class Static(NamedTuple):
-    """What is static in the gradient."""
-
-    implementation: str | None
-    want_bias: bool
-
-
 class Returned(NamedTuple):
     """The operands of the gradient: dh [..., out], and the fields of `Gating`."""
 
@@ -142,7 +135,7 @@ class Returned(NamedTuple):
 def _backward(static: Static, shard: Shard, operands: Returned) -> tuple[Any, ...]:
     """Returns the gradient of every field of `Gating`; without want_bias, None of the biases."""
     dh, gate, up, gate_g, gate_bias, up_g, up_bias = operands
-    choice = _choose(static.implementation, gate)
+    choice = _choose(static, gate)
     if choice is None:
         found = define_backward(dh, Gating(*operands[1:]))
     else:
@@ -158,9 +151,9 @@ def _backward(static: Static, shard: Shard, operands: Returned) -> tuple[Any, ..
     return *found[:2], *map(shard.sum, found[2:])
 
 
-def _choose(implementation: str | None, gate: jax.Array) -> Choice | None:
+def _choose(static: Static, gate: jax.Array) -> Choice | None:
     call = (gate.size // max(gate.shape[-1], 1), gate.shape[-1], gate.dtype)
-    return choose.choose("swiglu", implementation, (kernel_backward, call))
+    return choose.choose(static.op, static.implementation, (kernel_backward, call))
 
 
 _RESULTS = Gating("t o", "t o", "o", "o", "o", "o")
@@ -169,30 +162,20 @@ SWIGLU_BACKWARD = Op(
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _swiglu(implementation: str | None, operands: Gating) -> jax.Array:
+def _defined(static: Static, operands: Gating) -> jax.Array:
     return define(operands)
 
 
-def _swiglu_fwd(implementation: str | None, primals: Any) -> tuple[jax.Array, Any]:
-    operands = residuals.values(primals)
-    return define(operands), residuals.pack((operands, residuals.wanted(primals)))
+def _swiglu_fwd(static: Static, operands: Gating, wanted: Gating) -> tuple[jax.Array, Any]:
+    return define(operands), (operands, wanted)
 
 
-def _swiglu_bwd(implementation: str | None, packed: Any, dh: Any) -> tuple[Any]:
-    if isinstance(dh, SymbolicZero):
-        return (Gating(*(None,) * 6),)
-    operands, wanted = residuals.unpack(packed)
-    static = Static(implementation, bool(wanted.gate_bias or wanted.up_bias))
+def _swiglu_bwd(static: Static, kept: Any, dh: jax.Array) -> dict[str, Any]:
+    operands, wanted = kept
+    static = static._replace(want_bias=bool(wanted.gate_bias or wanted.up_bias))
     found = primitive.call(SWIGLU_BACKWARD, static, Returned(dh, *operands))
-    return (
-        Gating(
-            *(
-                one.astype(operand.dtype) if want else None
-                for one, operand, want in zip(found, operands, wanted, strict=True)
-            )
-        ),
-    )
+    each = zip(Gating._fields, found, operands, wanted, strict=True)
+    return {name: one.astype(operand.dtype) for name, one, operand, want in each if want}
 
 
-_swiglu.defvjp(_swiglu_fwd, _swiglu_bwd, symbolic_zeros=True)
+_swiglu = residuals.with_gradient(Gating, _defined, _swiglu_fwd, _swiglu_bwd)

@@ -11,12 +11,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_dora import ops
-from jax_dora.ops import choose, primitive, products
+from jax_dora.ops import choose, primitive
 from jax_dora.ops.choose import Target
 from jax_dora.ops.mosaic import project, project_back
-from jax_dora.ops.norm import NORM, Static
-from jax_dora.ops.operands import Adapted
-from jax_dora.ops.products import BACK, FORWARD, Back, Forward, Reduced
+from jax_dora.ops.norm import NORM
+from jax_dora.ops.norm import Static as StaticOfNorm
+from jax_dora.ops.operands import Adapted, Static
+from jax_dora.ops.products import BACK, FORWARD, Back, Reduced
 from tests.tables import thinned
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -136,7 +137,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_device_runs_the_kernel_on_its_part(on_hopper, name, want_inner):
     proposed, taken, result = LAYOUTS[name]
-    static = Forward("dora_linear", "mosaic", None, want_inner, None)
+    static = Static("dora_linear", "mosaic", want_inner=want_inner)
     results = [result] * (1 + want_inner)
     mesh = automatic(2)
     text, specs = of_device(FORWARD, static, FORWARD_OPERANDS, mesh, proposed, results)
@@ -163,12 +164,11 @@ def test_beside_collectives_a_kernel_has_a_block_for_each_tile(on_hopper, monkey
     for module in (project, project_back):
         recorded(module)
     proposed, _, result = LAYOUTS[name]
-    static = Forward("dora_linear", "mosaic", None, False, None)
+    static = Static("dora_linear", "mosaic")
     of_device(FORWARD, static, FORWARD_OPERANDS, automatic(2), proposed, [result])
     x, kernel, z, b, _, a, _ = proposed
     forward = FORWARD_OPERANDS
     operands = Back(shape(ROWS, OUT), forward.kernel, forward.z, forward.lora_a, forward.lora_b)
-    static = products.Static("dora_linear", "mosaic", None)
     of_device(BACK, static, operands, automatic(2), [result, kernel, z, a, b], [x])
     wanted = {
         module: choose.ANY_NUMBER if name in names else choose.HOPPER_SM_COUNT
@@ -181,14 +181,14 @@ def test_the_norm_sums_only_vectors(on_hopper):
     operands = Adapted(shape(IN, OUT), shape(IN, RANK), shape(RANK, OUT), shape(dtype=F32))
     mesh = automatic(2, 2)
     specs = [("data", "model"), ("data",), (N, "model"), ()]
-    text, _ = of_device(NORM, Static(None, False), operands, mesh, specs, [("model",)])
+    text, _ = of_device(NORM, StaticOfNorm(None, False), operands, mesh, specs, [("model",)])
     assert len(re.findall(r"custom_call @mosaic_gpu", text)) == 1
     (summed,) = re.findall(r"all_reduce.*?-> (tensor<[^>]*>)", text, re.DOTALL)
     assert summed == f"tensor<{OUT // 2}xf32>"
 
 
 def test_a_part_that_loses_is_left_to_xla(on_hopper):
-    static = Forward("dora_linear", None, None, False, None)
+    static = Static("dora_linear", None)
     operands = FORWARD_OPERANDS._replace(x=shape(1024, IN), z=shape(1024, RANK))
     specs = [("data",), (), ("data",), (), (), (), ()]
     text, _ = of_device(FORWARD, static, operands, automatic(2), specs, [("data",)])
