@@ -45,7 +45,8 @@ LEAST_G = 2.0**-40
 
 def define(static: Static, operands: Projection) -> jax.Array:
     """Returns y, or inner where g is None."""
-    return _forward(static, operands, _scaled_lora_a(operands))[0]
+    reduced = _reduced(static, operands, _scaled_lora_a(operands))
+    return primitive.call(FORWARD, static, reduced)[0]
 
 
 def _told_by_result(operands: Projection, dtype: Any) -> bool:
@@ -67,16 +68,13 @@ def _scaled_lora_a(operands: Projection) -> jax.Array:
     return products.scaled(operands.lora_a, operands.scale, operands.x.dtype)
 
 
-def _forward(
-    static: Static, operands: Projection, scaled: jax.Array
-) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """Returns (y, inner or None, z), with z = drop(x) (s·A)."""
+def _reduced(static: Static, operands: Projection, scaled: jax.Array) -> Reduced:
+    """Returns what `FORWARD` takes, with z = drop(x) (s·A)."""
     x, kernel, lora_a, lora_b, g, scale, bias, seed = operands
     (z,) = primitive.call(REDUCE, _reducing(static, x), Reduction(x, scaled, seed))
     # A dropped x has its own kernels for z, and an FP8 product sums its parts by itself.
     lora_a = lora_a if seed is None and static.act_qtype is None else None
-    reduced = Reduced(x, kernel, z, lora_b, g, bias, lora_a, scale)
-    return *primitive.call(FORWARD, static, reduced), z
+    return Reduced(x, kernel, z, lora_b, g, bias, lora_a, scale)
 
 
 def _reducing(static: Static, x: jax.Array) -> Static:
@@ -94,8 +92,8 @@ def _projection_fwd(
         check.not_differentiated(operands.kernel)
     operands = _divisible(operands)
     told, scaled = _told_by_result(operands, operands.x.dtype), _scaled_lora_a(operands)
-    want_inner = wanted.g is not None and not told
-    y, inner, z = _forward(static._replace(want_inner=want_inner), operands, scaled)
+    reduced, want_inner = _reduced(static, operands, scaled), wanted.g is not None and not told
+    y, inner = primitive.call(FORWARD, static._replace(want_inner=want_inner), reduced)
     name = INNER_NAME if static.keep_inner else RESULT_NAME
     if wanted.g is not None and told:
         y = inner = jnp.asarray(checkpoint_name(y, name))
@@ -105,7 +103,8 @@ def _projection_fwd(
         inner = jnp.asarray(checkpoint_name(inner, name))
     # What the wanted gradients need; the bias says what inner is.
     needed = operands._replace(x=operands.x if wanted.lora_a or wanted.kernel else None)
-    return y, (needed, wanted, z if wanted.lora_b else None, inner, scaled if wanted.x else None)
+    z = reduced.z if wanted.lora_b else None
+    return y, (needed, wanted, z, inner, scaled if wanted.x else None)
 
 
 def _projection_bwd(static: Static, kept: Any, dy: jax.Array) -> dict[str, jax.Array]:
