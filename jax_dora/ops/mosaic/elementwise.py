@@ -21,6 +21,7 @@ compensation: the error is that of one tile's few additions, whatever the number
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +109,7 @@ def sweep(
         s, zero = scale_gmem[0], jnp.zeros(block, jnp.float32)
 
         def step(indices, *refs):  # [tile_rows, features] each
-            (index,), tiles_smem, totals = indices, refs[:count], refs[count:]
+            (index,), (*tiles_smem, totals) = indices, refs
             slot, tile_sums = lax.rem(index, 2), [zero] * sums
             if outputs:
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
@@ -126,19 +127,19 @@ def sweep(
                         out_smem.at[slot, i], gmem.at[here, columns], commit_group=False
                     )
                 plgpu.commit_smem_to_gmem_group()
-            return tuple(map(_add_compensated, *totals, tile_sums)) if sums else None
+            return tuple(map(_add_compensated, totals, tile_sums))
 
         tile = plgpu.BlockSpec(
             (tile_rows, *block), lambda index: (row_block + index * row_blocks, column, 0)
         )
-        totals = plgpu.emit_pipeline(
+        walk: Callable[..., Any] = plgpu.emit_pipeline(
             step,
             grid=(pl.cdiv(row_tiles, row_blocks),),
             in_specs=[tile] * count,
             max_concurrent_steps=config.stages,
-            init_carry=((zero, zero),) * sums if sums else None,
-        )(*inputs_gmem)
-        for i, (total, _) in enumerate(totals or ()):
+            init_carry=((zero, zero),) * sums,
+        )
+        for i, (total, _) in enumerate(walk(*inputs_gmem)):
             vectors_smem[i] = total
             plgpu.commit_smem()
             # In bounds, for the array is padded: with integer indices in front, the copy engine
