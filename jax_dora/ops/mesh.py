@@ -87,3 +87,10 @@ def vary(array: jax.Array, axes: frozenset[Any]) -> jax.Array:
     """Returns `array`, taken to vary over `axes` of a manual mesh."""
     missing = axes - jax.typeof(array).manual_axis_type.varying
     return lax.pcast(array, tuple(missing), to="varying") if missing else array
+
+
+def of_one_device(array: jax.Array) -> jax.Array:
+    """Returns `array` of a manual mesh of one device, taken to vary over none of its axes: Pallas
+    interprets kernels on one device only, and not all of them where an operand varies."""
+    axes = jax.typeof(array).manual_axis_type.varying
+    return lax.psum(array, tuple(axes)) if axes else array

@@ -31,7 +31,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jax_dora.ops import quantised_op
 from jax_dora.ops.choose import PLAIN, interpreted
-from jax_dora.ops.mesh import vary, varying
+from jax_dora.ops.mesh import of_one_device, vary, varying
 from jax_dora.ops.shard import WHOLE, Names, Op, Shard, spec
 
 
@@ -44,8 +44,11 @@ def call(op: Op, static: Any, operands: Any) -> tuple[Any, ...]:
     """
     if interpreted() or static.implementation in PLAIN:
         # The interpreter's callbacks are ordered, which nothing in a lowering rule may be.
+        axes = varying(operands)
+        if static.implementation == "mosaic":
+            operands = jax.tree.map(of_one_device, operands)
         results = op.run(static, Shard(), operands)
-        return jax.tree.map(lambda result: vary(result, varying(operands)), results)
+        return jax.tree.map(lambda result: vary(result, axes), results)
     place = quantised_op.place_of(operands)
     if place is not None:
         op, operands = quantised_op.split(op, operands, place)

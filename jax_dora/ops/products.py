@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_dora.ops import choose, mesh, quantised, row_wise
+from jax_dora.ops import choose, quantised, row_wise
 from jax_dora.ops.compose import accumulator, forward
 from jax_dora.ops.mosaic import (
     compose,
@@ -79,11 +79,8 @@ def _forward(static: Static, shard: Shard, operands: Reduced) -> tuple[Any, Any]
         (expand_compose, expand),
         (compose, (rows, out, x.dtype)),
     ]
-    if static.want_inner:
+    if static.want_inner:  # Kernels of few rows have y alone.
         candidates = [one for one in candidates if one[0] not in (few_rows, few_rows_finish)]
-    elif mesh.varying(operands):
-        # Pallas maps a warpgroup's warps over nothing that varies in a checked `jax.shard_map`.
-        candidates = [one for one in candidates if one[0] is not few_rows]
     choice = choose.choose(static.op, static.implementation, *candidates)
     options = {"want_inner": static.want_inner}
     lora_b = lora_b.astype(x.dtype)

@@ -73,13 +73,12 @@ def config(
     tiled = form is not None and form.tile[0] < in_features
     held = min(rows, PASS_ROWS[bits(stored)])
 
-    found = None
-    for slots, stages in ((4, 2), (3, 2), (2, 2), (2, 1)):
-        found = Config(tile_cols=_width(form), stages=stages, slots=slots, consumers=2)
-        if few_rows_tiling.shared_memory(held, rank, stored, tiled, found) <= SHARED_MEMORY:
-            break
-    assert found is not None
-    return found
+    def has_room(config: Config) -> bool:
+        return few_rows_tiling.shared_memory(held, rank, stored, tiled, config) <= SHARED_MEMORY
+
+    knobs = ((4, 2), (3, 2), (2, 2), (2, 1))
+    configs = [Config(_width(form), stages, slots) for slots, stages in knobs]
+    return next(filter(has_room, configs), configs[-1])
 
 
 def _width(form: Format | None) -> int:

@@ -131,6 +131,16 @@ def test_mosaic_computes_the_same(on_mosaic, name):
         np.testing.assert_allclose(one, other, atol=2**-7 * scale)
 
 
+def test_a_kernel_that_maps_warps_is_interpreted_in_a_checked_shard_map(on_mosaic):
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
+    arrays = [draw(seed, *shape) for seed, shape in enumerate([(IN, OUT), (IN, RANK), (RANK, OUT)])]
+    norm = functools.partial(ops.factored_norm, scale=SCALE, implementation="mosaic")
+    rows = jax.shard_map(norm, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"))
+    with on_mosaic():
+        found = jax.block_until_ready(jax.jit(rows)(*arrays))
+    np.testing.assert_allclose(found, ops.factored_norm(*arrays, SCALE), rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("name", "check"),
     thinned(itertools.product(LAYERS, [True, False]), [("dora_linear", True), ("swiglu", True)]),
