@@ -24,9 +24,6 @@ from jax_dora.ops.mosaic.hopper import RESERVED, SHARED_MEMORY, TILE_K, balanced
 
 # One m64 instruction; taller tiles would only need more registers.
 TILE_ROWS = 64
-# Warpgroups that may multiply. More than one, or their registers would be more than a thread can
-# have; and less than the warps of the one that fetches, one for each and one for the matrix.
-CONSUMERS = (2, 3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +36,10 @@ class Config:
       stages: slices of `left` in flight for each consumer.
       slots: tiles of the matrix in flight for each consumer; with two, one is fetched while the
         other is worked on and stored.
-      consumers: warpgroups that multiply, two or three, one tile each. While one works on its
-        accumulator, the others keep the tensor cores busy; each has rings of its own in shared
-        memory.
+      consumers: warpgroups that multiply, one tile each. While one works on its accumulator, the
+        others keep the tensor cores busy; each has rings of its own in shared memory. Two or three:
+        one would have more registers than a thread can, and of the warpgroup that fetches a warp is
+        each one's, and one the matrix's.
       splits: runs that a strip is cut into; None balances them over the multiprocessors.
     """
 
@@ -172,18 +170,10 @@ def shared_memory(
     )
 
 
-def has_room(config: Config, right_slices: int, tile_itemsize: int, *extra: int) -> bool:
-    """Returns whether shared memory and the thread block have room for a launch; `extra` is that of
-    `shared_memory`."""
-    taken = shared_memory(config, right_slices, tile_itemsize, *extra)
-    return taken <= SHARED_MEMORY and config.consumers in CONSUMERS
-
-
-def first_with_room(
-    configs: Iterable[Config], right_slices: int, tile_itemsize: int, *extra: int
-) -> Config | None:
-    """Returns the first of `configs` that a launch has room for, or None."""
-    return next((c for c in configs if has_room(c, right_slices, tile_itemsize, *extra)), None)
+def first_with_room(configs: Iterable[Config], *taken: int) -> Config | None:
+    """Returns the first of `configs` that shared memory has room for, or None; `taken` are the
+    further arguments of `shared_memory`."""
+    return next((c for c in configs if shared_memory(c, *taken) <= SHARED_MEMORY), None)
 
 
 def pad_features(vectors: Sequence[jax.Array], tiling: Tiling) -> jax.Array:

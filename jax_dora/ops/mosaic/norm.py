@@ -70,7 +70,7 @@ def refuses(
         return f"in = {in_features} is not a multiple of {hopper.ROW_ALIGNMENT}"
     if out % hopper.ALIGNMENT:
         return f"out = {out} is not a multiple of {hopper.ALIGNMENT}"
-    if _config(in_features, rank, out, kernel_dtype, adapter_dtype) is None:
+    if config(in_features, rank, out, kernel_dtype, adapter_dtype) is None:
         return f"a strip of B of rank {rank} does not fit into shared memory"
     return None
 
@@ -87,18 +87,11 @@ def wins(in_features: int, rank: int, out: int, kernel_dtype: Any, adapter_dtype
     return (narrow or (in_features >= 768 and out >= 768)) and rank <= 768
 
 
-def config(in_features: int, rank: int, out: int, kernel_dtype: Any, adapter_dtype: Any) -> Config:
-    """Returns the launch knobs for a call that is not refused."""
-    found = _config(in_features, rank, out, kernel_dtype, adapter_dtype)
-    assert found is not None
-    return found
-
-
-def _config(
+def config(
     in_features: int, rank: int, out: int, kernel_dtype: Any, adapter_dtype: Any
 ) -> Config | None:
     """Returns what was fastest (H200, 9446849, `benchmarks tune`) where there is room for it, or
-    else the first of `CONFIGS` that there is room for."""
+    else the first of `CONFIGS` that there is room for; None where there is none, and a refusal."""
     resident = pieces(kernel_dtype, adapter_dtype) * hopper.slices(rank)
     candidates = configs(resident)
     if in_features >= 1449 and 544 <= rank <= 768 and out >= 1024:

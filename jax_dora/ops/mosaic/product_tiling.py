@@ -7,16 +7,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from jax_dora.ops import choose
-from jax_dora.ops.mosaic import hopper
 from jax_dora.ops.mosaic.hopper import TILE_K
 
 CONSUMERS = 2
 # What a consumer stores at a time: one instruction's rows, one swizzled row of 16-bit numbers.
 CHUNK_ROWS, CHUNK_COLS = 64, 64
 CHUNK_SLOTS = 2
-# Of one m64 instruction, and fp32 numbers that a consumer's 128 threads keep in 128 registers each.
-MAX_INSTRUCTION_COLS = 256
-MAX_ACCUMULATORS = 128 * 128
 # The least features at which many rows were measured.
 NARROW = 768
 
@@ -49,20 +45,6 @@ class Config:
         if self.split_rows:
             return self.tile_rows // CONSUMERS, self.tile_cols
         return self.tile_rows, self.tile_cols // CONSUMERS
-
-
-def has_room(config: Config) -> bool:
-    """Returns whether shared memory and the tensor cores' instructions have room for a launch."""
-    rows, cols = config.consumer_tile
-    slices = config.stages * (config.tile_rows + config.tile_cols) * TILE_K * 2
-    chunks = CONSUMERS * CHUNK_SLOTS * CHUNK_ROWS * CHUNK_COLS * 2
-    return (
-        rows % CHUNK_ROWS == 0
-        and cols % CHUNK_COLS == 0
-        and cols <= MAX_INSTRUCTION_COLS
-        and rows * cols <= MAX_ACCUMULATORS
-        and slices + chunks + hopper.RESERVED <= hopper.SHARED_MEMORY
-    )
 
 
 def refuses(rows: int, in_features: int, out: int, dtype: jax.typing.DTypeLike) -> str | None:

@@ -41,7 +41,7 @@ def refuses(
     alignment = 16 * form.packed
     if out % alignment:
         return f"out = {out} is not a multiple of {alignment}"
-    if _config(rank, adapter_dtype) is None:
+    if config(in_features, rank, out, form, adapter_dtype) is None:
         return f"a strip of B of rank {rank} does not fit into shared memory"
     return None
 
@@ -52,14 +52,10 @@ def wins(in_features: int, rank: int, out: int, form: Format, adapter_dtype: Any
     return in_features >= 1024 and out >= 1024 and rank <= 768
 
 
-def config(in_features: int, rank: int, out: int, form: Format, adapter_dtype: Any) -> Config:
-    """Returns the launch knobs for a call that is not refused."""
-    found = _config(rank, adapter_dtype)
-    assert found is not None
-    return found
-
-
-def _config(rank: int, adapter_dtype: Any) -> Config | None:
+def config(
+    in_features: int, rank: int, out: int, form: Format, adapter_dtype: Any
+) -> Config | None:
+    """Returns the launch knobs; None where there is no room, and a refusal."""
     resident = norm.pieces(jnp.bfloat16, adapter_dtype) * hopper.slices(rank)
     # A tile takes at most one byte a column, and a scale of four for 64 rows.
     return first_with_room(norm.configs(resident), resident, 2)

@@ -175,14 +175,6 @@ def test_agrees_at_full_size(n_in, rank, out, dtype, adapter_dtype):
         np.testing.assert_array_equal(run(arrays, sm_count=132), first)
 
 
-def test_two_or_three_consumers_fit_into_a_thread_block():
-    def runs(consumers):
-        config = Config(tile_cols=64, stages=2, slots=1, consumers=consumers)
-        return low_rank_tiling.has_room(config, 1, 2)
-
-    assert [consumers for consumers in range(1, 5) if runs(consumers)] == [2, 3]
-
-
 def test_three_consumers_lower_for_hopper():
     avals = [
         jax.ShapeDtypeStruct(shape, jnp.bfloat16)
