@@ -1,7 +1,6 @@
 """Adapters into an existing nnx model."""
 
 import contextlib
-from collections.abc import Mapping
 from typing import Any, cast
 
 import jax
@@ -11,8 +10,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dora_common.rules import as_rules, assign, listing
 from jax_dora.adapt.coverage import logged
+from jax_dora.adapt.reads import trace_reads
 from jax_dora.adapt.remove import remove_dora
-from jax_dora.adapt.sites import WAY_IN, Site, sites, traced_reads
+from jax_dora.adapt.sites import WAY_IN, Site, sites
 from jax_dora.adapt.stack import adapt_stack, stack_of
 from jax_dora.adapt.tree import Found, check_model, named, replace_modules
 from jax_dora.layers import DORA_CLASSES, DoRALayer, dora_class_of
@@ -21,6 +21,7 @@ from jax_dora.layers.rule import DoRARule, Rules
 from jax_dora.layers.stack import Stack
 from jax_dora.ops.quantised import stored
 from jax_dora.weights.module import add_adapter, made_place
+from jax_dora.weights.reads import Example
 
 
 def apply_dora[Model: nnx.Module](
@@ -76,7 +77,7 @@ def apply_dora[Model: nnx.Module](
         )
     traced = None
     if example is not None:
-        traced = traced_reads(remove_dora(model), _call(example))
+        traced = trace_reads(remove_dora(model), Example.of(example))
     copy = nnx.clone(model)
     found = sites(copy, traced)
     candidates = [site for site in found if site.is_matched]
@@ -93,20 +94,6 @@ def apply_dora[Model: nnx.Module](
         site.is_adapted = True
     logged(found)
     return replace_modules(copy, replacements)
-
-
-def _call(example: Any) -> Any:
-    """Returns an example as `traced_reads` takes it."""
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    if isinstance(example, tuple | list):
-        return tuple(example), {}
-    if callable(example):
-        return example
-    raise TypeError(
-        f"example is a {type(example).__name__}; expected a tuple of arguments such as (tokens,), "
-        "a dict of keyword arguments, or a function that takes the model and calls it"
-    )
 
 
 def adapt_site(site: Site, rule: DoRARule, rngs: nnx.Rngs) -> Any:

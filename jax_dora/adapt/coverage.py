@@ -8,11 +8,13 @@ from typing import Any
 
 from flax import nnx
 
+from jax_dora.adapt.reads import trace_reads
 from jax_dora.adapt.remove import remove_dora
-from jax_dora.adapt.sites import Site, sites, traced_reads
+from jax_dora.adapt.sites import Site, sites
 from jax_dora.adapt.tree import check_model
 from jax_dora.layers.quantised import act_qtype_of
 from jax_dora.ops import quantised
+from jax_dora.weights.reads import Example
 
 _LOG = logging.getLogger("jax_dora")
 
@@ -112,9 +114,7 @@ def coverage(model: nnx.Module, *example: Any, **kwargs: Any) -> Coverage:
     check_model(model)
     traced = None
     if example or kwargs:
-        is_call = len(example) == 1 and callable(example[0]) and not kwargs
-        call = example[0] if is_call else (example, kwargs)
-        traced = traced_reads(remove_dora(model), call)
+        traced = trace_reads(remove_dora(model), Example.of_arguments(*example, **kwargs))
     return table(sites(model, traced))
 
 

@@ -222,8 +222,7 @@ def _axes(module: Any) -> str:
     """Returns "b", "i" or "o" for each axis of an unstacked kernel."""
     cls: Any = dora_class_of(module) or type(module)
     if hasattr(cls, "equation"):
-        equation = cls.equation(module)
-        return "".join(map(equation.sort, equation.kernel))
+        return cls.equation(module).order
     return "i" * (len(cls.unstacked_shape(module)) - 1) + "o"
 
 

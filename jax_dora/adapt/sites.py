@@ -1,18 +1,17 @@
 """The weights of a model, and whether and how each can be adapted."""
 
 import dataclasses
-from typing import Any, cast
+from typing import Any
 
 import jax
 from flax import nnx
 
 from dora_common.rules import OUTPUT_HEADS
-from jax_dora.adapt.readers import heads, is_adapted_read, reader_of
+from jax_dora.adapt.reads import heads, is_adapted_read, reader_of, weights_of
 from jax_dora.adapt.tree import Found, find_modules, is_node
 from jax_dora.layers import DoRALayer, dora_class_of
-from jax_dora.layers.base import Constant
 from jax_dora.weights.module import adapters_of, has_dora_type
-from jax_dora.weights.reads import Key, Read, Traced, trace_reads
+from jax_dora.weights.reads import Read, Traced
 from jax_dora.weights.registry import class_name, registrations
 
 WAY_IN = (
@@ -107,34 +106,6 @@ def _pack_experts(found: list[Site]) -> None:
             site.how = f"read by a product, {site.axes}"
 
 
-def traced_reads(model: nnx.Module, example: Any) -> Traced:
-    """Returns what a call of a model without adapters reads."""
-
-    def modules(model: Any) -> dict[str, Any]:
-        return {found.paths[0]: found.module for found in find_modules(model)}
-
-    return trace_reads(model, modules, weights, example)
-
-
-def weights(model: Any) -> dict[Key, nnx.Param]:
-    """Returns the parameters of two axes or more that modules hold as attributes."""
-    return {
-        (found.paths[0], name): getattr(found.module, name)
-        for found in find_modules(model)
-        for name in _weights_of(found.module)
-    }
-
-
-def _weights_of(module: Any) -> list[str]:
-    return [
-        name
-        for name, value in vars(module).items()
-        if isinstance(value, nnx.Param)
-        and not isinstance(value, nnx.LoRAParam | Constant)
-        and getattr(value, "ndim", 0) > 1
-    ]
-
-
 def _sites_of(found: Found, modules: list[Found], traced: Traced | None) -> list[Site]:
     module = found.module
     if isinstance(module, DoRALayer):
@@ -152,7 +123,7 @@ def _sites_of(found: Found, modules: list[Found], traced: Traced | None) -> list
         ]
     cls = dora_class_of(module)
     known = registrations(module)
-    names = _weights_of(module)
+    names = list(weights_of(module))
     main = [cls.kernel_name] if cls else list(known) or names
     made = []
     for param in dict.fromkeys([*main, *names]):
@@ -190,7 +161,8 @@ def _sites_of(found: Found, modules: list[Found], traced: Traced | None) -> list
         is_dead = cls is None and reads == ()
         site.is_matched = param in main or not site.refusal or is_dead
         made.append(site)
-    if not made and _holds_parameters(module):
+    leaves = jax.tree.leaves(vars(module), is_leaf=is_node)
+    if not made and any(isinstance(leaf, nnx.Param) for leaf in leaves):
         made.append(Site(found.paths, found, "", refusal="it has no weight of two axes"))
     return made
 
@@ -270,19 +242,6 @@ def _is_head(path: str) -> bool:
     return path.rpartition("/")[2] in OUTPUT_HEADS
 
 
-def _holds_parameters(module: Any) -> bool:
-    return any(isinstance(value, nnx.Param) for value in _leaves(module))
-
-
-def _leaves(module: Any) -> list[Any]:
-    return jax.tree.leaves(vars(module), is_leaf=is_node)
-
-
-def _plain_type(module: Any) -> type[Any]:
-    if isinstance(module, DoRALayer) or has_dora_type(module):
-        return cast(Any, module).plain_type
-    return type(module)
-
-
 def _class_told(module: Any) -> str:
-    return class_name(_plain_type(module))
+    is_adapted = isinstance(module, DoRALayer) or has_dora_type(module)
+    return class_name(module.plain_type if is_adapted else type(module))

@@ -1,7 +1,7 @@
 """What every DoRA layer is: a Flax layer with an adapter on its kernel."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import jax
@@ -231,13 +231,7 @@ class DoRALayer(nnx.Module):
 
     def _norm(self) -> jax.Array:
         arrays = (self.kernel_param[...], self.lora_a[...], self.lora_b[...])
-        implementation = norm_implementation(self.implementation)
-        layout = self.layout
-        if layout.is_one_matrix:
-            return ops.factored_norm(*arrays, self.scale, implementation=implementation)
-        kernel, lora_a, lora_b = layout.to_matrices(*arrays)
-        norm = matrix_norm(kernel, lora_a, lora_b, self.scale, implementation)
-        return layout.magnitude.from_matrices(norm[:, None])
+        return layout_norm(self.layout, arrays, self.scale, self.implementation)
 
     def _make_adapter(
         self, options: DoRARule, rngs: nnx.Rngs, arrays: Mapping[str, jax.Array] | None
@@ -257,6 +251,18 @@ class DoRALayer(nnx.Module):
         else:
             value = _shaped("magnitude", arrays["magnitude"], layout.magnitude.stored)
         self.magnitude = sharded_like(kernel, DoRAParam, value, axes["magnitude"])
+
+
+def layout_norm(
+    layout: Layout, arrays: Sequence[jax.Array], scale: float, implementation: str | None
+) -> jax.Array:
+    """Returns ‖kernel + scale·lora_a lora_b‖ of the three arrays of a layer, as its magnitude."""
+    implementation = norm_implementation(implementation)
+    if layout.is_one_matrix:
+        return ops.factored_norm(*arrays, scale=scale, implementation=implementation)
+    matrices = [axes.to_matrices(array) for axes, array in zip(layout[:3], arrays, strict=True)]
+    norm = matrix_norm(*matrices, scale=scale, implementation=implementation)
+    return layout.magnitude.from_matrices(norm[:, None])
 
 
 def matrix_norm(

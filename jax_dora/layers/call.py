@@ -4,6 +4,8 @@ Functions, and not methods: `nnx.tabulate` lists every public method that a call
 compiles it.
 """
 
+import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +22,9 @@ from jax_dora.ops import mesh as meshes
 from jax_dora.ops.linear import NORM_NAME, scaled_linear
 from jax_dora.ops.norm import epsilon, ratio
 from jax_dora.ops.quantised import stored
+
+# Odd, so that the masks of products that share a seed differ.
+NEXT_SEED = 0x9E3779B9
 
 
 def g_of_call(layer: Any, dtype: Any) -> jax.Array:
@@ -106,6 +111,13 @@ def dropout_of_call(
     return ops.Dropout(ops.draw_seed(key), dropout.rate, layer.dropout_mode)
 
 
+def seeds_of(seed: jax.Array, *counts: int) -> jax.Array:
+    """Returns the seeds [*counts, seed's] of so many matrices, each of which has a mask of its
+    own."""
+    index = jnp.arange(math.prod(counts), dtype=jnp.uint32).reshape(*counts, 1)
+    return seed.reshape((1,) * len(counts) + seed.shape) + index * jnp.uint32(NEXT_SEED)
+
+
 def product(layer: Any, operands: Mapping[str, Any]) -> jax.Array:
     """Returns g ∘ x (kernel + s·lora_a lora_b) + bias of matrices by the layer's settings.
 
@@ -125,6 +137,22 @@ def product(layer: Any, operands: Mapping[str, Any]) -> jax.Array:
         keep_inner=layer.keep_inner,
         act_qtype=act_qtype_of(layer),
     )
+
+
+def times_transposed(
+    x: jax.Array,
+    kernel: jax.Array,
+    lora_a: jax.Array,
+    lora_b: jax.Array,
+    g: jax.Array,
+    scale: float,
+    precision: Any = None,
+) -> jax.Array:
+    """Returns x W'ᵀ = x̂ Wᵀ + s·(x̂ lora_bᵀ) lora_aᵀ with x̂ = g∘x, of x [..., out]."""
+    dtype, dot = x.dtype, functools.partial(jnp.matmul, precision=precision)
+    scaled = (x.astype(g.dtype) * g.reshape((1,) * (x.ndim - 1) + g.shape)).astype(dtype)
+    z = dot(scaled, (scale * lora_b).astype(dtype).T)
+    return dot(scaled, kernel.T) + dot(z, lora_a.astype(dtype).T)
 
 
 def sharded_as(

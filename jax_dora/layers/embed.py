@@ -11,8 +11,8 @@ from flax.typing import Initializer
 
 from jax_dora import ops
 from jax_dora.layers.base import DoRALayer
-from jax_dora.layers.call import g_of_call, sharded_as
-from jax_dora.layers.layout import Layout, matrix_layout
+from jax_dora.layers.call import g_of_call, sharded_as, times_transposed
+from jax_dora.layers.layout import Layout, projection_layout
 from jax_dora.layers.rule import DoRARule
 from jax_dora.ops.mesh import left_to_xla
 
@@ -58,7 +58,7 @@ class DoRAEmbed(DoRALayer, nnx.Embed):
 
     @classmethod
     def layout_of(cls, module: Any, rank: int) -> Layout:
-        return matrix_layout(module.num_embeddings, module.features, rank)
+        return projection_layout(cls.unstacked_shape(module), "io", rank)
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Takes integers [...] to [..., features], in the dtype that `nnx.Embed` would return,
@@ -84,19 +84,12 @@ class DoRAEmbed(DoRALayer, nnx.Embed):
             return nnx.Embed.attend(self, query, out_sharding)
         query, embedding = self.promote_dtype((query, self.embedding[...]), dtype=self.dtype)
         operands = {
-            "query": query,
+            "x": query,
             "kernel": embedding,
             "lora_a": self.lora_a[...],
             "lora_b": self.lora_b[...],
             "g": g_of_call(self, query.dtype),
         }
-        return sharded_as(out_sharding, self._attended, operands)
-
-    def _attended(self, operands: Mapping[str, Any]) -> jax.Array:
-        """Returns the result of `attend` from its arrays."""
-        query, g = operands["query"], operands["g"]
-        dtype = query.dtype
-        g = g.reshape((1,) * (query.ndim - 1) + g.shape)
-        scaled = (g * query.astype(g.dtype)).astype(dtype)
-        z = scaled @ (self.scale * operands["lora_b"]).astype(dtype).T
-        return scaled @ operands["kernel"].T + z @ operands["lora_a"].astype(dtype).T
+        return sharded_as(
+            out_sharding, lambda arrays: times_transposed(**arrays, scale=self.scale), operands
+        )

@@ -57,60 +57,28 @@ class Layout(NamedTuple):
     @property
     def is_one_matrix(self) -> bool:
         """Returns whether the parameters are stored as the matrices that they are."""
-        rows, columns = self.kernel.stored[0], self.kernel.stored[-1]
-        return self.kernel == matrix_layout(rows, columns, 1).kernel
-
-    def to_matrices(
-        self, kernel: jax.Array, lora_a: jax.Array, lora_b: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns [n, in, out], [n, in, r] and [n, r, out]."""
-        return (
-            self.kernel.to_matrices(kernel),
-            self.lora_a.to_matrices(lora_a),
-            self.lora_b.to_matrices(lora_b),
-        )
+        return self.kernel[1:] == (self.kernel.stored, (), (0,), (1,))
 
 
-def matrix_layout(in_features: int, out_features: int, rank: int) -> Layout:
-    """Returns the layout of a layer whose parameters are matrices already."""
-
-    def whole(rows: int, columns: int) -> Axes:
-        return Axes((rows, columns), (rows, columns), (), (0,), (1,))
-
-    return Layout(
-        kernel=whole(in_features, out_features),
-        lora_a=whole(in_features, rank),
-        lora_b=whole(rank, out_features),
-        magnitude=Axes((out_features,), (out_features,), (), (), (0,)),
-    )
-
-
-def projection_layout(
-    batch: tuple[int, ...], in_: tuple[int, ...], out: tuple[int, ...], order: str, rank: int
-) -> Layout:
-    """Returns the layout of a kernel with several axes of each sort.
+def projection_layout(shape: tuple[int, ...], order: str, rank: int) -> Layout:
+    """Returns the layout of a kernel of this shape, a matrix or one with several axes of each sort.
 
     lora_a is [*batch, *in, rank], lora_b [*batch, rank, *out] and magnitude [*batch, *out].
 
     Args:
-      batch, in_, out: the sizes of the axes of each sort.
       order: a letter for each axis of the kernel, "b", "i" or "o".
-      rank: of the adapter.
     """
-    sizes = {"b": iter(batch), "i": iter(in_), "o": iter(out)}
-    stored = tuple(next(sizes[letter]) for letter in order)
-    places = {
-        letter: tuple(axis for axis, one in enumerate(order) if one == letter) for letter in "bio"
-    }
+    places = [tuple(axis for axis, sort in enumerate(order) if sort == one) for one in "bio"]
+    batch, in_, out = (tuple(shape[axis] for axis in axes) for axes in places)
     n = len(batch)
 
     def after_batch(rows: tuple[int, ...], columns: tuple[int, ...]) -> Axes:
-        shape = (*batch, *rows, *columns)
-        axes, split = tuple(range(len(shape))), n + len(rows)
-        return Axes(shape, shape, axes[:n], axes[n:split], axes[split:])
+        stored = (*batch, *rows, *columns)
+        axes, split = tuple(range(len(stored))), n + len(rows)
+        return Axes(stored, stored, axes[:n], axes[n:split], axes[split:])
 
     return Layout(
-        kernel=Axes(stored, stored, places["b"], places["i"], places["o"]),
+        kernel=Axes(shape, shape, *places),
         lora_a=after_batch(in_, (rank,)),
         lora_b=after_batch((rank,), out),
         magnitude=after_batch((), out),

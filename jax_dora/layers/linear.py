@@ -9,7 +9,7 @@ from flax import nnx
 from jax_dora.layers.base import DoRALayer
 from jax_dora.layers.base_layer import check_base
 from jax_dora.layers.call import dropout_of_call, operands_of_call, product, sharded_as
-from jax_dora.layers.layout import Layout, matrix_layout
+from jax_dora.layers.layout import Layout, projection_layout
 from jax_dora.layers.rule import OPTIONS, layer_rule
 
 
@@ -103,7 +103,7 @@ class DoRALinear(DoRALayer, nnx.Linear):
 
     @classmethod
     def layout_of(cls, module: Any, rank: int) -> Layout:
-        return matrix_layout(module.in_features, module.out_features, rank)
+        return projection_layout(cls.unstacked_shape(module), "io", rank)
 
     def __call__(
         self,

@@ -12,11 +12,16 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jax_dora.layers.base import DoRALayer
-from jax_dora.layers.call import dropout_of_call, operands_of_call, product, sharded_as
+from jax_dora.layers.call import (
+    dropout_of_call,
+    operands_of_call,
+    product,
+    seeds_of,
+    sharded_as,
+)
 from jax_dora.layers.layout import Layout, projection_layout
 from jax_dora.layers.rule import DoRARule
 
@@ -33,6 +38,11 @@ class Equation(NamedTuple):
         if letter in self.y:
             return "b" if letter in self.x else "o"
         return "i"
+
+    @property
+    def order(self) -> str:
+        """Returns what each axis of the kernel is."""
+        return "".join(map(self.sort, self.kernel))
 
     def kernel_letters(self, sort: str) -> str:
         """Returns the kernel's axes of one sort, in the kernel's order."""
@@ -65,13 +75,7 @@ class DoRAProjection(DoRALayer):
     @classmethod
     def layout_of(cls, module: Any, rank: int) -> Layout:
         equation = cls.equation(module)
-        order = "".join(map(equation.sort, equation.kernel))
-        shape = cls.unstacked_shape(module)
-        sizes = {
-            sort: tuple(size for size, one in zip(shape, order, strict=True) if one == sort)
-            for sort in "bio"
-        }
-        return projection_layout(sizes["b"], sizes["i"], sizes["o"], order, rank)
+        return projection_layout(cls.unstacked_shape(module), equation.order, rank)
 
     def _project(
         self, equation: Equation, inputs: jax.Array, out_sharding: Any, deterministic, rngs
@@ -104,9 +108,7 @@ def _of_matrices(
         arrays[name] = getattr(layout, name).to_matrices(operands[name])
     arrays["g"] = layout.magnitude.to_matrices(operands["g"])[:, 0]
     if operands["seed"] is not None:
-        # Each matrix of the batch has a mask of its own.
-        index = jnp.arange(arrays["kernel"].shape[0], dtype=jnp.uint32)[:, None]
-        arrays["seed"] = operands["seed"][None] + index * jnp.uint32(0x9E3779B9)
+        arrays["seed"] = seeds_of(operands["seed"], arrays["kernel"].shape[0])
     if batch:
         y = jax.vmap(functools.partial(product, layer))(arrays)
     else:

@@ -14,13 +14,15 @@ from flax.core import freeze
 from dora_common.rules import as_rules, assign, listing
 from jax_dora.adapt.coverage import logged
 from jax_dora.adapt.merge import Setting
+from jax_dora.adapt.tree import named
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.rule import DoRARule, Rules
 from jax_dora.linen.layer import COUNTERPARTS, counterpart, dora_class_of, dora_layer
 from jax_dora.linen.params import adapted_modules
-from jax_dora.linen.reads import Example, linen_sites
+from jax_dora.linen.reads import linen_sites
 from jax_dora.linen.stacks import stack_axes
 from jax_dora.linen.weights import AdaptedWeight, followed, missing, refuse_missing
+from jax_dora.weights.reads import Example
 from jax_dora.weights.trace import weight_trace
 
 _METHODS = ("__call__", "attend")
@@ -286,12 +288,9 @@ def _adapted(
     """Returns the DoRA layer in the place of `module`, called with these arguments."""
     (_, inputs), *others = arguments.items()
     kernel = module.get_variable("params", cls.kernel_name)
-    try:
+    with named("/".join(module.path), "adapted"):
         base = counterpart(module, inputs, kernel, **dict(others))
         return dora_layer(module, cls, base, rule, kernel)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        path = "/".join(module.path)
-        raise type(error)(f"{path!r} cannot be adapted: {error}") from error
 
 
 def _holds_parameters(module: nn.Module) -> bool:

@@ -8,7 +8,8 @@ from flax import traverse_util
 
 from jax_dora.adapt.coverage import Coverage, table
 from jax_dora.linen.apply import DoRA
-from jax_dora.linen.reads import Example, linen_sites, lora_a_path
+from jax_dora.linen.reads import linen_sites, lora_a_path
+from jax_dora.weights.reads import Example, apart
 
 
 def coverage(model: nn.Module, *example: Any, **kwargs: Any) -> Coverage:
@@ -31,12 +32,11 @@ def coverage(model: nn.Module, *example: Any, **kwargs: Any) -> Coverage:
             f"model is a {type(model).__name__}; expected a linen nn.Module: for nnx there is "
             "jax_dora.coverage"
         )
-    is_call = len(example) == 1 and callable(example[0]) and not kwargs
-    given = Example.of(example[0]) if is_call else Example(example, kwargs)
+    given = Example.of_arguments(*example, **kwargs)
     plain = model.model if isinstance(model, DoRA) else model
     found = linen_sites(plain, given)
     if isinstance(model, DoRA):
-        arrays, together = given.apart()
+        arrays, together = apart(given)
         made = jax.eval_shape(lambda arrays: _init(model, together(arrays)), arrays)
         params = traverse_util.flatten_dict(made["params"])
         for site in found:
@@ -46,4 +46,4 @@ def coverage(model: nn.Module, *example: Any, **kwargs: Any) -> Coverage:
 
 def _init(model: nn.Module, example: Example) -> Any:
     rngs = {"params": jax.random.key(0)}
-    return model.init(rngs, *example.args, method=example.method, **example.kwargs)
+    return model.init(rngs, *example.args, method=example.function, **example.kwargs)

@@ -69,30 +69,28 @@ def merge_dora(
             f"{listing(sorted(map('/'.join, missed)))}"
         )
     layers = []
-    for one in adapted.weights:
-        weight = one.adapter(params)
-        values = {name: nn.unbox(params.pop(path)) for name, path in one.paths().items()}
-        boxed = params[one.path]
+
+    def merge(
+        told: str, kernel_path: tuple[str, ...], setting: Setting, paths: Any, axes: Any = ()
+    ) -> None:
+        """Merges the adapter whose arrays lie at `paths` into a kernel stacked along `axes`."""
+        values = {name: nn.unbox(params.pop(path)) for name, path in paths.items()}
+        boxed = params[kernel_path]
         kernel = nn.unbox(boxed)
-        change = kernel_change(Setting.of(weight), kernel=kernel, **values)
-        params[one.path] = nn.meta.replace_boxed(boxed, merged := changed(kernel, change))
+        arrays = {
+            name: stack_first(one, axes) for name, one in (values | {"kernel": kernel}).items()
+        }
+        change = stack_back(kernel_change(setting, **arrays), axes)
+        merged = changed(kernel, change)
+        params[kernel_path] = nn.meta.replace_boxed(boxed, merged)
         if return_report:
-            layers.append(reported(one.names[0], kernel, change, merged))
+            layers.append(reported(told, kernel, change, merged))
+
+    for one in adapted.weights:
+        merge(one.names[0], one.path, Setting.of(one.adapter(params)), one.paths())
     for path, (name, setting) in calls.adapted.items():
         place = tuple(path.split("/")) if path else ()
-        values = {one: nn.unbox(params.pop((*place, one))) for one in ADAPTER_NAMES}
-        boxed = params[*place, name]
-        kernel = nn.unbox(boxed)
-        axes = calls.stacks[path]
-        change = kernel_change(
-            setting,
-            kernel=stack_first(kernel, axes),
-            **{one: stack_first(value, axes) for one, value in values.items()},
-        )
-        change = stack_back(change, axes)
-        merged = changed(kernel, change)
-        params[*place, name] = nn.meta.replace_boxed(boxed, merged)
-        if return_report:
-            layers.append(reported(path, kernel, change, merged))
+        paths = {one: (*place, one) for one in ADAPTER_NAMES}
+        merge(path, (*place, name), setting, paths, calls.stacks[path])
     merged = {**variables, "params": traverse_util.unflatten_dict(params)}
     return (merged, MergeReport(tuple(layers))) if return_report else merged

@@ -1,7 +1,6 @@
 """What reads each parameter of a linen model, in one abstract call of it."""
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,61 +13,10 @@ from jax_dora.adapt.sites import Site, sites
 from jax_dora.layers import DORA_CLASSES
 from jax_dora.linen.layer import COUNTERPARTS
 from jax_dora.linen.params import params_path
-from jax_dora.weights.reads import Key, Read, Recorder, Traced
+from jax_dora.weights.reads import Example, ReadLog, Traced, apart
 from jax_dora.weights.trace import weight_trace
-from jax_dora.weights.view import View
-from jax_dora.weights.weight import Weight
 
 _RECORDS = itertools.count(1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Example:
-    """What a linen model is called with.
-
-    Attributes:
-      args, kwargs: arrays, `jax.ShapeDtypeStruct`s or whatever else.
-      method: a function of the bound model and these, or None for `__call__`.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    method: Any = None
-
-    @classmethod
-    def of(cls, example: Any) -> "Example":
-        """Returns an example as `apply_dora` takes it.
-
-        Raises:
-          TypeError: it is none.
-        """
-        if isinstance(example, Mapping):
-            return cls((), example)
-        if isinstance(example, tuple | list):
-            return cls(tuple(example), {})
-        if callable(example):
-            return cls((), {}, example)
-        raise TypeError(
-            f"example is a {type(example).__name__}; expected a tuple of arguments such as "
-            "(tokens,), a dict of keyword arguments, or a function that takes the model and calls "
-            "it"
-        )
-
-    def apart(self) -> tuple[list[Any], Callable[[list[Any]], "Example"]]:
-        """Returns its arrays, and what puts such arrays into their places."""
-        leaves, structure = jax.tree.flatten((self.args, dict(self.kwargs)))
-        is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
-
-        def together(arrays: list[Any]) -> Example:
-            given = iter(arrays)
-            parts = [
-                next(given) if dynamic else leaf
-                for leaf, dynamic in zip(leaves, is_array, strict=True)
-            ]
-            args, kwargs = jax.tree.unflatten(structure, parts)
-            return Example(args, kwargs, self.method)
-
-        return [leaf for leaf, dynamic in zip(leaves, is_array, strict=True) if dynamic], together
 
 
 class _Observed(nn.Module):
@@ -85,9 +33,7 @@ class _Observed(nn.Module):
         # What nn.jit has traced for another record would name the scopes of that.
         scope.flags = {**scope.flags, "jax_dora": self.record}
         with nn.intercept_methods(note), jax.named_scope("dora[0]"):
-            if callable(example.method):
-                return example.method(self.model, *example.args, **example.kwargs)
-            return self.model(*example.args, **example.kwargs)
+            return example.call(self.model)
 
 
 def linen_sites(model: nn.Module, example: Example) -> list[Site]:
@@ -98,26 +44,23 @@ def linen_sites(model: nn.Module, example: Example) -> list[Site]:
     Raises:
       Whatever the call raises.
     """
-    arrays, together = example.apart()
+    arrays, together = apart(example)
     observed = _Observed(model, next(_RECORDS))
     classes: dict[str, type[Any]] = {"": type(model)}
     linear: dict[str, bool] = {}
     numbers: dict[str, int] = {"": 0}
-    paths = [""]
 
     def note(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module, path = context.module, "/".join(context.module.path)
         if context.method_name == "setup" or isinstance(module, _Observed):
             return next_fun(*args, **kwargs)
-        if path not in numbers:
-            numbers[path] = len(paths)
-            paths.append(path)
+        number = numbers.setdefault(path, len(numbers))
         counterpart = COUNTERPARTS.get(type(module))
         classes.setdefault(path, type(module))
         if counterpart is not None:
             classes[path] = type(module)  # rather than one that shares its scope
             linear[path] = DORA_CLASSES[counterpart[0]].is_linear(module)
-        with jax.named_scope(f"dora[{numbers[path]}]"):
+        with jax.named_scope(f"dora[{number}]"):
             return next_fun(*args, **kwargs)
 
     def made(arrays: Any) -> Any:
@@ -127,18 +70,13 @@ def linen_sites(model: nn.Module, example: Example) -> list[Site]:
     variables = jax.eval_shape(made, arrays)
     flat = traverse_util.flatten_dict(variables.get("params", {}))
     weights = {path: leaf for path, leaf in flat.items() if nn.unbox(leaf).ndim > 1}
-    reads: dict[Key, list[Read]] = {params_path(path): [] for path in weights}
-    count = functools.partial(next, itertools.count())
-    results: set[int] = set()
+    log = ReadLog(map(params_path, weights), numbers)
 
     def run(variables: Any, arrays: Any) -> None:
         params = traverse_util.flatten_dict(variables.get("params", {}))
         with weight_trace() as trace:
             for path in weights:
-                raw = nn.unbox(params[path])
-                recorder = Recorder(raw.shape, paths, reads[params_path(path)], count)
-                weight = Weight(View.of(raw.shape), None, {"kernel": raw}, recorder)
-                value = trace.lift(jax.typeof(raw), lambda weight=weight: weight)
+                value = log.follow(trace, params_path(path), nn.unbox(params[path]))
                 params[path] = nn.meta.replace_boxed(params[path], value)
             given = {**variables, "params": traverse_util.unflatten_dict(params)}
             result, _ = observed.apply(
@@ -148,17 +86,15 @@ def linen_sites(model: nn.Module, example: Example) -> list[Site]:
                 rngs={"params": jax.random.key(0)},
                 mutable=nn.DenyList("params"),
             )
-        for leaf in jax.tree.leaves(result):
-            if getattr(leaf, "ndim", 0):
-                results.add(leaf.shape[-1])
+        log.end(result)
 
     jax.eval_shape(run, variables, arrays)
     # A stack's layers have adapters of their own, as experts have.
     once = {
         key: tuple(dataclasses.replace(one, axes=one.axes.replace("s", "b")) for one in found)
-        for key, found in reads.items()
+        for key, found in log.reads.items()
     }
-    traced = Traced(once, frozenset(results))
+    traced = Traced(once, log.results)
     found = sites(_mirror(flat, classes), traced)
     for site in found:
         path = site.found.paths[0]

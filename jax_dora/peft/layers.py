@@ -7,7 +7,7 @@ from flax import nnx
 
 from dora_common.peft.layers import Layer, convolution_refusals
 from jax_dora.layers import DoRALayer
-from jax_dora.layers.layout import Axes, convolution_layout, matrix_layout, projection_layout
+from jax_dora.layers.layout import Axes, convolution_layout
 
 
 def torch_layer(
@@ -18,11 +18,8 @@ def torch_layer(
     if kind is None:
         return None, None
     if kind.base_type is nnx.Embed:
-        features, width = module.num_embeddings, module.features
-        return Layer(name, "embedding", features, width), matrix_layout(features, width, 1).kernel
-    if kind.base_type is nnx.Linear:
-        features, width = module.in_features, module.out_features
-        return Layer(name, "linear", features, width), matrix_layout(features, width, 1).kernel
+        features, width = kind.unstacked_shape(module)
+        return Layer(name, "embedding", features, width), kind.layout_of(module, 1).kernel
     if kind.base_type is nnx.Conv:
         *window, _, width = module.kernel_shape
         refusals = convolution_refusals(
@@ -54,20 +51,16 @@ def _padding_mode(padding: Any, window: Sequence[int]) -> str:
 
 
 def _projection(name: str, module: Any, kind: type[DoRALayer]) -> tuple[Layer | None, Axes | None]:
-    """LinearGeneral and Einsum, as the Linear that they are where they have no batch axes."""
+    """Linear, and LinearGeneral and Einsum as the Linear that they are without batch axes."""
     if kind.base_type is nnx.Einsum and not module.einsum_str:
         return None, None
-    equation = kind.equation(module)  # pyright: ignore[reportAttributeAccessIssue]
-    order = "".join(map(equation.sort, equation.kernel))
-    shape = kind.unstacked_shape(module)
-    out = equation.kernel_letters("o")
-    is_linear = set(order) == {"i", "o"} and len(set(equation.kernel)) == len(shape)
-    if not is_linear or out != "".join(letter for letter in equation.y if letter in out):
-        return None, None
-    sizes = {
-        sort: tuple(size for size, one in zip(shape, order, strict=True) if one == sort)
-        for sort in "io"
-    }
-    axes = projection_layout((), sizes["i"], sizes["o"], order, 1).kernel
-    _, features, width = axes.matrices
-    return Layer(name, "linear", features, width), axes
+    if kind.base_type is not nnx.Linear:
+        equation = kind.equation(module)  # pyright: ignore[reportAttributeAccessIssue]
+        out = equation.kernel_letters("o")
+        axes = len(kind.unstacked_shape(module))
+        is_linear = set(equation.order) == {"i", "o"} and len(set(equation.kernel)) == axes
+        if not is_linear or out != "".join(letter for letter in equation.y if letter in out):
+            return None, None
+    kernel = kind.layout_of(module, 1).kernel
+    _, features, width = kernel.matrices
+    return Layer(name, "linear", features, width), kernel

@@ -14,10 +14,10 @@ from jax_dora.adapt.adapter import AdaptedWeight, site_of
 from jax_dora.adapt.sites import Site, sites
 from jax_dora.adapt.tree import find_modules
 from jax_dora.layers.call import bounded_norm
-from jax_dora.layers.layout import Layout
+from jax_dora.layers.layout import Layout, projection_layout
 from jax_dora.layers.stack import Stack
 from jax_dora.peft.names import Names
-from jax_dora.weights.adapter import WeightAdapter, stack_of_weight, weight_layout
+from jax_dora.weights.adapter import WeightAdapter, stack_of_weight
 from jax_dora.weights.module import adapters_of
 
 
@@ -84,7 +84,7 @@ def _weight(site: Site) -> TorchWeight | None:
     if site.is_lookup or single.count("b") > 1:
         return None
     stack = stack_of_weight(shape, axes)
-    return TorchWeight(site, stack, weight_layout(stack.without(shape), single, 1))
+    return TorchWeight(site, stack, projection_layout(stack.without(shape), single, 1))
 
 
 def in_order(layers: Mapping[str, Any], names: Names) -> dict[str, Any]:

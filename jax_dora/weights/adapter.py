@@ -9,14 +9,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_dora import ops
 from jax_dora.layers.base import (
     DoRALayer,
     DoRAParam,
     default_lora_a_init,
     default_lora_b_init,
     initialize,
-    matrix_norm,
+    layout_norm,
 )
 from jax_dora.layers.base_layer import axis_names, sharded_like
 from jax_dora.layers.call import bounded_norm, dropout_of_call, g_of
@@ -25,10 +24,8 @@ from jax_dora.layers.rule import DoRARule
 from jax_dora.layers.stack import Stack
 from jax_dora.ops import mesh as meshes
 from jax_dora.ops.linear import NORM_NAME
-from jax_dora.ops.norm import norm_implementation
 from jax_dora.weights.evaluate import adapted_here
 from jax_dora.weights.products import AdaptedReader
-from jax_dora.weights.view import View
 from jax_dora.weights.weight import Weight
 
 _ATTRIBUTES = ("lora_a", "lora_b", "magnitude", "dropout", "given_norm", "given_g")
@@ -133,7 +130,7 @@ class WeightAdapter:
         """Returns how the arrays are matrices, of one layer of a stack."""
         stack = self.stack
         shape = stack.without(self.kernel_param.shape)
-        return weight_layout(shape, self.place.axes.replace("s", ""), self.rank)
+        return projection_layout(shape, self.place.axes.replace("s", ""), self.rank)
 
     @property
     def stack(self) -> Stack:
@@ -143,13 +140,14 @@ class WeightAdapter:
     def norm(self) -> jax.Array:
         """Returns ‖kernel + s·lora_a lora_b‖ in the magnitude's shape, of the parameters as stored,
         in fp32. It is computed, whatever `given_norm` is."""
-        layout = self.layout
+        layout, rule = self.layout, self.place.rule
 
         def of_layer(arrays: Any) -> jax.Array:
-            return _norm(layout, arrays, self.place.rule)
+            return layout_norm(layout, arrays, rule.scale, rule.implementation)
 
-        arrays = (self.kernel_param[...], self.lora_a[...], self.lora_b[...])
-        return self.stack.map(of_layer, arrays)
+        return self.stack.map(
+            of_layer, (self.kernel_param[...], self.lora_a[...], self.lora_b[...])
+        )
 
     def eval(self) -> None:
         """Turns the adapter's dropout off."""
@@ -177,12 +175,14 @@ class WeightAdapter:
             elif self.given_norm is not None:
                 g = g_of(self, magnitude, order(self.given_norm[...]), self.result_dtype)
             else:
-                layout = weight_layout(kernel.shape, axes, self.rank)
-                norm = _norm(layout, (kernel, lora_a, lora_b), self.place.rule)
+                layout = projection_layout(kernel.shape, axes, self.rank)
+                norm = layout_norm(
+                    layout, (kernel, lora_a, lora_b), self.scale, self.implementation
+                )
                 g = g_of(self, magnitude, checkpoint_name(norm, NORM_NAME), self.result_dtype)
             arrays = {"kernel": kernel, "lora_a": lora_a, "lora_b": lora_b, "g": g}
             reader = AdaptedReader(self.place.rule, dropout_of_call(self, None, None))
-            return Weight(View.of(kernel.shape), axes, arrays, reader)
+            return Weight.of(axes, arrays, reader)
 
     def _stack_to_batch(self, array: jax.Array) -> jax.Array:
         """Returns an adapter's array of a whole stack whose axis stands among the batch axes."""
@@ -210,8 +210,12 @@ class WeightAdapter:
             "lora_b": rule.lora_b_init or default_lora_b_init,
         }
         for name, init in inits.items():
-            value = _drawn(stack.shape, init, rngs, getattr(layout, name), rule)
-            value, of_axes = stack.from_leading(value), stack.joined(of_stack, axes[name])
+            values = [
+                initialize(init, rngs.params(), getattr(layout, name), rule.adapter_dtype)
+                for _ in stack.indices()
+            ]
+            value = stack.join(values) if stack.shape else values[0]
+            of_axes = stack.joined(of_stack, axes[name])
             setattr(self, name, sharded_like(kernel, nnx.LoRAParam, value, of_axes))
         self.given_norm, self.given_g = nnx.data(None), nnx.data(None)
         of_axes = stack.joined(of_stack, axes["magnitude"])
@@ -240,33 +244,3 @@ def stack_of_weight(shape: tuple[int, ...], axes: str) -> Stack:
         return Stack(shape[:count])
     least = sum(role in "bo" for role in axes)
     return Stack.of_kernel(shape[axis], axis, len(axes), least)
-
-
-def weight_layout(shape: tuple[int, ...], axes: str, rank: int) -> Layout:
-    """Returns how a weight of one layer and its adapter are matrices.
-
-    Args:
-      axes: a letter for each of the weight's, "i", "o" or "b", as `Place.axes`.
-    """
-    sizes = {
-        role: tuple(size for size, one in zip(shape, axes, strict=True) if one == role)
-        for role in "bio"
-    }
-    return projection_layout(sizes["b"], sizes["i"], sizes["o"], axes, rank)
-
-
-def _norm(layout: Layout, arrays: Any, rule: DoRARule) -> jax.Array:
-    """Returns the norm of kernel, lora_a and lora_b, of one layer."""
-    implementation = norm_implementation(rule.implementation)
-    if layout.is_one_matrix:
-        return ops.factored_norm(*arrays, scale=rule.scale, implementation=implementation)
-    kernel, lora_a, lora_b = layout.to_matrices(*arrays)
-    norm = matrix_norm(kernel, lora_a, lora_b, rule.scale, implementation)
-    return layout.magnitude.from_matrices(norm[:, None])
-
-
-def _drawn(stack: tuple[int, ...], init: Any, rngs: nnx.Rngs, place: Any, rule: DoRARule) -> Any:
-    if not stack:
-        return initialize(init, rngs.params(), place, rule.adapter_dtype)
-    rows = [_drawn(stack[1:], init, rngs, place, rule) for _ in range(stack[0])]
-    return jnp.stack(rows)

@@ -232,7 +232,7 @@ class _Rows:
     @classmethod
     def of(cls, operand: Any) -> "_Rows":
         if isinstance(operand, Weight):
-            axis = operand.view.whole(0)
+            axis = operand.whole(0)
             if axis is not None and (operand.roles is None or operand.roles[axis] == "b"):
                 places = {name: operand.place(name, axis) for name in operand.arrays}
                 known = {name: place for name, place in places.items() if place is not None}
@@ -246,8 +246,8 @@ class _Rows:
             return x
         one = {name: jnp.expand_dims(x[name], place) for name, place in self.places.items()}
         arrays = {**self.operand.arrays, **one}
-        stacked = self.operand.stacked | {self.places["kernel"]}
-        view = self.operand.view.without(0)
+        stacked = self.operand.stacked | {self.operand.origins[self.places["kernel"]]}
+        view = self.operand.view[1:]
         return dataclasses.replace(self.operand, arrays=arrays, view=view, stacked=stacked)
 
 

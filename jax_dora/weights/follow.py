@@ -39,35 +39,33 @@ def _same(name: str, weight: Weight, operands: Any, params: dict[str, Any]) -> W
 
 
 def _transpose(name: str, weight: Weight, operands: Any, params: dict[str, Any]) -> Weight | None:
-    return weight.seen(weight.view.transpose(params["permutation"]))
+    return weight.transpose(params["permutation"])
 
 
 def _reshape(name: str, weight: Weight, operands: Any, params: dict[str, Any]) -> Weight | None:
     if params.get("dimensions") is not None:
         return None
-    return weight.seen(weight.view.reshape(params["new_sizes"]))
+    return weight.reshape(params["new_sizes"])
 
 
 def _squeeze(name: str, weight: Weight, operands: Any, params: dict[str, Any]) -> Weight | None:
-    dropped = {axis % len(weight.view.axes) for axis in params["dimensions"]}
-    kept = [size for axis, size in enumerate(weight.view.shape) if axis not in dropped]
-    return weight.seen(weight.view.reshape(kept))
+    dropped = {axis % len(weight.view) for axis in params["dimensions"]}
+    return weight.reshape([n for axis, n in enumerate(weight.shape) if axis not in dropped])
 
 
 def _broadcast(name: str, weight: Weight, operands: Any, params: dict[str, Any]) -> Weight | None:
-    if math.prod(params["shape"]) != math.prod(weight.view.shape):
-        return None
-    return weight.seen(weight.view.reshape(params["shape"]))
+    is_as_large = math.prod(params["shape"]) == math.prod(weight.shape)
+    return weight.reshape(params["shape"]) if is_as_large else None
 
 
 def _slice(name: str, weight: Weight, operands: Any, params: dict[str, Any]) -> Weight | None:
     bounds = zip(params["start_indices"], params["limit_indices"], strict=True)
-    strides = params["strides"] or (1,) * len(weight.view.axes)
+    strides = params["strides"] or (1,) * len(weight.view)
     one: Weight | None = weight
     for axis, ((start, limit), stride) in enumerate(zip(bounds, strides, strict=True)):
         if one is None:
             return None
-        if (start, limit, stride) != (0, one.view.shape[axis], 1):
+        if (start, limit, stride) != (0, one.shape[axis], 1):
             one = one.indexed(
                 axis,
                 lambda array, place, start=start, limit=limit, stride=stride: lax.slice_in_dim(
@@ -86,7 +84,7 @@ def _dynamic_slice(
     for axis, (start, size) in enumerate(zip(operands[1:], params["slice_sizes"], strict=True)):
         if one is None:
             return None
-        if size != one.view.shape[axis]:
+        if size != one.shape[axis]:
             one = one.indexed(
                 axis,
                 lambda array, place, start=start, size=size: lax.dynamic_slice_in_dim(
@@ -124,7 +122,7 @@ def _reshard(name: str, weight: Weight, operands: Any, params: dict[str, Any]) -
     sharding = params["dst_sharding"]
     specs: dict[int | None, Any] = {}
     for axis, names in enumerate(sharding.spec):
-        whole = weight.view.whole(axis)
+        whole = weight.whole(axis)
         if names is not None and whole is None:
             return None
         specs[whole] = names
@@ -250,7 +248,7 @@ def _gather(weight: Weight, operands: Any, params: dict[str, Any]) -> jax.Array 
     if operands[0] is not weight or len(numbers.start_index_map) != 1:
         return None
     axis = numbers.start_index_map[0]
-    whole = tuple(1 if one == axis else n for one, n in enumerate(weight.view.shape))
+    whole = tuple(1 if one == axis else n for one, n in enumerate(weight.shape))
     rows = tuple(numbers.collapsed_slice_dims) == (axis,) and tuple(sizes) == whole
     if not rows or numbers.operand_batching_dims:
         return None

@@ -1,76 +1,60 @@
 """A weight, what it is multiplied by and the result as matrices, whichever axes they have."""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
-import jax.numpy as jnp
 
+from jax_dora.layers.call import seeds_of
 from jax_dora.ops.dropout import Dropout
 from jax_dora.weights.operations import Product
-from jax_dora.weights.view import Piece
 from jax_dora.weights.weight import Weight
-
-# Odd, so that the masks of products that share a seed differ.
-NEXT_SEED = 0x9E3779B9
 
 
 class Plan:
     """How x, the weight and the result of one product are matrices."""
 
-    def __init__(self, weight: Weight, product: Product, x: jax.Array, *, is_transposed: bool):
-        view, self.is_transposed = weight.view, is_transposed
-        self.weight = weight
-        axes = range(len(view.axes))
-        free = [a for a in axes if a not in product.contracted and a not in product.batch]
-        rows = [
-            a for a in range(x.ndim) if a not in product.x_contracted and a not in product.x_batch
-        ]
-        contracted = view.pieces(product.contracted)
-        batch = view.pieces(product.batch)
-        roles = weight.roles
-        assert roles is not None
-        summed = [piece for piece in _sorted(contracted) if roles[piece.axis] == "b"]
-        both = _sorted([*summed, *batch])
-        self.lone = _sorted([piece for piece in view.pieces(free) if roles[piece.axis] == "b"])
-        self.inner = [piece for piece in _sorted(contracted) if roles[piece.axis] != "b"]
-        outer = [piece for piece in _sorted(view.pieces(free)) if roles[piece.axis] != "b"]
-        self.both = both
-        # x: its axes apart, then as matrices.
-        apart: list[Any] = [("row", axis) for axis in range(x.ndim)]
-        for mine, its in zip(
-            (*product.x_contracted, *product.x_batch),
-            (*product.contracted, *product.batch),
-            strict=True,
-        ):
-            apart[mine] = view.axes[its]
-        labels: list[Any] = []
-        sizes: dict[Any, int] = {}
-        for axis, label in enumerate(apart):
-            if isinstance(label, tuple) and label[:1] == ("row",):
-                labels.append(label)
-                sizes[label] = x.shape[axis]
-            else:
-                labels += label
-                sizes |= {piece: piece.size for piece in label}
-        row_labels = [("row", axis) for axis in rows]
-        self.x_split = tuple(sizes[label] for label in labels)
-        self.x_order = tuple(labels.index(one) for one in (*both, *row_labels, *self.inner))
-        count = math.prod(piece.size for piece in both)
-        self.x_shape = (count, *(sizes[row] for row in row_labels), _size(self.inner))
+    def __init__(
+        self,
+        weight: Weight,
+        product: Product,
+        x: jax.Array,
+        free: list[int],
+        *,
+        is_transposed: bool,
+    ) -> None:
+        """
+        Args:
+          free: the axes of the weight's array that are not contracted and no batch axes.
+        """
+        self.weight, self.is_transposed = weight, is_transposed
+        view, batch = weight.view, weight.axes("b")
+        contracted, of_free = sorted(weight.viewed(product.contracted)), sorted(weight.viewed(free))
+        summed = [axis for axis in contracted if axis in batch]
+        inner = [axis for axis in contracted if axis not in batch]
+        self.both = sorted([*summed, *weight.viewed(product.batch)])
+        lone = [axis for axis in of_free if axis in batch]
+        outer = [axis for axis in of_free if axis not in batch]
+        # The kernel's axes by their numbers, and x's that are rows by -1, -2, ….
+        mine = (*product.x_contracted, *product.x_batch)
+        its = dict(zip(mine, (*product.contracted, *product.batch), strict=True))
+        rows = [~axis for axis in range(x.ndim) if axis not in its]
+        size = dict(enumerate(weight.kernel.shape)) | {row: x.shape[~row] for row in rows}
+        labels = [one for a in range(x.ndim) for one in (view[its[a]] if a in its else (~a,))]
+        self.x_split = tuple(size[label] for label in labels)
+        self.x_order = tuple(labels.index(label) for label in (*self.both, *rows, *inner))
+        count, features = (math.prod(size[label] for label in part) for part in (self.both, inner))
+        self.x_shape = (count, *(size[row] for row in rows), features)
         # y: [both, lone, *rows, outer] to what the product gives.
-        of_y = [*both, *self.lone, *row_labels, *outer]
-        sizes |= {piece: piece.size for piece in (*self.lone, *outer)}
-        self.y_split = tuple(sizes[label] for label in of_y)
+        of_y = [*self.both, *lone, *rows, *outer]
+        self.y_split = tuple(size[label] for label in of_y)
         self.y_sum = tuple(place for place, label in enumerate(of_y) if label in summed)
         left = [label for label in of_y if label not in summed]
-        of_rows = [[row] for row in row_labels]
-        of_free = [list(view.axes[axis]) for axis in free]
-        parts = [*(list(view.axes[axis]) for axis in product.batch)]
-        parts += [*of_free, *of_rows] if product.weight_first else [*of_rows, *of_free]
+        of_rows, of_features = [(row,) for row in rows], [view[axis] for axis in free]
+        parts = [view[axis] for axis in product.batch]
+        parts += [*of_features, *of_rows] if product.weight_first else [*of_rows, *of_features]
         self.y_order = tuple(left.index(label) for part in parts for label in part)
-        self.y_shape = tuple(math.prod(sizes[label] for label in part) for part in parts)
+        self.y_shape = tuple(math.prod(size[label] for label in part) for part in parts)
 
     def __call__(
         self,
@@ -81,14 +65,12 @@ class Plan:
     ) -> jax.Array:
         weight = self.weight
         x = x.reshape(self.x_split).transpose(self.x_order).reshape(self.x_shape)
-        b = tuple(dict.fromkeys(piece.axis for piece in self.both))
-        others = tuple(axis for axis in weight.axes("b") if axis not in b)
-        parts = matrices(weight, arrays, b, others, weight.axes("i"), weight.axes("o"))
+        others = [axis for axis in weight.axes("b") if axis not in self.both]
+        parts = matrices(weight, arrays, self.both, others)
         lone = parts["kernel"].shape[1]
         seeds = None
         if dropout is not None:
-            index = jnp.arange(x.shape[0] * lone, dtype=jnp.uint32).reshape(x.shape[0], lone, 1)
-            seeds = dropout.seed[None, None] + index * jnp.uint32(NEXT_SEED)
+            seeds = seeds_of(dropout.seed, x.shape[0], lone)
         if lone == 1 and x.shape[0] == 1:
             one = {name: array[0, 0] for name, array in parts.items()}
             y = multiply(x[0], one, None if seeds is None else seeds[0, 0])[None, None]
@@ -103,70 +85,44 @@ class Plan:
 def made_plan(weight: Weight, product: Product, x: jax.Array) -> Plan | None:
     """Returns how to compute the product with matrices; None where its contracted axes are neither
     all of the weight's contracted ones nor all of its features."""
-    view = weight.view
-    contracted = {piece.axis for piece in view.pieces(product.contracted)}
-    batch = {piece.axis for piece in view.pieces(product.batch)}
-    free = {
-        piece.axis
-        for axis in range(len(view.axes))
-        if axis not in (*product.contracted, *product.batch)
-        for piece in view.axes[axis]
-    }
-    b, i, o = (long_axes(weight, weight.axes(role)) for role in "bio")
-    if contracted & free or contracted & batch or batch & free or batch - b:
+    axes = range(len(weight.view))
+    free = [axis for axis in axes if axis not in (*product.contracted, *product.batch)]
+    b, i, o = (set(weight.long_axes(role)) for role in "bio")
+    ends = set(weight.viewed(product.contracted)) - b, set(weight.viewed(free)) - b
+    if not b.issuperset(weight.viewed(product.batch)) or ends not in ((i, o), (o, i)):
         return None
-    if contracted - b == i and free - b == o:
-        return Plan(weight, product, x, is_transposed=False)
-    if contracted - b == o and free - b == i:
-        return Plan(weight, product, x, is_transposed=True)
-    return None
+    return Plan(weight, product, x, free, is_transposed=ends != (i, o))
 
 
 def matrices(
     weight: Weight,
-    arrays: Any,
-    b: Sequence[int],
-    others: Sequence[int],
-    i: Sequence[int],
-    o: Sequence[int],
+    arrays: Mapping[str, jax.Array],
+    b: Sequence[int] = (),
+    others: Sequence[int] = (),
 ) -> dict[str, jax.Array]:
     """Returns kernel [b, others, in, out], lora_a [b, others, in, r], lora_b [b, others, r, out],
-    g [b, others, out]."""
-    sizes = weight.kernel.shape
+    g [b, others, out].
+
+    Args:
+      b, others: all axes of the kernel that matrices lie along, in any order.
+    """
+    i, o, batch = weight.axes("i"), weight.axes("o"), weight.axes("b")
 
     def size(axes: Sequence[int]) -> int:
-        return math.prod(sizes[axis] for axis in axes)
+        return math.prod(weight.kernel.shape[axis] for axis in axes)
 
-    lead = (size(b), size(others))
-    kernel = arrays["kernel"].transpose((*b, *others, *i, *o))
-    rank = arrays["lora_a"].shape[-1]
-    batch = weight.axes("b")
+    lead, rank = (size(b), size(others)), arrays["lora_a"].shape[-1]
     order = tuple(batch.index(axis) for axis in (*b, *others))
 
-    def ordered(array: jax.Array) -> jax.Array:
-        return array.transpose((*order, *range(len(order), array.ndim)))
+    def ordered(name: str, *shape: int) -> jax.Array:
+        array = arrays[name]
+        array = array.transpose((*order, *range(len(order), array.ndim)))
+        return array.reshape(*lead, *shape)
 
+    kernel = arrays["kernel"].transpose((*b, *others, *i, *o))
     return {
         "kernel": kernel.reshape(*lead, size(i), size(o)),
-        "lora_a": ordered(arrays["lora_a"]).reshape(*lead, size(i), rank),
-        "lora_b": ordered(arrays["lora_b"]).reshape(*lead, rank, size(o)),
-        "g": ordered(arrays["g"]).reshape(*lead, size(o)),
+        "lora_a": ordered("lora_a", size(i), rank),
+        "lora_b": ordered("lora_b", rank, size(o)),
+        "g": ordered("g", size(o)),
     }
-
-
-def _sorted(pieces: Sequence[Piece]) -> list[Piece]:
-    return sorted(pieces, key=lambda piece: (piece.axis, -piece.stride))
-
-
-def _size(pieces: Sequence[Piece]) -> int:
-    return math.prod(piece.size for piece in pieces)
-
-
-def long_axes(weight: Weight, axes: Sequence[int]) -> set[int]:
-    return {axis for axis in axes if weight.kernel.shape[axis] != 1}
-
-
-def whole_pieces(weight: Weight, axes: Sequence[int]) -> list[Piece]:
-    """Returns the pieces of these axes of the weight, whole and in its order."""
-    sizes = weight.kernel.shape
-    return [Piece(axis, 1, sizes[axis]) for axis in axes if sizes[axis] != 1]

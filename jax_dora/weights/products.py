@@ -15,11 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_dora import ops
+from jax_dora.layers.call import NEXT_SEED, times_transposed
 from jax_dora.layers.rule import DoRARule
 from jax_dora.ops import mesh as meshes
 from jax_dora.ops.dropout import Dropout, drop_for
 from jax_dora.ops.linear import scaled_linear
-from jax_dora.weights.matrices import NEXT_SEED, long_axes, made_plan, matrices, whole_pieces
+from jax_dora.weights.matrices import made_plan, matrices
 from jax_dora.weights.operations import Lookup, Product, Ragged
 from jax_dora.weights.weight import Weight, effective
 
@@ -54,23 +55,13 @@ class AdaptedReader:
         return compute(x, dict(weight.cast(product.dtype).arrays))
 
     def ragged(self, weight: Weight, product: Ragged, x: jax.Array) -> jax.Array | None:
-        i, o = weight.axes("i"), weight.axes("o")
-        contracted = {piece.axis for piece in weight.view.pieces(product.contracted)}
-        whole = weight.view.whole(product.group)
-        out = [
-            axis
-            for axis in range(len(weight.view.axes))
-            if axis != product.group and axis not in product.contracted
-        ]
-        shape = tuple(weight.view.shape[axis] for axis in out)
-        in_order = weight.view.pieces(out) == whole_pieces(weight, o) and weight.view.pieces(
-            product.contracted
-        ) == whole_pieces(weight, i)
-        if whole is None or weight.axes("b") != (whole,) or contracted != long_axes(weight, i):
+        whole, taken = weight.whole(product.group), (product.group, *product.contracted)
+        out = [axis for axis in range(len(weight.view)) if axis not in taken]
+        in_order = weight.viewed(product.contracted) == weight.long_axes("i")
+        in_order = in_order and weight.viewed(out) == weight.long_axes("o")
+        if whole is None or weight.axes("b") != (whole,) or not in_order:
             return None
-        if not in_order:
-            return None
-        arrays = matrices(weight, weight.arrays, (whole,), (), i, o)
+        arrays = matrices(weight, weight.arrays, (whole,))
         dtype, s = product.dtype, self.rule.scale
         g = weight.arrays["g"].reshape(weight.kernel.shape[whole], -1)
         rows = jnp.repeat(g, product.sizes, axis=0, total_repeat_length=x.shape[0])
@@ -92,17 +83,18 @@ class AdaptedReader:
         base, dropped = dot(x, stack("kernel")), self._dropped(x)
         with_base = base if self.rule.dropout_mode == "adapter" else dot(dropped, stack("kernel"))
         change = correction(x, with_base, dropped)
-        return (base.astype(change.dtype) + change).astype(dtype).reshape(x.shape[0], *shape)
+        return (
+            (base.astype(change.dtype) + change)
+            .astype(dtype)
+            .reshape(x.shape[0], *(weight.shape[axis] for axis in out))
+        )
 
     def lookup(self, weight: Weight, lookup: Lookup, indices: jax.Array) -> jax.Array | None:
-        i, o = weight.axes("i"), weight.axes("o")
-        if weight.axes("b") or weight.view.whole(lookup.axis) not in i or len(i) != 1:
+        others = [axis for axis in range(len(weight.view)) if axis != lookup.axis]
+        is_row = weight.axes("i") == (weight.whole(lookup.axis),) and not weight.axes("b")
+        if not is_row or weight.viewed(others) != weight.long_axes("o"):
             return None
-        arrays = matrices(weight, weight.arrays, (), (), i, o)
-        others = [axis for axis in range(len(weight.view.axes)) if axis != lookup.axis]
-        pieces = weight.view.pieces(others)
-        if pieces != whole_pieces(weight, o):
-            return None
+        arrays = matrices(weight, weight.arrays)
         take = functools.partial(_rows, indices, lookup)
         dtype = weight.kernel.dtype
         base, a = take(arrays["kernel"][0, 0]), take(arrays["lora_a"][0, 0]).astype(dtype)
@@ -110,7 +102,7 @@ class AdaptedReader:
         g = weight.arrays["g"].reshape(-1)
         y = ops.compose(base, lora, g, self.rule.scale, implementation=self.rule.implementation)
         count = indices.ndim - 1
-        y = y.reshape(*y.shape[:count], *(weight.view.shape[axis] for axis in others))
+        y = y.reshape(*y.shape[:count], *(weight.shape[axis] for axis in others))
         free = [axis for axis in range(y.ndim) if axis not in lookup.offset_dims]
         return jnp.moveaxis(y, range(y.ndim), [*free, *lookup.offset_dims])
 
@@ -127,7 +119,7 @@ class AdaptedReader:
     ) -> jax.Array:
         """Returns x W', or x W'ᵀ, of x [..., in] and matrices."""
         if is_transposed:
-            return _times_transposed(x, arrays, self.rule.scale, product.precision)
+            return times_transposed(x, **arrays, scale=self.rule.scale, precision=product.precision)
         dropout = None
         if seed is not None and self.dropout is not None:
             dropout = Dropout(seed, self.dropout.rate, self.dropout.mode)
@@ -156,17 +148,6 @@ class AdaptedReader:
         if dropout is None:
             return x
         return drop_for(self.rule.implementation)(x, dropout.seed, dropout.rate)
-
-
-def _times_transposed(
-    x: jax.Array, arrays: dict[str, jax.Array], scale: float, precision: Any
-) -> jax.Array:
-    dtype = x.dtype
-    g = arrays["g"].reshape((1,) * (x.ndim - 1) + arrays["g"].shape)
-    scaled = (x.astype(g.dtype) * g).astype(dtype)
-    dot = functools.partial(jnp.matmul, precision=precision)
-    z = dot(scaled, (scale * arrays["lora_b"]).astype(dtype).T)
-    return dot(scaled, arrays["kernel"].T) + dot(z, arrays["lora_a"].astype(dtype).T)
 
 
 def _base_sharding(weight: Weight, product: Product, x: jax.Array) -> Any:

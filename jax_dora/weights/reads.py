@@ -1,22 +1,20 @@
-"""What reads each weight of a model, in one abstract call of it."""
+"""What reads a weight in one abstract call of its model."""
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 from jax import lax
 
-from jax_dora.ops import quantised
 from jax_dora.weights.evaluate import scopes
-from jax_dora.weights.module import public_methods
 from jax_dora.weights.operations import Lookup, Product, Ragged
-from jax_dora.weights.trace import weight_trace
-from jax_dora.weights.view import View
+from jax_dora.weights.trace import WeightTrace
 from jax_dora.weights.weight import Weight
 
 type Key = tuple[str, str]
@@ -58,26 +56,88 @@ class Traced:
     results: frozenset[int]
 
 
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """What a model is called with: a pytree whose leaves are the arguments.
+
+    Attributes:
+      args, kwargs: arrays, `jax.ShapeDtypeStruct`s, modules or whatever else.
+      function: takes the model and calls it, without arguments then; or None.
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    function: Callable[[Any], Any] | None = None
+
+    @classmethod
+    def of(cls, example: Any) -> "Example":
+        """Returns an example as `apply_dora` takes it.
+
+        Raises:
+          TypeError: it is none.
+        """
+        if isinstance(example, Mapping):
+            return cls(kwargs=dict(example))
+        if isinstance(example, tuple | list):
+            return cls(tuple(example))
+        if callable(example):
+            return cls(function=example)
+        raise TypeError(
+            f"example is a {type(example).__name__}; expected a tuple of arguments such as "
+            "(tokens,), a dict of keyword arguments, or a function that takes the model and calls "
+            "it"
+        )
+
+    @classmethod
+    def of_arguments(cls, *args: Any, **kwargs: Any) -> "Example":
+        """Returns an example as `coverage` takes it."""
+        is_function = len(args) == 1 and callable(args[0]) and not kwargs
+        return cls(function=args[0]) if is_function else cls(args, kwargs)
+
+    def call(self, model: Any) -> Any:
+        """Returns what the model does with it."""
+        return self.function(model) if self.function else model(*self.args, **self.kwargs)
+
+
+jax.tree_util.register_dataclass(Example, data_fields=["args", "kwargs"], meta_fields=["function"])
+
+
+class ReadLog:
+    """What a call of a model reads, as it is noted.
+
+    Attributes:
+      paths: of the modules, by the number in the name of each one's scope, "dora[3]".
+      reads: of each weight.
+      results: the sizes of the last axes of what the call returned.
+    """
+
+    def __init__(self, keys: Iterable[Key], paths: Iterable[str]) -> None:
+        self.paths = paths
+        self.reads: dict[Key, list[Read]] = {key: [] for key in keys}
+        self.results: frozenset[int] = frozenset()
+        self.count = itertools.count().__next__
+
+    def follow(self, trace: WeightTrace, key: Key, array: jax.Array) -> Any:
+        """Returns a weight's array as `trace` follows it, noting what reads it."""
+        reader = Recorder(self, key, array.shape)
+        weight = Weight.of(None, {"kernel": array}, reader)
+        return trace.lift(jax.typeof(array), lambda: weight)
+
+    def end(self, result: Any) -> None:
+        """Notes what the call returned."""
+        leaves = (leaf for leaf in jax.tree.leaves(result) if not isinstance(leaf, nnx.Variable))
+        self.results = frozenset(leaf.shape[-1] for leaf in leaves if getattr(leaf, "ndim", 0))
+
+
 class Recorder:
     """Notes what reads one weight, and computes what the base would."""
 
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        paths: list[str],
-        reads: list[Read],
-        count: Callable[[], int],
-    ) -> None:
-        self.shape = shape
-        self.paths = paths
-        self.reads = reads
-        self.count = count
+    def __init__(self, log: ReadLog, key: Key, shape: tuple[int, ...]) -> None:
+        self.log, self.key, self.shape = log, key, shape
         self.is_noted = False
 
     def product(self, weight: Weight, product: Product, x: jax.Array) -> jax.Array:
-        contracted = {piece.axis for piece in weight.view.pieces(product.contracted)}
-        batch = {piece.axis for piece in weight.view.pieces(product.batch)}
-        self._note("dot_general", "product", weight, contracted, batch)
+        self._note("dot_general", "product", weight, product.contracted, product.batch)
         numbers: Any = (
             (product.x_contracted, product.contracted),
             (product.x_batch, product.batch),
@@ -95,115 +155,50 @@ class Recorder:
         )
 
     def ragged(self, weight: Weight, product: Ragged, x: jax.Array) -> None:
-        contracted = {piece.axis for piece in weight.view.pieces(product.contracted)}
-        batch = {piece.axis for piece in weight.view.pieces([product.group])}
-        self._note("ragged_dot_general", "product", weight, contracted, batch)
+        group = (product.group,)
+        self._note("ragged_dot_general", "product", weight, product.contracted, group)
         self.is_noted = True  # and the base's array is asked for next
 
     def lookup(self, weight: Weight, lookup: Lookup, indices: jax.Array) -> None:
-        rows = {piece.axis for piece in weight.view.axes[lookup.axis]}
-        self._note("gather", "lookup", weight, rows, set())
+        self._note("gather", "lookup", weight, (lookup.axis,), ())
         self.is_noted = True
 
     def other(self, weight: Weight, name: str) -> jax.Array:
         if not self.is_noted:
-            self.reads.append(Read(name, "other", "", 0, self._scopes(), self.count()))
+            self._add(name, "other", "", 0)
         self.is_noted = False
         return weight.base()
 
-    def _scopes(self) -> frozenset[str]:
+    def _add(self, name: str, kind: str, axes: str, features: int) -> None:
         found = re.findall(r"dora\[(\d+)\]", scopes())
-        return frozenset(self.paths[int(number)] for number in found)
+        paths = list(self.log.paths)
+        inside = frozenset(paths[int(number)] for number in found)
+        read = Read(name, kind, axes, features, inside, self.log.count())
+        self.log.reads[self.key].append(read)
 
     def _note(
-        self, name: str, kind: str, weight: Weight, contracted: set[int], batch: set[int]
+        self, name: str, kind: str, weight: Weight, contracted: Sequence[int], batch: Sequence[int]
     ) -> None:
-        seen = {piece.axis for axis in weight.view.axes for piece in axis}
+        """Notes a product or lookup along these axes of the weight's array."""
+        every = range(len(weight.view))
+        of_i, of_b, seen = (
+            {weight.origins[one] for one in weight.viewed(axes)}
+            for axes in (contracted, batch, every)
+        )
 
         def role(axis: int) -> str:
             if axis in weight.stacked:
                 return "s"
-            if axis in contracted:
+            if axis in of_i:
                 return "i"
             one_of_many = axis not in seen and self.shape[axis] != 1
-            return "b" if axis in batch or one_of_many else "o"
+            return "b" if axis in of_b or one_of_many else "o"
 
         axes = "".join(map(role, range(len(self.shape))))
         counted = "o" if kind == "product" else "i"
-        sizes = [weight.kernel.shape[axis] for axis, one in enumerate(axes) if one == counted]
-        features = math.prod(sizes)
-        self.reads.append(Read(name, kind, axes, features, self._scopes(), self.count()))
-
-
-def trace_reads(
-    model: nnx.Module,
-    modules_of: Callable[[Any], Mapping[str, Any]],
-    weights_of: Callable[[Any], Mapping[Key, nnx.Param]],
-    example: Any,
-) -> Traced:
-    """Calls a model abstractly, and returns what reads its weights.
-
-    Args:
-      model: without adapters; it is left as it is.
-      modules_of: returns the modules of a model, each by one of its paths.
-      weights_of: returns the parameters of a model whose reads are wanted.
-      example: (arguments, keyword arguments), or a function of the model.
-
-    Raises:
-      Whatever the call raises.
-    """
-    copy = nnx.clone(model)
-    paths = list(modules_of(copy))
-    for number, module in enumerate(modules_of(copy).values()):
-        if not isinstance(module, nnx.List | nnx.Dict):
-            module.dora_scope = number
-            module.__class__ = _scoped_type(type(module))
-    keys = list(weights_of(copy))
-    groups = _groups(weights_of(copy))
-    reads: dict[Key, list[Read]] = {group[0]: [] for group in groups}
-    count = functools.partial(next, iter(range(2**62)))
-    results: set[int] = set()
-
-    def run(arrays: Any) -> None:
-        traced, given = together(arrays)
-        weights = weights_of(traced)
-        with weight_trace() as trace:
-            for key in reads:
-                raw = weights[key].get_raw_value()
-                raw = quantised.dense(raw, raw.dtype)
-                reader = Recorder(raw.shape, paths, reads[key], count)
-                weight = Weight(View.of(raw.shape), None, {"kernel": raw}, reader)
-                value = trace.lift(jax.typeof(raw), functools.partial(_same, weight))
-                weights[key].set_raw_value(value, _unsafe_bypass_check=True)
-            result = call_example(traced, given)
-        for leaf in jax.tree.leaves(result):
-            if getattr(leaf, "ndim", 0) and not isinstance(leaf, nnx.Variable):
-                results.add(leaf.shape[-1])
-
-    arrays, together = apart((copy, example))
-    jax.eval_shape(run, arrays)
-    found = {key: dict[Read, None]() for key in keys}
-    for group in groups:
-        for read in reads[group[0]]:
-            inside = [key for key in group if key[0] in read.scopes]
-            found[max(inside, key=lambda key: len(key[0]), default=group[0])][read] = None
-    return Traced({key: tuple(one) for key, one in found.items()}, frozenset(results))
-
-
-def _groups(weights: Mapping[Key, nnx.Param]) -> list[list[Key]]:
-    """Returns the names of each parameter: several where modules share it."""
-    groups: dict[int, list[Key]] = {}
-    for key, variable in weights.items():
-        groups.setdefault(id(variable), []).append(key)
-    return list(groups.values())
-
-
-def call_example(model: Any, example: Any) -> Any:
-    """Returns what the model does with an example, as `trace_reads` takes it."""
-    if callable(example):
-        return example(model)
-    args, kwargs = example
-    return model(*args, **kwargs)
+        parts = zip(weight.kernel.shape, weight.origins, strict=True)
+        sizes = [size for size, axis in parts if axes[axis] == counted]
+        self._add(name, kind, axes, math.prod(sizes))
 
 
 def apart(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
@@ -229,23 +224,6 @@ def apart(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         return jax.tree.unflatten(structure, made)
 
     return parts, together
-
-
-@functools.cache
-def _scoped_type(base: type[Any]) -> type[Any]:
-    """Returns a subclass of a module's class whose methods run in a named scope of its own."""
-
-    def scoped(method: Any) -> Any:
-        @functools.wraps(method)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with jax.named_scope(f"dora[{self.dora_scope}]"):
-                return method.__get__(self, type(self))(*args, **kwargs)
-
-        return call
-
-    methods = {name: scoped(method) for name, method in public_methods(base).items()}
-    kind: Any = type(base)
-    return kind(base.__name__, (base,), {"__module__": base.__module__, **methods})
 
 
 def _same[T](value: T) -> T:

@@ -11,7 +11,6 @@ from jax import lax
 from jax_dora import DoRARule
 from jax_dora.weights.products import AdaptedReader
 from jax_dora.weights.trace import weight_trace
-from jax_dora.weights.view import View
 from jax_dora.weights.weight import Weight
 from parity import tolerances
 from tests.matrices import within
@@ -149,7 +148,7 @@ def test_a_program_computes_and_differentiates_as_with_the_merged_weight(name):
     def followed(arrays, x):
         given = {name: arrays[name] for name in ("kernel", "lora_a", "lora_b")}
         given["g"] = arrays["magnitude"] / jnp.asarray(norm, jnp.float32)
-        weight = Weight(View.of(shape), axes, given, Reader(RULE, None))
+        weight = Weight.of(axes, given, Reader(RULE, None))
         with weight_trace() as trace:
             return trace.array(program(trace.lift(weight.aval, lambda: weight), x))
 

@@ -1,0 +1,139 @@
+"""What reads each weight of an nnx model, in one abstract call of it, and what that says: who reads
+it, whether an adapter can, and which is the head's."""
+
+import functools
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jax_dora.adapt.tree import Found, find_modules
+from jax_dora.layers.base import Constant
+from jax_dora.ops import quantised
+from jax_dora.weights.module import public_methods
+from jax_dora.weights.reads import Example, Key, Read, ReadLog, Traced, apart
+from jax_dora.weights.trace import weight_trace
+
+
+def weights_of(module: Any) -> dict[str, nnx.Param]:
+    """Returns the parameters of two axes or more that a module holds as attributes."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, nnx.Param)
+        and not isinstance(value, nnx.LoRAParam | Constant)
+        and getattr(value, "ndim", 0) > 1
+    }
+
+
+def trace_reads(model: nnx.Module, example: Example) -> Traced:
+    """Calls a model without adapters abstractly, and returns what reads its weights.
+
+    Raises:
+      Whatever the call raises.
+    """
+    copy = nnx.clone(model)
+    modules = find_modules(copy)
+    paths = [found.paths[0] for found in modules]
+    for number, found in enumerate(modules):
+        if not isinstance(found.module, nnx.List | nnx.Dict):
+            found.module.dora_scope = number
+            found.module.__class__ = _scoped_type(type(found.module))
+    by_variable: dict[int, list[Key]] = {}
+    for key, variable in _weights(copy).items():
+        by_variable.setdefault(id(variable), []).append(key)
+    groups = list(by_variable.values())  # several keys where modules share a parameter
+    log = ReadLog([group[0] for group in groups], paths)
+
+    def run(arrays: Any) -> None:
+        traced, given = together(arrays)
+        weights = _weights(traced)
+        with weight_trace() as trace:
+            for key in log.reads:
+                raw = weights[key].get_raw_value()
+                value = log.follow(trace, key, quantised.dense(raw, raw.dtype))
+                weights[key].set_raw_value(value, _unsafe_bypass_check=True)
+            log.end(given.call(traced))
+
+    arrays, together = apart((copy, example))
+    jax.eval_shape(run, arrays)
+    found = {key: dict[Read, None]() for group in groups for key in group}
+    for group in groups:
+        for read in log.reads[group[0]]:
+            inside = [key for key in group if key[0] in read.scopes]
+            found[max(inside, key=lambda key: len(key[0]), default=group[0])][read] = None
+    return Traced({key: tuple(one) for key, one in found.items()}, log.results)
+
+
+def _weights(model: nnx.Module) -> dict[Key, nnx.Param]:
+    return {
+        (found.paths[0], name): variable
+        for found in find_modules(model)
+        for name, variable in weights_of(found.module).items()
+    }
+
+
+@functools.cache
+def _scoped_type(base: type[Any]) -> type[Any]:
+    """Returns a subclass of a module's class whose methods run in a named scope of its own."""
+
+    def scoped(method: Any) -> Any:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with jax.named_scope(f"dora[{self.dora_scope}]"):
+                return method.__get__(self, type(self))(*args, **kwargs)
+
+        return call
+
+    methods = {name: scoped(method) for name, method in public_methods(base).items()}
+    kind: Any = type(base)
+    return kind(base.__name__, (base,), {"__module__": base.__module__, **methods})
+
+
+def is_adapted_read(read: Read, axes: str) -> bool:
+    """Returns whether the operation has an adapted form along these axes."""
+    if read.kind == "other":
+        return False
+    flat, mine = (one.replace("s", "b") for one in (read.axes, axes))
+    swapped = flat.translate(str.maketrans("io", "oi"))
+    loose = [
+        all(a == b or (a != "b" and b == "b") for a, b in zip(form, mine, strict=True))
+        for form in (flat, swapped)
+    ]
+    return flat == mine if read.kind == "lookup" else any(loose)
+
+
+def reader_of(
+    found: Found, modules: list[Found], reads: tuple[Read, ...]
+) -> tuple[Any, tuple[str, ...]] | None:
+    """Returns the innermost module that holds a weight and in whose methods all of its reads
+    stand, and the path from it to the weight's owner."""
+    numbers = {path: place for place, one in enumerate(modules) for path in one.paths}
+    inside = frozenset.intersection(*(read.scopes for read in reads))
+    for path in found.paths:
+        parts = path.split("/") if path else []
+        for length in range(len(parts), -1, -1):
+            place = numbers.get("/".join(parts[:length]))
+            if place is not None and inside.intersection(modules[place].paths):
+                return modules[place].module, tuple(parts[length:])
+    return None
+
+
+def heads(traced: Traced | None) -> list[Key]:
+    """Returns the weight, if any, whose product makes the result's last axis, of the size of a
+    vocabulary that is looked up."""
+    if traced is None:
+        return []
+    products = [
+        (read, key)
+        for key, reads in traced.reads.items()
+        for read in reads
+        if read.kind == "product"
+    ]
+    vocabularies = {
+        read.features for reads in traced.reads.values() for read in reads if read.kind == "lookup"
+    }
+    if not products:
+        return []
+    last, key = max(products, key=lambda one: one[0].order)
+    return [key] if last.features in vocabularies & traced.results else []
