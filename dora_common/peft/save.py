@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dora_common.peft.config import EXPERTS_VERSION, AdapterConfig
-from dora_common.peft.fit import fit
+from dora_common.peft.fit import fit, tied_names
 from dora_common.peft.folder import check_finite
 from dora_common.peft.keys import key_of, parameter_key
 from dora_common.peft.layers import Layer, Shape, key_modules, refuse_layers
 from dora_common.peft.names import first_match, parameters_for, patterns_for, targets_for
-from dora_common.peft.ties import tied_names
 from dora_common.peft.writing import check_free, write
 
 # The names that PEFT adds to modules_to_save by the task type, whatever the model calls its head.

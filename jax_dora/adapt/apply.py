@@ -1,6 +1,7 @@
 """Adapters into an existing nnx model."""
 
 import contextlib
+import functools
 from typing import Any, cast
 
 import jax
@@ -14,12 +15,12 @@ from jax_dora.adapt.reads import trace_reads
 from jax_dora.adapt.remove import remove_dora
 from jax_dora.adapt.sites import WAY_IN, Site, sites
 from jax_dora.adapt.stack import adapt_stack, stack_of
-from jax_dora.adapt.tree import Found, check_model, named, replace_modules
-from jax_dora.layers import DORA_CLASSES, DoRALayer, dora_class_of
+from jax_dora.adapt.tree import check_model, named, replace_modules
+from jax_dora.layers import DORA_CLASSES, dora_class_of
 from jax_dora.layers.base_layer import padded
 from jax_dora.layers.rule import DoRARule, Rules
-from jax_dora.layers.stack import Stack
 from jax_dora.ops.quantised import stored
+from jax_dora.weights.adapter import WeightAdapter
 from jax_dora.weights.module import add_adapter, made_place
 from jax_dora.weights.reads import Example
 
@@ -97,57 +98,37 @@ def apply_dora[Model: nnx.Module](
 
 
 def adapt_site(site: Site, rule: DoRARule, rngs: nnx.Rngs) -> Any:
-    """Returns the DoRA layer over the site's module, or the adapter that stands beside its weight
-    then."""
-    if site.is_layer:
-        return adapt_layer(site.found, rule, rngs, site.stack_axis)
-    assert site.reader is not None
-    module, (reader, path) = site.found.module, site.reader
-    with named(site.names[0], "adapted"):
-        place = made_place(
-            site.param,
-            site.axes,
-            rule,
-            has_module_path=site.has_module_path,
-            is_lookup=site.is_lookup,
-        )
-        sharding = _mesh_sharding(getattr(module, site.param))
-        with contextlib.ExitStack() as scope:
-            if sharding is not None:
-                scope.enter_context(jax.set_mesh(cast(Mesh, sharding.mesh)))
-            adapter = add_adapter(module, place, reader, path)
-            adapter.make(rule, rngs)
+    """Returns the DoRA layer over the site's module, whose parameters it shares, or the adapter
+    that stands beside its weight then."""
+    module, cls = site.found.module, dora_class_of(site.found.module) if site.is_layer else None
+    sharding = _mesh_sharding(getattr(module, cls.kernel_name if cls else site.param))
+    # Flax places a parameter with sharding metadata at once, on the mesh in scope.
+    scope = (
+        contextlib.nullcontext() if sharding is None else jax.set_mesh(cast(Mesh, sharding.mesh))
+    )
+    with named(site.names[0], "adapted"), scope:
+        if cls is None:
+            adapted = _adapt_weight(site, rule, rngs)
+        else:
+            adapt = functools.partial(cls.from_base, rngs=rngs, **rule.options())
+            stack = stack_of(module, site.stack_axis)
+            adapted = adapt_stack(module, stack, adapt) if stack.shape else adapt(module)
     if sharding is not None:
-        _shard_like_kernel(adapter, sharding, adapter.stack)
-    return adapter
-
-
-def adapt_layer(found: Found, rule: DoRARule, rngs: nnx.Rngs, stack_axis: int | None = None) -> Any:
-    """Returns the DoRA layer over `found.module`, whose parameters it shares.
-
-    Args:
-      stack_axis: as `stack_of`'s axis.
-    """
-    layer, cls = found.module, dora_class_of(found.module)
-    assert cls is not None
-    sharding = _mesh_sharding(getattr(layer, cls.kernel_name))
-
-    def adapt(one: Any) -> DoRALayer:
-        return cls.from_base(one, rngs=rngs, **rule.options())
-
-    with named(found.paths[0], "adapted"), contextlib.ExitStack() as scope:
-        if sharding is not None:
-            # Flax places a parameter with sharding metadata at once, on the mesh in scope.
-            scope.enter_context(jax.set_mesh(cast(Mesh, sharding.mesh)))
-        stack = stack_of(layer, stack_axis)
-        adapted = adapt_stack(layer, stack, adapt) if stack.shape else adapt(layer)
-    if sharding is not None:
-        _shard_like_kernel(adapted, sharding, stack)
+        _shard_like_kernel(adapted, sharding)
     return adapted
 
 
-def _shard_like_kernel(adapted: Any, sharding: NamedSharding, stack: Stack) -> None:
-    spec = padded(sharding.spec, adapted.kernel_param.ndim)
+def _adapt_weight(site: Site, rule: DoRARule, rngs: nnx.Rngs) -> WeightAdapter:
+    assert site.reader is not None
+    options = {"has_module_path": site.has_module_path, "is_lookup": site.is_lookup}
+    place = made_place(site.param, site.axes, rule, **options)
+    adapter = add_adapter(site.found.module, place, *site.reader)
+    adapter.make(rule, rngs)
+    return adapter
+
+
+def _shard_like_kernel(adapted: Any, sharding: NamedSharding) -> None:
+    stack, spec = stack_of(adapted), padded(sharding.spec, adapted.kernel_param.ndim)
     for name, names in adapted.adapter_axes(stack.without(spec)).items():
         variable = getattr(adapted, name)
         of_all = stack.joined(stack.of_stack(spec), names)

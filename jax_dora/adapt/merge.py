@@ -137,7 +137,7 @@ def _is_read_alone(layer: DoRALayer | WeightAdapter) -> bool:
     """Whether an adapter counts in its own module's methods, and nowhere else that the parameter is
     read."""
     if isinstance(layer, WeightAdapter):
-        return ((), layer.place.param) in layer.module.dora_reads.reads
+        return ((), layer.place.param) in layer.module.dora_weights.reads
     return True
 
 

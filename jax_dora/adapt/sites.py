@@ -8,8 +8,9 @@ from flax import nnx
 
 from dora_common.rules import OUTPUT_HEADS
 from jax_dora.adapt.reads import heads, is_adapted_read, reader_of, weights_of
-from jax_dora.adapt.tree import Found, find_modules, is_node
+from jax_dora.adapt.tree import Found, find_modules
 from jax_dora.layers import DoRALayer, dora_class_of
+from jax_dora.layers.base_layer import is_node
 from jax_dora.weights.module import adapters_of, has_dora_type
 from jax_dora.weights.reads import Read, Traced
 from jax_dora.weights.registry import class_name, registrations

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.layers.stack import Stack, stacked_axes
 from jax_dora.weights.adapter import WeightAdapter
-from jax_dora.weights.known import scan_axis
+from jax_dora.weights.registry import scan_axis
 
 _LOG = logging.getLogger("jax_dora")
 

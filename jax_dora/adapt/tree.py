@@ -10,6 +10,7 @@ import jax
 from flax import linen, nnx
 
 from jax_dora.layers import DoRALayer
+from jax_dora.layers.base_layer import is_node
 from jax_dora.weights.module import adapters_of
 
 
@@ -131,11 +132,6 @@ def _children(node: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 def _attributes(node: nnx.Pytree) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in vars(node).items() if not name.startswith("_pytree__")]
-
-
-def is_node(value: Any) -> bool:
-    """Returns whether the walk treats `value` as one thing, not as a container of others."""
-    return isinstance(value, nnx.Pytree | nnx.Variable)
 
 
 def _is_container(value: Any) -> bool:

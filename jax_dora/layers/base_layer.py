@@ -66,6 +66,11 @@ def bare(module_type: type[nnx.Module]) -> Any:
     return module
 
 
+def is_node(value: Any) -> bool:
+    """Returns whether a walk through a model treats `value` as one thing, not as a container."""
+    return isinstance(value, nnx.Pytree | nnx.Variable)
+
+
 def axis_names(kernel: nnx.Param) -> tuple[Any, ...]:
     """Returns for each of the kernel's axes the axis of the mesh that it is sharded over, or None,
     as its `out_sharding` metadata says."""

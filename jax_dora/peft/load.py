@@ -19,7 +19,8 @@ from dora_common.peft.folder import Folder, opened
 from dora_common.peft.layers import Shape
 from jax_dora.adapt import DoRARule, remove_dora
 from jax_dora.adapt.adapter import adapted_weights, stack_axes
-from jax_dora.adapt.apply import adapt_layer, adapt_site
+from jax_dora.adapt.apply import adapt_site
+from jax_dora.adapt.sites import Site
 from jax_dora.adapt.tree import check_model, find_dora_layers, find_modules, replace_modules
 from jax_dora.layers.stack import Stack
 from jax_dora.ops import check
@@ -118,8 +119,9 @@ def load_adapter[Model: nnx.Module](
                 layer = adapt_site(view.weights[path].site, rule, rngs)
                 fill(layer, _arrays(source, view, layer, stacks[path]))
             else:
-                layer = adapt_layer(found[path], rule, rngs, view.stacks[path].axis)
-                replacements[id(found[path].module)] = layer
+                axis = view.stacks[path].axis
+                site = Site((path,), found[path], "", is_layer=True, stack_axis=axis)
+                layer = replacements[id(found[path].module)] = adapt_site(site, rule, rngs)
             layer.eval()
             exactly = adapter_dtype is None
             _set_magnitude(source, layer.magnitude, view.stacks[path], stacks[path], exactly)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,8 +12,6 @@ from jax import lax
 from jax_dora.weights.operations import Lookup, Product, Ragged
 from jax_dora.weights.weight import Weight
 
-Step = Callable[[str, Weight, Sequence[Any], dict[str, Any]], Weight | None]
-
 
 def follow(
     name: str, weight: Weight, operands: Sequence[Any], params: dict[str, Any]
@@ -21,88 +19,77 @@ def follow(
     """Returns what the primitive makes of `weight` where that is still the weight's array.
 
     Args:
-      name: of the primitive.
-      operands: one of which is `weight`.
-      params: of the primitive.
+      operands: of the primitive, one of which is `weight`.
     """
-    step = _STEPS.get(name)
-    return None if step is None else step(name, weight, operands, params)
+    match name:
+        case "copy" | "copy_p" | "name" | "pvary" | "optimization_barrier":
+            return weight
+        case "sharding_constraint":  # a hint, of an array that an adapted product does not make
+            return weight
+        case "convert_element_type" if jnp.issubdtype(params["new_dtype"], jnp.floating):
+            return weight.cast(params["new_dtype"])
+        case "transpose":
+            return weight.transpose(params["permutation"])
+        case "reshape" if params.get("dimensions") is None:
+            return weight.reshape(params["new_sizes"])
+        case "squeeze":
+            dropped = {axis % len(weight.view) for axis in params["dimensions"]}
+            return weight.reshape([n for axis, n in enumerate(weight.shape) if axis not in dropped])
+        case "broadcast_in_dim" if math.prod(params["shape"]) == math.prod(weight.shape):
+            return weight.reshape(params["shape"])
+        case "slice":
+            return _slice(weight, params)
+        case "dynamic_slice" if operands[0] is weight:
+            return _dynamic_slice(weight, operands[1:], params["slice_sizes"])
+        case "mul" | "div":
+            return _times_scalar(name, weight, operands)
+        case "neg":
+            return weight.scaled(jnp.negative)
+        case "reshard":
+            return _reshard(weight, params["dst_sharding"])
+    return None
 
 
-def _convert(name: str, weight: Weight, operands: Any, params: dict[str, Any]) -> Weight | None:
-    dtype = params["new_dtype"]
-    return weight.cast(dtype) if jnp.issubdtype(dtype, jnp.floating) else None
+def _indexed(
+    weight: Weight, parts: Mapping[int, Callable[[jax.Array, int], jax.Array]]
+) -> Weight | None:
+    """Returns the part of the array that each function takes along its axis."""
+    one: Weight | None = weight
+    for axis, part in parts.items():
+        one = one and one.indexed(axis, part)
+    return one
 
 
-def _same(name: str, weight: Weight, operands: Any, params: dict[str, Any]) -> Weight | None:
-    return weight
-
-
-def _transpose(name: str, weight: Weight, operands: Any, params: dict[str, Any]) -> Weight | None:
-    return weight.transpose(params["permutation"])
-
-
-def _reshape(name: str, weight: Weight, operands: Any, params: dict[str, Any]) -> Weight | None:
-    if params.get("dimensions") is not None:
-        return None
-    return weight.reshape(params["new_sizes"])
-
-
-def _squeeze(name: str, weight: Weight, operands: Any, params: dict[str, Any]) -> Weight | None:
-    dropped = {axis % len(weight.view) for axis in params["dimensions"]}
-    return weight.reshape([n for axis, n in enumerate(weight.shape) if axis not in dropped])
-
-
-def _broadcast(name: str, weight: Weight, operands: Any, params: dict[str, Any]) -> Weight | None:
-    is_as_large = math.prod(params["shape"]) == math.prod(weight.shape)
-    return weight.reshape(params["shape"]) if is_as_large else None
-
-
-def _slice(name: str, weight: Weight, operands: Any, params: dict[str, Any]) -> Weight | None:
-    bounds = zip(params["start_indices"], params["limit_indices"], strict=True)
+def _slice(weight: Weight, params: dict[str, Any]) -> Weight | None:
     strides = params["strides"] or (1,) * len(weight.view)
-    one: Weight | None = weight
-    for axis, ((start, limit), stride) in enumerate(zip(bounds, strides, strict=True)):
-        if one is None:
-            return None
-        if (start, limit, stride) != (0, one.shape[axis], 1):
-            one = one.indexed(
-                axis,
-                lambda array, place, start=start, limit=limit, stride=stride: lax.slice_in_dim(
-                    array, start, limit, stride, axis=place
-                ),
-            )
-    return one
+    bounds = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
+    return _indexed(
+        weight,
+        {
+            axis: lambda array, place, its=its: lax.slice_in_dim(array, *its, axis=place)
+            for axis, its in enumerate(bounds)
+            if its != (0, weight.shape[axis], 1)
+        },
+    )
 
 
-def _dynamic_slice(
-    name: str, weight: Weight, operands: Sequence[Any], params: dict[str, Any]
-) -> Weight | None:
-    if operands[0] is not weight:
-        return None
-    one: Weight | None = weight
-    for axis, (start, size) in enumerate(zip(operands[1:], params["slice_sizes"], strict=True)):
-        if one is None:
-            return None
-        if size != one.shape[axis]:
-            one = one.indexed(
-                axis,
-                lambda array, place, start=start, size=size: lax.dynamic_slice_in_dim(
-                    array, start, size, axis=place
-                ),
-            )
-    return one
+def _dynamic_slice(weight: Weight, starts: Sequence[Any], sizes: Sequence[int]) -> Weight | None:
+    return _indexed(
+        weight,
+        {
+            axis: lambda array, place, its=its: lax.dynamic_slice_in_dim(array, *its, axis=place)
+            for axis, its in enumerate(zip(starts, sizes, strict=True))
+            if its[1] != weight.shape[axis]
+        },
+    )
 
 
-def _times_scalar(
-    name: str, weight: Weight, operands: Sequence[Any], params: dict[str, Any]
-) -> Weight | None:
+def _times_scalar(name: str, weight: Weight, operands: Sequence[Any]) -> Weight | None:
     """A product with one number, or a quotient by it."""
     place = next(place for place, one in enumerate(operands) if one is weight)
     number = operands[1 - place]
-    if isinstance(number, Weight) or math.prod(jnp.shape(number)) != 1:
-        return None
-    if place == 1 and name == "div":
+    is_divisor = place == 1 and name == "div"
+    if isinstance(number, Weight) or math.prod(jnp.shape(number)) != 1 or is_divisor:
         return None
     number = jnp.reshape(number, ())
 
@@ -113,24 +100,18 @@ def _times_scalar(
     return weight.scaled(times)
 
 
-def _negative(name: str, weight: Weight, operands: Any, params: dict[str, Any]) -> Weight | None:
-    return weight.scaled(jnp.negative)
-
-
-def _reshard(name: str, weight: Weight, operands: Any, params: dict[str, Any]) -> Weight | None:
+def _reshard(weight: Weight, sharding: Any) -> Weight | None:
     """The array over other axes of a mesh, or left to XLA: its adapter is sharded as it is."""
-    sharding = params["dst_sharding"]
-    specs: dict[int | None, Any] = {}
+    specs: dict[int, Any] = {}
     for axis, names in enumerate(sharding.spec):
         whole = weight.whole(axis)
-        if names is not None and whole is None:
+        if whole is not None:
+            specs[whole] = names
+        elif names is not None:
             return None
-        specs[whole] = names
 
     def over_mesh(name: str, array: jax.Array) -> jax.Array:
-        places = {
-            weight.place(name, axis): names for axis, names in specs.items() if axis is not None
-        }
+        places = {weight.place(name, axis): names for axis, names in specs.items()}
         spec = jax.P(*(places.get(axis) for axis in range(array.ndim)))
         return jax.reshard(array, jax.sharding.NamedSharding(sharding.mesh, spec))
 
@@ -152,28 +133,6 @@ def split(weight: Weight, sizes: Sequence[int], axis: int) -> list[Any] | None:
         for size, end in zip(sizes, ends, strict=True)
     ]
     return None if None in parts else parts
-
-
-_STEPS: dict[str, Step] = {
-    "convert_element_type": _convert,
-    "copy": _same,
-    "copy_p": _same,
-    "name": _same,
-    "pvary": _same,
-    "reduce_precision": lambda *_: None,
-    "sharding_constraint": _same,  # a hint, of an array that an adapted product does not make
-    "optimization_barrier": _same,
-    "reshard": _reshard,
-    "transpose": _transpose,
-    "reshape": _reshape,
-    "squeeze": _squeeze,
-    "broadcast_in_dim": _broadcast,
-    "slice": _slice,
-    "dynamic_slice": _dynamic_slice,
-    "mul": _times_scalar,
-    "div": _times_scalar,
-    "neg": _negative,
-}
 
 
 def read(

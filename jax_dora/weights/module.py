@@ -12,23 +12,22 @@ from typing import Any, cast
 import jax
 from flax import nnx
 
+from jax_dora.layers.base_layer import is_node
 from jax_dora.layers.rule import DoRARule
 from jax_dora.weights.adapter import Place, WeightAdapter
 from jax_dora.weights.trace import is_followed, weight_trace
 
 
 @dataclasses.dataclass(frozen=True)
-class Places:
-    """The adapted weights of one module."""
+class AdaptedWeights:
+    """What a module has to do with adapted weights.
+
+    Attributes:
+      places: those that it owns.
+      reads: those that its methods read: the path from it to the owner, and the parameter's name.
+    """
 
     places: tuple[Place, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Reads:
-    """The adapted weights that a module's methods read: the path from it to the owner, and the
-    parameter's name."""
-
     reads: tuple[tuple[tuple[str, ...], str], ...] = ()
 
 
@@ -39,8 +38,7 @@ class _DoRAType(type(nnx.Module)):
 
     Attributes:
       plain_type: of the class, the one that the module has without adapters.
-      dora_places: the adapted weights that it owns, as `Places`.
-      dora_reads: those that its methods read, as `Reads`.
+      dora_weights: its `AdaptedWeights`.
     """
 
 
@@ -115,32 +113,25 @@ def followed(module: Any) -> Iterator[Callable[[Any], Any]]:
         return
     variables = [one.kernel_param for one in adapters]
     raws = [variable.get_raw_value() for variable in variables]
-    makes = [_once(one, raw) for one, raw in zip(adapters, raws, strict=True)]
+    pairs = zip(adapters, raws, strict=True)
+    # Of a weight that is not read, nothing is computed.
+    makes = [functools.cache(functools.partial(one.weight, raw)) for one, raw in pairs]
     with weight_trace() as trace:
         values = [trace.lift(jax.typeof(raw), make) for raw, make in zip(raws, makes, strict=True)]
         for variable, value in zip(variables, values, strict=True):
             _set(variable, value)
 
         def plain(result: Any) -> Any:
-            leaves = jax.tree.leaves(result, is_leaf=_is_node)
+            leaves = jax.tree.leaves(result, is_leaf=is_node)
             if not any(map(is_followed, leaves)):
                 return result
-            return jax.tree.map(trace.array, result, is_leaf=_is_node)
+            return jax.tree.map(trace.array, result, is_leaf=is_node)
 
         try:
             yield plain
         finally:
             for variable, raw in zip(variables, raws, strict=True):
                 _set(variable, raw)
-
-
-def _once(adapter: WeightAdapter, kernel: jax.Array) -> Callable[[], Any]:
-    """Returns what makes the adapter's weight of its kernel, when it is first called."""
-    return functools.cache(lambda: adapter.weight(kernel))
-
-
-def _is_node(value: Any) -> bool:
-    return isinstance(value, nnx.Pytree | nnx.Variable)
 
 
 def _set(variable: nnx.Variable, value: Any) -> None:
@@ -151,7 +142,7 @@ def _set(variable: nnx.Variable, value: Any) -> None:
 
 def _read_by(module: Any) -> list[WeightAdapter]:
     found = []
-    for path, param in module.dora_reads.reads:
+    for path, param in module.dora_weights.reads:
         owner = _at(module, path)
         found += [one for one in adapters_of(owner) if one.place.param == param]
     return found
@@ -172,13 +163,13 @@ def adapters_of(module: Any) -> list[WeightAdapter]:
     """Returns the adapted weights that `module` owns, but for those of a `DoRALayer`."""
     if not has_dora_type(module):
         return []
-    return [WeightAdapter(module, place) for place in module.dora_places.places]
+    return [WeightAdapter(module, place) for place in module.dora_weights.places]
 
 
 def as_dora(module: Any) -> None:
     """Gives `module`, in place, the class whose methods follow adapted weights."""
     if not has_dora_type(module):
-        module.dora_places, module.dora_reads = Places(), Reads()
+        module.dora_weights = AdaptedWeights()
         module.__class__ = dora_type(type(module))
 
 
@@ -208,8 +199,10 @@ def add_adapter(module: Any, place: Place, reader: Any, path: tuple[str, ...]) -
     """
     as_dora(module)
     as_dora(reader)
-    module.dora_places = Places((*module.dora_places.places, place))
-    reader.dora_reads = Reads((*reader.dora_reads.reads, (path, place.param)))
+    places = (*module.dora_weights.places, place)
+    module.dora_weights = dataclasses.replace(module.dora_weights, places=places)
+    reads = (*reader.dora_weights.reads, (path, place.param))
+    reader.dora_weights = dataclasses.replace(reader.dora_weights, reads=reads)
     return WeightAdapter(module, place)
 
 
@@ -218,7 +211,7 @@ def reads_of(model: Any) -> dict[tuple[int, str], tuple[Any, tuple[str, ...]]]:
     the path from there, by the owner's id and the parameter's name."""
     found = {}
     if has_dora_type(model):
-        for path, param in model.dora_reads.reads:
+        for path, param in model.dora_weights.reads:
             found[id(_at(model, path)), param] = (model, path)
     return found
 
@@ -227,5 +220,5 @@ def as_plain(module: Any) -> None:
     """Gives `module`, in place, its own class and attributes back."""
     for adapter in adapters_of(module):
         adapter.unmake()
-    del module.dora_places, module.dora_reads
+    del module.dora_weights
     module.__class__ = module.plain_type

@@ -12,6 +12,7 @@ import jax
 from flax import nnx
 from jax import lax
 
+from jax_dora.layers.base_layer import is_node
 from jax_dora.weights.evaluate import scopes
 from jax_dora.weights.operations import Lookup, Product, Ragged
 from jax_dora.weights.trace import WeightTrace
@@ -204,17 +205,17 @@ class Recorder:
 def apart(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Returns the arrays of a pytree of arrays, modules and whatever else, and what puts such
     arrays into a copy of it."""
-    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_node)
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_node)
     parts: list[Any] = []
     merges: list[Any] = []
     for leaf in leaves:
-        if _is_node(leaf):
+        if is_node(leaf):
             graphdef, state = nnx.split(leaf)
             parts.append(state)
             merges.append(functools.partial(nnx.merge, graphdef))
         elif hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
             parts.append(leaf)
-            merges.append(_same)
+            merges.append(lambda array: array)
         else:
             parts.append(None)
             merges.append(lambda _, leaf=leaf: leaf)
@@ -224,11 +225,3 @@ def apart(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         return jax.tree.unflatten(structure, made)
 
     return parts, together
-
-
-def _same[T](value: T) -> T:
-    return value
-
-
-def _is_node(value: Any) -> bool:
-    return isinstance(value, nnx.Pytree | nnx.Variable)
