@@ -19,6 +19,7 @@ from jax_dora.commands.flags import corrections, not_negative, share, whole
 from jax_dora.commands.folders import adapted_model, add_model_flags, base_folder
 from jax_dora.models import CausalLM, Sampling, generate, generate_steps, read_config
 from jax_dora.models.chat import ChatTemplate
+from jax_dora.models.text import TextStream
 from jax_dora.models.tokenizer import read_ends, read_tokenizer
 
 
@@ -84,15 +85,9 @@ def _print_as_it_comes(
     sampling: Sampling,
     ends: list[int],
 ) -> None:
-    answer: list[int] = []
-    shown = ""
+    stream = TextStream(tokenizer)
     for drawn in generate_steps(model, [prompt], count, sampling):
         if drawn[0] in ends:
             break
-        answer.append(int(drawn[0]))
-        text = tokenizer.decode(answer)
-        # A letter of several tokens comes with its last one.
-        if text.startswith(shown) and not text.endswith("\ufffd"):
-            print(text[len(shown) :], end="", flush=True)
-            shown = text
-    print(tokenizer.decode(answer)[len(shown) :])
+        print(stream.add(int(drawn[0])), end="", flush=True)
+    print(stream.end())

@@ -9,6 +9,7 @@ output feature. Untrained adapters have 0, 1 and 1.
 """
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def _print_folder(console: Console, folder: Path, config: AdapterConfig) -> None
     with safe_open(folder / TENSORS, framework="numpy") as tensors:
         slices = {key: tensors.get_slice(key) for key in tensors.keys()}
         dtypes = sorted({one.get_dtype() for one in slices.values()})
-        numbers = sum(_size(one.get_shape()) for one in slices.values())
+        numbers = sum(math.prod(one.get_shape()) for one in slices.values())
     kind = "DoRA" if config.use_dora else "LoRA"
     ranks = sorted({config.r, *config.rank_pattern.values()})
     table = Table(show_header=False, box=None)
@@ -98,13 +99,6 @@ def _length_of_product(a: jax.Array, b: jax.Array) -> jax.Array:
     product."""
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     return jnp.sqrt(jnp.sum(jnp.einsum("...ir,...is,...rj,...sj->...rs", a, a, b, b)))
-
-
-def _size(shape: Any) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
 
 
 def _short(value: Any) -> str:

@@ -15,12 +15,12 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer
 
+from jax_dora.models.text import TextStream
 from jax_dora.serve.bank import Bank
 from jax_dora.serve.draw import Drawn
 from jax_dora.serve.metrics import Metrics
 from jax_dora.serve.request import Alternative, Answer, Piece, Request, Token
 from jax_dora.serve.slots import Part, Slots
-from jax_dora.serve.text import TextStream
 
 
 class QueueFullError(Exception):

@@ -4,8 +4,8 @@ import dataclasses
 import time
 from collections.abc import Callable
 
+from jax_dora.models.text import TextStream
 from jax_dora.serve.adapters import Served
-from jax_dora.serve.text import TextStream
 
 TOP_LOGPROBS = 20  # the most that may be asked for, as in OpenAI's interface
 

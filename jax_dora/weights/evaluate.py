@@ -55,12 +55,19 @@ def _in_scopes[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 def evaluate_primitive(primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
     """Returns the results of one operation, some of whose operands are weights; some of the results
     may be weights too."""
-    if primitive.name in _CALLS:
-        return _CALLS[primitive.name](primitive, operands, params)
-    if primitive.name == "optimization_barrier":
-        return operands
-    if primitive.name == "name" and params["name"] == _ADAPTED:
-        return [operands[0].base()]
+    match primitive.name:
+        case "jit":
+            return evaluate(params["jaxpr"], operands)
+        case "remat2" | "checkpoint":
+            return _checkpoint(operands, params)
+        case "scan":
+            return _scan(operands, params)
+        case "cond":
+            return _cond(operands, params)
+        case "optimization_barrier":
+            return operands
+        case "name" if params["name"] == _ADAPTED:
+            return [operands[0].base()]
     weights = [one for one in operands if isinstance(one, Weight)]
     if primitive.name == "split":
         parts = split(weights[0], params["sizes"], params["axis"])
@@ -111,10 +118,6 @@ def evaluate(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
     return [value(atom) for atom in jaxpr.outvars]
 
 
-def _jit(primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
-    return evaluate(params["jaxpr"], operands)
-
-
 def _apart(operands: Sequence[Any]) -> tuple[list[Any], Callable[[list[Any]], list[Any]]]:
     """Returns all arrays of the operands, and what puts such arrays into their places."""
     parts = [dict(one.arrays) if isinstance(one, Weight) else one for one in operands]
@@ -155,7 +158,7 @@ def _handed_on(
     ]
 
 
-def _checkpoint(primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
+def _checkpoint(operands: list[Any], params: dict[str, Any]) -> list[Any]:
     leaves, together = _apart(operands)
     handed: dict[int, int] = {}
 
@@ -167,7 +170,7 @@ def _checkpoint(primitive: Any, operands: list[Any], params: dict[str, Any]) -> 
     return _handed_on(operands, jax.checkpoint(run, **options)(leaves), handed)
 
 
-def _cond(primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
+def _cond(operands: list[Any], params: dict[str, Any]) -> list[Any]:
     index, *operands = operands
     leaves, together = _apart(operands)
 
@@ -179,7 +182,7 @@ def _cond(primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[A
     return list(lax.switch(index, [branch(jaxpr) for jaxpr in params["branches"]], leaves))
 
 
-def _scan(primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
+def _scan(operands: list[Any], params: dict[str, Any]) -> list[Any]:
     jaxpr = params["jaxpr"]
     n_consts, n_carry, _ = (len(part) for part in params["ft_in"].unpack())
     handed: dict[int, int] = {}
@@ -249,12 +252,3 @@ class _Rows:
         stacked = self.operand.stacked | {self.operand.origins[self.places["kernel"]]}
         view = self.operand.view[1:]
         return dataclasses.replace(self.operand, arrays=arrays, view=view, stacked=stacked)
-
-
-_CALLS: dict[str, Callable[[Any, list[Any], dict[str, Any]], list[Any]]] = {
-    "jit": _jit,
-    "remat2": _checkpoint,
-    "checkpoint": _checkpoint,
-    "scan": _scan,
-    "cond": _cond,
-}

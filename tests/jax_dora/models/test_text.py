@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from jax_dora.finetune.tiny import byte_level_tokenizer
-from jax_dora.serve.text import TextStream
+from jax_dora.models.text import TextStream
 
 
 def byte_fallback_tokenizer():
