@@ -280,11 +280,12 @@ def matrix_norm(
 
 
 def initialize(init: Any, key: jax.Array, place: Axes, dtype: Any) -> Any:
-    """Returns what `init` draws for each matrix of a parameter, in the parameter's shape."""
+    """Returns what `init` draws for each matrix of a parameter, in the parameter's shape; or for
+    the whole parameter, where it has an attribute `of_parameter` that is true."""
     n, *matrix = place.matrices
     shape = tuple(matrix)
-    if shape == place.stored:
-        return init(key, shape, dtype)  # perhaps with metadata of its own
+    if shape == place.stored or getattr(init, "of_parameter", False):
+        return init(key, place.stored, dtype)  # perhaps with metadata of its own
     if n == 1:
         return place.from_matrices(init(key, shape, dtype)[None])
     keys = jax.random.split(key, n)

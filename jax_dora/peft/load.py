@@ -4,7 +4,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -25,10 +25,9 @@ from jax_dora.adapt.tree import check_model, find_dora_layers, find_modules, rep
 from jax_dora.layers.stack import Stack
 from jax_dora.ops import check
 from jax_dora.peft.names import Names
-from jax_dora.peft.parameters import Index, to_matrix
+from jax_dora.peft.parameters import Index
 from jax_dora.peft.torch_view import TorchView, torch_view
 from jax_dora.peft.untie import untie
-from jax_dora.peft.weights import fill
 
 _CACHE_LINE = 64
 
@@ -105,7 +104,8 @@ def load_adapter[Model: nnx.Module](
                 **source.options(one, dropout_mode),
                 adapter_dtype=adapter_dtype or _dtype(source, path, adapters.values()),
                 adapt_attend=False if one.layer.kind == "embedding" else None,
-                **_initializers(source, view, path, adapters),
+                lora_a_init=_Stored("lora_a", source, view, path, adapters),
+                lora_b_init=_Stored("lora_b", source, view, path, adapters),
                 implementation=implementation,
             )
             for path, adapters in stacks.items()
@@ -117,7 +117,6 @@ def load_adapter[Model: nnx.Module](
         for path, rule in rules.items():
             if path in view.weights:
                 layer = adapt_site(view.weights[path].site, rule, rngs)
-                fill(layer, _arrays(source, view, layer, stacks[path]))
             else:
                 axis = view.stacks[path].axis
                 site = Site((path,), found[path], "", is_layer=True, stack_axis=axis)
@@ -129,36 +128,6 @@ def load_adapter[Model: nnx.Module](
         loaded = replace_modules(loaded, replacements)
         _set_parameters(source, torch_view(loaded, names, held, axes), fit)
     return loaded
-
-
-def _initializers(
-    source: Folder, view: TorchView, path: str, adapters: Mapping[Index, Adapter]
-) -> dict[str, Any]:
-    """Returns the initializers of a layer that read its arrays; none of a weight, which is filled
-    later."""
-    if path in view.weights:
-        return {}
-    return {
-        f"{name}_init": _Stored(source, name, adapters, view.stacks[path])
-        for name in ("lora_a", "lora_b")
-    }
-
-
-def _arrays(
-    source: Folder, view: TorchView, holder: Any, adapters: Mapping[Index, Adapter]
-) -> dict[str, np.ndarray]:
-    """lora_a and lora_b of a weight: zero in the layers of a stack that have no adapter."""
-    found = {}
-    for name in ("lora_a", "lora_b"):
-        old = getattr(holder, name).get_value()
-        value = found[name] = _zeros(old.shape, old.dtype)
-        for one in adapters.values():
-            layer = view.layers[one.layer.name]
-            part = view.of_adapter(layer, one.rank, holder.layout)[name]
-            with np.errstate(over="ignore"):  # told with its name
-                value[part.at] = part.from_torch(source.read(one.keys[name]))
-            source.kept(one.keys[name], value[part.at])
-    return found
 
 
 def _by_path(source: Folder, view: TorchView, fit: Fit) -> dict[str, dict[Index, Adapter]]:
@@ -205,20 +174,26 @@ class _Stored:
     """lora_a or lora_b of a folder as an initializer, called for each layer of a stack in turn.
     Zero for the layers that have no adapter."""
 
+    of_parameter = True  # and not of each of its matrices
+
     def __init__(
-        self, source: Folder, name: str, adapters: Mapping[Index, Adapter], stack: Stack
+        self,
+        name: str,
+        source: Folder,
+        view: TorchView,
+        path: str,
+        adapters: Mapping[Index, Adapter],
     ) -> None:
-        self.source = source
-        self.keys: Iterator[str | None] = iter(
-            [adapters[at].keys[name] if at in adapters else None for at in stack.indices()]
-        )
+        self.name, self.source, self.view = name, source, view
+        self.adapters = iter([adapters.get(at) for at in view.stacks[path].indices()])
 
     def __call__(self, _: Any, shape: Shape, dtype: Any = jnp.float32, *__: Any) -> jax.Array:
-        value = _zeros(shape, dtype)
-        key = next(self.keys)
-        if key is not None:
+        value, adapter = _zeros(shape, dtype), next(self.adapters)
+        if adapter is not None:
+            key, layer = adapter.keys[self.name], self.view.layers[adapter.layer.name]
+            part = self.view.of_adapter(layer, adapter.rank)[self.name]
             with np.errstate(over="ignore"):  # told with its name
-                value[...] = to_matrix(self.source.read(key))
+                value[...] = part.from_torch(self.source.read(key))
             self.source.kept(key, value)
         return jax.device_put(value)
 

@@ -67,12 +67,6 @@ class TorchParameter:
         return self.axes.from_matrices(matrices)  # pyright: ignore[reportReturnType]
 
 
-def to_matrix(array: np.ndarray) -> np.ndarray:
-    """Returns PyTorch's [out, in, *window] as the matrix [*window and in, out]."""
-    flax = array.transpose(_flax_order(array.shape))
-    return flax.reshape(-1, flax.shape[-1])
-
-
 def _flax_order(shape: Shape) -> tuple[int, ...]:
     """Returns the order that turns PyTorch's axes (out, in, *window) into Flax's (*window, in,
     out)."""

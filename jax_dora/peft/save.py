@@ -102,8 +102,8 @@ def save_adapter(
 
     def read_adapter(name: str, attribute: str) -> np.ndarray:
         module = modules[name]
-        layer = view.layers[name]
-        return stored(module, view.of_adapter(layer, module.rank, module.layout)[attribute], dtype)
+        parts = view.of_adapter(view.layers[name], module.rank)
+        return stored(module, parts[attribute], dtype)
 
     source = Source(
         layers=[one.layer for one in view.layers.values()],

@@ -17,11 +17,7 @@ from jax_dora.layers.stack import Stack
 from jax_dora.peft.layers import torch_layer
 from jax_dora.peft.names import Names
 from jax_dora.peft.parameters import Index, TorchParameter, parameters_of
-from jax_dora.peft.weights import (
-    TorchWeight,
-    in_order,
-    torch_weights,
-)
+from jax_dora.peft.weights import TorchWeight, in_order, torch_weights
 
 # The names of a head that is None where a model ties it to its embedding.
 _TIED_HEADS = ("lm_head", "embed_out")
@@ -73,9 +69,15 @@ class TorchView:
         lora_b and magnitude."""
         return self.weights[path].adapter if path in self.weights else self.modules[path]
 
-    def of_adapter(self, layer: TorchLayer, rank: int, layout: Layout) -> dict[str, TorchParameter]:
-        """Returns lora_a, lora_b and magnitude of a layer whose adapter has this layout."""
-        experts = layer.layer.kind == "experts"
+    def layout(self, path: str, rank: int) -> Layout:
+        """Returns how one layer at `path` and an adapter of this rank are matrices."""
+        if path in self.weights:
+            return self.weights[path].layout(rank)
+        return self.kinds[path].layout_of(self.modules[path], rank)
+
+    def of_adapter(self, layer: TorchLayer, rank: int) -> dict[str, TorchParameter]:
+        """Returns lora_a, lora_b and magnitude of a layer with an adapter of this rank."""
+        layout, experts = self.layout(layer.path, rank), layer.layer.kind == "experts"
         at = self.stacks[layer.path].at(layer.index)
         return {
             name: TorchParameter(
@@ -178,7 +180,7 @@ def _as_linear(
         site.param,
         weight.stack.at(index),
         (layer.out_features, layer.in_features),
-        weight.layout.kernel,
+        weight.layout(1).kernel,
         is_transposed=True,
     )
 

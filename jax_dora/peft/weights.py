@@ -5,15 +5,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import numpy as np
 from flax import nnx
 
 from dora_common.peft.layers import Layer
 from jax_dora.adapt.adapter import AdaptedWeight, site_of
 from jax_dora.adapt.sites import Site, sites
 from jax_dora.adapt.tree import find_modules
-from jax_dora.layers.call import bounded_norm
 from jax_dora.layers.layout import Layout, projection_layout
 from jax_dora.layers.stack import Stack
 from jax_dora.peft.names import Names
@@ -28,12 +25,15 @@ class TorchWeight:
     Attributes:
       site: where it lies.
       stack: how layers are stacked in it.
-      layout: of one layer, as matrices, with an adapter of rank 1.
     """
 
     site: Site
     stack: Stack
-    layout: Layout
+
+    def layout(self, rank: int) -> Layout:
+        """Returns how one layer and an adapter of this rank are matrices."""
+        shape = self.stack.without(self.site.shape)
+        return projection_layout(shape, self.site.axes.replace("s", ""), rank)
 
     @property
     def adapter(self) -> WeightAdapter | None:
@@ -43,8 +43,9 @@ class TorchWeight:
 
     def layer(self, names: Names, index: tuple[int, ...]) -> Layer:
         """Returns the layer that PyTorch would have in the place of one layer's part."""
-        experts, features, width = self.layout.kernel.matrices
-        if not self.layout.kernel.batch:
+        kernel = self.layout(1).kernel
+        experts, features, width = kernel.matrices
+        if not kernel.batch:
             return Layer(names.module(self.site.names[0], index), "linear", features, width)
         module = names.module(self.site.found.paths[0], index)
         param = names.parameter(self.site.param)
@@ -79,12 +80,9 @@ def torch_weights(model: nnx.Module, held: Iterable[AdaptedWeight] = ()) -> dict
 
 
 def _weight(site: Site) -> TorchWeight | None:
-    axes, shape = site.axes, site.shape
-    single = axes.replace("s", "")
-    if site.is_lookup or single.count("b") > 1:
+    if site.is_lookup or site.axes.count("b") > 1:
         return None
-    stack = stack_of_weight(shape, axes)
-    return TorchWeight(site, stack, projection_layout(stack.without(shape), single, 1))
+    return TorchWeight(site, stack_of_weight(site.shape, site.axes))
 
 
 def in_order(layers: Mapping[str, Any], names: Names) -> dict[str, Any]:
@@ -96,13 +94,3 @@ def in_order(layers: Mapping[str, Any], names: Names) -> dict[str, Any]:
         return list(names.experts).index(param) if is_one else 0
 
     return {name: layers[name] for name in sorted(layers, key=place)}
-
-
-def fill(adapter: WeightAdapter, arrays: Mapping[str, np.ndarray]) -> None:
-    """Sets lora_a and lora_b of an adapter, and its magnitude to their norm."""
-    for name, value in arrays.items():
-        variable = getattr(adapter, name)
-        variable.set_value(jax.device_put(value, variable.get_value().sharding))
-    old = adapter.magnitude.get_value()
-    norm = bounded_norm(adapter.norm(), adapter.result_dtype)
-    adapter.magnitude.set_value(jax.device_put(norm, old.sharding))
