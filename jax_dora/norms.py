@@ -27,7 +27,6 @@ from flax import nnx
 
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import listing
-from jax_dora.adapt.stack import stack_of
 from jax_dora.adapt.tree import Found, check_model, find_dora_layers
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base import Constant
@@ -53,7 +52,7 @@ def norms(model: nnx.Module) -> dict[str, jax.Array]:
       TypeError: `model` is no nnx module.
       ValueError: there is no DoRA layer in `model`.
     """
-    return {found.paths[0]: norm_of_layer(found.module) for found in _dora_layers(model)}
+    return {found.paths[0]: found.module.norm() for found in _dora_layers(model)}
 
 
 def with_norms[Model: nnx.Module](model: Model, values: Mapping[str, jax.Array]) -> Model:
@@ -175,15 +174,4 @@ def _dora_layers(model: nnx.Module) -> list[Found]:
 
 def _constant_of(layer: DoRALayer | WeightAdapter) -> type[Constant]:
     """Returns what holds a constant of a layer, perhaps of a stack."""
-    return StackedConstant if stack_of(layer).axis else Constant
-
-
-def norm_of_layer(layer: DoRALayer | WeightAdapter) -> jax.Array:
-    """Returns the norm of a DoRA layer, perhaps of a stack, in the shape of its magnitude."""
-    if isinstance(layer, WeightAdapter):
-        return layer.norm()
-    stack = stack_of(layer)
-    if not stack.shape:
-        return layer.norm()
-    graphdef, arrays, rest = nnx.split(layer, nnx.Any(nnx.Param, Constant), ...)
-    return stack.map(lambda one: nnx.merge(graphdef, one, rest).norm(), arrays)
+    return StackedConstant if layer.stack.axis else Constant

@@ -19,7 +19,6 @@ from dora_common.rules import listing
 from jax_dora.adapt.apply import adapt_site
 from jax_dora.adapt.remove import remove_dora
 from jax_dora.adapt.sites import Site
-from jax_dora.adapt.stack import stack_of
 from jax_dora.adapt.tree import Found, check_model, find_dora_layers, find_modules, replace_modules
 from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.layers.rule import DoRARule
@@ -101,7 +100,7 @@ def stack_axes(layers: Mapping[str, DoRALayer | WeightAdapter]) -> tuple[tuple[s
     return tuple(
         (path, layer.stack_axis % layer.kernel_param.ndim)
         for path, layer in layers.items()
-        if isinstance(layer, DoRALayer) and stack_of(layer).shape
+        if isinstance(layer, DoRALayer) and layer.stack.shape
     )
 
 

@@ -1,7 +1,6 @@
 """Adapters into an existing nnx model."""
 
 import contextlib
-import functools
 from typing import Any, cast
 
 import jax
@@ -14,7 +13,7 @@ from jax_dora.adapt.coverage import logged
 from jax_dora.adapt.reads import trace_reads
 from jax_dora.adapt.remove import remove_dora
 from jax_dora.adapt.sites import WAY_IN, Site, sites
-from jax_dora.adapt.stack import adapt_stack, stack_of
+from jax_dora.adapt.stack import stack_of
 from jax_dora.adapt.tree import check_model, named, replace_modules
 from jax_dora.layers import DORA_CLASSES, dora_class_of
 from jax_dora.layers.base_layer import padded
@@ -110,9 +109,8 @@ def adapt_site(site: Site, rule: DoRARule, rngs: nnx.Rngs) -> Any:
         if cls is None:
             adapted = _adapt_weight(site, rule, rngs)
         else:
-            adapt = functools.partial(cls.from_base, rngs=rngs, **rule.options())
-            stack = stack_of(module, site.stack_axis)
-            adapted = adapt_stack(module, stack, adapt) if stack.shape else adapt(module)
+            axis = stack_of(module, site.stack_axis).axis
+            adapted = cls.from_base(module, rngs=rngs, stack_axis=axis, **rule.options())
     if sharding is not None:
         _shard_like_kernel(adapted, sharding)
     return adapted
@@ -128,7 +126,7 @@ def _adapt_weight(site: Site, rule: DoRARule, rngs: nnx.Rngs) -> WeightAdapter:
 
 
 def _shard_like_kernel(adapted: Any, sharding: NamedSharding) -> None:
-    stack, spec = stack_of(adapted), padded(sharding.spec, adapted.kernel_param.ndim)
+    stack, spec = adapted.stack, padded(sharding.spec, adapted.kernel_param.ndim)
     for name, names in adapted.adapter_axes(stack.without(spec)).items():
         variable = getattr(adapted, name)
         of_all = stack.joined(stack.of_stack(spec), names)

@@ -18,7 +18,6 @@ from dora_common.rules import listing
 from jax_dora import ops
 from jax_dora.adapt.adapter import Adapter, set_adapter
 from jax_dora.adapt.remove import remove_dora
-from jax_dora.adapt.stack import stack_of
 from jax_dora.adapt.tree import (
     Found,
     check_model,
@@ -221,7 +220,7 @@ def _change(before: jax.Array | None, layer: DoRALayer | WeightAdapter) -> jax.A
     kernel = layer.kernel_param[...]
     if before is not None:
         parameters["before"] = before
-    stack = stack_of(layer)
+    stack = layer.stack
     parameters = {name: stack.to_leading(value) for name, value in parameters.items()}
     kernel = jax.tree.map(stack.to_leading, kernel)
     return stack.from_leading(kernel_change(Setting.of(layer), kernel=kernel, **parameters))

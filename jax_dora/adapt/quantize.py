@@ -18,7 +18,6 @@ from jax_dora.layers.base_layer import padded
 from jax_dora.layers.call import bounded_norm
 from jax_dora.layers.quantised import LAYERS, compute_quantised
 from jax_dora.layers.rule import DoRARule
-from jax_dora.norms import norm_of_layer
 from jax_dora.ops import quantised
 from jax_dora.ops.rounding import make, round_to
 from jax_dora.ops.row_wise import QTYPE, check_format, columns_in_one_piece
@@ -215,7 +214,7 @@ def _quantize_layer(
 
 
 def _fresh_magnitude(layer: Any) -> jax.Array:
-    return bounded_norm(norm_of_layer(layer), layer.result_dtype)
+    return bounded_norm(layer.norm(), layer.result_dtype)
 
 
 def _axes(module: Any) -> str:

@@ -1,6 +1,8 @@
 """What every DoRA layer is: a Flax layer with an adapter on its kernel."""
 
+import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -20,6 +22,7 @@ from jax_dora.layers.base_layer import (
 from jax_dora.layers.call import bounded_norm
 from jax_dora.layers.layout import Axes, Layout
 from jax_dora.layers.rule import OPTIONS, DoRARule, layer_rule
+from jax_dora.layers.stack import Stack, fill, room
 from jax_dora.ops.norm import norm_implementation
 
 # Uniform in ±1/sqrt(in): PEFT's, which is torch.nn.Linear's own.
@@ -101,6 +104,7 @@ class DoRALayer(nnx.Module):
         *,
         rngs: nnx.Rngs,
         arrays: Mapping[str, jax.Array] | None = None,
+        stack_axis: int = 0,
         **options: Any,
     ) -> None:
         """
@@ -108,6 +112,7 @@ class DoRALayer(nnx.Module):
           base: the layer to adapt. Its parameters (the very `nnx.Param`s) and settings are shared.
           rngs: its `params` stream makes parameters, its `dropout` stream masks.
           arrays: lora_a, lora_b and magnitude in this layer's shapes; None draws a fresh adapter.
+          stack_axis: of a stack of layers the axis along which the kernel is one, -1 for the last.
           **options: rank, alpha and the other attributes of `jax_dora.DoRARule`.
 
         Sharding: the axis names in the kernel's `out_sharding` metadata are given to the adapter's
@@ -123,7 +128,7 @@ class DoRALayer(nnx.Module):
         self.check(base, chosen)
         copy_attributes(base, self)
         self.plain_type = type(base)
-        self.stack_axis = 0
+        self.stack_axis = stack_axis
         self.rank, self.alpha, self.use_rslora = chosen.rank, chosen.alpha, chosen.use_rslora
         self.scale = chosen.scale
         self.keep_inner = chosen.keep_inner
@@ -133,10 +138,12 @@ class DoRALayer(nnx.Module):
         if "adapt_attend" in self.takes:
             self.adapt_attend = chosen.adapt_attend is not False
         self.given_norm, self.given_g = nnx.data(None), nnx.data(None)
-        self._make_adapter(chosen, rngs, arrays)
-        # Last, so that the adapter that `rngs` draws does not depend on it.
-        rate = chosen.dropout
-        self.dropout = nnx.Dropout(rate, rngs=rngs) if rate else nnx.data(None)
+        dropouts = make_adapter(self, chosen, rngs, self.default_inits, arrays)
+        self.dropout = dropouts[0] if dropouts else nnx.data(None)
+        if dropouts and (shape := self.stack.shape):
+            # The streams of dropout are numbers, which have no axis but the leading one.
+            states, leading = (nnx.state(one, nnx.RngState) for one in dropouts), Stack(shape)
+            nnx.update(self.dropout, jax.tree.map(lambda *one: leading.join(one), *states))
 
     @classmethod
     def from_base(cls, base: Any, *, rngs: nnx.Rngs, **options: Any) -> Self:
@@ -224,33 +231,84 @@ class DoRALayer(nnx.Module):
         copy_attributes(self, plain, leave_out=_OF_ADAPTER)
         return plain
 
+    @property
+    def stack(self) -> Stack:
+        """Returns how layers are stacked in the parameters."""
+        shape = self.kernel_param.shape
+        lead = len(shape) - len(self.unstacked_shape(self))
+        axis = self.stack_axis
+        return Stack((shape[axis],), axis) if lead == 1 else Stack(shape[:lead])
+
     def norm(self) -> jax.Array:
-        """Returns ‖kernel + s·lora_a lora_b‖ per output feature, of the parameters as stored, in
-        fp32. It is computed, whatever `given_norm` is."""
-        return self._norm()
+        """Returns ‖kernel + s·lora_a lora_b‖ of the parameters as stored, in the magnitude's shape,
+        in fp32. It is computed, whatever `given_norm` is."""
+        layout, scale, implementation = self.layout, self.scale, self.implementation
+
+        def of_layer(arrays: Sequence[jax.Array]) -> jax.Array:
+            return layout_norm(layout, arrays, scale, implementation)
+
+        arrays = (self.kernel_param[...], self.lora_a[...], self.lora_b[...])
+        return self.stack.map(of_layer, arrays)
 
     def _norm(self) -> jax.Array:
+        """Returns the norm of a layer that is no stack."""
         arrays = (self.kernel_param[...], self.lora_a[...], self.lora_b[...])
         return layout_norm(self.layout, arrays, self.scale, self.implementation)
 
-    def _make_adapter(
-        self, options: DoRARule, rngs: nnx.Rngs, arrays: Mapping[str, jax.Array] | None
-    ) -> None:
-        layout, kernel = self.layout, self.kernel_param
-        axes = self.adapter_axes(axis_names(kernel))
+
+def make_adapter(
+    layer: Any,
+    rule: DoRARule,
+    rngs: nnx.Rngs,
+    inits: Mapping[str, Initializer],
+    arrays: Mapping[str, jax.Array] | None = None,
+) -> list[nnx.Dropout]:
+    """Gives a DoRA layer, or an adapted weight, these arrays or a fresh adapter, of which that of
+    each layer of a stack is drawn in turn. Returns the layers' dropouts, if the rule has any.
+
+    Args:
+      inits: the initializers of lora_a and lora_b where the rule has none.
+    """
+    layout, kernel, stack = layer.layout, layer.kernel_param, layer.stack
+    names = axis_names(kernel)
+    axes, of_stack = layer.adapter_axes(stack.without(names)), stack.of_stack(names)
+    count, drawn, boxes, dropouts = math.prod(stack.shape), dict[str, Any](), {}, []
+    for number in range(count):
         for name in ("lora_a", "lora_b"):
             place = getattr(layout, name)
-            if arrays is None:
-                init = getattr(options, f"{name}_init") or self.default_inits[name]
-                value = initialize(init, rngs.params(), place, options.adapter_dtype)
-            else:
-                value = _shaped(name, arrays[name], place.stored)
-            setattr(self, name, sharded_like(kernel, nnx.LoRAParam, value, axes[name]))
-        if arrays is None:
-            value = bounded_norm(self._norm(), self.result_dtype)
-        else:
-            value = _shaped("magnitude", arrays["magnitude"], layout.magnitude.stored)
-        self.magnitude = sharded_like(kernel, DoRAParam, value, axes["magnitude"])
+            if arrays is not None:
+                drawn[name] = _shaped(name, arrays[name], place.stored)
+                continue
+            init = getattr(rule, f"{name}_init") or inits[name]
+            value = initialize(init, rngs.params(), place, rule.adapter_dtype)
+            if stack.shape:
+                if isinstance(value, nnx.VariableMetadata):
+                    boxes[name], value = value, value.raw_value
+                gathered = drawn[name] if number else room(count, value)
+                # Waited for, so that at most one layer is held a second time.
+                value = jax.block_until_ready(fill(gathered, value, number))
+            drawn[name] = value
+        if rule.dropout:
+            dropouts.append(nnx.Dropout(rule.dropout, rngs=rngs))
+
+    def put(name: str, kind: type[nnx.LoRAParam], value: Any) -> None:
+        its_axes = stack.joined(of_stack, axes[name])
+        setattr(layer, name, sharded_like(kernel, kind, value, its_axes))
+
+    for name, value in drawn.items():
+        if stack.shape:
+            value = stack.from_leading(value.reshape(*stack.shape, *value.shape[1:]))
+        if box := boxes.get(name):
+            names = {"out_sharding": stack.joined(of_stack, box.metadata.get("out_sharding", ()))}
+            metadata = box.metadata | (names if "out_sharding" in box.metadata else {})
+            value = dataclasses.replace(box, raw_value=value, metadata=metadata)
+        put(name, nnx.LoRAParam, value)
+    if arrays is None:
+        magnitude = bounded_norm(layer.norm(), layer.result_dtype)
+    else:
+        magnitude = _shaped("magnitude", arrays["magnitude"], layout.magnitude.stored)
+    put("magnitude", DoRAParam, magnitude)
+    return dropouts
 
 
 def layout_norm(

@@ -60,10 +60,10 @@ class DoRALinear(DoRALayer, nnx.Linear):
           NotImplementedError: `nnx.Linear` is given arithmetic of its own (dot_general,
             promote_dtype, preferred_element_type), which the adapter would not honour.
         """
-        names = {"arrays", *OPTIONS}
+        names = {"arrays", "stack_axis", *OPTIONS}
         adapter = {name: options.pop(name) for name in names & options.keys()}
         adapter |= {"rank": rank, "alpha": alpha}
-        layer_rule(**{name: adapter[name] for name in adapter if name != "arrays"})
+        layer_rule(**{name: adapter[name] for name in adapter if name in OPTIONS})
         if base is None:
             base = nnx.Linear(in_features, out_features, rngs=rngs, **options)
         elif options:

@@ -1,6 +1,7 @@
 """Where `nnx.vmap` has stacked layers in the arrays of one module."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,3 +136,31 @@ def stacked_axes(shape: Sequence[int], single: Sequence[int]) -> list[int]:
     return [
         axis for axis in range(len(shape)) if (*shape[:axis], *shape[axis + 1 :]) == tuple(single)
     ]
+
+
+def room(count: int, one: jax.Array) -> jax.Array:
+    """Returns zeros for `count` arrays like `one`, along a new leading axis, where it lies."""
+    shape = (count, *one.shape)
+    if isinstance(one, Tracer):
+        return jnp.zeros(shape, one.dtype)
+    sharding = one.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+        return jnp.zeros(shape, one.dtype, device=sharding)
+    return jnp.zeros_like(one, shape=shape)
+
+
+def fill(room: jax.Array, one: jax.Array, number: int) -> jax.Array:
+    """Returns `room` with `one` at `number`, in place where both are arrays."""
+    if isinstance(one, Tracer):
+        return room.at[number].set(one)
+    named = isinstance(room.sharding, NamedSharding)
+    return _put(room.sharding if named else None)(room, one, number)
+
+
+@functools.cache
+def _put(sharding: NamedSharding | None) -> Callable[..., jax.Array]:
+    def put(room: jax.Array, one: jax.Array, number: jax.Array) -> jax.Array:
+        return lax.dynamic_update_index_in_dim(room, one, number, 0)
+
+    return jax.jit(put, donate_argnums=0, out_shardings=sharding)

@@ -10,8 +10,8 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_dora.adapt.quantize import placed
-from jax_dora.adapt.stack import fill, room
 from jax_dora.layers.quantised import LAYERS, compute_quantised
+from jax_dora.layers.stack import fill, room
 from jax_dora.models.quantised_weights import QuantisedTensor
 from jax_dora.models.weights import StoredTensor
 from jax_dora.ops import quantised, row_wise

@@ -17,7 +17,6 @@ from dora_common.peft.config import AdapterConfig
 from dora_common.peft.save import Adapted, Source
 from jax_dora.adapt.tree import check_model, find_dora_layers
 from jax_dora.layers.call import bounded_norm
-from jax_dora.norms import norm_of_layer
 from jax_dora.ops import check
 from jax_dora.peft.names import Names
 from jax_dora.peft.parameters import TorchParameter
@@ -200,7 +199,7 @@ def _lora_test(view: TorchView) -> Callable[[str], bool]:
     @functools.cache
     def are_norms(path: str) -> np.ndarray:
         holder = view.holder(path)
-        norm = bounded_norm(norm_of_layer(holder), holder.result_dtype)
+        norm = bounded_norm(holder.norm(), holder.result_dtype)
         return np.asarray(norm == holder.magnitude[...])
 
     def is_lora(name: str) -> bool:

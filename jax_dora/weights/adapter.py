@@ -9,16 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_dora.layers.base import (
-    DoRALayer,
-    DoRAParam,
-    default_lora_a_init,
-    default_lora_b_init,
-    initialize,
-    layout_norm,
-)
-from jax_dora.layers.base_layer import axis_names, sharded_like
-from jax_dora.layers.call import bounded_norm, dropout_of_call, g_of
+from jax_dora.layers.base import DoRALayer, layout_norm, make_adapter
+from jax_dora.layers.call import dropout_of_call, g_of
 from jax_dora.layers.layout import Layout, projection_layout
 from jax_dora.layers.rule import DoRARule
 from jax_dora.layers.stack import Stack
@@ -86,6 +78,7 @@ class WeightAdapter:
     given_norm = _attribute("given_norm")
     given_g = _attribute("given_g")
     adapter_axes: Any = DoRALayer.adapter_axes
+    norm: Any = DoRALayer.norm
 
     def __init__(self, module: Any, place: Place) -> None:
         self.module = module
@@ -136,18 +129,6 @@ class WeightAdapter:
     def stack(self) -> Stack:
         """Returns how the arrays are stacked."""
         return stack_of_weight(self.kernel_param.shape, self.place.axes)
-
-    def norm(self) -> jax.Array:
-        """Returns ‖kernel + s·lora_a lora_b‖ in the magnitude's shape, of the parameters as stored,
-        in fp32. It is computed, whatever `given_norm` is."""
-        layout, rule = self.layout, self.place.rule
-
-        def of_layer(arrays: Any) -> jax.Array:
-            return layout_norm(layout, arrays, rule.scale, rule.implementation)
-
-        return self.stack.map(
-            of_layer, (self.kernel_param[...], self.lora_a[...], self.lora_b[...])
-        )
 
     def eval(self) -> None:
         """Turns the adapter's dropout off."""
@@ -202,27 +183,9 @@ class WeightAdapter:
                 f"the module has an attribute {taken[0]!r}, which is a name of the adapter's; "
                 "expected another name: rename it in the class"
             )
-        kernel, layout, stack = self.kernel_param, self.layout, self.stack
-        names = axis_names(kernel)
-        axes, of_stack = self.adapter_axes(stack.without(names)), stack.of_stack(names)
-        inits = {
-            "lora_a": rule.lora_a_init or default_lora_a_init,
-            "lora_b": rule.lora_b_init or default_lora_b_init,
-        }
-        for name, init in inits.items():
-            values = [
-                initialize(init, rngs.params(), getattr(layout, name), rule.adapter_dtype)
-                for _ in stack.indices()
-            ]
-            value = stack.join(values) if stack.shape else values[0]
-            of_axes = stack.joined(of_stack, axes[name])
-            setattr(self, name, sharded_like(kernel, nnx.LoRAParam, value, of_axes))
         self.given_norm, self.given_g = nnx.data(None), nnx.data(None)
-        of_axes = stack.joined(of_stack, axes["magnitude"])
-        norm = bounded_norm(self.norm(), self.result_dtype)
-        self.magnitude = sharded_like(kernel, DoRAParam, norm, of_axes)
-        rate = rule.dropout
-        self.dropout = nnx.Dropout(rate, rngs=rngs) if rate else nnx.data(None)
+        dropouts = make_adapter(self, rule, rngs, DoRALayer.default_inits)
+        self.dropout = dropouts[0] if dropouts else nnx.data(None)
 
     def hold(self, arrays: Mapping[str, jax.Array]) -> None:
         """Puts lora_a, lora_b and magnitude beside the weight, which a module without an adapter
