@@ -79,12 +79,7 @@ class Rule:
 
 
 def as_rules[R: Rule](kind: type[R], rules: R | Sequence[R]) -> tuple[R, ...]:
-    """Returns ``rules``, one or several of class ``kind``, as a tuple.
-
-    Raises:
-        TypeError: one of them is no ``kind``.
-        ValueError: there is none.
-    """
+    """Returns ``rules``, one or several of class ``kind``, as a tuple."""
     found = (rules,) if isinstance(rules, kind) else tuple(rules)  # pyright: ignore[reportArgumentType]
     for index, rule in enumerate(found):
         if not isinstance(rule, kind):
@@ -105,9 +100,6 @@ def assign[R: Rule](
         rules: the rules, in order of precedence.
         paths: all paths of each layer; a shared layer has several.
         linear: for each layer, as in :meth:`Rule.matches`.
-
-    Raises:
-        ValueError: a rule is no layer's first match; the message lists the paths.
     """
 
     def matched(rule: R, index: int) -> bool:

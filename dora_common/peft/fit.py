@@ -172,11 +172,7 @@ class _Fitting:
             self.problems.append(f"{key} {problem}")
 
     def refuse_tied_adapters(self) -> None:
-        """Refuses an adapter of the embedding that would have to be the head's too.
-
-        Raises:
-          NotImplementedError: one adapter is to be the embedding's and the head's.
-        """
+        """Refuses an adapter of the embedding that would have to be the head's too."""
         tied = [one for one in self.selected if f"{one}.weight" in self.ties]
         if tied and self.config.ensure_weight_tying:
             raise NotImplementedError(

@@ -62,11 +62,7 @@ class Folder:
             return tensor
 
     def read_parameter(self, name: str, keys: Sequence[str]) -> Any:
-        """Returns one tensor that has several keys.
-
-        Raises:
-          ValueError: they hold different numbers.
-        """
+        """Returns one tensor that has several keys."""
         key, *others = keys
         tensor = self.read(key)
         for other in others:
@@ -92,11 +88,7 @@ class Folder:
         return {_DTYPES[self.tensors[adapter.keys[name]][0]] for name in ("lora_a", "lora_b")}
 
     def refuse_rounding(self, key: str, stored: Any, kept: Any) -> None:
-        """Refuses a magnitude that the model would keep rounded.
-
-        Raises:
-          ValueError: a magnitude of float64 is not equal to what the model keeps of it.
-        """
+        """Refuses a magnitude that the model would keep rounded."""
         if self.tensors[key][0] == "F64" and bool((stored != kept).any()):
             raise ValueError(
                 f"{self.path}: {key} is F64, and rounded in a magnitude of {kept.dtype}; pass "
@@ -140,9 +132,6 @@ def check_finite(
       key: the tensor's.
       tensor: of NumPy or of PyTorch.
       reason: what may have led to it.
-
-    Raises:
-      ValueError: it holds NaN or infinity.
     """
     is_finite = abs(tensor) < math.inf
     if not bool(is_finite.all()):

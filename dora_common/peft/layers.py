@@ -79,9 +79,6 @@ def key_modules(layers: Iterable[Layer]) -> dict[str, str]:
 
     Args:
       layers: those that are adapted; of one module's parameters in the order of registration.
-
-    Raises:
-      ValueError: that order is not known of several parameters of a module.
     """
     found, wrapped = {}, dict[str, list[Layer]]()
     for layer in reversed(list(layers)):
@@ -127,12 +124,7 @@ def convolution_refusals(
 
 
 def refuse_layers(layers: Iterable[Layer]) -> None:
-    """Refuses layers whose adapter means something else in PEFT.
-
-    Raises:
-      NotImplementedError: PEFT's adapter of one of the layers, which are to be adapted, would
-        compute something else than a DoRA layer does.
-    """
+    """Refuses layers whose adapter means something else in PEFT."""
     told = [f"{one.name} {', '.join(one.refusals)}" for one in layers if one.refusals]
     if told:
         raise NotImplementedError(

@@ -65,11 +65,7 @@ def write(
 
 
 def check_free(folder: str | os.PathLike[str], *, overwrite: bool) -> None:
-    """Checks, before any work, that `write` may write into a folder.
-
-    Raises:
-      FileExistsError: it would refuse.
-    """
+    """Checks, before any work, that `write` may write into a folder."""
     path = Path(folder)
     if path.exists() and not path.is_dir():
         raise FileExistsError(f"folder is {path}, a file; expected a folder, or none")

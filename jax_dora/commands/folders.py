@@ -24,11 +24,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def adapter_folder(folder: Path) -> Path:
-    """Returns the PEFT folder that `folder` is, or that the run in it has exported.
-
-    Raises:
-      FileNotFoundError: there is none.
-    """
+    """Returns the PEFT folder that `folder` is, or that the run in it has exported."""
     for one in (folder, folder / "adapter"):
         if (one / ADAPTER).is_file():
             return one
@@ -36,11 +32,7 @@ def adapter_folder(folder: Path) -> Path:
 
 
 def base_folder(args: argparse.Namespace) -> Path:
-    """Returns the folder of --model, or else the one that the adapter was trained on.
-
-    Raises:
-      ValueError, FileNotFoundError: neither is given, or the adapter's is not there.
-    """
+    """Returns the folder of --model, or else the one that the adapter was trained on."""
     if args.model is not None:
         return args.model
     if args.adapter is None:

@@ -33,11 +33,7 @@ class Encoder:
         self.tokenizer, self.end, self.template = tokenizer, end, template
 
     def examples(self, records: Iterable[Record]) -> Iterator[Example]:
-        """Yields one example for each record, or several for a conversation.
-
-        Raises:
-          ValueError: a record has none of the forms; it names the file and the line or row.
-        """
+        """Yields one example for each record, or several for a conversation."""
         for where, fields in records:
             try:
                 yield from self._examples(fields)

@@ -33,9 +33,6 @@ class LossGuard:
 
         Args:
           base_loss: the loss of the same rows without the adapter, for the message.
-
-        Raises:
-          DivergedError: a number is not finite, or the loss is too high.
         """
         loss = float(metrics.loss)
         if not metrics.finite:

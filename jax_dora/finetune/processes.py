@@ -28,9 +28,6 @@ def join(coordinator: str | None, count: int | None, index: int | None) -> None:
       coordinator: "HOST:PORT" of the first process; "auto" for what the cluster says; None for a
         process alone.
       count, index: how many there are, and which this one is; None under "auto".
-
-    Raises:
-      ValueError: the processes cannot be found from what is given.
     """
     told = (
         "expected --coordinator HOST:PORT, --processes and --process of each, or --coordinator "
@@ -88,11 +85,7 @@ def is_first() -> bool:
 
 
 def first_does(action: Callable[[], Any]) -> None:
-    """Runs `action` in the first process alone, while the others wait for it.
-
-    Raises:
-      FirstStoppedError: in the others, where it has raised an error in the first.
-    """
+    """Runs `action` in the first process alone, while the others wait for it."""
     if jax.process_count() == 1:
         action()
         return

@@ -24,12 +24,7 @@ _OWN_ARITHMETIC = {
 
 
 def check_base(base: Any, expected: type[nnx.Module]) -> None:
-    """Checks that a layer of type `expected` can be adapted.
-
-    Raises:
-      TypeError: `base` is no `expected`, or of a subclass that computes something else.
-      NotImplementedError: it has a setting that an adapter would not honour.
-    """
+    """Checks that a layer of type `expected` can be adapted."""
     if not isinstance(base, expected):
         raise TypeError(
             f"the layer is a {type(base).__name__}; expected an nnx.{expected.__name__}: of a "

@@ -83,9 +83,6 @@ def dropout_of_call(
 
     Args:
       deterministic, rngs: as `nnx.Dropout.__call__`'s; they take precedence over the layer's.
-
-    Raises:
-      ValueError: neither the call nor the layer says whether to drop, or with which key.
     """
     dropout = layer.dropout
     if dropout is None:
@@ -165,9 +162,6 @@ def sharded_as(
         which XLA then partitions the call over; None leaves it as it is.
       function: of arrays.
       operands: arrays by name, or None.
-
-    Raises:
-      ValueError: out_sharding names an axis that is not explicit.
     """
     if out_sharding is None:
         return function(operands)

@@ -33,9 +33,6 @@ class Stack:
           size: of that axis.
           ndim: of the kernel, that axis counted.
           least: the fewest axes that a parameter of one layer has.
-
-        Raises:
-          NotImplementedError: a parameter of fewer axes than the kernel has no such axis.
         """
         if axis <= least:
             return cls((size,), axis)

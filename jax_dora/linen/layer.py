@@ -55,9 +55,6 @@ def counterpart(module: Any, inputs: jax.Array, kernel: Any, **arguments: Any) -
       inputs: of the call.
       kernel: the parameter that is to be adapted.
       **arguments: the call's other arguments.
-
-    Raises:
-      NotImplementedError: a setting that its adapter would not honour.
     """
     bias = module.get_variable("params", "bias") if getattr(module, "use_bias", False) else None
     cls, renamed = COUNTERPARTS[type(module)]
@@ -99,9 +96,6 @@ def dora_layer(
       kernel: the parameter as `module` has it: where it is `nn.Partitioned`, a fresh adapter's
         parameters are too, by the names of the axes that they share with it, unless the initializer
         brings its own.
-
-    Raises:
-      ValueError: the adapter is missing and `params` is not mutable, or it is of another rank.
     """
     missing = [name for name in ADAPTER_NAMES if not module.has_variable("params", name)]
     if missing and not (len(missing) == 3 and module.is_mutable_collection("params")):

@@ -25,9 +25,6 @@ class ChatTemplate:
         Args:
           source: the template.
           special_tokens: what it may name: bos_token, eos_token, and others.
-
-        Raises:
-          ValueError: the template is no jinja2.
         """
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
@@ -42,11 +39,7 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, folder: Path) -> Self | None:
-        """Returns the template of a model's folder, or None where it has none.
-
-        Raises:
-          ValueError: it has several and none is called "default", or one that is damaged.
-        """
+        """Returns the template of a model's folder, or None where it has none."""
         settings = _read(folder / "tokenizer_config.json")
         file = folder / "chat_template.jinja"
         source = file.read_text("utf-8") if file.is_file() else settings.get("chat_template")
@@ -78,9 +71,6 @@ class ChatTemplate:
         Args:
           reply: end with what goes before the assistant's next message.
           **more: what the template may read besides, such as `tools`.
-
-        Raises:
-          ValueError: the template refuses the conversation.
         """
         try:
             return self._template.render(

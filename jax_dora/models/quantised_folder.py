@@ -27,12 +27,7 @@ def quantised_tensors(
 
 
 def as_in_folder(model: Any, targets: Iterable[Any], found: Mapping[str, QuantisedTensor]) -> None:
-    """Gives an abstract model, in place, quantised kernels where a folder has them.
-
-    Raises:
-      ValueError: the layers of a stack are not quantised alike, or one is that is no layer whose
-        kernel can be.
-    """
+    """Gives an abstract model, in place, quantised kernels where a folder has them."""
     for target in targets:
         its = [found.get(name) for name in target.names]
         if not any(its):
@@ -55,11 +50,7 @@ def as_in_folder(model: Any, targets: Iterable[Any], found: Mapping[str, Quantis
 
 
 def compute_by_rows(model: Any, act_qtype: str) -> None:
-    """Has the projections of a model that is quantised quantise their activations too, in place.
-
-    Raises:
-      ValueError: there are none, or `act_qtype` does not go with their format.
-    """
+    """Has the projections of a model that is quantised quantise their activations too, in place."""
     quantised_layers = [
         ("/".join(map(str, path)), module)
         for path, module in nnx.iter_modules(model)

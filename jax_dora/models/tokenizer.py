@@ -9,11 +9,7 @@ from jax_dora.models.json_file import read_object
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
-    """Returns the tokenizer of a model's folder, which neither cuts nor pads.
-
-    Raises:
-      FileNotFoundError, ValueError: it is missing or damaged.
-    """
+    """Returns the tokenizer of a model's folder, which neither cuts nor pads."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing: expected the tokenizer's fast form there")
@@ -30,9 +26,6 @@ def read_tokenizer(folder: Path) -> Tokenizer:
 def read_ends(folder: Path, config: dict[str, Any]) -> list[int]:
     """Returns the tokens that end a text: those of config.json first, then those that
     generation_config.json adds.
-
-    Raises:
-      ValueError: config.json names none, or generation_config.json is damaged.
     """
     file = folder / "generation_config.json"
     generation = read_object(file) if file.is_file() else {}

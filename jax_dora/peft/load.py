@@ -133,9 +133,6 @@ def load_adapter[Model: nnx.Module](
 def _by_path(source: Folder, view: TorchView, fit: Fit) -> dict[str, dict[Index, Adapter]]:
     """Returns the adapters of each module, by their index in it: several where the module is a
     stack.
-
-    Raises:
-      ValueError: the layers of a stack differ in rank or alpha.
     """
     stacks: dict[str, dict[Index, Adapter]] = {}
     for name, adapter in fit.adapters.items():
@@ -154,11 +151,7 @@ def _by_path(source: Folder, view: TorchView, fit: Fit) -> dict[str, dict[Index,
 
 
 def _dtype(source: Folder, path: str, adapters: Iterable[Adapter]) -> np.dtype:
-    """Returns the dtype in which lora_a and lora_b at `path` are stored.
-
-    Raises:
-      ValueError: JAX would round them.
-    """
+    """Returns the dtype in which lora_a and lora_b at `path` are stored."""
     dtypes = set[str]().union(*map(source.dtypes, adapters))
     with jax.numpy_dtype_promotion("standard"):
         dtype = functools.reduce(jnp.promote_types, map(jnp.dtype, dtypes))

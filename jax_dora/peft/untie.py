@@ -43,9 +43,6 @@ def untie(model: Any, view: TorchView, fit: Fit, config: AdapterConfig) -> Any:
     Args:
       view: of `model`, which is changed in place.
       config: the folder's.
-
-    Raises:
-      NotImplementedError: a module that is shared would have to be two.
     """
     for name in fit.untied:
         parameter = view.parameters[name]
@@ -67,11 +64,7 @@ def untie(model: Any, view: TorchView, fit: Fit, config: AdapterConfig) -> Any:
 
 
 def refuse_possible_heads(view: TorchView, config: AdapterConfig) -> None:
-    """Refuses to store an embedding that may be the output head too.
-
-    Raises:
-      ValueError: an embedding is to be stored, and may be the head too.
-    """
+    """Refuses to store an embedding that may be the output head too."""
     if names := list(_possible_heads(view, config)):
         raise ValueError(
             f"modules_to_save has {', '.join(names)}, and the model has no head, so that the "

@@ -126,11 +126,7 @@ class Adapters:
         self._tell(f"adapter {name!r} is gone")
 
     def _checked(self, name: str) -> Path:
-        """Returns the PEFT folder of a name.
-
-        Raises:
-          ValueError: the name or the place is not one to serve from.
-        """
+        """Returns the PEFT folder of a name."""
         assert self._folder is not None
         if not NAME.fullmatch(name) or name == self._taken:
             raise ValueError(

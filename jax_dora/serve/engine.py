@@ -76,13 +76,7 @@ class Engine:
         return len(self._waiting)
 
     def submit(self, request: Request) -> Answer:
-        """Queues a request.
-
-        Raises:
-          QueueFullError: too many wait.
-          RuntimeError: the engine has failed or ended.
-          ValueError: the request does not fit into a row.
-        """
+        """Queues a request."""
         size = len(request.prompt) + request.max_tokens
         if not request.prompt or request.max_tokens < 1 or size > self.capacity:
             raise ValueError(

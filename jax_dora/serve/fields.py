@@ -51,11 +51,7 @@ class Fields:
 
 
 def completion(body: dict[str, Any]) -> tuple[Fields, str | list[int]]:
-    """Returns the fields and the prompt of a completion.
-
-    Raises:
-      ApiError: a field is wrong, unknown, or asks for what is not there.
-    """
+    """Returns the fields and the prompt of a completion."""
     body = _given(body, READ | {"prompt"}, NEUTRAL | NEUTRAL_COMPLETION)
     prompt = body.get("prompt")
     is_tokens = isinstance(prompt, list) and all(_is_int(one) for one in prompt)
@@ -68,7 +64,7 @@ def completion(body: dict[str, Any]) -> tuple[Fields, str | list[int]]:
 
 
 def chat(body: dict[str, Any]) -> tuple[Fields, list[dict[str, Any]]]:
-    """Returns the fields and the messages of a chat; errors as in `completion`."""
+    """Returns the fields and the messages of a chat."""
     own = {"messages", "max_completion_tokens", "top_logprobs"}
     body = _given(body, READ | own, NEUTRAL | NEUTRAL_CHAT)
     messages = body.get("messages")

@@ -207,11 +207,7 @@ class Server:
 def _sharding(
     mesh: dict[str, int] | Literal["auto"] | None, config: dict[str, Any]
 ) -> DecoderSharding | None:
-    """Returns how the model lies on several devices; None for one alone.
-
-    Raises:
-      ValueError: the mesh has another axis than tp, or does not fit the devices or the model.
-    """
+    """Returns how the model lies on several devices; None for one alone."""
     if mesh is None:
         return None
     sizes: dict[str, Any] = {"tp": jax.device_count()} if mesh == "auto" else mesh
@@ -226,11 +222,7 @@ def _sharding(
 
 
 def _length(wanted: int | None, config: dict[str, Any]) -> int:
-    """Returns how many tokens a row holds.
-
-    Raises:
-      ValueError: they are more than the model was made for.
-    """
+    """Returns how many tokens a row holds."""
     most = config.get("max_position_embeddings")
     if wanted is None:
         return min(2048, most or 2048)

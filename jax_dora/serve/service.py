@@ -35,11 +35,7 @@ class Service:
         return [self.name, *self.adapters.names()]
 
     def served(self, name: str) -> Served | None:
-        """Returns the adapter of a name; None for the base.
-
-        Raises:
-          ApiError: there is none, or it is damaged.
-        """
+        """Returns the adapter of a name; None for the base."""
         if name == self.name:
             return None
         served = self.adapters.get(name)
@@ -54,11 +50,7 @@ class Service:
         raise ApiError(404, told, param="model", code="model_not_found")
 
     def text_tokens(self, prompt: str | list[int]) -> list[int]:
-        """Returns the tokens of a completion's prompt.
-
-        Raises:
-          ApiError: it has none, or one that the model does not know.
-        """
+        """Returns the tokens of a completion's prompt."""
         if isinstance(prompt, str):
             tokens = self._encode(prompt, special=True)
         else:
@@ -72,11 +64,7 @@ class Service:
         return tokens
 
     def chat_tokens(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Returns the tokens of a conversation, up to the assistant's next message.
-
-        Raises:
-          ApiError: the model has no chat template, or its template refuses them.
-        """
+        """Returns the tokens of a conversation, up to the assistant's next message."""
         if self.template is None:
             raise ApiError(400, f"{self.name} has no chat template; ask /v1/completions")
         try:
@@ -102,11 +90,7 @@ class Service:
         prompt: list[int],
         sink: Callable[[Piece], None],
     ) -> Answer:
-        """Hands a request to the engine.
-
-        Raises:
-          ApiError: it is too long, too many wait, or the engine has ended.
-        """
+        """Hands a request to the engine."""
         most = self.engine.capacity
         room = most - len(prompt)
         wanted = fields.max_tokens if fields.max_tokens is not None else max(room, 1)

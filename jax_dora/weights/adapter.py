@@ -172,11 +172,7 @@ class WeightAdapter:
         return jnp.moveaxis(array, stack.axis, before) if stack.axis else array
 
     def make(self, rule: DoRARule, rngs: nnx.Rngs) -> None:
-        """Puts a fresh adapter beside the weight.
-
-        Raises:
-          ValueError: the module has an attribute by one of the adapter's names.
-        """
+        """Puts a fresh adapter beside the weight."""
         taken = [n for n in map(self.place.attribute, _ATTRIBUTES) if hasattr(self.module, n)]
         if taken:
             raise ValueError(

@@ -176,11 +176,7 @@ def as_dora(module: Any) -> None:
 def made_place(
     param: str, axes: str, rule: DoRARule, *, has_module_path: bool, is_lookup: bool = False
 ) -> Place:
-    """Returns the place of an adapter that `rule` makes.
-
-    Raises:
-      ValueError: the rule has a setting that only layers of the library's own have.
-    """
+    """Returns the place of an adapter that `rule` makes."""
     if rule.adapt_attend is not None:
         raise ValueError(
             f"adapt_attend is {rule.adapt_attend!r} for a weight that its module's own code reads, "

@@ -72,11 +72,7 @@ class Example:
 
     @classmethod
     def of(cls, example: Any) -> "Example":
-        """Returns an example as `apply_dora` takes it.
-
-        Raises:
-          TypeError: it is none.
-        """
+        """Returns an example as `apply_dora` takes it."""
         if isinstance(example, Mapping):
             return cls(kwargs=dict(example))
         if isinstance(example, tuple | list):

@@ -29,9 +29,6 @@ class Registration:
 
         Args:
           stack_axis: the axis that a call takes layers from, where that is known.
-
-        Raises:
-          ValueError: the axes do not fit the parameter.
         """
         axes = self.axes(module) if callable(self.axes) else self.axes
         if axes is None:
