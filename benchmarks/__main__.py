@@ -1,4 +1,4 @@
-"""Measures one level; prints tables and writes DIR/<level>.jsonl, line by line.
+"""Measures one level; prints a line a measurement and writes DIR/<level>.jsonl, line by line.
 
     python -m benchmarks ops|layer|model|tune [--out DIR] [--only PATTERN …] [--quick]
     python -m benchmarks step [--table] [--out DIR] [--seconds S] [--quick]
@@ -19,28 +19,45 @@ results, `serve` the server's engine, `scale` a decoder on several devices. `ste
 `scale --torch` measure a step of transformers' Llama by torch_dora and by PEFT, on one GPU, and on
 all under FSDP2, `bank --torch` torch_dora's bank beside PEFT's mixed batches, and `serve --torch`
 what transformers answers the same requests with. `against` measures layers and a model with this
-checkout and with another one in turns, and prints the ratios of their times.
+checkout and with another one in turns.
 
-Exits 1 if anything that was timed is not correct, or failed; ratios of it are withheld.
+A level is a module with `Settings`, those of a quick run `TINY`, and `measure`, which yields rows;
+or one whose `works` are checked and timed by `benchmarks.measure`. An option sets the field of its
+name. Exits 1 if anything that was timed is not correct, or failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import importlib
 import os
 import sys
+import time
 from pathlib import Path
-
-from benchmarks.levels import LEVELS, READ_BY
+from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+# The module of each level.
+LEVELS = {
+    **{name: name for name in ("ops", "layer", "sizes", "model", "tune", "quantised", "quality")},
+    **{name: name for name in ("bank", "serve", "scale", "against")},
+    "step": "step_budgets",
+    "step --table": "step_table",
+    "step --torch": "torch_step",
+    "scale --torch": "torch_scale",
+    "bank --torch": "torch_bank",
+    "serve --torch": "torch_serve",
+}
+# What sets a field of a level's settings, where it is given.
+FIELDS = ("checkout", "only", "layers", "rank", "model", "ranks", "layouts", "axes")
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        prog="python -m benchmarks", description="Measure one level; print tables, write results."
+        prog="python -m benchmarks", description="Measure one level; print lines, write results."
     )
-    made.add_argument("level", choices=tuple(LEVELS))
+    made.add_argument("level", choices=[name for name in LEVELS if "--" not in name])
     made.add_argument("checkout", nargs="?", type=Path, help="level against: the other one")
     made.add_argument("--out", type=Path, help="a .jsonl file, or a folder for <level>.jsonl")
     made.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
@@ -48,28 +65,14 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--only",
         action="append",
-        default=[],
         metavar="PATTERN",
-        help="measure only what begins so, such as 'norm*jax' or 'model gradient*jax DoRA'; "
-        + _levels("only"),
+        help="measure only what begins so, such as 'norm*jax' or 'model gradient*jax DoRA'",
     )
-    made.add_argument(
-        "--seconds",
-        type=float,
-        default=420.0,
-        help="start nothing after this long; against stops what runs; " + _levels("seconds"),
-    )
-    made.add_argument(
-        "--torch",
-        action="store_true",
-        help="levels step, scale, bank, serve: torch_dora beside PEFT",
-    )
-    made.add_argument(
-        "--table", action="store_true", help="level step: each part of a step with it and without"
-    )
-    sizes = made.add_argument_group("of the decoder, instead of the usual")
-    for name in ("layers", "rank", "hidden", "tokens"):
-        sizes.add_argument(f"--{name}", type=int, help=_levels(name))
+    made.add_argument("--seconds", type=float, help="start nothing after this long")
+    made.add_argument("--torch", action="store_true", help="torch_dora beside PEFT")
+    made.add_argument("--table", action="store_true", help="each part of a step, and without it")
+    made.add_argument("--layers", type=int, help="of the decoder")
+    made.add_argument("--rank", type=int, help="of the adapters")
     scale = made.add_argument_group("level scale")
     scale.add_argument(
         "--model",
@@ -79,64 +82,90 @@ def parser() -> argparse.ArgumentParser:
     scale.add_argument("--ranks", nargs="+", type=int, help="of the adapters; default: 64 384")
     scale.add_argument("--layouts", nargs="+", choices=("tp", "fsdp", "dp", "alone"))
     scale.add_argument("--axes", nargs="+", choices=("auto", "explicit"))
-    scale.add_argument("--devices", type=int, help="how many of them; default: all")
-    scale.add_argument("--rounds", type=int, help="of every program; default: 15")
-    scale.add_argument("--threads", type=int, help="programs that compile at a time; default: 8")
     made.add_argument("--commit", help="the commit, where git cannot tell")
     return made
-
-
-def _levels(option: str) -> str:
-    return f"levels {', '.join(READ_BY[option])}"
 
 
 def main(arguments: list[str] | None = None) -> int:
     parsing = parser()
     options = parsing.parse_args(arguments)
-    level = LEVELS[options.level]
-    measure = level.with_torch if options.torch else level.measure
-    if measure is None:
-        parsing.error(f"--torch is for levels step, scale, bank and serve, not {options.level}")
-    if options.table and (options.level != "step" or options.torch):
-        parsing.error("--table is for level step, without --torch")
-    if (options.level == "against") != bool(options.checkout):
-        parsing.error("level against, and no other, takes another checkout's folder")
     called = options.level + " --table" * options.table + " --torch" * options.torch
-    for name, levels in READ_BY.items():
-        if getattr(options, name) != parsing.get_default(name) and called not in levels:
-            parsing.error(f"--{name} is for {_levels(name)}, not {called}")
+    if called not in LEVELS:
+        parsing.error(f"there is no level {called}; expected one of {', '.join(LEVELS)}")
     if options.level in ("bank", "quantised", "serve", "step"):
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
     else:  # Both frameworks allocate on the one card: JAX must not take most of it at once.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import torch
-    from rich.console import Console
 
-    from benchmarks import against
-
-    if options.checkout and (refusal := against.check(options.checkout)):
-        parsing.error(refusal)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         parsing.error("--device is cuda, and torch sees no GPU; use --device cpu to try the code")
-    real = (device == "cuda" or options.level == "quality") and not options.quick
+    real = (device == "cuda" or called == "quality") and not options.quick
     out = options.out
     if out and out.suffix != ".jsonl":
-        suffix = "_torch" * options.torch + "_table" * options.table
-        options.out = out = out / f"{options.level}{suffix}.jsonl"
+        out = out / f"{called.replace(' --', '_')}.jsonl"
     if not real and out and out.resolve().is_relative_to(RESULTS.resolve()):
         parsing.error(f"--out is {out}; a quick or CPU run measures nothing worth keeping")
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    console.print(f"{options.level}: {level.told}, on {device}", highlight=False)
+
+    from benchmarks import measure
+
+    level: Any = importlib.import_module(f"benchmarks.{LEVELS[called]}")
+    if hasattr(level, "works"):
+        level, settings = measure, measure.Settings(level.works, options.quick)
+    else:
+        settings = level.TINY if options.quick else level.Settings()
+    for name in FIELDS:
+        value = getattr(options, name)
+        if value is not None:
+            settings = _with(settings, name, tuple(value) if isinstance(value, list) else value)
+            if settings is None:
+                parsing.error(f"level {called} has no {name}")
+    if refusal := getattr(level, "refuses", lambda _: None)(settings):
+        parsing.error(refusal)
     if device == "cpu":
         import jax
 
         jax.config.update("jax_platforms", "cpu")
-        console.print(
-            "There is no GPU here: kernels are interpreted or left out, and times mean nothing. "
-            + ("" if options.quick else "Add --quick for tiny shapes; the real ones take hours.")
-        )
-    return 0 if measure(options, device, console) else 1
+        print("There is no GPU here: kernels are interpreted or left out, and times mean nothing.")
+        if not options.quick:
+            print("Add --quick for tiny shapes; the real ones take hours.")
+    return 0 if _run(level, settings, device, out, options) else 1
+
+
+def _with(settings: Any, name: str, value: Any) -> Any:
+    """Returns settings with the field of an option, or None if they have none."""
+    if name == "only" and "kinds" in settings._fields:
+        name = "kinds"
+    if name == "layers" and "config" in settings._fields:
+        name, config = "config", settings.config
+        value = dataclasses.replace(config, num_hidden_layers=value)
+    return settings._replace(**{name: value}) if name in settings._fields else None
+
+
+def _run(
+    level: Any, settings: Any, device: str, out: Path | None, options: argparse.Namespace
+) -> bool:
+    """Measures, prints and writes; returns whether all that was timed is correct."""
+    from benchmarks import results
+    from parity.environment import environment
+
+    header = {"kind": getattr(level, "KIND", "measurements"), "level": options.level}
+    header |= {"quick": True} if options.quick else {}
+    header |= {"environment": environment(device, options.commit, ("peft", "transformers"))}
+    header |= level.facts(settings, device) if hasattr(level, "facts") else {}
+    writer = results.Writer(out, header) if out else None
+    started, rows = time.monotonic(), []
+    for row in level.measure(settings, device):
+        print(results.told(row), flush=True)
+        rows.append(row)
+        if writer:
+            writer.add(row)
+        if options.seconds is not None and time.monotonic() - started > options.seconds:
+            break
+    if hasattr(level, "summary"):
+        print(level.summary(header, rows))
+    return not any(map(results.failed, rows))
 
 
 if __name__ == "__main__":

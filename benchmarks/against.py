@@ -1,31 +1,34 @@
-"""Two checkouts side by side in one run: the same program with the packages of each, in turns.
+"""Level `against`: this checkout and another one in one run, in processes that take turns.
 
-Layers are held against fp64. Of a model, which random numbers fill anew in each checkout, the table
-shows a result of both.
+The benchmark is this checkout's, the packages are each one's own. Layers are held against fp64. Of
+a model, which random numbers fill anew in each checkout, `value` is a result of both.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import time
-from collections.abc import Generator, Iterator
+import multiprocessing
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks import results
+import parity  # noqa: F401  (ours, like this package; what is imported later is a checkout's own)
+from benchmarks import clock
 from benchmarks.clock import Effort, Spread
 from benchmarks.report import Measurement
+from benchmarks.results import Row
 from benchmarks.work import Variant, Work, matches
-from benchmarks.worker import ROOT, Worker, WorkerError
 
+KIND = "comparison"
+ROOT = Path(__file__).parents[1]
 # How often each checkout has its turn, and how long one is.
 ROUNDS = 5
 EFFORT = Effort(least=3, most=60, blocks=2)
@@ -42,108 +45,130 @@ QUICK_LAYERS = ((24, 64, 48, 8),)
 COMPARED = ("jax DoRA (no Triton)", "jax LoRA (no Triton)")
 
 
-def check(root: Path) -> str:
-    """Returns why `root` is no checkout to compare with, or an empty string."""
+class Settings(NamedTuple):
+    """What is measured.
+
+    Attributes:
+      checkout: the root of the other one.
+      only: how the measured "<work> <variant>" begin.
+    """
+
+    checkout: Path = Path()
+    quick: bool = False
+    only: tuple[str, ...] = ()
+
+
+TINY = Settings(quick=True)
+
+
+def refuses(settings: Settings) -> str:
+    """Returns why there is no checkout to compare with, or an empty string."""
+    root = settings.checkout
     if not (root / "jax_dora" / "__init__.py").is_file():
         return f"{root} holds no jax_dora; expected the root of another checkout"
     return "" if root.resolve() != ROOT.resolve() else f"{root} is this very checkout"
 
 
-def run(
-    there: Path,
-    spec: dict[str, Any],
-    seconds: float,
-    writer: results.Writer | None,
-    console: Console,
-) -> bool:
-    """Measures this checkout and the one at `there`, and prints a table of both.
+def facts(settings: Settings, device: str) -> Row:
+    """Returns what the header of the results says of the other checkout."""
+    from parity.environment import environment
 
-    Each time is the median of a checkout's turns; the rows' `state` is "here" or "there". Returns
-    whether everything was measured and every check passed.
-    """
-    table = Table(box=SIMPLE_HEAD, title=f"here, and there: {there}; medians of {ROUNDS} turns, µs")
-    for name in ("work", "variant", *(f"{c} {s}" for c in CLOCKS for s in ("here", "there", "÷"))):
-        table.add_column(name)
-    table.add_column("memory ÷")
-    table.add_column("a result of both")
-    passed, until = True, time.monotonic() + seconds
-    spec = spec | {"module": "benchmarks.against"}
+    root = settings.checkout
+    # In a folder without a git of its own, git would tell of the folder around it.
+    told = environment("cpu", root=root)["commit"] if (root / ".git").exists() else root.name
+    return {"against": told}
+
+
+def measure(settings: Settings, device: str) -> Iterator[Row]:
+    """Yields each measurement of both checkouts, whose `state` is "here" or "there"; its times are
+    medians of the checkout's turns, and `over_there` says how they compare."""
+    roots = {"here": ROOT, "there": settings.checkout.resolve()}
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as compiled, ExitStack() as stack:
+        ends: dict[str, Connection] = {}
+        for state, root in roots.items():
+            ends[state], end = spawn.Pipe()
+            arguments = (end, root, settings, device, compiled)
+            process = spawn.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            stack.callback(process.kill)
+            end.close()
+        yield from _in_turns(ends)
+
+
+def _in_turns(ends: dict[str, Connection]) -> Iterator[Row]:
+    def ask(state: str, request: str) -> Any:
+        ends[state].send(request)
+        return ends[state].recv()
+
     try:
-        with ExitStack() as stack:
-            workers = {
-                state: stack.enter_context(Worker(spec, until, root))
-                for state, root in (("here", ROOT), ("there", there.resolve()))
-            }
-            for pair, values in _pairs(workers):
-                cells = [*_cells(pair["here"], pair["there"]), " ".join(values)]
-                table.add_row(*cells)
-                console.print("  ".join(cells), highlight=False, soft_wrap=True)
-                for state, measurement in pair.items():
-                    passed &= measurement.correct
-                    if writer:
-                        writer.add({"state": state} | measurement.row())
-    except (TimeoutError, WorkerError) as error:
-        console.print(f"[bold red]not all was measured: {error}")
-        passed = False
-    console.print(table)
-    return passed
-
-
-def _pairs(
-    workers: dict[str, Worker],
-) -> Iterator[tuple[dict[str, Measurement], list[str]]]:
-    """Yields the measurements and a result of each piece of work, after the turns of both."""
-    while True:
         # One after the other: while XLA tries kernels, nothing else may run.
-        rows = {state: worker.ask() for state, worker in workers.items()}
-        if None in rows.values():
-            return
-        values = [f"{row.pop('value'):.5g}" for row in rows.values()]
-        times: dict[str, list[dict[str, Any]]] = {state: [] for state in workers}
-        for turn in range(ROUNDS):
-            for state in list(workers)[:: 1 if turn % 2 else -1]:
-                times[state].append(workers[state].ask("time"))
-        found = {}
-        for state, turns in times.items():
-            spreads = {c: Spread.of([t[c] for t in turns]) for c in CLOCKS if turns[0][c]}
-            found[state] = dataclasses.replace(Measurement.from_row(rows[state]), **spreads)
-        yield found, values
+        while None not in (found := {state: ask(state, "next") for state in ends}).values():
+            times: dict[str, list[Row]] = {state: [] for state in ends}
+            for turn in range(ROUNDS):
+                for state in list(ends)[:: 1 if turn % 2 else -1]:
+                    times[state].append(ask(state, "time"))
+            for state, turns in times.items():
+                spreads = {c: Spread.of([t[c] for t in turns]) for c in CLOCKS if turns[0][c]}
+                found[state] |= {c: dataclasses.asdict(spread) for c, spread in spreads.items()}
+            for c in CLOCKS:
+                here, there = (found[state].get(c) for state in ("here", "there"))
+                if here and there:
+                    found["here"][f"{c}_over_there"] = here["median"] / there["median"]
+            yield from ({"state": state} | row for state, row in found.items())
+    except (EOFError, OSError):
+        yield {"failed": "one of the processes has ended; its last words are above"}
 
 
-def _cells(here: Measurement, there: Measurement) -> list[str]:
-    cells = [here.name, here.label]
-    for clock in CLOCKS:
-        ours, theirs = here.time(clock), there.time(clock)
-        cells += [f"{time:.1f}" if time else "–" for time in (ours, theirs)]
-        cells.append(f"{ours / theirs:.3f}" if ours and theirs else "–")
-    memory = (here.peak_bytes or here.temp_bytes, there.peak_bytes or there.temp_bytes)
-    return [*cells, f"{memory[0] / memory[1]:.3f}" if memory[0] and memory[1] else "–"]
+def _serve(end: Connection, root: Path, settings: Settings, device: str, compiled: str) -> None:
+    """Answers requests of `_in_turns` with the packages of the checkout at `root`."""
+    sys.path.insert(0, str(root))
+    import jax_dora
+
+    if not Path(str(jax_dora.__file__)).is_relative_to(root):
+        raise RuntimeError(f"jax_dora is {jax_dora.__file__}; expected that of {root}")
+    if device == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+        # Programs this small take far longer to compile than to run.
+        jax.config.update("jax_disable_most_optimizations", True)
+    else:
+        # Which of cuBLAS's kernels are the fastest two checkouts find alike.
+        jax.config.update("jax_compilation_cache_dir", compiled)
+    time: Callable[[], Row] | None = None
+    answers = _measurements(settings, device)
+    while True:
+        if end.recv() == "time":
+            assert time is not None
+            end.send(time())
+        else:
+            answer, time = next(answers, (None, None))
+            end.send(answer)
 
 
-def serve(spec: dict[str, Any]) -> Generator[dict[str, Any], str, None]:
-    """Yields a measurement without times of each piece of work, and its times when asked."""
-    from benchmarks.measure import Bench, free, identity, prepare, take_times
+def _measurements(settings: Settings, device: str) -> Iterator[tuple[Row, Callable[[], Row]]]:
+    """Yields a measurement without times of each piece of work, and what takes them."""
+    from benchmarks.measure import free, identity, prepare, take_times
 
-    bench = Bench.on(spec["device"], spec["quick"])
-    for work, variant in _cases(spec["device"], spec["quick"]):
-        if not matches(f"{work.name} {variant.label}", spec["only"]):
+    effort = clock.QUICK if settings.quick or device == "cpu" else EFFORT
+    for work, variant in _cases(device, settings.quick):
+        if not matches(f"{work.name} {variant.label}", settings.only):
             continue
-        work = dataclasses.replace(work, effort=EFFORT)
-        step, facts = prepare(bench, work, variant)
+        step, facts = prepare(work, variant, device)
         leaf = jax.tree.leaves(step(*variant.inputs[0]))[0]
         value = float(jnp.abs(leaf.astype(jnp.float32)).mean())
-        row = Measurement(**identity(work, variant), **facts).row()
-        request = yield row | {"value": value}
-        while request == "time":
-            spreads = take_times(bench, work, variant, step)
-            request = yield {clock: spread and spread.median for clock, spread in spreads.items()}
-        del step, leaf
+
+        def times(variant: Variant = variant, step: Any = step) -> Row:
+            spreads = take_times(variant, step, device, effort)
+            return {c: spread and spread.median for c, spread in spreads.items()}
+
+        yield Measurement(**identity(work, variant), **facts).row() | {"value": value}, times
+        del step, leaf, times
         free()
 
 
 def _cases(device: str, quick: bool) -> Iterator[tuple[Work, Variant]]:
     from benchmarks import layer, model
-    from benchmarks.model.protocol import Kind, Protocol
+    from benchmarks.model.protocol import QUICK, QWEN3, Kind
     from benchmarks.problem import Problem
 
     for shape in QUICK_LAYERS if quick else LAYERS:
@@ -151,7 +176,8 @@ def _cases(device: str, quick: bool) -> Iterator[tuple[Work, Variant]]:
         for backward in (True,) if quick else (False, True):
             work = layer.work(problem, False, backward, ("jax",))
             yield from ((work, v) for v in work.variants if v.label in COMPARED)
-    protocol = Protocol.quick() if quick else Protocol(layers=6, rank=64, alpha=64)
+    shorter = dataclasses.replace(QWEN3, layers=6, rank=64, alpha=64)
+    protocol = QUICK if quick else shorter
     for method in ("DoRA",) if quick else ("DoRA", "LoRA"):
         kind = Kind("jax", f"{method} (no Triton)", method, (), fused_swiglu=False)
         for task in ("step",) if quick else ("inference", "step"):

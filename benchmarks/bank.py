@@ -89,7 +89,7 @@ TINY = Settings(
 )
 
 
-def measure(settings: Settings) -> Iterator[Row]:
+def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields one row a measurement; the kinds of one workload are timed in turns."""
     started = time.monotonic()
 

@@ -108,7 +108,7 @@ def check_clocks(framework: str, device: Spread, wall: Spread) -> None:
 
 
 class DeviceClock:
-    """Kernel times through CUPTI, with a cold L2 before every step."""
+    """Kernel times through CUPTI, with a cold L2 before every step; `device_clock` has the one."""
 
     def __init__(self) -> None:
         from jax._src.lib import mosaic_gpu
@@ -189,3 +189,21 @@ def _by_name(timings: Kernels, names: list[str], count: int) -> list[float]:
         for step in range(count):
             total[step] += sum(found[step * each : (step + 1) * each])
     return total
+
+
+@functools.cache
+def device_clock() -> DeviceClock:
+    return DeviceClock()
+
+
+def kernel_time(
+    framework: str,
+    step: Step,
+    inputs: Sequence[tuple],
+    device: str,
+    effort: Effort = Effort(),
+) -> Spread:
+    """Returns the device time of a step, or, where there is no GPU, a wall time to try the code."""
+    if device == "cuda":
+        return device_clock().time(framework, step, inputs, effort)
+    return wall_time(step, inputs, QUICK)

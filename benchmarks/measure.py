@@ -1,10 +1,10 @@
-"""Builds, checks and times the variants of a piece of work."""
+"""Builds, checks and times pieces of work: levels `ops`, `layer`, `model` and `tune`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,12 @@ import torch
 
 from benchmarks import clock
 from benchmarks.check import judge
-from benchmarks.clock import DeviceClock, Effort
+from benchmarks.clock import Effort, device_clock
 from benchmarks.report import Ceilings, Measurement, Report
+from benchmarks.results import Row
 from benchmarks.work import Variant, Work, matches
 
+KIND = "benchmark"
 # Elements of the copy and width of the matrix product that the ceilings are taken from.
 CEILING_ELEMENTS = 2**30
 CEILING_WIDTH = 8192
@@ -23,57 +25,53 @@ CEILING_WIDTH = 8192
 Step = Callable[..., Any]
 
 
-@dataclass(frozen=True)
-class Bench:
-    """How a level is measured.
+class Settings(NamedTuple):
+    """What is measured of a level.
 
     Attributes:
-      device: "cuda" or "cpu".
+      works: yields what makes each piece of work when its turn comes, of a device and of settings.
       quick: tiny shapes and one step each.
       only: how the measured "<work> <variant>" begin, as `fnmatch` patterns; empty for everything.
-      clock: None without a GPU.
     """
 
-    device: str
-    quick: bool
+    works: Callable[[str, Settings], Iterable[Callable[[], Work]]]
+    quick: bool = False
     only: tuple[str, ...] = ()
-    clock: DeviceClock | None = None
-
-    @classmethod
-    def on(cls, device: str, quick: bool, only: tuple[str, ...] = ()) -> Bench:
-        return cls(device, quick, only, DeviceClock() if device == "cuda" else None)
-
-    def includes(self, name: str) -> bool:
-        return matches(name, self.only)
-
-    def effort(self, work: Work | None = None) -> Effort:
-        if self.quick or self.device == "cpu":
-            return clock.QUICK
-        return (work and work.effort) or Effort()
 
 
-def measure_all(bench: Bench, report: Report, works: Iterable[Callable[[], Work]]) -> None:
-    """Measures every piece of work into `report`."""
-    for make in works:
+def measure(settings: Settings, device: str) -> Iterator[Row]:
+    """Yields a line of results for every variant of every piece of work."""
+    for make in settings.works(device, settings):
         work = make()
         for variant in work.variants:
-            if bench.includes(f"{work.name} {variant.label}"):
-                report.add(measure(bench, work, variant))
+            if matches(f"{work.name} {variant.label}", settings.only):
+                yield measured(work, variant, device, settings.quick).row()
         del work
         free()
 
 
-def measure(bench: Bench, work: Work, variant: Variant) -> Measurement:
+def facts(settings: Settings, device: str) -> Row:
+    """Returns what the header of the results says of the card: its ceilings."""
+    return {"ceilings": dataclasses.asdict(ceilings())} if device == "cuda" else {}
+
+
+def summary(header: Row, rows: list[Row]) -> str:
+    """Returns tables of all that was measured."""
+    return Report.of(header, rows).text()
+
+
+def measured(work: Work, variant: Variant, device: str, quick: bool) -> Measurement:
     """Returns one variant's measurement: built, checked against fp64, timed by both clocks.
 
     One variant that cannot be built or run must not cost the others' measurements: what is raised
     becomes the measurement's `refused` or `failed`.
     """
     fields = identity(work, variant)
+    effort = clock.QUICK if quick or device == "cpu" else work.effort or Effort()
     try:
-        step, facts = prepare(bench, work, variant)
-        fields |= facts
-        fields |= take_times(bench, work, variant, step)
+        step, found = prepare(work, variant, device)
+        fields |= found
+        fields |= take_times(variant, step, device, effort)
     except NotImplementedError as error:
         return Measurement(**identity(work, variant), refused=str(error)[:200])
     except Exception as error:
@@ -94,7 +92,7 @@ def identity(work: Work, variant: Variant) -> dict[str, Any]:
     }
 
 
-def prepare(bench: Bench, work: Work, variant: Variant) -> tuple[Step, dict[str, Any]]:
+def prepare(work: Work, variant: Variant, device: str) -> tuple[Step, dict[str, Any]]:
     """Returns the step, run once and ready to be timed, with its memory and the check of it.
 
     Raises:
@@ -102,7 +100,7 @@ def prepare(bench: Bench, work: Work, variant: Variant) -> tuple[Step, dict[str,
     """
     memory = "peak_bytes" if variant.whole else "temp_bytes"
     step, planned = _build(variant)
-    outputs, held = _first(step, variant, bench.device)
+    outputs, held = _first(step, variant, device)
     facts: dict[str, Any] = {memory: planned if variant.framework == "jax" else held}
     if variant.check is not None:
         facts["check"] = variant.check()
@@ -112,15 +110,15 @@ def prepare(bench: Bench, work: Work, variant: Variant) -> tuple[Step, dict[str,
     return step, facts
 
 
-def take_times(bench: Bench, work: Work, variant: Variant, step: Step) -> dict[str, Any]:
+def take_times(variant: Variant, step: Step, device: str, effort: Effort) -> dict[str, Any]:
     """Returns device and wall time of a prepared step."""
-    effort, device = bench.effort(work), None
-    if bench.clock is not None:
-        device = bench.clock.time(variant.framework, step, variant.inputs, effort)
+    on_device = None
+    if device == "cuda":
+        on_device = device_clock().time(variant.framework, step, variant.inputs, effort)
     wall = clock.wall_time(step, variant.inputs, effort)
-    if device is not None:
-        clock.check_clocks(variant.framework, device, wall)
-    return {"device": device, "wall": wall}
+    if on_device is not None:
+        clock.check_clocks(variant.framework, on_device, wall)
+    return {"device": on_device, "wall": wall}
 
 
 def free() -> None:
@@ -131,7 +129,7 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
-def ceilings(bench: Bench) -> Ceilings:
+def ceilings() -> Ceilings:
     """Returns the copy and product rates of this run, each the better of the two frameworks'."""
     elements, width = CEILING_ELEMENTS, CEILING_WIDTH
     source = torch.randn(elements, device="cuda").bfloat16()
@@ -144,18 +142,17 @@ def ceilings(bench: Bench) -> Ceilings:
     for sets, in_jax, in_torch, amount in works:
         jax_sets = [tuple(map(jax.dlpack.from_dlpack, one)) for one in sets]
         best = min(
-            _seconds(bench, "jax", jax.jit(in_jax), jax_sets),
-            _seconds(bench, "torch", in_torch, sets),
+            _seconds("jax", jax.jit(in_jax), jax_sets),
+            _seconds("torch", in_torch, sets),
         )
         rates.append(amount / best)
     free()
     return Ceilings(*rates)
 
 
-def _seconds(bench: Bench, framework: str, step: Step, sets: list[tuple]) -> float:
-    assert bench.clock is not None
+def _seconds(framework: str, step: Step, sets: list[tuple]) -> float:
     clock.synchronise(step(*sets[0]))
-    return bench.clock.time(framework, step, sets, bench.effort()).median * 1e-6
+    return device_clock().time(framework, step, sets, Effort()).median * 1e-6
 
 
 def _build(variant: Variant) -> tuple[Step, int | None]:

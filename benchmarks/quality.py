@@ -91,7 +91,7 @@ TINY = Settings(
 PARTS = 10  # of a long run, each with its mean loss
 
 
-def measure(settings: Settings) -> Iterator[Row]:
+def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields one row for every format and model, and for both long runs."""
     yield from _encoder(settings)
     with tempfile.TemporaryDirectory() as temporary, jax.numpy_dtype_promotion("standard"):
@@ -252,18 +252,3 @@ def _logits(exact: np.ndarray, found: np.ndarray) -> Row:
 def _log_softmax(logits: np.ndarray) -> np.ndarray:
     largest = logits.max(-1, keepdims=True)
     return logits - largest - np.log(np.exp(logits - largest).sum(-1, keepdims=True))
-
-
-def line(row: Row) -> str:
-    """Returns a row as a line to read."""
-    name = f"{row['model']:8}{row['format']:58}"
-    if "losses" in row:
-        told = " ".join(f"{loss:.3f}" for loss in row["losses"])
-        return f"{name} {row['steps']} steps: {told}; held out {row['held_out']:.4f}"
-    parts = []
-    if "kl" in row:
-        parts.append(f"weights {row['weights']:.4f}  1 - cosine {row['cosine']:.6f}")
-        parts.append(f"KL {row['kl']:.6f}  the likeliest {row['agreement']:.1%}")
-    if "held_out" in row:
-        parts.append(f"held out {row['held_out_before']:.4f}, trained {row['held_out']:.4f}")
-    return name + "  ".join(parts)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,8 +19,8 @@ import qwix
 from flax import nnx
 
 from benchmarks import step
-from benchmarks.clock import DeviceClock, Effort
-from benchmarks.results import Row
+from benchmarks.clock import kernel_time
+from benchmarks.results import Row, attempted
 from benchmarks.step import LLAMA_3_8B
 from benchmarks.step import TINY as TINY_DECODER
 from benchmarks.work import matches
@@ -52,8 +51,7 @@ class Case(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What is measured: nothing is built after `seconds`, nor what `only`, patterns of how
-    "<work> <qtype>" begins, leaves out."""
+    """What is measured; `only` are patterns of how "<work> <qtype>" begins."""
 
     features: int = 8192
     norm_rank: int = 384
@@ -61,7 +59,6 @@ class Settings(NamedTuple):
     rows: tuple[int, ...] = (1, 8, 32, 64)
     many_rows: int = 4096
     rounds: int = 8
-    seconds: float = 420.0
     only: tuple[str, ...] = ()
     cases: tuple[Case, ...] = (
         Case("8B", LLAMA_3_8B, "DoRA", "bf16", (1, 4096)),
@@ -83,31 +80,23 @@ TINY = Settings(
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields one row a measurement."""
-    started = time.monotonic()
-    clock = DeviceClock() if device == "cuda" else None
-    if clock is not None:
-        yield _copy(clock)
+    if device == "cuda":
+        yield _copy(device)
     for of in (_norms, _products, _projections):
         for row, run in of(settings):
-            yield _timed(clock, row, *run)
+            yield _timed(device, row, *run)
     for case in settings.cases:
-        if time.monotonic() - started > settings.seconds:
-            return
         if not matches(f"step {case.qtype}", settings.only):
             continue
         row: Row = {"work": "step", "name": case.name, "kind": case.kind, "qtype": case.qtype}
         row |= {"batch": case.shape[0], "time": case.shape[1], "rank": settings.rank}
-        try:
-            row |= _step(case, settings, device)
-        except Exception as error:  # One that has no room costs no other its measurement.
-            row["failed"] = f"{type(error).__name__}: {error}"[:600]
-        yield row
+        yield attempted(row, functools.partial(_step, case, settings, device))
 
 
-def _copy(clock: DeviceClock) -> Row:
+def _copy(device: str) -> Row:
     """Returns the rate of a copy, bytes read and written, in TB/s."""
     x = jnp.ones(1 << 29, jnp.bfloat16)
-    row = _timed(clock, {"work": "copy"}, jax.jit(lambda x: x + 1), (x,))
+    row = _timed(device, {"work": "copy"}, jax.jit(lambda x: x + 1), (x,))
     return row | {"tb_per_s": 4 * x.size / row["us"] / 1e6}
 
 
@@ -183,15 +172,11 @@ def _frozen(n: int, **options: Any) -> Callable[..., Any]:
     return functools.partial(layer, g=jnp.ones(n))
 
 
-def _timed(
-    clock: DeviceClock | None, row: Row, function: Callable[..., Any], operands: tuple
-) -> Row:
+def _timed(device: str, row: Row, function: Callable[..., Any], operands: tuple) -> Row:
     found = jax.block_until_ready(function(*operands))
     if not all(bool(jnp.all(jnp.isfinite(one))) for one in jax.tree.leaves(found)):
         return row | {"failed": "the result is not finite"}
-    if clock is None:
-        return row
-    spread = clock.time("jax", function, [operands], Effort())
+    spread = kernel_time("jax", function, [operands], device)
     return row | {"us": spread.median, "p10": spread.p10, "p90": spread.p90}
 
 
@@ -254,23 +239,3 @@ def _kernel(key: jax.Array, n: int, qtype: str) -> Any:
 def _bytes(kernel: Any) -> int:
     """Returns the bytes that a kernel takes on the device."""
     return sum(one.size * quantised.bits(one.dtype) for one in jax.tree.leaves(kernel)) // 8
-
-
-def line(row: Row) -> str:
-    """Returns a row as a line to read."""
-    keys = ("work", "name", "kind", "qtype", "rows")
-    name = " ".join(str(row[key]) for key in keys if key in row)
-    name += f" by {row['implementation']}" if "implementation" in row else ""
-    if "activations" in row:
-        name += ", both sides" + ", columns in one piece" * row["in_one_piece"]
-    if "failed" in row:
-        return f"{name:66} failed: {row['failed'][:150]}"
-    if row["work"] == "step":
-        return (
-            f"{name:66} {row['ms']:8.1f} ms  {row['tokens_per_s']:8,.0f} tokens/s  peak "
-            f"{row['peak_bytes'] / 2**30:5.1f} GiB  compiled in {row['compile_s']:5.1f} s"
-        )
-    if "us" not in row:
-        return f"{name:66} ran"
-    rate = row.get("tb_per_s") or row["bytes"] / row["us"] / 1e6
-    return f"{name:66} {row['us']:8.1f} µs  {rate:5.2f} TB/s"

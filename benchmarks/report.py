@@ -1,21 +1,18 @@
-"""Measurements, what follows from them, the file they are kept in, and the tables shown of them."""
+"""Measurements, what follows from them, and the table shown of them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
+from typing import Any, Self
 
 from benchmarks import results
 from benchmarks.check import Check
 from benchmarks.clock import Spread
 from benchmarks.work import shape_name
+from parity.report import table
 
 
 @dataclass(frozen=True)
@@ -94,44 +91,21 @@ class Measurement:
 
 @dataclass
 class Report:
-    """A level's result; `add` writes to the file of results and to the console, where given."""
+    """What a level has measured."""
 
-    level: str
-    environment: dict[str, str]
+    environment: Mapping[str, str]
     ceilings: Ceilings | None = None
     measurements: list[Measurement] = field(default_factory=list)
-    writer: results.Writer | None = None
-    console: Console = field(default_factory=lambda: Console(quiet=True))
 
     @classmethod
-    def read(cls, path: Path) -> Report:
-        """Returns what a file of results holds."""
-        header, rows = results.read(path)
+    def of(cls, header: results.Row, rows: Iterable[results.Row]) -> Self:
+        """Returns what the header and the rows of a file of results say."""
         ceilings = Ceilings(**header["ceilings"]) if header.get("ceilings") else None
-        found = [Measurement.from_row(row) for row in rows]
-        return cls(header["level"], header["environment"], ceilings, found)
+        return cls(header["environment"], ceilings, [Measurement.from_row(row) for row in rows])
 
-    def begin(self, path: Path, **header: Any) -> None:
-        """Begins the file of results."""
-        known: results.Row = {"kind": "benchmark", "level": self.level} | header
-        known |= {"environment": self.environment}
-        if self.ceilings:
-            known["ceilings"] = dataclasses.asdict(self.ceilings)
-        self.writer = results.Writer(path, known)
-
-    def add(self, m: Measurement) -> None:
-        self.measurements.append(m)
-        if self.writer:
-            self.writer.add(m.row())
-        self.console.print(self._line(m), highlight=False, soft_wrap=True)
-
-    @property
-    def passed(self) -> bool:
-        return all(m.correct for m in self.measurements if not m.refused)
-
-    @property
-    def clock(self) -> str:
-        return "device" if self.environment["device"] == "cuda" else "wall"
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        return cls.of(*results.read(path))
 
     def ratio(self, m: Measurement, clock: str, baseline: str = "") -> float | None:
         """Returns m's time over that of its work's baseline, the fastest where several bear the
@@ -146,52 +120,24 @@ class Report:
         theirs = [time for time in times if time]
         return mine / min(theirs) if theirs and m not in others else None
 
-    def show(self) -> None:
-        """Prints a table for each group of work, and the verdict."""
-        for group in dict.fromkeys(m.group for m in self.measurements):
-            self.console.print(self._table(group))
-        for m in self.measurements:
-            if not m.refused and not m.correct:
-                self.console.print(f"[bold red]RED[/bold red] {m.name} {m.label}: {_reason(m)}")
+    def text(self) -> str:
+        """Returns a table of all that ran, and the ceilings; no time of what is not correct."""
+        clock = "device" if self.environment["device"] == "cuda" else "wall"
+        header = ("work", "implementation", f"{clock} µs", "of baseline", "of the floor", "GiB")
+        shown = table(
+            header, ([*self._cells(m, clock)] for m in self.measurements if not m.refused)
+        )
         if self.ceilings:
-            self.console.print(
-                f"ceilings of this run: copy {self.ceilings.copy * 1e-12:.3f} TB/s, bf16 product "
+            shown += (
+                f"\nceilings of this run: copy {self.ceilings.copy * 1e-12:.3f} TB/s, bf16 product "
                 f"{self.ceilings.matmul * 1e-12:.0f} TFLOP/s"
             )
-        if self.clock == "wall":
-            self.console.print("no GPU: wall time only, to try the code, not to be quoted")
-        correct = sum(m.correct for m in self.measurements)
-        refused = sum(bool(m.refused) for m in self.measurements)
-        self.console.print(
-            f"{correct} of {len(self.measurements)} measured and correct, {refused} refused"
-        )
+        return shown
 
-    def _table(self, group: str) -> Table:
-        table = Table(title=group, title_justify="left", box=SIMPLE_HEAD)
-        for name in ("", "implementation", f"{self.clock} µs", "of baseline", "floor", "peak GiB"):
-            table.add_column(name, justify="left" if name in ("", "implementation") else "right")
-        for m in self.measurements:
-            if m.group == group and not m.refused:
-                table.add_row(shape_name(m.shape), m.label, *self._cells(m))
-        return table
-
-    def _cells(self, m: Measurement) -> list[str]:
-        time, ratio = m.time(self.clock), self.ratio(m, self.clock)
-        if time is None:
-            return ["[bold red]red[/bold red]", "", "", ""]
-        floor = self.ceilings and m.bytes and f"{m.floor_us(self.ceilings) / time:.0%}"
-        peak = m.peak_bytes and f"{m.peak_bytes / 2**30:.1f}"
-        return [f"{time:.1f}", f"{ratio:.2f}×" if ratio else "", floor or "", peak or ""]
-
-    def _line(self, m: Measurement) -> str:
-        head = f"{m.name:<42} {m.label:<34}"
-        if m.refused:
-            return f"{head} [dim]refused: {m.refused[:80]}[/dim]"
-        if not m.correct:
-            return f"{head} [bold red]{_reason(m)}[/bold red]"
-        times = [f"{c} {t:11.1f} µs" for c in ("device", "wall") if (t := m.time(c))]
-        return " ".join([head, *times])
-
-
-def _reason(m: Measurement) -> str:
-    return m.failed or f"WRONG: {m.check}"
+    def _cells(self, m: Measurement, clock: str) -> Iterator[str]:
+        time, ratio = m.time(clock), self.ratio(m, clock)
+        yield from (m.name, m.label, f"{time:.1f}" if time else "RED")
+        yield f"{ratio:.2f}" if ratio else ""
+        floor = time and self.ceilings and m.bytes and m.floor_us(self.ceilings) / time
+        yield f"{floor:.0%}" if floor else ""
+        yield f"{m.peak_bytes / 2**30:.1f}" if m.peak_bytes else ""

@@ -6,6 +6,7 @@ A file is written line by line, so that a run that is stopped leaves what it had
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +46,38 @@ def line(row: Row) -> str:
     """Returns the row as one line of JSON, with null for infinities and NaN."""
     text = json.dumps(finite(row), ensure_ascii=False, allow_nan=False, separators=(", ", ": "))
     return text + "\n"
+
+
+def attempted(row: Row, measured: Callable[[], Row]) -> Row:
+    """Returns a row with what is measured, or with why it failed: one that has no room costs no
+    other its measurement."""
+    try:
+        return row | measured()
+    except Exception as error:
+        return row | {"failed": f"{type(error).__name__}: {error}"[-600:]}
+
+
+def failed(row: Row) -> bool:
+    """Returns whether a measurement failed, or is of a wrong result."""
+    return bool(row.get("failed")) or not (row.get("check") or {"passed": True})["passed"]
+
+
+def told(row: Row) -> str:
+    """Returns a row as a line to read: texts, then numbers by name, a spread's median."""
+    texts, numbers = [], []
+    for name, value in row.items():
+        if name == "shape":
+            texts.append("×".join(map(str, value.values())))
+        elif name in ("failed", "refused") or (name == "check" and not value["passed"]):
+            texts.append(f"{name}: {str(value)[:150]}")
+        elif isinstance(value, str):
+            texts.append(value)
+        elif name.endswith("_bytes") and value is not None:
+            numbers.append(f"{name.removesuffix('_bytes')} {value / 2**30:.2f} GiB")
+        elif isinstance(value, dict) and "median" in value:
+            numbers.append(f"{name} {value['median']:,.1f} µs")
+        elif isinstance(value, float):
+            numbers.append(f"{name} {value:,.4g}")
+        elif isinstance(value, int):
+            numbers.append(f"{name} {value}")
+    return "  ".join([" ".join(texts), *numbers])

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.model.protocol import Protocol
+from benchmarks.model.protocol import QWEN3
 
 RESULTS = Path(__file__).parent / "results" / "h200x2"
 FILES = "scale*.jsonl"
@@ -68,7 +68,7 @@ class Measured(NamedTuple):
     @property
     def head(self) -> float:
         """Returns the head's share of the FLOPs, which no layout shards."""
-        row, sizes = self.rows["base", "dp", "inference"], Protocol()
+        row, sizes = self.rows["base", "dp", "inference"], QWEN3
         projections = sum(n_in * n_out for n_in, n_out in sizes.projections().values())
         layers = row["layers"] * row["tokens"] * projections
         head = sizes.last * sizes.hidden * sizes.vocabulary

@@ -8,7 +8,6 @@ Both sides are layers, called as models call them; nothing of a step is left out
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jax_dora
-from benchmarks.clock import QUICK, DeviceClock, Effort, wall_time
+from benchmarks.clock import kernel_time
 from benchmarks.model.decoder import LoRALinear
 from benchmarks.results import Row
 
@@ -46,12 +45,11 @@ DECODED = tuple(Size(rows, 4096, 4096, 64) for rows in (1, 8, 32, 128, 256))
 
 
 class Settings(NamedTuple):
-    """What is measured: no size begins after `seconds`."""
+    """What is measured of each size; of the tasks those that `only` names."""
 
     trained: tuple[Size, ...] = TRAINED
     decoded: tuple[Size, ...] = DECODED
     only: tuple[str, ...] = ()
-    seconds: float = 120.0
 
 
 TINY = Settings((Size(24, 64, 48, 4),), (Size(2, 64, 48, 4),))
@@ -59,25 +57,18 @@ TINY = Settings((Size(24, 64, 48, 4),), (Size(2, 64, 48, 4),))
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields one row a size and side; DoRA's and LoRA's one after the other."""
-    started = time.monotonic()
-    clock = DeviceClock() if device == "cuda" else None
     works = [("decode", size) for size in settings.decoded]
     works += [("gradient", size) for size in settings.trained]
     for task, size in works:
         if settings.only and task not in settings.only:
             continue
-        if time.monotonic() - started > settings.seconds:
-            return
         programs = [_program(task, kind, size) for kind in ("LoRA", "DoRA")]
         with ThreadPoolExecutor(2) as pool:
             compiled = list(pool.map(lambda one: one[0].lower(*one[1]).compile(), programs))
         lora = None
         for kind, run, (_, operands) in zip(("LoRA", "DoRA"), compiled, programs, strict=True):
             jax.block_until_ready(run(*operands))
-            if clock is None:
-                spread = wall_time(run, [operands], QUICK)
-            else:
-                spread = clock.time("jax", run, [operands], Effort())
+            spread = kernel_time("jax", run, [operands], device)
             row: Row = {"kind": kind, "task": task, **size._asdict(), "us": spread.median}
             row |= {"p10_us": spread.p10, "p90_us": spread.p90, "samples": spread.samples}
             if kind == "LoRA":
@@ -113,10 +104,3 @@ def _program(task: str, kind: str, size: Size) -> tuple[Any, tuple[Any, ...]]:
         return y, pull(dy)
 
     return jax.jit(gradient), (trained, frozen, x, dy)
-
-
-def line(row: Row) -> str:
-    """Returns a row as a line to read."""
-    size = f"{row['rows']:6} × {row['fan_in']:5} × {row['out']:6} r{row['rank']:<4}"
-    ratio = f"  {row['over_lora']:.3f} of LoRA" if "over_lora" in row else ""
-    return f"{row['task']:9} {size} {row['kind']:5} {row['us']:9.1f} µs{ratio}"

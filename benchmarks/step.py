@@ -1,16 +1,12 @@
-"""Level `step`: a whole optimizer step of `jax_dora.models` by how much of it is kept in memory.
-
-Llama 3 8B's dimensions, rank 16 on all projections, 2 × 4096 tokens, loss on all tokens, AdamW.
-LoRA and DoRA take the same decoder and the same budget; random weights cost what others do.
-"""
+"""A whole optimizer step of `jax_dora.models`, timed: loss on all tokens, AdamW on the adapters."""
 
 from __future__ import annotations
 
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +17,7 @@ from flax import nnx
 import jax_dora
 from benchmarks.model.decoder import LoRALinear
 from benchmarks.results import Row
-from jax_dora.models import DecoderConfig, activations, make_model, next_token_loss
+from jax_dora.models import DecoderConfig, next_token_loss
 from jax_dora.models.config import Rope
 
 Loss = Callable[..., jax.Array]
@@ -39,63 +35,6 @@ LLAMA_3_8B = DecoderConfig(
     rope=Rope(theta=500_000.0),
 )
 TINY = DecoderConfig(256, 64, 96, 2, 4, 2, 16)
-
-
-class Budget(NamedTuple):
-    """A point of the curve: `memory` and `unroll` as in `DecoderConfig`."""
-
-    name: str
-    memory: Any
-    unroll: bool
-
-
-BUDGETS = (
-    Budget("all kept that fits, unrolled", "auto", True),
-    Budget("every layer rematerialised", None, False),
-    Budget("all kept that fits", "auto", False),
-    Budget("12 GiB", 12.0, False),
-)
-
-
-class Settings(NamedTuple):
-    """What is measured: nothing is built after `seconds`."""
-
-    config: DecoderConfig = LLAMA_3_8B
-    shape: tuple[int, int] = (2, 4096)
-    rank: int = 16
-    rounds: int = 10
-    seconds: float = 420.0
-
-
-def measure(settings: Settings, device: str) -> Iterator[Row]:
-    """Yields one row a measurement; DoRA's and LoRA's of a budget one after the other."""
-    started = time.monotonic()
-    for budget in BUDGETS:
-        lora = None
-        for kind in ("LoRA", "DoRA"):
-            if time.monotonic() - started > settings.seconds:
-                return
-            row: Row = {"kind": kind, "budget": budget.name, "unroll": budget.unroll}
-            row |= {"batch": settings.shape[0], "time": settings.shape[1], "rank": settings.rank}
-            try:
-                row |= _measured(kind, budget, settings, device)
-            except Exception as error:  # One that has no room costs no other its measurement.
-                row["failed"] = f"{type(error).__name__}: {error}"[:600]
-            if kind == "LoRA":
-                lora = row.get("ms")
-            elif lora and "ms" in row:
-                row["over_lora"] = row["ms"] / lora
-            yield row
-
-
-def _measured(kind: str, budget: Budget, settings: Settings, device: str) -> Row:
-    attention = "cudnn" if device == "cuda" else "xla"
-    changes = {"attention": attention, "memory": budget.memory, "unroll": budget.unroll}
-    config = DecoderConfig(**vars(settings.config) | changes)
-    made = make_model(config, linear=linear_of(kind, config, settings.rank))
-    kept = activations.plan(config, *settings.shape)
-    row = {"kept": [one.name + (f" {one.width}" if one.width else "") for one in kept]}
-    return timed(made, config.vocab_size, settings.shape, settings.rounds) | row
 
 
 def linear_of(kind: str, config: DecoderConfig, rank: int, **options: Any) -> Any:
@@ -164,15 +103,3 @@ def update(graphdef: Any, loss: Loss, trained: Any, frozen: Any, state: Any, *da
     value, gradients = jax.value_and_grad(of_adapters)(trained)
     updates, state = OPTIMIZER.update(gradients, state, trained)
     return value, optax.apply_updates(trained, updates), state
-
-
-def line(row: Row) -> str:
-    """Returns a row as a line to read."""
-    name = f"{row['kind']:4} {row['budget']:30}"
-    if "failed" in row:
-        return f"{name} failed: {row['failed'][:150]}"
-    ratio = f"  {row['over_lora']:.3f} of LoRA" if "over_lora" in row else ""
-    return (
-        f"{name} {row['ms']:8.1f} ms  {row['tokens_per_s']:8,.0f} tokens/s  temporaries "
-        f"{row['temp_bytes'] / 2**30:5.1f} GiB  compiled in {row['compile_s']:5.1f} s{ratio}"
-    )

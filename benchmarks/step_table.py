@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import functools
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
@@ -23,9 +22,9 @@ import optax
 from flax import nnx
 
 import jax_dora
-from benchmarks.clock import DeviceClock, Kernels
+from benchmarks.clock import Kernels, device_clock
 from benchmarks.model.decoder import Dense
-from benchmarks.results import Row
+from benchmarks.results import Row, attempted
 from benchmarks.step import LLAMA_3_8B, LORA_B_INIT, Loss, linear_of, mean_loss, timed
 from benchmarks.step import TINY as TINY_DECODER
 from jax_dora.models import DecoderConfig, layer, make_model, rope
@@ -104,15 +103,14 @@ VARIANTS = (
 
 
 class Settings(NamedTuple):
-    """What is measured: nothing is built after `seconds`."""
+    """What is measured; of the variants those whose names begin like one of `only`."""
 
-    config: DecoderConfig = LLAMA_3_8B
+    decoder: DecoderConfig = LLAMA_3_8B
     layers: int = 8
     shape: tuple[int, int] = (2, 4096)
     rank: int = 16
     memory: float = 10.0
     steps: int = 100
-    seconds: float = 480.0
     only: tuple[str, ...] = ()
 
 
@@ -121,19 +119,14 @@ TINY = Settings(TINY_DECODER, 2, (2, 16), memory=1.0, steps=3)
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields one row a program; ratios are to the first."""
-    started, first = time.monotonic(), None
+    first = None
     for variant in VARIANTS:
         if settings.only and not variant.name.startswith(settings.only):
             continue
-        if time.monotonic() - started > settings.seconds:
-            return
         row: Row = {"kind": variant.name, "layers": settings.layers, "rank": settings.rank}
         row |= {"batch": settings.shape[0], "time": settings.shape[1], "steps": settings.steps}
-        try:
-            row |= _measured(variant, settings, device)
-        except Exception as error:  # One that has no room costs no other its measurement.
-            row["failed"] = f"{type(error).__name__}: {error}"[:600]
-        else:
+        row = attempted(row, functools.partial(_measured, variant, settings, device))
+        if "failed" not in row:
             first = first or row
             row |= {"over_first": row["ms"] / first["ms"], "moved": row["loss"] - first["loss"]}
         yield row
@@ -145,7 +138,7 @@ def _measured(variant: Variant, settings: Settings, device: str) -> Row:
     changes |= {"memory": settings.memory} | dict(variant.changes)
     if device != "cuda":
         changes |= {"attention": "xla", "segments": None}
-    config = dataclasses.replace(settings.config, **changes)
+    config = dataclasses.replace(settings.decoder, **changes)
     with contextlib.ExitStack() as stack:
         for owner, name, value in variant.patches:
             stack.enter_context(mock.patch.object(owner, name, value))
@@ -168,7 +161,7 @@ def _linear(variant: Variant, config: DecoderConfig, rank: int) -> Any:
 
 
 def _profiled(step: Callable[[], Any]) -> Row:
-    return {"kernels": by_name(DeviceClock().kernels(step))}
+    return {"kernels": by_name(device_clock().kernels(step))}
 
 
 def _segments(shape: tuple[int, int]) -> jax.Array:
@@ -200,15 +193,3 @@ def by_operator(kernels: Mapping[str, Sequence[float]]) -> dict[str, list[float]
                 found[name][1] += us
                 break
     return found
-
-
-def line(row: Row) -> str:
-    """Returns a row as a line to read."""
-    if "failed" in row:
-        return f"{row['kind']:40} failed: {row['failed'][:150]}"
-    launches = sum(count for count, _ in row.get("kernels", {}).values())
-    return (
-        f"{row['kind']:40} {row['ms']:8.1f} ms {row['over_first']:6.3f}  temporaries "
-        f"{row['temp_bytes'] / 2**30:5.1f} GiB  loss {row['loss']:.5f} ({row['moved']:+.5f})  "
-        f"{launches:6.0f} kernels  compiled in {row['compile_s']:4.1f} s"
-    )

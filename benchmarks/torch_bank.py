@@ -11,7 +11,6 @@ are those of level `bank`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -24,13 +23,12 @@ from torch.nn.functional import rms_norm, silu
 import torch_dora
 from benchmarks.bank_adapters import draw_ids
 from benchmarks.bank_programs import Sizes
-from benchmarks.clock import QUICK, DeviceClock, Effort, wall_time
+from benchmarks.clock import QUICK, Effort, kernel_time, wall_time
+from benchmarks.model.protocol import PROJECTIONS
 from benchmarks.results import Row
 
 
 class Settings(NamedTuple):
-    """What is measured: nothing is begun after `seconds`."""
-
     sizes: Sizes = Sizes()
     slots: int = 64
     ranks: tuple[int, ...] = (8, 16, 32, 64)
@@ -40,7 +38,6 @@ class Settings(NamedTuple):
     )
     mixes: tuple[str, ...] = ("zipf", "uniform", "one")
     kinds: tuple[str, ...] = ("base", "LoRA", "DoRA", "PEFT LoRA")
-    seconds: float = 420.0
 
 
 TINY = Settings(Sizes(32, 16, 48), 3, (1, 5), ((3, 1), (2, 4)), ("zipf",))
@@ -69,7 +66,6 @@ class Layer(nn.Module):
 @torch.no_grad()
 def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields one row a measurement; the kinds of one batch are timed one after the other."""
-    started = time.monotonic()
     torch.manual_seed(0)
     with torch.device(device):
         layer = Layer(settings.sizes).eval()
@@ -79,16 +75,16 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
         )
         for kind in ("LoRA", "DoRA")
     }
-    peft = _peft(settings, device) if "PEFT LoRA" in settings.kinds else None
-    clock = DeviceClock() if device == "cuda" else None
+    peft = None
+    if "PEFT LoRA" in settings.kinds:
+        with torch.device(device):
+            peft = by_peft(Layer(settings.sizes).eval(), settings.ranks, settings.slots)
     for shape in settings.shapes:
         x = torch.randn(*shape, settings.sizes.hidden, dtype=torch.bfloat16, device=device)
         for mix in settings.mixes:
             ids = draw_ids(mix, shape[0], settings.slots)
             found: dict[str, float] = {}
             for kind in settings.kinds:
-                if time.monotonic() - started > settings.seconds:
-                    return
                 model, options = layer, {}
                 if kind in banks:
                     model = torch_dora.with_bank(layer, banks[kind], ids.tolist())
@@ -96,7 +92,7 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
                     model, options = peft, {"adapter_names": [str(one) for one in ids]}
                 row: Row = {"task": "prefill" if shape[1] > 1 else "decode", "kind": kind}
                 row |= {"rows": shape[0], "tokens": shape[1], "mix": mix}
-                row |= _times(model, x, options, clock) | {"distinct": len(np.unique(ids))}
+                row |= _times(model, x, options, device) | {"distinct": len(np.unique(ids))}
                 found[kind] = row["us"]
                 for other in ("base", "LoRA"):
                     if other in found:
@@ -120,37 +116,26 @@ def filled(bank: Any, ranks: tuple[int, ...], kind: str = "DoRA") -> Any:
     return bank
 
 
-def _peft(settings: Settings, device: str) -> Any:
-    """Returns a layer of its own that PEFT has adapted."""
-    with torch.device(device):
-        model: Any = Layer(settings.sizes).eval()
+def by_peft(model: Any, ranks: tuple[int, ...], count: int, **options: Any) -> Any:
+    """Returns a model with `count` random adapters of PEFT's, of these ranks in turn."""
     adapted: Any = None
-    for slot in range(settings.slots):
-        rank = settings.ranks[slot % len(settings.ranks)]
-        targets = [f"{name}_proj" for name in settings.sizes.projections]
-        config = LoraConfig(r=rank, target_modules=targets, init_lora_weights=False)
+    for number in range(count):
+        rank = ranks[number % len(ranks)]
+        config = LoraConfig(
+            r=rank, target_modules=list(PROJECTIONS), init_lora_weights=False, **options
+        )
         if adapted is None:
-            adapted = get_peft_model(model, config, str(slot), autocast_adapter_dtype=False)
+            adapted = get_peft_model(model, config, str(number), autocast_adapter_dtype=False)
         else:
-            adapted.add_adapter(str(slot), config, autocast_adapter_dtype=False)
+            adapted.add_adapter(str(number), config, autocast_adapter_dtype=False)
     return adapted.eval()
 
 
-def _times(model: Any, x: Tensor, options: dict[str, Any], clock: DeviceClock | None) -> Row:
+def _times(model: Any, x: Tensor, options: dict[str, Any], device: str) -> Row:
     def step(x: Tensor) -> Tensor:
         return model(x, **options)
 
     step(x)
-    wall = wall_time(step, [(x,)], Effort() if clock else QUICK)
-    spread = clock.time("torch", step, [(x,)], Effort()) if clock else wall
+    wall = wall_time(step, [(x,)], Effort() if device == "cuda" else QUICK)
+    spread = kernel_time("torch", step, [(x,)], device)
     return {"us": spread.median, "p10_us": spread.p10, "p90_us": spread.p90, "wall_us": wall.median}
-
-
-def line(row: Row) -> str:
-    """Returns a row as a line to read."""
-    told = f"{row['task']:7} {row['rows']:4}×{row['tokens']:<4} {row['mix']:8} {row['kind']:10}"
-    told += f"{row['us']:9.1f} µs, {row['wall_us']:9.1f} with its gaps"
-    told += f"  {row['distinct']:3} adapters"
-    for other in ("base", "lora"):
-        told += f"  {row[f'over_{other}']:6.3f} of {other}" if f"over_{other}" in row else ""
-    return told

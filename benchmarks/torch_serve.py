@@ -11,6 +11,7 @@ is what `generate` has. A request's first token is counted from when its batch w
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
 from collections.abc import Iterator
@@ -18,23 +19,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 import torch_dora
 from benchmarks.bank_adapters import draw_ids
-from benchmarks.model.protocol import PROJECTIONS
-from benchmarks.results import Row
-from benchmarks.torch_bank import filled
-from benchmarks.torch_step import TINY as TINY_MODEL
-from benchmarks.torch_step import Settings as Model
+from benchmarks.results import Row, attempted
+from benchmarks.torch_bank import by_peft, filled
+from benchmarks.torch_step import llama
 
 
 class Settings(NamedTuple):
-    """What is measured: nothing is started after `seconds`; `rounds` batches are timed after one
-    that is not."""
+    """What is measured: `rounds` batches are timed after one that is not."""
 
-    model: Model = Model()
+    layers: int = 32
+    hidden: int = 4096
     rows: int = 64
     prompt: int = 128
     answer: int = 128
@@ -42,39 +40,25 @@ class Settings(NamedTuple):
     adapters: tuple[int, ...] = (1, 8, 64)
     kinds: tuple[str, ...] = ("transformers", "torch_dora DoRA", "PEFT LoRA", "PEFT DoRA")
     rounds: int = 1
-    seconds: float = 420.0
 
 
-TINY = Settings(TINY_MODEL, rows=4, prompt=6, answer=3, ranks=(1, 5), adapters=(1, 3))
+TINY = Settings(2, 64, rows=4, prompt=6, answer=3, ranks=(1, 5), adapters=(1, 3))
 
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields one row a measurement."""
-    started = time.monotonic()
     base = None
     for kind in settings.kinds:
         for count in (0,) if kind == "transformers" else settings.adapters:
-            left = settings.seconds - (time.monotonic() - started)
-            if left < 0:
-                return
             row: Row = {"kind": kind, "adapters": count, "rows": settings.rows}
-            row["layers"] = settings.model.layers
-            begin = time.monotonic()
-            try:
-                answers = _answers(settings, kind, count, device)
-                row["build_s"] = time.monotonic() - begin
-                row |= _served(settings, answers, count, device)
-            except Exception as error:  # One that has no room costs no other its measurement.
-                yield row | {"failed": f"{type(error).__name__}: {error}"[:600]}
-                continue
-            finally:
-                answers = None
-                gc.collect()
-                if device == "cuda":
-                    torch.cuda.empty_cache()
+            row["layers"] = settings.layers
+            row = attempted(row, functools.partial(_served, settings, kind, count, device))
+            gc.collect()
+            if device == "cuda":
+                torch.cuda.empty_cache()
             if kind == "transformers":
-                base = row["tokens_per_s"]
-            elif base:
+                base = row.get("tokens_per_s")
+            elif base and "tokens_per_s" in row:
                 row["of_base"] = row["tokens_per_s"] / base
             yield row
 
@@ -83,7 +67,7 @@ def _answers(settings: Settings, kind: str, count: int, device: str) -> Any:
     """Returns a function of the adapters of a batch's rows, i64[rows], that gives (model, rows,
     options) for each `generate` that the batch takes."""
     torch.manual_seed(0)
-    config = settings.model.config()
+    config = llama(settings.layers, settings.hidden)
     config.use_cache = True
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
@@ -93,22 +77,9 @@ def _answers(settings: Settings, kind: str, count: int, device: str) -> Any:
         empty = torch_dora.AdapterBank(model, max(4, count), max(settings.ranks))
         bank = filled(empty, settings.ranks)
         return lambda ids: [(torch_dora.with_bank(model, bank, ids), np.arange(len(ids)), {})]
-    adapted: Any = None
-    for number in range(count):
-        rank = settings.ranks[number % len(settings.ranks)]
-        config = LoraConfig(
-            task_type="CAUSAL_LM",
-            r=rank,
-            lora_alpha=rank // 2 or 1,
-            target_modules=list(PROJECTIONS),
-            use_dora=kind == "PEFT DoRA",
-            init_lora_weights=False,
-        )
-        if adapted is None:
-            adapted = get_peft_model(model, config, str(number), autocast_adapter_dtype=False)
-        else:
-            adapted.add_adapter(str(number), config, autocast_adapter_dtype=False)
-    adapted.eval()
+    options = {"task_type": "CAUSAL_LM", "use_dora": kind == "PEFT DoRA"}
+    with torch.device(device):
+        adapted = by_peft(model, settings.ranks, count, **options)
     if kind == "PEFT LoRA":
         return lambda ids: [
             (adapted, np.arange(len(ids)), {"adapter_names": [str(one) for one in ids]})
@@ -137,9 +108,12 @@ class _FirstToken(StoppingCriteria):
 
 
 @torch.no_grad()
-def _served(settings: Settings, answers: Any, count: int, device: str) -> Row:
+def _served(settings: Settings, kind: str, count: int, device: str) -> Row:
     """Returns what those who ask saw, in `settings.rounds` batches."""
-    vocabulary = settings.model.config().vocab_size
+    begin = time.monotonic()
+    answers = _answers(settings, kind, count, device)
+    build_s = time.monotonic() - begin
+    vocabulary = llama(settings.layers, settings.hidden).vocab_size
     seconds, first, calls = 0.0, [], 0
     for turn in range(settings.rounds + 1):
         generator = torch.Generator().manual_seed(turn)
@@ -169,21 +143,10 @@ def _served(settings: Settings, answers: Any, count: int, device: str) -> Row:
         seconds += (time.monotonic() - begin) * (turn > 0)
     answered = settings.rounds * settings.rows
     return {
+        "build_s": build_s,
         "answers": answered,
         "generates": calls,
         "tokens_per_s": answered * settings.answer / seconds,
         "first_token_ms": 1e3 * float(np.median(first)),
         "first_token_p90_ms": 1e3 * float(np.percentile(first, 90)),
     }
-
-
-def line(row: Row) -> str:
-    """Returns a row as a line to read."""
-    if "failed" in row:
-        return f"{row['kind']:15} {row['adapters']:5} adapters failed: {row['failed'][:150]}"
-    ratio = f"  {row['of_base']:.3f} of the base's" if "of_base" in row else ""
-    return (
-        f"{row['kind']:15} {row['adapters']:5} adapters  {row['tokens_per_s']:8,.0f} tokens/s  "
-        f"first token {row['first_token_ms']:7.0f} ms, 90 % within "
-        f"{row['first_token_p90_ms']:7.0f} ms  {row['generates']:3} batches{ratio}"
-    )

@@ -23,12 +23,14 @@ QUICK = {"rows": 64, "in": 64, "out": 128, "rank": 16, "tiles": 1}
 QUICK |= {"groups": 2, "layers": 2, "slots": 4, "time": 128}
 
 
-def works(device: str, quick: bool) -> Iterator[Callable[[], Work]]:
+def works(device: str, settings: Any) -> Iterator[Callable[[], Work]]:
     """Yields every kernel at its shapes."""
     for name, kernel in KERNELS.items():
-        shapes = [{axis: QUICK[axis] for axis in kernel.shapes[0]}] if quick else kernel.shapes
+        shapes = (
+            [{axis: QUICK[axis] for axis in kernel.shapes[0]}] if settings.quick else kernel.shapes
+        )
         for sizes in shapes:
-            yield functools.partial(_work, name, kernel, sizes, device, quick)
+            yield functools.partial(_work, name, kernel, sizes, device, settings.quick)
 
 
 def _work(name: str, kernel: Kernel, sizes: Mapping[str, int], device: str, quick: bool) -> Work:

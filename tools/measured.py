@@ -1,46 +1,32 @@
 """Makes the measured parts of the documentation from the committed results: no number is typed.
 
-    python tools/measured.py            write README's part, the tables that pages quote,
-                                        docs/measured.md and docs/figures/*.svg
-    python tools/measured.py --check    exit 1 if a page is not what that would write
+    python tools/measured.py    write the tables that README and pages quote, docs/measured.md and
+                                docs/figures/*.svg
 
 mkdocs runs it before it builds the site; docs/measured.md and the figures are not committed.
 """
 
-# ruff: noqa: E402
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks import results
 from benchmarks.report import Measurement, Report
-from tools import many_adapters, quoted, step_parts
-from tools.measurements import BEST_LORA, table
+from tools import bank_tables, quoted, step_parts
+from tools.measurements import ROOT, report, table
 
-BENCHMARKS = "benchmarks/results/h200"
-PARITY = "parity/reports/cuda"
-BEGIN = "<!-- measured: begin (tools/measured.py) -->"
-END = "<!-- measured: end -->"
 # Below this many elements an activation fits a cache or takes less time than a launch.
 LARGE_ACTIVATION = 4096 * 4096
-WAYS = {
-    "DoRA (no Triton)": "norm in every call",
-    "DoRA, norm kept (no Triton)": "norm kept",
-    "DoRA, norm and inner kept (no Triton)": "norm and inner kept",
-}
 # arXiv 2603.22276, its H200: geometric means over shapes, and how far g strays from 1.
 PAPER_COMPOSE = {"compose": 2.00, "backward": 1.08}
 NEAR_UNITY = 0.0015
@@ -60,60 +46,7 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def reports(root: Path) -> dict[str, Report]:
-    """Returns the benchmarks by their path under `root`."""
-    paths = sorted((root / BENCHMARKS).glob("*.jsonl"))
-    kinds = {path: results.read(path)[0]["kind"] for path in paths}
-    return {
-        path.relative_to(root).as_posix(): Report.read(path)
-        for path, kind in kinds.items()
-        if kind == "benchmark"
-    }
-
-
-def headline(root: Path) -> str:
-    """Returns README's part: what agrees, and DoRA in JAX beside the best LoRA in JAX."""
-    agreement = []
-    for path in sorted((root / PARITY).glob("*.jsonl")):
-        header, rows = results.read(path)
-        judged = [row["ok"] for row in rows if row.get("ok") is not None]
-        good = sum(all(ok) if isinstance(ok, list) else ok for ok in judged)
-        link = f"[`{path.name}`]({path.relative_to(root).as_posix()})"
-        agreement.append(
-            (header["level"], header["environment"]["card"], f"{good} of {len(judged)}", link)
-        )
-    speed: dict[str, dict[str, list[float]]] = {}
-    sources: dict[str, list[str]] = {}
-    for name, report in reports(root).items():
-        for m in report.measurements:
-            ratio = report.ratio(m, "device", BEST_LORA)
-            rank = m.shape.get("rank")
-            if m.framework != "jax" or m.variant not in WAYS or rank != 384 or not ratio:
-                continue
-            speed.setdefault(m.name, {}).setdefault(WAYS[m.variant], []).append(ratio)
-            link = f"[`{Path(name).name}`]({name})"
-            if link not in sources.setdefault(m.name, []):
-                sources[m.name].append(link)
-    rows = (
-        (work, *(_range(found.get(way, [])) for way in WAYS.values()), ", ".join(sources[work]))
-        for work, found in speed.items()
-    )
-    parts = [
-        table(("comparison", "card", "within tolerance", "from"), agreement),
-        "Device time of DoRA over that of the best plain LoRA that XLA gives in the same run; of "
-        "several runs, the least and the most:",
-        table(("work", *WAYS.values(), "from"), rows),
-        "More in [`docs/performance.md`](docs/performance.md).",
-    ]
-    return "\n\n".join(parts[0 if agreement else 1 :])
-
-
-def _range(ratios: Sequence[float]) -> str:
-    ends = [f"{end:.2f}×" for end in sorted({min(ratios), max(ratios)})] if ratios else ["–"]
-    return " to ".join(dict.fromkeys(ends))
-
-
-def measured(root: Path) -> str:
+def measured() -> str:
     """Returns the page of everything that was measured."""
     parts = [
         "# Measured",
@@ -121,16 +54,18 @@ def measured(root: Path) -> str:
         "run, or of the products at its bf16 rate, whichever is longer; shapes of at least "
         "4096 × 4096 elements.",
     ]
-    for name, report in reports(root).items():
-        environment = report.environment
+    for name, found in quoted.reports().items():
+        environment = found.environment
         versions = ", ".join(f"{key} {environment[key]}" for key in ("jax", "torch", "triton"))
         parts.append(f"## {Path(name).stem}")
         parts.append(
             f"`{name}`: {environment['card']}, {versions}, commit {environment['commit']}."
         )
-        parts.append(_speed(report))
-    parts += [many_adapters.page(root)]
-    drawn = (f"![{title}](figures/{name}.svg)" for name, (title, _) in figures(root).items())
+        parts.append(_speed(found))
+    for card in ("h100", "h200"):
+        parts.append(f"## Many adapters in one batch: `benchmarks/results/{card}/bank.jsonl`")
+        parts.append(bank_tables.every_bank(card))
+    drawn = (f"![{title}](figures/{name}.svg)" for name, (title, _) in FIGURES.items())
     return "\n\n".join([*parts, "## Figures", *drawn]) + "\n"
 
 
@@ -160,7 +95,7 @@ def _speed(report: Report) -> str:
     return table(header, (cells(key, group) for key, group in groups.items()))
 
 
-def stability(root: Path) -> Figure:
+def stability() -> Figure:
     """Draws the error of ΔY in bf16 over |g - 1|, of three ways to compute it, against fp64."""
     import ml_dtypes
 
@@ -192,14 +127,14 @@ def stability(root: Path) -> Figure:
     return figure
 
 
-def compose_speedups(root: Path) -> Figure:
+def compose_speedups() -> Figure:
     """Draws fused over plain in the same framework over the paper's shapes."""
-    report = Report.read(root / BENCHMARKS / "ops.jsonl")
+    ops = report("ops")
     figure, panels = _axes(2)
     for axes, (group, paper) in zip(panels, PAPER_COMPOSE.items(), strict=True):
         times = {
             (m.shape["rows"] * m.shape["out"], m.label): time
-            for m in report.measurements
+            for m in ops.measurements
             if m.group == group and (time := m.time("device"))
         }
         for fused, plain in (("jax mosaic", "jax xla"), ("torch triton", "torch eager")):
@@ -212,16 +147,11 @@ def compose_speedups(root: Path) -> Figure:
     return figure
 
 
-FIGURES: dict[str, tuple[str, Callable[[Path], Figure]]] = {
+FIGURES: dict[str, tuple[str, Callable[[], Figure]]] = {
     "stability": ("Error near g = 1, in bf16", stability),
     "compose_speedups": ("Compose, fused over plain", compose_speedups),
     "step": ("A step by operator", step_parts.figure),
 }
-
-
-def figures(root: Path) -> dict[str, tuple[str, Callable[[Path], Figure]]]:
-    """Returns all figures, those of levels that were not measured left out."""
-    return FIGURES | many_adapters.figures(root)
 
 
 def _axes(count: int) -> tuple[Figure, list[Any]]:
@@ -229,35 +159,17 @@ def _axes(count: int) -> tuple[Figure, list[Any]]:
     return figure, list(figure.subplots(1, count, squeeze=False).flat)
 
 
-def draw(root: Path, folder: Path) -> None:
-    """Writes every figure to `folder`, its legend below."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, (_, make) in figures(root).items():
+def write(docs: Path = ROOT / "docs") -> None:
+    """Writes measured.md and the figures, their legends below."""
+    (docs / "figures").mkdir(parents=True, exist_ok=True)
+    for name, (_, make) in FIGURES.items():
         with mpl.rc_context(STYLE):
-            figure = make(root)
+            figure = make()
             for axes in figure.axes:
                 if axes.get_legend_handles_labels()[0]:
                     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
-            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
-
-
-def updated(text: str, body: str) -> str:
-    """Returns `text` with `body` between the markers.
-
-    Raises:
-      ValueError: a marker is missing.
-    """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"README.md lacks a marker; expected {BEGIN!r} and then {END!r}")
-    return f"{before}{BEGIN}\n\n{body}\n\n{END}{after}"
-
-
-def write(root: Path = ROOT) -> None:
-    """Writes docs/measured.md and the figures."""
-    draw(root, root / "docs/figures")
-    (root / "docs/measured.md").write_text(measured(root))
+            figure.savefig(docs / "figures" / f"{name}.svg", metadata={"Date": None})
+    (docs / "measured.md").write_text(measured())
 
 
 def on_pre_build(config: Any) -> None:
@@ -265,23 +177,7 @@ def on_pre_build(config: Any) -> None:
     write()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if outdated")
-    options = parser.parse_args(arguments)
-    pages = {ROOT / name: (ROOT / name).read_text() for name in ("README.md", *quoted.PAGES)}
-    new = {path: quoted.updated(text) for path, text in pages.items()}
-    new[ROOT / "README.md"] = updated(pages[ROOT / "README.md"], headline(ROOT))
-    outdated = [path for path in pages if new[path] != pages[path]]
-    if options.check:
-        for path in outdated:
-            print(f"{path.name} is outdated: run `python tools/measured.py`", file=sys.stderr)
-        return 1 if outdated else 0
-    for path in outdated:
-        path.write_text(new[path])
-    write()
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    for path in (ROOT / name for name in quoted.PAGES):
+        path.write_text(quoted.updated(path.read_text(), quoted.TABLES))
+    write()

@@ -1,6 +1,6 @@
 """Lines and measurements of the committed results, by what they are of, and tables in Markdown."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,14 @@ def table(header: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
     return "\n".join(
         "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows
     )
+
+
+def grid[L, C](
+    corner: str, lines: Mapping[str, L], columns: Mapping[str, C], cell: Callable[[L, C], str]
+) -> str:
+    """Returns a table with a cell for every line and column, both by their headings."""
+    named = ([name, *(cell(line, one) for one in columns.values())] for name, line in lines.items())
+    return table([corner, *columns], named)
 
 
 def report(name: str, card: str = "h200") -> Report:

@@ -8,21 +8,101 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from benchmarks import results
 from benchmarks.report import Measurement, Report
 from tools import bank_tables, step_parts
-from tools.measurements import BEST_LORA, WITHOUT_TRITON, one, report, row, rows, table
+from tools.measurements import (
+    BEST_LORA,
+    RESULTS,
+    ROOT,
+    WITHOUT_TRITON,
+    grid,
+    one,
+    report,
+    row,
+    rows,
+    table,
+)
 
-PAGES = ("docs/performance.md", "docs/serving.md", "docs/several-gpus.md", "docs/step.md")
-MARKS = re.compile(r"(?<=<!-- table: )(\w+)( -->\n\n).*?(?=\n\n<!-- end -->)", re.DOTALL)
+PAGES = (
+    *("docs/performance.md", "docs/serving.md", "docs/several-gpus.md", "docs/step.md"),
+    "README.md",
+)
+MARKS = re.compile(r"(<!-- table: (\w+) -->\n\n).*?(?=\n\n<!-- end -->)", re.DOTALL)
 RANK = 384
+QTYPES = ("bf16", "int8", "float8_e4m3fn", "nf4", "int4")
+PEFT_WAYS = {
+    "torch_dora": "torch torch_dora",
+    "PEFT's DoRA, defaults": "torch PEFT DoRA, defaults",
+    "PEFT's DoRA, bf16, compiled": "torch PEFT DoRA, bf16, compiled",
+}
 
 
-def updated(page: str) -> str:
-    """Returns a page with its tables as the results have them."""
-    return MARKS.sub(lambda found: f"{found[1]}{found[2]}{TABLES[found[1]]()}", page)
+def updated(page: str, tables: Mapping[str, Callable[[], str]]) -> str:
+    """Returns a page with those of `tables` that it has as the results have them."""
+    return MARKS.sub(lambda m: m[1] + tables[m[2]]() if m[2] in tables else m[0], page)
+
+
+def reports() -> dict[str, Report]:
+    """Returns the benchmarks of operators, layers and models by their path in the checkout."""
+    paths = sorted(RESULTS.glob("h200/*.jsonl"))
+    return {
+        path.relative_to(ROOT).as_posix(): Report.read(path)
+        for path in paths
+        if results.read(path)[0]["kind"] == "benchmark"
+    }
+
+
+def headline() -> str:
+    """Returns README's part: what agrees, and DoRA in JAX beside the best LoRA in JAX."""
+    agreement = []
+    for path in sorted((ROOT / "parity/reports/cuda").glob("*.jsonl")):
+        header, lines = results.read(path)
+        judged = [line["ok"] for line in lines if line.get("ok") is not None]
+        good = sum(all(ok) if isinstance(ok, list) else ok for ok in judged)
+        card = header["environment"]["card"]
+        agreement.append((header["level"], card, f"{good} of {len(judged)}", _link(path)))
+    ways = {
+        f"DoRA{kept}{WITHOUT_TRITON}": name
+        for kept, name in (
+            ("", "norm in every call"),
+            (", norm kept", "norm kept"),
+            (", norm and inner kept", "norm and inner kept"),
+        )
+    }
+    speed: dict[str, dict[str, list[float]]] = {}
+    sources: dict[str, dict[str, None]] = {}
+    for name, found in reports().items():
+        for m in found.measurements:
+            ratio = found.ratio(m, "device", BEST_LORA)
+            if m.framework == "jax" and m.variant in ways and m.shape.get("rank") == RANK and ratio:
+                speed.setdefault(m.name, {}).setdefault(m.variant, []).append(ratio)
+                sources.setdefault(m.name, {})[_link(ROOT / name)] = None
+    lines = (
+        (work, *(_range(of.get(way, [])) for way in ways), ", ".join(sources[work]))
+        for work, of in speed.items()
+    )
+    parts = [
+        table(("comparison", "card", "within tolerance", "from"), agreement),
+        "Device time of DoRA over that of the best plain LoRA that XLA gives in the same run; of "
+        "several runs, the least and the most:",
+        table(("work", *ways.values(), "from"), lines),
+        "More in [`docs/performance.md`](docs/performance.md).",
+    ]
+    return "\n\n".join(parts)
+
+
+def _link(path: Path) -> str:
+    return f"[`{path.name}`]({path.relative_to(ROOT).as_posix()})"
+
+
+def _range(ratios: Sequence[float]) -> str:
+    ends = [f"{end:.2f}×" for end in sorted({min(ratios), max(ratios)})] if ratios else ["–"]
+    return " to ".join(dict.fromkeys(ends))
 
 
 def _time(m: Measurement, clock: str = "device") -> float:
@@ -30,12 +110,12 @@ def _time(m: Measurement, clock: str = "device") -> float:
     return m.time(clock) or math.nan
 
 
-def _us(of: Report, group: str, label: str, **shape: int) -> str:
-    return f"{_time(one(of, group, label, **shape)):,.1f}"
-
-
 def _ratio(of: Report, m: Measurement, clock: str = "device") -> str:
     return f"{of.ratio(m, clock, BEST_LORA):.2f}"
+
+
+def _sizes(*shapes: tuple[int, int], axes: Sequence[str]) -> dict[str, dict[str, int]]:
+    return {" × ".join(map(str, shape)): dict(zip(axes, shape, strict=True)) for shape in shapes}
 
 
 def norm() -> str:
@@ -47,13 +127,13 @@ def norm() -> str:
         "PEFT": "torch PEFT",
         "the paper's way": "torch the paper's",
     }
-    ops, sizes = report("ops"), ((4096, 4096), (8192, 8192), (8192, 28672), (28672, 8192))
-    lines = []
-    for fan_in, out in sizes:
-        shape = {"in": fan_in, "out": out, "rank": RANK}
-        times = (_us(ops, "norm", label, **shape) for label in ways.values())
-        lines.append([f"{fan_in} × {out}", *times])
-    return table(["in × out", *ways], lines)
+    sizes = _sizes((4096, 4096), (8192, 8192), (8192, 28672), (28672, 8192), axes=("in", "out"))
+    ops = report("ops")
+
+    def cell(shape: dict[str, int], label: str) -> str:
+        return f"{_time(one(ops, 'norm', label, **shape, rank=RANK)):,.1f}"
+
+    return grid("in × out", sizes, ways, cell)
 
 
 def compose() -> str:
@@ -64,12 +144,13 @@ def compose() -> str:
         "backward: Mosaic": ("backward, d_base", "jax mosaic"),
         "backward: Triton": ("backward, d_base", "torch triton"),
     }
-    ops, sizes = report("ops"), ((2048, 2048), (4096, 4096), (4096, 8192), (4096, 28672))
-    lines = (
-        [f"{count} × {out}", *(_us(ops, *way, rows=count, out=out) for way in columns.values())]
-        for count, out in sizes
-    )
-    return table(["rows × out", *columns], lines)
+    sizes = _sizes((2048, 2048), (4096, 4096), (4096, 8192), (4096, 28672), axes=("rows", "out"))
+    ops = report("ops")
+
+    def cell(shape: dict[str, int], way: tuple[str, str]) -> str:
+        return f"{_time(one(ops, *way, **shape)):,.1f}"
+
+    return grid("rows × out", sizes, columns, cell)
 
 
 def layer() -> str:
@@ -78,12 +159,13 @@ def layer() -> str:
         for group in ("forward", "forward+backward")
         for kept in ("", ", norm kept")
     }
-    layers, lines = report("layer"), []
-    for fan_in, out in ((8192, 8192), (4096, 4096), (4096, 14336)):
-        shape = {"in": fan_in, "out": out, "rank": RANK}
-        measured = (one(layers, *way, **shape) for way in columns.values())
-        lines.append([f"{fan_in} × {out}", *(_ratio(layers, m) for m in measured)])
-    return table(["in × out", *columns], lines)
+    sizes = _sizes((8192, 8192), (4096, 4096), (4096, 14336), axes=("in", "out"))
+    layers = report("layer")
+
+    def cell(shape: dict[str, int], way: tuple[str, str]) -> str:
+        return _ratio(layers, one(layers, *way, **shape, rank=RANK))
+
+    return grid("in × out", sizes, columns, cell)
 
 
 def layer_times() -> str:
@@ -92,34 +174,36 @@ def layer_times() -> str:
         "jax_dora, norm kept": f"jax DoRA, norm kept{WITHOUT_TRITON}",
         "LoRA by XLA": f"jax LoRA{WITHOUT_TRITON}",
         "DoRA by XLA": f"jax XLA DoRA{WITHOUT_TRITON}",
-        "torch_dora": "torch torch_dora",
-        "PEFT's DoRA, defaults": "torch PEFT DoRA, defaults",
-        "PEFT's DoRA, bf16, compiled": "torch PEFT DoRA, bf16, compiled",
+        **PEFT_WAYS,
     }
     layers, groups = report("layer"), ("forward", "forward+backward")
     shape = {"in": 8192, "out": 8192, "rank": RANK}
-    lines = []
-    for name, label in ways.items():
-        measured = (one(layers, f"layer {group}", label, **shape) for group in groups)
-        lines.append([name, *(f"{_time(m):,.0f}" for m in measured)])
-    return table(["", *groups], lines)
+
+    def cell(label: str, group: str) -> str:
+        return f"{_time(one(layers, f'layer {group}', label, **shape)):,.0f}"
+
+    return grid("", ways, {group: group for group in groups}, cell)
 
 
 def model() -> str:
     ways = {
         "LoRA by XLA": f"jax LoRA{WITHOUT_TRITON}",
         "jax_dora, norm kept": f"jax DoRA, norm kept{WITHOUT_TRITON}",
-        "torch_dora": "torch torch_dora",
-        "PEFT's DoRA, defaults": "torch PEFT DoRA, defaults",
-        "PEFT's DoRA, bf16, compiled": "torch PEFT DoRA, bf16, compiled",
+        **PEFT_WAYS,
     }
-    models, lines = report("model"), []
-    for name, label in ways.items():
-        found = [one(models, f"model {group}", label) for group in ("inference", "gradient")]
-        times = (f"{_time(m, clock) / 1e3:,.1f}" for m in found for clock in ("device", "wall"))
-        lines.append([name, *times, _gib(found[-1].peak_bytes)])
-    header = ("", "inference", "inference, wall", "gradient", "gradient, wall")
-    return table([*header, "peak GiB, gradient"], lines)
+    columns = {
+        f"{task}{told}": (task, clock)
+        for task in ("inference", "gradient")
+        for told, clock in (("", "device"), (", wall", "wall"))
+    }
+    models = report("model")
+
+    def cell(label: str, column: tuple[str, str]) -> str:
+        task, clock = column
+        m = one(models, f"model {task}", label)
+        return _gib(m.peak_bytes) if clock == "peak" else f"{_time(m, clock) / 1e3:,.1f}"
+
+    return grid("", ways, columns | {"peak GiB, gradient": ("gradient", "peak")}, cell)
 
 
 def model_later() -> str:
@@ -151,22 +235,23 @@ def step() -> str:
         "12 GiB": "12 GiB",
         "nothing: every layer rematerialised": "every layer rematerialised",
     }
-    lines = []
-    for name, budget in budgets.items():
-        cells = [name]
-        for card in ("h100", "h200"):
-            found = [rows("step", card, kind=kind, budget=budget) for kind in ("LoRA", "DoRA")]
-            if all(found):
-                (lora,), (dora,) = found
-                cells += [f"{one['tokens_per_s']:,.0f}" for one in (lora, dora)]
-                cells.append(f"{dora['over_lora']:.3f}")
-            else:
-                cells += ["", "", ""]
-        lines.append(cells)
-    header = [
-        f"{card}: {name}" for card in ("H100", "H200") for name in ("LoRA", "DoRA", "its time")
-    ]
-    return table(["what is kept for the gradient", *header], lines)
+    columns = {
+        f"{card}: {name}": (card.lower(), kind, field)
+        for card in ("H100", "H200")
+        for name, kind, field in (
+            ("LoRA", "LoRA", "tokens_per_s"),
+            ("DoRA", "DoRA", "tokens_per_s"),
+            ("its time", "DoRA", "over_lora"),
+        )
+    }
+
+    def cell(budget: str, column: tuple[str, str, str]) -> str:
+        card, kind, field = column
+        digits = ".3f" if field == "over_lora" else ",.0f"
+        found = rows("step", card, kind=kind, budget=budget)
+        return format(found[0][field], digits) if found else ""
+
+    return grid("what is kept for the gradient", budgets, columns, cell)
 
 
 def quantised_step() -> str:
@@ -174,34 +259,25 @@ def quantised_step() -> str:
     lines = []
     for found in rows("quantised", "h100", work="step"):
         ms = found["ms"]
-        lines.append(
-            [
-                sizes[found["name"]],
-                "LoRA (QLoRA)" if found["kind"] == "LoRA" else "DoRA",
-                found["qtype"],
-                f"{ms:,.0f}" if ms > 1000 else f"{ms:.1f}",
-                f"{found['tokens_per_s']:,.0f}",
-                f"{found['peak_bytes'] / 2**30:.1f}",
-            ]
-        )
+        cells = [sizes[found["name"]], "LoRA (QLoRA)" if found["kind"] == "LoRA" else "DoRA"]
+        cells += [found["qtype"], f"{ms:,.0f}" if ms > 1000 else f"{ms:.1f}"]
+        cells += [f"{found['tokens_per_s']:,.0f}", f"{found['peak_bytes'] / 2**30:.1f}"]
+        lines.append(cells)
     header = ("model's dimensions", "adapter", "base", "ms", "tokens/s", "peak GiB")
     return table(header, lines)
 
 
 def quantised_norm() -> str:
-    qtypes = ("bf16", "int8", "float8_e4m3fn", "nf4", "int4")
-    lines = []
-    for name, card in (
-        ("H100, an earlier kernel", "h100"),
-        ("H200 (`h200/quantised.jsonl`)", "h200"),
-    ):
-        times = {norm["qtype"]: norm["us"] for norm in rows("quantised", card, work="norm")}
-        lines.append([name, *(f"{times[qtype]:.1f}" if qtype in times else "" for qtype in qtypes)])
-    return table(["", *qtypes], lines)
+    cards = {"H100, an earlier kernel": "h100", "H200 (`h200/quantised.jsonl`)": "h200"}
+
+    def cell(card: str, qtype: str) -> str:
+        found = rows("quantised", card, work="norm", qtype=qtype)
+        return f"{found[0]['us']:.1f}" if found else ""
+
+    return grid("", cards, {qtype: qtype for qtype in QTYPES}, cell)
 
 
 def quantised_rows() -> str:
-    qtypes = ("bf16", "int8", "float8_e4m3fn", "nf4", "int4")
     copy = row("quantised", "h200", work="copy")["tb_per_s"]
     found = rows("quantised", "h200", work="few rows")
     lines = []
@@ -210,30 +286,28 @@ def quantised_rows() -> str:
         its = {line["qtype"]: line for line in here if "implementation" not in line}
         by_xla = [f"{line['us']:.1f}" for line in here if "implementation" in line]
         cells = [" ".join(by_xla), f"{its['bf16']['us']:.1f}"]
-        for ours in (its[qtype] for qtype in qtypes[1:]):
+        for ours in (its[qtype] for qtype in QTYPES[1:]):
             faster = its["bf16"]["us"] / ours["us"]
             share = 1e-4 * ours["bytes"] / ours["us"] / copy
             cells.append(f"{ours['us']:.1f} ({faster:.2f} ×, {share:.0f} %)")
         lines.append([f"{count}", *cells])
-    return table(["rows", "bf16 by XLA", *qtypes], lines)
+    return table(["rows", "bf16 by XLA", *QTYPES], lines)
 
 
 def quantised_projection() -> str:
     float8 = "float8_e4m3fn"
-    columns = {
+    columns: dict[str, dict[str, Any]] = {
         "bf16": {"qtype": "bf16"},
         "FP8 weights": {"qtype": float8},
         "FP8 on both sides": {"activations": float8, "in_one_piece": False},
         "the same, each column in one piece": {"activations": float8, "in_one_piece": True},
     }
-    lines = []
-    for name, kind in (("base alone", "base"), ("DoRA", "DoRA")):
-        found = (
-            row("quantised_projection", "h200", kind=kind, **{"activations": None} | fields)
-            for fields in columns.values()
-        )
-        lines.append([name, *(f"{line['us']:.0f}" for line in found)])
-    return table(["", *columns], lines)
+
+    def cell(kind: str, fields: dict[str, Any]) -> str:
+        fields = {"activations": None} | fields
+        return f"{row('quantised_projection', 'h200', kind=kind, **fields)['us']:.0f}"
+
+    return grid("", {"base alone": "base", "DoRA": "DoRA"}, columns, cell)
 
 
 def devices() -> str:
@@ -276,6 +350,7 @@ def layer_sizes() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     made.__name__: made
     for made in (
+        headline,
         norm,
         compose,
         layer,

@@ -5,7 +5,6 @@ python tools/small_memory.py
 """
 
 import dataclasses
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,15 +14,11 @@ import jax_dora
 from benchmarks import results
 from jax_dora.finetune import estimate
 from jax_dora.models import CausalLM, DecoderConfig
+from tools.measurements import RESULTS, ROOT, grid, table
+from tools.quoted import updated
 
-ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "small-memory.md"
-BEGIN, END = "<!-- computed: begin (tools/small_memory.py) -->", "<!-- computed: end -->"
-MEASURED = ROOT / "benchmarks" / "results" / "cpu" / "quality.jsonl"
-QUALITY = (
-    "<!-- measured: begin (benchmarks/results/cpu/quality.jsonl) -->",
-    "<!-- measured: end -->",
-)
+MEASURED = RESULTS / "cpu" / "quality.jsonl"
 RANK, TOKENS = 16, 4096
 FORMATS = (None, "int8", "float8_e4m3fn", "nf4")
 
@@ -49,18 +44,15 @@ MODELS = {
 }
 
 
-def table() -> str:
-    """Returns the table, in Markdown."""
+def memory() -> str:
+    """Returns GiB of base models, and of all that a step holds."""
     rule = jax_dora.DoRARule("model/layers/.*_proj", rank=RANK, alpha=RANK)
-    lines = ["| model | " + " | ".join(one or "bfloat16" for one in FORMATS) + " |"]
-    lines.append("| --- " * (len(FORMATS) + 1) + "|")
-    for name, config in MODELS.items():
-        cells = []
-        for qtype in FORMATS:
-            base, total = _gib(config, qtype, rule)
-            cells.append(f"{base:.1f} / {total:.1f}")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+
+    def cell(config: DecoderConfig, qtype: str | None) -> str:
+        base, total = _gib(config, qtype, rule)
+        return f"{base:.1f} / {total:.1f}"
+
+    return grid("model", MODELS, {one or "bfloat16": one for one in FORMATS}, cell)
 
 
 def _gib(config: DecoderConfig, qtype: str | None, rule: Any) -> tuple[float, float]:
@@ -91,54 +83,38 @@ def _shares(config: DecoderConfig, layers: int, qtype: str | None, rule: Any) ->
 
 
 def quality() -> str:
-    """Returns what formats cost, and the long runs, in Markdown."""
+    """Returns what formats cost, and the long runs."""
     header, rows = results.read(MEASURED)
     encoder = {row["format"]: row for row in rows if row["model"] == "encoder"}
-    decoder = {
-        row["format"]: row for row in rows if row["model"] == "decoder" and "losses" not in row
-    }
-    names = ("weights", "1 − cosine", "KL", "decoder: KL", "the likeliest is the same", "trained")
-    lines = [f"| format | {' | '.join(names)} |", "| --- " * (len(names) + 1) + "|"]
-    for name, row in decoder.items():
-        trained = f"{row['held_out']:.4f}" if "held_out" in row else "–"
+    long = [row for row in rows if "losses" in row]
+    lines = []
+    for row in rows:
+        if row["model"] != "decoder" or row in long:
+            continue
         cells = ["–"] * 5
-        if name in encoder:
-            of = encoder[name]
+        if of := encoder.get(row["format"]):
             cells = [f"{of['weights']:.4f}", f"{of['cosine']:.5f}", f"{of['kl']:.6f}"]
             cells += [f"{row['kl']:.7f}", f"{row['agreement']:.2%}"]
-        lines.append(f"| {name} | {' | '.join([*cells, trained])} |")
-    long = [row for row in rows if "losses" in row]
-    lines += [
-        "",
-        f"Loss over {long[0]['steps']} steps of training, of each tenth, and held out:",
-        "",
-    ]
-    count = len(long[0]["losses"])
-    lines.append(f"| base | {' | '.join(str(part + 1) for part in range(count))} | held out |")
-    lines.append("| --- " * (count + 2) + "|")
-    for row in long:
-        losses = (f"{loss:.3f}" for loss in row["losses"])
-        lines.append(f"| {row['format']} | {' | '.join(losses)} | {row['held_out']:.4f} |")
+        trained = f"{row['held_out']:.4f}" if "held_out" in row else "–"
+        lines.append([row["format"], *cells, trained])
+    names = ("weights", "1 − cosine", "KL", "decoder: KL", "the likeliest is the same", "trained")
+    tenths = map(str, range(1, 1 + len(long[0]["losses"])))
+    runs = (
+        [row["format"], *(f"{loss:.3f}" for loss in row["losses"]), f"{row['held_out']:.4f}"]
+        for row in long
+    )
     environment = header["environment"]
-    told = f"Commit {environment['commit'][:7]}, jax {environment['jax']}, {environment['card']}."
-    return "\n".join([*lines, "", told])
+    parts = [
+        table(["format", *names], lines),
+        f"Loss over {long[0]['steps']} steps of training, of each tenth, and held out:",
+        table(["base", *tenths, "held out"], runs),
+        f"Commit {environment['commit'][:7]}, jax {environment['jax']}, {environment['card']}.",
+    ]
+    return "\n\n".join(parts)
 
 
-def between(page: str, begin: str, end: str, text: str) -> str:
-    """Returns a page with `text` in place of what stands between two marks."""
-    before, _, rest = page.partition(begin)
-    return f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}"
-
-
-def page() -> str:
-    """Returns the page with both tables as they are now."""
-    return between(with_quality(), BEGIN, END, table())
-
-
-def with_quality() -> str:
-    """Returns the page with the measured table as it is now."""
-    return between(PAGE.read_text(), *QUALITY, quality())
+TABLES = {"memory": memory, "quality": quality}
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    PAGE.write_text(updated(PAGE.read_text(), TABLES))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -75,7 +74,7 @@ def _beside_peft(name: str, card: str) -> str:
     return table(["", "ms", "tokens/s", "of PEFT's LoRA", "peak GiB"], lines)
 
 
-def figure(_: Path) -> Figure:
+def figure() -> Figure:
     """Draws the time of a step by operator, for each program."""
     drawn = Figure(figsize=(7, 4), layout="constrained")
     axes: Any = drawn.subplots()

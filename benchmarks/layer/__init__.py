@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from benchmarks.problem import Problem
 from benchmarks.work import Work
@@ -18,10 +19,10 @@ BEST_LORA = "the best jax LoRA"
 QUICK = (24, 64, 48, 8)
 
 
-def works(device: str, quick: bool) -> Iterator[Callable[[], Work]]:
+def works(device: str, settings: Any) -> Iterator[Callable[[], Work]]:
     """Yields everything at the main shape; fewer variants at other shapes and over ranks."""
     cases = [(*MAIN, RANK), *((*o, RANK) for o in OTHERS), *((*MAIN, rank) for rank in RANKS)]
-    for sizes in [QUICK] if quick else cases:
+    for sizes in [QUICK] if settings.quick else cases:
         problem = functools.cache(functools.partial(Problem.draw, *sizes, device))
         every = sizes in (QUICK, cases[0])
         for backward in (False, True):

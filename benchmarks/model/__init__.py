@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from benchmarks.clock import Effort
-from benchmarks.model.protocol import KINDS, Kind, Protocol, Task
+from benchmarks.model.protocol import KINDS, QUICK, QWEN3, Kind, Protocol, Task
 from benchmarks.work import Work, matches, shape_name
 
 EFFORT: dict[Task, Effort] = {
@@ -18,12 +19,12 @@ EFFORT: dict[Task, Effort] = {
 }
 
 
-def works(device: str, quick: bool, only: Sequence[str] = ()) -> Iterator[Callable[[], Work]]:
-    """Yields every kind at each of its tasks that `only` chooses; nothing else is built."""
-    protocol = Protocol.quick() if quick else Protocol()
+def works(device: str, settings: Any) -> Iterator[Callable[[], Work]]:
+    """Yields every kind at each of its tasks that is chosen; nothing else is built."""
+    protocol = QUICK if settings.quick else QWEN3
     for kind in KINDS:
         for task in kind.tasks:
-            if matches(f"model {task} {shape_name(protocol.shape())} {kind.label}", only):
+            if matches(f"model {task} {shape_name(protocol.shape())} {kind.label}", settings.only):
                 yield functools.partial(work, kind, task, protocol, device)
 
 

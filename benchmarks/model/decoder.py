@@ -21,6 +21,7 @@ from benchmarks.model.protocol import Protocol
 INIT = nnx.initializers.normal(0.02)
 ROPE_THETA = 1_000_000.0
 NORM_EPSILON = 1e-6
+OPTIMIZER = optax.adamw(1e-4)
 
 
 class Style(NamedTuple):

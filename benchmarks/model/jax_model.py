@@ -16,14 +16,13 @@ from flax import nnx
 import jax_dora
 from benchmarks.arrays import to_torch
 from benchmarks.check import Check, judge
-from benchmarks.model.decoder import Decoder, Dense, LoRALinear, Style, loss
-from benchmarks.model.protocol import PROJECTIONS, SAME_MODEL, Kind, Protocol, Task
+from benchmarks.model.decoder import OPTIMIZER, Decoder, Dense, LoRALinear, Style, loss
+from benchmarks.model.protocol import CHECKED_LAYERS, PROJECTIONS, SAME_MODEL, Kind, Protocol, Task
 from benchmarks.work import Expectation, Variant
 
 # Of lora_b, so that s‖A B‖ is about 0.3 of ‖W‖ in a model whose weights have a deviation of 0.02.
 LORA_B_INIT = nnx.initializers.normal(0.0035)
 MAGNITUDE_DEVIATION = 0.05
-OPTIMIZER = optax.adamw(1e-4)
 
 
 def variant(kind: Kind, task: Task, protocol: Protocol, device: str) -> Variant:
@@ -129,7 +128,7 @@ TASKS: dict[Task, Callable] = {"inference": _inference, "gradient": _gradient, "
 @functools.cache
 def _check(kind: Kind, protocol: Protocol, device: str) -> Check:
     """Holds logits and adapters' gradients of a few layers against fp32, DoRA's weights formed."""
-    protocol = dataclasses.replace(protocol, layers=protocol.checked_layers)
+    protocol = dataclasses.replace(protocol, layers=CHECKED_LAYERS)
     model = build(kind, protocol, device)
     tokens = _tokens(protocol)
     style = Style(dtype=jnp.float32, fused_swiglu=False)

@@ -14,10 +14,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_dora
-from benchmarks.model.decoder import Decoder, LoRALinear, Style
+from benchmarks.model.decoder import OPTIMIZER, Decoder, LoRALinear, Style
 from benchmarks.model.protocol import PROJECTIONS, Protocol
 
-OPTIMIZER = optax.adamw(1e-4)
 # The projections whose result is sharded under tensor parallelism; the others take it so.
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 AXIS = "devices"
@@ -60,8 +59,8 @@ class Placed(NamedTuple):
     graphdef: Any
     trained: Any
     frozen: Any
-    tokens: Any
     state: Any
+    tokens: Any
 
 
 def placed(kind: str, layout: Layout, mesh: Mesh, sizes: Protocol, device: str) -> Placed:
@@ -101,7 +100,7 @@ def placed(kind: str, layout: Layout, mesh: Mesh, sizes: Protocol, device: str) 
         trained,
         transform_non_params=lambda count: _on(mesh, P(), count),
     )
-    return Placed(graphdef, trained, frozen, tokens, moments)
+    return Placed(graphdef, trained, frozen, moments, tokens)
 
 
 def _on(mesh: Mesh, spec: P, array: Any) -> jax.ShapeDtypeStruct:
@@ -119,7 +118,7 @@ def _spec(layout: Layout, path: tuple[Any, ...], rank: int) -> P:
 
 
 def arrays(placed: Placed, vocabulary: int) -> tuple[Any, ...]:
-    """Returns (trained, frozen, tokens, state): random numbers of a model's size, drawn where they
+    """Returns (trained, frozen, state, tokens): random numbers of a model's size, drawn where they
     lie; magnitudes are near the norms of such weights."""
 
     def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -135,7 +134,7 @@ def arrays(placed: Placed, vocabulary: int) -> tuple[Any, ...]:
         key = jax.random.key(2)
         tokens = jax.random.randint(key, placed.tokens.shape, 0, vocabulary)
         moments = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), placed.state)
-        return *jax.tree_util.tree_map_with_path(draw, parameters), tokens, moments
+        return *jax.tree_util.tree_map_with_path(draw, parameters), moments, tokens
 
     wanted = jax.tree.map(lambda leaf: leaf.sharding, tuple(placed[1:]))
     # Drawn with automatic axes, which every function knows.

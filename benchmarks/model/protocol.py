@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
 from benchmarks.work import Framework
+from parity.model import sizes
 
 Task = Literal["inference", "gradient", "step"]
 Method = Literal["LoRA", "DoRA"]
@@ -14,69 +16,35 @@ Method = Literal["LoRA", "DoRA"]
 # Two layers and the head, forward and backward, in bf16 where the reference has fp32: some twenty
 # roundings of 2⁻⁸ in a chain, which add up like a root.
 SAME_MODEL = 2.0**-5
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PROJECTIONS = tuple(path.rpartition(".")[2] for path in sizes.PROJECTIONS)
+# Layers of the same width that the correctness check runs through; what it compares with is
+# computed in fp32.
+CHECKED_LAYERS = 2
 
 
 @dataclass(frozen=True)
-class Protocol:
+class Protocol(sizes.Sizes):
     """Sizes of the model and of a step.
 
     Attributes:
       last: the loss, and the logits of inference, are of the last tokens only.
-      checked_layers: of the same width, that the correctness check runs through; what it compares
-        with is computed in fp32.
     """
 
-    hidden: int = 4096
-    intermediate: int = 12_288
     layers: int = 36
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    vocabulary: int = 151_936
-    rank: int = 384
-    alpha: int = 192
     tokens: int = 4096
     last: int = 1024
-    checked_layers: int = 2
-
-    @classmethod
-    def quick(cls) -> Protocol:
-        return cls(
-            hidden=64,
-            intermediate=96,
-            layers=2,
-            heads=4,
-            kv_heads=2,
-            head_dim=16,
-            vocabulary=512,
-            rank=8,
-            alpha=4,
-            tokens=32,
-            last=8,
-            checked_layers=2,
-        )
-
-    @classmethod
-    def llama(cls, *, tokens: int) -> Protocol:
-        """Returns Llama 3 8B's sizes."""
-        return cls(intermediate=14_336, layers=32, vocabulary=128_256, tokens=tokens)
 
     def shape(self) -> dict[str, int]:
         return {"layers": self.layers, "tokens": self.tokens, "rank": self.rank}
 
     def projections(self) -> dict[str, tuple[int, int]]:
         """Returns in, out of the seven projections of a layer."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return {
-            "q_proj": (self.hidden, q),
-            "k_proj": (self.hidden, kv),
-            "v_proj": (self.hidden, kv),
-            "o_proj": (q, self.hidden),
-            "gate_proj": (self.hidden, self.intermediate),
-            "up_proj": (self.hidden, self.intermediate),
-            "down_proj": (self.intermediate, self.hidden),
-        }
+        shapes = zip(PROJECTIONS, self.shapes().values(), strict=True)
+        return {name: (n_in, n_out) for name, (n_out, n_in) in shapes}
+
+
+QWEN3 = Protocol(**dataclasses.asdict(sizes.QWEN3_8B))
+QUICK = Protocol(64, 96, 4, 2, 16, 512, rank=8, alpha=4, layers=2, tokens=32, last=8)
 
 
 @dataclass(frozen=True)

@@ -4,34 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-import torch_dora
 from benchmarks.check import Check, judge
-from benchmarks.model.protocol import PROJECTIONS, SAME_MODEL, Kind, Protocol, Task
+from benchmarks.model.protocol import CHECKED_LAYERS, PROJECTIONS, SAME_MODEL, Kind, Protocol, Task
 from benchmarks.work import Expectation, Variant
+from parity.model import sizes
+from parity.sides.torch.decoder import adapt, checkpoint_layers, parameters
 
 # As in `benchmarks.model.jax_model`, whose reasons hold here too.
 LORA_B_DEVIATION = 0.0035
 MAGNITUDE_DEVIATION = 0.05
 EPS = 1e-6
-
-
-class Adapter(NamedTuple):
-    """An adapted projection's parameters, whoever adapted it."""
-
-    weight: Tensor
-    lora_a: Tensor
-    lora_b: Tensor
-    magnitude: Tensor
-    scale: float
 
 
 def variant(kind: Kind, task: Task, protocol: Protocol, device: str) -> Variant:
@@ -60,19 +51,8 @@ def variant(kind: Kind, task: Task, protocol: Protocol, device: str) -> Variant:
 
 
 def _base(protocol: Protocol, layers: int, device: str, dtype: torch.dtype) -> Any:
-    config = Qwen3Config(
-        vocab_size=protocol.vocabulary,
-        hidden_size=protocol.hidden,
-        intermediate_size=protocol.intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=protocol.heads,
-        num_key_value_heads=protocol.kv_heads,
-        head_dim=protocol.head_dim,
-        max_position_embeddings=max(protocol.tokens, 40_960),
-        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
+    sizes = protocol.hf_config(layers, max(protocol.tokens, 40_960))
+    config = Qwen3Config(**sizes, use_cache=False)
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
@@ -83,50 +63,20 @@ def _base(protocol: Protocol, layers: int, device: str, dtype: torch.dtype) -> A
 def _build(kind: Kind, protocol: Protocol, layers: int, device: str) -> Any:
     """Returns the adapted model, checkpointing on, its adapters as after some training."""
     model = _base(protocol, layers, device, torch.bfloat16)
-    # transformers is about to rename it.
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable()
-    rank, alpha = protocol.rank, protocol.alpha
+    checkpoint_layers(model)
+    dtype = torch.float32 if kind.peft == "wide" else torch.bfloat16
     with torch.device(device):
-        if kind.peft:
-            config = LoraConfig(
-                r=rank,
-                lora_alpha=alpha,
-                use_rslora=True,
-                use_dora=True,
-                target_modules=list(PROJECTIONS),
-            )
-            get_peft_model(model, config, autocast_adapter_dtype=kind.peft == "wide")
-        else:
-            paths = rf".*\.({'|'.join(PROJECTIONS)})"
-            rule = torch_dora.DoRARule(
-                paths, rank, alpha, use_rslora=True, adapter_dtype=torch.bfloat16
-            )
-            torch_dora.apply_dora(model, rule)
-    for adapter in _adapters(model).values():
-        adapter.lora_b.normal_(0, LORA_B_DEVIATION)
-        adapter.magnitude.mul_(1 + MAGNITUDE_DEVIATION * torch.randn_like(adapter.magnitude))
+        adapt(model, "peft" if kind.peft else None, dtype, protocol.rank, protocol.alpha)
+    for _, name, parameter in parameters(model):
+        if name == "lora_b":
+            parameter.normal_(0, LORA_B_DEVIATION)
+        elif name == "magnitude":
+            parameter.mul_(1 + MAGNITUDE_DEVIATION * torch.randn_like(parameter))
     if kind.peft == "compiled" and device == "cuda":
         # Layer by layer: all layers share one compiled program.
         for layer in model.model.layers:
             layer.compile()
     return model.train()
-
-
-def _adapters(model: nn.Module) -> dict[str, Adapter]:
-    """Returns the adapted projections by their paths."""
-    found: dict[str, Adapter] = {}
-    for path, module in model.named_modules():
-        one: Any = module
-        if path.rpartition(".")[2] not in PROJECTIONS:
-            continue
-        if isinstance(module, torch_dora.DoRALinear):
-            found[path] = Adapter(one.weight, one.lora_a, one.lora_b, one.magnitude, one.scale)
-        else:
-            parts = (one.lora_A, one.lora_B, one.lora_magnitude_vector)
-            a, b, m = (part["default"].weight for part in parts)
-            found[path] = Adapter(one.get_base_layer().weight, a, b, m, one.scaling["default"])
-    return found
 
 
 def _tokens(protocol: Protocol, device: str) -> Tensor:
@@ -152,17 +102,19 @@ def _check(kind: Kind, protocol: Protocol, device: str) -> Check:
     """Holds the logits of a few layers against fp32, DoRA's weights formed; gradients are held to
     fp64 by the level `layer`."""
     tokens = _tokens(protocol, device)
-    model = _build(kind, protocol, protocol.checked_layers, device).eval()
-    reference = _base(protocol, protocol.checked_layers, device, torch.float32).eval()
+    model = _build(kind, protocol, CHECKED_LAYERS, device).eval()
+    reference = _base(protocol, CHECKED_LAYERS, device, torch.float32).eval()
     others = model.state_dict()
     for name, value in reference.state_dict().items():
         if not any(projection in name for projection in PROJECTIONS):
             value.copy_(others[name])
-    for path, adapter in _adapters(model).items():
-        weight, a, b, magnitude = (t.float() for t in adapter[:4])
-        direction = weight + adapter.scale * (b @ a)
+    every = (parameter.float() for _, _, parameter in parameters(model))
+    for layer, path in itertools.product(range(CHECKED_LAYERS), sizes.PROJECTIONS):
+        a, b, magnitude = itertools.islice(every, len(sizes.ADAPTER))
+        adapted: Any = model.model.layers[layer].get_submodule(path)
+        merged: Any = reference.model.layers[layer].get_submodule(path)
+        direction = adapted.weight.float() + protocol.scale * (b @ a)
         norm = torch.linalg.vector_norm(direction, dim=1).clamp(min=EPS)
-        merged: Any = reference.get_submodule(path)
         merged.weight.copy_(direction * (magnitude / norm)[:, None])
     with _surroundings(kind, device)():
         found = _logits(model, protocol.last, tokens)

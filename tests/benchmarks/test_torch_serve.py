@@ -13,11 +13,10 @@ def test_a_ratio_is_over_transformers(only, ratios, tmp_path, monkeypatch) -> No
     """And left out where that is not measured."""
     shown = {"first_token_ms": 1.0, "first_token_p90_ms": 2.0, "generates": 1}
     monkeypatch.setattr(torch_serve, "TINY", torch_serve.TINY._replace(adapters=(1,)))
-    monkeypatch.setattr(torch_serve, "_answers", lambda settings, kind, count, device: count)
     monkeypatch.setattr(
         torch_serve,
         "_served",
-        lambda settings, answers, count, device: shown | {"tokens_per_s": 5.0 * (1 + count)},
+        lambda settings, kind, count, device: shown | {"tokens_per_s": 5.0 * (1 + count)},
     )
     out = tmp_path / "torch.jsonl"
     level = ["serve", "--torch", "--quick", "--device", "cpu", "--out", str(out)]

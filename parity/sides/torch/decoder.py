@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from parity.model.sizes import ADAPTER, PROJECTIONS, Run, Sizes
+from parity.model.sizes import ADAPTER, PROJECTIONS, Run
 from parity.model.weights import Result, Weights
 from torch_dora import DoRARule, apply_dora
 
@@ -29,11 +29,9 @@ def compute(run: Run, weights: Weights, implementation: str | None) -> Result:
             logits, loss = _forward(run, model, weights.tokens)
         return Result(logits, float(loss), {})
     with torch.device(weights.tokens.device):
-        adapt(model, run.sizes, implementation, getattr(torch, run.dtype))
+        adapt(model, implementation, getattr(torch, run.dtype), run.sizes.rank, run.sizes.alpha)
     set_adapter(model, weights.adapter())
-    # transformers is about to rename it.
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable()
+    checkpoint_layers(model)
     model.train()
     logits, loss = _forward(run, model, weights.tokens)
     loss.backward()
@@ -45,31 +43,41 @@ def compute(run: Run, weights: Weights, implementation: str | None) -> Result:
     return Result(logits.detach(), float(loss.detach()), gradients)
 
 
-def adapt(model: Any, sizes: Sizes, implementation: str | None, dtype: torch.dtype) -> None:
-    """Adapts a decoder's projections with rsLoRA's scale, in place.
+def adapt(
+    model: Any,
+    implementation: str | None,
+    dtype: torch.dtype,
+    rank: int,
+    alpha: int,
+    *,
+    use_rslora: bool = True,
+    use_dora: bool = True,
+) -> None:
+    """Adapts the projections of a decoder of transformers, in place.
 
     Args:
       implementation: of torch_dora, or "peft" for PEFT's layers.
       dtype: of lora_a and lora_b; of PEFT's, fp32 or the model's own.
+      use_dora: by PEFT alone, LoRA where it is not set.
     """
     if implementation != "peft":
-        rule = DoRARule(
-            RULE,
-            rank=sizes.rank,
-            alpha=sizes.alpha,
-            use_rslora=True,
-            adapter_dtype=dtype,
-            implementation=implementation,
-        )
-        apply_dora(model, rule)
+        options: Any = {"adapter_dtype": dtype, "implementation": implementation}
+        apply_dora(model, DoRARule(RULE, rank, alpha, use_rslora=use_rslora, **options))
         return
     config = LoraConfig(
-        r=sizes.rank, lora_alpha=sizes.alpha, use_rslora=True, use_dora=True, target_modules=RULE
+        r=rank, lora_alpha=alpha, use_rslora=use_rslora, use_dora=use_dora, target_modules=RULE
     )
     with warnings.catch_warnings():
         # PEFT asks transformers by a name that the newest transformers calls deprecated.
         warnings.filterwarnings("ignore", category=FutureWarning)
         get_peft_model(model, config, autocast_adapter_dtype=dtype == torch.float32)
+
+
+def checkpoint_layers(model: Any) -> None:
+    """Lets a model of transformers compute its layers again in the backward pass."""
+    # transformers is about to rename it.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable()
 
 
 def parameters(model: Any) -> Iterator[tuple[str, str, nn.Parameter]]:

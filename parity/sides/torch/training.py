@@ -126,7 +126,7 @@ def _model(
     )
     model.model.rotary_emb = WideRotation(model.model.rotary_emb)
     model = model.to(device)  # a named implementation is refused where it could not run
-    adapt(model, settings, implementation, torch.float32)
+    adapt(model, implementation, torch.float32, settings.rank, settings.alpha)
     model = model.to(device)
     set_adapter(model, adapter)
     return model.train()
