@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             minilm.folder()  # what is missing is told before the first case, not after the last
         except FileNotFoundError as error:
             sys.exit(f"python -m parity: {error}, or leave it out: --level operator --level layer")
-    return 0 if _run(options, device, work) else 1
+    return _run(options, device, work)
 
 
 # A level, a case's name, and what adds it to the level's report.
@@ -86,7 +86,7 @@ def _work(options: argparse.Namespace, device: str) -> Work:
     return [w for w in found if w[0] in options.level and re.search(options.case, w[1])]
 
 
-def _run(options: argparse.Namespace, device: str, work: Work) -> bool:
+def _run(options: argparse.Namespace, device: str, work: Work) -> int:
     import torch
 
     reports: dict[str, Report] = {}
@@ -100,9 +100,7 @@ def _run(options: argparse.Namespace, device: str, work: Work) -> bool:
         print(f"[{number}/{len(work)}] {name}: {seconds:.1f} s", file=sys.stderr, flush=True)
         if device == "cuda":
             torch.cuda.empty_cache()  # jax allocates from the same card
-    for report in reports.values():
-        report.print()
-    return all(report.passed for report in reports.values())
+    return max([report.finish() for report in reports.values()])
 
 
 if __name__ == "__main__":

@@ -161,6 +161,7 @@ def torch_rows(problem: Problem, device: str = "cpu") -> tuple[Any, Any]:
 def run(report: Report, problem: Problem, side: str, rows: Callable[..., Any]) -> None:
     """Adds a line for each kind of adapter in a mixed batch, on one side."""
     from parity import oracle, tolerances
+    from parity.compare import judge
 
     found, plain = rows(problem)
     alone = problem.ids == -1
@@ -178,18 +179,8 @@ def run(report: Report, problem: Problem, side: str, rows: Callable[..., Any]) -
         ).y.reshape(exact.shape)
         # The base's result may be stored with its bias, or the bias be added to a rounded one.
         bound = bound + tolerances.rounding(exact - problem.bias, problem.dtype)
-        missed = np.abs(found[mine] - exact)
-        missed = np.where(np.isfinite(missed), missed, np.inf)
-        of_bound = float((missed / bound).max())
-        report.add(
-            problem.name,
-            f"y, {one.kind} of rank {one.rank}",
-            side=side,
-            error=float(missed.max()),
-            bound=float(bound.max()),
-            of_bound=of_bound,
-            ok=of_bound <= 1,
-        )
+        quantity = f"y, {one.kind} of rank {one.rank}"
+        judge(report, problem.name, quantity, side, found[mine], exact, bound)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -200,5 +191,4 @@ def main(arguments: Sequence[str]) -> int:
     for problem in problems(options.quick):
         run(report, problem, "jax", jax_rows)
         run(report, problem, "torch", lambda one: torch_rows(one, device))
-    report.print()
-    return 0 if report.passed else 1
+    return report.finish()

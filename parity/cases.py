@@ -187,24 +187,24 @@ def cpu_cases() -> list[Case]:
         for rows, out in PAPER_ACTIVATIONS
     )
     return _distinct(
-        *(_compose("bfloat16", *shape) for shape in small),
-        *(_compose(dtype, 64, 128) for dtype in DTYPES),
-        *(_compose(dtype, 7, 72, regime="near_unity") for dtype in DTYPES),
-        *(_compose(dtype, 7, 72, frozen_magnitude=True) for dtype in DTYPES),
-        *(_compose(dtype, 5, 43) for dtype in DTYPES),
-        *(_norm("bfloat16", 96, 64, rank, adapter_dtype="bfloat16") for rank in RANKS),
-        *(_norm(dtype, 96, 64, 64, rslora=True) for dtype in DTYPES),
-        *(_norm(dtype, 192, 128, 16, regime=regime) for dtype in DTYPES for regime in SPECIAL),
-        *(_layer(dtype, 33, 96, 64, 16) for dtype in DTYPES),
-        *(_layer(dtype, 33, 96, 64, 16, adapter_dtype=dtype, rslora=True) for dtype in DTYPES),
-        *(_layer(dtype, 33, 96, 64, 16, regime="near_unity", bias=False) for dtype in DTYPES),
-        *(_layer(dtype, 33, 96, 64, 16, regime="zero_rows") for dtype in DTYPES),
-        *(_layer(dtype, 5, 27, 43, 3) for dtype in DTYPES),
-        _layer("float32", 33, 96, 64, 16, regime="cancellation"),
-        _layer("bfloat16", 33, 96, 64, 16, regime="cancellation"),
-        _layer("bfloat16", 33, 96, 64, 16, frozen_magnitude=True),
-        _layer("bfloat16", 8, 64, 96, 384),
-        _layer("bfloat16", 70, 128, 64, 8),
+        *(compose("bfloat16", *shape) for shape in small),
+        *(compose(dtype, 64, 128) for dtype in DTYPES),
+        *(compose(dtype, 7, 72, regime="near_unity") for dtype in DTYPES),
+        *(compose(dtype, 7, 72, frozen_magnitude=True) for dtype in DTYPES),
+        *(compose(dtype, 5, 43) for dtype in DTYPES),
+        *(norm("bfloat16", 96, 64, rank, adapter_dtype="bfloat16") for rank in RANKS),
+        *(norm(dtype, 96, 64, 64, rslora=True) for dtype in DTYPES),
+        *(norm(dtype, 192, 128, 16, regime=regime) for dtype in DTYPES for regime in SPECIAL),
+        *(layer(dtype, 33, 96, 64, 16) for dtype in DTYPES),
+        *(layer(dtype, 33, 96, 64, 16, adapter_dtype=dtype, rslora=True) for dtype in DTYPES),
+        *(layer(dtype, 33, 96, 64, 16, regime="near_unity", bias=False) for dtype in DTYPES),
+        *(layer(dtype, 33, 96, 64, 16, regime="zero_rows") for dtype in DTYPES),
+        *(layer(dtype, 5, 27, 43, 3) for dtype in DTYPES),
+        layer("float32", 33, 96, 64, 16, regime="cancellation"),
+        layer("bfloat16", 33, 96, 64, 16, regime="cancellation"),
+        layer("bfloat16", 33, 96, 64, 16, frozen_magnitude=True),
+        layer("bfloat16", 8, 64, 96, 384),
+        layer("bfloat16", 70, 128, 64, 8),
     )
 
 
@@ -215,34 +215,34 @@ def gpu_cases() -> list[Case]:
     fewer shapes.
     """
     return _distinct(
-        *(_compose("bfloat16", *shape) for shape in PAPER_ACTIVATIONS),
-        *(_compose("float16", *shape) for shape in ((1, 512), (8192, 28672))),
-        *(_compose("float32", *shape) for shape in ((1, 512), (8192, 28672), (32768, 8192))),
-        *(_compose(dtype, 4096, 8192, regime="near_unity") for dtype in DTYPES),
-        _compose("bfloat16", 4096, 8192, frozen_magnitude=True),
-        _compose("bfloat16", 777, 4104),
-        _compose("bfloat16", 77, 1003),
-        *(_norm("bfloat16", 8192, 8192, rank, adapter_dtype="bfloat16") for rank in RANKS),
+        *(compose("bfloat16", *shape) for shape in PAPER_ACTIVATIONS),
+        *(compose("float16", *shape) for shape in ((1, 512), (8192, 28672))),
+        *(compose("float32", *shape) for shape in ((1, 512), (8192, 28672), (32768, 8192))),
+        *(compose(dtype, 4096, 8192, regime="near_unity") for dtype in DTYPES),
+        compose("bfloat16", 4096, 8192, frozen_magnitude=True),
+        compose("bfloat16", 777, 4104),
+        compose("bfloat16", 77, 1003),
+        *(norm("bfloat16", 8192, 8192, rank, adapter_dtype="bfloat16") for rank in RANKS),
         *(
-            _norm("bfloat16", *shape, 384, adapter_dtype="bfloat16")
+            norm("bfloat16", *shape, 384, adapter_dtype="bfloat16")
             for shape in ((4096, 4096), (8192, 28672), (28672, 8192))
         ),
-        *(_norm(dtype, 8192, 8192, 384, rslora=True) for dtype in DTYPES),
-        *(_norm(dtype, 4096, 1024, 64, regime=regime) for dtype in DTYPES for regime in SPECIAL),
-        *(_layer(dtype, 4096, 8192, 8192, 384) for dtype in DTYPES),
-        _layer("bfloat16", 32768, 8192, 8192, 384),
-        _layer("bfloat16", 2048, 8192, 28672, 768),
-        _layer("bfloat16", 2048, 4096, 4096, 64, adapter_dtype="bfloat16", rslora=True),
-        _layer("bfloat16", 2048, 4096, 4096, 64, frozen_magnitude=True),
-        _layer("bfloat16", 777, 1000, 1112, 24),
-        _layer("bfloat16", 777, 1003, 1111, 24),
+        *(norm(dtype, 8192, 8192, 384, rslora=True) for dtype in DTYPES),
+        *(norm(dtype, 4096, 1024, 64, regime=regime) for dtype in DTYPES for regime in SPECIAL),
+        *(layer(dtype, 4096, 8192, 8192, 384) for dtype in DTYPES),
+        layer("bfloat16", 32768, 8192, 8192, 384),
+        layer("bfloat16", 2048, 8192, 28672, 768),
+        layer("bfloat16", 2048, 4096, 4096, 64, adapter_dtype="bfloat16", rslora=True),
+        layer("bfloat16", 2048, 4096, 4096, 64, frozen_magnitude=True),
+        layer("bfloat16", 777, 1000, 1112, 24),
+        layer("bfloat16", 777, 1003, 1111, 24),
         *(
-            _layer(dtype, 2048, 4096, 4096, 64, regime="near_unity", bias=False)
+            layer(dtype, 2048, 4096, 4096, 64, regime="near_unity", bias=False)
             for dtype in ("bfloat16", "float32")
         ),
-        *(_layer(dtype, 2048, 4096, 4096, 64, regime="zero_rows") for dtype in DTYPES),
+        *(layer(dtype, 2048, 4096, 4096, 64, regime="zero_rows") for dtype in DTYPES),
         *(
-            _layer(dtype, 2048, 4096, 4096, 64, regime="cancellation")
+            layer(dtype, 2048, 4096, 4096, 64, regime="cancellation")
             for dtype in ("bfloat16", "float32")
         ),
     )
@@ -252,15 +252,15 @@ def _distinct(*cases: Case) -> list[Case]:
     return list(dict.fromkeys(cases))
 
 
-def _compose(dtype: str, rows: int, out: int, **other: Any) -> Case:
+def compose(dtype: str, rows: int, out: int, **other: Any) -> Case:
     return Case("operator", dtype, rows=rows, n_out=out, **other)
 
 
-def _norm(dtype: str, n_in: int, n_out: int, rank: int, **other: Any) -> Case:
+def norm(dtype: str, n_in: int, n_out: int, rank: int, **other: Any) -> Case:
     return Case("operator", dtype, n_in=n_in, n_out=n_out, rank=rank, **other)
 
 
-def _layer(dtype: str, rows: int, n_in: int, n_out: int, rank: int, **other: Any) -> Case:
+def layer(dtype: str, rows: int, n_in: int, n_out: int, rank: int, **other: Any) -> Case:
     return Case("layer", dtype, rows=rows, n_in=n_in, n_out=n_out, rank=rank, **other)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -164,6 +165,18 @@ def difference(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
 
 def peak_of(values: torch.Tensor) -> float:
     return float(values.abs().max())
+
+
+def judge(
+    report: Report, case: str, quantity: str, side: str, found: Any, want: Any, bound: Any
+) -> None:
+    """Adds a line to the report: how far a side's result, an array, lies from fp64's, and by which
+    `bound` of each element."""
+    found, want, bound = map(torch.as_tensor, (found, want, bound))
+    missed = difference(found, want)
+    of_bound = peak_of(missed / bound)
+    values = {"error": peak_of(missed), "bound": peak_of(bound), "of_bound": of_bound}
+    report.add(case, quantity, side=side, **values, ok=of_bound <= 1)
 
 
 _Prepared = tuple[dict[str, Expected], Callable[[Operators, str], Tensors]]

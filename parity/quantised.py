@@ -37,15 +37,11 @@ class Parts(NamedTuple):
 
 def cases(quick: bool) -> list[Case]:
     """Returns layers whose input features whole tiles of 64 divide."""
-    from parity.cases import Case
+    from parity.cases import layer
 
-    regimes: Sequence[Any] = ("trained",) if quick else ("trained", "near_unity")
-    sizes = [(33, 128, 24, 7)] if quick else [(33, 128, 24, 7), (40, 192, 72, 16)]
-    return [
-        Case("layer", "float32", n_out, rows, n_in, rank, regime)
-        for rows, n_in, n_out, rank in sizes
-        for regime in regimes
-    ]
+    regimes = ("trained", "near_unity")[: 1 if quick else None]
+    sizes = [(33, 128, 24, 7), (40, 192, 72, 16)][: 1 if quick else None]
+    return [layer("float32", *size, regime=regime) for size in sizes for regime in regimes]
 
 
 def quantised(weight: torch.Tensor, qtype: str) -> Any:
@@ -109,6 +105,7 @@ def meant(found: Parts) -> np.ndarray:
 def run(report: Report, case: Case, qtype: str, device: str) -> None:
     """Adds a line for every quantity of a case in a format, on both sides and by PEFT."""
     from parity.cases import layer_inputs
+    from parity.compare import judge
     from parity.sides import SIDES
     from parity.sides.torch import peft_layer
 
@@ -127,8 +124,7 @@ def run(report: Report, case: Case, qtype: str, device: str) -> None:
         found["peft"] = peft_layer.layer(inputs, case.scale)
     for name, results in found.items():
         for quantity, (want, allowed) in exact.items():
-            arrays = results[quantity], want, allowed
-            _judge(report, told, quantity, name, *arrays)
+            judge(report, told, quantity, name, results[quantity], want, allowed)
 
 
 def _exact(case: Case, inputs: LayerInputs, weight: Any) -> tuple[dict[str, Any], LayerInputs]:
@@ -156,24 +152,6 @@ def _exact(case: Case, inputs: LayerInputs, weight: Any) -> tuple[dict[str, Any]
     return exact, changed
 
 
-def _judge(
-    report: Report, case: str, quantity: str, side: str, found: Any, want: Any, allowed: Any
-) -> None:
-    from parity import oracle
-
-    missed = abs(oracle.fp64(found) - want)
-    of_bound = float((missed / allowed).max())
-    report.add(
-        case,
-        quantity,
-        side=side,
-        error=float(missed.max()),
-        bound=float(allowed.max()),
-        of_bound=of_bound,
-        ok=of_bound <= 1,
-    )
-
-
 def main(arguments: Sequence[str]) -> int:
     told = "Holds layers over the same quantised weights to fp64, in both packages and PEFT."
     options = command.parser("quantised", told).parse_args(list(arguments))
@@ -182,5 +160,4 @@ def main(arguments: Sequence[str]) -> int:
     for case in cases(options.quick):
         for qtype in FORMATS:
             run(report, case, qtype, device)
-    report.print()
-    return 0 if report.passed else 1
+    return report.finish()

@@ -57,9 +57,11 @@ class Report:
         """Tells whether anything was judged, and nothing failed."""
         return passed(self.rows)
 
-    def print(self, whole: bool = False) -> None:
-        print(text(self.header, self.rows, whole))
+    def finish(self) -> int:
+        """Prints the report; returns a command's exit code."""
+        print(text(self.header, self.rows))
         print(f"written: {self.path}")
+        return 0 if self.passed else 1
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Row]]:

@@ -50,15 +50,11 @@ LAYOUTS = {
 
 def cases(quick: bool) -> list[Case]:
     """Returns layers whose rows and rank divide over four devices, and layers where they do not."""
-    from parity.cases import Case
+    from parity.cases import layer
 
+    regimes = ("trained", "near_unity", "zero_rows")[: 1 if quick else None]
     sizes = [(32, 96, 64, 16), (33, 96, 64, 7)]
-    regimes: Sequence[Any] = ("trained",) if quick else ("trained", "near_unity", "zero_rows")
-    return [
-        Case("layer", "float32", n_out, rows, n_in, rank, regime)
-        for rows, n_in, n_out, rank in sizes
-        for regime in regimes
-    ]
+    return [layer("float32", *size, regime=regime) for size in sizes for regime in regimes]
 
 
 def run(report: Report, case: Case, name: str, device: str) -> None:
@@ -90,20 +86,11 @@ def run_torch(
 def _judge(
     report: Report, case: Case, name: str, device: str, side: str, found: dict[str, Any]
 ) -> None:
-    from parity.compare import difference, peak_of, prepare_layer
+    from parity.compare import judge, prepare_layer
 
     for quantity, exact in prepare_layer(case, device)[0].items():
-        missed = difference(found[quantity], exact.want)
-        of_bound = peak_of(missed / exact.bound)
-        report.add(
-            f"{name}: {case.name}",
-            quantity,
-            side=side,
-            error=peak_of(missed),
-            bound=peak_of(exact.bound),
-            of_bound=of_bound,
-            ok=of_bound <= 1,
-        )
+        arrays = found[quantity], exact.want, exact.bound
+        judge(report, f"{name}: {case.name}", quantity, side, *arrays)
 
 
 def places(layout: Layout) -> dict[str, Any]:
@@ -192,8 +179,7 @@ def main(arguments: Sequence[str]) -> int:
 
         sharded_training.run(report, tuple(LAYOUTS))
         sharded_training.run_torch(report, tuple(LAYOUTS), device)
-    report.print()
-    return 0 if report.passed else 1
+    return report.finish()
 
 
 def of_its_own_shard(norm: Any) -> Any:

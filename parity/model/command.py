@@ -61,8 +61,7 @@ def main(arguments: Sequence[str]) -> int:
         say("  compared")
         del weights, executed
         gc.collect()
-    report.print()
-    return 0 if report.passed else 1
+    return report.finish()
 
 
 def _write(report: Report, run, executed) -> None:

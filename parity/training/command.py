@@ -90,8 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             runs = {v: Run.load(file) for v, file in files.items() if file.exists()}
             start = adapters.initial(settings, work / "base", seed)
             write_pairs(report, settings, seed, runs, start)
-    report.print()
-    return 0 if report.passed else 1
+    return report.finish()
 
 
 def write_run(report: Report, job: Job, run: Run, *, curve: bool) -> None:

@@ -1,4 +1,4 @@
-"""The encoder in torch: BERT (arXiv 1810.04805), mean pooling, unit-length embeddings.
+"""The encoder in torch: transformers' BERT, mean pooling, unit-length embeddings.
 
 Its projections are `torch_dora.DoRALinear`, or the same in plain torch, or dense ones in fp64.
 """
@@ -6,10 +6,12 @@ Its projections are `torch_dora.DoRALinear`, or the same in plain torch, or dens
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import BertModel
 
 from parity import minilm
 from parity.minilm import ADAPTER, Adapter, Evaluation
@@ -33,64 +35,17 @@ class Encoder(nn.Module):
         stored: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.weights = nn.ParameterDict()
-        for name, array in minilm.weights().items():
-            if array.dtype.kind == "f" and not name.startswith("pooler"):
-                tensor = torch.tensor(array, dtype=stored or dtype, device=device).to(dtype)
-                self.weights[_key(name)] = nn.Parameter(tensor, requires_grad=False)
-        self.projections = nn.ModuleDict(
-            {_key(name): project(name, self._linear(name)) for name in minilm.projection_names()}
-        )
+        bert: Any = BertModel.from_pretrained(minilm.folder(), add_pooling_layer=False)
+        self.bert = bert.to(stored or dtype).to(device, dtype).eval().requires_grad_(False)
+        for name in minilm.projection_names():
+            self.bert.set_submodule(name, project(name, self.bert.get_submodule(name)))
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Takes ids and mask `[sentences, tokens]` to fp32 (or fp64) `[sentences, hidden]`."""
-        hidden = self.hidden(ids, mask)
+        hidden = self.bert(input_ids=ids, attention_mask=mask).last_hidden_state
         hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
         weight = mask[:, :, None].to(hidden.dtype)
         return F.normalize((hidden * weight).sum(1) / weight.sum(1), dim=-1)
-
-    def hidden(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Returns the last layer's states, `[sentences, tokens, hidden]`."""
-        x = self._get("embeddings.word_embeddings.weight")[ids]
-        x = x + self._get("embeddings.token_type_embeddings.weight")[0]
-        x = x + self._get("embeddings.position_embeddings.weight")[: ids.shape[1]]
-        x = self._layer_norm("embeddings", x)
-        attend = mask[:, None, None, :].bool()
-        for layer in range(minilm.config().num_hidden_layers):
-            x = self._layer(f"encoder.layer.{layer}", x, attend)
-        return x
-
-    def _layer(self, prefix: str, x: Tensor, attend: Tensor) -> Tensor:
-        def project(name: str, value: Tensor) -> Tensor:
-            return self.projections[_key(f"{prefix}.{name}")](value)
-
-        split = (*x.shape[:2], minilm.config().num_attention_heads, -1)
-        q, k, v = (
-            project(f"attention.self.{name}", x).view(split).transpose(1, 2)
-            for name in ("query", "key", "value")
-        )
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=attend)
-        mixed = mixed.transpose(1, 2).reshape(x.shape)
-        x = self._layer_norm(
-            f"{prefix}.attention.output", x + project("attention.output.dense", mixed)
-        )
-        wide = F.gelu(project("intermediate.dense", x))
-        return self._layer_norm(f"{prefix}.output", x + project("output.dense", wide))
-
-    def _layer_norm(self, prefix: str, x: Tensor) -> Tensor:
-        scale = self._get(f"{prefix}.LayerNorm.weight")
-        shift = self._get(f"{prefix}.LayerNorm.bias")
-        return F.layer_norm(x, x.shape[-1:], scale, shift, minilm.config().layer_norm_eps)
-
-    def _linear(self, name: str) -> nn.Linear:
-        weight, bias = self._get(f"{name}.weight"), self._get(f"{name}.bias")
-        n_out, n_in = weight.shape
-        linear = nn.Linear(n_in, n_out, device="meta")
-        linear.weight, linear.bias = nn.Parameter(weight), nn.Parameter(bias)
-        return linear
-
-    def _get(self, name: str) -> Tensor:
-        return self.weights[_key(name)]
 
 
 class PlainDoRA(nn.Module):
@@ -183,7 +138,7 @@ def train(encoder: Encoder, batch: minilm.Batch, steps: int) -> tuple[list[float
 
 
 def _forward(encoder: Encoder, batch: minilm.Batch) -> tuple[Tensor, Tensor]:
-    device = encoder.weights["embeddings_LayerNorm_bias"].device
+    device = encoder.bert.device
     ids, mask = (torch.from_numpy(array).to(device) for array in (batch.ids, batch.mask))
     embeddings = encoder(ids, mask)
     firsts, seconds = embeddings.chunk(2)
@@ -192,8 +147,4 @@ def _forward(encoder: Encoder, batch: minilm.Batch) -> tuple[Tensor, Tensor]:
 
 
 def _layers(encoder: Encoder) -> list[nn.Module]:
-    return list(encoder.projections.values())
-
-
-def _key(name: str) -> str:
-    return name.replace(".", "_")  # torch's containers allow no dots
+    return [encoder.bert.get_submodule(name) for name in minilm.projection_names()]
