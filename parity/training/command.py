@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
-import json
 import multiprocessing
 import os
 import re
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from parity import command
 from parity.environment import choose_device
 from parity.report import Report
+from parity.sides import SIDES
 from parity.training import adapter as adapters
-from parity.training import worker
 from parity.training.compare import FULL_PRECISION, PAPER, Run, compare
 from parity.training.settings import Settings
 from parity.training.text import text
@@ -30,6 +28,7 @@ from parity.training.variants import NATIVE_ONLY, PAIRINGS, PEFT, VARIANTS, Job,
 SEEDS = (1, 2, 3)
 # Of the first seed's losses the report has every so many steps'; statistics are over all.
 CURVE_EVERY = 10
+PROGRESS_LINES = 8
 QUANTITIES = ("mean |Δloss|", "worst |Δloss|", "final evaluation |Δ|")
 
 
@@ -46,8 +45,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--variant", default="", type=command.expression, help=only)
     at_a_time = "runs at a time; default 6 on a GPU and 1 on a CPU"
     parser.add_argument("--jobs", type=command.positive, help=at_a_time)
-    kept = "folder for runs, none of which is repeated that is there; a temporary one by default"
-    parser.add_argument("--work", type=Path, help=kept)
     options = parser.parse_args(arguments)
     if options.steps is not None and options.steps < 2:
         parser.error(f"--steps is {options.steps}; expected at least 2")
@@ -58,9 +55,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 1 if runs came further apart than `parity.tolerances` allows."""
     options = parse(arguments)
-    # The workers do the work; this process holds nothing on the card.
+    # The processes do the work; this one holds nothing on the card.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     device = choose_device(options.device)
+    at_a_time = options.jobs or (6 if device == "cuda" else 1)
+    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{0.9 / at_a_time:.3f}"
     settings = Settings.tiny() if options.quick else Settings()
     if options.steps:
         settings = dataclasses.replace(settings, steps=options.steps)
@@ -71,25 +71,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts = {"settings": dataclasses.asdict(settings), "text": text().facts()}
     packages = ("optax", "transformers", "peft")
     report = command.report(options, device, "training", packages, **facts)
-    with tempfile.TemporaryDirectory(prefix="parity-training-") as temporary:
-        work = (options.work or Path(temporary)) / _digest(settings, device)
-        work.mkdir(parents=True, exist_ok=True)
-        curves, lock = options.seeds[0], threading.Lock()
+    found: dict[Job, Run] = {}
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(at_a_time) as pool:
+        base = Path(folder)
+        _alone(_make_base, settings, device, base)
 
-        def done(job: Job, problem: str) -> None:
-            with lock:
-                if problem:
-                    report.add(f"seed {job[0]}", "run", side=job[1].label, ok=False, note=problem)
-                else:
-                    write_run(report, job, Run.load(_file(work, job)), curve=job[0] == curves)
+        def run(job: Job) -> Run | Exception:
+            try:
+                return _alone(_train, settings, device, base, job)
+            except Exception as error:
+                return error
 
-        _run_all(jobs, settings, device, work, options.jobs, done)
+        for job, result in zip(jobs, pool.map(run, jobs), strict=True):
+            if isinstance(result, Run):
+                found[job] = result
+                write_run(report, job, result, curve=job[0] == options.seeds[0])
+            else:
+                note = f"{type(result).__name__}: {result}"
+                report.add(f"seed {job[0]}", "run", side=job[1].label, ok=False, note=note)
         for seed in options.seeds:
-            files = {v: _file(work, (s, v)) for s, v in jobs if s == seed}
-            # A seed's at a time: an adapter has tens of millions of numbers.
-            runs = {v: Run.load(file) for v, file in files.items() if file.exists()}
-            start = adapters.initial(settings, work / "base", seed)
-            write_pairs(report, settings, seed, runs, start)
+            runs = {variant: run for (of, variant), run in found.items() if of == seed}
+            write_pairs(report, settings, seed, runs, adapters.initial(settings, base, seed))
     return report.finish()
 
 
@@ -146,47 +148,39 @@ def _jobs(options: argparse.Namespace, device: str) -> list[Job]:
     ]
 
 
-def _digest(settings: Settings, device: str) -> str:
-    """Names the runs that these settings on this text give."""
-    facts = json.dumps([dataclasses.asdict(settings), text().facts(), device], sort_keys=True)
-    return hashlib.sha256(facts.encode()).hexdigest()[:16]
+def _alone(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Returns what a function does in a process of its own: what it leaves behind, or breaks, is no
+    other's."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(function, *arguments).result()
 
 
-def _run_all(
-    jobs: list[Job],
-    settings: Settings,
-    device: str,
-    work: Path,
-    at_a_time: int | None,
-    done: Callable[[Job, str], None],
-) -> None:
-    """Runs every job in a process of its own; calls `done` with it and what went wrong, or ""."""
-    at_a_time = at_a_time or (6 if device == "cuda" else 1)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    if device == "cuda":
-        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{0.9 / at_a_time:.3f}"
-    base, spawn = work / "base", multiprocessing.get_context("spawn")
+def _make_base(settings: Settings, device: str, base: Path) -> None:
+    choose_device(device)
+    from parity.sides.jax.training import make_base
 
-    def run(job: Job | None) -> None:
-        file = work / "base.json" if job is None else _file(work, job)
-        problem = ""
-        if not file.exists():
-            # A process each: what one leaves behind, or breaks, is no other's.
-            with ProcessPoolExecutor(1, spawn) as process:
-                try:
-                    process.submit(worker.work, settings, device, base, job, file).result()
-                except Exception as error:
-                    problem = f"{type(error).__name__}: {error}"
-        if job is not None:
-            done(job, problem)
-        elif problem:
-            sys.exit(f"the base model could not be made: {problem}")
-
-    run(None)
-    with ThreadPoolExecutor(at_a_time) as pool:
-        list(pool.map(run, jobs))
+    make_base(settings, base, _progress("base", settings.base_steps))
 
 
-def _file(work: Path, job: Job) -> Path:
+def _train(settings: Settings, device: str, base: Path, job: Job) -> Run:
     seed, variant = job
-    return work / f"{seed} {variant.label.replace(',', '')}.run".replace(" ", "_")
+    start = adapters.initial(settings, base, seed)
+    if variant.perturbed:
+        start = adapters.one_ulp_off(start, seed)
+    choose_device(device)
+    progress = _progress(f"seed {seed}, {variant.label}", settings.steps)
+    train = SIDES[variant.framework].training.train
+    return train(settings, base, start, seed, variant.implementation, progress, device)
+
+
+def _progress(label: str, steps: int) -> Callable[[int, float], None]:
+    every = max(1, steps // PROGRESS_LINES)
+    told = 0
+
+    def progress(step: int, loss: float) -> None:
+        nonlocal told
+        if step // every > told or step == steps:
+            told = step // every
+            print(f"{label}: step {step} of {steps}, loss {loss:.4f}", file=sys.stderr, flush=True)
+
+    return progress

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,14 +29,6 @@ class Run:
     eval_after: float
     adapter: Adapter
     seconds: float
-
-    def save(self, file: Path) -> None:
-        file.write_bytes(pickle.dumps(self))
-
-    @classmethod
-    def load(cls, file: Path) -> Self:
-        """Returns what `save` wrote: a file of this command's own, whose bytes are trusted."""
-        return pickle.loads(file.read_bytes())
 
 
 class Limits(NamedTuple):

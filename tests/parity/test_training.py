@@ -150,8 +150,7 @@ def _run(difference=0.0, eval_after=2.5, steps=20):
 def _report(tmp_path, runs):
     report = Report(tmp_path / "training.jsonl", "training", {})
     for variant, run in runs.items():
-        run.save(tmp_path / "run")
-        command.write_run(report, (1, variant), Run.load(tmp_path / "run"), curve=True)
+        command.write_run(report, (1, variant), run, curve=True)
     command.write_pairs(report, SMALL, 1, runs, _adapter(1))
     return report
 
