@@ -36,6 +36,11 @@ class Bank:
         """Returns the bank as it is now; None where there is none."""
         return self._residents and self._residents.bank
 
+    @property
+    def arrays(self) -> Any:
+        """Returns what compiled programs take for their adapters."""
+        return self.bank
+
     def read(self, folder: Path) -> Any:
         """Returns the adapter of a PEFT folder in host memory, as slots take it.
 

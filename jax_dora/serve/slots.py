@@ -97,7 +97,7 @@ class Slots:
         drawn, self._cache, self._tokens = _read(
             self._graphdef,
             self._state,
-            self._bank.bank,
+            self._bank.arrays,
             self._cache,
             self._tokens,
             self._device_wishes(),
@@ -113,7 +113,7 @@ class Slots:
         drawn, self._cache, self._tokens = _step(
             self._graphdef,
             self._state,
-            self._bank.bank,
+            self._bank.arrays,
             self._cache,
             self._tokens,
             self._device_wishes(),
