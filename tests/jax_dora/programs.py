@@ -1,9 +1,22 @@
 """What a program is made of, before XLA compiles it."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+
+
+def aval(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    """Returns an array without numbers."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def for_cuda(function: Any, *arguments: Any, **options: Any) -> str:
+    """Returns the program of `function` for a GPU that need not be there."""
+    traced = jax.jit(functools.partial(function, **options)).trace(*arguments)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def equations(function: Any, *arguments: Any) -> Iterator[Any]:

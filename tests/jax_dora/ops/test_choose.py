@@ -24,6 +24,7 @@ from jax_dora.ops.mosaic import (
     project_back,
     swiglu_backward,
 )
+from tests.jax_dora.programs import aval, for_cuda
 from tests.tables import thinned
 
 PACKAGE = Path(jax_dora.__file__).parent
@@ -210,16 +211,13 @@ def test_mosaic_on_a_cpu_is_refused_with_its_reason(transform):
     ),
 )
 def test_mosaic_lowers_for_cuda_without_a_gpu(shape, dtype):
-    rows, out = shape
-    x = jax.ShapeDtypeStruct((rows, out), dtype)
-    g = jax.ShapeDtypeStruct((out,), jnp.float32)
+    x, g = aval(*shape, dtype=dtype), aval(shape[1], dtype=jnp.float32)
 
     def forward_and_backward(base, lora, g, dy):
         y, vjp = jax.vjp(lambda *a: compose(*a, 0.7, implementation="mosaic"), base, lora, g)
         return y, vjp(dy)
 
-    traced = jax.jit(forward_and_backward).trace(x, x, g, x)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = for_cuda(forward_and_backward, x, x, g, x)
     assert "dora_compose_backward" in text
     assert text.count("custom_call @mosaic_gpu") == 2
 

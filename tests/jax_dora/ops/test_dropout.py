@@ -8,6 +8,7 @@ import pytest
 
 from jax_dora import ops
 from jax_dora.ops.dropout import Dropout, draw_seed, drop, keep_mask, kept_share
+from tests.jax_dora.programs import aval, for_cuda
 from tests.tables import thinned
 
 ROWS, IN, OUT, RANK, SCALE = 7, 40, 24, 3, 1.7
@@ -114,9 +115,6 @@ def test_in_the_fused_kernels(on_mosaic):
 
 
 def test_a_named_mosaic_draws_the_mask_in_the_kernels_that_read_x():
-    def aval(*shape, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(shape, dtype)
-
     avals = {
         "x": aval(256, 128),
         "kernel": aval(128, 192),
@@ -138,8 +136,7 @@ def test_a_named_mosaic_draws_the_mask_in_the_kernels_that_read_x():
 
         return jax.value_and_grad(loss)(arrays["lora_a"])
 
-    traced = jax.jit(gradient).trace(avals, aval(2, dtype=jnp.uint32))
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = for_cuda(gradient, avals, aval(2, dtype=jnp.uint32))
     # Both begin so, forward and back.
     assert text.count("dora_dropped_product") >= 2
     assert "dora_dropped_product_back" in text

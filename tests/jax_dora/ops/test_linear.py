@@ -9,7 +9,7 @@ from jax.test_util import check_grads
 
 from jax_dora.ops import Dropout, dora_linear, draw_seed, factored_norm
 from parity import oracle, tolerances
-from tests.jax_dora.programs import equations
+from tests.jax_dora.programs import aval, equations, for_cuda
 from tests.tables import thinned
 
 DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
@@ -298,14 +298,8 @@ def test_layers_of_one_shape_share_what_is_lowered(rank):
                 x = dora_linear(x, kernel, a, b, magnitude, SCALE, implementation="mosaic")
             return jnp.sum(x.astype(jnp.float32))
 
-        def aval(*shape, dtype=jnp.bfloat16):
-            return jax.ShapeDtypeStruct(shape, dtype)
-
         adapter = aval(4096, rank), aval(rank, 4096), aval(4096, dtype=jnp.float32)
-        traced = jax.jit(jax.grad(loss)).trace(
-            [adapter] * depth, aval(1024, 4096), aval(4096, 4096)
-        )
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        text = for_cuda(jax.grad(loss), [adapter] * depth, aval(1024, 4096), aval(4096, 4096))
         return text.count("custom_call @mosaic_gpu")
 
     assert 0 < kernels(2) == kernels(5)

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_dora import ops
+from tests.jax_dora.programs import aval, for_cuda
 from tests.tables import thinned
 
 ROWS, IN, RANK, OUT = 8, 64, 8, 128
@@ -146,8 +147,7 @@ def test_a_kernel_that_maps_warps_is_interpreted_in_a_checked_shard_map(on_mosai
     thinned(itertools.product(LAYERS, [True, False]), [("dora_linear", True), ("swiglu", True)]),
 )
 def test_mosaic_lowers_for_cuda_on_several_devices(name, check):
-    gradient = sharded_gradient(name, "mosaic", 4, check)
-    text = gradient.trace(*problem(4, jnp.bfloat16)).lower(lowering_platforms=("cuda",)).as_text()
+    text = for_cuda(sharded_gradient(name, "mosaic", 4, check), *problem(4, jnp.bfloat16))
     assert "dora_" in text
     assert "all_reduce" in text
 
@@ -171,8 +171,7 @@ def test_kernels_of_a_low_rank_product_lower_for_cuda_on_several_devices(check):
         check_vma=check,
     )
     shapes = (ROWS, 72), (72, 4 * 136), (72, RANK), (RANK, 4 * 136), (4 * 136,)
-    avals = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-    text = jax.jit(sharded).trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
+    text = for_cuda(sharded, *(aval(*shape) for shape in shapes))
     assert "dora_norm" in text
     assert "dora_expand_compose" in text
 

@@ -11,6 +11,7 @@ import pytest
 
 from jax_dora.ops.mosaic import row_codes
 from jax_dora.ops.mosaic.row_codes import Config, refuses
+from tests.jax_dora.programs import aval, for_cuda
 
 TINY = np.finfo(np.float32).tiny
 
@@ -84,10 +85,7 @@ def test_refuses_with_a_reason():
 @pytest.mark.parametrize("in_features", [768, 16384])
 def test_lowers_for_hopper(in_features):
     options = {"config": row_codes.config(4096, in_features, jnp.bfloat16), "sm_count": 132}
-    traced = jax.jit(lambda x: row_codes.launch(x, **options)).trace(
-        jax.ShapeDtypeStruct((4096, in_features), jnp.bfloat16)
-    )
-    assert "dora_row_codes" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "dora_row_codes" in for_cuda(row_codes.launch, aval(4096, in_features), **options)
 
 
 @pytest.mark.gpu
@@ -95,11 +93,6 @@ def test_lowers_for_hopper(in_features):
 @pytest.mark.parametrize("shape", [(4096, 8192), (4100, 768), (33, 16384), (8, 128)])
 def test_agrees_at_full_size(shape, dtype):
     x = rows_of(*shape, dtype)
-    first = run(x, sm_count=132)
-    check(x, *map(np.asarray, first))
-    for _ in range(20):
-        codes, scales = run(x, sm_count=132)
-        assert bool((codes.view(jnp.uint8) == first[0].view(jnp.uint8)).all())
-        assert bool((scales == first[1]).all())
+    check(x, *map(np.asarray, run(x, sm_count=132)))
     x = strange_rows(shape[-1])
     check_strange_rows(x, *map(np.asarray, run(x, sm_count=132)))

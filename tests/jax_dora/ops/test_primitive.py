@@ -18,6 +18,7 @@ from jax_dora.ops.norm import NORM
 from jax_dora.ops.norm import Static as StaticOfNorm
 from jax_dora.ops.operands import Adapted, Static
 from jax_dora.ops.products import BACK, FORWARD, Back, Reduced
+from tests.jax_dora.programs import aval, for_cuda
 from tests.tables import thinned
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -35,15 +36,7 @@ def automatic(*shape):
     )
 
 
-def for_cuda(function, *arguments):
-    return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-
-
-def shape(*sizes, dtype=BF16):
-    return jax.ShapeDtypeStruct(sizes, dtype)
-
-
-LAYER = (shape(ROWS, IN), shape(IN, OUT), shape(IN, RANK), shape(RANK, OUT), shape(OUT, dtype=F32))
+LAYER = (aval(ROWS, IN), aval(IN, OUT), aval(IN, RANK), aval(RANK, OUT), aval(OUT, dtype=F32))
 
 
 def layer(*operands, **options):
@@ -94,14 +87,14 @@ def of_device(op, static, operands, mesh, specs, results):
 
 
 FORWARD_OPERANDS = Reduced(
-    shape(ROWS, IN),
-    shape(IN, OUT),
-    shape(ROWS, RANK),
-    shape(RANK, OUT),
-    shape(OUT, dtype=F32),
+    aval(ROWS, IN),
+    aval(IN, OUT),
+    aval(ROWS, RANK),
+    aval(RANK, OUT),
+    aval(OUT, dtype=F32),
     None,
-    shape(IN, RANK),
-    shape(dtype=F32),
+    aval(IN, RANK),
+    aval(dtype=F32),
 )
 N = None
 
@@ -168,7 +161,7 @@ def test_beside_collectives_a_kernel_has_a_block_for_each_tile(on_hopper, monkey
     of_device(FORWARD, static, FORWARD_OPERANDS, automatic(2), proposed, [result])
     x, kernel, z, b, _, a, _ = proposed
     forward = FORWARD_OPERANDS
-    operands = Back(shape(ROWS, OUT), forward.kernel, forward.z, forward.lora_a, forward.lora_b)
+    operands = Back(aval(ROWS, OUT), forward.kernel, forward.z, forward.lora_a, forward.lora_b)
     of_device(BACK, static, operands, automatic(2), [result, kernel, z, a, b], [x])
     wanted = {
         module: choose.ANY_NUMBER if name in names else choose.HOPPER_SM_COUNT
@@ -178,7 +171,7 @@ def test_beside_collectives_a_kernel_has_a_block_for_each_tile(on_hopper, monkey
 
 
 def test_the_norm_sums_only_vectors(on_hopper):
-    operands = Adapted(shape(IN, OUT), shape(IN, RANK), shape(RANK, OUT), shape(dtype=F32))
+    operands = Adapted(aval(IN, OUT), aval(IN, RANK), aval(RANK, OUT), aval(dtype=F32))
     mesh = automatic(2, 2)
     specs = [("data", "model"), ("data",), (N, "model"), ()]
     text, _ = of_device(NORM, StaticOfNorm(None, False), operands, mesh, specs, [("model",)])
@@ -189,7 +182,7 @@ def test_the_norm_sums_only_vectors(on_hopper):
 
 def test_a_part_that_loses_is_left_to_xla(on_hopper):
     static = Static("dora_linear", None)
-    operands = FORWARD_OPERANDS._replace(x=shape(1024, IN), z=shape(1024, RANK))
+    operands = FORWARD_OPERANDS._replace(x=aval(1024, IN), z=aval(1024, RANK))
     specs = [("data",), (), ("data",), (), (), (), ()]
     text, _ = of_device(FORWARD, static, operands, automatic(2), specs, [("data",)])
     assert "mosaic_gpu" not in text

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from jax_dora.ops import swiglu
 from jax_dora.ops.mosaic.swiglu_backward import config, launch
 from parity import oracle, tolerances
+from tests.jax_dora.programs import aval, for_cuda
 from tests.tables import thinned
 
 DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
@@ -120,9 +121,8 @@ def test_mosaic_agrees_at_full_size(rows, out, dtype):
 
 @pytest.mark.parametrize("biased", thinned([False, True], [True]))
 def test_lowers_for_cuda_without_a_gpu(biased):
-    rows = jax.ShapeDtypeStruct((4096, 12288), jnp.bfloat16)
-    vector = jax.ShapeDtypeStruct((12288,), jnp.float32)
-    arrays = [rows] * 3 + [vector] * (4 if biased else 2)
+    vector = aval(12288, dtype=jnp.float32)
+    arrays = [aval(4096, 12288)] * 3 + [vector] * (4 if biased else 2)
 
     def forward_and_backward(dh, gate, up, *vectors):
         names = ("gate_g", "up_g", *BIASES)[: len(vectors)]
@@ -134,9 +134,7 @@ def test_lowers_for_cuda_without_a_gpu(biased):
         h, vjp = jax.vjp(call, gate, up, *vectors)
         return h, vjp(dh)
 
-    text = (
-        jax.jit(forward_and_backward).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
-    )
+    text = for_cuda(forward_and_backward, *arrays)
     assert "dora_swiglu_backward" in text
     assert text.count("custom_call @mosaic_gpu") == 1
 
