@@ -88,7 +88,7 @@ def dora_linear(
       NotImplementedError: the named implementation cannot take the call; act_qtype is given and
         dropout has mode "input".
     """
-    _check_operands(x, kernel, lora_a, lora_b, implementation)
+    _check_operands(x, kernel, lora_a, lora_b, implementation, act_qtype)
     check.is_float("magnitude", magnitude)
     check.has_shape("magnitude", magnitude, kernel.shape[1:], "[out]")
     if norm is None:
@@ -127,8 +127,7 @@ def scaled_linear(
     act_qtype: str | None = None,
 ) -> jax.Array:
     """Returns g ∘ x (kernel + scale·lora_a lora_b) + bias: `dora_linear`, given g, f32[out]."""
-    _check_operands(x, kernel, lora_a, lora_b, implementation)
-    row_wise.check_act_qtype(act_qtype, "kernel", kernel)
+    _check_operands(x, kernel, lora_a, lora_b, implementation, act_qtype)
     for name, vector in (("g", g), ("bias", bias)):
         if vector is not None:
             check.is_float(name, vector)
@@ -176,8 +175,7 @@ def lora_linear(
       NotImplementedError: the named implementation cannot take the call; dropout has mode "input",
         which is DoRA's.
     """
-    _check_operands(x, kernel, lora_a, lora_b, implementation)
-    row_wise.check_act_qtype(act_qtype, "kernel", kernel)
+    _check_operands(x, kernel, lora_a, lora_b, implementation, act_qtype)
     rate, mode, seed = dropouts.active(dropout)
     if mode == "input":
         raise NotImplementedError(
@@ -227,18 +225,16 @@ def _with_dropped_input(static: Static, operands: Projection) -> jax.Array:
     x, kernel, lora_a, lora_b, g, scale, bias, seed = operands
     assert g is not None
     assert seed is not None
-    dot = functools.partial(dot_general, static.precision)
-    dropped = drop_for(static.implementation)(x, seed, static.rate)
-    lora = dot(dot(dropped, lora_a, (-1, 0)), lora_b, (-1, 0))
-    by_kernel = functools.partial(dot, axes=(-1, 0))
-    corrected = quantised.multiplied(by_kernel, dropped, kernel)
+    dot = functools.partial(dot_general, static.precision, axes=(-1, 0))
     by = static.implementation
-    y = quantised.multiplied(by_kernel, x, kernel)
+    dropped = drop_for(by)(x, seed, static.rate)
+    corrected = quantised.multiplied(dot, dropped, kernel)
+    y, lora = quantised.multiplied(dot, x, kernel), dot(dot(dropped, lora_a), lora_b)
     y = y + compose_delta(corrected, lora, g, scale, implementation=by)
     return y if bias is None else y + per_feature(bias, y)
 
 
-def _check_operands(x, kernel, lora_a, lora_b, implementation) -> None:
+def _check_operands(x, kernel, lora_a, lora_b, implementation, act_qtype) -> None:
     choose.check_name(implementation)
     check.is_float("x", x)
     check.adapter(kernel, lora_a, lora_b)
@@ -247,6 +243,7 @@ def _check_operands(x, kernel, lora_a, lora_b, implementation) -> None:
         raise ValueError(
             f"x has shape {x.shape}; its last axis must have kernel's {in_features} input features"
         )
+    row_wise.check_act_qtype(act_qtype, "kernel", kernel)
 
 
 def _dtype(x: jax.Array, kernel: Any) -> Any:

@@ -30,20 +30,7 @@ _WRAPPERS = {
 }
 # What the hooks of a module are stored in. Handles that remove hooks know the dictionaries, so a
 # layer takes over the very ones of the layer that it replaces.
-_HOOKS = (
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_forward_hooks",
-    "_forward_hooks_always_called",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_is_full_backward_hook",
-    "_load_state_dict_post_hooks",
-    "_load_state_dict_pre_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-)
+_HOOKS = [name for name in vars(nn.Module()) if "hook" in name]
 
 type _Named = tuple[nn.Module, tuple[str, ...]]
 

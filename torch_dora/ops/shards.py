@@ -68,8 +68,6 @@ def empty_beside(weight: Any, shape: tuple[int, ...], dim: int | None, dtype: to
     and lies as that does; plain beside a plain weight, whatever ``dim``."""
     if not is_sharded(weight):
         return torch.empty(shape, dtype=dtype, device=weight.device)
-    from torch.distributed.tensor import DTensor
-
     if dim is None:
         raise NotImplementedError(
             f"base.weight is a DTensor with the placements {weight.placements}; expected a plain "
@@ -79,13 +77,8 @@ def empty_beside(weight: Any, shape: tuple[int, ...], dim: int | None, dtype: to
     local = weight.to_local()
     sizes = list(shape)
     sizes[dim] = local.shape[dim]
-    return _joined(
-        DTensor,
-        torch.empty(sizes, dtype=dtype, device=local.device),
-        weight.device_mesh,
-        along(weight, dim),
-        shape,
-    )
+    empty = torch.empty(sizes, dtype=dtype, device=local.device)
+    return joined(empty, weight, along(weight, dim), shape)
 
 
 def local_matrices(weight: Any, lora_a: Any, lora_b: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,7 +104,9 @@ def joined(local: Tensor, like: Any, placements: Placements, shape: Iterable[int
     """Returns the DTensor of ``shape`` on the mesh of ``like`` whose part here is ``local``."""
     from torch.distributed.tensor import DTensor
 
-    return _joined(DTensor, local, like.device_mesh, placements, tuple(shape))
+    shape = torch.Size(shape)
+    strides = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, like.device_mesh, placements, shape=shape, stride=strides)
 
 
 def whole(tensor: Any) -> Tensor:
@@ -198,8 +193,3 @@ def by_first(mesh: Mesh | None, function: Callable[[], Any]) -> None:
         raise failure
     if failures.item():
         raise RuntimeError("the first process of the mesh failed; its own error says why")
-
-
-def _joined(kind: Any, local: Tensor, mesh: Mesh, placements: Placements, shape: Any) -> Any:
-    strides = torch.empty(shape, device="meta").stride()
-    return kind.from_local(local, mesh, placements, shape=torch.Size(shape), stride=strides)
