@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from tests.torch_dora.adapters import trained
 from torch_dora import (
     DoRAConv,
     DoRAConv1D,
@@ -42,16 +43,6 @@ ALL = [DoRARule("conv", 2, 4.0), DoRARule(r"embed|blocks\.0|named\.gate", 3, 4.0
 IDS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 12]])
 
 
-def train(model):
-    """`model`, with every adapter away from its start."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("lora_a", "lora_b", "magnitude")):
-                parameter.mul_(1 + torch.randn_like(parameter) / 20)
-                parameter.add_(torch.randn_like(parameter) / 20)
-    return model
-
-
 def test_every_layer_is_found_and_a_fresh_adapter_changes_no_bit():
     # Frozen from the start: torch multiplies by a weight that requires a gradient another way.
     model = Mixed().requires_grad_(False)
@@ -75,7 +66,7 @@ def test_removing_gives_the_base_back_exactly():
     model = Mixed().requires_grad_(False)
     layers, state = dict(model.named_modules()), copy.deepcopy(model.state_dict())
     expected = model(IDS)
-    train(apply_dora(model, ALL))
+    trained(apply_dora(model, ALL))
     assert not torch.equal(model(IDS), expected)
     assert remove_dora(model) is model
     assert torch.equal(model(IDS), expected)
@@ -86,7 +77,7 @@ def test_removing_gives_the_base_back_exactly():
 
 
 def test_merging_leaves_the_model_and_shares_the_rest():
-    model = train(apply_dora(Mixed(), ALL))
+    model = trained(apply_dora(Mixed(), ALL))
     expected = model(IDS)
     merged = merge_dora(model)
     assert {type(m) for m in merged.modules()} == {type(m) for m in Mixed().modules()}
@@ -100,7 +91,7 @@ def test_merging_leaves_the_model_and_shares_the_rest():
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_merging_says_what_it_changed(dtype):
-    model = train(apply_dora(Mixed().to(dtype), ALL))
+    model = trained(apply_dora(Mixed().to(dtype), ALL))
     merged, report = merge_dora(model, return_report=True)
     assert torch.equal(merged(IDS), merge_dora(model)(IDS))
     assert [row.path for row in report.layers] == ["embed", "conv", "blocks.0", "named.gate"]
@@ -134,7 +125,7 @@ def test_gpt2():
     apply_dora(model, DoRARule(r"transformer\.h\.\d+\.(attn\.c_attn|mlp\.c_proj)", 4, 8))
     assert type(model.transformer.h[1].attn.c_attn) is DoRAConv1D
     assert torch.equal(model(ids).logits, expected)
-    logits = train(model)(ids).logits
+    logits = trained(model)(ids).logits
     assert not torch.allclose(logits, expected, atol=1e-3)
     torch.testing.assert_close(merge_dora(model)(ids).logits, logits, rtol=1e-4, atol=1e-5)
     assert torch.equal(remove_dora(model)(ids).logits, expected)

@@ -10,27 +10,17 @@ from transformers.pytorch_utils import Conv1D
 
 import torch_dora
 from parity.tolerances.caps import OPERATOR_FP32_MAX_ABS
+from tests.torch_dora.adapters import trained
 from torch_dora import DoRAConv, DoRAConv1D, DoRAEmbedding, DoRALinear, freeze, with_norms
 from torch_dora.ops import norm as norm_module
 
 IDS = torch.arange(8).reshape(2, 4)
 
 
-def random(model):
-    """The model with a random adapter in every layer, whose magnitude is off the norm."""
-    for layer in model.modules():
-        if hasattr(layer, "lora_b"):
-            nn.init.normal_(layer.lora_a, std=0.2)
-            nn.init.normal_(layer.lora_b, std=0.2)
-            layer.reset_magnitude()
-            layer.magnitude.data.mul_(1 + torch.rand_like(layer.magnitude) / 10)
-    return model
-
-
 @pytest.fixture
 def model(device):
     layers = [DoRALinear(24, 40, rank=4, alpha=8), nn.ReLU(), DoRALinear(40, 16, rank=4, alpha=8)]
-    return random(nn.Sequential(*layers).to(device))
+    return trained(nn.Sequential(*layers).to(device))
 
 
 @pytest.fixture
@@ -158,7 +148,7 @@ OTHERS = {
 @pytest.mark.parametrize("way", ["given", "frozen"])
 def test_every_layer_uses_them(kind, way, monkeypatch):
     make, x = OTHERS[kind]
-    layer = random(make())
+    layer = trained(make())
     want = layer(x)
     values = torch_dora.norms(layer)
     if way == "frozen":
@@ -174,7 +164,7 @@ def test_every_layer_uses_them(kind, way, monkeypatch):
 
 def test_frozen_is_constant_and_untrained(device, computed):
     model = nn.Sequential(DoRALinear(24, 40, rank=4, alpha=8, dropout=0.5, dtype=torch.bfloat16))
-    model = random(model.to(device)).eval()
+    model = trained(model.to(device)).eval()
     x = torch.randn(5, 24, device=device, dtype=torch.bfloat16)
     want, names = model(x), set(model.state_dict())
     assert freeze(model.train()) is model

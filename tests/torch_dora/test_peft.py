@@ -398,6 +398,24 @@ def test_what_multihead_attention_holds_is_refused_where_it_is_selected(tmp_path
         load_adapter(base(Attention), tmp_path / "a")
 
 
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+        self.experts = nn.Module()
+        self.experts.down_proj = nn.Parameter(torch.randn(2, 4, 5))
+
+
+def test_packed_experts_are_refused_by_name(tmp_path: Path) -> None:
+    config = peft.LoraConfig(
+        r=2, target_modules=["linear"], target_parameters=["experts.down_proj"]
+    )
+    peft.get_peft_model(Experts(), config).save_pretrained(tmp_path)
+    match = r"experts\.down_proj, which target_parameters names, is no parameter with packed"
+    with pytest.raises(ValueError, match=match):
+        load_adapter(Experts(), tmp_path)
+
+
 def test_an_adapter_is_merged_as_by_peft(tmp_path: Path) -> None:
     folder, theirs = peft_folder(tmp_path, Attention, target_modules=["up"])
     ours = torch_dora.merge_dora(load_adapter(base(Attention), folder)).up.weight

@@ -9,6 +9,7 @@ from accelerate.hooks import remove_hook_from_submodules
 from torch import nn
 
 from parity.sides.torch import processes
+from tests.torch_dora import adapters
 from tests.torch_dora import in_processes as inside
 from tests.torch_dora.peft_folders import tensors_of
 from torch_dora import DoRARule, apply_dora, merge_dora, norms, peft, remove_dora
@@ -17,13 +18,7 @@ from torch_dora import DoRARule, apply_dora, merge_dora, norms, peft, remove_dor
 @pytest.fixture
 def trained():
     """One device's model, its adapter away from where it began."""
-    model = apply_dora(inside.base(), inside.RULE)
-    torch.manual_seed(5)
-    for layer in (model.up, model.down):
-        nn.init.normal_(layer.lora_b)
-        layer.reset_magnitude()
-        layer.magnitude.data.mul_(1 + 0.1 * torch.randn_like(layer.magnitude))
-    return model
+    return adapters.trained(apply_dora(inside.base(), inside.RULE))
 
 
 @pytest.mark.slow

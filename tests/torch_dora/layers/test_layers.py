@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from parity import oracle, tolerances
 from tests.matrices import Problem, judge, within
+from tests.torch_dora.adapters import trained
 from torch_dora import DoRAConv, DoRAConv1D, DoRAEmbedding
 from torch_dora.ops import norm as norm_module
 
@@ -27,17 +28,6 @@ CONVOLUTIONS = {
     "2d, grouped": (lambda: nn.Conv2d(6, 8, 3, padding="same", groups=2), (2, 6, 5, 4)),
     "3d, unbatched": (lambda: nn.Conv3d(6, 8, (2, 1, 2)), (6, 3, 4, 3)),
 }
-
-
-def trained(layer):
-    """The layer as training leaves it: lora_b not zero, the magnitude off the norm."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        layer.lora_a.normal_(std=0.3, generator=generator)
-        layer.lora_b.normal_(std=0.4, generator=generator)
-        noise = torch.randn(layer.magnitude.shape, generator=generator)
-        layer.magnitude.copy_(layer.norm() * (1 + 0.1 * noise))
-    return layer
 
 
 def differentiate(layer, x):

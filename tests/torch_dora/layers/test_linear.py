@@ -7,18 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.torch_dora.adapters import trained
 from torch_dora import DoRALinear
 from torch_dora.ops import factored_norm, magnitude_scale
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-
-
-def trained(layer: DoRALinear) -> DoRALinear:
-    """The layer as training leaves it: lora_b not zero, the magnitude off the norm."""
-    with torch.no_grad():
-        layer.lora_b.normal_(std=0.2)
-        layer.magnitude.mul_(1 + 0.03 * torch.randn_like(layer.magnitude))
-    return layer
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -42,7 +35,7 @@ def test_g_is_exactly_one_for_any_lora_b_after_reset(device, dtype):
 
 def test_computes_the_dense_definition():
     layer = trained(DoRALinear(40, 56, rank=4, alpha=8, use_rslora=True, dtype=torch.float64))
-    direction = layer.weight + 8 / math.sqrt(4) * layer.lora_b @ layer.lora_a
+    direction = layer.weight + 8 / math.sqrt(4) * layer.lora_b.double() @ layer.lora_a.double()
     weight = layer.magnitude[:, None] * direction / direction.norm(dim=1, keepdim=True)
     x = torch.randn(2, 3, 40, dtype=torch.float64)
     torch.testing.assert_close(layer(x), F.linear(x, weight, layer.bias))
