@@ -26,6 +26,7 @@ from jax_dora.ops import mesh as meshes
 from jax_dora.ops.compose import accumulator
 from jax_dora.ops.mosaic import norm as kernel_norm
 from jax_dora.ops.mosaic import quantised_norm as kernel_quantised_norm
+from jax_dora.ops.mosaic.norm import cut
 from jax_dora.ops.operands import Adapted
 from jax_dora.ops.quantised_norm import squared_norm
 from jax_dora.ops.shard import Op, Shard
@@ -195,7 +196,8 @@ def _exact_dot(a: jax.Array, b: jax.Array) -> jax.Array:
     """Returns aᵀ b over the first axis of both, with products exact in the accumulator's dtype."""
     dtype = accumulator(a.dtype, b.dtype)
     if {a.dtype, b.dtype} == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}:
-        a_pieces, b_pieces = _bf16_pieces(a), _bf16_pieces(b)
+        # bf16 is a piece itself; of fp32 three pieces of 8 bits each add up to it.
+        a_pieces, b_pieces = (cut(x, 1 if x.dtype == jnp.bfloat16 else 3) for x in (a, b))
         product = _dot(jnp.concatenate(a_pieces, 1), jnp.concatenate(b_pieces, 1), dtype)
         blocks = product.reshape(len(a_pieces), a.shape[1], len(b_pieces), b.shape[1])
         return blocks.sum(axis=(0, 2))
@@ -212,16 +214,3 @@ def _dot(a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Array:
         precision=lax.Precision.HIGHEST,
         preferred_element_type=dtype,
     )
-
-
-def _bf16_pieces(x: jax.Array) -> list[jax.Array]:
-    """Returns bf16 arrays that add up to x: x itself, or three pieces of 8 bits each for fp32."""
-    if x.dtype == jnp.bfloat16:
-        return [x]
-    pieces = []
-    for _ in range(3):
-        # reduce_precision rather than a cast there and back, which XLA may drop.
-        piece = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-        pieces.append(piece.astype(jnp.bfloat16))
-        x = x - piece
-    return pieces

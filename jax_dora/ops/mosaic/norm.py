@@ -164,10 +164,10 @@ def squares(
     slices = hopper.slices(lora_a.shape[1])
     width = hopper.padded_rank(lora_a.shape[1]) if count == 1 else slices * hopper.TILE_K
     lora_a = jnp.concatenate(
-        [hopper.pad(piece, in_features, width) for piece in _cut(lora_a, count)], axis=1
+        [hopper.pad(piece, in_features, width) for piece in cut(lora_a, count)], axis=1
     )
     lora_b = jnp.concatenate(
-        [hopper.pad(piece, width, tiling.padded_out) for piece in _cut(lora_b, count)], axis=0
+        [hopper.pad(piece, width, tiling.padded_out) for piece in cut(lora_b, count)], axis=0
     )
     # Piece i of A meets the pieces of B that together are not beyond the last bit kept.
     products = [
@@ -222,14 +222,14 @@ def squares(
     return jnp.sum(partials, axis=0)
 
 
-def _cut(x: jax.Array, count: int) -> list[jax.Array]:
+def cut(x: jax.Array, count: int) -> list[jax.Array]:
     """Returns `count` bf16 arrays that add up to fp32 x, to 8 bits each; x for a count of one."""
     if count == 1:
         return [x]
-    cut = []
+    found = []
     for _ in range(count):
         # reduce_precision rather than a cast there and back, which XLA may drop.
         piece = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-        cut.append(piece.astype(jnp.bfloat16))
+        found.append(piece.astype(jnp.bfloat16))
         x = x - piece
-    return cut
+    return found
