@@ -6,6 +6,11 @@ from typing import Any
 import pytest
 
 
+def slow(*case: Any) -> Any:
+    """Returns one case of a table, for `make test-all` alone."""
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 def thinned(cases: Iterable[Any], quick: Iterable[Any]) -> list[Any]:
     """Returns pytest's parameters for `cases`, marked slow but for those that `quick` names.
 
@@ -15,10 +20,5 @@ def thinned(cases: Iterable[Any], quick: Iterable[Any]) -> list[Any]:
     for one in quick:
         if one not in cases:
             raise ValueError(f"quick names {one!r}, which is none of the {len(cases)} cases")
-    return [
-        pytest.param(
-            *(one if isinstance(one, tuple) else (one,)),
-            marks=[pytest.mark.slow] * (one not in quick),
-        )
-        for one in cases
-    ]
+    each = [(one if isinstance(one, tuple) else (one,), one in quick) for one in cases]
+    return [pytest.param(*case) if is_quick else slow(*case) for case, is_quick in each]

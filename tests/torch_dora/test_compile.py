@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.tables import thinned
+from tests.tables import slow
 from torch_dora import DoRALinear
 from torch_dora.ops import compose, compose_delta, dora_linear, norm
 
@@ -29,15 +29,12 @@ def gradients(function, x, parameters):
 
 @pytest.mark.parametrize(
     ("implementation", "dtype", "mode"),
-    thinned(
-        [
-            ("eager", torch.float32, None),
-            ("triton", torch.bfloat16, None),
-            ("triton", torch.float32, "adapter"),
-            ("eager", torch.bfloat16, "input"),
-        ],
-        [("triton", torch.bfloat16, None)],
-    ),
+    [
+        slow("eager", torch.float32, None),
+        ("triton", torch.bfloat16, None),
+        slow("triton", torch.float32, "adapter"),
+        slow("eager", torch.bfloat16, "input"),
+    ],
 )
 def test_a_layer_is_one_graph(device, implementation, dtype, mode):
     dropout = {} if mode is None else {"dropout": 0.5, "dropout_mode": mode}

@@ -10,7 +10,7 @@ from jax.test_util import check_grads
 from jax_dora.ops import Dropout, dora_linear, draw_seed, factored_norm
 from parity import oracle, tolerances
 from tests.jax_dora.programs import aval, equations, for_cuda
-from tests.tables import thinned
+from tests.tables import slow, thinned
 
 DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
 HALF_OR_FULL = [jnp.float32, jnp.bfloat16]
@@ -97,8 +97,8 @@ def test_agrees_with_the_oracle(sizes, dtype, adapter_dtype):
     ("n_in", "n_out", "dtype"),
     [
         (64, 136, jnp.bfloat16),
-        pytest.param(64, 136, jnp.float16, marks=pytest.mark.slow),
-        pytest.param(64, 136, jnp.float32, marks=pytest.mark.slow),
+        slow(64, 136, jnp.float16),
+        slow(64, 136, jnp.float32),
         (256, 320, jnp.bfloat16),
     ],
 )

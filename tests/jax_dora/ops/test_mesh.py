@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_dora import ops
 from tests.jax_dora.programs import aval, for_cuda
-from tests.tables import thinned
+from tests.tables import slow, thinned
 
 ROWS, IN, RANK, OUT = 8, 64, 8, 128
 SCALE = 0.7
@@ -99,10 +99,7 @@ def sharded_gradient(name, implementation, devices, check):
 
 @pytest.mark.parametrize(
     ("name", "check"),
-    thinned(
-        itertools.product(LAYERS, [True, False]),
-        [(name, True) for name in LAYERS],
-    ),
+    [*((name, True) for name in LAYERS), *(slow(name, False) for name in LAYERS)],
 )
 def test_a_gradient_is_summed_over_the_devices(name, check):
     """As of one device after the other."""
@@ -152,7 +149,7 @@ def test_mosaic_lowers_for_cuda_on_several_devices(name, check):
     assert "all_reduce" in text
 
 
-@pytest.mark.parametrize("check", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("check", [True, slow(False)])
 def test_kernels_of_a_low_rank_product_lower_for_cuda_on_several_devices(check):
     """Their references may vary over no axis of the mesh, which the interpreter does not see."""
     mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,))
@@ -178,10 +175,12 @@ def test_kernels_of_a_low_rank_product_lower_for_cuda_on_several_devices(check):
 
 @pytest.mark.parametrize(
     ("name", "check"),
-    thinned(
-        [("dora_linear", True), ("dora_linear", False), ("compose", True), ("swiglu", True)],
-        [("dora_linear", True)],
-    ),
+    [
+        ("dora_linear", True),
+        slow("dora_linear", False),
+        slow("compose", True),
+        slow("swiglu", True),
+    ],
 )
 def test_runs_where_nobody_compiles_the_shard_map(name, check):
     trained, x, _ = problem(2)
@@ -212,16 +211,13 @@ def explicit_mesh():
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    thinned(
-        [
-            *itertools.product(SHARDINGS, [None]),
-            ("rows over both", "adapter"),
-            ("x's inputs", "input"),
-            ("kernel and rows over one axis", "input"),
-            ("x's inputs", "adapter"),
-        ],
-        [("kernel and rows over one axis", None), ("x's inputs", "input")],
-    ),
+    [
+        *thinned(itertools.product(SHARDINGS, [None]), [("kernel and rows over one axis", None)]),
+        slow("rows over both", "adapter"),
+        ("x's inputs", "input"),
+        slow("kernel and rows over one axis", "input"),
+        slow("x's inputs", "adapter"),
+    ],
 )
 def test_explicit_axes_are_as_one_device(name, mode):
     """Wherever JAX needs no out_sharding for x @ kernel; a mask is that of the whole x."""

@@ -8,7 +8,7 @@ from jax_dora.ops.mosaic.dropped_product import Config, launch, refuses
 from parity import tolerances
 from parity.oracle import fp64
 from tests.jax_dora.programs import aval, for_cuda
-from tests.tables import thinned
+from tests.tables import slow, thinned
 
 DIRECTIONS = pytest.mark.parametrize("transposed", [False, True])
 
@@ -47,13 +47,9 @@ def check(found, x, right, dropout, transposed):
     ("rows", "n_in", "rank", "dtype", "rate", "sm_count", "config"),
     [
         (200, 128, 24, jnp.bfloat16, 0.3, 2, Config()),
-        pytest.param(37, 320, 300, jnp.float16, 0.5, 8, Config(), marks=pytest.mark.slow),
-        pytest.param(8, 64, 1, jnp.bfloat16, 0.9, 1, Config(stages=2), marks=pytest.mark.slow),
-        pytest.param(
-            *(264, 192, 72, jnp.bfloat16, 0.0, 4),
-            Config(stages=3, parts=2),
-            marks=pytest.mark.slow,
-        ),
+        slow(37, 320, 300, jnp.float16, 0.5, 8, Config()),
+        slow(8, 64, 1, jnp.bfloat16, 0.9, 1, Config(stages=2)),
+        slow(264, 192, 72, jnp.bfloat16, 0.0, 4, Config(stages=3, parts=2)),
     ],
 )
 def test_agrees_with_fp64(on_mosaic, rows, n_in, rank, dtype, rate, sm_count, config, transposed):

@@ -28,7 +28,7 @@ from tests import quantised
 from tests.jax_dora.ops.test_mosaic_quantised_norm import STORED
 from tests.jax_dora.ops.test_mosaic_quantised_norm import draw as draw_quantised
 from tests.jax_dora.programs import aval, for_cuda
-from tests.tables import thinned
+from tests.tables import slow, thinned
 
 SCALE = 0.7
 
@@ -74,24 +74,17 @@ def check(x, kernel, lora_a, lora_b, g, bias, found):
 
 @pytest.mark.parametrize(
     ("qtype", "tiles", "shape", "rank", "dtype", "scale_dtype"),
-    thinned(
-        [
-            ("nf4", (3, 512), (2, 3, 192), 16, jnp.bfloat16, jnp.bfloat16),
-            ("int4", (3, 4), (33, 192), 8, jnp.float16, jnp.float32),
-            ("nf4", (1, 512), (2, 192), 3, jnp.float16, jnp.float16),
-            ("int8", (1, 384), (192,), 64, jnp.bfloat16, jnp.bfloat16),
-            ("int8", (3, 384), (12, 192), 64, jnp.float16, jnp.float32),
-            ("float8_e4m3fn", (3, 384), (9, 192), 72, jnp.bfloat16, jnp.float32),
-            (None, None, (5, 192), 24, jnp.bfloat16, None),
-            (None, None, (1, 192), 8, jnp.float16, None),
-            (None, None, (64, 192), 128, jnp.float16, None),
-        ],
-        [
-            ("nf4", (3, 512), (2, 3, 192), 16, jnp.bfloat16, jnp.bfloat16),
-            ("int8", (1, 384), (192,), 64, jnp.bfloat16, jnp.bfloat16),
-            (None, None, (5, 192), 24, jnp.bfloat16, None),
-        ],
-    ),
+    [
+        ("nf4", (3, 512), (2, 3, 192), 16, jnp.bfloat16, jnp.bfloat16),
+        slow("int4", (3, 4), (33, 192), 8, jnp.float16, jnp.float32),
+        slow("nf4", (1, 512), (2, 192), 3, jnp.float16, jnp.float16),
+        ("int8", (1, 384), (192,), 64, jnp.bfloat16, jnp.bfloat16),
+        slow("int8", (3, 384), (12, 192), 64, jnp.float16, jnp.float32),
+        slow("float8_e4m3fn", (3, 384), (9, 192), 72, jnp.bfloat16, jnp.float32),
+        (None, None, (5, 192), 24, jnp.bfloat16, None),
+        slow(None, None, (1, 192), 8, jnp.float16, None),
+        slow(None, None, (64, 192), 128, jnp.float16, None),
+    ],
 )
 def test_agrees_with_the_projection(on_mosaic, qtype, tiles, shape, rank, dtype, scale_dtype):
     out = 512 if qtype in ("nf4", "int4") else 384 if qtype else 192
@@ -105,7 +98,7 @@ def test_agrees_with_the_projection(on_mosaic, qtype, tiles, shape, rank, dtype,
     check(x, kernel, lora_a, lora_b, g, bias, found)
 
 
-@pytest.mark.parametrize("qtype", thinned(["nf4", None], [None]))
+@pytest.mark.parametrize("qtype", [slow("nf4"), None])
 def test_two_consumers_add_up_what_they_have_of_a_strip(on_mosaic, qtype):
     out = 256 if qtype else 64
     kernel, lora_a, lora_b = draw(qtype, 256, 16, out, (4, out), jnp.bfloat16)
@@ -130,10 +123,7 @@ def test_takes_a_z_that_is_known(on_mosaic):
 
 @pytest.mark.parametrize(
     ("rows", "rank", "dtype"),
-    thinned(
-        [(72, 16, jnp.bfloat16), (5, 24, jnp.float16), (128, 72, jnp.bfloat16)],
-        [(72, 16, jnp.bfloat16)],
-    ),
+    [(72, 16, jnp.bfloat16), slow(5, 24, jnp.float16), slow(128, 72, jnp.bfloat16)],
 )
 def test_ends_a_projection_whose_base_is_known(on_mosaic, rows, rank, dtype):
     kernel, lora_a, lora_b = draw(None, 64, rank, 128, None, dtype)
@@ -286,7 +276,7 @@ def test_gradients_pass_by_it():
         np.testing.assert_allclose(fp64(one), fp64(other), atol=0.02 * abs(fp64(other)).max())
 
 
-@pytest.mark.parametrize(("rows", "kernels"), thinned([(1, 2), (8, 2), (128, 1)], [(8, 2)]))
+@pytest.mark.parametrize(("rows", "kernels"), [slow(1, 2), (8, 2), slow(128, 1)])
 def test_a_frozen_layer_takes_it_on_a_hopper(monkeypatch, rows, kernels):
     monkeypatch.setattr(choose, "target", lambda: choose.Target("gpu", "9.0"))
     options = {"rank": 16, "alpha": 16, "param_dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}

@@ -11,7 +11,7 @@ from jax_dora.ops.mosaic.norm import pieces, refuses
 from parity import oracle, tolerances
 from parity.oracle import fp64
 from tests.jax_dora.programs import aval, for_cuda
-from tests.tables import thinned
+from tests.tables import slow, thinned
 
 SCALE = 0.7
 
@@ -56,10 +56,10 @@ def cut_off(kernel, lora_a, lora_b):
     ("n_in", "rank", "out", "dtype", "adapter_dtype"),
     [
         (200, 96, 136, jnp.bfloat16, jnp.bfloat16),
-        pytest.param(40, 4, 24, jnp.float16, jnp.float16, marks=pytest.mark.slow),
+        slow(40, 4, 24, jnp.float16, jnp.float16),
         # Of fp32 adapters, another test below.
-        pytest.param(136, 24, 72, jnp.bfloat16, jnp.float32, marks=pytest.mark.slow),
-        pytest.param(72, 72, 40, jnp.float32, jnp.float32, marks=pytest.mark.slow),
+        slow(136, 24, 72, jnp.bfloat16, jnp.float32),
+        slow(72, 72, 40, jnp.float32, jnp.float32),
     ],
 )
 def test_agrees_with_the_materialised_norm(on_mosaic, n_in, rank, out, dtype, adapter_dtype):
@@ -86,9 +86,7 @@ def test_every_kind_of_config_agrees(on_mosaic, config):
     check(arrays, found)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "nearer"), thinned([(jnp.bfloat16, 100), (jnp.float32, 4_000)], [(jnp.bfloat16, 100)])
-)
+@pytest.mark.parametrize(("dtype", "nearer"), [(jnp.bfloat16, 100), slow(jnp.float32, 4_000)])
 def test_fp32_adapters_are_not_rounded_to_bf16(on_mosaic, dtype, nearer):
     kernel, lora_a, lora_b = adapter(2, 64, 16, 64, dtype, jnp.float32)
     exact = oracle.norm(*oracle.from_flax(kernel, lora_a, lora_b), SCALE)

@@ -9,7 +9,7 @@ from jax_dora.ops.mosaic.product_tiling import Config, refuses
 from parity import tolerances
 from parity.oracle import fp64
 from tests.jax_dora.programs import aval, for_cuda
-from tests.tables import thinned
+from tests.tables import slow
 
 U32 = tolerances.UNIT_ROUNDOFF["float32"]
 
@@ -76,22 +76,16 @@ def check_forward(forward, y, inner=None):
 
 @pytest.mark.parametrize(
     ("rows", "n_in", "rank", "out", "dtype", "config"),
-    thinned(
-        [
-            (200, 256, 24, 320, jnp.bfloat16, Config()),
-            (200, 64, 24, 64, jnp.bfloat16, Config()),
-            (201, 128, 24, 320, jnp.bfloat16, Config()),  # the last rows are no whole blocks of 8
-            (37, 256, 4, 256, jnp.float16, Config(128, 128, split_rows=False, stages=2)),
-            (
-                *(264, 320, 72, 256, jnp.bfloat16),
-                Config(128, 128, stages=3, band=2, band_in_cols=True),
-            ),
-        ],
-        [
-            (37, 256, 4, 256, jnp.float16, Config(128, 128, split_rows=False, stages=2)),
-            (201, 128, 24, 320, jnp.bfloat16, Config()),
-        ],
-    ),
+    [
+        slow(200, 256, 24, 320, jnp.bfloat16, Config()),
+        slow(200, 64, 24, 64, jnp.bfloat16, Config()),
+        (201, 128, 24, 320, jnp.bfloat16, Config()),  # the last rows are no whole blocks of 8
+        (37, 256, 4, 256, jnp.float16, Config(128, 128, split_rows=False, stages=2)),
+        slow(
+            *(264, 320, 72, 256, jnp.bfloat16),
+            Config(128, 128, stages=3, band=2, band_in_cols=True),
+        ),
+    ],
 )
 def test_agrees_with_fp64(on_mosaic, rows, n_in, rank, out, dtype, config):
     forward, back = operands(0, rows, n_in, rank, out, dtype)

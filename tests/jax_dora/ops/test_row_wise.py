@@ -16,7 +16,7 @@ from jax_dora.ops import Dropout, dora_linear, draw_seed, lora_linear, row_wise
 from parity import oracle, tolerances
 from tests import quantised as kernels
 from tests.quantised import NAMES, SCALE, both, near, operands
-from tests.tables import thinned
+from tests.tables import slow, thinned
 
 QTYPE = "float8_e4m3fn"
 SHAPE = (96, 24)
@@ -92,10 +92,7 @@ def large_mesh(axis_types=AxisType.Auto):
 
 @pytest.mark.parametrize(
     ("of_x", "spec", "with_bias"),
-    thinned(
-        [("x", (None, "y"), False), (None, ("x", "y"), True), ("y", ("x", None), False)],
-        [("y", ("x", None), False)],
-    ),
+    [slow("x", (None, "y"), False), slow(None, ("x", "y"), True), ("y", ("x", None), False)],
 )
 def test_on_automatic_axes(of_x, spec, with_bias):
     """A row that lies on two devices has one scale; nothing as large as the kernel travels."""
