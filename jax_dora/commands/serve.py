@@ -10,6 +10,7 @@ and Ctrl-C end the server once what is under way has been answered.
 """
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 from rich.console import Console
@@ -19,6 +20,8 @@ from jax_dora.ops.quantised import FORMATS
 from jax_dora.ops.row_wise import QTYPE
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+# The flags of settings that have another name.
+_FLAGS = {"act_qtype": "activations", "body_bytes": "body", "drain_seconds": "drain"}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -59,26 +62,9 @@ def run(args: argparse.Namespace) -> int:
     with corrections():
         from jax_dora.serve import Server, Settings
 
-        settings = Settings(
-            model=args.model,
-            adapters=args.adapters,
-            name=args.name,
-            dtype=args.dtype,
-            mesh=args.mesh,
-            quantize=args.quantize,
-            act_qtype=args.activations,
-            host=args.host,
-            port=args.port,
-            slots=args.slots,
-            max_rank=args.max_rank,
-            batch=args.batch,
-            max_length=args.max_length,
-            chunk=args.chunk,
-            queue=args.queue,
-            api_key=args.api_key,
-            body_bytes=args.body,
-            drain_seconds=args.drain,
-        )
+        names = {one.name: _FLAGS.get(one.name, one.name) for one in dataclasses.fields(Settings)}
+        given = {name: getattr(args, flag) for name, flag in names.items() if flag in args}
+        settings = Settings(**given)
         server = Server(settings, tell=tell)
     try:
         host, port = server.bind()

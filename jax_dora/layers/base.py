@@ -211,18 +211,11 @@ class DoRALayer(nnx.Module):
 
     def rule(self, path: str = "") -> DoRARule:
         """Returns the rule that makes such a layer; its initializers are not remembered."""
-        return DoRARule(
-            path,
-            self.rank,
-            self.alpha,
-            use_rslora=self.use_rslora,
-            dropout=0.0 if self.dropout is None else self.dropout.rate,
-            keep_inner=self.keep_inner,
-            dropout_mode=self.dropout_mode,
-            adapter_dtype=self.adapter_dtype,
-            adapt_attend=self.adapt_attend if "adapt_attend" in self.takes else None,
-            implementation=self.implementation,
-        )
+        options = {
+            name: getattr(self, name, None) for name in OPTIONS if not name.endswith("_init")
+        }
+        options["dropout"] = 0.0 if self.dropout is None else self.dropout.rate
+        return DoRARule(path, **options)
 
     def base_layer(self) -> Any:
         """Returns the layer that this one was made of: its class, with all its attributes, over

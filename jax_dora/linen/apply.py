@@ -21,7 +21,7 @@ from jax_dora.linen.layer import COUNTERPARTS, counterpart, dora_class_of, dora_
 from jax_dora.linen.params import adapted_modules
 from jax_dora.linen.reads import linen_sites
 from jax_dora.linen.stacks import stack_axes
-from jax_dora.linen.weights import AdaptedWeight, followed, missing, refuse_missing
+from jax_dora.linen.weights import AdaptedWeight, followed, missing
 from jax_dora.weights.reads import Example
 from jax_dora.weights.trace import weight_trace
 
@@ -210,7 +210,12 @@ class DoRA(nn.Module):
                 return result
             params = traverse_util.flatten_dict(self.variables["params"])
             absent = missing(self.weights, params)
-        refuse_missing(absent)
+        if absent:
+            raise ValueError(
+                "params has no adapter for some weights; expected them there: make them with init, "
+                'or with apply(…, rngs={"params": key}, mutable=["params"]):'
+                f"{listing([one.names[0] for one in absent])}"
+            )
         drops = not self.deterministic and any(one.rule.dropout for one in self.weights)
         key = self.make_rng("dropout") if drops else None
         with weight_trace() as trace:

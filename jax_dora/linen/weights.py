@@ -14,7 +14,6 @@ from flax import linen as nn
 from flax import nnx, traverse_util
 
 from dora_common.hyperparameters import ADAPTER_NAMES
-from dora_common.rules import listing
 from jax_dora.adapt.sites import Site
 from jax_dora.layers.base_layer import padded
 from jax_dora.layers.rule import DoRARule
@@ -91,16 +90,6 @@ class _Holder(nnx.Module):
 def missing(weights: Sequence[AdaptedWeight], params: Mapping[tuple[str, ...], Any]) -> list[Any]:
     """Returns the weights without an adapter in `params`."""
     return [one for one in weights if not params.keys() >= {one.path, *one.paths().values()}]
-
-
-def refuse_missing(weights: Sequence[AdaptedWeight]) -> None:
-    """Raises ValueError if there are any."""
-    if weights:
-        raise ValueError(
-            "params has no adapter for some weights; expected them there: make them with init, or "
-            'with apply(…, rngs={"params": key}, mutable=["params"]):'
-            f"{listing([one.names[0] for one in weights])}"
-        )
 
 
 def followed(

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from jax_dora.serve.request import Alternative, Piece, Token
+from jax_dora.serve.request import Piece, Token
 
 
 class Writer:
@@ -139,7 +139,7 @@ class Chat(Writer):
         ]
         return {"content": content, "refusal": None}
 
-    def _entry(self, one: Token | Alternative) -> dict[str, Any]:
+    def _entry(self, one: Token) -> dict[str, Any]:
         name = self._name(one.token)
         is_text = not name.startswith("token_id:")
         encoded = list(name.encode()) if is_text else None

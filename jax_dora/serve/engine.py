@@ -19,7 +19,7 @@ from jax_dora.models.text import TextStream
 from jax_dora.serve.bank import Bank
 from jax_dora.serve.draw import Drawn
 from jax_dora.serve.metrics import Metrics
-from jax_dora.serve.request import Alternative, Answer, Piece, Request, Token
+from jax_dora.serve.request import Answer, Piece, Request, Token
 from jax_dora.serve.slots import Part, Slots
 
 
@@ -276,5 +276,5 @@ def _token(token: int, place: int, count: int | None, told: Any) -> Token:
     return Token(
         token,
         float(logprobs[place]),
-        tuple(Alternative(int(one), float(logprob)) for one, logprob in pairs),
+        tuple(Token(int(one), float(logprob)) for one, logprob in pairs),
     )

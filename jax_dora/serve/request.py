@@ -11,25 +11,18 @@ TOP_LOGPROBS = 20  # the most that may be asked for, as in OpenAI's interface
 
 
 @dataclasses.dataclass(frozen=True)
-class Alternative:
-    """A token, and the logarithm of its probability before temperature and top_p."""
-
-    token: int
-    logprob: float
-
-
-@dataclasses.dataclass(frozen=True)
 class Token:
-    """A token of an answer.
+    """A token of an answer, or that it might have had.
 
     Attributes:
-      logprob: as an `Alternative`'s; NaN where none was asked for.
-      likeliest: so many as were asked for, the likeliest first.
+      logprob: the logarithm of its probability before temperature and top_p; NaN where none was
+        asked for.
+      likeliest: in its place, so many as were asked for, the likeliest first.
     """
 
     token: int
     logprob: float
-    likeliest: tuple[Alternative, ...] = ()
+    likeliest: tuple["Token", ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

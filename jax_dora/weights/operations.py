@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+from jax import lax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +28,13 @@ class Product:
     precision: Any
     dtype: Any
     out_sharding: Any
+
+    def __call__(self, x: jax.Array, weight: jax.Array, **options: Any) -> jax.Array:
+        """Returns the product; options as `jax.lax.dot_general`'s."""
+        numbers: Any = (self.x_contracted, self.contracted), (self.x_batch, self.batch)
+        if self.weight_first:
+            x, weight, numbers = weight, x, tuple(pair[::-1] for pair in numbers)
+        return lax.dot_general(x, weight, numbers, **options)
 
 
 @dataclasses.dataclass(frozen=True)

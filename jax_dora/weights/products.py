@@ -50,7 +50,9 @@ class AdaptedReader:
 
         mesh = meshes.explicit(x, weight.kernel)
         if mesh is not None:
-            sharding = product.out_sharding or _base_sharding(weight, product, x)
+            sharding = product.out_sharding
+            if sharding is None:
+                sharding = jax.eval_shape(product, x, weight.base()).sharding
             compute = meshes.left_to_xla(compute, mesh, getattr(sharding, "spec", sharding))
         return compute(x, dict(weight.cast(product.dtype).arrays))
 
@@ -148,20 +150,6 @@ class AdaptedReader:
         if dropout is None:
             return x
         return drop_for(self.rule.implementation)(x, dropout.seed, dropout.rate)
-
-
-def _base_sharding(weight: Weight, product: Product, x: jax.Array) -> Any:
-    """Returns how JAX shards the product of x and the base."""
-    contracted, batch = (
-        (product.x_contracted, product.contracted),
-        (product.x_batch, product.batch),
-    )
-    left, right = x, weight.base()
-    if product.weight_first:
-        contracted, batch, left, right = contracted[::-1], batch[::-1], right, left
-    numbers: Any = (contracted, batch)
-    found = jax.eval_shape(lambda a, b: lax.dot_general(a, b, numbers), left, right)
-    return found.sharding
 
 
 def _rows(indices: jax.Array, lookup: Lookup, matrix: jax.Array) -> jax.Array:

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax import lax
 
 from jax_dora.layers.base_layer import is_node
 from jax_dora.weights.evaluate import scopes
@@ -135,17 +134,9 @@ class Recorder:
 
     def product(self, weight: Weight, product: Product, x: jax.Array) -> jax.Array:
         self._note("dot_general", "product", weight, product.contracted, product.batch)
-        numbers: Any = (
-            (product.x_contracted, product.contracted),
-            (product.x_batch, product.batch),
-        )
-        left, right = x, weight.base()
-        if product.weight_first:
-            numbers, left, right = (numbers[0][::-1], numbers[1][::-1]), right, left
-        return lax.dot_general(
-            left,
-            right,
-            numbers,
+        return product(
+            x,
+            weight.base(),
             precision=product.precision,
             preferred_element_type=product.dtype,
             out_sharding=product.out_sharding,
