@@ -211,9 +211,8 @@ class DoRALayer(nnx.Module):
 
     def rule(self, path: str = "") -> DoRARule:
         """Returns the rule that makes such a layer; its initializers are not remembered."""
-        options = {
-            name: getattr(self, name, None) for name in OPTIONS if not name.endswith("_init")
-        }
+        names = (name for name in OPTIONS if not name.endswith("_init"))
+        options: dict[str, Any] = {name: getattr(self, name, None) for name in names}
         options["dropout"] = 0.0 if self.dropout is None else self.dropout.rate
         return DoRARule(path, **options)
 
