@@ -17,7 +17,6 @@ from parity.compare import Comparison, run_case
 from parity.faults import Level
 from parity.minilm import Adapter, Evaluation
 from parity.model.sizes import TINY, Run
-from parity.model.weights import draw
 from parity.sides import SIDES, Backend
 from parity.sides.torch.encoder import evaluate
 
@@ -47,9 +46,9 @@ def levels() -> dict[Level, Failures]:
     return {
         "operator": functools.partial(_cases, OPERATOR_CASES),
         "layer": functools.partial(_cases, LAYER_CASES),
-        "encoder": _Encoder(),
-        "model": _Model(),
-        "training": _Training(),
+        "encoder": _encoder,
+        "model": _model,
+        "training": _training,
     }
 
 
@@ -69,99 +68,89 @@ def _only(backends: Sequence[Backend]) -> Backend | None:
     return backends[0] if len(backends) == 1 else None
 
 
-def _sides(backend: Backend | None) -> list[Backend]:
-    return [backend] if backend else list(SIDES)
+def _both(run: Callable[[Backend], Any], backend: Backend | None) -> dict[Backend, Any]:
+    """Returns what `run`, which is cached, gives for each side: anew where a fault is planted."""
+    again = getattr(run, "__wrapped__", run)
+    return {side: again(side) if side == backend else run(side) for side in SIDES}
 
 
-class _Level:
-    """Runs the sound packages once, and after that only the one in which a fault is planted."""
-
-    def __init__(self) -> None:
-        self._sound: dict[str, Any] = {}
-
-    def __call__(self, backend: Backend | None) -> list[Failure]:
-        if not self._sound:
-            self._sound = self.run(None)
-        return self.judge(self._sound | (self.run(backend) if backend else {}))
-
-    def run(self, backend: Backend | None) -> dict[str, Any]:
-        """Returns results by name: those of one package, or all."""
-        raise NotImplementedError
-
-    def judge(self, found: Any) -> list[Failure]:
-        raise NotImplementedError
+def _encoder(backend: Backend | None) -> list[Failure]:
+    """Compares pretrained weights, embeddings and the adapter's gradients in fp32."""
+    exact, plain = _references()
+    found = _both(_evaluate, backend)
+    return _failures(encoder.compare("float32", encoder.PLAIN, exact, found, plain))
 
 
-class _Encoder(_Level):
-    """Pretrained weights, embeddings and the adapter's gradients in fp32."""
-
-    def run(self, backend: Backend | None) -> dict[str, Any]:
-        if backend is None:
-            self._exact = evaluate(encoder.dense(self._adapter, "cpu"), self._batch, True)
-            self._plain: dict[Backend, Evaluation] = {
-                side: self._evaluate(side, "plain") for side in SIDES
-            }
-        return {side: self._evaluate(side, SIDES[side].plain) for side in _sides(backend)}
-
-    def judge(self, found: Any) -> list[Failure]:
-        compared = encoder.compare("float32", encoder.PLAIN, self._exact, found, self._plain)
-        return _failures(compared)
-
-    def _evaluate(self, side: Backend, implementation: str) -> Evaluation:
-        level = SIDES[side].encoder
-        model = level.adapted(self._adapter, "float32", implementation)
-        return level.evaluate(model, self._batch, True)
-
-    @functools.cached_property
-    def _batch(self) -> minilm.Batch:
-        return minilm.batch(minilm.sentence_pairs()[:2])
-
-    @functools.cached_property
-    def _adapter(self) -> Adapter:
-        adapter = minilm.initial_adapter()
-        generator = torch.Generator().manual_seed(0)
-        for values in adapter.values():
-            values["lora_b"].normal_(0, LORA_B_DEVIATION, generator=generator)
-            factor = torch.empty_like(values["magnitude"])
-            values["magnitude"] *= factor.normal_(1, MAGNITUDE_DEVIATION, generator=generator)
-        return adapter
+@functools.cache
+def _references() -> tuple[Evaluation, dict[Backend, Evaluation]]:
+    exact = evaluate(encoder.dense(_adapter(), "cpu"), _batch(), True)
+    return exact, {side: _evaluate(side, "plain") for side in SIDES}
 
 
-class _Model(_Level):
-    """A tiny decoder in fp32 against transformers with PEFT and against fp64."""
-
-    def run(self, backend: Backend | None) -> dict[str, Any]:
-        # transformers and PEFT, which the levels below can do without.
-        from parity.model.execute import execute, systems
-
-        chosen = systems(MODEL_RUN)
-        weights = draw(MODEL_RUN, "cpu")
-        executed = execute(MODEL_RUN, weights, {backend: chosen[backend]} if backend else chosen)
-        if executed.errors:
-            raise RuntimeError(f"the model cannot run: {executed.errors}")
-        return executed.results
-
-    def judge(self, found: Any) -> list[Failure]:
-        from parity.model.checks import judge
-
-        def blamed(systems: str) -> Backend | None:
-            # A side's own choice of an implementation is called by the side's name.
-            return _only([side for side in SIDES if side in systems.split(", ")])
-
-        checks = judge(MODEL_RUN, found)[1]
-        return [Failure(c.quantity, blamed(c.systems)) for c in checks if not c.passed]
+@functools.cache
+def _evaluate(side: Backend, implementation: str | None = None) -> Evaluation:
+    level = SIDES[side].encoder
+    model = level.adapted(_adapter(), "float32", implementation or SIDES[side].plain)
+    return level.evaluate(model, _batch(), True)
 
 
-class _Training(_Level):
-    """A short training run in fp32."""
+@functools.cache
+def _batch() -> minilm.Batch:
+    return minilm.batch(minilm.sentence_pairs()[:2])
 
-    def run(self, backend: Backend | None) -> dict[str, Any]:
-        from parity.training import quick
 
-        return {side: quick.train(side) for side in _sides(backend)}
+@functools.cache
+def _adapter() -> Adapter:
+    adapter = minilm.initial_adapter()
+    generator = torch.Generator().manual_seed(0)
+    for values in adapter.values():
+        values["lora_b"].normal_(0, LORA_B_DEVIATION, generator=generator)
+        factor = torch.empty_like(values["magnitude"])
+        values["magnitude"] *= factor.normal_(1, MAGNITUDE_DEVIATION, generator=generator)
+    return adapter
 
-    def judge(self, found: Any) -> list[Failure]:
-        from parity.training import compare, quick
 
-        apart = quick.difference(found["jax"], found["torch"])
-        return [] if apart.within(compare.FULL_PRECISION) else [Failure("losses, adapters")]
+def _model(backend: Backend | None) -> list[Failure]:
+    """Compares a tiny decoder in fp32 with transformers with PEFT and with fp64."""
+    from parity.model.checks import judge
+
+    def blamed(systems: str) -> Backend | None:
+        # A side's own choice of an implementation is called by the side's name.
+        return _only([side for side in SIDES if side in systems.split(", ")])
+
+    others = _execute(None)
+    found = {side: result[side] for side, result in _both(_execute, backend).items()}
+    checks = judge(MODEL_RUN, others | found)[1]
+    return [Failure(c.quantity, blamed(c.systems)) for c in checks if not c.passed]
+
+
+@functools.cache
+def _execute(side: Backend | None) -> dict[str, Any]:
+    """Returns the results of one side, or of all systems that are neither."""
+    # transformers and PEFT, which the levels below can do without.
+    from parity.model.execute import execute, systems
+    from parity.model.weights import draw
+
+    known = systems(MODEL_RUN)
+    names = [side] if side else [name for name in known if name not in SIDES]
+    chosen = {name: known[name] for name in names}
+    results, errors = execute(MODEL_RUN, draw(MODEL_RUN, "cpu"), chosen)
+    if errors:
+        raise RuntimeError(f"the model cannot run: {errors}")
+    return results
+
+
+def _training(backend: Backend | None) -> list[Failure]:
+    """Compares short training runs in fp32."""
+    from parity.training import compare, quick
+
+    found = _both(_train, backend)
+    apart = quick.difference(found["jax"], found["torch"])
+    return [] if apart.within(compare.FULL_PRECISION) else [Failure("losses, adapters")]
+
+
+@functools.cache
+def _train(side: Backend) -> Any:
+    from parity.training import quick
+
+    return quick.train(side)

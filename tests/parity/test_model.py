@@ -27,9 +27,9 @@ def weights():
 
 @pytest.fixture(scope="module")
 def results(weights):
-    executed = execute(RUN, weights, systems(RUN))
-    assert not executed.errors
-    return executed.results
+    results, errors = execute(RUN, weights, systems(RUN))
+    assert not errors
+    return results
 
 
 def _published(weights, merged):
