@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from benchmarks.work import Expectation
-from parity import oracle, tolerances
-from parity.cases import Case, LayerInputs, layer_inputs
+from parity import oracle
+from parity.cases import Case, LayerInputs, layer, layer_inputs
+from parity.compare import prepare_layer
 
 DTYPE = "bfloat16"
 ITEM = 2
@@ -26,17 +27,8 @@ class Problem:
 
     @classmethod
     def draw(cls, rows: int, n_in: int, n_out: int, rank: int, device: str) -> Problem:
-        case = Case(
-            "layer",
-            DTYPE,
-            rows=rows,
-            n_in=n_in,
-            n_out=n_out,
-            rank=rank,
-            adapter_dtype=DTYPE,
-            rslora=True,
-            bias=False,
-        )
+        options = {"adapter_dtype": DTYPE, "rslora": True, "bias": False}
+        case = layer(DTYPE, rows, n_in, n_out, rank, **options)
         return cls(case, layer_inputs(case, device), device)
 
     @property
@@ -60,34 +52,24 @@ class Problem:
         return total
 
     def expected(self, method: Method, backward: bool) -> dict[str, Expectation]:
-        return (self.dora_expected if method == "DoRA" else self._lora_expected)(backward)
-
-    def dora_expected(self, backward: bool) -> dict[str, Expectation]:
-        expected = self._dora
-        return expected if backward else {"y": expected["y"]}
+        found = self._dora if method == "DoRA" else self._lora
+        return found if backward else {"y": found["y"]}
 
     @functools.cached_property
     def _dora(self) -> dict[str, Expectation]:
-        i, s = self.inputs, self.scale
-        operands = (i.x, i.weight, i.lora_a, i.lora_b, i.magnitude, s)
-        y = oracle.dora_linear(*operands, dtype=DTYPE)
-        grads = oracle.dora_linear_grads(i.dy, *operands, dtype=DTYPE)
-        bounds = tolerances.dora_linear(i.dy, *operands, DTYPE)
-        names = ("d_x", "d_lora_a", "d_lora_b", "d_magnitude")
-        return {"y": Expectation(y, bounds.y)} | {
-            name: Expectation(getattr(grads, name), getattr(bounds, name)) for name in names
-        }
+        exact, _ = prepare_layer(self.case, self.device)
+        return {name: Expectation(one.want, one.bound) for name, one in exact.items()}
 
-    def _lora_expected(self, backward: bool) -> dict[str, Expectation]:
+    @functools.cached_property
+    def _lora(self) -> dict[str, Expectation]:
         i, s = self.inputs, self.scale
         merged = oracle.direction(i.weight, i.lora_a, i.lora_b, s)
         x, dy = i.x.double(), i.dy.double()
-        wanted = {"y": x @ merged.T}
-        if backward:
-            dense = dy.T @ x
-            wanted |= {
-                "d_x": dy @ merged,
-                "d_lora_a": s * (i.lora_b.double().T @ dense),
-                "d_lora_b": s * (dense @ i.lora_a.double().T),
-            }
+        dense = dy.T @ x
+        wanted = {
+            "y": x @ merged.T,
+            "d_x": dy @ merged,
+            "d_lora_a": s * (i.lora_b.double().T @ dense),
+            "d_lora_b": s * (dense @ i.lora_a.double().T),
+        }
         return {name: Expectation(want) for name, want in wanted.items()}

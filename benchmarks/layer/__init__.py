@@ -47,7 +47,7 @@ def work(
         {"rows": c.rows, "in": c.n_in, "out": c.n_out, "rank": c.rank},
         problem.bytes(backward),
         problem.flops(backward, with_norm=True),
-        problem.dora_expected(backward),
+        problem.expected("DoRA", backward),
         variants,
         {
             "jax LoRA": BEST_LORA,

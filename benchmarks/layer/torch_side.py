@@ -7,51 +7,27 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from benchmarks.arrays import rotate
 from benchmarks.problem import Method, Problem
 from benchmarks.work import Variant
+from parity.sides.torch import peft_layer
 from torch_dora import ops
 
 Apply = Callable[[Tensor], Tensor]
 
 
-class _Holder(nn.Module):
-    """What PEFT expects around a projection."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.proj = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-        self.proj.weight = nn.Parameter(weight, requires_grad=False)
-
-
-def peft_layer(problem: Problem, *, dora: bool, wide: bool) -> tuple[nn.Module, list[nn.Parameter]]:
-    """Returns PEFT's layer with the problem's values, and [lora_a, lora_b, magnitude].
-
-    `wide`: adapters in fp32, PEFT's default, else in the weight's dtype.
-    """
-    i = problem.inputs
-    config = LoraConfig(
-        r=problem.case.rank,
-        lora_alpha=round(problem.scale * problem.case.rank**0.5),
-        use_rslora=True,
-        use_dora=dora,
-        target_modules=["proj"],
-    )
-    holder = _Holder(i.weight)
-    get_peft_model(holder, config, autocast_adapter_dtype=wide)
-    layer: Any = holder.proj
-    dtype = torch.float32 if wide else i.weight.dtype
-    parameters = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
-    values = [i.lora_a, i.lora_b]
-    if dora:
-        parameters.append(layer.lora_magnitude_vector["default"].weight)
-        values.append(i.magnitude)
-    for parameter, value in zip(parameters, values, strict=True):
-        parameter.data = value.to(dtype, copy=True)
-    return layer, parameters
+def by_peft(problem: Problem, *, dora: bool, wide: bool) -> tuple[Any, list[nn.Parameter]]:
+    """Returns PEFT's layer with the problem's values, and its trained parameters."""
+    inputs, rank = problem.inputs, problem.case.rank
+    alpha = round(problem.scale * rank**0.5)
+    options = {"use_dora": dora, "use_rslora": True, "wide": wide}
+    layer, parameters = peft_layer.over(peft_layer.linear(inputs.weight), rank, alpha, **options)
+    dtype = torch.float32 if wide else inputs.weight.dtype
+    for name, parameter in parameters.items():
+        parameter.data = getattr(inputs, name).to(dtype, copy=True)
+    return layer, list(parameters.values())
 
 
 def variants(problem: Problem, every: bool, backward: bool) -> Iterator[Variant]:
@@ -84,7 +60,7 @@ def variants(problem: Problem, every: bool, backward: bool) -> Iterator[Variant]
             expected=problem.expected(method, backward),
         )
 
-    wide_dora, wide_parameters = peft_layer(problem, dora=True, wide=True)
+    wide_dora, wide_parameters = by_peft(problem, dora=True, wide=True)
 
     def defaults(x: Tensor) -> Tensor:
         with torch.autocast(problem.device, dtype=torch.bfloat16):
@@ -94,10 +70,10 @@ def variants(problem: Problem, every: bool, backward: bool) -> Iterator[Variant]
     yield variant("PEFT DoRA, defaults", "DoRA", defaults, wide_parameters)
     yield variant("torch_dora", "DoRA", ours, adapter, exact=True)
     yield variant("torch_dora, norm kept", "DoRA", kept, adapter, exact=True, norm_kept=True)
-    peft_lora, lora_parameters = peft_layer(problem, dora=False, wide=False)
+    peft_lora, lora_parameters = by_peft(problem, dora=False, wide=False)
     yield variant("PEFT LoRA, bf16", "LoRA", peft_lora, lora_parameters)
     if every and problem.device == "cuda":
-        peft_dora, parameters = peft_layer(problem, dora=True, wide=False)
+        peft_dora, parameters = by_peft(problem, dora=True, wide=False)
         compiled = torch.compile(peft_dora)
         yield variant("PEFT DoRA, bf16, compiled", "DoRA", compiled, parameters)
 

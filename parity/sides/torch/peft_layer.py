@@ -28,26 +28,14 @@ def refuses(qtype: str) -> str | None:
 def layer(inputs: LayerInputs, scale: float) -> Tensors:
     """Returns norm, y and all gradients; the weight is one of torchao's."""
     found = parts(inputs.weight)
-    base = _by_bitsandbytes(found) if found.qtype == "nf4" else _linear(inputs.weight)
+    base = _by_bitsandbytes(found) if found.qtype == "nf4" else linear(inputs.weight)
     if inputs.bias is not None:
         base.bias = nn.Parameter(inputs.bias.clone())
     rank = inputs.lora_a.shape[0]
-    config = LoraConfig(r=rank, lora_alpha=scale * rank, use_dora=True, target_modules=["0"])  # pyright: ignore[reportArgumentType]
-    model: Any = nn.Sequential(base)
-    model.is_loaded_in_4bit = found.qtype == "nf4"
-    with warnings.catch_warnings():
-        # Of merging, which is not done here.
-        warnings.filterwarnings("ignore", message=".*without `get_apply_tensor_subclass`")
-        wrapped: Any = get_peft_model(model, config)
-    adapted = wrapped.base_model.model[0]
-    magnitude = adapted.lora_magnitude_vector["default"]
-    leaves = {
-        "lora_a": adapted.lora_A["default"].weight,
-        "lora_b": adapted.lora_B["default"].weight,
-        "magnitude": magnitude.weight,
-    }
+    adapted, leaves = over(base, rank, scale * rank, in_4bit=found.qtype == "nf4")
     for name, leaf in leaves.items():
         leaf.data.copy_(getattr(inputs, name))
+    magnitude = adapted.lora_magnitude_vector["default"]
     leaves["x"] = inputs.x.clone().requires_grad_()
     if inputs.bias is not None:
         leaves["bias"] = base.bias.requires_grad_()
@@ -60,7 +48,37 @@ def layer(inputs: LayerInputs, scale: float) -> Tensors:
     return {"norm": norm, "y": y.detach()} | found
 
 
-def _linear(weight: torch.Tensor) -> nn.Linear:
+def over(
+    base: nn.Linear,
+    rank: int,
+    alpha: float,
+    *,
+    use_dora: bool = True,
+    use_rslora: bool = False,
+    wide: bool = True,
+    in_4bit: bool = False,
+) -> tuple[Any, dict[str, Any]]:
+    """Returns PEFT's layer over a linear one, and the adapter's parameters by our names.
+
+    Args:
+      wide: adapters in fp32, PEFT's default, else in the weight's dtype.
+    """
+    options: dict[str, Any] = {"lora_alpha": alpha, "use_dora": use_dora, "use_rslora": use_rslora}
+    config = LoraConfig(r=rank, target_modules=["0"], **options)
+    model: Any = nn.Sequential(base)
+    model.is_loaded_in_4bit = in_4bit
+    with warnings.catch_warnings():
+        # Of merging, which is not done here.
+        warnings.filterwarnings("ignore", message=".*without `get_apply_tensor_subclass`")
+        wrapped: Any = get_peft_model(model, config, autocast_adapter_dtype=wide)
+    layer = wrapped.base_model.model[0]
+    parts = {"lora_a": layer.lora_A, "lora_b": layer.lora_B}
+    parts |= {"magnitude": layer.lora_magnitude_vector} if use_dora else {}
+    return layer, {name: part["default"].weight for name, part in parts.items()}
+
+
+def linear(weight: torch.Tensor) -> nn.Linear:
+    """Returns a frozen layer that has this weight."""
     made = nn.Linear(*weight.shape[::-1], bias=False, device="meta")
     made.weight = nn.Parameter(weight, requires_grad=False)
     return made
