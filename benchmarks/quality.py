@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import torch
 from flax import nnx
 
 import jax_dora
@@ -31,6 +32,7 @@ from jax_dora.models import load_model
 from jax_dora.ops import quantised, row_wise
 from jax_dora.ops.rounding import bound, round_to
 from parity import minilm
+from parity.model.measure import compare_logits
 from parity.sides.jax import training
 from parity.sides.jax.encoder import Encoder
 from parity.training.settings import Settings as Decoder
@@ -243,12 +245,7 @@ def _cosine(exact: np.ndarray, found: np.ndarray) -> float:
 
 
 def _logits(exact: np.ndarray, found: np.ndarray) -> Row:
-    wanted, logits = (_log_softmax(one) for one in (exact, found))
-    divergence = (np.exp(wanted) * (wanted - logits)).sum(-1)
-    agree = wanted.argmax(-1) == logits.argmax(-1)
-    return {"kl": float(divergence.mean()), "agreement": float(agree.mean())}
-
-
-def _log_softmax(logits: np.ndarray) -> np.ndarray:
-    largest = logits.max(-1, keepdims=True)
-    return logits - largest - np.log(np.exp(logits - largest).sum(-1, keepdims=True))
+    vocabulary = exact.shape[-1]
+    rows = (torch.from_numpy(one).reshape(-1, vocabulary) for one in (found, exact))
+    distance = compare_logits(*rows)
+    return {"kl": distance.kl_mean, "agreement": distance.top1}

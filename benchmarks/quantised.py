@@ -2,8 +2,8 @@
 
 The norm of one kernel, its product with few rows and a projection of many with a frozen adapter, by
 device time with a cold level-2 cache; and whole optimizer steps over NF4, by wall time, with the
-memory that their programs take. Weights are drawn as they are stored: random codes, and scales that
-give them the size of weights.
+memory that their programs take. The weights of a whole model are drawn as they are stored: random
+codes, and scales that give them the size of weights.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from jax_dora import ops
 from jax_dora.layers.quantised import compute_quantised
 from jax_dora.models import DecoderConfig, make_model
 from jax_dora.ops import linear, quantised, row_wise
+from jax_dora.ops.rounding import round_to
 
 FORMATS = ("bf16", *quantised.FORMATS)
 LLAMA_3_70B = dataclasses.replace(
@@ -223,17 +224,10 @@ def _drawn(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def _kernel(key: jax.Array, n: int, qtype: str) -> Any:
+    kernel = (jax.random.normal(key, (n, n)) * n**-0.5).astype(jnp.bfloat16)
     if qtype == "bf16":
-        return (jax.random.normal(key, (n, n)) * n**-0.5).astype(jnp.bfloat16)
-    tiles = n // TILE if qtype in ("nf4", "int4") else 1
-    top = {"nf4": 1, "int4": 8, "int8": 128, "float8_e4m3fn": 1}[qtype]
-    if qtype == "float8_e4m3fn":
-        qvalue = jax.random.normal(key, (n, n)).astype(qtype)
-    else:
-        codes = jax.random.randint(key, (n, n), 0, 2 * top if top > 1 else 16, jnp.uint8)
-        qvalue = codes.astype(jnp.uint4) if qtype == "nf4" else (codes - top).astype(qtype)
-    scale = jnp.full((tiles, n), n**-0.5 / top, jnp.float32)
-    return qwix.QArray(qvalue, scale, None, qtype if qtype == "nf4" else jnp.dtype(qtype))
+        return kernel
+    return round_to(kernel, qtype, (TILE if qtype in ("nf4", "int4") else n, 1), jnp.float32)
 
 
 def _bytes(kernel: Any) -> int:

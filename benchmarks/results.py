@@ -10,22 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from parity.report import finite
+from parity.report import Writer as Writer
+from parity.report import line as line
 
 Row = dict[str, Any]
-
-
-class Writer:
-    """Writes one file of results; each row is in the file when `add` returns."""
-
-    def __init__(self, path: Path, header: Row) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = path
-        path.write_text(line(header))
-
-    def add(self, row: Row) -> None:
-        with self.path.open("a") as file:
-            file.write(line(row))
 
 
 def read(path: Path) -> tuple[Row, list[Row]]:
@@ -40,12 +28,6 @@ def read(path: Path) -> tuple[Row, list[Row]]:
             f"{path} does not begin with a header; expected an object with environment"
         )
     return header, rows
-
-
-def line(row: Row) -> str:
-    """Returns the row as one line of JSON, with null for infinities and NaN."""
-    text = json.dumps(finite(row), ensure_ascii=False, allow_nan=False, separators=(", ", ": "))
-    return text + "\n"
 
 
 def attempted(row: Row, measured: Callable[[], Row]) -> Row:

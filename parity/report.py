@@ -30,6 +30,20 @@ DIGITS = 9  # significant ones of a number in a report: they tell any two fp32 n
 COLUMNS = ("quantity", "side", "rows", "nearest to its bound", "error", "bound", "used", "verdict")
 
 
+class Writer:
+    """Writes a file of JSON Lines, in a folder that is made: a header, and rows that are in the
+    file when `add` returns."""
+
+    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        path.write_text(line(header), encoding="utf-8")
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line(row))
+
+
 class Report:
     """One level's results, on the disk as soon as they are known.
 
@@ -38,19 +52,16 @@ class Report:
     """
 
     def __init__(self, path: Path, level: str, environment: Mapping[str, str], **facts: Any):
-        """Begins the file, in a folder that is made; `facts` go to the header."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        """Begins the file; `facts` go to the header."""
         self.path, self.rows = path, []
         self.header = {"kind": "parity", "level": level, "environment": dict(environment), **facts}
-        path.write_text(_line(self.header), encoding="utf-8")
+        self._writer = Writer(path, self.header)
 
     def add(self, case: str, quantity: str | Sequence[str], **values: Any) -> None:
         """Adds a line; a list among the values has an element for every row of it."""
-        line = {"case": case, "quantity": quantity, **values}
-        rows = list(_rows(line))
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(_line(line))
-        self.rows += rows
+        added = {"case": case, "quantity": quantity, **values}
+        self.rows += _rows(added)
+        self._writer.add(added)
 
     @property
     def passed(self) -> bool:
@@ -159,9 +170,9 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if sound else 1
 
 
-def _line(values: Mapping[str, Any]) -> str:
-    compact = json.dumps(finite(values), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-    return compact + "\n"
+def line(values: Mapping[str, Any]) -> str:
+    """Returns the values as one line of JSON, with null for infinities and NaN."""
+    return json.dumps(finite(values), allow_nan=False, ensure_ascii=False) + "\n"
 
 
 def _rows(line: Mapping[str, Any]) -> Iterator[Row]:

@@ -68,16 +68,6 @@ def test_a_crash_is_no_catch(controls):
     assert "RuntimeError: no such luck" in matrix(report.rows)
 
 
-def test_an_absent_level_is_named_and_does_not_count(controls):
-    def absent(backend):
-        raise ModuleNotFoundError("No module named 'peft'")
-
-    report = controls(absent)
-    (row,) = report.rows
-    assert (row["quantity"], row["ok"]) == ("layer is absent", None)
-    assert row["note"] == "No module named 'peft'"
-
-
 def test_an_unknown_fault_is_refused(tmp_path):
     with pytest.raises(SystemExit, match="there are eps_misplaced"):
         main(["controls", "--fault", "gremlins", "--out", str(tmp_path)])
