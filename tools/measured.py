@@ -179,5 +179,5 @@ def on_pre_build(config: Any) -> None:
 
 if __name__ == "__main__":
     for path in (ROOT / name for name in quoted.PAGES):
-        path.write_text(quoted.updated(path.read_text(), quoted.TABLES))
+        path.write_text(quoted.updated(path.read_text()))
     write()

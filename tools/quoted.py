@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import results
 from benchmarks.report import Measurement, Report
-from tools import bank_tables, step_parts
+from tools import bank_tables, small_memory, step_parts
 from tools.measurements import (
     BEST_LORA,
     RESULTS,
@@ -30,7 +30,7 @@ from tools.measurements import (
 
 PAGES = (
     *("docs/performance.md", "docs/serving.md", "docs/several-gpus.md", "docs/step.md"),
-    "README.md",
+    *("README.md", "docs/small-memory.md"),
 )
 MARKS = re.compile(r"(<!-- table: (\w+) -->\n\n).*?(?=\n\n<!-- end -->)", re.DOTALL)
 RANK = 384
@@ -42,9 +42,9 @@ PEFT_WAYS = {
 }
 
 
-def updated(page: str, tables: Mapping[str, Callable[[], str]]) -> str:
-    """Returns a page with those of `tables` that it has as the results have them."""
-    return MARKS.sub(lambda m: m[1] + tables[m[2]]() if m[2] in tables else m[0], page)
+def updated(page: str) -> str:
+    """Returns a page with its tables as the results have them."""
+    return MARKS.sub(lambda found: found[1] + TABLES[found[2]](), page)
 
 
 def reports() -> dict[str, Report]:
@@ -370,6 +370,8 @@ TABLES: dict[str, Callable[[], str]] = {
         bank_tables.bank_torch,
         bank_tables.bank_straight,
         devices,
+        small_memory.memory,
+        small_memory.quality,
         step_parts.step_parts,
         step_parts.step_operators,
         step_parts.step_torch,

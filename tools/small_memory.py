@@ -1,8 +1,5 @@
-"""Writes the tables in docs/small-memory.md: of memory, computed from shapes alone, and of what
-formats cost, from `benchmarks/results/cpu/quality.jsonl`.
-
-python tools/small_memory.py
-"""
+"""The tables of docs/small-memory.md: of memory, computed from shapes alone, and of what formats
+cost, from `benchmarks/results/cpu/quality.jsonl`."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -14,10 +11,8 @@ import jax_dora
 from benchmarks import results
 from jax_dora.finetune import estimate
 from jax_dora.models import CausalLM, DecoderConfig
-from tools.measurements import RESULTS, ROOT, grid, table
-from tools.quoted import updated
+from tools.measurements import RESULTS, grid, table
 
-PAGE = ROOT / "docs" / "small-memory.md"
 MEASURED = RESULTS / "cpu" / "quality.jsonl"
 RANK, TOKENS = 16, 4096
 FORMATS = (None, "int8", "float8_e4m3fn", "nf4")
@@ -111,10 +106,3 @@ def quality() -> str:
         f"Commit {environment['commit'][:7]}, jax {environment['jax']}, {environment['card']}.",
     ]
     return "\n\n".join(parts)
-
-
-TABLES = {"memory": memory, "quality": quality}
-
-
-if __name__ == "__main__":
-    PAGE.write_text(updated(PAGE.read_text(), TABLES))

@@ -6,48 +6,53 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks import results
 from benchmarks.step_table import VARIANTS, by_operator
-from tools.measurements import rows, table
+from tools.measurements import grid, rows, table
 
-FIRST = VARIANTS[0].name
-# What the profile compares: the name in the results, and that on the page.
+# What the profile compares: the name on the page, and that in the results.
 PROFILED = {
-    FIRST: "DoRA",
-    "kernels of jax_dora off: XLA's DoRA": "DoRA by XLA",
-    "LoRA in place of DoRA": "LoRA",
+    "DoRA": VARIANTS[0].name,
+    "DoRA by XLA": "kernels of jax_dora off: XLA's DoRA",
+    "LoRA": "LoRA in place of DoRA",
 }
+GAPS = "copies, and gaps between kernels"
+# By operator, launches, where they were counted, and milliseconds.
+Profile = dict[str, tuple[float | None, float]]
 
 
 def step_parts() -> str:
     """Returns the table of what each part costs: a ratio is to the first program of its own run."""
-    lines, seen = [], set()
+    first: dict[str, Any] = {}
     for found in rows("step_table", "h100"):
-        if found["kind"] in seen:
-            continue
-        seen.add(found["kind"])
-        time, memory = f"{found['ms']:.1f}", f"{found['temp_bytes'] / 2**30:.1f}"
-        lines.append(
-            [found["kind"], time, f"{found['over_first']:.3f}", memory, f"{found['loss']:.3f}"]
-        )
-    return table(["program", "ms", "of the first", "temporaries, GiB", "loss after 100"], lines)
+        first.setdefault(found["kind"], found)
+    columns = {
+        "ms": lambda found: f"{found['ms']:.1f}",
+        "of the first": lambda found: f"{found['over_first']:.3f}",
+        "temporaries, GiB": lambda found: f"{found['temp_bytes'] / 2**30:.1f}",
+        "loss after 100": lambda found: f"{found['loss']:.3f}",
+    }
+    return grid("program", first, columns, lambda found, cell: cell(found))
 
 
 def step_operators() -> str:
     """Returns the table of launches and times of each operator's kernels."""
-    found = _profiles()
-    lines = []
-    for operator in next(iter(found.values())):
-        cells = (f"{launches:,.0f} / {ms:.1f}" for launches, ms in _column(found, operator))
-        lines.append([operator, *cells])
-    whole = {name: _whole(name) for name in found}
-    gaps = (
-        f"{whole[name] - sum(ms for _, ms in operators.values()):.1f}"
-        for name, operators in found.items()
-    )
-    lines.append(["copies, and gaps between kernels", *gaps])
-    lines.append(["the whole step", *(f"{ms:.1f}" for ms in whole.values())])
-    return table(["launches / ms", *(PROFILED[name] for name in found)], lines)
+
+    def cell(operator: str, profile: Profile) -> str:
+        launches, ms = profile[operator]
+        return f"{ms:.1f}" if launches is None else f"{launches:,.0f} / {ms:.1f}"
+
+    profiles = {name: _profile(kind) for name, kind in PROFILED.items()}
+    operators = {name: name for name in profiles["DoRA"]}
+    whole = (f"{sum(ms for _, ms in profile.values()):.1f}" for profile in profiles.values())
+    shown = grid("launches / ms", operators, profiles, cell)
+    return f"{shown}\n| the whole step | {' | '.join(whole)} |"
+
+
+def _profile(kind: str) -> Profile:
+    found = rows("step_table", "h100", kind=kind)[0]
+    operators = by_operator(found["kernels"])
+    profile: Profile = {name: (count, us / 1e3) for name, (count, us) in operators.items()}
+    return profile | {GAPS: (None, found["ms"] - sum(ms for _, ms in profile.values()))}
 
 
 def step_torch() -> str:
@@ -78,39 +83,13 @@ def figure() -> Figure:
     """Draws the time of a step by operator, for each program."""
     drawn = Figure(figsize=(7, 4), layout="constrained")
     axes: Any = drawn.subplots()
-    found = _profiles()
-    names = [PROFILED[name] for name in found]
-    left = [0.0] * len(found)
-    for operator in next(iter(found.values())):
-        times = [ms for _, ms in _column(found, operator)]
-        axes.barh(names, times, left=left, label=operator)
+    profiles = [_profile(kind) for kind in PROFILED.values()]
+    left = [0.0] * len(profiles)
+    for operator in profiles[0]:
+        times = [profile[operator][1] for profile in profiles]
+        color = "#b0b0b0" if operator == GAPS else None
+        axes.barh([*PROFILED], times, left=left, label=operator, color=color)
         left = [start + ms for start, ms in zip(left, times, strict=True)]
-    gaps = [_whole(name) - end for name, end in zip(found, left, strict=True)]
-    axes.barh(names, gaps, left=left, label="copies and gaps", color="#b0b0b0")
     axes.invert_yaxis()
     axes.set(xlabel="ms of a step")
     return drawn
-
-
-Profile = dict[str, list[float]]
-
-
-def _profiles() -> dict[str, Profile]:
-    """Returns by program the launches and milliseconds of each operator."""
-    found = {}
-    for name in PROFILED:
-        profile = by_operator(_first(name)["kernels"])
-        found[name] = {key: [count, us / 1e3] for key, (count, us) in profile.items()}
-    return found
-
-
-def _first(name: str) -> results.Row:
-    return rows("step_table", "h100", kind=name)[0]
-
-
-def _whole(name: str) -> float:
-    return _first(name)["ms"]
-
-
-def _column(found: dict[str, Profile], operator: str) -> list[list[float]]:
-    return [profile[operator] for profile in found.values()]

@@ -23,9 +23,7 @@ import torch_dora
 import torch_dora.peft
 from benchmarks import results
 from jax_dora.commands import parser
-from tests.tables import thinned
 from tools import command_page, small_memory
-from tools.quoted import updated
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -53,12 +51,6 @@ def test_snippets_run(page, tmp_path, monkeypatch):
 
 def test_the_page_of_flags_is_the_parsers():
     assert command_page.PAGE.read_text() == command_page.page(), "run tools/command_page.py"
-
-
-@pytest.mark.parametrize("name", thinned(small_memory.TABLES, ["quality"]))
-def test_the_tables_of_memory_are_computed(name):
-    page = small_memory.PAGE.read_text()
-    assert updated(page, {name: small_memory.TABLES[name]}) == page, "run tools/small_memory.py"
 
 
 def test_scales_of_rows_lose_less_than_one_scale():
