@@ -304,8 +304,8 @@ def quantised_projection() -> str:
     }
 
     def cell(kind: str, fields: dict[str, Any]) -> str:
-        fields = {"activations": None} | fields
-        return f"{row('quantised_projection', 'h200', kind=kind, **fields)['us']:.0f}"
+        fields = {"work": "projection", "kind": kind, "activations": None} | fields
+        return f"{row('quantised', 'h200', **fields)['us']:.0f}"
 
     return grid("", {"base alone": "base", "DoRA": "DoRA"}, columns, cell)
 

@@ -170,7 +170,7 @@ def test_what_is_said_of_quantised_bases():
     norms = {line["qtype"]: line["us"] for line in rows("quantised", "h200", work="norm")}
     nf4, int4, int8 = (norms[one] / norms["bf16"] for one in ("nf4", "int4", "int8"))
     bf16, *others = (
-        row("quantised_projection", "h200", kind="DoRA", **fields)["us"]
+        row("quantised", "h200", work="projection", kind="DoRA", **fields)["us"]
         for fields in ({"qtype": "bf16"}, {"in_one_piece": True}, {"in_one_piece": False})
     )
     one_piece, apart = (f"{bf16 / other:.2f}" for other in others)
