@@ -79,17 +79,18 @@ def _forward(static: Static, shard: Shard, operands: Reduced) -> tuple[Any, Any]
         (expand_compose, expand),
         (compose, (rows, out, x.dtype)),
     ]
-    if static.want_inner:  # Kernels of few rows have y alone.
-        candidates = [one for one in candidates if one[0] not in (few_rows, few_rows_finish)]
+    if static.want_inner or lora_a is None:
+        # Kernels of few rows have y alone, and the first of them reduces x itself.
+        unable = (few_rows, few_rows_finish) if static.want_inner else (few_rows,)
+        candidates = [one for one in candidates if one[0] not in unable]
     choice = choose.choose(static.op, static.implementation, *candidates)
     options = {"want_inner": static.want_inner}
     lora_b = lora_b.astype(x.dtype)
-    # Kernels of few rows apply s to z; s·A would be a pass of its own over A.
-    a, s = (None, one) if lora_a is None else (lora_a.astype(x.dtype), scale)
-    if choice is not None and choice.kernel is few_rows:
+    # Kernels of few rows apply s to x A; s·A would be a pass of its own over A.
+    a = None if lora_a is None else lora_a.astype(x.dtype)
+    if choice is not None and a is not None and choice.kernel is few_rows:
         w = (kernel.qvalue, kernel.scale) if is_quantised else (kernel, None)
-        given = z if a is None else None
-        return few_rows.launch(x, *w, a, lora_b, g, s, bias, given, **choice.knobs), None
+        return few_rows.launch(x, *w, a, lora_b, g, scale, bias, **choice.knobs), None
     # Of a quantised kernel a copy that lasts as long as the product.
     kernel = quantised.dense(kernel, x.dtype)
     if choice is not None and choice.kernel is project:
@@ -97,7 +98,7 @@ def _forward(static: Static, shard: Shard, operands: Reduced) -> tuple[Any, Any]
         return project.launch(x, kernel, z, lora_b, g, bias, **options, **knobs)
     base = dot(x, kernel, (-1, 0))
     if choice is not None and choice.kernel is few_rows_finish:
-        z = z if a is None else dot(x, a, (-1, 0))
+        z, s = (z, one) if a is None else (dot(x, a, (-1, 0)), scale)
         return few_rows_finish.launch(base, z, lora_b, g, s, bias, **choice.knobs), None
     if choice is not None and choice.kernel is expand_compose:
         g = jnp.ones(out, jnp.float32) if g is None else g

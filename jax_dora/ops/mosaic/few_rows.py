@@ -91,12 +91,11 @@ def launch(
     x: jax.Array,
     w: jax.Array,
     scales: jax.Array | None,
-    lora_a: jax.Array | None,
+    lora_a: jax.Array,
     lora_b: jax.Array,
     g: jax.Array | None,
     scale: jax.Array,
     bias: jax.Array | None = None,
-    z: jax.Array | None = None,
     *,
     config: Config,
     sm_count: int,
@@ -107,8 +106,6 @@ def launch(
       x: [..., in].
       w: numbers of x's dtype, or codes.
       scales: [in / t, out / u] of codes.
-      lora_a: None where z is given.
-      z: x A [..., r]; None where lora_a is given.
     """
     shape, (in_features, out) = x.shape, w.shape
     x = x.reshape(-1, in_features)
@@ -119,11 +116,8 @@ def launch(
     rows, most, passes = x.shape[0], PASS_ROWS[bits(w.dtype)], []
     if rows > most:
         x = pad(x, pl.cdiv(rows, most) * most, in_features)
-    if z is not None:
-        z = pad(z.reshape(rows, -1).astype(jnp.float32), x.shape[0], z.shape[-1])[None]
     for first in range(0, rows, most):
-        some = slice(first, first + most)
-        parts, made = few_rows_sums.launch(x[some], w, of_tiles, lora_a, config, sm_count)
-        passes.append((parts, made if z is None else z[:, some]))
+        some = x[first : first + most]
+        passes.append(few_rows_sums.launch(some, w, of_tiles, lora_a, config, sm_count))
     y = few_rows_finish.finished(passes, lora_b, of_columns, g, scale, bias, x.dtype)
     return y[:rows].reshape(*shape[:-1], out)

@@ -1,6 +1,6 @@
 """What thread blocks sum up of x W and of x A: the first kernel of `few_rows`.
 
-    x  [rows, in]    W  [in, out]    σ  [in / t, out] or None    A  [in, r] or None, x's dtype
+    x  [rows, in]    W  [in, out]    σ  [in / t, out] or None    A  [in, r], x's dtype
     parts  f32[splits, rows, out], Σ parts = x (σ∘v(W))
     z      f32[splits, rows, 64·n], Σ z = x A, and from column r on numbers that mean nothing
 
@@ -62,46 +62,41 @@ def launch(
     x: jax.Array,
     w: jax.Array,
     scales: jax.Array | None,
-    lora_a: jax.Array | None,
+    lora_a: jax.Array,
     config: Config,
     sm_count: int,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, jax.Array]:
     """Returns the parts of x W and of x A."""
     c, dtype, (rows, in_features) = config, x.dtype, x.shape
     held = pl.cdiv(rows, ROWS) * ROWS
     copied = rows if rows <= LOOSE_ROWS else held
     x = pad(x, copied, in_features)
-    of_a = [] if lora_a is None else [pad(lora_a, in_features, padded_rank(lora_a.shape[1]))]
+    lora_a = pad(lora_a, in_features, padded_rank(lora_a.shape[1]))
     of_tiles = [] if scales is None else [scales]
     table = few_rows_tile.table_for(w.dtype, dtype)
     tables = [] if table is None else [jnp.asarray(table)]
     ring = c.consumers * c.slots
-    ranks = [a.shape[1] for a in of_a]
-    tiling, a_tilings = tilings(in_features, w.shape[1], ranks, held, c, sm_count)
-    blocks, *a_blocks = (pl.cdiv(one.blocks, c.consumers) for one in (tiling, *a_tilings))
+    rank, a_ring = lora_a.shape[1], c.consumers * c.stages
+    tiling, a_tiling = tilings(in_features, w.shape[1], rank, held, c, sm_count)
+    blocks, a_blocks = (pl.cdiv(one.blocks, c.consumers) for one in (tiling, a_tiling))
+    a_width = min(A_COLS, rank)
     a_sums = "sums" if c.tile_cols == A_COLS else "a_sums"
     scale_tiles = 0 if scales is None else tiling.row_tiles // scales.shape[0]
 
     def kernel(x_gmem, w_gmem, *rest, buffers, ready, free, table_ready, paired):
-        rest = list(rest)
-        tables_gmem = [rest.pop(0) for _ in tables]
-        scales_gmem = tuple(rest.pop(0) for _ in of_tiles)
-        a_gmem = [rest.pop(0) for _ in of_a]
-        parts_gmem, *z_gmem = rest
+        *rest, a_gmem, parts_gmem, z_gmem = rest
+        tables_gmem, scales_gmem = rest[: len(tables)], tuple(rest[len(tables) :])
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         jobs = [
             _Job(
                 *(tiling, 0, w_gmem, parts_gmem, scales_gmem),
                 *("w", "sums", "ready", c.slots, c.tile_cols),
-            )
+            ),
+            _Job(
+                *(a_tiling, blocks, a_gmem, z_gmem, ()),
+                *("a", a_sums, "a_ready", c.stages, a_width),
+            ),
         ]
-        for a, z, of in zip(a_gmem, z_gmem, a_tilings, strict=True):
-            jobs.append(
-                _Job(
-                    *(of, blocks, a, z, ()),
-                    *("a", a_sums, "a_ready", c.stages, min(A_COLS, a.shape[1])),
-                )
-            )
 
         def each_job(do):
             """Does this block's job."""
@@ -241,36 +236,36 @@ def launch(
         "x": of_x((ring, copied, TILE_ROWS), dtype),
         "w": few_rows_tile.swizzled((ring, TILE_ROWS, c.tile_cols), w.dtype),
         "sums": plgpu.SMEM((c.consumers, held, c.tile_cols), jnp.float32),
+        # Whole rows of 128 bytes would all begin in one bank.
+        "a": (few_rows_tile.swizzled if a_width == A_COLS else plgpu.SMEM)(
+            (a_ring, TILE_ROWS, a_width), dtype
+        ),
     }
-    barriers = {"ready": plgpu.Barrier(num_arrivals=2 + len(of_tiles), num_barriers=ring)}
-    out_type = [jax.ShapeDtypeStruct((parts(tiling), rows, tiling.out), jnp.float32)]
+    if a_sums != "sums":
+        buffers[a_sums] = plgpu.SMEM((c.consumers, held, A_COLS), jnp.float32)
     for one in tables:
         buffers["table"] = plgpu.SMEM(one.shape, one.dtype)
     for one in of_tiles:
         buffers["scales"] = plgpu.SMEM((ring, c.tile_cols), one.dtype)
-    for a, of in zip(of_a, a_tilings, strict=True):
-        a_ring = c.consumers * c.stages
-        width = min(A_COLS, a.shape[1])
-        # Whole rows of 128 bytes would all begin in one bank.
-        of_a_tiles = few_rows_tile.swizzled if width == A_COLS else plgpu.SMEM
-        buffers["a"] = of_a_tiles((a_ring, TILE_ROWS, width), dtype)
-        buffers[a_sums] = plgpu.SMEM((c.consumers, held, A_COLS), jnp.float32)
-        barriers["a_ready"] = plgpu.Barrier(num_arrivals=2, num_barriers=a_ring)
-        out_type.append(jax.ShapeDtypeStruct((parts(of), rows, of.padded_out), jnp.float32))
-    found, *z = plgpu.kernel(
+    return plgpu.kernel(
         kernel,
-        out_type=out_type,
-        grid=(blocks + sum(a_blocks),),
+        out_type=(
+            jax.ShapeDtypeStruct((parts(tiling), rows, tiling.out), jnp.float32),
+            jax.ShapeDtypeStruct((parts(a_tiling), rows, a_tiling.padded_out), jnp.float32),
+        ),
+        grid=(blocks + a_blocks,),
         grid_names=("block",),
         num_threads=c.consumers + 1,
         thread_name="warpgroup",
         scratch_types={
             "buffers": buffers,
-            "ready": barriers,
+            "ready": {
+                "ready": plgpu.Barrier(num_arrivals=2 + len(of_tiles), num_barriers=ring),
+                "a_ready": plgpu.Barrier(num_arrivals=2, num_barriers=a_ring),
+            },
             "free": plgpu.Barrier(num_barriers=ring),
             "table_ready": plgpu.Barrier(),
             "paired": plgpu.Barrier(),
         },
         kernel_name="dora_few_rows",
-    )(x, w, *tables, *of_tiles, *of_a)
-    return found, z[0] if z else None
+    )(x, w, *tables, *of_tiles, lora_a)

@@ -33,9 +33,9 @@ def parts(tiling: Tiling) -> int:
 
 
 def tilings(
-    in_features: int, out: int, ranks: list[int], rows: int, config: Config, sm_count: int
-) -> tuple[Tiling, list[Tiling]]:
-    """Returns the tiling of W and those of A, if there is one."""
+    in_features: int, out: int, rank: int, rows: int, config: Config, sm_count: int
+) -> tuple[Tiling, Tiling]:
+    """Returns the tilings of W and of A."""
     room = max(MOST_SUMS // (rows * A_COLS * 4), 2)
     knobs = dataclasses.replace(config, tile_cols=A_COLS)
     runs = max(A_RUNS, pl.cdiv(in_features, TILE_ROWS * A_TILES))
@@ -50,9 +50,8 @@ def tilings(
         return found
 
     of_a = dataclasses.replace(knobs, splits=runs)
-    a = [of(rank, of_a, sm_count, max(room // (3 * pl.cdiv(rank, A_COLS)), 1)) for rank in ranks]
-    taken = sum(pl.cdiv(one.blocks, config.consumers) for one in a)
-    left = room - sum(parts(one) * one.strips for one in a)
+    a = of(rank, of_a, sm_count, max(room // (3 * pl.cdiv(rank, A_COLS)), 1))
+    taken, left = pl.cdiv(a.blocks, config.consumers), room - parts(a) * a.strips
     return of(out, config, max(sm_count - taken, 1), max(left, 1)), a
 
 

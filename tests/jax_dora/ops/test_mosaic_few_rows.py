@@ -49,15 +49,14 @@ def operands(kernel, shape, dtype):
     return x, g, jnp.asarray(rng.standard_normal(out), jnp.float32)
 
 
-def launched(x, kernel, lora_a, lora_b, g, bias, sm_count, z=None):
+def launched(x, kernel, lora_a, lora_b, g, bias, sm_count):
     """Returns what the kernels make of a call that they do not refuse."""
     form = format_of(kernel) if is_quantised(kernel) else None
     call = (x.size // x.shape[-1], *kernel.shape, lora_b.shape[0], form, x.dtype)
     assert refuses(*call) is None
     w, scales = (kernel.qvalue, kernel.scale) if is_quantised(kernel) else (kernel, None)
     knobs: dict[str, Any] = {"config": few_rows.config(*call), "sm_count": sm_count}
-    lora_a = lora_a if z is None else None
-    return few_rows.launch(x, w, scales, lora_a, lora_b, g, jnp.float32(SCALE), bias, z, **knobs)
+    return few_rows.launch(x, w, scales, lora_a, lora_b, g, jnp.float32(SCALE), bias, **knobs)
 
 
 def check(x, kernel, lora_a, lora_b, g, bias, found):
@@ -102,23 +101,13 @@ def test_agrees_with_the_projection(on_mosaic, qtype, tiles, shape, rank, dtype,
 def test_two_consumers_add_up_what_they_have_of_a_strip(on_mosaic, qtype):
     out = 256 if qtype else 64
     kernel, lora_a, lora_b = draw(qtype, 256, 16, out, (4, out), jnp.bfloat16)
-    tiling, (of_a,) = few_rows_tiling.tilings(256, out, [16], 8, few_rows.Config(tile_cols=out), 6)
+    tiling, of_a = few_rows_tiling.tilings(256, out, 16, 8, few_rows.Config(tile_cols=out), 6)
     assert few_rows_tiling.in_pairs(tiling)
     assert few_rows_tiling.in_pairs(of_a)
     x, g, bias = operands(kernel, (8, 256), jnp.bfloat16)
     with on_mosaic():
         found = launched(x, kernel, lora_a, lora_b, g, bias, sm_count=6)
     check(x, kernel, lora_a, lora_b, g, bias, found)
-
-
-@pytest.mark.slow
-def test_takes_a_z_that_is_known(on_mosaic):
-    kernel, lora_a, lora_b = draw("int8", 128, 12, 128, (1, 128), jnp.bfloat16)
-    x, g, _ = operands(kernel, (9, 128), jnp.bfloat16)
-    z = x @ lora_a
-    with on_mosaic():
-        found = launched(x, kernel, lora_a, lora_b, g, None, 2, z)
-    check(x, kernel, lora_a, lora_b, g, None, found)
 
 
 @pytest.mark.parametrize(
