@@ -92,15 +92,6 @@ def test_a_change_refreshes_the_environment_in_place(checkout):
     assert ".[dev,cuda13]" in installed(checkout)
 
 
-def test_extras_follow_the_gpu(checkout):
-    put_python(checkout / "bin/python3")
-    nvidia_smi = checkout / "bin/nvidia-smi"
-    nvidia_smi.write_text("#!/bin/sh\necho 'GPU 0: a card'\n")
-    nvidia_smi.chmod(0o755)
-    set_up(checkout)
-    assert ".[dev,cuda13]" in installed(checkout)
-
-
 def test_constraints_reach_pip(checkout):
     put_python(checkout / "bin/python3")
     result = set_up(checkout, ".venv-oldest", "tools/oldest.txt")
@@ -122,13 +113,3 @@ def test_refuses_a_named_interpreter_that_does_not_fit(checkout):
     result = set_up(checkout, PYTHON=str(old))
     assert result.returncode == 1
     assert f"PYTHON={old} cannot be used: expected Python 3.12 or newer" in result.stderr
-
-
-def test_a_failed_installation_is_tried_again(checkout):
-    python = put_python(checkout / "bin/python3")
-    python.write_text(PYTHON.replace("    *) echo", "    *) [ -e broken ] && exit 7; echo"))
-    (checkout / "broken").touch()
-    assert set_up(checkout).returncode == 7
-    (checkout / "broken").unlink()
-    assert set_up(checkout).returncode == 0
-    assert ".[dev]" in installed(checkout)

@@ -22,8 +22,11 @@ BY_LABEL = {kind.label: kind for kind in KINDS}
 
 def run(level: str, folder: Path, *only: str) -> tuple[int, dict, list[dict]]:
     patterns = [word for pattern in only for word in ("--only", pattern)]
-    code = command.main([level, "--out", str(folder), *QUICK, "--commit", "abc", *patterns])
-    return code, *results.read(folder / f"{level}.jsonl")
+    given = ["--out", str(folder), *QUICK, "--commit", "abc", *patterns]
+    # JAX's own attention promotes bf16.
+    with jax.numpy_dtype_promotion("standard"):
+        code = command.main([*level.split(), *given])
+    return code, *results.read(folder / f"{level.replace(' --', '_')}.jsonl")
 
 
 @pytest.mark.slow
@@ -96,8 +99,7 @@ def test_bank_measures_every_kind_and_loading(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_serve_measures_every_kind(tmp_path: Path) -> None:
-    with jax.numpy_dtype_promotion("standard"):  # jax's own attention promotes bf16
-        code, header, rows = run("serve", tmp_path)
+    code, header, rows = run("serve", tmp_path)
     assert (code, header["level"]) == (0, "serve")
     found = [(row["kind"], row["adapters"]) for row in rows]
     assert found == [("base", 0), ("DoRA", 1), ("DoRA", 3), ("LoRA", 1), ("LoRA", 3)]
@@ -123,8 +125,7 @@ def test_sizes_measures_a_trained_and_a_frozen_layer(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_quantised_measures_every_format_and_a_step(tmp_path: Path) -> None:
-    with jax.numpy_dtype_promotion("standard"):  # XLA's attention over bf16 promotes.
-        code, _, rows = run("quantised", tmp_path)
+    code, _, rows = run("quantised", tmp_path)
     assert (code, [row for row in rows if row.get("failed")]) == (0, [])
     assert [row["qtype"] for row in rows if row["work"] == "norm"] == list(quantised.FORMATS)
     few = [row for row in rows if row["work"] == "few rows" and "implementation" not in row]
@@ -151,18 +152,16 @@ def test_quality_measures_both_models_and_both_long_runs(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_torch_bank_is_measured_beside_peft(tmp_path: Path) -> None:
-    out = tmp_path / "torch.jsonl"
-    assert command.main(["bank", "--torch", "--out", str(out), *QUICK, "--commit", "abc"]) == 0
-    rows = results.read(out)[1]
+    code, _, rows = run("bank --torch", tmp_path)
+    assert code == 0
     assert [row["kind"] for row in rows] == 2 * ["base", "LoRA", "DoRA", "PEFT LoRA"]
     assert all(row["over_lora"] > 0 for row in rows if row["kind"] in ("DoRA", "PEFT LoRA"))
 
 
 @pytest.mark.slow
 def test_serve_measures_transformers_too(tmp_path: Path) -> None:
-    out = tmp_path / "torch.jsonl"
-    assert command.main(["serve", "--torch", "--out", str(out), *QUICK, "--commit", "abc"]) == 0
-    _, rows = results.read(out)
+    code, _, rows = run("serve --torch", tmp_path)
+    assert code == 0
     kinds = ["torch_dora DoRA", "PEFT LoRA", "PEFT DoRA"]
     found = [(row["kind"], row["adapters"]) for row in rows]
     assert found == [("transformers", 0), *((kind, n) for kind in kinds for n in (1, 3))]
@@ -261,10 +260,7 @@ def test_a_model_s_gradient_is_measured(label: str) -> None:
 @pytest.mark.slow
 def test_step_table_changes_one_part_at_a_time(tmp_path: Path) -> None:
     only = ("as it is", "cross-entropy", "silu", "dropout", "LoRA, products")
-    chosen = [option for name in only for option in ("--only", name)]
-    with jax.numpy_dtype_promotion("standard"):  # XLA's attention over bf16 promotes.
-        code = command.main(["step", "--table", "--out", str(tmp_path), *QUICK, *chosen])
-    _, (first, *others) = results.read(tmp_path / "step_table.jsonl")
+    code, _, (first, *others) = run("step --table", tmp_path, *only)
     assert code == 0
     assert [row["kind"].startswith(name) for row, name in zip(others, only[1:], strict=True)]
     assert (first["over_first"], first["moved"]) == (1, 0)
@@ -289,8 +285,7 @@ def test_kernels_are_counted_by_operator() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["step", "scale"])
 def test_torch_steps_beside_peft(level: str, tmp_path: Path) -> None:
-    code = command.main([level, "--torch", "--out", str(tmp_path), *QUICK, "--commit", "abc"])
-    _, rows = results.read(tmp_path / f"{level}_torch.jsonl")
+    code, _, rows = run(f"{level} --torch", tmp_path)
     assert code == 0
     assert {"PEFT", "torch_dora"} == {row["kind"].split()[0] for row in rows}
     # A fresh adapter is the base model, whoever's.

@@ -3,7 +3,7 @@
 import importlib
 import pkgutil
 import re
-import shlex
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -33,32 +33,22 @@ PLANTED_FOUND = {
 
 
 @pytest.fixture
-def say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict], None]:
-    """Puts alone on PATH a compute-sanitizer with these words and exit codes, by tool and kernel.
+def say(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict], None]:
+    """Lets compute-sanitizer have these words and exit codes, by tool and kernel.
 
     Any other kernel is clean.
     """
 
     def write(words: dict[str, tuple[str, int]]) -> None:
-        path = tmp_path / "bin/compute-sanitizer"
-        path.parent.mkdir(exist_ok=True)
-        cases = [
-            f"{shlex.quote(case)}) printf '%s\\n' {shlex.quote(text)}; exit {code} ;;"
-            for case, (text, code) in words.items()
-        ]
-        lines = [
-            "#!/bin/sh",
-            "while [ $# -gt 0 ]; do",
-            '  case "$1" in --tool) tool="$2" ;; --one) name="$2" ;; esac; shift',
-            "done",
-            'case "$tool $name" in',
-            *cases,
-            f"*) printf '%s\\n' {shlex.quote(CLEAN)} ;;",
-            "esac",
-        ]
-        path.write_text("\n".join(lines) + "\n")
-        path.chmod(0o755)
-        monkeypatch.setenv("PATH", str(path.parent))
+        def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+            if command[0] != "compute-sanitizer":
+                raise FileNotFoundError(command[0])
+            tool, name = (command[command.index(flag) + 1] for flag in ("--tool", "--one"))
+            text, code = words.get(f"{tool} {name}", (CLEAN, 0))
+            return subprocess.CompletedProcess(command, code, text)
+
+        monkeypatch.setattr(sanitize.subprocess, "run", run)
+        monkeypatch.setattr(sanitize.shutil, "which", lambda name: name)
 
     return write
 
@@ -122,11 +112,11 @@ def test_ends_with_0_only_if_the_planted_faults_are_all_that_is_found(
     ].items()
 
 
-def test_a_kernel_or_a_tool_that_is_not_there_is_no_success(say, call, monkeypatch, tmp_path):
+def test_a_kernel_or_a_tool_that_is_not_there_is_no_success(say, call, monkeypatch):
     say({})
     with pytest.raises(SystemExit, match=r"'nrom' chooses none of: .*torch/norm"):
         call("--kernel", "nrom")
-    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sanitize.shutil, "which", lambda name: None)
     with pytest.raises(SystemExit, match="compute-sanitizer is not on PATH"):
         call()
 
