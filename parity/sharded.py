@@ -3,49 +3,33 @@
 y and all gradients of one projection are held to the materialised fp64 computation by the bounds of
 `parity.tolerances`, which know no device: JAX's on a mesh of four devices with automatic axes,
 torch's in four processes, by DDP, FSDP2 and DTensor. Among the cases are batches and ranks that do
-not divide over the devices. Then a fresh adapter learns another one in 200 steps, in every layout
-as on one device (`parity.sharded_training`).
+not divide over the devices.
+
+Then a fresh adapter, whose magnitude is the norm that is taken in the layout itself, learns by Adam
+what a trained one computes, in every layout as on one device; fp32 throughout, so that only the
+order of sums differs.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from parity import command
 from parity.environment import choose_device
 
 if TYPE_CHECKING:
-    from parity.cases import Case
+    import torch
+
+    from parity.cases import Case, LayerInputs
     from parity.report import Report
+    from parity.sides import Backend
 
-# Rows, in and out of what is sharded, over the mesh's two axes.
-ONE, BOTH = ("x",), ("x", "y")
-
-
-class Layout(NamedTuple):
-    """Over which axes of the mesh a batch's rows, and a kernel's inputs and outputs, are sharded.
-
-    Attributes:
-      features: x's; under FSDP the kernel's inputs are sharded, and x's are not.
-    """
-
-    rows: tuple[str, ...] = ()
-    inputs: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ()
-    features: tuple[str, ...] = ()
-
-
-LAYOUTS = {
-    "dp": Layout(rows=BOTH),
-    "fsdp": Layout(rows=BOTH, inputs=BOTH),
-    "tp column": Layout(outputs=BOTH),
-    "tp row": Layout(inputs=BOTH, features=BOTH),
-    "fsdp×tp column": Layout(rows=ONE, inputs=ONE, outputs=("y",)),
-    "fsdp×tp row": Layout(rows=ONE, inputs=("y",), outputs=ONE, features=("y",)),
-}
+LAYOUTS = ("dp", "fsdp", "tp column", "tp row", "fsdp×tp column", "fsdp×tp row")
+STEPS, LEARNING_RATE = 200, 3e-3
 
 
 def cases(quick: bool) -> list[Case]:
@@ -57,106 +41,84 @@ def cases(quick: bool) -> list[Case]:
     return [layer("float32", *size, regime=regime) for size in sizes for regime in regimes]
 
 
-def run(report: Report, case: Case, name: str, device: str) -> None:
-    """Adds a line for every quantity of a case in a layout, on JAX's side."""
-    _judge(report, case, name, device, "jax", _results(case, LAYOUTS[name], device))
-
-
-def run_torch(
-    report: Report,
-    case: Case,
-    names: Sequence[str],
-    device: str,
-    processes: int = 4,
-    *,
-    spoilt: bool = False,
+def run(
+    report: Report, side: Backend, case: Case, names: Sequence[str], device: str, **options: Any
 ) -> None:
-    """Adds a line for every quantity of a case in every layout that is named, on torch's side;
-    where `spoilt`, every process takes the norm of the rows that it has."""
+    """Adds a line for every quantity of a case in every layout that is named; `options` are those
+    of torch's processes."""
     from parity.cases import layer_inputs
-    from parity.sides.torch import processes as launched
-    from parity.sides.torch import sharded as torch_side
-
-    arguments = (layer_inputs(case, "cpu"), case.scale, tuple(names), device, spoilt)
-    found = launched.run(torch_side.layers, processes, device, *arguments)
-    for name, results in zip(names, found, strict=True):
-        _judge(report, case, name, "cpu", "torch", results)
-
-
-def _judge(
-    report: Report, case: Case, name: str, device: str, side: str, found: dict[str, Any]
-) -> None:
     from parity.compare import judge, prepare_layer
 
-    for quantity, exact in prepare_layer(case, device)[0].items():
-        arrays = found[quantity], exact.want, exact.bound
-        judge(report, f"{name}: {case.name}", quantity, side, *arrays)
+    where = device if side == "jax" else "cpu"
+    arguments = layer_inputs(case, where), case.scale, tuple(names)
+    exact = prepare_layer(case, where)[0]
+    for name, found in zip(
+        names, _results(side, "layers", arguments, device, **options), strict=True
+    ):
+        for quantity, one in exact.items():
+            arrays = found[quantity], one.want, one.bound
+            judge(report, f"{name}: {case.name}", quantity, side, *arrays)
 
 
-def places(layout: Layout) -> dict[str, Any]:
-    """Returns how JAX's arrays lie, by name, on a mesh of four devices."""
-    import jax
-    from jax.sharding import AxisType, NamedSharding
-    from jax.sharding import PartitionSpec as P
+def train(report: Report, side: Backend, names: Sequence[str], device: str, **options: Any) -> None:
+    """Adds a line for training in each layout that is named."""
+    from parity import tolerances
 
-    mesh = jax.make_mesh((2, 2), BOTH, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    into, out = (axes or None for axes in (layout.inputs, layout.outputs))
-    rows, features = (axes or None for axes in (layout.rows, layout.features))
-    columns = tuple(axis for axis in layout.outputs if axis not in layout.rows) or None
-    specs = {
-        "kernel": (into, out),
-        "lora_a": (into, None),
-        "lora_b": (None, out),
-        "magnitude": (out,),
-        "bias": (out,),
-        "x": (rows, features),
-        "y": (rows, columns),
-        "whole": (),
-    }
-    return {name: NamedSharding(mesh, P(*spec)) for name, spec in specs.items()}
+    arguments = problem(), ("one", *names)
+    found = np.array(_results(side, "losses", arguments, device, **options))
+    alone = found[0]
+    limit = tolerances.caps.TRAINING_FP32_WORST_LOSS_DIFFERENCE
+    for name, apart in zip(names, np.abs(found[1:] - alone), strict=True):
+        report.add(
+            f"{name}: {STEPS} steps",
+            ("first |Δloss|", "worst |Δloss|"),
+            side=side,
+            error=(float(apart[0]), float(apart.max())),
+            bound=(limit, limit),
+            # A loss that does not fall would agree with any other.
+            ok=[bool(apart[0] <= limit), bool(apart.max() <= limit and alone[-1] < 0.1)],
+        )
 
 
-def _results(case: Case, layout: Layout, device: str) -> dict[str, Any]:
-    import jax
+def _results(
+    side: Backend,
+    function: str,
+    arguments: tuple[Any, ...],
+    device: str,
+    *,
+    processes: int = 4,
+    spoilt: bool = False,
+) -> list[Any]:
+    """Returns what a function of a side's module `sharded` gives.
 
-    from jax_dora import ops
-    from parity.cases import layer_inputs
-    from parity.sides.jax.operators import to_jax, to_torch
+    Args:
+      processes: of torch's side.
+      spoilt: each of them takes the norm of the rows that it has.
+    """
+    if side == "jax":
+        from parity.sides.jax import sharded
 
-    inputs, lies = layer_inputs(case, device), places(layout)
+        return getattr(sharded, function)(*arguments, device)
+    from parity.sides.torch import processes as launched
+    from parity.sides.torch import sharded
 
-    def place(array, name="whole"):
-        return jax.device_put(array, lies[name])
+    call = getattr(sharded, function)
+    return launched.run(call, processes, device, *arguments, device, spoilt)
 
-    trained = {
-        "lora_a": place(to_jax(inputs.lora_a.T), "lora_a"),
-        "lora_b": place(to_jax(inputs.lora_b.T), "lora_b"),
-        "magnitude": place(to_jax(inputs.magnitude), "magnitude"),
-        "bias": place(to_jax(inputs.bias), "bias") if inputs.bias is not None else None,
-    }
-    kernel = place(to_jax(inputs.weight.T), "kernel")
 
-    @jax.jit
-    def gradient(trained, x, kernel, dy):
-        # Inside the program, where a batch need not divide over the mesh.
-        x = jax.lax.with_sharding_constraint(x, lies["x"])
-        dy = jax.lax.with_sharding_constraint(dy, lies["y"])
+def problem() -> tuple[LayerInputs, torch.Tensor, float, float, int, float]:
+    """Returns the inputs, the results f32[rows, out] to learn, the loss of the base alone, the
+    scale, the steps and the learning rate."""
+    from parity import oracle
+    from parity.cases import layer, layer_inputs
 
-        def call(trained, x):
-            return ops.dora_linear(x, kernel, **trained, scale=case.scale)
-
-        y, pull = jax.vjp(call, trained, x)
-        return y, pull(dy)
-
-    with jax.default_matmul_precision("highest"):
-        x, dy = place(to_jax(inputs.x)), place(to_jax(inputs.dy))
-        y, (found, d_x) = gradient(trained, x, kernel, dy)
-    found = {f"d_{name}": value for name, value in found.items() if value is not None}
-    found |= {"y": y, "d_x": d_x}
-    for name in ("d_lora_a", "d_lora_b"):
-        found[name] = found[name].T
-    whole = jax.device_put(found, jax.devices()[0])
-    return {name: to_torch(value) for name, value in whole.items()}
+    # Rows and a rank that do not divide over four devices.
+    case = layer("float32", 33, 96, 64, 7, bias=False)
+    inputs, s = layer_inputs(case, "cpu"), case.scale
+    adapter = (inputs.weight, inputs.lora_a, inputs.lora_b)
+    wanted = oracle.dora_linear(inputs.x, *adapter, inputs.magnitude, s)
+    unit = (wanted - inputs.x.double() @ inputs.weight.double().T).square().mean()
+    return inputs, wanted.float(), float(unit), s, STEPS, LEARNING_RATE
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -169,25 +131,12 @@ def main(arguments: Sequence[str]) -> int:
         jax.config.update("jax_num_cpu_devices", 4)
     if jax.device_count() < 4:
         sys.exit(f"python -m parity sharded takes 4 devices, and there are {jax.device_count()}")
+    from parity.sides import SIDES
+
     report = command.report(options, device, "sharded")
-    for case in cases(options.quick):
-        for name in LAYOUTS:
-            run(report, case, name, device)
-        run_torch(report, case, tuple(LAYOUTS), device)
-    if not options.quick:
-        from parity import sharded_training
-
-        sharded_training.run(report, tuple(LAYOUTS))
-        sharded_training.run_torch(report, tuple(LAYOUTS), device)
+    for side in SIDES:
+        for case in cases(options.quick):
+            run(report, side, case, LAYOUTS, device)
+        if not options.quick:
+            train(report, side, LAYOUTS, device)
     return report.finish()
-
-
-def of_its_own_shard(norm: Any) -> Any:
-    """Returns the operator of the norm, spoilt: the norm of the rows that a device has, as some
-    row-parallel layers take it. At initialisation, where the magnitude is such a norm, no result
-    tells."""
-
-    def spoilt(static, shard, operands):
-        return norm.run(static, dataclasses.replace(shard, summed=()), operands)
-
-    return norm._replace(run=spoilt)

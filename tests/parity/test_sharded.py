@@ -1,19 +1,33 @@
 """The level `sharded`: sound in every layout, and able to fail."""
 
+import dataclasses
+
 import jax
 import pytest
 
-from parity import sharded, sharded_training
-from parity.cases import Case
+from parity import sharded
+from parity.cases import layer
 from parity.faults import Fault, Point
 from parity.report import Report
 from tests.tables import thinned
+
+
+def of_its_own_shard(norm):
+    """Returns the operator of the norm, spoilt: the norm of the rows that a device has, as some
+    row-parallel layers take it. At initialisation, where the magnitude is such a norm, no result
+    tells."""
+
+    def spoilt(static, shard, operands):
+        return norm.run(static, dataclasses.replace(shard, summed=()), operands)
+
+    return norm._replace(run=spoilt)
+
 
 FAULT = Fault(
     "norm_of_a_shard",
     "the norm of a kernel's rows that one device has",
     (),
-    {"jax": (Point("jax_dora.ops.norm", "NORM", sharded.of_its_own_shard),)},
+    {"jax": (Point("jax_dora.ops.norm", "NORM", of_its_own_shard),)},
 )
 ONE_AXIS = ("dp", "fsdp", "tp column", "tp row")
 
@@ -47,12 +61,12 @@ def test_the_norm_of_a_shard_is_caught(report, name):
     ("case", "processes", "names"),
     [
         (sharded.cases(quick=True)[-1], 2, ONE_AXIS),
-        (sharded.cases(quick=True)[-1], 4, tuple(sharded.LAYOUTS)),
-        (Case("layer", "float32", 3, 5, 2, 1, "trained"), 4, tuple(sharded.LAYOUTS)),
+        (sharded.cases(quick=True)[-1], 4, sharded.LAYOUTS),
+        (layer("float32", 5, 2, 3, 1), 4, sharded.LAYOUTS),
     ],
 )
 def test_torch_agrees_with_fp64(report, case, processes, names):
-    sharded.run_torch(report, case, names, "cpu", processes)
+    sharded.run(report, "torch", case, names, "cpu", processes=processes)
     assert len(report.rows) == 6 * len(names)
     assert report.passed
 
@@ -60,7 +74,7 @@ def test_torch_agrees_with_fp64(report, case, processes, names):
 @pytest.mark.slow
 def test_the_norm_of_a_shard_is_caught_in_torch(report):
     names = ("tp row", "fsdp×tp row")
-    sharded.run_torch(report, sharded.cases(quick=True)[-1], names, "cpu", spoilt=True)
+    sharded.run(report, "torch", sharded.cases(quick=True)[-1], names, "cpu", spoilt=True)
     failed = {(row["case"].split(":")[0], row["quantity"]) for row in report.rows if not row["ok"]}
     assert {(name, quantity) for name in names for quantity in ("y", "d_magnitude")} <= failed
 
@@ -68,14 +82,14 @@ def test_the_norm_of_a_shard_is_caught_in_torch(report):
 @pytest.mark.gpus
 def test_torch_on_two_gpus_agrees_with_fp64(report):
     for case in sharded.cases(quick=True):
-        sharded.run_torch(report, case, ONE_AXIS, "cuda", 2)
+        sharded.run(report, "torch", case, ONE_AXIS, "cuda", processes=2)
     assert report.passed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", thinned(sharded.LAYOUTS, ["tp row"]))
 def test_a_layout_trains_as_one_device(report, name):
-    sharded_training.run(report, (name,))
+    sharded.train(report, "jax", (name,), "cpu")
     assert report.passed, report.rows
 
 
@@ -83,22 +97,22 @@ def test_a_layout_trains_as_one_device(report, name):
 def test_the_norm_of_a_shard_is_right_at_first(report):
     """And wrong as soon as the adapter has moved."""
     with FAULT.plant("jax"):
-        sharded_training.run(report, ("tp row",))
+        sharded.train(report, "jax", ("tp row",), "cpu")
     assert [row["ok"] for row in report.rows] == [True, False]
 
 
 @pytest.mark.slow
 def test_torch_trains_as_one_device(report):
-    sharded_training.run_torch(report, tuple(sharded.LAYOUTS), "cpu")
+    sharded.train(report, "torch", sharded.LAYOUTS, "cpu")
     assert report.passed, report.rows
 
 
 @pytest.mark.slow
 def test_the_norm_of_a_shard_is_right_at_first_in_torch(report):
-    sharded_training.run_torch(report, ("tp row",), "cpu", spoilt=True)
+    sharded.train(report, "torch", ("tp row",), "cpu", spoilt=True)
     assert [row["ok"] for row in report.rows] == [True, False]
 
 
 def run_last(report, name):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        sharded.run(report, sharded.cases(quick=True)[-1], name, "cpu")
+        sharded.run(report, "jax", sharded.cases(quick=True)[-1], (name,), "cpu")

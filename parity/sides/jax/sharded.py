@@ -1,0 +1,171 @@
+"""jax_dora's layer on a mesh of four devices with automatic axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from torch import Tensor
+
+from jax_dora import ops
+from parity.cases import LayerInputs
+from parity.sides.jax.operators import to_jax, to_torch
+
+# Rows, in and out of what is sharded, over the mesh's two axes.
+ONE, BOTH = ("x",), ("x", "y")
+
+
+class Layout(NamedTuple):
+    """Over which axes of the mesh a batch's rows, and a kernel's inputs and outputs, are sharded.
+
+    Attributes:
+      features: x's; under FSDP the kernel's inputs are sharded, and x's are not.
+    """
+
+    rows: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
+
+
+LAYOUTS = {
+    "dp": Layout(rows=BOTH),
+    "fsdp": Layout(rows=BOTH, inputs=BOTH),
+    "tp column": Layout(outputs=BOTH),
+    "tp row": Layout(inputs=BOTH, features=BOTH),
+    "fsdp×tp column": Layout(rows=ONE, inputs=ONE, outputs=("y",)),
+    "fsdp×tp row": Layout(rows=ONE, inputs=("y",), outputs=ONE, features=("y",)),
+}
+
+
+def layers(
+    inputs: LayerInputs, scale: float, names: Sequence[str], device: str
+) -> list[dict[str, Tensor]]:
+    """Returns y and all gradients in every layout that is named, whole."""
+    return [_layer(inputs, scale, name) for name in names]
+
+
+def _layer(inputs: LayerInputs, scale: float, name: str) -> dict[str, Tensor]:
+    place, constrain = _places(name)
+    trained = {
+        "lora_a": place(inputs.lora_a.T, "lora_a"),
+        "lora_b": place(inputs.lora_b.T, "lora_b"),
+        "magnitude": place(inputs.magnitude, "magnitude"),
+        "bias": place(inputs.bias, "bias") if inputs.bias is not None else None,
+    }
+
+    @jax.jit
+    def gradient(trained, x, kernel, dy):
+        # Inside the program, where a batch need not divide over the mesh.
+        x, dy = constrain(x, "x"), constrain(dy, "y")
+
+        def call(trained, x):
+            return ops.dora_linear(x, kernel, **trained, scale=scale)
+
+        y, pull = jax.vjp(call, trained, x)
+        return y, pull(dy)
+
+    with jax.default_matmul_precision("highest"):
+        kernel = place(inputs.weight.T, "kernel")
+        y, (found, d_x) = gradient(trained, place(inputs.x), kernel, place(inputs.dy))
+    found = {f"d_{name}": value for name, value in found.items() if value is not None}
+    found |= {"y": y, "d_x": d_x}
+    for turned in ("d_lora_a", "d_lora_b"):
+        found[turned] = found[turned].T
+    whole = jax.device_put(found, jax.devices()[0])
+    return {name: to_torch(value) for name, value in whole.items()}
+
+
+def losses(
+    settings: tuple[LayerInputs, Tensor, float, float, int, float],
+    names: Sequence[str],
+    device: str,
+) -> list[list[float]]:
+    """Returns the losses of every step of training in every layout that is named; "one" is what one
+    device computes.
+
+    Args:
+      settings: inputs, the result to learn, the loss that counts as 1, the scale, steps and the
+        learning rate.
+    """
+    return [_losses(*settings, name) for name in names]
+
+
+def _losses(
+    inputs: LayerInputs,
+    target: Tensor,
+    unit: float,
+    scale: float,
+    steps: int,
+    learning_rate: float,
+    name: str,
+) -> list[float]:
+    place, constrain = _places(name)
+    optimizer = optax.adam(learning_rate)
+
+    @jax.jit
+    def begin(kernel, lora_a):
+        lora_b = constrain(jnp.zeros((lora_a.shape[1], kernel.shape[1])), "lora_b")
+        norm = ops.factored_norm(kernel, lora_a, lora_b, scale)
+        return {"lora_a": lora_a, "lora_b": lora_b, "magnitude": constrain(norm, "magnitude")}
+
+    @jax.jit
+    def train(trained, kernel, x, target):
+        # Inside the program, where a batch need not divide over the mesh.
+        x, target = constrain(x, "x"), constrain(target, "y")
+
+        def loss(trained):
+            y = ops.dora_linear(x, kernel, **trained, scale=scale)
+            return jnp.mean(jnp.square(y - target)) / jnp.float32(unit)
+
+        def step(carry, _):
+            trained, state = carry
+            value, gradients = jax.value_and_grad(loss)(trained)
+            updates, state = optimizer.update(gradients, state, trained)
+            return (optax.apply_updates(trained, updates), state), value
+
+        return jax.lax.scan(step, (trained, optimizer.init(trained)), length=steps)[1]
+
+    with jax.default_matmul_precision("highest"), jax.numpy_dtype_promotion("standard"):
+        kernel = place(inputs.weight.T, "kernel")
+        trained = begin(kernel, place(inputs.lora_a.T, "lora_a"))
+        found = train(trained, kernel, place(inputs.x), place(target))
+    return np.asarray(found, np.float64).tolist()
+
+
+def _places(layout: str) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
+    """Returns what puts a torch tensor where the array of a name lies in a layout, and what
+    constrains an array of a program to lie there; on one device for "one"."""
+    lies = {} if layout == "one" else _specs(LAYOUTS[layout])
+
+    def place(tensor, name="whole"):
+        return jax.device_put(to_jax(tensor), lies.get(name))
+
+    def constrain(array, name):
+        return jax.lax.with_sharding_constraint(array, lies[name]) if lies else array
+
+    return place, constrain
+
+
+def _specs(layout: Layout) -> dict[str, NamedSharding]:
+    mesh = jax.make_mesh((2, 2), BOTH, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    into, out = (axes or None for axes in (layout.inputs, layout.outputs))
+    rows, features = (axes or None for axes in (layout.rows, layout.features))
+    columns = tuple(axis for axis in layout.outputs if axis not in layout.rows) or None
+    specs = {
+        "kernel": (into, out),
+        "lora_a": (into, None),
+        "lora_b": (None, out),
+        "magnitude": (out,),
+        "bias": (out,),
+        "x": (rows, features),
+        "y": (rows, columns),
+        "whole": (),
+    }
+    return {name: NamedSharding(mesh, P(*spec)) for name, spec in specs.items()}
