@@ -44,67 +44,54 @@ def operands(shape, seed=0):
     }
 
 
-def torch_results(given, implementation):
-    """Bits of compose, factored_norm and dora_linear, forward and backward, as NumPy arrays."""
-    ops, options = torch_dora.ops, {"implementation": implementation}
-    adapter = [given[name] for name in ("weight", "lora_a", "lora_b")]
-    norm = ops.factored_norm(*adapter, SCALE, **options)
-    g = ops.magnitude_scale(given["magnitude"], norm, torch.bfloat16)
+def results(ops, given, implementation, norm_implementation, dtype, gradients):
+    """Results of compose, factored_norm and dora_linear, forward and backward, by a package's ops
+    on its own arrays; `gradients` gives the results of a function, and its inputs' gradients."""
+    weight, lora_a, lora_b, magnitude = (
+        given[name] for name in ("weight", "lora_a", "lora_b", "magnitude")
+    )
+    norm = ops.factored_norm(weight, lora_a, lora_b, SCALE, implementation=norm_implementation)
+    g = ops.magnitude_scale(magnitude, norm, dtype)
     found = {"norm": norm}
-
-    def with_gradients(name, function, *inputs):
-        leaves = [value.detach().clone().requires_grad_() for value in inputs]
-        y = function(*leaves)
-        found[name] = y.detach()
-        for i, gradient in enumerate(torch.autograd.grad(y, leaves, given["dy"])):
-            found[f"{name}, gradient {i}"] = gradient
-
-    for op in (ops.compose, ops.compose_delta):
-        compose = functools.partial(op, scale=SCALE, **options)
-        with_gradients(op.__name__, compose, given["base"], given["lora"], g)
+    options = {"implementation": implementation}
 
     def linear(x, lora_a, lora_b, magnitude):
-        return ops.dora_linear(x, given["weight"], lora_a, lora_b, magnitude, SCALE, **options)
+        return ops.dora_linear(x, weight, lora_a, lora_b, magnitude, SCALE, **options)
 
-    names = ("x", "lora_a", "lora_b", "magnitude")
-    with_gradients("dora_linear", linear, *(given[name] for name in names))
+    operands = (given["base"], given["lora"], g)
+    calls = {
+        op.__name__: (functools.partial(op, scale=SCALE, **options), *operands)
+        for op in (ops.compose, ops.compose_delta)
+    }
+    calls["dora_linear"] = (linear, given["x"], lora_a, lora_b, magnitude)
+    for name, (function, *inputs) in calls.items():
+        found[name], computed = gradients(function, inputs, given["dy"])
+        found |= {f"{name}, gradient {i}": one for i, one in enumerate(computed)}
+    return found
+
+
+def torch_results(given, implementation):
+    def gradients(function, inputs, dy):
+        leaves = [value.detach().clone().requires_grad_() for value in inputs]
+        y = function(*leaves)
+        return y.detach(), torch.autograd.grad(y, leaves, dy)
+
+    named = (implementation, implementation, torch.bfloat16)
+    found = results(torch_dora.ops, given, *named, gradients)
     return {name: _bits(value.float().cpu().numpy()) for name, value in found.items()}
 
 
 def jax_program(implementation):
     """As `torch_results`, of arrays in Flax's layout; one compiled program."""
-    ops, options = jax_dora.ops, {"implementation": implementation}
 
-    @jax.jit
-    def run(given):
-        kernel, lora_a, lora_b = (given[name] for name in ("weight", "lora_a", "lora_b"))
-        # The norm's kernel takes sizes of its own.
-        norm = ops.factored_norm(
-            kernel,
-            lora_a,
-            lora_b,
-            SCALE,
-            implementation=None if implementation == "mosaic" else "xla",
-        )
-        g = ops.magnitude_scale(given["magnitude"], norm, jnp.bfloat16)
-        found = {"norm": norm}
+    def gradients(function, inputs, dy):
+        y, pull = jax.vjp(function, *inputs)
+        return y, pull(dy)
 
-        def with_gradients(name, function, *inputs):
-            found[name], pull = jax.vjp(function, *inputs)
-            for i, gradient in enumerate(pull(given["dy"])):
-                found[f"{name}, gradient {i}"] = gradient
-
-        for op in (ops.compose, ops.compose_delta):
-            compose = functools.partial(op, scale=SCALE, **options)
-            with_gradients(op.__name__, compose, given["base"], given["lora"], g)
-
-        def linear(x, lora_a, lora_b, magnitude):
-            return ops.dora_linear(x, kernel, lora_a, lora_b, magnitude, SCALE, **options)
-
-        with_gradients("dora_linear", linear, given["x"], lora_a, lora_b, given["magnitude"])
-        return found
-
-    return run
+    # The norm's kernel takes sizes of its own.
+    norm = None if implementation == "mosaic" else "xla"
+    named = (implementation, norm, jnp.bfloat16)
+    return jax.jit(lambda given: results(jax_dora.ops, given, *named, gradients))
 
 
 def jax_results(run, given):
