@@ -254,33 +254,39 @@ def make_adapter(
     rngs: nnx.Rngs,
     inits: Mapping[str, Initializer],
     arrays: Mapping[str, jax.Array] | None = None,
+    *,
+    by_layer: bool = True,
 ) -> list[nnx.Dropout]:
-    """Gives a DoRA layer, or an adapted weight, these arrays or a fresh adapter, of which that of
-    each layer of a stack is drawn in turn. Returns the layers' dropouts, if the rule has any.
+    """Gives a DoRA layer, or an adapted weight, these arrays or a fresh adapter.
 
     Args:
       inits: the initializers of lora_a and lora_b where the rule has none.
+      by_layer: draw all that a layer of a stack has before the next one's; else lora_a of all
+        layers first.
+
+    Returns:
+      The layers' dropouts, if the rule has any and they are drawn by layer.
     """
     layout, kernel, stack = layer.layout, layer.kernel_param, layer.stack
     names = axis_names(kernel)
     axes, of_stack = layer.adapter_axes(stack.without(names)), stack.of_stack(names)
     count, drawn, boxes, dropouts = math.prod(stack.shape), dict[str, Any](), {}, []
-    for number in range(count):
-        for name in ("lora_a", "lora_b"):
-            place = getattr(layout, name)
-            if arrays is not None:
-                drawn[name] = _shaped(name, arrays[name], place.stored)
-                continue
+    turns = [(number, name) for number in range(count) for name in ("lora_a", "lora_b")]
+    for number, name in turns if by_layer else sorted(turns, key=lambda turn: turn[1]):
+        place = getattr(layout, name)
+        if arrays is None:
             init = getattr(rule, f"{name}_init") or inits[name]
             value = initialize(init, rngs.params(), place, rule.adapter_dtype)
-            if stack.shape:
-                if isinstance(value, nnx.VariableMetadata):
-                    boxes[name], value = value, value.raw_value
-                gathered = drawn[name] if number else room(count, value)
-                # Waited for, so that at most one layer is held a second time.
-                value = jax.block_until_ready(fill(gathered, value, number))
-            drawn[name] = value
-        if rule.dropout:
+        else:
+            value = _shaped(name, arrays[name], place.stored)
+        if stack.shape:
+            if isinstance(value, nnx.VariableMetadata):
+                boxes[name], value = value, value.raw_value
+            gathered = drawn[name] if number else room(count, value)
+            # Waited for, so that at most one layer is held a second time.
+            value = jax.block_until_ready(fill(gathered, value, number))
+        drawn[name] = value
+        if rule.dropout and by_layer and name == "lora_b":
             dropouts.append(nnx.Dropout(rule.dropout, rngs=rngs))
 
     def put(name: str, kind: type[nnx.LoRAParam], value: Any) -> None:

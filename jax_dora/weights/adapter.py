@@ -180,8 +180,9 @@ class WeightAdapter:
                 "expected another name: rename it in the class"
             )
         self.given_norm, self.given_g = nnx.data(None), nnx.data(None)
-        dropouts = make_adapter(self, rule, rngs, DoRALayer.default_inits)
-        self.dropout = dropouts[0] if dropouts else nnx.data(None)
+        make_adapter(self, rule, rngs, DoRALayer.default_inits, by_layer=False)
+        rate = rule.dropout
+        self.dropout = nnx.Dropout(rate, rngs=rngs) if rate else nnx.data(None)
 
     def hold(self, arrays: Mapping[str, jax.Array]) -> None:
         """Puts lora_a, lora_b and magnitude beside the weight, which a module without an adapter

@@ -235,8 +235,9 @@ class _Rows:
     @classmethod
     def of(cls, operand: Any) -> "_Rows":
         if isinstance(operand, Weight):
-            axis = operand.whole(0)
-            if axis is not None and (operand.roles is None or operand.roles[axis] == "b"):
+            part = operand.whole(0)
+            axis = -1 if part is None else operand.origins[part]
+            if part is not None and (operand.roles is None or operand.roles[axis] == "b"):
                 places = {name: operand.place(name, axis) for name in operand.arrays}
                 known = {name: place for name, place in places.items() if place is not None}
                 xs = {n: jnp.moveaxis(operand.arrays[n], place, 0) for n, place in known.items()}
@@ -248,7 +249,7 @@ class _Rows:
         if self.places is None:
             return x
         one = {name: jnp.expand_dims(x[name], place) for name, place in self.places.items()}
-        arrays = {**self.operand.arrays, **one}
-        stacked = self.operand.stacked | {self.operand.origins[self.places["kernel"]]}
-        view = self.operand.view[1:]
-        return dataclasses.replace(self.operand, arrays=arrays, view=view, stacked=stacked)
+        weight, (part,) = self.operand, self.operand.view[0]
+        stacked = weight.stacked | {weight.origins[part]}
+        weight = weight.resized(part, one, weight.view[1:])
+        return dataclasses.replace(weight, stacked=stacked)

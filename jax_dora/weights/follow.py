@@ -106,7 +106,7 @@ def _reshard(weight: Weight, sharding: Any) -> Weight | None:
     for axis, names in enumerate(sharding.spec):
         whole = weight.whole(axis)
         if whole is not None:
-            specs[whole] = names
+            specs[weight.origins[whole]] = names
         elif names is not None:
             return None
 

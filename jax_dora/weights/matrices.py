@@ -28,18 +28,18 @@ class Plan:
           free: the axes of the weight's array that are not contracted and no batch axes.
         """
         self.weight, self.is_transposed = weight, is_transposed
-        view, batch = weight.view, weight.axes("b")
+        view, batch = weight.view, weight.parts("b")
         contracted, of_free = sorted(weight.viewed(product.contracted)), sorted(weight.viewed(free))
         summed = [axis for axis in contracted if axis in batch]
         inner = [axis for axis in contracted if axis not in batch]
         self.both = sorted([*summed, *weight.viewed(product.batch)])
         lone = [axis for axis in of_free if axis in batch]
         outer = [axis for axis in of_free if axis not in batch]
-        # The kernel's axes by their numbers, and x's that are rows by -1, -2, ….
+        # Parts by their numbers, and x's axes that are rows by -1, -2, ….
         mine = (*product.x_contracted, *product.x_batch)
         its = dict(zip(mine, (*product.contracted, *product.batch), strict=True))
         rows = [~axis for axis in range(x.ndim) if axis not in its]
-        size = dict(enumerate(weight.kernel.shape)) | {row: x.shape[~row] for row in rows}
+        size = dict(enumerate(weight.sizes)) | {row: x.shape[~row] for row in rows}
         labels = [one for a in range(x.ndim) for one in (view[its[a]] if a in its else (~a,))]
         self.x_split = tuple(size[label] for label in labels)
         self.x_order = tuple(labels.index(label) for label in (*self.both, *rows, *inner))
@@ -65,7 +65,7 @@ class Plan:
     ) -> jax.Array:
         weight = self.weight
         x = x.reshape(self.x_split).transpose(self.x_order).reshape(self.x_shape)
-        others = [axis for axis in weight.axes("b") if axis not in self.both]
+        others = [part for part in weight.parts("b") if part not in self.both]
         parts = matrices(weight, arrays, self.both, others)
         lone = parts["kernel"].shape[1]
         seeds = None
@@ -87,7 +87,7 @@ def made_plan(weight: Weight, product: Product, x: jax.Array) -> Plan | None:
     all of the weight's contracted ones nor all of its features."""
     axes = range(len(weight.view))
     free = [axis for axis in axes if axis not in (*product.contracted, *product.batch)]
-    b, i, o = (set(weight.long_axes(role)) for role in "bio")
+    b, i, o = (set(weight.long_parts(role)) for role in "bio")
     ends = set(weight.viewed(product.contracted)) - b, set(weight.viewed(free)) - b
     if not b.issuperset(weight.viewed(product.batch)) or ends not in ((i, o), (o, i)):
         return None
@@ -104,22 +104,22 @@ def matrices(
     g [b, others, out].
 
     Args:
-      b, others: all axes of the kernel that matrices lie along, in any order.
+      b, others: all parts of axes that matrices lie along, in any order.
     """
-    i, o, batch = weight.axes("i"), weight.axes("o"), weight.axes("b")
+    i, o, batch = (weight.parts(role) for role in "iob")
 
-    def size(axes: Sequence[int]) -> int:
-        return math.prod(weight.kernel.shape[axis] for axis in axes)
+    def size(parts: Sequence[int]) -> int:
+        return math.prod(weight.sizes[part] for part in parts)
 
     lead, rank = (size(b), size(others)), arrays["lora_a"].shape[-1]
-    order = tuple(batch.index(axis) for axis in (*b, *others))
+    order = tuple(batch.index(part) for part in (*b, *others))
 
     def ordered(name: str, *shape: int) -> jax.Array:
-        array = arrays[name]
+        array = arrays[name].reshape(*(weight.sizes[part] for part in batch), *shape)
         array = array.transpose((*order, *range(len(order), array.ndim)))
         return array.reshape(*lead, *shape)
 
-    kernel = arrays["kernel"].transpose((*b, *others, *i, *o))
+    kernel = arrays["kernel"].reshape(weight.sizes).transpose((*b, *others, *i, *o))
     return {
         "kernel": kernel.reshape(*lead, size(i), size(o)),
         "lora_a": ordered("lora_a", size(i), rank),

@@ -59,13 +59,13 @@ class AdaptedReader:
     def ragged(self, weight: Weight, product: Ragged, x: jax.Array) -> jax.Array | None:
         whole, taken = weight.whole(product.group), (product.group, *product.contracted)
         out = [axis for axis in range(len(weight.view)) if axis not in taken]
-        in_order = weight.viewed(product.contracted) == weight.long_axes("i")
-        in_order = in_order and weight.viewed(out) == weight.long_axes("o")
-        if whole is None or weight.axes("b") != (whole,) or not in_order:
+        in_order = weight.viewed(product.contracted) == weight.long_parts("i")
+        in_order = in_order and weight.viewed(out) == weight.long_parts("o")
+        if whole is None or weight.parts("b") != (whole,) or not in_order:
             return None
         arrays = matrices(weight, weight.arrays, (whole,))
         dtype, s = product.dtype, self.rule.scale
-        g = weight.arrays["g"].reshape(weight.kernel.shape[whole], -1)
+        g = weight.arrays["g"].reshape(weight.sizes[whole], -1)
         rows = jnp.repeat(g, product.sizes, axis=0, total_repeat_length=x.shape[0])
         dot = functools.partial(
             lax.ragged_dot,
@@ -93,8 +93,8 @@ class AdaptedReader:
 
     def lookup(self, weight: Weight, lookup: Lookup, indices: jax.Array) -> jax.Array | None:
         others = [axis for axis in range(len(weight.view)) if axis != lookup.axis]
-        is_row = weight.axes("i") == (weight.whole(lookup.axis),) and not weight.axes("b")
-        if not is_row or weight.viewed(others) != weight.long_axes("o"):
+        is_row = weight.parts("i") == (weight.whole(lookup.axis),) and not weight.axes("b")
+        if not is_row or weight.viewed(others) != weight.long_parts("o"):
             return None
         arrays = matrices(weight, weight.arrays)
         take = functools.partial(_rows, indices, lookup)

@@ -184,7 +184,7 @@ class Recorder:
 
         axes = "".join(map(role, range(len(self.shape))))
         counted = "o" if kind == "product" else "i"
-        parts = zip(weight.kernel.shape, weight.origins, strict=True)
+        parts = zip(weight.sizes, weight.origins, strict=True)
         sizes = [size for size, axis in parts if axes[axis] == counted]
         self._add(name, kind, axes, math.prod(sizes))
 

@@ -12,7 +12,7 @@ from jax import core
 
 from jax_dora.weights.operations import Lookup, Product, Ragged
 
-# What the axes of each array are, by their roles, and the rank; the kernel's are in its own order.
+# What the axes of each array but the kernel are: the weight's own by their roles, and the rank.
 _ORDERS = {"lora_a": "bir", "lora_b": "bro", "g": "bo"}
 
 
@@ -41,41 +41,42 @@ class Weight:
     """An array that is a weight's, perhaps cast, scaled, transposed, reshaped or indexed.
 
     Attributes:
-      view: for each axis of the array the axes of the kernel that it is made of, outermost first.
-        Axes of size 1 are made of none, so that what is squeezed or inserted needs no account.
-      roles: of each axis of the kernel: "b", matrices lie along it; "i", it is contracted; "o", it
+      view: for each axis of the array the parts of the weight's axes that it is made of, outermost
+        first. Parts of size 1 are in none, so that what is squeezed or inserted needs no account.
+      sizes, origins: of each part, in the weight's order: its size, and the axis that it is of.
+      roles: of each axis of the weight: "b", matrices lie along it; "i", it is contracted; "o", it
         is of features. None where they are not known yet.
-      arrays: the kernel, sliced, cast and scaled as the array is; its axes are the weight's or
-        parts of these, in the weight's order. And where roles are known, sliced and split alike,
-        lora_a [*b, *i, r], lora_b [*b, r, *o], and g [*b, *o].
+      arrays: the kernel with all of the weight's axes, sliced, cast and scaled as the array is. And
+        where roles are known, sliced alike, lora_a [*b, *i, r], lora_b [*b, r, *o], and g
+        [*b, *o].
       reader: what is done where it is read.
-      origins: the weight's axis that each axis of the kernel is, or is a part of.
       stacked: the axes of the weight that a scan has taken apart.
     """
 
     view: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]
+    origins: tuple[int, ...]
     roles: str | None
     arrays: Mapping[str, jax.Array]
     reader: Reader
-    origins: tuple[int, ...]
     stacked: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, roles: str | None, arrays: Mapping[str, jax.Array], reader: Reader) -> Self:
         """Returns the weight itself."""
-        shape = arrays["kernel"].shape
-        view = tuple((axis,) if size != 1 else () for axis, size in enumerate(shape))
-        return cls(view, roles, arrays, reader, tuple(range(len(shape))))
+        sizes = arrays["kernel"].shape
+        view = tuple((axis,) if size != 1 else () for axis, size in enumerate(sizes))
+        return cls(view, sizes, tuple(range(len(sizes))), roles, arrays, reader)
 
     @property
     def kernel(self) -> jax.Array:
-        """The kernel, with all of its axes."""
+        """The kernel, with all of the weight's axes."""
         return self.arrays["kernel"]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The array's shape."""
-        return tuple(math.prod(self.kernel.shape[axis] for axis in axes) for axes in self.view)
+        return tuple(math.prod(self.sizes[part] for part in parts) for parts in self.view)
 
     @property
     def aval(self) -> Any:
@@ -83,33 +84,38 @@ class Weight:
         return core.ShapedArray(self.shape, self.kernel.dtype)
 
     def axes(self, role: str) -> tuple[int, ...]:
-        """Returns the axes of the kernel that have this role."""
+        """Returns the axes of the weight that have this role."""
         return tuple(axis for axis, one in enumerate(self.roles or "") if one == role)
 
-    def long_axes(self, role: str) -> list[int]:
+    def parts(self, role: str) -> tuple[int, ...]:
+        """Returns the parts of these axes."""
+        axes = self.axes(role)
+        return tuple(part for part, axis in enumerate(self.origins) if axis in axes)
+
+    def long_parts(self, role: str) -> list[int]:
         """Returns those of them that are longer than 1."""
-        return [axis for axis in self.axes(role) if self.kernel.shape[axis] != 1]
+        return [part for part in self.parts(role) if self.sizes[part] != 1]
 
     def viewed(self, axes: Sequence[int]) -> list[int]:
-        """Returns the axes of the kernel that these axes of the array are made of."""
-        return [one for axis in axes for one in self.view[axis]]
+        """Returns the parts that these axes of the array are made of."""
+        return [part for axis in axes for part in self.view[axis]]
 
     def whole(self, axis: int) -> int | None:
-        """Returns the axis of the kernel that axis `axis` of the array is, and that is an axis of
-        the weight; or None."""
-        axes = self.view[axis]
-        is_whole = len(axes) == 1 and self.origins.count(self.origins[axes[0]]) == 1
-        return axes[0] if is_whole else None
+        """Returns the only part of the array's axis `axis` where that is the whole of one of the
+        weight's, or None."""
+        parts = self.view[axis]
+        is_whole = len(parts) == 1 and self.origins.count(self.origins[parts[0]]) == 1
+        return parts[0] if is_whole else None
 
     def base(self) -> jax.Array:
         """Returns the array without its adapter."""
         return self.laid_out(self.kernel)
 
     def laid_out(self, kernel: jax.Array) -> jax.Array:
-        """Returns an array with the kernel's axes as the view has them."""
+        """Returns an array with the weight's axes as the view has them."""
         order = self.viewed(range(len(self.view)))
-        short = [axis for axis in range(kernel.ndim) if axis not in order]
-        return kernel.transpose((*order, *short)).reshape(self.shape)
+        short = [part for part in range(len(self.sizes)) if part not in order]
+        return kernel.reshape(self.sizes).transpose((*order, *short)).reshape(self.shape)
 
     def transpose(self, order: Sequence[int]) -> "Weight":
         """Returns the array transposed."""
@@ -119,18 +125,18 @@ class Weight:
         """Returns the array in row-major order in another shape, or None where an axis of it
         would hold a part of an axis that does not divide it."""
         order = self.viewed(range(len(self.view)))
-        # Parts of an axis that are neighbours in the array too are one axis again.
+        # Parts of an axis that are neighbours in the array too are one again.
         runs: list[list[int]] = []
-        for axis in range(self.kernel.ndim):
-            follows = (axis - 1, axis) in itertools.pairwise(order)
-            if follows and self.origins[axis] == self.origins[axis - 1]:
-                runs[-1].append(axis)
+        for part, origin in enumerate(self.origins):
+            follows = (part - 1, part) in itertools.pairwise(order)
+            if follows and origin == self.origins[part - 1]:
+                runs[-1].append(part)
             else:
-                runs.append([axis])
-        lengths = [math.prod(self.kernel.shape[axis] for axis in run) for run in runs]
+                runs.append([part])
         numbers = {run[0]: number for number, run in enumerate(runs)}
-        waiting = [(numbers[one], lengths[numbers[one]]) for one in order if one in numbers]
-        parts: list[list[int]] = [[] for _ in runs]
+        lengths = [math.prod(self.sizes[part] for part in run) for run in runs]
+        waiting = [(numbers[part], lengths[numbers[part]]) for part in order if part in numbers]
+        cuts: list[list[int]] = [[] for _ in runs]
         view: list[list[tuple[int, int]]] = []
         for left in shape:
             view.append([])
@@ -138,42 +144,35 @@ class Weight:
                 if not waiting:
                     return None
                 run, length = waiting.pop(0)
-                part = math.gcd(left, length)
-                if part not in (left, length):
+                size = math.gcd(left, length)
+                if size not in (left, length):
                     return None
-                view[-1].append((run, len(parts[run])))
-                parts[run].append(part)
-                if part < length:
-                    waiting.insert(0, (run, length // part))
-                left //= part
+                view[-1].append((run, len(cuts[run])))
+                cuts[run].append(size)
+                if size < length:
+                    waiting.insert(0, (run, length // size))
+                left //= size
         if waiting:
             return None
-        sizes = [part or [1] for part in parts]
-        starts = [0, *itertools.accumulate(map(len, sizes))]
-        axes = tuple(tuple(starts[run] + part for run, part in one) for one in view)
-        return self._split([run[0] for run in runs], sizes, axes)
+        cuts = [one or [1] for one in cuts]
+        starts = [0, *itertools.accumulate(map(len, cuts))]
+        pairs = zip(runs, cuts, strict=True)
+        return dataclasses.replace(
+            self,
+            view=tuple(tuple(starts[run] + place for run, place in one) for one in view),
+            sizes=tuple(itertools.chain(*cuts)),
+            origins=tuple(self.origins[run[0]] for run, sizes in pairs for _ in sizes),
+        )
 
-    def _split(
-        self, firsts: list[int], sizes: list[list[int]], view: tuple[tuple[int, ...], ...]
+    def resized(
+        self, part: int, arrays: Mapping[str, jax.Array], view: tuple[tuple[int, ...], ...]
     ) -> "Weight":
-        """Returns the weight whose kernel has axes of these sizes instead of each run of axes, of
-        which `firsts` has the first."""
-        origins = [
-            self.origins[first] for first, its in zip(firsts, sizes, strict=True) for _ in its
-        ]
-        roles, arrays = self.roles, dict(self.arrays)
-        arrays["kernel"] = self.kernel.reshape([size for its in sizes for size in its])
-        if roles is not None:
-            of_role = {role: list[int]() for role in "bio"}
-            for first, its in zip(firsts, sizes, strict=True):
-                of_role[roles[first]] += its
-            of_role["r"] = [arrays["lora_a"].shape[-1]]
-            for name, order in _ORDERS.items():
-                arrays[name] = arrays[name].reshape([n for role in order for n in of_role[role]])
-            roles = "".join(
-                roles[first] for first, its in zip(firsts, sizes, strict=True) for _ in its
-            )
-        return Weight(view, roles, arrays, self.reader, tuple(origins), self.stacked)
+        """Returns the weight with these arrays and this view, whose `part` is as long as they
+        are."""
+        size = arrays["kernel"].shape[self.origins[part]]
+        sizes = (*self.sizes[:part], size, *self.sizes[part + 1 :])
+        arrays = {**self.arrays, **arrays}
+        return dataclasses.replace(self, view=view, sizes=sizes, arrays=arrays)
 
     def scaled(self, function: Callable[[jax.Array], jax.Array]) -> "Weight":
         """Returns `function`, which is linear, of the array: of kernel and lora_b."""
@@ -205,14 +204,14 @@ class Weight:
         changed = {
             name: function(array, place)
             for name, array in self.arrays.items()
-            if (place := self.place(name, whole)) is not None
+            if (place := self.place(name, self.origins[whole])) is not None
         }
-        axes = (whole,) if changed["kernel"].shape[whole] != 1 else ()
-        view = (*self.view[:axis], axes, *self.view[axis + 1 :])
-        return dataclasses.replace(self, view=view, arrays={**self.arrays, **changed})
+        is_long = changed["kernel"].shape[self.origins[whole]] != 1
+        view = (*self.view[:axis], (whole,) if is_long else (), *self.view[axis + 1 :])
+        return self.resized(whole, changed, view)
 
     def place(self, name: str, axis: int) -> int | None:
-        """Returns which axis of the array `name` is the kernel's `axis`, or None."""
+        """Returns which axis of the array `name` is the weight's `axis`, or None."""
         if name == "kernel":
             return axis
         axes = [
