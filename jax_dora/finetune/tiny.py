@@ -62,9 +62,9 @@ def byte_level_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def make_tiny_data(file: Path, count: int = 500) -> None:
+def make_tiny_data(file: Path) -> None:
     """Writes sums of two numbers, as prompts and completions."""
     rng = np.random.default_rng(0)
-    sums = rng.integers(0, 50, (count, 2)).tolist()
+    sums = rng.integers(0, 50, (500, 2)).tolist()
     records = ({"prompt": f"{a}+{b}=", "completion": f"{a + b}"} for a, b in sums)
     file.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
