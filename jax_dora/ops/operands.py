@@ -15,7 +15,7 @@ class Static(NamedTuple):
       implementation, precision, keep_inner, act_qtype: as `dora_linear`'s.
       rate, mode: the dropout's.
       whole: the shape of all of x, of which a device may have a part.
-      sum_dtype: that of lora_a's gradient, which devices add up.
+      dtype: of lora_a's gradient.
       want_inner, want_base, want_lora, want_bias: which results are wanted.
     """
 
@@ -27,7 +27,7 @@ class Static(NamedTuple):
     keep_inner: bool = False
     act_qtype: str | None = None
     whole: tuple[int, ...] = ()
-    sum_dtype: Any = None
+    dtype: Any = None
     want_inner: bool = False
     want_base: bool = True
     want_lora: bool = False

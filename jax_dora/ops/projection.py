@@ -163,5 +163,5 @@ def _d_scaled_lora_a(static: Static, operands: Projection, dz: jax.Array) -> jax
     if seed is None:
         rows = tuple(range(x.ndim - 1))
         return dot_general(static.precision, x, dz, (rows, rows), dtype)
-    static = _reducing(static, x)._replace(sum_dtype=dtype)
+    static = _reducing(static, x)._replace(dtype=dtype)
     return primitive.call(REDUCE_BACK, static, Reduction(x, dz, seed))[0]

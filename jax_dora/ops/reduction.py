@@ -44,8 +44,8 @@ def _reduce_back(static: Static, shard: Shard, operands: Reduction) -> tuple[jax
         x, seed = lax.optimization_barrier((x, seed))
         seen = _seen(static, shard, Reduction(x, dz, seed))
         rows = tuple(range(x.ndim - 1))
-        found = dot_general(static.precision, seen, dz, (rows, rows), static.sum_dtype)
-    return (shard.sum(found.astype(static.sum_dtype)),)
+        found = dot_general(static.precision, seen, dz, (rows, rows), static.dtype)
+    return (shard.sum(found.astype(static.dtype)),)
 
 
 REDUCE = Op("reduce", _reduce, Reduction("t i", "i r", "s"), ("t r",), contracted="i")
