@@ -12,7 +12,7 @@ base is a product that nobody else needs, `bank_projection` takes all of it.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -78,10 +78,9 @@ def bank_linear(
     lora_a = slots.lora_a[rows.slot].astype(x.dtype)
     z = jnp.einsum("nti,nri->ntr", x, lora_a, precision=precision)
     lora_b = slots.lora_b.astype(x.dtype)
-    operands = meshes.vary_alike(Expansion(base, z, lora_b, *rows, bias))
-    return meshes.differentiable(_expand)(
-        Static(implementation, static_precision(precision)), operands
-    )
+    static = Static(implementation, static_precision(precision))
+    (y,) = called(EXPAND, expanded, static, Expansion(base, z, lora_b, *rows, bias))
+    return y
 
 
 class Projection(NamedTuple):
@@ -117,9 +116,9 @@ def bank_linears(
     tokens = Tokens(x[:, 0], tuple(members), ids, step)
     static = StaticOfTokens(implementation, static_precision(precision), count)
     if _choice(static, tokens) is None:
-        results = _define_tokens(static, tokens)
+        results = _multiplied(static, tokens)
     else:
-        results = meshes.differentiable(_multiply)(static, meshes.vary_alike(tokens))
+        results = called(MULTIPLY, _multiplied, static, tokens)
     return [y[:, None] for y in results]
 
 
@@ -145,6 +144,25 @@ def step_of(
     return bank_rows.plan(ids, slots) if taken else None
 
 
+def called(
+    op: Op, define: Callable[[Any, Any], tuple[jax.Array, ...]], static: Any, operands: Any
+) -> tuple[jax.Array, ...]:
+    """Returns the results of an operator, the gradient of which is that of its definition."""
+    return meshes.differentiable(_called)((op, define, static), meshes.vary_alike(operands))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _called(call: tuple[Op, Any, Any], operands: Any) -> tuple[jax.Array, ...]:
+    op, _, static = call
+    return primitive.call(op, static, operands)
+
+
+@_called.defjvp
+def _called_jvp(call: tuple[Op, Any, Any], primals: Any, tangents: Any) -> Any:
+    _, define, static = call
+    return jax.jvp(functools.partial(define, static), primals, tangents)
+
+
 class Static(NamedTuple):
     """What is static in a call, as its caller gave it."""
 
@@ -165,16 +183,6 @@ class Expansion(NamedTuple):
     bias: Any
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _expand(static: Static, operands: Expansion) -> jax.Array:
-    return primitive.call(EXPAND, static, operands)[0]
-
-
-@_expand.defjvp
-def _expand_jvp(static: Static, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    return jax.jvp(functools.partial(_define, static), primals, tangents)
-
-
 def _run(static: Static, shard: Shard, operands: Expansion) -> tuple[jax.Array]:
     base, z, lora_b, slot, g, scale, bias = operands
     groups, out, rank = slot.size, base.shape[-1], z.shape[-1]
@@ -191,7 +199,7 @@ def _run(static: Static, shard: Shard, operands: Expansion) -> tuple[jax.Array]:
     call = (groups, time, rank, out, base.dtype)
     choice = choose.choose("bank_linear", static.implementation, (bank_expand, call))
     if choice is None:
-        y = _define(static, flat)
+        (y,) = expanded(static, flat)
     else:
         y = bank_expand.launch(*flat, **choice.knobs)
     return (y.reshape(base.shape),)
@@ -200,10 +208,11 @@ def _run(static: Static, shard: Shard, operands: Expansion) -> tuple[jax.Array]:
 EXPAND = Op("bank_expand", _run, Expansion("t o", "t r", "s r o", "t", "t o", "t", "o"), ("t o",))
 
 
-def _define(static: Static, operands: Expansion) -> jax.Array:
+def expanded(static: Static, operands: Expansion) -> tuple[jax.Array]:
+    """Defines the operator."""
     base, z, lora_b, slot, g, scale, bias = operands
     lora = jnp.einsum("ntr,nro->nto", z, lora_b[slot], precision=static.precision)
-    return composed(base, lora, Rows(slot, g, scale), bias)
+    return (composed(base, lora, Rows(slot, g, scale), bias),)
 
 
 class StaticOfTokens(NamedTuple):
@@ -244,20 +253,10 @@ def _rows_choice(
     return choose.choose("bank_linear", implementation, (bank_rows, call), optional=optional)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _multiply(static: StaticOfTokens, tokens: Tokens) -> tuple[jax.Array, ...]:
-    return primitive.call(MULTIPLY, static, tokens)
-
-
-@_multiply.defjvp
-def _multiply_jvp(static: StaticOfTokens, primals: Any, tangents: Any) -> Any:
-    return jax.jvp(functools.partial(_define_tokens, static), primals, tangents)
-
-
 def _run_tokens(static: StaticOfTokens, shard: Shard, tokens: Tokens) -> tuple[jax.Array, ...]:
     choice = _choice(static, tokens)
     if choice is None:
-        return _define_tokens(static, tokens)
+        return _multiplied(static, tokens)
     return bank_rows.launch(*tokens, slots=static.slots, **choice.knobs)
 
 
@@ -266,7 +265,7 @@ def _run_tokens(static: StaticOfTokens, shard: Shard, tokens: Tokens) -> tuple[j
 MULTIPLY = Op("bank_rows", _run_tokens, (), ())
 
 
-def _define_tokens(static: StaticOfTokens, tokens: Tokens) -> tuple[jax.Array, ...]:
+def _multiplied(static: StaticOfTokens, tokens: Tokens) -> tuple[jax.Array, ...]:
     def result(one: bank_rows.Member) -> jax.Array:
         slots = Slots(one.lora_a, one.lora_b, one.g, one.scale, one.rank)
         rows = rows_of(slots, tokens.ids, one.first, static.slots, accumulator(one.base.dtype))

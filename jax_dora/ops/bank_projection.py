@@ -9,7 +9,6 @@ others': where a batch has a row of -1, XLA multiplies too, and such rows keep i
 kernels are not taken, XLA's product is all rows', and what is the adapters' is added as in `bank`.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -17,9 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_dora.ops import choose, primitive
-from jax_dora.ops import mesh as meshes
-from jax_dora.ops.bank import EXPAND, Expansion, Static
-from jax_dora.ops.bank_slots import Rows, Slots, composed, rows_of
+from jax_dora.ops.bank import EXPAND, Expansion, Static, called, expanded
+from jax_dora.ops.bank_slots import Slots, rows_of
 from jax_dora.ops.compose import accumulator
 from jax_dora.ops.mosaic import bank_project, bank_shrink
 from jax_dora.ops.reduction import static_precision
@@ -62,7 +60,8 @@ def bank_projection(
         kernel, layer = kernel[None], jnp.int32(0)
     operands = Prompts(x, kernel, layer, lora_a, lora_b, *rows, ids < 0, bias)
     static = StaticOfPrompts(implementation, implementation, static_precision(precision))
-    return meshes.differentiable(_project)(static, meshes.vary_alike(operands))
+    (y,) = called(PROJECT, _define, static, operands)
+    return y
 
 
 class StaticOfPrompts(NamedTuple):
@@ -91,16 +90,6 @@ class Prompts(NamedTuple):
     bias: Any
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _project(static: StaticOfPrompts, prompts: Prompts) -> jax.Array:
-    return primitive.call(PROJECT, static, prompts)[0]
-
-
-@_project.defjvp
-def _project_jvp(static: StaticOfPrompts, primals: Any, tangents: Any) -> Any:
-    return jax.jvp(functools.partial(_define, static), primals, tangents)
-
-
 def _run(static: StaticOfPrompts, shard: Shard, prompts: Prompts) -> tuple[jax.Array]:
     x, lora_a, g = prompts.x, prompts.lora_a, prompts.g
     (batch, time, in_features), out, rank = x.shape, g.shape[-1], lora_a.shape[1]
@@ -112,7 +101,7 @@ def _run(static: StaticOfPrompts, shard: Shard, prompts: Prompts) -> tuple[jax.A
     shrink = chosen(bank_shrink, in_features, rank)
     project = chosen(bank_project, in_features, out, rank)
     if shrink is None or project is None:
-        return (_by_expand(static, prompts),)
+        return primitive.call(EXPAND, *_expansion(static, prompts))
     unscaled = bank_shrink.launch(x, lora_a, prompts.slot, **shrink.knobs)
     z = (prompts.scale[:, None, None] * unscaled).astype(x.dtype)
     of_all = x, prompts.kernel, prompts.layer
@@ -140,23 +129,14 @@ def _base(static: StaticOfPrompts, prompts: Prompts) -> jax.Array:
     return lax.dot_general(prompts.x, kernel, contracted, precision=static.precision)
 
 
-def _reduced(static: StaticOfPrompts, prompts: Prompts) -> jax.Array:
+def _expansion(static: StaticOfPrompts, prompts: Prompts) -> tuple[Static, Expansion]:
+    """Returns the second product, and what follows it, of the results of the others."""
     lora_a = prompts.lora_a[prompts.slot]
-    return jnp.einsum("nti,nri->ntr", prompts.x, lora_a, precision=static.precision)
+    z = jnp.einsum("nti,nri->ntr", prompts.x, lora_a, precision=static.precision)
+    given = prompts.lora_b, prompts.slot, prompts.g, prompts.scale, prompts.bias
+    operands = Expansion(_base(static, prompts), z, *given)
+    return Static(static.of_expand, static.precision), operands
 
 
-def _by_expand(static: StaticOfPrompts, prompts: Prompts) -> jax.Array:
-    operands = Expansion(
-        _base(static, prompts),
-        _reduced(static, prompts),
-        *(prompts.lora_b, prompts.slot, prompts.g, prompts.scale),
-        prompts.bias,
-    )
-    return primitive.call(EXPAND, Static(static.of_expand, static.precision), operands)[0]
-
-
-def _define(static: StaticOfPrompts, prompts: Prompts) -> jax.Array:
-    z, lora_b = _reduced(static, prompts), prompts.lora_b[prompts.slot]
-    lora = jnp.einsum("ntr,nro->nto", z, lora_b, precision=static.precision)
-    rows = Rows(prompts.slot, prompts.g, prompts.scale)
-    return composed(_base(static, prompts), lora, rows, prompts.bias)
+def _define(static: StaticOfPrompts, prompts: Prompts) -> tuple[jax.Array]:
+    return expanded(*_expansion(static, prompts))
