@@ -3,31 +3,32 @@
 The seven projections of Llama 3 8B's layers in bf16, one layer after the other as a server's step
 has them, and 64 adapters of ranks 8 to 64 in one bank. Decoding has one token a row, prefill 8
 requests of 512 tokens. Rows choose their adapters by Zipf's law with exponent 1.5, evenly, or all
-the same one. Times are of one layer, from a program of so many that the host keeps up, which is
-called `repeats` times before its results are waited for.
+the same one. Times are of one layer, from a program of a few, which is called `repeats` times
+before its results are waited for; `host_ms` is what the calls alone took, and where it is no less
+the time is the host's.
 
     base        the projections alone
     LoRA        the bank without g
     DoRA        the bank, as it chooses; "xla" without kernels
-    kernel      rows of one token by the bank's kernels, whatever it chooses
     one-hot     every row times every adapter, and a one-hot product, as in tpu-inference
     loop        one adapter after the other, on all rows
 
-What matters most comes first: loads, `FIRST` of each batch by Zipf's law, growth, other mixes,
-other kinds.
+What matters most comes first: loads, `FIRST` of each batch, growth, other kinds.
 
 `bound` is the least that DoRA can be over the base: the bytes of both over those of the base.
 Adapters are loaded into a whole model from host memory: `first`, when g is taken, and `again`.
+Growth is that of decoding with how many adapters there are, of which the bank has the slots, and
+with their rank: a row's request takes `answer` steps, and the next one's adapter is loaded if it is
+in no slot.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import functools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -36,9 +37,10 @@ import numpy as np
 from flax import nnx
 
 import jax_dora
-from benchmarks.bank_adapters import byte_bound, draw_ids, random_adapter
-from benchmarks.bank_programs import Sizes, Stack, program
+from benchmarks.bank_adapters import byte_bound, draw_ids, random_adapter, shares
+from benchmarks.bank_programs import Sizes, Stack, of_kind, program
 from benchmarks.results import Row
+from jax_dora.bank import AdapterStore, HostAdapter
 from jax_dora.bank.host import Settled
 
 # What a result may differ from another way of it, relative to its norm: some roundings of bf16.
@@ -46,29 +48,32 @@ MOST_DIFFERENT = 0.02
 
 
 FIRST = ("base", "LoRA", "DoRA", "one-hot")
-# What takes rows of one token only, and what would take minutes of them.
-ONLY_DECODING, ONLY_PREFILL = ("kernel",), ("loop",)
+GROWING = ("base", "LoRA", "DoRA")
+# What would take minutes of rows of one token.
+ONLY_PREFILL = ("loop",)
 # Whose result each kind's is compared with.
-REFERENCES = {"one-hot": "LoRA", "loop": "LoRA", "DoRA xla": "DoRA", "kernel": "DoRA"}
+REFERENCES = {"one-hot": "LoRA", "loop": "LoRA", "DoRA xla": "DoRA"}
 
 
 class Settings(NamedTuple):
-    """What is measured: nothing is built after `seconds`. Growth is that of `growth` rows, with the
-    number of adapters that they have and with their ranks. Adapters are loaded into a model of
-    `load_layers`."""
+    """What is measured: nothing is built after `seconds`. Growth is that of `growth` rows, over
+    `steps` steps. Adapters are loaded into a model of `load_layers`."""
 
     sizes: Sizes = Sizes()
-    layers: int = 8
+    layers: int = 4
     load_layers: int = 32
-    repeats: int = 4
+    repeats: int = 16
     slots: int = 64
     ranks: tuple[int, ...] = (8, 16, 32, 64)
     decoding: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
     prefill: tuple[int, int] = (8, 512)
     mixes: tuple[str, ...] = ("zipf", "uniform", "one")
-    kinds: tuple[str, ...] = (*FIRST, "DoRA xla", "kernel", "loop")
+    kinds: tuple[str, ...] = (*FIRST, "DoRA xla", "loop")
     growth: int = 64
-    rounds: int = 9
+    adapters: tuple[int, ...] = (1, 4, 16, 64, 256, 1024)
+    answer: int = 128
+    steps: int = 256
+    rounds: int = 7
     seconds: float = 420.0
 
 
@@ -82,11 +87,50 @@ TINY = Settings(
     decoding=(1, 3),
     prefill=(2, 4),
     mixes=("zipf",),
-    # Interpreted kernels are tested elsewhere.
-    kinds=tuple(kind for kind in Settings().kinds if kind != "kernel"),
     growth=3,
+    adapters=(2, 5),
+    answer=2,
+    steps=16,
     rounds=1,
 )
+
+
+class Program(NamedTuple):
+    """A kind's compiled program for a batch, None where it does not compile, and its row."""
+
+    row: Row
+    run: Any
+
+    @property
+    def kind(self) -> str:
+        return self.row["kind"]
+
+
+class Inputs:
+    """What programs are called with: the projections, a bank of their adapters, a batch's slots,
+    and x of a shape [rows, tokens]."""
+
+    def __init__(self, model: Any, bank: Any, ids: np.ndarray, shape: tuple[int, int]) -> None:
+        hidden = model.layers.q_proj.kernel.shape[-2]
+        self._x = jax.random.normal(jax.random.key(1), (*shape, hidden), jnp.bfloat16)
+        self._graphdef, self._state = nnx.split(model)
+        self.change(bank, ids)
+
+    def change(self, bank: Any, ids: np.ndarray) -> None:
+        self._bank, self._ids = bank, jnp.asarray(ids)
+
+    def of(self, kind: str) -> list[jax.Array]:
+        """Returns what a kind's program takes: a flat list, which costs a call the least."""
+        return jax.tree.leaves(self._tree(kind))
+
+    def lowered(self, kind: str) -> Any:
+        """Returns a kind's program, lowered for these."""
+        structure, function = jax.tree.structure(self._tree(kind)), program(kind, self._graphdef)
+        flat = jax.jit(lambda *leaves: function(*jax.tree.unflatten(structure, leaves)))
+        return flat.lower(*self.of(kind))
+
+    def _tree(self, kind: str) -> Any:
+        return self._state, of_kind(kind, self._bank), self._ids, self._x
 
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
@@ -100,81 +144,93 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
     model = nnx.jit(lambda: Stack(settings.sizes, settings.layers))()
     bank = _filled(jax_dora.AdapterBank(model, settings.slots, max(settings.ranks)), settings.ranks)
     shapes = [*((rows, 1) for rows in settings.decoding), settings.prefill]
-    programs: dict[tuple[int, int], list[tuple[Row, Any]]] = {}
+    programs: dict[tuple[int, int], list[Program]] = {}
 
-    def timed(shape: tuple[int, int], mixes: Iterable[str], others: Any = ()) -> Iterator[Row]:
-        for mix in mixes:
+    def timed(shape: tuple[int, int], mine: list[Program], beside: Any = ()) -> Iterator[Row]:
+        for mix in settings.mixes:
             ids = draw_ids(mix, shape[0], settings.slots)
             told = {"mix": mix} | byte_bound(bank, ids)
-            beside, mine = (programs[shape], others) if others else ([], programs[shape])
-            if left() > 0:
-                yield from _timed(
-                    *(_having(beside, told), _having(mine, told)),
-                    *(_arguments(model, bank, ids, shape), settings),
-                )
+            yield from _timed(settings, mine, Inputs(model, bank, ids, shape), told, beside)
 
-    first, *mixes = settings.mixes
-    kinds = [kind for kind in settings.kinds if kind in FIRST]
+    first = [kind for kind in settings.kinds if kind in FIRST]
     for shape in shapes:
         if left() > 0:
-            programs[shape] = list(_compiled(settings, kinds, model, bank, shape))
-            yield from timed(shape, [first])
-    growing = (settings.growth, 1)
-    if left() > 0 and settings.growth and growing not in programs:
-        programs[growing] = list(_compiled(settings, kinds, model, bank, growing))
-    yield from _growth_of_adapters(settings, programs.get(growing, []), model, bank, left)
-    for shape in shapes:
-        if shape in programs:
-            yield from timed(shape, mixes)
+            programs[shape] = _compiled(settings, first, model, bank, shape)
+            yield from timed(shape, programs[shape])
+    growing = [one for one in programs.get((settings.growth, 1), ()) if one.kind in GROWING]
+    for rank in settings.ranks if growing and left() > 0 else ():
+        bank = _filled(bank, (rank,))
+        ids = np.arange(settings.growth, dtype=np.int32) % settings.slots
+        told = {"mix": "growth", "rank": rank} | byte_bound(bank, ids)
+        yield from _timed(settings, growing, Inputs(model, bank, ids, (len(ids), 1)), told)
+    if growing and left() > 0:
+        store = AdapterStore(bank)
+        yield from _growth_of_adapters(settings, growing, model, store)
+        bank = _filled(store.bank, settings.ranks)
+    rest = [kind for kind in settings.kinds if kind not in FIRST]
     for shape in shapes:
         if shape in programs and left() > 0:
-            rest = [kind for kind in settings.kinds if kind not in FIRST]
-            yield from timed(
-                shape, settings.mixes, list(_compiled(settings, rest, model, bank, shape))
-            )
-    yield from _growth_of_ranks(settings, programs.get(growing, []), model, bank, left)
+            mine = _compiled(settings, rest, model, bank, shape)
+            yield from timed(shape, mine, programs[shape])
 
 
 def _growth_of_adapters(
-    settings: Settings, programs: Any, model: Any, bank: Any, left: Callable[[], float]
+    settings: Settings, programs: list[Program], model: Any, store: AdapterStore
 ) -> Iterator[Row]:
-    """Yields what decoding takes by the number of adapters that rows have."""
-    rows = settings.growth
-    counts = [count for count in (1, 2, 4, 8, 16, 32, 64) if count <= min(rows, settings.slots)]
-    for count in counts:
-        ids = np.arange(rows, dtype=np.int32) % count
-        told = {"mix": "growth", "adapters": count} | byte_bound(bank, ids)
-        if left() > 0:
-            yield from _grown(settings, programs, told, _arguments(model, bank, ids, (rows, 1)))
+    """Yields what decoding takes by the number of adapters that requests ask for, loads
+    included."""
+    drawn = [random_adapter(store.bank, rank, rank) for rank in settings.ranks]
+    for count in settings.adapters:
+        for number in range(len(store), count):
+            store.add(str(number), _scaled(drawn[number % len(drawn)], 1 + number / count))
+            # The first load takes its norms.
+            store.release(str(number), store.acquire(str(number)))
+        found: dict[str, float] = {}
+        for one in programs:
+            if one.run is not None:
+                row = one.row | {"mix": "growth", "adapters": count}
+                row |= _requested(settings, one, model, store, count)
+                found[one.kind] = row["ms"]
+                yield row | _ratios(one.kind, found)
 
 
-def _growth_of_ranks(
-    settings: Settings, programs: Any, model: Any, bank: Any, left: Callable[[], float]
-) -> Iterator[Row]:
-    """Yields what decoding takes by the rank of all adapters; the bank is used up."""
-    rows = settings.growth
-    ids = np.arange(rows, dtype=np.int32) % settings.slots
-    for rank in settings.ranks:
-        if left() < 0 or not rows:
-            return
-        bank = _filled(bank, (rank,))
-        told = {"mix": "growth", "rank": rank} | byte_bound(bank, ids)
-        yield from _grown(settings, programs, told, _arguments(model, bank, ids, (rows, 1)))
+def _requested(
+    settings: Settings, one: Program, model: Any, store: AdapterStore, count: int
+) -> Row:
+    """Returns what a step of a layer takes whose rows' requests end, each in its turn, and others
+    begin; what their adapters' loads cost them, and how many these were."""
+    rows, rng = settings.growth, np.random.default_rng(count)
+    ids, names = np.full(rows, -1, np.int32), [""] * rows
+    inputs = Inputs(model, store.bank, ids, (rows, 1))
 
+    def begin(row: int) -> None:
+        if names[row]:
+            store.release(names[row], int(ids[row]))
+        names[row] = str(rng.choice(count, p=shares("zipf", count)))
+        ids[row] = store.acquire(names[row])
 
-def _grown(settings: Settings, programs: Any, told: Row, arguments: Any) -> Iterator[Row]:
-    chosen = [one for one in programs if one[0]["kind"] in ("base", "LoRA", "DoRA")]
-    yield from _timed([], _having(chosen, told), arguments, settings)
-
-
-def _having(programs: Iterable[tuple[Row, Any]], told: Row) -> list[tuple[Row, Any]]:
-    return [(row | told, run) for row, run in programs]
-
-
-def _arguments(model: Any, bank: Any, ids: np.ndarray, shape: tuple[int, int]) -> Any:
-    hidden = model.layers.q_proj.kernel.shape[-2]
-    x = jax.random.normal(jax.random.key(1), (*shape, hidden), jnp.bfloat16)
-    return nnx.state(model), bank, jnp.asarray(ids), x
+    adapted = range(rows) if one.kind != "base" else ()
+    for row in adapted:
+        begin(row)
+    inputs.change(store.bank, ids)
+    jax.block_until_ready(one.run(*inputs.of(one.kind)))
+    loads, begun = store.loads, time.perf_counter()
+    y = None
+    turns = [row * settings.answer // rows for row in adapted]
+    for step in range(settings.steps):
+        due = [row for row in adapted if step % settings.answer == turns[row]]
+        for row in due:
+            begin(row)
+        if due:
+            inputs.change(store.bank, ids)
+        y = one.run(*inputs.of(one.kind))
+    jax.block_until_ready(y)
+    seconds = time.perf_counter() - begun
+    told = byte_bound(store.bank, ids[ids >= 0])
+    for row in adapted:
+        store.release(names[row], int(ids[row]))
+    ms = 1e3 * seconds / (settings.steps * settings.layers)
+    return told | {"ms": ms, "loads": store.loads - loads}
 
 
 def _loads(settings: Settings) -> Iterator[Row]:
@@ -203,93 +259,75 @@ def _loads(settings: Settings) -> Iterator[Row]:
 def _filled(bank: Any, ranks: tuple[int, ...]) -> Any:
     """Returns a bank with an adapter in every slot, of these ranks in turn; those of one rank
     differ in their scale alone."""
-    drawn = {rank: random_adapter(bank, rank, rank) for rank in ranks}
+    drawn = [random_adapter(bank, rank, rank) for rank in ranks]
     for slot in range(bank.slots):
-        adapter = drawn[ranks[slot % len(ranks)]]
-        scaled = {
-            path: dataclasses.replace(facts, scale=facts.scale * np.float32(1 + slot / bank.slots))
-            for path, facts in adapter.facts.items()
-        }
-        bank = bank.load(slot, dataclasses.replace(adapter, facts=scaled, settled=Settled()))
+        bank = bank.load(slot, _scaled(drawn[slot % len(drawn)], 1 + slot / bank.slots))
     return bank
+
+
+def _scaled(adapter: HostAdapter, factor: float) -> HostAdapter:
+    """Returns another adapter of the same matrices."""
+    facts = {
+        path: dataclasses.replace(one, scale=one.scale * np.float32(factor))
+        for path, one in adapter.facts.items()
+    }
+    return dataclasses.replace(adapter, facts=facts, settled=Settled())
 
 
 def _compiled(
     settings: Settings, kinds: Iterable[str], model: Any, bank: Any, shape: tuple[int, int]
-) -> Iterator[tuple[Row, Any]]:
-    """Yields a row and its program, or None, for every kind that takes the shape; several are
-    compiled at a time."""
+) -> list[Program]:
+    """Returns the program of every kind that takes the shape. The first is compiled before the
+    others, which find its products tuned, and they at a time."""
     rows, tokens = shape
-    arguments = _arguments(model, bank, np.zeros(rows, np.int32), shape)
-    graphdef = nnx.graphdef(model)
-    unfit = ONLY_DECODING if tokens > 1 else ONLY_PREFILL
-    lowered: list[tuple[Row, Any]] = []
-    for kind in (kind for kind in kinds if kind not in unfit):
+    inputs = Inputs(model, bank, np.zeros(rows, np.int32), shape)
+
+    def compiled(kind: str) -> Program:
         row: Row = {"task": "prefill" if tokens > 1 else "decode", "kind": kind}
         row |= {"rows": rows, "tokens": tokens}
-        function = jax.jit(program(kind, graphdef))
-        lowered.append((row, _attempted(row, functools.partial(function.lower, *arguments))))
-    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        begin, run = time.monotonic(), None
+        try:
+            run = inputs.lowered(kind).compile()
+            row["kernels"] = str(run.as_text()).count('custom_call_target="mosaic_gpu')
+            row["temp_bytes"] = run.memory_analysis().temp_size_in_bytes
+        except Exception as error:  # It costs no other its measurement.
+            row["failed"] = f"{type(error).__name__}: {error}"[:600]
+        row["compile_s"] = time.monotonic() - begin
+        return Program(row, run)
 
-        def compiled(one: tuple[Row, Any]) -> tuple[Row, Any]:
-            row, program = one
-            begin = time.monotonic()
-            run = program and _attempted(row, program.compile)
-            if run:
-                row["kernels"] = str(run.as_text()).count('custom_call_target="mosaic_gpu')
-                row["temp_bytes"] = run.memory_analysis().temp_size_in_bytes
-            row["compile_s"] = time.monotonic() - begin
-            return row, run
-
-        yield from threads.map(compiled, lowered)
-
-
-def _attempted(row: Row, make: Callable[[], Any]) -> Any:
-    """Returns what `make` does, or None where it fails, and notes why in the row: a program that
-    does not compile costs no other its measurement."""
-    try:
-        return make()
-    except Exception as error:
-        row["failed"] = f"{type(error).__name__}: {error}"[:600]
-        return None
+    first, *others = [kind for kind in kinds if tokens > 1 or kind not in ONLY_PREFILL]
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        return [compiled(first), *threads.map(compiled, others)]
 
 
 def _timed(
-    beside: list[tuple[Row, Any]],
-    programs: list[tuple[Row, Any]],
-    arguments: Any,
-    settings: Settings,
+    settings: Settings, programs: list[Program], inputs: Inputs, told: Row, beside: Any = ()
 ) -> Iterator[Row]:
     """Yields the rows of `programs` with median wall times of a layer, programs being run in turns,
     those of `beside` too."""
-    programs = beside + programs
-    times: list[list[float]] = [[] for _ in programs]
+    running = [one for one in (*beside, *programs) if one.run is not None]
+    times: dict[str, list[float]] = {one.kind: [] for one in running}
+    hosts: dict[str, list[float]] = {one.kind: [] for one in running}
     results: dict[str, Any] = {}
+    per_layer = 1e3 / (settings.layers * settings.repeats)
     for turn in range(settings.rounds + 1):
-        for (row, run), taken in zip(programs, times, strict=True):
-            if run is None:
-                continue
+        for one in running:
+            arguments = inputs.of(one.kind)
             begin = time.perf_counter()
-            y = [run(*arguments) for _ in range(settings.repeats)][-1]
+            y = [one.run(*arguments) for _ in range(settings.repeats)][-1]
+            called = time.perf_counter()
             jax.block_until_ready(y)
             if turn:  # The first warms up.
-                taken.append(1e3 * (time.perf_counter() - begin))
+                times[one.kind].append(per_layer * (time.perf_counter() - begin))
+                hosts[one.kind].append(per_layer * (called - begin))
             else:
-                results[row["kind"]] = np.asarray(y, np.float32)
-    layers = settings.layers * settings.repeats
-    medians = {
-        row["kind"]: statistics.median(one) / layers
-        for (row, _), one in zip(programs, times, strict=True)
-        if one
-    }
-    spreads = [(max(one) - min(one)) / layers if one else 0.0 for one in times]
-    for (row, _), spread in list(zip(programs, spreads, strict=True))[len(beside) :]:
-        kind, reference = row["kind"], REFERENCES.get(row["kind"])
+                results[one.kind] = np.asarray(y, np.float32)
+    medians = {kind: statistics.median(some) for kind, some in times.items()}
+    for one in programs:
+        kind, row, reference = one.kind, one.row | told, REFERENCES.get(one.kind)
         if kind in medians:
-            row |= {"ms": medians[kind], "spread_ms": spread}
-            for other in ("base", "LoRA"):
-                if other in medians:
-                    row[f"over_{other.lower()}"] = medians[kind] / medians[other]
+            row |= {"ms": medians[kind], "spread_ms": max(times[kind]) - min(times[kind])}
+            row |= {"host_ms": statistics.median(hosts[kind])} | _ratios(kind, medians)
         if reference in results and kind in results:
             expected = results[reference]
             difference = np.linalg.norm(results[kind] - expected) / np.linalg.norm(expected)
@@ -297,6 +335,11 @@ def _timed(
             if not difference <= MOST_DIFFERENT:
                 row["failed"] = f"it differs from {reference} by {difference:.3g} of its norm"
         yield row
+
+
+def _ratios(kind: str, ms: dict[str, float]) -> Row:
+    """Returns a kind's time over those of the base and of LoRA."""
+    return {f"over_{one.lower()}": ms[kind] / ms[one] for one in ("base", "LoRA") if one in ms}
 
 
 def line(row: Row) -> str:
@@ -308,7 +351,8 @@ def line(row: Row) -> str:
     if "failed" in row:
         return f"{name} failed: {row['failed'][:150]}"
     told = f"{name} {row['ms']:8.4f} ms  {row['distinct']:3} adapters  {row['kernels']:2} kernels"
-    told += f" rank {row['rank']:3}" if "rank" in row else ""
+    told += f"  rank {row['rank']}" if "rank" in row else ""
+    told += f"  of {row['adapters']}, {row['loads']} loads" if "adapters" in row else ""
     for other in ("base", "lora"):
         if f"over_{other}" in row:
             told += f"  {row[f'over_{other}']:6.3f} of {other}"

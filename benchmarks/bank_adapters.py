@@ -12,16 +12,20 @@ from jax_dora.bank.host import RANKS, Facts, HostAdapter, piece_shape
 EXPONENT = 1.5
 
 
+def shares(mix: str, count: int) -> np.ndarray:
+    """Returns how often each of so many adapters is asked for: by Zipf's law, or evenly."""
+    weights = np.arange(1, count + 1) ** -(EXPONENT if mix == "zipf" else 0.0)
+    return weights / weights.sum()
+
+
 def draw_ids(mix: str, rows: int, slots: int) -> np.ndarray:
     """Returns the slots of a batch's rows."""
     rng = np.random.default_rng(rows)
     if mix == "one":
         return np.zeros(rows, np.int32)
-    weights = np.arange(1, slots + 1) ** -(EXPONENT if mix == "zipf" else 0.0)
     # Which adapters are popular has nothing to do with their ranks.
-    return rng.permutation(slots)[rng.choice(slots, rows, p=weights / weights.sum())].astype(
-        np.int32
-    )
+    drawn = rng.permutation(slots)[rng.choice(slots, rows, p=shares(mix, slots))]
+    return drawn.astype(np.int32)
 
 
 def random_adapter(bank: Any, rank: int, seed: int) -> HostAdapter:

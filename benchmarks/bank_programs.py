@@ -23,6 +23,15 @@ def without_g(bank: Any) -> Any:
     return bank
 
 
+def of_kind(kind: str, bank: Any) -> Any:
+    """Returns what of a bank a kind's program takes."""
+    if kind == "base":
+        return None
+    if kind in BY_HAND:
+        return {path: one._replace(g=None, rank=None) for path, one in bank.arrays.items()}
+    return without_g(bank) if kind == "LoRA" else bank
+
+
 class Sizes(NamedTuple):
     """Of a layer: hidden, the keys' and values' features, intermediate."""
 
@@ -117,34 +126,35 @@ def loop(x: jax.Array, one: Bare, ids: jax.Array) -> jax.Array:
     return lax.fori_loop(0, slots.lora_a.shape[0], add, x @ one.kernel)
 
 
+BY_HAND = {"one-hot": one_hot, "loop": loop}
+
+
 def program(kind: str, graphdef: Any) -> Callable[..., jax.Array]:
-    """Returns the result [rows, tokens, hidden] of all layers as a function of (state, bank, ids,
-    x).
+    """Returns the result [rows, tokens, hidden] of all layers as a function of (state, `of_kind` a
+    bank, ids, x).
 
     Nothing is in a loop, as in a server's step: XLA would copy each layer's kernels out of their
     stack there.
     """
-    if kind in ("one-hot", "loop"):
-        return _by_hand(one_hot if kind == "one-hot" else loop)
+    if kind in BY_HAND:
+        return _by_hand(BY_HAND[kind])
 
     def run(state: Any, bank: Any, ids: jax.Array, x: jax.Array) -> jax.Array:
         model = nnx.merge(graphdef, state)
-        if kind == "base":
+        if bank is None:
             return model(x)
-        if kind == "LoRA":
-            bank = without_g(bank)
-        implementation = {"DoRA xla": "xla", "kernel": "mosaic"}.get(kind)
+        implementation = "xla" if kind == "DoRA xla" else None
         return jax_dora.with_bank(model, bank, ids, implementation=implementation)(x)
 
     return run
 
 
 def _by_hand(multiply: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    def run(state: Any, bank: Any, ids: jax.Array, x: jax.Array) -> jax.Array:
+    def run(state: Any, bank: dict[str, Slots], ids: jax.Array, x: jax.Array) -> jax.Array:
         kernels = {
             "/".join(map(str, path[:-1])): v.get_value() for path, v in nnx.to_flat_state(state)
         }
-        bare = {path: Bare(kernels[path], bank.arrays[path]._replace(g=None)) for path in kernels}
+        bare = {path: Bare(kernels[path], bank[path]) for path in kernels}
 
         for one in unstacked(bare, len(next(iter(bare.values())).kernel)):
 

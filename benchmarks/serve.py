@@ -11,6 +11,7 @@ Zipf's law with exponent 1.5, from 64 slots. All but HTTP is in it: queue, loads
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import time
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ from jax_dora.serve.slots import Slots
 
 
 class Settings(NamedTuple):
-    """What is measured: nothing is started after `seconds`.
+    """What is measured: nothing is started after `seconds`, nor compiled that it does not need.
 
     Attributes:
       adapters: how many are asked for, one after the other.
@@ -67,58 +68,88 @@ TINY = Settings(
 
 
 class WithoutG(Bank):
-    """A bank whose g no row is multiplied by."""
+    """Another server's bank, whose g no row is multiplied by."""
+
+    def __init__(self, bank: Bank) -> None:
+        self._residents = bank._residents
 
     @property
     def arrays(self) -> Any:
         return without_g(super().arrays)
 
 
+class Server(NamedTuple):
+    """A kind's rows and bank, and what compiling it took."""
+
+    slots: Slots
+    bank: Bank
+    compiled: Row
+
+
 def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields one row a measurement."""
     started = time.monotonic()
+
+    def left() -> float:
+        return settings.seconds - (time.monotonic() - started)
+
     model = make_model(settings.config)
-    values: list[Any] = []
+    row: Row = {"rows": settings.rows, "layers": model.config.num_hidden_layers}
     base = None
-    for kind in settings.kinds:
-        row: Row = {"kind": kind, "rows": settings.rows, "layers": model.config.num_hidden_layers}
-        begin = time.monotonic()
-        try:
-            made = WithoutG if kind == "LoRA" else Bank
-            bank = made(model, 0 if kind == "base" else settings.slots, max(settings.ranks))
-            length = settings.prompt + settings.answer
-            slots = Slots(model, bank, settings.rows, length, settings.chunk)
-            bank.warm_up(model)
-            slots.warm_up()
-            if kind != "base" and not values:
-                values = [random_adapter(bank.bank, rank, rank) for rank in settings.ranks]
-        except Exception as error:  # One that has no room costs no other its measurement.
-            yield row | {"failed": f"{type(error).__name__}: {error}"[:600]}
-            continue
-        row["compile_s"] = time.monotonic() - begin
-        for count in (0,) if kind == "base" else settings.adapters:
-            left = settings.seconds - (time.monotonic() - started)
-            if left < 0:
+    if "base" in settings.kinds:
+        server = _server(settings, model, Bank(model, 0, 0))
+        found = _served(settings, model, server, [], left())
+        base = found["tokens_per_s"]
+        yield row | {"kind": "base", "adapters": 0} | server.compiled | found
+    kinds = [kind for kind in settings.kinds if kind != "base"]
+    if not kinds or left() < 0:
+        return
+    bank, begin = Bank(model, settings.slots, max(settings.ranks)), time.monotonic()
+    bank.warm_up(model)
+    row["load_compile_s"] = time.monotonic() - begin
+    banks = [WithoutG(bank) if kind == "LoRA" else bank for kind in kinds]
+    # Whose products have been tuned for the base.
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        servers = list(threads.map(lambda one: _server(settings, model, one), banks))
+    values = [random_adapter(bank.bank, rank, rank) for rank in settings.ranks]
+    for count in settings.adapters:
+        for kind, server in zip(kinds, servers, strict=True):
+            if left() < 0:
                 return
             served = [Served(str(one), values[one % len(values)]) for one in range(count)]
-            found = _served(settings, model, slots, bank, served, left)
-            if kind == "base":
-                base = found["tokens_per_s"]
-            elif base:
+            found = _served(settings, model, server, served, left())
+            if base:
                 found["of_base"] = found["tokens_per_s"] / base
-            yield row | {"adapters": count} | found
-        del slots, bank
+            yield row | {"kind": kind, "adapters": count} | server.compiled | found
+
+
+def _server(settings: Settings, model: CausalLM, bank: Bank) -> Server:
+    """Returns what answers requests, with the programs that they take: prompts are read in one
+    piece each, and only the program for that is compiled."""
+    length = settings.prompt + settings.answer
+    slots = Slots(model, bank, settings.rows, length, settings.chunk)
+    slots.widths = (slots.width(settings.prompt),)
+    begin = time.monotonic()
+    slots.read((), slots.widths[0])
+    read = time.monotonic() - begin
+    slots.warm_up()
+    return Server(slots, bank, {"read_compile_s": read, "compile_s": time.monotonic() - begin})
 
 
 def _served(
-    settings: Settings, model: CausalLM, slots: Slots, bank: Bank, served: list[Served], left: float
+    settings: Settings, model: CausalLM, server: Server, served: list[Served], left: float
 ) -> Row:
     """Returns what the clients saw in `settings.rounds` answers each, or in the time that is
     left."""
     rng = np.random.default_rng(0)
     metrics = Metrics()
     engine = Engine(
-        slots, bank, byte_level_tokenizer(), (), queue=4 * settings.rows, metrics=metrics
+        server.slots,
+        server.bank,
+        byte_level_tokenizer(),
+        (),
+        queue=4 * settings.rows,
+        metrics=metrics,
     )
     asked = settings.rows * (settings.rounds + 1)
     chosen = draw_ids("zipf", asked, len(served)) if served else None
@@ -169,13 +200,12 @@ def _served(
 
 def line(row: Row) -> str:
     """Returns a row as a line to read."""
-    if "failed" in row:
-        return f"{row['kind']:4} failed: {row['failed'][:150]}"
     if not row["answers"]:
         return f"{row['kind']:4} {row['adapters']:5} adapters: out of time"
     ratio = f"  {row['of_base']:.3f} of the base's" if "of_base" in row else ""
     return (
         f"{row['kind']:4} {row['adapters']:5} adapters  {row['tokens_per_s']:8,.0f} tokens/s  "
         f"first token {row['first_token_ms']:7.0f} ms, 90 % within "
-        f"{row['first_token_p90_ms']:7.0f} ms  {row['loads']:4} loads{ratio}"
+        f"{row['first_token_p90_ms']:7.0f} ms  {row['loads']:4} loads{ratio}  "
+        f"compiled in {row['compile_s']:.0f} s"
     )
