@@ -2,18 +2,15 @@
 
 The seven projections of Llama 3 8B's layers in bf16, one layer after the other as a server's step
 has them, and 64 adapters of ranks 8 to 64 in one bank. Decoding has one token a row, prefill 8
-requests of 512 tokens. Rows choose their adapters by Zipf's law with exponent 1.5, evenly, or all
-the same one. Times are of one layer, from a program of a few, which is called `repeats` times
-before its results are waited for; `host_ms` is what the calls alone took, and where it is no less
-the time is the host's.
+requests of 512 tokens. Rows choose their adapters by Zipf's law with exponent 1.5, or evenly, and
+`alone` rows all the same one. Times are of one layer, from a program of a few, which is called
+`repeats` times before its results are waited for; `host_ms` is what the calls alone took, and where
+it is no less the time is the host's.
 
     base        the projections alone
     LoRA        the bank without g
-    DoRA        the bank, as it chooses; "xla" without kernels
+    DoRA        the bank, as it chooses; "xla" without kernels, of few rows
     one-hot     every row times every adapter, and a one-hot product, as in tpu-inference
-    loop        one adapter after the other, on all rows
-
-What matters most comes first: loads, `FIRST` of each batch, growth, other kinds.
 
 `bound` is the least that DoRA can be over the base: the bytes of both over those of the base.
 Adapters are loaded into a whole model from host memory: `first`, when g is taken, and `again`.
@@ -28,7 +25,7 @@ import concurrent.futures
 import dataclasses
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -47,28 +44,28 @@ from jax_dora.bank.host import Settled
 MOST_DIFFERENT = 0.02
 
 
-FIRST = ("base", "LoRA", "DoRA", "one-hot")
 GROWING = ("base", "LoRA", "DoRA")
-# What would take minutes of rows of one token.
-ONLY_PREFILL = ("loop",)
 # Whose result each kind's is compared with.
-REFERENCES = {"one-hot": "LoRA", "loop": "LoRA", "DoRA xla": "DoRA"}
+REFERENCES = {"one-hot": "LoRA", "DoRA xla": "DoRA"}
 
 
 class Settings(NamedTuple):
-    """What is measured: nothing is built after `seconds`. Growth is that of `growth` rows, over
-    `steps` steps. Adapters are loaded into a model of `load_layers`."""
+    """What is measured: nothing is built after `seconds`. XLA's way is measured of `by_xla` rows.
+    Growth is that of `growth` rows, over `steps` steps. Adapters are loaded into a model of
+    `load_layers`."""
 
     sizes: Sizes = Sizes()
-    layers: int = 4
+    layers: int = 3
     load_layers: int = 32
     repeats: int = 16
     slots: int = 64
     ranks: tuple[int, ...] = (8, 16, 32, 64)
     decoding: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
     prefill: tuple[int, int] = (8, 512)
-    mixes: tuple[str, ...] = ("zipf", "uniform", "one")
-    kinds: tuple[str, ...] = (*FIRST, "DoRA xla", "loop")
+    mixes: tuple[str, ...] = ("zipf", "uniform")
+    alone: int = 8
+    kinds: tuple[str, ...] = ("base", "LoRA", "DoRA", "one-hot", "DoRA xla")
+    by_xla: tuple[int, ...] = (1, 8)
     growth: int = 64
     adapters: tuple[int, ...] = (1, 4, 16, 64, 256, 1024)
     answer: int = 128
@@ -87,6 +84,8 @@ TINY = Settings(
     decoding=(1, 3),
     prefill=(2, 4),
     mixes=("zipf",),
+    alone=1,
+    by_xla=(3,),
     growth=3,
     adapters=(2, 5),
     answer=2,
@@ -140,38 +139,29 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
     def left() -> float:
         return settings.seconds - (time.monotonic() - started)
 
-    yield from _loads(settings)
     model = nnx.jit(lambda: Stack(settings.sizes, settings.layers))()
     bank = _filled(jax_dora.AdapterBank(model, settings.slots, max(settings.ranks)), settings.ranks)
-    shapes = [*((rows, 1) for rows in settings.decoding), settings.prefill]
-    programs: dict[tuple[int, int], list[Program]] = {}
-
-    def timed(shape: tuple[int, int], mine: list[Program], beside: Any = ()) -> Iterator[Row]:
-        for mix in settings.mixes:
-            ids = draw_ids(mix, shape[0], settings.slots)
+    growing: list[Program] = []
+    for shape in (*((rows, 1) for rows in settings.decoding), settings.prefill):
+        if left() <= 0:
+            return
+        rows, tokens = shape
+        programs = _compiled(settings, model, bank, shape)
+        if shape == (settings.growth, 1):
+            growing = [one for one in programs if one.kind in GROWING]
+        alone = ("one",) * (rows == settings.alone and tokens == 1)
+        for mix in (*settings.mixes, *alone):
+            ids = draw_ids(mix, rows, settings.slots)
             told = {"mix": mix} | byte_bound(bank, ids)
-            yield from _timed(settings, mine, Inputs(model, bank, ids, shape), told, beside)
-
-    first = [kind for kind in settings.kinds if kind in FIRST]
-    for shape in shapes:
-        if left() > 0:
-            programs[shape] = _compiled(settings, first, model, bank, shape)
-            yield from timed(shape, programs[shape])
-    growing = [one for one in programs.get((settings.growth, 1), ()) if one.kind in GROWING]
-    for rank in settings.ranks if growing and left() > 0 else ():
+            yield from _timed(settings, programs, Inputs(model, bank, ids, shape), told)
+    for rank in settings.ranks if left() > 0 else ():
         bank = _filled(bank, (rank,))
         ids = np.arange(settings.growth, dtype=np.int32) % settings.slots
         told = {"mix": "growth", "rank": rank} | byte_bound(bank, ids)
         yield from _timed(settings, growing, Inputs(model, bank, ids, (len(ids), 1)), told)
-    if growing and left() > 0:
-        store = AdapterStore(bank)
-        yield from _growth_of_adapters(settings, growing, model, store)
-        bank = _filled(store.bank, settings.ranks)
-    rest = [kind for kind in settings.kinds if kind not in FIRST]
-    for shape in shapes:
-        if shape in programs and left() > 0:
-            mine = _compiled(settings, rest, model, bank, shape)
-            yield from timed(shape, mine, programs[shape])
+    if left() > 0:
+        yield from _growth_of_adapters(settings, growing, model, AdapterStore(bank))
+    yield from _loads(settings)
 
 
 def _growth_of_adapters(
@@ -274,11 +264,9 @@ def _scaled(adapter: HostAdapter, factor: float) -> HostAdapter:
     return dataclasses.replace(adapter, facts=facts, settled=Settled())
 
 
-def _compiled(
-    settings: Settings, kinds: Iterable[str], model: Any, bank: Any, shape: tuple[int, int]
-) -> list[Program]:
-    """Returns the program of every kind that takes the shape. The first is compiled before the
-    others, which find its products tuned, and they at a time."""
+def _compiled(settings: Settings, model: Any, bank: Any, shape: tuple[int, int]) -> list[Program]:
+    """Returns the program of every kind that is measured of the shape. The first is compiled before
+    the others, which find its products tuned, and they at a time."""
     rows, tokens = shape
     inputs = Inputs(model, bank, np.zeros(rows, np.int32), shape)
 
@@ -295,17 +283,16 @@ def _compiled(
         row["compile_s"] = time.monotonic() - begin
         return Program(row, run)
 
-    first, *others = [kind for kind in kinds if tokens > 1 or kind not in ONLY_PREFILL]
+    by_xla = tokens == 1 and rows in settings.by_xla
+    first, *others = [kind for kind in settings.kinds if by_xla or kind != "DoRA xla"]
     with concurrent.futures.ThreadPoolExecutor() as threads:
         return [compiled(first), *threads.map(compiled, others)]
 
 
-def _timed(
-    settings: Settings, programs: list[Program], inputs: Inputs, told: Row, beside: Any = ()
-) -> Iterator[Row]:
-    """Yields the rows of `programs` with median wall times of a layer, programs being run in turns,
-    those of `beside` too."""
-    running = [one for one in (*beside, *programs) if one.run is not None]
+def _timed(settings: Settings, programs: list[Program], inputs: Inputs, told: Row) -> Iterator[Row]:
+    """Yields the rows of `programs` with median wall times of a layer, programs being run in
+    turns."""
+    running = [one for one in programs if one.run is not None]
     times: dict[str, list[float]] = {one.kind: [] for one in running}
     hosts: dict[str, list[float]] = {one.kind: [] for one in running}
     results: dict[str, Any] = {}

@@ -27,7 +27,7 @@ def of_kind(kind: str, bank: Any) -> Any:
     """Returns what of a bank a kind's program takes."""
     if kind == "base":
         return None
-    if kind in BY_HAND:
+    if kind == "one-hot":
         return {path: one._replace(g=None, rank=None) for path, one in bank.arrays.items()}
     return without_g(bank) if kind == "LoRA" else bank
 
@@ -114,21 +114,6 @@ def one_hot(x: jax.Array, one: Bare, ids: jax.Array) -> jax.Array:
     return x @ one.kernel + jnp.einsum("btsr,sro->bto", z, slots.lora_b)
 
 
-def loop(x: jax.Array, one: Bare, ids: jax.Array) -> jax.Array:
-    """Returns x W + s·x A B, slot after slot."""
-    slots = one.slots
-
-    def add(slot: Any, y: jax.Array) -> jax.Array:
-        lora_a, lora_b, scale = slots.lora_a[slot], slots.lora_b[slot], slots.scale[slot]
-        mine = jnp.where(ids == slot, scale, 0).astype(x.dtype)[:, None, None]
-        return y + ((mine * x) @ lora_a.T) @ lora_b
-
-    return lax.fori_loop(0, slots.lora_a.shape[0], add, x @ one.kernel)
-
-
-BY_HAND = {"one-hot": one_hot, "loop": loop}
-
-
 def program(kind: str, graphdef: Any) -> Callable[..., jax.Array]:
     """Returns the result [rows, tokens, hidden] of all layers as a function of (state, `of_kind` a
     bank, ids, x).
@@ -136,8 +121,8 @@ def program(kind: str, graphdef: Any) -> Callable[..., jax.Array]:
     Nothing is in a loop, as in a server's step: XLA would copy each layer's kernels out of their
     stack there.
     """
-    if kind in BY_HAND:
-        return _by_hand(BY_HAND[kind])
+    if kind == "one-hot":
+        return _one_hot
 
     def run(state: Any, bank: Any, ids: jax.Array, x: jax.Array) -> jax.Array:
         model = nnx.merge(graphdef, state)
@@ -149,19 +134,13 @@ def program(kind: str, graphdef: Any) -> Callable[..., jax.Array]:
     return run
 
 
-def _by_hand(multiply: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    def run(state: Any, bank: dict[str, Slots], ids: jax.Array, x: jax.Array) -> jax.Array:
-        kernels = {
-            "/".join(map(str, path[:-1])): v.get_value() for path, v in nnx.to_flat_state(state)
-        }
-        bare = {path: Bare(kernels[path], bank[path]) for path in kernels}
+def _one_hot(state: Any, bank: dict[str, Slots], ids: jax.Array, x: jax.Array) -> jax.Array:
+    kernels = {"/".join(map(str, path[:-1])): v.get_value() for path, v in nnx.to_flat_state(state)}
+    bare = {path: Bare(kernels[path], bank[path]) for path in kernels}
+    for one in unstacked(bare, len(next(iter(bare.values())).kernel)):
 
-        for one in unstacked(bare, len(next(iter(bare.values())).kernel)):
+        def by(x: jax.Array, *names: str, one: Any = one) -> list[jax.Array]:
+            return [one_hot(x, one[f"layers/{name}_proj"], ids) for name in names]
 
-            def by(x: jax.Array, *names: str, one: Any = one) -> list[jax.Array]:
-                return [multiply(x, one[f"layers/{name}_proj"], ids) for name in names]
-
-            x = layer(x, by)
-        return x
-
-    return run
+        x = layer(x, by)
+    return x
