@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
 from benchmarks.bank import Settings
@@ -30,23 +33,68 @@ def bank_bytes() -> str:
     return grid("rows", {f"{count}": count for count in settings.decoding}, columns, cell)
 
 
-def bank_times() -> str:
+def bank_decoding() -> str:
+    """Returns the times of rows of one token over those of the base alone, and of LoRA."""
+
+    def number(mix: str, kind: str, name: str) -> Callable[[int], str]:
+        return lambda count: _number(name, rows=count, tokens=1, mix=mix, kind=kind)
+
     columns = {
-        "one-hot, Zipf 1.5": ("one-hot", "zipf"),
-        "XLA's way, Zipf 1.5": ("DoRA", "zipf"),
-        "kernels, Zipf 1.5": ("kernel", "zipf"),
-        "kernels, evenly": ("kernel", "uniform"),
+        "base, µs": number("zipf", "base", "ms"),
+        "least": number("zipf", "DoRA", "bound"),
+        "DoRA": number("zipf", "DoRA", "over_base"),
+        "over LoRA": number("zipf", "DoRA", "over_lora"),
+        "one-hot": number("zipf", "one-hot", "over_base"),
+        "by XLA": number("zipf", "DoRA xla", "over_base"),
+        "least, evenly": number("uniform", "DoRA", "bound"),
+        "DoRA, evenly": number("uniform", "DoRA", "over_base"),
+        "over LoRA, evenly": number("uniform", "DoRA", "over_lora"),
     }
-    lines = {}
-    for card in ("h100", "h200"):
-        for count in sorted({found["rows"] for found in rows("bank", card, task="decode")}):
-            lines[f"{count}"] = rows("bank", card, task="decode", rows=count)
-    return grid("rows", lines, columns, _over_base)
+    counts = sorted({found["rows"] for found in rows("bank", "h200", task="decode")})
+    lines = {f"{count}": count for count in counts}
+    return grid("rows", lines, columns, lambda count, told: told(count))
 
 
-def _over_base(found: list[dict], way: tuple[str, str]) -> str:
-    [over] = (one["over_base"] for one in found if (one["kind"], one["mix"]) == way)
-    return f"{over:.2f}"
+def _number(name: str, **fields: Any) -> str:
+    """Returns a number of the one batch that was measured so, a time in µs, or a dash."""
+    for found in rows("bank", "h200", **fields):
+        return f"{1e3 * found[name]:.0f}" if name == "ms" else f"{found[name]:.2f}"
+    return "–"
+
+
+def bank_growth() -> str:
+    """Returns the times of 64 rows by the rank of all adapters, and by how many are asked for."""
+    grown = rows("bank", "h200", mix="growth")
+    ranks = sorted({line["rank"] for line in grown if "rank" in line})
+    counts = sorted({line["adapters"] for line in grown if "adapters" in line})
+    lines = {f"64 adapters of rank {rank}": {"rank": rank} for rank in ranks}
+    lines |= {f"{count:,} adapters": {"adapters": count} for count in counts}
+
+    def cell(line: dict[str, int], kind: str) -> str:
+        return _number("ms", mix="growth", kind=kind, **line)
+
+    kinds = {f"{kind}, µs": kind for kind in ("base", "LoRA", "DoRA")}
+    return grid("asked for", lines, kinds, cell) if lines else "This was not measured."
+
+
+def bank_served() -> str:
+    """Returns the tokens a second that the server's engine answers with."""
+    base = row("serve", "h200", kind="base")["tokens_per_s"]
+
+    def cell(count: int, column: tuple[str, str]) -> str:
+        kind, name = column
+        value = row("serve", "h200", kind=kind, adapters=count)[name]
+        return f"{value:,.0f}" if name == "tokens_per_s" else f"{value:.2f}"
+
+    columns = {
+        f"{kind}, {told}": (kind, name)
+        for kind in ("LoRA", "DoRA")
+        for told, name in (("tokens/s", "tokens_per_s"), ("of the base's", "of_base"))
+    }
+    counts = {
+        f"{line['adapters']}": line["adapters"] for line in rows("serve", "h200", kind="DoRA")
+    }
+    return grid(f"adapters (base: {base:,.0f} tokens/s)", counts, columns, cell)
 
 
 def bank_prompts() -> str:
@@ -67,7 +115,7 @@ def bank_loads() -> str:
     lines = []
     for rank in settings.ranks:
         moved = layers * sum(2 * rank * (fan_in + out) + 4 * out for fan_in, out in sizes)
-        found = rows("bank_straight", "h200", task="load", layers=layers, rank=rank)
+        found = rows("bank", "h200", task="load", layers=layers, rank=rank)
         times = {line["kind"]: f"{line['ms']:.1f}" for line in found}
         cells = [f"{rank}", f"{moved / 1e6:.0f}", f"{1e3 * moved / LINK:.1f}"]
         lines.append([*cells, times["first"], times["again"]])
@@ -90,28 +138,19 @@ def bank_torch() -> str:
     return grid("rows × tokens", lines, columns, _over_base)
 
 
-def bank_straight() -> str:
-    """Returns times of a program without a loop over those of the base alone."""
-    lines = []
-    for count in sorted({line["rows"] for line in rows("bank_straight", "h200", task="decode")}):
-        kinds = {
-            line["kind"]: line
-            for line in rows("bank_straight", "h200", task="decode", rows=count, mix="zipf")
-        }
-        cells = [f"{count}", f"{1e3 * kinds['base']['ms']:.0f}", f"{kinds['DoRA']['bound']:.2f}"]
-        over = (f"{kinds[kind]['over_base']:.2f}" for kind in ("DoRA", "one-hot"))
-        lines.append([*cells, *over])
-    return table(["rows", "base, µs a layer", "least, by bytes", "DoRA", "one-hot"], lines)
+def _over_base(found: list[dict], way: tuple[str, str]) -> str:
+    [over] = (one["over_base"] for one in found if (one["kind"], one["mix"]) == way)
+    return f"{over:.2f}"
 
 
-def every_bank(card: str) -> str:
-    """Returns a line for each batch that was measured on a card."""
+def every_bank() -> str:
+    """Returns a line for each batch that was measured."""
     header = ("task", "rows", "tokens", "mix", "distinct", "kind")
     numbers = {"bound": "least over base, by bytes", "ms": "ms a layer"}
     numbers |= {"over_base": "over base", "over_lora": "over LoRA"}
     lines = (
         [*(str(line[name]) for name in header), *(f"{line[name]:.3f}" for name in numbers)]
-        for line in rows("bank", card)
+        for line in rows("bank", "h200")
         if line["task"] != "load" and "ms" in line
     )
     return table((*header, *numbers.values()), lines)

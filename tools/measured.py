@@ -62,9 +62,8 @@ def measured() -> str:
             f"`{name}`: {environment['card']}, {versions}, commit {environment['commit']}."
         )
         parts.append(_speed(found))
-    for card in ("h100", "h200"):
-        parts.append(f"## Many adapters in one batch: `benchmarks/results/{card}/bank.jsonl`")
-        parts.append(bank_tables.every_bank(card))
+    parts.append("## Many adapters in one batch: `benchmarks/results/h200/bank.jsonl`")
+    parts.append(bank_tables.every_bank())
     drawn = (f"![{title}](figures/{name}.svg)" for name, (title, _) in FIGURES.items())
     return "\n\n".join([*parts, "## Figures", *drawn]) + "\n"
 

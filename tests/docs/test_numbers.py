@@ -217,9 +217,25 @@ def test_what_is_said_of_few_rows():
 
 
 def test_what_is_said_of_banks():
-    banks = rows("bank", "h100", kind="DoRA") + rows("bank", "h200", kind="DoRA")
-    of_lora = [f"{line['over_lora']:.2f}" for line in banks]
-    assert_says(SERVING, f"DoRA takes {min(of_lora)} to {max(of_lora)} of what LoRA does")
+    def us(count, in_use, turns, over_base, work="qkv"):
+        fields = {"rows": count, "in_use": in_use, "turns": turns, "over_base": over_base}
+        found = row("bank_kernels", "h200", work=work, **fields)
+        return [found[f"{name}_us"] for name in ("shrink", "expand", "others")]
+
+    one, four = [1, 1], [4, 4]
+    few, many = us(8, 1, one, False), us(64, 64, one, True)
+    by_four, many_by_four = us(8, 1, four, False), us(64, 64, four, True)
+    apart = us(64, 64, four, False)
+    single = us(1, 1, one, False)
+    assert_says(
+        "docs/attempts.md",
+        f"{by_four[0]:.1f} and {by_four[1]:.1f} µs for 8 rows of one slot, and "
+        f"{many_by_four[0]:.1f} and {many_by_four[1]:.1f} for 64 rows of 64, where one takes "
+        f"{few[0]:.1f} and {few[1]:.1f}, and {many[0]:.1f} and {many[1]:.1f}.",
+        f"{apart[1]:.1f} µs instead of {many_by_four[1]:.1f}, and {apart[2]:.1f} for what XLA does",
+        f"What one row takes, {single[0]:.1f} and {single[1]:.1f} µs",
+    )
+    assert_says(SERVING, f"Of one row these took {4 * sum(single[:2]):.0f} µs a layer")
 
 
 def test_what_is_said_of_attempts():
