@@ -25,9 +25,9 @@ LEAST_TILE, LARGEST_TILE = 8, 64
 # read, written and read again.
 ROWS_OF_A_SLOT = 5
 # With more rows than this for every slot, products with all slots are taken to be faster than
-# looking up each row's. At one row a slot they took 1.11 times as long (H200, `h200/bank.jsonl`: 64
-# slots, the projections of Llama 3 8B's dimensions); their cost hardly grows with the rows, that of
-# looking up does in proportion.
+# looking up each row's. At one row a slot they took 1.11 times as long (an H200, 64 slots, the
+# projections of Llama 3 8B's dimensions); their cost hardly grows with the rows, that of looking up
+# does in proportion.
 DENSE_ROWS_OF_A_SLOT = 1.5
 
 
