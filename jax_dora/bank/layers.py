@@ -104,10 +104,14 @@ class BankLayer(nnx.Module):
         step = self.bank_step.get_value()
         return None if step is None else step.reshape(-1, step.shape[-1])[0]
 
+    def _promoted(self, inputs: jax.Array) -> tuple[jax.Array, Any, Any]:
+        """Returns the inputs, the kernel and the bias, if any, in the dtype of the products."""
+        bias = None if self.bias is None else self.bias[...]
+        return self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
+
     def _projection(self, inputs: jax.Array) -> tuple[jax.Array, Projection]:
         """Returns the inputs in the dtype of the products, and this layer of them."""
-        bias = None if self.bias is None else self.bias[...]
-        x, _, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
+        x, _, bias = self._promoted(inputs)
         slots, _, part = self._slots()
         return x, Projection(self._unbiased()(inputs), slots, part, bias)
 
@@ -120,8 +124,7 @@ class BankLayer(nnx.Module):
 
     def _call(self, inputs: jax.Array, **settings: Any) -> jax.Array:
         """Returns the result of a call, `settings` being the base's."""
-        bias = None if self.bias is None else self.bias[...]
-        x, _, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
+        x, _, bias = self._promoted(inputs)
         base = self._unbiased()(inputs, **settings)
         slots, ids, part = self._slots()
         equation, axes = self._equation(inputs.ndim), self._axes()
@@ -250,8 +253,7 @@ class BankLinear(BankLayer, nnx.Linear):
         )
 
     def _of_prompts(self, inputs: jax.Array) -> jax.Array:
-        bias = None if self.bias is None else self.bias[...]
-        x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
+        x, kernel, bias = self._promoted(inputs)
         slots, ids, part = self._slots()
         _check_rows(self._equation(3), x.shape, ids)
         stack, layer = self.bank_kernel.get_value(), None
