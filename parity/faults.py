@@ -167,18 +167,24 @@ def _attached_g(_: Callable) -> Callable:
     )
 
 
-def _points(*functions: tuple[str, str, Callable]) -> dict[Backend, tuple[Point, ...]]:
-    """Returns where the same functions of both packages are spoilt."""
-    return {side: _points_of(side, *functions) for side in SIDES}
-
-
 def _points_of(side: Backend, *functions: tuple[str, str, Callable]) -> tuple[Point, ...]:
     return tuple(Point(f"{PACKAGES[side]}.{m}", name, spoil) for m, name, spoil in functions)
 
 
+def _norms(spoil: Callable) -> dict[Backend, tuple[Point, ...]]:
+    """Returns where the norm of both packages is spoilt."""
+    return {side: _points_of(side, ("ops.norm", "factored_norm", spoil)) for side in SIDES}
+
+
+def _g(side: Backend, spoil: Callable) -> tuple[Point, ...]:
+    """Returns where g of a package is spoilt, of operators and of layers."""
+    name = "ratio" if side == "jax" else "magnitude_scale"
+    return _points_of(side, ("ops.norm", name, spoil))
+
+
 def _with_rounded_g(side: Backend, at: int) -> tuple[Point, ...]:
     rounded = ("ops.compose", "forward", _round_argument(at))
-    return _points_of(side, ("ops.norm", "magnitude_scale", _round_result), rounded)
+    return (*_g(side, _round_result), *_points_of(side, rounded))
 
 
 FAULTS: dict[str, Fault] = {
@@ -189,7 +195,7 @@ FAULTS: dict[str, Fault] = {
             "‖W + sBA‖ with eps under the root, sqrt(‖·‖² + 1e-6), in place of max(‖·‖, eps): a "
             "zero row's norm becomes 1e-3",
             ("operator", "layer"),
-            _points(("ops.norm", "factored_norm", _eps_in_the_root)),
+            _norms(_eps_in_the_root),
         ),
         Fault(
             "g_rounded",
@@ -201,16 +207,13 @@ FAULTS: dict[str, Fault] = {
             "cross_term_dropped",
             "the factored norm without 2s·Σ B∘(WAᵀ)",
             ("operator", "layer", "encoder", "model", "training"),
-            _points(("ops.norm", "factored_norm", _without_cross)),
+            _norms(_without_cross),
         ),
         Fault(
             "norm_attached",
             "a gradient flows through the norm",
             ("layer", "encoder", "model", "training"),
-            _points(
-                ("ops.norm", "factored_norm", _attached_norm),
-                ("ops.norm", "magnitude_scale", _attached_g),
-            ),
+            {side: (*at, *_g(side, _attached_g)) for side, at in _norms(_attached_norm).items()},
         ),
     )
 }
