@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from transformers import BertModel
 
@@ -35,7 +36,8 @@ class Encoder(nn.Module):
         stored: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        bert: Any = BertModel.from_pretrained(minilm.folder(), add_pooling_layer=False)
+        transformers.utils.logging.disable_progress_bar()
+        bert: Any = BertModel.from_pretrained(minilm.folder())
         self.bert = bert.to(stored or dtype).to(device, dtype).eval().requires_grad_(False)
         for name in minilm.projection_names():
             self.bert.set_submodule(name, project(name, self.bert.get_submodule(name)))
