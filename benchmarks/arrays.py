@@ -65,16 +65,10 @@ def pullback(
     """
     forward = jax.jit(interpreted(lambda *arguments: vjp(*arguments)[1], device))
     try:
-        pulls = [forward(*arguments) for _, *arguments in sets]
+        inputs = [(cotangent, forward(*arguments)) for cotangent, *arguments in sets]
     except Exception as error:
         return raising(error), list(sets)
-    tree = jax.tree.structure(pulls[0])
-
-    def step(cotangent: jax.Array, *kept: jax.Array) -> Any:
-        return jax.tree.unflatten(tree, kept)(cotangent)
-
-    inputs = [(one[0], *jax.tree.leaves(pull)) for one, pull in zip(sets, pulls, strict=True)]
-    return interpreted(step, device), inputs
+    return interpreted(lambda cotangent, pull: pull(cotangent), device), inputs
 
 
 def raising(error: Exception) -> Callable[..., Any]:

@@ -79,11 +79,19 @@ def to_torch(array: jax.Array) -> torch.Tensor:
 def _adapter(inputs: LayerInputs) -> tuple[Any, jax.Array, jax.Array]:
     adapter = to_jax(inputs.lora_a.T), to_jax(inputs.lora_b.T)
     if is_quantised(inputs.weight):
-        # qwix, which nothing else here needs.
-        from parity.sides.jax.quantised import kernel_of
-
-        return kernel_of(parts(inputs.weight)), *adapter
+        return _quantised_kernel(inputs.weight), *adapter
     return to_jax(inputs.weight.T), *adapter
+
+
+def _quantised_kernel(weight: Any) -> Any:
+    """Returns torchao's quantised weight as the `qwix.QArray` [in, out] of its codes and scales."""
+    import qwix  # which nothing else here needs
+
+    found = parts(weight)
+    dtype = jnp.dtype({"nf4": "uint4"}.get(found.qtype, found.qtype))
+    codes = found.codes if found.qtype != "float8_e4m3fn" else found.codes.view(dtype)
+    qtype = "nf4" if found.qtype == "nf4" else dtype
+    return qwix.QArray(jnp.asarray(codes.T).astype(dtype), jnp.asarray(found.scale.T), None, qtype)
 
 
 def _plain_norm(kernel, lora_a, lora_b, scale):
