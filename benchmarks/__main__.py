@@ -22,8 +22,9 @@ what transformers answers the same requests with. `against` measures layers and 
 checkout and with another one in turns.
 
 A level is a module with `Settings`, those of a quick run `TINY`, and `measure`, which yields rows;
-or one whose `works` are checked and timed by `benchmarks.measure`. An option sets the field of its
-name. Exits 1 if anything that was timed is not correct, or failed.
+or one whose `works` are checked and timed by `benchmarks.measure`. It may have `refuses`, why its
+settings cannot be, `facts` for the header, and a `summary`. An option sets the field of its name.
+Exits 1 if anything that was timed is not correct, or failed.
 """
 
 from __future__ import annotations
@@ -107,6 +108,13 @@ def main(arguments: list[str] | None = None) -> int:
         out = out / f"{called.replace(' --', '_')}.jsonl"
     if not real and out and out.resolve().is_relative_to(RESULTS.resolve()):
         parsing.error(f"--out is {out}; a quick or CPU run measures nothing worth keeping")
+    if device == "cpu":
+        import jax
+
+        jax.config.update("jax_platforms", "cpu")
+        print("There is no GPU here: kernels are interpreted or left out, and times mean nothing.")
+        if not options.quick:
+            print("Add --quick for tiny shapes; the real ones take hours.")
 
     from benchmarks import measure
 
@@ -121,15 +129,10 @@ def main(arguments: list[str] | None = None) -> int:
             settings = _with(settings, name, tuple(value) if isinstance(value, list) else value)
             if settings is None:
                 parsing.error(f"level {called} has no {name}")
-    if refusal := getattr(level, "refuses", lambda _: None)(settings):
+    if options.seconds is not None and "seconds" in settings._fields:
+        settings = settings._replace(seconds=options.seconds)
+    if hasattr(level, "refuses") and (refusal := level.refuses(settings)):
         parsing.error(refusal)
-    if device == "cpu":
-        import jax
-
-        jax.config.update("jax_platforms", "cpu")
-        print("There is no GPU here: kernels are interpreted or left out, and times mean nothing.")
-        if not options.quick:
-            print("Add --quick for tiny shapes; the real ones take hours.")
     return 0 if _run(level, settings, device, out, options) else 1
 
 
