@@ -10,11 +10,11 @@ made narrow, come from inference alone: what is told of a step is a prediction.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks import results
 from benchmarks.model.protocol import QWEN3
 
 RESULTS = Path(__file__).parent / "results" / "h200x2"
@@ -35,14 +35,14 @@ class Measured(NamedTuple):
     def read(cls, rank: int = 384, axes: str = "auto", model: str = "qwen3") -> Measured:
         """Returns what stands in the results, of one rank, one kind of axes and one model."""
         wanted = {"rank": rank, "axes": axes, "model": model}
-        texts = [file.read_text("utf-8") for file in sorted(RESULTS.glob(FILES))]
-        lines = (json.loads(line) for text in texts for line in text.splitlines())
-        rows = {
-            (one["kind"], one["layout"], one["task"]): one
-            for one in lines
-            if wanted.items() <= ({"model": "qwen3"} | one).items() and "ms" in one
-        }
-        return cls(rows)
+        rows = (row for file in sorted(RESULTS.glob(FILES)) for row in results.read(file)[1])
+        return cls(
+            {
+                (one["kind"], one["layout"], one["task"]): one
+                for one in rows
+                if wanted.items() <= ({"model": "qwen3"} | one).items() and "ms" in one
+            }
+        )
 
     def ms(self, kind: str, layout: str, task: str) -> float:
         """Returns the median time."""
@@ -52,11 +52,6 @@ class Measured(NamedTuple):
         """Returns the MB that a device's program sends, of all layers."""
         row = self.rows[kind, layout, task]
         return row["sent_bytes"] * row["layers"] / 1e6
-
-    def weak_scaling(self, kind: str, layout: str, task: str = "step") -> float:
-        """Returns how much longer a step takes on several devices than on one of them alone, each
-        with as many rows."""
-        return self.ms(kind, layout, task) / self.ms(kind, "alone", task)
 
     @property
     def link(self) -> float:
@@ -84,26 +79,22 @@ class Measured(NamedTuple):
         link = self.link if devices <= HOST else BETWEEN_HOSTS
         return self.sent(kind, layout, task) * share(layout, devices) / link
 
-    def predicted(self, kind: str, layout: str, devices: int, task: str = "step") -> float:
+    def predicted(self, kind: str, layout: str, devices: int) -> float:
         """Returns the ms of a step, each device with the rows that it had when measured; of "tp"
-        for two devices only."""
+        for two devices only; "hybrid" is FSDP within hosts and data parallelism between them."""
+        if layout == "hybrid":
+            hosts = max(1, devices // HOST)
+            # A device has an eighth of the adapter's gradient, which is summed over hosts.
+            gradients = self.sent(kind, "dp", "step") / HOST
+            step = self.predicted(kind, "fsdp", min(devices, HOST))
+            return step + gradients * share("dp", hosts) / BETWEEN_HOSTS
         efficiency = 1.0
         if layout == "tp":
             ideal = self.computing(kind, "tp", "inference")
             sending = self.sending(kind, "tp", "inference", 2)
             efficiency = (self.ms(kind, "tp", "inference") - sending) / ideal
-        computing = self.computing(kind, layout, task) * efficiency
-        return computing + self.sending(kind, layout, task, devices)
-
-    def hybrid(self, kind: str, devices: int) -> float:
-        """Returns the ms of a step under FSDP within hosts and data parallelism between them."""
-        hosts = devices // HOST
-        step = self.predicted(kind, "fsdp", min(devices, HOST))
-        if hosts <= 1:
-            return step
-        # A device has an eighth of the adapter's gradient, which is summed over hosts.
-        gradients = self.sent(kind, "dp", "step") / HOST
-        return step + gradients * share("dp", hosts) / BETWEEN_HOSTS
+        computing = self.computing(kind, layout, "step") * efficiency
+        return computing + self.sending(kind, layout, "step", devices)
 
 
 def share(layout: str, devices: int) -> float:
@@ -114,20 +105,14 @@ def share(layout: str, devices: int) -> float:
 
 def table(measured: Measured) -> str:
     """Returns the predictions in Markdown."""
-    return "\n".join(_lines(measured))
-
-
-def _lines(measured: Measured) -> Iterator[str]:
-    yield "| GPUs | dp | ratio | fsdp | ratio | fsdp=8, dp between hosts | ratio |"
-    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    lines = [
+        "| GPUs | dp | ratio | fsdp | ratio | fsdp=8, dp between hosts | ratio |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
     for devices in (2, 8, 64, 512):
         cells = [str(devices)]
-        for layout in ("dp", "fsdp", None):
-            lora, dora = (
-                measured.predicted(kind, layout, devices)
-                if layout
-                else measured.hybrid(kind, devices)
-                for kind in ("LoRA", "DoRA")
-            )
+        for layout in ("dp", "fsdp", "hybrid"):
+            lora, dora = (measured.predicted(kind, layout, devices) for kind in ("LoRA", "DoRA"))
             cells += [f"{lora:.1f} / {dora:.1f}", f"{dora / lora:.2f}"]
-        yield f"| {' | '.join(cells)} |"
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
