@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
-from transformers import BertModel
 
 from parity import minilm
 from parity.minilm import ADAPTER, Adapter, Evaluation
@@ -36,7 +34,11 @@ class Encoder(nn.Module):
         stored: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        transformers.utils.logging.disable_progress_bar()
+        # Which operators and layers can do without.
+        from transformers import BertModel
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
         bert: Any = BertModel.from_pretrained(minilm.folder())
         self.bert = bert.to(stored or dtype).to(device, dtype).eval().requires_grad_(False)
         for name in minilm.projection_names():
