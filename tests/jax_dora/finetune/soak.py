@@ -2,7 +2,6 @@
 nothing has happened to."""
 
 import contextlib
-import json
 import random
 import shutil
 import signal
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 
 from dora_common.disk import locked
 from tests.jax_dora.finetune import faults
+from tests.jax_dora.finetune.runs import metrics, without_speed
 
 STEPS = 4
 OPTIONS = (
@@ -65,7 +65,7 @@ class Soak:
             status, told = whole.run([*self.flags, "--output", str(whole.folder)])
         assert status == 0, told
         self.touches = watch.count
-        self.expected = metrics_of(whole.folder), adapters_of(whole.folder)
+        self.expected = without_speed(metrics(whole.folder)), adapters_of(whole.folder)
 
     def suffer(self, seed: int) -> str:
         """Lets one run suffer, takes it up, and checks its end; returns what happened to it.
@@ -101,10 +101,12 @@ class Soak:
             status, told = command.run([*own, "--resume"])
         story.append(f"then {status}")
         assert status == 0, f"seed {seed}: {story}\n{told}"
-        metrics, adapters = self.expected
+        expected, adapters = self.expected
         assert adapters_of(command.folder) == adapters, f"seed {seed}: {story}\n{told}"
         if not damaged:
-            assert metrics_of(command.folder) == metrics, f"seed {seed}: {story}\n{told}"
+            assert without_speed(metrics(command.folder)) == expected, (
+                f"seed {seed}: {story}\n{told}"
+            )
         shutil.rmtree(command.folder)
         return ", ".join(story)
 
@@ -153,11 +155,6 @@ def files_of(run: Path) -> list[Path]:
     """Returns the files that a run is taken up from."""
     files = sorted(one for one in (run / "checkpoints").rglob("*") if one.is_file())
     return files + [one for one in (run / "metrics.jsonl",) if one.is_file()]
-
-
-def metrics_of(run: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: x for name, x in one.items() if name != "tokens_per_second"} for one in lines]
 
 
 def adapters_of(run: Path) -> list[bytes]:

@@ -1,7 +1,6 @@
 """Fine-tuning on meshes of virtual devices, beside one device."""
 
 import functools
-import json
 import math
 import re
 
@@ -21,6 +20,7 @@ from jax_dora.finetune.plan import Plan
 from jax_dora.finetune.run import Run
 from jax_dora.models import DecoderSharding, load_model, read_config, save_model
 from parity import tolerances
+from tests.jax_dora.finetune.runs import metrics
 
 OPTIONS = (
     *("--rank", "3", "--alpha", "5", "--dropout", "0.1", "--length", "24", "--batch", "4"),
@@ -169,8 +169,7 @@ def test_where_a_decoder_lies():
 
 def finetune(inputs, output, *options):
     assert main(["finetune", *inputs, *OPTIONS, *options, "--output", str(output)]) == 0
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines]
+    return [line["loss"] for line in metrics(output)]
 
 
 @pytest.mark.slow

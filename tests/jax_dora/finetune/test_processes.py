@@ -1,6 +1,5 @@
 """Two processes that train one adapter."""
 
-import json
 import os
 import shutil
 import socket
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 
 from jax_dora.commands import main
+from tests.jax_dora.finetune.runs import metrics
 
 ROOT = Path(__file__).parents[3]
 ON_CPU = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
@@ -58,8 +58,7 @@ def start(command, environments):
 
 
 def losses(run):
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line["loss"]) for line in lines]
+    return [(line["step"], line["loss"]) for line in metrics(run)]
 
 
 def assert_one_run(finished, command, tmp_path):
@@ -90,8 +89,8 @@ def kill(victim, command, steps, run):
     and the seconds that it has lived on."""
     running = started(command, [ON_CPU] * 2)
     try:
-        metrics = run / "metrics.jsonl"
-        while not metrics.is_file() or len(metrics.read_bytes().splitlines()) < steps:
+        file = run / "metrics.jsonl"
+        while not file.is_file() or len(file.read_bytes().splitlines()) < steps:
             assert all(one.poll() is None for one in running)
             time.sleep(0.01)
         running[victim].kill()

@@ -136,8 +136,7 @@ def test_over_a_quantised_base(inputs, tmp_path, capsys):
     command = [*inputs, *OPTIONS, "--output", str(output), "--quantize", "nf4", "--steps", "3"]
     assert finetune(command) == 0
     assert "MiB a kernel, dequantised" in told(capsys)
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert [line["step"] for line in metrics(output)] == [1, 2, 3]
     assert (output / "adapter" / "adapter_model.safetensors").exists()
     assert finetune([*command, "--steps", "4", "--resume", "--quantize", "int8"]) == 2
     assert "quantize was 'nf4' and is 'int8'" in capsys.readouterr().err
@@ -147,8 +146,7 @@ def test_over_a_quantised_base(inputs, tmp_path, capsys):
 def test_over_activations_in_fp8(inputs, tmp_path, capsys):
     command = [*inputs, *OPTIONS, "--output", str(tmp_path / "run"), "--quantize", FP8]
     assert finetune([*command, "--activations", FP8, "--steps", "3"]) == 0
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert all(math.isfinite(json.loads(line)["loss"]) for line in lines)
+    assert all(math.isfinite(line["loss"]) for line in metrics(tmp_path / "run"))
     assert finetune([*command, "--steps", "4", "--resume"]) == 2
     assert "activations was 'float8_e4m3fn' and is None" in capsys.readouterr().err
 
@@ -159,8 +157,7 @@ def test_layers_apart_are_the_same_run(inputs, tmp_path):
     for name, options in (("scan", ()), ("apart", ("--unroll",))):
         output = tmp_path / name
         assert finetune([*inputs, *OPTIONS, *options, "--output", str(output)]) == 0
-        lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-        losses.append([line["loss"] for line in lines if "loss" in line])
+        losses.append([line["loss"] for line in metrics(output)])
     assert len(losses[0]) > 1
     np.testing.assert_allclose(*losses, rtol=1e-4)
 

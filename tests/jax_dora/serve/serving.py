@@ -1,5 +1,6 @@
 """A small model, folders of adapters on it, what each of them answers, and a server in a thread."""
 
+import collections
 import contextlib
 import json
 import threading
@@ -7,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import openai
@@ -130,3 +132,19 @@ def serving(settings: Settings) -> Iterator[tuple[Server, openai.OpenAI]]:
         thread.join(60)
     assert not thread.is_alive()
     assert not server.failed, told
+
+
+@contextlib.contextmanager
+def nothing_compiled() -> Iterator[None]:
+    """Fails if JAX traces or compiles anything meanwhile."""
+    counted = collections.Counter()
+
+    def count(event: str, *_: Any, **__: Any) -> None:
+        counted[event] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        yield
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+    assert counted == {}
