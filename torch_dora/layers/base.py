@@ -167,6 +167,15 @@ class DoRALayer(nn.Module):
         self._update_base()
         return self.settings
 
+    def _release_base(self) -> None:
+        """Lets go of tensors of the base that others have taken this layer's place of, as FSDP and
+        offloading do, and that nobody else may keep whole."""
+        if placement.is_offloaded(self):
+            for tensors in (self.settings._parameters, self.settings._buffers):
+                tensors.update(dict.fromkeys(tensors))
+        elif not placement.is_lent(self.weight):
+            self._update_base()
+
     def _update_base(self) -> None:
         base = self.settings
         for tensors in (base._parameters, base._buffers):
@@ -235,8 +244,7 @@ class DoRALayer(nn.Module):
         placement.check_magnitude(self)
         placement.watch_offloaded(self)
         if self.settings.weight is not self.weight:
-            # FSDP has put its own in place of the base's, which nobody else may keep whole.
-            self._update_base()
+            self._release_base()
         constant = self.constant_norm
         return self.norm() if constant is None else constant
 

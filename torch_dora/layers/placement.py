@@ -22,6 +22,12 @@ def is_offloaded(module: nn.Module) -> bool:
     return any(getattr(one, "offload", False) for one in (hook, *getattr(hook, "hooks", ())))
 
 
+def is_lent(parameter: Tensor) -> bool:
+    """Returns whether ``parameter`` stands in a layer for one call alone: a transform of torch.func
+    or torch.export has put it there, and puts back what was."""
+    return not isinstance(parameter, nn.Parameter) or torch.compiler.is_exporting()
+
+
 def check_magnitude(layer: Any) -> None:
     """Raises TypeError where FSDP hands the layer a magnitude of 16 bits."""
     if layer.magnitude.dtype.itemsize == 2 and is_in_fsdp(layer):

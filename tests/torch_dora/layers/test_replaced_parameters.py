@@ -1,6 +1,7 @@
 """A layer computes with the parameters that it has, whichever way they came into it."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -95,6 +96,40 @@ def test_functional_call(layer):
     found = torch.func.functional_call(other, dict(source.named_parameters()), (x,))
     torch.testing.assert_close(found, source(x))
     assert not torch.equal(other(x), found)
+
+
+def _exported(adapted, x):
+    torch.export.export(adapted, (x,))
+
+
+def _differentiated(adapted, x):
+    values = {name: one.detach() for name, one in adapted.named_parameters()}
+    call = lambda values: torch.func.functional_call(adapted, values, (x,)).square().sum()
+    torch.func.grad(call)(values)
+
+
+@pytest.mark.parametrize("lend", [_exported, _differentiated])
+def test_what_stands_in_for_one_call_is_not_kept(layer, lend):
+    """A layer that kept such tensors could be neither copied nor stored."""
+    make, x = layer
+    adapted = model(make)
+    expected = adapted(x)
+    lend(adapted, x)
+    assert adapted[0].settings.weight is adapted[0].weight
+    assert torch.equal(copy.deepcopy(adapted)(x), expected)
+
+
+def test_an_offloaded_weight_is_not_kept(tmp_path):
+    hooks = pytest.importorskip("accelerate")
+    adapted, x = model(lambda: nn.Linear(6, 8)).requires_grad_(False), torch.randn(5, 6)
+    expected = adapted(x)
+    weight = weakref.ref(adapted[0].weight)
+    hooks.disk_offload(adapted, str(tmp_path), execution_device="cpu")
+    for _ in range(2):
+        torch.testing.assert_close(adapted(x), expected)
+        assert weight() is None and adapted[0].settings.weight is None
+    hooks.hooks.remove_hook_from_submodules(adapted)
+    torch.testing.assert_close(merge_dora(adapted)(x), expected)
 
 
 @pytest.mark.parametrize("options", [{"scale_grad_by_freq": True}, {"sparse": True}])
