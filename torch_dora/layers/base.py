@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from dora_common.hyperparameters import DropoutMode, adapter_scale, check_dropout
 from torch_dora.layers import placement
 from torch_dora.ops import check, choose, factored_norm, magnitude_scale, quantised, shards
-from torch_dora.ops.dtypes import accumulation_dtype
+from torch_dora.ops.dtypes import accumulation_dtype, no_autocast
 from torch_dora.ops.products import product
 from torch_dora.ops.quantised import dense
 
@@ -264,7 +264,7 @@ class DoRALayer(nn.Module):
         weight, lora_a, lora_b = shards.local_matrices(*matrices)
         dtype = accumulation_dtype(weight, lora_a, lora_b)
         g = shards.local_rows(g, whole).to(dtype)
-        with torch.autocast(weight.device.type, enabled=False):
+        with no_autocast(weight):
             if weight.ndim == 2:
                 merged = product(lora_b, lora_a, dtype)
             else:

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_dora.layers.base import DoRALayer
 from torch_dora.ops import compose
+from torch_dora.ops.dtypes import no_autocast
 
 
 class DoRAEmbedding(DoRALayer):
@@ -61,7 +61,7 @@ class DoRAEmbedding(DoRALayer):
             sparse=settings.sparse,
         )
         rows = F.embedding(ids, self.lora_a.T, padding_idx=settings.padding_idx)
-        with torch.autocast(base.device.type, enabled=False):
+        with no_autocast(base):
             lora = F.linear(rows.to(base.dtype), self.lora_b.to(base.dtype))
         g = self.g(base.dtype)
         return compose(base, lora, g, self.scale, implementation=self.implementation)

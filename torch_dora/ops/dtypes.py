@@ -1,5 +1,7 @@
 """Which dtype arithmetic happens in, and how tensors get there."""
 
+import contextlib
+
 import torch
 from torch import Tensor
 
@@ -17,3 +19,12 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     result by a conversion that converts nothing: it sees two results that are one tensor.
     """
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def no_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Returns the context in which autocast leaves operations on ``tensor``'s device alone; the
+    meta device has no autocast."""
+    device = tensor.device.type
+    if not torch.amp.is_autocast_available(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)

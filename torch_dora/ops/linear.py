@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from torch_dora.ops import check, choose, sharded
 from torch_dora.ops.compose import backward, choose_compose, compose_delta, forward
-from torch_dora.ops.dtypes import cast
+from torch_dora.ops.dtypes import cast, no_autocast
 from torch_dora.ops.norm import factored_norm, magnitude_scale
 from torch_dora.ops.quantised import dense, is_quantised
 from torch_dora.ops.shards import is_sharded
@@ -172,7 +172,7 @@ def _forward(static: Static, operands: Operands) -> tuple[Tensor, Tensor, Tensor
     """Returns (y, z, inner or None)."""
     x, adapter_x, weight, bias, lora_a, lora_b, g = operands
     scale, dtype, want_inner, implementation = static
-    with torch.autocast(x.device.type, enabled=False):
+    with no_autocast(x):
         read = x if adapter_x is None else adapter_x
         bias = None if bias is None else cast(bias, dtype)
         base = F.linear(cast(x, dtype), dense(weight, dtype), bias)
@@ -215,7 +215,7 @@ class _DoRALinear(torch.autograd.Function):
         )
         x_dtype, adapter_x_dtype, weight_dtype, bias_dtype, a_dtype, b_dtype = ctx.dtypes
         shared = adapter_x_dtype is None
-        with torch.autocast(dy.device.type, enabled=False):
+        with no_autocast(dy):
             inner = inner if want_g else None
             want_d = any((want_x, want_adapter_x, want_weight, want_a, want_b))
             d, _, d_g = backward(dy, inner, g, ctx.scale, False, want_d, False, ctx.implementation)
@@ -261,9 +261,9 @@ def result_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
     """Returns the dtype of ``torch.nn.functional.linear``'s result."""
     dtype = torch.promote_types(x.dtype, weight.dtype)
     device = x.device.type
-    if dtype != torch.float64 and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return dtype
+    if dtype == torch.float64 or not torch.amp.is_autocast_available(device):
+        return dtype
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
 
 
 def _rows(x: Tensor) -> Tensor:

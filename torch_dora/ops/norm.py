@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torch_dora.ops import check, choose, quantised, sharded
 from torch_dora.ops.choose import Call
-from torch_dora.ops.dtypes import accumulation_dtype
+from torch_dora.ops.dtypes import accumulation_dtype, no_autocast
 from torch_dora.ops.operator import operator
 from torch_dora.ops.products import pieces, product
 from torch_dora.ops.shards import is_sharded, placed
@@ -75,7 +75,7 @@ def factored_norm(
                 f"implementation 'triton' takes no {type(weight).__name__}; pass None or 'eager'"
             )
         dtype = accumulation_dtype(lora_a, lora_b)
-        with torch.autocast(weight.device.type, enabled=False):
+        with no_autocast(weight):
             return quantised.norm(weight, lora_a, lora_b, float(scale), dtype)
 
     def of_shard(weight: Tensor, lora_a: Tensor, lora_b: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def _factored_norm(
     implementation: str,
 ) -> Tensor:
     dtype = accumulation_dtype(weight, lora_a, lora_b)
-    with torch.autocast(weight.device.type, enabled=False):
+    with no_autocast(weight):
         if implementation == "one_pass" and scale != 0:
             return one_pass_norm.launch(weight, lora_a, lora_b, scale)
         base_sq = _squared_norm(weight).to(dtype)

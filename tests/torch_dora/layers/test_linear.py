@@ -102,6 +102,18 @@ def test_on_the_meta_device_and_materialised_later():
 
 
 @pytest.mark.parametrize("mode", ["adapter", "input"])
+def test_a_call_on_the_meta_device_has_the_result_s_shape(mode):
+    """As those that count floating-point operations or estimate memory make it."""
+    layer = DoRALinear(
+        16, 8, rank=4, alpha=8, dropout=0.5, dropout_mode=mode, device="meta", dtype=torch.bfloat16
+    )
+    y = layer(torch.empty(3, 16, device="meta", dtype=torch.bfloat16))
+    assert y.is_meta and y.shape == (3, 8) and y.dtype == torch.bfloat16
+    y.sum().backward()
+    assert layer.lora_a.grad.shape == (4, 16)
+
+
+@pytest.mark.parametrize("mode", ["adapter", "input"])
 @pytest.mark.parametrize("implementation", ["eager", "triton"])
 def test_dropout_follows_its_convention(device, monkeypatch, mode, implementation):
     layer = trained(
