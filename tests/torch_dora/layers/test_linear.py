@@ -108,7 +108,9 @@ def test_a_call_on_the_meta_device_has_the_result_s_shape(mode):
         16, 8, rank=4, alpha=8, dropout=0.5, dropout_mode=mode, device="meta", dtype=torch.bfloat16
     )
     y = layer(torch.empty(3, 16, device="meta", dtype=torch.bfloat16))
-    assert y.is_meta and y.shape == (3, 8) and y.dtype == torch.bfloat16
+    assert y.is_meta
+    assert y.shape == (3, 8)
+    assert y.dtype == torch.bfloat16
     y.sum().backward()
     assert layer.lora_a.grad.shape == (4, 16)
 

@@ -104,7 +104,10 @@ def _exported(adapted, x):
 
 def _differentiated(adapted, x):
     values = {name: one.detach() for name, one in adapted.named_parameters()}
-    call = lambda values: torch.func.functional_call(adapted, values, (x,)).square().sum()
+
+    def call(values):
+        return torch.func.functional_call(adapted, values, (x,)).square().sum()
+
     torch.func.grad(call)(values)
 
 
@@ -127,7 +130,8 @@ def test_an_offloaded_weight_is_not_kept(tmp_path):
     hooks.disk_offload(adapted, str(tmp_path), execution_device="cpu")
     for _ in range(2):
         torch.testing.assert_close(adapted(x), expected)
-        assert weight() is None and adapted[0].settings.weight is None
+        assert weight() is None
+        assert adapted[0].settings.weight is None
     hooks.hooks.remove_hook_from_submodules(adapted)
     torch.testing.assert_close(merge_dora(adapted)(x), expected)
 
