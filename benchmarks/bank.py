@@ -9,7 +9,7 @@ it is no less the time is the host's.
 
     base        the projections alone
     LoRA        the bank without g
-    DoRA        the bank, as it chooses; "xla" without kernels, of few rows
+    DoRA        the bank, as it chooses; "mosaic" by kernels where it would not, of few rows
     one-hot     every row times every adapter, and a one-hot product, as in tpu-inference
 
 `bound` is the least that DoRA can be over the base: the bytes of both over those of the base.
@@ -46,11 +46,11 @@ MOST_DIFFERENT = 0.02
 
 GROWING = ("base", "LoRA", "DoRA")
 # Whose result each kind's is compared with.
-REFERENCES = {"one-hot": "LoRA", "DoRA xla": "DoRA"}
+REFERENCES = {"one-hot": "LoRA", "DoRA mosaic": "DoRA"}
 
 
 class Settings(NamedTuple):
-    """What is measured: nothing is built after `seconds`. XLA's way is measured of `by_xla` rows.
+    """What is measured: nothing is built after `seconds`. The kernels are named for `by_kernels` rows.
     Growth is that of `growth` rows, over `steps` steps. Adapters are loaded into a model of
     `load_layers`."""
 
@@ -64,8 +64,8 @@ class Settings(NamedTuple):
     prefill: tuple[int, int] = (8, 512)
     mixes: tuple[str, ...] = ("zipf", "uniform")
     alone: int = 8
-    kinds: tuple[str, ...] = ("base", "LoRA", "DoRA", "one-hot", "DoRA xla")
-    by_xla: tuple[int, ...] = (1, 8)
+    kinds: tuple[str, ...] = ("base", "LoRA", "DoRA", "one-hot", "DoRA mosaic")
+    by_kernels: tuple[int, ...] = (1, 8)
     growth: int = 64
     adapters: tuple[int, ...] = (1, 4, 16, 64, 256, 1024)
     answer: int = 128
@@ -85,7 +85,7 @@ TINY = Settings(
     prefill=(2, 4),
     mixes=("zipf",),
     alone=1,
-    by_xla=(3,),
+    by_kernels=(3,),
     growth=3,
     adapters=(2, 5),
     answer=2,
@@ -283,8 +283,8 @@ def _compiled(settings: Settings, model: Any, bank: Any, shape: tuple[int, int])
         row["compile_s"] = time.monotonic() - begin
         return Program(row, run)
 
-    by_xla = tokens == 1 and rows in settings.by_xla
-    first, *others = [kind for kind in settings.kinds if by_xla or kind != "DoRA xla"]
+    by_kernels = tokens == 1 and rows in settings.by_kernels
+    first, *others = [kind for kind in settings.kinds if by_kernels or kind != "DoRA mosaic"]
     with concurrent.futures.ThreadPoolExecutor() as threads:
         return [compiled(first), *threads.map(compiled, others)]
 

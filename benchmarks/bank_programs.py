@@ -128,7 +128,7 @@ def program(kind: str, graphdef: Any) -> Callable[..., jax.Array]:
         model = nnx.merge(graphdef, state)
         if bank is None:
             return model(x)
-        implementation = "xla" if kind == "DoRA xla" else None
+        implementation = "mosaic" if kind == "DoRA mosaic" else None
         return jax_dora.with_bank(model, bank, ids, implementation=implementation)(x)
 
     return run

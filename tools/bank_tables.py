@@ -45,7 +45,6 @@ def bank_decoding() -> str:
         "DoRA": number("zipf", "DoRA", "over_base"),
         "over LoRA": number("zipf", "DoRA", "over_lora"),
         "one-hot": number("zipf", "one-hot", "over_base"),
-        "by XLA": number("zipf", "DoRA xla", "over_base"),
         "least, evenly": number("uniform", "DoRA", "bound"),
         "DoRA, evenly": number("uniform", "DoRA", "over_base"),
         "over LoRA, evenly": number("uniform", "DoRA", "over_lora"),
@@ -58,6 +57,8 @@ def bank_decoding() -> str:
 def _number(name: str, **fields: Any) -> str:
     """Returns a number of the one batch that was measured so, a time in µs, or a dash."""
     for found in rows("bank", "h200", **fields):
+        if name not in found:
+            break
         return f"{1e3 * found[name]:.0f}" if name == "ms" else f"{found[name]:.2f}"
     return "–"
 
@@ -149,7 +150,10 @@ def every_bank() -> str:
     numbers = {"bound": "least over base, by bytes", "ms": "ms a layer"}
     numbers |= {"over_base": "over base", "over_lora": "over LoRA"}
     lines = (
-        [*(str(line[name]) for name in header), *(f"{line[name]:.3f}" for name in numbers)]
+        [
+            *(str(line[name]) for name in header),
+            *(f"{line[name]:.3f}" if name in line else "–" for name in numbers),
+        ]
         for line in rows("bank", "h200")
         if line["task"] != "load" and "ms" in line
     )
