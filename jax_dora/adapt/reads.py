@@ -11,7 +11,7 @@ from jax_dora.adapt.tree import Found, find_modules
 from jax_dora.layers.base import Constant
 from jax_dora.ops import quantised
 from jax_dora.weights.module import public_methods
-from jax_dora.weights.reads import Example, Key, Read, ReadLog, Traced, apart
+from jax_dora.weights.reads import Example, Key, Read, ReadLog, apart
 from jax_dora.weights.trace import weight_trace
 
 
@@ -26,7 +26,7 @@ def weights_of(module: Any) -> dict[str, nnx.Param]:
     }
 
 
-def trace_reads(model: nnx.Module, example: Example) -> Traced:
+def trace_reads(model: nnx.Module, example: Example) -> ReadLog:
     """Calls a model without adapters abstractly, and returns what reads its weights.
 
     Raises:
@@ -62,7 +62,8 @@ def trace_reads(model: nnx.Module, example: Example) -> Traced:
         for read in log.reads[group[0]]:
             inside = [key for key in group if key[0] in read.scopes]
             found[max(inside, key=lambda key: len(key[0]), default=group[0])][read] = None
-    return Traced({key: tuple(one) for key, one in found.items()}, log.results)
+    log.reads = {key: tuple(one) for key, one in found.items()}
+    return log
 
 
 def _weights(model: nnx.Module) -> dict[Key, nnx.Param]:
@@ -119,7 +120,7 @@ def reader_of(
     return None
 
 
-def heads(traced: Traced | None) -> list[Key]:
+def heads(traced: ReadLog | None) -> list[Key]:
     """Returns the weight, if any, whose product makes the result's last axis, of the size of a
     vocabulary that is looked up."""
     if traced is None:

@@ -12,7 +12,7 @@ from jax_dora.adapt.tree import Found, find_modules
 from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.layers.base_layer import is_node
 from jax_dora.weights.module import adapters_of, has_dora_type
-from jax_dora.weights.reads import Read, Traced
+from jax_dora.weights.reads import Read, ReadLog
 from jax_dora.weights.registry import class_name, registrations
 
 WAY_IN = (
@@ -76,7 +76,7 @@ class Site:
         return f"{self.names[0]} ({kind}){': ' if self.refusal else ''}{self.refusal}"
 
 
-def sites(model: nnx.Module, traced: Traced | None = None) -> list[Site]:
+def sites(model: nnx.Module, traced: ReadLog | None = None) -> list[Site]:
     """Returns every weight of a model, and every other module that holds parameters itself, in the
     order of the paths.
 
@@ -107,7 +107,7 @@ def _pack_experts(found: list[Site]) -> None:
             site.how = f"read by a product, {site.axes}"
 
 
-def _sites_of(found: Found, modules: list[Found], traced: Traced | None) -> list[Site]:
+def _sites_of(found: Found, modules: list[Found], traced: ReadLog | None) -> list[Site]:
     module = found.module
     if isinstance(module, DoRALayer):
         linear = module.is_linear(module) and not _is_head(found.paths[0])
@@ -168,7 +168,7 @@ def _sites_of(found: Found, modules: list[Found], traced: Traced | None) -> list
     return made
 
 
-def _reads_of(traced: Traced | None, found: Found, param: str) -> tuple[Read, ...] | None:
+def _reads_of(traced: ReadLog | None, found: Found, param: str) -> tuple[Read, ...] | None:
     """Returns what reads a parameter; None where no call was traced."""
     if traced is None:
         return None

@@ -19,9 +19,7 @@ def coverage(model: nn.Module, *example: Any, **kwargs: Any) -> Coverage:
 
     Args:
       model: an unbound module, or what `apply_dora` has made of one.
-      *example, **kwargs: what to call the model with, once and abstractly, to see what reads each
-        weight: arrays or `jax.ShapeDtypeStruct`s. Or one function that takes the bound model and
-        calls it.
+      *example, **kwargs: as `jax_dora.coverage`'s; a function takes the bound model.
 
     Raises:
       TypeError: `model` is no linen module.

@@ -13,7 +13,7 @@ from jax_dora.adapt.sites import Site, sites
 from jax_dora.layers import DORA_CLASSES
 from jax_dora.linen.layer import COUNTERPARTS
 from jax_dora.linen.params import params_path
-from jax_dora.weights.reads import Example, ReadLog, Traced, apart
+from jax_dora.weights.reads import Example, ReadLog, apart
 from jax_dora.weights.trace import weight_trace
 
 _RECORDS = itertools.count(1)
@@ -90,12 +90,11 @@ def linen_sites(model: nn.Module, example: Example) -> list[Site]:
 
     jax.eval_shape(run, variables, arrays)
     # A stack's layers have adapters of their own, as experts have.
-    once = {
+    log.reads = {
         key: tuple(dataclasses.replace(one, axes=one.axes.replace("s", "b")) for one in found)
         for key, found in log.reads.items()
     }
-    traced = Traced(once, log.results)
-    found = sites(_mirror(flat, classes), traced)
+    found = sites(_mirror(flat, classes), log)
     for site in found:
         path = site.found.paths[0]
         known = COUNTERPARTS.get(classes.get(path, nn.Module))
@@ -104,7 +103,7 @@ def linen_sites(model: nn.Module, example: Example) -> list[Site]:
         if site.param != DORA_CLASSES[known[0]].kernel_name:
             site.is_matched = not site.refusal  # a stacked bias is none of the layer's weights
             continue
-        of_site = traced.reads[path, site.param]
+        of_site = log.reads[path, site.param]
         if of_site and all(path in read.scopes for read in of_site):
             site.is_layer, site.refusal, site.how = True, "", f"linen.{classes[path].__name__}"
             site.is_linear = linear[path] and site.is_linear

@@ -31,8 +31,7 @@ class AdaptedWeight:
 
     Attributes:
       path: of the parameter, in the collection "params".
-      axes: a letter for each of its axes: "i", it is contracted; "o", of features; "b", matrices
-        lie along it, each with an adapter, as layers of a stack and experts do.
+      axes: a letter for each of its axes, as `jax_dora.register`'s; "b" of a stack's too.
       names: the paths by which rules know it; the first is its own.
       is_linear: whether "all-linear" means it.
       rule: what adapts it.

@@ -29,8 +29,7 @@ class Place:
 
     Attributes:
       param: the name of the parameter in its module.
-      axes: a letter for each of its axes: "i", it is contracted; "o", of features; "b", matrices
-        lie along it, each with an adapter; "s", layers are stacked along it.
+      axes: a letter for each of its axes, as `jax_dora.register`'s.
       has_module_path: whether the weight's path is its module's, since it has no other weight.
       rule: the adapter's settings, without a path.
       is_lookup: whether it is an embedding.

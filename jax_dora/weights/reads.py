@@ -44,19 +44,6 @@ class Read:
 
 
 @dataclasses.dataclass(frozen=True)
-class Traced:
-    """What one call of a model reads.
-
-    Attributes:
-      reads: of each weight.
-      results: the sizes of the last axes of what the call returns.
-    """
-
-    reads: Mapping[Key, tuple[Read, ...]]
-    results: frozenset[int]
-
-
-@dataclasses.dataclass(frozen=True)
 class Example:
     """What a model is called with: a pytree whose leaves are the arguments.
 
@@ -109,7 +96,7 @@ class ReadLog:
 
     def __init__(self, keys: Iterable[Key], paths: Iterable[str]) -> None:
         self.paths = paths
-        self.reads: dict[Key, list[Read]] = {key: [] for key in keys}
+        self.reads: dict[Key, tuple[Read, ...]] = dict.fromkeys(keys, ())
         self.results: frozenset[int] = frozenset()
         self.count = itertools.count().__next__
 
@@ -162,7 +149,7 @@ class Recorder:
         paths = list(self.log.paths)
         inside = frozenset(paths[int(number)] for number in found)
         read = Read(name, kind, axes, features, inside, self.log.count())
-        self.log.reads[self.key].append(read)
+        self.log.reads[self.key] += (read,)
 
     def _note(
         self, name: str, kind: str, weight: Weight, contracted: Sequence[int], batch: Sequence[int]
