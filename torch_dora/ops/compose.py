@@ -15,7 +15,9 @@ then starts from that sum, and everything that g scales from the sum less the bi
 a lora of 0 give back the base layer's very bits.
 """
 
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -142,6 +144,24 @@ def backward(
     return d_base, d_lora, d_g
 
 
+def differentiable_once[R](backward: Callable[..., R]) -> Callable[..., R]:
+    """Returns the ``backward`` of a torch.autograd.Function whose results raise where somebody
+    differentiates them again.
+
+    torch's decorator leaves out cotangents that are constants, such as that of a sum: a penalty of
+    the gradient, which depends on what was saved, would then have no gradient and no error.
+    """
+    checked: Any = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def differentiated(ctx: Any, dy: Tensor) -> R:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            dy = dy.detach().requires_grad_()
+        return checked(ctx, dy)
+
+    return differentiated
+
+
 class _Compose(torch.autograd.Function):
     @staticmethod
     def forward(ctx, base, lora, g, scale, delta, want_inner, implementation):
@@ -151,7 +171,7 @@ class _Compose(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
         inner, g = ctx.saved_tensors
         want_base, want_lora, want_g = ctx.needs_input_grad[:3]

@@ -19,10 +19,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from torch_dora.ops import check, choose, sharded
-from torch_dora.ops.compose import backward, choose_compose, compose_delta, forward
+from torch_dora.ops.compose import (
+    backward,
+    choose_compose,
+    compose_delta,
+    differentiable_once,
+    forward,
+)
 from torch_dora.ops.dtypes import cast, no_autocast
 from torch_dora.ops.norm import factored_norm, magnitude_scale
 from torch_dora.ops.quantised import dense, is_quantised
@@ -207,7 +212,7 @@ class _DoRALinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, adapter_x, weight, lora_a, lora_b, z, inner, g = ctx.saved_tensors
         want_x, want_adapter_x, want_weight, want_bias, want_a, want_b, want_g = (

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.torch_dora.adapters import trained
-from torch_dora import DoRALinear
+from torch_dora import DoRAConv, DoRALinear, DoRARule, apply_dora
 from torch_dora.ops import factored_norm, magnitude_scale
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -99,6 +99,17 @@ def test_on_the_meta_device_and_materialised_later():
     layer.reset_adapter()
     x = torch.randn(3, 16)
     assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(6, 1), lambda: nn.Conv1d(6, 1, 1)])
+def test_a_gradient_s_own_gradient_is_an_error_and_not_nothing(make):
+    critic = apply_dora(nn.Sequential(nn.Tanh(), make()), DoRARule("1", 2, 4))
+    trained(critic[1])
+    x = torch.randn(6, 1 if isinstance(critic[1], DoRAConv) else 6, requires_grad=True)
+    score = critic(x).sum()
+    (gradient,) = torch.autograd.grad(score, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (score + gradient.square().sum()).backward()
 
 
 @pytest.mark.parametrize("mode", ["adapter", "input"])
