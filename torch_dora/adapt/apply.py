@@ -15,6 +15,7 @@ from torch_dora.layers import (
     DoRALayer,
     DoRALinear,
     dora_layers,
+    fast_path,
     layer_class,
     placement,
 )
@@ -159,7 +160,9 @@ def replace(model: nn.Module, new: Mapping[int, nn.Module]) -> nn.Module:
         for name, child in list(module._modules.items()):
             if id(child) in new:
                 setattr(module, name, new[id(child)])
-    return new.get(id(model), model)
+    model = new.get(id(model), model)
+    fast_path.avoid(model, DoRALayer)
+    return model
 
 
 def refuse(model: nn.Module, matched: list[_Named]) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dora_common.merge_report import MergedLayer, MergeReport
 from torch_dora.adapt.apply import check_model
-from torch_dora.layers import dora_layers, placement
+from torch_dora.layers import DoRALayer, dora_layers, fast_path, placement
 from torch_dora.ops.quantised import dense
 from torch_dora.ops.shards import whole
 
@@ -44,6 +44,7 @@ def merge_dora(model: nn.Module, *, return_report: bool = False) -> Any:
     memo: dict[int, Any] = {id(tensor): tensor for tensor in model.parameters()}
     memo |= {id(layer): plain[name] for name, layer in layers.items()}
     merged = copy.deepcopy(model, memo)
+    fast_path.avoid(merged, DoRALayer)
     if not return_report:
         return merged
     rows = (

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dora_common.rules import listing
 from torch_dora.adapt.apply import check_model
 from torch_dora.bank.bank import AdapterBank
-from torch_dora.layers import dora_layers
+from torch_dora.layers import dora_layers, fast_path
 from torch_dora.ops.bank import Slots, bank_linear, together
 from torch_dora.ops.choose import check_name
 
@@ -55,6 +55,8 @@ class BankLinear(nn.Module):
         Raises:
             ValueError: x has another number of rows than there are ids.
         """
+        if isinstance(x, Tensor) and x.is_nested:
+            return fast_path.of_nested(self, x)
         if x.ndim < 2 or x.shape[0] != self.ids.shape[0]:
             raise ValueError(
                 f"x has shape {tuple(x.shape)}, and adapter_ids has {self.ids.shape[0]} rows; "
@@ -120,13 +122,16 @@ def with_bank(
         if device not in placed:
             placed[device] = ids.to(device), None if order is None else order.to(device)
         made[id(module)] = BankLinear(module, bank.tensors[name], *placed[device], implementation)
-    return _copied(model, made)
+    copied = _copied(model, made)
+    fast_path.avoid(copied, BankLinear)
+    return copied
 
 
 def _copied(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
     """Returns a copy of a module tree over the same tensors, with those in `made` replaced."""
     if id(module) not in made:
         made[id(module)] = new = copy.copy(module)
+        new._forward_pre_hooks = new._forward_pre_hooks.copy()
         new._modules = {
             name: None if child is None else _copied(child, made)
             for name, child in module._modules.items()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from torch_dora.layers import fast_path
 from torch_dora.layers.base import DoRALayer
 from torch_dora.ops import dora_linear
 from torch_dora.ops.linear import corrected_linear, result_dtype
@@ -22,6 +23,8 @@ class _DoRAProjection(DoRALayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns [..., out] of x [..., in], in the dtype that x and the weight promote to."""
+        if isinstance(x, Tensor) and x.is_nested:
+            return fast_path.of_nested(self, x)
         dropped = self.drop(x)
         weight = self.weight_matrix()
         if dropped is None or self.dropout_mode == "adapter":
