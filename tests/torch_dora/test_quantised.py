@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torchao.quantization import (
     Float8WeightOnlyConfig,
+    Int8DynamicActivationInt8WeightConfig,
     Int8WeightOnlyConfig,
     quantize_,
 )
@@ -138,3 +139,15 @@ def test_other_formats_are_refused():
         factored_norm(other, a, b, SCALE)
     with pytest.raises(NotImplementedError, match="'triton' takes no Int8Tensor"):
         factored_norm(layer.weight, a, b, SCALE, implementation="triton")
+
+
+def test_what_a_quantised_layer_does_to_its_input_is_refused():
+    base = nn.Sequential(nn.Linear(SHAPE[1], SHAPE[0]))
+    quantize_(base, Int8DynamicActivationInt8WeightConfig())
+    with pytest.raises(TypeError, match=r"'0' cannot .* act_quant_kwargs.*Int8WeightOnlyConfig"):
+        torch_dora.apply_dora(base, torch_dora.DoRARule("0", 4, 8))
+
+    weight = linear("int8").weight.detach()
+    weight.act_pre_scale = torch.full((SHAPE[1],), 2.0)
+    with pytest.raises(TypeError, match=r"act_pre_scale.*Int8WeightOnlyConfig"):
+        factored_norm(weight, *adapter(), SCALE)

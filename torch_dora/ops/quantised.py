@@ -31,6 +31,11 @@ def is_quantised(weight: Any) -> bool:
 def check(name: str, weight: Any) -> None:
     """Raises TypeError unless ``weight`` is a quantised matrix of a kind that is read here."""
     kind = type(weight).__name__
+    if getattr(weight, "act_pre_scale", None) is not None:
+        raise TypeError(
+            f"{name} is torchao's {kind} with an act_pre_scale, by which its layer multiplies what "
+            "it reads; expected a weight that stands for itself, as Int8WeightOnlyConfig makes it"
+        )
     if kind in _BLOCKWISE and all(size > 0 for size in weight.block_size):
         return
     if kind == "NF4Tensor" and weight.shape[1] % weight.block_size == 0:
@@ -40,6 +45,17 @@ def check(name: str, weight: Any) -> None:
         f"torchao's {', '.join(_BLOCKWISE)}, or an NF4Tensor whose blocks divide its rows: "
         "quantise it by Int8WeightOnlyConfig, Float8WeightOnlyConfig or to_nf4, or dequantise it"
     )
+
+
+def check_activations(name: str, weight: Any) -> None:
+    """Raises TypeError if a layer with ``weight`` quantises what it reads, which an adapted one does
+    not."""
+    if getattr(weight, "act_quant_kwargs", None) is not None:
+        raise TypeError(
+            f"{name} is torchao's {type(weight).__name__} with act_quant_kwargs, by which its layer "
+            "quantises what it reads, and an adapted one would not; expected a weight that is "
+            "quantised alone, as by Int8WeightOnlyConfig or Float8WeightOnlyConfig"
+        )
 
 
 def dense(weight: Tensor, dtype: torch.dtype) -> Tensor:
