@@ -1,5 +1,6 @@
 """The layers of a model whose rows choose their adapters from a bank."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -144,9 +145,10 @@ class BankLayer(nnx.Module):
         def mixed(operands: Any) -> jax.Array:
             base, x, bias, slots, ids, step, first = operands
             matrix = _ordered(base, equation.y, rows + out)
+            tokens = math.prod(matrix.shape[1 : len(rows)])
             y = bank_linear(
-                matrix.reshape(batch, -1, out_features),
-                _ordered(x, equation.x, rows + in_).reshape(batch, -1, in_features),
+                matrix.reshape(batch, tokens, out_features),
+                _ordered(x, equation.x, rows + in_).reshape(batch, tokens, in_features),
                 slots,
                 ids,
                 part=None if part is None else (first, part[1]),

@@ -114,9 +114,9 @@ class DoRAConvolution(DoRALayer):
         lora_b = layout.lora_b.to_matrices(lora_b).astype(z.dtype)
         if groups == 1:
             return jnp.matmul(z, lora_b[0], precision=self.precision)
-        z = z.reshape(*z.shape[:-1], groups, -1)
+        z = z.reshape(*z.shape[:-1], groups, lora_b.shape[1])
         lora = jnp.einsum("...gr,gro->...go", z, lora_b, precision=self.precision)
-        return lora.reshape(*z.shape[:-2], -1)
+        return lora.reshape(*z.shape[:-2], groups * lora_b.shape[2])
 
 
 class DoRAConv(DoRAConvolution, nnx.Conv):

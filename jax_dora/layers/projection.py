@@ -102,7 +102,11 @@ def _of_matrices(
         bias = bias.reshape(layout.magnitude.matrices[0], -1)
 
     order = [equation.x.index(letter) for letter in batch + rows + in_]
-    shape = (-1, *(size[letter] for letter in rows), math.prod(size[i] for i in in_))
+    shape = (
+        math.prod(size[letter] for letter in batch),
+        *(size[letter] for letter in rows),
+        math.prod(size[letter] for letter in in_),
+    )
     arrays = dict(operands) | {"x": x.transpose(order).reshape(shape), "bias": bias}
     for name in ("kernel", "lora_a", "lora_b"):
         arrays[name] = getattr(layout, name).to_matrices(operands[name])

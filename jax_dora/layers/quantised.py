@@ -62,7 +62,7 @@ def dot_general_by_rows(
         lead, out = x.shape[: len(rows)], [kernel.shape[axis] for axis in columns]
         matrix = quantised.as_matrices(kernel, kernel.shape, (tuple(of_kernel), tuple(columns)))
         product = meshes.differentiable(row_wise.linear)
-        operands = row_wise.Product(x.reshape(*lead, -1), matrix)
+        operands = row_wise.Product(x.reshape(*lead, matrix.shape[0]), matrix)
         return product(static_precision(precision), meshes.vary_alike(operands)).reshape(
             *lead, *out
         )

@@ -32,7 +32,7 @@ def _reduce(static: Static, shard: Shard, operands: Reduction) -> tuple[jax.Arra
     found = _by_kernel(dropped_product, static, shard, operands)
     if found is None:
         found = dot_general(static.precision, _seen(static, shard, operands), lora_a, (-1, 0))
-    return (shard.sum(found.reshape(*x.shape[:-1], -1).astype(x.dtype)),)
+    return (shard.sum(found.reshape(*x.shape[:-1], lora_a.shape[-1]).astype(x.dtype)),)
 
 
 def _reduce_back(static: Static, shard: Shard, operands: Reduction) -> tuple[jax.Array]:

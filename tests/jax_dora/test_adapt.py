@@ -1,5 +1,6 @@
 """`apply_dora` on nnx models."""
 
+import dataclasses
 import functools
 
 import jax
@@ -16,6 +17,8 @@ from jax_dora import DoRALinear, DoRARule, apply_dora, get_adapter, set_adapter
 from parity.tolerances.caps import OPERATOR_FP32_MAX_ABS
 from tests.jax_dora.small_models import ALL, LAYERS, WIDTH, Block, Mixed, Stacked, call, ids, train
 from tests.tables import thinned
+
+FP8 = "float8_e4m3fn"
 
 
 def arrays(model: nnx.Module) -> dict:
@@ -38,6 +41,24 @@ def test_every_layer_is_found_and_a_fresh_adapter_changes_no_bit(dtype):
         y, expected = call(adapted, ids()), call(model, ids())
     assert y.dtype == dtype
     assert jnp.array_equal(y, expected)
+
+
+@pytest.mark.parametrize("quantised", [{}, {"qtype": "int8"}, {"qtype": FP8, "act_qtype": FP8}])
+def test_an_empty_batch_has_an_empty_result_and_gradients_of_zero(quantised):
+    """With and without dropout, of every kind of layer; and of no requests to a bank."""
+    model = Block(nnx.Rngs(0)) if quantised else Mixed(nnx.Rngs(0))
+    rules = [dataclasses.replace(rule, dropout=0.5) for rule in ALL[:1]]
+    rules += [DoRARule("named/gate|attention/.*", 3, 4.0), *ALL[1:]]
+    if quantised:
+        model = jax_dora.quantize(model, **quantised)
+        rules = [DoRARule("linear", 3, 4.0, dropout=0.5), DoRARule("heads", 3, 4.0)]
+    x = jnp.zeros((0, 5, WIDTH)) if quantised else ids()[:0]
+    adapted = apply_dora(model, rules, rngs=nnx.Rngs(1))
+    grads = nnx.grad(lambda model: model(x).sum(), argnums=nnx.DiffState(0, nnx.LoRAParam))(adapted)
+    assert adapted(x).shape == model(x).shape == (0, 5, WIDTH)
+    assert not any(jnp.any(grad) for grad in jax.tree.leaves(grads))
+    bank = jax_dora.AdapterBank(model, 2, 4)
+    assert jax_dora.with_bank(model, bank, np.zeros(0, np.int32))(x).shape == (0, 5, WIDTH)
 
 
 def test_the_model_is_left_as_it_is_and_its_arrays_are_shared():
