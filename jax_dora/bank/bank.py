@@ -16,7 +16,7 @@ from jax_dora.adapt.adapter import Adapter
 from jax_dora.adapt.tree import check_model
 from jax_dora.bank.host import RANKS, HostAdapter, piece_shape, read_adapter, read_folder
 from jax_dora.bank.places import Place, places
-from jax_dora.bank.plan import Arrays, Plan
+from jax_dora.bank.plan import Arrays, Base, Plan
 from jax_dora.ops.bank_slots import checked_ids
 from jax_dora.peft.names import Names
 
@@ -69,7 +69,9 @@ class AdapterBank:
         check_model(model)
         check_slots(slots)
         check_rank(max_rank)
-        self._plan = Plan(model, slots, int(max_rank), places(model, path))
+        found = places(model, path)
+        self._base: Base | None = Base(model, {one.path: kernel for one, kernel in found.items()})
+        self._plan = Plan(self._base, slots, int(max_rank), found)
         self.arrays: Arrays = self._plan.make()
 
     def tree_flatten(self) -> tuple[tuple[Arrays], Plan]:
@@ -78,7 +80,7 @@ class AdapterBank:
     @classmethod
     def tree_unflatten(cls, plan: Plan, children: tuple[Arrays]) -> Self:
         bank = object.__new__(cls)
-        bank._plan, bank.arrays = plan, children[0]
+        bank._base, bank._plan, bank.arrays = plan.base(), plan, children[0]
         return bank
 
     @property
@@ -125,12 +127,11 @@ class AdapterBank:
           NotImplementedError: a folder replaces parameters of the base model, or asks for what is
             not supported.
         """
-        plan = self._plan
-        found = list(plan.places.values())
+        model, found = self._held().model, list(self.places.values())
         if isinstance(adapter, Adapter):
-            read = read_adapter(plan.model, found, adapter)
+            read = read_adapter(model, found, adapter)
         elif isinstance(adapter, str | os.PathLike):
-            read = read_folder(plan.model, found, adapter, name, names)
+            read = read_folder(model, found, adapter, name, names)
         else:
             raise TypeError(
                 f"adapter is a {type(adapter).__name__}; expected an Adapter from get_adapter, or "
@@ -169,7 +170,7 @@ class AdapterBank:
         else:
             host = self.read(adapter, name=name, names=names)
         plan = self._plan
-        pieces, kernels = plan.on_device(host), plan.kernels()
+        pieces, kernels = plan.on_device(host), self.kernels()
         facts = host.facts_beside(kernels)
         arrays = plan.clear(self.arrays, number)
         for index, piece in enumerate(pieces):
@@ -221,6 +222,19 @@ class AdapterBank:
             return set()
         first = np.asarray(g[(0,) * place.stack.count][:, 0])
         return set(np.flatnonzero(np.isnan(first)).tolist())
+
+    def kernels(self) -> dict[str, Any]:
+        """Returns the kernels of the model as they are now."""
+        return {path: kernel.get_value() for path, kernel in self._held().kernels.items()}
+
+    def _held(self) -> Base:
+        if self._base is None:
+            raise ValueError(
+                "the bank was put together again from its arrays when no bank of its model was "
+                "left, nor the model with it; expected one that is alive meanwhile: keep it, or "
+                "make a new AdapterBank"
+            )
+        return self._base
 
     def _with(self, arrays: Arrays) -> "AdapterBank":
         return self.tree_unflatten(self._plan, (arrays,))

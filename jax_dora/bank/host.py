@@ -142,7 +142,7 @@ def read_adapter(model: nnx.Module, places: Sequence[Place], adapter: Adapter) -
     for path, arrays in adapter.arrays.items():
         place, rule = by_path[path], rules[path]
         layout, stack = place.layout(rule.rank), place.stack
-        axis = stack.axis % place.kernel.ndim
+        axis = stack.axis % len(place.shape)
         if stack.shape and (given := stack_axes.get(path, axis)) != axis:
             raise ValueError(
                 f"adapter is of layers at {path!r} that are stacked along axis {given} of the "

@@ -66,10 +66,10 @@ def with_bank[Model: nnx.Module](
     for path, place in bank.places.items():
         module: Any = by_path.get(path)
         if dora_class_of(module) is not place.kind or (
-            getattr(module, place.kind.kernel_name).shape != place.kernel.shape
+            getattr(module, place.kind.kernel_name).shape != place.shape
         ):
             raise ValueError(
-                f"model has no {place.kind.base_type.__name__} {place.kernel.shape} at {path!r}, "
+                f"model has no {place.kind.base_type.__name__} {place.shape} at {path!r}, "
                 "for which the bank holds adapters; expected the model that it was made of"
             )
         layer = CLASSES[place.kind](module, place, bank.arrays[path], ids, step, implementation)

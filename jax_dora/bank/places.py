@@ -27,7 +27,8 @@ class Place:
 
     Attributes:
       paths: of its module; the first is its own.
-      kernel: the model's own parameter, read whenever an adapter is loaded.
+      shape: the kernel's.
+      sharding: the kernel's on a mesh, or None.
       stack: how layers are stacked in the kernel; in a bank they always lie along leading axes.
       kind: the class that adapts it.
       layer: a base layer without arrays, of one layer of the stack.
@@ -35,7 +36,8 @@ class Place:
     """
 
     paths: tuple[str, ...]
-    kernel: nnx.Variable
+    shape: tuple[int, ...]
+    sharding: NamedSharding | None
     stack: Stack
     kind: type[DoRALayer]
     layer: Any
@@ -59,9 +61,8 @@ class Place:
     def shardings(self) -> Slots:
         """Returns how the place's part of a bank lies on the kernel's mesh, sharded as its axes
         are; None for each where the kernel has no mesh."""
-        value = jax.tree.leaves(self.kernel.get_value())[0]
-        sharding = value.sharding if isinstance(value, jax.Array) else None
-        if not isinstance(sharding, NamedSharding):
+        sharding = self.sharding
+        if sharding is None:
             return Slots(None, None, None, None, None)
         spec = padded(sharding.spec, self.stack.count + len(self.layout(1).kernel.stored))
         lead, names = self.stack.of_stack(spec), self.stack.without(spec)
@@ -81,8 +82,8 @@ class Place:
         )
 
 
-def places(model: nnx.Module, path: str) -> list[Place]:
-    """Returns the projections of a plain model whose paths match.
+def places(model: nnx.Module, path: str) -> dict[Place, nnx.Variable]:
+    """Returns the projections of a plain model whose paths match, and their kernels.
 
     Raises:
       ValueError: the model holds an adapter, or nothing matches that a bank has room for.
@@ -96,7 +97,7 @@ def places(model: nnx.Module, path: str) -> list[Place]:
     rule = DoRARule(path, rank=1, alpha=1)
     chosen = assign([rule], [site.names for site in found], [site.is_linear for site in found])
     matched = [site for site, rule in zip(found, chosen, strict=True) if rule is not None]
-    made = [_place(site) for site in matched if why_not(site) is None]
+    made = dict(_place(site) for site in matched if why_not(site) is None)
     if not made:
         told = (f"{site.names[0]}: {why_not(site)}" for site in matched)
         raise ValueError(
@@ -119,7 +120,7 @@ def why_not(site: Site) -> str | None:
     return None
 
 
-def _place(site: Site) -> Place:
+def _place(site: Site) -> tuple[Place, nnx.Variable]:
     module: Any = site.found.module
     kind = dora_class_of(module)
     assert kind is not None
@@ -130,4 +131,9 @@ def _place(site: Site) -> Place:
     dtype = getattr(module, "dtype", None) or kernel.dtype
     with named(site.names[0], "given a place in a bank"):
         stack = stack_of(module, axis=0)
-    return Place(site.found.paths, kernel, stack, kind, layer, dtype)
+    value = jax.tree.leaves(kernel.get_value())[0]
+    sharding = value.sharding if isinstance(value, jax.Array) else None
+    if not isinstance(sharding, NamedSharding):
+        sharding = None
+    place = Place(site.found.paths, kernel.shape, sharding, stack, kind, layer, dtype)
+    return place, kernel

@@ -1,6 +1,8 @@
 """What of a bank is no array: its projections, and the programs that change its slots."""
 
-from collections.abc import Callable, Mapping
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import jax
@@ -22,14 +24,25 @@ type Arrays = dict[str, Slots]
 type Piece = dict[str, tuple[jax.Array, ...]]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Base:
+    """The model that a bank is beside, and the kernels of its projections by path, which are read
+    whenever an adapter is loaded."""
+
+    model: nnx.Module
+    kernels: Mapping[str, nnx.Variable]
+
+
 class Plan:
-    """What of a bank is no array: the model, its projections, the programs that change slots.
+    """What of a bank is no array: its projections, and the programs that change slots.
 
     One object for all banks that come of one, so that a function compiled for one takes them all.
+    JAX keeps it for as long as it keeps what it compiled, so that the base, with all its weights,
+    is the banks' to hold, and `base` a weak reference.
     """
 
-    def __init__(self, model: nnx.Module, slots: int, max_rank: int, found: list[Place]) -> None:
-        self.model = model
+    def __init__(self, base: Base, slots: int, max_rank: int, found: Iterable[Place]) -> None:
+        self.base = weakref.ref(base)
         self.slots = slots
         self.max_rank = max_rank
         self.places = {place.path: place for place in found}
@@ -67,10 +80,6 @@ class Plan:
             scale=jnp.zeros(lead, wide),
             rank=jnp.zeros(lead, jnp.int32),
         )
-
-    def kernels(self) -> dict[str, Any]:
-        """Returns the model's kernels as they are now."""
-        return {path: place.kernel.get_value() for path, place in self.places.items()}
 
     def on_device(self, host: HostAdapter) -> list[Piece]:
         """Returns an adapter's pieces where the bank lies. Of a path there are lora_a and lora_b,

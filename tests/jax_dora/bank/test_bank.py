@@ -1,6 +1,8 @@
 """A bank's slots: what is loaded into them, what is refused, and at what cost."""
 
 import dataclasses
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_dora import AdapterBank, DoRARule, apply_dora, get_adapter
+from jax_dora import AdapterBank, DoRARule, apply_dora, get_adapter, with_bank
 from tests.jax_dora.bank.adapters import compilations, drawn
 from tests.jax_dora.small_models import LAYERS, WIDTH, Block, Mixed, Stacked
 
@@ -39,7 +41,7 @@ def test_what_is_loaded_again_takes_no_norm():
     assert not found
     for array in jax.tree.leaves(bank.arrays):
         assert jnp.array_equal(array[:, 0], array[:, 1])
-    known = [facts.is_dora.any() for facts in read.facts_beside(bank._plan.kernels()).values()]
+    known = [facts.is_dora.any() for facts in read.facts_beside(bank.kernels()).values()]
     assert not any(known)
 
     kernel = model.blocks.linear.kernel
@@ -172,3 +174,25 @@ def test_a_bank_may_be_of_some_projections():
     assert bank.paths == ("linear",)
     with pytest.raises(ValueError, match="'heads', which the bank has no room for: the bank was"):
         bank.load(0, drawn(AdapterBank(model, 1, 4), {"heads": 2}))
+
+
+def test_a_compiled_function_keeps_no_weights():
+    """JAX keeps what it compiled, and what it compiled for, when model, bank and function are
+    gone."""
+    model = Block(nnx.Rngs(0))
+    kernel = weakref.ref(model.linear.kernel.get_value())
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    def run(state, bank, x):
+        return with_bank(nnx.merge(graphdef, state), bank, np.array([-1])).linear(x), bank
+
+    bank = AdapterBank(model, 1, 4)
+    _, bank = run(state, bank, jnp.ones((1, WIDTH)))
+    bank = bank.load(0, drawn(bank, {"linear": 2}))
+    leaves, structure = jax.tree.flatten(bank)
+    del model, state, bank, run
+    gc.collect()
+    assert kernel() is None
+    with pytest.raises(ValueError, match="make a new AdapterBank"):
+        structure.unflatten(leaves).load(0, "folder")
