@@ -83,10 +83,10 @@ def test_bank_measures_every_kind_and_loading(tmp_path: Path) -> None:
     loads = [(row["rank"], row["kind"]) for row in rows if row["task"] == "load"]
     assert loads == [(rank, kind) for rank in bank.TINY.ranks for kind in ("first", "again")]
     found = [row for row in rows if row["task"] != "load"]
-    *first, by_xla = bank.TINY.kinds
+    first = [kind for kind in bank.TINY.kinds if kind != "DoRA mosaic"]
     growth = (len(bank.TINY.ranks) + len(bank.TINY.adapters)) * bank.GROWING
     # One row with Zipf's adapters and alone, three rows by XLA too, and prompts.
-    expected = [*2 * first, *first, by_xla, *first, *growth]
+    expected = [*4 * first, *growth]
     assert [row["kind"] for row in found] == expected
     for row in found:
         assert row["bound"] > 1 or row["kind"] == "base"
