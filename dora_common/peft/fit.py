@@ -217,6 +217,12 @@ class _Fitting:
             return f"holds row {max(indices)} of {name}, which has {rows}"
         if module in self.selected or self.config.saves(name):
             return f"holds rows of {name}, which target_modules or modules_to_save names too"
+        embeddings = [one for one in self.ties.get(name, ()) if self._is_of_embedding(one)]
+        if name in embeddings[1:]:
+            return (
+                f"holds rows of {name}, which is tied to {embeddings[0]} and would get them alone "
+                "in PEFT; expected rows of that one, to which PEFT ties the others"
+            )
         if layer.kind == "linear" and (tied or f"{module}.bias" in self.parameters):
             return (
                 f"holds rows of {name}, which has a bias or is tied to {tied or 'nothing'}; "
@@ -224,6 +230,10 @@ class _Fitting:
             )
         self.tokens[name] = (key, indices)
         return None
+
+    def _is_of_embedding(self, name: str) -> bool:
+        layer = self.layers.get(name.removesuffix(".weight"))
+        return layer is not None and layer.kind == "embedding"
 
     def _find_missing_tokens(self) -> None:
         indices = self.config.trainable_token_indices

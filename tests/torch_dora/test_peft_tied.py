@@ -7,6 +7,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import torch_dora
@@ -171,6 +172,27 @@ def test_rows_that_do_not_fit_are_refused(
     with pytest.raises(ValueError, match=message):
         load_adapter(model, folder)
     assert_unchanged(before, snapshot(model))
+
+
+def test_rows_of_one_of_two_tied_embeddings_are_refused(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        sizes = {"d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2}
+        return transformers.T5ForConditionalGeneration(
+            transformers.T5Config(vocab_size=40, **sizes)
+        )
+
+    told = r"decoder\.embed_tokens\.weight, which is tied to shared\.weight"
+    rows = {"embed_tokens": [7, 2]}
+    folder, _ = peft_folder(
+        tmp_path / "a", make, target_modules=["q"], trainable_token_indices=rows
+    )
+    model = base(make)
+    with pytest.raises(ValueError, match=told):
+        load_adapter(model, folder)
+    torch_dora.apply_dora(model, torch_dora.DoRARule(r".*\.q", rank=2, alpha=2))
+    with pytest.raises(ValueError, match=told):
+        save_adapter(model, tmp_path / "b", trainable_token_indices=rows)
+    save_adapter(model, tmp_path / "b", trainable_token_indices={"shared": [7, 2]})
 
 
 def test_a_name_that_matches_nothing_is_refused(tmp_path: Path) -> None:
