@@ -220,8 +220,9 @@ class AdapterBank:
         g = self.arrays[path].g
         if isinstance(g, Tracer):
             return set()
-        first = np.asarray(g[(0,) * place.stack.count][:, 0])
-        return set(np.flatnonzero(np.isnan(first)).tolist())
+        # Of all features: where explicit axes of a mesh share them, none can be taken alone.
+        is_empty = np.asarray(jnp.isnan(g).all(axis=-1))[(0,) * place.stack.count]
+        return set(np.flatnonzero(is_empty).tolist())
 
     def kernels(self) -> dict[str, Any]:
         """Returns the kernels of the model as they are now."""
