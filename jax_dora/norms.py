@@ -23,6 +23,7 @@ g = magnitude / norm a constant.
 from collections.abc import Callable, Mapping
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from dora_common.hyperparameters import ADAPTER_NAMES
@@ -67,7 +68,7 @@ def with_norms[Model: nnx.Module](model: Model, values: Mapping[str, jax.Array])
       values: what `norms` has returned, for all of its DoRA layers; traced arrays too.
 
     Raises:
-      TypeError: `model` is no nnx module.
+      TypeError: `model` is no nnx module, or a norm's dtype is not fp32 or fp64.
       ValueError: a layer's norm is missing or has another shape, or a path is no DoRA layer's.
     """
     _dora_layers(model)
@@ -85,7 +86,12 @@ def with_norms[Model: nnx.Module](model: Model, values: Mapping[str, jax.Array])
                 f"values has no norm for {found.paths[0]!r}; expected one for every DoRA layer, as "
                 "jax_dora.norms(model) returns them"
             )
-        value, shape = values[path], found.module.magnitude.shape
+        value, shape = jnp.asarray(values[path]), found.module.magnitude.shape
+        if value.dtype not in (jnp.float32, jnp.float64):
+            raise TypeError(
+                f"values has a norm of dtype {value.dtype} for {path!r}; expected float32, as "
+                "jax_dora.norms(model) returns it: g is only as exact as its norm"
+            )
         if value.shape != shape:
             raise ValueError(
                 f"values has a norm of shape {value.shape} for {path!r}; expected {shape}, as "

@@ -263,6 +263,8 @@ def test_values_that_do_not_fit(model):
         jax_dora.with_norms(model, missing)
     with pytest.raises(ValueError, match=r"shape \(16,\) for 'stack'; expected \(3, 16\)"):
         jax_dora.with_norms(model, values | {"stack": values["stack"][0]})
+    with pytest.raises(TypeError, match=r"dtype bfloat16 for 'stack'; expected float32"):
+        jax_dora.with_norms(model, values | {"stack": values["stack"].astype(jnp.bfloat16)})
 
 
 class TestRematPolicy:
