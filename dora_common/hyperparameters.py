@@ -15,11 +15,13 @@ def adapter_scale(rank: Any, alpha: Any, use_rslora: bool = False) -> float:
     """Returns s = alpha / rank, or alpha / sqrt(rank) with rsLoRA (arXiv 2312.03732).
 
     Raises:
-        TypeError: rank is no integer, or alpha no real number.
+        TypeError: rank is no integer, alpha no real number, or use_rslora no bool.
         ValueError: rank is below 1, or alpha is not finite.
     """
     check_rank(rank)
     check_alpha(alpha)
+    if use_rslora not in (True, False):
+        raise TypeError(f"use_rslora is {use_rslora!r}; expected True or False")
     return float(alpha) / (math.sqrt(rank) if use_rslora else int(rank))
 
 
