@@ -41,6 +41,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints what the model says; returns the exit status."""
     with corrections():
+        if args.system is not None and not args.chat:
+            raise ValueError("--system is given without --chat, whose template has a place for it")
         folder = base_folder(args)
         tokenizer, ends = read_tokenizer(folder), read_ends(folder, read_config(folder))
         prompts = args.prompt or [sys.stdin.read()]

@@ -151,6 +151,7 @@ def test_merge_refuses_an_embedding_that_is_the_head(model, tmp_path, capsys):
     [
         ("generate --prompt x", "--model is missing"),
         ("generate --model MODEL --prompt=", "--prompt is empty"),
+        ("generate --model MODEL --prompt x --system y", "--system is given without --chat"),
         ("generate --model MODEL --prompt x --top-p 0", "'0' is out of range"),
         ("generate --model MODEL --prompt x --top-p 1e-50", "holds 0 and sizes from 1.2e-38 to"),
         ("generate --model MODEL --prompt x --top-p nan", "'nan' is out of range"),
