@@ -150,7 +150,7 @@ def _write(arrays: Arrays, piece: Piece, slot: Any, start: Any) -> Arrays:
     """Writes the ranks of a slot from `start` on."""
 
     def written(old: jax.Array, new: jax.Array) -> jax.Array:
-        first = [0] * old.ndim
+        first = [np.int32(0)] * old.ndim
         first[-3:-1] = [slot, start]
         return lax.dynamic_update_slice(old, jnp.expand_dims(new, -3), first)
 

@@ -54,6 +54,12 @@ def test_what_is_loaded_again_takes_no_norm():
         assert jnp.array_equal(one[:, 2], other[:, 0])
 
 
+def test_under_x64():
+    with jax.enable_x64(True):
+        bank = AdapterBank(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)), 2, 8)
+        assert bank.load(1, drawn(bank, {"": 3})).arrays[""].rank.tolist() == [0, 3]
+
+
 def test_arrays_change_in_place():
     bank = AdapterBank(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)), 3, 8)
     before = bank.arrays[""].lora_a.unsafe_buffer_pointer()
