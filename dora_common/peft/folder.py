@@ -47,7 +47,7 @@ class Folder:
     ) -> Fit:
         """Finds the place of every tensor, as `dora_common.peft.fit.fit` does; a message begins
         with the folder's path."""
-        with _telling(self.path):
+        with telling(self.path):
             return fit(self.config, self.tensors, layers, parameters, arrays, adapter=self.adapter)
 
     def read(self, key: str) -> Any:
@@ -56,7 +56,7 @@ class Folder:
         Raises:
           ValueError: it cannot be read, or holds NaN or infinity.
         """
-        with _telling(self.path / TENSORS):
+        with telling(self.path / TENSORS):
             tensor = self._file.get_tensor(key)
             check_finite(key, tensor)
             return tensor
@@ -161,18 +161,18 @@ def opened(
         supported.
     """
     path = _find(Path(folder), adapter)
-    with _telling(path / CONFIG):
+    with telling(path / CONFIG):
         version = _version(path / CONFIG)
         config = AdapterConfig.from_json((path / CONFIG).read_text(encoding="utf-8"))
-    with _telling(path / TENSORS):
+    with telling(path / TENSORS):
         # Mapped pages would stay in memory beside the arrays that are made of them.
         file = safe_open(path / TENSORS, framework=framework, backend="pread")
     with file:
-        with _telling(path):
+        with telling(path):
             # `writing.write` takes the configuration away before it touches the tensors.
             if _version(path / CONFIG) != version:
                 raise ValueError("another adapter was written while this one was read; read again")
-        with _telling(path / TENSORS):
+        with telling(path / TENSORS):
             slices = {key: file.get_slice(key) for key in file.keys()}
             tensors = {
                 key: (one.get_dtype(), tuple(one.get_shape())) for key, one in slices.items()
@@ -225,7 +225,7 @@ def _subfolders(folder: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def _telling(path: Path) -> Iterator[None]:
+def telling(path: Path) -> Iterator[None]:
     """Puts the path before the message of what goes wrong."""
     try:
         yield

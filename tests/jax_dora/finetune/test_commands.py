@@ -133,6 +133,9 @@ def test_inspect(model, adapter, tmp_path, capsys):
     (elsewhere / "adapter_config.json").write_text(json.dumps(fields))
     assert main(["inspect", str(elsewhere)]) == 0
     assert "Without its base: " in capsys.readouterr().out
+    (elsewhere / "adapter_model.safetensors").write_bytes(b"cut off")
+    assert main(["inspect", str(elsewhere)]) == 2
+    assert "adapter_model.safetensors: not a whole safetensors" in capsys.readouterr().err
 
 
 @pytest.mark.slow
