@@ -50,9 +50,9 @@ REFERENCES = {"one-hot": "LoRA", "DoRA mosaic": "DoRA"}
 
 
 class Settings(NamedTuple):
-    """What is measured: nothing is built after `seconds`. The kernels are named for `by_kernels` rows.
-    Growth is that of `growth` rows, over `steps` steps. Adapters are loaded into a model of
-    `load_layers`."""
+    """What is measured: nothing is built after `seconds`. Of `by_kernels` rows kernels are measured
+    where the bank goes by XLA. Growth is that of `growth` rows, over `steps` steps. Adapters are
+    loaded into a model of `load_layers`."""
 
     sizes: Sizes = Sizes()
     layers: int = 3

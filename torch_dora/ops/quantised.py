@@ -48,12 +48,12 @@ def check(name: str, weight: Any) -> None:
 
 
 def check_activations(name: str, weight: Any) -> None:
-    """Raises TypeError if a layer with ``weight`` quantises what it reads, which an adapted one does
-    not."""
+    """Raises TypeError if a layer with ``weight`` quantises what it reads, as no adapted one
+    does."""
     if getattr(weight, "act_quant_kwargs", None) is not None:
         raise TypeError(
-            f"{name} is torchao's {type(weight).__name__} with act_quant_kwargs, by which its layer "
-            "quantises what it reads, and an adapted one would not; expected a weight that is "
+            f"{name} is torchao's {type(weight).__name__} with act_quant_kwargs, by which its "
+            "layer quantises what it reads, and an adapted one would not; expected a weight that is "
             "quantised alone, as by Int8WeightOnlyConfig or Float8WeightOnlyConfig"
         )
 

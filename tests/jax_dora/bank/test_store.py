@@ -129,7 +129,8 @@ def test_no_folder_is_read_where_no_slot_is_free(store, tmp_path, monkeypatch):
     small = AdapterStore(store.bank, host_bytes=1)
     for name in "abcd":
         small.add(name, tmp_path / name)
-    small.acquire("a"), small.acquire("b")
+    small.acquire("a")
+    small.acquire("b")
     reads = []
     read = AdapterBank.read
     monkeypatch.setattr(
