@@ -53,8 +53,8 @@ def check_activations(name: str, weight: Any) -> None:
     if getattr(weight, "act_quant_kwargs", None) is not None:
         raise TypeError(
             f"{name} is torchao's {type(weight).__name__} with act_quant_kwargs, by which its "
-            "layer quantises what it reads, and an adapted one would not; expected a weight that is "
-            "quantised alone, as by Int8WeightOnlyConfig or Float8WeightOnlyConfig"
+            "layer quantises what it reads, and an adapted one would not; expected a weight that "
+            "is quantised alone, as by Int8WeightOnlyConfig or Float8WeightOnlyConfig"
         )
 
 
