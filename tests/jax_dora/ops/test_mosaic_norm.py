@@ -119,7 +119,8 @@ def test_nothing_cancels_zero_is_zero_and_nan_stays(on_mosaic):
 @pytest.mark.parametrize(
     ("rank", "adapter_dtype"),
     thinned(
-        itertools.product([8, 64, 384, 768], [jnp.bfloat16, jnp.float32]),
+        # An fp32 adapter of rank 768 is refused.
+        [*itertools.product([8, 64, 384], [jnp.bfloat16, jnp.float32]), (768, jnp.bfloat16)],
         [(8, jnp.float32), (64, jnp.bfloat16), (384, jnp.float32), (768, jnp.bfloat16)],
     ),
 )
