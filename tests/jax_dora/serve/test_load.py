@@ -10,6 +10,8 @@ import pytest
 
 from tests.jax_dora.serve import load, serving
 
+PROJECTIONS = 7  # of an adapter, each with a g
+
 
 def expected_texts(server, reference, folders):
     tokenizer = server.service.tokenizer
@@ -45,6 +47,9 @@ def test_load_and_faults(model, settings, reference, tmp_path, count, at_a_time,
         expected = expected_texts(server, reference, folders)
         assert len({min(one[0]) for one in expected.values()}) > len(expected) // 2
         driver = load.Load(str(client.base_url), expected)
+        # An adapter's g, taken when a slot first gets it, is kept from then on.
+        for name in folders:
+            client.completions.create(model=name, prompt="a", max_tokens=1)
 
         async def halves():
             swapping = asyncio.create_task(load.swap(folder, versions, 0.3))
@@ -65,7 +70,8 @@ def test_load_and_faults(model, settings, reference, tmp_path, count, at_a_time,
         assert "damaged-1" in server.adapters.damaged()
         assert server.engine.free_rows == changed.batch
         assert server.engine.waiting == server.engine.pinned == 0
-        assert arrays_after <= arrays
+        # The swapped one may have been in no slot yet, and had no g.
+        assert arrays_after <= arrays + PROJECTIONS
         assert memory_after - memory < 50 * 2**20
 
 
