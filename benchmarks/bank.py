@@ -327,20 +327,3 @@ def _timed(settings: Settings, programs: list[Program], inputs: Inputs, told: Ro
 def _ratios(kind: str, ms: dict[str, float]) -> Row:
     """Returns a kind's time over those of the base and of LoRA."""
     return {f"over_{one.lower()}": ms[kind] / ms[one] for one in ("base", "LoRA") if one in ms}
-
-
-def line(row: Row) -> str:
-    """Returns a row as a line to read."""
-    if row["task"] == "load":
-        name = f"load rank {row['rank']:3}, {row['layers']} layers, {row['bytes'] / 1e6:.0f} MB"
-        return f"{name}, {row['kind']}  {row['ms']:8.2f} ms"
-    name = f"{row['task']:7} {row['rows']:4}×{row['tokens']:<4} {row['mix']:8} {row['kind']:9}"
-    if "failed" in row:
-        return f"{name} failed: {row['failed'][:150]}"
-    told = f"{name} {row['ms']:8.4f} ms  {row['distinct']:3} adapters  {row['kernels']:2} kernels"
-    told += f"  rank {row['rank']}" if "rank" in row else ""
-    told += f"  of {row['adapters']}, {row['loads']} loads" if "adapters" in row else ""
-    for other in ("base", "lora"):
-        if f"over_{other}" in row:
-            told += f"  {row[f'over_{other}']:6.3f} of {other}"
-    return f"{told}  bound {row['bound']:.3f}"

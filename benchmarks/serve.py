@@ -196,16 +196,3 @@ def _served(
         "first_token_p90_ms": 1e3 * float(np.percentile(first, 90)),
         "loads": metrics.loaded(),
     }
-
-
-def line(row: Row) -> str:
-    """Returns a row as a line to read."""
-    if not row["answers"]:
-        return f"{row['kind']:4} {row['adapters']:5} adapters: out of time"
-    ratio = f"  {row['of_base']:.3f} of the base's" if "of_base" in row else ""
-    return (
-        f"{row['kind']:4} {row['adapters']:5} adapters  {row['tokens_per_s']:8,.0f} tokens/s  "
-        f"first token {row['first_token_ms']:7.0f} ms, 90 % within "
-        f"{row['first_token_p90_ms']:7.0f} ms  {row['loads']:4} loads{ratio}  "
-        f"compiled in {row['compile_s']:.0f} s"
-    )
