@@ -169,8 +169,8 @@ class DoRALayer(nn.Module):
         return self.settings
 
     def _release_base(self) -> None:
-        """Lets go of tensors of the base that others have taken this layer's place of, as FSDP and
-        offloading do, and that nobody else may keep whole."""
+        """Lets go of the base's tensors once FSDP or offloading has put others in this layer, so
+        that nothing keeps them whole."""
         if placement.is_offloaded(self):
             for tensors in (self.settings._parameters, self.settings._buffers):
                 tensors.update(dict.fromkeys(tensors))
