@@ -19,8 +19,8 @@ GPU_WORKERS ?= -n 4
 # not interpreted. OLDEST_EXTRAS=dev OLDEST_TESTS=tests OLDEST_CHOICE= runs all.
 OLDEST_EXTRAS ?= parity,test
 OLDEST_TESTS ?= tests/jax_dora/ops tests/jax_dora/test_linear.py tests/jax_dora/test_linen.py \
-    tests/jax_dora/weights/test_products.py tests/torch_dora/ops tests/test_readme.py \
-    tests/dora_common/peft/test_config.py tests/torch_dora/test_peft.py \
+    tests/jax_dora/weights/test_products.py tests/torch_dora/ops tests/torch_dora/test_compile.py \
+    tests/test_readme.py tests/dora_common/peft/test_config.py tests/torch_dora/test_peft.py \
     tests/jax_dora/test_peft.py::test_adapters_are_merged_as_by_peft
 OLDEST_CHOICE ?= not interpreted
 # The slow tests that .ci/run has time for: kernels, operators and layers, on meshes too.

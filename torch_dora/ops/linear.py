@@ -265,10 +265,10 @@ def _expand_compose(base, z, lora_b, g, bias, scale, want_inner, implementation)
 def result_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
     """Returns the dtype of ``torch.nn.functional.linear``'s result."""
     dtype = torch.promote_types(x.dtype, weight.dtype)
-    device = x.device.type
-    if dtype == torch.float64 or not torch.amp.is_autocast_available(device):
+    # torch.compile of torch 2.11 cannot ask whether a device has autocast.
+    if dtype == torch.float64 or x.is_meta or not torch.is_autocast_enabled(x.device.type):
         return dtype
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
+    return torch.get_autocast_dtype(x.device.type)
 
 
 def _rows(x: Tensor) -> Tensor:
