@@ -8,9 +8,18 @@ import torch
 from torch import nn
 
 from tests.torch_dora.adapters import trained
-from torch_dora import AdapterBank, DoRARule, apply_dora, freeze, merge_dora, remove_dora, with_bank
+from torch_dora import (
+    AdapterBank,
+    DoRALinear,
+    DoRARule,
+    apply_dora,
+    freeze,
+    merge_dora,
+    remove_dora,
+    with_bank,
+)
 
-# Of torch.nn.TransformerEncoder, which makes nested tensors.
+# Of nested tensors, which torch.nn.TransformerEncoder makes too.
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 
 RULE = DoRARule(r".*linear\d", 2, 4)
@@ -31,9 +40,9 @@ def arguments(request):
     return {"src": torch.randn(2, 5, 16), "src_key_padding_mask": padded}, ~padded
 
 
-def called(model, arguments):
+def called(model, arguments, gradient=False):
     inputs, counts = arguments
-    with torch.no_grad():
+    with torch.set_grad_enabled(gradient):
         return model(**inputs)[counts]
 
 
@@ -48,15 +57,26 @@ def test_adapters_act_in_evaluation_as_in_training(arguments):
     expected = called(model.train(), arguments)
     assert (expected - base).abs().max() > 1e-2
     for one in (model.eval(), copy.deepcopy(model), merge_dora(model), freeze(model)):
-        torch.testing.assert_close(called(one, arguments), expected, rtol=1e-4, atol=1e-5)
+        for gradient in (False, True):
+            found = called(one, arguments, gradient)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(called(remove_dora(model), arguments), base)
 
 
 def test_only_adapted_layers_leave_the_fast_path():
     model = apply_dora(encoder(), DoRARule("layers.1.linear1", 2, 4))
     assert [len(hooks(layer)) for layer in model.layers] == [0, 1]
-    assert not hooks(merge_dora(model))
-    assert not hooks(remove_dora(model))
+    assert not model.use_nested_tensor
+    for one in (merge_dora(model), remove_dora(model)):
+        assert not hooks(one)
+        assert one.use_nested_tensor
+
+
+def test_nested_rows_are_those_of_each_alone():
+    layer = trained(DoRALinear(16, 8, rank=2, alpha=4))
+    rows = [torch.randn(n, 16, requires_grad=True) for n in (5, 3)]
+    for one, y in zip(rows, layer(torch.nested.as_nested_tensor(rows)).unbind(), strict=True):
+        torch.testing.assert_close(y, layer(one), rtol=1e-4, atol=1e-5)
 
 
 def test_a_bank_acts_in_evaluation(arguments):
