@@ -3,8 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, vmap
 
+from tests.torch_dora.adapters import trained
 from torch_dora import DoRAConv, DoRAEmbedding, DoRALinear
 from torch_dora.ops import compose, compose_delta, dora_linear, factored_norm
 
@@ -98,7 +100,7 @@ def test_second_derivatives(adapted):
     assert len(x) > 1
 
 
-@pytest.mark.parametrize(
+LAYERS = pytest.mark.parametrize(
     ("layer", "x"),
     [
         (DoRALinear(6, 8, rank=2, alpha=3), torch.randn(4, 6)),
@@ -106,6 +108,9 @@ def test_second_derivatives(adapted):
         (DoRAEmbedding(nn.Embedding(9, 8), rank=2, alpha=3), torch.arange(9)),
     ],
 )
+
+
+@LAYERS
 def test_gradients_of_a_layers_parameters(layer, x):
     parameters = {name: p.detach() for name, p in layer.named_parameters() if p.requires_grad}
 
@@ -115,6 +120,23 @@ def test_gradients_of_a_layers_parameters(layer, x):
     found = grad(loss)(parameters)
     loss(dict(layer.named_parameters())).backward()
     close(found.values(), [layer.get_parameter(name).grad for name in found])
+
+
+# As above.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@LAYERS
+def test_forward_mode_is_the_transpose_of_backward(layer, x):
+    parameters = {name: p for name, p in trained(layer).named_parameters() if p.requires_grad}
+    tangents = {name: torch.randn_like(p) for name, p in parameters.items()}
+    with forward_ad.dual_level():
+        duals = {name: forward_ad.make_dual(p, tangents[name]) for name, p in parameters.items()}
+        found = forward_ad.unpack_dual(functional_call(layer, duals, (x,))).tangent
+    dy = torch.randn_like(found)
+    gradients = torch.autograd.grad(layer(x), list(parameters.values()), dy)
+    pairs = zip(gradients, tangents.values(), strict=True)
+    expected = sum((one * tangent).sum() for one, tangent in pairs)
+    torch.testing.assert_close((dy * found).sum(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_named_kernel_refuses(operands):

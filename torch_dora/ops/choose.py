@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 IMPLEMENTATIONS = ("triton", "eager")
 
@@ -76,10 +77,10 @@ TRITON_MODE = _triton_mode()
 
 
 def transformed() -> bool:
-    """Returns whether a transform of torch.func is at work: grad, vmap and so on. Their tensors
-    have no memory that a kernel could read, and they go through the definition of an operator
-    themselves, without our own gradients."""
-    return torch._C._are_functorch_transforms_active()
+    """Returns whether a transform of torch.func is at work (grad, vmap and so on), or
+    torch.autograd.forward_ad. The tensors of the one have no memory that a kernel could read, and
+    both go through the definition of an operator themselves, without our own gradients."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def triton_refuses(call: Call) -> str | None:
@@ -89,7 +90,7 @@ def triton_refuses(call: Call) -> str | None:
     if call.device != "cuda" and TRITON_MODE != "interpreted":
         return f"needs a CUDA device, or TRITON_INTERPRET=1 on a CPU; got device {call.device!r}"
     if call.transformed:
-        return "cannot run inside of torch.func's transforms, such as vmap and grad"
+        return "cannot run inside of torch.func's transforms, such as vmap, or of forward_ad"
     if call.sharded:
         return "reads the memory of one process, and a DTensor lies in several; pass to_local()"
     for dtype in call.dtypes:
