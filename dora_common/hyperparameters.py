@@ -7,6 +7,8 @@ from typing import Any, Literal, get_args
 DropoutMode = Literal["adapter", "input"]
 """What dropout acts on: what lora_a reads, or what the whole correction reads."""
 
+MOST_ALPHA = 1e18
+
 ADAPTER_NAMES = ("lora_a", "lora_b", "magnitude")
 """The parameters of an adapter, in every layer that has one."""
 
@@ -16,7 +18,7 @@ def adapter_scale(rank: Any, alpha: Any, use_rslora: bool = False) -> float:
 
     Raises:
         TypeError: rank is no integer, alpha no real number, or use_rslora no bool.
-        ValueError: rank is below 1, or alpha is not finite.
+        ValueError: rank is below 1, or alpha is not finite or above 1e18.
     """
     check_rank(rank)
     check_alpha(alpha)
@@ -48,14 +50,17 @@ def check_slots(slots: Any) -> None:
 
 
 def check_alpha(alpha: Any) -> None:
-    """Raises TypeError or ValueError unless ``alpha`` is a finite real number."""
+    """Raises TypeError or ValueError unless ``alpha`` is a real number that float32 can square."""
     if isinstance(alpha, bool) or not isinstance(alpha, numbers.Real):
         raise TypeError(
             f"alpha is {alpha!r}, a {type(alpha).__name__}; expected a real number: pass a Python "
             "int or float"
         )
-    if not math.isfinite(alpha):
-        raise ValueError(f"alpha is {alpha}; expected a finite number, often rank or 2 * rank")
+    if not abs(float(alpha)) <= MOST_ALPHA:
+        raise ValueError(
+            f"alpha is {alpha}; expected a finite number of at most {MOST_ALPHA:.0e}, which "
+            "float32 can square; often rank or 2 * rank"
+        )
 
 
 def check_dropout(dropout: Any, mode: Any) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from dora_common.peft import checks
 from dora_common.peft.config import EXPERTS_VERSION, AdapterConfig
 from dora_common.peft.fit import fit, tied_names
 from dora_common.peft.folder import check_finite
@@ -15,6 +16,8 @@ from dora_common.peft.layers import Layer, Shape, key_modules, refuse_layers
 from dora_common.peft.names import first_match, parameters_for, patterns_for, targets_for
 from dora_common.peft.writing import check_free, write
 
+# PEFT's task types.
+_TASKS = "SEQ_CLS SEQ_2_SEQ_LM CAUSAL_LM TOKEN_CLS QUESTION_ANS FEATURE_EXTRACTION".split()
 # The names that PEFT adds to modules_to_save by the task type, whatever the model calls its head.
 _HEADS_OF_TASKS = ("classifier", "score")
 
@@ -125,7 +128,11 @@ class Source:
         return [name for name, one in self.adapted.items() if one.layer.kind == "experts"]
 
     def _refuse_for_peft(self, config: AdapterConfig) -> None:
-        """Raises NotImplementedError where PEFT's target_parameters do without something."""
+        """Raises ValueError for a task that PEFT does not know, and NotImplementedError where its
+        target_parameters do without something."""
+        task = config.task_type
+        known = task is None or task in _TASKS
+        checks.expect(known, "task_type", task, f"None or one of {', '.join(_TASKS)}")
         given = {
             "use_dora=True": config.use_dora,
             f"lora_dropout={config.lora_dropout}": config.lora_dropout,

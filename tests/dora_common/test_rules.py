@@ -89,6 +89,7 @@ def test_rules_may_be_one_or_several_of_the_packages_class():
         ({"alpha": "8"}, TypeError, "alpha is '8', a str; expected a real number"),
         ({"alpha": np.bool_(True)}, TypeError, "expected a real number"),
         ({"alpha": math.inf}, ValueError, "alpha is inf; expected a finite number"),
+        ({"alpha": 1e300}, ValueError, r"alpha is 1e\+300; .* at most 1e\+18"),
         ({"use_rslora": "no"}, TypeError, "use_rslora is 'no'; expected True or False"),
         ({"dropout": None}, TypeError, "dropout is None"),
         ({"dropout": 1.0}, ValueError, "dropout is 1.0; expected a probability"),

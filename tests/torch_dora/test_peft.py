@@ -334,6 +334,13 @@ def small() -> nn.Module:
     return torch_dora.apply_dora(base(Attention), rule)
 
 
+def test_a_task_that_peft_does_not_know_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"task_type is 'chat'; expected None or one of SEQ_CLS,"):
+        save_adapter(small(), tmp_path / "a", task_type="chat")
+    save_adapter(small(), tmp_path / "a", task_type=peft.TaskType.CAUSAL_LM)
+    assert peft.LoraConfig.from_pretrained(tmp_path / "a").task_type == "CAUSAL_LM"
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.float8_e4m3fn, "float16"])
 def test_a_dtype_that_would_destroy_the_adapter_is_refused(dtype: Any, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"dtype is .*; expected torch\.float16, bfloat16"):
