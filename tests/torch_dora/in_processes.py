@@ -69,9 +69,11 @@ def folders(kind: str, source: str, target: str) -> dict[str, Any]:
     """Loads an adapter into a sharded model and saves it again; the results, norms and, where it
     can be merged, what it is merged to."""
     if kind == "tp":  # where there is no adapter yet
-        model = torch_dora.peft.load_adapter(sharded(kind, lambda m: m), source)
+        model, held = sharded(kind, lambda m: m), 0
     else:
-        model = torch_dora.peft.load_adapter(sharded(kind), source)
+        model = sharded(kind)
+        held = _held_whole(model)
+    torch_dora.peft.load_adapter(model, source)
     torch_dora.peft.save_adapter(model, target)
     refused = ""
     try:
@@ -82,15 +84,24 @@ def folders(kind: str, source: str, target: str) -> dict[str, Any]:
     found: dict[str, Any] = {"y": model(batch()), "norms": norms, "refused": refused}
     with torch_dora.with_norms(model, norms):
         found["with norms"] = model(batch())
-    if "fsdp" in kind:  # Which keeps shards between calls, and nobody anything beside them.
-        weights = [layer.settings.weight for layer in (model.up, model.down)]
-        locally = [one.to_local() if isinstance(one, DTensor) else one for one in weights]
-        found["bytes held whole"] = sum(one.untyped_storage().size() for one in locally)
+    if "fsdp" in kind:  # Which keeps shards, before calls and after, and nobody anything beside.
+        found["held whole"] = held + _held_whole(model)
     if kind == "tp":
         merged, report = torch_dora.merge_dora(model, return_report=True)
         found |= {"merged": merged(batch()), "report": report}
         found["removed"] = torch_dora.remove_dora(model)(batch())
     return torch.utils._pytree.tree_map(_plain, found)
+
+
+def _held_whole(model: Any) -> int:
+    """The bytes of the tensors that layers hold beside their own."""
+    held = [
+        one.to_local() if isinstance(one, DTensor) else one
+        for layer in (model.up, model.down)
+        for name, one in layer.settings.named_parameters()
+        if one is not getattr(layer, name)
+    ]
+    return sum(one.untyped_storage().size() for one in held)
 
 
 def _plain(value: Any) -> Any:

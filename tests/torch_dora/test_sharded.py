@@ -40,7 +40,7 @@ def test_folders_are_those_of_one_device(trained, tmp_path, count, kind):
         torch.testing.assert_close(found[name], want)
     for name, norm in norms(trained).items():
         torch.testing.assert_close(found["norms"][name], norm)
-    assert not found.get("bytes held whole")
+    assert not found.get("held whole")
     if kind == "tp":
         torch.testing.assert_close(found["merged"], want)
         torch.testing.assert_close(found["removed"], inside.base()(inside.batch()))

@@ -171,11 +171,20 @@ class DoRALayer(nn.Module):
     def _release_base(self) -> None:
         """Lets go of the base's tensors once FSDP or offloading has put others in this layer, so
         that nothing keeps them whole."""
-        if placement.is_offloaded(self):
+        if placement.is_offloaded(self) or placement.is_in_fsdp(self):
             for tensors in (self.settings._parameters, self.settings._buffers):
                 tensors.update(dict.fromkeys(tensors))
         elif not placement.is_lent(self.weight):
             self._update_base()
+
+    @property
+    def _fsdp_use_orig_params(self) -> bool:
+        return True
+
+    @_fsdp_use_orig_params.setter
+    def _fsdp_use_orig_params(self, _: bool) -> None:
+        """Lets go of the base's tensors: fully_shard sets this attribute once it has sharded."""
+        self._release_base()
 
     def _update_base(self) -> None:
         base = self.settings
@@ -244,7 +253,8 @@ class DoRALayer(nn.Module):
         """
         placement.check_magnitude(self)
         placement.watch_offloaded(self)
-        if self.settings.weight is not self.weight:
+        held = self.settings.weight
+        if held is not None and held is not self.weight:
             self._release_base()
         constant = self.constant_norm
         return self.norm() if constant is None else constant
@@ -292,7 +302,7 @@ class DoRALayer(nn.Module):
     def extra_repr(self) -> str:
         """Returns the base's settings and the hyperparameters, as ``nn.Module`` prints them."""
         text = (
-            f"{self.settings.extra_repr() or self.settings}, rank={self.rank}, alpha={self.alpha}, "
+            f"{self.base.extra_repr() or self.settings}, rank={self.rank}, alpha={self.alpha}, "
             f"use_rslora={self.use_rslora}"
         )
         if self.dropout > 0:
