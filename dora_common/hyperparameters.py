@@ -7,10 +7,10 @@ from typing import Any, Literal, get_args
 DropoutMode = Literal["adapter", "input"]
 """What dropout acts on: what lora_a reads, or what the whole correction reads."""
 
-MOST_ALPHA = 1e18
-
 ADAPTER_NAMES = ("lora_a", "lora_b", "magnitude")
 """The parameters of an adapter, in every layer that has one."""
+
+LEAST, LARGEST = 2.0**-126, 2.0**60  # of float32, in which a scale is applied and squared
 
 
 def adapter_scale(rank: Any, alpha: Any, use_rslora: bool = False) -> float:
@@ -18,13 +18,20 @@ def adapter_scale(rank: Any, alpha: Any, use_rslora: bool = False) -> float:
 
     Raises:
         TypeError: rank is no integer, alpha no real number, or use_rslora no bool.
-        ValueError: rank is below 1, or alpha is not finite or above 1e18.
+        ValueError: rank is below 1, alpha is not finite, or s is no number that float32 can square.
     """
     check_rank(rank)
     check_alpha(alpha)
     if use_rslora not in (True, False):
         raise TypeError(f"use_rslora is {use_rslora!r}; expected True or False")
-    return float(alpha) / (math.sqrt(rank) if use_rslora else int(rank))
+    scale = float(alpha) / (math.sqrt(rank) if use_rslora else int(rank))
+    if scale and not LEAST <= abs(scale) <= LARGEST:
+        raise ValueError(
+            f"alpha is {alpha}, a scale of {scale:.2g} at rank {rank}; expected an alpha, often "
+            f"rank or 2 * rank, whose scale is 0 or from {LEAST:.1e} to {LARGEST:.1e} in size, which "
+            "float32 can square"
+        )
+    return scale
 
 
 def check_rank(rank: Any) -> None:
@@ -50,17 +57,14 @@ def check_slots(slots: Any) -> None:
 
 
 def check_alpha(alpha: Any) -> None:
-    """Raises TypeError or ValueError unless ``alpha`` is a real number that float32 can square."""
+    """Raises TypeError or ValueError unless ``alpha`` is a finite real number."""
     if isinstance(alpha, bool) or not isinstance(alpha, numbers.Real):
         raise TypeError(
             f"alpha is {alpha!r}, a {type(alpha).__name__}; expected a real number: pass a Python "
             "int or float"
         )
-    if not abs(float(alpha)) <= MOST_ALPHA:
-        raise ValueError(
-            f"alpha is {alpha}; expected a finite number of at most {MOST_ALPHA:.0e}, which "
-            "float32 can square; often rank or 2 * rank"
-        )
+    if not math.isfinite(alpha):
+        raise ValueError(f"alpha is {alpha}; expected a finite number, often rank or 2 * rank")
 
 
 def check_dropout(dropout: Any, mode: Any) -> None:

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, NoReturn
 
+from dora_common.hyperparameters import LARGEST, LEAST
+
 AXES = ("dp", "fsdp", "tp")
 MOST = 2**31 - 1  # what an index into an array may be
-LEAST, LARGEST = 2.0**-126, 2.0**127  # of float32, in which a run computes
 
 
 class UsageError(Exception):
