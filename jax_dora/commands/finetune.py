@@ -17,6 +17,7 @@ import argparse
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -32,7 +33,7 @@ from jax_dora.commands.flags import (
     rate,
     whole,
 )
-from jax_dora.finetune import processes
+from jax_dora.finetune import processes, tiny
 from jax_dora.finetune.estimate import report
 from jax_dora.finetune.plan import Plan
 from jax_dora.finetune.run import Run
@@ -110,6 +111,8 @@ def run(args: argparse.Namespace) -> int:
         console.print("one of them is killed is known when JAX notices, after a minute or more")
     with lifeline.held(), _held(args.output):
         with corrections():
+            processes.compare(_flags(args))
+        with corrections(), _tiny(args):
             plan = Plan(args, console)
             console.print(report(plan))
             if args.dry_run:
@@ -140,4 +143,21 @@ def _held(output: Path) -> Iterator[None]:
 
         with corrections():
             processes.first_does(hold)
+        yield
+
+
+def _flags(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns what every process is to be given, but for where files lie, which may differ."""
+    own = ("run", "coordinator", "process")
+    flags = {name: value for name, value in vars(args).items() if name not in own}
+    return {name: isinstance(value, Path) or value for name, value in flags.items()}
+
+
+@contextlib.contextmanager
+def _tiny(args: argparse.Namespace) -> Iterator[None]:
+    """Makes what --tiny asks for, which goes again where the run cannot begin."""
+    with contextlib.ExitStack() as stack:
+        if args.tiny:
+            made = tiny.made(args.output, data=args.data is None)
+            processes.first_does(lambda: stack.enter_context(made))
         yield

@@ -113,6 +113,7 @@ def corrections() -> Iterator[None]:
     except (ValueError, TypeError, NotImplementedError, ImportError) as error:
         raise UsageError(str(error)) from error
     except OSError as error:
-        if error.errno is None or isinstance(error, FileNotFoundError | PermissionError):
+        wrong = FileNotFoundError | PermissionError | NotADirectoryError
+        if error.errno is None or isinstance(error, wrong):
             raise UsageError(str(error)) from error
         raise

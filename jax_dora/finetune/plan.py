@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,13 @@ class Plan:
                 f"{args.output} holds a run already; pass --resume to go on with it, or another "
                 "--output"
             )
-        if args.merge is not None and args.merge.exists():
-            raise FileExistsError(f"--merge {args.merge} exists; expected a folder to be made")
+        if args.merge is not None:
+            _check_merge(args.merge, args.output)
+        if args.patience is not None and args.eval_data is None:
+            raise ValueError("--patience needs --eval-data")
+        for name, extra in {"matplotlib": "finetune", "tensorboardX": "tensorboard"}.items():
+            if (extra == "finetune" or args.tensorboard) and find_spec(name) is None:
+                raise ImportError(f"{name} is missing; expected: pip install 'jax-dora[{extra}]'")
         self.folder, file = self._inputs()
         config = read_config(self.folder)
         self.tokenizer, self.ends = read_tokenizer(self.folder), read_ends(self.folder, config)
@@ -78,8 +84,6 @@ class Plan:
         self.eval_rows = None
         if args.eval_data is not None:
             self.eval_rows, examples = self._read(args.eval_data, config)
-        elif args.patience is not None:
-            raise ValueError("--patience needs --eval-data")
         self.examples_to_show = examples[: args.samples]
         self.step_rows = (args.accumulate, args.batch)
         self.steps = args.steps or math.ceil(
@@ -103,6 +107,8 @@ class Plan:
             "data": _digest(self.rows),
             "config": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
         }
+        given = {} if self.eval_rows is None else {"eval-data": _digest(self.eval_rows)}
+        processes.compare(self.settings | given)
 
     @functools.cached_property
     def schedule(self) -> optax.Schedule:
@@ -169,22 +175,13 @@ class Plan:
         return sharding
 
     def _inputs(self) -> tuple[Path, Path]:
-        """Returns the model's folder and the data's file, made if they are to be."""
+        """Returns the model's folder and the data's file."""
         args = self.args
         folder, file = args.model, args.data
         if args.tiny:
             if folder is not None:
                 raise ValueError("--model and --tiny are both given; expected one of them")
-            folder = args.output / "tiny-model"
-            own_data, file = file is None, file or args.output / "tiny.jsonl"
-
-            def make(folder: Path = folder, file: Path = file) -> None:
-                if not folder.exists():
-                    tiny.make_tiny_model(folder)
-                if own_data:
-                    tiny.make_tiny_data(file)
-
-            processes.first_does(make)
+            folder, file = args.output / tiny.MODEL, file or args.output / tiny.DATA
         if folder is None or file is None:
             raise ValueError("--model or --data is missing; give both, or --tiny, which makes them")
         for name, value in (("data", file), ("eval-data", args.eval_data)):
@@ -240,6 +237,22 @@ class Plan:
                 "this model's head is tied; expected the head to stay as it is, as in PEFT, which "
                 "no merged folder of a tied model can say: leave out --merge, or the embedding"
             )
+
+
+def _check_merge(folder: Path, output: Path) -> None:
+    """
+    Raises:
+      FileExistsError: the merged model's folder is there, or will be when it is to be made.
+      NotADirectoryError: it cannot be made.
+    """
+    taken = [output / name for name in ("adapter", "best", "checkpoints", "tensorboard")]
+    if folder.exists() or folder.resolve() in [one.resolve() for one in taken]:
+        raise FileExistsError(
+            f"--merge {folder} exists, or is the run's own; expected a folder to be made"
+        )
+    above = next(one for one in folder.absolute().parents if one.exists())
+    if not above.is_dir():
+        raise NotADirectoryError(f"--merge {folder} is in {above}, which is a file")
 
 
 def _digest(rows: data.Rows) -> str:

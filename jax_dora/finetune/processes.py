@@ -4,8 +4,9 @@ All of them run the same steps on the same settings; the first alone prints and 
 """
 
 import contextlib
+import json
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -66,10 +67,7 @@ def lifeline(coordinator: str | None) -> tuple[Lifeline, bool]:
     if index == 0:
         with contextlib.suppress(OSError):  # Without it a run is as good as JAX is.
             address, accept = open_to(count, host)
-    told = np.zeros(512, np.uint8)
-    told[: len(address)] = np.frombuffer(address.encode(), np.uint8)
-    told = np.asarray(multihost_utils.broadcast_one_to_all(told), np.uint8)
-    address = told.tobytes().rstrip(b"\0").decode()
+    address = _of_the_first(address)
     others = accept(2 * _REACHED) if accept else connect(address, index, _REACHED)
     is_whole = not anywhere(len(others) < (count - 1 if index == 0 else 1))
     if not is_whole:
@@ -100,6 +98,40 @@ def first_does(action: Callable[[], Any]) -> None:
         raise failed
     if told:
         raise FirstStoppedError("the first process has stopped, and says why")
+
+
+def compare(given: Mapping[str, Any]) -> None:
+    """Compares what the processes were given with what the first was, as JSON: each would compute
+    something else without an error, or wait for ever.
+
+    Raises:
+      ValueError: in all processes, where it is not the same in one of them.
+    """
+    if jax.process_count() == 1:
+        return
+    here = json.loads(json.dumps(given))
+    first = _of_the_first(here)
+    told = [
+        f"{name} is {here.get(name)!r} here and {first.get(name)!r} there"
+        for name in sorted(here | first)
+        if here.get(name) != first.get(name)
+    ]
+    if anywhere(bool(told)):
+        index = jax.process_index()
+        raise ValueError(
+            f"process {index} was not given what process 0 was: {', '.join(told)}; start all of "
+            "them with the same flags and files"
+            if told
+            else "another process was not given what this one was, and says what"
+        )
+
+
+def _of_the_first(value: Any) -> Any:
+    """Returns what the first process passes, of what JSON can say."""
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
+    text = text if is_first() else np.zeros(size, np.uint8)
+    return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(text), np.uint8).tobytes())
 
 
 def anywhere(is_so: bool) -> bool:

@@ -1,7 +1,10 @@
 """A model small enough for a laptop, its byte-level tokenizer, and sums for it to learn."""
 
+import contextlib
 import json
+import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jax_dora.models import DecoderConfig, make_model, save_model
 
+MODEL, DATA = "tiny-model", "tiny.jsonl"  # in a run's folder
 END = "<|end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -33,6 +37,23 @@ CONFIG = {
     "tie_word_embeddings": True,
     "dtype": "float32",
 }
+
+
+@contextlib.contextmanager
+def made(output: Path, *, data: bool) -> Iterator[None]:
+    """Makes the model of a run in its folder, and its data if these are wanted; removes them again
+    where the block, which is to check all else that the run was given, raises."""
+    folder, file = output / MODEL, output / DATA
+    with contextlib.ExitStack() as undo:
+        if not folder.exists():
+            make_tiny_model(folder)
+            undo.callback(shutil.rmtree, folder)
+        if data:
+            if not file.exists():
+                undo.callback(file.unlink)
+            make_tiny_data(file)
+        yield
+        undo.pop_all()
 
 
 def make_tiny_model(folder: Path) -> None:

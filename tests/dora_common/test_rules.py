@@ -89,7 +89,7 @@ def test_rules_may_be_one_or_several_of_the_packages_class():
         ({"alpha": "8"}, TypeError, "alpha is '8', a str; expected a real number"),
         ({"alpha": np.bool_(True)}, TypeError, "expected a real number"),
         ({"alpha": math.inf}, ValueError, "alpha is inf; expected a finite number"),
-        ({"alpha": 1e300}, ValueError, "alpha is 1e[+]300, a scale of 5e[+]299 at rank 2; expected"),
+        ({"alpha": 1e300}, ValueError, "alpha is 1e[+]300, a scale of 5e[+]299 at rank 2;"),
         ({"alpha": -1e-300}, ValueError, "expected an alpha, .* whose scale is 0 or from 1.2e-38"),
         ({"use_rslora": "no"}, TypeError, "use_rslora is 'no'; expected True or False"),
         ({"dropout": None}, TypeError, "dropout is None"),

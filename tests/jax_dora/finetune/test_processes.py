@@ -35,24 +35,27 @@ def is_free(port):
         return one.connect_ex(("localhost", port)) != 0
 
 
-def started(command, environments):
-    """Returns a process for each of the environments."""
+def started(command, environments, last=()):
+    """Returns a process for each of the environments, the last one with more flags."""
     meeting = ["--coordinator", f"localhost:{free_port()}", "--processes", str(len(environments))]
+    flags = [*command, *meeting, "--process"]
+    each = [[*flags, str(i)] for i in range(len(environments))]
+    each[-1] += last
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "jax_dora", "finetune", *command, *meeting, "--process", str(i)],
+            [sys.executable, "-m", "jax_dora", "finetune", *flags],
             env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for i, environment in enumerate(environments)
+        for flags, environment in zip(each, environments, strict=True)
     ]
 
 
-def start(command, environments):
+def start(command, environments, last=()):
     """Returns (exit status, output) of a process for each of the environments."""
-    running = started(command, environments)
+    running = started(command, environments, last)
     outputs = [one.communicate()[0] for one in running]
     return [(one.returncode, output) for one, output in zip(running, outputs, strict=True)]
 
@@ -73,7 +76,8 @@ def assert_one_run(finished, command, tmp_path):
     assert sorted(one.name for one in (run / "checkpoints").iterdir()) == ["2"]
     assert main(["finetune", *command, "--steps", "3", "--resume"]) == 0
     command[command.index("--output") + 1] = str(tmp_path / "alone")
-    assert main(["finetune", *command, "--steps", "3"]) == 0
+    # In a process of its own, where no test draws for JAX.
+    assert start([*command, "--steps", "3"], [ON_CPU])[0][0] == 0
     np.testing.assert_allclose(losses(run), losses(tmp_path / "alone"), rtol=1e-5)
 
 
@@ -82,6 +86,21 @@ def test_two_processes_are_one_run(inputs, tmp_path):
     command = [*inputs, *OPTIONS, "--output", str(tmp_path / "run")]
     finished = start([*command, "--steps", "2"], [ON_CPU] * 2)
     assert_one_run(finished, command, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["learning_rate", "data"])
+def test_processes_that_were_given_other_flags_or_data_are_stopped(what, inputs, tmp_path):
+    """They would train different adapters as if these were one."""
+    other = tmp_path / "data.jsonl"
+    other.write_text('{"prompt": "1+2=", "completion": "3"}\n')
+    last = {"learning_rate": ("--learning-rate", "1e-3"), "data": ("--data", str(other))}[what]
+    command = [*inputs, *OPTIONS, "--steps", "2", "--output", str(tmp_path / "run")]
+    (status, told), (other_status, other_told) = start(command, [ON_CPU] * 2, last)
+    assert (status, other_status) == (2, 2), told + other_told
+    assert "another process was not given what this one was" in told
+    assert f"process 1 was not given what process 0 was: {what} is " in other_told
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def kill(victim, command, steps, run):

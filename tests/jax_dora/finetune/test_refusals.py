@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import jax
@@ -58,6 +59,10 @@ OUT_OF_RANGE = {
         (["--steps", "5", "--warmup", "5"], "--warmup 5 leaves nothing of the 5 steps"),
         (["--model", "missing", "--data", str(ROOT / "README.md")], "config.json is missing"),
         (["--activations", FP8], "the model is not quantised; expected quantize="),
+        (["--tiny", "--activations", FP8], "the model is not quantised; expected quantize="),
+        (["--tiny", "--patience", "2"], "--patience needs --eval-data"),
+        (["--tiny", "--target", "nothing"], "matches no layer"),
+        (["--tiny", "--merge", str(ROOT / "README.md" / "x")], "README.md, which is a file"),
         (["--tiny", "--merge="], "argument --merge: it is empty; expected a folder"),
         (["--tiny", "--unknown"], "unrecognized arguments: --unknown"),
         *(
@@ -70,10 +75,30 @@ OUT_OF_RANGE = {
 def test_bad_options(options, message, inputs, tmp_path, capsys):
     if "--tiny" not in options and "--model" not in options and options:
         options = [*inputs, *options]
-    assert finetune([*options, "--output", str(tmp_path / "run")]) == 2
+    run = tmp_path / "run"
+    assert finetune([*options, "--output", str(run)]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+    assert not run.exists() or not list(run.iterdir())
+
+
+@pytest.mark.parametrize("name", ["adapter", "best", "../run/checkpoints"])
+def test_a_merged_model_in_a_folder_of_the_run_s_own(name, inputs, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert finetune([*inputs, "--output", str(run), "--merge", str(run / name)]) == 2
+    assert "or is the run's own; expected a folder to be made" in told(capsys)
+
+
+@pytest.mark.parametrize(
+    ("package", "extra"), [("matplotlib", "finetune"), ("tensorboardX", "tensorboard")]
+)
+def test_what_the_end_needs_is_asked_for_at_the_start(
+    package, extra, inputs, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    assert finetune([*inputs, "--tensorboard", "--output", str(tmp_path / "run")]) == 2
+    assert f"{package} is missing; expected: pip install 'jax-dora[{extra}]'" in told(capsys)
 
 
 @pytest.mark.parametrize(
