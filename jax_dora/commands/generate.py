@@ -43,9 +43,17 @@ def run(args: argparse.Namespace) -> int:
     with corrections():
         if args.system is not None and not args.chat:
             raise ValueError("--system is given without --chat, whose template has a place for it")
+        for flag, changes in {"top-k": args.top_k != 0, "top-p": args.top_p != 1}.items():
+            if changes and args.temperature == 0:
+                raise ValueError(f"--{flag} is given without --temperature above 0, which samples")
         folder = base_folder(args)
         tokenizer, ends = read_tokenizer(folder), read_ends(folder, read_config(folder))
         prompts = args.prompt or [sys.stdin.read()]
+        for prompt in prompts:
+            try:
+                prompt.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"--prompt {prompt!r} is no text: {error}") from error
         if args.chat:
             texts = [_conversation(folder, args.system, prompt) for prompt in prompts]
         else:

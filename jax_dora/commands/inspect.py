@@ -27,7 +27,7 @@ from jax_dora.adapt.tree import find_dora_layers
 from jax_dora.commands.flags import corrections
 from jax_dora.commands.folders import adapted_model, adapter_folder, base_folder
 from jax_dora.models import read_config
-from jax_dora.ops.quantised import FORMATS
+from jax_dora.ops.quantised import FORMATS, dense
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +88,7 @@ def _layers(model: nnx.Module) -> Table:
     for found in find_dora_layers(model):
         path, layer = found.paths[0], found.module
         change = layer.scale * _length_of_product(layer.lora_a[...], layer.lora_b[...])
-        length = jnp.linalg.norm(layer.kernel_param[...].astype(jnp.float32).ravel())
+        length = jnp.linalg.norm(dense(layer.kernel_param[...], jnp.float32).ravel())
         ratio = layer.magnitude[...] / norms[path]
         limits = f"{float(jnp.min(ratio)):.4f} to {float(jnp.max(ratio)):.4f}"
         table.add_row(path, str(layer.rank), f"{layer.scale:.4g}", f"{change / length:.2%}", limits)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from flax import nnx
+from safetensors.numpy import load_file
 
 import jax_dora
 import jax_dora.peft
@@ -108,6 +109,20 @@ def test_merge(model, adapter, tmp_path, capsys):
     assert "exists; expected a folder to be made" in capsys.readouterr().err
 
 
+def row_of_up_proj(kernel, adapter):
+    """Returns what is told of a layer over a kernel of fp64."""
+    tensors = load_file(adapter / "adapter" / "adapter_model.safetensors")
+    at = "base_model.model.model.layers.{}.mlp.up_proj.{}"
+    a, b, magnitude = (
+        np.stack([np.float64(tensors[at.format(layer, name)]) for layer in range(len(kernel))])
+        for name in ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
+    )
+    change = 5 / 3 * np.swapaxes(b @ a, 1, 2)
+    share = np.linalg.norm(change) / np.linalg.norm(kernel)
+    ratio = magnitude / np.linalg.norm(kernel + change, axis=1)
+    return f"{share:.2%} │ {ratio.min():.4f} to {ratio.max():.4f}"
+
+
 @pytest.mark.slow
 def test_inspect(model, adapter, tmp_path, capsys):
     assert main(["inspect", str(adapter)]) == 0
@@ -115,13 +130,12 @@ def test_inspect(model, adapter, tmp_path, capsys):
     assert "DoRA, rank 3, alpha 5" in output
     assert "tensors 42 of F32" in output
     assert f"It fits {model}, a qwen3" in output.replace("\n", "")
-    ours = jax_dora.peft.load_adapter(load_model(model), adapter / "adapter")
-    layer = ours.model.layers.mlp.up_proj
-    a, b, kernel = (np.float64(one[...]) for one in (layer.lora_a, layer.lora_b, layer.kernel))
-    share = np.linalg.norm(5 / 3 * a @ b) / np.linalg.norm(kernel)
-    norm = np.linalg.norm(kernel + 5 / 3 * a @ b, axis=1)
-    ratio = np.float64(layer.magnitude[...]) / norm
-    assert f"{share:.2%} │ {ratio.min():.4f} to {ratio.max():.4f}" in output
+    layer = load_model(model).model.layers.mlp.up_proj
+    assert row_of_up_proj(np.float64(layer.kernel[...]), adapter) in output
+    assert main(["inspect", str(adapter), "--quantize", "int8"]) == 0
+    kernel = load_model(model, quantize="int8").model.layers.mlp.up_proj.kernel[...]
+    kernel = np.float64(kernel.qvalue) * np.float64(kernel.scale)
+    assert row_of_up_proj(kernel, adapter) in " ".join(capsys.readouterr().out.split())
 
     config = adapter / "adapter" / "adapter_config.json"
     elsewhere = tmp_path / "adapter"
@@ -155,6 +169,9 @@ def test_merge_refuses_an_embedding_that_is_the_head(model, tmp_path, capsys):
         ("generate --prompt x", "--model is missing"),
         ("generate --model MODEL --prompt=", "--prompt is empty"),
         ("generate --model MODEL --prompt x --system y", "--system is given without --chat"),
+        ("generate --model MODEL --prompt x --top-k 5", "--top-k is given without --temperature"),
+        ("generate --model MODEL --prompt x --top-p .5", "--top-p is given without --temperature"),
+        ("generate --model MODEL --prompt x\udcff", "--prompt 'x\\udcff' is no text: "),
         ("generate --model MODEL --prompt x --top-p 0", "'0' is out of range"),
         ("generate --model MODEL --prompt x --top-p 1e-50", "holds 0 and sizes from 1.2e-38 to"),
         ("generate --model MODEL --prompt x --top-p nan", "'nan' is out of range"),
