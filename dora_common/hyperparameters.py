@@ -28,8 +28,8 @@ def adapter_scale(rank: Any, alpha: Any, use_rslora: bool = False) -> float:
     if scale and not LEAST <= abs(scale) <= LARGEST:
         raise ValueError(
             f"alpha is {alpha}, a scale of {scale:.2g} at rank {rank}; expected an alpha, often "
-            f"rank or 2 * rank, whose scale is 0 or from {LEAST:.1e} to {LARGEST:.1e} in size, which "
-            "float32 can square"
+            f"rank or 2 * rank, whose scale is 0 or from {LEAST:.1e} to {LARGEST:.1e} in size: "
+            "float32 squares it"
         )
     return scale
 
