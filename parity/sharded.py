@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,22 @@ if TYPE_CHECKING:
 
 LAYOUTS = ("dp", "fsdp", "tp column", "tp row", "fsdp×tp column", "fsdp×tp row")
 STEPS, LEARNING_RATE = 200, 3e-3
+
+
+class Problem(NamedTuple):
+    """A result that a fresh adapter learns.
+
+    Attributes:
+      inputs: x, the base, and lora_a as it starts.
+      target: f32[rows, out].
+      unit: the loss of the base alone, in which losses are told.
+      scale: the adapter's.
+    """
+
+    inputs: LayerInputs
+    target: torch.Tensor
+    unit: float
+    scale: float
 
 
 def cases(quick: bool) -> list[Case]:
@@ -106,9 +122,8 @@ def _results(
     return launched.run(call, processes, device, *arguments, device, spoilt)
 
 
-def problem() -> tuple[LayerInputs, torch.Tensor, float, float, int, float]:
-    """Returns the inputs, the results f32[rows, out] to learn, the loss of the base alone, the
-    scale, the steps and the learning rate."""
+def problem() -> Problem:
+    """Returns what a trained adapter computes, to be learned."""
     from parity import oracle
     from parity.cases import layer, layer_inputs
 
@@ -118,7 +133,7 @@ def problem() -> tuple[LayerInputs, torch.Tensor, float, float, int, float]:
     adapter = (inputs.weight, inputs.lora_a, inputs.lora_b)
     wanted = oracle.dora_linear(inputs.x, *adapter, inputs.magnitude, s)
     unit = (wanted - inputs.x.double() @ inputs.weight.double().T).square().mean()
-    return inputs, wanted.float(), float(unit), s, STEPS, LEARNING_RATE
+    return Problem(inputs, wanted.float(), float(unit), s)
 
 
 def main(arguments: Sequence[str]) -> int:

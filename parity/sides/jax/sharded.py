@@ -15,6 +15,7 @@ from torch import Tensor
 
 from jax_dora import ops
 from parity.cases import LayerInputs
+from parity.sharded import LEARNING_RATE, STEPS, Problem
 from parity.sides.jax.operators import to_jax, to_torch
 
 # Rows, in and out of what is sharded, over the mesh's two axes.
@@ -82,32 +83,16 @@ def _layer(inputs: LayerInputs, scale: float, name: str) -> dict[str, Tensor]:
     return {name: to_torch(value) for name, value in whole.items()}
 
 
-def losses(
-    settings: tuple[LayerInputs, Tensor, float, float, int, float],
-    names: Sequence[str],
-    device: str,
-) -> list[list[float]]:
+def losses(problem: Problem, names: Sequence[str], device: str) -> list[list[float]]:
     """Returns the losses of every step of training in every layout that is named; "one" is what one
-    device computes.
-
-    Args:
-      settings: inputs, the result to learn, the loss that counts as 1, the scale, steps and the
-        learning rate.
-    """
-    return [_losses(*settings, name) for name in names]
+    device computes."""
+    return [_losses(problem, name) for name in names]
 
 
-def _losses(
-    inputs: LayerInputs,
-    target: Tensor,
-    unit: float,
-    scale: float,
-    steps: int,
-    learning_rate: float,
-    name: str,
-) -> list[float]:
+def _losses(problem: Problem, name: str) -> list[float]:
+    inputs, target, unit, scale = problem
     place, constrain = _places(name)
-    optimizer = optax.adam(learning_rate)
+    optimizer = optax.adam(LEARNING_RATE)
 
     @jax.jit
     def begin(kernel, lora_a):
@@ -130,7 +115,7 @@ def _losses(
             updates, state = optimizer.update(gradients, state, trained)
             return (optax.apply_updates(trained, updates), state), value
 
-        return jax.lax.scan(step, (trained, optimizer.init(trained)), length=steps)[1]
+        return jax.lax.scan(step, (trained, optimizer.init(trained)), length=STEPS)[1]
 
     with jax.default_matmul_precision("highest"), jax.numpy_dtype_promotion("standard"):
         kernel = place(inputs.weight.T, "kernel")

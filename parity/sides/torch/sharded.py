@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 
 import torch_dora
 from parity.cases import LayerInputs
+from parity.sharded import LEARNING_RATE, STEPS, Problem
 from torch_dora.ops import sharded, shards
 
 Tensors = dict[str, Tensor]
@@ -76,33 +77,20 @@ def layers(
 
 
 def losses(
-    settings: tuple[LayerInputs, Tensor, float, float, int, float],
-    names: Sequence[str],
-    device: str,
-    spoilt: bool = False,
+    problem: Problem, names: Sequence[str], device: str, spoilt: bool = False
 ) -> list[list[float]]:
     """Returns the losses of every step of training in every layout that is named; "one" is what one
     device computes. Every process calls this.
 
     Args:
-      settings: inputs, the result to learn, the loss that counts as 1, the scale, steps and the
-        learning rate.
       spoilt: every process takes the norm of the rows that it has.
     """
     with norm_of_a_shard() if spoilt else contextlib.nullcontext():
-        return [_losses(*settings, LAYOUTS[name], device) for name in names]
+        return [_losses(problem, LAYOUTS[name], device) for name in names]
 
 
-def _losses(
-    inputs: LayerInputs,
-    target: Tensor,
-    unit: float,
-    scale: float,
-    steps: int,
-    learning_rate: float,
-    layout: Layout,
-    device: str,
-) -> list[float]:
+def _losses(problem: Problem, layout: Layout, device: str) -> list[float]:
+    inputs, target, unit, scale = problem
     layer, call, over_rows = _adapted(inputs, scale, layout, device)
     with torch.no_grad():
         layer.lora_b.zero_()
@@ -111,9 +99,9 @@ def _losses(
     at = over_rows.get_local_rank() if layout.rows else 0
     x, wanted = (torch.tensor_split(one.to(device), parts)[at] for one in (inputs.x, target))
     trained = [p for p in layer.parameters() if p.requires_grad]
-    optimizer = torch.optim.Adam(trained, lr=learning_rate)
+    optimizer = torch.optim.Adam(trained, lr=LEARNING_RATE)
     found = []
-    for _ in range(steps):
+    for _ in range(STEPS):
         loss = (call(x) - wanted).square().sum() / (unit * target.numel())
         # DDP and FSDP take the mean over their processes where the whole batch's is the sum.
         (parts * loss).backward()
