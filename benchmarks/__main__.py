@@ -1,14 +1,13 @@
 """Measures one level; prints a line a measurement and writes DIR/<level>.jsonl, line by line.
 
-    python -m benchmarks ops|layer|model|tune [--out DIR] [--only PATTERN …] [--quick]
-    python -m benchmarks step [--table] [--out DIR] [--seconds S] [--quick]
-    python -m benchmarks quantised|sizes [--out DIR] [--seconds S] [--only WORK …] [--quick]
-    python -m benchmarks quality [--out DIR] [--quick]
-    python -m benchmarks bank|serve [--layers N] [--only KIND …] [--quick]
+    python -m benchmarks LEVEL [--out DIR] [--seconds S] [--quick] …
+    python -m benchmarks ops|layer|model|tune|quantised|sizes [--only PATTERN …]
+    python -m benchmarks step [--table]
+    python -m benchmarks bank|serve [--layers N] [--only KIND …]
     python -m benchmarks scale [--model qwen3|llama3] [--ranks 64 384] [--layouts tp fsdp dp alone]
-                               [--axes auto explicit] [--layers N] [--seconds S] [--quick]
-    python -m benchmarks step|scale|bank|serve --torch [--layers N] [--rank N] [--quick]
-    python -m benchmarks against CHECKOUT [--out DIR] [--only PATTERN …] [--quick]
+                               [--axes auto explicit] [--layers N]
+    python -m benchmarks step|scale|bank|serve --torch [--layers N] [--rank N]
+    python -m benchmarks against CHECKOUT [--only PATTERN …]
 
 `ops` measures the operators, `layer` one projection beside LoRA and PEFT, `sizes` one layer of the
 widths that models have and of few rows, `model` a decoder of Qwen3-8B's dimensions, `tune` the
@@ -129,8 +128,6 @@ def main(arguments: list[str] | None = None) -> int:
             settings = _with(settings, name, tuple(value) if isinstance(value, list) else value)
             if settings is None:
                 parsing.error(f"level {called} has no {name}")
-    if options.seconds is not None and "seconds" in settings._fields:
-        settings = settings._replace(seconds=options.seconds)
     if hasattr(level, "refuses") and (refusal := level.refuses(settings)):
         parsing.error(refusal)
     return 0 if _run(level, settings, device, out, options) else 1

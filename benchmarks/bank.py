@@ -50,9 +50,9 @@ REFERENCES = {"one-hot": "LoRA", "DoRA mosaic": "DoRA"}
 
 
 class Settings(NamedTuple):
-    """What is measured: nothing is built after `seconds`. Of `by_kernels` rows kernels are measured
-    where the bank goes by XLA. Growth is that of `growth` rows, over `steps` steps. Adapters are
-    loaded into a model of `load_layers`."""
+    """What is measured. Of `by_kernels` rows kernels are measured where the bank goes by XLA.
+    Growth is that of `growth` rows, over `steps` steps. Adapters are loaded into a model of
+    `load_layers`."""
 
     sizes: Sizes = Sizes()
     layers: int = 3
@@ -71,7 +71,6 @@ class Settings(NamedTuple):
     answer: int = 128
     steps: int = 256
     rounds: int = 7
-    seconds: float = 420.0
 
 
 TINY = Settings(
@@ -134,17 +133,10 @@ class Inputs:
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields one row a measurement; the kinds of one workload are timed in turns."""
-    started = time.monotonic()
-
-    def left() -> float:
-        return settings.seconds - (time.monotonic() - started)
-
     model = nnx.jit(lambda: Stack(settings.sizes, settings.layers))()
     bank = _filled(jax_dora.AdapterBank(model, settings.slots, max(settings.ranks)), settings.ranks)
     growing: list[Program] = []
     for shape in (*((rows, 1) for rows in settings.decoding), settings.prefill):
-        if left() <= 0:
-            return
         rows, tokens = shape
         programs = _compiled(settings, model, bank, shape)
         if shape == (settings.growth, 1):
@@ -154,13 +146,12 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
             ids = draw_ids(mix, rows, settings.slots)
             told = {"mix": mix} | byte_bound(bank, ids)
             yield from _timed(settings, programs, Inputs(model, bank, ids, shape), told)
-    for rank in settings.ranks if left() > 0 else ():
+    for rank in settings.ranks:
         bank = _filled(bank, (rank,))
         ids = np.arange(settings.growth, dtype=np.int32) % settings.slots
         told = {"mix": "growth", "rank": rank} | byte_bound(bank, ids)
         yield from _timed(settings, growing, Inputs(model, bank, ids, (len(ids), 1)), told)
-    if left() > 0:
-        yield from _growth_of_adapters(settings, growing, model, AdapterStore(bank))
+    yield from _growth_of_adapters(settings, growing, model, AdapterStore(bank))
     yield from _loads(settings)
 
 

@@ -34,7 +34,7 @@ from jax_dora.serve.slots import Slots
 
 
 class Settings(NamedTuple):
-    """What is measured: nothing is started after `seconds`, nor compiled that it does not need.
+    """What is measured; nothing is compiled that it does not need.
 
     Attributes:
       adapters: how many are asked for, one after the other.
@@ -51,7 +51,6 @@ class Settings(NamedTuple):
     adapters: tuple[int, ...] = (1, 8, 64, 256)
     kinds: tuple[str, ...] = ("base", "DoRA", "LoRA")
     rounds: int = 3
-    seconds: float = 420.0
 
 
 TINY = Settings(
@@ -88,21 +87,16 @@ class Server(NamedTuple):
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields one row a measurement."""
-    started = time.monotonic()
-
-    def left() -> float:
-        return settings.seconds - (time.monotonic() - started)
-
     model = make_model(settings.config)
     row: Row = {"rows": settings.rows, "layers": model.config.num_hidden_layers}
     base = None
     if "base" in settings.kinds:
         server = _server(settings, model, Bank(model, 0, 0))
-        found = _served(settings, model, server, [], left())
+        found = _served(settings, model, server, [])
         base = found["tokens_per_s"]
         yield row | {"kind": "base", "adapters": 0} | server.compiled | found
     kinds = [kind for kind in settings.kinds if kind != "base"]
-    if not kinds or left() < 0:
+    if not kinds:
         return
     bank, begin = Bank(model, settings.slots, max(settings.ranks)), time.monotonic()
     bank.warm_up(model)
@@ -114,10 +108,8 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
     values = [random_adapter(bank.bank, rank, rank) for rank in settings.ranks]
     for count in settings.adapters:
         for kind, server in zip(kinds, servers, strict=True):
-            if left() < 0:
-                return
             served = [Served(str(one), values[one % len(values)]) for one in range(count)]
-            found = _served(settings, model, server, served, left())
+            found = _served(settings, model, server, served)
             if base:
                 found["of_base"] = found["tokens_per_s"] / base
             yield row | {"kind": kind, "adapters": count} | server.compiled | found
@@ -136,11 +128,8 @@ def _server(settings: Settings, model: CausalLM, bank: Bank) -> Server:
     return Server(slots, bank, {"read_compile_s": read, "compile_s": time.monotonic() - begin})
 
 
-def _served(
-    settings: Settings, model: CausalLM, server: Server, served: list[Served], left: float
-) -> Row:
-    """Returns what the clients saw in `settings.rounds` answers each, or in the time that is
-    left."""
+def _served(settings: Settings, model: CausalLM, server: Server, served: list[Served]) -> Row:
+    """Returns what the clients saw in `settings.rounds` answers each."""
     rng = np.random.default_rng(0)
     metrics = Metrics()
     engine = Engine(
@@ -174,20 +163,14 @@ def _served(
         adapter = served[chosen[number]] if chosen is not None else None
         engine.submit(Request(prompt, settings.answer, sink, adapter=adapter))
 
-    started = time.monotonic()
     number = 0
-    while len(ends) < number or number < asked:
-        done = time.monotonic() - started > left
-        while number < asked and number - len(ends) < settings.rows and not done:
+    while len(ends) < asked:
+        while number < asked and number - len(ends) < settings.rows:
             ask(number)
             number += 1
         engine.turn()
-        if done and len(ends) == number:
-            break
     # The first answer of each client fills the rows, and slots for the first time.
     ends, first = ends[settings.rows - 1 :], first[settings.rows :]
-    if len(ends) < 2:
-        return {"tokens_per_s": float("nan"), "answers": 0}
     seconds = ends[-1] - ends[0]
     return {
         "answers": len(ends) - 1,
