@@ -23,10 +23,11 @@ from benchmarks.bank_adapters import draw_ids, random_adapter
 from benchmarks.bank_programs import without_g
 from benchmarks.results import Row
 from benchmarks.step import LLAMA_3_8B, TINY
+from jax_dora.bank.residents import Residents
 from jax_dora.finetune.tiny import byte_level_tokenizer
 from jax_dora.models import CausalLM, DecoderConfig, make_model
 from jax_dora.serve.adapters import Served
-from jax_dora.serve.bank import Bank
+from jax_dora.serve.bank import make_bank, warm_up
 from jax_dora.serve.engine import Engine
 from jax_dora.serve.metrics import Metrics
 from jax_dora.serve.request import Piece, Request
@@ -66,22 +67,19 @@ TINY = Settings(
 )
 
 
-class WithoutG(Bank):
-    """Another server's bank, whose g no row is multiplied by."""
-
-    def __init__(self, bank: Bank) -> None:
-        self._residents = bank._residents
+class WithoutG(Slots):
+    """Rows that are not multiplied by the bank's g."""
 
     @property
-    def arrays(self) -> Any:
-        return without_g(super().arrays)
+    def adapters(self) -> Any:
+        return without_g(super().adapters)
 
 
 class Server(NamedTuple):
     """A kind's rows and bank, and what compiling it took."""
 
     slots: Slots
-    bank: Bank
+    bank: Residents | None
     compiled: Row
 
 
@@ -91,20 +89,19 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
     row: Row = {"rows": settings.rows, "layers": model.config.num_hidden_layers}
     base = None
     if "base" in settings.kinds:
-        server = _server(settings, model, Bank(model, 0, 0))
+        server = _server(settings, model, None, "base")
         found = _served(settings, model, server, [])
         base = found["tokens_per_s"]
         yield row | {"kind": "base", "adapters": 0} | server.compiled | found
     kinds = [kind for kind in settings.kinds if kind != "base"]
     if not kinds:
         return
-    bank, begin = Bank(model, settings.slots, max(settings.ranks)), time.monotonic()
-    bank.warm_up(model)
+    bank, begin = make_bank(model, settings.slots, max(settings.ranks)), time.monotonic()
+    warm_up(bank, model)
     row["load_compile_s"] = time.monotonic() - begin
-    banks = [WithoutG(bank) if kind == "LoRA" else bank for kind in kinds]
     # Whose products have been tuned for the base.
     with concurrent.futures.ThreadPoolExecutor() as threads:
-        servers = list(threads.map(lambda one: _server(settings, model, one), banks))
+        servers = list(threads.map(lambda kind: _server(settings, model, bank, kind), kinds))
     values = [random_adapter(bank.bank, rank, rank) for rank in settings.ranks]
     for count in settings.adapters:
         for kind, server in zip(kinds, servers, strict=True):
@@ -115,11 +112,12 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
             yield row | {"kind": kind, "adapters": count} | server.compiled | found
 
 
-def _server(settings: Settings, model: CausalLM, bank: Bank) -> Server:
+def _server(settings: Settings, model: CausalLM, bank: Residents | None, kind: str) -> Server:
     """Returns what answers requests, with the programs that they take: prompts are read in one
     piece each, and only the program for that is compiled."""
     length = settings.prompt + settings.answer
-    slots = Slots(model, bank, settings.rows, length, settings.chunk)
+    make = WithoutG if kind == "LoRA" else Slots
+    slots = make(model, bank, settings.rows, length, settings.chunk)
     slots.widths = (slots.width(settings.prompt),)
     begin = time.monotonic()
     slots.read((), slots.widths[0])

@@ -38,7 +38,7 @@ class Adapters:
     def __init__(
         self,
         folder: Path | None,
-        read: Callable[[Path], Any],
+        read: Callable[[Path], Any] | None,
         *,
         taken: str,
         metrics: Metrics,
@@ -47,7 +47,8 @@ class Adapters:
         """
         Args:
           folder: None for no adapters.
-          read: makes of a PEFT folder what the bank loads; raises where it is damaged.
+          read: makes of a PEFT folder what the bank loads; raises where it is damaged. None where
+            there is no folder.
           taken: the base model's name, which no adapter may have.
           tell: is called with a line for everything that changes.
         """
@@ -104,6 +105,7 @@ class Adapters:
 
     def _take(self, name: str, signature: Signature) -> None:
         assert self._folder is not None
+        assert self._read is not None
         try:
             value = self._read(self._checked(name))
         except Exception as error:  # whatever is wrong with one folder, the others are served

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer
 
+from jax_dora.bank.residents import Residents
 from jax_dora.models.text import TextStream
-from jax_dora.serve.bank import Bank
 from jax_dora.serve.draw import Drawn
 from jax_dora.serve.metrics import Metrics
 from jax_dora.serve.request import Answer, Piece, Request, Token
@@ -33,7 +33,7 @@ class Engine:
     def __init__(
         self,
         slots: Slots,
-        bank: Bank,
+        bank: Residents | None,
         tokenizer: Tokenizer,
         ends: Collection[int],
         *,
@@ -42,6 +42,7 @@ class Engine:
     ) -> None:
         """
         Args:
+          bank: the adapters in slots, by what requests name; None for the base alone.
           ends: tokens that end a text.
           queue: so many requests may wait.
         """
@@ -68,7 +69,7 @@ class Engine:
     @property
     def pinned(self) -> int:
         """Returns how many slots of the bank requests hold."""
-        return self._bank.pinned
+        return self._bank.pinned if self._bank else 0
 
     @property
     def waiting(self) -> int:
@@ -168,12 +169,12 @@ class Engine:
     def _slot(self, answer: Answer) -> int | None:
         """Returns the slot of a request's adapter, pinned; None where it has to wait for one."""
         adapter = answer.request.adapter
-        if adapter is None:
+        if adapter is None or self._bank is None:
             return -1
-        is_loaded = not self._bank.holds(adapter)
+        is_loaded = adapter not in self._bank
         begin = time.monotonic()
         try:
-            slot = self._bank.pin(adapter)
+            slot = self._bank.pin(adapter, adapter.value)
         except Exception as error:  # one adapter that cannot be loaded costs no other request
             self._end(answer, Piece(finish="error", error=f"the adapter cannot be loaded: {error}"))
             return -1
@@ -254,7 +255,7 @@ class Engine:
         if answer.row >= 0:
             self._rows[answer.row] = None
             self._slots.give_up(answer.row)
-            if answer.request.adapter is not None:
+            if self._bank and answer.request.adapter is not None:
                 self._bank.unpin(answer.request.adapter)
         self.metrics.answers.labels(piece.finish).inc()
         self.metrics.seconds.observe(time.monotonic() - answer.request.asked)

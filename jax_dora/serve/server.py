@@ -20,7 +20,7 @@ from jax_dora.models import DecoderConfig, DecoderSharding, load_model, read_con
 from jax_dora.models.chat import ChatTemplate
 from jax_dora.models.tokenizer import read_ends, read_tokenizer
 from jax_dora.serve.adapters import Adapters
-from jax_dora.serve.bank import Bank
+from jax_dora.serve.bank import make_bank, warm_up
 from jax_dora.serve.engine import Engine
 from jax_dora.serve.http import make_app
 from jax_dora.serve.metrics import Metrics
@@ -99,19 +99,19 @@ class Server:
         changes |= {"quantize": settings.quantize, "act_qtype": settings.act_qtype}
         model = load_model(folder, sharding=sharding, **changes)
         self.metrics = metrics = Metrics()
-        bank = Bank(model, settings.slots if settings.adapters else 0, settings.max_rank)
+        bank = make_bank(model, settings.slots, settings.max_rank) if settings.adapters else None
         length = _length(settings.max_length, config)
         slots = Slots(model, bank, settings.batch, length, settings.chunk)
         name = settings.name or folder.resolve().name
-        self.adapters = Adapters(
-            settings.adapters, bank.read, taken=name, metrics=metrics, tell=tell
-        )
+        read = bank and (lambda folder: bank.bank.read(folder))
+        self.adapters = Adapters(settings.adapters, read, taken=name, metrics=metrics, tell=tell)
         self.engine = Engine(slots, bank, tokenizer, ends, queue=settings.queue, metrics=metrics)
         self.service = Service(name, self.engine, self.adapters, tokenizer, ChatTemplate.of(folder))
         # In a thread, as the engine runs: whatever JAX is told in this one alone, such as a context
         # manager's precision, makes other programs.
         with ThreadPoolExecutor(1) as thread:
-            thread.submit(bank.warm_up, model).result()
+            if bank is not None:
+                thread.submit(warm_up, bank, model).result()
             thread.submit(slots.warm_up).result()
         self.adapters.scan(settle=False)
         self.failed = ""

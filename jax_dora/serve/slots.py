@@ -16,8 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jax_dora.bank import AdapterBank
+from jax_dora.bank.residents import Residents
 from jax_dora.models import Cache, CausalLM, DecoderConfig, make_cache
-from jax_dora.serve.bank import Bank, on
+from jax_dora.serve.bank import on
 from jax_dora.serve.draw import Drawn, Wishes, draw
 from jax_dora.serve.request import Request
 
@@ -37,11 +39,13 @@ class Slots:
       widths: of the programs that read prompts, falling: tokens that a row gets at once.
     """
 
-    def __init__(self, model: CausalLM, bank: Bank, rows: int, capacity: int, chunk: int) -> None:
+    def __init__(
+        self, model: CausalLM, bank: Residents | None, rows: int, capacity: int, chunk: int
+    ) -> None:
         """
         Args:
           model: without adapters.
-          bank: the adapters that rows may have.
+          bank: the adapters that rows may have; None for the base alone.
           rows: requests that are answered at a time.
           capacity: tokens that a row can hold.
           chunk: tokens of prompts that are read at a time.
@@ -97,7 +101,7 @@ class Slots:
         drawn, self._cache, self._tokens = _read(
             self._graphdef,
             self._state,
-            self._bank.arrays,
+            self.adapters,
             self._cache,
             self._tokens,
             self._device_wishes(),
@@ -113,7 +117,7 @@ class Slots:
         drawn, self._cache, self._tokens = _step(
             self._graphdef,
             self._state,
-            self._bank.arrays,
+            self.adapters,
             self._cache,
             self._tokens,
             self._device_wishes(),
@@ -128,6 +132,11 @@ class Slots:
         self.step(())
         self.give_up(0)
         jax.block_until_ready(self._cache)
+
+    @property
+    def adapters(self) -> AdapterBank | None:
+        """Returns what the programs take for the rows' adapters."""
+        return None if self._bank is None else self._bank.bank
 
     def _device_wishes(self) -> Wishes:
         wishes = self._wishes

@@ -124,10 +124,10 @@ class OneSlot:
     def __init__(self):
         self.inside, self.pins = None, 0
 
-    def holds(self, adapter):
+    def __contains__(self, adapter):
         return adapter is self.inside
 
-    def pin(self, adapter):
+    def pin(self, adapter, value):
         if adapter.name == "bad":
             raise ValueError("no place")
         if adapter is not self.inside and self.pins:

@@ -5,8 +5,7 @@ import pytest
 
 from jax_dora.commands import main
 from jax_dora.models import DecoderSharding, load_model
-from jax_dora.serve.adapters import Served
-from jax_dora.serve.bank import Bank
+from jax_dora.serve.bank import make_bank
 from jax_dora.serve.request import Request
 from jax_dora.serve.slots import Part, Slots
 from tests.jax_dora.serve import serving
@@ -39,8 +38,8 @@ def test_two_devices_answer_as_one(model, adapters, reference):
     """Keys and values lie with their heads; after the first answers nothing is compiled."""
     sharding = DecoderSharding.over(tp=2, devices=jax.devices()[:2])
     loaded = load_model(model, sharding=sharding)
-    bank = Bank(loaded, 2, 8)
-    french, lora = (bank.pin(Served(n, bank.read(adapters / n))) for n in ("french", "lora"))
+    bank = make_bank(loaded, 2, 8)
+    french, lora = (bank.pin(n, bank.bank.read(adapters / n)) for n in ("french", "lora"))
     assert bank.bank.arrays["model/layers/mlp/up_proj"].lora_b.sharding.spec[-1] == "tp"
     slots = Slots(loaded, bank, rows=3, capacity=32, chunk=16)
     found = answers(slots, (french, -1, lora))
