@@ -48,14 +48,6 @@ def check_rank(rank: Any) -> None:
         )
 
 
-def check_slots(slots: Any) -> None:
-    """Raises TypeError or ValueError unless ``slots``, of a bank, is an integer of at least 1."""
-    if isinstance(slots, bool) or not isinstance(slots, int):
-        raise TypeError(f"slots is {slots!r}; expected an integer of at least 1")
-    if slots < 1:
-        raise ValueError(f"slots is {slots}; expected at least 1")
-
-
 def check_alpha(alpha: Any) -> None:
     """Raises TypeError or ValueError unless ``alpha`` is a finite real number."""
     if isinstance(alpha, bool) or not isinstance(alpha, numbers.Real):

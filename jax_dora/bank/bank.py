@@ -10,8 +10,9 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
-from dora_common.hyperparameters import check_rank, check_slots
+from dora_common.hyperparameters import check_rank
 from dora_common.rules import ALL_LINEAR
+from dora_common.slots import check_ids, check_ids_like, check_room, check_slot, check_slots
 from jax_dora.adapt.adapter import Adapter
 from jax_dora.adapt.tree import check_model
 from jax_dora.bank.host import RANKS, HostAdapter, piece_shape, read_adapter, read_folder
@@ -192,26 +193,10 @@ class AdapterBank:
         raises as `with_bank` where it can."""
         if not isinstance(adapter_ids, jax.Array):
             adapter_ids = np.asarray(adapter_ids)
-        if not jnp.issubdtype(adapter_ids.dtype, jnp.integer):
-            raise TypeError(
-                f"adapter_ids has dtype {adapter_ids.dtype}; expected integers, a slot for each row"
-            )
-        if adapter_ids.ndim != 1:
-            raise ValueError(
-                f"adapter_ids has shape {adapter_ids.shape}; expected (batch,), a slot for each row"
-            )
+        is_integer = jnp.issubdtype(adapter_ids.dtype, jnp.integer)
+        check_ids_like(adapter_ids, are_integers=is_integer)
         if not isinstance(adapter_ids, Tracer):
-            known = np.asarray(adapter_ids)
-            if wrong := sorted({int(one) for one in known if not -1 <= one < self.slots}):
-                raise ValueError(
-                    f"adapter_ids has {wrong}; expected slots from 0 to {self.slots - 1}, or -1 "
-                    "for the base alone"
-                )
-            if empty := sorted({int(one) for one in known if one >= 0} & self._empty_slots()):
-                raise ValueError(
-                    f"adapter_ids has {empty}, whose slots hold no adapter; expected slots that "
-                    "AdapterBank.load has filled, or -1 for the base alone"
-                )
+            check_ids(np.asarray(adapter_ids).tolist(), self.slots, self._empty_slots())
         return checked_ids(jnp.asarray(adapter_ids), self.slots)
 
     def _empty_slots(self) -> set[int]:
@@ -241,19 +226,12 @@ class AdapterBank:
         return self.tree_unflatten(self._plan, (arrays,))
 
     def _slot(self, slot: Any) -> np.int32:
-        if isinstance(slot, bool) or not isinstance(slot, int | np.integer):
-            raise TypeError(f"slot is {slot!r}, a {type(slot).__name__}; expected an integer")
-        if not 0 <= slot < self.slots:
-            raise ValueError(f"slot is {slot}; expected 0 to {self.slots - 1}")
+        check_slot(slot, self.slots)
         return np.int32(slot)
 
     def _check_rank(self, adapter: HostAdapter) -> None:
         for path, facts in adapter.facts.items():
-            if (rank := int(np.max(facts.rank))) > self.max_rank:
-                raise ValueError(
-                    f"adapter has rank {rank} for {path!r}; expected at most {self.max_rank}, "
-                    "the bank's max_rank: make the bank with a larger one"
-                )
+            check_room(int(np.max(facts.rank)), path, self.max_rank)
 
     def _check_fits(self, adapter: HostAdapter) -> None:
         """Raises ValueError unless the adapter was read for a bank like this."""

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from dora_common.rules import listing
+from dora_common.slots import check_plain
 from jax_dora.adapt.tree import check_model, find_dora_layers, find_modules, replace_modules
 from jax_dora.bank.bank import AdapterBank
 from jax_dora.bank.layers import CLASSES
@@ -49,11 +49,7 @@ def with_bank[Model: nnx.Module](
     choose.check_name(implementation)
     if not isinstance(bank, AdapterBank):
         raise TypeError(f"bank is a {type(bank).__name__}; expected an AdapterBank")
-    if held := [found.paths[0] for found in find_dora_layers(model)]:
-        raise ValueError(
-            "model holds an adapter; expected the plain model: jax_dora.remove_dora takes it out, "
-            f"in:{listing(held)}"
-        )
+    check_plain([found.paths[0] for found in find_dora_layers(model)], "jax_dora")
     ids = bank.checked(adapter_ids)
     projections = {
         (*place.sizes, bank.arrays[path].lora_a.shape[-2], place.dtype)

@@ -8,6 +8,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dora_common.rules import assign, listing
+from dora_common.slots import check_plain
 from jax_dora.adapt.sites import Site, sites
 from jax_dora.adapt.stack import stack_of
 from jax_dora.adapt.tree import find_dora_layers, named
@@ -88,11 +89,7 @@ def places(model: nnx.Module, path: str) -> dict[Place, nnx.Variable]:
     Raises:
       ValueError: the model holds an adapter, or nothing matches that a bank has room for.
     """
-    if held := [found.paths[0] for found in find_dora_layers(model)]:
-        raise ValueError(
-            "model holds an adapter already; expected the plain model, beside which a bank holds "
-            f"all adapters: jax_dora.remove_dora takes it out, in:{listing(held)}"
-        )
+    check_plain([found.paths[0] for found in find_dora_layers(model)], "jax_dora")
     found = [site for site in sites(model) if site.is_matched]
     rule = DoRARule(path, rank=1, alpha=1)
     chosen = assign([rule], [site.names for site in found], [site.is_linear for site in found])

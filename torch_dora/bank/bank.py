@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dora_common.hyperparameters import adapter_scale, check_rank, check_slots
+from dora_common.hyperparameters import adapter_scale, check_rank
 from dora_common.peft.folder import opened
 from dora_common.rules import ALL_LINEAR, assign, listing
+from dora_common.slots import check_plain, check_room, check_slot, check_slots
 from torch_dora.adapt.apply import check_model
 from torch_dora.adapt.rule import DoRARule
 from torch_dora.layers import DoRAConv1D, DoRALinear, dora_layers
@@ -66,11 +67,7 @@ class AdapterBank:
         check_model(model)
         check_slots(slots)
         check_rank(max_rank)
-        if held := [name for name, _ in dora_layers(model)]:
-            raise ValueError(
-                "model holds an adapter already; expected the plain model, beside which a bank "
-                f"holds all adapters: torch_dora.remove_dora takes it out, in:{listing(held)}"
-            )
+        check_plain([name for name, _ in dora_layers(model)], "torch_dora")
         self.model, self.slots, self.max_rank = model, slots, int(max_rank)
         self.layers: dict[str, Any] = _projections(model, path)
         self.tensors: dict[str, Slots] = {
@@ -103,7 +100,7 @@ class AdapterBank:
             FileNotFoundError, NotADirectoryError: there is no such folder, or a file is missing.
             NotImplementedError: a folder replaces parameters of the base model.
         """
-        self._check_slot(slot)
+        check_slot(slot, self.slots)
         if isinstance(adapter, nn.Module):
             entries = _of_model(adapter)
         elif isinstance(adapter, str | os.PathLike):
@@ -135,7 +132,7 @@ class AdapterBank:
         Raises:
             TypeError, ValueError: ``slot`` is no slot.
         """
-        self._check_slot(slot)
+        check_slot(slot, self.slots)
         with torch.no_grad():
             for tensors in self.tensors.values():
                 for tensor in tensors:
@@ -173,12 +170,6 @@ class AdapterBank:
                 )
         return entries
 
-    def _check_slot(self, slot: Any) -> None:
-        if isinstance(slot, bool) or not isinstance(slot, int):
-            raise TypeError(f"slot is {slot!r}, a {type(slot).__name__}; expected an integer")
-        if not 0 <= slot < self.slots:
-            raise ValueError(f"slot is {slot}; expected 0 to {self.slots - 1}")
-
     def _check_paths(self, paths: Mapping[str, Any]) -> None:
         if others := sorted(paths.keys() - self.layers.keys()):
             raise ValueError(
@@ -191,11 +182,7 @@ class AdapterBank:
         self._check_paths({path: entry})
         out, features = _matrix(self.layers[path]).shape
         rank = entry.lora_a.shape[0]
-        if rank > self.max_rank:
-            raise ValueError(
-                f"adapter has rank {rank} for {path!r}; expected at most {self.max_rank}, the "
-                "bank's max_rank: make the bank with a larger one"
-            )
+        check_room(rank, path, self.max_rank)
         shapes = {"lora_a": (rank, features), "lora_b": (out, rank), "magnitude": (out,)}
         for name, shape in shapes.items():
             tensor = getattr(entry, name)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dora_common.rules import listing
+from dora_common.slots import check_ids, check_ids_like, check_plain
 from torch_dora.adapt.apply import check_model
 from torch_dora.bank.bank import AdapterBank
 from torch_dora.layers import dora_layers, fast_path
@@ -101,11 +101,7 @@ def with_bank(
     check_name(implementation)
     if not isinstance(bank, AdapterBank):
         raise TypeError(f"bank is a {type(bank).__name__}; expected an AdapterBank")
-    if held := [name for name, _ in dora_layers(model)]:
-        raise ValueError(
-            "model holds an adapter; expected the plain model: torch_dora.remove_dora takes it "
-            f"out, in:{listing(held)}"
-        )
+    check_plain([name for name, _ in dora_layers(model)], "torch_dora")
     ids = _checked(bank, adapter_ids)
     modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
     order = together(ids.cpu())
@@ -141,23 +137,9 @@ def _copied(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
 
 def _checked(bank: AdapterBank, adapter_ids: Any) -> Tensor:
     ids = torch.as_tensor(adapter_ids)
-    if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
-        raise TypeError(
-            f"adapter_ids has dtype {ids.dtype}; expected integers, a slot for each row"
-        )
-    if ids.ndim != 1:
-        raise ValueError(
-            f"adapter_ids has shape {tuple(ids.shape)}; expected (batch,), a slot for each row"
-        )
-    known = {int(one) for one in ids.tolist()}
-    if wrong := sorted(one for one in known if not -1 <= one < bank.slots):
-        raise ValueError(
-            f"adapter_ids has {wrong}; expected slots from 0 to {bank.slots - 1}, or -1 for the "
-            "base alone"
-        )
-    if empty := sorted(one for one in known if one >= 0 and bank.is_empty(one)):
-        raise ValueError(
-            f"adapter_ids has {empty}, whose slots hold no adapter; expected slots that "
-            "AdapterBank.load has filled, or -1 for the base alone"
-        )
+    is_other = ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool
+    check_ids_like(ids, are_integers=not is_other)
+    known = set(ids.tolist())
+    slots = known.intersection(range(bank.slots))
+    check_ids(known, bank.slots, [one for one in slots if bank.is_empty(one)])
     return ids.long()
