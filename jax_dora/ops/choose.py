@@ -133,8 +133,6 @@ def choose(
         return None
     here = target()
     reason = here.refuses_mosaic()
-    if reason is None and not candidates:
-        reason = "there is no kernel for such operands"
     for kernel, call in candidates if reason is None else ():
         reason = kernel.refuses(*call)
         if reason is None and (

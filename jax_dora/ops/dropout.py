@@ -11,7 +11,6 @@ whose bias is 0.17 % (C. Wellons, "Prospecting for hash functions", 2018). Two c
 share one: the kernels are bound by its arithmetic.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
@@ -94,25 +93,6 @@ def kept_share(rate: float) -> float:
     return 1 - int(threshold(rate)) / 2**16
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 4))
-def drop(
-    x: jax.Array,
-    seed: jax.Array,
-    rate: float,
-    start: tuple[Any, ...] | None = None,
-    whole: tuple[int, ...] | None = None,
-) -> jax.Array:
-    """Returns x over the share that is kept, where it is kept, else 0; its gradient keeps no mask.
-
-    Args:
-      x: [..., in].
-      seed: uint32[2], of `draw_seed`.
-      rate: in [0, 1).
-      start, whole: as `keep_mask`'s.
-    """
-    return dropped(x, seed, rate, start, whole)
-
-
 def dropped(
     x: jax.Array,
     seed: jax.Array,
@@ -120,9 +100,20 @@ def dropped(
     start: tuple[Any, ...] | None = None,
     whole: tuple[int, ...] | None = None,
 ) -> jax.Array:
-    """Returns what `drop` does, without a gradient of its own."""
+    """Returns x over the share that is kept, where it is kept, else 0.
+
+    Args:
+      x: [..., in].
+      seed: uint32[2], of `draw_seed`.
+      rate: in [0, 1).
+      start, whole: as `keep_mask`'s.
+    """
     kept = x * jnp.asarray(1 / kept_share(rate), x.dtype)
     return jnp.where(keep_mask(seed, x.shape, rate, start, whole), kept, jnp.zeros((), x.dtype))
+
+
+drop = jax.custom_vjp(dropped, nondiff_argnums=(2, 4))
+"""`dropped`, with a gradient that keeps no mask."""
 
 
 def _drop_fwd(x, seed, rate, start, whole):

@@ -13,7 +13,6 @@ one is split into three bf16 pieces that add up to it, which keeps its products 
 """
 
 import functools
-from types import ModuleType
 from typing import NamedTuple
 
 import jax
@@ -107,10 +106,10 @@ def _run(static: Static, shard: Shard, operands: Adapted) -> tuple[jax.Array]:
     (in_features, out), rank = kernel.shape, lora_a.shape[1]
     if quantised.is_quantised(kernel):
         call = (in_features, rank, out, quantised.format_of(kernel), lora_a.dtype)
-        candidates = [(one, call) for one in QUANTISED_KERNELS]
+        candidate = (kernel_quantised_norm, call)
     else:
-        candidates = [(kernel_norm, (in_features, rank, out, kernel.dtype, lora_a.dtype))]
-    choice = choose.choose("factored_norm", implementation, *candidates)
+        candidate = (kernel_norm, (in_features, rank, out, kernel.dtype, lora_a.dtype))
+    choice = choose.choose("factored_norm", implementation, candidate)
     if choice is not None:
         arrays = jax.tree.leaves(kernel)
         squared = choice.kernel.launch(*arrays, lora_a, lora_b, scale, **choice.knobs)
@@ -118,10 +117,6 @@ def _run(static: Static, shard: Shard, operands: Adapted) -> tuple[jax.Array]:
     define = _define_quantised if quantised.is_quantised(kernel) else _define
     return (define(shard, static.is_zero, operands),)
 
-
-# Each takes (qvalue, scale, zero_point if there is one, lora_a, lora_b, s) in its `launch`, and
-# (in, rank, out, `quantised.Format`, lora_a's dtype) in its predicates.
-QUANTISED_KERNELS: tuple[ModuleType, ...] = (kernel_quantised_norm,)
 
 NORM = Op("norm", _run, Adapted("i o", "i r", "r o", ""), ("o",), contracted="i")
 

@@ -17,6 +17,7 @@ from parity.tolerances.rules import UNIT_ROUNDOFF as UNIT_ROUNDOFF
 from parity.tolerances.rules import accumulation as accumulation
 from parity.tolerances.rules import flash_rule as flash_rule
 from parity.tolerances.rules import independent as independent
+from parity.tolerances.rules import product as product
 from parity.tolerances.rules import rounding as rounding
 from parity.tolerances.rules import two_norm_of_products as two_norm_of_products
 from parity.tolerances.rules import unit_roundoff as unit_roundoff

@@ -13,6 +13,7 @@ from parity.tolerances.rules import (
     accumulation,
     in_fp32,
     independent,
+    product,
     rounding,
     two_norm_of_products,
     unit_roundoff,
@@ -48,23 +49,23 @@ def dora_linear(
     x, dy = fp64(x), fp64(dy)
     w, a, b, m = fp64(weight), fp64(lora_a), fp64(lora_b), fp64(magnitude)
     x, dy = x.reshape(-1, w.shape[1]), dy.reshape(-1, w.shape[0])
-    rows, n_in, n_out, rank = x.shape[0], w.shape[1], w.shape[0], a.shape[0]
+    rows = x.shape[0]
     u = unit_roundoff(dtype)
 
-    def product(left: Array, right: Array, n: int) -> tuple[Array, Array]:
+    def multiplied(left: Array, right: Array) -> tuple[Array, Array]:
         """Returns a matrix product, and what fp32 accumulation and one rounding cost it."""
-        total, length = left @ right, two_norm_of_products(left, right)
-        return total, rounding(total, dtype) + accumulation(n, total, length)
+        total, summing = product(left, right)
+        return total, rounding(total, dtype) + summing
 
     def cast(left: Array, right: Array) -> Array:
         """Returns what casting one adapter in `left @ right` costs: rule 3."""
         return u * independent(left, right)
 
-    z, z_error = product(x, a.T, n_in)
+    z, z_error = multiplied(x, a.T)
     z_error = z_error + cast(x, a.T)
-    lora, lora_error = product(z, b.T, rank)
+    lora, lora_error = multiplied(z, b.T)
     lora_error = lora_error + independent(z_error, b.T) + cast(z, b.T)
-    base, base_error = product(x, w.T, n_in)
+    base, base_error = multiplied(x, w.T)
     if bias is not None:  # the product may be stored with the bias added, and the bias taken off
         base_error = base_error + rounding(base + fp64(bias), dtype) + 2 * in_fp32(base, fp64(bias))
 
@@ -83,15 +84,15 @@ def dora_linear(
     d_lora = d_base * scale
     d_base_error = rounding(d_base, dtype) + 3 * in_fp32(d_base) + relative_g * abs(d_base)
     d_lora_error = rounding(d_lora, dtype) + 3 * in_fp32(d_lora) + relative_g * abs(d_lora)
-    dz, dz_error = product(d_lora, b, n_out)
+    dz, dz_error = multiplied(d_lora, b)
     dz_error = dz_error + independent(d_lora_error, b) + cast(d_lora, b)
-    dx_base, dx_base_error = product(d_base, w, n_out)
-    dx_lora, dx_lora_error = product(dz, a, rank)
+    dx_base, dx_base_error = multiplied(d_base, w)
+    dx_lora, dx_lora_error = multiplied(dz, a)
     dx_error = dx_base_error + independent(d_base_error, w) + dx_lora_error
     dx_error = dx_error + independent(dz_error, a) + cast(dz, a)
     dx_error = dx_error + rounding(dx_base + dx_lora, dtype)
-    _, d_a_error = product(dz.T, x, rows)
-    _, d_b_error = product(d_lora.T, z, rows)
+    _, d_a_error = multiplied(dz.T, x)
+    _, d_b_error = multiplied(d_lora.T, z)
 
     # What dm divides by may be off by the norm's error, relative to max(norm, eps).
     floor = row_norm.clip(oracle.EPS[dtype_name(dtype)])

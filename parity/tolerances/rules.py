@@ -73,6 +73,12 @@ def two_norm_of_products(a: Array, b: Array) -> Array:
     return ((a * a) @ (b * b)) ** 0.5
 
 
+def product(a: Array, b: Array) -> tuple[Array, Array]:
+    """Returns `a @ b`, and the cost of summing the terms of its elements in fp32: rule 4."""
+    total = a @ b
+    return total, accumulation(a.shape[-1], total, two_norm_of_products(a, b))
+
+
 def independent(a: Array, b: Array) -> Array:
     """Returns what independent errors of at most `a` become in `a @ b`: rule 3 through a
     product."""

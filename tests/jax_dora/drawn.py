@@ -1,4 +1,4 @@
-"""Models whose weights NumPy draws: the draws of a whole model take XLA seconds to compile."""
+"""What NumPy draws: arrays, and weights of models, whose draws take XLA seconds to compile."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+
+
+def normals(seed: int) -> Callable[..., jax.Array]:
+    """Returns a function that draws normal numbers f32[*shape] of a deviation, one by default."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape: int, deviation: float = 1.0) -> jax.Array:
+        return jnp.asarray(deviation * rng.standard_normal(shape, np.float32))
+
+    return normal
 
 
 def drawn[Model: nnx.Module](make: Callable[[], Model], seed: int = 0) -> Model:

@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_dora.ops.mosaic.low_rank_tiling import Config
+
 # A race raises.
 RACES = plgpu.InterpretGPUParams(detect_races=True)
 
@@ -16,3 +18,16 @@ def on_mosaic(request: pytest.FixtureRequest) -> Callable[[], AbstractContextMan
     if request.param == "native":
         return nullcontext
     return lambda: plgpu.force_gpu_interpret_mode(RACES)
+
+
+@pytest.fixture(
+    params=[
+        Config(tile_cols=64, stages=2, slots=2, splits=1),
+        Config(stages=3, slots=1, splits=3),
+        Config(stages=2, slots=1, consumers=3, splits=2),
+        Config(tile_cols=64, stages=3, slots=2, consumers=3),
+    ]
+)
+def low_rank_config(request: pytest.FixtureRequest) -> Config:
+    """The knobs of a kernel that `low_rank_tiling` gives, of every kind."""
+    return request.param

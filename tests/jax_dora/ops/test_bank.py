@@ -39,12 +39,10 @@ def exact(base, x, held, ids):
     for row, slot in enumerate(np.asarray(ids)):
         y, left = fp64(base[row]), fp64(x[row])
         a, b, g = fp64(held.lora_a[slot]), fp64(held.lora_b[slot]), fp64(held.g[slot])
-        s, (z, u) = float(held.scale[slot]), (left @ a.T, tolerances.unit_roundoff(base.dtype))
+        s, u = float(held.scale[slot]), tolerances.unit_roundoff(base.dtype)
+        z, summing = tolerances.product(left, a.T)
         lora = z @ b
-        slack = u * abs(z) + tolerances.accumulation(
-            left.shape[1], z, tolerances.two_norm_of_products(left, a.T)
-        )
-        error = s * (tolerances.independent(slack, b) + 2 * u * abs(lora))
+        error = s * (tolerances.independent(u * abs(z) + summing, b) + 2 * u * abs(lora))
         bounds.append(abs(g) * error + tolerances.rounding(g * (y + s * lora), base.dtype))
         rows.append(g * (y + s * lora))
     return np.stack(rows), np.stack(bounds)

@@ -8,6 +8,8 @@ from jax_dora.ops.mosaic.bank_expand import refuses
 from jax_dora.ops.mosaic.low_rank_tiling import Config
 from parity import tolerances
 from parity.oracle import fp64
+from tests.jax_dora.drawn import normals
+from tests.jax_dora.programs import aval, for_cuda
 from tests.tables import thinned
 
 U32 = tolerances.UNIT_ROUNDOFF["float32"]
@@ -17,11 +19,7 @@ SCALE = [0.7, 1.5, 0.0, 0.7, np.nan]
 
 
 def operands(seed, time, rank, out, dtype, slots=4):
-    rng = np.random.default_rng(seed)
-
-    def normal(*shape, deviation=1.0):
-        return jnp.asarray(deviation * rng.standard_normal(shape, np.float32))
-
+    normal = normals(seed)
     groups = len(SLOT)
     base = normal(groups, time, out).astype(dtype)
     z, b = normal(groups, time, rank), normal(slots, rank, out, deviation=rank**-0.5)
@@ -57,12 +55,9 @@ def check(arrays, y, *, with_bias=True):
             continue
         this, left, right, factor = map(fp64, (base[group], z[group], b[one], g[group]))
         s = float(scale[group])
-        lora = left @ right
+        lora, accumulated = tolerances.product(left, right)
         exact = factor * (this + s * lora)
-        accumulated = s * tolerances.accumulation(
-            left.shape[-1], lora, tolerances.two_norm_of_products(left, right)
-        )
-        bound = tolerances.compose(this, lora, factor, s, y.dtype) + abs(factor) * accumulated
+        bound = tolerances.compose(this, lora, factor, s, y.dtype) + abs(factor) * s * accumulated
         if with_bias:
             exact = exact + fp64(bias)
             bound = bound + tolerances.rounding(exact, y.dtype) + U32 * abs(fp64(bias))
@@ -111,21 +106,14 @@ def test_every_kind_of_config_agrees(on_mosaic, config):
     ),
 )
 def test_lowers_for_hopper_at_full_size(groups, time, rank, out):
-    def aval(*shape, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    f32 = jnp.float32
     config = bank_expand.config(groups, time, rank, out, jnp.bfloat16)
-    call = jax.jit(lambda *a: bank_expand.launch(*a, sm_count=132, config=config))
-    traced = call.trace(
-        aval(groups, time, out),
-        aval(groups, time, rank),
-        aval(64, rank, out),
+    operands = (
+        *(aval(groups, time, out), aval(groups, time, rank), aval(64, rank, out)),
         aval(groups, dtype=jnp.int32),
-        aval(groups, out, dtype=f32),
-        aval(groups, dtype=f32),
+        *(aval(groups, out, dtype=jnp.float32), aval(groups, dtype=jnp.float32)),
     )
-    assert "dora_bank_expand" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = for_cuda(bank_expand.launch, *operands, sm_count=132, config=config)
+    assert "dora_bank_expand" in text
 
 
 def test_refuses_with_a_reason():

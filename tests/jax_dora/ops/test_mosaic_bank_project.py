@@ -9,6 +9,8 @@ from jax_dora.ops.mosaic import bank_project, bank_shrink
 from jax_dora.ops.mosaic.product_tiling import Config
 from parity import tolerances
 from parity.oracle import fp64
+from tests.jax_dora.drawn import normals
+from tests.jax_dora.programs import aval, for_cuda
 from tests.tables import thinned
 
 # Of many rows fp64 takes some, in every tile.
@@ -18,11 +20,7 @@ SLOT = [2, 0, 3, 2]
 
 
 def operands(seed, time, features, rank, out, dtype, slots=4):
-    rng = np.random.default_rng(seed)
-
-    def normal(*shape, deviation=1.0):
-        return jnp.asarray(deviation * rng.standard_normal(shape, np.float32))
-
+    normal = normals(seed)
     groups = len(SLOT)
     return {
         "x": normal(groups, time, features).astype(dtype),
@@ -68,10 +66,7 @@ def check_shrink(arrays, z):
     for group, one in enumerate(SLOT):
         some = every(arrays)
         left, right = fp64(arrays["x"][group, some]), fp64(arrays["lora_a"][one]).T
-        exact = left @ right
-        bound = tolerances.accumulation(
-            left.shape[1], exact, tolerances.two_norm_of_products(left, right)
-        )
+        exact, bound = tolerances.product(left, right)
         assert np.all(abs(fp64(z[group, some]) - exact) <= bound)
 
 
@@ -83,13 +78,10 @@ def check_project(arrays, y, vectors=("g", "bias")):
         some = every(arrays)
         left = np.concatenate([fp64(arrays[n][group, some]) for n in ("x", "z")], axis=1)
         right = np.concatenate([fp64(arrays["kernel"][1]), fp64(arrays["lora_b"][one])])
-        inner = left @ right
+        inner, accumulated = tolerances.product(left, right)
         g = fp64(arrays["g"][group]) if "g" in vectors else 1.0
         bias = fp64(arrays["bias"]) if "bias" in vectors else 0.0
         exact = g * inner + bias
-        accumulated = tolerances.accumulation(
-            left.shape[1], inner, tolerances.two_norm_of_products(left, right)
-        )
         bound = tolerances.rounding(exact, y.dtype) + abs(g) * accumulated
         bound = bound + 2 * U32 * (abs(g * inner) + abs(bias))
         assert np.all(abs(fp64(y[group, some]) - exact) <= bound)
@@ -159,29 +151,19 @@ def test_what_is_not_finite_stays_in_its_group(on_mosaic):
     ),
 )
 def test_lowers_for_hopper_at_full_size(groups, time, features, rank, out):
-    def aval(*shape, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(shape, dtype)
-
     x, slot = aval(groups, time, features), aval(groups, dtype=jnp.int32)
     config = bank_shrink.config(groups, time, features, rank, jnp.bfloat16)
     assert config.stages >= 2
-    call = jax.jit(lambda *a: bank_shrink.launch(*a, sm_count=132, config=config))
-    program = call.trace(x, aval(64, rank, features), slot).lower(lowering_platforms=("cuda",))
-    assert "dora_bank_shrink" in program.as_text()
-    config = bank_project.config(groups, time, features, out, rank, jnp.bfloat16)
-    call = jax.jit(lambda *a: bank_project.launch(*a, sm_count=132, config=config))
-    program = call.trace(
-        *(
-            x,
-            aval(2, features, out),
-            aval(dtype=jnp.int32),
-            aval(groups, time, rank),
-            aval(64, rank, out),
-            slot,
-        ),
+    options = {"sm_count": 132, "config": config}
+    operands = (x, aval(64, rank, features), slot)
+    assert "dora_bank_shrink" in for_cuda(bank_shrink.launch, *operands, **options)
+    options["config"] = bank_project.config(groups, time, features, out, rank, jnp.bfloat16)
+    operands = (
+        *(x, aval(2, features, out), aval(dtype=jnp.int32)),
+        *(aval(groups, time, rank), aval(64, rank, out), slot),
         aval(groups, out, dtype=jnp.float32),
-    ).lower(lowering_platforms=("cuda",))
-    assert "dora_bank_project" in program.as_text()
+    )
+    assert "dora_bank_project" in for_cuda(bank_project.launch, *operands, **options)
 
 
 def test_refuses_with_a_reason():

@@ -34,10 +34,7 @@ def run(x, right, dropout, transposed, sm_count=2, config=None):
 def check(found, x, right, dropout, transposed):
     left = fp64(x) * np.asarray(keep_mask(dropout.seed, x.shape, dropout.rate))
     left = left.T if transposed else left
-    want = left @ fp64(right)
-    bound = tolerances.accumulation(
-        left.shape[1], want, tolerances.two_norm_of_products(left, fp64(right))
-    )
+    want, bound = tolerances.product(left, fp64(right))
     assert found.dtype == jnp.float32
     assert np.all(abs(fp64(found) - want) <= bound)
 

@@ -7,9 +7,9 @@ import pytest
 
 from jax_dora.ops.mosaic import expand_compose
 from jax_dora.ops.mosaic.expand_compose import refuses
-from jax_dora.ops.mosaic.low_rank_tiling import Config
 from parity import tolerances
 from parity.oracle import fp64
+from tests.jax_dora.drawn import normals
 from tests.jax_dora.programs import aval, for_cuda
 from tests.tables import thinned
 
@@ -18,11 +18,7 @@ U32 = tolerances.UNIT_ROUNDOFF["float32"]
 
 
 def operands(seed, rows, rank, out, dtype):
-    rng = np.random.default_rng(seed)
-
-    def normal(*shape, deviation=1.0):
-        return jnp.asarray(deviation * rng.standard_normal(shape, np.float32))
-
+    normal = normals(seed)
     base, z = normal(rows, out).astype(dtype), normal(rows, rank).astype(dtype)
     lora_b = normal(rank, out, deviation=rank**-0.5).astype(dtype)
     return base, z, lora_b, 1 + normal(out, deviation=0.05), normal(out)
@@ -48,13 +44,10 @@ def check(arrays, y, inner, *, with_bias=True, scales=None):
         of_rows, of_columns = map(fp64, scales)
         base = of_rows[:, None] * of_columns * base
         apart = 2 * U32 * abs(base)  # two more products
-    lora = z @ lora_b
+    lora, accumulated = tolerances.product(z, lora_b)
     exact_inner = base + SCALE * lora
     exact = g * exact_inner
-    accumulated = SCALE * tolerances.accumulation(
-        z.shape[-1], lora, tolerances.two_norm_of_products(z, lora_b)
-    )
-    accumulated = accumulated + apart
+    accumulated = SCALE * accumulated + apart
     bound = tolerances.compose(base, lora, g, SCALE, y.dtype) + abs(g) * accumulated
     if with_bias:
         exact = exact + bias
@@ -95,19 +88,10 @@ def test_scales_of_rows_and_columns(on_mosaic, with_bias):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "config",
-    [
-        Config(tile_cols=64, stages=2, slots=2, splits=1),
-        Config(stages=3, slots=1, splits=3),
-        Config(stages=2, slots=1, consumers=3, splits=2),
-        Config(tile_cols=64, stages=3, slots=2, consumers=3),
-    ],
-)
-def test_every_kind_of_config_agrees(on_mosaic, config):
+def test_every_kind_of_config_agrees(on_mosaic, low_rank_config):
     arrays = operands(1, 264, 128, 200, jnp.bfloat16)
     with on_mosaic():
-        y, inner = run(arrays, config, want_inner=False, with_bias=False)
+        y, inner = run(arrays, low_rank_config, want_inner=False, with_bias=False)
     assert inner is None
     check(arrays, y, None, with_bias=False)
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from jax_dora.ops.mosaic import norm
-from jax_dora.ops.mosaic.low_rank_tiling import Config
 from jax_dora.ops.mosaic.norm import pieces, refuses
 from parity import oracle, tolerances
 from parity.oracle import fp64
+from tests.jax_dora.drawn import normals
 from tests.jax_dora.programs import aval, for_cuda
 from tests.tables import slow, thinned
 
@@ -17,11 +17,7 @@ SCALE = 0.7
 
 
 def adapter(seed, n_in, rank, out, dtype, adapter_dtype):
-    rng = np.random.default_rng(seed)
-
-    def normal(*shape, deviation):
-        return jnp.asarray(deviation * rng.standard_normal(shape, np.float32))
-
+    normal = normals(seed)
     kernel = normal(n_in, out, deviation=n_in**-0.5).astype(dtype)
     lora_a = normal(n_in, rank, deviation=n_in**-0.5).astype(adapter_dtype)
     return kernel, lora_a, normal(rank, out, deviation=rank**-0.5).astype(adapter_dtype)
@@ -70,19 +66,10 @@ def test_agrees_with_the_materialised_norm(on_mosaic, n_in, rank, out, dtype, ad
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "config",
-    [
-        Config(tile_cols=64, stages=2, slots=2, splits=1),
-        Config(stages=3, slots=1, splits=3),
-        Config(stages=2, slots=1, consumers=3, splits=2),
-        Config(tile_cols=64, stages=3, slots=2, consumers=3),
-    ],
-)
-def test_every_kind_of_config_agrees(on_mosaic, config):
+def test_every_kind_of_config_agrees(on_mosaic, low_rank_config):
     arrays = adapter(1, 264, 128, 200, jnp.bfloat16, jnp.bfloat16)
     with on_mosaic():
-        found = run(arrays, config)
+        found = run(arrays, low_rank_config)
     check(arrays, found)
 
 
