@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from tests.models.training import drawn
+from tests.whole_models import drawn
 
 TOKENS = jnp.arange(10).reshape(2, 5) * 3 % 28 + 3
 EXAMPLE = (TOKENS,)

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from tests.models.training import drawn
+from tests.whole_models import drawn
 
 TOKENS = jnp.arange(10).reshape(2, 5) * 3 % 31
 POSITIONS = jnp.broadcast_to(jnp.arange(5), (2, 5))
