@@ -54,14 +54,12 @@ def run_controls(
     say: Callable[[str], None],
 ) -> None:
     """Adds the whole matrix to the report, level by level."""
-    from parity.faults import KERNEL_FAULTS
     from parity.sides import SIDES
 
     for level, failures in chosen.items():
         plantable: list[tuple] = [(None, None)]
-        for name, fault in faults.items():
-            # Levels above those of the kernels run without their faults.
-            if name not in KERNEL_FAULTS or level in fault.caught_by:
+        for fault in faults.values():
+            if not fault.in_kernel or level in fault.caught_by:
                 plantable += [(fault, backend) for backend in SIDES]
         for fault, backend in plantable:
             _try(report, level, failures, fault, backend)
@@ -111,17 +109,16 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     device = choose_device("cpu")
 
-    from parity.faults import FAULTS, KERNEL_FAULTS
+    from parity.faults import FAULTS
     from parity.levels import levels
 
-    faults = FAULTS | KERNEL_FAULTS
-    if unknown := sorted(set(options.fault or ()) - set(faults)):
-        sys.exit(f"--fault {', '.join(unknown)}: there are {', '.join(faults)}")
+    if unknown := sorted(set(options.fault or ()) - set(FAULTS)):
+        sys.exit(f"--fault {', '.join(unknown)}: there are {', '.join(FAULTS)}")
     report = command.report(options, device, "controls")
     run_controls(
         report,
         {name: run for name, run in levels().items() if name in (options.level or LEVELS)},
-        {name: fault for name, fault in faults.items() if name in (options.fault or faults)},
+        {name: fault for name, fault in FAULTS.items() if name in (options.fault or FAULTS)},
         lambda line: print(line, file=sys.stderr, flush=True),
     )
     print(matrix(report.rows))

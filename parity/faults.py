@@ -49,12 +49,15 @@ class Fault:
       description: what is computed instead.
       caught_by: the levels of parity that must notice it.
       points: by backend, what is replaced.
+      in_kernel: in one kernel alone, which only a run that names the implementation can find: the
+        levels above the kernels' run without it.
     """
 
     name: str
     description: str
     caught_by: tuple[Level, ...]
     points: Mapping[Backend, tuple[Point, ...]]
+    in_kernel: bool = False
 
     @contextlib.contextmanager
     def plant(self, backend: Backend) -> Iterator[None]:
@@ -215,20 +218,17 @@ FAULTS: dict[str, Fault] = {
             ("layer", "encoder", "model", "training"),
             {side: (*at, *_g(side, _attached_g)) for side, at in _norms(_attached_norm).items()},
         ),
-    )
-}
-
-# In one kernel alone: what only a run that names the implementation can find.
-KERNEL_FAULTS: dict[str, Fault] = {
-    "g_rounded_in_kernel": Fault(
-        "g_rounded_in_kernel",
-        "g rounded to bf16 in the Mosaic, or the Triton, compose alone",
-        ("operator",),
-        {
-            "jax": _points_of("jax", ("ops.mosaic.compose", "launch", _round_argument(2))),
-            "torch": _points_of(
-                "torch", ("ops.triton.compose_forward", "compose", _round_argument(2))
-            ),
-        },
+        Fault(
+            "g_rounded_in_kernel",
+            "g rounded to bf16 in the Mosaic, or the Triton, compose alone",
+            ("operator",),
+            {
+                "jax": _points_of("jax", ("ops.mosaic.compose", "launch", _round_argument(2))),
+                "torch": _points_of(
+                    "torch", ("ops.triton.compose_forward", "compose", _round_argument(2))
+                ),
+            },
+            in_kernel=True,
+        ),
     )
 }

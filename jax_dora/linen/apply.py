@@ -21,7 +21,7 @@ from jax_dora.linen.layer import COUNTERPARTS, counterpart, dora_class_of, dora_
 from jax_dora.linen.params import adapted_modules
 from jax_dora.linen.reads import linen_sites
 from jax_dora.linen.stacks import stack_axes
-from jax_dora.linen.weights import AdaptedWeight, followed, missing
+from jax_dora.linen.weights import LinenWeight, followed, missing
 from jax_dora.weights.reads import Example
 from jax_dora.weights.trace import weight_trace
 
@@ -104,7 +104,7 @@ def apply_dora(
 
 def _assigned(
     model: nn.Module, rules: tuple[DoRARule, ...], example: Example
-) -> tuple[tuple[AdaptedWeight, ...], tuple[str, ...]]:
+) -> tuple[tuple[LinenWeight, ...], tuple[str, ...]]:
     """Returns the parameters that rules adapt where products read them, and the paths of the layers
     that "all-linear" leaves out."""
     found = [site for site in linen_sites(model, example) if site.is_matched]
@@ -118,7 +118,7 @@ def _assigned(
     for site, _ in matched:
         site.is_adapted = True
     logged(found)
-    weights = tuple(AdaptedWeight.of(site, rule) for site, rule in matched if not site.is_layer)
+    weights = tuple(LinenWeight.of(site, rule) for site, rule in matched if not site.is_layer)
     left_out = (site.names[0] for site in found if site.is_layer and not site.is_linear)
     return weights, tuple(left_out)
 
@@ -138,7 +138,7 @@ class DoRA(nn.Module):
     model: nn.Module
     rules: tuple[DoRARule, ...]
     deterministic: bool = True
-    weights: tuple[AdaptedWeight, ...] = ()
+    weights: tuple[LinenWeight, ...] = ()
     left_out: tuple[str, ...] = ()
 
     def setup(self) -> None:
@@ -224,7 +224,7 @@ class DoRA(nn.Module):
             return jax.tree.map(trace.array, following(self.model, *args, **kwargs))
 
     @nn.nowrap
-    def _make(self, weights: list[AdaptedWeight]) -> None:
+    def _make(self, weights: list[LinenWeight]) -> None:
         """Puts fresh adapters beside weights."""
         params = traverse_util.flatten_dict(self.variables["params"])
         made = {}

@@ -26,7 +26,7 @@ Params = dict[tuple[str, ...], Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class AdaptedWeight:
+class LinenWeight:
     """Which parameter is adapted, and how.
 
     Attributes:
@@ -86,13 +86,13 @@ class _Holder(nnx.Module):
     """Holds a weight and its adapter for the time of a call."""
 
 
-def missing(weights: Sequence[AdaptedWeight], params: Mapping[tuple[str, ...], Any]) -> list[Any]:
+def missing(weights: Sequence[LinenWeight], params: Mapping[tuple[str, ...], Any]) -> list[Any]:
     """Returns the weights without an adapter in `params`."""
     return [one for one in weights if not params.keys() >= {one.path, *one.paths().values()}]
 
 
 def followed(
-    weights: Sequence[AdaptedWeight],
+    weights: Sequence[LinenWeight],
     trace: WeightTrace,
     key: jax.Array | None,
     variables: Mapping[str, Any],

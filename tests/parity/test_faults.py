@@ -4,7 +4,7 @@ import pytest
 
 import torch_dora.ops
 from parity.__main__ import main
-from parity.faults import FAULTS, KERNEL_FAULTS
+from parity.faults import FAULTS
 from parity.report import read
 from parity.sides import SIDES
 from tests.tables import thinned
@@ -20,7 +20,6 @@ CAUGHT = {
     "norm_attached": [(LAYER, "d_lora_b")],
     "g_rounded_in_kernel": [(NEAR_UNITY, "compose_delta y")],
 }
-ALL = FAULTS | KERNEL_FAULTS
 
 
 @pytest.mark.parametrize(
@@ -43,7 +42,7 @@ ALL = FAULTS | KERNEL_FAULTS
     ),
 )
 def test_a_planted_error_is_caught(name, case, quantity, backend, tmp_path):
-    with ALL[name].plant(backend):
+    with FAULTS[name].plant(backend):
         code = main(["--device", "cpu", "--case", case, "--out", str(tmp_path)])
     assert code == 1
     (file,) = tmp_path.iterdir()
@@ -55,13 +54,13 @@ def test_a_planted_error_is_caught(name, case, quantity, backend, tmp_path):
 
 
 def test_every_fault_has_a_case():
-    assert CAUGHT.keys() == ALL.keys()
+    assert CAUGHT.keys() == FAULTS.keys()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", thinned(SIDES, ["jax"]))
 def test_a_fault_leaves_nothing_behind(backend, tmp_path):
-    for fault in ALL.values():
+    for fault in FAULTS.values():
         with fault.plant(backend):
             pass
     assert main(["--device", "cpu", "--case", NORM, "--out", str(tmp_path)]) == 0
