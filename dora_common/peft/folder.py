@@ -22,6 +22,12 @@ PICKLE = "adapter_model.bin"
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
+def exported(folder: Path) -> Path | None:
+    """Returns the adapter's folder that `folder` is, or that a run in it has exported; None where
+    there is neither."""
+    return next((one for one in (folder, folder / "adapter") if (one / CONFIG).is_file()), None)
+
+
 @dataclass(frozen=True)
 class Folder:
     """An open folder. Nothing but the header of its tensors has been read.

@@ -8,10 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 
 import jax_dora.peft
+from dora_common.peft.folder import CONFIG, exported
 from jax_dora.models import CausalLM, load_model
 from jax_dora.ops.quantised import FORMATS
-
-ADAPTER = "adapter_config.json"
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -25,10 +24,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 def adapter_folder(folder: Path) -> Path:
     """Returns the PEFT folder that `folder` is, or that the run in it has exported."""
-    for one in (folder, folder / "adapter"):
-        if (one / ADAPTER).is_file():
-            return one
-    raise FileNotFoundError(f"{folder} has no {ADAPTER}; expected a PEFT folder, or a run's")
+    if (found := exported(folder)) is None:
+        raise FileNotFoundError(f"{folder} has no {CONFIG}; expected a PEFT folder, or a run's")
+    return found
 
 
 def base_folder(args: argparse.Namespace) -> Path:
@@ -37,7 +35,7 @@ def base_folder(args: argparse.Namespace) -> Path:
         return args.model
     if args.adapter is None:
         raise ValueError("--model is missing; expected a Hugging Face folder")
-    config = json.loads((adapter_folder(args.adapter) / ADAPTER).read_text("utf-8"))
+    config = json.loads((adapter_folder(args.adapter) / CONFIG).read_text("utf-8"))
     folder = config.get("base_model_name_or_path")
     if not isinstance(folder, str) or not Path(folder).is_dir():
         raise FileNotFoundError(

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dora_common.peft.folder import exported
 from jax_dora.serve.metrics import Metrics
 
-CONFIG = "adapter_config.json"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 Signature = tuple[tuple[str, int, int, int], ...]
 
@@ -139,21 +139,19 @@ class Adapters:
         for one in (folder, *folder.rglob("*")):
             if not one.resolve().is_relative_to(inside):
                 raise ValueError(f"{one.name} leads out of {self._folder}; expected files below it")
-        # What finetune writes has the adapter inside.
-        return folder if (folder / CONFIG).is_file() else folder / "adapter"
+        return exported(folder) or folder
 
 
 def _signature(folder: Path) -> Signature | None:
     """Returns what changes when an adapter does; None where there is none."""
-    for one in (folder, folder / "adapter"):
-        try:
-            if (one / CONFIG).is_file():
-                entries = [entry for entry in os.scandir(one) if entry.is_file()]
-                return tuple(
-                    (entry.name, stat.st_mtime_ns, stat.st_size, stat.st_ino)
-                    for entry in sorted(entries, key=lambda entry: entry.name)
-                    for stat in [entry.stat()]
-                )
-        except OSError:  # it is going as we look
+    try:
+        if (found := exported(folder)) is None:
             return None
-    return None
+        entries = [entry for entry in os.scandir(found) if entry.is_file()]
+        return tuple(
+            (entry.name, stat.st_mtime_ns, stat.st_size, stat.st_ino)
+            for entry in sorted(entries, key=lambda entry: entry.name)
+            for stat in [entry.stat()]
+        )
+    except OSError:  # it is going as we look
+        return None

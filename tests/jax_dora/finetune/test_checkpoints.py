@@ -1,7 +1,6 @@
 """A checkpoint counts once it is whole, and never when its bytes have changed."""
 
 import hashlib
-import resource
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ import pytest
 
 from jax_dora.finetune import checkpoints as module
 from jax_dora.finetune.checkpoints import SUMS, Checkpoints
+from tests.jax_dora.finetune.faults import limit_files
 
 
 def arrays(step):
@@ -95,14 +95,9 @@ def test_killed_before_the_sums(checkpoints, monkeypatch):
 @pytest.mark.parametrize("size", [10, 200])
 def test_full_disk(checkpoints, size):
     """What could be written of it goes, so that there is room again."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        large = {"a": jax.random.normal(jax.random.key(0), (10,))}
-        with pytest.raises(OSError, match=r"(?i)file too large.*run/8"):
-            checkpoints.save(8, large, {"long": "x" * 1000})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    large = {"a": jax.random.normal(jax.random.key(0), (10,))}
+    with limit_files(size), pytest.raises(OSError, match=r"(?i)file too large.*run/8"):
+        checkpoints.save(8, large, {"long": "x" * 1000})
     assert sorted(one.name for one in checkpoints.folder.iterdir()) == ["4", "6"]
     assert checkpoints.damage(6) is None
 
