@@ -34,6 +34,8 @@ from jax_dora.ops.mosaic.launch import launcher
 TILE_ROWS = 64
 MOST_ROWS = 256
 MOST_RANK = 128
+# That fetch.
+WARPS = 4
 # An entry of a plan has the slot below this bit, and the tiles of rows that meet it above.
 SLOT_BITS = 16
 
@@ -70,9 +72,14 @@ class Sizes(NamedTuple):
         return pl.cdiv(self.rows, TILE_ROWS)
 
     @property
+    def in_use(self) -> int:
+        """Returns how many slots rows can have at most."""
+        return min(self.rows, self.slots)
+
+    @property
     def entries(self) -> int:
         """Returns the length of a plan's head."""
-        return pl.cdiv(1 + min(self.rows, self.slots), TILE_ROWS) * TILE_ROWS
+        return pl.cdiv(1 + self.in_use, TILE_ROWS) * TILE_ROWS
 
     @property
     def boxes(self) -> list[int]:
@@ -120,9 +127,8 @@ def wins(
     held: jax.typing.DTypeLike,
 ) -> bool:
     """Returns whether the kernels were faster than every way of XLA's (`benchmarks bank`: the
-    projections of a layer of Llama 3 8B's dimensions, 64 slots; H100, a1f03c5, up to 32 rows;
-    H200, 3d42793, 64 and 256 rows)."""
-    return rows >= 32 and min(in_features, out) >= 1024
+    projections of a layer of Llama 3 8B's dimensions, 64 slots, an H200)."""
+    return rows >= 8 and min(in_features, out) >= 1024
 
 
 def config(
@@ -146,23 +152,23 @@ def _config(sizes: Sizes) -> Config | None:
     """Returns knobs with two stages or more in each kernel, and as many tiles of `in` to a thread
     block as leave no more blocks than multiprocessors, or fewer where they have no room; None where
     one has none either."""
-    held_rows = sizes.tiles * TILE_ROWS
-    row = 2 * TILE_K
+    of_rows, row = sizes.tiles * TILE_ROWS, 2 * TILE_K
+    facts = RESERVED + 4 * (sizes.rows + 2 * sizes.slots)
 
     def stages(blocks: int, tile: int, beside: int) -> int:
-        most = 16 if blocks <= HOPPER_SM_COUNT else 8
-        room = SHARED_MEMORY - RESERVED - 4 * (sizes.rows + 2 * sizes.slots) - beside
-        return min(most, room // tile)
+        most = min(16 if blocks <= HOPPER_SM_COUNT else 8, max(sizes.in_use, 2))
+        found = min(most, (SHARED_MEMORY - facts - beside) // tile)
+        # Of which each warp has as many.
+        return found if found < WARPS else found // WARPS * WARPS
 
     depth = padded(sizes.rank)
-    expand = stages(sizes.out // TILE_K, (depth + 2) * row, held_rows * (2 * depth + row))
+    beside = of_rows * (2 * depth + row) + 2 * row * (sizes.in_use + 1)
+    expand = stages(sizes.out // TILE_K, depth * row, beside)
     tiles = sizes.members * sizes.in_features // TILE_K
     for slices in range(pl.cdiv(tiles, HOPPER_SM_COUNT), 0, -1):
-        shrink = stages(
-            pl.cdiv(tiles, slices),
-            slices * sizes.rank * row,
-            held_rows * (slices * row + 4 * sizes.rank),
-        )
+        blocks = pl.cdiv(tiles, slices)
+        beside = of_rows * (slices * row + 4 * sizes.rank)
+        shrink = stages(blocks, slices * sizes.rank * row, beside)
         if min(shrink, expand) >= 2:
             return Config(slices, shrink, expand)
     return None
@@ -175,10 +181,10 @@ def padded(rank: int) -> int:
 
 def plan(ids: jax.Array, slots: int) -> jax.Array:
     """Returns what the kernels of a step have to know of its rows, from i32 ids [rows]: i32 of
-    the number of slots in use, of an entry for each, and of the ids.
+    the number of slots in use, of an entry for each, and of each row's entry by its number.
 
     It is the same for all projections and layers. An entry is slot + Σ 2^(16 + t) over the tiles t
-    of 64 rows that have a row of it.
+    of 64 rows that have a row of it. The number of a row of the base is -1, of one of NaN -2.
     """
     sizes = Sizes(ids.shape[0], 0, 0, slots, 0)
     ids = jnp.pad(ids, (0, sizes.tiles * TILE_ROWS - sizes.rows), constant_values=-1)
@@ -189,7 +195,8 @@ def plan(ids: jax.Array, slots: int) -> jax.Array:
     ends = jnp.cumsum(marks > 0, dtype=jnp.int32)
     head = jnp.zeros(sizes.entries, jnp.int32).at[0].set(ends[-1])
     head = head.at[jnp.where(marks > 0, ends, sizes.entries)].set(slot + marks, mode="drop")
-    return jnp.concatenate([head, ids])
+    number = jnp.where(ids < slots, ends[jnp.clip(ids, 0, slots - 1)] - 1, -2)
+    return jnp.concatenate([head, jnp.where(ids < 0, -1, number)])
 
 
 class Member(NamedTuple):
@@ -234,7 +241,7 @@ def launch(
     sizes = Sizes(rows, in_features, out, slots, rank)
     held = pl.cdiv(rows, hopper.ROW_ALIGNMENT) * hopper.ROW_ALIGNMENT
     step = plan(ids, slots) if step is None else step
-    first = jnp.stack([one.first.astype(jnp.int32) for one in members])
+    first = [one.first.astype(jnp.int32).reshape(1) for one in members]
     ranks = [one.rank for one in members]
     parts = bank_rows_shrink.launch(
         hopper.pad(x, held, in_features),

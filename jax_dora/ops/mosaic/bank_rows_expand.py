@@ -7,9 +7,11 @@ second kernel of `bank_rows`.
 
 A thread block has 64 columns of one member and goes through the slots in use. Past a slot's rank a
 stage keeps what was there, which zeros of z meet: it has to be finite, and is, since stages begin
-as zeros and a bank holds nothing else.
+as zeros and a bank holds nothing else. The slots' g lie side by side until all have come, and each
+row takes its own then.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -26,7 +28,8 @@ from jax_dora.ops.mosaic.bank_rows_slots import (
     for_one,
     if_met,
     load_facts,
-    own_ids,
+    looked_up,
+    own_numbers,
 )
 from jax_dora.ops.mosaic.hopper import TILE_K, tiled
 
@@ -40,22 +43,22 @@ def launch(
     g: Sequence[jax.Array] | None,
     rank: Sequence[jax.Array],
     step: jax.Array,
-    first: jax.Array,
+    first: Sequence[jax.Array],
     bias: Sequence[jax.Array] | None,
     sizes: Sizes,
     config: Config,
 ) -> Sequence[jax.Array]:
-    """Returns y of each member, of as many rows as base has; `first` is i32[members]."""
+    """Returns y of each member, of as many rows as base has; `first` is i32[1] of each."""
     stages, tiles, dtype = config.expand_stages, sizes.tiles, z.dtype
     depth = padded(sizes.rank)
     slices = depth // TILE_K
     members = len(base)
     ends = list(itertools.accumulate(one.shape[1] // COLS for one in base))
-    operands = [base, lora_b, rank, *([g] if g else []), *([bias] if bias else [])]
+    operands = [first, base, lora_b, rank, *([g] if g else []), *([bias] if bias else [])]
 
-    def kernel(z_gmem, step_gmem, first_gmem, *rest, **smem):
+    def kernel(z_gmem, step_gmem, *rest, **smem):
         of_operands = [rest[i : i + members] for i in range(0, len(rest), members)]
-        base_gmem, b_gmem, ranks_gmem, *extra_gmem, y_gmem = of_operands
+        first_gmem, base_gmem, b_gmem, ranks_gmem, *extra_gmem, y_gmem = of_operands
         g_gmem = extra_gmem[0] if g else None
         bias_gmem = extra_gmem[-1] if bias else None
         facts, z_smem, b_smem, y_smem = (smem[k] for k in ("facts", "z", "b", "y"))
@@ -72,18 +75,21 @@ def launch(
             # A start that varies: past the last row the copy engine reads zeros, writes nothing.
             return pl.ds((strip * 0 + tile) * TILE_ROWS, TILE_ROWS)
 
-        @pl.when(warpgroup == tiles)
-        def _fetch():
-            first = first_gmem[member]
-            load_facts(step_gmem, {"rank": ranks_gmem}, member, first, facts, sizes)
-            for tile in range(tiles):
-                for slice_ in range(slices):
-                    at = pl.ds(tile * TILE_ROWS, TILE_ROWS), pl.ds(slice_ * TILE_K, TILE_K)
-                    plgpu.copy_gmem_to_smem(
-                        z_gmem.at[member, *at], z_smem.at[tile * slices + slice_], rows_ready
-                    )
+        def fetch(warp, number):
+            first = first_gmem[number][0]
 
-            def copy_rows(number):
+            @pl.when(warp == 0)
+            def _fetch_facts():
+                load_facts(step_gmem, {}, first, facts, sizes)
+
+            @pl.when(warp == 1)
+            def _fetch_rows():
+                for tile, slice_ in itertools.product(range(tiles), range(slices)):
+                    plgpu.copy_gmem_to_smem(
+                        z_gmem.at[number, rows(tile), pl.ds(slice_ * TILE_K, TILE_K)],
+                        z_smem.at[tile * slices + slice_],
+                        rows_ready,
+                    )
                 for tile in range(tiles):
                     plgpu.copy_gmem_to_smem(
                         base_gmem[number].at[rows(tile), cols], y_smem.at[tile], rows_ready
@@ -91,52 +97,41 @@ def launch(
                 if bias_gmem is not None:
                     plgpu.copy_gmem_to_smem(bias_gmem[number].at[cols], smem["bias"], rows_ready)
 
-            for_one(member, members, copy_rows)
-            plgpu.barrier_wait(facts["ready"])
-
-            def copy(slot, stage, box):
-                def copy_of(number):
-                    plgpu.copy_gmem_to_smem(
-                        b_gmem[number].at[first + slot, pl.ds(0, box), cols],
-                        b_smem.at[stage, pl.ds(0, box)],
-                        ready.at[stage],
-                    )
-
-                for_one(member, members, copy_of)
-
-            def copy_g(slot, stage):
-                def copy_of(number):
-                    assert g_gmem is not None
-                    plgpu.copy_gmem_to_smem(
-                        g_gmem[number].at[first + slot, cols],
-                        smem["g"].at[stage],
-                        ready.at[stage],
-                    )
-
+            def copy(index, slot, stage, box):
+                plgpu.copy_gmem_to_smem(
+                    b_gmem[number].at[slot, pl.ds(0, box), cols],
+                    b_smem.at[stage, pl.ds(0, box)],
+                    ready.at[stage],
+                )
                 if g_gmem is not None:
-                    for_one(member, members, copy_of)
+                    plgpu.copy_gmem_to_smem(
+                        g_gmem[number].at[slot, cols],
+                        smem["g"].at[index],
+                        ready.at[stage],
+                    )
 
-            fetch_slots(facts, free, stages, sizes.boxes, copy, copy_g)
+            fetch_slots(warp, step_gmem, ranks_gmem[number], first, free, stages, sizes, copy)
+
+        @pl.when(warpgroup == tiles)
+        def _fetch():
+            plgpu.warp_map(lambda warp: for_one(member, members, functools.partial(fetch, warp)))
 
         @pl.when(warpgroup < tiles)
         def _consume():
-            plgpu.barrier_wait(facts["ready"])
+            def clear(turn, _):
+                b_smem[turn * tiles + warpgroup] = jnp.zeros((depth, COLS), dtype)
 
-            @pl.when(warpgroup == 0)
-            def _clear():
-                def clear(stage, _):
-                    b_smem[stage] = jnp.zeros((depth, COLS), dtype)
-
-                lax.fori_loop(0, jnp.minimum(stages, facts["step"][0]), clear, None)
-
+            turns = lax.div(stages + (tiles - 1) - warpgroup, jnp.int32(tiles))
+            lax.fori_loop(0, turns, clear, None)
             plgpu.commit_smem()
             lax.fori_loop(0, stages, lambda i, _: plgpu.barrier_arrive(free.at[i]), None)
-            ids = own_ids(facts, warpgroup)
+            plgpu.barrier_wait(facts["ready"])
+            numbers = own_numbers(facts, warpgroup)
             plgpu.barrier_wait(rows_ready)
             shape = (TILE_ROWS, COLS)
 
             def meet(index, y):
-                entry, stage = facts["step"][1 + index], lax.rem(index, stages)
+                stage = lax.rem(index, stages)
                 plgpu.barrier_wait(ready.at[stage])
 
                 def multiply(acc_ref):
@@ -148,22 +143,22 @@ def launch(
                         )
                     return acc_ref[...]
 
-                def adapted(slot):
-                    sums = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
-                    if g_gmem is None:
-                        return y + sums
-                    return lax.broadcast_in_dim(smem["g"][stage], shape, (1,)) * (y + sums)
+                def added(_):
+                    return y + pl.run_scoped(
+                        multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32)
+                    )
 
-                y = if_met(entry, warpgroup, ids, y, adapted)
-                # The copy engine may not write before g is read.
-                plgpu.commit_smem()
+                y = if_met(facts, index, warpgroup, numbers, y, added)
                 plgpu.barrier_arrive(free.at[stage])
                 return y
 
             # A row is the base's until its slot comes, which is once.
             y = y_smem[warpgroup].astype(jnp.float32)
             y = lax.fori_loop(0, facts["step"][0], meet, y)
-            y = jnp.where(lax.broadcast_in_dim(ids, shape, (0,)) < sizes.slots, y, jnp.nan)
+            number = lax.broadcast_in_dim(numbers, shape, (0,))
+            if g_gmem is not None:
+                y = jnp.where(number >= 0, looked_up(smem["g"], numbers) * y, y)
+            y = jnp.where(number >= -1, y, jnp.nan)
             if bias_gmem is not None:
                 y = y + lax.broadcast_in_dim(smem["bias"][...], shape, (1,))
             y_smem[warpgroup] = y.astype(dtype)
@@ -178,7 +173,7 @@ def launch(
             plgpu.wait_smem_to_gmem(0)
 
     scratch = {
-        "facts": facts_types(sizes),
+        "facts": facts_types(sizes, {}),
         "z": tiled((tiles * slices, TILE_ROWS, TILE_K), dtype),
         "b": tiled((stages, depth, COLS), dtype),
         "y": tiled((tiles, TILE_ROWS, COLS), dtype),
@@ -187,7 +182,7 @@ def launch(
         "free": plgpu.Barrier(num_arrivals=tiles, num_barriers=stages),
     }
     if g:
-        scratch["g"] = plgpu.SMEM((stages, COLS), jnp.float32)
+        scratch["g"] = plgpu.SMEM((sizes.in_use, COLS), jnp.float32)
     if bias:
         scratch["bias"] = plgpu.SMEM((COLS,), jnp.float32)
     return plgpu.kernel(
@@ -199,4 +194,4 @@ def launch(
         thread_name="warpgroup",
         scratch_types=scratch,
         kernel_name="dora_bank_rows_expand",
-    )(z, step, first, *itertools.chain(*operands))
+    )(z, step, *itertools.chain(*operands))

@@ -8,6 +8,8 @@ A thread block has `slices` tiles of 64 of `in` of one member, keeps those of x,
 the slots in use. Zeros lie beyond the rank of a row's slot.
 """
 
+import functools
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -23,7 +25,7 @@ from jax_dora.ops.mosaic.bank_rows_slots import (
     for_one,
     if_met,
     load_facts,
-    own_ids,
+    own_numbers,
 )
 from jax_dora.ops.mosaic.hopper import TILE_K, tiled
 
@@ -34,24 +36,25 @@ def launch(
     scale: Sequence[jax.Array],
     rank: Sequence[jax.Array],
     step: jax.Array,
-    first: jax.Array,
+    first: Sequence[jax.Array],
     sizes: Sizes,
     config: Config,
 ) -> jax.Array:
-    """Returns the parts, of whole tiles of rows.
+    """Returns the parts, of as many rows as x has.
 
     Args:
       lora_a, scale, rank: of each member.
-      first: i32[members], the first slot of each that is meant.
+      first: i32[1] of each, the first slot that is meant.
     """
     c, tiles, dtype, members = config, sizes.tiles, x.dtype, len(lora_a)
     stages = c.shrink_stages
     chunks = pl.cdiv(sizes.in_features // TILE_K, c.slices)
 
-    def kernel(x_gmem, step_gmem, first_gmem, *rest, **smem):
-        *of_members, parts_gmem = rest
-        a_gmem, *of_slots = (of_members[i : i + members] for i in range(0, 3 * members, members))
-        of_slots = dict(zip(("scale", "rank"), of_slots, strict=True))
+    def kernel(x_gmem, step_gmem, *rest, **smem):
+        *rest, parts_gmem = rest
+        first_gmem, a_gmem, scales_gmem, ranks_gmem = (
+            rest[i : i + members] for i in range(0, len(rest), members)
+        )
         facts, x_smem, a_smem, out_smem = (smem[k] for k in ("facts", "x", "a", "out"))
         ready, free = smem["ready"], smem["free"]
         chunk, warpgroup = lax.axis_index("chunk"), lax.axis_index("warpgroup")
@@ -60,42 +63,50 @@ def launch(
         def columns(slice_):
             return pl.ds((chunk * c.slices + slice_) * TILE_K, TILE_K)
 
-        @pl.when(warpgroup == tiles)
-        def _fetch():
-            first = first_gmem[member]
-            load_facts(step_gmem, of_slots, member, first, facts, sizes)
-            for tile in range(tiles):
-                for slice_ in range(c.slices):
+        def rows(tile):
+            # A start that varies: past the last row the copy engine reads zeros, writes nothing.
+            return pl.ds((chunk * 0 + tile) * TILE_ROWS, TILE_ROWS)
+
+        def fetch(warp, number):
+            first, rank_gmem = first_gmem[number][0], ranks_gmem[number]
+
+            @pl.when(warp == 0)
+            def _fetch_facts():
+                of_slots = {"scale": scales_gmem[number], "rank": rank_gmem}
+                load_facts(step_gmem, of_slots, first, facts, sizes)
+
+            @pl.when(warp == 1)
+            def _fetch_x():
+                for tile, slice_ in itertools.product(range(tiles), range(c.slices)):
                     plgpu.copy_gmem_to_smem(
-                        # A start that varies: past the last row the copy engine reads zeros.
-                        x_gmem.at[pl.ds(chunk * 0 + tile * TILE_ROWS, TILE_ROWS), columns(slice_)],
+                        x_gmem.at[rows(tile), columns(slice_)],
                         x_smem.at[tile * c.slices + slice_],
                         smem["x_ready"],
                     )
-            plgpu.barrier_wait(facts["ready"])
 
-            def copy(slot, stage, box):
-                def copy_of(number):
-                    for slice_ in range(c.slices):
-                        plgpu.copy_gmem_to_smem(
-                            a_gmem[number].at[first + slot, pl.ds(0, box), columns(slice_)],
-                            a_smem.at[stage * c.slices + slice_, pl.ds(0, box)],
-                            ready.at[stage],
-                        )
+            def copy(_, slot, stage, box):
+                for slice_ in range(c.slices):
+                    plgpu.copy_gmem_to_smem(
+                        a_gmem[number].at[slot, pl.ds(0, box), columns(slice_)],
+                        a_smem.at[stage * c.slices + slice_, pl.ds(0, box)],
+                        ready.at[stage],
+                    )
 
-                for_one(member, members, copy_of)
+            fetch_slots(warp, step_gmem, rank_gmem, first, free, stages, sizes, copy)
 
-            fetch_slots(facts, free, stages, sizes.boxes, copy)
+        @pl.when(warpgroup == tiles)
+        def _fetch():
+            plgpu.warp_map(lambda warp: for_one(member, members, functools.partial(fetch, warp)))
 
         @pl.when(warpgroup < tiles)
         def _consume():
             lax.fori_loop(0, stages, lambda i, _: plgpu.barrier_arrive(free.at[i]), None)
             plgpu.barrier_wait(facts["ready"])
-            ids = own_ids(facts, warpgroup)
+            numbers = own_numbers(facts, warpgroup)
             plgpu.barrier_wait(smem["x_ready"])
 
             def meet(index, sums):
-                entry, stage = facts["step"][1 + index], lax.rem(index, stages)
+                stage = lax.rem(index, stages)
                 plgpu.barrier_wait(ready.at[stage])
 
                 def multiply(acc_ref):
@@ -115,7 +126,7 @@ def launch(
                         own, facts["scale"][slot] * pl.run_scoped(multiply, accumulator), 0.0
                     )
 
-                sums = if_met(entry, warpgroup, ids, sums, product)
+                sums = if_met(facts, index, warpgroup, numbers, sums, product)
                 plgpu.barrier_arrive(free.at[stage])
                 return sums
 
@@ -125,21 +136,20 @@ def launch(
             sums = lax.fori_loop(0, facts["step"][0], meet, start)
             out_smem[warpgroup] = sums
             plgpu.commit_smem()
-            rows = pl.ds(warpgroup * TILE_ROWS, TILE_ROWS)
-            plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], parts_gmem.at[chunk, member, rows])
+            plgpu.copy_smem_to_gmem(
+                out_smem.at[warpgroup], parts_gmem.at[chunk, member, rows(warpgroup)]
+            )
             plgpu.wait_smem_to_gmem(0)
 
     return plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct(
-            (chunks, members, tiles * TILE_ROWS, sizes.rank), jnp.float32
-        ),
+        out_type=jax.ShapeDtypeStruct((chunks, members, x.shape[0], sizes.rank), jnp.float32),
         grid=(chunks, members),
         grid_names=("chunk", "member"),
         num_threads=tiles + 1,
         thread_name="warpgroup",
         scratch_types={
-            "facts": facts_types(sizes, scaled=True),
+            "facts": facts_types(sizes, {"scale": jnp.float32, "rank": jnp.int32}),
             "x": tiled((tiles * c.slices, TILE_ROWS, TILE_K), dtype),
             "x_ready": plgpu.Barrier(num_arrivals=tiles * c.slices),
             "a": tiled((stages * c.slices, sizes.rank, TILE_K), dtype),
@@ -148,4 +158,4 @@ def launch(
             "free": plgpu.Barrier(num_arrivals=tiles, num_barriers=stages),
         },
         kernel_name="dora_bank_rows_shrink",
-    )(x, step, first, *lora_a, *scale, *rank)
+    )(x, step, *first, *lora_a, *scale, *rank)
