@@ -64,7 +64,7 @@ def losses(run):
     return [(line["step"], line["loss"]) for line in metrics(run)]
 
 
-def assert_one_run(finished, command, tmp_path):
+def assert_one_run(finished, command, tmp_path, environment):
     """Of two processes that took two steps, which one process goes on with."""
     (status, told), (other_status, other_told) = finished
     assert (status, other_status) == (0, 0), told + other_told
@@ -77,7 +77,7 @@ def assert_one_run(finished, command, tmp_path):
     assert main(["finetune", *command, "--steps", "3", "--resume"]) == 0
     command[command.index("--output") + 1] = str(tmp_path / "alone")
     # In a process of its own, where no test draws for JAX.
-    assert start([*command, "--steps", "3"], [ON_CPU])[0][0] == 0
+    assert start([*command, "--steps", "3"], [environment])[0][0] == 0
     np.testing.assert_allclose(losses(run), losses(tmp_path / "alone"), rtol=1e-5)
 
 
@@ -85,7 +85,7 @@ def assert_one_run(finished, command, tmp_path):
 def test_two_processes_are_one_run(inputs, tmp_path):
     command = [*inputs, *OPTIONS, "--output", str(tmp_path / "run")]
     finished = start([*command, "--steps", "2"], [ON_CPU] * 2)
-    assert_one_run(finished, command, tmp_path)
+    assert_one_run(finished, command, tmp_path, ON_CPU)
 
 
 @pytest.mark.slow
@@ -153,7 +153,7 @@ def test_two_processes_of_one_gpu_are_one_run(inputs, tmp_path):
     command = [*inputs, *OPTIONS, "--output", str(tmp_path / "run")]
     environments = [{"CUDA_VISIBLE_DEVICES": str(i)} for i in range(2)]
     finished = start([*command, "--steps", "2"], environments)
-    assert_one_run(finished, command, tmp_path)
+    assert_one_run(finished, command, tmp_path, environments[0])
 
 
 JOIN = """
