@@ -85,8 +85,7 @@ def products(count, numbers, left, right, ready, free, cols: int) -> jax.Array:
     """Returns f32[rows, cols], of each row of a tile the product with what its own slot has; zeros
     where it has none.
 
-    Tensor cores add up the products with all slots, for each of which the other rows are zeros, and
-    no product is waited for before the next one begins.
+    Tensor cores add up the products with all slots, for each of which the other rows are zeros.
 
     Args:
       count: of the slots in use.
@@ -100,16 +99,16 @@ def products(count, numbers, left, right, ready, free, cols: int) -> jax.Array:
         def meet(index, acc_ref):
             stage = lax.rem(index, stages)
             plgpu.barrier_wait(ready.at[stage])
-            keep = jnp.where(numbers == index, jnp.int32(-1), jnp.int32(0))
-            for (one, place), other in zip(left, right(stage), strict=True):
-                plgpu.wgmma(acc_ref, kept(one, keep, place), other)
-            # All but these are done.
-            plgpu.wgmma_wait(len(left))
+            # Tensor cores may still read the registers that are to be filled anew.
+            plgpu.wgmma_wait(0)
 
             @pl.when(index > 0)
             def _hand_back():
                 plgpu.barrier_arrive(free.at[lax.rem(index - 1, stages)])
 
+            keep = jnp.where(numbers == index, jnp.int32(-1), jnp.int32(0))
+            for (one, place), other in zip(left, right(stage), strict=True):
+                plgpu.wgmma(acc_ref, kept(one, keep, place), other)
             return acc_ref
 
         lax.fori_loop(0, count, meet, acc_ref)
@@ -141,7 +140,8 @@ def kept(tile, keep, place) -> Any:
 
     @plgpu.inline_mgpu(arg_types=(of_tile, of_tile.reduce(1)), return_type=result)
     def keep_rows(_, tile, keep):
-        masks = [vector.extract(one, [], [0]) for one in keep.registers.flat]
+        # Not before the wait, though nothing else is.
+        masks = ptx.pinned([vector.extract(one, [], [0]) for one in keep.registers.flat])
         word = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
         registers = np.empty_like(tile.registers)
         for at, pair in enumerate(tile.registers.flat):
