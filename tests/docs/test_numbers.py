@@ -235,7 +235,22 @@ def test_what_is_said_of_banks():
         f"{apart[1]:.1f} µs instead of {many_by_four[1]:.1f}, and {apart[2]:.1f} for what XLA does",
         f"What one row takes, {single[0]:.1f} and {single[1]:.1f} µs",
     )
-    assert_says(SERVING, f"Of one row these took {4 * sum(single[:2]):.0f} µs a layer")
+    layer = {"work": "layer", "rows": 64}
+    base, dora, by_row = (
+        row("bank_kernels", "h200", kind=kind, **layer)
+        for kind in ("base", "DoRA", "DoRA, g by row")
+    )
+    kernels_us = dora["shrink_us"] + dora["expand_us"]
+    assert_says(
+        "docs/attempts.md",
+        f"{by_row['expand_us']:.1f} µs of a layer of 64 rows instead of {dora['expand_us']:.1f}",
+    )
+    assert_says(
+        SERVING,
+        f"Of one row these took {4 * sum(single[:2]):.0f} µs a layer",
+        f"they take {kernels_us:.0f} µs of {dora['layer_us']:.0f}, where the "
+        f"base takes {base['layer_us']:.0f}, and the sums between them {dora['others_us']:.0f}",
+    )
 
 
 def test_what_is_said_of_attempts():
@@ -283,14 +298,22 @@ def test_what_is_said_of_several_gpus():
 
     small, large = ratios("inference", rank=64), ratios("inference", rank=384)
     fsdp, others = (
-        [one for layout in layouts for one in ratios("step", rank=64, layout=layout)]
+        [one for layout in layouts for one in ratios("step", rank=64, layout=layout, model="qwen3")]
         for layouts in (["fsdp"], ["dp", "tp"])
     )
+    step = {"task": "step", "model": "qwen3"}
+    sent = [
+        f"{row('scale', 'h200x2', kind=kind, **step, **layout)['sent_bytes'] / 1e6:.1f}"
+        for layout in (FSDP | {"layout": "dp"}, FSDP)
+        for kind in ("DoRA", "LoRA")
+    ]
     assert_says(
         SEVERAL,
-        f"At rank 64 inference takes {min(small)} to {max(small)} of LoRA's time, a step "
-        f"{min(others)} to {max(others)} under data and tensor parallelism and {min(fsdp)} to "
-        f"{max(fsdp)} under FSDP",
+        f"At rank 64 inference takes {min(small)} to {max(small)} of LoRA's time, a step of the 12 "
+        f"layers {min(others)} to {max(others)} under data and tensor parallelism and {min(fsdp)} "
+        f"to {max(fsdp)} under FSDP, and one of Llama-3-8B {ratios('step', model='llama3')[0]}",
+        f"sends {sent[0]} MB under data parallelism, LoRA's {sent[1]}; under FSDP with automatic "
+        f"axes {sent[2]} and {sent[3]}",
         f"computes for {dora['computing_ms']:.1f} ms and waits {dora['exposed_ms']:.1f} ms for "
         f"collectives beside which nothing runs; LoRA's {lora['computing_ms']:.1f} and "
         f"{lora['exposed_ms']:.1f}",
