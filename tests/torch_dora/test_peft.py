@@ -10,6 +10,9 @@ import peft
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 
 import torch_dora
 from tests.tables import thinned
@@ -157,6 +160,19 @@ def test_the_adapter_and_what_is_stored_whole_are_trainable(tmp_path: Path) -> N
             "magnitude",
         )
         assert parameter.requires_grad == trained, name
+
+
+def test_activation_checkpointing_leaves_no_trace_in_a_folder(tmp_path: Path) -> None:
+    make, fields = CASES["modules_to_save"]
+    folder, theirs = peft_folder(tmp_path / "a", make, **fields)
+    model = base(make)
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Linear))
+
+    load_adapter(model, folder)
+    save_adapter(model, tmp_path / "again", modules_to_save="score")
+
+    assert (output(model) - output(theirs)).abs().max() <= 1e-5
+    assert_same(tensors_of(tmp_path / "again"), tensors_of(folder))
 
 
 def test_shared_modules_stay_shared(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from torch_dora.layers import (
     dora_layers,
     fast_path,
     layer_class,
+    named_modules,
     placement,
 )
 from torch_dora.layers.linear import is_conv1d
@@ -147,7 +148,7 @@ def _is_linear(module: nn.Module) -> bool:
 def _modules(model: nn.Module) -> list[_Named]:
     """Returns every module with all its names."""
     names: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
+    for name, module in named_modules(model, remove_duplicate=False):
         names.setdefault(module, []).append(name)
     return [(module, tuple(found)) for module, found in names.items()]
 

@@ -13,7 +13,7 @@ from dora_common.rules import ALL_LINEAR, assign, listing
 from dora_common.slots import check_plain, check_room, check_slot, check_slots
 from torch_dora.adapt.apply import check_model
 from torch_dora.adapt.rule import DoRARule
-from torch_dora.layers import DoRAConv1D, DoRALinear, dora_layers
+from torch_dora.layers import DoRAConv1D, DoRALinear, dora_layers, named_modules
 from torch_dora.layers.linear import is_conv1d
 from torch_dora.ops import factored_norm, magnitude_scale
 from torch_dora.ops.bank import Slots
@@ -201,7 +201,7 @@ class AdapterBank:
 
 def _projections(model: nn.Module, path: str) -> dict[str, nn.Module]:
     names: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
+    for name, module in named_modules(model, remove_duplicate=False):
         names.setdefault(module, []).append(name)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     found = [one for one in names if isinstance(one, nn.Linear) or is_conv1d(one)]

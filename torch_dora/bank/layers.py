@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dora_common.slots import check_ids, check_ids_like, check_plain
 from torch_dora.adapt.apply import check_model
 from torch_dora.bank.bank import AdapterBank
-from torch_dora.layers import dora_layers, fast_path
+from torch_dora.layers import dora_layers, fast_path, named_modules
 from torch_dora.ops.bank import Slots, bank_linear, together
 from torch_dora.ops.choose import check_name
 
@@ -103,7 +103,7 @@ def with_bank(
         raise TypeError(f"bank is a {type(bank).__name__}; expected an AdapterBank")
     check_plain([name for name, _ in dora_layers(model)], "torch_dora")
     ids = _checked(bank, adapter_ids)
-    modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
+    modules: dict[str, Any] = dict(named_modules(model, remove_duplicate=False))
     order = together(ids.cpu())
     made: dict[int, nn.Module] = {}
     placed: dict[torch.device, tuple[Tensor, Tensor | None]] = {}

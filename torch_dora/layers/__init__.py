@@ -3,11 +3,12 @@
 from torch import nn
 
 from torch_dora.layers.base import DoRALayer as DoRALayer
-from torch_dora.layers.base import dora_layers as dora_layers
 from torch_dora.layers.conv import DoRAConv as DoRAConv
 from torch_dora.layers.embedding import DoRAEmbedding as DoRAEmbedding
 from torch_dora.layers.linear import DoRAConv1D as DoRAConv1D
 from torch_dora.layers.linear import DoRALinear as DoRALinear
+from torch_dora.layers.names import dora_layers as dora_layers
+from torch_dora.layers.names import named_modules as named_modules
 
 LAYERS: list[type[DoRALayer]] = [DoRALinear, DoRAConv, DoRAEmbedding, DoRAConv1D]
 """The classes that :func:`torch_dora.apply_dora` chooses from; others can be appended."""

@@ -3,7 +3,7 @@
 import copy
 import math
 import numbers
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 import torch
@@ -308,10 +308,3 @@ class DoRALayer(nn.Module):
         if self.dropout > 0:
             text += f", dropout={self.dropout}, dropout_mode={self.dropout_mode!r}"
         return text
-
-
-def dora_layers(model: nn.Module) -> Iterator[tuple[str, DoRALayer]]:
-    """Yields the name and the layer of every DoRA layer of ``model``; a shared one once."""
-    for name, module in model.named_modules():
-        if isinstance(module, DoRALayer):
-            yield name, module

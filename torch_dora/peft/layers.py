@@ -8,7 +8,14 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.peft.layers import Layer, convolution_refusals
 from torch_dora.adapt.apply import check_model
-from torch_dora.layers import DoRAConv, DoRAConv1D, DoRAEmbedding, DoRALayer, DoRALinear
+from torch_dora.layers import (
+    DoRAConv,
+    DoRAConv1D,
+    DoRAEmbedding,
+    DoRALayer,
+    DoRALinear,
+    named_modules,
+)
 from torch_dora.layers.conv import CONVOLUTIONS
 from torch_dora.layers.linear import is_conv1d
 
@@ -23,7 +30,7 @@ def layers_of(model: nn.Module) -> dict[str, Layer]:
     """
     check_model(model)
     found = {}
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         check_model(module, f"model{name and '.'}{name}")
         if (layer := _layer(name, module)) is not None:
             found[name] = layer
@@ -35,7 +42,7 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
     shared."""
     adapters = {
         f"{name}.{attribute}"
-        for name, module in model.named_modules(remove_duplicate=False)
+        for name, module in named_modules(model, remove_duplicate=False)
         if isinstance(module, DoRALayer)
         for attribute in ADAPTER_NAMES
     }

@@ -15,7 +15,7 @@ from dora_common.peft.fit import Adapter, Fit
 from dora_common.peft.folder import Folder, opened
 from torch_dora.adapt import DoRARule
 from torch_dora.adapt.apply import adapt, refuse, replace
-from torch_dora.layers import DoRALayer, dora_layers, placement
+from torch_dora.layers import DoRALayer, dora_layers, named_modules, placement
 from torch_dora.ops import check, shards
 from torch_dora.peft.layers import layers_of, parameters_of
 
@@ -138,7 +138,7 @@ def _make_layers(
     """Returns, by the id of the module in whose place it comes, a new DoRA layer for every module
     that the folder has an adapter for, and the base layer of every other that has one now; nothing
     for a layer that FSDP holds, which stays. The model is not changed."""
-    modules: dict[str, Any] = dict(model.named_modules())
+    modules: dict[str, Any] = dict(named_modules(model, remove_duplicate=False))
     rules = {}
     for name, one in fit.adapters.items():
         dtypes = (getattr(torch, dtype) for dtype in source.dtypes(one))
@@ -153,7 +153,7 @@ def _make_layers(
     bases |= {name: one.base.train(one.training) for name, one in dora_layers(model)}
     placement.refuse_fsdp(
         [(name, modules[name]) for name in bases if name not in stays]
-        + [(name, model.get_submodule(name.rpartition(".")[0])) for name in fit.untied],
+        + [(name, modules[name.rpartition(".")[0]]) for name in fit.untied],
         "load_adapter before fully_shard, or call apply_dora before it with the folder's layers, "
         "rank, alpha and dropout",
     )
@@ -206,12 +206,13 @@ def _fill_rows(parameter: Tensor, indices: list[int], rows: Tensor) -> None:
 def _untie(model: nn.Module, name: str) -> None:
     """Gives the parameter ``name`` an array of its own, and its module too where it is shared."""
     path, _, attribute = name.rpartition(".")
-    module = model.get_submodule(path)
-    if sum(module is one for _, one in model.named_modules(remove_duplicate=False)) > 1:
+    modules = list(named_modules(model, remove_duplicate=False))
+    module = dict(modules)[path]
+    if sum(module is one for _, one in modules) > 1:
         module = copy.copy(module)
         module._parameters = dict(module._parameters)
         parent, _, last = path.rpartition(".")
-        setattr(model.get_submodule(parent), last, module)
+        setattr(dict(modules)[parent], last, module)
     old = getattr(module, attribute)
     new = old.detach().clone()
     setattr(module, attribute, nn.Parameter(new) if isinstance(old, nn.Parameter) else new)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.save import Adapted, Source
-from torch_dora.layers import DoRAConv1D, dora_layers, placement
+from torch_dora.layers import DoRAConv1D, dora_layers, named_modules, placement
 from torch_dora.ops import check, shards
 from torch_dora.peft.layers import layers_of, parameters_of
 
@@ -91,7 +91,7 @@ def save_adapter(
             name: Adapted(layers[name], one.rank, one.alpha, one.use_rslora, one.dropout)
             for name, one in modules.items()
         },
-        modules=[name for name, _ in model.named_modules()],
+        modules=[name for name, _ in named_modules(model)],
         parameters={name: tuple(tensor.shape) for name, tensor in parameters.items()},
         arrays={name: id(tensor) for name, tensor in parameters.items()},
         read=lambda name: stored(parameters[name]),
