@@ -274,6 +274,15 @@ def test_refusals_leave_the_model_alone(model, rules, error, match):
         assert all(parameter.requires_grad for parameter in model.parameters())
 
 
+def test_lazy_parameters_are_refused():
+    model = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 4))
+    with pytest.raises(ValueError, match=r"call the model once(.|\n)*\n  0\.bias\n  0\.weight$"):
+        apply_dora(model, DoRARule("1", 2, 4))
+    assert type(model[1]) is nn.Linear
+    model(torch.randn(2, 3))
+    assert type(apply_dora(model, DoRARule("0", 2, 4))[0]) is DoRALinear
+
+
 def test_a_rule_out_of_range():
     with pytest.raises(ValueError, match="mosaic"):
         DoRARule("a", 2, 4.0, implementation="mosaic")

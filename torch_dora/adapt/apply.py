@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from dora_common.hyperparameters import ADAPTER_NAMES
@@ -62,12 +63,18 @@ def apply_dora(model: nn.Module, rules: DoRARule | Sequence[DoRARule]) -> Any:
     Raises:
         TypeError: ``model`` is no module, or a wrapper of one; a matched module cannot be adapted.
         ValueError: a rule adapts nothing; a matched layer is adapted already; a rule does not suit
-            its layer. The message lists what is there, and ``model`` is unchanged.
+            its layer; a parameter of a lazy module has no shape yet. The message lists what is
+            there, and ``model`` is unchanged.
         NotImplementedError: a matched layer has a setting that its adapter would not honour: it is
             parametrized, its weight is offloaded, FSDP holds it, ...
     """
     check_model(model)
     rules = as_rules(DoRARule, rules)
+    if lazy := [name for name, one in model.named_parameters() if is_lazy(one)]:
+        raise ValueError(
+            "these parameters of lazy modules have no shape yet; call the model once, which gives "
+            f"them theirs, first:{listing(lazy)}"
+        )
     layers = [one for one in _modules(model) if _holds_parameters(one[0])]
     output_head = getattr(model, "get_output_embeddings", lambda: None)()
     chosen = assign(
