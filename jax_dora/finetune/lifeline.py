@@ -110,11 +110,14 @@ class Lifeline:
         self._news.set()
         # The first is the last to end: JAX's clients abort without it.
         last = self.LAST if len(self.others) > 1 else 0.0
-        timer = threading.Timer(last + (self.GRACE if how == "stopped" else 0.0), self._end)
-        timer.daemon = True
-        timer.start()
+        seconds = last + (self.GRACE if how == "stopped" else 0.0)
+        try:
+            threading.Thread(target=self._end, args=(seconds,), daemon=True).start()
+        except RuntimeError:  # Python is ending, and starts no thread any more.
+            self._end(seconds)
 
-    def _end(self) -> None:
+    def _end(self, seconds: float) -> None:
+        time.sleep(seconds)
         with self._lock:
             over, self._is_over = self._is_over, self._is_over or "told"
         if over == "stopped":

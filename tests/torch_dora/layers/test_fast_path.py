@@ -72,11 +72,13 @@ def test_only_adapted_layers_leave_the_fast_path():
         assert one.use_nested_tensor
 
 
-def test_nested_rows_are_those_of_each_alone():
-    layer = trained(DoRALinear(16, 8, rank=2, alpha=4))
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_rows_are_those_of_each_alone(layout):
+    layer = trained(DoRALinear(16, 16, rank=2, alpha=4))
     rows = [torch.randn(n, 16, requires_grad=True) for n in (5, 3)]
-    for one, y in zip(rows, layer(torch.nested.as_nested_tensor(rows)).unbind(), strict=True):
-        torch.testing.assert_close(y, layer(one), rtol=1e-4, atol=1e-5)
+    x = torch.nested.as_nested_tensor(rows, layout=layout)
+    for one, y in zip(rows, (x + layer(x)).unbind(), strict=True):
+        torch.testing.assert_close(y, one + layer(one), rtol=1e-4, atol=1e-5)
 
 
 def test_a_bank_acts_in_evaluation(arguments):
