@@ -142,6 +142,8 @@ def _factored_norm(
     implementation: str,
 ) -> Tensor:
     dtype = accumulation_dtype(weight, lora_a, lora_b)
+    if not weight.numel():  # as of a process that has no rows or columns of a sharded one
+        return weight.new_zeros(weight.shape[0], dtype=dtype)
     with no_autocast(weight):
         if implementation == "one_pass" and scale != 0:
             return one_pass_norm.launch(weight, lora_a, lora_b, scale)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from torch_dora.ops import shards
-from torch_dora.ops.dtypes import accumulation_dtype
 from torch_dora.ops.shards import Placements
 
 
@@ -39,10 +38,7 @@ def norm(
     from torch.distributed.tensor import Partial
 
     matrices = shards.local_matrices(weight, lora_a, lora_b)
-    if matrices[0].numel():
-        local = of_shard(*matrices)
-    else:  # More processes than rows or columns.
-        local = matrices[0].new_zeros(len(matrices[0]), dtype=accumulation_dtype(*matrices))
+    local = of_shard(*matrices)
     rows = shards.along(weight, 0)
     columns = [getattr(placement, "dim", None) == 1 for placement in weight.placements]
     if not any(columns):

@@ -112,6 +112,17 @@ def test_a_gradient_s_own_gradient_is_an_error_and_not_nothing(make):
         (score + gradient.square().sum()).backward()
 
 
+# torch says that there is nothing to draw.
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize(("width", "features"), [(0, 3), (3, 0)])
+def test_a_layer_without_features(width, features):
+    layer = DoRALinear(width, features, rank=2, alpha=4)
+    y = layer(torch.ones(2, width))
+    assert torch.equal(y, layer.bias.expand(2, features))
+    y.sum().backward()
+    assert layer.lora_b.grad.shape == (features, 2)
+
+
 @pytest.mark.parametrize("mode", ["adapter", "input"])
 def test_a_call_on_the_meta_device_has_the_result_s_shape(mode):
     """As those that count floating-point operations or estimate memory make it."""
