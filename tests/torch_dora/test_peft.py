@@ -401,7 +401,10 @@ def test_a_magnitude_keeps_its_values(dtype: torch.dtype, tmp_path: Path) -> Non
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method.:DeprecationWarning")
 def test_what_stands_around_a_model_is_refused(tmp_path: Path) -> None:
     folder, theirs = peft_folder(tmp_path / "a", llama, target_modules=["q_proj"])
+    config = peft.LoraConfig(target_modules=["q_proj"])
+    injected = peft.inject_adapter_in_model(config, base(llama))
     for model, told in (
+        (injected, r"PEFT's own adapters(.|\n)*\n  model\.layers\.0\.self_attn\.q_proj\n"),
         (theirs, r"PeftModel, which wraps .* model\.unload\(\)"),
         (torch.compile(base(llama)), r"OptimizedModule, .* model\._orig_mod"),
         (nn.DataParallel(base(llama)), r"DataParallel, .* model\.module"),
@@ -411,6 +414,8 @@ def test_what_stands_around_a_model_is_refused(tmp_path: Path) -> None:
             load_adapter(model, folder)
         with pytest.raises(TypeError, match=told):
             save_adapter(model, tmp_path / "b")
+    with pytest.raises(TypeError, match="PEFT's own adapters"):
+        torch_dora.apply_dora(injected, torch_dora.DoRARule("all-linear", rank=2, alpha=2))
 
 
 def test_what_multihead_attention_holds_is_refused_where_it_is_selected(tmp_path: Path) -> None:

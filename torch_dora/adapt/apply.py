@@ -61,7 +61,8 @@ def apply_dora(model: nn.Module, rules: DoRARule | Sequence[DoRARule]) -> Any:
         ``model``, or the DoRA layer in its place where the model itself is a layer.
 
     Raises:
-        TypeError: ``model`` is no module, or a wrapper of one; a matched module cannot be adapted.
+        TypeError: ``model`` is no module, or a wrapper of one; PEFT's adapters are in it; a matched
+            module cannot be adapted.
         ValueError: a rule adapts nothing; a matched layer is adapted already; a rule does not suit
             its layer; a parameter of a lazy module has no shape yet. The message lists what is
             there, and ``model`` is unchanged.
@@ -69,6 +70,7 @@ def apply_dora(model: nn.Module, rules: DoRARule | Sequence[DoRARule]) -> Any:
             parametrized, its weight is offloaded, FSDP holds it, ...
     """
     check_model(model)
+    refuse_peft(model)
     rules = as_rules(DoRARule, rules)
     if lazy := [name for name, one in model.named_parameters() if is_lazy(one)]:
         raise ValueError(
@@ -126,6 +128,21 @@ def check_model(model: object, name: str = "model") -> None:
                 f"{name} is a {type(model).__name__}, which wraps the model itself; pass the inner "
                 f"one: {_WRAPPERS[kind.__name__]}"
             )
+
+
+def refuse_peft(model: nn.Module) -> None:
+    """Raises TypeError that lists the layers of ``model`` that PEFT has put adapters into."""
+    held = [
+        name
+        for name, module in named_modules(model)
+        if any(kind.__name__ == "BaseTunerLayer" for kind in type(module).__mro__)
+    ]
+    if held:
+        raise TypeError(
+            "model has PEFT's own adapters in it; expected the base model, as it was before PEFT "
+            "or transformers' load_adapter and add_adapter: torch_dora.peft.load_adapter reads "
+            f"PEFT's folders. They are in:{listing(held)}"
+        )
 
 
 def adapt(module: nn.Module, name: str, rule: DoRARule) -> DoRALayer:
