@@ -50,7 +50,8 @@ def apply_dora(model: nn.Module, rules: DoRARule | Sequence[DoRARule]) -> Any:
     shared stays shared, and a rule that matches one of its names adapts it everywhere. A layer's
     hooks, accelerate's too, go over to the layer in its place, and with them the style that
     parallelize_module gave a linear layer: the adapter is sharded as its weight. The adapters draw
-    from torch's generator: see ``torch.manual_seed``.
+    from torch's generator: see ``torch.manual_seed``. An adapter acts where its layer is called: it
+    gets no gradient where the model reads the layer's weight instead, as the kernels of Mamba do.
 
     Args:
         model: a model; one of the layers above is one too, whose name is "".
