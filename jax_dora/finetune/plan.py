@@ -192,7 +192,7 @@ class Plan:
     def _read(self, file: Path, config: dict[str, Any]) -> tuple[data.Rows, list[data.Example]]:
         examples = list(self.encoder.examples(read_records(file)))
         packed = data.pack(examples, self.args.length)
-        largest = max(packed.rows.tokens.max(), packed.rows.targets.max())
+        largest = max(max(one.tokens) for one in examples if one.tokens)
         if largest >= config["vocab_size"]:
             raise ValueError(
                 f"the tokenizer makes token {largest}; expected less than config.json's "

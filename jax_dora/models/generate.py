@@ -79,12 +79,15 @@ def generate_steps(
       prompts: the tokens of each row, at least one.
 
     Raises:
-      ValueError: there is no prompt, or an empty one.
+      ValueError: there is no prompt, an empty one, or one of tokens that the model does not know.
     """
     if not prompts or not all(prompts):
         raise ValueError(
             f"prompts have {[len(one) for one in prompts]} tokens; expected one or more of each row"
         )
+    size = model.config.vocab_size
+    if odd := [token for prompt in prompts for token in prompt if not 0 <= token < size]:
+        raise ValueError(f"prompts have token {odd[0]}; expected 0 to {size - 1}")
     sampling = sampling or Sampling()
     model = nnx.merge(*nnx.split(model))
     model.eval()

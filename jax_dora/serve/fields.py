@@ -14,8 +14,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
-    "user": (),
-    "metadata": (),
 }
 NEUTRAL_COMPLETION = {"best_of": (1,), "echo": (False,), "suffix": ("",)}
 NEUTRAL_CHAT = {
@@ -29,7 +27,7 @@ NEUTRAL_CHAT = {
     "store": (False,),
 }
 # Who asks, and their notes: nothing follows from them.
-FREE = ("user", "metadata")
+FREE = {"user": str, "metadata": dict}
 READ = frozenset(
     "model max_tokens temperature top_p seed stop stream stream_options logprobs".split()
 )
@@ -87,9 +85,11 @@ def _fields(body: dict[str, Any], max_tokens: int | None, logprobs: int | None) 
     model = body.get("model")
     if not isinstance(model, str):
         raise wrong("model", model, "the name of a model, as /v1/models lists them")
-    options = body.get("stream_options", {})
+    stream, options = _flag(body, "stream"), body.get("stream_options", {})
     if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
         raise wrong("stream_options", options, "an object with include_usage")
+    if options and not stream:
+        raise wrong("stream_options", options, "it beside stream alone")
     seed = _whole(body, "seed", -(2**63), 2**63 - 1)
     return Fields(
         model=model,
@@ -99,7 +99,7 @@ def _fields(body: dict[str, Any], max_tokens: int | None, logprobs: int | None) 
         seed=secrets.randbits(64) if seed is None else seed % 2**64,
         stop=_stops(body.get("stop")),
         logprobs=logprobs,
-        stream=_flag(body, "stream"),
+        stream=stream,
         include_usage=_flag(options, "include_usage"),
     )
 
@@ -112,11 +112,18 @@ def _given(
         raise ApiError(400, f"the body is a {type(body).__name__}; expected a JSON object")
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
-        if name in read or name in FREE:
+        if name in read:
+            continue
+        if name in FREE:
+            if not isinstance(value, FREE[name]):
+                raise wrong(name, value, "a text" if FREE[name] is str else "an object")
             continue
         if name not in neutral:
             raise ApiError(400, f"Unrecognized request argument: {name[:100]!r}", param=name[:100])
-        if value not in neutral[name]:
+        # True is 1 in Python, and not in JSON.
+        if (value, isinstance(value, bool)) not in [
+            (x, isinstance(x, bool)) for x in neutral[name]
+        ]:
             expected = f"{neutral[name][0]!r} or nothing: more is not supported"
             raise wrong(name, value, expected)
     return given
@@ -126,6 +133,8 @@ def _message(message: Any) -> dict[str, Any]:
     """Returns a message, its content in one text."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise wrong("messages", message, "objects with role and content")
+    # Answers have fields that are null, and clients send them back.
+    message = {name: value for name, value in message.items() if value is not None}
     content = message.get("content")
     if isinstance(content, list):
         for part in content:
@@ -137,6 +146,8 @@ def _message(message: Any) -> dict[str, Any]:
         raise wrong("messages", message, "content that is a text")
     if odd := message.keys() - {"role", "content", "name"}:
         raise wrong("messages", sorted(odd), "role, content and name in each, and nothing else")
+    if not isinstance(message.get("name", ""), str):
+        raise wrong("messages", message, "a name that is a text")
     return message | {"content": content}
 
 
@@ -146,7 +157,16 @@ def _stops(value: Any) -> tuple[str, ...]:
         raise wrong("stop", value, f"a text, or a list of up to {STOPS}")
     if not all(isinstance(one, str) and 0 < len(one) <= STOP_LENGTH for one in stops):
         raise wrong("stop", value, f"texts of 1 to {STOP_LENGTH} letters")
-    return tuple(stops)
+    return tuple(unicode("stop", one) for one in stops)
+
+
+def unicode(param: str, text: str) -> str:
+    """Returns a text, which may have no half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise wrong(param, text, f"Unicode ({error})") from error
+    return text
 
 
 def _is_int(value: Any) -> bool:

@@ -106,7 +106,14 @@ class Server:
         read = bank and (lambda folder: bank.bank.read(folder))
         self.adapters = Adapters(settings.adapters, read, taken=name, metrics=metrics, tell=tell)
         self.engine = Engine(slots, bank, tokenizer, ends, queue=settings.queue, metrics=metrics)
-        self.service = Service(name, self.engine, self.adapters, tokenizer, ChatTemplate.of(folder))
+        self.service = Service(
+            name,
+            self.engine,
+            self.adapters,
+            tokenizer,
+            ChatTemplate.of(folder),
+            min(tokenizer.get_vocab_size(), model.config.vocab_size),
+        )
         # In a thread, as the engine runs: whatever JAX is told in this one alone, such as a context
         # manager's precision, makes other programs.
         with ThreadPoolExecutor(1) as thread:

@@ -11,7 +11,7 @@ from jax_dora.models.chat import ChatTemplate
 from jax_dora.serve.adapters import Adapters, Served
 from jax_dora.serve.engine import Engine, QueueFullError
 from jax_dora.serve.errors import ApiError
-from jax_dora.serve.fields import Fields
+from jax_dora.serve.fields import Fields, unicode
 from jax_dora.serve.request import Answer, Piece, Request
 
 
@@ -22,6 +22,7 @@ class Service:
     Attributes:
       name: the base model's.
       template: of the model's chats; None where it has none.
+      vocabulary: how many tokens tokenizer and model both know.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Service:
     adapters: Adapters
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    vocabulary: int
 
     def models(self) -> list[str]:
         """Returns the names of all that can be asked for, the base first."""
@@ -52,16 +54,8 @@ class Service:
     def text_tokens(self, prompt: str | list[int]) -> list[int]:
         """Returns the tokens of a completion's prompt."""
         if isinstance(prompt, str):
-            tokens = self._encode(prompt, special=True)
-        else:
-            tokens = prompt
-            size = self.tokenizer.get_vocab_size()
-            if odd := [one for one in tokens if not 0 <= one < size]:
-                told = f"prompt has token {odd[0]}; expected 0 to {size - 1}"
-                raise ApiError(400, told, param="prompt")
-        if not tokens:
-            raise ApiError(400, "prompt has no tokens; expected one or more", param="prompt")
-        return tokens
+            prompt = self.tokenizer.encode(unicode("prompt", prompt)).ids
+        return self._known("prompt", prompt)
 
     def chat_tokens(self, messages: list[dict[str, Any]]) -> list[int]:
         """Returns the tokens of a conversation, up to the assistant's next message."""
@@ -71,17 +65,16 @@ class Service:
             text = self.template.render(messages, reply=True)
         except ValueError as error:
             raise ApiError(400, str(error), param="messages") from error
-        tokens = self._encode(text, special=False)
-        if not tokens:
-            raise ApiError(400, "messages have no tokens; expected one or more", param="messages")
-        return tokens
+        text = unicode("messages", text)
+        return self._known("messages", self.tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def _encode(self, text: str, *, special: bool) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ApiError(400, f"the text is no Unicode: {error}") from error
-        return self.tokenizer.encode(text, add_special_tokens=special).ids
+    def _known(self, param: str, tokens: list[int]) -> list[int]:
+        if not tokens:
+            raise ApiError(400, f"{param}: no tokens; expected one or more", param=param)
+        if odd := [one for one in tokens if not 0 <= one < self.vocabulary]:
+            told = f"{param} has token {odd[0]}; expected 0 to {self.vocabulary - 1}"
+            raise ApiError(400, told, param=param)
+        return tokens
 
     def submit(
         self,

@@ -196,8 +196,16 @@ def test_bad_sampling(changes, message):
         Sampling(**changes)
 
 
-@pytest.mark.parametrize("prompts", [[], [[1], []]])
-def test_bad_prompts(make_folder, prompts):
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([], "expected one or more of each row"),
+        ([[1], []], "expected one or more of each row"),
+        ([[1], [2, 10**6]], "prompts have token 1000000; expected 0 to "),
+        ([[-1]], "prompts have token -1; expected 0 to "),
+    ],
+)
+def test_bad_prompts(make_folder, prompts, message):
     model = models.load_model(make_folder("llama"))
-    with pytest.raises(ValueError, match="expected one or more of each row"):
+    with pytest.raises(ValueError, match=message):
         generate(model, prompts, 1)

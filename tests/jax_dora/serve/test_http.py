@@ -1,6 +1,7 @@
 """What clients get who ask wrongly, too much, or leave; and that it costs no row."""
 
 import contextlib
+import dataclasses
 import http.client
 import json
 import socket
@@ -9,6 +10,8 @@ import time
 import httpx
 import openai
 import pytest
+
+from jax_dora.serve.errors import ApiError
 
 OPTIONS = {"prompt": "12", "max_tokens": 2, "temperature": 0}
 
@@ -61,7 +64,8 @@ def test_too_long_is_told_in_numbers(served):
     assert answer.usage.total_tokens == 96
 
 
-CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+MESSAGE = {"role": "user", "content": "x"}
+CHAT = {"messages": [MESSAGE], "max_tokens": 1}
 
 
 @pytest.mark.parametrize(
@@ -78,7 +82,13 @@ CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
         ("completions", {"prompt": ""}, "prompt is ''"),
         ("completions", {"prompt": [257]}, "prompt has token 257; expected 0 to 256"),
         ("completions", {"prompt": [-1]}, "prompt has token -1"),
-        ("completions", {"prompt": "\ud800"}, "the text is no Unicode"),
+        ("completions", {"prompt": "\ud800"}, "prompt is '\\ud800'; expected Unicode"),
+        ("completions", {"stop": ["a", "\ud800"]}, "stop is '\\ud800'; expected Unicode"),
+        ("completions", {"n": True}, "n is True; expected 1 or nothing"),
+        ("completions", {"echo": 0}, "echo is 0; expected False or nothing"),
+        ("completions", {"user": 3}, "user is 3; expected a text"),
+        ("completions", {"metadata": "x"}, "metadata is 'x'; expected an object"),
+        ("completions", {"stream_options": {"include_usage": True}}, "it beside stream alone"),
         ("completions", {"model": None}, "model is None"),
         ("completions", {"model": 5}, "model is 5"),
         ("completions", {"max_tokens": 0}, "max_tokens is 0; expected a whole number from 1"),
@@ -98,6 +108,9 @@ CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
         ("chat/completions", {"messages": []}, "messages is []"),
         ("chat/completions", {"messages": ["x"]}, "objects with role and content"),
         ("chat/completions", {"messages": [{"role": "user"}]}, "content that is a text"),
+        ("chat/completions", {"messages": [MESSAGE | {"name": 5}]}, "a name that is a text"),
+        ("chat/completions", {"messages": [MESSAGE | {"role": "\ud800"}]}, "messages is '\\ud800"),
+        ("chat/completions", {"messages": [MESSAGE | {"audio": {}}]}, "messages is ['audio']"),
         ("chat/completions", {"top_logprobs": 2}, "expected true beside top_logprobs"),
         ("chat/completions", {"tools": [{"type": "function"}]}, "tools is"),
         ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format is"),
@@ -114,6 +127,24 @@ def test_what_is_wrong_is_named(post, path, changes, message):
         path, content=json.dumps(body).encode(), headers={"content-type": "application/json"}
     )
     assert message in error_of(answer, 400)["message"]
+
+
+def test_a_chat_goes_on_with_the_messages_of_answers(served):
+    """These have fields that are null."""
+    _, client = served
+    told = client.chat.completions.create(model="tiny", **CHAT).choices[0].message
+    assert "refusal" in told.model_fields_set
+    messages = [MESSAGE, told, MESSAGE]
+    client.chat.completions.create(model="tiny", messages=messages, max_tokens=1)
+
+
+def test_tokens_that_the_model_does_not_know_are_named(served):
+    """Of a tokenizer that has more than the model."""
+    service = dataclasses.replace(served[0].service, vocabulary=50)
+    with pytest.raises(ApiError, match=r"prompt has token .*; expected 0 to 49"):
+        service.text_tokens("x")
+    with pytest.raises(ApiError, match=r"messages has token .*; expected 0 to 49"):
+        service.chat_tokens([MESSAGE])
 
 
 def test_bodies_that_are_none(post, served):
