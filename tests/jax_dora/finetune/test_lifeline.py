@@ -3,6 +3,7 @@
 import contextlib
 import queue
 import socket
+import threading
 
 import pytest
 
@@ -90,6 +91,18 @@ def test_that_one_is_gone_explains_the_errors_of_others(three):
     three.last.close()
     assert three.hear(0) == f"Stopped: process 2 is gone: killed, or lost. {ADVICE}"
     assert three.hear(1) == f"Stopped: process 2 is gone: killed, or lost. {ADVICE}"
+
+
+def test_what_is_heard_while_python_ends_still_ends_it(three, monkeypatch):
+    """Where JAX waits for the others, and no thread can be started any more."""
+
+    def start(_):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    three.lines[1]._is_over = "stopped"
+    monkeypatch.setattr(threading.Thread, "start", start)
+    three.last.sendall(b"stopped 2\n")
+    assert three.hear(1) == ""
 
 
 @pytest.mark.parametrize(
