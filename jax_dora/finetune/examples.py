@@ -87,6 +87,11 @@ class Encoder:
                 raise ValueError(f'message {number} has no "role"; expected a string')
             if not isinstance(one.get("content", ""), str | None):
                 raise ValueError(f"message {number} has content that is no string")
+            if one.get("weight", 1) != 1:
+                raise ValueError(
+                    f'message {number} has "weight" {one["weight"]!r}; expected 1, or none: every '
+                    "reply is learned"
+                )
         turns = self.template.turns(messages, **({} if tools is None else {"tools": tools}))
         if not turns:
             raise ValueError('no message has the role "assistant", whose replies are learned')

@@ -52,6 +52,7 @@ class Plan:
       steps: optimizer steps of the whole run.
       sharding: how the model lies on a mesh; None for one device.
       settings: what a checkpoint must have been made with to go on from it.
+      eval_digest: of what evaluation losses were taken on; None without --eval-data.
     """
 
     def __init__(self, args: argparse.Namespace, console: Console) -> None:
@@ -107,8 +108,8 @@ class Plan:
             "data": _digest(self.rows),
             "config": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
         }
-        given = {} if self.eval_rows is None else {"eval-data": _digest(self.eval_rows)}
-        processes.compare(self.settings | given)
+        self.eval_digest = None if self.eval_rows is None else _digest(self.eval_rows)
+        processes.compare(self.settings | {"eval_data": self.eval_digest})
 
     @functools.cached_property
     def schedule(self) -> optax.Schedule:

@@ -52,6 +52,7 @@ class Run:
             self.state = plan.sharding.placed(self.state)
         self.done = self.saved = 0
         self.guard = LossGuard()
+        self.eval_data = plan.eval_digest  # that these are of
         self.best: float | None = None  # evaluation loss
         self.worse = 0  # evaluations since then
 
@@ -76,7 +77,11 @@ class Run:
         self.parts = self.parts._replace(adapters=adapters, moving=moving)
         self.done = self.saved = step
         self.guard = LossGuard(facts["mean_loss"])
-        self.best, self.worse = facts["best"], facts["worse"]
+        if self.eval_data in (None, facts["eval_data"]):
+            self.best, self.worse = facts["best"], facts["worse"]
+            self.eval_data = facts["eval_data"]
+        elif facts["best"] is not None:
+            self._tell("--resume: --eval-data is another; losses on the one before count no more")
         self._tell(f"--resume: going on after step {step} of {self.plan.steps}")
 
     def train(self) -> int:
@@ -126,6 +131,8 @@ class Run:
                 if interrupted and step < plan.steps:
                     self.console.print(f"Interrupted after step {step}; {self.way_on()}")
                     return INTERRUPTED
+            if self.done < plan.steps:
+                self._tell(f"--patience: {self.worse} evaluations without a lower loss; stopping")
         self._export(log.lines)
         return 0
 
@@ -174,6 +181,7 @@ class Run:
             "mean_loss": self.guard.mean,
             "best": self.best,
             "worse": self.worse,
+            "eval_data": self.eval_data,
         }
         kept, save = jax.tree.map(whole, self._kept()), self.plan.checkpoints.save
         processes.first_does(lambda: save(self.done, kept, facts))
@@ -189,8 +197,6 @@ class Run:
         else:
             self.worse += 1
         self._tell(f"step {step}: evaluation loss {loss:.4f}{told}")
-        if self._is_out_of_patience():
-            self._tell(f"--patience: {self.worse} evaluations without a lower loss; stopping")
         return loss
 
     def _is_out_of_patience(self) -> bool:

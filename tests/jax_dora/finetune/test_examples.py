@@ -202,6 +202,7 @@ def test_a_template_that_rewrites_replies_gives_one_text_each(tokenizer):
         (CHATML, [{"content": "a"}], 'here: message 1 has no "role"'),
         (CHATML, [{"role": "user", "content": [1]}], "here: message 1 has content that is no str"),
         ("{{ messages | length }}", TALK, "begins message 3 otherwise"),
+        (CHATML, [*TALK, {**TALK[-1], "weight": 0}], '"weight" 0; expected 1, or none'),
     ],
 )
 def test_bad_conversations(template, messages, message, tokenizer):

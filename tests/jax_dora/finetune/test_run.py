@@ -111,9 +111,20 @@ def test_patience(command, capsys, tmp_path):
     assert len(losses) < STEPS
     assert min(losses) == losses[-3] <= losses[-2]
     assert finetune([*command, "--resume"]) == 0
+    assert "--patience: 2 evaluations" in told(capsys)
     assert len(metrics(tmp_path / "run")) == len(losses)
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
     assert checkpoints.facts(len(losses))["best"] == min(losses)
+    # Losses on other data are no higher and no lower.
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"prompt": "3+4=", "completion": "8"}\n')
+    more = ["--resume", "--eval-data", str(other), "--learning-rate", "1e-9"]
+    assert finetune([*command, *more, "--steps", str(STEPS + 1)]) == 0
+    assert "--eval-data is another" in told(capsys)
+    found = [line["eval_loss"] for line in metrics(tmp_path / "run")]
+    facts = checkpoints.facts(len(found))
+    assert facts["best"] == min(found[len(losses) :])
+    assert facts["worse"] <= 2
 
 
 def test_dry_run(inputs, tmp_path, capsys):
