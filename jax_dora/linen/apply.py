@@ -19,7 +19,7 @@ from jax_dora.layers import DoRALayer
 from jax_dora.layers.rule import DoRARule, Rules
 from jax_dora.linen.layer import COUNTERPARTS, counterpart, dora_class_of, dora_layer
 from jax_dora.linen.params import adapted_modules
-from jax_dora.linen.reads import linen_sites
+from jax_dora.linen.reads import Held, linen_sites
 from jax_dora.linen.stacks import stack_axes
 from jax_dora.linen.weights import LinenWeight, followed, missing
 from jax_dora.weights.reads import Example
@@ -98,8 +98,9 @@ def apply_dora(
             "deterministic is None and a rule has dropout; expected False (training) or True"
         )
     if example is None:
-        return DoRA(model, found, bool(deterministic))
-    return DoRA(model, found, bool(deterministic), *_assigned(model, found, Example.of(example)))
+        return DoRA(Held(model), found, bool(deterministic))
+    weights = _assigned(model, found, Example.of(example))
+    return DoRA(Held(model), found, bool(deterministic), *weights)
 
 
 def _assigned(
@@ -127,7 +128,7 @@ class DoRA(nn.Module):
     """Computes what `model` does, with adapters: what `apply_dora` returns.
 
     Attributes:
-      model: the module without adapters.
+      held: the module without adapters.
       rules: which layers have which adapter.
       deterministic: True turns dropout off.
       weights: the parameters that are adapted where products read them.
@@ -135,14 +136,19 @@ class DoRA(nn.Module):
         name says so.
     """
 
-    model: nn.Module
+    held: Held
     rules: tuple[DoRARule, ...]
     deterministic: bool = True
     weights: tuple[LinenWeight, ...] = ()
     left_out: tuple[str, ...] = ()
 
     def setup(self) -> None:
-        nn.share_scope(self, self.model)
+        self.bound = self.held.within(self.scope)
+
+    @property
+    def model(self) -> nn.Module:
+        """Returns the module without adapters, unbound."""
+        return self.held.module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls `model` with its adapters."""
@@ -194,7 +200,7 @@ class DoRA(nn.Module):
     def _following(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls `run` with `model`, whose adapted weights are followed."""
         if not self.weights:
-            return run(self.model, *args, **kwargs)
+            return run(self.bound.module, *args, **kwargs)
         params = traverse_util.flatten_dict(self.variables.get("params", {}))
         absent = missing(self.weights, params)
         if absent and self.is_mutable_collection("params"):
@@ -204,7 +210,7 @@ class DoRA(nn.Module):
             result = None
             if are_fresh or not params.keys() >= {one.path for one in absent}:
                 # A pass of the base makes the parameters, and other collections as a call does.
-                result = run(self.model, *args, **kwargs)
+                result = run(self.bound.module, *args, **kwargs)
             self._make(absent)
             if are_fresh:
                 return result
@@ -221,7 +227,7 @@ class DoRA(nn.Module):
         with weight_trace() as trace:
             given = functools.partial(followed, self.weights, trace, key)
             following = nn.map_variables(run, "params", trans_in_fn=given)
-            return jax.tree.map(trace.array, following(self.model, *args, **kwargs))
+            return jax.tree.map(trace.array, following(self.bound.module, *args, **kwargs))
 
     @nn.nowrap
     def _make(self, weights: list[LinenWeight]) -> None:

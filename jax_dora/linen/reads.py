@@ -19,21 +19,33 @@ from jax_dora.weights.trace import weight_trace
 _RECORDS = itertools.count(1)
 
 
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """Hides a module from the one that holds it, of which Flax would make it a part with a name,
+    and put that name before its paths."""
+
+    module: nn.Module
+
+    def within(self, scope: Any) -> "Held":
+        """Returns the module bound to `scope`, held alike."""
+        return Held(self.module.copy(parent=scope))
+
+
 class _Observed(nn.Module):
     """Calls a model, and notes which module's methods run where."""
 
-    model: nn.Module
+    held: Held
     record: int
 
     def setup(self) -> None:
-        nn.share_scope(self, self.model)
+        self.bound = self.held.within(self.scope)
 
     def __call__(self, note: Callable[..., Any], example: Example) -> Any:
         scope: Any = self.scope
         # What nn.jit has traced for another record would name the scopes of that.
         scope.flags = {**scope.flags, "jax_dora": self.record}
         with nn.intercept_methods(note), jax.named_scope("dora[0]"):
-            return example.call(self.model)
+            return example.call(self.bound.module)
 
 
 def linen_sites(model: nn.Module, example: Example) -> list[Site]:
@@ -45,7 +57,7 @@ def linen_sites(model: nn.Module, example: Example) -> list[Site]:
       Whatever the call raises.
     """
     arrays, together = apart(example)
-    observed = _Observed(model, next(_RECORDS))
+    observed = _Observed(Held(model), next(_RECORDS))
     classes: dict[str, type[Any]] = {"": type(model)}
     linear: dict[str, bool] = {}
     numbers: dict[str, int] = {"": 0}

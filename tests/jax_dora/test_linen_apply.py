@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
+from flax.traverse_util import flatten_dict
 
 import jax_dora
 from jax_dora import DoRARule
@@ -224,6 +225,33 @@ def test_dense_general_with_batch_axes():
     with jax.default_matmul_precision("highest"):
         found, expected = jax.jit(model.apply)(merged, x), jax.jit(adapted.apply)(variables, x)
     np.testing.assert_allclose(found, expected, rtol=0, atol=OPERATOR_FP32_MAX_ABS)
+
+
+class Around(nn.Module):
+    """Calls a module that it is given, under a name that a wrapper may have too."""
+
+    model: nn.Module
+
+    def __call__(self, x):
+        return nn.remat(lambda model, x: model(x))(self.model, x)
+
+
+@pytest.mark.parametrize("path", ["model", "model/layers_0", "model/layers_1/model"])
+@pytest.mark.parametrize("example", [None, "x"])
+def test_modules_that_are_handed_over_have_their_own_paths(path, example):
+    layers = [nn.Dense(WIDTH), Around(nn.Dense(WIDTH))]
+    model = Around(nn.Dense(WIDTH) if path == "model" else nn.Sequential(layers))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, WIDTH)), jnp.float32)
+    base = drawn_variables(model.init, x)
+    adapted = apply_dora(model, DoRARule(path, 3, 4.0), example=example and (x,))
+    variables = drawn_variables(adapted.init, x, seed=1)
+    made, frozen = split_adapters(variables["params"])
+    assert ["/".join(one[:-1]) for one in flatten_dict(made)] == [path] * 3
+    assert jax.tree.map(jnp.shape, frozen) == jax.tree.map(jnp.shape, base["params"])
+    y = adapted.apply(variables, x)
+    merged = merge_dora(adapted, variables, x)
+    np.testing.assert_allclose(model.apply(merged, x), y, atol=OPERATOR_FP32_MAX_ABS)
+    assert not np.allclose(model.apply({"params": frozen}, x), y, atol=0.1)
 
 
 class TestTransforms:
