@@ -21,6 +21,10 @@ WAY_IN = (
 )
 
 
+# What writes the parameters of the module in `layer_instance`, adapters too, in every call.
+_WRITERS = (nnx.WeightNorm, nnx.SpectralNorm)
+
+
 @dataclasses.dataclass
 class Site:
     """A weight, or a module without one.
@@ -86,6 +90,7 @@ def sites(model: nnx.Module, traced: ReadLog | None = None) -> list[Site]:
     modules = find_modules(model)
     found = [one for module in modules for one in _sites_of(module, modules, traced)]
     _pack_experts(found)
+    _refuse_written(found, modules)
     for head in heads(traced):
         for one in found:
             if one.param == head[1] and head[0] in one.found.paths:
@@ -105,6 +110,15 @@ def _pack_experts(found: list[Site]) -> None:
         if one_of_them and site.how.startswith("read by") and {"i", "o"} <= set(rest):
             site.axes = f"b{rest}"
             site.how = f"read by a product, {site.axes}"
+
+
+def _refuse_written(found: list[Site], modules: list[Found]) -> None:
+    for writer in (one for one in modules if isinstance(one.module, _WRITERS)):
+        written = tuple(f"{path}/layer_instance/".lstrip("/") for path in writer.paths)
+        for one in found:
+            if any(f"{path}/".startswith(written) for path in one.found.paths):
+                one.is_layer = one.is_linear = False
+                one.refusal = f"{class_name(type(writer.module))} writes it in every call"
 
 
 def _sites_of(found: Found, modules: list[Found], traced: ReadLog | None) -> list[Site]:

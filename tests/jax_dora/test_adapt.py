@@ -336,6 +336,23 @@ class TestRefusals:
         match = r"layers/0 \(.*Squared\): a Squared, which computes something else than nnx.Linear"
         self.refuse(model, DoRARule(".*", 2, 4), TypeError, match)
 
+    @pytest.mark.parametrize("wrapper", [nnx.WeightNorm, nnx.SpectralNorm])
+    @pytest.mark.parametrize("example", [None, (jnp.ones((2, WIDTH)),)])
+    def test_a_layer_whose_kernel_is_written_by_what_is_around_it(self, wrapper, example):
+        inner, last = (nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)) for _ in range(2))
+        model = nnx.Sequential(wrapper(inner, rngs=nnx.Rngs(0)), last)
+        rule = DoRARule("layers/0/layer_instance", 3, 4.0)
+        match = rf"layer_instance \(nnx.Linear\): nnx.{wrapper.__name__} writes it in every call"
+        with pytest.raises(TypeError, match=match):
+            apply_dora(model, rule, rngs=nnx.Rngs(1), example=example)
+        everything = DoRARule("all-linear", 3, 4.0)
+        adapted = apply_dora(model, everything, rngs=nnx.Rngs(1), example=example)
+        assert list(get_adapter(adapted).arrays) == ["layers/1"]
+        with pytest.raises(TypeError, match="layer_instance"):
+            jax_dora.quantize(model, "int8", path=rule.path)
+        with pytest.raises(ValueError, match=rf"{wrapper.__name__} writes it in every call"):
+            jax_dora.AdapterBank(model, 2, 4, path=rule.path)
+
     def test_a_layer_with_an_adapter(self):
         adapted = apply_dora(Block(nnx.Rngs(0)), DoRARule("linear", 2, 4), rngs=nnx.Rngs(0))
         match = r"one adapter at a time.*\n  linear \(DoRALinear\)"
