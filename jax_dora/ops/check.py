@@ -67,7 +67,7 @@ def adapter(kernel: jax.Array, lora_a: jax.Array, lora_b: jax.Array) -> None:
             is_float(name, array)
     has_shape("kernel", kernel, (None, None), "[in, out]")
     if quantised.is_quantised(kernel):
-        quantised.check("kernel", kernel)
+        quantised.check_matrix("kernel", kernel)
     has_shape("lora_a", lora_a, (kernel.shape[0], None), "[in, r]")
     rank = lora_a.shape[1]
     if rank == 0:

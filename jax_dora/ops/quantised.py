@@ -131,13 +131,24 @@ def check(name: str, kernel: Any) -> None:
             f"{told} with zero points of shape {tuple(kernel.zero_point.shape)}; expected the "
             f"scales' {tuple(tiles)}: {again}"
         )
-    if len(shape) == 2 and tiles[0] == shape[0] > 1 and tiles[1] < shape[1]:
-        raise ValueError(
-            f"{told} along its output axis: scales of shape {tuple(tiles)} for kernel [in, out] "
-            f"{tuple(shape)} give every input feature scales of its own; expected tiles along the "
-            "input axis, [in / tile, out] or [1, out]: quantise the transpose, or " + again
-        )
     _check_scales(told, kernel.scale)
+
+
+def check_matrix(name: str, kernel: Any) -> None:
+    """Checks a quantised matrix [in, out].
+
+    Raises:
+      TypeError, ValueError: as `check`; or the tiles lie along the output axis.
+    """
+    check(name, kernel)
+    shape, tiles = kernel.qvalue.shape, kernel.scale.shape
+    if tiles[0] == shape[0] > 1 and tiles[1] < shape[1]:
+        raise ValueError(
+            f"{name} is quantised as {qtype_name(kernel)} along its output axis: scales of shape "
+            f"{tuple(tiles)} for kernel [in, out] {tuple(shape)} give every input feature scales "
+            "of its own; expected tiles along the input axis, [in / tile, out] or [1, out]: "
+            "quantise the transpose, or quantise it with jax_dora.quantize"
+        )
 
 
 def _check_scales(told: str, scale: Any) -> None:

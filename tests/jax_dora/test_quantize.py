@@ -114,6 +114,24 @@ def test_trained_adapters_norms_and_gradients():
     close(norms(model), norms(dense(model)))
 
 
+EINSUMS = [("bd,fd->bf", (6, 8)), ("bd,nhd->bnh", (2, 3, 8))]
+
+
+@pytest.mark.parametrize(("equation", "shape"), EINSUMS)
+@pytest.mark.parametrize("qtype", ["nf4", "int8"])
+def test_an_einsum_whose_kernel_is_stored_the_other_way_round(equation, shape, qtype):
+    base = nnx.Einsum(equation, shape, rngs=nnx.Rngs(0))
+    base = quantize(base, qtype, path="", tile_size=4 if qtype == "nf4" else None)
+    model = train(apply_dora(base, DoRARule("", 3, 4.0), rngs=nnx.Rngs(1)))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((5, 8)), jnp.float32)
+    close([base(x), model(x)], [dense(base)(x), dense(model)(x)])
+    bank = jax_dora.AdapterBank(base, 1, 3, path="").load(0, jax_dora.get_adapter(model))
+    rows = jax_dora.with_bank(base, bank, jnp.array([0, -1, 0, -1, 0], jnp.int32))(x)
+    close([rows[::2], rows[1::2]], [model(x)[::2], base(x)[1::2]])
+    requantised, _ = merge_dora(model, requantize=True, return_report=True)
+    assert requantised.kernel[...].scale.shape == base.kernel[...].scale.shape
+
+
 def test_a_frozen_norm_is_of_the_quantised_kernel():
     layer = adapted()
     x = jnp.ones((3, 128), jnp.bfloat16)
