@@ -23,10 +23,12 @@ from jax_dora.adapt.tree import (
     check_model,
     find_dora_layers,
     find_modules,
+    named,
     shared_variables,
 )
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base import matrix_norm
+from jax_dora.layers.base_layer import set_as_read
 from jax_dora.layers.call import bounded_norm
 from jax_dora.layers.layout import Layout
 from jax_dora.layers.quantised import compute_plain
@@ -95,6 +97,7 @@ def merge_dora(
       TypeError: `model` is no nnx module.
       ValueError: there is no adapter to merge, or one of `adapters` does not fit the model; or
         `requantize` without `return_report`.
+      NotImplementedError: a kernel's variable returns another value than was set.
     """
     if requantize and not return_report:
         raise ValueError(
@@ -184,7 +187,8 @@ def _merge_layer(
         merged = round_to(exact, quantised.qtype_name(kernel), tile, kernel.scale.dtype)
     elif quantised.is_quantised(kernel):
         compute_plain(base)
-    parameter.set_value(merged)
+    with named(path, "merged"):
+        set_as_read(parameter, merged)
     return reported(path, kernel, change, merged) if report else None
 
 

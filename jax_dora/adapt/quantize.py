@@ -14,7 +14,7 @@ from jax_dora.adapt.sites import Site, sites
 from jax_dora.adapt.stack import stack_of
 from jax_dora.adapt.tree import check_model, named
 from jax_dora.layers import DoRALayer, dora_class_of
-from jax_dora.layers.base_layer import padded
+from jax_dora.layers.base_layer import padded, set_as_read
 from jax_dora.layers.call import bounded_norm
 from jax_dora.layers.quantised import LAYERS, compute_quantised
 from jax_dora.layers.rule import DoRARule
@@ -68,6 +68,7 @@ def quantize[Model: nnx.Module](
       ValueError: `qtype` is unknown; `act_qtype` does not go with it; no layer's path matches; a
         matched layer is quantised already, has given norms or weights that are not finite, or tiles
         that do not divide its kernel.
+      NotImplementedError: a kernel's variable returns another value than was set.
       ModuleNotFoundError: qwix is not installed.
     """
     check_model(model)
@@ -204,7 +205,7 @@ def _quantize_layer(
     sharding = None if isinstance(kernel, Tracer) else kernel.sharding
     on_mesh = isinstance(sharding, NamedSharding)
     before = _fresh_magnitude(module) if adapted else None
-    parameter.set_value(placed(rounded, sharding if on_mesh else None))
+    set_as_read(parameter, placed(rounded, sharding if on_mesh else None))
     compute_quantised(module)
     if before is not None:
         magnitude = module.magnitude.get_value()

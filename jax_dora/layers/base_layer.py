@@ -3,10 +3,12 @@
 from collections.abc import Collection
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 from jax import lax
+from jax.core import Tracer
 
 from jax_dora.layers.quantised import ARITHMETIC, BY_ROWS
 
@@ -43,6 +45,24 @@ def check_base(base: Any, expected: type[nnx.Module]) -> None:
             raise NotImplementedError(
                 f"the layer's {name} is {value!r}; expected Flax's default, the only one that a "
                 "DoRA layer honours: set it back, or leave this layer unadapted"
+            )
+
+
+def set_as_read(parameter: nnx.Variable, value: Any) -> None:
+    """Sets what is read of a parameter.
+
+    Raises:
+      NotImplementedError: its class or its hooks make another number of it.
+    """
+    parameter.set_value(value)
+    read, wanted = jax.tree.leaves(parameter.get_value()), jax.tree.leaves(value)
+    for one, other in zip(read, wanted, strict=True):
+        is_known = one is not other and not isinstance(one, Tracer)
+        if is_known and not jnp.array_equal(one, other, equal_nan=True):
+            raise NotImplementedError(
+                f"what is read of its kernel, a {type(parameter).__name__}, is not what was set; "
+                "expected a variable without get_value, set_value or hooks of its own: put "
+                "nnx.Param of what is read of it into the plain layer"
             )
 
 

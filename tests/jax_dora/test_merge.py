@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_dora import DoRALinear, DoRARule, apply_dora, get_adapter, merge_dora, norms, set_adapter
+from jax_dora import (
+    DoRALinear,
+    DoRARule,
+    apply_dora,
+    get_adapter,
+    merge_dora,
+    norms,
+    quantize,
+    set_adapter,
+)
 from parity import oracle, tolerances
 from tests.jax_dora.small_models import (
     ALL,
@@ -210,6 +219,21 @@ def test_layers_that_share_a_parameter_are_merged_each_into_an_array_of_its_own(
         jnp.array_equal(a, b)
         for a, b in zip(*(jax.tree.leaves(nnx.state(m)) for m in (merged, again)), strict=True)
     )
+
+
+class Doubled(nnx.Param):
+    def get_value(self, **options):
+        return jax.tree.map(lambda value: 2 * value, super().get_value(**options))
+
+
+def test_a_kernel_that_is_read_otherwise_than_it_was_set_is_refused():
+    layer = nnx.Linear(4, 6, rngs=nnx.Rngs(0))
+    layer.kernel = Doubled(layer.kernel[...])
+    match = r"'' cannot be {}: what is read of its kernel, a Doubled, is not what was set"
+    with pytest.raises(NotImplementedError, match=match.format("merged")):
+        merge_dora(linear(base=layer)[0])
+    with pytest.raises(NotImplementedError, match=match.format("quantised")):
+        quantize(layer, "int8", path="")
 
 
 def test_a_parameter_that_a_module_refers_to_besides_stays_the_bases_there():
