@@ -246,7 +246,7 @@ class DoRA(nn.Module):
             module, path = context.module, "/".join(context.module.path)
             cls = dora_class_of(module)
             is_other = cls is not None and context.method_name not in _METHODS
-            if is_other or isinstance(module, DoRA):
+            if is_other or isinstance(module, DoRA) or context.method_name == "setup":
                 return next_fun(*args, **kwargs)
             is_linear = cls is not None and cls.is_linear(module) and path not in self.left_out
             if self._is_followed(path):
@@ -266,7 +266,7 @@ class DoRA(nn.Module):
             result = next_fun(*args, **kwargs)
             if _holds_parameters(module):
                 calls.linear[path] = is_linear
-                if rule is not None:
+                if rule is not None and path not in calls.adapted:  # a layer that shares its scope
                     names = ", ".join(one.__name__ for one in COUNTERPARTS)
                     raise TypeError(
                         f"rule {rule.path!r} matches a module that cannot be adapted; expected "

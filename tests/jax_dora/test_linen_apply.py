@@ -254,6 +254,28 @@ def test_modules_that_are_handed_over_have_their_own_paths(path, example):
     assert not np.allclose(model.apply({"params": frozen}, x), y, atol=0.1)
 
 
+class InItsPlace(nn.Module):
+    """Has the scope of a layer that it calls."""
+
+    layer: nn.Module
+
+    def setup(self):
+        nn.share_scope(self, self.layer)
+
+    def __call__(self, x):
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("example", [None, "x"])
+def test_what_shares_the_scope_of_a_layer_is_no_obstacle(example):
+    model, x = nn.Sequential([InItsPlace(nn.Dense(5))]), jnp.ones((3, WIDTH))
+    variables = drawn_variables(model.init, x)
+    adapted = apply_dora(model, DoRARule(".*", 3, 4.0), example=example and (x,))
+    y, made = adapted.apply(variables, x, rngs={"params": KEY}, mutable=["params"])
+    assert jnp.array_equal(y, model.apply(variables, x))
+    assert set(made["params"]["layers_0"]) == {"kernel", "bias", "lora_a", "lora_b", "magnitude"}
+
+
 class TestTransforms:
     """What Flax's lifted transforms do with an adapted model."""
 
