@@ -1,9 +1,8 @@
 """Adapters into an existing Flax linen model, as a transform of the module."""
 
-import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,10 +13,9 @@ from flax.core import freeze
 from dora_common.rules import as_rules, assign, listing
 from jax_dora.adapt.coverage import logged
 from jax_dora.adapt.merge import Setting
-from jax_dora.adapt.tree import named
-from jax_dora.layers import DoRALayer
 from jax_dora.layers.rule import DoRARule, Rules
-from jax_dora.linen.layer import COUNTERPARTS, counterpart, dora_class_of, dora_layer
+from jax_dora.linen.calls import Calls, adapted_layer, holds_parameters, is_computed
+from jax_dora.linen.layer import COUNTERPARTS, dora_class_of
 from jax_dora.linen.params import adapted_modules
 from jax_dora.linen.reads import Held, linen_sites
 from jax_dora.linen.stacks import stack_axes
@@ -26,24 +24,8 @@ from jax_dora.weights.reads import Example
 from jax_dora.weights.trace import weight_trace
 
 _METHODS = ("__call__", "attend")
-
-
-@dataclasses.dataclass
-class Calls:
-    """What was called in a pass through a model.
-
-    Attributes:
-      linear: whether it is a linear projection, by the path of every module with parameters.
-      adapted: by path, the name of the kernel and the setting of each adapted layer.
-      stacks: by path, the axis along which each transform around a layer has stacked its kernel,
-        the outermost first.
-      token: differs where a pass has to be traced anew.
-    """
-
-    token: int = 0
-    linear: dict[str, bool] = dataclasses.field(default_factory=dict)
-    adapted: dict[str, tuple[str, Setting]] = dataclasses.field(default_factory=dict)
-    stacks: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+# What calls a layer with parameters that it has computed from the layer's.
+_WRITERS = (nn.WeightNorm, nn.SpectralNorm)
 
 
 def apply_dora(
@@ -241,30 +223,49 @@ class DoRA(nn.Module):
 
     def _interceptor(self, calls: Calls) -> Callable[..., Any]:
         """Adapts the layers that are called."""
+        writers: list[str] = []
 
         def intercept(next_fun, args, kwargs, context):
+            if not isinstance(context.module, _WRITERS):
+                return adapt(next_fun, args, kwargs, context)
+            writers.append(type(context.module).__name__)
+            try:
+                return adapt(next_fun, args, kwargs, context)
+            finally:
+                writers.pop()
+
+        def adapt(next_fun, args, kwargs, context):
             module, path = context.module, "/".join(context.module.path)
             cls = dora_class_of(module)
             is_other = cls is not None and context.method_name not in _METHODS
             if is_other or isinstance(module, DoRA) or context.method_name == "setup":
                 return next_fun(*args, **kwargs)
             is_linear = cls is not None and cls.is_linear(module) and path not in self.left_out
+            is_linear = is_linear and not writers
             if self._is_followed(path):
                 return next_fun(*args, **kwargs)
             matching = (rule for rule in self.rules if rule.matches(path, linear=is_linear))
             rule = next(matching, None)
             if rule is not None and cls is not None:
+                if writers:
+                    raise TypeError(
+                        f"rule {rule.path!r} matches a layer whose parameters nn.{writers[-1]} "
+                        "computes in every call; narrow the rule's path so that it leaves out "
+                        f"{path!r}"
+                    )
                 calls.linear[path] = is_linear
                 if not module.has_variable("params", cls.kernel_name):
                     next_fun(*args, **kwargs)
                 signature = inspect.signature(context.orig_method)
                 arguments = dict(signature.bind(*args, **kwargs).arguments)
-                layer = _adapted(module, cls, rule, arguments)
+                layer = adapted_layer(module, cls, rule, arguments)
                 calls.stacks[path] = stack_axes(module)
+                if is_computed(module, max(len(self.path), bool(self.weights))):
+                    calls.computed.add(path)
                 calls.adapted[path] = (cls.kernel_name, Setting.of(layer))
                 return self._result(layer, context, next(iter(arguments.values())))
             result = next_fun(*args, **kwargs)
-            if _holds_parameters(module):
+            if holds_parameters(module):
                 calls.linear[path] = is_linear
                 if rule is not None and path not in calls.adapted:  # a layer that shares its scope
                     names = ", ".join(one.__name__ for one in COUNTERPARTS)
@@ -291,19 +292,3 @@ class DoRA(nn.Module):
             return layer(inputs)
         key = None if self.deterministic else context.module.make_rng("dropout")
         return layer(inputs, deterministic=self.deterministic, rngs=key)
-
-
-def _adapted(
-    module: nn.Module, cls: type[DoRALayer], rule: DoRARule, arguments: Mapping[str, Any]
-) -> DoRALayer:
-    """Returns the DoRA layer in the place of `module`, called with these arguments."""
-    (_, inputs), *others = arguments.items()
-    kernel = module.get_variable("params", cls.kernel_name)
-    with named("/".join(module.path), "adapted"):
-        base = counterpart(module, inputs, kernel, **dict(others))
-        return dora_layer(module, cls, base, rule, kernel)
-
-
-def _holds_parameters(module: nn.Module) -> bool:
-    params = module.variables.get("params", {})
-    return any(not isinstance(leaf, Mapping) for leaf in params.values())

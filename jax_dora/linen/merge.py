@@ -12,7 +12,8 @@ from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.merge_report import MergeReport
 from dora_common.rules import listing
 from jax_dora.adapt.merge import Setting, changed, kernel_change, reported
-from jax_dora.linen.apply import Calls, DoRA
+from jax_dora.linen.apply import DoRA
+from jax_dora.linen.calls import Calls
 from jax_dora.linen.params import is_adapter
 from jax_dora.linen.stacks import noting_axes, stack_back, stack_first
 
@@ -45,7 +46,7 @@ def merge_dora(
     Raises:
       TypeError: `adapted` is not from `apply_dora`.
       ValueError, NotImplementedError: as calling it; `variables` has no "params"; an adapter is in
-        no layer that the call reaches.
+        no layer that the call reaches; `nn.map_variables` computes a layer's parameters.
     """
     if not isinstance(adapted, DoRA):
         raise TypeError(f"adapted is a {type(adapted).__name__}; expected apply_dora's result")
@@ -67,6 +68,13 @@ def merge_dora(
             "this call of the model does not reach adapters, which could not be merged; expected "
             "method= and inputs that reach every adapted layer, and rules for it, unlike for:"
             f"{listing(sorted(map('/'.join, missed)))}"
+        )
+    if calls.computed:
+        raise NotImplementedError(
+            "nn.map_variables computes the parameters of adapted layers from those that are "
+            "stored, into which no adapter can be merged; expected rules that leave them out, "
+            "unlike for:"
+            f"{listing(sorted(calls.computed))}"
         )
     layers = []
 

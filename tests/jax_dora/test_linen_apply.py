@@ -254,6 +254,30 @@ def test_modules_that_are_handed_over_have_their_own_paths(path, example):
     assert not np.allclose(model.apply({"params": frozen}, x), y, atol=0.1)
 
 
+@pytest.mark.parametrize("example", [None, "x"])
+def test_merging_refuses_layers_whose_parameters_are_mapped(example):
+    def twice(layer, x):
+        def doubled(params):
+            return jax.tree.map(lambda value: 2 * value, params)
+
+        return nn.map_variables(nn.Dense.__call__, "params", doubled, mutable=True)(layer, x)
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = x @ self.param("w", nn.initializers.ones, (WIDTH, WIDTH))
+            layer = nn.Dense(6)
+            layer(x)
+            return twice(layer, x)
+
+    model, x = Model(), jnp.ones((3, WIDTH))
+    rules = [DoRARule("Dense_0", 3, 4.0), *([DoRARule("w|", 3, 4.0)] if example else [])]
+    adapted = apply_dora(model, rules, example=example and (x,))
+    variables = drawn_variables(adapted.init, x)
+    with pytest.raises(NotImplementedError, match=r"unlike for:\n  Dense_0$"):
+        merge_dora(adapted, variables, x)
+
+
 class InItsPlace(nn.Module):
     """Has the scope of a layer that it calls."""
 
@@ -274,6 +298,22 @@ def test_what_shares_the_scope_of_a_layer_is_no_obstacle(example):
     y, made = adapted.apply(variables, x, rngs={"params": KEY}, mutable=["params"])
     assert jnp.array_equal(y, model.apply(variables, x))
     assert set(made["params"]["layers_0"]) == {"kernel", "bias", "lora_a", "lora_b", "magnitude"}
+
+
+@pytest.mark.parametrize("writer", [nn.WeightNorm, nn.SpectralNorm])
+def test_a_layer_whose_kernel_is_computed_around_it(writer):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            options = {"update_stats": False} if writer is nn.SpectralNorm else {}
+            return nn.Dense(5)(writer(nn.Dense(6))(x, **options))
+
+    model, x = Model(), jnp.ones((3, WIDTH))
+    adapted = apply_dora(model, DoRARule("all-linear", 3, 4.0))
+    params = jax.eval_shape(adapted.init, KEY, x)["params"]
+    assert [path[0] for path in flatten_dict(split_adapters(params)[0])] == ["Dense_0"] * 3
+    with pytest.raises(TypeError, match=rf"nn\.{writer.__name__} computes.*leaves out 'Dense_1'"):
+        jax.eval_shape(apply_dora(model, DoRARule("Dense_1", 3, 4.0)).init, KEY, x)
 
 
 class TestTransforms:

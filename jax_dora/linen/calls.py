@@ -1,0 +1,58 @@
+"""The layers that are called in a pass through a linen model."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from flax import linen as nn
+
+from jax_dora.adapt.merge import Setting
+from jax_dora.adapt.tree import named
+from jax_dora.layers import DoRALayer
+from jax_dora.layers.rule import DoRARule
+from jax_dora.linen.layer import counterpart, dora_layer
+
+
+@dataclasses.dataclass
+class Calls:
+    """What was called in a pass through a model.
+
+    Attributes:
+      linear: whether it is a linear projection, by the path of every module with parameters.
+      adapted: by path, the name of the kernel and the setting of each adapted layer.
+      stacks: by path, the axis along which each transform around a layer has stacked its kernel,
+        the outermost first.
+      computed: the paths of adapted layers whose parameters `nn.map_variables` makes of others.
+      token: differs where a pass has to be traced anew.
+    """
+
+    token: int = 0
+    linear: dict[str, bool] = dataclasses.field(default_factory=dict)
+    adapted: dict[str, tuple[str, Setting]] = dataclasses.field(default_factory=dict)
+    stacks: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    computed: set[str] = dataclasses.field(default_factory=set)
+
+
+def adapted_layer(
+    module: nn.Module, cls: type[DoRALayer], rule: DoRARule, arguments: Mapping[str, Any]
+) -> DoRALayer:
+    """Returns the DoRA layer in the place of `module`, called with these arguments."""
+    (_, inputs), *others = arguments.items()
+    kernel = module.get_variable("params", cls.kernel_name)
+    with named("/".join(module.path), "adapted"):
+        base = counterpart(module, inputs, kernel, **dict(others))
+        return dora_layer(module, cls, base, rule, kernel)
+
+
+def holds_parameters(module: nn.Module) -> bool:
+    params = module.variables.get("params", {})
+    return any(not isinstance(leaf, Mapping) for leaf in params.values())
+
+
+def is_computed(module: Any, own: int) -> bool:
+    """Returns whether `nn.map_variables` makes a module's parameters of others.
+
+    Args:
+      own: how many names of the scope's path, which names transforms too, are not the model's.
+    """
+    return any("map_variables(" in one for one in module.scope.debug_path[own:])
