@@ -35,7 +35,7 @@ _WRAPPERS = {
 # layer takes over the very ones of the layer that it replaces.
 _HOOKS = [name for name in vars(nn.Module()) if "hook" in name]
 
-type _Named = tuple[nn.Module, tuple[str, ...]]
+type Named = tuple[nn.Module, tuple[str, ...]]
 
 
 def apply_dora(model: nn.Module, rules: DoRARule | Sequence[DoRARule]) -> Any:
@@ -78,12 +78,12 @@ def apply_dora(model: nn.Module, rules: DoRARule | Sequence[DoRARule]) -> Any:
             "these parameters of lazy modules have no shape yet; call the model once, which gives "
             f"them theirs, first:{listing(lazy)}"
         )
-    layers = [one for one in _modules(model) if _holds_parameters(one[0])]
-    output_head = getattr(model, "get_output_embeddings", lambda: None)()
+    layers = [one for one in named(model) if _holds_parameters(one[0])]
+    head = output_head(model)
     chosen = assign(
         rules,
         [names for _, names in layers],
-        [_is_linear(module) and module is not output_head for module, _ in layers],
+        [_is_linear(module) and module is not head for module, _ in layers],
     )
     matched = [(*layer, rule) for layer, rule in zip(layers, chosen, strict=True) if rule]
     refuse(model, [(module, names) for module, names, _ in matched])
@@ -170,7 +170,12 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | DoRALinear | DoRAConv1D) or is_conv1d(module)
 
 
-def _modules(model: nn.Module) -> list[_Named]:
+def output_head(model: nn.Module) -> nn.Module | None:
+    """Returns the output head, where the model tells of one."""
+    return getattr(model, "get_output_embeddings", lambda: None)()
+
+
+def named(model: nn.Module) -> list[Named]:
     """Returns every module with all its names."""
     names: dict[nn.Module, list[str]] = {}
     for name, module in named_modules(model, remove_duplicate=False):
@@ -191,10 +196,10 @@ def replace(model: nn.Module, new: Mapping[int, nn.Module]) -> nn.Module:
     return model
 
 
-def refuse(model: nn.Module, matched: list[_Named]) -> None:
+def refuse(model: nn.Module, matched: list[Named]) -> None:
     """Raises an error that lists those of the matched modules that cannot be adapted."""
 
-    def listed(modules: Iterable[_Named]) -> str:
+    def listed(modules: Iterable[Named]) -> str:
         return listing(f"{names[0]} ({type(module).__name__})" for module, names in modules)
 
     if adapted := [one for one in matched if isinstance(one[0], DoRALayer)]:

@@ -11,9 +11,9 @@ from dora_common.hyperparameters import adapter_scale, check_rank
 from dora_common.peft.folder import opened
 from dora_common.rules import ALL_LINEAR, assign, listing
 from dora_common.slots import check_plain, check_room, check_slot, check_slots
-from torch_dora.adapt.apply import check_model
+from torch_dora.adapt.apply import check_model, named, output_head
 from torch_dora.adapt.rule import DoRARule
-from torch_dora.layers import DoRAConv1D, DoRALinear, dora_layers, named_modules
+from torch_dora.layers import DoRAConv1D, DoRALinear, dora_layers
 from torch_dora.layers.linear import is_conv1d
 from torch_dora.ops import factored_norm, magnitude_scale
 from torch_dora.ops.bank import Slots
@@ -200,14 +200,12 @@ class AdapterBank:
 
 
 def _projections(model: nn.Module, path: str) -> dict[str, nn.Module]:
-    names: dict[nn.Module, list[str]] = {}
-    for name, module in named_modules(model, remove_duplicate=False):
-        names.setdefault(module, []).append(name)
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    found = [one for one in names if isinstance(one, nn.Linear) or is_conv1d(one)]
+    head = output_head(model)
+    found = [one for one in named(model) if isinstance(one[0], nn.Linear) or is_conv1d(one[0])]
     rule = DoRARule(path, rank=1, alpha=1)
-    chosen = assign([rule], [names[one] for one in found], [one is not head for one in found])
-    return {names[one][0]: one for one, rule in zip(found, chosen, strict=True) if rule}
+    are_linear = [module is not head for module, _ in found]
+    chosen = assign([rule], [names for _, names in found], are_linear)
+    return {names[0]: one for (one, names), rule in zip(found, chosen, strict=True) if rule}
 
 
 def _empty(layer: Any, slots: int, max_rank: int) -> Slots:
