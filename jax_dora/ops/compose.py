@@ -130,7 +130,7 @@ def _forward(static: Static, shard: Shard, operands: Composition) -> tuple[Any, 
 COMPOSE = Op("compose", _forward, Composition("t o", "t o", "o", ""), ("t o", "t o"))
 
 
-class Returned(NamedTuple):
+class ComposeBackward(NamedTuple):
     """The operands of compose's gradient: dy, inner [..., out], g f32[out], scale f32[].
 
     Without inner, g has no gradient.
@@ -142,7 +142,7 @@ class Returned(NamedTuple):
     scale: Any
 
 
-def _backward(static: Static, shard: Shard, operands: Returned) -> tuple[Any, Any, Any]:
+def _backward(static: Static, shard: Shard, operands: ComposeBackward) -> tuple[Any, Any, Any]:
     """Returns d_base and d_lora in dy's dtype, and d_g f32[out] if inner is given, in one pass that
     reads dy and inner and writes what is wanted."""
     dy, inner, g, scale = operands
@@ -166,7 +166,7 @@ def _backward(static: Static, shard: Shard, operands: Returned) -> tuple[Any, An
 COMPOSE_BACKWARD = Op(
     "compose_backward",
     _backward,
-    Returned("t o", "t o", "o", ""),
+    ComposeBackward("t o", "t o", "o", ""),
     ("t o", "t o", "o"),
     contracted="t",
 )
@@ -193,7 +193,7 @@ def _compose_fwd(
 def _compose_bwd(static: Static, kept: Any, dy: jax.Array) -> dict[str, Any]:
     g, scale, inner, wanted = kept
     static = static._replace(want_base=bool(wanted.base), want_lora=bool(wanted.lora))
-    operands = Returned(dy, inner, g, scale)
+    operands = ComposeBackward(dy, inner, g, scale)
     d_base, d_lora, d_g = primitive.call(COMPOSE_BACKWARD, static, operands)
     return {"base": d_base, "lora": d_lora, "g": None if d_g is None else d_g.astype(g.dtype)}
 

@@ -26,7 +26,7 @@ from jax_dora.ops.reduction import dot_general
 from jax_dora.ops.shard import Op, Shard
 
 
-class Reduced(NamedTuple):
+class Forward(NamedTuple):
     """The operands of `FORWARD`: x [..., in], kernel [in, out], z = s·xA [..., r], lora_b [r, out],
     g f32[out] or None, bias [out] or None, lora_a = A [in, r] or None, scale = s, f32[].
 
@@ -50,7 +50,7 @@ def scaled(lora_a: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     return (scale.astype(wide) * lora_a.astype(wide)).astype(dtype)
 
 
-def _forward(static: Static, shard: Shard, operands: Reduced) -> tuple[Any, Any]:
+def _forward(static: Static, shard: Shard, operands: Forward) -> tuple[Any, Any]:
     """Returns (y, inner or None); y is inner where g is None."""
     if static.act_qtype is not None:
         return _by_quantised_rows(static, shard, operands)
@@ -106,7 +106,7 @@ def _forward(static: Static, shard: Shard, operands: Reduced) -> tuple[Any, Any]
     return forward(choice, base, dot(z, lora_b, (-1, 0)), g, one, bias, **options)
 
 
-def _by_quantised_rows(static: Static, shard: Shard, operands: Reduced) -> tuple[Any, Any]:
+def _by_quantised_rows(static: Static, shard: Shard, operands: Forward) -> tuple[Any, Any]:
     """Returns (y, inner or None) of a product with the kernel in FP8, by a scale for each row of x;
     the adapter's products, g and the bias have the dtypes that they have elsewhere."""
     x, kernel, z, lora_b, g, bias, *_ = operands
@@ -130,7 +130,7 @@ def _by_quantised_rows(static: Static, shard: Shard, operands: Reduced) -> tuple
 FORWARD = Op(
     "project",
     _forward,
-    Reduced("t i", "i o", "t r", "r o", "o", "o", "i r", ""),
+    Forward("t i", "i o", "t r", "r o", "o", "o", "i r", ""),
     ("t o", "t o"),
     contracted="i",
 )

@@ -28,13 +28,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_dora.ops import check, choose, primitive, products, quantised, residuals
 from jax_dora.ops.compose import (
     COMPOSE_BACKWARD,
-    Returned,
+    ComposeBackward,
     accumulator,
     refuse_scale_gradient,
 )
 from jax_dora.ops.dropout import drop
 from jax_dora.ops.operands import Projection, Static
-from jax_dora.ops.products import BACK, FORWARD, Back, Reduced
+from jax_dora.ops.products import BACK, FORWARD, Back, Forward
 from jax_dora.ops.reduction import REDUCE, REDUCE_BACK, Reduction, dot_general
 
 INNER_NAME = "dora_inner"
@@ -45,8 +45,8 @@ LEAST_G = 2.0**-40
 
 def define(static: Static, operands: Projection) -> jax.Array:
     """Returns y, or inner where g is None."""
-    reduced = _reduced(static, operands, _scaled_lora_a(operands))
-    return primitive.call(FORWARD, static, reduced)[0]
+    forward = _forward_operands(static, operands, _scaled_lora_a(operands))
+    return primitive.call(FORWARD, static, forward)[0]
 
 
 def _told_by_result(operands: Projection, dtype: Any) -> bool:
@@ -68,13 +68,13 @@ def _scaled_lora_a(operands: Projection) -> jax.Array:
     return products.scaled(operands.lora_a, operands.scale, operands.x.dtype)
 
 
-def _reduced(static: Static, operands: Projection, scaled: jax.Array) -> Reduced:
+def _forward_operands(static: Static, operands: Projection, scaled: jax.Array) -> Forward:
     """Returns what `FORWARD` takes, with z = drop(x) (s·A)."""
     x, kernel, lora_a, lora_b, g, scale, bias, seed = operands
     (z,) = primitive.call(REDUCE, _reducing(static, x), Reduction(x, scaled, seed))
     # A dropped x has its own kernels for z, and an FP8 product sums its parts by itself.
     lora_a = lora_a if seed is None and static.act_qtype is None else None
-    return Reduced(x, kernel, z, lora_b, g, bias, lora_a, scale)
+    return Forward(x, kernel, z, lora_b, g, bias, lora_a, scale)
 
 
 def _reducing(static: Static, x: jax.Array) -> Static:
@@ -92,8 +92,9 @@ def _projection_fwd(
         check.not_differentiated(operands.kernel)
     operands = _divisible(operands)
     told, scaled = _told_by_result(operands, operands.x.dtype), _scaled_lora_a(operands)
-    reduced, want_inner = _reduced(static, operands, scaled), wanted.g is not None and not told
-    y, inner = primitive.call(FORWARD, static._replace(want_inner=want_inner), reduced)
+    forward = _forward_operands(static, operands, scaled)
+    want_inner = wanted.g is not None and not told
+    y, inner = primitive.call(FORWARD, static._replace(want_inner=want_inner), forward)
     name = INNER_NAME if static.keep_inner else RESULT_NAME
     if wanted.g is not None and told:
         y = inner = jnp.asarray(checkpoint_name(y, name))
@@ -103,7 +104,7 @@ def _projection_fwd(
         inner = jnp.asarray(checkpoint_name(inner, name))
     # What the wanted gradients need; the bias says what inner is.
     needed = operands._replace(x=operands.x if wanted.lora_a or wanted.kernel else None)
-    z = reduced.z if wanted.lora_b else None
+    z = forward.z if wanted.lora_b else None
     return y, (needed, wanted, z, inner, scaled if wanted.x else None)
 
 
@@ -115,7 +116,7 @@ def _projection_bwd(static: Static, kept: Any, dy: jax.Array) -> dict[str, jax.A
     rows = tuple(range(dy.ndim - 1))
     d, found = dy, {}
     if g is not None:
-        d, _, d_g = primitive.call(COMPOSE_BACKWARD, static, Returned(dy, inner, g, scale))
+        d, _, d_g = primitive.call(COMPOSE_BACKWARD, static, ComposeBackward(dy, inner, g, scale))
         if d_g is not None:
             if _told_by_result(operands, dy.dtype):
                 d_g = d_g / g

@@ -120,7 +120,7 @@ def _composed(operands: Gating) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     return (y1, y2), (g1, g2)
 
 
-class Returned(NamedTuple):
+class SwigluBackward(NamedTuple):
     """The operands of the gradient: dh [..., out], and the fields of `Gating`."""
 
     dh: Any
@@ -132,7 +132,7 @@ class Returned(NamedTuple):
     up_bias: Any
 
 
-def _backward(static: Static, shard: Shard, operands: Returned) -> tuple[Any, ...]:
+def _backward(static: Static, shard: Shard, operands: SwigluBackward) -> tuple[Any, ...]:
     """Returns the gradient of every field of `Gating`; without want_bias, None of the biases."""
     dh, gate, up, gate_g, gate_bias, up_g, up_bias = operands
     choice = _choose(static, gate)
@@ -158,7 +158,7 @@ def _choose(static: Static, gate: jax.Array) -> Choice | None:
 
 _RESULTS = Gating("t o", "t o", "o", "o", "o", "o")
 SWIGLU_BACKWARD = Op(
-    "swiglu_backward", _backward, Returned("t o", *_RESULTS), _RESULTS, contracted="t"
+    "swiglu_backward", _backward, SwigluBackward("t o", *_RESULTS), _RESULTS, contracted="t"
 )
 
 
@@ -173,7 +173,7 @@ def _swiglu_fwd(static: Static, operands: Gating, wanted: Gating) -> tuple[jax.A
 def _swiglu_bwd(static: Static, kept: Any, dh: jax.Array) -> dict[str, Any]:
     operands, wanted = kept
     static = static._replace(want_bias=bool(wanted.gate_bias or wanted.up_bias))
-    found = primitive.call(SWIGLU_BACKWARD, static, Returned(dh, *operands))
+    found = primitive.call(SWIGLU_BACKWARD, static, SwigluBackward(dh, *operands))
     each = zip(Gating._fields, found, operands, wanted, strict=True)
     return {name: one.astype(operand.dtype) for name, one, operand, want in each if want}
 

@@ -17,7 +17,7 @@ from jax_dora.ops.mosaic import project, project_back
 from jax_dora.ops.norm import NORM
 from jax_dora.ops.norm import Static as StaticOfNorm
 from jax_dora.ops.operands import Adapted, Static
-from jax_dora.ops.products import BACK, FORWARD, Back, Reduced
+from jax_dora.ops.products import BACK, FORWARD, Back, Forward
 from tests.jax_dora.programs import aval, for_cuda
 from tests.tables import thinned
 
@@ -86,7 +86,7 @@ def of_device(op, static, operands, mesh, specs, results):
     return for_cuda(alone, *parts), [tuple(one.spec) for one in shardings]
 
 
-FORWARD_OPERANDS = Reduced(
+FORWARD_OPERANDS = Forward(
     aval(ROWS, IN),
     aval(IN, OUT),
     aval(ROWS, RANK),
