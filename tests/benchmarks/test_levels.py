@@ -8,7 +8,18 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import against, bank, model, ops, quantised, results, step_table, torch_serve, tune
+from benchmarks import (
+    against,
+    bank,
+    model,
+    ops,
+    quantised,
+    results,
+    step_table,
+    torch_serve,
+    torch_step,
+    tune,
+)
 from benchmarks.kernels import KERNELS
 from benchmarks.measure import Settings, measured
 from benchmarks.model.protocol import KINDS
@@ -294,3 +305,15 @@ def test_torch_steps_beside_peft(level: str, tmp_path: Path) -> None:
         [rows[0]["losses"][0]] * len(rows), rel=1e-3
     )
     assert all(row["losses"][-1] < row["losses"][0] for row in rows)
+
+
+def test_a_side_that_fails_is_no_other_s_base() -> None:
+    def taken(side: torch_step.Side, *_: object) -> results.Row:
+        if side is torch_step.SIDES[0]:
+            raise RuntimeError("out of memory")
+        return {"ms": 1.0}
+
+    sides = torch_step.SIDES[:3]
+    rows = list(torch_step.measure_sides(sides, taken, torch_step.TINY, "cpu", {}))
+    assert "failed" in rows[0]
+    assert not any("over_lora" in row for row in rows)
