@@ -53,6 +53,15 @@ def check_ids_like(ids: Any, *, are_integers: bool) -> None:
         )
 
 
+def check_rows(shape: Any, rows: int, *, has_rows: bool = True) -> None:
+    """Raises ValueError unless the first axis of x, of this shape, are so many rows."""
+    if not has_rows or shape[0] != rows:
+        raise ValueError(
+            f"x has shape {tuple(shape)}, and adapter_ids has {rows} rows; expected the batch as "
+            "x's first axis: [batch, ..., in]"
+        )
+
+
 def check_ids(ids: Iterable[int], slots: int, empty: Collection[int]) -> None:
     """Raises ValueError if one of ``ids`` is neither -1 nor a slot that holds an adapter."""
     known = set(ids)

@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from dora_common.slots import check_rows
 from jax_dora.bank.places import Place
 from jax_dora.layers import DoRALinear, dora_class_of
 from jax_dora.layers.base_layer import bare, copy_attributes
@@ -207,12 +208,7 @@ def _ordered(array: jax.Array, letters: str, wanted: str) -> jax.Array:
 
 
 def _check_rows(equation: Equation, shape: tuple[int, ...], ids: jax.Array) -> None:
-    is_row = equation.x[0] in equation.y
-    if not is_row or shape[0] != ids.shape[0]:
-        raise ValueError(
-            f"x has shape {shape}, and adapter_ids has {ids.shape[0]} rows; expected the batch as "
-            "x's first axis: [batch, ..., in]"
-        )
+    check_rows(shape, ids.shape[0], has_rows=equation.x[0] in equation.y)
 
 
 class BankLinear(BankLayer, nnx.Linear):

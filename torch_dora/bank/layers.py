@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dora_common.slots import check_ids, check_ids_like, check_plain
+from dora_common.slots import check_ids, check_ids_like, check_plain, check_rows
 from torch_dora.adapt.apply import check_model
 from torch_dora.bank.bank import AdapterBank
 from torch_dora.layers import dora_layers, fast_path, named_modules
@@ -57,11 +57,7 @@ class BankLinear(nn.Module):
         """
         if isinstance(x, Tensor) and x.is_nested:
             return fast_path.of_nested(self, x)
-        if x.ndim < 2 or x.shape[0] != self.ids.shape[0]:
-            raise ValueError(
-                f"x has shape {tuple(x.shape)}, and adapter_ids has {self.ids.shape[0]} rows; "
-                "expected the batch as x's first axis: [batch, ..., in]"
-            )
+        check_rows(x.shape, self.ids.shape[0], has_rows=x.ndim > 1)
         ids = self.ids.to(x.device)
         order = None if self.order is None else self.order.to(x.device)
         return bank_linear(

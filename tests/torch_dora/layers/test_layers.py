@@ -43,6 +43,30 @@ def rows_of(array):
     return np.asarray(oracle.fp64(array)).reshape(-1, array.shape[-1])
 
 
+def problem_of(layer, kernel, x, y, dy, bias=None):
+    """What is to be judged of a layer whose weight, as [in, out], is `kernel`."""
+    return Problem(
+        x=x,
+        dy=rows_of(dy),
+        kernel=kernel,
+        lora_a=rows_of(layer.lora_a).T,
+        lora_b=rows_of(layer.lora_b).T,
+        magnitude=oracle.fp64(layer.magnitude).numpy(),
+        bias=bias,
+        y=rows_of(y),
+        d_lora_a=rows_of(layer.lora_a.grad).T,
+        d_lora_b=rows_of(layer.lora_b.grad).T,
+        d_magnitude=layer.magnitude.grad,
+    )
+
+
+def of_bias(problem, norm, dtype):
+    """The share of d_magnitude's bound that a bias has: inner comes of the base's sum with it,
+    which was rounded, less the bias."""
+    with_bias = problem.x @ problem.kernel + problem.bias
+    return tolerances.stored_inner(problem.dy, with_bias, dtype) / norm
+
+
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
@@ -105,10 +129,8 @@ def test_convolution_agrees_with_the_oracle(case, dtype):
         )
         extra = None
         if bias is not None:
-            # inner comes of the base's sum with its bias, which was rounded, less the bias.
-            with_bias = problem.x @ problem.kernel + bias
-            stored = tolerances.stored_inner(problem.dy, with_bias, dtype)
-            extra = stored / np.asarray(layer.norm().double()).reshape(groups, -1)[group]
+            norm = np.asarray(layer.norm().double()).reshape(groups, -1)[group]
+            extra = of_bias(problem, norm, dtype)
         in_rows = judge(problem, layer.scale, dtype, extra_d_magnitude=extra)
         for total, of_rows in zip((exact_dx, bound_dx), in_rows, strict=True):
             cotangent = torch.tensor(of_rows).reshape(rows.shape)
@@ -134,18 +156,7 @@ def test_embedding_agrees_with_the_oracle(dtype):
     layer = trained(DoRAEmbedding(base, **OPTIONS))
     ids = torch.randint(41, (3, 7))
     y, dy, _ = differentiate(layer, ids)
-    problem = Problem(
-        x=np.eye(41)[ids.flatten()],
-        dy=rows_of(dy),
-        kernel=rows_of(base.weight),
-        lora_a=rows_of(layer.lora_a).T,
-        lora_b=rows_of(layer.lora_b).T,
-        magnitude=oracle.fp64(layer.magnitude).numpy(),
-        y=rows_of(y),
-        d_lora_a=rows_of(layer.lora_a.grad).T,
-        d_lora_b=rows_of(layer.lora_b.grad).T,
-        d_magnitude=layer.magnitude.grad,
-    )
+    problem = problem_of(layer, rows_of(base.weight), np.eye(41)[ids.flatten()], y, dy)
     judge(problem, layer.scale, dtype)
 
 
@@ -167,22 +178,9 @@ def test_gpt2s_conv1d_agrees_with_the_oracle(dtype):
     layer = trained(DoRAConv1D(base, **OPTIONS))
     x = torch.randn(3, 5, 14).to(dtype)
     y, dy, dx = differentiate(layer, x)
-    problem = Problem(
-        x=rows_of(x),
-        dy=rows_of(dy),
-        kernel=rows_of(base.weight),
-        lora_a=rows_of(layer.lora_a).T,
-        lora_b=rows_of(layer.lora_b).T,
-        magnitude=oracle.fp64(layer.magnitude).numpy(),
-        bias=oracle.fp64(base.bias).numpy(),
-        y=rows_of(y),
-        d_lora_a=rows_of(layer.lora_a.grad).T,
-        d_lora_b=rows_of(layer.lora_b.grad).T,
-        d_magnitude=layer.magnitude.grad,
-    )
-    with_bias = problem.x @ problem.kernel + problem.bias
-    stored = tolerances.stored_inner(problem.dy, with_bias, dtype)
-    extra = stored / np.asarray(layer.norm().double())
+    bias = oracle.fp64(base.bias).numpy()
+    problem = problem_of(layer, rows_of(base.weight), rows_of(x), y, dy, bias)
+    extra = of_bias(problem, np.asarray(layer.norm().double()), dtype)
     exact_dx, bound_dx = judge(problem, layer.scale, dtype, extra_d_magnitude=extra)
     within(rows_of(dx), exact_dx, bound_dx)
 
