@@ -157,7 +157,7 @@ def _run(
     writer = results.Writer(out, header) if out else None
     started, rows = time.monotonic(), []
     for row in level.measure(settings, device):
-        print(results.told(row), flush=True)
+        print(results.shown(row), flush=True)
         rows.append(row)
         if writer:
             writer.add(row)

@@ -44,7 +44,7 @@ def failed(row: Row) -> bool:
     return bool(row.get("failed")) or not (row.get("check") or {"passed": True})["passed"]
 
 
-def told(row: Row) -> str:
+def shown(row: Row) -> str:
     """Returns a row as a line to read: texts, then numbers by name, a spread's median."""
     texts, numbers = [], []
     for name, value in row.items():

@@ -37,7 +37,7 @@ def locked(folder: str | os.PathLike[str], *, wait: bool = True) -> Iterator[Non
 
 
 @contextlib.contextmanager
-def telling_of_the_disk(path: Path) -> Iterator[None]:
+def named_in_disk_errors(path: Path) -> Iterator[None]:
     """Names `path` in an OSError that names no file, and makes one of safetensors' errors."""
     try:
         yield

@@ -53,7 +53,7 @@ class Folder:
     ) -> Fit:
         """Finds the place of every tensor, as `dora_common.peft.fit.fit` does; a message begins
         with the folder's path."""
-        with telling(self.path):
+        with named_in_errors(self.path):
             return fit(self.config, self.tensors, layers, parameters, arrays, adapter=self.adapter)
 
     def read(self, key: str) -> Any:
@@ -62,7 +62,7 @@ class Folder:
         Raises:
           ValueError: it cannot be read, or holds NaN or infinity.
         """
-        with telling(self.path / TENSORS):
+        with named_in_errors(self.path / TENSORS):
             tensor = self._file.get_tensor(key)
             check_finite(key, tensor)
             return tensor
@@ -167,18 +167,18 @@ def opened(
         supported.
     """
     path = _find(Path(folder), adapter)
-    with telling(path / CONFIG):
+    with named_in_errors(path / CONFIG):
         version = _version(path / CONFIG)
         config = AdapterConfig.from_json((path / CONFIG).read_text(encoding="utf-8"))
-    with telling(path / TENSORS):
+    with named_in_errors(path / TENSORS):
         # Mapped pages would stay in memory beside the arrays that are made of them.
         file = safe_open(path / TENSORS, framework=framework, backend="pread")
     with file:
-        with telling(path):
+        with named_in_errors(path):
             # `writing.write` takes the configuration away before it touches the tensors.
             if _version(path / CONFIG) != version:
                 raise ValueError("another adapter was written while this one was read; read again")
-        with telling(path / TENSORS):
+        with named_in_errors(path / TENSORS):
             slices = {key: file.get_slice(key) for key in file.keys()}
             tensors = {
                 key: (one.get_dtype(), tuple(one.get_shape())) for key, one in slices.items()
@@ -231,7 +231,7 @@ def _subfolders(folder: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def telling(path: Path) -> Iterator[None]:
+def named_in_errors(path: Path) -> Iterator[None]:
     """Puts the path before the message of what goes wrong."""
     try:
         yield

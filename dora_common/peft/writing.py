@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from dora_common.disk import locked, telling_of_the_disk, to_disk
+from dora_common.disk import locked, named_in_disk_errors, to_disk
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.folder import CONFIG, PICKLE, TENSORS
 
@@ -39,7 +39,7 @@ def write(
     """
     path = Path(folder)
     check_free(path, overwrite=overwrite)
-    with telling_of_the_disk(path):
+    with named_in_disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_stale(path)
         new = path.parent / f".{path.name}.{uuid.uuid4().hex}"

@@ -12,7 +12,7 @@ from dora_common.rules import as_rules, assign, listing
 from jax_dora.adapt.coverage import logged
 from jax_dora.adapt.reads import trace_reads
 from jax_dora.adapt.remove import remove_dora
-from jax_dora.adapt.sites import WAY_IN, Site, sites
+from jax_dora.adapt.sites import REMEDY, Site, sites
 from jax_dora.adapt.stack import stack_of
 from jax_dora.adapt.tree import check_model, named, replace_modules
 from jax_dora.layers import DORA_CLASSES, dora_class_of
@@ -145,17 +145,17 @@ def _mesh_sharding(variable: nnx.Variable) -> NamedSharding | None:
 
 
 def _refuse_others(matched: list[Site]) -> None:
-    adapted = [site.told() for site in matched if site.is_adapted]
+    adapted = [site.described() for site in matched if site.is_adapted]
     if adapted:
         raise ValueError(
             "a layer holds one adapter at a time, and these that the rules match hold one already: "
             f"take it out with remove_dora, or merge it with merge_dora, first:{listing(adapted)}"
         )
-    others = [site.told() for site in matched if site.refusal]
+    others = [site.described() for site in matched if site.refusal]
     if others:
         names = ", ".join(f"nnx.{base.__name__}" for base in DORA_CLASSES)
         raise TypeError(
             f"the rules match what cannot be adapted; expected {names}, and what jax_dora.register "
-            f"has named: {WAY_IN}, or narrow the rules' paths so that they leave out:"
+            f"has named: {REMEDY}, or narrow the rules' paths so that they leave out:"
             f"{listing(others)}"
         )

@@ -143,7 +143,7 @@ def _row(site: Site) -> CoveredWeight:
     how = site.refusal if status == "not adaptable" else site.how
     value = getattr(site.found.module, site.param).get_value()
     if quantised.is_quantised(value):
-        how += f"; {quantised.told(value)}"
+        how += f"; {quantised.described(value)}"
         if act_qtype := act_qtype_of(site.found.module):
             how += f", activations {act_qtype}"
     return CoveredWeight(

@@ -129,7 +129,7 @@ def _check_act_qtype(act_qtype: Any, qtype: str, tile_size: int | None) -> None:
 def _check_rows(matched: list[Site]) -> None:
     """Raises TypeError unless activations of these layers can be quantised by rows."""
     others = [
-        site.told()
+        site.described()
         for site in matched
         if not isinstance(site.found.module, nnx.Linear | nnx.LinearGeneral)
         or getattr(site.found.module, "batch_axis", None)
@@ -156,14 +156,14 @@ def _matched(found: list[Site], path: str) -> list[Site]:
             f"path {path!r} matches no layer; a path is matched as a whole. The layers with "
             f"parameters are:{listing(names)}"
         )
-    if others := [site.told() for site in matched if not _is_layer(site)]:
+    if others := [site.described() for site in matched if not _is_layer(site)]:
         raise TypeError(
             "path matches what cannot be quantised; expected nnx.Linear, nnx.LinearGeneral, "
             "nnx.Einsum and nnx.Conv themselves, whose products can read a quantised kernel: "
             f"narrow path so that it leaves out:{listing(others)}"
         )
     taken = [
-        site.told()
+        site.described()
         for site in matched
         if quantised.is_quantised(getattr(site.found.module, site.param).get_value())
     ]

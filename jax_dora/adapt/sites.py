@@ -15,7 +15,7 @@ from jax_dora.weights.module import adapters_of, has_dora_type
 from jax_dora.weights.reads import Read, ReadLog
 from jax_dora.weights.registry import class_name, registrations
 
-WAY_IN = (
+REMEDY = (
     "say which of its axes are contracted by jax_dora.register, or give example=, inputs to call "
     "the model with"
 )
@@ -72,7 +72,7 @@ class Site:
         """The weight's shape; () for a module without one."""
         return tuple(getattr(self.found.module, self.param).shape) if self.param else ()
 
-    def told(self) -> str:
+    def described(self) -> str:
         """Returns its path, its class and why it cannot be adapted, for a message."""
         kind = class_name(type(self.found.module))
         if self.is_adapted:

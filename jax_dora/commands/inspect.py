@@ -22,7 +22,7 @@ from safetensors import safe_open
 
 import jax_dora
 from dora_common.peft.config import AdapterConfig
-from dora_common.peft.folder import CONFIG, TENSORS, telling
+from dora_common.peft.folder import CONFIG, TENSORS, named_in_errors
 from jax_dora.adapt.tree import find_dora_layers
 from jax_dora.commands.flags import corrections
 from jax_dora.commands.folders import adapted_model, adapter_folder, base_folder
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _print_folder(console: Console, folder: Path, config: AdapterConfig) -> None:
     path = folder / TENSORS
-    with telling(path), safe_open(path, framework="numpy") as tensors:
+    with named_in_errors(path), safe_open(path, framework="numpy") as tensors:
         slices = {key: tensors.get_slice(key) for key in tensors.keys()}
         dtypes = sorted({one.get_dtype() for one in slices.values()})
         numbers = sum(math.prod(one.get_shape()) for one in slices.values())

@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from dora_common.disk import telling_of_the_disk, to_disk
+from dora_common.disk import named_in_disk_errors, to_disk
 
 ARRAYS, FACTS = "arrays.safetensors", "facts.json"
 SUMS = "SHA256SUMS"  # written last, in the form of `sha256sum --check`
@@ -91,7 +91,7 @@ class Checkpoints:
             if later >= step:
                 self._remove(later)
         try:
-            with telling_of_the_disk(folder):
+            with named_in_disk_errors(folder):
                 partial.mkdir(parents=True)
                 tensors = {name: np.asarray(leaf) for name, leaf in _by_name(arrays).items()}
                 save_file(tensors, partial / ARRAYS)

@@ -93,7 +93,7 @@ def _assigned(
     found = [site for site in linen_sites(model, example) if site.is_matched]
     chosen = assign(rules, [site.names for site in found], [site.is_linear for site in found])
     matched = [(site, rule) for site, rule in zip(found, chosen, strict=True) if rule]
-    if others := [site.told() for site, _ in matched if site.refusal]:
+    if others := [site.described() for site, _ in matched if site.refusal]:
         raise TypeError(
             "the rules match what cannot be adapted; narrow the rules' paths so that they leave "
             f"out:{listing(others)}"

@@ -23,7 +23,7 @@ def explicit(*arrays: jax.Array) -> AbstractMesh | None:
     return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
 
 
-def of(array: jax.Array) -> contextlib.AbstractContextManager[Any]:
+def context_of(array: jax.Array) -> contextlib.AbstractContextManager[Any]:
     """Returns the context of the mesh whose explicit axes `array` lies on."""
     mesh = explicit(array)
     if mesh is None or mesh == jax.sharding.get_abstract_mesh():

@@ -81,7 +81,7 @@ def format_of(kernel: Any) -> Format:
     return Format(qtype_name(kernel), (rows, columns), kernel.scale.dtype, has_zero_point)
 
 
-def told(kernel: Any) -> str:
+def described(kernel: Any) -> str:
     """Returns the format and the number of scales along each axis, for people."""
     return f"{qtype_name(kernel)}, scales {'×'.join(map(str, kernel.scale.shape))}"
 
@@ -300,7 +300,7 @@ def _split_tiles(tiles: jax.Array, shape: tuple[int, ...], split: tuple[int, ...
     return tiles.reshape(apart)
 
 
-def each_its_own(kernel: Any, lead: int) -> Any:
+def with_own_scales(kernel: Any, lead: int) -> Any:
     """Returns a quantised array whose scales have its own size along the `lead` first axes, so that
     `jax.vmap` and `jax.lax.scan` take it apart along them."""
 

@@ -53,7 +53,7 @@ def check_act_qtype(act_qtype: Any, name: str, kernel: Any) -> None:
         whole = kernel.scale.shape[-2] == 1 and kernel.zero_point is None
         if whole and quantised.qtype_name(kernel) == QTYPE:
             return
-        told = f"is quantised as {quantised.told(kernel)}"
+        told = f"is quantised as {quantised.described(kernel)}"
     raise ValueError(
         f"act_qtype is {act_qtype!r} and {name} {told}; expected {QTYPE} with scales [1, out]: "
         f"quantise it with jax_dora.quantize(model, {QTYPE!r}, act_qtype={QTYPE!r}), or leave "

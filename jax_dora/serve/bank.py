@@ -36,6 +36,8 @@ def warm_up(bank: Residents, model: CausalLM) -> None:
     jax.block_until_ready(bank.bank)
 
 
-def on(model: CausalLM, bank: jax_dora.AdapterBank | None, adapters: jax.Array) -> CausalLM:
+def with_adapters(
+    model: CausalLM, bank: jax_dora.AdapterBank | None, adapters: jax.Array
+) -> CausalLM:
     """Returns the model with the bank's adapters i32[rows] on its rows."""
     return model if bank is None else jax_dora.with_bank(model, bank, adapters)

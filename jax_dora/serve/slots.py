@@ -19,7 +19,7 @@ from flax import nnx
 from jax_dora.bank import AdapterBank
 from jax_dora.bank.residents import Residents
 from jax_dora.models import Cache, CausalLM, DecoderConfig, make_cache
-from jax_dora.serve.bank import on
+from jax_dora.serve.bank import with_adapters
 from jax_dora.serve.draw import Drawn, Wishes, draw
 from jax_dora.serve.request import Request
 
@@ -201,7 +201,7 @@ def _read(
     wishes = wishes.of(rows)
     # Padding has the first part's: a row of the base would have XLA multiply beside the kernels.
     adapters = jnp.where(rows < cache.lengths.shape[0], wishes.adapters, wishes.adapters[:1])
-    model = on(nnx.merge(graphdef, state), bank, adapters)
+    model = with_adapters(nnx.merge(graphdef, state), bank, adapters)
     cache = cache._replace(lengths=cache.lengths.at[rows].set(begins, mode="drop"))
     hidden, cache = model.extend(tokens, cache, counts, rows)
     last = jnp.maximum(counts - 1, 0)[:, None, None]
@@ -225,7 +225,7 @@ def _step(
     model = nnx.merge(graphdef, state)
     # A loop would copy the weights of each layer out of their stack, for one token to read them.
     model.model.config = dataclasses.replace(model.config, unroll=True)
-    model = on(model, bank, adapters)
+    model = with_adapters(model, bank, adapters)
     hidden, cache = model.extend(latest[:, None], cache, active)
     drawn = draw(model.logits(hidden[:, 0]), wishes, cache.lengths)
     latest = jnp.where(active > 0, drawn.tokens, latest)

@@ -142,7 +142,7 @@ class WeightAdapter:
             inside of a scan.
         """
         # A program may read it where a part of the mesh is left to XLA.
-        with meshes.of(kernel):
+        with meshes.context_of(kernel):
             kernel = adapted_here(kernel)
             axes = self.place.axes.replace("s", "", len(self.place.axes) - kernel.ndim)
             order = self._stack_to_batch if "s" in axes else lambda array: array
