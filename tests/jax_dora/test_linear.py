@@ -22,6 +22,7 @@ from jax_dora import DoRALinear, DoRAParam, ops
 from jax_dora.ops import draw_seed
 from jax_dora.ops.dropout import drop
 from parity import oracle, tolerances
+from tests.matrices import within
 from tests.tables import thinned
 
 IN, OUT, RANK, ALPHA = 96, 80, 6, 9.0
@@ -53,11 +54,6 @@ def adapter_grads(layer: DoRALinear, x: jax.Array, dy: jax.Array, **options) -> 
     return nnx.jit(nnx.grad(objective, argnums=nnx.DiffState(0, nnx.LoRAParam)))(layer, x)
 
 
-def assert_within(actual, expected, bound) -> None:
-    excess = np.abs(oracle.fp64(actual) - expected) - bound
-    assert excess.max() <= 0, f"exceeds its tolerance by {excess.max()}"
-
-
 @pytest.mark.parametrize(
     ("dtype", "use_rslora"),
     thinned(
@@ -78,13 +74,13 @@ def test_agrees_with_the_oracle(dtype, use_rslora):
     bias = layer.bias[...]
     bounds = tolerances.dora_linear(dy, *args, dtype, bias=bias)
     expected = oracle.dora_linear(*args, bias=bias, dtype=dtype)
-    assert_within(y.reshape(-1, OUT), expected.reshape(-1, OUT), bounds.y)
+    within(y.reshape(-1, OUT), expected.reshape(-1, OUT), bounds.y)
 
     grads = adapter_grads(layer, x, dy)
     expected = oracle.dora_linear_grads(dy, *args, dtype=dtype)
-    assert_within(grads["lora_a"][...].T, expected.d_lora_a, bounds.d_lora_a)
-    assert_within(grads["lora_b"][...].T, expected.d_lora_b, bounds.d_lora_b)
-    assert_within(grads["magnitude"][...], expected.d_magnitude, bounds.d_magnitude)
+    within(grads["lora_a"][...].T, expected.d_lora_a, bounds.d_lora_a)
+    within(grads["lora_b"][...].T, expected.d_lora_b, bounds.d_lora_b)
+    within(grads["magnitude"][...], expected.d_magnitude, bounds.d_magnitude)
     for name, grad in grads.items():
         assert grad[...].dtype == jnp.float32, name
 
@@ -183,7 +179,7 @@ def test_norm_is_of_the_parameters_whatever_the_computation():
     args = (inputs(jnp.bfloat16), *torch_layout(layer), layer.scale)
     expected = oracle.dora_linear(*args, bias=layer.bias[...], dtype=jnp.bfloat16)
     bound = 4 * tolerances.unit_roundoff(jnp.bfloat16) * np.abs(expected).max()
-    assert_within(layer(inputs(jnp.bfloat16)), expected, bound)
+    within(layer(inputs(jnp.bfloat16)), expected, bound)
     chex.assert_trees_all_equal(layer.norm(), reference.norm())
 
 
@@ -261,47 +257,6 @@ def test_optimizer_step_trains_the_adapter_alone():
     assert changed == {("up", "lora_a"), ("up", "lora_b"), ("up", "magnitude")}
 
 
-@pytest.mark.slow
-def test_scan_over_stacked_layers():
-    depth, width = 3, 24
-
-    @nnx.vmap(in_axes=0, out_axes=0)
-    def stack(rngs):
-        return DoRALinear(width, width, rank=2, alpha=3, lora_b_init=nonzero, rngs=rngs)
-
-    layers = stack(nnx.Rngs(0).split(depth))
-    chex.assert_shape(layers.magnitude[...], (depth, width))
-    x = jax.random.normal(jax.random.key(1), (5, width))
-
-    def run(layers, x):
-        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-        @nnx.remat(policy=jax_dora.remat_policy())
-        def block(x, layer):
-            return x + jnp.tanh(layer(x))
-
-        return block(x, layers)
-
-    def unrolled(layers, x):
-        graphdef, state = nnx.split(layers)
-        for index in range(depth):
-            layer = nnx.merge(graphdef, jax.tree.map(lambda leaf, i=index: leaf[i], state))
-            x = x + jnp.tanh(layer(x))
-        return x
-
-    chex.assert_trees_all_close(nnx.jit(run)(layers, x), nnx.jit(unrolled)(layers, x), rtol=1e-5)
-
-    def loss(run, layers, x):
-        return jnp.sum(jnp.cos(run(layers, x)))
-
-    wrt = nnx.DiffState(0, nnx.LoRAParam)
-    chex.assert_trees_all_close(
-        nnx.jit(nnx.grad(functools.partial(loss, run), argnums=wrt))(layers, x),
-        nnx.jit(nnx.grad(functools.partial(loss, unrolled), argnums=wrt))(layers, x),
-        rtol=1e-4,
-        atol=1e-5,
-    )
-
-
 def test_vmap_over_adapters_of_one_base():
     layer = make()
     graphdef, adapter, rest = nnx.split(layer, nnx.LoRAParam, ...)
@@ -348,7 +303,7 @@ def test_dropout_follows_its_convention(mode, dtype):
     undropped = tolerances.dora_linear(
         jnp.zeros_like(y), x, *torch_layout(layer), layer.scale, dtype, bias=layer.bias[...]
     )
-    assert_within(y.reshape(-1, OUT), expected.reshape(-1, OUT), bounds.y + undropped.y)
+    within(y.reshape(-1, OUT), expected.reshape(-1, OUT), bounds.y + undropped.y)
 
 
 @pytest.mark.parametrize("mode", ["adapter", "input"])
