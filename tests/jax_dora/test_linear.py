@@ -14,7 +14,7 @@ import optax
 import pytest
 from flax import nnx
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_dora
@@ -401,57 +401,6 @@ def test_sharding_follows_the_kernel():
         )
         assert adapted.lora_a.get_metadata("out_sharding") == ("model", None)
         assert adapted.magnitude.get_metadata("out_sharding") == (None,)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kernel", "x", "y", "dropout"),
-    thinned(
-        [
-            (P("model", None), P("data", "model"), P("data", None), 0.0),
-            (P("model", None), P("data", "model"), P(None, ("data", "model")), 0.5),
-            (P(None, "model"), P("data", None), P("data", "model"), 0.5),
-            (P(None, "model"), P("data", None), P(None, None), 0.0),
-            (P("data", "model"), P(None, "data"), P(None, "model"), 0.0),
-        ],
-        [(P(None, "model"), P("data", None), P("data", "model"), 0.5)],
-    ),
-)
-def test_out_sharding_on_an_explicit_mesh(kernel, x, y, dropout):
-    """As `nnx.Linear`: the result is sharded so, and neither it nor a gradient changes."""
-
-    def gradients(layer, inputs, out_sharding=None):
-        @nnx.jit
-        def run(layer, inputs):
-            def loss(layer):
-                result = layer(inputs, out_sharding, deterministic=False, rngs=jax.random.key(5))
-                return (result**2).sum(), result
-
-            wanted = nnx.DiffState(0, nnx.LoRAParam)
-            return nnx.grad(loss, argnums=wanted, has_aux=True)(layer)
-
-        return run(layer, inputs)
-
-    linear = nnx.Linear(24, 40, rngs=nnx.Rngs(0))
-    inputs = jax.random.normal(jax.random.key(1), (8, 24))
-    options = {"rank": RANK, "alpha": ALPHA, "dropout": dropout, "lora_b_init": nonzero}
-    exact, result = gradients(DoRALinear.from_linear(linear, rngs=nnx.Rngs(0), **options), inputs)
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
-    with jax.set_mesh(mesh):
-        place = NamedSharding(mesh, kernel)
-        linear.kernel.set_value(jax.device_put(linear.kernel[...], place))
-        rule = jax_dora.DoRARule("", **options)
-        layer = jax_dora.apply_dora(linear, rule, rngs=nnx.Rngs(0))
-        inputs = jax.device_put(inputs, NamedSharding(mesh, x))
-        for out_sharding in (y, NamedSharding(mesh, y)):
-            found, sharded = gradients(layer, inputs, out_sharding)
-            assert sharded.sharding.spec == y
-            assert found["lora_a"][...].sharding.spec == P(kernel[0], None)
-            assert found["magnitude"][...].sharding.spec == P(kernel[1])
-            chex.assert_trees_all_close(np.asarray(sharded), np.asarray(result), atol=1e-5)
-            for name in ("lora_a", "lora_b", "magnitude"):
-                one, other = (np.asarray(grads[name][...]) for grads in (found, exact))
-                np.testing.assert_allclose(one, other, atol=1e-5 * np.abs(other).max())
 
 
 @pytest.mark.slow
