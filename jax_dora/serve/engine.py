@@ -84,7 +84,7 @@ class Engine:
                 f"{len(request.prompt)} tokens of prompt and max_tokens {request.max_tokens}; "
                 f"expected one or more of each, and {self.capacity} together at most"
             )
-        answer = Answer(request, TextStream(self._tokenizer, request.stop))
+        answer = Answer(request, TextStream(self._tokenizer, request.style.stop))
         with self._changed:
             if self._failed:
                 raise RuntimeError(self._failed)
@@ -219,7 +219,7 @@ class Engine:
             return
         tokens, finite = np.asarray(drawn.tokens), np.asarray(drawn.finite)
         told = None
-        if any(one.request.logprobs is not None for _, one in going):
+        if any(one.request.style.logprobs is not None for _, one in going):
             told = jax.device_get(drawn[2:])
         for place, one in going:
             if finite[place]:
@@ -238,7 +238,7 @@ class Engine:
         answer.drawn += 1
         self.metrics.tokens.inc()
         text = answer.stream.add(token)
-        tokens = (_token(token, place, request.logprobs, told),)
+        tokens = (_token(token, place, request.style.logprobs, told),)
         if answer.stream.stopped:
             self._end(answer, Piece(text, tokens, "stop"))
         elif answer.drawn == request.max_tokens:

@@ -5,7 +5,7 @@ import secrets
 from typing import Any
 
 from jax_dora.serve.errors import ApiError, wrong
-from jax_dora.serve.request import TOP_LOGPROBS
+from jax_dora.serve.request import TOP_LOGPROBS, Style
 
 STOPS, STOP_LENGTH = 4, 256
 # Values of what is not there that ask for nothing.
@@ -35,15 +35,11 @@ READ = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """What both kinds of requests ask for; as in `jax_dora.serve.request.Request`."""
+    """What both kinds of requests ask for."""
 
     model: str
     max_tokens: int | None
-    temperature: float
-    top_p: float
-    seed: int
-    stop: tuple[str, ...]
-    logprobs: int | None
+    style: Style
     stream: bool
     include_usage: bool
 
@@ -94,11 +90,13 @@ def _fields(body: dict[str, Any], max_tokens: int | None, logprobs: int | None) 
     return Fields(
         model=model,
         max_tokens=max_tokens,
-        temperature=_number(body, "temperature", 0.0, 2.0, 1.0),
-        top_p=_number(body, "top_p", 0.0, 1.0, 1.0, above=True),
-        seed=secrets.randbits(64) if seed is None else seed % 2**64,
-        stop=_stops(body.get("stop")),
-        logprobs=logprobs,
+        style=Style(
+            temperature=_number(body, "temperature", 0.0, 2.0, 1.0),
+            top_p=_number(body, "top_p", 0.0, 1.0, 1.0, above=True),
+            seed=secrets.randbits(64) if seed is None else seed % 2**64,
+            stop=_stops(body.get("stop")),
+            logprobs=logprobs,
+        ),
         stream=stream,
         include_usage=_flag(options, "include_usage"),
     )

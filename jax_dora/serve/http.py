@@ -119,7 +119,9 @@ class _Handlers:
         pieces = _Pieces(
             lambda sink: service.submit(fields, served, prompt, sink), service.engine.cancel
         )
-        writer = kind(fields.model, service.tokenizer, len(prompt), fields.logprobs is not None)
+        writer = kind(
+            fields.model, service.tokenizer, len(prompt), fields.style.logprobs is not None
+        )
         if fields.stream:
             return _Events(pieces, writer, fields.include_usage)
         return await _whole(request, pieces, writer)

@@ -43,19 +43,33 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True)
+class Style:
+    """How an answer is drawn, where it ends, and what is told of it.
+
+    Attributes:
+      temperature: logits are divided by it; 0 takes the likeliest token.
+      top_p: of the likeliest tokens alone that have this probability together (arXiv 1904.09751).
+      seed: of the draws, 64 bits. They depend on it and on the place in the text, on nothing else.
+      stop: texts before which an answer ends.
+      logprobs: how many of the likeliest tokens are told with each; None for no probabilities.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Request:
     """A prompt, and how it is continued.
 
     Attributes:
       prompt: its tokens, one or more.
       max_tokens: the answer has at most so many.
-      adapter: None for the base alone.
-      temperature: logits are divided by it; 0 takes the likeliest token.
-      top_p: of the likeliest tokens alone that have this probability together (arXiv 1904.09751).
-      seed: of the draws, 64 bits. They depend on it and on the place in the text, on nothing else.
-      stop: texts before which an answer ends.
-      logprobs: how many of the likeliest tokens are told with each; None for no probabilities.
       sink: is called with every `Piece` as it comes, from the engine's thread.
+      adapter: None for the base alone.
       asked: when it came, by `time.monotonic`.
     """
 
@@ -63,11 +77,7 @@ class Request:
     max_tokens: int
     sink: Callable[[Piece], None]
     adapter: Served | None = None
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    stop: tuple[str, ...] = ()
-    logprobs: int | None = None
+    style: Style = Style()
     asked: float = dataclasses.field(default_factory=time.monotonic)
 
 

@@ -95,17 +95,7 @@ class Service:
                 param="max_tokens" if room > 0 else "prompt",
                 code="context_length_exceeded",
             )
-        request = Request(
-            prompt=tuple(prompt),
-            max_tokens=wanted,
-            sink=sink,
-            adapter=served,
-            temperature=fields.temperature,
-            top_p=fields.top_p,
-            seed=fields.seed,
-            stop=fields.stop,
-            logprobs=fields.logprobs,
-        )
+        request = Request(tuple(prompt), wanted, sink, served, fields.style)
         try:
             return self.engine.submit(request)
         except QueueFullError as error:

@@ -75,8 +75,9 @@ class Slots:
 
     def take(self, row: int, request: Request, slot: int) -> None:
         """Puts a request's wishes into a row; `slot` is its adapter's in the bank, or -1."""
-        seed = np.array([request.seed >> 32, request.seed & 0xFFFF_FFFF], np.uint32)
-        wished = (slot, seed, request.temperature, request.top_p, request.logprobs is not None)
+        style = request.style
+        seed = np.array([style.seed >> 32, style.seed & 0xFFFF_FFFF], np.uint32)
+        wished = (slot, seed, style.temperature, style.top_p, style.logprobs is not None)
         for array, value in zip(self._host, wished, strict=True):
             array[row] = value
         self._wishes = None
