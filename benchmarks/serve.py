@@ -22,7 +22,8 @@ import numpy as np
 from benchmarks.bank_adapters import draw_ids, random_adapter
 from benchmarks.bank_programs import without_g
 from benchmarks.results import Row
-from benchmarks.step import LLAMA_3_8B, TINY
+from benchmarks.step import LLAMA_3_8B
+from benchmarks.step import TINY as TINY_DECODER
 from jax_dora.bank.residents import Residents
 from jax_dora.finetune.tiny import byte_level_tokenizer
 from jax_dora.models import CausalLM, DecoderConfig, make_model
@@ -55,7 +56,7 @@ class Settings(NamedTuple):
 
 
 TINY = Settings(
-    dataclasses.replace(TINY, vocab_size=257),
+    dataclasses.replace(TINY_DECODER, vocab_size=257),
     rows=3,
     prompt=20,
     answer=4,
