@@ -14,7 +14,7 @@ from jax_dora.adapt.reads import trace_reads
 from jax_dora.adapt.remove import remove_dora
 from jax_dora.adapt.sites import REMEDY, Site, sites
 from jax_dora.adapt.stack import stack_of
-from jax_dora.adapt.tree import check_model, named, replace_modules
+from jax_dora.adapt.tree import check_model, named_in_errors, replace_modules
 from jax_dora.layers import DORA_CLASSES, dora_class_of
 from jax_dora.layers.base_layer import padded
 from jax_dora.layers.rule import DoRARule, Rules
@@ -105,7 +105,7 @@ def adapt_site(site: Site, rule: DoRARule, rngs: nnx.Rngs) -> Any:
     scope = (
         contextlib.nullcontext() if sharding is None else jax.set_mesh(cast(Mesh, sharding.mesh))
     )
-    with named(site.names[0], "adapted"), scope:
+    with named_in_errors(site.names[0], "adapted"), scope:
         if cls is None:
             adapted = _adapt_weight(site, rule, rngs)
         else:

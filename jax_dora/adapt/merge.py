@@ -187,7 +187,7 @@ def _merge_layer(
         merged = round_to(exact, quantised.qtype_name(kernel), tile, kernel.scale.dtype)
     elif quantised.is_quantised(kernel):
         compute_plain(base)
-    with named(path, "merged"):
+    with named_in_errors(path, "merged"):
         set_as_read(parameter, merged)
     return reported(path, kernel, change, merged) if report else None
 

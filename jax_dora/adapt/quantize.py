@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dora_common.rules import Rule, listing
 from jax_dora.adapt.sites import Site, sites
 from jax_dora.adapt.stack import stack_of
-from jax_dora.adapt.tree import check_model, named
+from jax_dora.adapt.tree import check_model, named_in_errors
 from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.layers.base_layer import padded, set_as_read
 from jax_dora.layers.call import bounded_norm
@@ -85,7 +85,7 @@ def quantize[Model: nnx.Module](
         parameter = getattr(site.found.module, site.param)
         if id(parameter) not in done:
             done[id(parameter)] = site.names[0]
-            with named(site.names[0], "quantised"):
+            with named_in_errors(site.names[0], "quantised"):
                 _quantize_layer(site.found.module, parameter, qtype, tile_size)
                 if act_qtype is not None:
                     parameter.set_value(columns_in_one_piece(parameter.get_value()))

@@ -23,7 +23,7 @@ class Found:
 
 
 @contextlib.contextmanager
-def named(path: str, done: str) -> Iterator[None]:
+def named_in_errors(path: str, done: str) -> Iterator[None]:
     """Names a layer in the errors that say why it cannot be `done`: adapted, or quantised."""
     try:
         yield

@@ -11,7 +11,7 @@ from dora_common.rules import assign, listing
 from dora_common.slots import check_plain
 from jax_dora.adapt.sites import Site, sites
 from jax_dora.adapt.stack import stack_of
-from jax_dora.adapt.tree import find_dora_layers, named
+from jax_dora.adapt.tree import find_dora_layers, named_in_errors
 from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.layers.base_layer import padded
 from jax_dora.layers.layout import Layout
@@ -126,7 +126,7 @@ def _place(site: Site) -> tuple[Place, nnx.Variable]:
     layer = nnx.merge(graphdef, jax.tree.map(lambda _: None, state))
     kernel = getattr(module, kind.kernel_name)
     dtype = getattr(module, "dtype", None) or kernel.dtype
-    with named(site.names[0], "given a place in a bank"):
+    with named_in_errors(site.names[0], "given a place in a bank"):
         stack = stack_of(module, axis=0)
     value = jax.tree.leaves(kernel.get_value())[0]
     sharding = value.sharding if isinstance(value, jax.Array) else None

@@ -7,7 +7,7 @@ from typing import Any
 from flax import linen as nn
 
 from jax_dora.adapt.merge import Setting
-from jax_dora.adapt.tree import named
+from jax_dora.adapt.tree import named_in_errors
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.rule import DoRARule
 from jax_dora.linen.layer import counterpart, dora_layer
@@ -39,7 +39,7 @@ def adapted_layer(
     """Returns the DoRA layer in the place of `module`, called with these arguments."""
     (_, inputs), *others = arguments.items()
     kernel = module.get_variable("params", cls.kernel_name)
-    with named("/".join(module.path), "adapted"):
+    with named_in_errors("/".join(module.path), "adapted"):
         base = counterpart(module, inputs, kernel, **dict(others))
         return dora_layer(module, cls, base, rule, kernel)
 

@@ -10,7 +10,7 @@ from flax import nnx
 from dora_common.peft.layers import Layer
 from jax_dora.adapt.adapter import AdaptedWeight
 from jax_dora.adapt.stack import stack_of
-from jax_dora.adapt.tree import check_model, find_modules, named
+from jax_dora.adapt.tree import check_model, find_modules, named_in_errors
 from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.layers.layout import Layout
 from jax_dora.layers.stack import Stack
@@ -121,7 +121,7 @@ def torch_view(
     }
     stacks: dict[str, Stack] = {}
     for path in kinds:
-        with named(path, "named as in PyTorch"):
+        with named_in_errors(path, "named as in PyTorch"):
             stacks[path] = stack_of(modules[path], (stack_axes or {}).get(path, 0))
     weights = torch_weights(model, held)
     for weight in weights.values():

@@ -78,7 +78,7 @@ def apply_dora(model: nn.Module, rules: DoRARule | Sequence[DoRARule]) -> Any:
             "these parameters of lazy modules have no shape yet; call the model once, which gives "
             f"them theirs, first:{listing(lazy)}"
         )
-    layers = [one for one in named(model) if _holds_parameters(one[0])]
+    layers = [one for one in modules_with_names(model) if _holds_parameters(one[0])]
     head = output_head(model)
     chosen = assign(
         rules,
@@ -175,7 +175,7 @@ def output_head(model: nn.Module) -> nn.Module | None:
     return getattr(model, "get_output_embeddings", lambda: None)()
 
 
-def named(model: nn.Module) -> list[Named]:
+def modules_with_names(model: nn.Module) -> list[Named]:
     """Returns every module with all its names."""
     names: dict[nn.Module, list[str]] = {}
     for name, module in named_modules(model, remove_duplicate=False):

@@ -11,7 +11,7 @@ from dora_common.hyperparameters import adapter_scale, check_rank
 from dora_common.peft.folder import opened
 from dora_common.rules import ALL_LINEAR, assign, listing
 from dora_common.slots import check_plain, check_room, check_slot, check_slots
-from torch_dora.adapt.apply import check_model, named, output_head
+from torch_dora.adapt.apply import check_model, modules_with_names, output_head
 from torch_dora.adapt.rule import DoRARule
 from torch_dora.layers import DoRAConv1D, DoRALinear, dora_layers
 from torch_dora.layers.linear import is_conv1d
@@ -201,7 +201,11 @@ class AdapterBank:
 
 def _projections(model: nn.Module, path: str) -> dict[str, nn.Module]:
     head = output_head(model)
-    found = [one for one in named(model) if isinstance(one[0], nn.Linear) or is_conv1d(one[0])]
+    found = [
+        one
+        for one in modules_with_names(model)
+        if isinstance(one[0], nn.Linear) or is_conv1d(one[0])
+    ]
     rule = DoRARule(path, rank=1, alpha=1)
     are_linear = [module is not head for module, _ in found]
     chosen = assign([rule], [names for _, names in found], are_linear)
