@@ -12,6 +12,7 @@ import jax_dora
 import jax_dora.models as decoder
 import jax_dora.peft
 from parity import tolerances
+from tests.jax_dora.peft_folders import peft_model
 
 # PEFT stores an adapted embedding itself, too.
 pytestmark = pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning")
@@ -46,20 +47,6 @@ KINDS = {
 }
 
 
-def peft_model(base, setting):
-    """DoRA with lora_B away from zero and magnitudes away from their norms."""
-    config = peft.LoraConfig(use_dora=True, task_type="CAUSAL_LM", **SETTINGS[setting])
-    model = peft.get_peft_model(base, config)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name or "lora_embedding_A" in name:
-                parameter.normal_(0, 0.05)
-            elif "lora_magnitude_vector" in name:
-                parameter.mul_(1 + 0.2 * torch.randn_like(parameter))
-    return model.eval()
-
-
 def cosine(a, b):
     a, b = np.float64(a).ravel(), np.float64(b).ravel()
     return a @ b / np.linalg.norm(a) / np.linalg.norm(b)
@@ -68,7 +55,7 @@ def cosine(a, b):
 @pytest.fixture(params=PAIRS, ids="-".join)
 def pair(request, make_folder, make_torch_model, tmp_path):
     family, setting = request.param
-    theirs = peft_model(make_torch_model(family), setting)
+    theirs = peft_model(make_torch_model(family), use_dora=True, **SETTINGS[setting])
     theirs.save_pretrained(tmp_path / "adapter")
     base = decoder.load_model(make_folder(family))
     return theirs, base, jax_dora.peft.load_adapter(base, tmp_path / "adapter"), family
@@ -142,7 +129,9 @@ def test_peft_reads_what_we_write(pair, make_torch_model, tokens, tmp_path):
 @pytest.mark.slow
 def test_bf16(make_folder, make_torch_model, tokens, tmp_path):
     """fp32 adapters on a bf16 base: as near to fp64 as PEFT, by flash-attention's rule."""
-    theirs = peft_model(make_torch_model("qwen3", torch.bfloat16), "all-linear")
+    theirs = peft_model(
+        make_torch_model("qwen3", torch.bfloat16), use_dora=True, **SETTINGS["all-linear"]
+    )
     theirs.save_pretrained(tmp_path / "adapter")
     with torch.no_grad():
         in_bf16 = theirs(torch.tensor(tokens)).logits.double().numpy()

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import peft
 import pytest
 import torch
 from flax import nnx
@@ -11,6 +10,7 @@ from flax import nnx
 import jax_dora
 import jax_dora.models as decoder
 from parity import tolerances
+from tests.jax_dora.peft_folders import peft_model
 
 SETTINGS = [
     {"r": 5, "lora_alpha": 8, "target_modules": "all-linear", "use_dora": True},
@@ -19,18 +19,6 @@ SETTINGS = [
 ]
 IDS = np.array([2, -1, 0, 1, 0])
 LENGTH = 9
-
-
-def peft_model(base, setting, seed):
-    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **setting))
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(0, 0.05)
-            elif "lora_magnitude_vector" in name:
-                parameter.mul_(1 + 0.2 * torch.randn_like(parameter))
-    return model.eval()
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +31,7 @@ def made(make_folder, make_torch_model, tmp_path_factory):
     with torch.no_grad():
         expected = make_torch_model("llama")(given).logits.numpy()
         for slot, setting in enumerate(SETTINGS):
-            theirs = peft_model(make_torch_model("llama"), setting, slot)
+            theirs = peft_model(make_torch_model("llama"), slot, **setting)
             folder = tmp_path_factory.mktemp("adapter")
             theirs.save_pretrained(folder)
             bank = bank.load(slot, folder)
@@ -118,7 +106,7 @@ def test_folders_that_replace_base_weights_are_refused(made, make_torch_model, t
     ]
     for number, (setting, error, message) in enumerate(settings):
         setting = {"r": 2, "target_modules": ["q_proj"], **setting}
-        theirs = peft_model(make_torch_model("llama"), setting, 0)
+        theirs = peft_model(make_torch_model("llama"), 0, **setting)
         theirs.save_pretrained(tmp_path / str(number), save_embedding_layers=False)
         with pytest.raises(error, match=message):
             bank.load(3, tmp_path / str(number))
