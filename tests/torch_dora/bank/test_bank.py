@@ -68,7 +68,7 @@ def test_a_slot_forgets_what_it_held_and_nothing_moves():
     _, bank, alone = filled()
     (tensors,) = bank.tensors.values()
     before = tensors.lora_a.data_ptr()
-    assert bank.load(1, alone[0]) is bank
+    assert bank.load(np.int64(1), alone[0]) is bank
     assert tensors.lora_a.data_ptr() == before
     for tensor in tensors:
         assert torch.equal(tensor[0], tensor[1])
