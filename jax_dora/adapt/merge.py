@@ -23,7 +23,7 @@ from jax_dora.adapt.tree import (
     check_model,
     find_dora_layers,
     find_modules,
-    named,
+    named_in_errors,
     shared_variables,
 )
 from jax_dora.layers import DoRALayer
