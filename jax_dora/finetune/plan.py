@@ -33,6 +33,7 @@ from jax_dora.models import (
 )
 from jax_dora.models.chat import ChatTemplate
 from jax_dora.models.tokenizer import read_ends, read_tokenizer
+from jax_dora.models.weights import fingerprint
 
 EMBEDDING = "model/embed_tokens"
 # Flags that a run can only be taken up with as they were; with others its steps would be others.
@@ -106,6 +107,7 @@ class Plan:
             "rows of a step": math.prod(self.step_rows),
             # What the files hold counts, not where they lie.
             "data": _digest(self.rows),
+            "weights": fingerprint(self.folder),
             "config": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
         }
         self.eval_digest = None if self.eval_rows is None else _digest(self.eval_rows)

@@ -1,5 +1,6 @@
 """The safetensors files of a Hugging Face folder, read piecewise and written one file at a time."""
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -91,6 +92,18 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         if wrong:
             raise ValueError(f"{index} and the files beside it disagree about {_some(wrong)}")
     return tensors
+
+
+def fingerprint(folder: Path) -> str:
+    """Returns a checksum of every tensor's name, dtype, shape and first bytes: folders of models
+    that differ by training differ in it, however their files are cut."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(stored_tensors(folder).items()):
+        digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
+        with tensor.file.open("rb") as file:
+            file.seek(tensor.offset)
+            digest.update(file.read(min(1024, math.prod(tensor.shape) * tensor.dtype.itemsize)))
+    return digest.hexdigest()
 
 
 def _header(file: Path) -> dict[str, StoredTensor]:

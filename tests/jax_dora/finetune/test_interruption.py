@@ -9,6 +9,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from dora_common.disk import locked
 from jax_dora.finetune import data, guard, training
@@ -164,6 +165,13 @@ def test_nothing_to_resume_is_said_and_a_run_is_prolonged(finished, command, cap
     assert finetune([*command, "--resume", "--dropout", "0.2"]) == 2
     assert finetune([*command, "--resume", "--steps", "3"]) == 2
     assert "the run is at step 4, after the last of 3" in told(capsys)
+    other = tmp_path / "other"
+    shutil.copytree(finished / "tiny-model", other)
+    weights = load_file(other / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"] += 1
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    assert finetune([*command, "--resume", "--model", str(other)]) == 2
+    assert "the same run only, but weights was " in told(capsys)
     assert finetune([*command, "--resume"]) == 0
     assert "the run had 4 steps and has 6" in told(capsys)
     assert finetune([*command, "--output", str(tmp_path / "whole")]) == 0
