@@ -81,7 +81,11 @@ class Writer:
 
     def _name(self, token: int) -> str:
         """Returns the token's text; of one that is no whole letters, its number."""
-        text = self._tokenizer.decode([token], skip_special_tokens=False)
+        # What it adds to itself, since some decoders take the first space of a text away.
+        once, twice = (
+            self._tokenizer.decode([token] * count, skip_special_tokens=False) for count in (1, 2)
+        )
+        text = twice[len(once) :]
         return f"token_id:{token}" if "\ufffd" in text or not text else text
 
 
@@ -109,12 +113,17 @@ class Completion(Writer):
         return {
             "tokens": names,
             "token_logprobs": [one.logprob for one in tokens],
-            "top_logprobs": [
-                {self._name(other.token): other.logprob for other in one.likeliest}
-                for one in tokens
-            ],
+            "top_logprobs": [self._likeliest(one) for one in tokens],
             "text_offset": offsets,
         }
+
+    def _likeliest(self, one: Token) -> dict[str, float]:
+        named: dict[str, float] = {}
+        for other in one.likeliest:
+            name = self._name(other.token)
+            # Several tokens may have one text.
+            named[f"token_id:{other.token}" if name in named else name] = other.logprob
+        return named
 
 
 class Chat(Writer):

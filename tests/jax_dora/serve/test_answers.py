@@ -12,6 +12,9 @@ from flax import nnx
 import jax_dora
 import jax_dora.peft
 from jax_dora.models import generate, load_model
+from jax_dora.serve.answers import Completion
+from jax_dora.serve.request import Piece, Token
+from tests.jax_dora.models.test_text import byte_fallback_tokenizer
 
 NAMES = ("tiny", "french", "german", "lora", "small")
 # Shorter than a piece of a prompt, as long as one, and longer.
@@ -192,3 +195,16 @@ def test_stop_strings(served):
         expected = whole[: min(place for one in stops if (place := whole.find(one)) >= 0)]
         answer = complete(client, "french", "12+30=", max_tokens=20, stop=stop)
         assert (answer.text, answer.finish_reason) == (expected, "stop")
+
+
+def test_tokens_have_their_spaces_and_names_of_their_own():
+    """Of a tokenizer as Llama 2's, whose texts lose their first space, and which has bytes too."""
+    drawn = [
+        Token(256, -1.0, (Token(256, -1.0), Token(98, -2.0), Token(257, -3.0))),
+        Token(32, 0.0),
+    ]
+    writer = Completion("m", byte_fallback_tokenizer(), 1, True)
+    told = writer.whole([Piece(" a ", tuple(drawn), "length")])["choices"][0]["logprobs"]
+    assert told["tokens"] == [" a", " "]
+    assert told["text_offset"] == [0, 2]
+    assert told["top_logprobs"][0] == {" a": -1.0, "b": -2.0, "token_id:257": -3.0}
