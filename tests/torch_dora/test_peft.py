@@ -350,6 +350,17 @@ def small() -> nn.Module:
     return torch_dora.apply_dora(base(Attention), rule)
 
 
+def test_what_is_trained_is_stored_or_refused(tmp_path: Path) -> None:
+    model = small()
+    model.up.bias.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"without them; .* modules_to_save .*\n  up\.bias$"):
+        save_adapter(model, tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+    save_adapter(model, tmp_path / "a", bias="lora_only")
+    loaded = load_adapter(base(Attention), tmp_path / "a")
+    assert torch.equal(loaded.up.bias, model.up.bias)
+
+
 def test_a_task_that_peft_does_not_know_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"task_type is 'chat'; expected None or one of SEQ_CLS,"):
         save_adapter(small(), tmp_path / "a", task_type="chat")

@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from safetensors.torch import save_file
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.save import Adapted, Source
+from dora_common.rules import listing
 from torch_dora.layers import DoRAConv1D, dora_layers, named_modules, placement
 from torch_dora.ops import check, shards
 from torch_dora.peft.layers import layers_of, parameters_of
@@ -57,8 +58,8 @@ def save_adapter(
     Raises:
         FileExistsError: there is an adapter in the folder, and ``overwrite`` is False.
         ValueError: the model has no adapter, or one that the format cannot express; ``config`` does
-            not fit the model; a name matches no module; a number is not finite, or not in
-            ``dtype``.
+            not fit the model; a name matches no module; a parameter that requires a gradient would
+            not be stored; a number is not finite, or not in ``dtype``.
         NotImplementedError: a convolution has groups, dilation or a padding that PEFT does not
             honour; accelerate has offloaded a layer, or it is on the meta device.
         RuntimeError: the process that writes failed, in the others.
@@ -110,6 +111,27 @@ def save_adapter(
         base_model_name_or_path=base_model_name_or_path,
         task_type=task_type,
     )
+    _refuse_to_lose(parameters, config, modules)
     source.write(
         folder, config, save_file, overwrite=overwrite, run=functools.partial(shards.by_first, mesh)
     )
+
+
+def _refuse_to_lose(
+    parameters: Mapping[str, Tensor], config: AdapterConfig, adapted: Collection[str]
+) -> None:
+    """Raises ValueError that lists what is trained beside the adapters and not stored."""
+    paths = {name: name.rpartition(".")[0] for name in parameters}
+    stored = {
+        id(tensor)
+        for name, tensor in parameters.items()
+        if config.stores(name, of_adapted_layer=paths[name] in adapted)
+        or config.token_indices_of(paths[name])
+    }
+    trained = [name for name, one in parameters.items() if one.requires_grad]
+    if lost := [name for name in trained if id(parameters[name]) not in stored]:
+        raise ValueError(
+            "these parameters require a gradient, and the folder would be without them; name their "
+            "modules in modules_to_save (or pass bias), or call requires_grad_(False) on them:"
+            f"{listing(lost)}"
+        )
