@@ -34,9 +34,12 @@ def _hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
     """Does nothing: torch leaves the fast path for any hook."""
 
 
-def of_nested(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def of_nested(call: Callable[[Tensor], Tensor], x: Any) -> Tensor:
     """Returns ``call`` of a nested tensor [batch, rows of each, in]."""
     lengths = [len(rows) for rows in x.unbind()]
     y = call(x.to_padded_tensor(0.0))
     rows = [rows[:length] for rows, length in zip(y, lengths, strict=True)]
+    if x.layout == torch.jagged and x.lengths() is None:
+        # Only those that share their offsets can be added to each other.
+        return torch.nested.nested_tensor_from_jagged(torch.cat(rows), x.offsets())
     return torch.nested.as_nested_tensor(rows, layout=x.layout)
