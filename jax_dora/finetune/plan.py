@@ -82,10 +82,13 @@ class Plan:
         self.tokenizer, self.ends = read_tokenizer(self.folder), read_ends(self.folder, config)
         template = ChatTemplate.of(self.folder)
         self.encoder = Encoder(self.tokenizer, self.ends[0], template)
-        self.rows, examples = self._read(file, config)
+        self.changes: dict[str, Any] = {"dtype": jnp.dtype(args.dtype)} if args.dtype else {}
+        self.changes |= {"memory": "auto", "unroll": args.unroll}
+        self.config = DecoderConfig.from_hf(config, **self.changes)
+        self.rows, examples = self._read(file)
         self.eval_rows = None
         if args.eval_data is not None:
-            self.eval_rows, examples = self._read(args.eval_data, config)
+            self.eval_rows, examples = self._read(args.eval_data)
         self.examples_to_show = examples[: args.samples]
         self.step_rows = (args.accumulate, args.batch)
         self.steps = args.steps or math.ceil(
@@ -93,9 +96,6 @@ class Plan:
         )
         if args.warmup >= self.steps:
             raise ValueError(f"--warmup {args.warmup} leaves nothing of the {self.steps} steps")
-        self.changes: dict[str, Any] = {"dtype": jnp.dtype(args.dtype)} if args.dtype else {}
-        self.changes |= {"memory": "auto", "unroll": args.unroll}
-        self.config = DecoderConfig.from_hf(config, **self.changes)
         if jax.default_backend() == "gpu" and self.config.dtype != jnp.float32:
             self.changes |= {"attention": "cudnn", "segments": self._segments()}
         self.sharding = self._sharding()
@@ -192,14 +192,14 @@ class Plan:
                 raise FileNotFoundError(f"--{name} {value} is no file")
         return folder, file
 
-    def _read(self, file: Path, config: dict[str, Any]) -> tuple[data.Rows, list[data.Example]]:
+    def _read(self, file: Path) -> tuple[data.Rows, list[data.Example]]:
         examples = list(self.encoder.examples(read_records(file)))
         packed = data.pack(examples, self.args.length)
         largest = max(max(one.tokens) for one in examples if one.tokens)
-        if largest >= config["vocab_size"]:
+        if largest >= self.config.vocab_size:
             raise ValueError(
                 f"the tokenizer makes token {largest}; expected less than config.json's "
-                f"vocab_size {config['vocab_size']}: it belongs to another model"
+                f"vocab_size {self.config.vocab_size}: it belongs to another model"
             )
         full = (packed.rows.segment_ids > 0).mean()
         self.console.print(

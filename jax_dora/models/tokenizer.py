@@ -33,6 +33,6 @@ def read_ends(folder: Path, config: dict[str, Any]) -> list[int]:
     for given in (config, generation):
         one = given.get("eos_token_id")
         ends += one if isinstance(one, list) else [] if one is None else [one]
-    if not ends or not all(isinstance(one, int) for one in ends):
+    if not ends or not all(type(one) is int and one >= 0 for one in ends):
         raise ValueError(f"config.json has eos_token_id {ends!r}; expected the number of a token")
     return ends

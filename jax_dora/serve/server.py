@@ -231,6 +231,10 @@ def _sharding(
 def _length(wanted: int | None, config: dict[str, Any]) -> int:
     """Returns how many tokens a row holds."""
     most = config.get("max_position_embeddings")
+    if most is not None and (type(most) is not int or most < 2):
+        raise ValueError(
+            f"config.json has max_position_embeddings {most!r}; expected a whole number above 1"
+        )
     if wanted is None:
         return min(2048, most or 2048)
     if most is not None and wanted > most:

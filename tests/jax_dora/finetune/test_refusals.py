@@ -106,6 +106,9 @@ def test_what_the_end_needs_is_asked_for_at_the_start(
     [
         ("config.json", [], "config.json holds a list; expected a JSON object"),
         ("config.json", {"hidden_size": "a"}, "hidden_size 'a'; expected a positive integer"),
+        ("config.json", {"vocab_size": None}, "vocab_size None; expected a positive integer"),
+        ("config.json", {"eos_token_id": -1}, "eos_token_id [-1]; expected the number of a token"),
+        ("config.json", {"eos_token_id": True}, "eos_token_id [True]; expected the number"),
         ("config.json", {"rms_norm_eps": None}, "config.json has a field of another type"),
         ("config.json", {"rope_scaling": 3}, "config.json has a field of another type"),
         ("config.json", {"quantization_config": "x"}, "config.json has a field of another type"),

@@ -1,8 +1,10 @@
 """`jax-dora serve` as a process: SIGTERM drains, and bad flags end in one line."""
 
 import dataclasses
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -105,3 +107,13 @@ def test_bad_flags(model, flags, message, capsys):
     assert read_config(model)["max_position_embeddings"] == 512
     assert main(["serve", "--model", str(model), *flags.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("length", ["x", True, 0])
+def test_a_model_s_length_that_is_none(model, length, tmp_path, capsys):
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    config = read_config(model) | {"max_position_embeddings": length}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert main(["serve", "--model", str(folder)]) == 2
+    assert f"max_position_embeddings {length!r}; expected a whole number" in capsys.readouterr().err
