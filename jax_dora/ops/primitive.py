@@ -93,7 +93,8 @@ prim_requires_devices_during_lowering.add(_op_p)
 
 @_op_p.def_impl
 def _execute(*operands: Any, op: Op, static: Any, tree: Any) -> Any:
-    return _bound(op, static, tree, *operands)
+    with jax.disable_jit(False):  # without its program the primitive would be bound again
+        return _bound(op, static, tree, *operands)
 
 
 @_op_p.def_abstract_eval

@@ -449,3 +449,12 @@ def test_tabulate_shows_one_row_for_a_layer(name):
     (row,) = (line for line in table.splitlines() if "layer" in line)
     assert all(name in table for name in ("DoRAParam", "lora_a", "lora_b", "magnitude"))
     assert type(adapted.layer).__name__ in row
+
+
+def test_without_jit():
+    layer = nnx.Linear(WIDTH, 5, rngs=nnx.Rngs(0))
+    with jax.disable_jit():
+        adapted = apply_dora(layer, DoRARule("", 3, 4.0), rngs=nnx.Rngs(1))
+        wrt = nnx.DiffState(0, nnx.LoRAParam)
+        grads = nnx.grad(lambda model: model(jnp.ones((2, WIDTH))).sum(), argnums=wrt)(adapted)
+    assert jnp.any(grads["lora_b"][...])
