@@ -131,18 +131,6 @@ def test_gpt2():
     assert torch.equal(remove_dora(model)(ids).logits, expected)
 
 
-@pytest.mark.parametrize(("name", "tied"), [("c_attn", True), ("wte", False), ("lm_head", False)])
-def test_a_merged_head_that_is_no_longer_tied_says_so(name, tied):
-    config = GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=19, n_positions=8)
-    model = trained(apply_dora(GPT2LMHeadModel(config).eval(), DoRARule(f".*{name}", 2, 4)))
-    merged = merge_dora(model)
-    assert merged.config.tie_word_embeddings == tied
-    assert model.config.tie_word_embeddings
-    expected = model(IDS).logits
-    merged.tie_weights()
-    torch.testing.assert_close(merged(IDS).logits, expected, rtol=1e-4, atol=1e-5)
-
-
 def adapted_names(model):
     return [name for name, module in model.named_modules() if isinstance(module, DoRALayer)]
 

@@ -45,7 +45,6 @@ def merge_dora(model: nn.Module, *, return_report: bool = False) -> Any:
     memo |= {id(layer): plain[name] for name, layer in layers.items()}
     merged = copy.deepcopy(model, memo)
     fast_path.avoid(merged, DoRALayer)
-    _untie(merged)
     if not return_report:
         return merged
     rows = (
@@ -53,16 +52,6 @@ def merge_dora(model: nn.Module, *, return_report: bool = False) -> Any:
         for name, layer in layers.items()
     )
     return merged, MergeReport(tuple(rows))
-
-
-def _untie(model: Any) -> None:
-    """Lets the configuration of a transformers model say that its output head has a weight of its
-    own, where merging has given it or the embedding one: whoever reads a saved model would tie
-    them again."""
-    if getattr(getattr(model, "config", None), "tie_word_embeddings", False):
-        head: Any = getattr(model, "get_output_embeddings", lambda: None)()
-        if head is not None and head.weight is not model.get_input_embeddings().weight:
-            model.config.tie_word_embeddings = False
 
 
 @torch.no_grad()
