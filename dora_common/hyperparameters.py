@@ -10,7 +10,8 @@ DropoutMode = Literal["adapter", "input"]
 ADAPTER_NAMES = ("lora_a", "lora_b", "magnitude")
 """The parameters of an adapter, in every layer that has one."""
 
-LEAST, LARGEST = 2.0**-126, 2.0**60  # of float32, in which a scale is applied and squared
+LEAST, LARGEST = 2.0**-126, 2.0**127  # of float32, in which a scale is applied
+LARGEST_SCALE = 2.0**60  # float32 holds its square
 
 
 def adapter_scale(rank: Any, alpha: Any, use_rslora: bool = False) -> float:
@@ -25,11 +26,11 @@ def adapter_scale(rank: Any, alpha: Any, use_rslora: bool = False) -> float:
     if use_rslora not in (True, False):
         raise TypeError(f"use_rslora is {use_rslora!r}; expected True or False")
     scale = float(alpha) / (math.sqrt(rank) if use_rslora else int(rank))
-    if scale and not LEAST <= abs(scale) <= LARGEST:
+    if scale and not LEAST <= abs(scale) <= LARGEST_SCALE:
         raise ValueError(
             f"alpha is {alpha}, a scale of {scale:.2g} at rank {rank}; expected an alpha, often "
-            f"rank or 2 * rank, whose scale is 0 or from {LEAST:.1e} to {LARGEST:.1e} in size: "
-            "float32 squares it"
+            f"rank or 2 * rank, whose scale is 0 or from {LEAST:.1e} to {LARGEST_SCALE:.1e} in "
+            "size: float32 squares it"
         )
     return scale
 

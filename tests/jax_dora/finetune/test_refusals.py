@@ -15,6 +15,7 @@ import transformers
 import jax_dora
 import jax_dora.models as decoder
 import jax_dora.peft
+from jax_dora.commands.flags import positive
 from jax_dora.finetune.tiny import byte_level_tokenizer
 from parity import tolerances
 from tests.jax_dora.finetune.runs import (
@@ -45,6 +46,11 @@ OUT_OF_RANGE = {
     "--eval-every": "0",
     "--keep": "0 -1",
 }
+
+
+def test_a_flag_may_be_as_large_as_float32_holds():
+    """A scale may not, which float32 squares."""
+    assert positive("1e30") == 1e30
 
 
 @pytest.mark.parametrize(
