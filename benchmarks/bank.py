@@ -6,8 +6,8 @@ requests of 512 tokens. Rows choose their adapters by Zipf's law with exponent 1
 `alone` rows all the same one. Times are of one layer, from a program of a few, which is called
 `repeats` times before its results are waited for; `host_ms` is what the calls alone took, and where
 it is no less the time is the host's. Each call is given the result of the one before, in whose
-memory it leaves its own, as a server's steps do with their caches: XLA's graphs of kernels are set
-up anew wherever an address changes.
+memory it leaves its own, as a server's steps do with their caches: XLA launches kernels as graphs,
+which the host sets up anew wherever an array's address changes.
 
     base        the projections alone
     LoRA        the bank without g
