@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 from jax_dora.ops.choose import HOPPER_SM_COUNT
@@ -36,8 +37,6 @@ MOST_ROWS = 256
 MOST_RANK = 128
 # That fetch.
 WARPS = 4
-# An entry of a plan has the slot below this bit, and the tiles of rows that meet it above.
-SLOT_BITS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,10 +109,8 @@ def refuses(
             return f"{name} = {size} is not a multiple of {TILE_K}"
     if rank % hopper.ALIGNMENT or not 0 < rank <= MOST_RANK:
         return f"the bank has room for rank {rank}, no multiple of 8 up to {MOST_RANK}"
-    if slots % 4 or slots >= 2**SLOT_BITS:
-        return f"there are {slots} slots, no multiple of 4 below {2**SLOT_BITS}"
     if _config(Sizes(rows, in_features, out, slots, rank)) is None:
-        return f"shared memory has no room for {rows} rows beside {slots} slots of rank {rank}"
+        return f"shared memory has no room for {rows} rows of {slots} slots of rank {rank}"
     return None
 
 
@@ -153,11 +150,10 @@ def _config(sizes: Sizes) -> Config | None:
     block as leave no more blocks than multiprocessors, or fewer where they have no room; None where
     one has none either."""
     of_rows, row = sizes.tiles * TILE_ROWS, 2 * TILE_K
-    facts = RESERVED + 4 * (sizes.rows + 2 * sizes.slots)
 
     def stages(blocks: int, tile: int, beside: int) -> int:
         most = min(16 if blocks <= HOPPER_SM_COUNT else 8, max(sizes.in_use, 2))
-        found = min(most, (SHARED_MEMORY - facts - beside) // tile)
+        found = min(most, (SHARED_MEMORY - RESERVED - beside) // tile)
         # Of which each warp has as many.
         return found if found < WARPS else found // WARPS * WARPS
 
@@ -168,7 +164,7 @@ def _config(sizes: Sizes) -> Config | None:
     for slices in range(pl.cdiv(tiles, HOPPER_SM_COUNT), 0, -1):
         blocks = pl.cdiv(tiles, slices)
         beside = of_rows * (slices * row + 4 * sizes.rank)
-        shrink = stages(blocks, slices * sizes.rank * row, beside)
+        shrink = stages(blocks, slices * depth * row, beside)
         if min(shrink, expand) >= 2:
             return Config(slices, shrink, expand)
     return None
@@ -180,21 +176,18 @@ def padded(rank: int) -> int:
 
 
 def plan(ids: jax.Array, slots: int) -> jax.Array:
-    """Returns what the kernels of a step have to know of its rows, from i32 ids [rows]: i32 of
-    the number of slots in use, of an entry for each, and of each row's entry by its number.
+    """Returns what the kernels of a step have to know of its rows, from i32 ids [rows]: i32 of the
+    number of slots in use, of these slots, and of each row the number of its own among them.
 
-    It is the same for all projections and layers. An entry is slot + Σ 2^(16 + t) over the tiles t
-    of 64 rows that have a row of it. The number of a row of the base is -1, of one of NaN -2.
+    It is the same for all projections and layers. A row of the base has -1, one of NaN -2.
     """
     sizes = Sizes(ids.shape[0], 0, 0, slots, 0)
     ids = jnp.pad(ids, (0, sizes.tiles * TILE_ROWS - sizes.rows), constant_values=-1)
     slot = jnp.arange(slots, dtype=jnp.int32)
-    meets = (ids.reshape(1, -1, TILE_ROWS) == slot[:, None, None]).any(2)  # [slots, tiles]
-    bit = 2 ** (SLOT_BITS + jnp.arange(sizes.tiles, dtype=jnp.int32))
-    marks = jnp.sum(jnp.where(meets, bit[None], 0), axis=1, dtype=jnp.int32)
-    ends = jnp.cumsum(marks > 0, dtype=jnp.int32)
+    used = (ids[None] == slot[:, None]).any(1)
+    ends = jnp.cumsum(used, dtype=jnp.int32)
     head = jnp.zeros(sizes.entries, jnp.int32).at[0].set(ends[-1])
-    head = head.at[jnp.where(marks > 0, ends, sizes.entries)].set(slot + marks, mode="drop")
+    head = head.at[jnp.where(used, ends, sizes.entries)].set(slot, mode="drop")
     number = jnp.where(ids < slots, ends[jnp.clip(ids, 0, slots - 1)] - 1, -2)
     return jnp.concatenate([head, jnp.where(ids < 0, -1, number)])
 
@@ -246,14 +239,18 @@ def launch(
     parts = bank_rows_shrink.launch(
         hopper.pad(x, held, in_features),
         [one.lora_a for one in members],
-        [one.scale.astype(jnp.float32) for one in members],
         ranks,
         step,
         first,
         sizes,
         config,
     )
-    z = jnp.pad(jnp.sum(parts, axis=0), ((0, 0), (0, 0), (0, padded(rank) - rank)))
+    safe = jnp.pad(jnp.clip(ids, 0, slots - 1), (0, held - rows))
+    of_rows = [(one.scale[one.first + safe], one.rank[one.first + safe]) for one in members]
+    scale, ranks_of_rows = (jnp.stack(some)[..., None] for some in zip(*of_rows, strict=True))
+    z = scale * jnp.sum(parts, axis=0)
+    z = jnp.where(lax.broadcasted_iota(jnp.int32, z.shape, 2) < ranks_of_rows, z, 0)
+    z = jnp.pad(z, ((0, 0), (0, 0), (0, padded(rank) - rank)))
     g = [one.g.astype(jnp.float32) for one in members if one.g is not None]
     bias = [one.bias.astype(jnp.float32) for one in members if one.bias is not None]
     results = bank_rows_expand.launch(

@@ -21,15 +21,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_dora.ops.mosaic.bank_rows import TILE_ROWS, Config, Sizes, padded
+from jax_dora.ops.mosaic.bank_rows import TILE_ROWS, WARPS, Config, Sizes, padded
 from jax_dora.ops.mosaic.bank_rows_slots import (
-    facts_types,
+    clear,
     fetch_slots,
     for_one,
-    if_met,
-    load_facts,
     looked_up,
     own_numbers,
+    products,
+    spare,
 )
 from jax_dora.ops.mosaic.hopper import TILE_K, tiled
 
@@ -42,7 +42,7 @@ def launch(
     lora_b: Sequence[jax.Array],
     g: Sequence[jax.Array] | None,
     rank: Sequence[jax.Array],
-    step: jax.Array,
+    plan: jax.Array,
     first: Sequence[jax.Array],
     bias: Sequence[jax.Array] | None,
     sizes: Sizes,
@@ -56,12 +56,12 @@ def launch(
     ends = list(itertools.accumulate(one.shape[1] // COLS for one in base))
     operands = [first, base, lora_b, rank, *([g] if g else []), *([bias] if bias else [])]
 
-    def kernel(z_gmem, step_gmem, *rest, **smem):
+    def kernel(z_gmem, plan_gmem, *rest, **smem):
         of_operands = [rest[i : i + members] for i in range(0, len(rest), members)]
         first_gmem, base_gmem, b_gmem, ranks_gmem, *extra_gmem, y_gmem = of_operands
         g_gmem = extra_gmem[0] if g else None
         bias_gmem = extra_gmem[-1] if bias else None
-        facts, z_smem, b_smem, y_smem = (smem[k] for k in ("facts", "z", "b", "y"))
+        z_smem, b_smem, y_smem = (smem[k] for k in ("z", "b", "y"))
         ready, free, rows_ready = smem["ready"], smem["free"], smem["rows_ready"]
         warpgroup = lax.axis_index("warpgroup")
         strip = lax.axis_index("strip")
@@ -78,11 +78,7 @@ def launch(
         def fetch(warp, number):
             first = first_gmem[number][0]
 
-            @pl.when(warp == 0)
-            def _fetch_facts():
-                load_facts(step_gmem, {}, first, facts, sizes)
-
-            @pl.when(warp == 1)
+            @pl.when(warp == WARPS - 1)
             def _fetch_rows():
                 for tile, slice_ in itertools.product(range(tiles), range(slices)):
                     plgpu.copy_gmem_to_smem(
@@ -110,7 +106,7 @@ def launch(
                         ready.at[stage],
                     )
 
-            fetch_slots(warp, step_gmem, ranks_gmem[number], first, free, stages, sizes, copy)
+            fetch_slots(warp, plan_gmem, ranks_gmem[number], first, free, stages, sizes, copy)
 
         @pl.when(warpgroup == tiles)
         def _fetch():
@@ -118,49 +114,25 @@ def launch(
 
         @pl.when(warpgroup < tiles)
         def _consume():
-            def clear(turn, _):
-                b_smem[turn * tiles + warpgroup] = jnp.zeros((depth, COLS), dtype)
-
-            turns = lax.div(stages + (tiles - 1) - warpgroup, jnp.int32(tiles))
-            lax.fori_loop(0, turns, clear, None)
-            plgpu.commit_smem()
+            clear(b_smem, warpgroup, tiles)
             lax.fori_loop(0, stages, lambda i, _: plgpu.barrier_arrive(free.at[i]), None)
-            plgpu.barrier_wait(facts["ready"])
-            numbers = own_numbers(facts, warpgroup)
+            numbers = own_numbers(plan_gmem, warpgroup, sizes)
             plgpu.barrier_wait(rows_ready)
-            shape = (TILE_ROWS, COLS)
 
-            def meet(index, y):
-                stage = lax.rem(index, stages)
-                plgpu.barrier_wait(ready.at[stage])
+            def of_stage(stage):
+                return [b_smem.at[stage, pl.ds(i * TILE_K, TILE_K)] for i in range(slices)]
 
-                def multiply(acc_ref):
-                    for slice_ in range(slices):
-                        plgpu.wgmma(
-                            acc_ref,
-                            z_smem.at[warpgroup * slices + slice_],
-                            b_smem.at[stage, pl.ds(slice_ * TILE_K, TILE_K)],
-                        )
-                    return acc_ref[...]
-
-                def added(_):
-                    return y + pl.run_scoped(
-                        multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32)
-                    )
-
-                y = if_met(facts, index, warpgroup, numbers, y, added)
-                plgpu.barrier_arrive(free.at[stage])
-                return y
-
-            # A row is the base's until its slot comes, which is once.
-            y = y_smem[warpgroup].astype(jnp.float32)
-            y = lax.fori_loop(0, facts["step"][0], meet, y)
-            number = lax.broadcast_in_dim(numbers, shape, (0,))
+            at = [warpgroup * slices + i for i in range(slices)]
+            left = [(z_smem[i], smem.get("spare", z_smem).at[i]) for i in at]
+            sums = products(plan_gmem[0], numbers, left, of_stage, ready, free, COLS)
+            base = y_smem[warpgroup].astype(jnp.float32)
+            y = base + sums
             if g_gmem is not None:
-                y = jnp.where(number >= 0, looked_up(smem["g"], numbers) * y, y)
-            y = jnp.where(number >= -1, y, jnp.nan)
+                y = looked_up(smem["g"], numbers) * y
+            number = lax.broadcast_in_dim(numbers, y.shape, (0,))
+            y = jnp.where(number >= 0, y, jnp.where(number == -1, base, jnp.nan))
             if bias_gmem is not None:
-                y = y + lax.broadcast_in_dim(smem["bias"][...], shape, (1,))
+                y = y + lax.broadcast_in_dim(smem["bias"][...], y.shape, (1,))
             y_smem[warpgroup] = y.astype(dtype)
             plgpu.commit_smem()
 
@@ -172,8 +144,7 @@ def launch(
             for_one(member, members, store)
             plgpu.wait_smem_to_gmem(0)
 
-    scratch = {
-        "facts": facts_types(sizes, {}),
+    scratch = spare((tiles * slices, TILE_ROWS, TILE_K), dtype) | {
         "z": tiled((tiles * slices, TILE_ROWS, TILE_K), dtype),
         "b": tiled((stages, depth, COLS), dtype),
         "y": tiled((tiles, TILE_ROWS, COLS), dtype),
@@ -194,4 +165,4 @@ def launch(
         thread_name="warpgroup",
         scratch_types=scratch,
         kernel_name="dora_bank_rows_expand",
-    )(z, step, *itertools.chain(*operands))
+    )(z, plan, *itertools.chain(*operands))

@@ -1,11 +1,10 @@
-"""Each row's products with the A of its slot, times the slot's scale, in
-parts: the first kernel of `bank_rows`.
+"""Each row's products with the A of its slot, in parts: the first kernel of `bank_rows`.
 
     x  [rows, in]  bf16 or fp16     A  [slots, r, in] of each member
     parts  f32[in / 64 / slices, members, rows, r]
 
 A thread block has `slices` tiles of 64 of `in` of one member, keeps those of x, and goes through
-the slots in use. Zeros lie beyond the rank of a row's slot.
+the slots in use. Beyond the rank of a row's slot lies what another one left.
 """
 
 import functools
@@ -18,14 +17,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_dora.ops.mosaic.bank_rows import TILE_ROWS, Config, Sizes
+from jax_dora.ops.mosaic.bank_rows import TILE_ROWS, WARPS, Config, Sizes, padded
 from jax_dora.ops.mosaic.bank_rows_slots import (
-    facts_types,
+    clear,
     fetch_slots,
     for_one,
-    if_met,
-    load_facts,
     own_numbers,
+    products,
+    spare,
 )
 from jax_dora.ops.mosaic.hopper import TILE_K, tiled
 
@@ -33,9 +32,8 @@ from jax_dora.ops.mosaic.hopper import TILE_K, tiled
 def launch(
     x: jax.Array,
     lora_a: Sequence[jax.Array],
-    scale: Sequence[jax.Array],
     rank: Sequence[jax.Array],
-    step: jax.Array,
+    plan: jax.Array,
     first: Sequence[jax.Array],
     sizes: Sizes,
     config: Config,
@@ -43,19 +41,19 @@ def launch(
     """Returns the parts, of as many rows as x has.
 
     Args:
-      lora_a, scale, rank: of each member.
+      lora_a, rank: of each member.
       first: i32[1] of each, the first slot that is meant.
     """
     c, tiles, dtype, members = config, sizes.tiles, x.dtype, len(lora_a)
     stages = c.shrink_stages
     chunks = pl.cdiv(sizes.in_features // TILE_K, c.slices)
 
-    def kernel(x_gmem, step_gmem, *rest, **smem):
+    def kernel(x_gmem, plan_gmem, *rest, **smem):
         *rest, parts_gmem = rest
-        first_gmem, a_gmem, scales_gmem, ranks_gmem = (
+        first_gmem, a_gmem, ranks_gmem = (
             rest[i : i + members] for i in range(0, len(rest), members)
         )
-        facts, x_smem, a_smem, out_smem = (smem[k] for k in ("facts", "x", "a", "out"))
+        x_smem, a_smem, out_smem = (smem[k] for k in ("x", "a", "out"))
         ready, free = smem["ready"], smem["free"]
         chunk, warpgroup = lax.axis_index("chunk"), lax.axis_index("warpgroup")
         member = lax.axis_index("member")
@@ -70,12 +68,7 @@ def launch(
         def fetch(warp, number):
             first, rank_gmem = first_gmem[number][0], ranks_gmem[number]
 
-            @pl.when(warp == 0)
-            def _fetch_facts():
-                of_slots = {"scale": scales_gmem[number], "rank": rank_gmem}
-                load_facts(step_gmem, of_slots, first, facts, sizes)
-
-            @pl.when(warp == 1)
+            @pl.when(warp == WARPS - 1)
             def _fetch_x():
                 for tile, slice_ in itertools.product(range(tiles), range(c.slices)):
                     plgpu.copy_gmem_to_smem(
@@ -92,7 +85,7 @@ def launch(
                         ready.at[stage],
                     )
 
-            fetch_slots(warp, step_gmem, rank_gmem, first, free, stages, sizes, copy)
+            fetch_slots(warp, plan_gmem, rank_gmem, first, free, stages, sizes, copy)
 
         @pl.when(warpgroup == tiles)
         def _fetch():
@@ -100,40 +93,21 @@ def launch(
 
         @pl.when(warpgroup < tiles)
         def _consume():
+            clear(a_smem, warpgroup, tiles)
             lax.fori_loop(0, stages, lambda i, _: plgpu.barrier_arrive(free.at[i]), None)
-            plgpu.barrier_wait(facts["ready"])
-            numbers = own_numbers(facts, warpgroup)
+            numbers = own_numbers(plan_gmem, warpgroup, sizes)
             plgpu.barrier_wait(smem["x_ready"])
 
-            def meet(index, sums):
-                stage = lax.rem(index, stages)
-                plgpu.barrier_wait(ready.at[stage])
+            def of_stage(stage):
+                ranks = pl.ds(0, sizes.rank)
+                return [
+                    a_smem.at[stage * c.slices + i, ranks].transpose((1, 0))
+                    for i in range(c.slices)
+                ]
 
-                def multiply(acc_ref):
-                    for slice_ in range(c.slices):
-                        a_tile = a_smem.at[stage * c.slices + slice_]
-                        plgpu.wgmma(
-                            acc_ref,
-                            x_smem.at[warpgroup * c.slices + slice_],
-                            a_tile.transpose((1, 0)),
-                        )
-                    return acc_ref[...]
-
-                def product(slot):
-                    # What lies beyond the slot's rank was left by another one.
-                    own = lax.broadcasted_iota(jnp.int32, shape, 1) < facts["rank"][slot]
-                    return jnp.where(
-                        own, facts["scale"][slot] * pl.run_scoped(multiply, accumulator), 0.0
-                    )
-
-                sums = if_met(facts, index, warpgroup, numbers, sums, product)
-                plgpu.barrier_arrive(free.at[stage])
-                return sums
-
-            shape = (TILE_ROWS, sizes.rank)
-            accumulator = plgpu.WGMMAAccumulatorRef(shape, jnp.float32)
-            start = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-            sums = lax.fori_loop(0, facts["step"][0], meet, start)
+            at = [warpgroup * c.slices + i for i in range(c.slices)]
+            left = [(x_smem[i], smem.get("spare", x_smem).at[i]) for i in at]
+            sums = products(plan_gmem[0], numbers, left, of_stage, ready, free, sizes.rank)
             out_smem[warpgroup] = sums
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(
@@ -149,13 +123,13 @@ def launch(
         num_threads=tiles + 1,
         thread_name="warpgroup",
         scratch_types={
-            "facts": facts_types(sizes, {"scale": jnp.float32, "rank": jnp.int32}),
             "x": tiled((tiles * c.slices, TILE_ROWS, TILE_K), dtype),
             "x_ready": plgpu.Barrier(num_arrivals=tiles * c.slices),
-            "a": tiled((stages * c.slices, sizes.rank, TILE_K), dtype),
+            "a": tiled((stages * c.slices, padded(sizes.rank), TILE_K), dtype),
             "out": tiled((tiles, TILE_ROWS, sizes.rank), jnp.float32),
             "ready": plgpu.Barrier(num_arrivals=c.slices, num_barriers=stages),
             "free": plgpu.Barrier(num_arrivals=tiles, num_barriers=stages),
-        },
+        }
+        | spare((tiles * c.slices, TILE_ROWS, TILE_K), dtype),
         kernel_name="dora_bank_rows_shrink",
-    )(x, step, *first, *lora_a, *scale, *rank)
+    )(x, plan, *first, *lora_a, *rank)

@@ -21,18 +21,8 @@ from jaxlib.mlir.dialects import arith, vector
 
 from jax_dora.ops import choose
 from jax_dora.ops.mosaic import ptx
-from jax_dora.ops.mosaic.bank_rows import SLOT_BITS, TILE_ROWS, WARPS, Sizes
-
-
-def facts_types(sizes: Sizes, of_slots: dict[str, jax.typing.DTypeLike]):
-    """Returns the shared memory for the plan, and for numbers of the layer's slots by their
-    names."""
-    copies = len(_pieces(sizes.entries)) + sizes.tiles + len(of_slots) * len(_pieces(sizes.slots))
-    return {name: plgpu.SMEM((sizes.slots,), dtype) for name, dtype in of_slots.items()} | {
-        "step": plgpu.SMEM((sizes.entries,), jnp.int32),
-        "numbers": plgpu.SMEM((sizes.tiles, TILE_ROWS), jnp.int32),
-        "ready": plgpu.Barrier(num_arrivals=copies),
-    }
+from jax_dora.ops.mosaic.bank_rows import TILE_ROWS, WARPS, Sizes
+from jax_dora.ops.mosaic.hopper import tiled
 
 
 def for_one(member, count: int, function: Callable[[int], None]) -> None:
@@ -44,32 +34,7 @@ def for_one(member, count: int, function: Callable[[int], None]) -> None:
     return None
 
 
-def load_facts(step_gmem, of_slots, first, facts, sizes: Sizes) -> None:
-    """Fetches the plan, and of the slots from the first on what `of_slots` has by the names of
-    `facts`."""
-
-    def copy(source, start, target, size):
-        for begin, length in _pieces(size):
-            plgpu.copy_gmem_to_smem(
-                source.at[pl.ds(start + begin, length)],
-                target.at[pl.ds(begin, length)],
-                facts["ready"],
-            )
-
-    copy(step_gmem, 0, facts["step"], sizes.entries)
-    for tile in range(sizes.tiles):
-        start = sizes.entries + tile * TILE_ROWS
-        copy(step_gmem, start, facts["numbers"].at[tile], TILE_ROWS)
-    for name, source in of_slots.items():
-        copy(source, first, facts[name], sizes.slots)
-
-
-def _pieces(size: int) -> list[tuple[int, int]]:
-    """Returns (start, size) of the parts in which the copy engine takes so many elements."""
-    return [(start, min(256, size - start)) for start in range(0, size, 256)]
-
-
-def fetch_slots(warp, step_gmem, rank_gmem, first, free, stages, sizes: Sizes, copy) -> None:
+def fetch_slots(warp, plan_gmem, rank_gmem, first, free, stages, sizes: Sizes, copy) -> None:
     """Fills, as one of `WARPS`, stages with the slots in use, one after the other, as consumers
     hand stages back. A stage is always filled by the same warp.
 
@@ -82,7 +47,7 @@ def fetch_slots(warp, step_gmem, rank_gmem, first, free, stages, sizes: Sizes, c
 
     def fetch(turn, _):
         index = turn * warps + warp
-        slot, stage = first + _slot_of(step_gmem[1 + index]), lax.rem(index, jnp.int32(stages))
+        slot, stage = first + plan_gmem[1 + index], lax.rem(index, jnp.int32(stages))
         # The least box that holds the rank.
         rank = rank_gmem[slot]
         plgpu.barrier_wait(free.at[stage])
@@ -91,35 +56,108 @@ def fetch_slots(warp, step_gmem, rank_gmem, first, free, stages, sizes: Sizes, c
 
     @pl.when(warp < warps)
     def _fetch():
-        turns = lax.div(step_gmem[0] + (warps - 1) - warp, jnp.int32(warps))
+        turns = lax.div(plan_gmem[0] + (warps - 1) - warp, jnp.int32(warps))
         lax.fori_loop(0, turns, fetch, None)
         # Every stage was handed back once more than it was filled.
         for stage in range(0, stages, warps):
             plgpu.barrier_wait(free.at[stage + warp])
 
 
-def own_numbers(facts, tile):
-    """Returns the numbers of the entries of a tile's rows, laid out as a column of its results."""
-    layout = plgpu.Layout.WGMMA.reduce(1)
-    return plgpu.load(facts["numbers"].at[tile], layout=layout, optimized=False)
+def own_numbers(plan_gmem, tile, sizes: Sizes):
+    """Returns the numbers of the slots of a tile's rows, laid out as a column of its results."""
+    numbers = plan_gmem.at[pl.ds(sizes.entries + tile * TILE_ROWS, TILE_ROWS)]
+    return plgpu.load(numbers, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
 
-def if_met(facts, index, tile, numbers, old, new):
-    """Returns `old` [rows, cols] with the rows of an entry replaced by those of `new(slot)`; `old`
-    where the tile has none."""
-    entry = facts["step"][1 + index]
+def clear(stages_smem, tile, tiles: int) -> None:
+    """Fills stages with zeros, the warpgroups of so many tiles in turns: what a copy leaves is
+    multiplied by zeros, and has to be finite."""
+    count, *shape = stages_smem.shape
 
-    def met():
-        own = lax.broadcast_in_dim(numbers == index, old.shape, (0,))
-        return jnp.where(own, new(_slot_of(entry)), old)
+    def clear_one(turn, _):
+        stages_smem[turn * tiles + tile] = jnp.zeros(shape, stages_smem.dtype)
 
-    mark = lax.bitwise_and(lax.shift_right_logical(entry, SLOT_BITS + tile), jnp.int32(1))
-    return lax.cond(mark == 1, met, lambda: old)
+    lax.fori_loop(0, lax.div(count + (tiles - 1) - tile, jnp.int32(tiles)), clear_one, None)
+    plgpu.commit_smem()
+
+
+def products(count, numbers, left, right, ready, free, cols: int) -> jax.Array:
+    """Returns f32[rows, cols], of each row of a tile the product with what its own slot has; zeros
+    where it has none.
+
+    Tensor cores add up the products with all slots, for each of which the other rows are zeros.
+
+    Args:
+      count: of the slots in use.
+      numbers: `own_numbers` of the tile.
+      left: its parts [rows, 64] of 16 bits, and where the interpreter may change each.
+      right: of a stage, the parts [64, cols] in shared memory.
+    """
+    stages = ready.shape[0]
+
+    def multiply(acc_ref):
+        def meet(index, acc_ref):
+            stage = lax.rem(index, stages)
+            plgpu.barrier_wait(ready.at[stage])
+            # Tensor cores may still read the registers that are to be filled anew.
+            plgpu.wgmma_wait(0)
+
+            @pl.when(index > 0)
+            def _hand_back():
+                plgpu.barrier_arrive(free.at[lax.rem(index - 1, stages)])
+
+            keep = jnp.where(numbers == index, jnp.int32(-1), jnp.int32(0))
+            for (one, place), other in zip(left, right(stage), strict=True):
+                plgpu.wgmma(acc_ref, kept(one, keep, place), other)
+            return acc_ref
+
+        lax.fori_loop(0, count, meet, acc_ref)
+        return acc_ref[...]
+
+    sums = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((TILE_ROWS, cols), jnp.float32))
+
+    @pl.when(count > 0)
+    def _hand_back():
+        plgpu.barrier_arrive(free.at[lax.rem(count - 1, stages)])
+
+    return sums
+
+
+def spare(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> dict[str, Any]:
+    """Returns the shared memory that `kept` has to have beside tiles of a shape."""
+    return {"spare": tiled(shape, dtype)} if choose.interpreted() else {}
+
+
+def kept(tile, keep, place) -> Any:
+    """Returns a tile of 16 bits with zeros in the rows whose i32 `keep` is 0 and not -1: in
+    registers, or from the interpreter, whose tensor cores read no registers, in `place`."""
+    if choose.interpreted():
+        place[...] = jnp.where(keep[:, None] != 0, tile, 0)
+        plgpu.commit_smem()
+        return place
+    of_tile = plgpu.Layout.WGMMA
+    result = plgpu.ShapeDtypeStruct(tile.shape, tile.dtype, layout=of_tile)
+
+    @plgpu.inline_mgpu(arg_types=(of_tile, of_tile.reduce(1)), return_type=result)
+    def keep_rows(_, tile, keep):
+        # Not before the wait, though nothing else is.
+        masks = ptx.pinned([vector.extract(one, [], [0]) for one in keep.registers.flat])
+        word = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
+        registers = np.empty_like(tile.registers)
+        for at, pair in enumerate(tile.registers.flat):
+            # Of two rows in turns, two columns each.
+            bits = vector.extract(vector.bitcast(word, pair), [], [0])
+            bits = arith.andi(bits, masks[at % len(masks)])
+            registers.flat[at] = vector.bitcast(pair.type, vector.broadcast(word, bits))
+        return mgpu.FragmentedArray(_registers=registers, _layout=tile.layout, _is_signed=None)
+
+    call: Callable[..., Any] = keep_rows
+    return call(tile, keep)
 
 
 def looked_up(table_smem, numbers) -> jax.Array:
     """Returns f32[rows, cols], laid out as a tile of results: of each row the entry of a table
-    [entries, cols] that `own_numbers` names, and anything where it names none."""
+    [slots in use, cols] that `own_numbers` names, and anything where it names none."""
     numbers = jnp.maximum(numbers, 0)
     if choose.interpreted():
         return table_smem[...][numbers]
@@ -147,8 +185,3 @@ def looked_up(table_smem, numbers) -> jax.Array:
 
     call: Callable[..., Any] = look_up
     return call(numbers, table_smem)
-
-
-def _slot_of(entry):
-    """Returns the slot of a plan's entry."""
-    return lax.bitwise_and(entry, jnp.int32(2**SLOT_BITS - 1))

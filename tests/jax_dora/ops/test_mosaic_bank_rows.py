@@ -129,8 +129,7 @@ def test_a_plan_names_each_slot_in_use_once():
     ids = jnp.asarray([5, -1, 2, 5] + [8] * 61 + [2, 7], jnp.int32)
     plan = np.asarray(bank_rows.plan(ids, SLOTS))
     count, head, tail = plan[0], plan[1:64], plan[64:]
-    entries = {one & 0xFFFF: one >> 16 for one in head[:count].tolist()}
-    assert entries == {2: 0b11, 5: 0b01, 7: 0b10}
+    assert head[:count].tolist() == [2, 5, 7]
     assert tail[:67].tolist() == [1, -1, 0, 1] + [-2] * 61 + [0, 2]
     assert tail.size == 128
 
@@ -181,12 +180,11 @@ def test_its_tiles_have_room(n_in):
         call = (rows, n_in, out, slots, rank, jnp.bfloat16, jnp.bfloat16)
         assert refuses(*call) is None
         config, held, depth = bank_rows.config(*call), -(-rows // 64) * 64, -(-rank // 64) * 64
-        facts = 4 * (held + slots + 64 * -(-(1 + min(rows, slots)) // 64))
-        x, a, sums = held * 128 * config.slices, 128 * rank * config.slices, 4 * held * rank
+        x, a, sums = held * 128 * config.slices, 128 * depth * config.slices, 4 * held * rank
         z, b, y, bias, g = 2 * held * depth, 128 * depth, 128 * held, 256, 256 * min(rows, slots)
         shrink = x + config.shrink_stages * a + sums
         expand = z + config.expand_stages * b + y + bias + g
-        assert facts + max(shrink, expand) <= SHARED_MEMORY
+        assert max(shrink, expand) <= SHARED_MEMORY
         assert min(config.shrink_stages, config.expand_stages) >= 2
 
 
@@ -198,7 +196,6 @@ def test_refuses_with_a_reason():
     assert "out = 72" in refuses(8, 64, 72, 64, 64, bf16, bf16)
     assert "rank 12" in refuses(8, 64, 64, 64, 12, bf16, bf16)
     assert "rank 136" in refuses(8, 64, 64, 64, 136, bf16, bf16)
-    assert "6 slots" in refuses(8, 64, 64, 6, 64, bf16, bf16)
     assert "float32" in refuses(8, 64, 64, 64, 64, jnp.float32, jnp.float32)
     assert "the bank float32" in refuses(8, 64, 64, 64, 64, bf16, jnp.float32)
 
