@@ -201,6 +201,9 @@ def _requested(
         ids[row] = store.acquire(names[row])
 
     adapted = range(rows) if one.kind != "base" else ()
+    # Each kind finds the same in the slots: those that are seldom asked for.
+    for number in range(max(count - settings.slots, 0), count):
+        store.release(str(number), store.acquire(str(number)))
     for row in adapted:
         begin(row)
     inputs.change(store.bank, ids)

@@ -62,7 +62,7 @@ def measured() -> str:
             f"`{name}`: {environment['card']}, {versions}, commit {environment['commit']}."
         )
         parts.append(_speed(found))
-    parts.append("## Many adapters in one batch: `benchmarks/results/h200/bank.jsonl`")
+    parts.append("## Many adapters in one batch: `benchmarks/results/h100/bank.jsonl`")
     parts.append(bank_tables.every_bank())
     drawn = (f"![{title}](figures/{name}.svg)" for name, (title, _) in FIGURES.items())
     return "\n\n".join([*parts, "## Figures", *drawn]) + "\n"

@@ -248,7 +248,7 @@ def test_what_is_said_of_banks():
     assert_says(
         SERVING,
         f"Of one row these took {4 * sum(single[:2]):.0f} µs a layer",
-        f"they take {kernels_us:.0f} µs of {dora['layer_us']:.0f}, where the "
+        f"they took {kernels_us:.0f} µs of {dora['layer_us']:.0f}, where the "
         f"base takes {base['layer_us']:.0f}, and the sums between them {dora['others_us']:.0f}",
     )
 

@@ -9,9 +9,8 @@ y[n] = g[slot]∘(base[n] + s[slot]·(x[n] A[slot]) B[slot]) + bias.
 Two kernels, `bank_rows_shrink` and `bank_rows_expand`, for all projections of the same x at once,
 its members; between them XLA adds up the parts of x A, in a fixed order. Each thread block has a
 strip of 64 columns of A or B and goes through the slots that rows have, each once, by the real rank
-(in steps of 16, 32, 64): tensor cores multiply all rows by it, 64 rows an instruction, and each row
-keeps the result of its own slot. Nothing is sorted or copied, and what a row gets does not depend
-on its company.
+(in steps of 16, 32, 64): tensor cores multiply 64 rows an instruction, those of other slots being
+zeros, and add up. Nothing is sorted or copied, and what a row gets does not depend on its company.
 
 Bytes: A, B and g of the slots in use, once, base and y; the floor is bytes / copy rate. FLOPs:
 2 · 64⌈rows / 64⌉ · r · (in + out) for every slot in use.
@@ -124,7 +123,7 @@ def wins(
     held: jax.typing.DTypeLike,
 ) -> bool:
     """Returns whether the kernels were faster than every way of XLA's (`benchmarks bank`: the
-    projections of a layer of Llama 3 8B's dimensions, 64 slots, an H200)."""
+    projections of a layer of Llama 3 8B's dimensions, 64 slots)."""
     return rows >= 8 and min(in_features, out) >= 1024
 
 
