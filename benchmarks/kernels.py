@@ -55,6 +55,12 @@ LOW_RANK = (
     low_rank_tiling.Config(tile_cols=128, stages=3, slots=1, consumers=3),
     low_rank_tiling.Config(tile_cols=64, stages=6, slots=2, consumers=3),
 )
+# Tiles of codes leave shared memory room for wider strips, which read A less often.
+QUANTISED_NORM = (
+    *LOW_RANK,
+    low_rank_tiling.Config(tile_cols=128, stages=4, slots=1, consumers=3),
+    low_rank_tiling.Config(tile_cols=192, stages=3, slots=1),
+)
 # Other tiles, and other orders of them, which decide what the level-2 cache holds.
 PRODUCTS = (
     product_tiling.Config(band=4),
@@ -111,7 +117,7 @@ KERNELS = {
         *(quantised_norm, definitions.quantised_norm, "in rank out"),
         ("nf4 in out", "tiles out", "in rank", "rank out"),
         [shape | {"rank": rank} for shape in QUANTISED_SHAPES for rank in RANKS],
-        LOW_RANK,
+        QUANTISED_NORM,
         ("in out rank",),
         kinds=(TILED, BF16),
     ),

@@ -37,8 +37,9 @@ def numbers(dtype: Any) -> np.ndarray:
 
 
 def table(dtype: Any, columns: int) -> np.ndarray:
-    """Returns what 4-bit codes stand for as `looked_up` reads it, f32[512 / columns, columns]."""
-    return np.repeat(numbers(dtype), ptx.LANES).reshape(-1, columns)
+    """Returns what 4-bit codes stand for as `looked_up` reads it, f32[⌈512 / columns⌉, columns]."""
+    entries = np.repeat(numbers(dtype), ptx.LANES)
+    return np.pad(entries, (0, -len(entries) % columns)).reshape(-1, columns)
 
 
 def looked_up(codes_smem: Any, table_smem: Any) -> jax.Array:

@@ -56,6 +56,7 @@ def test_agrees_with_the_materialised_norm(on_mosaic, qtype, tiles, adapter_dtyp
     [
         Config(tile_cols=64, stages=2, slots=2, splits=1),
         Config(stages=2, slots=1, consumers=3, splits=2),
+        Config(tile_cols=192, stages=2, slots=1),
     ],
 )
 def test_every_kind_of_config_agrees(on_mosaic, config):
