@@ -46,12 +46,13 @@ def apply_dora(model: nn.Module, rules: DoRARule | Sequence[DoRARule]) -> Any:
 
     Weights and biases are shared, not copied. Every parameter of the model that is not of an
     adapter is frozen (``requires_grad`` is False). Adapted are ``torch.nn.Linear``, ``Conv1d``,
-    ``Conv2d``, ``Conv3d``, ``Embedding`` and the Conv1D of transformers' GPT-2; a module that is
-    shared stays shared, and a rule that matches one of its names adapts it everywhere. A layer's
-    hooks, accelerate's too, go over to the layer in its place, and with them the style that
-    parallelize_module gave a linear layer: the adapter is sharded as its weight. The adapters draw
-    from torch's generator: see ``torch.manual_seed``. An adapter acts where its layer is called: it
-    gets no gradient where the model reads the layer's weight instead, as the kernels of Mamba do.
+    ``Conv2d``, ``Conv3d``, ``Embedding``, the Conv1D of transformers' GPT-2 and bitsandbytes'
+    Linear4bit; a module that is shared stays shared, and a rule that matches one of its names
+    adapts it everywhere. A layer's hooks, accelerate's too, go over to the layer in its place, and
+    with them the style that parallelize_module gave a linear layer: the adapter is sharded as its
+    weight. The adapters draw from torch's generator: see ``torch.manual_seed``. An adapter acts
+    where its layer is called: it gets no gradient where the model reads the layer's weight instead,
+    as the kernels of Mamba do.
 
     Args:
         model: a model; one of the layers above is one too, whose name is "".

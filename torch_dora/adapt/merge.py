@@ -9,15 +9,16 @@ from torch import Tensor, nn
 from dora_common.merge_report import MergedLayer, MergeReport
 from torch_dora.adapt.apply import check_model
 from torch_dora.layers import DoRALayer, dora_layers, fast_path, placement
-from torch_dora.ops.quantised import dense
+from torch_dora.ops.quantised import dense, is_quantised, matrix
 from torch_dora.ops.shards import whole
 
 
 def merge_dora(model: nn.Module, *, return_report: bool = False) -> Any:
     """Returns a copy of ``model`` with plain layers, every adapter merged into its layer's weight.
 
-    Merged in fp32 and cast once to the weight's dtype. In bf16 that cast can cost more than a small
-    adapter does: ``return_report`` says. ``model`` keeps its adapters and is the way back; the copy
+    Merged in fp32 and cast once to the weight's dtype; of bitsandbytes' 4 bits to the one that they
+    were quantised from. In bf16 that cast can cost more than a small adapter does:
+    ``return_report`` says. ``model`` keeps its adapters and is the way back; the copy
     shares every parameter but the merged weights.
 
     Args:
@@ -45,6 +46,10 @@ def merge_dora(model: nn.Module, *, return_report: bool = False) -> Any:
     memo |= {id(layer): plain[name] for name, layer in layers.items()}
     merged = copy.deepcopy(model, memo)
     fast_path.avoid(merged, DoRALayer)
+    if not any(is_quantised(parameter) for parameter in merged.parameters()):
+        # transformers would quantise the model again when it is loaded.
+        if (quantizer := getattr(merged, "hf_quantizer", None)) is not None:
+            quantizer.remove_quantization_config(merged)
     if not return_report:
         return merged
     rows = (
@@ -59,7 +64,7 @@ def _row(path: str, weight: Tensor, merged: Tensor, rounded: Tensor) -> MergedLa
     """Returns a layer's row, from its weight, the merged one in fp32 (fp64), and that as cast."""
     # Under tensor parallelism every process reports on the whole.
     weight, merged, rounded = whole(weight), whole(merged), whole(rounded)
-    weight = dense(weight, merged.dtype)
+    weight = dense(matrix(weight), merged.dtype)
     error = rounded - merged
     return MergedLayer.from_norms(
         path,

@@ -18,6 +18,7 @@ from torch_dora.layers.linear import is_conv1d
 from torch_dora.ops import factored_norm, magnitude_scale
 from torch_dora.ops.bank import Slots
 from torch_dora.ops.dtypes import accumulation_dtype
+from torch_dora.ops.quantised import matrix
 from torch_dora.peft.layers import layers_of, parameters_of
 
 
@@ -228,7 +229,7 @@ def _empty(layer: Any, slots: int, max_rank: int) -> Slots:
 
 def _matrix(layer: Any) -> Tensor:
     """Returns a projection's weight as [out, in]."""
-    return layer.weight.T if is_conv1d(layer) else layer.weight
+    return layer.weight.T if is_conv1d(layer) else matrix(layer.weight)
 
 
 def _g(layer: Any, entry: Entry) -> Tensor | float:

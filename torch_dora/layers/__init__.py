@@ -7,10 +7,17 @@ from torch_dora.layers.conv import DoRAConv as DoRAConv
 from torch_dora.layers.embedding import DoRAEmbedding as DoRAEmbedding
 from torch_dora.layers.linear import DoRAConv1D as DoRAConv1D
 from torch_dora.layers.linear import DoRALinear as DoRALinear
+from torch_dora.layers.linear4bit import DoRALinear4bit as DoRALinear4bit
 from torch_dora.layers.names import dora_layers as dora_layers
 from torch_dora.layers.names import named_modules as named_modules
 
-LAYERS: list[type[DoRALayer]] = [DoRALinear, DoRAConv, DoRAEmbedding, DoRAConv1D]
+LAYERS: list[type[DoRALayer]] = [
+    DoRALinear,
+    DoRAConv,
+    DoRAEmbedding,
+    DoRAConv1D,
+    DoRALinear4bit,
+]
 """The classes that :func:`torch_dora.apply_dora` chooses from; others can be appended."""
 
 

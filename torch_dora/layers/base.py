@@ -271,7 +271,7 @@ class DoRALayer(nn.Module):
     def merged_weight(self) -> Tensor:
         """Returns g∘(weight + scale·lora_b lora_a), in the weight's shape, in fp32 (fp64)."""
         matrices: tuple[Any, Any, Any] = self.matrices()
-        whole, g = matrices[0], self.g(self.weight.dtype)
+        whole, g = matrices[0], self.g(matrices[0].dtype)
         weight, lora_a, lora_b = shards.local_matrices(*matrices)
         dtype = accumulation_dtype(weight, lora_a, lora_b)
         g = shards.local_rows(g, whole).to(dtype)

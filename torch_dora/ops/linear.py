@@ -30,7 +30,7 @@ from torch_dora.ops.compose import (
 )
 from torch_dora.ops.dtypes import cast, no_autocast
 from torch_dora.ops.norm import factored_norm, magnitude_scale
-from torch_dora.ops.quantised import dense, is_quantised
+from torch_dora.ops.quantised import dense, is_quantised, matrix
 from torch_dora.ops.shards import is_sharded
 
 if TYPE_CHECKING or choose.TRITON_MODE is not None:
@@ -54,8 +54,8 @@ def dora_linear(
 
     Args:
         x: [..., in].
-        weight: [out, in], frozen as a rule; or quantised by torchao, in int8, fp8 or NF4, and then
-            dequantised for each product with it.
+        weight: [out, in], frozen as a rule; or quantised by torchao, in int8, fp8 or NF4, or by
+            bitsandbytes in 4 bits, and then dequantised for each product with it.
         lora_a: [r, in].
         lora_b: [out, r].
         magnitude: [out].
@@ -81,6 +81,7 @@ def dora_linear(
     """
     choose.check_name(implementation)
     check.is_float("x", x)
+    weight = matrix(weight)
     if is_quantised(weight) and weight.requires_grad:
         raise TypeError(
             f"weight is a {type(weight).__name__} that requires a gradient; expected a frozen one: "

@@ -46,7 +46,8 @@ def factored_norm(
 
     Args:
         weight: [out, in], fp16, bf16, fp32 or fp64; or quantised by torchao, in int8, fp8 or NF4,
-            and then read block by block: no [out, in] tensor of floats is made.
+            or by bitsandbytes in 4 bits, and then read block by block: no [out, in] tensor of
+            floats is made.
         lora_a: [r, in].
         lora_b: [out, r].
         scale: alpha/r or alpha/sqrt(r). 0 skips the adapter's terms.
@@ -65,6 +66,7 @@ def factored_norm(
         NotImplementedError: the named implementation cannot take the call; a DTensor is a pending
             sum.
     """
+    weight = quantised.matrix(weight)
     check.adapter(weight, lora_a, lora_b)
     check.is_scale(scale)
     choose.check_name(implementation)

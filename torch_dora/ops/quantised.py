@@ -1,12 +1,16 @@
-"""Quantised weights: torchao's tensors, as rows of floats, a few at a time.
+"""Quantised weights, torchao's and bitsandbytes' 4 bits, as rows of floats, a few at a time.
 
     Int8Tensor      W = (qdata - zero_point)∘scale, a scale for each block
     Float8Tensor    W = qdata∘scale
     NF4Tensor       W = codebook[code]·scale, two codes a byte, a scale for each run of 64 inputs
+    Params4bit      the same in bitsandbytes' NF4 or FP4, a scale for each run of the flat weight;
+                    here a `Bits4`, which has the weight's shape
 
-Nothing here imports torchao: whoever makes such a weight has.
+Nothing here imports torchao or bitsandbytes: whoever makes such a weight has.
 """
 
+import math
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +22,64 @@ BLOCK_BYTES = 32 * 2**20
 _BLOCKWISE = ("Int8Tensor", "Float8Tensor")
 
 
+class Bits4(Tensor):
+    """The weight [out, in] of a Params4bit of bitsandbytes', which itself has the shape of its
+    bytes.
+
+    Attributes:
+        packed: u8, two codes a byte, the first in the upper half.
+        state: its QuantState: scales, perhaps quantised themselves, and the format.
+    """
+
+    packed: Tensor
+    state: Any
+
+    @staticmethod
+    def __new__(cls, packed: Tensor, state: Any, dtype: torch.dtype) -> "Bits4":
+        """Returns the weight, of ``dtype`` for whoever asks."""
+        make: Any = Tensor._make_wrapper_subclass
+        self = make(cls, state.shape, dtype=dtype, device=packed.device)
+        self.packed, self.state = packed, state
+        return self
+
+    def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return f"Bits4({tuple(self.shape)}, {self.state.quant_type}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].packed, args[0].state, args[0].dtype)
+        raise NotImplementedError(f"{func} takes no weight of bitsandbytes' 4 bits; see `dense`")
+
+
+def matrix(weight: Any, dtype: torch.dtype | None = None) -> Any:
+    """Returns a `Bits4` for a Params4bit of bitsandbytes', and any other weight as it is.
+
+    Args:
+        dtype: what the weight is multiplied in; by default what it was before it was quantised.
+
+    Raises:
+        TypeError: the weight is not quantised yet.
+        NotImplementedError: its layer has put it into another order for CPUs.
+    """
+    if type(weight) in (Tensor, nn.Parameter) or type(weight).__name__ != "Params4bit":
+        return weight
+    packed, state = weight.data, weight.quant_state
+    if state is None:
+        raise TypeError(
+            f"weight is a Params4bit of shape {tuple(weight.shape)} that is not quantised yet; "
+            "move its layer to a device first, by layer.to, which quantises it"
+        )
+    if getattr(state, "packing_format_for_cpu", False):
+        raise NotImplementedError(
+            f"weight is a Params4bit of shape {tuple(state.shape)} whose codes and scales "
+            "bitsandbytes has put into another order, since its layer was called in evaluation on "
+            "a CPU; expected them as they were quantised: load the model again and adapt it before "
+            "it is called, or call it on a GPU or in training"
+        )
+    return Bits4(packed.view(torch.uint8).reshape(-1), state, dtype or state.dtype)
+
+
 def is_quantised(weight: Any) -> bool:
     """Returns whether ``weight`` is a tensor of torchao's, of bitsandbytes' or another quantised
     one, whose memory does not hold the floats that it stands for."""
@@ -25,12 +87,16 @@ def is_quantised(weight: Any) -> bool:
     if type(weight) in (Tensor, nn.Parameter):
         return False
     package = type(weight).__module__.partition(".")[0]
-    return isinstance(weight, Tensor) and package in ("torchao", "bitsandbytes")
+    return isinstance(weight, Bits4) or (
+        isinstance(weight, Tensor) and package in ("torchao", "bitsandbytes")
+    )
 
 
 def check(name: str, weight: Any) -> None:
     """Raises TypeError unless ``weight`` is a quantised matrix of a kind that is read here."""
     kind = type(weight).__name__
+    if kind in ("Bits4", "Params4bit"):
+        return
     if getattr(weight, "act_pre_scale", None) is not None:
         raise TypeError(
             f"{name} is torchao's {kind} with an act_pre_scale, by which its layer multiplies what "
@@ -42,8 +108,9 @@ def check(name: str, weight: Any) -> None:
         return
     raise TypeError(
         f"{name} is a {type(weight).__module__}.{kind} of shape {tuple(weight.shape)}; expected "
-        f"torchao's {', '.join(_BLOCKWISE)}, or an NF4Tensor whose blocks divide its rows: "
-        "quantise it by Int8WeightOnlyConfig, Float8WeightOnlyConfig or to_nf4, or dequantise it"
+        f"torchao's {', '.join(_BLOCKWISE)}, or an NF4Tensor whose blocks divide its rows, or "
+        "bitsandbytes' Params4bit: quantise it by Int8WeightOnlyConfig, Float8WeightOnlyConfig, "
+        "to_nf4 or Linear4bit, or dequantise it"
     )
 
 
@@ -70,6 +137,9 @@ def dense(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 def blocks(weight: Any, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
     """Yields (first row, some rows of a quantised weight [out, in]) in ``dtype``."""
+    if isinstance(weight, Bits4):
+        yield from _bits4_blocks(weight, dtype)
+        return
     out_features, in_features = weight.shape
     scales = _nf4_scales(weight).to(dtype) if type(weight).__name__ == "NF4Tensor" else None
     height = max(1, BLOCK_BYTES // max(1, 4 * in_features * dtype.itemsize))
@@ -110,6 +180,32 @@ def _nf4_rows(weight: Any, scales: Tensor, start: int, stop: int, dtype: torch.d
     runs = weight.nf4.to(dtype)[codes].reshape(-1, block)
     of_rows = scales[start * width // block : stop * width // block]
     return (runs * of_rows[:, None]).reshape(stop - start, width)
+
+
+def _bits4_blocks(weight: Bits4, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+    (out_features, in_features), state = weight.shape, weight.state
+    scales = state.absmax
+    if state.nested:
+        functional: Any = sys.modules["bitsandbytes"].functional
+        scales = functional.dequantize_blockwise(scales, state.state2) + state.offset
+    scales, block = scales.float(), state.blocksize
+    # Of so many rows each has whole runs.
+    step = block // math.gcd(block, in_features)
+    height = max(1, BLOCK_BYTES // max(1, 4 * in_features * dtype.itemsize) // step) * step
+    for start in range(0, out_features, height):
+        stop = min(start + height, out_features)
+        first, last = start * in_features, stop * in_features
+        rows = torch.ops.bitsandbytes.dequantize_4bit(
+            weight.packed[first // 2 : (last + 1) // 2, None],
+            scales[first // block : -(-last // block)],
+            block,
+            state.quant_type,
+            (
+                last - first,
+            ),  # A run may be of two rows, which the kernel for CPUs takes no notice of.
+            torch.float32,
+        )
+        yield start, rows.reshape(-1, in_features).to(dtype)
 
 
 def norm(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float, dtype: Any) -> Tensor:

@@ -18,6 +18,7 @@ from torch_dora.layers import (
 )
 from torch_dora.layers.conv import CONVOLUTIONS
 from torch_dora.layers.linear import is_conv1d
+from torch_dora.ops.quantised import matrix
 
 _HELD = "is the out_proj of a MultiheadAttention, which reads its weight and never calls it"
 
@@ -56,7 +57,7 @@ def _layer(name: str, module: Any) -> Layer | None:
         features, width = module.weight.shape
         return Layer(name, "linear", features, width)
     if isinstance(module, nn.Linear | DoRALinear):
-        width, features = module.weight.shape
+        width, features = matrix(module.weight).shape
         is_held = isinstance(module, NonDynamicallyQuantizableLinear)
         return Layer(name, "linear", features, width, refusals=(_HELD,) if is_held else ())
     if isinstance(module, nn.Embedding | DoRAEmbedding):

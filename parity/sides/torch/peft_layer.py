@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import warnings
 from typing import Any
 
@@ -16,13 +15,6 @@ from parity.cases import LayerInputs
 from parity.quantised import Parts, parts
 
 Tensors = dict[str, torch.Tensor]
-
-
-def refuses(qtype: str) -> str | None:
-    """Returns why PEFT takes no weight of this format here, or None."""
-    if qtype == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
-        return "PEFT takes NF4 from bitsandbytes alone, which is not installed"
-    return None
 
 
 def layer(inputs: LayerInputs, scale: float) -> Tensors:

@@ -1,0 +1,181 @@
+"""bitsandbytes' Linear4bit under adapters, against an fp64 oracle and PEFT."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from bitsandbytes.nn import modules as bnb
+from peft import PeftModel
+from torch import nn
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+import torch_dora
+from parity import oracle, tolerances
+from torch_dora.layers import dora_layers
+from torch_dora.ops import dora_linear, factored_norm, quantised
+
+SCALE, RANK, SHAPE = 0.7, 5, (32, 192)
+RULE = torch_dora.DoRARule("all-linear", 4, 8)
+KINDS = [("nf4", True, 64), ("nf4", False, 128), ("fp4", False, 64)]
+
+
+def linear4bit(qtype="nf4", nested=True, blocksize=64, shape=SHAPE, dtype=torch.float32):
+    out, width = shape
+    made = bnb.Linear4bit(width, out, compute_dtype=dtype, quant_type=qtype)
+    rng = np.random.default_rng(0)
+    made.bias = nn.Parameter(torch.tensor(rng.normal(size=out), dtype=dtype))
+    made.weight = bnb.Params4bit(
+        torch.tensor(rng.normal(size=shape) / 14, dtype=dtype),
+        blocksize=blocksize,
+        compress_statistics=nested,
+        quant_type=qtype,
+        module=made,
+    )
+    return made.to("cpu")
+
+
+def model4bit(dtype=torch.bfloat16):
+    shapes = ((64, 192), (192, 64))
+    return nn.Sequential(*(linear4bit(shape=shape, dtype=dtype) for shape in shapes))
+
+
+def meant(weight):
+    """What the codes and scales stand for, in fp64."""
+    state, packed = weight.quant_state, weight.data.numpy().reshape(-1)
+    scales = state.absmax
+    if state.nested:
+        blocks = state.state2.absmax.double().numpy()
+        spread = np.repeat(blocks, state.state2.blocksize)[: scales.numel()]
+        scales = state.state2.code.double().numpy()[scales.numpy()] * spread
+        scales = scales + state.offset.double().numpy()
+    codes = np.stack([packed >> 4, packed & 15], 1).reshape(-1, state.blocksize)
+    levels = state.code.double().numpy()[codes]
+    return (levels * np.asarray(scales, np.float64)[:, None]).reshape(state.shape)
+
+
+def trained(model):
+    """Gives every adapter numbers as training would."""
+    rng = np.random.default_rng(3)
+    for layer in model:
+        layer.lora_b.data.copy_(torch.tensor(rng.normal(size=layer.lora_b.shape) / 9))
+        layer.magnitude.data.mul_(torch.tensor(1 + 0.1 * rng.normal(size=layer.magnitude.shape)))
+    return model
+
+
+def rows(width, count=14, dtype=torch.float32):
+    return torch.tensor(np.random.default_rng(2).normal(size=(count, width)), dtype=dtype)
+
+
+@pytest.mark.parametrize("height", [1, 7, 1000])
+@pytest.mark.parametrize("kind", KINDS)
+def test_norm_projection_and_gradients(kind, height, monkeypatch):
+    monkeypatch.setattr(quantised, "BLOCK_BYTES", height * 16 * SHAPE[1])
+    layer, rng = linear4bit(*kind), np.random.default_rng(1)
+    exact = meant(layer.weight)
+    np.testing.assert_allclose(
+        quantised.dense(quantised.matrix(layer.weight), torch.float32), exact, rtol=1e-6, atol=1e-7
+    )
+    a = torch.tensor(rng.normal(size=(RANK, SHAPE[1])) / 11, dtype=torch.float32)
+    b = torch.tensor(rng.normal(size=(SHAPE[0], RANK)) / 2, dtype=torch.float32)
+    wanted = oracle.norm(exact, a.numpy(), b.numpy(), SCALE)
+    np.testing.assert_allclose(factored_norm(layer.weight, a, b, SCALE), wanted, rtol=1e-5)
+
+    x, bias = rows(SHAPE[1]), layer.bias.detach()
+    dy = torch.tensor(rng.normal(size=(14, SHAPE[0])), dtype=torch.float32)
+    magnitude = torch.tensor(wanted * (1 + 0.1 * rng.normal(size=SHAPE[0])), dtype=torch.float32)
+    leaves = [one.requires_grad_() for one in (x, a, b, magnitude, bias)]
+    y = dora_linear(x, layer.weight, a, b, magnitude, SCALE, bias=bias)
+    found = torch.autograd.grad(y, leaves, dy)
+    arrays = [one.detach().numpy() for one in (a, b, magnitude)]
+    arguments = (x.detach().numpy(), exact, *arrays, SCALE)
+    gradients = oracle.dora_linear_grads(dy.numpy(), *arguments, dtype="float32")
+    bound = tolerances.dora_linear(dy.numpy(), *arguments, "float32", bias=bias.detach().numpy())
+    result = oracle.dora_linear(*arguments, bias=bias.detach().numpy(), dtype="float32")
+    assert np.all(np.abs(y.detach().double().numpy() - result) <= bound.y)
+    for name, one in zip(("x", "lora_a", "lora_b", "magnitude", "bias"), found, strict=True):
+        error = np.abs(one.double().numpy() - getattr(gradients, f"d_{name}"))
+        assert np.all(error <= getattr(bound, f"d_{name}")), name
+
+
+def test_a_model_is_adapted_trained_and_merged():
+    base, x = model4bit(), rows(192, dtype=torch.bfloat16)
+    plain, wide = base(x), base(x.float())
+    model = torch_dora.apply_dora(copy.deepcopy(base), RULE)
+    torch.testing.assert_close(model(x), plain, rtol=1e-2, atol=1e-2)
+    # As Linear4bit: in its compute_dtype, and the result in x's.
+    assert model(x.float()).dtype == wide.dtype == torch.float32
+    trained(model)(x).float().square().sum().backward()
+    assert all(layer.lora_a.grad.abs().max() > 0 for layer in model)
+    merged, report = torch_dora.merge_dora(model, return_report=True)
+    assert [type(layer) for layer in merged] == [nn.Linear] * 2
+    assert merged[0].weight.dtype == torch.bfloat16
+    assert report.layers[0].change > 0
+    torch.testing.assert_close(merged(x), model(x), rtol=3e-2, atol=3e-2)
+    assert torch.equal(torch_dora.remove_dora(model)(x), plain)
+
+
+def test_peft_reads_the_folder_and_computes_the_same(tmp_path):
+    x = rows(192)
+    model = trained(torch_dora.apply_dora(model4bit(torch.float32), RULE))
+    torch_dora.peft.save_adapter(model, tmp_path)
+    base = model4bit(torch.float32)
+    base.is_loaded_in_4bit, base.config = True, {}
+    # In evaluation Linear4bit puts its weight into another order for CPUs, which PEFT misreads.
+    by_peft = PeftModel.from_pretrained(base, str(tmp_path)).train()
+    torch.testing.assert_close(model(x), by_peft(x), rtol=1e-5, atol=1e-4)
+    loaded = torch_dora.peft.load_adapter(model4bit(torch.float32), tmp_path)
+    assert torch.equal(loaded(x), model(x))
+    bank = torch_dora.AdapterBank(model4bit(torch.float32), slots=2, max_rank=4).load(1, tmp_path)
+    mixed = torch_dora.with_bank(model4bit(torch.float32), bank, [1, -1])(x[:2, None])
+    torch.testing.assert_close(mixed[0], model(x[:1]), rtol=1e-5, atol=1e-4)
+    assert torch.equal(mixed[1:], model4bit(torch.float32)(x[:2, None])[1:])
+
+
+def test_a_model_of_transformers_is_trained_merged_and_loaded_again(tmp_path):
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    plain = LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **sizes))
+    plain.save_pretrained(tmp_path / "base")
+    config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
+    base = LlamaForCausalLM.from_pretrained(
+        tmp_path / "base", quantization_config=config, device_map="cpu"
+    ).train()
+    ids = torch.arange(12).reshape(2, 6)
+    before = base(ids).logits
+    model = torch_dora.apply_dora(base, RULE)
+    torch.testing.assert_close(model(ids).logits, before)
+    assert isinstance(model.model.layers[0].mlp.up_proj, torch_dora.DoRALinear)
+    trained([layer for _, layer in dora_layers(model)])
+    merged = torch_dora.merge_dora(model)
+    merged.save_pretrained(tmp_path / "merged")
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=1e-2, atol=1e-3)
+
+
+def test_a_state_has_the_scales():
+    model, x = trained(torch_dora.apply_dora(model4bit(), RULE)), rows(192, dtype=torch.bfloat16)
+    other = torch_dora.apply_dora(model4bit(), RULE)
+    other[0].weight.data.zero_()
+    other[0].weight.quant_state.absmax.zero_()
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(x), model(x))
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
+
+
+def test_what_is_not_as_it_was_quantised_is_refused():
+    with pytest.raises(
+        TypeError, match=r"'0' cannot .* not quantised yet; move its layer to a dev"
+    ):
+        torch_dora.apply_dora(nn.Sequential(bnb.Linear4bit(64, 32)), RULE)
+    base = nn.Sequential(bnb.Linear8bitLt(64, 32, has_fp16_weights=False))
+    with pytest.raises(TypeError, match=r"cannot be adapted(.|\n)*0 \(Linear8bitLt\)"):
+        torch_dora.apply_dora(base, RULE)
+    model = torch_dora.apply_dora(model4bit(), RULE)
+    model[0].weight.quant_state.packing_format_for_cpu = True
+    with pytest.raises(NotImplementedError, match=r"another order.*load the model again"):
+        model(rows(192))
+    weight, a, b = linear4bit(shape=(32, 64)).weight, torch.ones(2, 64), torch.ones(32, 2)
+    with pytest.raises(NotImplementedError, match="'triton' takes no Bits4"):
+        factored_norm(weight, a, b, SCALE, implementation="triton")
