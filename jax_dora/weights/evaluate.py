@@ -118,20 +118,6 @@ def evaluate(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
     return [value(atom) for atom in jaxpr.outvars]
 
 
-def _apart(operands: Sequence[Any]) -> tuple[list[Any], Callable[[list[Any]], list[Any]]]:
-    """Returns all arrays of the operands, and what puts such arrays into their places."""
-    parts = [dict(one.arrays) if isinstance(one, Weight) else one for one in operands]
-    leaves, structure = jax.tree.flatten(parts)
-
-    def together(leaves: list[Any]) -> list[Any]:
-        return [
-            dataclasses.replace(one, arrays=part) if isinstance(one, Weight) else part
-            for one, part in zip(operands, jax.tree.unflatten(structure, leaves), strict=True)
-        ]
-
-    return leaves, together
-
-
 def _evaluated(jaxpr: Any, operands: Sequence[Any], handed: dict[int, int]) -> list[Any]:
     """Returns the results of a jaxpr as arrays.
 
@@ -159,27 +145,23 @@ def _handed_on(
 
 
 def _checkpoint(operands: list[Any], params: dict[str, Any]) -> list[Any]:
-    leaves, together = _apart(operands)
     handed: dict[int, int] = {}
 
     @_in_scopes
-    def run(leaves: list[Any]) -> list[Any]:
-        return _evaluated(params["jaxpr"], together(leaves), handed)
+    def run(operands: list[Any]) -> list[Any]:
+        return _evaluated(params["jaxpr"], operands, handed)
 
     options = {name: params[name] for name in ("policy", "prevent_cse")}
-    return _handed_on(operands, jax.checkpoint(run, **options)(leaves), handed)
+    return _handed_on(operands, jax.checkpoint(run, **options)(operands), handed)
 
 
 def _cond(operands: list[Any], params: dict[str, Any]) -> list[Any]:
     index, *operands = operands
-    leaves, together = _apart(operands)
-
-    handed: dict[int, int] = {}
 
     def branch(jaxpr: Any) -> Callable[[list[Any]], list[Any]]:
-        return _in_scopes(lambda leaves: _evaluated(jaxpr, together(leaves), handed))
+        return _in_scopes(lambda operands: _evaluated(jaxpr, operands, {}))
 
-    return list(lax.switch(index, [branch(jaxpr) for jaxpr in params["branches"]], leaves))
+    return list(lax.switch(index, [branch(jaxpr) for jaxpr in params["branches"]], operands))
 
 
 def _scan(operands: list[Any], params: dict[str, Any]) -> list[Any]:
@@ -197,25 +179,24 @@ def _scan(operands: list[Any], params: dict[str, Any]) -> list[Any]:
     ]
     moving = [one for one, is_fixed in zip(carry, fixed, strict=True) if not is_fixed]
     rows = [_Rows.of(one) for one in operands[n_consts + n_carry :]]
-    leaves, together = _apart([*consts, *carry])
+
+    def whole(moving: list[Any]) -> list[Any]:
+        """Returns the carry from what of it moves."""
+        moved = iter(moving)
+        return [
+            one if is_fixed else next(moved) for one, is_fixed in zip(carry, fixed, strict=True)
+        ]
 
     @_in_scopes
     def step(moving: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        given, moved = together(leaves), iter(moving)
-        now = [
-            one if is_fixed else next(moved)
-            for one, is_fixed in zip(given[n_consts:], fixed, strict=True)
-        ]
         inputs = [row.at(x) for row, x in zip(rows, xs, strict=True)]
-        results = _evaluated(jaxpr, [*given[:n_consts], *now, *inputs], handed)
+        results = _evaluated(jaxpr, [*consts, *whole(moving), *inputs], handed)
         after = zip(results[:n_carry], fixed, strict=True)
         return [one for one, is_fixed in after if not is_fixed], results[n_carry:]
 
     options = (params["length"], params["reverse"], params["unroll"])
-    moved, ys = lax.scan(step, moving, [row.xs for row in rows], *options)
-    moved = iter(moved)
-    results = [one if is_fixed else next(moved) for one, is_fixed in zip(carry, fixed, strict=True)]
-    results += ys
+    moving, ys = lax.scan(step, moving, [row.xs for row in rows], *options)
+    results = whole(moving) + ys
     stacked = {
         place: source
         for place, source in handed.items()

@@ -1,6 +1,7 @@
 """A weight as a program sees it on the way from its parameter to what reads it."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -36,9 +37,15 @@ class Reader(Protocol):
         ...
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["arrays"],
+    meta_fields=["view", "sizes", "origins", "roles", "reader", "stacked"],
+)
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """An array that is a weight's, perhaps cast, scaled, transposed, reshaped or indexed.
+    """An array that is a weight's, perhaps cast, scaled, transposed, reshaped or indexed: a pytree
+    of its arrays.
 
     Attributes:
       view: for each axis of the array the parts of the weight's axes that it is made of, outermost
