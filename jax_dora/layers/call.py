@@ -60,7 +60,7 @@ def operands_of_call(
 ) -> dict[str, Any]:
     """Returns the arrays of a call: x, kernel and bias as the base layer promotes them, the
     adapter, g by the norm of the stored parameters, so that it does not depend on the dtype of the
-    computation, and the dropout's seed."""
+    computation, and the dropout."""
     bias = None if layer.bias is None else layer.bias[...]
     x, kernel, bias = layer.promote_dtype((inputs, layer.kernel[...], bias), dtype=layer.dtype)
     return {
@@ -70,7 +70,7 @@ def operands_of_call(
         "lora_a": layer.lora_a[...],
         "lora_b": layer.lora_b[...],
         "g": g_of_call(layer, x.dtype),
-        "seed": None if dropout is None else dropout.seed,
+        "dropout": dropout,
     }
 
 
@@ -108,29 +108,27 @@ def dropout_of_call(
     return ops.Dropout(ops.draw_seed(key), dropout.rate, layer.dropout_mode)
 
 
-def seeds_of(seed: jax.Array, *counts: int) -> jax.Array:
-    """Returns the seeds [*counts, seed's] of so many matrices, each of which has a mask of its
-    own."""
+def dropout_of_each(dropout: ops.Dropout | None, *counts: int) -> ops.Dropout | None:
+    """Returns the dropout of so many matrices, each of which has a mask of its own: its seed has
+    further leading axes of these sizes."""
     index = jnp.arange(math.prod(counts), dtype=jnp.uint32).reshape(*counts, 1)
-    return seed.reshape((1,) * len(counts) + seed.shape) + index * jnp.uint32(NEXT_SEED)
+    more = index * jnp.uint32(NEXT_SEED)
+    return jax.tree.map(
+        lambda seed: jnp.expand_dims(seed, tuple(range(len(counts)))) + more, dropout
+    )
 
 
 def product(layer: Any, operands: Mapping[str, Any]) -> jax.Array:
     """Returns g ∘ x (kernel + s·lora_a lora_b) + bias of matrices by the layer's settings.
 
     Args:
-      operands: x, kernel, lora_a, lora_b, g, bias and the dropout's seed, or None for the last two.
+      operands: x, kernel, lora_a, lora_b, g, bias and dropout, or None for the last two.
     """
-    arrays = dict(operands)
-    seed, dropout = arrays.pop("seed", None), None
-    if seed is not None and layer.dropout is not None:
-        dropout = ops.Dropout(seed, layer.dropout.rate, layer.dropout_mode)
     return scaled_linear(
-        **arrays,
+        **operands,
         scale=layer.scale,
         implementation=layer.implementation,
         precision=layer.precision,
-        dropout=dropout,
         keep_inner=layer.keep_inner,
         act_qtype=act_qtype_of(layer),
     )

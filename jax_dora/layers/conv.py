@@ -83,15 +83,15 @@ class DoRAConvolution(DoRALayer):
 
     def _composed(self, operands: Mapping[str, Any]) -> jax.Array:
         """Returns the result of a call from its arrays."""
-        x, kernel, g, seed = (operands[name] for name in ("x", "kernel", "g", "seed"))
+        x, kernel, g, dropout = (operands[name] for name in ("x", "kernel", "g", "dropout"))
         dropped = x
-        if seed is not None and self.dropout is not None:
-            dropped = drop_for(self.implementation)(x, seed, self.dropout.rate)
+        if dropout is not None:
+            dropped = drop_for(self.implementation)(x, dropout.seed, dropout.rate)
         base = self._convolve(x, kernel)
         lora = self._expand(
             self._convolve(dropped, operands["lora_a"].astype(x.dtype)), operands["lora_b"]
         )
-        if seed is None or self.dropout_mode == "adapter":
+        if dropout is None or dropout.mode == "adapter":
             y = ops.compose(base, lora, g, self.scale, implementation=self.implementation)
         else:
             corrected = self._convolve(dropped, kernel)

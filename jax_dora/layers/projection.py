@@ -17,9 +17,9 @@ from flax import nnx
 from jax_dora.layers.base import DoRALayer
 from jax_dora.layers.call import (
     dropout_of_call,
+    dropout_of_each,
     operands_of_call,
     product,
-    seeds_of,
     sharded_as,
 )
 from jax_dora.layers.layout import Layout, projection_layout
@@ -111,8 +111,7 @@ def _of_matrices(
     for name in ("kernel", "lora_a", "lora_b"):
         arrays[name] = getattr(layout, name).to_matrices(operands[name])
     arrays["g"] = layout.magnitude.to_matrices(operands["g"])[:, 0]
-    if operands["seed"] is not None:
-        arrays["seed"] = seeds_of(operands["seed"], arrays["kernel"].shape[0])
+    arrays["dropout"] = dropout_of_each(operands["dropout"], arrays["kernel"].shape[0])
     if batch:
         y = jax.vmap(functools.partial(product, layer))(arrays)
     else:

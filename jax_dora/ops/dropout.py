@@ -11,20 +11,26 @@ whose bias is 0.17 % (C. Wellons, "Prospecting for hash functions", 2018). Two c
 share one: the kernels are bound by its arithmetic.
 """
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-Mode = Literal["adapter", "input"]
+from dora_common.hyperparameters import DropoutMode
 
 
-class Dropout(NamedTuple):
-    """Says how `dora_linear` drops x in training; with d = drop(x):
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["seed"], meta_fields=["rate", "mode"]
+)
+@dataclasses.dataclass(frozen=True)
+class Dropout:
+    """Says how `dora_linear` drops x in training; a pytree of its seed. With d = drop(x):
 
         "adapter":  y = base + ((g-1)∘base + g∘(s·dAB)) + bias        LoRA's: only the adapter's x
         "input":    y = base + ((g-1)∘dW + g∘(s·dAB)) + bias          PEFT's: x for all of ΔY
@@ -39,7 +45,7 @@ class Dropout(NamedTuple):
 
     seed: jax.Array
     rate: float
-    mode: Mode = "adapter"
+    mode: DropoutMode = "adapter"
 
 
 def draw_seed(key: jax.Array) -> jax.Array:
@@ -133,7 +139,7 @@ def drop_for(implementation: str | None) -> Callable[..., jax.Array]:
     return dropped if implementation == "eager" else drop
 
 
-def active(dropout: Dropout | None) -> tuple[float, Mode, jax.Array | None]:
+def active(dropout: Dropout | None) -> tuple[float, DropoutMode, jax.Array | None]:
     """Returns (rate, mode, seed); (0, "adapter", None) where nothing is dropped.
 
     Raises:
@@ -145,7 +151,7 @@ def active(dropout: Dropout | None) -> tuple[float, Mode, jax.Array | None]:
         raise TypeError(f"dropout is {dropout!r}; expected a jax_dora.ops.Dropout")
     if not 0 <= dropout.rate < 1:
         raise ValueError(f"dropout.rate is {dropout.rate!r}; expected a number in [0, 1)")
-    if dropout.mode not in get_args(Mode):
+    if dropout.mode not in get_args(DropoutMode):
         raise ValueError(f"dropout.mode is {dropout.mode!r}; expected 'adapter' or 'input'")
     if jnp.shape(dropout.seed) != (2,) or dropout.seed.dtype != jnp.uint32:
         raise ValueError(

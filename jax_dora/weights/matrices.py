@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
-from jax_dora.layers.call import seeds_of
+from jax_dora.layers.call import dropout_of_each
 from jax_dora.ops.dropout import Dropout
 from jax_dora.weights.operations import Product
 from jax_dora.weights.weight import Weight
@@ -68,14 +68,12 @@ class Plan:
         others = [part for part in weight.parts("b") if part not in self.both]
         parts = matrices(weight, arrays, self.both, others)
         lone = parts["kernel"].shape[1]
-        seeds = None
-        if dropout is not None:
-            seeds = seeds_of(dropout.seed, x.shape[0], lone)
+        each = dropout_of_each(dropout, x.shape[0], lone)
         if lone == 1 and x.shape[0] == 1:
-            one = {name: array[0, 0] for name, array in parts.items()}
-            y = multiply(x[0], one, None if seeds is None else seeds[0, 0])[None, None]
+            one, dropout = jax.tree.map(lambda array: array[0, 0], (parts, each))
+            y = multiply(x[0], one, dropout)[None, None]
         else:
-            y = jax.vmap(jax.vmap(multiply, in_axes=(None, 0, 0)))(x, parts, seeds)
+            y = jax.vmap(jax.vmap(multiply, in_axes=(None, 0, 0)))(x, parts, each)
         y = y.reshape(self.y_split)
         if self.y_sum:
             y = y.sum(self.y_sum)

@@ -7,6 +7,7 @@ With W [in, out], g = magnitude / ‖W + s·AB‖ per column and · a product ov
     W'[ids] = W[ids] + ((g-1)∘W[ids] + g∘(s·A[ids] B))
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -117,21 +118,15 @@ class AdaptedReader:
         is_transposed: bool,
         x: jax.Array,
         arrays: dict[str, Any],
-        seed: jax.Array | None,
+        dropout: Dropout | None,
     ) -> jax.Array:
         """Returns x W', or x W'ᵀ, of x [..., in] and matrices."""
         if is_transposed:
             return times_transposed(x, **arrays, scale=self.rule.scale, precision=product.precision)
-        dropout = None
-        if seed is not None and self.dropout is not None:
-            dropout = Dropout(seed, self.dropout.rate, self.dropout.mode)
         return scaled_linear(
             x,
-            arrays["kernel"],
-            arrays["lora_a"],
-            arrays["lora_b"],
-            arrays["g"],
-            self.rule.scale,
+            **arrays,
+            scale=self.rule.scale,
             implementation=self.rule.implementation,
             precision=product.precision,
             dropout=dropout,
@@ -143,7 +138,7 @@ class AdaptedReader:
             return None
         seed = self.dropout.seed + jnp.uint32(self._products * NEXT_SEED % 2**32)
         self._products += 1
-        return Dropout(seed, self.dropout.rate, self.dropout.mode)
+        return dataclasses.replace(self.dropout, seed=seed)
 
     def _dropped(self, x: jax.Array) -> jax.Array:
         dropout = self._next_dropout()
