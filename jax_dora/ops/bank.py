@@ -25,6 +25,7 @@ from jax_dora.ops.bank_slots import Rows, Slots, composed, rows_of
 from jax_dora.ops.bank_ways import low_rank_product
 from jax_dora.ops.compose import accumulator
 from jax_dora.ops.mosaic import bank_expand, bank_rows
+from jax_dora.ops.operands import Static
 from jax_dora.ops.reduction import static_precision
 from jax_dora.ops.shard import Op, Shard
 
@@ -78,7 +79,7 @@ def bank_linear(
     lora_a = slots.lora_a[rows.slot].astype(x.dtype)
     z = jnp.einsum("nti,nri->ntr", x, lora_a, precision=precision)
     lora_b = slots.lora_b.astype(x.dtype)
-    static = Static(implementation, static_precision(precision))
+    static = Static("bank_linear", implementation, static_precision(precision))
     (y,) = called(EXPAND, expanded, static, Expansion(base, z, lora_b, *rows, bias))
     return y
 
@@ -114,7 +115,8 @@ def bank_linears(
         first, count = one.part or (jnp.int32(0), one.slots.lora_a.shape[0])
         members.append(bank_rows.Member(one.base[:, 0], *one.slots, first, one.bias))
     tokens = Tokens(x[:, 0], tuple(members), ids, step)
-    static = StaticOfTokens(implementation, static_precision(precision), count)
+    by = static_precision(precision)
+    static = Static("bank_linear", implementation, by, slots=count)
     if _choice(static, tokens) is None:
         results = _multiplied(static, tokens)
     else:
@@ -163,13 +165,6 @@ def _called_jvp(call: tuple[Op, Any, Any], primals: Any, tangents: Any) -> Any:
     return jax.jvp(functools.partial(define, static), primals, tangents)
 
 
-class Static(NamedTuple):
-    """What is static in a call, as its caller gave it."""
-
-    implementation: str | None
-    precision: Any
-
-
 class Expansion(NamedTuple):
     """The operands of the second product and of what follows it: base [batch, time, out], z
     [batch, time, rank], lora_b [slots, rank, out], `Rows`, bias [out] or None."""
@@ -197,7 +192,7 @@ def _run(static: Static, shard: Shard, operands: Expansion) -> tuple[jax.Array]:
         bias,
     )
     call = (groups, time, rank, out, base.dtype)
-    choice = choose.choose("bank_linear", static.implementation, (bank_expand, call))
+    choice = choose.choose(static.op, static.implementation, (bank_expand, call))
     if choice is None:
         (y,) = expanded(static, flat)
     else:
@@ -215,14 +210,6 @@ def expanded(static: Static, operands: Expansion) -> tuple[jax.Array]:
     return (composed(base, lora, Rows(slot, g, scale), bias),)
 
 
-class StaticOfTokens(NamedTuple):
-    """What is static in a call of rows that have one token each; so many `slots` are meant."""
-
-    implementation: str | None
-    precision: Any
-    slots: int
-
-
 class Tokens(NamedTuple):
     """The operands of rows that have one token each: x [rows, in], the projections of it, ids
     i32[rows], `step_of` the ids or None."""
@@ -233,7 +220,7 @@ class Tokens(NamedTuple):
     step: Any
 
 
-def _choice(static: StaticOfTokens, tokens: Tokens) -> choose.Choice | None:
+def _choice(static: Static, tokens: Tokens) -> choose.Choice | None:
     """Returns the kernels if they take every projection."""
     x, lora_a = tokens.x, tokens.members[0].lora_a
     outs = [one.base.shape[1] for one in tokens.members]
@@ -253,7 +240,7 @@ def _rows_choice(
     return choose.choose("bank_linear", implementation, (bank_rows, call), optional=optional)
 
 
-def _run_tokens(static: StaticOfTokens, shard: Shard, tokens: Tokens) -> tuple[jax.Array, ...]:
+def _run_tokens(static: Static, shard: Shard, tokens: Tokens) -> tuple[jax.Array, ...]:
     choice = _choice(static, tokens)
     if choice is None:
         return _multiplied(static, tokens)
@@ -265,7 +252,7 @@ def _run_tokens(static: StaticOfTokens, shard: Shard, tokens: Tokens) -> tuple[j
 MULTIPLY = Op("bank_rows", _run_tokens, (), ())
 
 
-def _multiplied(static: StaticOfTokens, tokens: Tokens) -> tuple[jax.Array, ...]:
+def _multiplied(static: Static, tokens: Tokens) -> tuple[jax.Array, ...]:
     def result(one: bank_rows.Member) -> jax.Array:
         slots = Slots(one.lora_a, one.lora_b, one.g, one.scale, one.rank)
         rows = rows_of(slots, tokens.ids, one.first, static.slots, accumulator(one.base.dtype))

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_dora.ops import choose, primitive
-from jax_dora.ops.bank import EXPAND, Expansion, Static, called, expanded
+from jax_dora.ops.bank import EXPAND, Expansion, called, expanded
 from jax_dora.ops.bank_slots import Slots, rows_of
 from jax_dora.ops.compose import accumulator
 from jax_dora.ops.mosaic import bank_project, bank_shrink
+from jax_dora.ops.operands import Static
 from jax_dora.ops.reduction import static_precision
 from jax_dora.ops.shard import Op, Shard
 
@@ -59,18 +60,10 @@ def bank_projection(
     if kernel.ndim == 2:
         kernel, layer = kernel[None], jnp.int32(0)
     operands = Prompts(x, kernel, layer, lora_a, lora_b, *rows, ids < 0, bias)
-    static = StaticOfPrompts(implementation, implementation, static_precision(precision))
+    by = static_precision(precision)
+    static = Static("bank_linear", implementation, by, of_expand=implementation)
     (y,) = called(PROJECT, _define, static, operands)
     return y
-
-
-class StaticOfPrompts(NamedTuple):
-    """What is static in a call. On a mesh `implementation` becomes "xla", and the second product
-    alone goes by what the caller has named, `of_expand`."""
-
-    implementation: str | None
-    of_expand: str | None
-    precision: Any
 
 
 class Prompts(NamedTuple):
@@ -90,13 +83,13 @@ class Prompts(NamedTuple):
     bias: Any
 
 
-def _run(static: StaticOfPrompts, shard: Shard, prompts: Prompts) -> tuple[jax.Array]:
+def _run(static: Static, shard: Shard, prompts: Prompts) -> tuple[jax.Array]:
     x, lora_a, g = prompts.x, prompts.lora_a, prompts.g
     (batch, time, in_features), out, rank = x.shape, g.shape[-1], lora_a.shape[1]
 
     def chosen(kernel: Any, *sizes: int) -> choose.Choice | None:
         call = (kernel, (batch, time, *sizes, x.dtype))
-        return choose.choose("bank_linear", static.implementation, call, optional=True)
+        return choose.choose(static.op, static.implementation, call, optional=True)
 
     shrink = chosen(bank_shrink, in_features, rank)
     project = chosen(bank_project, in_features, out, rank)
@@ -123,20 +116,20 @@ def _run(static: StaticOfPrompts, shard: Shard, prompts: Prompts) -> tuple[jax.A
 PROJECT = Op("bank_project", _run, (), ())
 
 
-def _base(static: StaticOfPrompts, prompts: Prompts) -> jax.Array:
+def _base(static: Static, prompts: Prompts) -> jax.Array:
     kernel = lax.dynamic_index_in_dim(prompts.kernel, prompts.layer, keepdims=False)
     contracted = (((prompts.x.ndim - 1,), (0,)), ((), ()))
     return lax.dot_general(prompts.x, kernel, contracted, precision=static.precision)
 
 
-def _expansion(static: StaticOfPrompts, prompts: Prompts) -> tuple[Static, Expansion]:
+def _expansion(static: Static, prompts: Prompts) -> tuple[Static, Expansion]:
     """Returns the second product, and what follows it, of the results of the others."""
     lora_a = prompts.lora_a[prompts.slot]
     z = jnp.einsum("nti,nri->ntr", prompts.x, lora_a, precision=static.precision)
     given = prompts.lora_b, prompts.slot, prompts.g, prompts.scale, prompts.bias
     operands = Expansion(_base(static, prompts), z, *given)
-    return Static(static.of_expand, static.precision), operands
+    return static._replace(implementation=static.of_expand), operands
 
 
-def _define(static: StaticOfPrompts, prompts: Prompts) -> tuple[jax.Array]:
+def _define(static: Static, prompts: Prompts) -> tuple[jax.Array]:
     return expanded(*_expansion(static, prompts))

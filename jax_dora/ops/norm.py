@@ -13,7 +13,6 @@ one is split into three bf16 pieces that add up to it, which keeps its products 
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,7 @@ from jax_dora.ops.compose import accumulator
 from jax_dora.ops.mosaic import norm as kernel_norm
 from jax_dora.ops.mosaic import quantised_norm as kernel_quantised_norm
 from jax_dora.ops.mosaic.norm import cut
-from jax_dora.ops.operands import Adapted
+from jax_dora.ops.operands import Adapted, Static
 from jax_dora.ops.quantised_norm import squared_norm
 from jax_dora.ops.shard import Op, Shard
 
@@ -68,7 +67,8 @@ def factored_norm(
     operands = Adapted(kernel, lora_a, lora_b, check.scale_array(scale))
     operands = jax.tree.map(lax.stop_gradient, operands)
     is_zero = not isinstance(scale, jax.Array) and bool(scale == 0)
-    function = functools.partial(_norm, Static(implementation, is_zero))
+    static = Static("factored_norm", implementation, is_zero=is_zero)
+    function = functools.partial(_norm, static)
     stored = quantised.stored(kernel)
     if mesh := meshes.explicit(stored):
         function = meshes.left_to_xla(function, mesh, jax.P(meshes.spec(stored)[1]))
@@ -80,18 +80,6 @@ def norm_implementation(implementation: str | None) -> str | None:
     no kernel; "mosaic" names a kernel of the projection, and leaves the norm to the best that
     accepts it."""
     return "xla" if implementation in choose.PLAIN else None
-
-
-class Static(NamedTuple):
-    """What is static in a call.
-
-    Attributes:
-      implementation: as `factored_norm`'s.
-      is_zero: the scale is known to be zero.
-    """
-
-    implementation: str | None
-    is_zero: bool
 
 
 def _norm(static: Static, operands: Adapted) -> jax.Array:
@@ -109,7 +97,7 @@ def _run(static: Static, shard: Shard, operands: Adapted) -> tuple[jax.Array]:
         candidate = (kernel_quantised_norm, call)
     else:
         candidate = (kernel_norm, (in_features, rank, out, kernel.dtype, lora_a.dtype))
-    choice = choose.choose("factored_norm", implementation, candidate)
+    choice = choose.choose(static.op, implementation, candidate)
     if choice is not None:
         arrays = jax.tree.leaves(kernel)
         squared = choice.kernel.launch(*arrays, lora_a, lora_b, scale, **choice.knobs)

@@ -17,6 +17,10 @@ class Static(NamedTuple):
       whole: the shape of all of x, of which a device may have a part.
       dtype: of lora_a's gradient.
       want_inner, want_base, want_lora, want_bias: which results are wanted.
+      is_zero: of a norm, the scale is known to be zero.
+      slots: of a bank, how many are meant.
+      of_expand: of a bank, the implementation of the second product, where it stays what the caller
+        has named while that of the others becomes "xla".
     """
 
     op: str
@@ -32,6 +36,9 @@ class Static(NamedTuple):
     want_base: bool = True
     want_lora: bool = False
     want_bias: bool = False
+    is_zero: bool = False
+    slots: int = 0
+    of_expand: str | None = None
 
 
 class Projection(NamedTuple):
@@ -74,7 +81,8 @@ class Composition(NamedTuple):
 
 
 class Gating(NamedTuple):
-    """The operands of SwiGLU: gate, up [..., out], g f32[out] and bias [out] of either."""
+    """The operands of SwiGLU: gate, up [..., out], g f32[out] and bias [out] of either; and of its
+    gradient dh [..., out]."""
 
     gate: Any
     up: Any
@@ -82,6 +90,7 @@ class Gating(NamedTuple):
     gate_bias: Any
     up_g: Any
     up_bias: Any
+    dh: Any = None
 
 
 class Adapted(NamedTuple):

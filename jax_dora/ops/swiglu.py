@@ -11,7 +11,7 @@ the layers' results. With σ = sigmoid(y₁):
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -109,7 +109,7 @@ def define_backward(dh: jax.Array, operands: Gating) -> Gating:
 
 def _composed(operands: Gating) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     """Returns y of gate and of up, and their g, in the accumulator's dtype."""
-    gate, up, gate_g, gate_bias, up_g, up_bias = operands
+    gate, up, gate_g, gate_bias, up_g, up_bias, _ = operands
 
     def composed(inner, g, bias):
         wide = inner.astype(accumulator(inner.dtype))
@@ -120,24 +120,12 @@ def _composed(operands: Gating) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     return (y1, y2), (g1, g2)
 
 
-class SwigluBackward(NamedTuple):
-    """The operands of the gradient: dh [..., out], and the fields of `Gating`."""
-
-    dh: Any
-    gate: Any
-    up: Any
-    gate_g: Any
-    gate_bias: Any
-    up_g: Any
-    up_bias: Any
-
-
-def _backward(static: Static, shard: Shard, operands: SwigluBackward) -> tuple[Any, ...]:
-    """Returns the gradient of every field of `Gating`; without want_bias, None of the biases."""
-    dh, gate, up, gate_g, gate_bias, up_g, up_bias = operands
+def _backward(static: Static, shard: Shard, operands: Gating) -> tuple[Any, ...]:
+    """Returns the gradient of every operand; without want_bias, None of the biases."""
+    gate, up, gate_g, gate_bias, up_g, up_bias, dh = operands
     choice = _choose(static, gate)
     if choice is None:
-        found = define_backward(dh, Gating(*operands[1:]))
+        found = define_backward(dh, operands)
     else:
         d_gate, d_up, d_gate_g, d_up_g, *d_biases = kernel_backward.launch(
             *(dh, gate, up, gate_g, up_g, gate_bias, up_bias),
@@ -148,7 +136,7 @@ def _backward(static: Static, shard: Shard, operands: SwigluBackward) -> tuple[A
         found = Gating(d_gate, d_up, d_gate_g, d_gate_bias, d_up_g, d_up_bias)
     if not static.want_bias:
         found = found._replace(gate_bias=None, up_bias=None)
-    return *found[:2], *map(shard.sum, found[2:])
+    return *found[:2], *map(shard.sum, found[2:6])
 
 
 def _choose(static: Static, gate: jax.Array) -> Choice | None:
@@ -156,14 +144,10 @@ def _choose(static: Static, gate: jax.Array) -> Choice | None:
     return choose.choose(static.op, static.implementation, (kernel_backward, call))
 
 
-_RESULTS = Gating("t o", "t o", "o", "o", "o", "o")
+_RESULTS = ("t o", "t o", "o", "o", "o", "o")
 SWIGLU_BACKWARD = Op(
-    "swiglu_backward", _backward, SwigluBackward("t o", *_RESULTS), _RESULTS, contracted="t"
+    "swiglu_backward", _backward, Gating(*_RESULTS, "t o"), _RESULTS, contracted="t"
 )
-
-
-def _defined(static: Static, operands: Gating) -> jax.Array:
-    return define(operands)
 
 
 def _swiglu_fwd(static: Static, operands: Gating, wanted: Gating) -> tuple[jax.Array, Any]:
@@ -173,9 +157,11 @@ def _swiglu_fwd(static: Static, operands: Gating, wanted: Gating) -> tuple[jax.A
 def _swiglu_bwd(static: Static, kept: Any, dh: jax.Array) -> dict[str, Any]:
     operands, wanted = kept
     static = static._replace(want_bias=bool(wanted.gate_bias or wanted.up_bias))
-    found = primitive.call(SWIGLU_BACKWARD, static, SwigluBackward(dh, *operands))
-    each = zip(Gating._fields, found, operands, wanted, strict=True)
+    found = primitive.call(SWIGLU_BACKWARD, static, operands._replace(dh=dh))
+    each = zip(Gating._fields, found, operands, wanted, strict=False)
     return {name: one.astype(operand.dtype) for name, one, operand, want in each if want}
 
 
-_swiglu = residuals.with_gradient(Gating, _defined, _swiglu_fwd, _swiglu_bwd)
+_swiglu = residuals.with_gradient(
+    Gating, lambda static, operands: define(operands), _swiglu_fwd, _swiglu_bwd
+)

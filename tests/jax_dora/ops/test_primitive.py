@@ -15,7 +15,6 @@ from jax_dora.ops import choose, primitive
 from jax_dora.ops.choose import Target
 from jax_dora.ops.mosaic import project, project_back
 from jax_dora.ops.norm import NORM
-from jax_dora.ops.norm import Static as StaticOfNorm
 from jax_dora.ops.operands import Adapted, Static
 from jax_dora.ops.products import BACK, FORWARD, Back, Forward
 from tests.jax_dora.programs import aval, for_cuda
@@ -174,7 +173,7 @@ def test_the_norm_sums_only_vectors(on_hopper):
     operands = Adapted(aval(IN, OUT), aval(IN, RANK), aval(RANK, OUT), aval(dtype=F32))
     mesh = automatic(2, 2)
     specs = [("data", "model"), ("data",), (N, "model"), ()]
-    text, _ = of_device(NORM, StaticOfNorm(None, False), operands, mesh, specs, [("model",)])
+    text, _ = of_device(NORM, Static("factored_norm", None), operands, mesh, specs, [("model",)])
     assert len(re.findall(r"custom_call @mosaic_gpu", text)) == 1
     (summed,) = re.findall(r"all_reduce.*?-> (tensor<[^>]*>)", text, re.DOTALL)
     assert summed == f"tensor<{OUT // 2}xf32>"
