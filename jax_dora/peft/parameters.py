@@ -28,8 +28,8 @@ class TorchParameter:
       shape: in PyTorch.
       axes: how the array is a matrix; None where Flax and PyTorch lay it out alike.
       is_transposed: the matrix is [in, out], or [window and in, out], and PyTorch has the output
-        axis first, then the input axis, then the window.
-      of_experts: "lora_a", "lora_b" or "magnitude" of packed experts; else "".
+        axis first, then the input axis, then the window; of packed experts PEFT joins the experts
+        with the rank: lora_a is [experts·r, in], lora_b [out, r·experts].
     """
 
     path: str
@@ -38,64 +38,39 @@ class TorchParameter:
     shape: Shape
     axes: Axes | None = None
     is_transposed: bool = False
-    of_experts: str = ""
 
     def to_torch(self, array: np.ndarray) -> np.ndarray:
         """Returns this layer's part of the array, as PyTorch has it."""
-        if self.axes is None:
-            return array.reshape(self.shape)
-        matrix: Any = self.axes.to_matrices(array)  # pyright: ignore[reportArgumentType]
-        if self.of_experts:
-            return experts_to_torch(self.of_experts, matrix)
-        if not self.is_transposed:
-            return matrix.reshape(self.shape)
-        order = _flax_order(self.shape)
-        matrix = matrix.reshape(tuple(self.shape[axis] for axis in order))
-        return np.ascontiguousarray(matrix.transpose(tuple(np.argsort(order).tolist())))
+        if self.axes is not None:
+            array = self.axes.to_matrices(array)  # pyright: ignore[reportArgumentType, reportAssignmentType]
+        if self.is_transposed:
+            view, order = self._view_and_order()
+            array = array.reshape(view).transpose(order)
+        return np.ascontiguousarray(array.reshape(self.shape))
 
     def from_torch(self, array: np.ndarray) -> np.ndarray:
         """Reverses `to_torch`."""
         if self.axes is None:
             return array.reshape(self.shape)
-        if self.of_experts:
-            matrices = experts_from_torch(self.of_experts, array, self.axes.matrices)
-            return self.axes.from_matrices(matrices)  # pyright: ignore[reportReturnType, reportArgumentType]
-        array = array.reshape(self.shape)
         if self.is_transposed:
-            array = array.transpose(_flax_order(self.shape))
+            view, order = self._view_and_order()
+            array = array.reshape([view[axis] for axis in order]).transpose(np.argsort(order))
         matrices: Any = array.reshape(self.axes.matrices)
         return self.axes.from_matrices(matrices)  # pyright: ignore[reportReturnType]
 
-
-def _flax_order(shape: Shape) -> tuple[int, ...]:
-    """Returns the order that turns PyTorch's axes (out, in, *window) into Flax's (*window, in,
-    out)."""
-    return (*range(2, len(shape)), 1, 0)
-
-
-def experts_to_torch(name: str, matrices: np.ndarray) -> np.ndarray:
-    """Returns lora_a [experts, in, r], lora_b [experts, r, out] or magnitude [experts, 1, out] as
-    PEFT has it: [experts·r, in], [out, r·experts] or [experts, out]."""
-    experts, rows, columns = matrices.shape
-    if name == "lora_a":
-        return matrices.transpose(0, 2, 1).reshape(experts * columns, rows)
-    if name == "lora_b":
-        return matrices.transpose(2, 1, 0).reshape(columns, rows * experts)
-    return matrices.reshape(experts, columns)
-
-
-def experts_from_torch(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Reverses `experts_to_torch`.
-
-    Args:
-      shape: of the matrices.
-    """
-    experts, rows, columns = shape
-    if name == "lora_a":
-        return array.reshape(experts, columns, rows).transpose(0, 2, 1)
-    if name == "lora_b":
-        return array.reshape(columns, rows, experts).transpose(2, 1, 0)
-    return array.reshape(shape)
+    def _view_and_order(self) -> tuple[Shape, Shape]:
+        """Returns the matrices' shape with the window apart, (experts, *window, in, out), and the
+        order of these axes in PyTorch: (out, in, experts, *window), or of lora_a (experts, out, in,
+        *window); of all but packed experts there is one."""
+        assert self.axes is not None
+        experts, rows, columns = self.axes.matrices
+        window = self.shape[2:]
+        count = len(window)
+        order = (count + 2, count + 1, 0)
+        if self.attribute == "lora_a":
+            order = (0, *order[:2])
+        view = (experts, *window, rows // math.prod(window), columns)
+        return view, (*order, *range(1, count + 1))
 
 
 def parameters_of(

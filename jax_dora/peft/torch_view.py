@@ -77,7 +77,7 @@ class TorchView:
 
     def of_adapter(self, layer: TorchLayer, rank: int) -> dict[str, TorchParameter]:
         """Returns lora_a, lora_b and magnitude of a layer with an adapter of this rank."""
-        layout, experts = self.layout(layer.path, rank), layer.layer.kind == "experts"
+        layout = self.layout(layer.path, rank)
         at = self.stacks[layer.path].at(layer.index)
         return {
             name: TorchParameter(
@@ -87,7 +87,6 @@ class TorchView:
                 shape,
                 getattr(layout, name),
                 is_transposed=name != "magnitude",
-                of_experts=name if experts else "",
             )
             for role, shape in layer.layer.shapes(rank).items()
             for name in [role.replace("embedding_", "lora_")]
