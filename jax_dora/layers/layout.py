@@ -34,7 +34,7 @@ class Axes(NamedTuple):
         """Returns [n, rows, columns] of an array of the stored shape, quantised if it is."""
         if quantised.is_quantised(array):
             groups = (self.batch, self.rows, self.columns)
-            return quantised.with_own_scales(quantised.as_matrices(array, self.split, groups), 1)
+            return quantised.with_own_scales(quantised.as_matrices(array, self.split, groups))
         order = (*self.batch, *self.rows, *self.columns)
         return array.reshape(self.split).transpose(order).reshape(self.matrices)
 

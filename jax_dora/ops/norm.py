@@ -10,9 +10,17 @@ The product AB is never formed: the largest temporary is AᵀW, [r, out].
 Everything accumulates in fp32 (fp64 for fp64 operands). bf16 × bf16 and fp16 × fp16 products are
 exact in fp32, so those operands go to the tensor cores as they are. An fp32 operand beside a bf16
 one is split into three bf16 pieces that add up to it, which keeps its products exact too.
+
+Of a quantised kernel XLA takes block by block of W's rows, dequantised:
+
+    ‖W + sAB‖² = Σ_blocks Σ_rows (W + s·A B)²
+
+A block, its share of A B and their sum are all there is, `BLOCK_ELEMENTS` each. Nothing cancels, so
+there is no clamp.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +34,9 @@ from jax_dora.ops.mosaic import norm as kernel_norm
 from jax_dora.ops.mosaic import quantised_norm as kernel_quantised_norm
 from jax_dora.ops.mosaic.norm import cut
 from jax_dora.ops.operands import Adapted, Static
-from jax_dora.ops.quantised_norm import squared_norm
 from jax_dora.ops.shard import Op, Shard
 
+BLOCK_ELEMENTS = 1 << 20
 EPS_FULL = 1e-12
 EPS_HALF = 1e-6
 
@@ -132,8 +140,29 @@ def _define(shard: Shard, is_zero: bool, operands: Adapted) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _define_quantised(shard: Shard, is_zero: bool, operands: Adapted) -> jax.Array:
-    squared = squared_norm(lax.optimization_barrier(operands), is_zero=is_zero)
-    return lax.optimization_barrier(jnp.sqrt(shard.sum(squared)))
+    kernel, lora_a, lora_b, scale = lax.optimization_barrier(operands)
+    dtype = accumulator(kernel.scale.dtype, lora_a.dtype, lora_b.dtype)
+    in_features, out = kernel.shape
+    count = quantised.rows_of_block(kernel, BLOCK_ELEMENTS)
+    s = scale.astype(dtype)
+
+    def of_rows(start: Any, count: int) -> jax.Array:
+        block = quantised.dequantise(quantised.rows(kernel, start, count), dtype)
+        if not is_zero:
+            a, b = lax.dynamic_slice_in_dim(lora_a, start, count), lora_b
+            if a.dtype != b.dtype or a.dtype.itemsize != 2:
+                a, b = a.astype(dtype), b.astype(dtype)
+            block = block + s * _dot(a, b, dtype, axes=(1, 0))
+        return jnp.sum(jnp.square(block), axis=0)
+
+    def step(total: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
+        return total + of_rows(number * count, count), None
+
+    blocks = in_features // count
+    total, _ = lax.scan(step, jnp.zeros(out, dtype), jnp.arange(blocks, dtype=jnp.int32))
+    if remaining := in_features - blocks * count:
+        total = total + of_rows(blocks * count, remaining)
+    return lax.optimization_barrier(jnp.sqrt(shard.sum(total)))
 
 
 def magnitude_scale(
@@ -189,11 +218,7 @@ def _exact_dot(a: jax.Array, b: jax.Array) -> jax.Array:
     return _dot(a.astype(dtype), b.astype(dtype), dtype)
 
 
-def _dot(a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    return lax.dot_general(
-        a,
-        b,
-        (((0,), (0,)), ((), ())),
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=dtype,
-    )
+def _dot(a: jax.Array, b: jax.Array, dtype: jnp.dtype, axes: tuple[int, int] = (0, 0)) -> jax.Array:
+    numbers = ((axes[:1], axes[1:]), ((), ()))
+    highest = lax.Precision.HIGHEST
+    return lax.dot_general(a, b, numbers, precision=highest, preferred_element_type=dtype)

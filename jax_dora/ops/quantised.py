@@ -109,7 +109,7 @@ def check(name: str, kernel: Any) -> None:
     again = "quantise it with jax_dora.quantize"
     if qtype not in FORMATS:
         raise TypeError(f"{told}; expected one of {', '.join(FORMATS)}: {again}, or dequantise it")
-    wanted = _STORED_AS.get(qtype, jnp.dtype(qtype) if qtype != "nf4" else None)
+    wanted = _STORED_AS.get(qtype) or jnp.dtype(qtype)
     if kernel.qvalue.dtype != wanted:
         raise TypeError(f"{told} and stored as {kernel.qvalue.dtype}; expected {wanted}: {again}")
     if kernel.scale.dtype not in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64):
@@ -230,13 +230,18 @@ def rows(kernel: Any, start: Any, count: int) -> Any:
     tile = format_of(kernel).tile[0]
     of_scale = max(count // tile, 1)
 
-    def cut(tiles: jax.Array | None) -> jax.Array | None:
-        if tiles is None or tiles.shape[0] == 1:
+    def cut(tiles: jax.Array) -> jax.Array:
+        if tiles.shape[0] == 1:
             return tiles
         return lax.dynamic_slice_in_dim(tiles, start // tile, of_scale)
 
-    qvalue = lax.dynamic_slice_in_dim(kernel.qvalue, start, count)
-    return type(kernel)(qvalue, cut(kernel.scale), cut(kernel.zero_point), kernel.qtype)
+    return _changed(kernel, lax.dynamic_slice_in_dim(kernel.qvalue, start, count), cut)
+
+
+def _changed(kernel: Any, qvalue: jax.Array, tiled: Callable[[jax.Array], jax.Array]) -> Any:
+    """Returns a quantised array of these codes, and of `tiled` of its scales and zero points."""
+    zero_point = None if kernel.zero_point is None else tiled(kernel.zero_point)
+    return type(kernel)(qvalue, tiled(kernel.scale), zero_point, kernel.qtype)
 
 
 def rows_of_block(kernel: Any, elements: int) -> int:
@@ -264,9 +269,7 @@ def as_matrices(kernel: Any, split: tuple[int, ...], groups: tuple[tuple[int, ..
     order = [axis for group in groups for axis in group]
     shape = [math.prod(split[axis] for axis in group) for group in groups]
 
-    def arranged(tiles: jax.Array | None) -> jax.Array | None:
-        if tiles is None:
-            return None
+    def arranged(tiles: jax.Array) -> jax.Array:
         tiles = _split_tiles(tiles, kernel.shape, split).transpose(order)
         sizes, place, joined = [split[axis] for axis in order], 0, []
         for group in groups:
@@ -279,8 +282,7 @@ def as_matrices(kernel: Any, split: tuple[int, ...], groups: tuple[tuple[int, ..
             place += len(group)
         return tiles.reshape(joined)
 
-    qvalue = kernel.qvalue.reshape(split).transpose(order).reshape(shape)
-    return type(kernel)(qvalue, arranged(kernel.scale), arranged(kernel.zero_point), kernel.qtype)
+    return _changed(kernel, kernel.qvalue.reshape(split).transpose(order).reshape(shape), arranged)
 
 
 def _split_tiles(tiles: jax.Array, shape: tuple[int, ...], split: tuple[int, ...]) -> jax.Array:
@@ -300,15 +302,7 @@ def _split_tiles(tiles: jax.Array, shape: tuple[int, ...], split: tuple[int, ...
     return tiles.reshape(apart)
 
 
-def with_own_scales(kernel: Any, lead: int) -> Any:
-    """Returns a quantised array whose scales have its own size along the `lead` first axes, so that
-    `jax.vmap` and `jax.lax.scan` take it apart along them."""
-
-    def own(tiles: jax.Array | None) -> jax.Array | None:
-        if tiles is None:
-            return None
-        for axis in range(lead):
-            tiles = repeated(tiles, axis, kernel.shape[axis])
-        return tiles
-
-    return type(kernel)(kernel.qvalue, own(kernel.scale), own(kernel.zero_point), kernel.qtype)
+def with_own_scales(kernel: Any) -> Any:
+    """Returns a quantised array whose scales have its own size along the first axis, so that
+    `jax.vmap` and `jax.lax.scan` take it apart along that."""
+    return _changed(kernel, kernel.qvalue, lambda tiles: repeated(tiles, 0, kernel.shape[0]))

@@ -54,7 +54,7 @@ def test_norm_and_dense_copy(qtype, tiles):
 @pytest.mark.parametrize(("shape", "tiles"), [((96, 24), (3, 24)), ((97, 3), (1, 3))])
 @pytest.mark.parametrize("elements", [24 * 7, slow(24 * 64)])
 def test_norm_by_blocks_smaller_and_larger_than_a_tile(shape, tiles, elements, monkeypatch):
-    monkeypatch.setattr("jax_dora.ops.quantised_norm.BLOCK_ELEMENTS", elements)
+    monkeypatch.setattr("jax_dora.ops.norm.BLOCK_ELEMENTS", elements)
     kernel = kernels.draw("int8", shape, tiles, zero_point=True)
     (_, a, b, *_), _ = operands(kernel)
     # Traced here, for the length of a block is no part of the compiled norm's key.
