@@ -21,12 +21,7 @@ from jax_dora.ops.compose import accumulator, compose_delta, per_feature
 from jax_dora.ops.dropout import Dropout, drop_for
 from jax_dora.ops.norm import factored_norm, magnitude_scale, norm_implementation
 from jax_dora.ops.operands import Projection, Static
-from jax_dora.ops.projection import (
-    INNER_NAME,
-    RESULT_NAME,
-    define,
-    projection,
-)
+from jax_dora.ops.projection import INNER_NAME, RESULT_NAME, define, projection
 from jax_dora.ops.reduction import dot_general, static_precision
 
 NORM_NAME = "dora_norm"
@@ -116,7 +111,7 @@ def scaled_linear(
     kernel: jax.Array,
     lora_a: jax.Array,
     lora_b: jax.Array,
-    g: jax.Array,
+    g: jax.Array | None,
     scale: ArrayLike,
     *,
     bias: jax.Array | None = None,
@@ -126,21 +121,23 @@ def scaled_linear(
     keep_inner: bool = False,
     act_qtype: str | None = None,
 ) -> jax.Array:
-    """Returns g ∘ x (kernel + scale·lora_a lora_b) + bias: `dora_linear`, given g, f32[out]."""
+    """Returns g ∘ x (kernel + scale·lora_a lora_b) + bias: `dora_linear`, given g, f32[out]; None
+    stands for ones."""
     _check_operands(x, kernel, lora_a, lora_b, implementation, act_qtype)
     for name, vector in (("g", g), ("bias", bias)):
         if vector is not None:
             check.is_float(name, vector)
             check.has_shape(name, vector, kernel.shape[1:], "[out]")
-    g = g.astype(accumulator(_dtype(x, kernel)))
+    if g is not None:
+        g = g.astype(accumulator(_dtype(x, kernel)))
     rate, mode, seed = dropouts.active(dropout)
     if mode == "input" and rate and act_qtype is not None:
         raise NotImplementedError(
             f"act_qtype is {act_qtype!r} and dropout has mode 'input', which multiplies two x with "
             "the kernel; expected mode 'adapter', or act_qtype None"
         )
-    by = static_precision(precision)
-    static = Static("dora_linear", implementation, by, rate, mode, keep_inner, act_qtype)
+    by, op = static_precision(precision), "lora_linear" if g is None else "dora_linear"
+    static = Static(op, implementation, by, rate, mode, keep_inner, act_qtype)
     scale = check.scale_array(scale)
     operands = Projection(x, kernel, lora_a, lora_b, g, scale, bias, seed)
     return _on_mesh(static, operands)(operands)
@@ -175,17 +172,14 @@ def lora_linear(
       NotImplementedError: the named implementation cannot take the call; dropout has mode "input",
         which is DoRA's.
     """
-    _check_operands(x, kernel, lora_a, lora_b, implementation, act_qtype)
-    rate, mode, seed = dropouts.active(dropout)
-    if mode == "input":
+    if dropouts.active(dropout)[1] == "input":
         raise NotImplementedError(
             "dropout has mode 'input', in which the kernel's product of the dropped x is scaled by "
             "g; expected mode 'adapter'"
         )
-    by = static_precision(precision)
-    static = Static("lora_linear", implementation, by, rate, mode, False, act_qtype)
-    operands = Projection(x, kernel, lora_a, lora_b, None, check.scale_array(scale), None, seed)
-    inner = _on_mesh(static, operands)(operands)
+    options = {"precision": precision, "dropout": dropout, "act_qtype": act_qtype}
+    operands = x, kernel, lora_a, lora_b, None, scale
+    inner = scaled_linear(*operands, implementation=implementation, **options)
     return jnp.asarray(checkpoint_name(inner, INNER_NAME if keep_inner else RESULT_NAME))
 
 
