@@ -29,7 +29,6 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from jax_dora.ops import quantised_op
 from jax_dora.ops.choose import PLAIN, interpreted
 from jax_dora.ops.mesh import of_one_device, vary, varying
 from jax_dora.ops.shard import WHOLE, Names, Op, Shard, spec
@@ -49,14 +48,10 @@ def call(op: Op, static: Any, operands: Any) -> tuple[Any, ...]:
             operands = jax.tree.map(of_one_device, operands)
         results = op.run(static, Shard(), operands)
         return jax.tree.map(lambda result: vary(result, axes), results)
-    place = quantised_op.place_of(operands)
-    if place is not None:
-        op, operands = quantised_op.split(op, operands, place)
     leaves, tree = jax.tree.flatten(operands)
     params = {"op": op, "static": static, "tree": tree}
     shapes = _shapes(map(jax.typeof, leaves), **params)
-    results = jax.tree.structure(shapes).unflatten(_op_p.bind(*leaves, **params))
-    return results if place is None else quantised_op.joined(op, results)
+    return jax.tree.structure(shapes).unflatten(_op_p.bind(*leaves, **params))
 
 
 # The tracing of an operator, which its shapes and its lowering share.
@@ -148,9 +143,9 @@ def _are_rows(op: Op, tree: Any, axes: Sequence[int | None]) -> bool:
         return False
     fields = zip(op.operands, tree.unflatten(range(len(axes))), strict=True)
     return all(
-        names != "s" and (axes[field] is not None) == names.startswith("t")
+        names != "s" and (axes[place] is not None) == names.startswith("t")
         for names, field in fields
-        if field is not None
+        for place in jax.tree.leaves(field)
     ) and all(names.startswith("t") for names in op.results)
 
 
@@ -206,7 +201,7 @@ def _partitioned(op: Op, static: Any, tree: Any, avals: Sequence[Any]) -> Any:
     def partition(mesh: Mesh, operands: Any, results: Any) -> Any:
         """Returns what each device does, and how the arrays are sharded for it."""
         given = ([_spec(array) for array in arrays] for arrays in (operands, results))
-        shard = names.shard(*given)
+        shard = names.shard(mesh, *given)
 
         def run(*leaves: jax.Array) -> list[jax.Array]:
             # On no mesh: what a device has is sharded no further.
@@ -229,7 +224,10 @@ def _partitioned(op: Op, static: Any, tree: Any, avals: Sequence[Any]) -> Any:
             tuple(ArrayMapping(*axes) for axes in names.operands),
             tuple(ArrayMapping(*axes) for axes in names.results),
             reduction_factors=tuple(
-                one for one in names.contracted if one not in itertools.chain(*names.results)
+                one
+                for one in every
+                if one.lower() in names.contracted
+                and one.lower() not in itertools.chain(*names.results)
             ),
             need_replication_factors=tuple(one for one in every if one in WHOLE),
         ),

@@ -3,19 +3,28 @@
 An operator names the axes of its operands and of its results as an einsum does. A device works on
 one block of every named axis; results that lack a contracted axis are added up over the devices
 that this axis is sharded over.
+
+A quantised operand is named as a plain one is. Its scales have an axis for each of its axes, of the
+same name in capitals where that is tiled, and go where the tiles go: a tiled axis is sharded in
+whole tiles, over devices that divide them evenly, or not at all. So is one with a single scale,
+since padding, which is zeros, stands for other numbers in some formats unless its scale is zero.
 """
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
-# The names of axes that are never sharded: the rank, a seed's, and those inside of a tile.
-WHOLE = frozenset({"r", "s", "w", "v"})
+from jax_dora.ops.quantised import is_quantised, stored
+
+# The names of axes that are never sharded: the rank, a seed's, and those of single scales.
+WHOLE = frozenset({"r", "s", "one_i", "one_o"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,31 +100,44 @@ class Names(NamedTuple):
     """The names of the axes of every array in a call: a tuple for each.
 
     Attributes:
-      operands, results: of those that are not None.
+      operands, results: of those that are not None; of a quantised one those of its codes, then of
+        its scales and zero points.
       contracted: the names that are summed over.
+      pieces: of axes of a quantised operand, how many pieces no device may have a part of.
     """
 
     operands: list[tuple[str, ...]]
     results: list[tuple[str, ...]]
     contracted: tuple[str, ...]
+    pieces: dict[str, int]
 
     @classmethod
     def of(cls, op: Op, operands: Sequence[Any], results: Sequence[Any]) -> "Names":
         """Returns those of a call, from the operator's and from arrays or their types, or None."""
-        named = [
-            [
-                _names(text, array.ndim)
-                for text, array in zip(texts, arrays, strict=True)
-                if array is not None
-            ]
-            for texts, arrays in ((op.operands, operands), (op.results, results))
-        ]
+        pieces: dict[str, int] = {}
+        named: list[list[tuple[str, ...]]] = []
+        for texts, arrays in ((op.operands, operands), (op.results, results)):
+            named.append([])
+            for text, array in zip(texts, arrays, strict=True):
+                if array is None:
+                    continue
+                names = _names(text, stored(array).ndim)
+                named[-1].append(names)
+                if is_quantised(array):
+                    counts = list(zip(names, array.scale.shape, array.shape, strict=True))
+                    pieces |= {n: size if k == 1 else k for n, k, size in counts if k != size}
+                    tiled = (
+                        n if k == size else f"one_{n}" if k == 1 else n.upper()
+                        for n, k, size in counts
+                    )
+                    named[-1] += [tuple(tiled)] * (len(jax.tree.leaves(array)) - 1)
         every = dict.fromkeys(itertools.chain(*named[0], *named[1]))
         contracted = (name for name in every if name.rstrip("0123456789") == op.contracted)
-        return cls(named[0], named[1], tuple(contracted))
+        return cls(named[0], named[1], tuple(contracted), pieces)
 
-    def shard(self, operands: Sequence[Any], results: Sequence[Any]) -> Shard:
-        """Returns how the devices share a call whose arrays are to be sharded by these specs.
+    def shard(self, mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]) -> Shard:
+        """Returns how the devices of a mesh share a call whose arrays are to be sharded by these
+        specs.
 
         An axis of the mesh goes to one named axis. A contracted one comes first where all operands
         agree on it, then the leading ones, and then the others: under FSDP rows and weights are
@@ -137,9 +159,11 @@ class Names(NamedTuple):
         used: set[str] = set()
         for name, axes in agreed + sorted(others, key=lambda one: not one[0].startswith("t")):
             free = tuple(axis for axis in axes if axis not in used)
-            if free and name not in found and name not in WHOLE:
+            is_whole = name in WHOLE or name.isupper()
+            if free and name not in found and not is_whole and self._divides(mesh, free, name):
                 found[name] = free
                 used.update(free)
+        found |= {name.upper(): found[name] for name in self.pieces if name in found}
         gathered = any(
             set(_axes(entry)) - set(found.get(name, ()))
             for names, spec in of_operands
@@ -148,6 +172,9 @@ class Names(NamedTuple):
         )
         summed = tuple(a for name in self.contracted for a in found.get(name, ()))
         return Shard(tuple(found.items()), summed, gathered)
+
+    def _divides(self, mesh: Mesh, axes: Sequence[str], name: str) -> bool:
+        return self.pieces.get(name, 0) % math.prod(mesh.shape[axis] for axis in axes) == 0
 
     def cut(
         self, shard: Shard, sizes: Sequence[tuple[int, ...]], operands: Sequence[Any]

@@ -188,10 +188,13 @@ def test_what_is_kept_for_the_gradient_is_quantised(optimized):
         slow("nf4", (4, 24), (None, "x")),
         slow("int8", (4, 4), ("x", "y")),
         ("int8", (1, 24), ("x", "y")),
+        slow("nf4", (1, 24), ("x", "y")),
+        ("int8", (4, 3), (None, "x")),
     ],
 )
 def test_kernels_on_automatic_axes(qtype, tiles, spec):
-    """Each device reads its own part: what travels is no larger than an activation."""
+    """Each device reads its own part, where that is whole tiles: what travels is no larger than an
+    activation."""
     mesh = jax.make_mesh(
         (2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
     )
@@ -205,7 +208,7 @@ def test_kernels_on_automatic_axes(qtype, tiles, spec):
     wanted = call(plain(kernel), x, a, b, magnitude)
 
     def placed(one):
-        axes = [None if size == 1 else axis for axis, size in zip(spec, one.shape, strict=True)]
+        axes = [None if size % 2 else axis for axis, size in zip(spec, one.shape, strict=True)]
         return jax.device_put(one, NamedSharding(mesh, P(*axes)))
 
     compiled = jax.jit(call)
@@ -213,7 +216,8 @@ def test_kernels_on_automatic_axes(qtype, tiles, spec):
     rest = jax.device_put((x, a, b, magnitude), NamedSharding(mesh, P()))
     near(compiled(on_mesh, *rest), wanted)
     text = compiled.lower(on_mesh, *rest).compile().as_text()
-    assert max([one.bytes for one in collectives(text, 4)], default=0) <= 4 * 4 * 128
+    most = 4 * 4 * 128 if tiles[1] % 2 == 0 else 128 * 24
+    assert max([one.bytes for one in collectives(text, 4)], default=0) <= most
 
 
 def test_kernels_on_explicit_axes():
