@@ -1,6 +1,7 @@
 """What each primitive makes of a weight: an array that is the weight's still, or a product."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -38,9 +39,15 @@ def follow(
         case "broadcast_in_dim" if math.prod(params["shape"]) == math.prod(weight.shape):
             return weight.reshape(params["shape"])
         case "slice":
-            return _slice(weight, params)
+            strides = params["strides"] or (1,) * len(weight.view)
+            bounds = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
+            whole = [(0, size, 1) for size in weight.shape]
+            parts = {axis: its for axis, its in enumerate(bounds) if its != whole[axis]}
+            return _cut(weight, lax.slice_in_dim, parts)
         case "dynamic_slice" if operands[0] is weight:
-            return _dynamic_slice(weight, operands[1:], params["slice_sizes"])
+            parts = enumerate(zip(operands[1:], params["slice_sizes"], strict=True))
+            parts = {axis: its for axis, its in parts if its[1] != weight.shape[axis]}
+            return _cut(weight, lax.dynamic_slice_in_dim, parts)
         case "mul" | "div":
             return _times_scalar(name, weight, operands)
         case "neg":
@@ -50,38 +57,15 @@ def follow(
     return None
 
 
-def _indexed(
-    weight: Weight, parts: Mapping[int, Callable[[jax.Array, int], jax.Array]]
+def _cut(
+    weight: Weight, function: Callable[..., jax.Array], parts: Mapping[int, tuple[Any, ...]]
 ) -> Weight | None:
-    """Returns the part of the array that each function takes along its axis."""
+    """Returns the part of the array that `function`, of JAX's slices along one axis, takes along
+    each of some axes."""
     one: Weight | None = weight
     for axis, part in parts.items():
-        one = one and one.indexed(axis, part)
+        one = one and one.indexed(axis, lambda array, at, its=part: function(array, *its, axis=at))
     return one
-
-
-def _slice(weight: Weight, params: dict[str, Any]) -> Weight | None:
-    strides = params["strides"] or (1,) * len(weight.view)
-    bounds = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
-    return _indexed(
-        weight,
-        {
-            axis: lambda array, place, its=its: lax.slice_in_dim(array, *its, axis=place)
-            for axis, its in enumerate(bounds)
-            if its != (0, weight.shape[axis], 1)
-        },
-    )
-
-
-def _dynamic_slice(weight: Weight, starts: Sequence[Any], sizes: Sequence[int]) -> Weight | None:
-    return _indexed(
-        weight,
-        {
-            axis: lambda array, place, its=its: lax.dynamic_slice_in_dim(array, *its, axis=place)
-            for axis, its in enumerate(zip(starts, sizes, strict=True))
-            if its[1] != weight.shape[axis]
-        },
-    )
 
 
 def _times_scalar(name: str, weight: Weight, operands: Sequence[Any]) -> Weight | None:
@@ -122,14 +106,9 @@ def _reshard(weight: Weight, sharding: Any) -> Weight | None:
 def split(weight: Weight, sizes: Sequence[int], axis: int) -> list[Any] | None:
     """Returns the parts of the array, one after the other along `axis`; None where it is not the
     whole of an axis of the weight."""
-    ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
+    ends = itertools.accumulate(sizes)
     parts = [
-        weight.indexed(
-            axis,
-            lambda array, place, start=end - size, end=end: lax.slice_in_dim(
-                array, start, end, axis=place
-            ),
-        )
+        _cut(weight, lax.slice_in_dim, {axis: (end - size, end)})
         for size, end in zip(sizes, ends, strict=True)
     ]
     return None if None in parts else parts
@@ -144,13 +123,12 @@ def read(
     Args:
       operands: arrays, but for `weight`.
     """
-    if name == "dot_general":
-        return _dot_general(weight, operands, params)
-    if name == "ragged_dot_general":
-        return _ragged_dot_general(weight, operands, params)
-    if name == "gather":
-        return _gather(weight, operands, params)
-    return None
+    reads = {
+        "dot_general": _dot_general,
+        "ragged_dot_general": _ragged_dot_general,
+        "gather": _gather,
+    }
+    return reads[name](weight, operands, params) if name in reads else None
 
 
 def _dot_general(weight: Weight, operands: Any, params: dict[str, Any]) -> jax.Array | None:
