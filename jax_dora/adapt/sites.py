@@ -11,6 +11,9 @@ from jax_dora.adapt.reads import heads, is_adapted_read, reader_of, weights_of
 from jax_dora.adapt.tree import Found, find_modules
 from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.layers.base_layer import is_node
+from jax_dora.layers.layout import Layout
+from jax_dora.layers.stack import Stack
+from jax_dora.weights.adapter import WeightAdapter, layout_of_weight, stack_of_weight
 from jax_dora.weights.module import adapters_of, has_dora_type
 from jax_dora.weights.reads import Read, ReadLog
 from jax_dora.weights.registry import class_name, registrations
@@ -71,6 +74,21 @@ class Site:
     def shape(self) -> tuple[int, ...]:
         """The weight's shape; () for a module without one."""
         return tuple(getattr(self.found.module, self.param).shape) if self.param else ()
+
+    @property
+    def stack(self) -> Stack:
+        """How layers are stacked in a weight that is no layer."""
+        return stack_of_weight(self.shape, self.axes)
+
+    def layout(self, rank: int) -> Layout:
+        """Returns how one layer of such a weight and an adapter of this rank are matrices."""
+        return layout_of_weight(self.shape, self.axes, rank)
+
+    @property
+    def adapter(self) -> WeightAdapter | None:
+        """The adapter beside the weight, or None."""
+        found = adapters_of(self.found.module)
+        return next((one for one in found if one.place.param == self.param), None)
 
     def described(self) -> str:
         """Returns its path, its class and why it cannot be adapted, for a message."""
@@ -149,10 +167,9 @@ def _sites_of(found: Found, modules: list[Found], traced: ReadLog | None) -> lis
         elif cls is None and (len(main) > 1 or "" in paths):
             paths = own + found.paths
         site = Site(paths, found, param)
-        adapted = [one for one in adapters_of(module) if one.place.param == param]
         reads = _reads_of(traced, found, param)
-        if adapted:
-            place = adapted[0].place
+        if site.adapter:
+            place = site.adapter.place
             site.is_adapted, site.axes, site.is_lookup = True, place.axes, place.is_lookup
             site.is_linear = not _is_head(site.names[0])
             site.how = "read by its module's methods"

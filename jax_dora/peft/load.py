@@ -116,7 +116,7 @@ def load_adapter[Model: nnx.Module](
         replacements = {}
         for path, rule in rules.items():
             if path in view.weights:
-                layer = adapt_site(view.weights[path].site, rule, rngs)
+                layer = adapt_site(view.weights[path], rule, rngs)
             else:
                 axis = view.stacks[path].axis
                 site = Site((path,), found[path], "", is_layer=True, stack_axis=axis)

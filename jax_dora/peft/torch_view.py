@@ -9,6 +9,7 @@ from flax import nnx
 
 from dora_common.peft.layers import Layer
 from jax_dora.adapt.adapter import AdaptedWeight
+from jax_dora.adapt.sites import Site
 from jax_dora.adapt.stack import stack_of
 from jax_dora.adapt.tree import check_model, find_modules, named_in_errors
 from jax_dora.layers import DoRALayer, dora_class_of
@@ -17,7 +18,7 @@ from jax_dora.layers.stack import Stack
 from jax_dora.peft.layers import torch_layer
 from jax_dora.peft.names import Names
 from jax_dora.peft.parameters import Index, TorchParameter, parameters_of
-from jax_dora.peft.weights import TorchWeight, in_order, torch_weights
+from jax_dora.peft.weights import in_order, layer_of, torch_weights
 
 # The names of a head that is None where a model ties it to its embedding.
 _TIED_HEADS = ("lm_head", "embed_out")
@@ -55,7 +56,7 @@ class TorchView:
     parameters: Mapping[str, TorchParameter]
     names: Mapping[str, str]
     tied_heads: Mapping[str, str]
-    weights: Mapping[str, TorchWeight]
+    weights: Mapping[str, Site]
 
     def variable(self, parameter: TorchParameter) -> nnx.Variable:
         return getattr(self.modules[parameter.path], parameter.attribute)
@@ -124,7 +125,7 @@ def torch_view(
             stacks[path] = stack_of(modules[path], (stack_axes or {}).get(path, 0))
     weights = torch_weights(model, held)
     for weight in weights.values():
-        stacks.setdefault(weight.site.found.paths[0], weight.stack)
+        stacks.setdefault(weight.found.paths[0], weight.stack)
     stacks |= {path: _stack_around(path, stacks, names) for path in modules if path not in stacks}
 
     layers, parameters, names_of = {}, {}, {}
@@ -149,7 +150,7 @@ def torch_view(
     for path, weight in weights.items():
         stacks[path] = weight.stack
         for index in weight.stack.indices():
-            layer = weight.layer(names, index)
+            layer = layer_of(weight, names, index)
             layers[layer.name] = TorchLayer(path, index, layer)
             if layer.kind == "linear":
                 _as_linear(parameters, weight, layer, index, names)
@@ -165,21 +166,20 @@ def torch_view(
 
 def _as_linear(
     parameters: dict[str, TorchParameter],
-    weight: TorchWeight,
+    site: Site,
     layer: Layer,
     index: Index,
     names: Names,
 ) -> None:
     """Gives a weight the name and the shape that a Linear's has in PyTorch."""
-    site = weight.site
     module = names.module(site.found.paths[0], index)
     parameters.pop(".".join(filter(None, (module, names.parameter(site.param)))), None)
     parameters[f"{layer.name}.weight"] = TorchParameter(
         site.found.paths[0],
         site.param,
-        weight.stack.at(index),
+        site.stack.at(index),
         (layer.out_features, layer.in_features),
-        weight.layout(1).kernel,
+        site.layout(1).kernel,
         is_transposed=True,
     )
 

@@ -2,7 +2,6 @@
 parameter with a matrix for each expert."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from flax import nnx
@@ -11,55 +10,28 @@ from dora_common.peft.layers import Layer
 from jax_dora.adapt.adapter import AdaptedWeight, site_of
 from jax_dora.adapt.sites import Site, sites
 from jax_dora.adapt.tree import find_modules
-from jax_dora.layers.layout import Layout, projection_layout
-from jax_dora.layers.stack import Stack
 from jax_dora.peft.names import Names
-from jax_dora.weights.adapter import WeightAdapter, stack_of_weight
-from jax_dora.weights.module import adapters_of
 
 
-@dataclass(frozen=True)
-class TorchWeight:
-    """A weight that can be adapted or is.
-
-    Attributes:
-      site: where it lies.
-      stack: how layers are stacked in it.
-    """
-
-    site: Site
-    stack: Stack
-
-    def layout(self, rank: int) -> Layout:
-        """Returns how one layer and an adapter of this rank are matrices."""
-        shape = self.stack.without(self.site.shape)
-        return projection_layout(shape, self.site.axes.replace("s", ""), rank)
-
-    @property
-    def adapter(self) -> WeightAdapter | None:
-        """The adapter beside the weight, or None."""
-        found = adapters_of(self.site.found.module)
-        return next((one for one in found if one.place.param == self.site.param), None)
-
-    def layer(self, names: Names, index: tuple[int, ...]) -> Layer:
-        """Returns the layer that PyTorch would have in the place of one layer's part."""
-        kernel = self.layout(1).kernel
-        experts, features, width = kernel.matrices
-        if not kernel.batch:
-            return Layer(names.module(self.site.names[0], index), "linear", features, width)
-        module = names.module(self.site.found.paths[0], index)
-        param = names.parameter(self.site.param)
-        return Layer(
-            f"{module}.{param}".lstrip("."),
-            "experts",
-            features,
-            width,
-            experts=experts,
-            is_in_order=param in names.experts,
-        )
+def layer_of(site: Site, names: Names, index: tuple[int, ...]) -> Layer:
+    """Returns the layer that PyTorch would have in the place of one layer's part of a weight."""
+    kernel = site.layout(1).kernel
+    experts, features, width = kernel.matrices
+    if not kernel.batch:
+        return Layer(names.module(site.names[0], index), "linear", features, width)
+    module = names.module(site.found.paths[0], index)
+    param = names.parameter(site.param)
+    return Layer(
+        f"{module}.{param}".lstrip("."),
+        "experts",
+        features,
+        width,
+        experts=experts,
+        is_in_order=param in names.experts,
+    )
 
 
-def torch_weights(model: nnx.Module, held: Iterable[AdaptedWeight] = ()) -> dict[str, TorchWeight]:
+def torch_weights(model: nnx.Module, held: Iterable[AdaptedWeight] = ()) -> dict[str, Site]:
     """Returns the weights of a model that PEFT's format has a place for, by their paths: all that
     are registered or adapted, but embeddings.
 
@@ -76,13 +48,11 @@ def torch_weights(model: nnx.Module, held: Iterable[AdaptedWeight] = ()) -> dict
         site = site_of(one.path, one, by_path)
         if site is not None:
             found[one.path] = site
-    return {path: weight for path, site in found.items() if (weight := _weight(site)) is not None}
-
-
-def _weight(site: Site) -> TorchWeight | None:
-    if site.is_lookup or site.axes.count("b") > 1:
-        return None
-    return TorchWeight(site, stack_of_weight(site.shape, site.axes))
+    return {
+        path: site
+        for path, site in found.items()
+        if not site.is_lookup and site.axes.count("b") <= 1
+    }
 
 
 def in_order(layers: Mapping[str, Any], names: Names) -> dict[str, Any]:

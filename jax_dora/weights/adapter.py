@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from dora_common.hyperparameters import ADAPTER_NAMES
 from jax_dora.layers.base import DoRALayer, layout_norm, make_adapter
 from jax_dora.layers.call import dropout_of_call, g_of
 from jax_dora.layers.layout import Layout, projection_layout
@@ -20,7 +21,7 @@ from jax_dora.weights.evaluate import adapted_here
 from jax_dora.weights.products import AdaptedReader
 from jax_dora.weights.weight import Weight
 
-_ATTRIBUTES = ("lora_a", "lora_b", "magnitude", "dropout", "given_norm", "given_g")
+_ATTRIBUTES = (*ADAPTER_NAMES, "dropout", "given_norm", "given_g")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,16 +47,6 @@ class Place:
         return name if self.param == "kernel" else f"{self.param}_{name}"
 
 
-def _attribute(name: str) -> Any:
-    def get(self: "WeightAdapter") -> Any:
-        return getattr(self.module, self.place.attribute(name))
-
-    def set_(self: "WeightAdapter", value: Any) -> None:
-        setattr(self.module, self.place.attribute(name), value)
-
-    return property(get, set_)
-
-
 class WeightAdapter:
     """An adapted weight, seen as `jax_dora.DoRALayer` is; the module holds all that it has.
 
@@ -70,12 +61,6 @@ class WeightAdapter:
 
     takes = frozenset({"keep_inner"})
 
-    lora_a = _attribute("lora_a")
-    lora_b = _attribute("lora_b")
-    magnitude = _attribute("magnitude")
-    dropout = _attribute("dropout")
-    given_norm = _attribute("given_norm")
-    given_g = _attribute("given_g")
     adapter_axes: Any = DoRALayer.adapter_axes
     norm: Any = DoRALayer.norm
 
@@ -84,8 +69,16 @@ class WeightAdapter:
         self.place = place
 
     def __getattr__(self, name: str) -> Any:
-        """rank, alpha, scale and the rule's other attributes."""
+        """The adapter's own, else rank, alpha, scale and the rule's other attributes."""
+        if name in _ATTRIBUTES:
+            return getattr(self.module, self.place.attribute(name))
         return getattr(self.place.rule, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _ATTRIBUTES:
+            setattr(self.module, self.place.attribute(name), value)
+        else:
+            object.__setattr__(self, name, value)
 
     @property
     def kernel_name(self) -> str:
@@ -120,9 +113,7 @@ class WeightAdapter:
     @property
     def layout(self) -> Layout:
         """Returns how the arrays are matrices, of one layer of a stack."""
-        stack = self.stack
-        shape = stack.without(self.kernel_param.shape)
-        return projection_layout(shape, self.place.axes.replace("s", ""), self.rank)
+        return layout_of_weight(self.kernel_param.shape, self.place.axes, self.rank)
 
     @property
     def stack(self) -> Stack:
@@ -203,3 +194,10 @@ def stack_of_weight(shape: tuple[int, ...], axes: str) -> Stack:
         return Stack(shape[:count])
     least = sum(role in "bo" for role in axes)
     return Stack.of_kernel(shape[axis], axis, len(axes), least)
+
+
+def layout_of_weight(shape: tuple[int, ...], axes: str, rank: int) -> Layout:
+    """Returns how one layer of a weight of these axes and an adapter of `rank` are matrices."""
+    return projection_layout(
+        stack_of_weight(shape, axes).without(shape), axes.replace("s", ""), rank
+    )
