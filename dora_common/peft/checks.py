@@ -16,17 +16,13 @@ def is_rank(name: str, value: Any) -> None:
 
 
 def is_alpha(name: str, value: Any) -> None:
-    expect(_is_finite(value), name, value, "a finite number")
-
-
-def is_dropout(name: str, value: Any) -> None:
-    expect(_is_finite(value) and 0 <= value < 1, name, value, "a probability in [0, 1)")
+    expect(is_finite(value), name, value, "a finite number")
 
 
 def is_pattern(name: str, value: Any, check: Callable[[str, Any], None]) -> None:
     has_type(name, value, Mapping, "an object whose keys are regular expressions")
     for key, one in value.items():
-        _is_expression(name, rf"(.*\.)?({key})$", key)
+        is_expression(name, rf"(.*\.)?({key})$", key)
         check(f"{name}[{key!r}]", one)
 
 
@@ -43,7 +39,7 @@ def has_type(name: str, value: Any, kind: Any, expected: str) -> None:
 def are_targets(name: str, value: Any) -> None:
     """Names, or one regular expression."""
     if isinstance(value, str) and value:
-        _is_expression(name, value, value)
+        is_expression(name, value, value)
     else:
         are_names(name, value)
 
@@ -59,22 +55,15 @@ def are_token_indices(name: str, value: Any) -> None:
     expect(len(set(value)) == len(value), name, value, "every index once")
 
 
-def are_expressions(name: str, value: Any) -> None:
-    are_names(name, value)
-    for one in value:
-        _is_expression(name, one, one)
-
-
 def are_indices(values: Any) -> bool:
     return all(_is_integer(one) and one >= 0 for one in values)
 
 
-def is_one_of(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    expect(_is_in(value, choices), name, value, f"one of {', '.join(map(repr, choices))}")
-
-
 def keeps_the_base(init_lora_weights: Any) -> None:
-    if not _is_in(init_lora_weights, _INITIALIZATIONS):
+    if not any(
+        type(init_lora_weights) is type(one) and init_lora_weights == one
+        for one in _INITIALIZATIONS
+    ):
         raise NotImplementedError(
             f"init_lora_weights is {short(init_lora_weights)}; expected one of "
             f"{', '.join(map(repr, _INITIALIZATIONS))}: others change the base weights, which an "
@@ -95,7 +84,7 @@ def are_names(name: str, value: Any) -> None:
     expect(bool(value) and all_named, name, value, "a list of one or more names")
 
 
-def _is_expression(name: str, expression: str, given: str) -> None:
+def is_expression(name: str, expression: str, given: str) -> None:
     try:
         with warnings.catch_warnings():
             # What Python may read otherwise one day would then select other layers.
@@ -110,15 +99,11 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_finite(value: Any) -> bool:
+def is_finite(value: Any) -> bool:
     try:
         return (_is_integer(value) or isinstance(value, float)) and math.isfinite(value)
     except OverflowError:
         return False
-
-
-def _is_in(value: Any, choices: tuple[Any, ...]) -> bool:
-    return any(type(value) is type(choice) and value == choice for choice in choices)
 
 
 def release(version: str) -> tuple[int, ...]:

@@ -111,17 +111,22 @@ class AdapterConfig:
             value = getattr(self, name)
             is_empty = name == "target_modules" and value == () and self.target_parameters
             if value is not None and not is_empty:
-                checks.are_targets(name, getattr(self, name))
+                checks.are_targets(name, value)
         if self.target_parameters is not None:
             checks.are_names("target_parameters", self.target_parameters)
         if self.trainable_token_indices is not None:
             checks.are_token_indices("trainable_token_indices", self.trainable_token_indices)
         for name in ("layers_pattern", "modules_to_save"):
-            if getattr(self, name) is not None:
-                checks.are_expressions(name, getattr(self, name))
+            if (value := getattr(self, name)) is not None:
+                checks.are_names(name, value)
+                for one in value:
+                    checks.is_expression(name, one, one)
         self._check_layers()
-        checks.is_one_of("bias", self.bias, ("none", "all", "lora_only"))
-        checks.is_dropout("lora_dropout", self.lora_dropout)
+        is_known = self.bias in ("none", "all", "lora_only")
+        checks.expect(is_known, "bias", self.bias, "one of 'none', 'all', 'lora_only'")
+        dropout = self.lora_dropout
+        is_probability = checks.is_finite(dropout) and 0 <= dropout < 1
+        checks.expect(is_probability, "lora_dropout", dropout, "a probability in [0, 1)")
         checks.keeps_the_base(self.init_lora_weights)
 
     def _check_layers(self) -> None:

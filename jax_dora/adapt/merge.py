@@ -178,8 +178,7 @@ def _merge_layer(
     """Sets the kernel of `base` to the merged one."""
     parameter = getattr(base, sources[0].kernel_name)
     kernel = parameter.get_value()
-    change = functools.reduce(_change, sources, None)
-    assert change is not None
+    change: Any = functools.reduce(_change, sources, None)
     merged = changed(kernel, change)
     if quantised.is_quantised(kernel) and requantize:
         exact = quantised.dense(kernel, change.dtype) + change
@@ -221,13 +220,12 @@ def reported(path: str, kernel: jax.Array, change: jax.Array, merged: Any) -> Me
 
 def _change(before: jax.Array | None, layer: DoRALayer | WeightAdapter) -> jax.Array:
     parameters = {name: getattr(layer, name)[...] for name in ADAPTER_NAMES}
-    kernel = layer.kernel_param[...]
+    parameters["kernel"] = layer.kernel_param[...]
     if before is not None:
         parameters["before"] = before
     stack = layer.stack
-    parameters = {name: stack.to_leading(value) for name, value in parameters.items()}
-    kernel = jax.tree.map(stack.to_leading, kernel)
-    return stack.from_leading(kernel_change(Setting.of(layer), kernel=kernel, **parameters))
+    parameters = jax.tree.map(stack.to_leading, parameters)
+    return stack.from_leading(kernel_change(Setting.of(layer), **parameters))
 
 
 class Setting(NamedTuple):
@@ -268,22 +266,11 @@ def kernel_change(setting: Setting, **parameters: jax.Array) -> jax.Array:
 def _one_change(setting: Setting, **parameters: jax.Array) -> jax.Array:
     """Returns `kernel_change` of a layer that is in no stack."""
     layout = setting.layout
-    matrices = {
-        name: (layout.kernel if name == "before" else getattr(layout, name)).to_matrices(value)
-        for name, value in parameters.items()
-    }
-    return layout.kernel.from_matrices(_matrix_change(setting, **matrices))
-
-
-def _matrix_change(
-    setting: Setting,
-    kernel: jax.Array,
-    lora_a: jax.Array,
-    lora_b: jax.Array,
-    magnitude: jax.Array,
-    before: jax.Array | None = None,
-) -> jax.Array:
-    """Returns (g-1)∘W + g∘(s·AB + before) of [n, in, out], [n, in, r], [n, r, out], [n, 1, out]."""
+    # [n, in, out], [n, in, r], [n, r, out] and [n, 1, out]
+    kernel, lora_a, lora_b, magnitude = (
+        axes.to_matrices(parameters[name])
+        for name, axes in zip(Layout._fields, layout, strict=True)
+    )
     norm = bounded_norm(matrix_norm(kernel, lora_a, lora_b, setting.scale), setting.dtype)
     g = ops.magnitude_scale(magnitude.reshape(-1), norm.reshape(-1), setting.dtype)
     dtype = norm.dtype
@@ -291,6 +278,7 @@ def _matrix_change(
     change = setting.scale * jnp.matmul(
         lora_a.astype(dtype), lora_b.astype(dtype), precision=lax.Precision.HIGHEST
     )
-    if before is not None:
-        change = change + before
-    return (g - 1) * quantised.dense(kernel, dtype) + g * change
+    if "before" in parameters:
+        change = change + layout.kernel.to_matrices(parameters["before"])
+    change = (g - 1) * quantised.dense(kernel, dtype) + g * change
+    return layout.kernel.from_matrices(change)
