@@ -27,9 +27,8 @@ from jax_dora.adapt.tree import (
     shared_variables,
 )
 from jax_dora.layers import DoRALayer
-from jax_dora.layers.base import matrix_norm
 from jax_dora.layers.base_layer import set_as_read
-from jax_dora.layers.call import bounded_norm
+from jax_dora.layers.call import bounded_norm, matrix_norm
 from jax_dora.layers.layout import Layout
 from jax_dora.layers.quantised import compute_plain
 from jax_dora.layers.stack import Stack

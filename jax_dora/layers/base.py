@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 import jax
@@ -11,7 +11,6 @@ from flax import nnx
 from flax.typing import Initializer
 
 from dora_common.hyperparameters import ADAPTER_NAMES, DropoutMode
-from jax_dora import ops
 from jax_dora.layers.base_layer import (
     axis_names,
     bare,
@@ -19,11 +18,10 @@ from jax_dora.layers.base_layer import (
     copy_attributes,
     sharded_like,
 )
-from jax_dora.layers.call import bounded_norm
+from jax_dora.layers.call import bounded_norm, layer_norm
 from jax_dora.layers.layout import Axes, Layout
 from jax_dora.layers.rule import OPTIONS, DoRARule, layer_rule
 from jax_dora.layers.stack import Stack, fill, room
-from jax_dora.ops.norm import norm_implementation
 
 # Uniform in ±1/sqrt(in): PEFT's, which is torch.nn.Linear's own.
 default_lora_a_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
@@ -234,18 +232,8 @@ class DoRALayer(nnx.Module):
     def norm(self) -> jax.Array:
         """Returns ‖kernel + s·lora_a lora_b‖ of the parameters as stored, in the magnitude's shape,
         in fp32. It is computed, whatever `given_norm` is."""
-        layout, scale, implementation = self.layout, self.scale, self.implementation
-
-        def of_layer(arrays: Sequence[jax.Array]) -> jax.Array:
-            return layout_norm(layout, arrays, scale, implementation)
-
         arrays = (self.kernel_param[...], self.lora_a[...], self.lora_b[...])
-        return self.stack.map(of_layer, arrays)
-
-    def _norm(self) -> jax.Array:
-        """Returns the norm of a layer that is no stack."""
-        arrays = (self.kernel_param[...], self.lora_a[...], self.lora_b[...])
-        return layout_norm(self.layout, arrays, self.scale, self.implementation)
+        return self.stack.map(functools.partial(layer_norm, self), arrays)
 
 
 def make_adapter(
@@ -307,32 +295,6 @@ def make_adapter(
         magnitude = _shaped("magnitude", arrays["magnitude"], layout.magnitude.stored)
     put("magnitude", DoRAParam, magnitude)
     return dropouts
-
-
-def layout_norm(
-    layout: Layout, arrays: Sequence[jax.Array], scale: float, implementation: str | None
-) -> jax.Array:
-    """Returns ‖kernel + scale·lora_a lora_b‖ of the three arrays of a layer, as its magnitude."""
-    implementation = norm_implementation(implementation)
-    if layout.is_one_matrix:
-        return ops.factored_norm(*arrays, scale=scale, implementation=implementation)
-    matrices = [axes.to_matrices(array) for axes, array in zip(layout[:3], arrays, strict=True)]
-    norm = matrix_norm(*matrices, scale=scale, implementation=implementation)
-    return layout.magnitude.from_matrices(norm[:, None])
-
-
-def matrix_norm(
-    kernel: jax.Array,
-    lora_a: jax.Array,
-    lora_b: jax.Array,
-    scale: float,
-    implementation: str | None = None,
-) -> jax.Array:
-    """Returns ‖kernel + scale·lora_a lora_b‖ of every column: f32[n, out] of [n, in, out] etc."""
-    norm = functools.partial(ops.factored_norm, scale=scale, implementation=implementation)
-    if kernel.shape[0] == 1:
-        return norm(kernel[0], lora_a[0], lora_b[0])[None]
-    return jax.vmap(norm)(kernel, lora_a, lora_b)
 
 
 def initialize(init: Any, key: jax.Array, place: Axes, dtype: Any) -> Any:

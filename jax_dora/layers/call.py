@@ -6,7 +6,7 @@ compiles it.
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,34 +16,68 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 
 from jax_dora import ops
+from jax_dora.layers.layout import Layout
 from jax_dora.layers.quantised import act_qtype_of
 from jax_dora.ops import check
 from jax_dora.ops import mesh as meshes
 from jax_dora.ops.linear import NORM_NAME, scaled_linear
-from jax_dora.ops.norm import epsilon, ratio
+from jax_dora.ops.norm import epsilon, norm_implementation, ratio
 from jax_dora.ops.quantised import stored
 
 # Odd, so that the masks of products that share a seed differ.
 NEXT_SEED = 0x9E3779B9
 
 
-def g_of_call(layer: Any, dtype: Any) -> jax.Array:
+def g_of_call(
+    layer: Any,
+    dtype: Any,
+    arrays: Sequence[jax.Array] = (),
+    layout: Layout | None = None,
+    order: Callable[[jax.Array], jax.Array] = lambda array: array,
+) -> jax.Array:
     """Returns g of a call with a result of `dtype`, in the magnitude's shape: a frozen layer's own,
-    else by the given norm, or by a computed one that `jax_dora.remat_policy` keeps."""
+    else by the given norm, or by a computed one that `jax_dora.remat_policy` keeps.
+
+    Args:
+      arrays, layout: kernel, lora_a and lora_b, and how they are matrices; the layer's by default.
+      order: lays what the layer holds of magnitude, norm and g out as `arrays` are.
+    """
     if layer.given_g is not None:
-        return layer.given_g[...]
+        return order(layer.given_g[...])
+    magnitude = order(layer.magnitude[...])
     if layer.given_norm is not None:
-        norm = layer.given_norm[...]
+        norm = order(layer.given_norm[...])
     else:
-        norm = checkpoint_name(layer._norm(), NORM_NAME)
-    return g_of(layer, layer.magnitude[...], norm, dtype)
-
-
-def g_of(layer: Any, magnitude: jax.Array, norm: jax.Array, dtype: Any) -> jax.Array:
-    """Returns g = magnitude / norm within `bounded_norm`'s bounds, of arrays of one shape."""
+        arrays = arrays or (layer.kernel_param[...], layer.lora_a[...], layer.lora_b[...])
+        norm = checkpoint_name(layer_norm(layer, arrays, layout), NORM_NAME)
     check.is_float("magnitude", magnitude)
     check.has_shape("magnitude", magnitude, norm.shape, "the norm's shape")
     return ratio(magnitude, bounded_norm(norm, layer.result_dtype), dtype)
+
+
+def layer_norm(layer: Any, arrays: Sequence[jax.Array], layout: Layout | None = None) -> jax.Array:
+    """Returns ‖kernel + s·lora_a lora_b‖ of the three arrays of one layer, as its magnitude."""
+    its: Layout = layout or layer.layout
+    by = norm_implementation(layer.implementation)
+    if its.is_one_matrix:
+        return ops.factored_norm(*arrays, scale=layer.scale, implementation=by)
+    matrices = [axes.to_matrices(array) for axes, array in zip(its[:3], arrays, strict=True)]
+    norm = matrix_norm(*matrices, scale=layer.scale, implementation=by)
+    return its.magnitude.from_matrices(norm[:, None])
+
+
+def matrix_norm(
+    kernel: jax.Array,
+    lora_a: jax.Array,
+    lora_b: jax.Array,
+    scale: float,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Returns ‖kernel + scale·lora_a lora_b‖ of every column: f32[n, out] of [n, in, out] etc."""
+    norm = functools.partial(ops.factored_norm, scale=scale, implementation=implementation)
+    if kernel.shape[0] == 1:
+        return norm(kernel[0], lora_a[0], lora_b[0])[None]
+    return jax.vmap(norm)(kernel, lora_a, lora_b)
 
 
 def bounded_norm(norm: jax.Array, dtype: Any) -> jax.Array:

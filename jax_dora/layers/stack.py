@@ -51,7 +51,7 @@ class Stack:
 
     def indices(self) -> Iterator[tuple[int, ...]]:
         """Yields the index of every layer, in row-major order."""
-        return indices(self.shape)
+        return itertools.product(*map(range, self.shape))
 
     def at(self, index: Sequence[Any]) -> tuple[Any, ...]:
         """Returns what to index a parameter's array with for the part of one layer."""
@@ -121,11 +121,6 @@ def _along_leading(count: int, function: Callable[..., jax.Array]) -> Callable[.
         return function
     one = _along_leading(count - 1, function)
     return lambda *arrays: lax.map(lambda parts: one(*parts), arrays)
-
-
-def indices(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yields every index into axes of these sizes, in row-major order."""
-    return itertools.product(*map(range, shape))
 
 
 def stacked_axes(shape: Sequence[int], single: Sequence[int]) -> list[int]:

@@ -7,16 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from dora_common.hyperparameters import ADAPTER_NAMES
-from jax_dora.layers.base import DoRALayer, layout_norm, make_adapter
-from jax_dora.layers.call import dropout_of_call, g_of
+from jax_dora.layers.base import DoRALayer, make_adapter
+from jax_dora.layers.call import dropout_of_call, g_of_call
 from jax_dora.layers.layout import Layout, projection_layout
 from jax_dora.layers.rule import DoRARule
 from jax_dora.layers.stack import Stack
 from jax_dora.ops import mesh as meshes
-from jax_dora.ops.linear import NORM_NAME
 from jax_dora.weights.evaluate import adapted_here
 from jax_dora.weights.products import AdaptedReader
 from jax_dora.weights.weight import Weight
@@ -138,20 +136,10 @@ class WeightAdapter:
             axes = self.place.axes.replace("s", "", len(self.place.axes) - kernel.ndim)
             order = self._stack_to_batch if "s" in axes else lambda array: array
             axes = axes.replace("s", "b")
-            lora_a, lora_b, magnitude = (
-                order(one[...]) for one in (self.lora_a, self.lora_b, self.magnitude)
-            )
-            if self.given_g is not None:
-                g = order(self.given_g[...])
-            elif self.given_norm is not None:
-                g = g_of(self, magnitude, order(self.given_norm[...]), self.result_dtype)
-            else:
-                layout = projection_layout(kernel.shape, axes, self.rank)
-                norm = layout_norm(
-                    layout, (kernel, lora_a, lora_b), self.scale, self.implementation
-                )
-                g = g_of(self, magnitude, checkpoint_name(norm, NORM_NAME), self.result_dtype)
-            arrays = {"kernel": kernel, "lora_a": lora_a, "lora_b": lora_b, "g": g}
+            arrays = {"kernel": kernel}
+            arrays |= {name: order(getattr(self, name)[...]) for name in ("lora_a", "lora_b")}
+            layout = projection_layout(kernel.shape, axes, self.rank)
+            arrays["g"] = g_of_call(self, self.result_dtype, [*arrays.values()], layout, order)
             reader = AdaptedReader(self.place.rule, dropout_of_call(self, None, None))
             return Weight.of(axes, arrays, reader)
 
