@@ -26,16 +26,6 @@ def test_a_step_on_explicit_axes_is_typed(layout: str, kind: str) -> None:
         assert all(one.sharding == other.sharding for one, other in places)
 
 
-def test_the_most_wanted_comes_first() -> None:
-    groups = [(layout, axes, sizes.rank) for layout, axes, sizes in scale.Settings().groups()]
-    assert groups[:3] == [("tp", "auto", 64), ("tp", "explicit", 64), ("fsdp", "auto", 64)]
-    # One device has no axes to speak of.
-    assert [group for group in groups if group[0] == "alone"] == [
-        ("alone", "auto", 64),
-        ("alone", "auto", 384),
-    ]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", ["auto", "explicit"])
 def test_a_layout_is_measured(axes: str) -> None:
