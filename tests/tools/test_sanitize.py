@@ -30,95 +30,67 @@ PLANTED_FOUND = {
     "memcheck torch/planted overrun": (FOUND, 9),
     "racecheck jax/planted race": (HAZARD, 9),
 }
+KERNELS_OF_BOTH = {
+    "jax": ("planted race", "planted overrun", "sound"),
+    "torch": ("planted overrun", "norm"),
+}
 
 
 @pytest.fixture
-def say(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict], None]:
-    """Lets compute-sanitizer have these words and exit codes, by tool and kernel.
+def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """`python tools/sanitize.py …` of a few kernels, of which compute-sanitizer says these words,
+    with these exit codes, by tool and kernel; any other is clean."""
 
-    Any other kernel is clean.
-    """
-
-    def write(words: dict[str, tuple[str, int]]) -> None:
-        def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+    def run(words: dict[str, tuple[str, int]], *arguments: object) -> int:
+        def answer(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
             if command[0] != "compute-sanitizer":
                 raise FileNotFoundError(command[0])
             tool, name = (command[command.index(flag) + 1] for flag in ("--tool", "--one"))
             text, code = words.get(f"{tool} {name}", (CLEAN, 0))
             return subprocess.CompletedProcess(command, code, text)
 
-        monkeypatch.setattr(sanitize.subprocess, "run", run)
-        monkeypatch.setattr(sanitize.shutil, "which", lambda name: name)
-
-    return write
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """`python tools/sanitize.py …`, with these kernels for the packages'."""
-    kernels = {
-        "jax": ("planted race", "planted overrun", "sound"),
-        "torch": ("planted overrun", "norm"),
-    }
-
-    def run(*arguments: object) -> int:
+        monkeypatch.setattr(sanitize.subprocess, "run", answer)
         monkeypatch.setattr(sys, "argv", ["sanitize.py", *map(str, arguments)])
         return sanitize.main()
 
-    for framework, names in kernels.items():
+    monkeypatch.setattr(sanitize.shutil, "which", lambda name: name)
+    for framework, names in KERNELS_OF_BOTH.items():
         by_name = dict.fromkeys(names, lambda: None)
         monkeypatch.setitem(sanitize.KERNELS, framework, lambda by_name=by_name: by_name)
     return run
 
 
 @pytest.mark.parametrize(
-    ("text", "code", "errors"),
+    ("where", "words", "code", "errors"),
     [
-        (CLEAN, 0, 0),
-        (FOUND, 9, 72),
-        (HAZARD, 0, 1),
-        (UNPRINTED, 9, 72),
-        (CRASH, 1, None),
-        (CLEAN, 139, None),
-        ("no driver", 0, None),
-        ("", 127, None),
-    ],
-)
-def test_reads_the_number_of_errors(say, text, code, errors):
-    say({"memcheck jax/norm": (text, code)})
-    assert sanitize.sanitize("memcheck", "jax/norm")["errors"] == errors
-
-
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
-        ({}, 0),
-        ({"racecheck jax/planted race": (CLEAN, 0)}, 1),
-        ({"memcheck torch/norm": (FOUND, 9)}, 1),
-        ({"racecheck jax/sound": (CRASH, 1)}, 1),
+        ("memcheck torch/norm", (CLEAN, 0), 0, 0),
+        ("racecheck jax/planted race", (CLEAN, 0), 1, 0),
+        ("memcheck torch/norm", (FOUND, 9), 1, 72),
+        ("memcheck torch/norm", (UNPRINTED, 9), 1, 72),
+        ("racecheck jax/sound", (HAZARD, 0), 1, 1),
+        ("racecheck jax/sound", (CRASH, 1), 1, None),
+        ("memcheck torch/norm", (CLEAN, 139), 1, None),
+        ("memcheck torch/norm", ("no driver", 0), 1, None),
     ],
 )
 def test_ends_with_0_only_if_the_planted_faults_are_all_that_is_found(
-    say, call, tmp_path, words, code
+    call, tmp_path, where, words, code, errors
 ):
-    say(PLANTED_FOUND | words)
     out = tmp_path / "sanitize.jsonl"
-    assert call("--commit", "abc", "--out", out) == code
+    assert call(PLANTED_FOUND | {where: words}, "--commit", "abc", "--out", out) == code
     header, rows = results.read(out)
     assert header["environment"]["commit"] == "abc"
-    assert len(rows) == 7
-    assert {"tool": "memcheck", "kernel": "jax/planted overrun", "errors": 72}.items() <= rows[
-        0
-    ].items()
+    found = {f"{row['tool']} {row['kernel']}": row["errors"] for row in rows}
+    assert len(found) == 7
+    assert found[where] == errors
 
 
-def test_a_kernel_or_a_tool_that_is_not_there_is_no_success(say, call, monkeypatch):
-    say({})
+def test_a_kernel_or_a_tool_that_is_not_there_is_no_success(call, monkeypatch):
     with pytest.raises(SystemExit, match=r"'nrom' chooses none of: .*torch/norm"):
-        call("--kernel", "nrom")
+        call({}, "--kernel", "nrom")
     monkeypatch.setattr(sanitize.shutil, "which", lambda name: None)
     with pytest.raises(SystemExit, match="compute-sanitizer is not on PATH"):
-        call()
+        call({})
 
 
 @pytest.mark.slow
