@@ -244,19 +244,6 @@ def test_inner_can_be_kept():
     assert products(True) == products(False) - 1
 
 
-def test_vmap_over_experts():
-    x = jax.random.normal(jax.random.key(1), (4, 6, IN))
-    experts = nn.vmap(
-        DoRADense, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=0
-    )(OUT, RANK, ALPHA, lora_b_init=nonzero)
-    variables = jax.jit(experts.init)(jax.random.key(0), x)
-    y = jax.jit(experts.apply)(variables, x)
-    for index in range(4):
-        one = jax.tree.map(lambda leaf, i=index: leaf[i], variables)
-        alone = DoRADense(OUT, RANK, ALPHA).apply(one, x[index])
-        chex.assert_trees_all_close(y[index], alone, rtol=1e-5, atol=1e-5)
-
-
 def test_dropout_asks_to_be_told_whether_it_is_on():
     x = inputs()
     layer, params = make(x, dropout=0.25, deterministic=True)

@@ -51,10 +51,10 @@ CASES = {
         (3, (6, 5), (5, 8), 8),
     ),
     "einsum": (
-        lambda dtype: einsum("...td,ndh->...nth", (2, 10, 3), (2, 3), dtype),
+        lambda dtype: einsum("...td,sndh->s...nth", (3, 2, 10, 3), (3, 1, 2, 1, 3), dtype),
         (4, 5, 10),
-        ("btd->btd", "ndh->dnh", "nh->nh", "bnth->btnh"),
-        (1, (20, 10), (10, 6), 6),
+        ("btd->btd", "sndh->dsnh", "sxnyh->sxnyh", "sbnth->btsnh"),
+        (1, (20, 10), (10, 18), 18),
     ),
     "einsum, experts": (
         lambda dtype: einsum("ced,fed->cef", (7, 3, 5), None, dtype),

@@ -94,24 +94,5 @@ class Model(nnx.Module):
         return {"logits": self.embedder.decode(x), "last": x}
 
 
-class Stack(nnx.Module):
-    """Blocks that `nnx.vmap` stacks and `nnx.scan` runs."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        @nnx.split_rngs(splits=3)
-        @nnx.vmap
-        def make(rngs: nnx.Rngs) -> Block:
-            return Block(rngs)
-
-        self.blocks = make(rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-        def run(block: Block, x: jax.Array) -> jax.Array:
-            return block(x)
-
-        return run(self.blocks, x)
-
-
 def ids() -> jax.Array:
     return jax.random.randint(jax.random.key(3), (2, 4), 0, VOCABULARY)

@@ -14,7 +14,7 @@ from jax_dora import DoRARule, apply_dora, coverage, get_adapter, merge_dora, re
 from parity.tolerances.caps import OPERATOR_FP32_MAX_ABS
 from tests.jax_dora.small_models import Mixed, call, train
 from tests.jax_dora.small_models import ids as mixed_ids
-from tests.jax_dora.weights.own_layers import WIDTH, Block, Einsum, Embedder, Model, Stack, ids
+from tests.jax_dora.weights.own_layers import WIDTH, Block, Einsum, Embedder, Model, ids
 
 RULES = [DoRARule("all-linear", 2, 3), DoRARule("embedder|odd", 3, 5)]
 ADAPTED = {
@@ -136,25 +136,6 @@ def test_it_can_be_pickled_copied_split_and_put_into_another_base(adapted):
     ):
         assert type(other) is type(adapted)
         close(other(ids()), expected, 0)
-
-
-@pytest.mark.slow
-def test_layers_that_a_scan_runs():
-    stack, x = Stack(nnx.Rngs(0)), jnp.ones((2, 4, WIDTH))
-    adapted = apply_dora(stack, DoRARule("all-linear", 2, 3), rngs=nnx.Rngs(1), example=(x,))
-    assert adapted.blocks.heads.w_lora_b.shape == (3, 2, 2, 3)
-    assert adapted.blocks.out.w_lora_a.shape == (3, 2, 3, 2)
-    close(call(adapted, x), call(stack, x), 0.1)
-    train(adapted)
-    close(call(adapted, x), call(merge_dora(adapted), x))
-    assert jax_dora.norms(adapted)["blocks/out"].shape == (3, WIDTH)
-    one = nnx.merge(*_first_of(adapted.blocks))
-    close(one(x), nnx.merge(*_first_of(merge_dora(adapted).blocks))(x))
-
-
-def _first_of(stack):
-    graphdef, state = nnx.split(stack)
-    return graphdef, jax.tree.map(lambda leaf: leaf[0], state)
 
 
 def test_a_base_that_a_loss_holds(adapted):

@@ -36,5 +36,10 @@ def test_every_weight_is_adapted_trained_and_merged(mesh, kind, count, embedding
     rules = [DoRARule("all-linear", 2, 3.0), DoRARule(embedding, 2, 5.0)]
     model = apply_dora(base, rules, rngs=nnx.Rngs(1), example=(ids,))
     assert len(get_adapter(model).arrays) == count
-
+    if kind is Own:
+        up = model.blocks[0].up
+        assert (up.lora_a[...].sharding.spec, up.magnitude[...].sharding.spec) == (
+            P("fsdp", None),
+            P("tp"),
+        )
     check_nnx(model, base, lambda model: model(ids), ids, 2e-5)
