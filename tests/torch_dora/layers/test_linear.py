@@ -1,4 +1,3 @@
-import copy
 import math
 
 import numpy as np
@@ -41,11 +40,6 @@ def test_computes_the_dense_definition():
     torch.testing.assert_close(layer(x), F.linear(x, weight, layer.bias))
 
 
-def test_scale_is_alpha_over_the_rank_or_its_root():
-    assert DoRALinear(8, 8, rank=4, alpha=6).scale == 1.5
-    assert DoRALinear(8, 8, rank=4, alpha=6, use_rslora=True).scale == 3.0
-
-
 def test_numbers_of_numpy_become_pythons():
     layer = DoRALinear(
         8, 8, rank=np.int64(4), alpha=np.float32(6), dropout=np.float64(0.1), use_rslora=True
@@ -64,24 +58,6 @@ def test_from_linear_shares_and_freezes_the_base():
     assert not layer.training
     names = {name for name, p in layer.named_parameters() if p.requires_grad}
     assert names == {"lora_a", "lora_b", "magnitude"}
-
-
-def test_training_moves_the_adapter_and_nothing_else(device):
-    layer = DoRALinear(16, 8, rank=4, alpha=8, device=device)
-    before = copy.deepcopy(layer.state_dict())
-    target = DoRALinear(16, 8, rank=4, alpha=8, device=device)
-    x = torch.randn(64, 16, device=device)
-    optimizer = torch.optim.AdamW([p for p in layer.parameters() if p.requires_grad], lr=1e-2)
-    losses = []
-    for _ in range(30):
-        loss = F.mse_loss(layer(x), target(x).detach())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < 0.7 * losses[0]
-    moved = {name for name, value in layer.state_dict().items() if not value.equal(before[name])}
-    assert moved == {"lora_a", "lora_b", "magnitude"}
 
 
 def test_state_dict_round_trip():
