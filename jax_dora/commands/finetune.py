@@ -92,7 +92,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--resume", action="store_true", help="go on from the last checkpoint in the output")
     add("--checkpoint-every", type=whole(1), default=50, help="steps (%(default)s)")
     add("--keep", type=whole(1), default=3, help="so many checkpoints (%(default)s)")
-    add("--eval-every", type=whole(1), default=50, help="steps (%(default)s)")
+    add("--eval-every", type=whole(1), help="steps; 50 by default")
     add("--patience", type=whole(1), help="stop after so many evaluations without a lower loss")
     add("--samples", type=whole(0), default=3, help="prompts to answer at the end (%(default)s)")
     add("--tensorboard", action="store_true", help="write TensorBoard's files too")

@@ -41,8 +41,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
     add = parser.add_argument_group("sizes").add_argument
     few = whole(1, 2**16)
-    add("--slots", type=few, default=8, help="adapters on the device at a time (%(default)s)")
-    add("--max-rank", type=whole(1, 2**14), default=64, help="of an adapter (%(default)s)")
+    add("--slots", type=few, help="adapters on the device at a time; 8 by default")
+    add("--max-rank", type=whole(1, 2**14), help="of an adapter; 64 by default")
     add("--batch", type=few, default=32, help="requests answered at a time (%(default)s)")
     length = whole(2, 2**24)
     add("--max-length", type=length, help="tokens of a prompt and its answer; up to 2048")
@@ -60,11 +60,14 @@ def run(args: argparse.Namespace) -> int:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     with corrections():
+        for flag, value in {"slots": args.slots, "max-rank": args.max_rank}.items():
+            if value is not None and args.adapters is None:
+                raise ValueError(f"--{flag} needs --adapters")
         from jax_dora.serve import Server, Settings
 
         names = {one.name: _FLAGS.get(one.name, one.name) for one in dataclasses.fields(Settings)}
-        given = {name: getattr(args, flag) for name, flag in names.items() if flag in args}
-        settings = Settings(**given)
+        given = {name: getattr(args, flag, None) for name, flag in names.items()}
+        settings = Settings(**{name: one for name, one in given.items() if one is not None})
         server = Server(settings, tell=tell)
     try:
         host, port = server.bind()

@@ -32,6 +32,7 @@ from jax_dora.models import (
     segments,
 )
 from jax_dora.models.chat import ChatTemplate
+from jax_dora.models.config import max_positions
 from jax_dora.models.tokenizer import read_ends, read_tokenizer
 from jax_dora.models.weights import fingerprint
 
@@ -72,8 +73,9 @@ class Plan:
             )
         if args.merge is not None:
             _check_merge(args.merge, args.output)
-        if args.patience is not None and args.eval_data is None:
-            raise ValueError("--patience needs --eval-data")
+        for flag, value in {"patience": args.patience, "eval-every": args.eval_every}.items():
+            if value is not None and args.eval_data is None:
+                raise ValueError(f"--{flag} needs --eval-data")
         for name, extra in {"matplotlib": "finetune", "tensorboardX": "tensorboard"}.items():
             if (extra == "finetune" or args.tensorboard) and find_spec(name) is None:
                 raise ImportError(f"{name} is missing; expected: pip install 'jax-dora[{extra}]'")
@@ -85,6 +87,7 @@ class Plan:
         self.changes: dict[str, Any] = {"dtype": jnp.dtype(args.dtype)} if args.dtype else {}
         self.changes |= {"memory": "auto", "unroll": args.unroll}
         self.config = DecoderConfig.from_hf(config, **self.changes)
+        self.most = max_positions(config)
         self.rows, examples = self._read(file)
         self.eval_rows = None
         if args.eval_data is not None:
@@ -200,6 +203,12 @@ class Plan:
             raise ValueError(
                 f"the tokenizer makes token {largest}; expected less than config.json's "
                 f"vocab_size {self.config.vocab_size}: it belongs to another model"
+            )
+        longest = int(packed.rows.positions.max()) + 1
+        if self.most is not None and longest > self.most:
+            raise ValueError(
+                f"{file} has an example of {longest} tokens; expected at most config.json's "
+                f"max_position_embeddings {self.most}: --length {self.most} cuts it"
             )
         full = (packed.rows.segment_ids > 0).mean()
         self.console.print(

@@ -121,7 +121,7 @@ class Run:
                 last = step == plan.steps or interrupted
                 # Not for an interruption, which is to leave no trace in the result.
                 if plan.eval_rows is not None and (
-                    step == plan.steps or step % args.eval_every == 0
+                    step == plan.steps or step % (args.eval_every or 50) == 0
                 ):
                     line["eval_loss"] = self._evaluate(step)
                     last = last or self._is_out_of_patience()

@@ -169,6 +169,16 @@ class DecoderConfig:
         }
 
 
+def max_positions(config: Mapping[str, Any]) -> int | None:
+    """Returns the tokens of the longest text that a config.json is for; None if it does not say."""
+    most = config.get("max_position_embeddings")
+    if most is not None and (type(most) is not int or most < 2):
+        raise ValueError(
+            f"config.json has max_position_embeddings {most!r}; expected a whole number above 1"
+        )
+    return most
+
+
 def _refuse(config: Mapping[str, Any]) -> None:
     layers = config.get("num_hidden_layers") or 0
     slides = config.get("sliding_window") is not None and (

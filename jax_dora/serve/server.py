@@ -18,6 +18,7 @@ import uvicorn
 
 from jax_dora.models import DecoderConfig, DecoderSharding, load_model, read_config
 from jax_dora.models.chat import ChatTemplate
+from jax_dora.models.config import max_positions
 from jax_dora.models.tokenizer import read_ends, read_tokenizer
 from jax_dora.serve.adapters import Adapters
 from jax_dora.serve.bank import make_bank, warm_up
@@ -230,11 +231,7 @@ def _sharding(
 
 def _length(wanted: int | None, config: dict[str, Any]) -> int:
     """Returns how many tokens a row holds."""
-    most = config.get("max_position_embeddings")
-    if most is not None and (type(most) is not int or most < 2):
-        raise ValueError(
-            f"config.json has max_position_embeddings {most!r}; expected a whole number above 1"
-        )
+    most = max_positions(config)
     if wanted is None:
         return min(2048, most or 2048)
     if most is not None and wanted > most:

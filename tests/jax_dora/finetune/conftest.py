@@ -27,6 +27,7 @@ def finished(tmp_path_factory):
     eval_data = output / "eval.jsonl"
     eval_data.write_text('{"prompt": "3+4=", "completion": "7"}\n' * 5)
     command = ["--tiny", *OPTIONS, "--output", str(output), "--eval-data", str(eval_data)]
+    command += ["--eval-every", "3"]
     assert finetune([*command, "--merge", str(output / "merged"), "--tensorboard"]) == 0
     return output
 
@@ -36,7 +37,7 @@ def command(finished, tmp_path):
     """The same run from the files that the first one made."""
     return [
         *("--model", str(finished / "tiny-model"), "--data", str(finished / "tiny.jsonl")),
-        *("--eval-data", str(finished / "eval.jsonl")),
+        *("--eval-data", str(finished / "eval.jsonl"), "--eval-every", "3"),
         *OPTIONS,
         *("--output", str(tmp_path / "run")),
     ]

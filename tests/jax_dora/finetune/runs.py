@@ -16,7 +16,7 @@ STEPS = 6
 OPTIONS = (
     *("--rank", "4", "--dropout", "0.1", "--length", "32", "--batch", "2", "--accumulate", "2"),
     *("--steps", str(STEPS), "--learning-rate", "1e-2", "--weight-decay", "0.1", "--warmup", "2"),
-    *("--checkpoint-every", "2", "--eval-every", "3"),
+    *("--checkpoint-every", "2"),
 )
 
 

@@ -67,6 +67,7 @@ def test_a_flag_may_be_as_large_as_float32_holds():
         (["--activations", FP8], "the model is not quantised; expected quantize="),
         (["--tiny", "--activations", FP8], "the model is not quantised; expected quantize="),
         (["--tiny", "--patience", "2"], "--patience needs --eval-data"),
+        (["--tiny", "--eval-every", "2"], "--eval-every needs --eval-data"),
         (["--tiny", "--target", "nothing"], "matches no layer"),
         (["--tiny", "--merge", str(ROOT / "README.md" / "x")], "README.md, which is a file"),
         (["--tiny", "--merge="], "argument --merge: it is empty; expected a folder"),
@@ -137,6 +138,19 @@ def test_damaged_model_folders(file, fields, message, inputs, tmp_path, capsys):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", ["--data", "--eval-data"])
+def test_an_example_longer_than_the_model_s_positions(flag, inputs, tmp_path, capsys):
+    """Packed rows may be longer: positions begin again in every example."""
+    long = tmp_path / "long.jsonl"
+    command = [*inputs, flag, str(long), "--length", "1024", "--output", str(tmp_path / "run")]
+    for size, status in ((511, 0), (512, 0), (513, 2)):
+        long.write_text(json.dumps({"text": "x" * size}) + '\n{"text": "y"}\n')
+        assert finetune([*command, "--dry-run"]) == status
+    assert "an example of 513 tokens; expected at most config.json's" in told(capsys)
+    assert finetune([*command, "--length", "512", "--dry-run"]) == 0
+    assert "1 cut to 512 tokens" in told(capsys)
 
 
 @pytest.mark.slow
