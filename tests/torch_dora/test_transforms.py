@@ -143,3 +143,20 @@ def test_a_named_kernel_refuses(operands):
     base, lora, g, _ = operands((3, 6, 24))
     with pytest.raises(NotImplementedError, match=r"inside of torch\.func's transforms"):
         vmap(lambda base, lora: compose(base, lora, g, SCALE, implementation="triton"))(base, lora)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of checks of shapes
+@pytest.mark.parametrize(
+    ("base", "shape"),
+    [(nn.Linear(6, 5), (3, 6)), (nn.Conv1d(6, 4, 2), (2, 6, 5)), (nn.Embedding(7, 4), None)],
+)
+def test_a_trace_computes_what_the_layer_does(base, shape, tmp_path):
+    kind = {nn.Linear: DoRALinear, nn.Conv1d: DoRAConv, nn.Embedding: DoRAEmbedding}[type(base)]
+    layer = trained(kind.from_base(base, rank=2, alpha=3))
+    x, other = (torch.randint(7, (2, 3)) if shape is None else torch.randn(shape) for _ in range(2))
+    traced = torch.jit.trace(layer, x)
+    torch.testing.assert_close(traced(other), layer(other))
+    traced.save(str(tmp_path / "traced.pt"))
+    again = torch.jit.load(str(tmp_path / "traced.pt"))
+    torch.testing.assert_close(again(other), layer(other))

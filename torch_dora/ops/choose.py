@@ -77,10 +77,13 @@ TRITON_MODE = _triton_mode()
 
 
 def transformed() -> bool:
-    """Returns whether a transform of torch.func is at work (grad, vmap and so on), or
-    torch.autograd.forward_ad. The tensors of the one have no memory that a kernel could read, and
-    both go through the definition of an operator themselves, without our own gradients."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    """Returns whether a transform of torch.func is at work (grad, vmap and so on),
+    torch.autograd.forward_ad or torch.jit.trace. The tensors of the first have no memory that a
+    kernel could read, and all go through the definition of an operator themselves, without our own
+    gradients."""
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return True
+    return torch._C._get_tracing_state() is not None
 
 
 def triton_refuses(call: Call) -> str | None:
@@ -90,7 +93,7 @@ def triton_refuses(call: Call) -> str | None:
     if call.device != "cuda" and TRITON_MODE != "interpreted":
         return f"needs a CUDA device, or TRITON_INTERPRET=1 on a CPU; got device {call.device!r}"
     if call.transformed:
-        return "cannot run inside of torch.func's transforms, such as vmap, or of forward_ad"
+        return "cannot run inside of torch.func's transforms, such as vmap, forward_ad or jit.trace"
     if call.sharded:
         return "reads the memory of one process, and a DTensor lies in several; pass to_local()"
     for dtype in call.dtypes:

@@ -35,9 +35,9 @@ def operator[**P, R](name: str) -> Callable[[Callable[P, R]], Operator[P, R]]:
 
 
 def _recorded(arguments: tuple[Any, ...]) -> bool:
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return True
-    if torch._C._len_torch_dispatch_stack() or choose.transformed():
+    if choose.transformed():
         return True
     tensors = [one for one in arguments if isinstance(one, Tensor)]
     if any(type(one) not in _PLAIN or one.is_meta for one in tensors):
