@@ -9,9 +9,9 @@ from dora_common.rules import listing
 
 def check_slots(slots: Any) -> None:
     """Raises TypeError or ValueError unless ``slots`` is an integer of at least 1."""
-    if isinstance(slots, bool) or not isinstance(slots, int):
+    if isinstance(slots, bool) or not isinstance(slots, numbers.Integral):
         raise TypeError(f"slots is {slots!r}; expected an integer of at least 1")
-    if slots < 1:
+    if int(slots) < 1:
         raise ValueError(f"slots is {slots}; expected at least 1")
 
 

@@ -72,7 +72,7 @@ class AdapterBank:
         check_rank(max_rank)
         found = places(model, path)
         self._base: Base | None = Base(model, {one.path: kernel for one, kernel in found.items()})
-        self._plan = Plan(self._base, slots, int(max_rank), found)
+        self._plan = Plan(self._base, int(slots), int(max_rank), found)
         self.arrays: Arrays = self._plan.make()
 
     def tree_flatten(self) -> tuple[tuple[Arrays], Plan]:

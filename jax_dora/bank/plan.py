@@ -56,11 +56,11 @@ class Plan:
         def compiled(function: Callable[..., Any], results: Any = shardings) -> Callable[..., Any]:
             if is_explicit:
                 function = cast(Any, jax.sharding.auto_axes(function, out_sharding=results))
-            return jax.jit(function, donate_argnums=0, out_shardings=results)
+            return _nans_allowed(jax.jit(function, donate_argnums=0, out_shardings=results))
 
         meshes = (one.mesh for one in jax.tree.leaves(shardings))
         is_explicit = any(AxisType.Explicit in mesh.axis_types for mesh in meshes)
-        self.make = jax.jit(self._make, out_shardings=shardings)
+        self.make = _nans_allowed(jax.jit(self._make, out_shardings=shardings))
         self.clear = compiled(_clear)
         self.write = compiled(_write)
         g = {path: _without(one.g, -2) for path, one in shardings.items()}
@@ -121,6 +121,17 @@ class Plan:
         }
         slots = {path: one for path, (one, _) in found.items()}
         return slots, {path: g for path, (_, g) in found.items()}
+
+
+def _nans_allowed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function whose results may be NaN, as those of empty slots are, under
+    `jax.debug_nans` too."""
+
+    def called(*arguments: Any) -> Any:
+        with jax.debug_nans(False):
+            return function(*arguments)
+
+    return called
 
 
 def _without(sharding: Any, axis: int) -> Any:

@@ -69,10 +69,10 @@ class AdapterBank:
         check_slots(slots)
         check_rank(max_rank)
         check_plain([name for name, _ in dora_layers(model)], "torch_dora")
-        self.model, self.slots, self.max_rank = model, slots, int(max_rank)
+        self.model, self.slots, self.max_rank = model, int(slots), int(max_rank)
         self.layers: dict[str, Any] = _projections(model, path)
         self.tensors: dict[str, Slots] = {
-            name: _empty(layer, slots, self.max_rank) for name, layer in self.layers.items()
+            name: _empty(layer, self.slots, self.max_rank) for name, layer in self.layers.items()
         }
 
     def __repr__(self) -> str:

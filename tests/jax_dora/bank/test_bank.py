@@ -60,6 +60,19 @@ def test_under_x64():
         assert bank.load(1, drawn(bank, {"": 3})).arrays[""].rank.tolist() == [0, 3]
 
 
+def test_under_debug_nans():
+    """Empty slots hold NaN on purpose."""
+    model = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+    with jax.debug_nans(True):
+        bank = AdapterBank(model, np.int64(2), 8)
+        bank = bank.load(1, drawn(bank, {"": 3})).evict(1).load(1, drawn(bank, {"": 2}))
+        assert bank.arrays[""].rank.tolist() == [0, 2]
+        call = jax.jit(lambda bank, x: with_bank(model, bank, jnp.array([-1, 1]))(x))
+        assert jnp.isfinite(call(bank, jnp.ones((2, 3, WIDTH)))).all()
+        with pytest.raises(FloatingPointError):
+            jnp.log(-jnp.ones(2))
+
+
 def test_arrays_change_in_place():
     bank = AdapterBank(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)), 3, 8)
     before = bank.arrays[""].lora_a.unsafe_buffer_pointer()

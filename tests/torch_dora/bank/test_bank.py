@@ -64,6 +64,10 @@ def test_every_row_is_within_its_bound_of_the_oracle(dtype, implementation, time
         assert bool((abs(y[row].double() - exact) <= bound).all())
 
 
+def test_numbers_may_be_numpy_s():
+    assert torch_dora.AdapterBank(nn.Linear(4, 3), np.int64(2), np.int32(3)).slots == 2
+
+
 def test_a_slot_forgets_what_it_held_and_nothing_moves():
     _, bank, alone = filled()
     (tensors,) = bank.tensors.values()
