@@ -192,6 +192,31 @@ def test_wrappers_are_refused(model, wrap, match, function):
         function(wrap(model))
 
 
+@pytest.mark.parametrize("name", ["weight", "lora_a", "magnitude"])
+@pytest.mark.parametrize("function", [remove_dora, merge_dora])
+def test_hooks_that_compute_tensors_would_stay_behind(name, function):
+    model = apply_dora(nn.Sequential(nn.Linear(8, 8)), RULE)
+    pruned = prune.random_unstructured(model[0], name, 0.5)
+    with pytest.raises(NotImplementedError, match=rf"prune\.remove .*first:\n  0\.{name}$"):
+        function(model)
+    prune.remove(pruned, name)
+    assert function(model)(torch.ones(2, 8)).isfinite().all()
+
+
+class FullyShardedDataParallel(nn.Module):
+    """What FSDP1 is told by, which stands inside of models too."""
+
+    def __init__(self, module):
+        super().__init__()
+        self._fsdp_wrapped_module = module
+
+
+@pytest.mark.parametrize("function", [lambda m: apply_dora(m, RULE), remove_dora, merge_dora])
+def test_what_fsdp1_wraps_inside_is_refused(function):
+    with pytest.raises(TypeError, match=r"model\.1 is a FullyShardedDataParallel, .*fully_shard"):
+        function(nn.Sequential(nn.Linear(4, 4), FullyShardedDataParallel(nn.Linear(4, 4))))
+
+
 def test_distributed_wrappers_are_refused(model):
     wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
     with pytest.raises(TypeError, match=r"DistributedDataParallel, which wraps.*model\.module"):

@@ -1,6 +1,6 @@
 """Adapters into an existing torch model, and out of it."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -24,7 +24,7 @@ from torch_dora.layers import (
 from torch_dora.layers.linear import is_conv1d
 
 # What wraps a model, by the name of its class, and the model inside.
-_WRAPPERS = {
+WRAPPERS = {
     "OptimizedModule": "model._orig_mod, and call torch.compile afterwards",
     "DataParallel": "model.module, and wrap it afterwards",
     "DistributedDataParallel": "model.module, and wrap it afterwards",
@@ -117,19 +117,23 @@ def remove_dora(model: nn.Module) -> Any:
     layers = list(dora_layers(model))
     placement.refuse_offloaded(layers)
     placement.refuse_fsdp(layers, "remove adapters before fully_shard")
+    placement.refuse_computed(layers)
     return replace(model, {id(one): one.base.train(one.training) for _, one in layers})
 
 
-def check_model(model: object, name: str = "model") -> None:
-    """Raises TypeError unless ``model`` is a module, and none that wraps the model itself."""
+def check_model(model: Any, inside: Collection[str] = ("FullyShardedDataParallel",)) -> None:
+    """Raises TypeError unless ``model`` is a module, and none that wraps the model itself; nor may
+    it have one of the wrappers ``inside`` in it."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{name} is a {type(model).__name__}; expected a torch.nn.Module")
-    for kind in type(model).__mro__:
-        if kind.__name__ in _WRAPPERS:
-            raise TypeError(
-                f"{name} is a {type(model).__name__}, which wraps the model itself; pass the inner "
-                f"one: {_WRAPPERS[kind.__name__]}"
-            )
+        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    for name, module in named_modules(model):
+        for kind in type(module).__mro__:
+            if kind.__name__ in (inside if name else WRAPPERS):
+                wrapped = "a part of the model" if name else "the model itself"
+                raise TypeError(
+                    f"model{name and '.'}{name} is a {type(module).__name__}, which wraps "
+                    f"{wrapped}; pass the inner one: {WRAPPERS[kind.__name__]}"
+                )
 
 
 def refuse_peft(model: nn.Module) -> None:

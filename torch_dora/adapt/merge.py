@@ -41,6 +41,7 @@ def merge_dora(model: nn.Module, *, return_report: bool = False) -> Any:
     placement.refuse_fsdp(
         layers.items(), "save_adapter, load_adapter into a model that is not sharded, and merge it"
     )
+    placement.refuse_computed(layers.items())
     plain: dict[str, Any] = {name: layer.merge() for name, layer in layers.items()}
     memo: dict[int, Any] = {id(tensor): tensor for tensor in model.parameters()}
     memo |= {id(layer): plain[name] for name, layer in layers.items()}

@@ -78,6 +78,20 @@ def refuse_offloaded(layers: Iterable[tuple[str, nn.Module]]) -> None:
         )
 
 
+def refuse_computed(layers: Iterable[tuple[str, nn.Module]]) -> None:
+    """Raises NotImplementedError that lists those tensors of the layers that hooks compute."""
+    if computed := [
+        f"{name}.{tensor}"
+        for name, layer in layers
+        for tensor in ("weight", *ADAPTER_NAMES)
+        if any(f"{tensor}{end}" in layer._parameters for end in ("_orig", "_g"))
+    ]:
+        raise NotImplementedError(
+            "hooks compute these tensors of adapted layers, and would stay behind without them; "
+            f"call torch.nn.utils.prune.remove (or remove_weight_norm, …) first:{listing(computed)}"
+        )
+
+
 def refuse_meta(tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Raises NotImplementedError that lists those of the tensors that are on the meta device."""
     if empty := [name for name, tensor in tensors if tensor.is_meta]:

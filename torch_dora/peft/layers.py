@@ -7,7 +7,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.peft.layers import Layer, convolution_refusals
-from torch_dora.adapt.apply import check_model, refuse_peft
+from torch_dora.adapt.apply import WRAPPERS, check_model, refuse_peft
 from torch_dora.layers import (
     DoRAConv,
     DoRAConv1D,
@@ -29,11 +29,10 @@ def layers_of(model: nn.Module) -> dict[str, Layer]:
     Raises:
         TypeError: ``model`` is no module, or one around the model; PEFT's adapters are in it.
     """
-    check_model(model)
+    check_model(model, inside=WRAPPERS)
     refuse_peft(model)
     found = {}
     for name, module in named_modules(model):
-        check_model(module, f"model{name and '.'}{name}")
         if (layer := _layer(name, module)) is not None:
             found[name] = layer
     return found
