@@ -61,6 +61,7 @@ class Slots:
         self._cache, self._tokens = _empty(model.config, rows, capacity)
         self._host = _no_wishes(rows)
         self._wishes: Wishes | None = None
+        self._going: tuple[int, ...] | None = None
 
     def together(self, width: int) -> int:
         """Returns how many prompts a program of this width reads at once."""
@@ -113,8 +114,11 @@ class Slots:
 
     def step(self, going: Iterable[int]) -> Drawn:
         """Draws the next token of these rows; what is drawn for other rows has no meaning."""
-        active = np.zeros((self.rows,), np.int32)
-        active[list(going)] = 1
+        rows = tuple(going)
+        if rows != self._going:
+            active = np.zeros((self.rows,), np.int32)
+            active[list(rows)] = 1
+            self._going, self._active = rows, jnp.array(active)
         drawn, self._cache, self._tokens = _step(
             self._graphdef,
             self._state,
@@ -122,7 +126,7 @@ class Slots:
             self._cache,
             self._tokens,
             self._device_wishes(),
-            active,
+            self._active,
         )
         return drawn
 

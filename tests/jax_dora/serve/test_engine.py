@@ -8,11 +8,13 @@ import jax
 import openai
 import pytest
 
+from jax_dora.models import load_model
 from jax_dora.serve import engine as module
 from jax_dora.serve.adapters import Served
 from jax_dora.serve.engine import Engine, QueueFullError
 from jax_dora.serve.metrics import Metrics
 from jax_dora.serve.request import Request
+from jax_dora.serve.slots import Slots
 from tests.jax_dora.serve import serving
 from tests.jax_dora.serve.test_answers import complete
 from tests.jax_dora.serve.test_http import until
@@ -33,6 +35,14 @@ def test_nothing_is_compiled_after_the_start(served):
         next(stream)
         stream.close()
         complete(client, "german", "1")
+
+
+def test_a_step_for_the_same_rows_sends_nothing(model):
+    slots = Slots(load_model(model), None, 2, 16, 16)
+    for going in ((0,), (0, 1)):
+        slots.step(going)
+        with jax.transfer_guard_host_to_device("disallow"):
+            slots.step(going)
 
 
 def test_a_running_request_keeps_the_adapter_it_began_with(served, model, adapters):
