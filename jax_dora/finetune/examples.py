@@ -71,8 +71,15 @@ class Encoder:
             case _:
                 raise ValueError(f"it has {', '.join(fields) or 'nothing'}; expected {FORMS}")
 
+    def _following(self, before: str, text: str) -> list[int]:
+        """Returns the tokens of `text` after `before`: at the beginning of a text some tokenizers
+        put a space, and others take it away."""
+        first, both = self.conversation(before), self.conversation(before + text)
+        is_begun = both[: len(first)] == first
+        return both[len(first) :] if is_begun else self.conversation(text)
+
     def _answer(self, prompt: str, completion: str) -> Example:
-        before, after = self.prompt(prompt), self.conversation(completion)
+        before, after = self.prompt(prompt), self._following(prompt, completion)
         learned = [False] * len(before) + [True] * (len(after) + 1)
         return Example([*before, *after, self.end], learned)
 
@@ -98,8 +105,9 @@ class Encoder:
         for pieces in turns:
             tokens: list[int] = []
             learned: list[bool] = []
+            before = ""
             for text, is_reply in pieces:
-                more = self.conversation(text)
+                more, before = self._following(before, text), text
                 tokens += more
                 learned += [is_reply] * len(more)
             yield Example(tokens, learned)

@@ -7,6 +7,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import transformers
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 from jax_dora.finetune import tiny
 from jax_dora.finetune.examples import Encoder
@@ -137,6 +138,34 @@ def test_bad_files(tmp_path):
     ):
         with pytest.raises(ValueError, match=f"{tmp_path / name} {message}"):
             list(read_records(tmp_path / name))
+
+
+def spaced(normalizer, decoder):
+    """A tokenizer of single letters whose spaces are a letter, too."""
+    letters = {letter: number for number, letter in enumerate("▁abc:")}
+    tokenizer = Tokenizer(models.BPE(letters, []))
+    underscores = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([normalizer, underscores])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), *decoder])
+    return tokenizer
+
+
+@pytest.mark.parametrize("completion", ["b", " b", "  b"])
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        spaced(normalizers.Prepend("▁"), [decoders.Strip(" ", 1, 0)]),  # as Llama 2's
+        spaced(normalizers.Strip(left=True, right=False), []),
+    ],
+)
+def test_the_spaces_between_pieces_are_those_of_the_data(tokenizer, completion):
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
+    encoder = Encoder(tokenizer, 0, template)
+    [example] = encoder.examples([("here", {"prompt": "a:", "completion": completion})])
+    assert tokenizer.decode(example.tokens[:-1]) == f"a:{completion}"
+    talk = [{"role": "user", "content": "a:"}, {"role": "assistant", "content": completion}]
+    [example] = encoder.examples([("here", {"messages": talk})])
+    assert tokenizer.decode(example.tokens) == f"a:{completion}"
 
 
 def test_alpaca(encoder):
