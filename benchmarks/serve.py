@@ -28,11 +28,10 @@ from jax_dora.bank.residents import Residents
 from jax_dora.finetune.tiny import byte_level_tokenizer
 from jax_dora.models import CausalLM, DecoderConfig, make_model
 from jax_dora.serve.adapters import Served
-from jax_dora.serve.bank import make_bank, warm_up
 from jax_dora.serve.engine import Engine
 from jax_dora.serve.metrics import Metrics
 from jax_dora.serve.request import Piece, Request
-from jax_dora.serve.slots import Slots
+from jax_dora.serve.slots import Slots, make_bank, warm_up
 
 
 class Settings(NamedTuple):

@@ -1,6 +1,7 @@
 """The adapters of a folder, by name: read when they come, read again when they change, gone when
 they go, while the server runs."""
 
+import dataclasses
 import os
 import re
 import threading
@@ -15,16 +16,13 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 Signature = tuple[tuple[str, int, int, int], ...]
 
 
+@dataclasses.dataclass(eq=False)
 class Served:
     """An adapter as it was at one time. Whoever holds it has what it was then, whatever becomes of
     its folder; another state of the folder is another `Served`."""
 
-    def __init__(self, name: str, value: Any) -> None:
-        """
-        Args:
-          value: in host memory, what the bank loads.
-        """
-        self.name, self.value = name, value
+    name: str
+    value: Any  # in host memory, what the bank loads
 
 
 class Adapters:
@@ -52,8 +50,9 @@ class Adapters:
           taken: the base model's name, which no adapter may have.
           tell: is called with a line for everything that changes.
         """
-        self._folder = folder
-        self._read, self._taken = read, taken
+        self._folder: Any = folder  # not None where there is a name to be read
+        self._read: Any = read
+        self._taken = taken
         self._metrics, self._tell = metrics, tell
         self._served: dict[str, Served] = {}
         self._damaged: dict[str, str] = {}
@@ -83,7 +82,7 @@ class Adapters:
         if self._folder is None:
             return
         with self._one_at_a_time:
-            found = self._signatures(self._folder)
+            found = self._signatures()
             for name in sorted(self._settled.keys() - found.keys()):
                 self._forget(name)
             for name, signature in sorted(found.items()):
@@ -95,17 +94,15 @@ class Adapters:
             self._metrics.adapters.set(len(self._served))
             self._metrics.damaged.set(len(self._damaged))
 
-    def _signatures(self, folder: Path) -> dict[str, Signature]:
+    def _signatures(self) -> dict[str, Signature]:
         try:
-            entries = [one for one in folder.iterdir() if not one.name.startswith(".")]
+            entries = [one for one in self._folder.iterdir() if not one.name.startswith(".")]
         except OSError as error:
-            self._tell(f"{folder} cannot be read, and what was in it is served on: {error}")
+            self._tell(f"{self._folder} cannot be read, and what was in it is served on: {error}")
             return self._seen
         return {one.name: made for one in entries if (made := _signature(one)) is not None}
 
     def _take(self, name: str, signature: Signature) -> None:
-        assert self._folder is not None
-        assert self._read is not None
         try:
             value = self._read(self._checked(name))
         except Exception as error:  # whatever is wrong with one folder, the others are served
@@ -129,7 +126,6 @@ class Adapters:
 
     def _checked(self, name: str) -> Path:
         """Returns the PEFT folder of a name."""
-        assert self._folder is not None
         if not NAME.fullmatch(name) or name == self._taken:
             raise ValueError(
                 f"its name is {name[:130]!r}; expected letters, digits, '.', '_' and '-', at most "

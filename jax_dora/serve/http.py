@@ -49,28 +49,25 @@ def make_app(
         Route("/health", handlers.health, methods=["GET"]),
     ]
 
-    async def refuse(_: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
+    async def refuse(request: Request, error: Exception) -> Response:
+        if not isinstance(error, ApiError):
+            error = _of_starlette(request, error)
         service.engine.metrics.refused.labels(error.status).inc()
         return _json(error.body(), error.status, close=error.status in UNREAD)
 
-    async def no_route(request: Request, _: Exception) -> Response:
-        told = f"There is no {request.url.path[:200]!r} here"
-        return await refuse(request, ApiError(404, told, code="unknown_url"))
-
-    async def no_method(request: Request, _: Exception) -> Response:
-        told = f"{request.url.path} takes no {request.method[:20]}"
-        return await refuse(request, ApiError(405, told))
-
-    async def mistake(request: Request, _: Exception) -> Response:
-        return await refuse(request, ApiError(500, "the server made a mistake; see its log"))
-
-    app = Starlette(
-        routes=routes,
-        lifespan=lifespan,
-        exception_handlers={ApiError: refuse, 404: no_route, 405: no_method, 500: mistake},
-    )
+    handled: Any = dict.fromkeys((ApiError, 404, 405, 500), refuse)
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handled)
     return app if api_key is None else _Key(app, api_key)
+
+
+def _of_starlette(request: Request, error: Exception) -> ApiError:
+    match getattr(error, "status_code", 500):
+        case 404:
+            told = f"There is no {request.url.path[:200]!r} here"
+            return ApiError(404, told, code="unknown_url")
+        case 405:
+            return ApiError(405, f"{request.url.path} takes no {request.method[:20]}")
+    return ApiError(500, "the server made a mistake; see its log")
 
 
 class _Handlers:
@@ -94,28 +91,27 @@ class _Handlers:
         return _json(_model(name, self._service.name))
 
     async def completions(self, request: Request) -> Response:
-        fields, prompt = await self._read(request, bodies.completion)
-        return await self._answer(
-            request, fields, lambda: self._service.text_tokens(prompt), Completion
-        )
+        tokens = self._service.text_tokens
+        return await self._answer(request, bodies.completion, tokens, Completion)
 
     async def chat(self, request: Request) -> Response:
-        fields, messages = await self._read(request, bodies.chat)
-        return await self._answer(
-            request, fields, lambda: self._service.chat_tokens(messages), Chat
-        )
+        return await self._answer(request, bodies.chat, self._service.chat_tokens, Chat)
 
-    async def _answer(
+    async def _answer[Asked](
         self,
         request: Request,
-        fields: Fields,
-        tokens: Callable[[], list[int]],
+        read: Callable[[Any], tuple[Fields, Asked]],
+        tokens: Callable[[Asked], list[int]],
         kind: type[Writer],
     ) -> Response:
-        service = self._service
+        service, body = self._service, await self._body(request)
+        try:
+            fields, asked = read(json.loads(body))
+        except (ValueError, RecursionError) as error:
+            raise ApiError(400, f"the body is no JSON: {str(error)[:200]}") from error
         served = service.served(fields.model)
         # Long texts take their time, in which others are answered.
-        prompt = await asyncio.to_thread(tokens)
+        prompt = await asyncio.to_thread(tokens, asked)
         pieces = _Pieces(
             lambda sink: service.submit(fields, served, prompt, sink), service.engine.cancel
         )
@@ -126,29 +122,21 @@ class _Handlers:
             return _Events(pieces, writer, fields.include_usage)
         return await _whole(request, pieces, writer)
 
-    async def _read[Asked](
-        self, request: Request, read: Callable[[Any], tuple[Fields, Asked]]
-    ) -> tuple[Fields, Asked]:
+    async def _body(self, request: Request) -> bytes:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             # Also what keeps a page in a browser from asking unnoticed: this type needs its leave.
             raise ApiError(415, f"content-type is {kind[:100]!r}; expected application/json")
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                given = await self._bounded(request)
+                return await self._bounded(request)
         except TimeoutError:
             raise ApiError(408, f"the body took more than {BODY_SECONDS:.0f} s") from None
         except ClientDisconnect:
             raise ApiError(400, "the client left") from None
-        try:
-            return read(json.loads(given))
-        except (ValueError, RecursionError) as error:
-            raise ApiError(400, f"the body is no JSON: {str(error)[:200]}") from error
 
     async def _bounded(self, request: Request) -> bytes:
-        most = self._body_bytes
-        given = bytearray()
-        size = 0
+        most, given, size = self._body_bytes, bytearray(), 0
         async for part in request.stream():
             size += len(part)
             if size <= most:

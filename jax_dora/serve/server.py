@@ -21,12 +21,11 @@ from jax_dora.models.chat import ChatTemplate
 from jax_dora.models.config import max_positions
 from jax_dora.models.tokenizer import read_ends, read_tokenizer
 from jax_dora.serve.adapters import Adapters
-from jax_dora.serve.bank import make_bank, warm_up
 from jax_dora.serve.engine import Engine
 from jax_dora.serve.http import make_app
 from jax_dora.serve.metrics import Metrics
 from jax_dora.serve.service import Service
-from jax_dora.serve.slots import Slots
+from jax_dora.serve.slots import Slots, make_bank, warm_up
 
 # Longer than clients keep a connection that they do not use (OpenAI's and httpx: 5 s): otherwise a
 # request may meet its end.
@@ -95,10 +94,13 @@ class Server:
             raise FileNotFoundError(f"{settings.adapters} is no folder; expected one of adapters")
         config = read_config(folder)
         tokenizer, ends = read_tokenizer(folder), read_ends(folder, config)
-        changes: dict[str, Any] = {"dtype": jnp.dtype(settings.dtype)} if settings.dtype else {}
-        sharding = _sharding(settings.mesh, config)
-        changes |= {"quantize": settings.quantize, "act_qtype": settings.act_qtype}
-        model = load_model(folder, sharding=sharding, **changes)
+        model = load_model(
+            folder,
+            sharding=_sharding(settings.mesh, config),
+            quantize=settings.quantize,
+            act_qtype=settings.act_qtype,
+            **({"dtype": jnp.dtype(settings.dtype)} if settings.dtype else {}),
+        )
         self.metrics = metrics = Metrics()
         bank = make_bank(model, settings.slots, settings.max_rank) if settings.adapters else None
         length = _length(settings.max_length, config)

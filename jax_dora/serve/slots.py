@@ -8,7 +8,8 @@ result depends on the program and on the row, never on the others', and nothing 
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -16,12 +17,33 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_dora.bank import AdapterBank
+import jax_dora
 from jax_dora.bank.residents import Residents
 from jax_dora.models import Cache, CausalLM, DecoderConfig, make_cache
-from jax_dora.serve.bank import with_adapters
 from jax_dora.serve.draw import Drawn, Wishes, draw
 from jax_dora.serve.request import Request
+
+# The layers' projections; a head and an embedding have no adapters here.
+PATH = "model/layers/.*_proj"
+
+
+def make_bank(model: CausalLM, slots: int, max_rank: int) -> Residents:
+    """Returns the slots of an empty bank beside a model without adapters."""
+    return Residents(jax_dora.AdapterBank(model, slots, max_rank, path=PATH))
+
+
+def warm_up(bank: Residents, model: CausalLM) -> None:
+    """Compiles what changes slots, with an adapter of zeros that is gone afterwards."""
+    layers, n_in, out = model.model.layers.mlp.up_proj.kernel.shape
+    path = "model/layers/mlp/up_proj"
+    arrays = {
+        "lora_a": np.zeros((layers, n_in, 1), np.float32),
+        "lora_b": np.zeros((layers, 1, out), np.float32),
+        "magnitude": np.ones((layers, out), np.float32),
+    }
+    rule = jax_dora.DoRARule(re.escape(path), rank=1, alpha=1.0)
+    bank.bank = bank.bank.load(0, jax_dora.Adapter((rule,), {path: arrays})).evict(0)
+    jax.block_until_ready(bank.bank)
 
 
 class Part(NamedTuple):
@@ -100,17 +122,7 @@ class Slots:
         for number, part in enumerate(parts):
             tokens[number, : len(part.tokens)] = part.tokens
             places[:, number] = part.row, len(part.tokens), part.begin
-        drawn, self._cache, self._tokens = _read(
-            self._graphdef,
-            self._state,
-            self.adapters,
-            self._cache,
-            self._tokens,
-            self._device_wishes(),
-            tokens,
-            places,
-        )
-        return drawn
+        return self._run(_read, tokens, places)
 
     def step(self, going: Iterable[int]) -> Drawn:
         """Draws the next token of these rows; what is drawn for other rows has no meaning."""
@@ -119,16 +131,7 @@ class Slots:
             active = np.zeros((self.rows,), np.int32)
             active[list(rows)] = 1
             self._going, self._active = rows, jnp.array(active)
-        drawn, self._cache, self._tokens = _step(
-            self._graphdef,
-            self._state,
-            self.adapters,
-            self._cache,
-            self._tokens,
-            self._device_wishes(),
-            self._active,
-        )
-        return drawn
+        return self._run(_step, self._active)
 
     def warm_up(self) -> None:
         """Compiles every program, by calls for rows that do not exist."""
@@ -138,17 +141,14 @@ class Slots:
         self.give_up(0)
         jax.block_until_ready(self._cache)
 
-    @property
-    def adapters(self) -> AdapterBank | None:
-        """Returns what the programs take for the rows' adapters."""
-        return None if self._bank is None else self._bank.bank
-
-    def _device_wishes(self) -> Wishes:
-        wishes = self._wishes
-        if wishes is None:
+    def _run(self, program: Callable[..., Any], *given: Any) -> Drawn:
+        if self._wishes is None:
             # Copies: the host's go on changing.
-            wishes = self._wishes = Wishes(*(jnp.array(one) for one in self._host))
-        return wishes
+            self._wishes = Wishes(*(jnp.array(one) for one in self._host))
+        bank = None if self._bank is None else self._bank.bank
+        rows = self._cache, self._tokens, self._wishes
+        drawn, self._cache, self._tokens = program(self._graphdef, self._state, bank, *rows, *given)
+        return drawn
 
 
 def _widths(chunk: int) -> Iterable[int]:
@@ -206,7 +206,8 @@ def _read(
     wishes = wishes.of(rows)
     # Padding has the first part's: a row of the base would have XLA multiply beside the kernels.
     adapters = jnp.where(rows < cache.lengths.shape[0], wishes.adapters, wishes.adapters[:1])
-    model = with_adapters(nnx.merge(graphdef, state), bank, adapters)
+    model = nnx.merge(graphdef, state)
+    model = model if bank is None else jax_dora.with_bank(model, bank, adapters)
     cache = cache._replace(lengths=cache.lengths.at[rows].set(begins, mode="drop"))
     hidden, cache = model.extend(tokens, cache, counts, rows)
     last = jnp.maximum(counts - 1, 0)[:, None, None]
@@ -230,7 +231,7 @@ def _step(
     model = nnx.merge(graphdef, state)
     # A loop would copy the weights of each layer out of their stack, for one token to read them.
     model.model.config = dataclasses.replace(model.config, unroll=True)
-    model = with_adapters(model, bank, adapters)
+    model = model if bank is None else jax_dora.with_bank(model, bank, adapters)
     hidden, cache = model.extend(latest[:, None], cache, active)
     drawn = draw(model.logits(hidden[:, 0]), wishes, cache.lengths)
     latest = jnp.where(active > 0, drawn.tokens, latest)

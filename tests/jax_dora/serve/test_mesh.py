@@ -5,9 +5,8 @@ import pytest
 
 from jax_dora.commands import main
 from jax_dora.models import DecoderSharding, load_model
-from jax_dora.serve.bank import make_bank
 from jax_dora.serve.request import Request
-from jax_dora.serve.slots import Part, Slots
+from jax_dora.serve.slots import Part, Slots, make_bank
 from tests.jax_dora.serve import serving
 
 PROMPTS = ([7, 3, 99], [5], [12, 30, 61, 8, 8, 45, 2])
