@@ -235,16 +235,13 @@ class AdapterBank:
 
     def _check_fits(self, adapter: HostAdapter) -> None:
         """Raises ValueError unless the adapter was read for a bank like this."""
-        fits = adapter.facts.keys() == self.places.keys() and all(
-            adapter.facts[path].magnitude.shape == (*place.stack.shape, place.sizes[1])
-            for path, place in self.places.items()
-        )
-        fits = fits and all(
-            array.shape == piece_shape(self.places[path])
+        facts = {path: one.magnitude.shape for path, one in adapter.facts.items()}
+        wanted = {path: (*one.stack.shape, one.sizes[1]) for path, one in self.places.items()}
+        if facts != wanted or any(
+            array.shape != piece_shape(self.places[path])
             for piece in adapter.pieces
             for path, array in piece.items()
-        )
-        if not fits:
+        ):
             raise ValueError(
                 "adapter was read by the bank of another model; expected what this bank's read, or "
                 "one's of the same model and path=, has returned"

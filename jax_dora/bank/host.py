@@ -4,14 +4,14 @@ import dataclasses
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
 
 from dora_common.hyperparameters import adapter_scale
-from dora_common.peft.folder import Folder, opened
+from dora_common.peft.folder import opened
 from dora_common.rules import listing
 from jax_dora.adapt.adapter import Adapter, rules_by_path
 from jax_dora.adapt.sites import sites
@@ -107,9 +107,8 @@ class Settled:
         return True
 
 
-@dataclasses.dataclass(frozen=True)
-class Facts:
-    """What of a path's adapters is no matrix: a pytree.
+class Facts(NamedTuple):
+    """What of a path's adapters is no matrix.
 
     Attributes:
       magnitude: f32[*stack, out], f64 in a model of fp64; what results are multiplied by, such as
@@ -123,11 +122,6 @@ class Facts:
     is_dora: Any
     scale: Any
     rank: Any
-
-
-jax.tree_util.register_dataclass(
-    Facts, data_fields=["magnitude", "is_dora", "scale", "rank"], meta_fields=[]
-)
 
 
 def read_adapter(model: nnx.Module, places: Sequence[Place], adapter: Adapter) -> HostAdapter:
@@ -194,17 +188,14 @@ def read_folder(
             where = view.layers[name]
             if where.path not in by_path:
                 raise _no_place(model, places, where.path)
-            read = _layer(
-                source, one.keys, adapter_scale(one.rank, one.alpha, source.config.use_rslora)
+            read = {key: source.read(name) for key, name in one.keys.items()}
+            layers.setdefault(where.path, {})[where.index] = Layer(
+                read["lora_a"],
+                read["lora_b"].T,
+                read["magnitude"].reshape(-1) if "magnitude" in read else None,
+                adapter_scale(one.rank, one.alpha, source.config.use_rslora),
             )
-            layers.setdefault(where.path, {})[where.index] = read
     return _packed(places, layers)
-
-
-def _layer(source: Folder, keys: Mapping[str, str], scale: float) -> Layer:
-    magnitude = source.read(keys["magnitude"]).reshape(-1) if "magnitude" in keys else None
-    lora_a, lora_b = source.read(keys["lora_a"]), source.read(keys["lora_b"])
-    return Layer(lora_a, lora_b.T, magnitude, scale)
 
 
 def _no_place(model: nnx.Module, places: Sequence[Place], path: str) -> ValueError:

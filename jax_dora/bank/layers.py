@@ -12,9 +12,8 @@ from jax import lax
 
 from dora_common.slots import check_rows
 from jax_dora.bank.places import Place
-from jax_dora.layers import DoRALinear, dora_class_of
+from jax_dora.layers import DoRALinear
 from jax_dora.layers.base_layer import bare, copy_attributes
-from jax_dora.layers.layout import Axes
 from jax_dora.layers.projection import DoRAEinsum, DoRALinearGeneral, Equation
 from jax_dora.ops import mesh as meshes
 from jax_dora.ops.bank import Projection, bank_linear, bank_linears
@@ -80,12 +79,6 @@ class BankLayer(nnx.Module):
     def _equation(self, ndim: int) -> Equation:
         raise NotImplementedError
 
-    def _axes(self) -> Axes:
-        """Returns how the kernel is a matrix."""
-        kind = dora_class_of(self)
-        assert kind is not None
-        return kind.layout_of(self, 1).kernel
-
     def _slots(self) -> tuple[Slots, jax.Array, tuple[jax.Array, int] | None]:
         """Returns the adapters, each row's, and which part of the adapters is this layer's."""
         slots = Slots(*(getattr(self, f"bank_{name}").get_value() for name in Slots._fields))
@@ -111,11 +104,9 @@ class BankLayer(nnx.Module):
         bias = None if self.bias is None else self.bias[...]
         return self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
 
-    def _projection(self, inputs: jax.Array) -> tuple[jax.Array, Projection]:
-        """Returns the inputs in the dtype of the products, and this layer of them."""
-        x, _, bias = self._promoted(inputs)
+    def _projection(self, inputs: jax.Array) -> Projection:
         slots, _, part = self._slots()
-        return x, Projection(self._unbiased()(inputs), slots, part, bias)
+        return Projection(self._unbiased()(inputs), slots, part, self._promoted(inputs)[2])
 
     def _unbiased(self) -> Any:
         """Returns the base layer without its bias, which the magnitude does not scale."""
@@ -129,7 +120,7 @@ class BankLayer(nnx.Module):
         x, _, bias = self._promoted(inputs)
         base = self._unbiased()(inputs, **settings)
         slots, ids, part = self._slots()
-        equation, axes = self._equation(inputs.ndim), self._axes()
+        equation = self._equation(inputs.ndim)
         _check_rows(equation, x.shape, ids)
         in_, out = (equation.kernel_letters(sort) for sort in "io")
         rows = equation.x[0] + "".join(one for one in equation.x[1:] if one not in in_)
@@ -140,8 +131,9 @@ class BankLayer(nnx.Module):
                 "".join(letters),
                 out,
             ).reshape(-1)
-        in_features, out_features = axes.matrices[1:]
-        batch = ids.shape[0]
+        batch, in_features, out_features = (
+            one.shape[-1] for one in (ids, slots.lora_a, slots.lora_b)
+        )
 
         def mixed(operands: Any) -> jax.Array:
             base, x, bias, slots, ids, step, first = operands
@@ -174,11 +166,10 @@ def called_together(layers: Sequence[Any], x: jax.Array) -> list[jax.Array]:
         return [layer(x) for layer in layers]
     first = layers[0]
     _check_rows(first._equation(3), x.shape, first.bank_ids[...])
-    given = [layer._projection(x) for layer in layers]
     return list(
         bank_linears(
-            given[0][0],
-            [projection for _, projection in given],
+            first._promoted(x)[0],
+            [layer._projection(x) for layer in layers],
             first.bank_ids[...],
             step=first._step(),
             precision=first.precision,

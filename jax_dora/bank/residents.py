@@ -7,43 +7,39 @@ from jax_dora.bank.bank import AdapterBank
 from jax_dora.bank.host import HostAdapter
 
 
-class Residents:
+class Residents[Key: Hashable]:
     """The adapters in the slots of one bank, by keys of the caller's own. Not for several threads.
 
     Attributes:
       bank: as it is now.
       loads, evictions: how many there were.
+      slots: of each adapter that has one, the least recently used first.
     """
 
     def __init__(self, bank: AdapterBank) -> None:
         self.bank = bank
         self.loads = self.evictions = 0
-        self._slots: OrderedDict[Hashable, int] = OrderedDict()  # the least recently used first
+        self.slots: OrderedDict[Key, int] = OrderedDict()
         self._free = list(range(bank.slots - 1, -1, -1))
-        self._pins: Counter[Hashable] = Counter()
-
-    @property
-    def slots(self) -> dict[Hashable, int]:
-        """Returns the slot of each adapter that has one."""
-        return dict(self._slots)
+        self._pins: Counter[Key] = Counter()
 
     @property
     def pinned(self) -> int:
         """Returns how many slots no other adapter may have now."""
         return len(self._pins)
 
-    def has_room(self, key: Hashable) -> bool:
+    def has_room(self, key: Key) -> bool:
         """Returns whether an adapter lies in a slot, or could be put into one."""
-        return key in self._slots or bool(self._free) or len(self._pins) < len(self._slots)
+        return key in self.slots or bool(self._free) or len(self._pins) < len(self.slots)
 
-    def pins(self, key: Hashable) -> int:
+    def pins(self, key: Key) -> int:
         """Returns how often an adapter is pinned."""
         return self._pins[key]
 
     def __contains__(self, key: object) -> bool:
-        return key in self._slots
+        return key in self.slots
 
-    def pin(self, key: Hashable, adapter: HostAdapter | None) -> int | None:
+    def pin(self, key: Key, adapter: HostAdapter | None) -> int | None:
         """Returns the slot in which an adapter lies until it is unpinned as often; None where every
         slot is pinned for others. One that lies in a slot already need not be given.
 
@@ -52,7 +48,7 @@ class Residents:
         """
         if not self.has_room(key):
             return None
-        if key not in self._slots:
+        if key not in self.slots:
             slot = self._empty()
             assert adapter is not None
             try:
@@ -60,22 +56,22 @@ class Residents:
             except BaseException:
                 self._free.append(slot)
                 raise
-            self._slots[key] = slot
+            self.slots[key] = slot
             self.loads += 1
-        self._slots.move_to_end(key)
+        self.slots.move_to_end(key)
         self._pins[key] += 1
-        return self._slots[key]
+        return self.slots[key]
 
-    def unpin(self, key: Hashable) -> None:
+    def unpin(self, key: Key) -> None:
         """Takes one pin back."""
         self._pins[key] -= 1
         if not self._pins[key]:
             del self._pins[key]
 
-    def drop(self, key: Hashable) -> None:
+    def drop(self, key: Key) -> None:
         """Empties the slot of an adapter that nobody has pinned, if it has one."""
-        if key in self._slots:
-            slot = self._slots.pop(key)
+        if key in self.slots:
+            slot = self.slots.pop(key)
             self.bank = self.bank.evict(slot)
             self._free.append(slot)
             self.evictions += 1
@@ -84,6 +80,6 @@ class Residents:
         """Returns a slot to load into, its adapter forgotten; there has to be room."""
         if self._free:
             return self._free.pop()
-        oldest = next(one for one in self._slots if one not in self._pins)
+        oldest = next(one for one in self.slots if one not in self._pins)
         self.evictions += 1
-        return self._slots.pop(oldest)
+        return self.slots.pop(oldest)

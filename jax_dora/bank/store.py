@@ -5,8 +5,7 @@ import dataclasses
 import difflib
 import os
 import threading
-from collections.abc import Iterable
-from typing import Any, cast
+from typing import cast
 
 from jax_dora.adapt.adapter import Adapter
 from jax_dora.bank.bank import AdapterBank
@@ -67,7 +66,7 @@ class AdapterStore:
         if host_bytes is not None and (isinstance(host_bytes, bool) or host_bytes < 0):
             raise ValueError(f"host_bytes is {host_bytes!r}; expected at least 0, or None")
         self.lock = threading.RLock()
-        self._residents = Residents(bank)
+        self._residents: Residents[_Entry] = Residents(bank)
         self._host_bytes = host_bytes
         self._pytorch_names = names
         self._by_name: dict[str, _Entry] = {}
@@ -99,7 +98,7 @@ class AdapterStore:
     def slots(self) -> dict[str, int]:
         """Returns the slot of each adapter that has one."""
         with self.lock:
-            return {one.name: at for one, at in self._entries() if one.is_listed}
+            return {one.name: at for one, at in self._residents.slots.items() if one.is_listed}
 
     def __contains__(self, name: object) -> bool:
         with self.lock:
@@ -179,7 +178,7 @@ class AdapterStore:
         with self.lock:
             held = [
                 one
-                for one, at in self._entries()
+                for one, at in self._residents.slots.items()
                 if one.name == name and self._residents.pins(one) and slot in (None, at)
             ]
             if not held:
@@ -189,10 +188,6 @@ class AdapterStore:
             self._residents.unpin(entry)
             if not entry.is_listed:
                 self._drop_unused(entry)
-
-    def _entries(self) -> Iterable[tuple[_Entry, int]]:
-        """Returns what lies in slots."""
-        return cast(dict[_Entry, int], self._residents.slots).items()
 
     def _known(self, name: str) -> _Entry:
         if name not in self._by_name:
@@ -208,11 +203,10 @@ class AdapterStore:
         if self._host_bytes is None:
             return
         kept = [one for one in self._used if one.host is not None and one.source is not None]
-        total = sum(_bytes(one.host) for one in kept)
-        for one in kept[:-1]:
-            if total <= self._host_bytes:
+        sizes = [cast(HostAdapter, one.host).nbytes for one in kept]
+        for at, one in enumerate(kept[:-1]):
+            if sum(sizes[at:]) <= self._host_bytes:
                 break
-            total -= _bytes(one.host)
             one.host = None
 
     def _drop_unused(self, entry: _Entry) -> None:
@@ -220,7 +214,3 @@ class AdapterStore:
         if not self._residents.pins(entry):
             self._used.pop(entry, None)
             self._residents.drop(entry)
-
-
-def _bytes(host: Any) -> int:
-    return 0 if host is None else host.nbytes
