@@ -12,7 +12,7 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from jax_dora.models.json_file import read_object
+from jax_dora.models.config import read_object
 
 Messages = Sequence[dict[str, Any]]
 

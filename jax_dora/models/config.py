@@ -1,7 +1,9 @@
 """The sizes and switches of a decoder, and their form in Hugging Face's config.json."""
 
 import dataclasses
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import jax.numpy as jnp
@@ -167,6 +169,22 @@ class DecoderConfig:
             "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
             "dtype": DTYPES.get(dtype, jnp.float32),
         }
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Returns the object that a file holds.
+
+    Raises:
+      FileNotFoundError: it is not there.
+      ValueError: it is no JSON, or no object.
+    """
+    try:
+        value = json.loads(file.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} holds a {type(value).__name__}; expected a JSON object")
+    return value
 
 
 def max_positions(config: Mapping[str, Any]) -> int | None:

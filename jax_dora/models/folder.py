@@ -16,8 +16,7 @@ from flax import nnx
 import jax_dora
 from dora_common.disk import named_in_disk_errors
 from jax_dora.adapt.quantize import placed
-from jax_dora.models.config import COMPUTATION, DecoderConfig
-from jax_dora.models.json_file import read_object
+from jax_dora.models.config import COMPUTATION, DecoderConfig, read_object
 from jax_dora.models.model import CausalLM
 from jax_dora.models.quantised_folder import (
     as_in_folder,
@@ -28,7 +27,7 @@ from jax_dora.models.quantised_folder import (
 from jax_dora.models.quantised_weights import QuantisedTensor
 from jax_dora.models.sharding import DecoderSharding
 from jax_dora.models.targets import Target, equal, fetch, load, nbytes, targets
-from jax_dora.models.weights import StoredTensor, TensorToStore, stored_tensors, write_files
+from jax_dora.models.weights import StoredTensor, stored_tensors, write_files
 from jax_dora.ops.quantised import is_quantised
 from jax_dora.ops.row_wise import columns_in_one_piece
 
@@ -202,7 +201,7 @@ def save_model(
     state = nnx.state(model)
     arrays = dict(nnx.to_flat_state(state))
     tensors = [
-        TensorToStore(
+        (
             name,
             nbytes(target),
             functools.partial(fetch, arrays[target.path].get_value(), target, layer),
@@ -212,8 +211,8 @@ def save_model(
     ]
     leaves = jax.tree.leaves(state)
     if jax.process_index() and not all(array.is_fully_addressable for array in leaves):
-        for tensor in tensors:
-            tensor.value()
+        for _, _, value in tensors:
+            value()
         return
 
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from jax_dora.models.json_file import read_object
+from jax_dora.models.config import read_object
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:

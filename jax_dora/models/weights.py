@@ -133,14 +133,11 @@ def _header(file: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-@dataclass(frozen=True)
-class TensorToStore:
-    name: str
-    nbytes: int
-    value: Callable[[], np.ndarray]
+# A tensor to be written: its name, its bytes, and what returns it.
+type Written = tuple[str, int, Callable[[], np.ndarray]]
 
 
-def write_files(folder: Path, tensors: Sequence[TensorToStore], max_file_bytes: int) -> None:
+def write_files(folder: Path, tensors: Sequence[Written], max_file_bytes: int) -> None:
     """Writes model.safetensors, or several files and their index, one file's tensors at a time."""
     groups = list(_groups(tensors, max_file_bytes))
     names = [SINGLE]
@@ -148,29 +145,26 @@ def write_files(folder: Path, tensors: Sequence[TensorToStore], max_file_bytes: 
         count = len(groups)
         names = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
     for file, group in zip(names, groups, strict=True):
-        values = {tensor.name: np.ascontiguousarray(tensor.value()) for tensor in group}
+        values = {name: np.ascontiguousarray(value()) for name, _, value in group}
         save_file(values, folder / file, metadata={"format": "pt"})
     if len(groups) > 1:
         index: dict[str, Any] = {
-            "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors)},
+            "metadata": {"total_size": sum(nbytes for _, nbytes, _ in tensors)},
             "weight_map": {
-                tensor.name: file
-                for file, group in zip(names, groups, strict=True)
-                for tensor in group
+                name: file for file, group in zip(names, groups, strict=True) for name, *_ in group
             },
         }
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _groups(tensors: Iterable[TensorToStore], max_bytes: int) -> Iterator[list[TensorToStore]]:
-    group: list[TensorToStore] = []
-    size = 0
+def _groups(tensors: Iterable[Written], max_bytes: int) -> Iterator[list[Written]]:
+    group, size = [], 0
     for tensor in tensors:
-        if group and size + tensor.nbytes > max_bytes:
+        if group and size + tensor[1] > max_bytes:
             yield group
             group, size = [], 0
         group.append(tensor)
-        size += tensor.nbytes
+        size += tensor[1]
     yield group
 
 
