@@ -48,6 +48,7 @@ class Engine:
         """
         self.metrics = metrics
         self._slots, self._bank = slots, bank
+        self.capacity = slots.capacity  # tokens of a prompt and its answer together
         self._tokenizer, self._ends = tokenizer, frozenset(ends)
         self._queue = queue
         self._changed = threading.Condition()
@@ -55,11 +56,6 @@ class Engine:
         self._rows: list[Answer | None] = [None] * slots.rows
         self._launched: list[tuple[Drawn, list[tuple[int, Answer]]]] = []
         self._failed = ""
-
-    @property
-    def capacity(self) -> int:
-        """Returns how many tokens a prompt and its answer may have together."""
-        return self._slots.capacity
 
     @property
     def free_rows(self) -> int:
@@ -121,6 +117,9 @@ class Engine:
         self._join()
         going_on = self._launched
         self._launched = [*self._read(), *self._step()]
+        for drawn, _ in self._launched:
+            for array in drawn[:2]:
+                array.copy_to_host_async()
         for drawn, answers in going_on:
             self._say(drawn, answers)
         self.metrics.running.set(len(self._rows) - self.free_rows)
@@ -190,7 +189,7 @@ class Engine:
         reading.sort(key=lambda one: one.request.asked)
         width = self._slots.width(reading[0].left)
         alike = [one for one in reading if self._slots.width(one.left) == width]
-        alike = alike[: self._slots.together(width)]
+        alike = alike[: self._slots.together[width]]
         parts = []
         for one in alike:
             piece = one.request.prompt[one.read : one.read + width]
@@ -202,7 +201,7 @@ class Engine:
         for _, one in begun:
             one.launched = 1
         if begun:
-            yield _fetching(drawn), begun
+            yield drawn, begun
 
     def _step(self) -> Iterable[tuple[Drawn, list[tuple[int, Answer]]]]:
         going = [(row, one) for row, one in enumerate(self._rows) if one and one.is_going]
@@ -211,7 +210,7 @@ class Engine:
         drawn = self._slots.step(row for row, _ in going)
         for _, one in going:
             one.launched += 1
-        yield _fetching(drawn), going
+        yield drawn, going
 
     def _say(self, drawn: Drawn, answers: list[tuple[int, Answer]]) -> None:
         going = [(place, one) for place, one in answers if not one.is_over]
@@ -260,13 +259,6 @@ class Engine:
         self.metrics.answers.labels(piece.finish).inc()
         self.metrics.seconds.observe(time.monotonic() - answer.request.asked)
         answer.request.sink(piece)
-
-
-def _fetching(drawn: Drawn) -> Drawn:
-    """Returns `drawn`, whose way to the host has begun."""
-    for array in drawn[:2]:
-        array.copy_to_host_async()
-    return drawn
 
 
 def _token(token: int, place: int, count: int | None, told: Any) -> Token:

@@ -59,6 +59,7 @@ class Slots:
 
     Attributes:
       widths: of the programs that read prompts, falling: tokens that a row gets at once.
+      together: how many prompts each reads at once, by its width.
     """
 
     def __init__(
@@ -79,15 +80,11 @@ class Slots:
         self.rows, self.capacity = rows, capacity
         chunk = min(chunk, capacity)
         self.widths = tuple(_widths(chunk))
-        self._together = {width: min(chunk // width, rows) for width in self.widths}
+        self.together = {width: min(chunk // width, rows) for width in self.widths}
         self._cache, self._tokens = _empty(model.config, rows, capacity)
         self._host = _no_wishes(rows)
         self._wishes: Wishes | None = None
         self._going: tuple[int, ...] | None = None
-
-    def together(self, width: int) -> int:
-        """Returns how many prompts a program of this width reads at once."""
-        return self._together[width]
 
     def width(self, left: int) -> int:
         """Returns the width of the program for a prompt with so many tokens left to read.
@@ -115,7 +112,7 @@ class Slots:
 
     def read(self, parts: Sequence[Part], width: int) -> Drawn:
         """Reads pieces of prompts and draws the token after each, one a part."""
-        count = self._together[width]
+        count = self.together[width]
         tokens = np.zeros((count, width), np.int32)
         # A row that there is not: padding.
         places = np.full((3, count), [[self.rows], [0], [0]], np.int32)

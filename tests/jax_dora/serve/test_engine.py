@@ -99,16 +99,13 @@ def test_what_is_not_finite_stays_with_its_request(served, model, adapters):
 class Recorder:
     """Slots that compute nothing: token 1, whatever is asked."""
 
-    rows, capacity, widths = 2, 50, (8,)
+    rows, capacity, widths, together = 2, 50, (8,), {8: 2}
 
     def __init__(self):
         self.taken = []
 
     def width(self, left):
         return 8
-
-    def together(self, width):
-        return 2
 
     def take(self, row, request, slot):
         self.taken.append((request.adapter and request.adapter.name, slot))
