@@ -10,14 +10,11 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch_dora.layers import fast_path
 from torch_dora.layers.base import DoRALayer
 from torch_dora.ops import dora_linear
-from torch_dora.ops.linear import corrected_linear, result_dtype
+from torch_dora.ops.linear import Operands, corrected_linear, result_dtype
 
 
 class _DoRAProjection(DoRALayer):
-    """y = x W'ᵀ + bias with W' = magnitude ∘ (W + s·BA) / ‖W + s·BA‖ row by row (arXiv 2402.09353).
-
-    W [out, in] is :meth:`weight_matrix`.
-    """
+    """A linear layer of the weight [out, in] that is :meth:`weight_matrix`."""
 
     SHARDED_AXES: ClassVar = {"lora_a": 1, "lora_b": 0, "magnitude": 0}
 
@@ -40,17 +37,9 @@ class _DoRAProjection(DoRALayer):
                 adapter_x=dropped,
                 implementation=self.implementation,
             )
-        return corrected_linear(
-            x,
-            dropped,
-            weight,
-            self.lora_a,
-            self.lora_b,
-            self.g(result_dtype(x, weight)),
-            self.scale,
-            bias=self.bias,
-            implementation=self.implementation,
-        )
+        g = self.g(result_dtype(x, weight))
+        operands = Operands(x, dropped, weight, self.bias, self.lora_a, self.lora_b, g)
+        return corrected_linear(operands, self.scale, self.implementation)
 
 
 class DoRALinear(_DoRAProjection):

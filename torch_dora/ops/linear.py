@@ -31,7 +31,6 @@ from torch_dora.ops.compose import (
 from torch_dora.ops.dtypes import cast, no_autocast
 from torch_dora.ops.norm import factored_norm, magnitude_scale
 from torch_dora.ops.quantised import dense, is_quantised, matrix
-from torch_dora.ops.shards import is_sharded
 
 if TYPE_CHECKING or choose.TRITON_MODE is not None:
     from torch_dora.ops.triton import expand_compose
@@ -109,8 +108,9 @@ def dora_linear(
     dtype = result_dtype(x, weight)
     g = magnitude_scale(magnitude, norm, dtype)
     operands = Operands(x, adapter_x, weight, bias, lora_a, lora_b, g)
-    of_shard = functools.partial(_local_linear, float(scale), dtype, implementation)
-    return sharded.projection(of_shard, *operands) if is_sharded(*operands) else of_shard(*operands)
+    return sharded.projection(
+        functools.partial(_local_linear, float(scale), dtype, implementation), *operands
+    )
 
 
 class Operands(NamedTuple):
@@ -148,20 +148,9 @@ def _local_linear(
     return _DoRALinear.apply(Static(scale, dtype, want_inner, chosen), *operands)
 
 
-def corrected_linear(
-    x: Tensor,
-    dropped: Tensor,
-    weight: Tensor,
-    lora_a: Tensor,
-    lora_b: Tensor,
-    g: Tensor,
-    scale: float,
-    *,
-    bias: Tensor | None = None,
-    implementation: str | None = None,
-) -> Tensor:
-    """Returns y = x weightᵀ + bias + ΔY of ``dropped``, x after dropout: what PEFT's DoRA computes
-    in training. Operands as :func:`dora_linear`'s, and g of its magnitude."""
+def corrected_linear(operands: Operands, scale: float, implementation: str | None) -> Tensor:
+    """Returns y = x weightᵀ + bias + ΔY of ``adapter_x``, x after dropout: what PEFT's DoRA
+    computes in training."""
 
     def of_shard(x, dropped, weight, bias, lora_a, lora_b, g) -> Tensor:
         y = F.linear(x, weight, bias)
@@ -170,8 +159,7 @@ def corrected_linear(
         lora = F.linear(z, lora_b.to(base.dtype))
         return y + compose_delta(base, lora, g, scale, implementation=implementation)
 
-    operands = (x, dropped, weight, bias, lora_a, lora_b, g)
-    return sharded.projection(of_shard, *operands) if is_sharded(*operands) else of_shard(*operands)
+    return sharded.projection(of_shard, *operands)
 
 
 def _forward(static: Static, operands: Operands) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -20,7 +20,7 @@ from torch_dora.ops.choose import Call
 from torch_dora.ops.dtypes import accumulation_dtype, no_autocast
 from torch_dora.ops.operator import operator
 from torch_dora.ops.products import pieces, product
-from torch_dora.ops.shards import is_sharded, placed
+from torch_dora.ops.shards import placed
 
 if TYPE_CHECKING or choose.TRITON_MODE is not None:
     from torch_dora.ops.triton import norm_assembly, one_pass_norm
@@ -81,28 +81,19 @@ def factored_norm(
             return quantised.norm(weight, lora_a, lora_b, float(scale), dtype)
 
     def of_shard(weight: Tensor, lora_a: Tensor, lora_b: Tensor) -> Tensor:
-        return _chosen_norm(weight, lora_a, lora_b, float(scale), implementation)
+        call = Call(
+            rows=weight.shape[1],
+            features=weight.shape[0],
+            dtypes=(weight.dtype, lora_a.dtype, lora_b.dtype),
+            device=weight.device.type,
+            transformed=choose.transformed(),
+        )
+        chosen = choose.choose(call, implementation, None)
+        if chosen == "triton" and one_pass_norm.refuses(call) is None:
+            chosen = "one_pass"
+        return _factored_norm(weight, lora_a, lora_b, float(scale), chosen)
 
-    if is_sharded(weight, lora_a, lora_b):
-        return sharded.norm(of_shard, _sqrt, weight, lora_a, lora_b)
-    return of_shard(weight, lora_a, lora_b)
-
-
-def _chosen_norm(
-    weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float, implementation: str | None
-) -> Tensor:
-    """Returns the norm of plain tensors by the implementation that is named, or the best."""
-    call = Call(
-        rows=weight.shape[1],
-        features=weight.shape[0],
-        dtypes=(weight.dtype, lora_a.dtype, lora_b.dtype),
-        device=weight.device.type,
-        transformed=choose.transformed(),
-    )
-    chosen = choose.choose(call, implementation, None)
-    if chosen == "triton" and one_pass_norm.refuses(call) is None:
-        chosen = "one_pass"
-    return _factored_norm(weight, lora_a, lora_b, scale, chosen)
+    return sharded.norm(of_shard, _sqrt, weight, lora_a, lora_b)
 
 
 def magnitude_scale(magnitude: Tensor, norm: Tensor, dtype: torch.dtype) -> Tensor:

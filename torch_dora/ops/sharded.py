@@ -25,7 +25,8 @@ def norm(
     lora_a: Any,
     lora_b: Any,
 ) -> Any:
-    """Returns ‖weight + scale·lora_b lora_a‖ as a DTensor [out] that lies as the weight's outputs.
+    """Returns ‖weight + scale·lora_b lora_a‖; of DTensors a DTensor [out] that lies as the weight's
+    outputs.
 
     Args:
         of_shard: the norm of plain operands, in the order of the arguments that follow.
@@ -35,10 +36,11 @@ def norm(
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`torch_dora.ops.shards.check_alike`.
     """
+    if not shards.is_sharded(weight, lora_a, lora_b):
+        return of_shard(weight, lora_a, lora_b)
     from torch.distributed.tensor import Partial
 
-    matrices = shards.local_matrices(weight, lora_a, lora_b)
-    local = of_shard(*matrices)
+    local = of_shard(*shards.local_matrices(weight, lora_a, lora_b))
     rows = shards.along(weight, 0)
     columns = [getattr(placement, "dim", None) == 1 for placement in weight.placements]
     if not any(columns):
@@ -57,55 +59,35 @@ class _Layout(NamedTuple):
     gradient: Placements
 
 
-class _Layouts(NamedTuple):
-    x: _Layout
-    weight: _Layout
-    lora_a: _Layout
-    rows: _Layout
-    """Of lora_b, g and the bias."""
-    y: Placements
-
-
-def projection(
-    of_shard: Callable[..., Tensor],
-    x: Any,
-    adapter_x: Any,
-    weight: Any,
-    bias: Any,
-    lora_a: Any,
-    lora_b: Any,
-    g: Any,
-) -> Any:
-    """Returns the result of an adapted projection, a DTensor: a pending sum over the axes of the
-    mesh that shard the weight's inputs, as that of the plain layer.
+def projection(of_shard: Callable[..., Tensor], *operands: Any) -> Any:
+    """Returns the result of an adapted projection; of DTensors a DTensor: a pending sum over the
+    axes of the mesh that shard the weight's inputs, as that of the plain layer.
 
     Args:
-        of_shard: the projection of plain operands, in the order of the arguments that follow.
-        x, adapter_x: [..., in]; adapter_x may be None.
-        weight, bias, lora_a, lora_b, g: [out, in], [out] or None, [r, in], [out, r], [out].
+        of_shard: the projection of plain operands.
+        operands: x, adapter_x [..., in] or None, weight, bias [out] or None, lora_a, lora_b, g.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`torch_dora.ops.shards.check_alike`.
     """
+    if not shards.is_sharded(*operands):
+        return of_shard(*operands)
+    x, _, weight, bias, lora_a, lora_b, g = operands
     shards.check_alike(x=x, weight=weight, bias=bias, lora_a=lora_a, lora_b=lora_b, g=g)
-    layouts = _layouts(x, weight)
-    if bias is not None:
-        bias = _local(bias, layouts.rows)
-        if not _is_first(weight):
-            bias = 0 * bias
-    y = of_shard(
-        _local(x, layouts.x),
-        None if adapter_x is None else _local(adapter_x, layouts.x),
-        _local(weight, layouts.weight),
-        bias,
-        _local(lora_a, layouts.lora_a),
-        _local(lora_b, layouts.rows),
-        _local(g, layouts.rows),
-    )
-    return shards.joined(y, weight, layouts.y, (*x.shape[:-1], weight.shape[0]))
+    of_x, of_weight, of_a, of_rows, of_y = _layouts(x, weight)
+    layouts = (of_x, of_x, of_weight, of_rows, of_a, of_rows, of_rows)
+    local = [
+        None if one is None else _local(one, layout)
+        for one, layout in zip(operands, layouts, strict=True)
+    ]
+    if local[3] is not None and not _is_first(weight):
+        local[3] = 0 * local[3]
+    y = of_shard(*local)
+    return shards.joined(y, weight, of_y, (*x.shape[:-1], weight.shape[0]))
 
 
-def _layouts(x: Any, weight: Any) -> _Layouts:
+def _layouts(x: Any, weight: Any) -> list[Any]:
+    """Returns the layouts of x, weight, lora_a, and lora_b, g and the bias; and y's placements."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     last = x.ndim - 1
@@ -126,7 +108,7 @@ def _layouts(x: Any, weight: Any) -> _Layouts:
             shared = (whole, pending if shards_rows else whole)
             found.append(((rows, rows), shared, shared, shared, rows))
     *operands, y = zip(*found, strict=True)
-    return _Layouts(*(_Layout(*zip(*one, strict=True)) for one in operands), y=y)
+    return [*(_Layout(*zip(*one, strict=True)) for one in operands), y]
 
 
 def _local(tensor: Any, layout: _Layout) -> Tensor:
