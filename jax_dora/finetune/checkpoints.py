@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from dora_common.disk import named_in_disk_errors, to_disk
+from jax_dora.models.sharding import put
 
 ARRAYS, FACTS = "arrays.safetensors", "facts.json"
 SUMS = "SHA256SUMS"  # written last, in the form of `sha256sum --check`
@@ -66,7 +67,7 @@ class Checkpoints:
             # A step compiled for arrays that are committed to a device would be compiled again for
             # what it returns, where the frozen weights are not committed.
             leaves = [
-                _put(file.get_tensor(name), leaf.sharding)
+                put(file.get_tensor(name), leaf.sharding)
                 if leaf.committed
                 else jnp.asarray(file.get_tensor(name))
                 for name, leaf in _by_name(like).items()
@@ -112,11 +113,6 @@ class Checkpoints:
         partial = self.folder / f".{step}.partial"
         (self.folder / str(step)).rename(partial)
         shutil.rmtree(partial)
-
-
-def _put(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Returns an array of which every device of this process has its part."""
-    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
 
 def _sums(folder: Path) -> str:

@@ -40,15 +40,9 @@ class Encoder:
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{where}: {error}") from error
 
-    def prompt(self, text: str) -> list[int]:
-        """Returns the tokens of what goes before a completion."""
+    def _tokens(self, text: str, *, special: bool = False) -> list[int]:
         text.encode()  # tokenizers does not say what is wrong with half a surrogate pair
-        return self.tokenizer.encode(text).ids
-
-    def conversation(self, text: str) -> list[int]:
-        """Returns the tokens of what a chat template has rendered, or of a completion."""
-        text.encode()
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        return self.tokenizer.encode(text, add_special_tokens=special).ids
 
     def _examples(self, fields: dict[str, Any]) -> Iterator[Example]:
         match fields:
@@ -74,12 +68,12 @@ class Encoder:
     def _following(self, before: str, text: str) -> list[int]:
         """Returns the tokens of `text` after `before`: at the beginning of a text some tokenizers
         put a space, and others take it away."""
-        first, both = self.conversation(before), self.conversation(before + text)
+        first, both = self._tokens(before), self._tokens(before + text)
         is_begun = both[: len(first)] == first
-        return both[len(first) :] if is_begun else self.conversation(text)
+        return both[len(first) :] if is_begun else self._tokens(text)
 
     def _answer(self, prompt: str, completion: str) -> Example:
-        before, after = self.prompt(prompt), self._following(prompt, completion)
+        before, after = self._tokens(prompt, special=True), self._following(prompt, completion)
         learned = [False] * len(before) + [True] * (len(after) + 1)
         return Example([*before, *after, self.end], learned)
 

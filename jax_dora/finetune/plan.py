@@ -101,6 +101,7 @@ class Plan:
             raise ValueError(f"--warmup {args.warmup} leaves nothing of the {self.steps} steps")
         if jax.default_backend() == "gpu" and self.config.dtype != jnp.float32:
             self.changes |= {"attention": "cudnn", "segments": self._segments()}
+        self.sharding: DecoderSharding | None = None
         self.sharding = self._sharding()
         self.config = dataclasses.replace(self.config, sharding=self.sharding)
         self.rules = self._rules()
@@ -146,11 +147,8 @@ class Plan:
     @property
     def reading(self) -> dict[str, Any]:
         """What `load_model` is given beside the folder."""
-        return {"sharding": self.sharding, **self._formats, **self.changes}
-
-    @property
-    def _formats(self) -> dict[str, Any]:
-        return {"quantize": self.args.quantize, "act_qtype": self.args.activations}
+        formats = {"quantize": self.args.quantize, "act_qtype": self.args.activations}
+        return {"sharding": self.sharding, **formats, **self.changes}
 
     def adapted(self, model: CausalLM) -> CausalLM:
         """Returns `model` with new adapters, in training."""
@@ -171,9 +169,8 @@ class Plan:
         if sizes is None and jax.process_count() == 1:
             return None
         if sizes in (None, "auto"):
-            reading: dict[str, Any] = {**self._formats, **self.changes}
             # Weights are gathered in every pass where they are in parts.
-            fits = estimate.fits_often(abstract_model(self.folder, **reading))
+            fits = estimate.fits_often(abstract_model(self.folder, **self.reading))
             sizes = {"dp" if fits else "fsdp": jax.device_count()}
         chosen: dict[str, Any] = sizes
         sharding = DecoderSharding.over(**chosen)

@@ -87,16 +87,16 @@ class Run:
     def train(self) -> int:
         """Trains, saves and exports; returns the exit status."""
         args, plan = self.args, self.plan
+        folder = args.output if processes.is_first() else None  # which writes for all
         with (
             Interruption() as interruption,
-            self._log() as log,
+            Log(folder, self.done, tensorboard=args.tensorboard) as log,
             self._progress() as progress,
         ):
             is_short = not log.lines or log.lines[-1]["step"] != self.done
             if self.done and is_short:
                 self._tell(f"metrics.jsonl was damaged, and has lines up to {len(log.lines)} only")
-            told: dict[str, Any] = {"loss": "compiling", "speed": ""}
-            task = progress.add_task("", total=plan.steps, completed=self.done, **told)
+            task = progress.add_task("", total=plan.steps, completed=self.done, told="compiling")
             while self.done < plan.steps and not self._is_out_of_patience():
                 step = self.done + 1
                 start = time.perf_counter()
@@ -105,28 +105,23 @@ class Run:
                 self.guard.check(step, metrics, lambda rows=rows: self._base_loss(rows))
                 self.done = step
                 speed = (rows.segment_ids > 0).sum() / (time.perf_counter() - start)
-                told = {
-                    "loss": f"loss {float(metrics.loss):.4f}",
-                    "speed": f"{speed:,.0f} tokens/s",
-                }
-                progress.update(task, advance=1, **told)
+                loss = float(metrics.loss)
+                told = f"loss {loss:.4f} {speed:,.0f} tokens/s"
+                progress.update(task, advance=1, told=told)
                 line: Line = {
                     "step": step,
-                    "loss": float(metrics.loss),
+                    "loss": loss,
                     "gradient_norm": float(metrics.gradient_norm),
                     "learning_rate": float(jax.device_get(plan.schedule(step - 1))),
                     "tokens_per_second": round(speed, 1),
                 }
-                interrupted = processes.anywhere(interruption.requested)
-                last = step == plan.steps or interrupted
+                interrupted, last = processes.anywhere(interruption.requested), step == plan.steps
                 # Not for an interruption, which is to leave no trace in the result.
-                if plan.eval_rows is not None and (
-                    step == plan.steps or step % (args.eval_every or 50) == 0
-                ):
+                if plan.eval_rows is not None and (last or step % (args.eval_every or 50) == 0):
                     line["eval_loss"] = self._evaluate(step)
                     last = last or self._is_out_of_patience()
                 log.add(line)
-                if last or step % args.checkpoint_every == 0:
+                if last or interrupted or step % args.checkpoint_every == 0:
                     self._save()
                 if interrupted and step < plan.steps:
                     self.console.print(f"Interrupted after step {step}; {self.way_on()}")
@@ -248,11 +243,6 @@ class Run:
 
         processes.first_does(save)
 
-    def _log(self) -> Log:
-        """Returns the metrics of the run; the first process writes them."""
-        folder = self.args.output if processes.is_first() else None
-        return Log(folder, self.done, tensorboard=self.args.tensorboard)
-
     def _check_settings(self, saved: dict[str, Any]) -> None:
         now = json.loads(json.dumps(self.plan.settings))
         changed = {name for name in now | saved if now.get(name) != saved.get(name)}
@@ -277,6 +267,6 @@ class Run:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _progress(self) -> Progress:
-        told = (TextColumn("{task.fields[loss]}"), TextColumn("{task.fields[speed]}"))
-        columns = (BarColumn(), MofNCompleteColumn(), *told, TimeRemainingColumn())
+        told = TextColumn("{task.fields[told]}")
+        columns = (BarColumn(), MofNCompleteColumn(), told, TimeRemainingColumn())
         return Progress(*columns, console=self.console)

@@ -28,6 +28,11 @@ def whole(array: jax.Array) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
+def put(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+    """Returns an array of which every device of this process has its part."""
+    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+
+
 @dataclass(frozen=True)
 class DecoderSharding:
     """A mesh of three axes and the place of every array on it.
