@@ -92,52 +92,6 @@ def _kernel(
     tl.store(y_ptr + offset, tl.where(given == -1, stored, y), mask=mask)
 
 
-def launch(
-    base: Tensor,
-    z: Tensor,
-    lora_b: Tensor,
-    g: Tensor,
-    scale: Tensor,
-    ids: Tensor,
-    order: Tensor | None,
-    rank: Tensor,
-    bias: Tensor | None,
-    config: Config = CONFIG,
-) -> Tensor:
-    """Returns y [batch, time, out]. All are contiguous."""
-    batch, time, features = base.shape
-    slots, ranks, _ = lora_b.shape
-    y = torch.empty_like(base)
-    if y.numel() == 0:
-        return y
-    rows = bank_shrink.rows_of(time)
-    programs = batch * cdiv(time, rows) if order is None else order.shape[0]
-    _kernel[(programs, cdiv(features, config.columns))](
-        base,
-        z,
-        lora_b,
-        g,
-        scale,
-        ids,
-        ids if order is None else order,
-        rank,
-        g if bias is None else bias,
-        y,
-        time,
-        features,
-        slots,
-        RANKS=ranks,
-        ROOM=max(bank_shrink.LEAST_ROWS, next_power_of_2(ranks)),
-        HAS_BIAS=bias is not None,
-        ROWS=rows,
-        COLUMNS=config.columns,
-        ORDERED=order is not None,
-        WIDEN=TRITON_MODE == "interpreted",
-        num_warps=config.warps,
-    )
-    return y
-
-
 @operator("torch_dora::bank_linear")
 def bank_linear(
     base: Tensor,
@@ -152,10 +106,39 @@ def bank_linear(
     bias: Tensor | None,
 ) -> Tensor:
     """Returns y of x [batch, time, in], by both kernels; `order` is that of rows of one token."""
-    ids = ids.contiguous()
+    base, ids = base.contiguous(), ids.contiguous()
+    batch, time, features = base.shape
+    slots, ranks, _ = lora_b.shape
+    y = torch.empty_like(base)
+    if y.numel() == 0:
+        return y
     z = bank_shrink.launch(x.contiguous(), lora_a, ids, order, rank)
-    bias = None if bias is None else bias.contiguous()
-    return launch(base.contiguous(), z, lora_b, g, scale, ids, order, rank, bias)
+    rows = bank_shrink.rows_of(time)
+    programs = batch * cdiv(time, rows) if order is None else order.shape[0]
+    _kernel[(programs, cdiv(features, CONFIG.columns))](
+        base,
+        z,
+        lora_b,
+        g,
+        scale,
+        ids,
+        ids if order is None else order,
+        rank,
+        g if bias is None else bias.contiguous(),
+        y,
+        time,
+        features,
+        slots,
+        RANKS=ranks,
+        ROOM=max(bank_shrink.LEAST_ROWS, next_power_of_2(ranks)),
+        HAS_BIAS=bias is not None,
+        ROWS=rows,
+        COLUMNS=CONFIG.columns,
+        ORDERED=order is not None,
+        WIDEN=TRITON_MODE == "interpreted",
+        num_warps=CONFIG.warps,
+    )
+    return y
 
 
 @bank_linear.op.register_fake

@@ -58,9 +58,9 @@ def wins(call: Call) -> bool:
     return True
 
 
-def rows_of(time: int, config: Config = CONFIG) -> int:
+def rows_of(time: int) -> int:
     """Returns how many tokens a program takes."""
-    return min(config.rows, max(LEAST_ROWS, next_power_of_2(time)))
+    return min(CONFIG.rows, max(LEAST_ROWS, next_power_of_2(time)))
 
 
 def together(ids: Tensor) -> Tensor:
@@ -143,23 +143,16 @@ def _kernel(
     tl.store(target, sums, mask=here[:, None] & (r < RANKS)[None, :])
 
 
-def launch(
-    x: Tensor,
-    lora_a: Tensor,
-    ids: Tensor,
-    order: Tensor | None,
-    rank: Tensor,
-    config: Config = CONFIG,
-) -> Tensor:
+def launch(x: Tensor, lora_a: Tensor, ids: Tensor, order: Tensor | None, rank: Tensor) -> Tensor:
     """Returns z f32[batch, time, ranks]; `order` is that of rows of one token."""
     batch, time, features = x.shape
     slots, ranks, _ = lora_a.shape
-    rows = rows_of(time, config)
+    rows = rows_of(time)
     tiles = batch * cdiv(time, rows) if order is None else order.shape[0]
-    steps = cdiv(features, config.depth)
+    steps = cdiv(features, CONFIG.depth)
     splits = max(1, min(steps, PROGRAMS // max(1, tiles)))
     # A power of two, so that few numbers of rows have a program of their own.
-    chunk = next_power_of_2(cdiv(steps, splits)) * config.depth
+    chunk = next_power_of_2(cdiv(steps, splits)) * CONFIG.depth
     splits = cdiv(features, chunk)
     parts = torch.empty(splits, batch, time, ranks, dtype=torch.float32, device=x.device)
     if parts.numel() == 0:
@@ -179,10 +172,10 @@ def launch(
         RANKS=ranks,
         ROOM=max(LEAST_ROWS, next_power_of_2(ranks)),
         ROWS=rows,
-        DEPTH=config.depth,
+        DEPTH=CONFIG.depth,
         ORDERED=order is not None,
         WIDEN=TRITON_MODE == "interpreted",
-        num_warps=config.warps,
-        num_stages=config.stages,
+        num_warps=CONFIG.warps,
+        num_stages=CONFIG.stages,
     )
     return parts.sum(0)
