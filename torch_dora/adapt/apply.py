@@ -115,9 +115,7 @@ def remove_dora(model: nn.Module) -> Any:
     """
     check_model(model)
     layers = list(dora_layers(model))
-    placement.refuse_offloaded(layers)
-    placement.refuse_fsdp(layers, "remove adapters before fully_shard")
-    placement.refuse_computed(layers)
+    placement.refuse_held(layers, "remove adapters before fully_shard")
     return replace(model, {id(one): one.base.train(one.training) for _, one in layers})
 
 

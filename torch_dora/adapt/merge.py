@@ -37,11 +37,9 @@ def merge_dora(model: nn.Module, *, return_report: bool = False) -> Any:
     layers = dict(dora_layers(model))
     if not layers:
         raise ValueError("model holds no adapter; expected a model from apply_dora")
-    placement.refuse_offloaded(layers.items())
-    placement.refuse_fsdp(
+    placement.refuse_held(
         layers.items(), "save_adapter, load_adapter into a model that is not sharded, and merge it"
     )
-    placement.refuse_computed(layers.items())
     plain: dict[str, Any] = {name: layer.merge() for name, layer in layers.items()}
     memo: dict[int, Any] = {id(tensor): tensor for tensor in model.parameters()}
     memo |= {id(layer): plain[name] for name, layer in layers.items()}

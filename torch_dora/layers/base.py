@@ -49,8 +49,7 @@ class DoRALayer(nn.Module):
 
     BASES: ClassVar[tuple[type[nn.Module], ...]] = ()
     """The layers that this class adapts, and those subclasses of them that compute the same."""
-    BASES_NAMED: ClassVar[str] = ""
-    """The same for messages."""
+    BASES_NAMED: ClassVar[str] = ""  # the same, for messages
     SHARDED_AXES: ClassVar[Mapping[str, int]] = {}
     """Which axis of lora_a, lora_b and magnitude is sharded as the same axis of the weight matrix;
     nothing in layers that tensor parallelism does not reach."""
@@ -99,15 +98,11 @@ class DoRALayer(nn.Module):
             persistent = name not in base._non_persistent_buffers_set
             self.register_buffer(name, buffer, persistent=persistent)
         self.register_buffer("constant_norm", None, persistent=False)
-        dtypes = {
-            "lora_a": adapter_dtype,
-            "lora_b": adapter_dtype,
-            "magnitude": accumulation_dtype(self.weight, torch.empty(0, dtype=adapter_dtype)),
-        }
+        weight = self.weight_matrix()
+        wide = accumulation_dtype(weight, torch.empty(0, dtype=adapter_dtype))
         for name, shape in self.adapter_shapes().items():
-            empty = shards.empty_beside(
-                self.weight_matrix(), shape, self.SHARDED_AXES.get(name), dtypes[name]
-            )
+            dtype = wide if name == "magnitude" else adapter_dtype
+            empty = shards.empty_beside(weight, shape, self.SHARDED_AXES.get(name), dtype)
             setattr(self, name, nn.Parameter(empty))
         self.reset_adapter()
         self.train(base.training)
@@ -300,11 +295,6 @@ class DoRALayer(nn.Module):
         return merged.train(self.training)
 
     def extra_repr(self) -> str:
-        """Returns the base's settings and the hyperparameters, as ``nn.Module`` prints them."""
-        text = (
-            f"{self.base.extra_repr() or self.settings}, rank={self.rank}, alpha={self.alpha}, "
-            f"use_rslora={self.use_rslora}"
-        )
-        if self.dropout > 0:
-            text += f", dropout={self.dropout}, dropout_mode={self.dropout_mode!r}"
-        return text
+        names = ["rank", "alpha", "use_rslora"] + ["dropout", "dropout_mode"] * (self.dropout > 0)
+        told = (f"{name}={getattr(self, name)!r}" for name in names)
+        return ", ".join([self.base.extra_repr() or str(self.settings), *told])

@@ -78,7 +78,15 @@ def refuse_offloaded(layers: Iterable[tuple[str, nn.Module]]) -> None:
         )
 
 
-def refuse_computed(layers: Iterable[tuple[str, nn.Module]]) -> None:
+def refuse_held(layers: Iterable[tuple[str, nn.Module]], remedy: str) -> None:
+    """Raises NotImplementedError where others hold tensors of layers that are to be replaced."""
+    layers = list(layers)
+    refuse_offloaded(layers)
+    refuse_fsdp(layers, remedy)
+    _refuse_computed(layers)
+
+
+def _refuse_computed(layers: Iterable[tuple[str, nn.Module]]) -> None:
     """Raises NotImplementedError that lists those tensors of the layers that hooks compute."""
     if computed := [
         f"{name}.{tensor}"
