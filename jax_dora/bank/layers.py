@@ -223,7 +223,6 @@ class BankLinear(BankLayer, nnx.Linear):
         return Equation(f"{rows}x", "xy", f"{rows}y")
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """As `nnx.Linear`'s, of [batch, ..., in]."""
         if out_sharding is None and self._is_one_product(inputs):
             return self._of_prompts(inputs)
         return self._call(inputs, out_sharding=out_sharding)
@@ -270,7 +269,6 @@ class BankLinearGeneral(BankLayer, nnx.LinearGeneral):
         return DoRALinearGeneral.equation(self, ndim)
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """As `nnx.LinearGeneral`'s, of [batch, ...]."""
         return self._call(inputs, out_sharding=out_sharding)
 
 
@@ -285,7 +283,6 @@ class BankEinsum(BankLayer, nnx.Einsum):
     def __call__(
         self, inputs: jax.Array, einsum_str: str | None = None, out_sharding: Any = None
     ) -> jax.Array:
-        """As `nnx.Einsum`'s, of [batch, ...]."""
         if einsum_str is not None:
             raise ValueError(
                 f"einsum_str is {einsum_str!r}; expected None: the bank's adapters are made for "

@@ -145,13 +145,10 @@ def _without(sharding: Any, axis: int) -> Any:
 
 def _clear(arrays: Arrays, slot: Any) -> Arrays:
     """Empties a slot: zeros, and NaN for what its results are multiplied by."""
+    empty = Slots(lora_a=(0, 3), lora_b=(0, 3), g=(jnp.nan, 2), scale=(0, 1), rank=(0, 1))
     return {
         path: Slots(
-            lora_a=_set(old.lora_a, 0, slot, 3),
-            lora_b=_set(old.lora_b, 0, slot, 3),
-            g=_set(old.g, jnp.nan, slot, 2),
-            scale=_set(old.scale, 0, slot, 1),
-            rank=_set(old.rank, 0, slot, 1),
+            *(_set(one, value, slot, axes) for one, (value, axes) in zip(old, empty, strict=True))
         )
         for path, old in arrays.items()
     }
@@ -206,16 +203,12 @@ def _finished(
 
     g = lax.cond(jnp.any(facts.is_dora), with_norms, lambda: facts.magnitude)
 
-    def written(array: jax.Array, new: jax.Array) -> jax.Array:
-        axis = place.stack.count
-        new = jnp.expand_dims(new.astype(array.dtype), axis)
-        return lax.dynamic_update_slice_in_dim(array, new, slot, axis)
-
-    return old._replace(
-        g=written(old.g, g),
-        scale=written(old.scale, facts.scale),
-        rank=written(old.rank, facts.rank),
-    ), g
+    new = (jnp.expand_dims(one, place.stack.count) for one in (g, facts.scale, facts.rank))
+    found = (
+        _set(array, one, slot, axes)
+        for array, one, axes in zip(old[2:], new, (2, 1, 1), strict=True)
+    )
+    return Slots(old.lora_a, old.lora_b, *found), g
 
 
 def _dora_g(place: Place, kernel: Any, lora_a: Any, lora_b: Any, facts: Facts) -> jax.Array:

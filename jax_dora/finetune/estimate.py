@@ -30,7 +30,9 @@ def memory(plan: Plan) -> dict[str, int]:
     right, since XLA decides on the last of them."""
     config, args = plan.config, plan.args
     adapters, frozen = _states(plan)
-    batch, parts = args.batch // config.row_shards, _parts(plan)
+    batch = args.batch // config.row_shards
+    # The sizes of the mesh's axes.
+    parts = {"fsdp": 1, "tp": 1} if plan.sharding is None else dict(plan.sharding.mesh.shape)
     tokens, width = batch * args.length, jnp.dtype(config.dtype).itemsize
     heads = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
     scores = batch * config.num_attention_heads * args.length**2
@@ -47,7 +49,8 @@ def memory(plan: Plan) -> dict[str, int]:
         + 3 * 4 * scores // parts["tp"],
         "logits": 3 * 4 * min(tokens, LOSS_CHUNK) * config.vocab_size,
     }
-    if largest := _largest_quantised(frozen):
+    kernels = filter(is_quantised, jax.tree.leaves(frozen, is_leaf=is_quantised))
+    if largest := max((math.prod(one.shape[-2:]) for one in kernels), default=0):
         shares["a kernel, dequantised"] = width * largest // parts["tp"]
     if parts["fsdp"] > 1:
         # The largest that is whole where it is used: the head, or one layer's kernels.
@@ -55,12 +58,6 @@ def memory(plan: Plan) -> dict[str, int]:
         layer = _nbytes(nnx.state(whole.model.layers, nnx.Param)) // config.num_hidden_layers
         shares["gathered weights"] = max(layer // parts["tp"], _nbytes(nnx.state(whole.head())))
     return shares
-
-
-def _largest_quantised(frozen: nnx.State) -> int:
-    """Returns the elements of the largest quantised kernel of a layer."""
-    kernels = jax.tree.leaves(frozen, is_leaf=is_quantised)
-    return max((math.prod(one.shape[-2:]) for one in kernels if is_quantised(one)), default=0)
 
 
 def device_memory() -> int:
@@ -130,11 +127,6 @@ def _states(plan: Plan) -> tuple[nnx.State, nnx.State]:
 def _size(state: Any) -> int:
     arrays = jax.tree.leaves(state, is_leaf=is_quantised)
     return sum(math.prod(array.shape) for array in arrays)
-
-
-def _parts(plan: Plan) -> dict[str, int]:
-    """Returns the sizes of the mesh's axes."""
-    return {"fsdp": 1, "tp": 1} if plan.sharding is None else dict(plan.sharding.mesh.shape)
 
 
 def _nbytes(state: nnx.State, sharding: DecoderSharding | None = None) -> int:

@@ -26,16 +26,17 @@ class Log:
           done: steps; what the file says of later ones, or has begun to say, is cut off, and
             what follows a line that is damaged.
           tensorboard: write its files too.
-
-        Raises:
-          ImportError: TensorBoard's files need tensorboardX.
         """
         self.lines: list[Line] = []
-        self._writer = self._stream = None
+        self._writer: Any = None
+        self._stream = None
         if folder is None:
             return
         if tensorboard:
-            self._writer = _writer(folder / "tensorboard", done)
+            from tensorboardX import SummaryWriter
+
+            # TensorBoard forgets what it was told of later steps before.
+            self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
         self._stream = (folder / "metrics.jsonl").open("a+b")
         self._stream.seek(0)
         end = 0
@@ -66,15 +67,6 @@ class Log:
             for name, value in line.items():
                 if name != "step":
                     self._writer.add_scalar(name, value, line["step"])
-
-
-def _writer(folder: Path, done: int) -> Any:
-    try:
-        from tensorboardX import SummaryWriter
-    except ImportError as error:
-        raise ImportError("--tensorboard needs: pip install 'jax-dora[tensorboard]'") from error
-    # TensorBoard forgets what it was told of later steps before.
-    return SummaryWriter(str(folder), purge_step=done + 1, write_to_disk=True)
 
 
 def _parsed(raw: bytes) -> Line | None:

@@ -79,11 +79,8 @@ def write_card(plan: Plan, lines: list[Line], samples: list[Sample], file: Path)
         *(f"| {name.replace('_', ' ')} | {value} |" for name, value in settings.items()),
     ]
     for one in samples:
-        shown = {"prompt": one.prompt, "expected": one.expected, "generated": one.generated}
-        text += [
-            "",
-            *(f"    {name}: {json.dumps(x, ensure_ascii=False)}" for name, x in shown.items()),
-        ]
+        shown = one._asdict().items()
+        text += ["", *(f"    {name}: {json.dumps(x, ensure_ascii=False)}" for name, x in shown)]
     file.write_text("\n".join(text) + "\n", encoding="utf-8")
 
 

@@ -134,9 +134,6 @@ def equal(a: StoredTensor, b: StoredTensor) -> bool:
     """Returns whether two stored tensors have the same values, read block by block."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
-    pairs = zip(_whole(a), _whole(b), strict=True)
+    whole = slice(0, a.shape[0]), slice(None), BLOCK_BYTES
+    pairs = zip(a.blocks(*whole), b.blocks(*whole), strict=True)
     return all(np.array_equal(left, right) for (_, left), (_, right) in pairs)
-
-
-def _whole(tensor: StoredTensor) -> Iterator[tuple[int, np.ndarray]]:
-    return tensor.blocks(slice(0, tensor.shape[0]), slice(None), BLOCK_BYTES)

@@ -37,11 +37,9 @@ class StoredTensor:
 
     def whole(self) -> np.ndarray:
         """Returns all of it."""
-        (found,) = (block for _, block in self._flat().blocks(slice(0, 1), slice(None), 1))
+        flat = replace(self, shape=(1, math.prod(self.shape)))
+        ((_, found),) = flat.blocks(slice(0, 1), slice(None), 1)
         return found.reshape(self.shape)
-
-    def _flat(self) -> "StoredTensor":
-        return replace(self, shape=(1, math.prod(self.shape)))
 
     def blocks(
         self, rows: slice, columns: slice, block_bytes: int
