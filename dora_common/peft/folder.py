@@ -15,6 +15,7 @@ from dora_common.peft.config import AdapterConfig
 from dora_common.peft.fit import Adapter, Fit, fit
 from dora_common.peft.keys import adapter_in, parse
 from dora_common.peft.layers import Layer, Shape
+from dora_common.rules import listing
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
@@ -55,6 +56,17 @@ class Folder:
         with the folder's path."""
         with named_in_errors(self.path):
             return fit(self.config, self.tensors, layers, parameters, arrays, adapter=self.adapter)
+
+    def fit_to_bank(self, *given: Any) -> Fit:
+        """Does as `fit`; raises NotImplementedError for more than adapters."""
+        found = self.fit(*given)
+        if whole := [*found.parameters, *found.tokens]:
+            raise NotImplementedError(
+                f"{self.path} replaces parameters of the base model (modules_to_save, biases or "
+                "trainable tokens), which all adapters of a bank share; expected lora_A, lora_B "
+                f"and magnitudes alone, and it has:{listing(whole)}"
+            )
+        return found
 
     def read(self, key: str) -> Any:
         """Returns one tensor, as the framework's array on the host, in the dtype of the file.

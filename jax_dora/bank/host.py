@@ -172,17 +172,11 @@ def read_folder(
     by_path = {place.path: place for place in places}
     view = torch_view(model, names or Names())
     with opened(folder, "np", adapter) as source:
-        fit = source.fit(
+        fit = source.fit_to_bank(
             [one.layer for one in view.layers.values()],
             {name: one.shape for name, one in view.parameters.items()},
             view.arrays(),
         )
-        if whole := [*fit.parameters, *fit.tokens]:
-            raise NotImplementedError(
-                f"{source.path} replaces parameters of the base model (modules_to_save, biases or "
-                "trainable tokens), which all adapters of a bank share; expected lora_A, lora_B "
-                f"and magnitudes alone, and it has:{listing(whole)}"
-            )
         layers: dict[str, dict[Any, Layer]] = {}
         for name, one in fit.adapters.items():
             where = view.layers[name]

@@ -25,7 +25,6 @@ class Residents[Key: Hashable]:
 
     @property
     def pinned(self) -> int:
-        """Returns how many slots no other adapter may have now."""
         return len(self._pins)
 
     def has_room(self, key: Key) -> bool:
@@ -63,7 +62,6 @@ class Residents[Key: Hashable]:
         return self.slots[key]
 
     def unpin(self, key: Key) -> None:
-        """Takes one pin back."""
         self._pins[key] -= 1
         if not self._pins[key]:
             del self._pins[key]

@@ -92,7 +92,6 @@ def mesh(text: str) -> dict[str, int] | Literal["auto"]:
 
 
 def pattern(text: str) -> str:
-    """Parses a regular expression."""
     try:
         re.compile(text)
     except re.error as error:

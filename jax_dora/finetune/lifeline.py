@@ -75,7 +75,6 @@ class Lifeline:
         self.close()
 
     def close(self) -> None:
-        """Closes the connections."""
         for connection in self.others.values():
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)

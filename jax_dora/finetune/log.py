@@ -58,7 +58,6 @@ class Log:
             self._writer.close()
 
     def add(self, line: Line) -> None:
-        """Writes a line."""
         self.lines.append(line)
         if self._stream is not None:
             self._stream.write(json.dumps(line).encode() + b"\n")

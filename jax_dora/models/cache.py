@@ -23,7 +23,6 @@ class Cache(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        """Returns how many tokens a row can hold."""
         return self.keys.shape[3]
 
     def positions(self, count: int, rows: jax.Array | None = None) -> jax.Array:

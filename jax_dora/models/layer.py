@@ -132,7 +132,6 @@ class DecoderLayer(nnx.Module):
 
 
 def _project(layer: Any, x: jax.Array) -> jax.Array:
-    """Returns layer(x), which carries `RESULT_NAME`."""
     return _named(layer, layer(x))
 
 

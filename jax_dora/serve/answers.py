@@ -49,11 +49,9 @@ class Writer:
         return self._event([choice])
 
     def usage_event(self) -> str:
-        """Returns the event that says how many tokens there were."""
         return self._event([], usage=self._usage())
 
     def first_events(self) -> list[str]:
-        """Returns what comes before the text."""
         return []
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:

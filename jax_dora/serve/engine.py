@@ -59,17 +59,14 @@ class Engine:
 
     @property
     def free_rows(self) -> int:
-        """Returns how many rows no request has."""
         return self._rows.count(None)
 
     @property
     def pinned(self) -> int:
-        """Returns how many slots of the bank requests hold."""
         return self._bank.pinned if self._bank else 0
 
     @property
     def waiting(self) -> int:
-        """Returns how many requests have no row yet."""
         return len(self._waiting)
 
     def submit(self, request: Request) -> Answer:

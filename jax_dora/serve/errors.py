@@ -31,7 +31,6 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
 
     def body(self) -> dict[str, Any]:
-        """Returns what the client gets."""
         kind = TYPES.get(self.status, TYPES[400])
         told = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": told}

@@ -45,7 +45,6 @@ class Fields:
 
 
 def completion(body: dict[str, Any]) -> tuple[Fields, str | list[int]]:
-    """Returns the fields and the prompt of a completion."""
     body = _given(body, READ | {"prompt"}, NEUTRAL | NEUTRAL_COMPLETION)
     prompt = body.get("prompt")
     is_tokens = isinstance(prompt, list) and all(_is_int(one) for one in prompt)
@@ -58,7 +57,6 @@ def completion(body: dict[str, Any]) -> tuple[Fields, str | list[int]]:
 
 
 def chat(body: dict[str, Any]) -> tuple[Fields, list[dict[str, Any]]]:
-    """Returns the fields and the messages of a chat."""
     own = {"messages", "max_completion_tokens", "top_logprobs"}
     body = _given(body, READ | own, NEUTRAL | NEUTRAL_CHAT)
     messages = body.get("messages")

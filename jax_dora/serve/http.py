@@ -161,7 +161,6 @@ class _Pieces:
         self._answer = submit(self._put)
 
     def cancel(self) -> None:
-        """Says that nobody waits for more."""
         self._cancel(self._answer)
 
     def _put(self, piece: Piece) -> None:

@@ -201,7 +201,6 @@ class Server:
                 self._tell(f"the folder of adapters: {traceback.format_exc()}")
 
     def _answer(self) -> None:
-        """Runs the engine, as a thread of its own."""
         try:
             while not self._ends.is_set():
                 if not self.engine.turn():
@@ -232,7 +231,6 @@ def _sharding(
 
 
 def _length(wanted: int | None, config: dict[str, Any]) -> int:
-    """Returns how many tokens a row holds."""
     most = max_positions(config)
     if wanted is None:
         return min(2048, most or 2048)

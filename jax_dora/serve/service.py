@@ -52,7 +52,6 @@ class Service:
         raise ApiError(404, told, param="model", code="model_not_found")
 
     def text_tokens(self, prompt: str | list[int]) -> list[int]:
-        """Returns the tokens of a completion's prompt."""
         if isinstance(prompt, str):
             prompt = self.tokenizer.encode(unicode("prompt", prompt)).ids
         return self._known("prompt", prompt)
@@ -83,7 +82,6 @@ class Service:
         prompt: list[int],
         sink: Callable[[Piece], None],
     ) -> Answer:
-        """Hands a request to the engine."""
         most = self.engine.capacity
         room = most - len(prompt)
         wanted = fields.max_tokens if fields.max_tokens is not None else max(room, 1)

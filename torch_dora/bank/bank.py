@@ -148,17 +148,11 @@ class AdapterBank:
     def _of_folder(self, folder: str | os.PathLike[str], name: str | None) -> dict[str, Entry]:
         parameters = parameters_of(self.model)
         with opened(folder, "pt", name) as source:
-            fit = source.fit(
+            fit = source.fit_to_bank(
                 list(layers_of(self.model).values()),
                 {key: tuple(tensor.shape) for key, tensor in parameters.items()},
                 {key: id(tensor) for key, tensor in parameters.items()},
             )
-            if whole := [*fit.parameters, *fit.tokens]:
-                raise NotImplementedError(
-                    f"{source.path} replaces parameters of the base model (modules_to_save, biases "
-                    "or trainable tokens), which all adapters of a bank share; expected lora_A, "
-                    f"lora_B and magnitudes alone, and it has:{listing(whole)}"
-                )
             self._check_paths(fit.adapters)
             entries = {}
             for path, one in fit.adapters.items():

@@ -41,12 +41,10 @@ class BankLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Returns the base layer's."""
         return self.base.weight
 
     @property
     def bias(self) -> Tensor | None:
-        """Returns the base layer's."""
         return self.base.bias
 
     def forward(self, x: Tensor) -> Tensor:
