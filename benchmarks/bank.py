@@ -261,7 +261,7 @@ def _filled(bank: Any, ranks: tuple[int, ...]) -> Any:
 def _scaled(adapter: HostAdapter, factor: float) -> HostAdapter:
     """Returns another adapter of the same matrices."""
     facts = {
-        path: dataclasses.replace(one, scale=one.scale * np.float32(factor))
+        path: one._replace(scale=one.scale * np.float32(factor))
         for path, one in adapter.facts.items()
     }
     return dataclasses.replace(adapter, facts=facts, settled=Settled())

@@ -67,12 +67,15 @@ TINY = Settings(
 )
 
 
-class WithoutG(Slots):
-    """Rows that are not multiplied by the bank's g."""
+class WithoutG:
+    """A bank's slots, whose g no row is multiplied by."""
+
+    def __init__(self, residents: Residents) -> None:
+        self._residents = residents
 
     @property
-    def adapters(self) -> Any:
-        return without_g(super().adapters)
+    def bank(self) -> Any:
+        return without_g(self._residents.bank)
 
 
 class Server(NamedTuple):
@@ -116,8 +119,8 @@ def _server(settings: Settings, model: CausalLM, bank: Residents | None, kind: s
     """Returns what answers requests, with the programs that they take: prompts are read in one
     piece each, and only the program for that is compiled."""
     length = settings.prompt + settings.answer
-    make = WithoutG if kind == "LoRA" else Slots
-    slots = make(model, bank, settings.rows, length, settings.chunk)
+    of_rows: Any = WithoutG(bank) if bank is not None and kind == "LoRA" else bank
+    slots = Slots(model, of_rows, settings.rows, length, settings.chunk)
     slots.widths = (slots.width(settings.prompt),)
     begin = time.monotonic()
     slots.read((), slots.widths[0])
