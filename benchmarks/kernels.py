@@ -125,7 +125,10 @@ KERNELS = {
         *(few_rows, definitions.few_rows, "rows in out rank"),
         ("rows in", "nf4 in out", "tiles out", "in rank", "rank out", "out"),
         [shape | {"rows": rows, "rank": 16} for shape in QUANTISED_SHAPES for rows in (1, 32)],
-        [low_rank_tiling.Config(tile_cols=256, stages=2, slots=slots) for slots in (3, 4)],
+        [
+            low_rank_tiling.Config(tile_cols=256, stages=2, slots=slots, splits=splits)
+            for slots, splits in ((3, None), (4, None), (4, 2), (4, 4), (4, 16))
+        ],
         ("rows in out",),
         kinds=(TILED, BF16),
     ),
@@ -239,7 +242,9 @@ KERNELS = {
             *("rows out", "rows in", "slots rank in", "slots rank out", "slots out", "slots"),
             *("ranks", "ids"),
         ),
-        _grid(rows=(8, 64, 256), **{"in": (4096,)}, out=(4096, 14336), slots=(64,), rank=(64,)),
+        _grid(
+            rows=(8, 64, 128, 256), **{"in": (4096,)}, out=(4096, 14336), slots=(64,), rank=(64,)
+        ),
         [bank_rows.Config(1, stages, stages) for stages in (4, 8, 12)],
         ("rows in rank", "rows rank out"),
         extra=(jnp.int32(0),),
