@@ -22,7 +22,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks.report import Measurement, Report
-from tools import bank_tables, quoted, step_parts
+from tools import bank_figures, bank_tables, quoted, step_parts
 from tools.measurements import ROOT, report, table
 
 # Below this many elements an activation fits a cache or takes less time than a launch.
@@ -150,6 +150,11 @@ FIGURES: dict[str, tuple[str, Callable[[], Figure]]] = {
     "stability": ("Error near g = 1, in bf16", stability),
     "compose_speedups": ("Compose, fused over plain", compose_speedups),
     "step": ("A step by operator", step_parts.figure),
+    "bank_growth": (
+        "Rows with adapters of their own, by how many and by rank",
+        bank_figures.growth,
+    ),
+    "served": ("The server's engine, by how many adapters", bank_figures.served),
 }
 
 
