@@ -28,17 +28,20 @@ class Side(NamedTuple):
       package: "torch_dora" or "PEFT".
       method: "DoRA" or "LoRA".
       wide: fp32 adapters, under autocast; otherwise bf16 ones.
+      in_4bit: over projections in NF4, by bitsandbytes.
     """
 
     package: str
     method: str
     compiled: bool = False
     wide: bool = False
+    in_4bit: bool = False
 
     @property
     def name(self) -> str:
         precision = "fp32 adapters" if self.wide else "bf16 adapters"
-        return f"{self.package} {self.method}, {precision}" + ", compiled" * self.compiled
+        further = ", nf4" * self.in_4bit + ", compiled" * self.compiled
+        return f"{self.package} {self.method}, {precision}{further}"
 
 
 SIDES = (
@@ -166,6 +169,8 @@ def _model(side: Side, settings: Settings, device: str) -> Any:
             attn_implementation="sdpa",
         )
     model.requires_grad_(False)
+    if side.in_4bit:
+        _quantise(model, device)
     checkpoint_layers(model)
     with torch.device(device):
         adapt(
@@ -178,3 +183,19 @@ def _model(side: Side, settings: Settings, device: str) -> Any:
             use_dora=side.method == "DoRA",
         )
     return model.train()
+
+
+def _quantise(model: Any, device: str) -> None:
+    """Puts the projections of a decoder into NF4, with scales that are quantised too, in place."""
+    from bitsandbytes.nn import modules
+
+    for module in list(model.model.layers.modules()):
+        for name, one in module.named_children():
+            if isinstance(one, torch.nn.Linear):
+                out, width = one.weight.shape
+                made: Any = modules.Linear4bit(width, out, bias=False, compute_dtype=torch.bfloat16)
+                packed: Any = modules.Params4bit
+                made.weight = packed(one.weight.data, quant_type="nf4", module=made)
+                setattr(module, name, made.to(device))
+    # By which PEFT knows.
+    model.is_loaded_in_4bit = True

@@ -139,7 +139,7 @@ def test_kernels_are_counted_by_operator() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["step", "scale"])
+@pytest.mark.parametrize("level", ["step", "scale", "quantised"])
 def test_torch_steps_beside_peft(level: str, tmp_path: Path) -> None:
     code, _, rows = run(f"{level} --torch", tmp_path)
     assert code == 0
