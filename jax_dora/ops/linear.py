@@ -216,7 +216,7 @@ def _on_any(static: Static, operands: Projection) -> jax.Array:
 
 def _with_dropped_input(static: Static, operands: Projection) -> jax.Array:
     """Returns mode "input": base of x, the whole correction of the dropped x."""
-    x, kernel, lora_a, lora_b, g, scale, bias, seed = operands
+    x, kernel, lora_a, lora_b, g, scale, bias, seed, _ = operands
     assert g is not None
     assert seed is not None
     dot = functools.partial(dot_general, static.precision, axes=(-1, 0))

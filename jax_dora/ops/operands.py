@@ -53,6 +53,8 @@ class Projection(NamedTuple):
       scale: f32[].
       bias: [out].
       seed: uint32[2], of the dropout of x.
+      z: [..., r], x (scale·lora_a) of the dropped x, once it is computed; lora_a is None then where
+        nobody may take z from it.
     """
 
     x: Any
@@ -63,6 +65,7 @@ class Projection(NamedTuple):
     scale: Any
     bias: Any = None
     seed: Any = None
+    z: Any = None
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:

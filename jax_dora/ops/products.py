@@ -21,27 +21,9 @@ from jax_dora.ops.mosaic import (
     project,
     project_back,
 )
-from jax_dora.ops.operands import Static
+from jax_dora.ops.operands import Projection, Static
 from jax_dora.ops.reduction import dot_general
 from jax_dora.ops.shard import Op, Shard
-
-
-class Forward(NamedTuple):
-    """The operands of `FORWARD`: x [..., in], kernel [in, out], z = s·xA [..., r], lora_b [r, out],
-    g f32[out] or None, bias [out] or None, lora_a = A [in, r] or None, scale = s, f32[].
-
-    Where inputs are sharded, a device takes its part of z from lora_a, so that nothing waits for
-    the sum of z; and so do few rows, which spares them a pass over x.
-    """
-
-    x: Any
-    kernel: Any
-    z: Any
-    lora_b: Any
-    g: Any
-    bias: Any
-    lora_a: Any
-    scale: Any
 
 
 def scaled(lora_a: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
@@ -50,11 +32,15 @@ def scaled(lora_a: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     return (scale.astype(wide) * lora_a.astype(wide)).astype(dtype)
 
 
-def _forward(static: Static, shard: Shard, operands: Forward) -> tuple[Any, Any]:
-    """Returns (y, inner or None); y is inner where g is None."""
+def _forward(static: Static, shard: Shard, operands: Projection) -> tuple[Any, Any]:
+    """Returns (y, inner or None), of operands with z; y is inner where g is None.
+
+    Where inputs are sharded, a device takes its part of z from lora_a, so that nothing waits for
+    the sum of z; and so do few rows, which spares them a pass over x.
+    """
     if static.act_qtype is not None:
         return _by_quantised_rows(static, shard, operands)
-    x, kernel, z, lora_b, g, bias, lora_a, scale = operands
+    x, kernel, lora_a, lora_b, g, scale, bias, _, z = operands
     dot, one = functools.partial(dot_general, static.precision), jnp.float32(1)
     alone = Shard(gathered=shard.gathered)
     if shard.summed:
@@ -106,10 +92,10 @@ def _forward(static: Static, shard: Shard, operands: Forward) -> tuple[Any, Any]
     return forward(choice, base, dot(z, lora_b, (-1, 0)), g, one, bias, **options)
 
 
-def _by_quantised_rows(static: Static, shard: Shard, operands: Forward) -> tuple[Any, Any]:
+def _by_quantised_rows(static: Static, shard: Shard, operands: Projection) -> tuple[Any, Any]:
     """Returns (y, inner or None) of a product with the kernel in FP8, by a scale for each row of x;
     the adapter's products, g and the bias have the dtypes that they have elsewhere."""
-    x, kernel, z, lora_b, g, bias, *_ = operands
+    x, kernel, _, lora_b, g, _, bias, _, z = operands
     one, options = jnp.float32(1), {"want_inner": static.want_inner}
     lora_b = lora_b.astype(x.dtype)
     base = row_wise.sums(x, kernel, shard, static.implementation)
@@ -130,7 +116,7 @@ def _by_quantised_rows(static: Static, shard: Shard, operands: Forward) -> tuple
 FORWARD = Op(
     "project",
     _forward,
-    Forward("t i", "i o", "t r", "r o", "o", "o", "i r", ""),
+    Projection("t i", "i o", "i r", "r o", "o", "", "o", "s", "t r"),
     ("t o", "t o"),
     contracted="i",
 )

@@ -34,7 +34,7 @@ from jax_dora.ops.compose import (
 )
 from jax_dora.ops.dropout import drop
 from jax_dora.ops.operands import Projection, Static
-from jax_dora.ops.products import BACK, FORWARD, Back, Forward
+from jax_dora.ops.products import BACK, FORWARD, Back
 from jax_dora.ops.reduction import REDUCE, REDUCE_BACK, Reduction, dot_general
 
 INNER_NAME = "dora_inner"
@@ -45,8 +45,7 @@ LEAST_G = 2.0**-40
 
 def define(static: Static, operands: Projection) -> jax.Array:
     """Returns y, or inner where g is None."""
-    forward = _forward_operands(static, operands, _scaled_lora_a(operands))
-    return primitive.call(FORWARD, static, forward)[0]
+    return primitive.call(FORWARD, static, _with_z(static, operands, _scaled_lora_a(operands)))[0]
 
 
 def _told_by_result(operands: Projection, dtype: Any) -> bool:
@@ -68,13 +67,13 @@ def _scaled_lora_a(operands: Projection) -> jax.Array:
     return products.scaled(operands.lora_a, operands.scale, operands.x.dtype)
 
 
-def _forward_operands(static: Static, operands: Projection, scaled: jax.Array) -> Forward:
+def _with_z(static: Static, operands: Projection, scaled: jax.Array) -> Projection:
     """Returns what `FORWARD` takes, with z = drop(x) (s·A)."""
-    x, kernel, lora_a, lora_b, g, scale, bias, seed = operands
+    x, seed = operands.x, operands.seed
     (z,) = primitive.call(REDUCE, _reducing(static, x), Reduction(x, scaled, seed))
     # A dropped x has its own kernels for z, and an FP8 product sums its parts by itself.
-    lora_a = lora_a if seed is None and static.act_qtype is None else None
-    return Forward(x, kernel, z, lora_b, g, bias, lora_a, scale)
+    lora_a = operands.lora_a if seed is None and static.act_qtype is None else None
+    return operands._replace(lora_a=lora_a, seed=None, z=z)
 
 
 def _reducing(static: Static, x: jax.Array) -> Static:
@@ -92,7 +91,7 @@ def _projection_fwd(
         check.not_differentiated(operands.kernel)
     operands = _divisible(operands)
     told, scaled = _told_by_result(operands, operands.x.dtype), _scaled_lora_a(operands)
-    forward = _forward_operands(static, operands, scaled)
+    forward = _with_z(static, operands, scaled)
     want_inner = wanted.g is not None and not told
     y, inner = primitive.call(FORWARD, static._replace(want_inner=want_inner), forward)
     name = INNER_NAME if static.keep_inner else RESULT_NAME
@@ -110,7 +109,7 @@ def _projection_fwd(
 
 def _projection_bwd(static: Static, kept: Any, dy: jax.Array) -> dict[str, jax.Array]:
     operands, wanted, z, inner, scaled = kept
-    x, kernel, _, lora_b, g, scale, bias, _ = operands
+    x, kernel, _, lora_b, g, scale, bias, *_ = operands
     wide = accumulator(dy.dtype)
     dot = functools.partial(dot_general, static.precision)
     rows = tuple(range(dy.ndim - 1))

@@ -15,8 +15,8 @@ from jax_dora.ops import choose, primitive
 from jax_dora.ops.choose import Target
 from jax_dora.ops.mosaic import project, project_back
 from jax_dora.ops.norm import NORM
-from jax_dora.ops.operands import Adapted, Static
-from jax_dora.ops.products import BACK, FORWARD, Back, Forward
+from jax_dora.ops.operands import Adapted, Projection, Static
+from jax_dora.ops.products import BACK, FORWARD, Back
 from tests.jax_dora.programs import aval, for_cuda
 from tests.tables import thinned
 
@@ -85,41 +85,40 @@ def of_device(op, static, operands, mesh, specs, results):
     return for_cuda(alone, *parts), [tuple(one.spec) for one in shardings]
 
 
-FORWARD_OPERANDS = Forward(
+FORWARD_OPERANDS = Projection(
     aval(ROWS, IN),
     aval(IN, OUT),
-    aval(ROWS, RANK),
+    aval(IN, RANK),
     aval(RANK, OUT),
     aval(OUT, dtype=F32),
-    None,
-    aval(IN, RANK),
     aval(dtype=F32),
+    z=aval(ROWS, RANK),
 )
 N = None
 
 
 WHOLE, ROWS_CUT, COLUMNS_CUT = (N, N), ("data", N), (N, "data")
-# Of x, the kernel, z, lora_b, g, lora_a and s: as XLA proposes, and as a device takes them; of the
+# Of x, the kernel, lora_a, lora_b, g, s and z: as XLA proposes, and as a device takes them; of the
 # result.
 LAYOUTS = {
     "data": (
-        [ROWS_CUT, WHOLE, WHOLE, WHOLE, (N,), WHOLE, ()],
-        [ROWS_CUT, WHOLE, ROWS_CUT, WHOLE, (N,), WHOLE, ()],
+        [ROWS_CUT, WHOLE, WHOLE, WHOLE, (N,), (), WHOLE],
+        [ROWS_CUT, WHOLE, WHOLE, WHOLE, (N,), (), ROWS_CUT],
         ROWS_CUT,
     ),
     "fsdp": (
-        [ROWS_CUT, ROWS_CUT, WHOLE, COLUMNS_CUT, (N,), ROWS_CUT, ()],
-        [ROWS_CUT, WHOLE, ROWS_CUT, WHOLE, (N,), WHOLE, ()],
+        [ROWS_CUT, ROWS_CUT, ROWS_CUT, COLUMNS_CUT, (N,), (), WHOLE],
+        [ROWS_CUT, WHOLE, WHOLE, WHOLE, (N,), (), ROWS_CUT],
         ROWS_CUT,
     ),
     "column": (
-        [WHOLE, COLUMNS_CUT, WHOLE, WHOLE, (N,), WHOLE, ()],
-        [WHOLE, COLUMNS_CUT, WHOLE, COLUMNS_CUT, ("data",), WHOLE, ()],
+        [WHOLE, COLUMNS_CUT, WHOLE, WHOLE, (N,), (), WHOLE],
+        [WHOLE, COLUMNS_CUT, WHOLE, COLUMNS_CUT, ("data",), (), WHOLE],
         COLUMNS_CUT,
     ),
     "row": (
-        [COLUMNS_CUT, ROWS_CUT, WHOLE, WHOLE, (N,), ROWS_CUT, ()],
-        [COLUMNS_CUT, ROWS_CUT, WHOLE, WHOLE, (N,), ROWS_CUT, ()],
+        [COLUMNS_CUT, ROWS_CUT, ROWS_CUT, WHOLE, (N,), (), WHOLE],
+        [COLUMNS_CUT, ROWS_CUT, ROWS_CUT, WHOLE, (N,), (), WHOLE],
         WHOLE,
     ),
 }
@@ -158,7 +157,7 @@ def test_beside_collectives_a_kernel_has_a_block_for_each_tile(on_hopper, monkey
     proposed, _, result = LAYOUTS[name]
     static = Static("dora_linear", "mosaic")
     of_device(FORWARD, static, FORWARD_OPERANDS, automatic(2), proposed, [result])
-    x, kernel, z, b, _, a, _ = proposed
+    x, kernel, a, b, _, _, z = proposed
     forward = FORWARD_OPERANDS
     operands = Back(aval(ROWS, OUT), forward.kernel, forward.z, forward.lora_a, forward.lora_b)
     of_device(BACK, static, operands, automatic(2), [result, kernel, z, a, b], [x])
@@ -182,7 +181,7 @@ def test_the_norm_sums_only_vectors(on_hopper):
 def test_a_part_that_loses_is_left_to_xla(on_hopper):
     static = Static("dora_linear", None)
     operands = FORWARD_OPERANDS._replace(x=aval(1024, IN), z=aval(1024, RANK))
-    specs = [("data",), (), ("data",), (), (), (), ()]
+    specs = [("data",), (), (), (), (), (), ("data",)]
     text, _ = of_device(FORWARD, static, operands, automatic(2), specs, [("data",)])
     assert "mosaic_gpu" not in text
     text, _ = of_device(FORWARD, static, operands, automatic(1), specs, [("data",)])
