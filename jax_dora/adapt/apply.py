@@ -8,18 +8,17 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dora_common.rules import as_rules, assign, listing
+from dora_common.rules import as_rules, listing
 from jax_dora.adapt.coverage import logged
 from jax_dora.adapt.reads import trace_reads
 from jax_dora.adapt.remove import remove_dora
-from jax_dora.adapt.sites import REMEDY, Site, sites
+from jax_dora.adapt.sites import REMEDY, Site, assigned, sites
 from jax_dora.adapt.stack import stack_of
 from jax_dora.adapt.tree import check_model, named_in_errors, replace_modules
 from jax_dora.layers import DORA_CLASSES, dora_class_of
 from jax_dora.layers.base_layer import padded
 from jax_dora.layers.rule import DoRARule, Rules
 from jax_dora.ops.quantised import stored
-from jax_dora.weights.adapter import WeightAdapter
 from jax_dora.weights.module import add_adapter, made_place
 from jax_dora.weights.reads import Example
 
@@ -80,11 +79,7 @@ def apply_dora[Model: nnx.Module](
         traced = trace_reads(remove_dora(model), Example.of(example))
     copy = nnx.clone(model)
     found = sites(copy, traced)
-    candidates = [site for site in found if site.is_matched]
-    chosen = assign(
-        rules, [site.names for site in candidates], [site.is_linear for site in candidates]
-    )
-    matched = [(site, rule) for site, rule in zip(candidates, chosen, strict=True) if rule]
+    matched = assigned(found, rules)
     _refuse_others([site for site, _ in matched])
     replacements = {}
     for site, rule in matched:
@@ -107,22 +102,17 @@ def adapt_site(site: Site, rule: DoRARule, rngs: nnx.Rngs) -> Any:
     )
     with named_in_errors(site.names[0], "adapted"), scope:
         if cls is None:
-            adapted = _adapt_weight(site, rule, rngs)
+            assert site.reader is not None
+            options = {"has_module_path": site.has_module_path, "is_lookup": site.is_lookup}
+            place = made_place(site.param, site.axes, rule, **options)
+            adapted = add_adapter(module, place, *site.reader)
+            adapted.make(rule, rngs)
         else:
             axis = stack_of(module, site.stack_axis).axis
             adapted = cls.from_base(module, rngs=rngs, stack_axis=axis, **rule.options())
     if sharding is not None:
         _shard_like_kernel(adapted, sharding)
     return adapted
-
-
-def _adapt_weight(site: Site, rule: DoRARule, rngs: nnx.Rngs) -> WeightAdapter:
-    assert site.reader is not None
-    options = {"has_module_path": site.has_module_path, "is_lookup": site.is_lookup}
-    place = made_place(site.param, site.axes, rule, **options)
-    adapter = add_adapter(site.found.module, place, *site.reader)
-    adapter.make(rule, rngs)
-    return adapter
 
 
 def _shard_like_kernel(adapted: Any, sharding: NamedSharding) -> None:

@@ -15,7 +15,7 @@ from jax_dora.adapt.stack import stack_of
 from jax_dora.adapt.tree import check_model, named_in_errors
 from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.layers.base_layer import padded, set_as_read
-from jax_dora.layers.call import bounded_norm
+from jax_dora.layers.call import fresh_magnitude
 from jax_dora.layers.quantised import LAYERS, compute_quantised
 from jax_dora.layers.rule import DoRARule
 from jax_dora.ops import quantised
@@ -204,18 +204,14 @@ def _quantize_layer(
         module.dtype = jnp.float16
     sharding = None if isinstance(kernel, Tracer) else kernel.sharding
     on_mesh = isinstance(sharding, NamedSharding)
-    before = _fresh_magnitude(module) if adapted else None
+    before = fresh_magnitude(module) if adapted else None
     set_as_read(parameter, placed(rounded, sharding if on_mesh else None))
     compute_quantised(module)
     if before is not None:
         magnitude = module.magnitude.get_value()
         is_fresh = magnitude.astype(before.dtype) == before
-        after = _fresh_magnitude(module).astype(magnitude.dtype)
+        after = fresh_magnitude(module).astype(magnitude.dtype)
         module.magnitude.set_value(jnp.where(is_fresh, after, magnitude))
-
-
-def _fresh_magnitude(layer: Any) -> jax.Array:
-    return bounded_norm(layer.norm(), layer.result_dtype)
 
 
 def _axes(module: Any) -> str:

@@ -1,17 +1,19 @@
 """The weights of a model, and whether and how each can be adapted."""
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 
-from dora_common.rules import OUTPUT_HEADS
+from dora_common.rules import OUTPUT_HEADS, assign
 from jax_dora.adapt.reads import heads, is_adapted_read, reader_of, weights_of
 from jax_dora.adapt.tree import Found, find_modules
 from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.layers.base_layer import is_node
 from jax_dora.layers.layout import Layout
+from jax_dora.layers.rule import DoRARule
 from jax_dora.layers.stack import Stack
 from jax_dora.weights.adapter import WeightAdapter, layout_of_weight, stack_of_weight
 from jax_dora.weights.module import adapters_of, has_dora_type
@@ -115,6 +117,15 @@ def sites(model: nnx.Module, traced: ReadLog | None = None) -> list[Site]:
                 one.is_linear = False
                 one.how += ", the output head"
     return found
+
+
+def assigned(found: Iterable[Site], rules: Sequence[DoRARule]) -> list[tuple[Site, DoRARule]]:
+    """Returns the sites that rules match, each with its rule."""
+    matchable = [site for site in found if site.is_matched]
+    chosen = assign(
+        rules, [site.names for site in matchable], [site.is_linear for site in matchable]
+    )
+    return [(site, rule) for site, rule in zip(matchable, chosen, strict=True) if rule]
 
 
 def _pack_experts(found: list[Site]) -> None:

@@ -18,7 +18,7 @@ from jax_dora.layers.base_layer import (
     copy_attributes,
     sharded_like,
 )
-from jax_dora.layers.call import bounded_norm, layer_norm
+from jax_dora.layers.call import fresh_magnitude, layer_norm
 from jax_dora.layers.layout import Axes, Layout
 from jax_dora.layers.rule import OPTIONS, DoRARule, layer_rule
 from jax_dora.layers.stack import Stack, fill, room
@@ -290,7 +290,7 @@ def make_adapter(
             value = dataclasses.replace(box, raw_value=value, metadata=metadata)
         put(name, nnx.LoRAParam, value)
     if arrays is None:
-        magnitude = bounded_norm(layer.norm(), layer.result_dtype)
+        magnitude = fresh_magnitude(layer)
     else:
         magnitude = _shaped("magnitude", arrays["magnitude"], layout.magnitude.stored)
     put("magnitude", DoRAParam, magnitude)

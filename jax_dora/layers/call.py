@@ -89,6 +89,11 @@ def bounded_norm(norm: jax.Array, dtype: Any) -> jax.Array:
     return jnp.clip(norm, epsilon(dtype), jnp.finfo(norm.dtype).max)
 
 
+def fresh_magnitude(layer: Any) -> jax.Array:
+    """Returns the magnitude of a DoRA layer with which it scales nothing."""
+    return bounded_norm(layer.norm(), layer.result_dtype)
+
+
 def operands_of_call(
     layer: Any, inputs: jax.Array, dropout: ops.Dropout | None = None
 ) -> dict[str, Any]:

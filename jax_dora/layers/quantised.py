@@ -6,7 +6,6 @@ product's gradient, and do with plain arrays what Flax's do. A layer whose `dot_
 `dot_general_by_rows` quantises its activations too, adapted or not: that is all that says so.
 """
 
-import functools
 import inspect
 from typing import Any
 
@@ -84,12 +83,8 @@ def einsum(equation: str, lhs: jax.Array, rhs: Any, **kwargs: Any) -> jax.Array:
 
 def convolve(lhs: jax.Array, rhs: Any, *args: Any, **kwargs: Any) -> jax.Array:
     """Returns `lax.conv_general_dilated` of arrays of which the second may be quantised."""
-    function = functools.partial(_convolve, args, kwargs)
-    return quantised.multiplied(function, lhs, rhs)
-
-
-def _convolve(args: Any, kwargs: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    return lax.conv_general_dilated(lhs, rhs, *args, **kwargs)
+    convolved = lax.conv_general_dilated
+    return quantised.multiplied(lambda x, w: convolved(x, w, *args, **kwargs), lhs, rhs)
 
 
 ARITHMETIC = {
@@ -98,8 +93,6 @@ ARITHMETIC = {
     "einsum_op": einsum,
     "conv_general_dilated": convolve,
 }
-
-
 BY_ROWS = {"dot_general": dot_general_by_rows}
 
 

@@ -13,6 +13,7 @@ from flax.core import freeze
 from dora_common.rules import as_rules, assign, listing
 from jax_dora.adapt.coverage import logged
 from jax_dora.adapt.merge import Setting
+from jax_dora.adapt.sites import assigned
 from jax_dora.layers.rule import DoRARule, Rules
 from jax_dora.linen.calls import Calls, adapted_layer, holds_parameters, is_computed
 from jax_dora.linen.layer import COUNTERPARTS, dora_class_of
@@ -91,8 +92,7 @@ def _assigned(
     """Returns the parameters that rules adapt where products read them, and the paths of the layers
     that "all-linear" leaves out."""
     found = [site for site in linen_sites(model, example) if site.is_matched]
-    chosen = assign(rules, [site.names for site in found], [site.is_linear for site in found])
-    matched = [(site, rule) for site, rule in zip(found, chosen, strict=True) if rule]
+    matched = assigned(found, rules)
     if others := [site.described() for site, _ in matched if site.refusal]:
         raise TypeError(
             "the rules match what cannot be adapted; narrow the rules' paths so that they leave "

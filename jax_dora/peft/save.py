@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.save import Adapted, Source
 from jax_dora.adapt.tree import check_model, find_dora_layers
-from jax_dora.layers.call import bounded_norm
+from jax_dora.layers.call import fresh_magnitude
 from jax_dora.ops import check
 from jax_dora.peft.names import Names
 from jax_dora.peft.parameters import TorchParameter
@@ -199,8 +199,7 @@ def _lora_test(view: TorchView) -> Callable[[str], bool]:
     @functools.cache
     def are_norms(path: str) -> np.ndarray:
         holder = view.holder(path)
-        norm = bounded_norm(holder.norm(), holder.result_dtype)
-        return np.asarray(norm == holder.magnitude[...])
+        return np.asarray(fresh_magnitude(holder) == holder.magnitude[...])
 
     def is_lora(name: str) -> bool:
         layer = view.layers[name]
