@@ -153,19 +153,13 @@ def _refuse_written(found: list[Site], modules: list[Found]) -> None:
 def _sites_of(found: Found, modules: list[Found], traced: ReadLog | None) -> list[Site]:
     module = found.module
     if isinstance(module, DoRALayer):
-        linear = module.is_linear(module) and not _is_head(found.paths[0])
-        return [
-            Site(
-                found.paths,
-                found,
-                module.kernel_name,
-                is_layer=True,
-                is_linear=linear,
-                is_adapted=True,
-                how=_class_told(module),
-            )
-        ]
+        site = Site(found.paths, found, module.kernel_name, is_layer=True, is_adapted=True)
+        site.how = class_name(module.plain_type)
+        site.is_linear = module.is_linear(module) and not _is_head(found.paths[0])
+        return [site]
     cls = dora_class_of(module)
+    # A subclass that computes something else is no linear projection.
+    is_plain = cls is not None and type(module).__call__ is cls.base_type.__call__
     known = registrations(module)
     names = list(weights_of(module))
     main = [cls.kernel_name] if cls else list(known) or names
@@ -179,16 +173,19 @@ def _sites_of(found: Found, modules: list[Found], traced: ReadLog | None) -> lis
             paths = own + found.paths
         site = Site(paths, found, param)
         reads = _reads_of(traced, found, param)
+        # Whether the DoRA layer of its class would compute all that is made of the kernel.
+        is_alone = is_plain and all(one.scopes.intersection(found.paths) for one in reads or ())
         if site.adapter:
             place = site.adapter.place
             site.is_adapted, site.axes, site.is_lookup = True, place.axes, place.is_lookup
-            site.is_linear = not _is_head(site.names[0])
+            site.is_linear = True
             site.how = "read by its module's methods"
-        elif cls is not None and param == cls.kernel_name and _reads_itself(found, cls, reads):
-            site.is_layer, site.how = True, _class_told(module)
-            site.is_linear = _is_linear_layer(module, cls) and not _is_head(site.names[0])
+        elif cls is not None and param == cls.kernel_name and (reads is None or is_alone):
+            plain_type = module.plain_type if has_dora_type(module) else type(module)
+            site.is_layer, site.how = True, class_name(plain_type)
+            site.is_linear = is_plain and cls.is_linear(module)
             site.stack_axis = _stack_axis(reads)
-            if type(module).__call__ is not cls.base_type.__call__:
+            if not is_plain:
                 site.refusal = (
                     f"a {type(module).__name__}, which computes something else than "
                     f"nnx.{cls.base_type.__name__}: give example="
@@ -201,6 +198,7 @@ def _sites_of(found: Found, modules: list[Found], traced: ReadLog | None) -> lis
             site.refusal = "a class that the library does not know"
         else:
             site.refusal = f"no {cls.kernel_name}, which is all that is adapted of its layer"
+        site.is_linear = site.is_linear and not _is_head(site.names[0])
         is_dead = cls is None and reads == ()
         site.is_matched = param in main or not site.refusal or is_dead
         made.append(site)
@@ -225,7 +223,7 @@ def _from_reads(site: Site, registration: Any, modules: list[Found], reads: Any)
     axes = registration.axes_of(module, _stack_axis(reads)) if registration else None
     if reads is None:
         site.axes, site.reader = axes or "", (module, ())
-        site.is_linear = registration.linear and not _is_head(site.names[0])
+        site.is_linear = registration.linear
         site.is_lookup = not registration.linear
         site.how = f"registered, {axes}"
         if not axes:
@@ -247,7 +245,6 @@ def _from_reads(site: Site, registration: Any, modules: list[Found], reads: Any)
     looked_up = any(read.kind == "lookup" for read in useful)
     site.is_lookup = looked_up or bool(registration and not registration.linear)
     site.is_linear = registration.linear if registration else not looked_up
-    site.is_linear = site.is_linear and not _is_head(site.names[0])
     site.merged = sum(not is_adapted_read(read, axes) for read in reads)
     site.how = f"{'registered' if registration else 'read by a product'}, {axes}"
     if looked_up:
@@ -266,25 +263,5 @@ def _stack_axis(reads: tuple[Read, ...] | None) -> int | None:
     return places.pop() if len(places) == 1 else None
 
 
-def _reads_itself(found: Found, cls: type[DoRALayer], reads: tuple[Read, ...] | None) -> bool:
-    """Returns whether the DoRA layer of its class computes all that is made of a module's
-    kernel."""
-    if reads is None:
-        return True
-    plain = type(found.module).__call__ is cls.base_type.__call__
-    return plain and all(read.scopes.intersection(found.paths) for read in reads)
-
-
-def _is_linear_layer(module: Any, cls: type[DoRALayer]) -> bool:
-    """Returns whether "all-linear" means a plain layer. A subclass that computes something else is
-    no linear projection."""
-    return type(module).__call__ is cls.base_type.__call__ and cls.is_linear(module)
-
-
 def _is_head(path: str) -> bool:
     return path.rpartition("/")[2] in OUTPUT_HEADS
-
-
-def _class_told(module: Any) -> str:
-    is_adapted = isinstance(module, DoRALayer) or has_dora_type(module)
-    return class_name(module.plain_type if is_adapted else type(module))
