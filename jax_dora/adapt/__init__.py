@@ -26,5 +26,5 @@ from jax_dora.adapt.coverage import Coverage as Coverage
 from jax_dora.adapt.coverage import coverage as coverage
 from jax_dora.adapt.merge import merge_dora as merge_dora
 from jax_dora.adapt.quantize import quantize as quantize
-from jax_dora.adapt.remove import remove_dora as remove_dora
+from jax_dora.adapt.tree import remove_dora as remove_dora
 from jax_dora.layers.rule import DoRARule as DoRARule

@@ -17,9 +17,15 @@ from flax import nnx
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import listing
 from jax_dora.adapt.apply import adapt_site
-from jax_dora.adapt.remove import remove_dora
 from jax_dora.adapt.sites import Site
-from jax_dora.adapt.tree import Found, check_model, find_dora_layers, find_modules, replace_modules
+from jax_dora.adapt.tree import (
+    Found,
+    check_model,
+    find_dora_layers,
+    find_modules,
+    remove_dora,
+    replace_modules,
+)
 from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.layers.rule import DoRARule
 from jax_dora.weights.adapter import WeightAdapter

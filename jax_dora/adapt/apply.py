@@ -11,7 +11,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dora_common.rules import as_rules, listing
 from jax_dora.adapt.coverage import logged
 from jax_dora.adapt.reads import trace_reads
-from jax_dora.adapt.remove import remove_dora
 from jax_dora.adapt.sites import REMEDY, Site, assigned, sites
 from jax_dora.adapt.stack import stack_of
 from jax_dora.adapt.tree import check_model, named_in_errors, replace_modules
@@ -74,9 +73,7 @@ def apply_dora[Model: nnx.Module](
             "inside of nnx.eval_shape, as in nnx.eval_shape(lambda model: apply_dora(model, rules, "
             "rngs=nnx.Rngs(0)), model)"
         )
-    traced = None
-    if example is not None:
-        traced = trace_reads(remove_dora(model), Example.of(example))
+    traced = None if example is None else trace_reads(model, Example.of(example))
     copy = nnx.clone(model)
     found = sites(copy, traced)
     matched = assigned(found, rules)

@@ -9,7 +9,6 @@ from typing import Any
 from flax import nnx
 
 from jax_dora.adapt.reads import trace_reads
-from jax_dora.adapt.remove import remove_dora
 from jax_dora.adapt.sites import Site, sites
 from jax_dora.adapt.tree import check_model
 from jax_dora.layers.quantised import act_qtype_of
@@ -112,10 +111,8 @@ def coverage(model: nnx.Module, *example: Any, **kwargs: Any) -> Coverage:
       Exception: whatever the call of the model raises.
     """
     check_model(model)
-    traced = None
-    if example or kwargs:
-        traced = trace_reads(remove_dora(model), Example.of_arguments(*example, **kwargs))
-    return table(sites(model, traced))
+    given = Example.of_arguments(*example, **kwargs)
+    return table(sites(model, trace_reads(model, given) if example or kwargs else None))
 
 
 def logged(found: Iterable[Site]) -> None:

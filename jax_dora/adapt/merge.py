@@ -17,13 +17,13 @@ from dora_common.merge_report import MergedLayer, MergeReport
 from dora_common.rules import listing
 from jax_dora import ops
 from jax_dora.adapt.adapter import Adapter, set_adapter
-from jax_dora.adapt.remove import remove_dora
 from jax_dora.adapt.tree import (
     Found,
     check_model,
     find_dora_layers,
     find_modules,
     named_in_errors,
+    remove_dora,
     shared_variables,
 )
 from jax_dora.layers import DoRALayer

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jax_dora.adapt.tree import Found, find_modules
+from jax_dora.adapt.tree import Found, find_modules, remove_dora
 from jax_dora.layers.base import Constant
 from jax_dora.ops import quantised
 from jax_dora.weights.module import public_methods
@@ -27,12 +27,12 @@ def weights_of(module: Any) -> dict[str, nnx.Param]:
 
 
 def trace_reads(model: nnx.Module, example: Example) -> ReadLog:
-    """Calls a model without adapters abstractly, and returns what reads its weights.
+    """Calls a model abstractly, without its adapters, and returns what reads its weights.
 
     Raises:
       Whatever the call raises.
     """
-    copy = nnx.clone(model)
+    copy = remove_dora(model)
     modules = find_modules(copy)
     paths = [found.paths[0] for found in modules]
     for number, found in enumerate(modules):

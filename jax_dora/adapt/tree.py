@@ -1,4 +1,4 @@
-"""Walking an nnx model by paths, and replacing modules in it."""
+"""Walking an nnx model by paths, replacing modules in it, and taking adapters out."""
 
 import collections
 import contextlib
@@ -11,7 +11,7 @@ from flax import linen, nnx
 
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base_layer import is_node
-from jax_dora.weights.module import adapters_of
+from jax_dora.weights.module import adapters_of, as_plain, has_dora_type
 
 
 @dataclasses.dataclass
@@ -115,6 +115,25 @@ def replace_modules(model: nnx.Module, replacements: Mapping[int, nnx.Module]) -
         return value
 
     return visit(model)
+
+
+def remove_dora[Model: nnx.Module](model: Model) -> Model:
+    """Returns `model` without its adapters: the base model exactly, on its own arrays.
+
+    The result is a model of its own, as `apply_dora`'s; one without adapters is copied as it is.
+
+    Raises:
+      TypeError: `model` is no nnx module.
+    """
+    check_model(model, for_linen="jax_dora.linen.split_adapters")
+    copy = nnx.clone(model)
+    modules = [found.module for found in find_modules(copy)]
+    for module in modules:
+        if has_dora_type(module):
+            as_plain(module)
+    return replace_modules(
+        copy, {id(one): one.base_layer() for one in modules if isinstance(one, DoRALayer)}
+    )
 
 
 def _children(node: Any) -> Iterator[tuple[tuple[str, ...], Any]]:

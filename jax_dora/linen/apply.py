@@ -15,11 +15,16 @@ from jax_dora.adapt.coverage import logged
 from jax_dora.adapt.merge import Setting
 from jax_dora.adapt.sites import assigned
 from jax_dora.layers.rule import DoRARule, Rules
-from jax_dora.linen.calls import Calls, adapted_layer, holds_parameters, is_computed
+from jax_dora.linen.calls import (
+    Calls,
+    adapted_layer,
+    holds_parameters,
+    is_computed,
+    stack_axes,
+)
 from jax_dora.linen.layer import COUNTERPARTS, dora_class_of
 from jax_dora.linen.params import adapted_modules
 from jax_dora.linen.reads import Held, linen_sites
-from jax_dora.linen.stacks import stack_axes
 from jax_dora.linen.weights import LinenWeight, followed, missing
 from jax_dora.weights.reads import Example
 from jax_dora.weights.trace import weight_trace
