@@ -52,9 +52,6 @@ class DoRALinear(DoRALayer, nnx.Linear):
             implementation), and `nnx.Linear`'s (use_bias, dtype, param_dtype, precision,
             kernel_init, bias_init, kernel_metadata, bias_metadata).
 
-        Sharding: the axis names in kernel's `out_sharding` metadata are given to lora_a (in, None),
-        lora_b (None, out) and magnitude (out), unless the initializer brings its own.
-
         Raises:
           TypeError, ValueError: rank, alpha or another option is out of range.
           NotImplementedError: `nnx.Linear` is given arithmetic of its own (dot_general,
@@ -77,14 +74,11 @@ class DoRALinear(DoRALayer, nnx.Linear):
 
         Args:
           linear: the layer to adapt; dtype, precision and metadata are its own.
-          rngs: as the constructor's.
-          **options: the adapter's, as the constructor's: rank, alpha and so on.
+          rngs, **options: as the constructor's, but for those of `nnx.Linear`.
 
         Raises:
           TypeError: `linear` is no `nnx.Linear`, or a subclass with a `__call__` of its own.
-          NotImplementedError: `linear` has its own `dot_general`, `promote_dtype` or
-            `preferred_element_type`, which the adapted layer would not honour.
-          TypeError, ValueError: an option is unknown or out of range.
+          TypeError, ValueError, NotImplementedError: as the constructor.
         """
         check_base(linear, nnx.Linear)
         return cls(linear.in_features, linear.out_features, base=linear, rngs=rngs, **options)

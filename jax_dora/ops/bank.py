@@ -109,8 +109,7 @@ def bank_linears(
       projections: with slots of the same number and room; all have g or none has, and so with the
         bias.
     """
-    members = []
-    count = projections[0].slots.lora_a.shape[0]
+    members, count = [], 0
     for one in projections:
         first, count = one.part or (jnp.int32(0), one.slots.lora_a.shape[0])
         members.append(bank_rows.Member(one.base[:, 0], *one.slots, first, one.bias))
@@ -142,7 +141,8 @@ def step_of(
         (ids.shape[0], fan_in, out, slots, rank, dtype, dtype)
         for fan_in, out, rank, dtype in projections
     )
-    taken = any(_rows_choice(implementation, call, optional=True) for call in calls)
+    named = "bank_linear", implementation
+    taken = any(choose.choose(*named, (bank_rows, call), optional=True) for call in calls)
     return bank_rows.plan(ids, slots) if taken else None
 
 
@@ -228,16 +228,11 @@ def _choice(static: Static, tokens: Tokens) -> choose.Choice | None:
     def call(out: int) -> tuple[Any, ...]:
         return (*x.shape, out, static.slots, lora_a.shape[1], x.dtype, lora_a.dtype)
 
-    choices = [_rows_choice(static.implementation, call(out)) for out in outs]
+    named = static.op, static.implementation
+    choices = [choose.choose(*named, (bank_rows, call(out))) for out in outs]
     if choices[0] is None or None in choices:
         return None
     return choices[0]._replace(config=bank_rows.config(*call(sum(outs)), members=len(outs)))
-
-
-def _rows_choice(
-    implementation: str | None, call: tuple[Any, ...], *, optional: bool = False
-) -> choose.Choice | None:
-    return choose.choose("bank_linear", implementation, (bank_rows, call), optional=optional)
 
 
 def _run_tokens(static: Static, shard: Shard, tokens: Tokens) -> tuple[jax.Array, ...]:

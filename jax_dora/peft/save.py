@@ -86,7 +86,14 @@ def save_adapter(
     view = torch_view(model, names or Names())
     is_lora = _lora_test(view)
     modules = _adapted_layers(model, view, is_lora)
-    _warn_of_tied_heads(modules)
+    if tied := [name for name, one in modules.items() if getattr(one, "adapt_attend", False)]:
+        _LOG.warning(
+            "%s: adapt_attend is True, so that an output head that is tied to the embedding is "
+            "adapted with it, which PEFT's format cannot say: PEFT will leave such a head as it "
+            "is. Train with DoRARule(..., adapt_attend=False) for the same in both; where no head "
+            "is tied, nothing differs, and it silences this",
+            ", ".join(tied),
+        )
 
     def stored(owner: Any, part: TorchParameter, dtype: Dtype | None = None) -> np.ndarray:
         array = np.asarray(jax.device_get(getattr(owner, part.attribute).get_value()[part.at]))
@@ -106,7 +113,16 @@ def save_adapter(
 
     source = Source(
         layers=[one.layer for one in view.layers.values()],
-        adapted={name: _described(view, name, module) for name, module in modules.items()},
+        adapted={
+            name: Adapted(
+                view.layers[name].layer,
+                _python(one.rank),
+                _python(one.alpha),
+                one.use_rslora,
+                0.0 if one.dropout is None else _python(one.dropout.rate),
+            )
+            for name, one in modules.items()
+        },
         modules={*view.names, *(n for n, one in view.layers.items() if one.layer.kind == "linear")},
         parameters={name: one.shape for name, one in view.parameters.items()},
         arrays=view.arrays(),
@@ -164,28 +180,6 @@ def _changes_nothing(view: TorchView, name: str, is_lora: Callable[[str], bool])
     ):
         return False
     return is_lora(name)
-
-
-def _warn_of_tied_heads(adapted: dict[str, Any]) -> None:
-    if names := [name for name, one in adapted.items() if getattr(one, "adapt_attend", False)]:
-        _LOG.warning(
-            "%s: adapt_attend is True, so that an output head that is tied to the embedding is "
-            "adapted with it, which PEFT's format cannot say: PEFT will leave such a head as it "
-            "is. Train with DoRARule(..., adapt_attend=False) for the same in both; where no head "
-            "is tied, nothing differs, and it silences this",
-            ", ".join(names),
-        )
-
-
-def _described(view: TorchView, name: str, module: Any) -> Adapted:
-    dropout = 0.0 if module.dropout is None else module.dropout.rate
-    return Adapted(
-        view.layers[name].layer,
-        _python(module.rank),
-        _python(module.alpha),
-        module.use_rslora,
-        _python(dropout),
-    )
 
 
 def _python(number: Any) -> Any:

@@ -106,7 +106,10 @@ def followed(module: Any) -> Iterator[Callable[[Any], Any]]:
     """Follows the adapted weights that the methods of `module` read. Gives what takes a result to
     one without followed weights."""
     adapters = [
-        one for one in _read_by(module) if not is_followed(one.kernel_param.get_raw_value())
+        one
+        for path, param in module.dora_weights.reads
+        for one in adapters_of(_at(module, path))
+        if one.place.param == param and not is_followed(one.kernel_param.get_raw_value())
     ]
     if not adapters:
         yield lambda result: result
@@ -138,14 +141,6 @@ def _set(variable: nnx.Variable, value: Any) -> None:
     # Flax lets no variable be set under another trace than it was made under, such as one of a base
     # that a loss holds, whatever `set_raw_value` is told. This one gets its value back.
     object.__setattr__(variable, "_raw_value", value)
-
-
-def _read_by(module: Any) -> list[WeightAdapter]:
-    found = []
-    for path, param in module.dora_weights.reads:
-        owner = _at(module, path)
-        found += [one for one in adapters_of(owner) if one.place.param == param]
-    return found
 
 
 def _at(module: Any, path: tuple[str, ...]) -> Any:
@@ -205,11 +200,8 @@ def add_adapter(module: Any, place: Place, reader: Any, path: tuple[str, ...]) -
 def reads_of(model: Any) -> dict[tuple[int, str], tuple[Any, tuple[str, ...]]]:
     """Returns for each adapted weight that the methods of `model`, a module, read the reader and
     the path from there, by the owner's id and the parameter's name."""
-    found = {}
-    if has_dora_type(model):
-        for path, param in model.dora_weights.reads:
-            found[id(_at(model, path)), param] = (model, path)
-    return found
+    reads = model.dora_weights.reads if has_dora_type(model) else ()
+    return {(id(_at(model, path)), param): (model, path) for path, param in reads}
 
 
 def as_plain(module: Any) -> None:
