@@ -3,13 +3,12 @@
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax import nnx
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from dora_common.hyperparameters import DropoutMode
 from jax_dora.layers import DoRALinear
 from jax_dora.layers.rule import OPTIONS, layer_rule
-from jax_dora.linen.layer import NO_RNGS, dora_layer, given
+from jax_dora.linen.layer import counterpart, dora_layer
 
 
 class DoRADense(nn.Module):
@@ -77,19 +76,9 @@ class DoRADense(nn.Module):
         options = layer_rule(**{name: getattr(self, name) for name in names})
         shape = (inputs.shape[-1], self.features)
         kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype, unbox=False)
-        bias = None
         if self.use_bias:
-            bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
-        base = nnx.Linear(
-            *shape,
-            use_bias=self.use_bias,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            precision=self.precision,
-            kernel_init=given(kernel),
-            bias_init=given(bias),
-            rngs=NO_RNGS,
-        )
+            self.param("bias", self.bias_init, (self.features,), self.param_dtype)
+        base = counterpart(self, inputs, kernel, kind=nn.Dense)
         layer = dora_layer(self, DoRALinear, base, options, kernel)
         if layer.dropout is None:
             return layer(inputs)

@@ -4,6 +4,7 @@ that there is one implementation of each."""
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -25,46 +26,35 @@ COUNTERPARTS: dict[type[nn.Module], tuple[type[nnx.Module], Mapping[str, str]]] 
 }
 
 
-class _NoRngs:
-    """Stands in for `nnx.Rngs` where a layer's parameters are given and none is drawn."""
-
-    def params(self) -> None:
-        return None
-
-
-NO_RNGS: Any = _NoRngs()
-
-
 def dora_class_of(module: nn.Module) -> type[DoRALayer] | None:
     """Returns the class that adapts a linen layer's counterpart; None where there is none."""
     counterpart = COUNTERPARTS.get(type(module))
     return counterpart and DORA_CLASSES[counterpart[0]]
 
 
-def given(boxed: Any) -> Callable[..., Any]:
-    """Returns an initializer that returns this parameter, unboxed."""
-    value = nn.unbox(boxed)
-    return lambda *_: value
-
-
-def counterpart(module: Any, inputs: jax.Array, kernel: Any, **arguments: Any) -> Any:
+def counterpart(
+    module: Any, inputs: jax.Array, kernel: Any, *, kind: Any = None, **arguments: Any
+) -> Any:
     """Returns the nnx layer with the settings of `module`, over its very parameters.
 
     Args:
-      module: of a type in `COUNTERPARTS`.
+      module: has the settings of a `kind`, which is its own type by default.
       inputs: of the call.
       kernel: the parameter that is to be adapted.
+      kind: one of `COUNTERPARTS`.
       **arguments: the call's other arguments.
     """
     bias = module.get_variable("params", "bias") if getattr(module, "use_bias", False) else None
-    cls, renamed = COUNTERPARTS[type(module)]
-    settings: dict[str, Any] = {"rngs": NO_RNGS}
+    cls, renamed = COUNTERPARTS[kind or type(module)]
+    # None of the parameters is drawn.
+    settings: dict[str, Any] = {"rngs": SimpleNamespace(params=lambda: None)}
     for name in inspect.signature(cls.__init__).parameters:
         if name.endswith("_init"):
-            settings[name] = given(bias if name == "bias_init" else kernel)
+            given = nn.unbox(bias if name == "bias_init" else kernel)
+            settings[name] = lambda *_, given=given: given
         elif getattr(module, renamed.get(name, name), None) is not None:
             settings[name] = getattr(module, renamed.get(name, name))
-    if settings.pop("promote_dtype") is not promote_dtype:
+    if settings.pop("promote_dtype", promote_dtype) is not promote_dtype:
         raise NotImplementedError("promote_dtype is not Flax's; expected the default")
     for name in ("dot_general_cls", "conv_general_dilated_cls"):
         if getattr(module, name, None) is not None:
