@@ -101,18 +101,3 @@ def share(layout: str, devices: int) -> float:
     """Returns by how much a collective's bytes are multiplied to give those over a device's link,
     in a ring."""
     return ROUNDS[layout] * (devices - 1) / devices
-
-
-def table(measured: Measured) -> str:
-    """Returns the predictions in Markdown."""
-    lines = [
-        "| GPUs | dp | ratio | fsdp | ratio | fsdp=8, dp between hosts | ratio |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for devices in (2, 8, 64, 512):
-        cells = [str(devices)]
-        for layout in ("dp", "fsdp", "hybrid"):
-            lora, dora = (measured.predicted(kind, layout, devices) for kind in ("LoRA", "DoRA"))
-            cells += [f"{lora:.1f} / {dora:.1f}", f"{dora / lora:.2f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)

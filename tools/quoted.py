@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks import results
 from benchmarks.report import Measurement, Report
+from benchmarks.scaling import Measured
 from tools import bank_tables, small_memory, step_parts
 from tools.measurements import (
     BEST_LORA,
@@ -347,35 +348,28 @@ def layer_sizes() -> str:
     return table(["", "rows × in × out", "rank", "LoRA, µs", "DoRA, µs", "ratio"], lines)
 
 
+def more_gpus() -> str:
+    """Returns the table of what more GPUs would take, by the formula of `benchmarks.scaling`."""
+    measured, lines = Measured.read(), []
+    for devices in (2, 8, 64, 512):
+        cells = [str(devices)]
+        for layout in ("dp", "fsdp", "hybrid"):
+            lora, dora = (measured.predicted(kind, layout, devices) for kind in ("LoRA", "DoRA"))
+            cells += [f"{lora:.1f} / {dora:.1f}", f"{dora / lora:.2f}"]
+        lines.append(cells)
+    ways = ("dp", "fsdp", "fsdp=8, dp between hosts")
+    return table(["GPUs", *(name for way in ways for name in (way, "ratio"))], lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     made.__name__: made
     for made in (
-        headline,
-        norm,
-        compose,
-        layer,
-        layer_times,
-        model,
-        model_later,
-        layer_sizes,
-        step,
-        quantised_step,
-        quantised_norm,
-        quantised_rows,
-        quantised_projection,
-        bank_tables.bank_bytes,
-        bank_tables.bank_decoding,
-        bank_tables.bank_prompts,
-        bank_tables.bank_loads,
-        bank_tables.bank_torch,
-        bank_tables.bank_growth,
-        bank_tables.bank_served,
-        devices,
-        small_memory.memory,
-        small_memory.quality,
-        step_parts.step_parts,
-        step_parts.step_operators,
-        step_parts.step_torch,
-        step_parts.fsdp_torch,
+        *(headline, norm, compose, layer, layer_times, model, model_later, layer_sizes, step),
+        *(quantised_step, quantised_norm, quantised_rows, quantised_projection, devices, more_gpus),
+        *(bank_tables.bank_bytes, bank_tables.bank_decoding, bank_tables.bank_prompts),
+        *(bank_tables.bank_loads, bank_tables.bank_torch, bank_tables.bank_growth),
+        *(bank_tables.bank_served, small_memory.memory, small_memory.quality),
+        *(step_parts.step_parts, step_parts.step_operators),
+        *(step_parts.step_torch, step_parts.fsdp_torch),
     )
 }

@@ -307,8 +307,16 @@ def test_what_is_said_of_several_gpus():
         for layout in (FSDP | {"layout": "dp"}, FSDP)
         for kind in ("DoRA", "LoRA")
     ]
+    twice = {"rank": 384, "axes": "auto"}
+    times = [
+        row("scale", "h200x2", kind=kind, layout=layout, **step, **twice)["ms"]
+        for kind in ("LoRA", "DoRA")
+        for layout in ("dp", "alone")
+    ]
     assert_says(
         SEVERAL,
+        f"a step of data parallelism takes {times[0] / times[1]:.3f} times as long with LoRA and "
+        f"{times[2] / times[3]:.3f}",
         f"At rank 64 inference takes {min(small)} to {max(small)} of LoRA's time, a step of the 12 "
         f"layers {min(others)} to {max(others)} under data and tensor parallelism and {min(fsdp)} "
         f"to {max(fsdp)} under FSDP, and one of Llama-3-8B {ratios('step', model='llama3')[0]}",
