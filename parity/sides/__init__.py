@@ -13,6 +13,7 @@ Tensors are torch's, in PyTorch's layout, on either side.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -119,3 +120,16 @@ SIDES: dict[Backend, Side] = {
     "jax": Side("jax", "xla", "mosaic"),
     "torch": Side("torch", "eager", "triton"),
 }
+
+
+def composes(
+    ops: Any, plain: Callable[..., Any], scale: float, implementation: str
+) -> dict[str, Callable[..., Any]]:
+    """Returns both forms of the compose by name, functions of `base`, `lora` and `g`: those of a
+    package's `ops`, or `plain` where that is the implementation."""
+    return {
+        name: functools.partial(plain, scale=scale, delta=name == "compose_delta")
+        if implementation == "plain"
+        else functools.partial(getattr(ops, name), scale=scale, implementation=implementation)
+        for name in ("compose", "compose_delta")
+    }

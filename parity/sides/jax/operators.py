@@ -22,7 +22,7 @@ from jax_dora import ops
 from parity import oracle
 from parity.cases import ComposeInputs, LayerInputs
 from parity.quantised import is_quantised, parts
-from parity.sides.composes import composes
+from parity.sides import composes
 
 Tensors = dict[str, torch.Tensor]
 

@@ -8,7 +8,7 @@ import torch
 
 from parity import oracle
 from parity.cases import ComposeInputs, LayerInputs
-from parity.sides.composes import composes
+from parity.sides import composes
 from torch_dora import ops
 
 Tensors = dict[str, torch.Tensor]
