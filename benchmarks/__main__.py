@@ -41,8 +41,7 @@ RESULTS = Path(__file__).parent / "results"
 # The module of each level.
 LEVELS = {
     **{name: name for name in ("ops", "layer", "sizes", "model", "tune", "quantised", "quality")},
-    **{name: name for name in ("bank", "serve", "scale", "against")},
-    "step": "step_budgets",
+    **{name: name for name in ("bank", "serve", "scale", "step", "against")},
     "step --table": "step_table",
     "step --torch": "torch_step",
     "scale --torch": "torch_scale",
@@ -136,8 +135,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _with(settings: Any, name: str, value: Any) -> Any:
     """Returns settings with the field of an option, or None if they have none."""
-    if name == "only" and "kinds" in settings._fields:
-        name = "kinds"
     if name == "layers" and "config" in settings._fields:
         name, config = "config", settings.config
         value = dataclasses.replace(config, num_hidden_layers=value)

@@ -66,7 +66,7 @@ class Settings(NamedTuple):
     prefill: tuple[int, int] = (8, 512)
     mixes: tuple[str, ...] = ("zipf", "uniform")
     alone: int = 8
-    kinds: tuple[str, ...] = ("base", "LoRA", "DoRA", "one-hot", "DoRA mosaic")
+    only: tuple[str, ...] = ("base", "LoRA", "DoRA", "one-hot", "DoRA mosaic")
     by_kernels: tuple[int, ...] = (1,)
     growth: int = 64
     adapters: tuple[int, ...] = (1, 4, 16, 64, 256, 1024)
@@ -287,7 +287,7 @@ def _compiled(settings: Settings, model: Any, bank: Any, shape: tuple[int, int])
         return Program(row, run)
 
     by_kernels = tokens == 1 and rows in settings.by_kernels
-    first, *others = [kind for kind in settings.kinds if by_kernels or kind != "DoRA mosaic"]
+    first, *others = [kind for kind in settings.only if by_kernels or kind != "DoRA mosaic"]
     with concurrent.futures.ThreadPoolExecutor() as threads:
         return [compiled(first), *threads.map(compiled, others)]
 

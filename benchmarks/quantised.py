@@ -21,8 +21,7 @@ from flax import nnx
 from benchmarks import step
 from benchmarks.clock import kernel_time
 from benchmarks.results import Row, attempted
-from benchmarks.step import LLAMA_3_8B
-from benchmarks.step import TINY as TINY_DECODER
+from benchmarks.step import LLAMA_3_8B, TINY_DECODER
 from benchmarks.work import matches
 from jax_dora import ops
 from jax_dora.layers.quantised import compute_quantised

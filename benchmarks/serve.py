@@ -22,8 +22,7 @@ import numpy as np
 from benchmarks.bank_adapters import draw_ids, random_adapter
 from benchmarks.bank_programs import without_g
 from benchmarks.results import Row
-from benchmarks.step import LLAMA_3_8B
-from benchmarks.step import TINY as TINY_DECODER
+from benchmarks.step import LLAMA_3_8B, TINY_DECODER
 from jax_dora.bank.residents import Residents
 from jax_dora.finetune.tiny import byte_level_tokenizer
 from jax_dora.models import CausalLM, DecoderConfig, make_model
@@ -50,7 +49,7 @@ class Settings(NamedTuple):
     slots: int = 64
     ranks: tuple[int, ...] = (8, 16, 32, 64)
     adapters: tuple[int, ...] = (1, 8, 64, 256)
-    kinds: tuple[str, ...] = ("base", "DoRA", "LoRA")
+    only: tuple[str, ...] = ("base", "DoRA", "LoRA")
     rounds: int = 3
 
 
@@ -91,12 +90,12 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
     model = make_model(settings.config)
     row: Row = {"rows": settings.rows, "layers": model.config.num_hidden_layers}
     base = None
-    if "base" in settings.kinds:
+    if "base" in settings.only:
         server = _server(settings, model, None, "base")
         found = _served(settings, model, server, [])
         base = found["tokens_per_s"]
         yield row | {"kind": "base", "adapters": 0} | server.compiled | found
-    kinds = [kind for kind in settings.kinds if kind != "base"]
+    kinds = [kind for kind in settings.only if kind != "base"]
     if not kinds:
         return
     bank, begin = make_bank(model, settings.slots, max(settings.ranks)), time.monotonic()

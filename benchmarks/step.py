@@ -1,12 +1,18 @@
-"""A whole optimizer step of `jax_dora.models`, timed: loss on all tokens, AdamW on the adapters."""
+"""Level `step`: a whole optimizer step of `jax_dora.models` by how much of it is kept in memory.
+
+Llama 3 8B's dimensions, rank 16 on all projections, 2 × 4096 tokens, loss on all tokens, AdamW on
+the adapters. LoRA and DoRA take the same decoder and the same budget; random weights cost what
+others do.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +22,14 @@ from flax import nnx
 
 import jax_dora
 from benchmarks.model.decoder import LoRALinear
-from benchmarks.results import Row
-from jax_dora.models import DecoderConfig, next_token_loss
+from benchmarks.model.protocol import LORA_B_DEVIATION
+from benchmarks.results import Row, attempted
+from jax_dora.models import DecoderConfig, activations, make_model, next_token_loss
 from jax_dora.models.config import Rope
 
 Loss = Callable[..., jax.Array]
 OPTIMIZER = optax.adamw(1e-4)
-LORA_B_INIT = nnx.initializers.normal(0.0035)
+LORA_B_INIT = nnx.initializers.normal(LORA_B_DEVIATION)
 LLAMA_3_8B = DecoderConfig(
     vocab_size=128_256,
     hidden_size=4096,
@@ -34,7 +41,58 @@ LLAMA_3_8B = DecoderConfig(
     rms_norm_eps=1e-5,
     rope=Rope(theta=500_000.0),
 )
-TINY = DecoderConfig(256, 64, 96, 2, 4, 2, 16)
+TINY_DECODER = DecoderConfig(256, 64, 96, 2, 4, 2, 16)
+
+
+class Budget(NamedTuple):
+    """A point of the curve: `memory` and `unroll` as in `DecoderConfig`."""
+
+    name: str
+    memory: Any
+    unroll: bool
+
+
+BUDGETS = (
+    Budget("all kept that fits, unrolled", "auto", True),
+    Budget("every layer rematerialised", None, False),
+    Budget("all kept that fits", "auto", False),
+    Budget("12 GiB", 12.0, False),
+)
+
+
+class Settings(NamedTuple):
+    decoder: DecoderConfig = LLAMA_3_8B
+    shape: tuple[int, int] = (2, 4096)
+    rank: int = 16
+    rounds: int = 10
+
+
+TINY = Settings(TINY_DECODER, (2, 32), rounds=1)
+
+
+def measure(settings: Settings, device: str) -> Iterator[Row]:
+    """Yields one row a measurement; DoRA's and LoRA's of a budget one after the other."""
+    for budget in BUDGETS:
+        lora = None
+        for kind in ("LoRA", "DoRA"):
+            row: Row = {"kind": kind, "budget": budget.name, "unroll": budget.unroll}
+            row |= {"batch": settings.shape[0], "time": settings.shape[1], "rank": settings.rank}
+            row = attempted(row, functools.partial(_measured, kind, budget, settings, device))
+            if kind == "LoRA":
+                lora = row.get("ms")
+            elif lora and "ms" in row:
+                row["over_lora"] = row["ms"] / lora
+            yield row
+
+
+def _measured(kind: str, budget: Budget, settings: Settings, device: str) -> Row:
+    attention = "cudnn" if device == "cuda" else "xla"
+    changes = {"attention": attention, "memory": budget.memory, "unroll": budget.unroll}
+    config = dataclasses.replace(settings.decoder, **changes)
+    made = make_model(config, linear=linear_of(kind, config, settings.rank))
+    kept = activations.plan(config, *settings.shape)
+    row = {"kept": [one.name + (f" {one.width}" if one.width else "") for one in kept]}
+    return timed(made, config.vocab_size, settings.shape, settings.rounds) | row
 
 
 def linear_of(kind: str, config: DecoderConfig, rank: int, **options: Any) -> Any:

@@ -25,8 +25,7 @@ import jax_dora
 from benchmarks.clock import Kernels, device_clock
 from benchmarks.model.decoder import Dense
 from benchmarks.results import Row, attempted
-from benchmarks.step import LLAMA_3_8B, LORA_B_INIT, Loss, linear_of, mean_loss, timed
-from benchmarks.step import TINY as TINY_DECODER
+from benchmarks.step import LLAMA_3_8B, LORA_B_INIT, TINY_DECODER, Loss, linear_of, mean_loss, timed
 from jax_dora.models import DecoderConfig, layer, make_model, rope
 
 DENSE = functools.partial(Dense, dora=False)

@@ -37,7 +37,7 @@ class Settings(NamedTuple):
         (8, 512),
     )
     mixes: tuple[str, ...] = ("zipf", "uniform", "one")
-    kinds: tuple[str, ...] = ("base", "LoRA", "DoRA", "PEFT LoRA")
+    only: tuple[str, ...] = ("base", "LoRA", "DoRA", "PEFT LoRA")
 
 
 TINY = Settings(Sizes(32, 16, 48), 3, (1, 5), ((3, 1), (2, 4)), ("zipf",))
@@ -76,7 +76,7 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
         for kind in ("LoRA", "DoRA")
     }
     peft = None
-    if "PEFT LoRA" in settings.kinds:
+    if "PEFT LoRA" in settings.only:
         with torch.device(device):
             peft = by_peft(Layer(settings.sizes).eval(), settings.ranks, settings.slots)
     for shape in settings.shapes:
@@ -84,7 +84,7 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
         for mix in settings.mixes:
             ids = draw_ids(mix, shape[0], settings.slots)
             found: dict[str, float] = {}
-            for kind in settings.kinds:
+            for kind in settings.only:
                 model, options = layer, {}
                 if kind in banks:
                     model = torch_dora.with_bank(layer, banks[kind], ids.tolist())

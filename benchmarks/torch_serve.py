@@ -38,7 +38,7 @@ class Settings(NamedTuple):
     answer: int = 128
     ranks: tuple[int, ...] = (8, 16, 32, 64)
     adapters: tuple[int, ...] = (1, 8, 64)
-    kinds: tuple[str, ...] = ("transformers", "torch_dora DoRA", "PEFT LoRA", "PEFT DoRA")
+    only: tuple[str, ...] = ("transformers", "torch_dora DoRA", "PEFT LoRA", "PEFT DoRA")
     rounds: int = 1
 
 
@@ -48,7 +48,7 @@ TINY = Settings(2, 64, rows=4, prompt=6, answer=3, ranks=(1, 5), adapters=(1, 3)
 def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields one row a measurement."""
     base = None
-    for kind in settings.kinds:
+    for kind in settings.only:
         for count in (0,) if kind == "transformers" else settings.adapters:
             row: Row = {"kind": kind, "adapters": count, "rows": settings.rows}
             row["layers"] = settings.layers

@@ -17,12 +17,19 @@ import jax_dora
 from benchmarks.arrays import to_torch
 from benchmarks.check import Check, judge
 from benchmarks.model.decoder import OPTIMIZER, Decoder, Dense, LoRALinear, Style, loss
-from benchmarks.model.protocol import CHECKED_LAYERS, PROJECTIONS, SAME_MODEL, Kind, Protocol, Task
+from benchmarks.model.protocol import (
+    CHECKED_LAYERS,
+    LORA_B_DEVIATION,
+    MAGNITUDE_DEVIATION,
+    PROJECTIONS,
+    SAME_MODEL,
+    Kind,
+    Protocol,
+    Task,
+)
 from benchmarks.work import Expectation, Variant
 
-# Of lora_b, so that s‖A B‖ is about 0.3 of ‖W‖ in a model whose weights have a deviation of 0.02.
-LORA_B_INIT = nnx.initializers.normal(0.0035)
-MAGNITUDE_DEVIATION = 0.05
+LORA_B_INIT = nnx.initializers.normal(LORA_B_DEVIATION)
 
 
 def variant(kind: Kind, task: Task, protocol: Protocol, device: str) -> Variant:

@@ -15,14 +15,13 @@ from jax.sharding import PartitionSpec as P
 
 import jax_dora
 from benchmarks.model.decoder import OPTIMIZER, Decoder, LoRALinear, Style
-from benchmarks.model.protocol import PROJECTIONS, Protocol
+from benchmarks.model.protocol import LORA_B_DEVIATION, PROJECTIONS, Protocol
 
 # The projections whose result is sharded under tensor parallelism; the others take it so.
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 AXIS = "devices"
 ROWS_OF_A_DEVICE = 2
-# Of lora_b, so that s‖A B‖ is about 0.3 of ‖W‖ in a model whose weights have a deviation of 0.02.
-DEVIATION, LORA_B_DEVIATION = 0.02, 0.0035
+DEVIATION = 0.02
 
 
 class Layout(NamedTuple):

@@ -14,14 +14,20 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.check import Check, judge
-from benchmarks.model.protocol import CHECKED_LAYERS, PROJECTIONS, SAME_MODEL, Kind, Protocol, Task
+from benchmarks.model.protocol import (
+    CHECKED_LAYERS,
+    LORA_B_DEVIATION,
+    MAGNITUDE_DEVIATION,
+    PROJECTIONS,
+    SAME_MODEL,
+    Kind,
+    Protocol,
+    Task,
+)
 from benchmarks.work import Expectation, Variant
 from parity.model import sizes
 from parity.sides.torch.decoder import adapt, checkpoint_layers, parameters
 
-# As in `benchmarks.model.jax_model`, whose reasons hold here too.
-LORA_B_DEVIATION = 0.0035
-MAGNITUDE_DEVIATION = 0.05
 EPS = 1e-6
 
 
