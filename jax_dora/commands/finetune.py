@@ -17,7 +17,6 @@ import argparse
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -111,7 +110,10 @@ def run(args: argparse.Namespace) -> int:
         console.print("one of them is killed is known when JAX notices, after a minute or more")
     with lifeline.held(), _held(args.output):
         with corrections():
-            processes.compare(_flags(args))
+            # But for where files lie, which may differ.
+            own = ("run", "coordinator", "process")
+            flags = {name: one for name, one in vars(args).items() if name not in own}
+            processes.compare({n: isinstance(one, Path) or one for n, one in flags.items()})
         with corrections(), _tiny(args):
             plan = Plan(args, console)
             console.print(report(plan))
@@ -144,13 +146,6 @@ def _held(output: Path) -> Iterator[None]:
         with corrections():
             processes.first_does(hold)
         yield
-
-
-def _flags(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns what every process is to be given, but for where files lie, which may differ."""
-    own = ("run", "coordinator", "process")
-    flags = {name: value for name, value in vars(args).items() if name not in own}
-    return {name: isinstance(value, Path) or value for name, value in flags.items()}
 
 
 @contextlib.contextmanager

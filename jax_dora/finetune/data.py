@@ -25,7 +25,7 @@ class Rows(NamedTuple):
     positions: np.ndarray  # i32, from 0 in every example
     segment_ids: np.ndarray  # i32: 1, 2, … for the examples of a row, 0 for padding
 
-    def take(self, index: np.ndarray | slice) -> "Rows":
+    def take(self, index: int | np.ndarray | slice) -> "Rows":
         return Rows(*(array[index] for array in self))
 
     def placed(self, sharding: jax.sharding.Sharding) -> Any:
@@ -61,16 +61,10 @@ def pack(examples: Sequence[Example], length: int) -> Packed:
             contents.append([])
         contents[row].append(example)
         bisect.insort(room, (free - size, row))
-    shape = (len(contents), length)
-    rows = Rows(
-        tokens=np.zeros(shape, np.int32),
-        targets=np.zeros(shape, np.int32),
-        weights=np.zeros(shape, np.float32),
-        positions=np.zeros(shape, np.int32),
-        segment_ids=np.zeros(shape, np.int32),
-    )
-    for row, content in enumerate(contents):
-        _fill(rows.take(slice(row, row + 1)), content)
+    dtypes = (np.int32, np.int32, np.float32, np.int32, np.int32)
+    rows = Rows(*(np.zeros((len(contents), length), dtype) for dtype in dtypes))
+    for number, content in enumerate(contents):
+        _fill(rows.take(number), content)
     return Packed(rows, len(kept), truncated, len(examples) - len(kept))
 
 
@@ -94,7 +88,7 @@ def _fill(row: Rows, examples: Sequence[Example]) -> None:
     start = 0
     for segment, example in enumerate(examples, 1):
         size = len(example.tokens) - 1
-        place = (0, slice(start, start + size))
+        place = slice(start, start + size)
         row.tokens[place] = example.tokens[:-1]
         row.targets[place] = example.tokens[1:]
         row.weights[place] = example.learned[1:]

@@ -30,7 +30,10 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
         environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+        environment.globals |= {
+            "raise_exception": _refuse,
+            "strftime_now": lambda form: datetime.datetime.now().strftime(form),
+        }
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
@@ -126,7 +129,3 @@ def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
 
 def _refuse(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
-
-
-def _now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)

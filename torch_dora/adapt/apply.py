@@ -79,7 +79,11 @@ def apply_dora(model: nn.Module, rules: DoRARule | Sequence[DoRARule]) -> Any:
             "these parameters of lazy modules have no shape yet; call the model once, which gives "
             f"them theirs, first:{listing(lazy)}"
         )
-    layers = [one for one in modules_with_names(model) if _holds_parameters(one[0])]
+    layers = [
+        (module, names)
+        for module, names in modules_with_names(model)
+        if [*module.parameters(recurse=False)] or parametrize.is_parametrized(module)
+    ]
     head = output_head(model)
     chosen = assign(
         rules,
@@ -163,10 +167,6 @@ def adapt(module: nn.Module, name: str, rule: DoRARule) -> DoRALayer:
 
         add_hook_to_module(layer, hook)
     return layer
-
-
-def _holds_parameters(module: nn.Module) -> bool:
-    return bool([*module.parameters(recurse=False)]) or parametrize.is_parametrized(module)
 
 
 def _is_linear(module: nn.Module) -> bool:
