@@ -84,11 +84,7 @@ class Place:
 
 
 def places(model: nnx.Module, path: str) -> dict[Place, nnx.Variable]:
-    """Returns the projections of a plain model whose paths match, and their kernels.
-
-    Raises:
-      ValueError: the model holds an adapter, or nothing matches that a bank has room for.
-    """
+    """Returns the projections of a plain model whose paths match, and their kernels."""
     check_plain([found.paths[0] for found in find_dora_layers(model)], "jax_dora")
     found = [site for site in sites(model) if site.is_matched]
     rule = DoRARule(path, rank=1, alpha=1)

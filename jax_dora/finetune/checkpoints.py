@@ -81,9 +81,6 @@ class Checkpoints:
         Args:
           arrays: a tree of arrays.
           facts: whatever JSON can say.
-
-        Raises:
-          OSError: it could not be written; those before it are as they were.
         """
         folder, partial = self.folder / str(step), self.folder / f".{step}.partial"
         for left in self.unfinished():

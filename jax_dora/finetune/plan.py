@@ -58,12 +58,6 @@ class Plan:
     """
 
     def __init__(self, args: argparse.Namespace, console: Console) -> None:
-        """
-        Raises:
-          FileExistsError: a folder to be made is there.
-          FileNotFoundError, ValueError, NotImplementedError: an input is missing, damaged, or does
-            not fit the others.
-        """
         self.args, self.console = args, console
         self.checkpoints = Checkpoints(args.output / "checkpoints", args.keep)
         if not args.resume and self.checkpoints.steps():
@@ -135,11 +129,7 @@ class Plan:
 
     @functools.cached_property
     def abstract_model(self) -> CausalLM:
-        """The adapted model, of shapes alone.
-
-        Raises:
-          ValueError, TypeError: --target takes nothing, or what cannot be adapted.
-        """
+        """The adapted model, of shapes alone."""
         base = abstract_model(self.folder, **self.reading)
         graphdef, state = nnx.split(base)
         return nnx.eval_shape(lambda state: self.adapted(nnx.merge(graphdef, state)), state)
@@ -249,11 +239,6 @@ class Plan:
 
 
 def _check_merge(folder: Path, output: Path) -> None:
-    """
-    Raises:
-      FileExistsError: the merged model's folder is there, or will be when it is to be made.
-      NotADirectoryError: it cannot be made.
-    """
     taken = [output / name for name in ("adapter", "best", "checkpoints", "tensorboard")]
     if folder.exists() or folder.resolve() in [one.resolve() for one in taken]:
         raise FileExistsError(

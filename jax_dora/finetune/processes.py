@@ -102,11 +102,7 @@ def first_does(action: Callable[[], Any]) -> None:
 
 def compare(given: Mapping[str, Any]) -> None:
     """Compares what the processes were given with what the first was, as JSON: each would compute
-    something else without an error, or wait for ever.
-
-    Raises:
-      ValueError: in all processes, where it is not the same in one of them.
-    """
+    something else without an error, or wait for ever."""
     if jax.process_count() == 1:
         return
     here = json.loads(json.dumps(given))

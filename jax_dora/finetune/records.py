@@ -16,13 +16,7 @@ class Record(NamedTuple):
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Yields the records of a file or folder.
-
-    Raises:
-      FileNotFoundError: there is none.
-      ImportError: parquet and datasets need pyarrow.
-      ValueError: a record is damaged, or no object; it names the file and the line or row.
-    """
+    """Yields the records of a file or folder."""
     count = 0
     for where, record in _read(path):
         if not isinstance(record, dict):

@@ -33,10 +33,6 @@ class Run:
     """
 
     def __init__(self, plan: Plan) -> None:
-        """
-        Raises:
-          FileNotFoundError, ValueError: the model's folder is incomplete or damaged.
-        """
         self.plan, self.args, self.console = plan, plan.args, plan.console
         options = {"clip": plan.args.clip, "weight_decay": plan.args.weight_decay}
         self.optimizer = training.make_optimizer(plan.schedule, **options)
@@ -57,11 +53,7 @@ class Run:
         self.worse = 0  # evaluations since then
 
     def take_up(self) -> None:
-        """Goes back to the last sound checkpoint, if there is one; names the others.
-
-        Raises:
-          ValueError: no checkpoint is sound, or the last one was made with other settings.
-        """
+        """Goes back to the last sound checkpoint, if there is one; names the others."""
         if not self.args.resume:
             return
         checkpoints = self.plan.checkpoints

@@ -172,12 +172,7 @@ class DecoderConfig:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Returns the object that a file holds.
-
-    Raises:
-      FileNotFoundError: it is not there.
-      ValueError: it is no JSON, or no object.
-    """
+    """Returns the object that a file holds."""
     try:
         value = json.loads(file.read_text("utf-8"))
     except (ValueError, RecursionError) as error:

@@ -53,10 +53,6 @@ class QuantisedTensor(NamedTuple):
         Args:
           stored: the folder's tensors.
           config: the contents of its config.json.
-
-        Raises:
-          NotImplementedError: it is quantised in another way.
-          ValueError: what it takes is missing, or of another shape.
         """
         weight = stored.get(name)
         if weight is None:

@@ -59,13 +59,7 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Returns every tensor of the folder's safetensors files, by name; reads only their headers.
-
-    Raises:
-      FileNotFoundError: neither model.safetensors nor its index is there, or a file it names.
-      ValueError: a file is damaged, or index and files disagree.
-      NotImplementedError: a tensor has a dtype that is none of `DTYPES`.
-    """
+    """Returns every tensor of the folder's safetensors files, by name; reads only their headers."""
     index = folder / INDEX
     if index.exists():
         try:

@@ -48,11 +48,7 @@ class BankLinear(nn.Module):
         return self.base.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns [batch, ..., out] of x [batch, ..., in], in the base's dtype.
-
-        Raises:
-            ValueError: x has another number of rows than there are ids.
-        """
+        """Returns [batch, ..., out] of x [batch, ..., in], in the base's dtype."""
         if isinstance(x, Tensor) and x.is_nested:
             return fast_path.of_nested(self, x)
         check_rows(x.shape, self.ids.shape[0], has_rows=x.ndim > 1)

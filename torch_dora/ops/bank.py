@@ -66,9 +66,6 @@ def bank_linear(
     Returns:
         [batch, ..., out] in y's dtype. A row of an id that has no slot, or of an empty slot, is
         NaN.
-
-    Raises:
-        NotImplementedError: "triton" is named and cannot take the call.
     """
     if _chosen(y, x, slots, implementation) == "triton":
         batch = ids.shape[0]

@@ -34,10 +34,6 @@ def choose(call: Call, implementation: str | None, kernel: ModuleType | None) ->
         implementation: one of :data:`IMPLEMENTATIONS`, which then runs or raises; None for the
             best.
         kernel: the operator's kernel; None for one that takes every call that Triton takes.
-
-    Raises:
-        ValueError: ``implementation`` is unknown.
-        NotImplementedError: "triton" is named and refuses; the message says why.
     """
     check_name(implementation)
     if implementation == "eager":

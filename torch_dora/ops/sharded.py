@@ -32,9 +32,6 @@ def norm(
         of_shard: the norm of plain operands, in the order of the arguments that follow.
         root: the square root of a plain tensor.
         weight, lora_a, lora_b: [out, in], [r, in], [out, r], detached.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: as :func:`torch_dora.ops.shards.check_alike`.
     """
     if not shards.is_sharded(weight, lora_a, lora_b):
         return of_shard(weight, lora_a, lora_b)
@@ -66,9 +63,6 @@ def projection(of_shard: Callable[..., Tensor], *operands: Any) -> Any:
     Args:
         of_shard: the projection of plain operands.
         operands: x, adapter_x [..., in] or None, weight, bias [out] or None, lora_a, lora_b, g.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: as :func:`torch_dora.ops.shards.check_alike`.
     """
     if not shards.is_sharded(*operands):
         return of_shard(*operands)

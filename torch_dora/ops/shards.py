@@ -23,13 +23,7 @@ def is_sharded(*tensors: Tensor | None) -> bool:
 
 
 def check_alike(**tensors: Tensor | None) -> None:
-    """Checks that all tensors are DTensors on one mesh, and that only x is a pending sum.
-
-    Raises:
-        TypeError: some are DTensors and others are not.
-        ValueError: they lie on different meshes.
-        NotImplementedError: one is a pending sum.
-    """
+    """Checks that all tensors are DTensors on one mesh, and that only x is a pending sum."""
     given: dict[str, Any] = {name: one for name, one in tensors.items() if one is not None}
     plain = [name for name, one in given.items() if not is_sharded(one)]
     if plain:
@@ -171,11 +165,7 @@ def mesh_of(tensors: Iterable[Any]) -> Mesh | None:
 
 def by_first(mesh: Mesh | None, function: Callable[[], Any]) -> None:
     """Calls ``function`` in the first process of ``mesh``, for which the others wait; without a
-    mesh, here.
-
-    Raises:
-        RuntimeError: the first process' call failed; there, its own error is raised.
-    """
+    mesh, here."""
     if mesh is None:
         function()
         return

@@ -24,11 +24,7 @@ _HELD = "is the out_proj of a MultiheadAttention, which reads its weight and nev
 
 
 def layers_of(model: nn.Module) -> dict[str, Layer]:
-    """Returns every layer that can be adapted or is, by its module's name.
-
-    Raises:
-        TypeError: ``model`` is no module, or one around the model; PEFT's adapters are in it.
-    """
+    """Returns every layer that can be adapted or is, by its module's name."""
     check_model(model, inside=WRAPPERS)
     refuse_peft(model)
     found = {}
