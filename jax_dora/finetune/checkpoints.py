@@ -5,6 +5,7 @@ file calls: on a full disk a writer of many files at once would leave tasks behi
 themselves.
 """
 
+import dataclasses
 import hashlib
 import json
 import shutil
@@ -24,16 +25,12 @@ ARRAYS, FACTS = "arrays.safetensors", "facts.json"
 SUMS = "SHA256SUMS"  # written last, in the form of `sha256sum --check`
 
 
+@dataclasses.dataclass
 class Checkpoints:
     """The checkpoints of one run, by their steps. Each appears whole or not at all."""
 
-    def __init__(self, folder: Path, keep: int = 1) -> None:
-        """
-        Args:
-          folder: made with the first checkpoint.
-          keep: so many of the newest checkpoints stay.
-        """
-        self.folder, self.keep = folder, keep
+    folder: Path  # made with the first
+    keep: int = 1  # so many of the newest stay
 
     def steps(self) -> list[int]:
         """Returns the steps of all checkpoints in order, sound or not."""
@@ -76,12 +73,7 @@ class Checkpoints:
 
     def save(self, step: int, arrays: Any, facts: dict[str, Any]) -> None:
         """Writes a checkpoint, and removes those that are too old, and later ones, which are
-        damaged, or of steps that the run has gone back from.
-
-        Args:
-          arrays: a tree of arrays.
-          facts: whatever JSON can say.
-        """
+        damaged, or of steps that the run has gone back from."""
         folder, partial = self.folder / str(step), self.folder / f".{step}.partial"
         for left in self.unfinished():
             shutil.rmtree(left)

@@ -1,5 +1,6 @@
 """Records of any of the usual forms as tokens, with what of them is to be learned."""
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -20,17 +21,13 @@ ALPACA = (
 )
 
 
+@dataclasses.dataclass
 class Encoder:
     """Makes examples of records, as one model reads them."""
 
-    def __init__(self, tokenizer: Tokenizer, end: int, template: ChatTemplate | None) -> None:
-        """
-        Args:
-          tokenizer: its special tokens, such as the beginning of a text, go before a prompt.
-          end: the token that ends a completion; a chat template writes its own.
-          template: of "messages".
-        """
-        self.tokenizer, self.end, self.template = tokenizer, end, template
+    tokenizer: Tokenizer  # whose special tokens, such as that of a beginning, go before a prompt
+    end: int  # the token that ends a completion; a chat template writes its own
+    template: ChatTemplate | None  # of "messages"
 
     def examples(self, records: Iterable[Record]) -> Iterator[Example]:
         """Yields one example for each record, or several for a conversation."""

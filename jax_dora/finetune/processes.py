@@ -51,14 +51,8 @@ def join(coordinator: str | None, count: int | None, index: int | None) -> None:
 
 
 def lifeline(coordinator: str | None) -> tuple[Lifeline, bool]:
-    """Connects the processes that have joined, so that each hears when another is gone.
-
-    Args:
-      coordinator: as `join` was given it.
-
-    Returns:
-      The connections, and whether all of them could be made.
-    """
+    """Connects the processes that have joined by `coordinator`, so that each hears when another is
+    gone; returns the connections, and whether all of them could be made."""
     count, index = jax.process_count(), jax.process_index()
     if count == 1:
         return Lifeline(index, {}), True
