@@ -178,7 +178,7 @@ class AdapterBank:
             arrays = plan.write(arrays, piece, number, np.int32(index * RANKS))
         arrays, g = plan.finish(arrays, kernels, facts, number)
         plan.settle(host.settled, kernels, g)
-        return self._with(arrays)
+        return self.tree_unflatten(plan, (arrays,))
 
     def evict(self, slot: int) -> "AdapterBank":
         """Returns the bank without the adapter of a slot, if it held one, on this bank's arrays.
@@ -186,7 +186,8 @@ class AdapterBank:
         Raises:
           TypeError, ValueError: `slot` is no slot.
         """
-        return self._with(self._plan.clear(self.arrays, self._slot(slot)))
+        arrays = self._plan.clear(self.arrays, self._slot(slot))
+        return self.tree_unflatten(self._plan, (arrays,))
 
     def checked(self, adapter_ids: Any) -> jax.Array:
         """Returns a batch's slots as i32[batch], in which `slots` stands for an id that is none;
@@ -221,9 +222,6 @@ class AdapterBank:
                 "make a new AdapterBank"
             )
         return self._base
-
-    def _with(self, arrays: Arrays) -> "AdapterBank":
-        return self.tree_unflatten(self._plan, (arrays,))
 
     def _slot(self, slot: Any) -> np.int32:
         check_slot(slot, self.slots)

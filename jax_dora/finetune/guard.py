@@ -29,11 +29,8 @@ class LossGuard:
         self.mean = mean
 
     def check(self, step: int, metrics: Metrics, base_loss: Callable[[], float]) -> None:
-        """Takes the loss into the mean.
-
-        Args:
-          base_loss: the loss of the same rows without the adapter, for the message.
-        """
+        """Takes the loss into the mean; `base_loss` is that of the same rows without the adapter,
+        for the message."""
         loss = float(metrics.loss)
         if not metrics.finite:
             wrong = "the gradient or the updated adapter" if math.isfinite(loss) else "the loss"

@@ -17,12 +17,7 @@ class Writer:
     kind, event_kind, prefix = "", "", ""
 
     def __init__(self, model: str, tokenizer: Tokenizer, prompt: int, tells: bool) -> None:
-        """
-        Args:
-          model: its name, as asked for.
-          prompt: how many tokens the prompt has.
-          tells: whether the tokens' probabilities are told.
-        """
+        # The prompt's tokens, and whether the answer's probabilities are told.
         self._tokenizer, self._prompt, self._tells = tokenizer, prompt, tells
         self._count = 0
         self._head = {

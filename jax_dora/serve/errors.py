@@ -17,16 +17,11 @@ TYPES = {
 
 
 class ApiError(Exception):
-    """Ends a request with a status and a message."""
+    """Ends a request with a status, a message, the field that is wrong and a word for programs."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
     ) -> None:
-        """
-        Args:
-          param: the field that is wrong.
-          code: a word for it, for programs.
-        """
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 

@@ -31,14 +31,8 @@ Lifespan = Callable[[Any], contextlib.AbstractAsyncContextManager[None]]
 def make_app(
     service: Service, *, lifespan: Lifespan, ready: Ready, api_key: str | None, body_bytes: int
 ) -> ASGIApp:
-    """Returns the application.
-
-    Args:
-      lifespan: runs engine and adapters while it serves.
-      ready: whether both run.
-      api_key: what clients have to know; None for nothing.
-      body_bytes: the most that a request's body may have.
-    """
+    """Returns the application; `lifespan` runs engine and adapters while it serves, and `ready`
+    says whether both run."""
     handlers = _Handlers(service, ready, body_bytes)
     routes = [
         Route("/v1/models", handlers.models, methods=["GET"]),

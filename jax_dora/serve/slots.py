@@ -65,14 +65,8 @@ class Slots:
     def __init__(
         self, model: CausalLM, bank: Residents | None, rows: int, capacity: int, chunk: int
     ) -> None:
-        """
-        Args:
-          model: without adapters.
-          bank: the adapters that rows may have; None for the base alone.
-          rows: requests that are answered at a time.
-          capacity: tokens that a row can hold.
-          chunk: tokens of prompts that are read at a time.
-        """
+        """Beside a model without adapters, for `rows` requests of `capacity` tokens; `chunk` of
+        their prompts are read at a time."""
         model = nnx.merge(*nnx.split(model))
         model.eval()
         self._graphdef, self._state = nnx.split(model)
