@@ -87,21 +87,17 @@ def load_quantised(
       read: (the target of one layer, its sharding) to that layer's array, quantised or not.
       sharding: of the whole array; its scales are sharded alike where they can be.
     """
-    one_layer = dataclasses.replace(target, shape=target.shape[1:]) if target.stacked else target
-    arrays = None
+    one_layer, its_sharding, arrays = target, sharding, None
+    if target.stacked:
+        one_layer = dataclasses.replace(target, shape=target.shape[1:], stacked=False)
+        if isinstance(sharding, NamedSharding):
+            its_sharding = NamedSharding(sharding.mesh, PartitionSpec(*tuple(sharding.spec)[1:]))
     for number, name in enumerate(target.names):
-        its = dataclasses.replace(one_layer, names=(name,), stacked=False)
-        its_sharding = _of_layer(sharding, target.stacked)
-        layer = read(its, its_sharding)
+        layer = read(dataclasses.replace(one_layer, names=(name,)), its_sharding)
         if not quantised.is_quantised(layer):
             shape, scales = like.shape, like.scale.shape
-            tile = [n // m for n, m in zip(shape, scales, strict=True)]
-            layer = round_to(
-                layer,
-                quantised.qtype_name(like),
-                tuple(tile[-len(its.shape) :]),
-                like.scale.dtype,
-            )
+            tile = tuple(n // m for n, m in zip(shape, scales, strict=True))[-layer.ndim :]
+            layer = round_to(layer, quantised.qtype_name(like), tile, like.scale.dtype)
             quantised.check(name, layer)
             layer = placed(layer, its_sharding)
         if not target.stacked:
@@ -112,11 +108,3 @@ def load_quantised(
         # The next layer's float copy is made when this one's has gone.
         jax.block_until_ready(arrays)
     return arrays
-
-
-def _of_layer(
-    sharding: jax.sharding.Sharding | None, stacked: bool
-) -> jax.sharding.Sharding | None:
-    if not stacked or not isinstance(sharding, NamedSharding):
-        return sharding
-    return NamedSharding(sharding.mesh, PartitionSpec(*tuple(sharding.spec)[1:]))
