@@ -6,7 +6,6 @@ Trains the adapter alone, in a jitted optax step, and saves both loss curves as 
 """
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 
 import corpus
@@ -67,8 +66,10 @@ def loss_fn(model: Transformer, tokens: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
-def train_step(trained: type[nnx.Variable]) -> Callable[..., jax.Array]:
-    """A jitted step that differentiates and updates variables of one type only."""
+def fit(model, trained, learning_rate: float, text: np.ndarray, steps: int, what: str):
+    """Trains `model`'s variables of type `trained`; returns the loss of every step."""
+    optimizer = nnx.Optimizer(model, optax.adamw(learning_rate), wrt=trained)
+    rng = np.random.default_rng(0)
 
     @nnx.jit
     def step(model, optimizer, tokens):
@@ -77,13 +78,6 @@ def train_step(trained: type[nnx.Variable]) -> Callable[..., jax.Array]:
         optimizer.update(model, grads)
         return loss
 
-    return step
-
-
-def fit(model, trained, learning_rate: float, text: np.ndarray, steps: int, what: str):
-    """Trains `model`'s variables of type `trained`; returns the loss of every step."""
-    optimizer = nnx.Optimizer(model, optax.adamw(learning_rate), wrt=trained)
-    step, rng = train_step(trained), np.random.default_rng(0)
     batches = (corpus.batch(text, LENGTH, ROWS, rng) for _ in range(steps))
     losses = [step(model, optimizer, b) for b in track(batches, what, total=steps)]
     return [float(loss) for loss in losses]

@@ -12,12 +12,10 @@ import json
 import sys
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 import jax_dora
 from jax_dora.commands.flags import corrections, not_negative, share, whole
 from jax_dora.commands.folders import adapted_model, add_model_flags, base_folder
-from jax_dora.models import CausalLM, Sampling, generate, generate_steps, read_config
+from jax_dora.models import Sampling, generate, generate_steps, read_config
 from jax_dora.models.chat import ChatTemplate
 from jax_dora.models.text import TextStream
 from jax_dora.models.tokenizer import read_ends, read_tokenizer
@@ -68,7 +66,12 @@ def run(args: argparse.Namespace) -> int:
             model = jax_dora.freeze(model)
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     if len(prompts) == 1:
-        _print_as_it_comes(model, tokenizer, tokens[0], args.tokens, sampling, ends)
+        stream = TextStream(tokenizer)
+        for (drawn,) in generate_steps(model, tokens, args.tokens, sampling):
+            if drawn in ends:
+                break
+            print(stream.add(int(drawn)), end="", flush=True)
+        print(stream.end())
         return 0
     answers = generate(model, tokens, args.tokens, sampling, ends=ends)
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -85,19 +88,3 @@ def _conversation(folder: Path, system: str | None, prompt: str) -> str:
     if system is not None:
         messages = [{"role": "system", "content": system}, *messages]
     return template.render(messages, reply=True)
-
-
-def _print_as_it_comes(
-    model: CausalLM,
-    tokenizer: Tokenizer,
-    prompt: list[int],
-    count: int,
-    sampling: Sampling,
-    ends: list[int],
-) -> None:
-    stream = TextStream(tokenizer)
-    for drawn in generate_steps(model, [prompt], count, sampling):
-        if drawn[0] in ends:
-            break
-        print(stream.add(int(drawn[0])), end="", flush=True)
-    print(stream.end())

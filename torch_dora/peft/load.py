@@ -114,7 +114,9 @@ def load_adapter(
     for name, value in wholes.items():
         shards.fill(parameters[name], value)
     for name, (indices, value) in rows.items():
-        _fill_rows(parameters[name], indices, value)
+        whole = shards.whole(parameters[name]).detach().clone()
+        whole[indices] = value.to(whole)
+        shards.fill(parameters[name], whole)
     stored = {
         id(parameters[name])
         for name in wholes
@@ -195,12 +197,6 @@ def _fill(layer: Any, values: Mapping[str, Tensor]) -> None:
         shards.fill(getattr(layer, name), value)
     if "magnitude" not in values:
         layer.reset_magnitude()
-
-
-def _fill_rows(parameter: Tensor, indices: list[int], rows: Tensor) -> None:
-    value = shards.whole(parameter).detach().clone()
-    value[indices] = rows.to(value)
-    shards.fill(parameter, value)
 
 
 def _untie(model: nn.Module, name: str) -> None:
