@@ -217,6 +217,16 @@ def test_what_fsdp1_wraps_inside_is_refused(function):
         function(nn.Sequential(nn.Linear(4, 4), FullyShardedDataParallel(nn.Linear(4, 4))))
 
 
+@pytest.mark.parametrize("function", [lambda m: apply_dora(m, RULE), remove_dora, merge_dora])
+def test_what_fsdp1_has_flattened_is_refused(function):
+    model = nn.Sequential(nn.Linear(4, 4))
+    part = model[0].weight.data
+    del model[0].weight
+    model[0].weight, model[0]._is_fsdp_managed_module = part, True
+    with pytest.raises(TypeError, match=r"model\.0 is a Linear whose weight FSDP1 .*fully_shard"):
+        function(model)
+
+
 def test_distributed_wrappers_are_refused(model):
     wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
     with pytest.raises(TypeError, match=r"DistributedDataParallel, which wraps.*model\.module"):

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
@@ -125,16 +125,21 @@ def remove_dora(model: nn.Module) -> Any:
 
 def check_model(model: Any, inside: Collection[str] = ("FullyShardedDataParallel",)) -> None:
     """Raises TypeError unless ``model`` is a module, and none that wraps the model itself; nor may
-    it have one of the wrappers ``inside`` in it."""
+    it have one of the wrappers ``inside`` in it, nor be inside of FSDP1's."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     for name, module in named_modules(model):
+        where = f"model{name and '.'}{name} is a {type(module).__name__}"
+        if placement.is_in_fsdp(module) and isinstance(vars(module).get("weight"), Tensor):
+            raise TypeError(
+                f"{where} whose weight FSDP1 has made a part of a flat parameter; pass "
+                f"{WRAPPERS['FullyShardedDataParallel']}"
+            )
         for kind in type(module).__mro__:
             if kind.__name__ in (inside if name else WRAPPERS):
                 wrapped = "a part of the model" if name else "the model itself"
                 raise TypeError(
-                    f"model{name and '.'}{name} is a {type(module).__name__}, which wraps "
-                    f"{wrapped}; pass the inner one: {WRAPPERS[kind.__name__]}"
+                    f"{where}, which wraps {wrapped}; pass the inner one: {WRAPPERS[kind.__name__]}"
                 )
 
 
