@@ -192,8 +192,9 @@ class AdapterBank:
     def checked(self, adapter_ids: Any) -> jax.Array:
         """Returns a batch's slots as i32[batch], in which `slots` stands for an id that is none;
         raises as `with_bank` where it can."""
-        if not isinstance(adapter_ids, jax.Array):
-            adapter_ids = np.asarray(adapter_ids)
+        if not isinstance(adapter_ids, jax.Array | np.ndarray):
+            # A list of no ids would be one of floats.
+            adapter_ids = np.asarray(adapter_ids, None if np.size(adapter_ids) else np.int32)
         is_integer = jnp.issubdtype(adapter_ids.dtype, jnp.integer)
         check_ids_like(adapter_ids, are_integers=is_integer)
         if not isinstance(adapter_ids, Tracer):

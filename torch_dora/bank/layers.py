@@ -127,6 +127,8 @@ def _copied(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
 
 def _checked(bank: AdapterBank, adapter_ids: Any) -> Tensor:
     ids = torch.as_tensor(adapter_ids)
+    if isinstance(adapter_ids, list | tuple) and not ids.numel():
+        ids = ids.long()  # torch takes a list of nothing for floats
     is_other = ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool
     check_ids_like(ids, are_integers=not is_other)
     known = set(ids.tolist())

@@ -8,6 +8,7 @@ Two Triton kernels read each adapter where it lies, by its real rank: `triton.ba
 of every row, has.
 """
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -67,17 +68,16 @@ def bank_linear(
         [batch, ..., out] in y's dtype. A row of an id that has no slot, or of an empty slot, is
         NaN.
     """
+    batch, tokens = ids.shape[0], math.prod(y.shape[1:-1])
+    base, rows = (t.reshape(batch, tokens, t.shape[-1]) for t in (y, x))
     if _chosen(y, x, slots, implementation) == "triton":
-        batch = ids.shape[0]
-        base, rows = (t.reshape(batch, -1, t.shape[-1]) for t in (y, x))
-        order = order if base.shape[1] == 1 else None
+        order = order if tokens == 1 else None
         return bank_expand.bank_linear(base, rows, *slots, ids, order, bias).reshape(y.shape)
-    count, batch, wide = slots.scale.shape[0], ids.shape[0], accumulation_dtype(y)
+    count, wide = slots.scale.shape[0], accumulation_dtype(y)
     safe = ids.clamp(0, count - 1)
-    rows = x.reshape(batch, -1, x.shape[-1]).to(y.dtype)
-    z = torch.bmm(rows, slots.lora_a[safe].to(y.dtype).mT)
+    z = torch.bmm(rows.to(y.dtype), slots.lora_a[safe].to(y.dtype).mT)
     lora = torch.bmm(z, slots.lora_b[safe].to(y.dtype)).to(wide)
-    inner = y.reshape(batch, -1, y.shape[-1]).to(wide)
+    inner = base.to(wide)
     if bias is not None:
         inner = inner - bias.to(wide)
     inner = torch.addcmul(inner, lora, slots.scale[safe, None, None].to(wide))

@@ -142,6 +142,7 @@ def test_ids_and_models_that_are_refused():
     with pytest.raises(ValueError, match=r"x has shape \(3, 13\), and adapter_ids has 2 rows"):
         with_bank(base, bank, [0, -1])(jnp.zeros((3, IN)))
     assert with_bank(base, bank, [0, -1])(jnp.zeros((2, IN))).shape == (2, OUT)
+    assert with_bank(base, bank, [])(jnp.zeros((0, IN))).shape == (0, OUT)
 
 
 def test_every_kind_of_projection_and_different_targets():

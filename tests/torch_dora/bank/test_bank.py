@@ -81,6 +81,14 @@ def test_a_slot_forgets_what_it_held_and_nothing_moves():
     assert tensors.g[1].isnan().all()
 
 
+@pytest.mark.parametrize(("rows", "ids"), [((0, IN), []), ((0, 3, IN), []), ((2, 0, IN), [0, -1])])
+def test_a_batch_may_be_without_rows(rows, ids):
+    base, bank, _ = filled()
+    for implementation in (None, "eager"):
+        model = torch_dora.with_bank(base, bank, ids, implementation=implementation)
+        assert model(torch.ones(rows)).shape == (*rows[:-1], OUT)
+
+
 def test_what_is_wrong_is_told():
     base, bank, alone = filled()
     bank.evict(1)
