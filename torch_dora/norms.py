@@ -57,7 +57,7 @@ def with_norms(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]
     Raises:
         ValueError: a layer has no norm in ``values``, a norm has no layer, or one has another shape
             than its layer's magnitude; or there is no DoRA layer in ``model``.
-        TypeError: a norm is no float tensor.
+        TypeError: a norm is no tensor of float32 or float64.
     """
     layers = _layers(model)
     if layers.keys() != values.keys():
@@ -69,6 +69,11 @@ def with_norms(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]
         )
     for name, layer in layers.items():
         check.is_float(f"values[{name!r}]", values[name])
+        if values[name].dtype not in (torch.float32, torch.float64):
+            raise TypeError(
+                f"values[{name!r}] has dtype {values[name].dtype}; expected float32, as "
+                "torch_dora.norms(model) returns it: g is only as exact as its norm"
+            )
         check.has_shape(f"values[{name!r}]", values[name], tuple(layer.magnitude.shape), "[out]")
     before = {name: layer.constant_norm for name, layer in layers.items()}
     try:

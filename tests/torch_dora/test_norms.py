@@ -193,6 +193,11 @@ def test_a_model_without_a_dora_layer_is_refused(function):
         ({"1": torch.ones(4)}, ValueError, r"\n  no layer for norm 1$"),
         ({"2": torch.ones(1, 16)}, ValueError, r"values\['2'\] has shape \(1, 16\); expected \(16"),
         ({"2": torch.ones(16, dtype=torch.int32)}, TypeError, r"values\['2'\] has dtype torch.int"),
+        (
+            {"2": torch.ones(16).bfloat16()},
+            TypeError,
+            r"values\['2'\] has dtype torch.bfloat16; exp",
+        ),
         ({"2": [1.0] * 16}, TypeError, r"values\['2'\] must be a torch.Tensor"),
     ],
 )

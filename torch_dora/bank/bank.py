@@ -187,10 +187,11 @@ class AdapterBank:
                 raise ValueError(
                     f"adapter has {name} {tuple(tensor.shape)} for {path!r}; expected {shape}"
                 )
-            if not bool(tensor.isfinite().all()):
+            dtype = getattr(self.tensors[path], name, self.tensors[path].g).dtype
+            if not bool(tensor.to(dtype).isfinite().all()):
                 raise ValueError(
-                    f"adapter has NaN or infinity in {name} of {path!r}; expected finite numbers: "
-                    "take an earlier state of its training"
+                    f"adapter has NaN or infinity in {name} of {path!r}, in the bank's dtype "
+                    f"{dtype}; expected finite numbers: take an earlier state of its training"
                 )
 
 

@@ -107,6 +107,11 @@ def test_what_is_wrong_is_told():
         alone[2].lora_b[0, 0] = torch.nan
     with pytest.raises(ValueError, match="NaN or infinity in lora_b of ''"):
         bank.load(0, alone[2])
+    halves, half, (large, *_) = filled(torch.float16)
+    large.lora_a.data[0, 0] = 1e5
+    with pytest.raises(ValueError, match="NaN or infinity in lora_a of '', in the bank's dtype"):
+        half.load(1, large)
+    assert torch_dora.with_bank(halves, half, [1])(torch.ones(1, IN).half()).isfinite().all()
     for ids, error, message in [
         ([0, 4], ValueError, r"\[4\]; expected slots from 0 to 3"),
         ([-2], ValueError, r"\[-2\]; expected"),
