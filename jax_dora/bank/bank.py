@@ -161,9 +161,15 @@ class AdapterBank:
 
         Raises:
           TypeError, ValueError, FileNotFoundError, NotADirectoryError, NotImplementedError: as
-            `read`; or `slot` is no slot.
+            `read`; or `slot` is no slot. TypeError also in a function that JAX traces.
         """
         number = self._slot(slot)
+        # What is made of nothing is traced too, where jax.jit and its like are at work.
+        if any(isinstance(one, Tracer) for one in (jnp.zeros(()), *jax.tree.leaves(self.arrays))):
+            raise TypeError(
+                "load is called in a function that JAX traces; expected a call outside: load first "
+                "and give the function the bank as an argument, which compiles nothing anew"
+            )
         if isinstance(adapter, HostAdapter):
             self._check_fits(adapter)
             self._check_rank(adapter)

@@ -187,6 +187,19 @@ def test_other_things_that_are_refused():
         AdapterBank(MODEL, 2, 4, path="embed")
 
 
+def test_loading_under_jit_is_refused_and_leaves_the_bank_as_it_was():
+    model = Block(nnx.Rngs(0))
+    bank = AdapterBank(model, 2, 4)
+    adapter = drawn(bank, {"linear": 2})
+    for load in (lambda bank: bank.load(0, adapter), lambda _: bank.load(0, adapter)):
+        with pytest.raises(TypeError, match="load is called in a function that JAX traces"):
+            jax.jit(load)(bank)
+    bank = bank.load(0, adapter)
+    assert bank.arrays["linear"].rank.tolist() == [2, 0]
+    evicted = jax.jit(lambda bank: bank.evict(0))(bank)
+    assert np.isnan(evicted.arrays["linear"].g).all()
+
+
 def test_a_bank_may_be_of_some_projections():
     model = Block(nnx.Rngs(0))
     bank = AdapterBank(model, 2, 4, path="linear")
