@@ -1,6 +1,7 @@
 """An adapter's folder on disk, opened lazily."""
 
 import contextlib
+import logging
 import math
 import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from dora_common.rules import listing
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
+_LOG = logging.getLogger(__name__)
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -67,6 +69,22 @@ class Folder:
                 f"and magnitudes alone, and it has:{listing(whole)}"
             )
         return found
+
+    def tell_of_replaced(self, fit: Fit) -> None:
+        """Logs what `save_adapter` has to be given to store again what the folder replaces in the
+        base model, which does not tell of it."""
+        config = self.config
+        given: dict[str, Any] = {"modules_to_save": config.modules_to_save}
+        given["trainable_token_indices"] = config.trainable_token_indices
+        given["bias"] = None if config.bias == "none" else config.bias
+        told = ", ".join(f"{name}={value!r}" for name, value in given.items() if value)
+        if told and (fit.parameters or fit.tokens):
+            _LOG.warning(
+                "%s replaces parameters of the base model, which save_adapter stores again only "
+                "where it is given %s",
+                self.path,
+                told,
+            )
 
     def read(self, key: str) -> Any:
         """Returns one tensor, as the framework's array on the host, in the dtype of the file.

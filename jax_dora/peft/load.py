@@ -57,7 +57,8 @@ def load_adapter[Model: nnx.Module](
     nothing, with lora_a and lora_b zero. An output head that is tied to an adapted embedding stays
     as it is, as in PEFT: `jax_dora.DoRAEmbed`'s adapt_attend is False. A module of modules_to_save
     whose weight is tied to another gets an array of its own, as in PEFT. What an earlier folder
-    replaced in the base model stays as that folder had it.
+    replaced in the base model stays as that folder had it; a warning is logged of what
+    `save_adapter` has to be given to store it again.
 
     The adapter's dropout is off, as after PEFT's `from_pretrained`; to train the adapter further,
     turn it on by `model.train()`.
@@ -127,6 +128,7 @@ def load_adapter[Model: nnx.Module](
         loaded = untie(loaded, view, fit, source.config)
         loaded = replace_modules(loaded, replacements)
         _set_parameters(source, torch_view(loaded, names, held, axes), fit)
+        source.tell_of_replaced(fit)
     return loaded
 
 

@@ -120,11 +120,15 @@ def test_a_resized_vocabulary_of_a_tied_model(tmp_path: Path) -> None:
     assert relative(logits(ours), torch_logits(theirs)) <= TOLERANCE
 
 
-def test_rows_of_single_tokens(tmp_path: Path) -> None:
+def test_rows_of_single_tokens(tmp_path: Path, caplog: Any) -> None:
     model = tied(tmp_path)
     folder, expected = peft_folder(tmp_path, model, trainable_token_indices=[7, 2])
 
     ours = load_adapter(models.load_model(tmp_path / "base"), folder)
+    assert caplog.messages == [
+        f"{folder} replaces parameters of the base model, which save_adapter stores again only "
+        "where it is given trainable_token_indices=(7, 2)"
+    ]
     save_adapter(ours, tmp_path / "again", trainable_token_indices=[7, 2])
 
     assert relative(logits(ours), expected) <= TOLERANCE

@@ -38,7 +38,8 @@ def load_adapter(
     holds whole (modules_to_save, biases), which is cast to the model's dtypes; the rest is frozen,
     rows of single tokens (trainable_token_indices) included. A module of modules_to_save whose
     weight is tied to another gets a copy of its own, as in PEFT. What an earlier folder replaced in
-    the base model stays as that folder had it.
+    the base model stays as that folder had it; a warning is logged of what ``save_adapter`` has to
+    be given to store it again.
 
     A LoRA folder is loaded too: as the DoRA that computes the same, its magnitude equal to its
     norm.
@@ -105,6 +106,7 @@ def load_adapter(
             for parameter, was in trainable.items():
                 parameter.requires_grad_(was)
             raise
+    source.tell_of_replaced(fit)
     replace(model, new)
     for layer, of_layer in values:
         _fill(layer, of_layer)
