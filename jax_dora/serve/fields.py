@@ -14,6 +14,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
+    "service_tier": ("auto", "default"),
 }
 NEUTRAL_COMPLETION = {"best_of": (1,), "echo": (False,), "suffix": ("",)}
 NEUTRAL_CHAT = {
@@ -27,7 +28,7 @@ NEUTRAL_CHAT = {
     "store": (False,),
 }
 # Who asks, and their notes: nothing follows from them.
-FREE = {"user": str, "metadata": dict}
+FREE = {"user": str, "safety_identifier": str, "prompt_cache_key": str, "metadata": dict}
 READ = frozenset(
     "model max_tokens temperature top_p seed stop stream stream_options logprobs".split()
 )

@@ -86,6 +86,8 @@ CHAT = {"messages": [MESSAGE], "max_tokens": 1}
         ("completions", {"stop": ["a", "\ud800"]}, "stop is '\\ud800'; expected Unicode"),
         ("completions", {"n": True}, "n is True; expected 1 or nothing"),
         ("completions", {"echo": 0}, "echo is 0; expected False or nothing"),
+        ("completions", {"safety_identifier": 3}, "safety_identifier is 3; expected a text"),
+        ("completions", {"service_tier": "flex"}, "service_tier is 'flex'; expected 'auto'"),
         ("completions", {"user": 3}, "user is 3; expected a text"),
         ("completions", {"metadata": "x"}, "metadata is 'x'; expected an object"),
         ("completions", {"stream_options": {"include_usage": True}}, "it beside stream alone"),
