@@ -84,10 +84,7 @@ def load_model(
       NotImplementedError: a model that this decoder does not compute.
     """
     folder = Path(folder)
-    contents = read_config(folder)
-    stored = stored_tensors(folder)
-    formats = quantize, act_qtype
-    abstract, found = _abstract(folder, contents, stored, sharding, formats, changes)
+    abstract, stored, found = _abstract(folder, sharding, quantize, act_qtype, changes)
     config = abstract.config
     graphdef, state = nnx.split(abstract)
     wanted = list(targets(state, config))
@@ -96,8 +93,7 @@ def load_model(
     def read(target: Target, sharding: jax.sharding.Sharding | None) -> Any:
         (name,) = target.names
         if name in found:
-            array = found[name].read()
-            return placed(array, sharding)
+            return placed(found[name].read(), sharding)
         return load(target, [stored[name]], sharding)
 
     flat = dict(nnx.to_flat_state(state))
@@ -126,22 +122,18 @@ def abstract_model(
 ) -> CausalLM:
     """Returns the model that `load_model` would return, of shapes alone; arguments and errors as
     its."""
-    folder = Path(folder)
-    contents = read_config(folder)
-    formats = quantize, act_qtype
-    return _abstract(folder, contents, stored_tensors(folder), sharding, formats, changes)[0]
+    return _abstract(Path(folder), sharding, quantize, act_qtype, changes)[0]
 
 
 def _abstract(
     folder: Path,
-    contents: dict[str, Any],
-    stored: dict[str, StoredTensor],
     sharding: Any,
-    formats: tuple[str | None, str | None],
+    quantize: str | None,
+    act_qtype: str | None,
     changes: dict[str, Any],
-) -> tuple[CausalLM, dict[str, QuantisedTensor]]:
-    """Returns the abstract model, and the weights of the folder that are quantised."""
-    quantize, act_qtype = formats
+) -> tuple[CausalLM, dict[str, StoredTensor], dict[str, QuantisedTensor]]:
+    """Returns the abstract model, the folder's tensors, and its weights that are quantised."""
+    contents, stored = read_config(folder), stored_tensors(folder)
     if isinstance(sharding, DecoderSharding):
         changes = {"sharding": sharding} | changes
     config = DecoderConfig.from_hf(contents, **changes)
@@ -160,7 +152,7 @@ def _abstract(
     as_in_folder(model, wanted, found)
     if quantize is None and act_qtype is not None:
         compute_by_rows(model, act_qtype)
-    return model, found
+    return model, stored, found
 
 
 def save_model(
