@@ -101,12 +101,10 @@ def _arrow(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _rows(path: Path, batches: Any) -> Iterator[tuple[str, Any]]:
-    number = 0
-    for batch in batches:
-        for record in batch.to_pylist():
-            number += 1
-            # A table has every column in every row.
-            yield f"{path}, row {number}", {k: v for k, v in record.items() if v is not None}
+    records = (record for batch in batches for record in batch.to_pylist())
+    for number, record in enumerate(records, 1):
+        # A table has every column in every row.
+        yield f"{path}, row {number}", {k: v for k, v in record.items() if v is not None}
 
 
 def _pyarrow(module: str) -> Any:

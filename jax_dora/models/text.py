@@ -84,9 +84,7 @@ class TextStream:
 
 
 def _certain(text: str) -> str:
-    for _ in range(3):
-        text = text.removesuffix(_INCOMPLETE)
-    return text
+    return text[:-3] + text[-3:].rstrip(_INCOMPLETE)
 
 
 def _overlap(text: str, stop: str) -> int:
