@@ -156,7 +156,12 @@ def _matched(found: list[Site], path: str) -> list[Site]:
             f"path {path!r} matches no layer; a path is matched as a whole. The layers with "
             f"parameters are:{listing(names)}"
         )
-    if others := [site.described() for site in matched if not _is_layer(site)]:
+    others = [
+        site.described()
+        for site in matched
+        if not (site.is_layer and isinstance(site.found.module, LAYERS))
+    ]
+    if others:
         raise TypeError(
             "path matches what cannot be quantised; expected nnx.Linear, nnx.LinearGeneral, "
             "nnx.Einsum and nnx.Conv themselves, whose products can read a quantised kernel: "
@@ -173,11 +178,6 @@ def _matched(found: list[Site], path: str) -> list[Site]:
             f"leaves them out:{listing(taken)}"
         )
     return matched
-
-
-def _is_layer(site: Site) -> bool:
-    module = site.found.module
-    return site.is_layer and site.param == "kernel" and isinstance(module, LAYERS)
 
 
 def _quantize_layer(

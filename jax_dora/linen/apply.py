@@ -198,7 +198,11 @@ class DoRA(nn.Module):
             if are_fresh or not params.keys() >= {one.path for one in absent}:
                 # A pass of the base makes the parameters, and other collections as a call does.
                 result = run(self.bound.module, *args, **kwargs)
-            self._make(absent)
+            params, made = traverse_util.flatten_dict(self.variables["params"]), {}
+            for one in absent:
+                made |= one.make(params, self.make_rng("params"))
+            for name, value in traverse_util.unflatten_dict(made).items():
+                self.put_variable("params", name, value)
             if are_fresh:
                 return result
             params = traverse_util.flatten_dict(self.variables["params"])
@@ -215,16 +219,6 @@ class DoRA(nn.Module):
             given = functools.partial(followed, self.weights, trace, key)
             following = nn.map_variables(run, "params", trans_in_fn=given)
             return jax.tree.map(trace.array, following(self.bound.module, *args, **kwargs))
-
-    @nn.nowrap
-    def _make(self, weights: list[LinenWeight]) -> None:
-        """Puts fresh adapters beside weights."""
-        params = traverse_util.flatten_dict(self.variables["params"])
-        made = {}
-        for one in weights:
-            made |= one.make(params, self.make_rng("params"))
-        for name, value in traverse_util.unflatten_dict(made).items():
-            self.put_variable("params", name, value)
 
     def _interceptor(self, calls: Calls) -> Callable[..., Any]:
         """Adapts the layers that are called."""
@@ -247,7 +241,8 @@ class DoRA(nn.Module):
                 return next_fun(*args, **kwargs)
             is_linear = cls is not None and cls.is_linear(module) and path not in self.left_out
             is_linear = is_linear and not writers
-            if self._is_followed(path):
+            owners = ("/".join((*self.path, *one.path[:-1])) for one in self.weights)
+            if path in owners:  # its weights are adapted where products read them
                 return next_fun(*args, **kwargs)
             matching = (rule for rule in self.rules if rule.matches(path, linear=is_linear))
             rule = next(matching, None)
@@ -283,12 +278,6 @@ class DoRA(nn.Module):
             return result
 
         return intercept
-
-    @nn.nowrap
-    def _is_followed(self, path: str) -> bool:
-        """Returns whether weights of the module at this path are adapted where products read
-        them."""
-        return any("/".join((*self.path, *one.path[:-1])) == path for one in self.weights)
 
     def _result(self, layer: Any, context: Any, inputs: jax.Array) -> jax.Array:
         if context.method_name == "attend":

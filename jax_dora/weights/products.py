@@ -78,19 +78,15 @@ class AdaptedReader:
         def stack(name: str) -> jax.Array:
             return arrays[name][:, 0].astype(x.dtype)
 
-        def correction(x: jax.Array, base: jax.Array, seen: jax.Array) -> jax.Array:
-            lora = dot(dot(seen, stack("lora_a")).astype(x.dtype), stack("lora_b"))
-            wide = rows.astype(jnp.promote_types(dtype, jnp.float32))
-            return (wide - 1) * base.astype(wide.dtype) + wide * (s * lora.astype(wide.dtype))
-
-        base, dropped = dot(x, stack("kernel")), self._dropped(x)
+        base, dropped = dot(x, stack("kernel")), x
+        if (dropout := self._next_dropout()) is not None:
+            dropped = drop_for(self.rule.implementation)(x, dropout.seed, dropout.rate)
         with_base = base if self.rule.dropout_mode == "adapter" else dot(dropped, stack("kernel"))
-        change = correction(x, with_base, dropped)
-        return (
-            (base.astype(change.dtype) + change)
-            .astype(dtype)
-            .reshape(x.shape[0], *(weight.shape[axis] for axis in out))
-        )
+        lora = dot(dot(dropped, stack("lora_a")).astype(x.dtype), stack("lora_b"))
+        g = rows.astype(jnp.promote_types(dtype, jnp.float32))
+        base, with_base, lora = (one.astype(g.dtype) for one in (base, with_base, lora))
+        y = base + ((g - 1) * with_base + g * (s * lora))
+        return y.astype(dtype).reshape(x.shape[0], *(weight.shape[axis] for axis in out))
 
     def lookup(self, weight: Weight, lookup: Lookup, indices: jax.Array) -> jax.Array | None:
         others = [axis for axis in range(len(weight.view)) if axis != lookup.axis]
@@ -98,13 +94,18 @@ class AdaptedReader:
         if not is_row or weight.viewed(others) != weight.long_parts("o"):
             return None
         arrays = matrices(weight, weight.arrays)
-        take = functools.partial(_rows, indices, lookup)
+        count = indices.ndim - 1
+        numbers = lax.GatherDimensionNumbers((count,), (0,), (0,))
+
+        def take(matrix: jax.Array) -> jax.Array:
+            options = {"mode": lookup.mode, "fill_value": lookup.fill_value}
+            return lax.gather(matrix, indices, numbers, (1, matrix.shape[1]), **options)
+
         dtype = weight.kernel.dtype
         base, a = take(arrays["kernel"][0, 0]), take(arrays["lora_a"][0, 0]).astype(dtype)
         lora = a @ arrays["lora_b"][0, 0].astype(dtype)
         g = weight.arrays["g"].reshape(-1)
         y = ops.compose(base, lora, g, self.rule.scale, implementation=self.rule.implementation)
-        count = indices.ndim - 1
         y = y.reshape(*y.shape[:count], *(weight.shape[axis] for axis in others))
         free = [axis for axis in range(y.ndim) if axis not in lookup.offset_dims]
         return jnp.moveaxis(y, range(y.ndim), [*free, *lookup.offset_dims])
@@ -139,23 +140,3 @@ class AdaptedReader:
         seed = self.dropout.seed + jnp.uint32(self._products * NEXT_SEED % 2**32)
         self._products += 1
         return dataclasses.replace(self.dropout, seed=seed)
-
-    def _dropped(self, x: jax.Array) -> jax.Array:
-        dropout = self._next_dropout()
-        if dropout is None:
-            return x
-        return drop_for(self.rule.implementation)(x, dropout.seed, dropout.rate)
-
-
-def _rows(indices: jax.Array, lookup: Lookup, matrix: jax.Array) -> jax.Array:
-    """Returns the rows of a matrix at `indices` [..., 1]."""
-    count = indices.ndim - 1
-    numbers = lax.GatherDimensionNumbers((count,), (0,), (0,))
-    return lax.gather(
-        matrix,
-        indices,
-        numbers,
-        (1, matrix.shape[1]),
-        mode=lookup.mode,
-        fill_value=lookup.fill_value,
-    )
