@@ -17,6 +17,5 @@ def _stop(*_: object) -> NoReturn:
 
 
 def jax_dora() -> NoReturn:
-    """Runs `jax-dora`."""
     signal.signal(signal.SIGINT, _stop)
     sys.exit(importlib.import_module("jax_dora.commands").main())

@@ -206,12 +206,10 @@ class AdapterConfig:
         return json.dumps(value, indent=2, sort_keys=True) + "\n"
 
     def rank_of(self, name: str) -> int:
-        """Returns the rank of the layer `name`."""
         key = first_match(self.rank_pattern, name)
         return self.r if key is None else self.rank_pattern[key]
 
     def alpha_of(self, name: str) -> float:
-        """Returns the alpha of the layer `name`."""
         key = first_match(self.alpha_pattern, name)
         return self.lora_alpha if key is None else self.alpha_pattern[key]
 
@@ -221,7 +219,6 @@ class AdapterConfig:
         return isinstance(targets, str) and targets.lower() == "all-linear"
 
     def selects(self, name: str, *, is_linear: bool) -> bool:
-        """Returns whether the layer `name` is adapted."""
         if matches(self.exclude_modules, name) or self._saves_around(name):
             return False
         if self.targets_all_linear:

@@ -116,7 +116,6 @@ def coverage(model: nnx.Module, *example: Any, **kwargs: Any) -> Coverage:
 
 
 def logged(found: Iterable[Site]) -> None:
-    """Logs one line of a model's coverage."""
     _LOG.info(table(found).summary())
 
 
@@ -129,7 +128,6 @@ def _size(count: float) -> str:
 
 
 def table(found: Iterable[Site]) -> Coverage:
-    """Returns the table of these sites."""
     return Coverage(tuple(_row(site) for site in found if site.param))
 
 

@@ -237,7 +237,6 @@ class Setting(NamedTuple):
 
     @classmethod
     def of(cls, layer: Any) -> Self:
-        """Returns the setting of a layer."""
         return cls(layer.layout, layer.scale, layer.result_dtype)
 
 

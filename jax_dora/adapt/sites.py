@@ -69,7 +69,6 @@ class Site:
 
     @property
     def has_module_path(self) -> bool:
-        """Whether its own path is its module's."""
         return self.names[0] in self.found.paths
 
     @property
@@ -88,7 +87,6 @@ class Site:
 
     @property
     def adapter(self) -> WeightAdapter | None:
-        """The adapter beside the weight, or None."""
         found = adapters_of(self.found.module)
         return next((one for one in found if one.place.param == self.param), None)
 

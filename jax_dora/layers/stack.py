@@ -46,7 +46,6 @@ class Stack:
 
     @property
     def count(self) -> int:
-        """Returns the number of axes."""
         return len(self.shape)
 
     def indices(self) -> Iterator[tuple[int, ...]]:

@@ -45,14 +45,12 @@ class LinenWeight:
 
     @classmethod
     def of(cls, site: Site, rule: DoRARule) -> Self:
-        """Returns the parameter of a site."""
         path = site.found.paths[0]
         place = (*(path.split("/") if path else ()), site.param)
         return cls(place, site.axes, site.names, site.is_linear, rule)
 
     @property
     def place(self) -> Any:
-        """What `WeightAdapter` takes."""
         return made_place(self.path[-1], self.axes, self.rule, has_module_path=True)
 
     def paths(self) -> dict[str, tuple[str, ...]]:

@@ -204,7 +204,6 @@ EXPAND = Op("bank_expand", _run, Expansion("t o", "t r", "s r o", "t", "t o", "t
 
 
 def expanded(static: Static, operands: Expansion) -> tuple[jax.Array]:
-    """Defines the operator."""
     base, z, lora_b, slot, g, scale, bias = operands
     lora = jnp.einsum("ntr,nro->nto", z, lora_b[slot], precision=static.precision)
     return (composed(base, lora, Rows(slot, g, scale), bias),)

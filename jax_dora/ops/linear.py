@@ -241,5 +241,4 @@ def _check_operands(x, kernel, lora_a, lora_b, implementation, act_qtype) -> Non
 
 
 def _dtype(x: jax.Array, kernel: Any) -> Any:
-    """Returns the result's dtype."""
     return x.dtype if quantised.is_quantised(kernel) else jnp.promote_types(x.dtype, kernel.dtype)

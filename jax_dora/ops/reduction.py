@@ -55,7 +55,6 @@ REDUCE_BACK = Op(
 
 
 def _seen(static: Static, shard: Shard, operands: Reduction) -> jax.Array:
-    """Returns drop(x)."""
     x, _, seed = operands
     if seed is None:
         return x

@@ -60,7 +60,6 @@ def pack(tree: Any) -> Any:
 
 
 def unpack(packed: Any) -> Any:
-    """Returns what was packed."""
     constants = {jnp.dtype(_NONE): None, jnp.dtype(_TRUE): True}
 
     def one(leaf: Any) -> Any:

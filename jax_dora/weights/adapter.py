@@ -96,7 +96,6 @@ class WeightAdapter:
 
     @property
     def kernel_param(self) -> nnx.Param:
-        """Returns the parameter that is adapted."""
         return getattr(self.module, self.place.param)
 
     @property
@@ -115,11 +114,9 @@ class WeightAdapter:
 
     @property
     def stack(self) -> Stack:
-        """Returns how the arrays are stacked."""
         return stack_of_weight(self.kernel_param.shape, self.place.axes)
 
     def eval(self) -> None:
-        """Turns the adapter's dropout off."""
         if self.dropout is not None:
             self.dropout.eval()
 
@@ -170,7 +167,6 @@ class WeightAdapter:
             setattr(self, name, value)
 
     def unmake(self) -> None:
-        """Takes the adapter away from beside the weight."""
         for name in _ATTRIBUTES:
             delattr(self.module, self.place.attribute(name))
 

@@ -43,7 +43,6 @@ class WeightTrace(jax.core.Trace):
         self._weakref = parent._weakref
 
     def lift(self, aval: Any, weight: Callable[[], Weight]) -> WeightTracer:
-        """Returns the tracer of a weight."""
         return WeightTracer(self, aval, weight)
 
     def stage_value(self, val: Any) -> Any:

@@ -77,7 +77,6 @@ class Weight:
 
     @property
     def kernel(self) -> jax.Array:
-        """The kernel, with all of the weight's axes."""
         return self.arrays["kernel"]
 
     @property
@@ -87,7 +86,6 @@ class Weight:
 
     @property
     def aval(self) -> Any:
-        """The abstract value of the array."""
         return core.ShapedArray(self.shape, self.kernel.dtype)
 
     def axes(self, role: str) -> tuple[int, ...]:
@@ -125,7 +123,6 @@ class Weight:
         return kernel.reshape(self.sizes).transpose((*order, *short)).reshape(self.shape)
 
     def transpose(self, order: Sequence[int]) -> "Weight":
-        """Returns the array transposed."""
         return dataclasses.replace(self, view=tuple(self.view[axis] for axis in order))
 
     def reshape(self, shape: Sequence[int]) -> "Weight | None":
