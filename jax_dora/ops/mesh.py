@@ -40,11 +40,16 @@ def elementwise(
     function: Callable[[Any], jax.Array], one: jax.Array, other: jax.Array
 ) -> Callable[[Any], jax.Array]:
     """Returns `function`, of operands among which are these two arrays [..., out], as it can be
-    called here: on a mesh with explicit axes its result is sharded as both of them are."""
+    called here: on a mesh with explicit axes its result is sharded as their sum is."""
     mesh = explicit(one, other)
-    if mesh is None or spec(one) != spec(other):
+    if mesh is None:
+        return function
+    pairs = list(zip(spec(one), spec(other), strict=True))
+    result = [a or b for a, b in pairs]
+    axes = jax.tree.leaves(result)
+    if len(axes) > len(set(axes)) or any(a and b and a != b for a, b in pairs):
         return function  # JAX refuses two shardings
-    return left_to_xla(function, mesh, jax.P(*spec(one)))
+    return left_to_xla(function, mesh, jax.P(*result))
 
 
 def left_to_xla(
