@@ -91,7 +91,8 @@ def freeze(model: nn.Module) -> nn.Module:
     Its DoRA layers keep the norms that they have now, which later calls do not compute again, and
     their adapters no longer require a gradient; the whole model goes into evaluation mode, so there
     is no dropout. Move and cast the model before; freeze ``copy.deepcopy(model)`` to keep one that
-    can be trained. An adapter that is set or loaded afterwards does not change the norm.
+    can be trained. An adapter that is set afterwards does not change the norm, as one does that
+    ``load_state_dict`` loads.
 
     Raises:
         ValueError: there is no DoRA layer in ``model``.

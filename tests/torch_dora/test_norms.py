@@ -178,6 +178,20 @@ def test_frozen_is_constant_and_untrained(device, computed):
     assert model.to("meta")[0].constant_norm.is_meta
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_frozen_layer_has_the_norm_of_what_is_loaded_into_it(model, device, assign):
+    x, other = torch.randn(5, 24, device=device), copy.deepcopy(model)
+    with torch.no_grad():
+        other[0].lora_b.mul_(3)
+        other[2].weight.mul_(2)
+    want = other(x)
+    freeze(model).load_state_dict(other.state_dict(), assign=assign)
+    torch.testing.assert_close(model(x), want)
+    norm = model[2].constant_norm
+    model.load_state_dict({"0.bias": other[0].bias.detach()}, strict=False)
+    assert model[2].constant_norm is norm
+
+
 @pytest.mark.parametrize(
     "function", [torch_dora.norms, freeze, lambda model: with_norms(model, {}).__enter__()]
 )

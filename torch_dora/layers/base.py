@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from dora_common.hyperparameters import DropoutMode, adapter_scale, check_dropout
+from dora_common.hyperparameters import ADAPTER_NAMES, DropoutMode, adapter_scale, check_dropout
 from torch_dora.layers import placement
 from torch_dora.ops import check, choose, factored_norm, magnitude_scale, quantised, shards
 from torch_dora.ops.dtypes import accumulation_dtype, no_autocast
@@ -180,6 +180,15 @@ class DoRALayer(nn.Module):
     def _fsdp_use_orig_params(self, _: bool) -> None:
         """Lets go of the base's tensors: fully_shard sets this attribute once it has sharded."""
         self._release_base()
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
+        others = local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        super()._load_from_state_dict(state_dict, prefix, *others)
+        loaded = any(f"{prefix}{name}" in state_dict for name in ("weight", *ADAPTER_NAMES))
+        if loaded and self.constant_norm is not None:
+            self.constant_norm = shards.whole(self.norm())
 
     def _update_base(self) -> None:
         base = self.settings
