@@ -39,7 +39,7 @@ import jax_dora
 from benchmarks.bank_adapters import byte_bound, draw_ids, random_adapter, shares
 from benchmarks.bank_programs import Sizes, Stack, of_kind, program
 from benchmarks.results import Row
-from jax_dora.bank import AdapterStore, HostAdapter
+from jax_dora.bank import DECODING_OPTIONS, AdapterStore, HostAdapter
 from jax_dora.bank.host import Settled
 
 # What a result may differ from another way of it, relative to its norm: some roundings of bf16.
@@ -135,7 +135,9 @@ class Inputs:
         def flat(x: jax.Array, *leaves: jax.Array) -> jax.Array:
             return function(*jax.tree.unflatten(structure, leaves), x)
 
-        return jax.jit(flat, donate_argnums=0).lower(self._x, *self.of(kind))
+        options = DECODING_OPTIONS if self._x.shape[1] == 1 else {}
+        jitted = jax.jit(flat, donate_argnums=0, compiler_options=options)
+        return jitted.lower(self._x, *self.of(kind))
 
     def _tree(self, kind: str) -> Any:
         return self._state, of_kind(kind, self._bank), self._ids

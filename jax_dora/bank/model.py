@@ -15,6 +15,10 @@ from jax_dora.layers import dora_class_of
 from jax_dora.ops import choose
 from jax_dora.ops.bank import step_of
 
+DECODING_OPTIONS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+"""`jax.jit`'s `compiler_options` for a function whose rows have one token each: adapters' kernels
+that wait for nothing of the base's then run beside its own."""
+
 
 def with_bank[Model: nnx.Module](
     model: Model,
@@ -30,8 +34,9 @@ def with_bank[Model: nnx.Module](
     Row b of every projection's input [batch, ..., in], whose first axis is the batch, meets the
     adapter in slot adapter_ids[b], or the base alone where that is -1, bit for bit. The copy shares
     all arrays of the model and of the bank. It works eagerly, under `jax.jit` (compile a function
-    of the model's arrays, the bank and the ids: none of them is a constant then), `jax.vmap`,
-    `nnx.scan` and on meshes. Dropout plays no part: an adapter in a bank is served.
+    of the model's arrays, the bank and the ids: none of them is a constant then; with
+    `jax_dora.bank.DECODING_OPTIONS` where rows have one token), `jax.vmap`, `nnx.scan` and on
+    meshes. Dropout plays no part: an adapter in a bank is served.
 
     Args:
       model: the plain model that the bank was made of, or another of the same projections.

@@ -18,6 +18,7 @@ import numpy as np
 from flax import nnx
 
 import jax_dora
+from jax_dora.bank import DECODING_OPTIONS
 from jax_dora.bank.residents import Residents
 from jax_dora.models import Cache, CausalLM, DecoderConfig, make_cache
 from jax_dora.serve.draw import Drawn, Wishes, draw
@@ -208,7 +209,9 @@ def _read(
     return _placed(model.config, drawn, cache, latest)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=(3, 4))
+@functools.partial(
+    jax.jit, static_argnums=0, donate_argnums=(3, 4), compiler_options=DECODING_OPTIONS
+)
 def _step(
     graphdef: nnx.GraphDef[CausalLM],
     state: nnx.State,

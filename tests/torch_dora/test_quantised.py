@@ -64,7 +64,13 @@ def test_norm(kind, height, monkeypatch):
     np.testing.assert_allclose(quantised.dense(weight, torch.float32), exact, rtol=1e-6, atol=1e-8)
     norm = factored_norm(weight, a, b, SCALE)
     assert norm.dtype == torch.float32
-    np.testing.assert_allclose(norm, oracle.norm(exact, a.numpy(), b.numpy(), SCALE), rtol=1e-5)
+    wanted = oracle.norm(exact, a.numpy(), b.numpy(), SCALE)
+    np.testing.assert_allclose(norm, wanted, rtol=1e-5)
+    if kind == "nf4":
+        norm = factored_norm(weight, a, b, SCALE, implementation="triton")
+        np.testing.assert_allclose(norm, wanted, rtol=1e-5)
+        norm = factored_norm(weight, a, b / 0, 0, implementation="triton")
+        np.testing.assert_allclose(norm, np.linalg.norm(exact, axis=1), rtol=1e-5)
 
 
 def test_no_dense_copy_is_made_for_the_norm(monkeypatch):

@@ -46,14 +46,14 @@ def factored_norm(
 
     Args:
         weight: [out, in], fp16, bf16, fp32 or fp64; or quantised by torchao, in int8, fp8 or NF4,
-            or by bitsandbytes in 4 bits, and then read block by block: no [out, in] tensor of
-            floats is made.
+            or by bitsandbytes in 4 bits, and then read as it is, or block by block: no [out, in]
+            tensor of floats is made.
         lora_a: [r, in].
         lora_b: [out, r].
         scale: alpha/r or alpha/sqrt(r). 0 skips the adapter's terms.
         implementation: None, "triton" or "eager"; a named one runs or raises. "triton" is one pass
-            over W + s·BA in registers where all operands are half-precision, else the factored form
-            with its last step in a kernel.
+            over W + s·BA in registers where all operands are half-precision or the weight is in 4
+            bits, else the factored form with its last step in a kernel.
 
     Returns:
         f32[out] (f64 if an operand is fp64), detached: no gradient flows through the norm
@@ -72,13 +72,7 @@ def factored_norm(
     choose.check_name(implementation)
     weight, lora_a, lora_b = weight.detach(), lora_a.detach(), lora_b.detach()
     if quantised.is_quantised(weight):
-        if implementation == "triton":
-            raise NotImplementedError(
-                f"implementation 'triton' takes no {type(weight).__name__}; pass None or 'eager'"
-            )
-        dtype = accumulation_dtype(lora_a, lora_b)
-        with no_autocast(weight):
-            return quantised.norm(weight, lora_a, lora_b, float(scale), dtype)
+        return _quantised_norm(weight, lora_a, lora_b, float(scale), implementation)
 
     def of_shard(weight: Tensor, lora_a: Tensor, lora_b: Tensor) -> Tensor:
         call = Call(
@@ -122,6 +116,49 @@ def magnitude_scale(magnitude: Tensor, norm: Tensor, dtype: torch.dtype) -> Tens
     eps = EPS_FULL if dtype in (torch.float32, torch.float64) else EPS_HALF
     norm = placed(norm, magnitude)
     return magnitude.to(result) / norm.detach().to(result).clamp(min=eps)
+
+
+def _quantised_norm(
+    weight: Any, lora_a: Tensor, lora_b: Tensor, scale: float, implementation: str | None
+) -> Tensor:
+    chosen = "eager"
+    if quantised.has_codes(weight):
+        call = Call(
+            rows=weight.shape[1],
+            features=weight.shape[0],
+            dtypes=(lora_a.dtype, lora_b.dtype),
+            device=weight.device.type,
+            transformed=choose.transformed(),
+        )
+        chosen = choose.choose(call, implementation, None)
+    elif implementation == "triton":
+        raise NotImplementedError(
+            f"implementation 'triton' takes no {type(weight).__name__}; pass None or 'eager'"
+        )
+    with no_autocast(weight):
+        if chosen == "triton" and scale != 0:
+            return _norm_of_codes(*quantised.codes(weight), lora_a, lora_b, scale)
+        return quantised.norm(weight, lora_a, lora_b, scale, accumulation_dtype(lora_a, lora_b))
+
+
+@operator("torch_dora::norm_of_codes")
+def _norm_of_codes(
+    packed: Tensor,
+    levels: Tensor,
+    scales: Tensor,
+    run: int,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    scale: float,
+) -> Tensor:
+    dtype = torch.promote_types(lora_a.dtype, lora_b.dtype)
+    codes = quantised.Codes(packed, levels, scales, run)
+    return one_pass_norm.launch(codes, lora_a.to(dtype), lora_b.to(dtype), scale)
+
+
+@_norm_of_codes.op.register_fake
+def _(packed, levels, scales, run, lora_a, lora_b, scale):
+    return scales.new_empty(lora_b.shape[0])
 
 
 # An operator of its own, opaque to torch.compile: a compiler that keeps intermediates in fp32

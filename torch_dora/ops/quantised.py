@@ -12,13 +12,14 @@ Nothing here imports torchao or bitsandbytes: whoever makes such a weight has.
 import math
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-# The floats of a block of rows, and what is computed beside them.
-BLOCK_BYTES = 32 * 2**20
+# The floats of a block of rows, and what is computed beside them: so many that a GPU has work for
+# longer than the host needs to launch it.
+BLOCK_BYTES = 128 * 2**20
 _BLOCKWISE = ("Int8Tensor", "Float8Tensor")
 
 
@@ -50,6 +51,22 @@ class Bits4(Tensor):
         if func is torch.ops.aten.detach.default:
             return cls(args[0].packed, args[0].state, args[0].dtype)
         raise NotImplementedError(f"{func} takes no weight of bitsandbytes' 4 bits; see `dense`")
+
+
+class Codes(NamedTuple):
+    """A weight [out, in] as codes of four bits.
+
+    Attributes:
+        packed: u8, two codes a byte, row by row, the first in the upper half.
+        levels: f32[16], what the codes stand for.
+        scales: f32, one for each run of the flat weight.
+        run: how many elements share a scale, an even number.
+    """
+
+    packed: Tensor
+    levels: Tensor
+    scales: Tensor
+    run: int
 
 
 def matrix(weight: Any, dtype: torch.dtype | None = None) -> Any:
@@ -129,26 +146,51 @@ def dense(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns a weight in ``dtype``; of a quantised one a copy, each element rounded once."""
     if not is_quantised(weight):
         return weight if weight.dtype == dtype else weight.to(dtype)
+    if isinstance(weight, Bits4) and dtype != torch.float64:
+        return _bits4_rows(weight, _bits4_scales(weight), 0, weight.shape[0], dtype)
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     for start, rows in blocks(weight, torch.float64 if dtype == torch.float64 else torch.float32):
         out[start : start + rows.shape[0]] = rows
     return out
 
 
+def has_codes(weight: Any) -> bool:
+    """Returns whether `codes` takes a quantised weight: one of four bits, each of whose rows, and
+    runs that share a scale, begins with a byte."""
+    is_even = weight.shape[1] % 2 == 0
+    if type(weight).__name__ == "NF4Tensor":
+        return is_even and weight.block_size % 2 == 0
+    return is_even and isinstance(weight, Bits4)
+
+
+def codes(weight: Any) -> Codes:
+    """Returns the codes of a weight that has them, and its scales, dequantised if they are
+    quantised themselves."""
+    if isinstance(weight, Bits4):
+        levels, run = weight.state.code, weight.state.blocksize
+        return Codes(weight.packed, levels.float(), _bits4_scales(weight), run)
+    scales = _nf4_scales(weight).float()
+    return Codes(weight.quantized_data, weight.nf4.float(), scales, weight.block_size)
+
+
 def blocks(weight: Any, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
     """Yields (first row, some rows of a quantised weight [out, in]) in ``dtype``."""
+    (out_features, in_features), scales, step = weight.shape, None, 1
     if isinstance(weight, Bits4):
-        yield from _bits4_blocks(weight, dtype)
-        return
-    out_features, in_features = weight.shape
-    scales = _nf4_scales(weight).to(dtype) if type(weight).__name__ == "NF4Tensor" else None
-    height = max(1, BLOCK_BYTES // max(1, 4 * in_features * dtype.itemsize))
+        # Of so many rows each has whole runs.
+        step = weight.state.blocksize // math.gcd(weight.state.blocksize, in_features)
+        scales = _bits4_scales(weight)
+    elif type(weight).__name__ == "NF4Tensor":
+        scales = _nf4_scales(weight).to(dtype)
+    height = max(1, BLOCK_BYTES // max(1, 4 * in_features * dtype.itemsize) // step) * step
     for start in range(0, out_features, height):
         stop = min(start + height, out_features)
-        if scales is None:
-            yield start, _blockwise_rows(weight, start, stop, dtype)
-        else:
+        if isinstance(weight, Bits4):
+            yield start, _bits4_rows(weight, scales, start, stop, torch.float32).to(dtype)
+        elif scales is not None:
             yield start, _nf4_rows(weight, scales, start, stop, dtype)
+        else:
+            yield start, _blockwise_rows(weight, start, stop, dtype)
 
 
 def _blockwise_rows(weight: Any, start: int, stop: int, dtype: torch.dtype) -> Tensor:
@@ -182,30 +224,27 @@ def _nf4_rows(weight: Any, scales: Tensor, start: int, stop: int, dtype: torch.d
     return (runs * of_rows[:, None]).reshape(stop - start, width)
 
 
-def _bits4_blocks(weight: Bits4, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-    (out_features, in_features), state = weight.shape, weight.state
-    scales = state.absmax
-    if state.nested:
-        functional: Any = sys.modules["bitsandbytes"].functional
-        scales = functional.dequantize_blockwise(scales, state.state2) + state.offset
-    scales, block = scales.float(), state.blocksize
-    # Of so many rows each has whole runs.
-    step = block // math.gcd(block, in_features)
-    height = max(1, BLOCK_BYTES // max(1, 4 * in_features * dtype.itemsize) // step) * step
-    for start in range(0, out_features, height):
-        stop = min(start + height, out_features)
-        first, last = start * in_features, stop * in_features
-        rows = torch.ops.bitsandbytes.dequantize_4bit(
-            weight.packed[first // 2 : (last + 1) // 2, None],
-            scales[first // block : -(-last // block)],
-            block,
-            state.quant_type,
-            (
-                last - first,
-            ),  # A run may be of two rows, which the kernel for CPUs takes no notice of.
-            torch.float32,
-        )
-        yield start, rows.reshape(-1, in_features).to(dtype)
+def _bits4_scales(weight: Bits4) -> Tensor:
+    state = weight.state
+    if not state.nested:
+        return state.absmax.float()
+    functional: Any = sys.modules["bitsandbytes"].functional
+    return (functional.dequantize_blockwise(state.absmax, state.state2) + state.offset).float()
+
+
+def _bits4_rows(weight: Bits4, scales: Any, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    width, block = weight.shape[1], weight.state.blocksize
+    first, last = start * width, stop * width
+    rows = torch.ops.bitsandbytes.dequantize_4bit(
+        weight.packed[first // 2 : (last + 1) // 2, None],
+        scales[first // block : -(-last // block)],
+        block,
+        weight.state.quant_type,
+        # A run may be of two rows, which the kernel for CPUs takes no notice of.
+        (last - first,),
+        dtype,
+    )
+    return rows.reshape(-1, width)
 
 
 def norm(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float, dtype: Any) -> Tensor:

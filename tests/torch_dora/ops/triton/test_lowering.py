@@ -10,6 +10,7 @@ import sys
 import pytest
 
 PREAMBLE = """
+import torch
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -114,22 +115,32 @@ for rank in (16, 384):
 """
 
 ONE_PASS = """
-pointers = dict.fromkeys(["weight_ptr", "lora_a_ptr", "lora_b_ptr"], half)
-for rank in (16, 384):
-    config = one_pass_norm.config(rank)
-    tile = dict(
-        RANK=rank, ROWS=config.rows, COLUMNS=config.columns, DEPTH=config.depth, WIDEN=False
-    )
+floats = dict(weight_ptr=half), dict(levels_ptr=None, scales_ptr=None, RUN=0, GROUP=1)
+codes = dict(weight_ptr="*u8", levels_ptr=full, scales_ptr=full), dict(RUN=64, GROUP=64)
+others = dict(partial_ptr=full, out_features="i32", in_features="i32", scale="fp32")
+
+def one_pass(rank, adapters, types, constants):
+    dtype = torch.bfloat16 if adapters == half else torch.float32
+    config = one_pass_norm.config(rank, dtype, constants["RUN"] > 0)
+    tile = dict(RANK=rank, ROWS=config.rows, COLUMNS=config.columns, DEPTH=config.depth)
     code = lower(
         one_pass_norm._kernel,
-        pointers | dict(partial_ptr=full, out_features="i32", in_features="i32", scale="fp32"),
-        tile,
+        types | others | dict(lora_a_ptr=adapters, lora_b_ptr=adapters),
+        tile | constants | dict(WIDEN=False),
         config.warps,
         num_stages=config.stages,
         enable_fp_fusion=True,
     )
+    assert "atom" not in code
+    return code
+
+for rank in (16, 384):
+    code = one_pass(rank, half, *floats)
     assert ("wgmma.mma_async" if rank == 384 else "mma.sync") in code
-    assert "ld.global.v4" in code and "atom" not in code
+    assert "ld.global.v4" in code
+for rank in (16, 64, 384):
+    assert "bf16" in one_pass(rank, half, *codes)
+    assert "tf32" in one_pass(rank, full, *codes)
 """
 
 BANK = """

@@ -4,6 +4,7 @@ import torch
 from parity import oracle, tolerances
 from torch_dora.ops import factored_norm
 from torch_dora.ops.choose import Call
+from torch_dora.ops.quantised import Codes
 from torch_dora.ops.triton import column_sums, one_pass_norm
 from torch_dora.ops.triton.one_pass_norm import Config
 
@@ -13,7 +14,7 @@ HALVES = [torch.bfloat16, torch.float16]
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     small = Config(rows=16, columns=32, depth=16, warps=4, stages=1)
-    monkeypatch.setattr(one_pass_norm, "config", lambda rank: small)
+    monkeypatch.setattr(one_pass_norm, "config", lambda *call: small)
     monkeypatch.setattr(column_sums, "ELEMENTS", 32)
 
 
@@ -25,6 +26,23 @@ def test_agrees_with_the_oracle(adapted, assert_within, dtype, sizes):
     operands = layer.weight, layer.lora_a, layer.lora_b
     norm = one_pass_norm.launch(*operands, 0.7)
     assert_within(norm, oracle.norm(*operands, 0.7), tolerances.norm(*operands, 0.7))
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(64, 40, 8), (38, 129, 3), (6, 1, 1), (66, 64, 40)])
+def test_codes_stand_for_their_levels(adapted, device, dtype, sizes):
+    in_features, out_features, _ = sizes
+    layer, count = adapted(sizes=sizes, dtype=dtype), in_features * out_features
+    packed = torch.randint(256, (count // 2,), dtype=torch.uint8, device=device)
+    levels = torch.randn(16, device=device)
+    scales = torch.rand(-(-count // 32), device=device)
+    values = levels.double()[torch.stack([packed >> 4, packed & 15], 1).long()]
+    values = values.flatten() * scales.double().repeat_interleave(32)[:count]
+    operands = values.reshape(out_features, in_features), layer.lora_a, layer.lora_b
+    codes = Codes(packed, levels, scales, 32)
+    norm = one_pass_norm.launch(codes, layer.lora_a, layer.lora_b, 0.7)
+    torch.testing.assert_close(norm.double(), oracle.norm(*operands, 0.7), rtol=1e-6, atol=0)
 
 
 def test_cancellation_costs_nothing(adapted):
