@@ -283,6 +283,40 @@ def test_what_is_said_of_attempts():
     )
 
 
+def test_what_is_said_of_what_was_tried():
+    def us(*more, **fields):
+        return [f"{row('tried', 'h200', **fields, **one)['us']:.1f}" for one in more]
+
+    nf4 = {"qtype": "nf4", "features": 8192}
+    shared, read = ("one after the other", "side by side"), ("each two codes", "each run")
+    bank = [
+        us(*({"kernels": one} for one in shared), what="bank", kind=kind, rows=count)
+        for kind, count in (("DoRA", 8), ("DoRA", 1), ("base", 8), ("base", 1))
+    ]
+    scales = [{"scales": f"read for {one}"} for one in read]
+    codes = us(*scales, what="torch_dora's norm of codes", **nf4, rank=16)
+    floats = us({}, what="torch_dora's norm", rank=16)
+    strips = us({"tile_cols": 192}, {"tile_cols": 128}, what="norm", **nf4, rank=384)
+    splits = us({"splits": 4}, {"splits": 16}, what="few rows", **nf4)
+    (chosen,) = [
+        f"{one['us']:.1f}"
+        for one in rows("tried", "h200", what="few rows", **nf4)
+        if "splits" not in one
+    ]
+    stages = us(*({"stages": count} for count in (4, 12, 8)), what="bank rows")
+    assert_says(
+        "docs/attempts.md",
+        f"8 rows by Zipf's law take {bank[0][1]} µs a layer instead of {bank[0][0]}, and one row "
+        f"{bank[1][1]} instead of {bank[1][0]}, where the base takes {bank[2][1]} and {bank[3][1]}",
+        f"rank 16 it took {codes[0]} µs as long as it read a scale for every two codes, and takes "
+        f"{codes[1]} with one for each run; over bf16 it takes {floats[0]}",
+        f"Over nf4 they take {strips[0]} µs, with three slices of A in flight, where strips of 128 "
+        f"take {strips[1]}",
+        f"{splits[0]} and {splits[1]} µs, where the choice takes {chosen}",
+        f"{stages[0]} and {stages[1]} µs, where 8 take {stages[2]}",
+    )
+
+
 def test_what_is_said_of_several_gpus():
     def profile(layout, kind, **fields):
         return row("profile", "h200x2", layout=layout, kind=kind, **fields)
