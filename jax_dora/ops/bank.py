@@ -5,7 +5,7 @@ and DoRA costs what LoRA does. Ranks lie along the first axis of a slot's matric
 ranks of a slot are one piece of memory, whatever the rank that the bank has room for.
 
 Rows of one token (decoding) have kernels, `mosaic.bank_rows`, which read the adapters that rows
-have once each, and are taken from 8 to 256 rows; elsewhere XLA multiplies (`bank_ways`). Rows of
+have once each, and are taken from 9 to 256 rows; elsewhere XLA multiplies (`bank_ways`). Rows of
 several tokens (prompts) are a batched product, the adapter looked up once for each row; with a
 kernel, `mosaic.bank_expand`, the second product is taken in one pass with what follows it. Where
 base is a product that nobody else needs, `bank_projection` takes all of it.

@@ -304,10 +304,16 @@ def test_what_is_said_of_what_was_tried():
         if "splits" not in one
     ]
     stages = us(*({"stages": count} for count in (4, 12, 8)), what="bank rows")
+    ways = [
+        row("bank", "h100", kind=kind, rows=8, mix="zipf", tokens=1)["over_base"]
+        for kind in ("DoRA", "DoRA mosaic")
+    ]
     assert_says(
         "docs/attempts.md",
         f"8 rows by Zipf's law take {bank[0][1]} µs a layer instead of {bank[0][0]}, and one row "
         f"{bank[1][1]} instead of {bank[1][0]}, where the base takes {bank[2][1]} and {bank[3][1]}",
+        f"for 8 rows they take {ways[0]:.2f} of the base's time, where a bank's kernels take "
+        f"{ways[1]:.2f}",
         f"rank 16 it took {codes[0]} µs as long as it read a scale for every two codes, and takes "
         f"{codes[1]} with one for each run; over bf16 it takes {floats[0]}",
         f"Over nf4 they take {strips[0]} µs, with three slices of A in flight, where strips of 128 "
