@@ -184,8 +184,8 @@ def _quantize_layer(
     module: Any, parameter: nnx.Variable, qtype: str, tile_size: int | None
 ) -> None:
     kernel = parameter.get_value()
-    adapted, cls = isinstance(module, DoRALayer), dora_class_of(module)
-    if cls is not None:
+    adapted, cls = isinstance(module, DoRALayer), dora_class_of(module) or type(module)
+    if not adapted:
         cls.check(module, DoRARule("", getattr(module, "feature_group_count", 1), 1.0))
     if adapted and (module.given_norm is not None or module.given_g is not None):
         raise ValueError(
@@ -195,7 +195,7 @@ def _quantize_layer(
     if kernel.dtype not in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64):
         raise ValueError(f"its kernel has dtype {kernel.dtype}; expected a float dtype")
     stack = stack_of(module, axis=0)
-    tile = _tile(stack.without(kernel.shape), _axes(module), tile_size)
+    tile = _tile(stack.without(kernel.shape), cls.kernel_axes(module), tile_size)
     tile = stack.joined((1,) * stack.count, tile)
     half = kernel.dtype == jnp.float16
     rounded = round_to(kernel, qtype, tile, jnp.float32 if half else kernel.dtype)
@@ -212,14 +212,6 @@ def _quantize_layer(
         is_fresh = magnitude.astype(before.dtype) == before
         after = fresh_magnitude(module).astype(magnitude.dtype)
         module.magnitude.set_value(jnp.where(is_fresh, after, magnitude))
-
-
-def _axes(module: Any) -> str:
-    """Returns "b", "i" or "o" for each axis of an unstacked kernel."""
-    cls: Any = dora_class_of(module) or type(module)
-    if hasattr(cls, "equation"):
-        return cls.equation(module).order
-    return "i" * (len(cls.unstacked_shape(module)) - 1) + "o"
 
 
 def _tile(sizes: tuple[int, ...], axes: str, tile_size: int | None) -> tuple[int, ...]:

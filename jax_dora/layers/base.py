@@ -19,7 +19,7 @@ from jax_dora.layers.base_layer import (
     sharded_like,
 )
 from jax_dora.layers.call import fresh_magnitude, layer_norm
-from jax_dora.layers.layout import Axes, Layout
+from jax_dora.layers.layout import Axes, Layout, projection_layout
 from jax_dora.layers.rule import OPTIONS, DoRARule, layer_rule
 from jax_dora.layers.stack import Stack, fill, room
 
@@ -59,7 +59,7 @@ class DoRALayer(nnx.Module):
         optimizer.update(model, grads)
 
     Every layer is also an instance of its base's class. `base_type`, `kernel_name`, `takes`,
-    `default_inits`, `unstacked_shape`, `layout_of` and `__call__` are what a subclass says of
+    `default_inits`, `unstacked_shape`, `kernel_axes` and `__call__` are what a subclass says of
     itself.
 
     Class attributes:
@@ -175,9 +175,15 @@ class DoRALayer(nnx.Module):
         raise NotImplementedError
 
     @classmethod
+    def kernel_axes(cls, module: Any) -> str:
+        """Returns what each axis of the kernel is, in one layer of a stack: "i" for one that is
+        contracted, "o" for one of features, "b" for one that matrices lie along."""
+        return "io"
+
+    @classmethod
     def layout_of(cls, module: Any, rank: int) -> Layout:
         """Returns how the kernel of a base or DoRA layer and an adapter of `rank` are matrices."""
-        raise NotImplementedError
+        return projection_layout(cls.unstacked_shape(module), cls.kernel_axes(module), rank)
 
     @property
     def layout(self) -> Layout:

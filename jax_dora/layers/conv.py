@@ -9,14 +9,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_dora import ops
-from jax_dora.layers.base import DoRALayer
-from jax_dora.layers.call import dropout_of_call, operands_of_call, sharded_as
 from jax_dora.layers.layout import Layout, convolution_layout
+from jax_dora.layers.product import DoRAProduct
 from jax_dora.layers.rule import DoRARule
 from jax_dora.ops.dropout import drop_for
 
 
-class DoRAConvolution(DoRALayer):
+class DoRAConvolution(DoRAProduct):
     """y = conv(x, magnitude ∘ (kernel + s·lora_a lora_b) / ‖kernel + s·lora_a lora_b‖) + bias.
 
     The norm is of each output channel, over the window and the input channels it reads. Computed
@@ -34,12 +33,6 @@ class DoRAConvolution(DoRALayer):
       magnitude: [out].
     """
 
-    kernel: nnx.Param
-    bias: nnx.Param | None
-    dtype: Any
-    precision: Any
-    promote_dtype: Any
-
     @classmethod
     def check(cls, base: Any, options: DoRARule) -> None:
         super().check(base, options)
@@ -55,34 +48,17 @@ class DoRAConvolution(DoRALayer):
         return tuple(module.kernel_shape)
 
     @classmethod
+    def kernel_axes(cls, module: Any) -> str:
+        return "i" * (len(module.kernel_shape) - 1) + "o"
+
+    @classmethod
     def layout_of(cls, module: Any, rank: int) -> Layout:
         return convolution_layout(module.kernel_shape, _groups(module), rank)
 
     def adapter_axes(self, axes: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
         return {"lora_a": (*axes[:-1], None), "lora_b": (None, axes[-1]), "magnitude": axes[-1:]}
 
-    def __call__(
-        self,
-        inputs: jax.Array,
-        out_sharding: Any = None,
-        *,
-        deterministic: bool | None = None,
-        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
-    ) -> jax.Array:
-        """
-        Args:
-          inputs: [*batch, *window positions, in].
-          out_sharding: as `nnx.Conv.__call__`'s, over explicit axes of the mesh.
-          deterministic, rngs: as `nnx.Dropout.__call__`'s.
-
-        Returns:
-          [*batch, *window positions, out] in the dtype that the base layer would return.
-        """
-        operands = operands_of_call(self, inputs, dropout_of_call(self, deterministic, rngs))
-        return sharded_as(out_sharding, self._composed, operands)
-
-    def _composed(self, operands: Mapping[str, Any]) -> jax.Array:
-        """Returns the result of a call from its arrays."""
+    def _result(self, operands: Mapping[str, Any]) -> jax.Array:
         x, kernel, g, dropout = (operands[name] for name in ("x", "kernel", "g", "dropout"))
         dropped = x
         if dropout is not None:

@@ -12,7 +12,6 @@ from flax.typing import Initializer
 from jax_dora import ops
 from jax_dora.layers.base import DoRALayer
 from jax_dora.layers.call import g_of_call, sharded_as, times_transposed
-from jax_dora.layers.layout import Layout, projection_layout
 from jax_dora.layers.rule import DoRARule
 from jax_dora.ops.mesh import left_to_xla
 
@@ -55,10 +54,6 @@ class DoRAEmbed(DoRALayer, nnx.Embed):
     @classmethod
     def unstacked_shape(cls, module: Any) -> tuple[int, ...]:
         return module.num_embeddings, module.features
-
-    @classmethod
-    def layout_of(cls, module: Any, rank: int) -> Layout:
-        return projection_layout(cls.unstacked_shape(module), "io", rank)
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Takes integers [...] to [..., features], in the dtype that `nnx.Embed` would return,

@@ -1,19 +1,18 @@
 """DoRA for nnx.Linear."""
 
-import functools
+from collections.abc import Mapping
 from typing import Any, Self
 
 import jax
 from flax import nnx
 
-from jax_dora.layers.base import DoRALayer
 from jax_dora.layers.base_layer import check_base
-from jax_dora.layers.call import dropout_of_call, operands_of_call, product, sharded_as
-from jax_dora.layers.layout import Layout, projection_layout
+from jax_dora.layers.call import product
+from jax_dora.layers.product import DoRAProduct
 from jax_dora.layers.rule import OPTIONS, layer_rule
 
 
-class DoRALinear(DoRALayer, nnx.Linear):
+class DoRALinear(DoRAProduct, nnx.Linear):
     """y = magnitude ∘ x(kernel + s·lora_a lora_b) / ‖kernel + s·lora_a lora_b‖ + bias.
 
     A fresh layer computes x(kernel + s·lora_a lora_b) + bias exactly; see `DoRALayer`.
@@ -95,33 +94,5 @@ class DoRALinear(DoRALayer, nnx.Linear):
     def unstacked_shape(cls, module: Any) -> tuple[int, ...]:
         return module.in_features, module.out_features
 
-    @classmethod
-    def layout_of(cls, module: Any, rank: int) -> Layout:
-        return projection_layout(cls.unstacked_shape(module), "io", rank)
-
-    def __call__(
-        self,
-        inputs: jax.Array,
-        out_sharding: Any = None,
-        *,
-        deterministic: bool | None = None,
-        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
-    ) -> jax.Array:
-        """
-        Args:
-          inputs: [..., in].
-          out_sharding: the sharding of the result, as `nnx.Linear.__call__`'s: a PartitionSpec or
-            NamedSharding over explicit axes of the mesh, which is needed where they shard kernel's
-            input axis.
-          deterministic, rngs: as `nnx.Dropout.__call__`'s.
-
-        Returns:
-          [..., out] in the dtype that `nnx.Linear` would return.
-
-        Raises:
-          ValueError: out_sharding names an axis that is not explicit.
-        """
-        arrays = operands_of_call(self, inputs, dropout_of_call(self, deterministic, rngs))
-        if out_sharding is None:
-            return product(self, arrays)
-        return sharded_as(out_sharding, functools.partial(product, self), arrays)
+    def _result(self, operands: Mapping[str, Any]) -> jax.Array:
+        return product(self, operands)

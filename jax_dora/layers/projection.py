@@ -14,15 +14,8 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from jax_dora.layers.base import DoRALayer
-from jax_dora.layers.call import (
-    dropout_of_call,
-    dropout_of_each,
-    operands_of_call,
-    product,
-    sharded_as,
-)
-from jax_dora.layers.layout import Layout, projection_layout
+from jax_dora.layers.call import dropout_of_each, product
+from jax_dora.layers.product import DoRAProduct
 from jax_dora.layers.rule import DoRARule
 
 
@@ -49,7 +42,7 @@ class Equation(NamedTuple):
         return "".join(letter for letter in self.kernel if self.sort(letter) == sort)
 
 
-class DoRAProjection(DoRALayer):
+class DoRAProjection(DoRAProduct):
     """What `DoRALinearGeneral` and `DoRAEinsum` have in common.
 
     Attributes:
@@ -61,63 +54,47 @@ class DoRAProjection(DoRALayer):
 
     takes = frozenset({"keep_inner"})
 
-    kernel: nnx.Param
-    bias: nnx.Param | None
-    dtype: Any
-    precision: Any
-    promote_dtype: Any
-
     @classmethod
     def equation(cls, module: Any, ndim: int | None = None) -> Equation:
         """Returns the einsum for an input of `ndim` axes; None stands for the fewest."""
         raise NotImplementedError
 
     @classmethod
-    def layout_of(cls, module: Any, rank: int) -> Layout:
-        equation = cls.equation(module)
-        return projection_layout(cls.unstacked_shape(module), equation.order, rank)
+    def kernel_axes(cls, module: Any) -> str:
+        return cls.equation(module).order
 
-    def _project(
-        self, equation: Equation, inputs: jax.Array, out_sharding: Any, deterministic, rngs
-    ) -> jax.Array:
-        operands = operands_of_call(self, inputs, dropout_of_call(self, deterministic, rngs))
-        return sharded_as(out_sharding, functools.partial(_of_matrices, self, equation), operands)
+    def _result(self, operands: Mapping[str, Any]) -> jax.Array:
+        """Computes one plain product for each batch index."""
+        x, kernel, bias = operands["x"], operands["kernel"], operands["bias"]
+        equation, layout = self.equation(self, x.ndim), self.layout
+        batch, in_, out = map(equation.kernel_letters, "bio")
+        rows = "".join(letter for letter in equation.x if letter not in batch + in_)
+        size = dict(zip(equation.x, x.shape, strict=True))
+        size |= dict(zip(equation.kernel, kernel.shape, strict=True))
 
+        if bias is not None:
+            letters = [letter for letter in equation.y if letter in equation.kernel]
+            bias = bias.reshape([size[letter] for letter in letters])
+            bias = bias.transpose([letters.index(letter) for letter in batch + out])
+            bias = bias.reshape(layout.magnitude.matrices[0], -1)
 
-def _of_matrices(
-    layer: DoRAProjection, equation: Equation, operands: Mapping[str, Any]
-) -> jax.Array:
-    """Returns the result of a projection, computed by one plain product for each batch index."""
-    x, kernel, bias = operands["x"], operands["kernel"], operands["bias"]
-    layout = layer.layout
-    batch, in_, out = map(equation.kernel_letters, "bio")
-    rows = "".join(letter for letter in equation.x if letter not in batch + in_)
-    size = dict(zip(equation.x, x.shape, strict=True))
-    size |= dict(zip(equation.kernel, kernel.shape, strict=True))
-
-    if bias is not None:
-        letters = [letter for letter in equation.y if letter in equation.kernel]
-        bias = bias.reshape([size[letter] for letter in letters])
-        bias = bias.transpose([letters.index(letter) for letter in batch + out])
-        bias = bias.reshape(layout.magnitude.matrices[0], -1)
-
-    order = [equation.x.index(letter) for letter in batch + rows + in_]
-    shape = (
-        math.prod(size[letter] for letter in batch),
-        *(size[letter] for letter in rows),
-        math.prod(size[letter] for letter in in_),
-    )
-    arrays = dict(operands) | {"x": x.transpose(order).reshape(shape), "bias": bias}
-    for name in ("kernel", "lora_a", "lora_b"):
-        arrays[name] = getattr(layout, name).to_matrices(operands[name])
-    arrays["g"] = layout.magnitude.to_matrices(operands["g"])[:, 0]
-    arrays["dropout"] = dropout_of_each(operands["dropout"], arrays["kernel"].shape[0])
-    if batch:
-        y = jax.vmap(functools.partial(product, layer))(arrays)
-    else:
-        y = product(layer, jax.tree.map(lambda array: array[0], arrays))[None]
-    y = y.reshape([size[letter] for letter in batch + rows + out])
-    return y.transpose([(batch + rows + out).index(letter) for letter in equation.y])
+        order = [equation.x.index(letter) for letter in batch + rows + in_]
+        shape = (
+            math.prod(size[letter] for letter in batch),
+            *(size[letter] for letter in rows),
+            math.prod(size[letter] for letter in in_),
+        )
+        arrays = dict(operands) | {"x": x.transpose(order).reshape(shape), "bias": bias}
+        for name in ("kernel", "lora_a", "lora_b"):
+            arrays[name] = getattr(layout, name).to_matrices(operands[name])
+        arrays["g"] = layout.magnitude.to_matrices(operands["g"])[:, 0]
+        arrays["dropout"] = dropout_of_each(operands["dropout"], arrays["kernel"].shape[0])
+        if batch:
+            y = jax.vmap(functools.partial(product, self))(arrays)
+        else:
+            y = product(self, jax.tree.map(lambda array: array[0], arrays))[None]
+        y = y.reshape([size[letter] for letter in batch + rows + out])
+        return y.transpose([(batch + rows + out).index(letter) for letter in equation.y])
 
 
 class DoRALinearGeneral(DoRAProjection, nnx.LinearGeneral):
@@ -147,18 +124,6 @@ class DoRALinearGeneral(DoRAProjection, nnx.LinearGeneral):
         kernel = [*x[:batch], *inputs, *out]
         y = [*(letter for letter in x if letter not in inputs), *out]
         return Equation("".join(x), "".join(kernel), "".join(y))
-
-    def __call__(
-        self,
-        inputs: jax.Array,
-        out_sharding: Any = None,
-        *,
-        deterministic: bool | None = None,
-        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
-    ) -> jax.Array:
-        """As `nnx.LinearGeneral`'s; deterministic and rngs as `nnx.Dropout.__call__`'s."""
-        equation = self.equation(self, inputs.ndim)
-        return self._project(equation, inputs, out_sharding, deterministic, rngs)
 
 
 class DoRAEinsum(DoRAProjection, nnx.Einsum):
@@ -209,8 +174,7 @@ class DoRAEinsum(DoRAProjection, nnx.Einsum):
                 f"einsum_str is {einsum_str!r}; expected None: the layer has the equation "
                 f"{self.einsum_str!r}, which its adapter is made for"
             )
-        equation = self.equation(self, inputs.ndim)
-        return self._project(equation, inputs, out_sharding, deterministic, rngs)
+        return super().__call__(inputs, out_sharding, deterministic=deterministic, rngs=rngs)
 
 
 def _operands(einsum_str: str) -> tuple[str, str, str]:
