@@ -18,7 +18,8 @@ from jax_dora.layers import DORA_CLASSES, dora_class_of
 from jax_dora.layers.base_layer import padded
 from jax_dora.layers.rule import DoRARule, Rules
 from jax_dora.ops.quantised import stored
-from jax_dora.weights.module import add_adapter, made_place
+from jax_dora.weights.adapter import Place
+from jax_dora.weights.module import add_adapter
 from jax_dora.weights.reads import Example
 
 
@@ -100,8 +101,7 @@ def adapt_site(site: Site, rule: DoRARule, rngs: nnx.Rngs) -> Any:
     with named_in_errors(site.names[0], "adapted"), scope:
         if cls is None:
             assert site.reader is not None
-            options = {"has_module_path": site.has_module_path, "is_lookup": site.is_lookup}
-            place = made_place(site.param, site.axes, rule, **options)
+            place = Place(site.param, site.axes, site.has_module_path, rule, site.is_lookup)
             adapted = add_adapter(module, place, *site.reader)
             adapted.make(rule, rngs)
         else:

@@ -106,8 +106,7 @@ def replace_modules(model: nnx.Module, replacements: Mapping[int, nnx.Module]) -
                     new = visit(child)
                     if new is not child:
                         setattr(value, name, nnx.data(new))
-            return value
-        if _is_container(value):
+        elif isinstance(value, list | tuple | dict):
             leaves, structure = jax.tree.flatten(value, is_leaf=is_node)
             new_leaves = [visit(leaf) if is_node(leaf) else leaf for leaf in leaves]
             if any(new is not old for new, old in zip(new_leaves, leaves, strict=True)):
@@ -141,24 +140,11 @@ def _children(node: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
     if not isinstance(node, nnx.Pytree):
         return
     for name, value in _attributes(node):
-        if isinstance(value, nnx.Pytree):
-            yield (name,), value
-        elif _is_container(value):
+        if isinstance(value, nnx.Pytree | list | tuple | dict):
             for keys, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_node):
                 if isinstance(leaf, nnx.Pytree):
-                    yield (name, *(_key_name(key) for key in keys)), leaf
+                    yield (name, *(jax.tree_util.keystr((key,), simple=True) for key in keys)), leaf
 
 
 def _attributes(node: nnx.Pytree) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in vars(node).items() if not name.startswith("_pytree__")]
-
-
-def _is_container(value: Any) -> bool:
-    return not is_node(value) and isinstance(value, list | tuple | dict)
-
-
-def _key_name(key: Any) -> str:
-    for attribute in ("key", "idx", "name"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)

@@ -245,7 +245,7 @@ class DoRALayer(nnx.Module):
 def make_adapter(
     layer: Any,
     rule: DoRARule,
-    rngs: nnx.Rngs,
+    rngs: Any,
     inits: Mapping[str, Initializer],
     arrays: Mapping[str, jax.Array] | None = None,
     *,
@@ -254,6 +254,7 @@ def make_adapter(
     """Gives a DoRA layer, or an adapted weight, these arrays or a fresh adapter.
 
     Args:
+      rngs: an `nnx.Rngs`; it is not asked for anything where arrays are given and dropout is 0.
       inits: the initializers of lora_a and lora_b where the rule has none.
       by_layer: draw all that a layer of a stack has before the next one's; else lora_a of all
         layers first.

@@ -17,8 +17,7 @@ from dora_common.hyperparameters import ADAPTER_NAMES
 from jax_dora.adapt.sites import Site
 from jax_dora.layers.base_layer import padded
 from jax_dora.layers.rule import DoRARule
-from jax_dora.weights.adapter import WeightAdapter
-from jax_dora.weights.module import made_place
+from jax_dora.weights.adapter import Place, WeightAdapter
 from jax_dora.weights.trace import WeightTrace
 
 Params = dict[tuple[str, ...], Any]
@@ -50,34 +49,38 @@ class LinenWeight:
         return cls(place, site.axes, site.names, site.is_linear, rule)
 
     @property
-    def place(self) -> Any:
-        return made_place(self.path[-1], self.axes, self.rule, has_module_path=True)
+    def place(self) -> Place:
+        return Place(self.path[-1], self.axes, has_module_path=True, rule=self.rule)
 
     def paths(self) -> dict[str, tuple[str, ...]]:
         """Returns the path of each parameter of the adapter."""
         attribute = self.place.attribute
         return {name: (*self.path[:-1], attribute(name)) for name in ADAPTER_NAMES}
 
-    def adapter(self, params: Mapping[tuple[str, ...], Any]) -> WeightAdapter:
-        """Returns the adapter, with its arrays in `params`."""
-        adapter = WeightAdapter(_Holder(), self.place)
-        setattr(adapter.module, self.path[-1], nnx.Param(nn.unbox(params[self.path])))
-        adapter.hold({name: nn.unbox(params[path]) for name, path in self.paths().items()})
-        return adapter
+    def adapter(
+        self, params: Mapping[tuple[str, ...], Any], rngs: nnx.Rngs | None = None
+    ) -> WeightAdapter:
+        """Returns the adapter, with its arrays in `params`; without dropout if `rngs` is None."""
+        arrays = {name: nn.unbox(params[path]) for name, path in self.paths().items()}
+        return self._adapter(params, rngs, arrays)
 
     def make(self, params: Mapping[tuple[str, ...], Any], key: jax.Array) -> Params:
         """Returns the parameters of a fresh adapter, boxed as the weight is."""
-        boxed = params[self.path]
-        adapter = WeightAdapter(_Holder(), self.place)
-        kernel = nn.unbox(boxed)
-        setattr(adapter.module, self.path[-1], nnx.Param(kernel))
-        adapter.make(self.rule, nnx.Rngs(key))
+        boxed, adapter = params[self.path], self._adapter(params, nnx.Rngs(key))
         made = {path: getattr(adapter, name)[...] for name, path in self.paths().items()}
         if isinstance(boxed, nn.Partitioned):
-            axes = adapter.adapter_axes(padded(boxed.names, kernel.ndim))
+            axes = adapter.adapter_axes(padded(boxed.names, adapter.kernel_param.ndim))
             for name, path in self.paths().items():
                 made[path] = boxed.replace(value=made[path], names=axes[name])
         return made
+
+    def _adapter(
+        self, params: Mapping[tuple[str, ...], Any], rngs: nnx.Rngs | None, arrays: Any = None
+    ) -> WeightAdapter:
+        adapter = WeightAdapter(_Holder(), self.place)
+        setattr(adapter.module, self.path[-1], nnx.Param(nn.unbox(params[self.path])))
+        adapter.make(self.rule, rngs, arrays)
+        return adapter
 
 
 class _Holder(nnx.Module):
@@ -103,10 +106,10 @@ def followed(
     params = traverse_util.flatten_dict(variables["params"])
     given = dict(params)
     for number, one in enumerate(weights):
-        adapter = one.adapter(params)
+        rngs = None
         if key is not None and one.rule.dropout:
-            stream = nnx.Rngs(dropout=jax.random.fold_in(key, number))
-            adapter.dropout = nnx.Dropout(one.rule.dropout, deterministic=False, rngs=stream)
+            rngs = nnx.Rngs(dropout=jax.random.fold_in(key, number))
+        adapter = one.adapter(params, rngs)
         kernel = nn.unbox(params[one.path])
         make = functools.cache(functools.partial(adapter.weight, kernel))
         value = trace.lift(jax.typeof(kernel), make)

@@ -30,7 +30,7 @@ class Place:
       param: the name of the parameter in its module.
       axes: a letter for each of its axes, as `jax_dora.register`'s.
       has_module_path: whether the weight's path is its module's, since it has no other weight.
-      rule: the adapter's settings, without a path.
+      rule: the adapter's settings; path and initializers are not remembered.
       is_lookup: whether it is an embedding.
     """
 
@@ -39,6 +39,15 @@ class Place:
     has_module_path: bool
     rule: DoRARule
     is_lookup: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rule.adapt_attend is not None:
+            raise ValueError(
+                f"adapt_attend is {self.rule.adapt_attend!r} for a weight that its module's own "
+                "code reads, which is adapted wherever it is read; expected None"
+            )
+        settings = dataclasses.replace(self.rule, path="", lora_a_init=None, lora_b_init=None)
+        object.__setattr__(self, "rule", settings)
 
     def attribute(self, name: str) -> str:
         """Returns by which name the module has the adapter's `name`."""
@@ -104,7 +113,6 @@ class WeightAdapter:
         return self.kernel_param.dtype
 
     def rule(self, path: str = "") -> DoRARule:
-        """Returns the rule that makes such an adapter; its initializers are not remembered."""
         return dataclasses.replace(self.place.rule, path=path)
 
     @property
@@ -146,8 +154,17 @@ class WeightAdapter:
         before = sum(role == "b" for role in self.place.axes[: self.place.axes.index("s")])
         return jnp.moveaxis(array, stack.axis, before) if stack.axis else array
 
-    def make(self, rule: DoRARule, rngs: nnx.Rngs) -> None:
-        """Puts a fresh adapter beside the weight."""
+    def make(
+        self,
+        rule: DoRARule,
+        rngs: nnx.Rngs | None,
+        arrays: Mapping[str, jax.Array] | None = None,
+    ) -> None:
+        """Puts these arrays, or a fresh adapter, beside the weight.
+
+        Args:
+          rngs: as `make_adapter`'s; None, where there are arrays, leaves dropout out.
+        """
         taken = [n for n in map(self.place.attribute, _ATTRIBUTES) if hasattr(self.module, n)]
         if taken:
             raise ValueError(
@@ -155,16 +172,9 @@ class WeightAdapter:
                 "expected another name: rename it in the class"
             )
         self.given_norm, self.given_g = nnx.data(None), nnx.data(None)
-        make_adapter(self, rule, rngs, DoRALayer.default_inits, by_layer=False)
-        rate = rule.dropout
-        self.dropout = nnx.Dropout(rate, rngs=rngs) if rate else nnx.data(None)
-
-    def hold(self, arrays: Mapping[str, jax.Array]) -> None:
-        """Puts lora_a, lora_b and magnitude beside the weight, which a module without an adapter
-        owns; without dropout."""
-        for name in _ATTRIBUTES:
-            value = nnx.LoRAParam(arrays[name]) if name in arrays else nnx.data(None)
-            setattr(self, name, value)
+        make_adapter(self, rule, rngs, DoRALayer.default_inits, arrays, by_layer=False)
+        drops = rule.dropout and rngs is not None
+        self.dropout = nnx.Dropout(rule.dropout, rngs=rngs) if drops else nnx.data(None)
 
     def unmake(self) -> None:
         for name in _ATTRIBUTES:

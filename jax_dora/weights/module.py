@@ -13,7 +13,6 @@ import jax
 from flax import nnx
 
 from jax_dora.layers.base_layer import is_node
-from jax_dora.layers.rule import DoRARule
 from jax_dora.weights.adapter import Place, WeightAdapter
 from jax_dora.weights.trace import is_followed, weight_trace
 
@@ -31,28 +30,18 @@ class AdaptedWeights:
     reads: tuple[tuple[tuple[str, ...], str], ...] = ()
 
 
-class _DoRAType(type(nnx.Module)):
-    """The metaclass of the classes that `dora_type` makes, by which pickle finds them again.
-
-    Their modules have, besides what they had:
-
-    Attributes:
-      plain_type: of the class, the one that the module has without adapters.
-      dora_weights: its `AdaptedWeights`.
-    """
-
-
-copyreg.pickle(_DoRAType, lambda cls: (dora_type, (cast(Any, cls).plain_type,)))
-
-
 def has_dora_type(module: Any) -> bool:
     """Returns whether a module has a class that `dora_type` has made."""
-    return isinstance(type(module), _DoRAType)
+    return "plain_type" in vars(type(module))
 
 
 @functools.cache
 def dora_type(base: type[nnx.Module]) -> type[Any]:
-    """Returns the subclass of `base` whose public methods follow adapted weights."""
+    """Returns the subclass of `base` whose public methods follow adapted weights.
+
+    It has an attribute `plain_type`, which is `base`; its modules have a further one,
+    `dora_weights`, which is their `AdaptedWeights`.
+    """
     methods = {name: _following(method) for name, method in public_methods(base).items()}
     return _metaclass(type(base))(
         f"DoRA{base.__name__}",
@@ -63,9 +52,8 @@ def dora_type(base: type[nnx.Module]) -> type[Any]:
 
 @functools.cache
 def _metaclass(kind: type[type]) -> Any:
-    if issubclass(_DoRAType, kind):
-        return _DoRAType
-    made = type(f"DoRA{kind.__name__}", (_DoRAType, kind), {})
+    """Returns a metaclass by which pickle finds the classes again that `dora_type` makes."""
+    made = type(f"DoRA{kind.__name__}", (kind,), {})
     copyreg.pickle(made, lambda cls: (dora_type, (cast(Any, cls).plain_type,)))
     return made
 
@@ -166,19 +154,6 @@ def as_dora(module: Any) -> None:
     if not has_dora_type(module):
         module.dora_weights = AdaptedWeights()
         module.__class__ = dora_type(type(module))
-
-
-def made_place(
-    param: str, axes: str, rule: DoRARule, *, has_module_path: bool, is_lookup: bool = False
-) -> Place:
-    """Returns the place of an adapter that `rule` makes."""
-    if rule.adapt_attend is not None:
-        raise ValueError(
-            f"adapt_attend is {rule.adapt_attend!r} for a weight that its module's own code reads, "
-            "which is adapted wherever it is read; expected None"
-        )
-    settings = dataclasses.replace(rule, path="", lora_a_init=None, lora_b_init=None)
-    return Place(param, axes, has_module_path, settings, is_lookup)
 
 
 def add_adapter(module: Any, place: Place, reader: Any, path: tuple[str, ...]) -> WeightAdapter:
