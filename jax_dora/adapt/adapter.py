@@ -169,7 +169,7 @@ def set_adapter[Model: nnx.Module](
     axes = dict(adapter.stack_axes)
     replacements: dict[int, Any] = {}
     for path, arrays in adapter.arrays.items():
-        rule, site = rules[path], site_of(path, weights.get(path), by_path)
+        rule, site = rules[path], site_of(path, weights.get(path), by_path, axes.get(path))
         if site is None:
             there = (path for path, one in by_path.items() if dora_class_of(one.module))
             raise ValueError(
@@ -181,7 +181,6 @@ def set_adapter[Model: nnx.Module](
                 f"rngs is None and the adapter drops inputs of {path!r}; expected nnx.Rngs with a "
                 "dropout stream"
             )
-        site.stack_axis = axes.get(path)
         layer = adapt_site(site, rule, rngs or nnx.Rngs(0))
         for name, value in arrays.items():
             parameter = getattr(layer, name)
@@ -196,13 +195,18 @@ def set_adapter[Model: nnx.Module](
     return _in_the_mode_of(model, replace_modules(base, replacements))
 
 
-def site_of(path: str, weight: AdaptedWeight | None, by_path: dict[str, Found]) -> Site | None:
+def site_of(
+    path: str,
+    weight: AdaptedWeight | None,
+    by_path: dict[str, Found],
+    stack_axis: int | None = None,
+) -> Site | None:
     """Returns where an adapter goes; None where the model has no such layer or weight."""
     if weight is None:
         found = by_path.get(path)
         if found is None or dora_class_of(found.module) is None:
             return None
-        return Site((path,), found, "", is_layer=True)
+        return Site((path,), found, "", is_layer=True, stack_axis=stack_axis)
     found, reader = by_path.get(weight.module), by_path.get(weight.reader)
     if found is None or reader is None or not hasattr(found.module, weight.param):
         return None

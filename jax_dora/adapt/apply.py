@@ -12,7 +12,6 @@ from dora_common.rules import as_rules, listing
 from jax_dora.adapt.coverage import logged
 from jax_dora.adapt.reads import trace_reads
 from jax_dora.adapt.sites import REMEDY, Site, assigned, sites
-from jax_dora.adapt.stack import stack_of
 from jax_dora.adapt.tree import check_model, named_in_errors, replace_modules
 from jax_dora.layers import DORA_CLASSES, dora_class_of
 from jax_dora.layers.base_layer import padded
@@ -105,8 +104,8 @@ def adapt_site(site: Site, rule: DoRARule, rngs: nnx.Rngs) -> Any:
             adapted = add_adapter(module, place, *site.reader)
             adapted.make(rule, rngs)
         else:
-            axis = stack_of(module, site.stack_axis).axis
-            adapted = cls.from_base(module, rngs=rngs, stack_axis=axis, **rule.options())
+            options = {"stack_axis": site.stack.axis, **rule.options()}
+            adapted = cls.from_base(module, rngs=rngs, **options)
     if sharding is not None:
         _shard_like_kernel(adapted, sharding)
     return adapted

@@ -13,10 +13,11 @@ from dora_common.rules import Rule, listing
 from jax_dora.adapt.sites import Site, sites
 from jax_dora.adapt.stack import stack_of
 from jax_dora.adapt.tree import check_model, named_in_errors
-from jax_dora.layers import DoRALayer, dora_class_of
+from jax_dora.layers import DoRALayer
 from jax_dora.layers.base_layer import padded, set_as_read
 from jax_dora.layers.call import fresh_magnitude
 from jax_dora.layers.quantised import LAYERS, compute_quantised
+from jax_dora.layers.registry import kind_of
 from jax_dora.layers.rule import DoRARule
 from jax_dora.ops import quantised
 from jax_dora.ops.rounding import make, round_to
@@ -184,7 +185,7 @@ def _quantize_layer(
     module: Any, parameter: nnx.Variable, qtype: str, tile_size: int | None
 ) -> None:
     kernel = parameter.get_value()
-    adapted, cls = isinstance(module, DoRALayer), dora_class_of(module) or type(module)
+    adapted, cls = isinstance(module, DoRALayer), kind_of(module)
     if not adapted:
         cls.check(module, DoRARule("", getattr(module, "feature_group_count", 1), 1.0))
     if adapted and (module.given_norm is not None or module.given_g is not None):

@@ -1,6 +1,7 @@
 """The weights of a model, and whether and how each can be adapted."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,10 +10,12 @@ from flax import nnx
 
 from dora_common.rules import OUTPUT_HEADS, assign
 from jax_dora.adapt.reads import heads, is_adapted_read, reader_of, weights_of
+from jax_dora.adapt.stack import stack_of
 from jax_dora.adapt.tree import Found, find_modules
 from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.layers.base_layer import is_node
 from jax_dora.layers.layout import Layout
+from jax_dora.layers.registry import kind_of
 from jax_dora.layers.rule import DoRARule
 from jax_dora.layers.stack import Stack
 from jax_dora.weights.adapter import WeightAdapter, layout_of_weight, stack_of_weight
@@ -30,7 +33,7 @@ REMEDY = (
 _WRITERS = (nnx.WeightNorm, nnx.SpectralNorm)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Site:
     """A weight, or a module without one.
 
@@ -41,7 +44,8 @@ class Site:
       is_layer: whether a `DoRALayer` takes the module's place, rather than an adapter the place
         beside the weight.
       axes: of a weight that is no layer, as `Place.axes`.
-      stack_axis: of a layer the axis along which a traced call takes its kernel apart, or None.
+      stack_axis: of a layer the axis along which its kernel is a stack, where that is known, as by
+        a traced call; as `stack_of`'s.
       reader: the module whose methods read it, and the path from there to the owner.
       is_linear: whether "all-linear" means it.
       is_lookup: of a weight that is no layer, whether it is an embedding.
@@ -76,17 +80,24 @@ class Site:
         """The weight's shape; () for a module without one."""
         return tuple(getattr(self.found.module, self.param).shape) if self.param else ()
 
-    @property
+    @functools.cached_property
     def stack(self) -> Stack:
-        """How layers are stacked in a weight that is no layer."""
+        """How layers are stacked in the weight."""
+        if self.is_layer:
+            return stack_of(self.found.module, self.stack_axis)
         return stack_of_weight(self.shape, self.axes)
 
     def layout(self, rank: int) -> Layout:
-        """Returns how one layer of such a weight and an adapter of this rank are matrices."""
+        """Returns how one layer of the weight and an adapter of this rank are matrices."""
+        if self.is_layer:
+            return kind_of(self.found.module).layout_of(self.found.module, rank)
         return layout_of_weight(self.shape, self.axes, rank)
 
     @property
-    def adapter(self) -> WeightAdapter | None:
+    def adapter(self) -> DoRALayer | WeightAdapter | None:
+        """What holds the weight's adapter."""
+        if isinstance(self.found.module, DoRALayer):
+            return self.found.module
         found = adapters_of(self.found.module)
         return next((one for one in found if one.place.param == self.param), None)
 
@@ -173,7 +184,7 @@ def _sites_of(found: Found, modules: list[Found], traced: ReadLog | None) -> lis
         reads = _reads_of(traced, found, param)
         # Whether the DoRA layer of its class would compute all that is made of the kernel.
         is_alone = is_plain and all(one.scopes.intersection(found.paths) for one in reads or ())
-        if site.adapter:
+        if isinstance(site.adapter, WeightAdapter):
             place = site.adapter.place
             site.is_adapted, site.axes, site.is_lookup = True, place.axes, place.is_lookup
             site.is_linear = True

@@ -1,5 +1,7 @@
 """Which DoRA layer adapts which Flax layer."""
 
+from typing import Any
+
 from flax import nnx
 
 from jax_dora.layers.base import DoRALayer
@@ -28,3 +30,9 @@ def dora_class_of(module: nnx.Module) -> type[DoRALayer] | None:
     if isinstance(module, DoRALayer):
         return None
     return next((DORA_CLASSES[one] for one in type(module).__mro__ if one in DORA_CLASSES), None)
+
+
+def kind_of(module: Any) -> Any:
+    """Returns the class that adapts a base layer, or that a DoRA layer has; None for any other
+    module."""
+    return type(module) if isinstance(module, DoRALayer) else dora_class_of(module)

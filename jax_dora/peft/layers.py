@@ -1,25 +1,47 @@
-"""What PyTorch has in the place of each Flax layer."""
+"""What PyTorch has in the place of each Flax layer, and of each weight that a module's own code
+reads."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flax import nnx
 
 from dora_common.peft.layers import Layer, convolution_refusals
+from jax_dora.adapt.sites import Site
 from jax_dora.layers import DoRALayer
-from jax_dora.layers.layout import Axes, convolution_layout
+from jax_dora.layers.registry import kind_of
+from jax_dora.peft.names import Names
 
 
-def torch_layer(
-    name: str, module: Any, kind: type[DoRALayer] | None
-) -> tuple[Layer | None, Axes | None]:
-    """Returns what PyTorch would have, and how the weight is a matrix; no layer where it has no
-    such."""
-    if kind is None:
-        return None, None
+def torch_layer(site: Site, names: Names, name_of: Callable[[str], str]) -> Layer | None:
+    """Returns the layer that PyTorch would have in the place of one layer's part of a weight, or
+    None.
+
+    Args:
+      name_of: takes a path to the name of that part's module.
+    """
+    module: Any = site.found.module
+    if site.is_layer:
+        return _layer(name_of(site.names[0]), module, kind_of(module))
+    kernel = site.layout(1).kernel
+    experts, features, width = kernel.matrices
+    if not kernel.batch:
+        return Layer(name_of(site.names[0]), "linear", features, width)
+    param = names.parameter(site.param)
+    return Layer(
+        f"{name_of(site.found.paths[0])}.{param}".lstrip("."),
+        "experts",
+        features,
+        width,
+        experts=experts,
+        is_in_order=param in names.experts,
+    )
+
+
+def _layer(name: str, module: Any, kind: type[DoRALayer]) -> Layer | None:
     if kind.base_type is nnx.Embed:
         features, width = kind.unstacked_shape(module)
-        return Layer(name, "embedding", features, width), kind.layout_of(module, 1).kernel
+        return Layer(name, "embedding", features, width)
     if kind.base_type is nnx.Conv:
         *window, _, width = module.kernel_shape
         refusals = convolution_refusals(
@@ -30,12 +52,12 @@ def torch_layer(
         )
         if any(step != 1 for step in _each(module.input_dilation, len(window))):
             refusals = (*refusals, "has input dilation")
-        layer = Layer(name, "conv", module.in_features, width, tuple(window), refusals)
-        # Groups lie alike in both, so that the window is all there is to move.
-        return layer, convolution_layout(tuple(module.kernel_shape), 1, 1).kernel
-    if kind.base_type is nnx.ConvTranspose:
-        return None, None  # PEFT has no LoRA of it
-    return _projection(name, module, kind)
+        return Layer(name, "conv", module.in_features, width, tuple(window), refusals)
+    # PEFT has no LoRA of a transposed convolution.
+    if kind.base_type is nnx.ConvTranspose or not _is_linear(module, kind):
+        return None
+    _, features, width = kind.layout_of(module, 1).kernel.matrices
+    return Layer(name, "linear", features, width)
 
 
 def _each(steps: int | Sequence[int] | None, axes: int) -> Sequence[int]:
@@ -50,17 +72,15 @@ def _padding_mode(padding: Any, window: Sequence[int]) -> str:
     return "zeros"
 
 
-def _projection(name: str, module: Any, kind: type[DoRALayer]) -> tuple[Layer | None, Axes | None]:
-    """Linear, and LinearGeneral and Einsum as the Linear that they are without batch axes."""
+def _is_linear(module: Any, kind: type[DoRALayer]) -> bool:
+    """Returns whether a projection is a Linear in PyTorch: it has no batch axes, and the output
+    axes of the kernel's order."""
+    if kind.base_type is nnx.Linear:
+        return True
     if kind.base_type is nnx.Einsum and not module.einsum_str:
-        return None, None
-    if kind.base_type is not nnx.Linear:
-        equation = kind.equation(module)  # pyright: ignore[reportAttributeAccessIssue]
-        out = equation.kernel_letters("o")
-        axes = len(kind.unstacked_shape(module))
-        is_linear = set(equation.order) == {"i", "o"} and len(set(equation.kernel)) == axes
-        if not is_linear or out != "".join(letter for letter in equation.y if letter in out):
-            return None, None
-    kernel = kind.layout_of(module, 1).kernel
-    _, features, width = kernel.matrices
-    return Layer(name, "linear", features, width), kernel
+        return False
+    equation = kind.equation(module)  # pyright: ignore[reportAttributeAccessIssue]
+    out = equation.kernel_letters("o")
+    axes = len(kind.unstacked_shape(module))
+    has_matrix = set(equation.order) == {"i", "o"} and len(set(equation.kernel)) == axes
+    return has_matrix and out == "".join(letter for letter in equation.y if letter in out)

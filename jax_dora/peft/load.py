@@ -21,7 +21,7 @@ from jax_dora.adapt import DoRARule, remove_dora
 from jax_dora.adapt.adapter import adapted_weights, stack_axes
 from jax_dora.adapt.apply import adapt_site
 from jax_dora.adapt.sites import Site
-from jax_dora.adapt.tree import check_model, find_dora_layers, find_modules, replace_modules
+from jax_dora.adapt.tree import check_model, find_dora_layers, replace_modules
 from jax_dora.layers.stack import Stack
 from jax_dora.ops import check
 from jax_dora.peft.names import Names
@@ -93,38 +93,30 @@ def load_adapter[Model: nnx.Module](
     with opened(folder, "np", adapter) as source:
         loaded, held = remove_dora(model), adapted_weights(model)
         view = torch_view(loaded, names, held, axes)
-        fit = source.fit(
-            [one.layer for one in view.layers.values()],
-            {name: one.shape for name, one in view.parameters.items()},
-            view.arrays(),
-        )
-        stacks = _by_path(source, view, fit)
+        fit = source.fit(*view.outline())
+        stacks = _by_site(source, view, fit)
         rules = {
-            path: DoRARule(
-                re.escape(path),
+            site: DoRARule(
+                re.escape(site.names[0]),
                 **source.options(one, dropout_mode),
-                adapter_dtype=adapter_dtype or _dtype(source, path, adapters.values()),
+                adapter_dtype=adapter_dtype or _dtype(source, site.names[0], adapters.values()),
                 adapt_attend=False if one.layer.kind == "embedding" else None,
-                lora_a_init=_Stored("lora_a", source, view, path, adapters),
-                lora_b_init=_Stored("lora_b", source, view, path, adapters),
+                lora_a_init=_Stored("lora_a", source, view, site, adapters),
+                lora_b_init=_Stored("lora_b", source, view, site, adapters),
                 implementation=implementation,
             )
-            for path, adapters in stacks.items()
+            for site, adapters in stacks.items()
             for one in [next(iter(adapters.values()))]
         }
         rngs = rngs or nnx.Rngs(0)
-        found = {path: one for one in find_modules(loaded) for path in one.paths}
         replacements = {}
-        for path, rule in rules.items():
-            if path in view.weights:
-                layer = adapt_site(view.weights[path], rule, rngs)
-            else:
-                axis = view.stacks[path].axis
-                site = Site((path,), found[path], "", is_layer=True, stack_axis=axis)
-                layer = replacements[id(found[path].module)] = adapt_site(site, rule, rngs)
+        for site, rule in rules.items():
+            layer = adapt_site(site, rule, rngs)
+            if site.is_layer:
+                replacements[id(site.found.module)] = layer
             layer.eval()
             exactly = adapter_dtype is None
-            _set_magnitude(source, layer.magnitude, view.stacks[path], stacks[path], exactly)
+            _set_magnitude(source, layer.magnitude, site.stack, stacks[site], exactly)
         loaded = untie(loaded, view, fit, source.config)
         loaded = replace_modules(loaded, replacements)
         _set_parameters(source, torch_view(loaded, names, held, axes), fit)
@@ -132,22 +124,20 @@ def load_adapter[Model: nnx.Module](
     return loaded
 
 
-def _by_path(source: Folder, view: TorchView, fit: Fit) -> dict[str, dict[Index, Adapter]]:
-    """Returns the adapters of each module, by their index in it: several where the module is a
-    stack.
-    """
-    stacks: dict[str, dict[Index, Adapter]] = {}
+def _by_site(source: Folder, view: TorchView, fit: Fit) -> dict[Site, dict[Index, Adapter]]:
+    """Returns the adapters of each site, by their index in it: several where it is a stack."""
+    stacks: dict[Site, dict[Index, Adapter]] = {}
     for name, adapter in fit.adapters.items():
         layer = view.layers[name]
-        stacks.setdefault(layer.path, {})[layer.index] = adapter
-    for path, adapters in stacks.items():
+        stacks.setdefault(layer.site, {})[layer.index] = adapter
+    for site, adapters in stacks.items():
         kinds = {(one.rank, one.alpha): one.layer.name for one in adapters.values()}
         if len(kinds) > 1:
             told = ", ".join(f"{name} has {kind}" for kind, name in kinds.items())
             raise ValueError(
-                f"{source.path}: the layers at {path!r} are stacked in one array; expected one "
-                f"rank and alpha for all of them, but {told}: load into a model whose layers stand "
-                "in a list"
+                f"{source.path}: the layers at {site.names[0]!r} are stacked in one array; "
+                f"expected one rank and alpha for all of them, but {told}: load into a model "
+                "whose layers stand in a list"
             )
     return stacks
 
@@ -176,17 +166,17 @@ class _Stored:
         name: str,
         source: Folder,
         view: TorchView,
-        path: str,
+        site: Site,
         adapters: Mapping[Index, Adapter],
     ) -> None:
         self.name, self.source, self.view = name, source, view
-        self.adapters = iter([adapters.get(at) for at in view.stacks[path].indices()])
+        self.adapters = iter([adapters.get(at) for at in site.stack.indices()])
 
     def __call__(self, _: Any, shape: Shape, dtype: Any = jnp.float32, *__: Any) -> jax.Array:
         value, adapter = _zeros(shape, dtype), next(self.adapters)
         if adapter is not None:
             key, layer = adapter.keys[self.name], self.view.layers[adapter.layer.name]
-            part = self.view.of_adapter(layer, adapter.rank)[self.name]
+            part = layer.of_adapter(adapter.rank)[self.name]
             with np.errstate(over="ignore"):  # told with its name
                 value[...] = part.from_torch(self.source.read(key))
             self.source.kept(key, value)

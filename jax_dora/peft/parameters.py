@@ -1,7 +1,7 @@
 """The parameters of a Flax model as PyTorch lays them out."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +9,9 @@ import numpy as np
 from flax import nnx
 
 from dora_common.peft.layers import Layer, Shape
-from jax_dora.layers import DoRALayer
+from jax_dora.adapt.sites import Site
 from jax_dora.layers.base import Constant
-from jax_dora.layers.layout import Axes
+from jax_dora.layers.layout import Axes, convolution_layout
 from jax_dora.layers.stack import Stack
 
 Index = tuple[int, ...]
@@ -73,24 +73,64 @@ class TorchParameter:
         return view, (*order, *range(1, count + 1))
 
 
+@dataclass(frozen=True)
+class TorchLayer:
+    """One layer that can be adapted or is: one layer's part of the weight at `site`."""
+
+    site: Site
+    index: Index
+    layer: Layer
+
+    @property
+    def path(self) -> str:
+        return self.site.names[0]
+
+    @property
+    def at(self) -> tuple[Any, ...]:
+        """What to index an array of the site's with for the layer's part."""
+        return self.site.stack.at(self.index)
+
+    def weight(self) -> TorchParameter:
+        """Returns the weight of a Linear or a convolution."""
+        module: Any = self.site.found.module
+        if self.layer.kind == "conv":
+            # Groups lie alike in both, so that the window is all there is to move.
+            axes = convolution_layout(tuple(module.kernel_shape), 1, 1).kernel
+        else:
+            axes = self.site.layout(1).kernel
+        window = self.layer.kernel_size
+        shape = (self.layer.out_features, axes.matrices[1] // math.prod(window), *window)
+        path, param = self.site.found.paths[0], self.site.param
+        return TorchParameter(path, param, self.at, shape, axes, is_transposed=True)
+
+    def of_adapter(self, rank: int) -> dict[str, TorchParameter]:
+        """Returns lora_a, lora_b and magnitude of an adapter of this rank."""
+        layout = self.site.layout(rank)
+        return {
+            name: TorchParameter(
+                self.path,
+                name,
+                self.at,
+                shape,
+                getattr(layout, name),
+                is_transposed=name != "magnitude",
+            )
+            for role, shape in self.layer.shapes(rank).items()
+            for name in [role.replace("embedding_", "lora_")]
+        }
+
+
 def parameters_of(
-    path: str,
-    index: Index,
-    stack: Stack,
-    module: nnx.Module,
-    kind: type[DoRALayer] | None,
-    layer: Layer | None,
-    weight: Axes | None,
+    path: str, index: Index, stack: Stack, module: nnx.Module, layers: Mapping[str, TorchLayer]
 ) -> Iterator[TorchParameter]:
     """Yields the base model's parameters of one module, or of one layer of a stack.
 
     Args:
       path: of the module.
       index: of the layer in `stack`.
-      kind: the class that adapts the module, or None.
-      layer: what PyTorch would have in its place, or None.
-      weight: how the kernel is a matrix then.
+      layers: what PyTorch would have in the place of the module's weights, by their names here.
     """
+    own = next((one.layer for one in layers.values() if one.site.is_layer), None)
     for attribute, value in vars(module).items():
         if not isinstance(value, nnx.Param | nnx.BatchStat):
             continue
@@ -100,18 +140,12 @@ def parameters_of(
         if its is None:
             continue
         at, shape = its.at(index), its.without(value.get_value().shape)
-        if layer is None or kind is None:
+        if attribute in layers and layers[attribute].layer.kind in ("linear", "conv"):
+            yield layers[attribute].weight()
+        elif attribute in layers or own is None:
             yield TorchParameter(path, attribute, at, shape)
-        elif attribute != kind.kernel_name:
-            yield TorchParameter(path, attribute, at, (layer.out_features,))
-        elif layer.kind == "embedding":
-            yield TorchParameter(path, attribute, at, (layer.in_features, layer.out_features))
         else:
-            assert weight is not None
-            window_and_in = weight.matrices[1]
-            features = window_and_in // math.prod(layer.kernel_size)
-            shape = (layer.out_features, features, *layer.kernel_size)
-            yield TorchParameter(path, attribute, at, shape, weight, is_transposed=True)
+            yield TorchParameter(path, attribute, at, (own.out_features,))
 
 
 def _stack_of_statistics(variable: nnx.BatchStat, stack: Stack) -> Stack | None:

@@ -15,11 +15,12 @@ from safetensors.numpy import save_file
 
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.save import Adapted, Source
+from jax_dora.adapt.sites import Site
 from jax_dora.adapt.tree import check_model, find_dora_layers
 from jax_dora.layers.call import fresh_magnitude
 from jax_dora.ops import check
 from jax_dora.peft.names import Names
-from jax_dora.peft.parameters import TorchParameter
+from jax_dora.peft.parameters import TorchLayer, TorchParameter
 from jax_dora.peft.torch_view import TorchView, torch_view
 from jax_dora.peft.untie import refuse_possible_heads
 
@@ -108,11 +109,12 @@ def save_adapter(
 
     def read_adapter(name: str, attribute: str) -> np.ndarray:
         module = modules[name]
-        parts = view.of_adapter(view.layers[name], module.rank)
+        parts = view.layers[name].of_adapter(module.rank)
         return stored(module, parts[attribute], dtype)
 
+    layers, parameters, arrays = view.outline()
     source = Source(
-        layers=[one.layer for one in view.layers.values()],
+        layers=layers,
         adapted={
             name: Adapted(
                 view.layers[name].layer,
@@ -124,8 +126,8 @@ def save_adapter(
             for name, one in modules.items()
         },
         modules={*view.names, *(n for n, one in view.layers.items() if one.layer.kind == "linear")},
-        parameters={name: one.shape for name, one in view.parameters.items()},
-        arrays=view.arrays(),
+        parameters=parameters,
+        arrays=arrays,
         read=read,
         read_adapter=read_adapter,
         is_lora=is_lora,
@@ -163,23 +165,22 @@ def _adapted_layers(
             "or store the arrays of get_adapter"
         )
     return {
-        name: view.holder(layer.path)
+        name: layer.site.adapter
         for name, layer in view.layers.items()
-        if layer.path in set(paths) and not _changes_nothing(view, name, is_lora)
+        if layer.path in set(paths) and not _changes_nothing(layer, is_lora)
     }
 
 
-def _changes_nothing(view: TorchView, name: str, is_lora: Callable[[str], bool]) -> bool:
+def _changes_nothing(layer: TorchLayer, is_lora: Callable[[str], bool]) -> bool:
     """Returns whether the layer lies in a stack where others have an adapter and it has none:
     lora_a and lora_b are zero, which no training of an adapter leads to, and the magnitude is the
     norm."""
-    layer = view.layers[name]
-    holder, at = view.holder(layer.path), view.stacks[layer.path].at(layer.index)
+    holder: Any = layer.site.adapter
     if not layer.index or any(
-        bool(jnp.any(part[...][at])) for part in (holder.lora_a, holder.lora_b)
+        bool(jnp.any(part[...][layer.at])) for part in (holder.lora_a, holder.lora_b)
     ):
         return False
-    return is_lora(name)
+    return is_lora(layer.layer.name)
 
 
 def _python(number: Any) -> Any:
@@ -191,12 +192,12 @@ def _lora_test(view: TorchView) -> Callable[[str], bool]:
     """Returns what says whether the magnitude of the layer of a name is its norm."""
 
     @functools.cache
-    def are_norms(path: str) -> np.ndarray:
-        holder = view.holder(path)
+    def are_norms(site: Site) -> np.ndarray:
+        holder: Any = site.adapter
         return np.asarray(fresh_magnitude(holder) == holder.magnitude[...])
 
     def is_lora(name: str) -> bool:
         layer = view.layers[name]
-        return bool(are_norms(layer.path)[view.stacks[layer.path].at(layer.index)].all())
+        return bool(are_norms(layer.site)[layer.at].all())
 
     return is_lora

@@ -80,9 +80,9 @@ def _possible_heads(view: TorchView, config: AdapterConfig) -> dict[str, Any]:
     if view.tied_heads or not lasts.isdisjoint(OUTPUT_HEADS) or config.ensure_weight_tying:
         return {}
     return {
-        name: view.modules[one.path]
+        name: one.site.found.module
         for name, one in view.layers.items()
-        if config.saves(f"{name}.weight") and type(view.modules[one.path]) is nnx.Embed
+        if config.saves(f"{name}.weight") and type(one.site.found.module) is nnx.Embed
     }
 
 

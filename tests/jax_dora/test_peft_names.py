@@ -1,6 +1,7 @@
 """From Flax's paths to PyTorch's names."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -52,6 +53,17 @@ class Pair(nnx.Module):
 
 def test_the_members_of_a_sequential_are_its_own() -> None:
     assert set(torch_view(Pair(), Names()).layers) == {"mlp.0", "mlp.1"}
+
+
+def test_a_weight_in_a_sequential_is_named_as_a_layer_in_it(registrations) -> None:
+    class Projection(nnx.Module):
+        def __init__(self) -> None:
+            self.w = nnx.Param(jnp.ones((3, 4)))
+
+    jax_dora.register(Projection, axes="io")
+    view = torch_view(nnx.Sequential(Projection(), nnx.Linear(4, 3, rngs=nnx.Rngs(0))), Names())
+    assert set(view.layers) == {"0", "1"}
+    assert set(view.parameters) == {"0.weight", "1.weight", "1.bias"}
 
 
 def test_two_modules_of_one_name_are_refused() -> None:
