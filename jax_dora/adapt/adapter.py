@@ -29,7 +29,7 @@ from jax_dora.adapt.tree import (
 from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.layers.rule import DoRARule
 from jax_dora.weights.adapter import WeightAdapter
-from jax_dora.weights.module import adapters_of, reads_of
+from jax_dora.weights.module import adapters_of, at_path, has_dora_type
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,9 +114,10 @@ def adapted_weights(model: nnx.Module) -> tuple[AdaptedWeight, ...]:
     """Returns where the adapters of `model` lie that stand beside weights."""
     modules = find_modules(model)
     readers = {
-        key: (found.paths[0], path)
+        (id(at_path(found.module, path)), param): (found.paths[0], path)
         for found in modules
-        for key, (_, path) in reads_of(found.module).items()
+        if has_dora_type(found.module)
+        for path, param in found.module.dora_reads
     }
     return tuple(
         AdaptedWeight(

@@ -8,10 +8,10 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dora_common.rules import as_rules, listing
+from dora_common.rules import as_rules
 from jax_dora.adapt.coverage import logged
 from jax_dora.adapt.reads import trace_reads
-from jax_dora.adapt.sites import REMEDY, Site, assigned, sites
+from jax_dora.adapt.sites import REMEDY, Site, assigned, refuse, sites
 from jax_dora.adapt.tree import check_model, named_in_errors, replace_modules
 from jax_dora.layers import DORA_CLASSES, dora_class_of
 from jax_dora.layers.base_layer import padded
@@ -100,7 +100,8 @@ def adapt_site(site: Site, rule: DoRARule, rngs: nnx.Rngs) -> Any:
     with named_in_errors(site.names[0], "adapted"), scope:
         if cls is None:
             assert site.reader is not None
-            place = Place(site.param, site.axes, site.has_module_path, rule, site.is_lookup)
+            name = "" if site.names[0] in site.found.paths else site.param
+            place = Place(site.param, site.axes, name, rule, site.is_lookup)
             adapted = add_adapter(module, place, *site.reader)
             adapted.make(rule, rngs)
         else:
@@ -131,17 +132,16 @@ def _mesh_sharding(variable: nnx.Variable) -> NamedSharding | None:
 
 
 def _refuse_others(matched: list[Site]) -> None:
-    adapted = [site.described() for site in matched if site.is_adapted]
-    if adapted:
-        raise ValueError(
-            "a layer holds one adapter at a time, and these that the rules match hold one already: "
-            f"take it out with remove_dora, or merge it with merge_dora, first:{listing(adapted)}"
-        )
-    others = [site.described() for site in matched if site.refusal]
-    if others:
-        names = ", ".join(f"nnx.{base.__name__}" for base in DORA_CLASSES)
-        raise TypeError(
-            f"the rules match what cannot be adapted; expected {names}, and what jax_dora.register "
-            f"has named: {REMEDY}, or narrow the rules' paths so that they leave out:"
-            f"{listing(others)}"
-        )
+    refuse(
+        [site for site in matched if site.is_adapted],
+        ValueError,
+        "a layer holds one adapter at a time, and these that the rules match hold one already: "
+        "take it out with remove_dora, or merge it with merge_dora, first",
+    )
+    names = ", ".join(f"nnx.{base.__name__}" for base in DORA_CLASSES)
+    refuse(
+        [site for site in matched if site.refusal],
+        TypeError,
+        f"the rules match what cannot be adapted; expected {names}, and what jax_dora.register "
+        f"has named: {REMEDY}, or narrow the rules' paths so that they leave out",
+    )

@@ -136,7 +136,7 @@ def _row(site: Site) -> CoveredWeight:
     if site.refusal and not site.is_adapted:
         status = "not adaptable"
     how = site.refusal if status == "not adaptable" else site.how
-    value = getattr(site.found.module, site.param).get_value()
+    value = site.parameter.get_value()
     if quantised.is_quantised(value):
         how += f"; {quantised.described(value)}"
         if act_qtype := act_qtype_of(site.found.module):

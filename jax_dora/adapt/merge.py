@@ -128,18 +128,12 @@ def merge_dora(
         if (id(base), name) in done:
             continue
         done.add((id(base), name))
-        if id(getattr(base, name)) in shared and _is_read_alone(adapter):
+        # Whether it counts in its own module's methods alone, wherever else the parameter is read.
+        is_own = isinstance(adapter, DoRALayer) or ((), name) in adapter.module.dora_reads
+        if id(getattr(base, name)) in shared and is_own:
             setattr(base, name, getattr(base, name).copy())
         layers.append(_merge_layer(path, base, its, requantize, return_report))
     return (merged, MergeReport(tuple(filter(None, layers)))) if return_report else merged
-
-
-def _is_read_alone(layer: DoRALayer | WeightAdapter) -> bool:
-    """Whether an adapter counts in its own module's methods, and nowhere else that the parameter is
-    read."""
-    if isinstance(layer, WeightAdapter):
-        return ((), layer.place.param) in layer.module.dora_weights.reads
-    return True
 
 
 def _warn_of_untrained(layers: list[Found], of: str) -> None:

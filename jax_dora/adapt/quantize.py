@@ -10,7 +10,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dora_common.rules import Rule, listing
-from jax_dora.adapt.sites import Site, sites
+from jax_dora.adapt.sites import Site, refuse, sites
 from jax_dora.adapt.stack import stack_of
 from jax_dora.adapt.tree import check_model, named_in_errors
 from jax_dora.layers import DoRALayer
@@ -79,11 +79,22 @@ def quantize[Model: nnx.Module](
     copy = nnx.clone(model)
     found = sites(copy)
     matched = _matched(found, path)
-    if act_qtype is not None:
-        _check_rows(matched)
+    of_rows = nnx.Linear | nnx.LinearGeneral
+    others = [
+        site
+        for site in matched
+        if not isinstance(one := site.found.module, of_rows) or getattr(one, "batch_axis", None)
+    ]
+    refuse(
+        others if act_qtype else [],
+        TypeError,
+        "act_qtype is given and path matches layers whose products are not of rows; expected "
+        "nnx.Linear, and nnx.LinearGeneral without batch axes: narrow path so that it leaves "
+        "out, or leave act_qtype out for",
+    )
     done: dict[int, str] = {}
     for site in matched:
-        parameter = getattr(site.found.module, site.param)
+        parameter = site.parameter
         if id(parameter) not in done:
             done[id(parameter)] = site.names[0]
             with named_in_errors(site.names[0], "quantised"):
@@ -92,7 +103,7 @@ def quantize[Model: nnx.Module](
                     parameter.set_value(columns_in_one_piece(parameter.get_value()))
         compute_quantised(site.found.module, act_qtype)
     for site in found:
-        name = done.get(id(getattr(site.found.module, site.param))) if site.param else None
+        name = done.get(id(site.parameter)) if site.param else None
         if name is not None and not any(site is one for one in matched):
             raise ValueError(
                 f"{name!r} cannot be quantised: {site.names[0]!r}, which path does not match, "
@@ -127,22 +138,6 @@ def _check_act_qtype(act_qtype: Any, qtype: str, tile_size: int | None) -> None:
         )
 
 
-def _check_rows(matched: list[Site]) -> None:
-    """Raises TypeError unless activations of these layers can be quantised by rows."""
-    others = [
-        site.described()
-        for site in matched
-        if not isinstance(site.found.module, nnx.Linear | nnx.LinearGeneral)
-        or getattr(site.found.module, "batch_axis", None)
-    ]
-    if others:
-        raise TypeError(
-            "act_qtype is given and path matches layers whose products are not of rows; expected "
-            "nnx.Linear, and nnx.LinearGeneral without batch axes: narrow path so that it leaves "
-            f"out, or leave act_qtype out for:{listing(others)}"
-        )
-
-
 def _matched(found: list[Site], path: str) -> list[Site]:
     """Returns the layers that `path` matches, all of which can be quantised."""
     rule = Rule(path, 1, 1.0)
@@ -157,27 +152,19 @@ def _matched(found: list[Site], path: str) -> list[Site]:
             f"path {path!r} matches no layer; a path is matched as a whole. The layers with "
             f"parameters are:{listing(names)}"
         )
-    others = [
-        site.described()
-        for site in matched
-        if not (site.is_layer and isinstance(site.found.module, LAYERS))
-    ]
-    if others:
-        raise TypeError(
-            "path matches what cannot be quantised; expected nnx.Linear, nnx.LinearGeneral, "
-            "nnx.Einsum and nnx.Conv themselves, whose products can read a quantised kernel: "
-            f"narrow path so that it leaves out:{listing(others)}"
-        )
-    taken = [
-        site.described()
-        for site in matched
-        if quantised.is_quantised(getattr(site.found.module, site.param).get_value())
-    ]
-    if taken:
-        raise ValueError(
-            "these layers are quantised already; expected float kernels: narrow path so that it "
-            f"leaves them out:{listing(taken)}"
-        )
+    refuse(
+        [site for site in matched if not (site.is_layer and isinstance(site.found.module, LAYERS))],
+        TypeError,
+        "path matches what cannot be quantised; expected nnx.Linear, nnx.LinearGeneral, "
+        "nnx.Einsum and nnx.Conv themselves, whose products can read a quantised kernel: "
+        "narrow path so that it leaves out",
+    )
+    refuse(
+        [site for site in matched if quantised.is_quantised(site.parameter.get_value())],
+        ValueError,
+        "these layers are quantised already; expected float kernels: narrow path so that it "
+        "leaves them out",
+    )
     return matched
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from dora_common.rules import OUTPUT_HEADS, assign
+from dora_common.rules import OUTPUT_HEADS, assign, listing
 from jax_dora.adapt.reads import heads, is_adapted_read, reader_of, weights_of
 from jax_dora.adapt.stack import stack_of
 from jax_dora.adapt.tree import Found, find_modules
@@ -72,13 +72,14 @@ class Site:
     is_matched: bool = True
 
     @property
-    def has_module_path(self) -> bool:
-        return self.names[0] in self.found.paths
-
-    @property
     def shape(self) -> tuple[int, ...]:
         """The weight's shape; () for a module without one."""
-        return tuple(getattr(self.found.module, self.param).shape) if self.param else ()
+        return tuple(self.parameter.shape) if self.param else ()
+
+    @property
+    def parameter(self) -> nnx.Param:
+        """The weight, where there is one."""
+        return getattr(self.found.module, self.param)
 
     @functools.cached_property
     def stack(self) -> Stack:
@@ -135,6 +136,12 @@ def assigned(found: Iterable[Site], rules: Sequence[DoRARule]) -> list[tuple[Sit
         rules, [site.names for site in matchable], [site.is_linear for site in matchable]
     )
     return [(site, rule) for site, rule in zip(matchable, chosen, strict=True) if rule]
+
+
+def refuse(found: Iterable[Site], error: type[Exception], message: str) -> None:
+    """Raises an error that lists these sites behind its message, if there are any."""
+    if told := [site.described() for site in found]:
+        raise error(f"{message}:{listing(told)}")
 
 
 def _pack_experts(found: list[Site]) -> None:

@@ -13,16 +13,16 @@ from flax.core import freeze
 from dora_common.rules import as_rules, assign, listing
 from jax_dora.adapt.coverage import logged
 from jax_dora.adapt.merge import Setting
-from jax_dora.adapt.sites import assigned
+from jax_dora.adapt.sites import assigned, refuse
+from jax_dora.adapt.tree import named_in_errors
 from jax_dora.layers.rule import DoRARule, Rules
 from jax_dora.linen.calls import (
     Calls,
-    adapted_layer,
     holds_parameters,
     is_computed,
     stack_axes,
 )
-from jax_dora.linen.layer import COUNTERPARTS, dora_class_of
+from jax_dora.linen.layer import COUNTERPARTS, counterpart, dora_class_of, dora_layer
 from jax_dora.linen.params import adapted_modules
 from jax_dora.linen.reads import Held, linen_sites
 from jax_dora.linen.weights import LinenWeight, followed, missing
@@ -98,11 +98,11 @@ def _assigned(
     that "all-linear" leaves out."""
     found = [site for site in linen_sites(model, example) if site.is_matched]
     matched = assigned(found, rules)
-    if others := [site.described() for site, _ in matched if site.refusal]:
-        raise TypeError(
-            "the rules match what cannot be adapted; narrow the rules' paths so that they leave "
-            f"out:{listing(others)}"
-        )
+    refuse(
+        [site for site, _ in matched if site.refusal],
+        TypeError,
+        "the rules match what cannot be adapted; narrow the rules' paths so that they leave out",
+    )
     for site, _ in matched:
         site.is_adapted = True
     logged(found)
@@ -257,13 +257,16 @@ class DoRA(nn.Module):
                 if not module.has_variable("params", cls.kernel_name):
                     next_fun(*args, **kwargs)
                 signature = inspect.signature(context.orig_method)
-                arguments = dict(signature.bind(*args, **kwargs).arguments)
-                layer = adapted_layer(module, cls, rule, arguments)
+                (_, inputs), *others = signature.bind(*args, **kwargs).arguments.items()
+                kernel = module.get_variable("params", cls.kernel_name)
+                with named_in_errors(path, "adapted"):
+                    base = counterpart(module, inputs, kernel, **dict(others))
+                    layer = dora_layer(module, cls, base, rule, kernel)
                 calls.stacks[path] = stack_axes(module)
                 if is_computed(module, max(len(self.path), bool(self.weights))):
                     calls.computed.add(path)
                 calls.adapted[path] = (cls.kernel_name, Setting.of(layer))
-                return self._result(layer, context, next(iter(arguments.values())))
+                return self._result(layer, context, inputs)
             result = next_fun(*args, **kwargs)
             if holds_parameters(module):
                 calls.linear[path] = is_linear

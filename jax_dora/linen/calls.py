@@ -7,13 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax import traverse_util
+from flax import struct, traverse_util
 
 from jax_dora.adapt.merge import Setting
-from jax_dora.adapt.tree import named_in_errors
-from jax_dora.layers import DoRALayer
-from jax_dora.layers.rule import DoRARule
-from jax_dora.linen.layer import counterpart, dora_layer
 
 
 @dataclasses.dataclass
@@ -36,17 +32,6 @@ class Calls:
     computed: set[str] = dataclasses.field(default_factory=set)
 
 
-def adapted_layer(
-    module: nn.Module, cls: type[DoRALayer], rule: DoRARule, arguments: Mapping[str, Any]
-) -> DoRALayer:
-    """Returns the DoRA layer in the place of `module`, called with these arguments."""
-    (_, inputs), *others = arguments.items()
-    kernel = module.get_variable("params", cls.kernel_name)
-    with named_in_errors("/".join(module.path), "adapted"):
-        base = counterpart(module, inputs, kernel, **dict(others))
-        return dora_layer(module, cls, base, rule, kernel)
-
-
 def holds_parameters(module: nn.Module) -> bool:
     params = module.variables.get("params", {})
     return any(not isinstance(leaf, Mapping) for leaf in params.values())
@@ -61,28 +46,23 @@ def is_computed(module: Any, own: int) -> bool:
     return any("map_variables(" in one for one in module.scope.debug_path[own:])
 
 
-class Noting(nn.meta.AxisMetadata):
+class Noting(struct.PyTreeNode, nn.meta.AxisMetadata):
     """A parameter in a box that notes which axes Flax's transforms take off it."""
 
-    def __init__(self, value: Any, axes: tuple[int, ...] = ()) -> None:
-        self.value, self.axes = value, axes
+    value: Any
+    axes: tuple[int, ...] = struct.field(pytree_node=False, default=())
 
     def unbox(self) -> Any:
         return self.value
 
     def replace_boxed(self, val: Any) -> "Noting":
-        return Noting(val, self.axes)
+        return self.replace(value=val)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "Noting":
-        return Noting(self.value, self.axes[:-1])
+        return self.replace(axes=self.axes[:-1])
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> "Noting":
-        return Noting(self.value, (*self.axes, index))
-
-
-jax.tree_util.register_pytree_node(
-    Noting, lambda box: ((box.value,), box.axes), lambda axes, values: Noting(values[0], axes)
-)
+        return self.replace(axes=(*self.axes, index))
 
 
 def noting_axes(params: Mapping[str, Any]) -> Any:

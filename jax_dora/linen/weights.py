@@ -50,7 +50,7 @@ class LinenWeight:
 
     @property
     def place(self) -> Place:
-        return Place(self.path[-1], self.axes, has_module_path=True, rule=self.rule)
+        return Place(self.path[-1], self.axes, "", self.rule)
 
     def paths(self) -> dict[str, tuple[str, ...]]:
         """Returns the path of each parameter of the adapter."""

@@ -29,14 +29,15 @@ class Place:
     Attributes:
       param: the name of the parameter in its module.
       axes: a letter for each of its axes, as `jax_dora.register`'s.
-      has_module_path: whether the weight's path is its module's, since it has no other weight.
+      name: what its path has behind its module's: `param`, or "" where the module has no other
+        weight.
       rule: the adapter's settings; path and initializers are not remembered.
       is_lookup: whether it is an embedding.
     """
 
     param: str
     axes: str
-    has_module_path: bool
+    name: str
     rule: DoRARule
     is_lookup: bool = False
 
@@ -93,15 +94,11 @@ class WeightAdapter:
 
     def path(self, module: str) -> str:
         """Returns the weight's path, given its module's."""
-        if self.place.has_module_path:
-            return module
-        return f"{module}/{self.place.param}".lstrip("/")
+        return "/".join(filter(None, (module, self.place.name)))
 
     def module_path(self, path: str) -> str:
         """Returns the module's path, given the weight's."""
-        if self.place.has_module_path:
-            return path
-        return path.removesuffix(self.place.param).removesuffix("/")
+        return path.removesuffix(self.place.name).removesuffix("/")
 
     @property
     def kernel_param(self) -> nnx.Param:

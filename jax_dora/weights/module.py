@@ -3,7 +3,6 @@ needed, whose methods run as the class wrote them while the weights are followed
 
 import contextlib
 import copyreg
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -17,19 +16,6 @@ from jax_dora.weights.adapter import Place, WeightAdapter
 from jax_dora.weights.trace import is_followed, weight_trace
 
 
-@dataclasses.dataclass(frozen=True)
-class AdaptedWeights:
-    """What a module has to do with adapted weights.
-
-    Attributes:
-      places: those that it owns.
-      reads: those that its methods read: the path from it to the owner, and the parameter's name.
-    """
-
-    places: tuple[Place, ...] = ()
-    reads: tuple[tuple[tuple[str, ...], str], ...] = ()
-
-
 def has_dora_type(module: Any) -> bool:
     """Returns whether a module has a class that `dora_type` has made."""
     return "plain_type" in vars(type(module))
@@ -39,8 +25,11 @@ def has_dora_type(module: Any) -> bool:
 def dora_type(base: type[nnx.Module]) -> type[Any]:
     """Returns the subclass of `base` whose public methods follow adapted weights.
 
-    It has an attribute `plain_type`, which is `base`; its modules have a further one,
-    `dora_weights`, which is their `AdaptedWeights`.
+    Attributes:
+      plain_type: of the class, `base`.
+      dora_places: of a module, the places of the adapted weights that it owns.
+      dora_reads: the adapted weights that its methods read: the path from it to the owner, and the
+        parameter's name.
     """
     methods = {name: _following(method) for name, method in public_methods(base).items()}
     return _metaclass(type(base))(
@@ -95,8 +84,8 @@ def followed(module: Any) -> Iterator[Callable[[Any], Any]]:
     one without followed weights."""
     adapters = [
         one
-        for path, param in module.dora_weights.reads
-        for one in adapters_of(_at(module, path))
+        for path, param in module.dora_reads
+        for one in adapters_of(at_path(module, path))
         if one.place.param == param and not is_followed(one.kernel_param.get_raw_value())
     ]
     if not adapters:
@@ -131,7 +120,8 @@ def _set(variable: nnx.Variable, value: Any) -> None:
     object.__setattr__(variable, "_raw_value", value)
 
 
-def _at(module: Any, path: tuple[str, ...]) -> Any:
+def at_path(module: Any, path: tuple[str, ...]) -> Any:
+    """Returns what stands at `path` in a module."""
     for key in path:
         if isinstance(module, list | tuple):
             module = module[int(key)]
@@ -146,13 +136,13 @@ def adapters_of(module: Any) -> list[WeightAdapter]:
     """Returns the adapted weights that `module` owns, but for those of a `DoRALayer`."""
     if not has_dora_type(module):
         return []
-    return [WeightAdapter(module, place) for place in module.dora_weights.places]
+    return [WeightAdapter(module, place) for place in module.dora_places]
 
 
 def as_dora(module: Any) -> None:
     """Gives `module`, in place, the class whose methods follow adapted weights."""
     if not has_dora_type(module):
-        module.dora_weights = AdaptedWeights()
+        module.dora_places, module.dora_reads = (), ()
         module.__class__ = dora_type(type(module))
 
 
@@ -165,23 +155,14 @@ def add_adapter(module: Any, place: Place, reader: Any, path: tuple[str, ...]) -
     """
     as_dora(module)
     as_dora(reader)
-    places = (*module.dora_weights.places, place)
-    module.dora_weights = dataclasses.replace(module.dora_weights, places=places)
-    reads = (*reader.dora_weights.reads, (path, place.param))
-    reader.dora_weights = dataclasses.replace(reader.dora_weights, reads=reads)
+    module.dora_places = (*module.dora_places, place)
+    reader.dora_reads = (*reader.dora_reads, (path, place.param))
     return WeightAdapter(module, place)
-
-
-def reads_of(model: Any) -> dict[tuple[int, str], tuple[Any, tuple[str, ...]]]:
-    """Returns for each adapted weight that the methods of `model`, a module, read the reader and
-    the path from there, by the owner's id and the parameter's name."""
-    reads = model.dora_weights.reads if has_dora_type(model) else ()
-    return {(id(_at(model, path)), param): (model, path) for path, param in reads}
 
 
 def as_plain(module: Any) -> None:
     """Gives `module`, in place, its own class and attributes back."""
     for adapter in adapters_of(module):
         adapter.unmake()
-    del module.dora_weights
+    del module.dora_places, module.dora_reads
     module.__class__ = module.plain_type
