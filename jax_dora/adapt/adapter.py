@@ -8,7 +8,6 @@ brings a norm and a magnitude of its own, so that they do not simply add up: `me
 
 import dataclasses
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -28,7 +27,6 @@ from jax_dora.adapt.tree import (
 )
 from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.layers.rule import DoRARule
-from jax_dora.weights.adapter import WeightAdapter
 from jax_dora.weights.module import adapters_of, at_path, has_dora_type
 
 
@@ -96,17 +94,17 @@ def get_adapter(model: nnx.Module) -> Adapter:
             for path, layer in layers.items()
         },
         adapted_weights(model),
-        stack_axes(layers),
+        stack_axes(model),
     )
 
 
-def stack_axes(layers: Mapping[str, DoRALayer | WeightAdapter]) -> tuple[tuple[str, int], ...]:
-    """Returns along which axis of its kernel each of these layers is stacked that is a stack, by
-    its path; the first axis, of several."""
+def stack_axes(model: nnx.Module) -> tuple[tuple[str, int], ...]:
+    """Returns along which axis of its kernel each DoRA layer is stacked that is a stack, by its
+    path; the first axis, of several."""
     return tuple(
-        (path, layer.stack_axis % layer.kernel_param.ndim)
-        for path, layer in layers.items()
-        if isinstance(layer, DoRALayer) and layer.stack.shape
+        (found.paths[0], found.module.stack_axis % found.module.kernel_param.ndim)
+        for found in find_modules(model)
+        if isinstance(found.module, DoRALayer) and found.module.stack.shape
     )
 
 

@@ -7,9 +7,9 @@ import jax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dora_common.rules import assign, listing
+from dora_common.rules import listing
 from dora_common.slots import check_plain
-from jax_dora.adapt.sites import Site, sites
+from jax_dora.adapt.sites import Site, assigned, sites
 from jax_dora.adapt.stack import stack_of
 from jax_dora.adapt.tree import find_dora_layers, named_in_errors
 from jax_dora.layers import DoRALayer, dora_class_of
@@ -86,10 +86,7 @@ class Place:
 def places(model: nnx.Module, path: str) -> dict[Place, nnx.Variable]:
     """Returns the projections of a plain model whose paths match, and their kernels."""
     check_plain([found.paths[0] for found in find_dora_layers(model)], "jax_dora")
-    found = [site for site in sites(model) if site.is_matched]
-    rule = DoRARule(path, rank=1, alpha=1)
-    chosen = assign([rule], [site.names for site in found], [site.is_linear for site in found])
-    matched = [site for site, rule in zip(found, chosen, strict=True) if rule is not None]
+    matched = [site for site, _ in assigned(sites(model), [DoRARule(path, rank=1, alpha=1)])]
     made = dict(_place(site) for site in matched if why_not(site) is None)
     if not made:
         told = (f"{site.names[0]}: {why_not(site)}" for site in matched)

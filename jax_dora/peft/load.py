@@ -21,7 +21,7 @@ from jax_dora.adapt import DoRARule, remove_dora
 from jax_dora.adapt.adapter import adapted_weights, stack_axes
 from jax_dora.adapt.apply import adapt_site
 from jax_dora.adapt.sites import Site
-from jax_dora.adapt.tree import check_model, find_dora_layers, replace_modules
+from jax_dora.adapt.tree import check_model, replace_modules
 from jax_dora.layers.stack import Stack
 from jax_dora.ops import check
 from jax_dora.peft.names import Names
@@ -89,10 +89,10 @@ def load_adapter[Model: nnx.Module](
         )
     check_model(model)
     names = names or Names()
-    axes = dict(stack_axes({one.paths[0]: one.module for one in find_dora_layers(model)}))
+    where = {"held": adapted_weights(model), "stack_axes": dict(stack_axes(model))}
     with opened(folder, "np", adapter) as source:
-        loaded, held = remove_dora(model), adapted_weights(model)
-        view = torch_view(loaded, names, held, axes)
+        loaded = remove_dora(model)
+        view = torch_view(loaded, names, **where)
         fit = source.fit(*view.outline())
         stacks = _by_site(source, view, fit)
         rules = {
@@ -119,7 +119,7 @@ def load_adapter[Model: nnx.Module](
             _set_magnitude(source, layer.magnitude, site.stack, stacks[site], exactly)
         loaded = untie(loaded, view, fit, source.config)
         loaded = replace_modules(loaded, replacements)
-        _set_parameters(source, torch_view(loaded, names, held, axes), fit)
+        _set_parameters(source, torch_view(loaded, names, **where), fit)
         source.tell_of_replaced(fit)
     return loaded
 
