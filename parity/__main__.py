@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import re
 import sys
@@ -75,14 +76,14 @@ def _work(options: argparse.Namespace, device: str) -> Work:
     from parity.compare import run_case
     from parity.encoder import CASE, run_encoder
 
-    def compare(report, case):
-        for comparison in run_case(case, device):
-            comparison.write(report)
-
     chosen = cases.cpu_cases() if device == "cpu" else cases.gpu_cases()
     chosen = cases.quick(chosen) if options.quick else chosen
-    found: Work = [(case.level, case.name, lambda r, c=case: compare(r, c)) for case in chosen]
-    found.append(("encoder", CASE, lambda r: run_encoder(r, device, quick=options.quick)))
+    found: Work = [
+        (case.level, case.name, functools.partial(run_case, case=case, device=device))
+        for case in chosen
+    ]
+    encode = functools.partial(run_encoder, device=device, quick=options.quick)
+    found.append(("encoder", CASE, encode))
     return [w for w in found if w[0] in options.level and re.search(options.case, w[1])]
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from parity import oracle, tolerances
 from parity.cases import Case, compose_inputs, layer_inputs
@@ -18,7 +19,7 @@ from parity.sides.torch.operators import naive_delta
 # Mosaic's kernels copy rows of whole 16 bytes, and refuse other widths when named.
 MOSAIC_WIDTH = 8
 
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -41,43 +42,32 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """One quantity of one case, on both sides. `apart` is the peak of |JAX - torch|."""
+class Apart:
+    """The peak of |JAX - torch|, and the most that it may be."""
 
-    case: str
-    dtype: str
-    quantity: str
-    scores: dict[Backend, Score]
-    apart: float
-    apart_bound: float
-    peak: float
-    failure: str = ""
+    error: float
+    bound: float
 
-    @property
-    def passed(self) -> bool:
-        return all(self._verdicts()) and not self.failure
 
-    def _verdicts(self) -> list[bool]:
-        return [*(s.passed for s in self.scores.values()), self.apart <= self.apart_bound]
-
-    def write(self, report: Report) -> None:
-        """Adds a line to the report: each side, and then how far they are apart."""
-        scores = list(self.scores.values())
-        sides = [f"{name} {score.implementation}" for name, score in self.scores.items()]
-        values: dict = {
-            "dtype": self.dtype,
-            "side": [*sides, ", ".join(sides)],
-            "error": [*(s.error for s in scores), self.apart],
-            "bound": [*(s.bound for s in scores), self.apart_bound],
-            "ok": [ok and not self.failure for ok in self._verdicts()],
-            "plain": [*(s.plain for s in scores), None],
-            "peak": self.peak,
-        }
-        if any(s.of_bound is not None for s in scores):
-            values["of_bound"] = [*(s.of_bound for s in scores), None]
-        if self.failure:
-            values["note"] = self.failure
-        report.add(self.case, self.quantity, **values)
+def add_both(
+    report: Report,
+    case: str,
+    quantity: str,
+    scores: Mapping[Backend, Score],
+    apart: Apart,
+    **values: Any,
+) -> None:
+    """Adds a line to the report: each side, and then how far they are apart."""
+    each = list(scores.values())
+    sides = [f"{name} {score.implementation}" for name, score in scores.items()]
+    values["side"] = [*sides, ", ".join(sides)]
+    values["error"] = [*(s.error for s in each), apart.error]
+    values["bound"] = [*(s.bound for s in each), apart.bound]
+    values["ok"] = [*(s.passed for s in each), apart.error <= apart.bound]
+    values["plain"] = [*(s.plain for s in each), None]
+    if any(s.of_bound is not None for s in each):
+        values["of_bound"] = [*(s.of_bound for s in each), None]
+    report.add(case, quantity, **values)
 
 
 @dataclass(frozen=True)
@@ -92,15 +82,15 @@ class Expected:
       cap: the paper's, or infinity.
     """
 
-    want: torch.Tensor
-    bound: torch.Tensor
+    want: Tensor
+    bound: Tensor
     dtype: str
     floor: float = 0.0
     cap: float = math.inf
 
 
-def run_case(case: Case, device: str) -> Iterator[Comparison]:
-    """Yields every quantity of the case, first by plain framework operations, then by kernels."""
+def run_case(report: Report, case: Case, device: str) -> None:
+    """Adds every quantity of the case, first by plain framework operations, then by kernels."""
     expected, run = _PREPARE[case.kind](case, device)
     plain: dict[Backend, Tensors] = {n: run(s.operators, "plain") for n, s in SIDES.items()}
     mosaic_refuses = bool(case.n_out % MOSAIC_WIDTH or case.n_in % MOSAIC_WIDTH)
@@ -115,8 +105,20 @@ def run_case(case: Case, device: str) -> Iterator[Comparison]:
                 results[name] = run(side.operators, names[name])
             except Exception as error:
                 failures.append(f"{name} {names[name]}: {type(error).__name__}: {error}")
+        note = {"note": "; ".join(failures)} if failures else {}
         for quantity, exact in expected.items():
-            yield _judge(case, quantity, exact, results, plain, names, "; ".join(failures))
+            found = {side: of[quantity] for side, of in results.items() if quantity in of}
+            scores: dict[Backend, Score] = {
+                side: _score(case, names[side], exact, plain[side][quantity], found.get(side))
+                for side in SIDES
+            }
+            # Both lie within their own tolerance of the same value.
+            allowed = min(sum(score.bound for score in scores.values()), exact.cap)
+            apart = math.inf
+            if len(found) == len(SIDES):
+                apart = peak_of(difference(found["jax"], oracle.fp64(found["torch"])))
+            facts = {"dtype": case.dtype, "peak": peak_of(exact.want), **note}
+            add_both(report, case.name, quantity, scores, Apart(apart, allowed), **facts)
 
 
 def _slack(implementation: str, case: Case, device: torch.device) -> float:
@@ -125,37 +127,22 @@ def _slack(implementation: str, case: Case, device: torch.device) -> float:
     return tolerances.TRITON_INTERPRETER_BF16 if truncates else 1.0
 
 
-def _judge(
-    case: Case,
-    quantity: str,
-    exact: Expected,
-    results: dict[Backend, Tensors],
-    plain: dict[Backend, Tensors],
-    names: dict[Backend, str],
-    failure: str,
-) -> Comparison:
-    peak = peak_of(exact.want)
-    found = {side: of[quantity] for side, of in results.items() if quantity in of}
-    scores: dict[Backend, Score] = {}
-    for side, implementation in names.items():
-        plain_error = peak_of(difference(plain[side][quantity], exact.want))
-        allowed = tolerances.flash_rule(plain_error, peak, exact.dtype, exact.floor)
-        slack = _slack(implementation, case, exact.want.device)
-        error = of_bound = math.inf
-        if side in found:
-            missed = difference(found[side], exact.want)
-            error, of_bound = peak_of(missed), peak_of(missed / exact.bound) / slack
-        bound = min(slack * allowed, exact.cap)
-        scores[side] = Score(implementation, error, plain_error, bound, of_bound)
-    apart = math.inf
-    if len(found) == 2:
-        apart = peak_of(difference(found["jax"], oracle.fp64(found["torch"])))
-    # Both lie within their own tolerance of the same value.
-    allowed = min(sum(score.bound for score in scores.values()), exact.cap)
-    return Comparison(case.name, case.dtype, quantity, scores, apart, allowed, peak, failure)
+def _score(
+    case: Case, implementation: str, exact: Expected, plain: Tensor, found: Tensor | None
+) -> Score:
+    """Returns how far a result, infinitely far where there is none, and the plain computation's lie
+    from fp64's."""
+    plain_error = peak_of(difference(plain, exact.want))
+    allowed = tolerances.flash_rule(plain_error, peak_of(exact.want), exact.dtype, exact.floor)
+    slack = _slack(implementation, case, exact.want.device)
+    error = of_bound = math.inf
+    if found is not None:
+        missed = difference(found, exact.want)
+        error, of_bound = peak_of(missed), peak_of(missed / exact.bound) / slack
+    return Score(implementation, error, plain_error, min(slack * allowed, exact.cap), of_bound)
 
 
-def difference(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+def difference(got: Tensor, want: Tensor) -> Tensor:
     """Returns `|got - want|` in fp64; a result that is not finite is infinitely wrong."""
     if got.shape != want.shape:
         raise ValueError(f"a result has shape {tuple(got.shape)}, expected {tuple(want.shape)}")
@@ -163,7 +150,7 @@ def difference(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     return torch.where(missed.isfinite(), missed, math.inf)
 
 
-def peak_of(values: torch.Tensor) -> float:
+def peak_of(values: Tensor) -> float:
     return float(values.abs().max())
 
 

@@ -18,7 +18,7 @@ from parity.report import Report, Row, table
 
 if TYPE_CHECKING:
     from parity.faults import Fault, Level
-    from parity.levels import Failures
+    from parity.levels import CaseSet
     from parity.sides import Backend
 
 LEVELS = ("operator", "layer", "encoder", "model", "training")
@@ -49,51 +49,65 @@ def _cell(row: Row) -> str:
 
 def run_controls(
     report: Report,
-    chosen: Mapping[Level, Failures],
+    chosen: Mapping[Level, CaseSet],
     faults: Mapping[str, Fault],
     say: Callable[[str], None],
 ) -> None:
     """Adds the whole matrix to the report, level by level."""
     from parity.sides import SIDES
 
-    for level, failures in chosen.items():
+    for level, run in chosen.items():
         plantable: list[tuple] = [(None, None)]
         for fault in faults.values():
             if not fault.in_kernel or level in fault.caught_by:
                 plantable += [(fault, backend) for backend in SIDES]
         for fault, backend in plantable:
-            _try(report, level, failures, fault, backend)
+            _try(report, level, run, fault, backend)
             row = report.rows[-1]
             where = "no fault" if fault is None else f"{fault.name} in {backend}"
             say(f"{level}, {where}: {_cell(row)} ({row['seconds']:.1f} s)")
 
 
 def _try(
-    report: Report, level: Level, failures: Failures, fault: Fault | None, backend: Backend | None
+    report: Report, level: Level, run: CaseSet, fault: Fault | None, backend: Backend | None
 ) -> None:
     """Adds a line whose case is the fault, whose quantity the level, and whose side the package at
     fault: the quantities that failed, whether none of them blames the other package alone, and in
     `note` why the level could not run, if it could not."""
-    start, found, note = time.perf_counter(), [], {}
+    start, case_set, note = time.perf_counter(), Report(None, level, {}), {}
     try:
         with fault.plant(backend) if fault and backend else contextlib.nullcontext():
-            found = failures(backend)
+            run(case_set, backend)
     except Exception as error:
         note = {"note": f"{type(error).__name__}: {error}"[:500]}
     expected = fault is not None and level in fault.caught_by
-    blamed = all(failure.backend in (None, backend) for failure in found)
-    passed = blamed and (bool(found) or not expected) if fault else not found
+    failed = [row for row in case_set.rows if row["ok"] is False]
+    blamed = all(_blamed(row) in (None, backend) for row in failed)
+    passed = blamed and (bool(failed) or not expected) if fault else not failed
     report.add(
         fault.name if fault else "none",
         level,
         side=backend,
         ok=passed and not note,
         expected=expected,
-        failed="; ".join(dict.fromkeys(failure.quantity for failure in found)),
+        failed="; ".join(dict.fromkeys(row["quantity"] for row in failed)),
         blamed=blamed,
         seconds=time.perf_counter() - start,
         **note,
     )
+
+
+def _blamed(row: Row) -> Backend | None:
+    """Returns the package of which a comparison is, or None where it is of both, or of neither."""
+    from parity.sides import SIDES
+
+    systems = set(row["side"].split(", "))
+    named: list[Backend] = [
+        name
+        for name, side in SIDES.items()
+        if systems & {name, f"{name} {side.plain}", f"{name} {side.kernels}"}
+    ]
+    return named[0] if len(named) == 1 else None
 
 
 def main(arguments: Sequence[str]) -> int:

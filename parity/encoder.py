@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from parity import minilm, oracle, tolerances
-from parity.compare import Comparison, Score
+from parity.compare import Apart, Score, add_both
 from parity.minilm import Adapter, Evaluation
 from parity.report import Report
 from parity.sides import SIDES, Backend
@@ -46,8 +46,7 @@ def run_encoder(report: Report, device: str, *, quick: bool) -> None:
     for name, side in SIDES.items():  # torch's adapter, the last, is carried to all
         ours = side.encoder.adapted(start, "float32", names[name], device)
         losses[name], trained = side.encoder.train(ours, batch, steps)
-    for found in _training_comparisons(names, losses):
-        found.write(report)
+    _add_training(report, names, losses)
 
     for dtype in ("float32", "bfloat16"):
         # Without bf16 hardware its gradients would cost more than all else.
@@ -57,12 +56,9 @@ def run_encoder(report: Report, device: str, *, quick: bool) -> None:
         exact = torch_encoder.evaluate(dense(trained, device, dtype), batch, gradients)
         plain = evaluate(dict.fromkeys(SIDES, "plain"))
         for implementations in (PLAIN, KERNELS) if native else (PLAIN,):
-            ours = evaluate(implementations)
-            for found in compare(dtype, implementations, exact, ours, plain):
-                found.write(report)
+            compare(report, dtype, implementations, exact, evaluate(implementations), plain)
     if not native:
-        for found in _interpreted(trained, pairs[:1]):
-            found.write(report)
+        _add_interpreted(report, trained, pairs[:1])
 
     change = np.concatenate([np.abs(_g(name, values) - 1) for name, values in trained.items()])
     for fact, value in {
@@ -75,11 +71,10 @@ def run_encoder(report: Report, device: str, *, quick: bool) -> None:
         report.add(CASE, fact, value=value)
 
 
-def _training_comparisons(names: Names, losses: dict[str, list[float]]) -> list[Comparison]:
+def _add_training(report: Report, names: Names, losses: dict[str, list[float]]) -> None:
     def apart(one: str, other: str) -> np.ndarray:
         return np.abs(np.array(losses[one]) - np.array(losses[other]))
 
-    found = []
     for quantity, statistic, allowed in (
         ("mean |Δloss|", np.mean, tolerances.caps.TRAINING_MEAN_LOSS_DIFFERENCE),
         ("worst |Δloss|", np.max, tolerances.caps.TRAINING_WORST_LOSS_DIFFERENCE),
@@ -88,20 +83,20 @@ def _training_comparisons(names: Names, losses: dict[str, list[float]]) -> list[
             side: Score(name, float(statistic(apart(side, "fp64"))), 0.0, allowed)
             for side, name in names.items()
         }
-        between, peak = float(statistic(apart("jax", "torch"))), max(losses["fp64"])
-        found.append(Comparison(CASE, "float32", quantity, scores, between, allowed, peak))
-    return found
+        between = Apart(float(statistic(apart("jax", "torch"))), allowed)
+        peak = max(losses["fp64"])
+        add_both(report, CASE, quantity, scores, between, dtype="float32", peak=peak)
 
 
 def compare(
+    report: Report,
     dtype: str,
     names: Names,
     exact: Evaluation,
     ours: Mapping[Backend, Evaluation],
     plain: Mapping[Backend, Evaluation],
-) -> list[Comparison]:
-    """Returns embeddings and gradients of both sides, judged beside the plain computations'."""
-    found = []
+) -> None:
+    """Adds embeddings and gradients of both sides, judged beside the plain computations'."""
 
     def judge(quantity, distance, of, want, peak, floor=0.0):
         scores: dict[Backend, Score] = {}
@@ -110,9 +105,9 @@ def compare(
             bound = tolerances.flash_rule(plain_error, peak, dtype, floor)
             error = distance(of(ours[side]), want)
             scores[side] = Score(implementation, error, plain_error, bound)
-        apart = distance(of(ours["jax"]), of(ours["torch"]))
-        bound = floor or sum(score.bound for score in scores.values())
-        found.append(Comparison(CASE, dtype, quantity, scores, apart, bound, peak))
+        between = distance(of(ours["jax"]), of(ours["torch"]))
+        apart = Apart(between, floor or sum(score.bound for score in scores.values()))
+        add_both(report, CASE, quantity, scores, apart, dtype=dtype, peak=peak)
 
     def largest(a: torch.Tensor, b: torch.Tensor) -> float:
         return float((a - b).abs().max())
@@ -128,10 +123,9 @@ def compare(
             return float((a - b).norm() / want.norm())
 
         judge(f"d_{name}, relative", relative, lambda e, name=name: e.gradients[name], want, 1.0)
-    return found
 
 
-def _interpreted(adapter: Adapter, pairs: list[tuple[str, str]]) -> list[Comparison]:
+def _add_interpreted(report: Report, adapter: Adapter, pairs: list[tuple[str, str]]) -> None:
     """Compares the kernels inside the model: interpreted they take seconds, so in one projection
     alone."""
     batch = minilm.batch(pairs)
@@ -141,7 +135,7 @@ def _interpreted(adapter: Adapter, pairs: list[tuple[str, str]]) -> list[Compari
     plain = evaluate(dict.fromkeys(SIDES, "plain"))
     with interpreted():
         ours = evaluate({side: {projection: name} for side, name in KERNELS.items()})
-    return compare("float32", KERNELS, exact, ours, plain)
+    compare(report, "float32", KERNELS, exact, ours, plain)
 
 
 def _cosine_distance(a: torch.Tensor, b: torch.Tensor) -> float:

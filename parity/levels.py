@@ -1,22 +1,22 @@
 """A small case set of every level of parity, for `parity.controls` to run with and without faults.
 
-Each level answers which of its quantities failed: none, in sound packages.
+Each is a function that adds what it judges to a report: all of it passes, in sound packages.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from parity import cases, encoder, minilm
-from parity.compare import Comparison, run_case
+from parity.compare import run_case
 from parity.faults import Level
 from parity.minilm import Adapter, Evaluation
 from parity.model.sizes import TINY, Run
+from parity.report import Report
 from parity.sides import SIDES, Backend
 from parity.sides.torch.encoder import evaluate
 
@@ -29,19 +29,11 @@ LORA_B_DEVIATION = 0.02
 MAGNITUDE_DEVIATION = 0.05
 
 
-@dataclass(frozen=True)
-class Failure:
-    """`backend` is at fault, or None where the two cannot be told apart."""
-
-    quantity: str
-    backend: Backend | None = None
-
-
 # Given the package in which a fault is planted, or None: the other one's results may be old ones.
-Failures = Callable[[Backend | None], list[Failure]]
+CaseSet = Callable[[Report, Backend | None], None]
 
 
-def levels() -> dict[Level, Failures]:
+def levels() -> dict[Level, CaseSet]:
     """Returns the case sets, cheapest first."""
     return {
         "operator": functools.partial(_cases, OPERATOR_CASES),
@@ -52,33 +44,26 @@ def levels() -> dict[Level, Failures]:
     }
 
 
-def _cases(names: Iterable[str], backend: Backend | None) -> list[Failure]:
+def _cases(names: Iterable[str], report: Report, backend: Backend | None) -> None:
     known = {case.name: case for case in cases.cpu_cases()}
-    return _failures(one for name in names for one in run_case(known[name], "cpu"))
+    for name in names:
+        run_case(report, known[name], "cpu")
 
 
-def _failures(comparisons: Iterable[Comparison]) -> list[Failure]:
-    def blamed(one: Comparison) -> Backend | None:
-        return _only([side for side, score in one.scores.items() if not score.passed])
-
-    return [Failure(one.quantity, blamed(one)) for one in comparisons if not one.passed]
-
-
-def _only(backends: Sequence[Backend]) -> Backend | None:
-    return backends[0] if len(backends) == 1 else None
+@functools.cache
+def _sound(run: Callable[[Any], Any], side: Backend | None) -> Any:
+    return run(side)
 
 
 def _both(run: Callable[[Backend], Any], backend: Backend | None) -> dict[Backend, Any]:
-    """Returns what `run`, which is cached, gives for each side: anew where a fault is planted."""
-    again = getattr(run, "__wrapped__", run)
-    return {side: again(side) if side == backend else run(side) for side in SIDES}
+    """Returns what `run` gives for each side: anew where a fault is planted."""
+    return {side: run(side) if side == backend else _sound(run, side) for side in SIDES}
 
 
-def _encoder(backend: Backend | None) -> list[Failure]:
+def _encoder(report: Report, backend: Backend | None) -> None:
     """Compares pretrained weights, embeddings and the adapter's gradients in fp32."""
     exact, plain = _references()
-    found = _both(_evaluate, backend)
-    return _failures(encoder.compare("float32", encoder.PLAIN, exact, found, plain))
+    encoder.compare(report, "float32", encoder.PLAIN, exact, _both(_evaluate, backend), plain)
 
 
 @functools.cache
@@ -87,7 +72,6 @@ def _references() -> tuple[Evaluation, dict[Backend, Evaluation]]:
     return exact, {side: _evaluate(side, "plain") for side in SIDES}
 
 
-@functools.cache
 def _evaluate(side: Backend, implementation: str | None = None) -> Evaluation:
     level = SIDES[side].encoder
     model = level.adapted(_adapter(), "float32", implementation or SIDES[side].plain)
@@ -110,21 +94,15 @@ def _adapter() -> Adapter:
     return adapter
 
 
-def _model(backend: Backend | None) -> list[Failure]:
+def _model(report: Report, backend: Backend | None) -> None:
     """Compares a tiny decoder in fp32 with transformers with PEFT and with fp64."""
     from parity.model.checks import judge
 
-    def blamed(systems: str) -> Backend | None:
-        # A side's own choice of an implementation is called by the side's name.
-        return _only([side for side in SIDES if side in systems.split(", ")])
-
-    others = _execute(None)
+    others = _sound(_execute, None)
     found = {side: result[side] for side, result in _both(_execute, backend).items()}
-    checks = judge(MODEL_RUN, others | found)[1]
-    return [Failure(c.quantity, blamed(c.systems)) for c in checks if not c.passed]
+    judge(report, MODEL_RUN, others | found)
 
 
-@functools.cache
 def _execute(side: Backend | None) -> dict[str, Any]:
     """Returns the results of one side, or of all systems that are neither."""
     # transformers and PEFT, which the levels below can do without.
@@ -140,17 +118,11 @@ def _execute(side: Backend | None) -> dict[str, Any]:
     return results
 
 
-def _training(backend: Backend | None) -> list[Failure]:
+def _training(report: Report, backend: Backend | None) -> None:
     """Compares short training runs in fp32."""
     from parity.training import compare, quick
 
-    found = _both(_train, backend)
+    found = _both(quick.train, backend)
     apart = quick.difference(found["jax"], found["torch"])
-    return [] if apart.within(compare.FULL_PRECISION) else [Failure("losses, adapters")]
-
-
-@functools.cache
-def _train(side: Backend) -> Any:
-    from parity.training import quick
-
-    return quick.train(side)
+    within = apart.within(compare.FULL_PRECISION)
+    report.add("training", "losses, adapters", side="jax, torch", ok=within)

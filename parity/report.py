@@ -51,17 +51,19 @@ class Report:
       rows: those added so far, one a side, as `read` returns them.
     """
 
-    def __init__(self, path: Path, level: str, environment: Mapping[str, str], **facts: Any):
-        """Begins the file; `facts` go to the header."""
+    def __init__(self, path: Path | None, level: str, environment: Mapping[str, str], **facts: Any):
+        """Begins the file, or, where `path` is None, a report in memory alone; `facts` go to the
+        header."""
         self.path, self.rows = path, []
         self.header = {"kind": "parity", "level": level, "environment": dict(environment), **facts}
-        self._writer = Writer(path, self.header)
+        self._writer = Writer(path, self.header) if path else None
 
     def add(self, case: str, quantity: str | Sequence[str], **values: Any) -> None:
         """Adds a line; a list among the values has an element for every row of it."""
         added = {"case": case, "quantity": quantity, **values}
         self.rows += _rows(added)
-        self._writer.add(added)
+        if self._writer:
+            self._writer.add(added)
 
     @property
     def passed(self) -> bool:

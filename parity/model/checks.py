@@ -2,53 +2,49 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from parity import tolerances
 from parity.model.execute import BASES, FP64, FP64_BASE, PEFT, side_of
 from parity.model.measure import Pair, compare
 from parity.model.sizes import Run
 from parity.model.weights import Result
+from parity.report import Report
 
 
-@dataclass(frozen=True)
-class Check:
-    """`value` may be at most `allowed`; `note` says what is worth knowing beside it."""
-
-    systems: str
-    quantity: str
-    value: float
-    allowed: float
-    note: str = ""
-
-    @property
-    def passed(self) -> bool:
-        return self.value <= self.allowed  # not so where it is NaN
-
-
-def judge(run: Run, results: Mapping[str, Result]) -> tuple[list[Pair], list[Check]]:
-    """Returns every pair of adapted systems, each of them with fp64, and the same of the unadapted
-    ones, as far as they have results; and what the pairs must satisfy."""
+def judge(report: Report, run: Run, results: Mapping[str, Result]) -> None:
+    """Adds what the systems that have results must satisfy; and, judging nothing, how far each pair
+    of adapted systems is apart, each of them from fp64, and the same of the unadapted ones."""
     adapted = [name for name in results if name not in (FP64, FP64_BASE, *BASES)]
     wanted = [(FP64, FP64_BASE)]
     for reference, systems in ((FP64, adapted), (FP64_BASE, BASES)):
         wanted += itertools.combinations(systems, 2)
         wanted += [(name, reference) for name in systems]
     pairs = {
-        (first, second): compare(first, results[first], second, results[second])
+        (first, second): compare(results[first], results[second])
         for first, second in wanted
         if first in results and second in results
     }
-    checks = [*_agreement(run, pairs, adapted), *_nearness(run, pairs, adapted)]
-    return list(pairs.values()), checks
+    for systems, quantity, value, allowed, *note in (
+        *_agreement(run, pairs, adapted),
+        *_nearness(run, pairs, adapted),
+    ):
+        told = {"note": note[0]} if note else {}
+        ok = value <= allowed  # not so where it is NaN
+        report.add(run.name, quantity, side=systems, error=value, bound=allowed, ok=ok, **told)
+    for (first, second), pair in pairs.items():
+        found = {k: v for k, v in dataclasses.asdict(pair).items() if v not in (None, {})}
+        report.add(run.name, "distance", side=f"{first}, {second}", **found)
 
 
+# The systems, the quantity, its value, the most that it may be, and what is worth knowing beside.
+_Check = tuple[str, str, float, float] | tuple[str, str, float, float, str]
 _Pairs = Mapping[tuple[str, str], Pair]
 
 
-def _agreement(run: Run, pairs: _Pairs, adapted: Sequence[str]) -> Iterator[Check]:
+def _agreement(run: Run, pairs: _Pairs, adapted: Sequence[str]) -> Iterator[_Check]:
     """Yields the checks of the systems with each other."""
     control = pairs[BASES].cosine if BASES in pairs else 0.0
     allowed = tolerances.caps.model_cosine_distance(run.dtype, control)
@@ -57,15 +53,15 @@ def _agreement(run: Run, pairs: _Pairs, adapted: Sequence[str]) -> Iterator[Chec
         cosine = pairs[first, second].cosine
         met = "met" if cosine <= goal else "not met"
         note = f"goal {goal:.0e} {met}; without adapters jax and torch {control:.1e}"
-        yield Check(f"{first}, {second}", "logits, 1 - cosine", cosine, allowed, note)
+        yield (f"{first}, {second}", "logits, 1 - cosine", cosine, allowed, note)
     if (FP64, FP64_BASE) in pairs:
         effect = pairs[FP64, FP64_BASE].cosine
         quantity = "allowed 1 - cosine, in units of what the adapter changes"
         note = f"the adapter changes the logits by 1 - cosine = {effect:.1e}"
-        yield Check(FP64, quantity, allowed / effect, tolerances.caps.MODEL_RESOLUTION, note)
+        yield (FP64, quantity, allowed / effect, tolerances.caps.MODEL_RESOLUTION, note)
 
 
-def _nearness(run: Run, pairs: _Pairs, adapted: Sequence[str]) -> Iterator[Check]:
+def _nearness(run: Run, pairs: _Pairs, adapted: Sequence[str]) -> Iterator[_Check]:
     """Ours against fp64, beside PEFT."""
     peft = pairs.get((PEFT, FP64))
     if peft is None or peft.adapter is None:
@@ -88,13 +84,13 @@ def _nearness(run: Run, pairs: _Pairs, adapted: Sequence[str]) -> Iterator[Check
             checks.append((f"gradient of {kind}", distance, theirs, allowed))
         for quantity, ours, theirs, allowed in checks:
             note = f"PEFT {theirs.relative:.2e}, framework × {own:.2f}"
-            yield Check(f"{name}, fp64", f"{quantity}, relative", ours.relative, allowed, note)
+            yield (f"{name}, fp64", f"{quantity}, relative", ours.relative, allowed, note)
     for first, second in itertools.combinations(allowed_adapter, 2):
         apart = pairs[first, second].adapter
         assert apart is not None
         allowed = allowed_adapter[first] + allowed_adapter[second]
         quantity = "adapter's gradient, relative"
-        yield Check(f"{first}, {second}", quantity, apart.relative, allowed)
+        yield (f"{first}, {second}", quantity, apart.relative, allowed)
 
 
 def _framework_factor(pairs: _Pairs, name: str) -> float:

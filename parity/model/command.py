@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 
 from parity import command
 from parity.environment import choose_device
-from parity.model.sizes import Run, runs
-from parity.report import Report
+from parity.model.sizes import runs
 
 DTYPES = {"bf16": ("bfloat16",), "fp32": ("float32",), "both": ("bfloat16", "float32")}
 
@@ -33,6 +31,7 @@ def main(arguments: Sequence[str]) -> int:
         import_module("parity.sides.torch.decoder")  # needs transformers and PEFT
     except ModuleNotFoundError as error:
         sys.exit(f"python -m parity model: {error}; pip install 'jax-dora[dev]'")
+    from parity.model.checks import judge
     from parity.model.execute import execute, systems
     from parity.model.weights import draw
 
@@ -41,28 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     for run in runs(device, DTYPES[options.dtype], quick=options.quick, **sizes):
         weights = draw(run, device)
         results, _ = execute(run, weights, systems(run), report)
-        _write(report, run, results)
+        judge(report, run, results)
         del weights, results
         gc.collect()
     return report.finish()
-
-
-def _write(report: Report, run: Run, results: Mapping) -> None:
-    """Adds the checks, and how far each pair of systems is apart."""
-    from parity.model.checks import judge
-
-    pairs, checks = judge(run, results)
-    for check in checks:
-        report.add(
-            run.name,
-            check.quantity,
-            side=check.systems,
-            error=check.value,
-            bound=check.allowed,
-            ok=check.passed,
-            **({"note": check.note} if check.note else {}),
-        )
-    for pair in pairs:
-        found = {k: v for k, v in dataclasses.asdict(pair).items() if v not in (None, {})}
-        sides = f"{found.pop('first')}, {found.pop('second')}"
-        report.add(run.name, "distance", side=sides, **found)

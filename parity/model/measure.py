@@ -52,8 +52,6 @@ class Pair(LogitsDistance):
       adapter: all of them in one vector.
     """
 
-    first: str
-    second: str
     adapter: Distance | None
     gradients: dict[str, Distance]
 
@@ -77,7 +75,7 @@ def measure(parts: Iterable[tuple[Tensor, Tensor]]) -> Distance:
     return Distance(cosine, (dd / bb) ** 0.5, peak)
 
 
-def compare(first: str, a: Result, second: str, b: Result) -> Pair:
+def compare(a: Result, b: Result) -> Pair:
     kinds = {
         kind: list(zip(a.gradients[kind], b.gradients[kind], strict=True))
         for kind in sorted(a.gradients.keys() & b.gradients.keys())
@@ -85,7 +83,7 @@ def compare(first: str, a: Result, second: str, b: Result) -> Pair:
     adapter = measure(part for parts in kinds.values() for part in parts) if kinds else None
     gradients = {kind: measure(parts) for kind, parts in kinds.items()}
     logits = vars(compare_logits(a.logits, b.logits))
-    return Pair(**logits, first=first, second=second, adapter=adapter, gradients=gradients)
+    return Pair(**logits, adapter=adapter, gradients=gradients)
 
 
 def compare_logits(a: Tensor, b: Tensor) -> LogitsDistance:

@@ -5,7 +5,7 @@ import pytest
 from parity import faults as planted
 from parity.__main__ import main
 from parity.controls import matrix, run_controls
-from parity.levels import Failure, levels
+from parity.levels import levels
 from parity.report import Report, read
 
 
@@ -26,42 +26,50 @@ def test_a_level_catches_a_fault(level, fault, tmp_path):
 
 @pytest.fixture
 def controls(tmp_path):
-    def run(failures, fault="cross_term_dropped", level="layer"):
+    def run(case_set, fault="cross_term_dropped", level="layer"):
         report = Report(tmp_path / "controls.jsonl", "controls", {})
         faults = {fault: planted.FAULTS[fault]}
-        run_controls(report, {level: failures}, faults, lambda line: None)
+        run_controls(report, {level: case_set}, faults, lambda line: None)
         return report
 
     return run
 
 
+def failing(side, sound=False):
+    """Returns a case set in which a comparison of `side` fails; not without a fault, if `sound`."""
+
+    def case_set(report, backend):
+        report.add("case", "y", side=side, ok=sound and backend is None)
+
+    return case_set
+
+
 @pytest.mark.slow
 def test_a_fault_that_gets_by_fails(controls):
-    report = controls(lambda backend: [])
+    report = controls(lambda case_set, backend: None)
     assert not report.passed
     assert "MISSED" in matrix(report.rows)
     assert [row["ok"] for row in report.rows] == [True, False, False]
 
 
 def test_a_fault_need_not_be_caught_everywhere(controls):
-    assert controls(lambda backend: [], "norm_attached", "operator").passed
+    assert controls(lambda case_set, backend: None, "norm_attached", "operator").passed
 
 
 def test_sound_packages_that_fail_fail(controls):
-    assert not controls(lambda backend: [Failure("y")]).passed
+    assert not controls(failing("jax xla, torch eager")).passed
 
 
 def test_blaming_the_other_package_fails(controls):
-    report = controls(lambda backend: [Failure("y", "torch")] if backend else [])
+    report = controls(failing("torch triton", sound=True))
     assert [row["ok"] for row in report.rows] == [True, False, True]
     assert "WRONG SIDE" in matrix(report.rows)
 
 
 def test_a_crash_is_no_catch(controls):
-    def crash(backend):
+    def crash(case_set, backend):
         if backend:
             raise RuntimeError("no such luck")
-        return []
 
     report = controls(crash)
     assert not report.passed
