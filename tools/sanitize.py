@@ -201,18 +201,23 @@ def sanitize(tool: str, name: str) -> dict[str, object]:
         text=True,
         check=False,
     )
+    errors = errors_of(done.stdout, done.returncode)
     lines = [line for line in done.stdout.splitlines() if line.startswith("=========")]
-    # "ERROR SUMMARY: 3 errors", or racecheck's "RACECHECK SUMMARY: 1 hazard displayed (…)".
-    # Past 100, memcheck adds a second: "ERROR SUMMARY: 4 errors were not printed. …".
-    errors = max(map(int, re.findall(r"SUMMARY: (\d+)", done.stdout)), default=None)
-    if done.returncode and not errors:
-        errors = None  # that a process which failed was clean until then says nothing
     shown = lines[:12] if errors else lines[-1:] if errors == 0 else done.stdout.splitlines()[-12:]
     return {
         "errors": errors,
         "seconds": round(time.perf_counter() - start, 1),
         "last": "\n".join(shown),
     }
+
+
+def errors_of(output: str, code: int) -> int | None:
+    """Returns the number of errors that a tool has found, None where it could not run."""
+    # "ERROR SUMMARY: 3 errors", or racecheck's "RACECHECK SUMMARY: 1 hazard displayed (…)".
+    # Past 100, memcheck adds a second: "ERROR SUMMARY: 4 errors were not printed. …".
+    errors = max(map(int, re.findall(r"SUMMARY: (\d+)", output)), default=None)
+    # That a process which failed was clean until then says nothing.
+    return None if code and not errors else errors
 
 
 def main() -> int:
@@ -256,8 +261,8 @@ def main() -> int:
         if not as_expected:
             print(found["last"])
         if writer:
-            row = {"tool": tool, "kernel": name, "errors": errors, "seconds": found["seconds"]}
-            writer.add(row)
+            seconds = found["seconds"]
+            writer.add({"tool": tool, "kernel": name, "errors": errors, "seconds": seconds})
     return 0 if clean else 1
 
 
