@@ -188,7 +188,7 @@ def _prepare_norm(case: Case, device: str) -> _Prepared:
 
     def run(side: Operators, implementation: str) -> Tensors:
         g = side.magnitude_scale(inputs.magnitude, given, case.dtype, implementation)
-        return {"norm": side.norm(inputs, s, implementation), "g": g}
+        return {"norm": side.norm(inputs, s, implementation)(), "g": g}
 
     return expected, run
 
@@ -219,7 +219,7 @@ def _prepare_compose(case: Case, device: str) -> _Prepared:
             floor = peak_of(tolerances.stored_inner(inputs.dy, inner, case.dtype))
             expected[f"{op} d_g"] = Expected(grads.d_g, bounds.d_g, "float32", floor, d_g_cap)
 
-    return expected, lambda side, name: side.compose(inputs, s, name, frozen=frozen)
+    return expected, lambda side, name: side.compose(inputs, s, name, frozen=frozen)()
 
 
 def prepare_layer(case: Case, device: str) -> _Prepared:
@@ -252,7 +252,7 @@ def prepare_layer(case: Case, device: str) -> _Prepared:
         for name, (value, bound) in wanted.items()
     }
 
-    return expected, lambda side, name: side.layer(inputs, s, name, frozen=frozen)
+    return expected, lambda side, name: side.layer(inputs, s, name, frozen=frozen)()
 
 
 _PREPARE: dict[str, Callable[[Case, str], _Prepared]] = {

@@ -115,8 +115,8 @@ def run(report: Report, case: Case, qtype: str, device: str) -> None:
     told = f"{qtype}: {case.name}"
     found = {"peft": peft_layer.layer(inputs, case.scale)}
     for name, side in SIDES.items():
-        norm = side.operators.norm(inputs, case.scale, side.plain)
-        layer = side.operators.layer(inputs, case.scale, side.plain, frozen=False)
+        norm = side.operators.norm(inputs, case.scale, side.plain)()
+        layer = side.operators.layer(inputs, case.scale, side.plain, frozen=False)()
         found[name] = {"norm": norm} | layer
     for name, results in found.items():
         for quantity, (want, allowed) in exact.items():

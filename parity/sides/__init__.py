@@ -34,24 +34,28 @@ if TYPE_CHECKING:
 Backend = Literal["jax", "torch"]
 Implementation = str | None
 Progress = Callable[[int, float], None]
+Computation = Callable[[], Any]
 
 
 class Operators(Protocol):
-    """Operators and one layer; the dictionaries hold "y" and "d_x" and so on by name."""
+    """Operators and one layer, ready to be computed any number of times; of all but the norm, the
+    results "y" and "d_x" and so on by name."""
 
-    def norm(self, inputs: LayerInputs, scale: float, implementation: str) -> Tensor: ...
+    def norm(
+        self, inputs: LayerInputs, scale: float, implementation: Implementation
+    ) -> Computation: ...
 
     def magnitude_scale(
-        self, magnitude: Tensor, row_norm: Tensor, dtype: str, implementation: str
+        self, magnitude: Tensor, row_norm: Tensor, dtype: str, implementation: Implementation
     ) -> Tensor: ...
 
     def compose(
-        self, inputs: ComposeInputs, scale: float, implementation: str, *, frozen: bool
-    ) -> dict[str, Tensor]: ...
+        self, inputs: ComposeInputs, scale: float, implementation: Implementation, *, frozen: bool
+    ) -> Computation: ...
 
     def layer(
-        self, inputs: LayerInputs, scale: float, implementation: str, *, frozen: bool
-    ) -> dict[str, Tensor]: ...
+        self, inputs: LayerInputs, scale: float, implementation: Implementation, *, frozen: bool
+    ) -> Computation: ...
 
 
 class Encoder(Protocol):
@@ -123,12 +127,12 @@ SIDES: dict[Backend, Side] = {
 
 
 def composes(
-    ops: Any, plain: Callable[..., Any], scale: float, implementation: str
+    ops: Any, plain: Callable[..., Any], scale: float, implementation: Implementation
 ) -> dict[str, Callable[..., Any]]:
-    """Returns both forms of the compose by name, functions of `base`, `lora` and `g`: those of a
-    package's `ops`, or `plain` where that is the implementation."""
+    """Returns both forms of the compose by name and a space, functions of `base`, `lora` and `g`:
+    those of a package's `ops`, or `plain` where that is the implementation."""
     return {
-        name: functools.partial(plain, scale=scale, delta=name == "compose_delta")
+        f"{name} ": functools.partial(plain, scale=scale, delta=name == "compose_delta")
         if implementation == "plain"
         else functools.partial(getattr(ops, name), scale=scale, implementation=implementation)
         for name in ("compose", "compose_delta")

@@ -3,139 +3,53 @@
 No reduction of a kernel of ours uses atomics; the order of its sums is that of its grid.
 """
 
-import functools
 import importlib
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
-import jax_dora.ops
-import torch_dora.ops
+from parity import cases
+from parity.sides import SIDES
 
 GPU_RUNS, CPU_RUNS = 100, 4
-SCALE = 0.7
 # rows, in, out, rank: one that every kernel takes, the whole projection included, and one that no
 # tile divides.
 SHAPES = {"even": (512, 2048, 2048, 384), "ragged": (37, 208, 328, 24)}
 SMALL = (37, 48, 72, 8)
-JAX_NAMES, TORCH_NAMES = ("mosaic", "xla"), ("triton", "eager")
+EVERY = [(name, one) for name, side in SIDES.items() for one in (side.plain, side.kernels)]
 
 
-def operands(shape, seed=0):
-    """Of dora_linear in torch's layout, bf16 beside an fp32 adapter, and a cotangent."""
-    rows, n_in, n_out, rank = shape
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*size, dtype=torch.float32):
-        return torch.randn(*size, generator=generator).to(dtype)
-
-    return {
-        "x": normal(rows, n_in, dtype=torch.bfloat16),
-        "weight": normal(n_out, n_in, dtype=torch.bfloat16) * n_in**-0.5,
-        "lora_a": normal(rank, n_in) * n_in**-0.5,
-        "lora_b": normal(n_out, rank) * 0.1,
-        "magnitude": 1 + 0.1 * normal(n_out),
-        "base": normal(rows, n_out, dtype=torch.bfloat16),
-        "lora": normal(rows, n_out, dtype=torch.bfloat16),
-        "dy": normal(rows, n_out, dtype=torch.bfloat16),
-    }
+def bits(found):
+    """Returns the results of a computation in fp32's bits: bf16 keeps its own there, NaN equals NaN
+    and 0 differs from -0."""
+    found = found if isinstance(found, dict) else {"norm": found}
+    return {name: one.float().cpu().numpy().view(np.uint32) for name, one in found.items()}
 
 
-def results(ops, given, implementation, norm_implementation, dtype, gradients):
-    """Results of compose, factored_norm and dora_linear, forward and backward, by a package's ops
-    on its own arrays; `gradients` gives the results of a function, and its inputs' gradients."""
-    weight, lora_a, lora_b, magnitude = (
-        given[name] for name in ("weight", "lora_a", "lora_b", "magnitude")
-    )
-    norm = ops.factored_norm(weight, lora_a, lora_b, SCALE, implementation=norm_implementation)
-    g = ops.magnitude_scale(magnitude, norm, dtype)
-    found = {"norm": norm}
-    options = {"implementation": implementation}
-
-    def linear(x, lora_a, lora_b, magnitude):
-        return ops.dora_linear(x, weight, lora_a, lora_b, magnitude, SCALE, **options)
-
-    operands = (given["base"], given["lora"], g)
-    calls = {
-        op.__name__: (functools.partial(op, scale=SCALE, **options), *operands)
-        for op in (ops.compose, ops.compose_delta)
-    }
-    calls["dora_linear"] = (linear, given["x"], lora_a, lora_b, magnitude)
-    for name, (function, *inputs) in calls.items():
-        found[name], computed = gradients(function, inputs, given["dy"])
-        found |= {f"{name}, gradient {i}": one for i, one in enumerate(computed)}
-    return found
+def check(side, implementation, shape, runs, device):
+    rows, _, n_out, _ = shape
+    layer = cases.layer("bfloat16", *shape, bias=False)
+    compose = cases.compose("bfloat16", rows, n_out)
+    drawn = cases.layer_inputs(layer, device), cases.compose_inputs(compose, device)
+    operators = SIDES[side].operators
+    # Mosaic's kernel of the norm takes sizes of its own.
+    of_norm = None if implementation == "mosaic" else implementation
+    for computation, count in (
+        (operators.norm(drawn[0], layer.scale, of_norm), 1),
+        (operators.compose(drawn[1], compose.scale, implementation, frozen=False), 2 * 4),
+        (operators.layer(drawn[0], layer.scale, implementation, frozen=False), 5),
+    ):
+        first = bits(computation())
+        assert len(first) == count
+        for run in range(1, runs):
+            for name, found in bits(computation()).items():
+                assert (found == first[name]).all(), f"{name} differs in run {run + 1}"
 
 
-def torch_results(given, implementation):
-    def gradients(function, inputs, dy):
-        leaves = [value.detach().clone().requires_grad_() for value in inputs]
-        y = function(*leaves)
-        return y.detach(), torch.autograd.grad(y, leaves, dy)
-
-    named = (implementation, implementation, torch.bfloat16)
-    found = results(torch_dora.ops, given, *named, gradients)
-    return {name: _bits(value.float().cpu().numpy()) for name, value in found.items()}
-
-
-def jax_program(implementation):
-    """As `torch_results`, of arrays in Flax's layout; one compiled program."""
-
-    def gradients(function, inputs, dy):
-        y, pull = jax.vjp(function, *inputs)
-        return y, pull(dy)
-
-    # The norm's kernel takes sizes of its own.
-    norm = None if implementation == "mosaic" else "xla"
-    named = (implementation, norm, jnp.bfloat16)
-    return jax.jit(lambda given: results(jax_dora.ops, given, *named, gradients))
-
-
-def jax_results(run, given):
-    return {name: _bits(np.asarray(v, np.float32)) for name, v in run(given).items()}
-
-
-def flax_layout(given):
-    def array(name, value):
-        turned = value.T if name in ("weight", "lora_a", "lora_b") else value
-        return jnp.asarray(turned.float().numpy(), jnp.dtype(str(value.dtype).split(".")[1]))
-
-    return {name: array(name, value) for name, value in given.items()}
-
-
-def _bits(array):
-    # bf16 in fp32 keeps its bits; NaN equals NaN and 0 differs from -0.
-    return array.view(np.uint32)
-
-
-def assert_always_the_same(results, runs):
-    first = results()
-    assert len(first) == 1 + 2 * 4 + 5
-    for run in range(1, runs):
-        for name, bits in results().items():
-            assert (bits == first[name]).all(), f"{name} differs in run {run + 1}"
-
-
-def check_torch(shape, implementation, runs, device):
-    given = {name: value.to(device) for name, value in operands(shape).items()}
-    assert_always_the_same(lambda: torch_results(given, implementation), runs)
-
-
-def check_jax(shape, implementation, runs):
-    given = flax_layout(operands(shape))
-    run = jax_program(implementation)
-    assert_always_the_same(lambda: jax_results(run, given), runs)
-
-
-def test_torch_repeats_itself():
-    check_torch(SMALL, "eager", CPU_RUNS, "cpu")
-
-
-def test_jax_repeats_itself():
-    check_jax(SMALL, "xla", CPU_RUNS)
+@pytest.mark.parametrize("side", SIDES)
+def test_a_side_repeats_itself(side):
+    check(side, SIDES[side].plain, SMALL, CPU_RUNS, "cpu")
 
 
 def test_a_sum_in_another_order_is_noticed(monkeypatch):
@@ -148,18 +62,11 @@ def test_a_sum_in_another_order_is_noticed(monkeypatch):
 
     monkeypatch.setattr(linear, "_scaled_mm", wanders)
     with pytest.raises(AssertionError, match="differs in run"):
-        check_torch(SMALL, "eager", CPU_RUNS, "cpu")
+        check("torch", "eager", SMALL, CPU_RUNS, "cpu")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("implementation", TORCH_NAMES)
+@pytest.mark.parametrize(("side", "implementation"), EVERY)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_torch_repeats_itself_on_a_gpu(shape, implementation):
-    check_torch(shape, implementation, GPU_RUNS, "cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("implementation", JAX_NAMES)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_jax_repeats_itself_on_a_gpu(shape, implementation):
-    check_jax(shape, implementation, GPU_RUNS)
+def test_a_side_repeats_itself_on_a_gpu(side, implementation, shape):
+    check(side, implementation, shape, GPU_RUNS, "cuda")

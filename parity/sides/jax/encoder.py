@@ -99,7 +99,7 @@ class PlainDoRA(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         adapter = (self.lora_a[...], self.lora_b[...], self.magnitude[...])
-        return plain_linear(x, *adapter, self.bias[...], self.kernel[...], minilm.SCALE)
+        return plain_linear(x, self.kernel[...], *adapter, minilm.SCALE, self.bias[...])
 
 
 def adapted(

@@ -22,43 +22,81 @@ from jax_dora import ops
 from parity import oracle
 from parity.cases import ComposeInputs, LayerInputs
 from parity.quantised import is_quantised, parts
-from parity.sides import composes
-
-Tensors = dict[str, torch.Tensor]
+from parity.sides import Computation, Implementation, composes
 
 
-def norm(inputs: LayerInputs, scale: float, implementation: str) -> torch.Tensor:
+def norm(inputs: LayerInputs, scale: float, implementation: Implementation) -> Computation:
     op = functools.partial(ops.factored_norm, implementation=implementation)
-    run = jax.jit(_plain_norm if implementation == "plain" else op)
-    with jax.default_matmul_precision("highest"), _interpreted(implementation, inputs.weight):
-        return to_torch(run(*_adapter(inputs), scale))
+    op = _plain_norm if implementation == "plain" else op
+    return _computation(op, implementation, *_adapter(inputs), scale)
 
 
 def magnitude_scale(
-    magnitude: torch.Tensor, row_norm: torch.Tensor, dtype: str, implementation: str
+    magnitude: torch.Tensor, row_norm: torch.Tensor, dtype: str, implementation: Implementation
 ) -> torch.Tensor:
     op = _plain_magnitude_scale if implementation == "plain" else ops.magnitude_scale
     return to_torch(op(to_jax(magnitude), to_jax(row_norm), jnp.dtype(dtype)))
 
 
-def compose(inputs: ComposeInputs, scale: float, implementation: str, *, frozen: bool) -> Tensors:
+def compose(
+    inputs: ComposeInputs, scale: float, implementation: Implementation, *, frozen: bool
+) -> Computation:
+    # All operators in one program: compiling is what takes the time.
     operators = composes(ops, _plain_compose, scale, implementation)
-    with _interpreted(implementation, inputs.base):
-        return _compose(operators, inputs, frozen)
+    operands = {name: to_jax(getattr(inputs, name)) for name in ("base", "lora", "g")}
+    wanted = [name for name in operands if not (frozen and name == "g")]
+    run = functools.partial(_with_gradients, operators, wanted)
+    return _computation(run, implementation, operands, to_jax(inputs.dy))
 
 
-def layer(inputs: LayerInputs, scale: float, implementation: str, *, frozen: bool) -> Tensors:
-    def ours(x, lora_a, lora_b, magnitude, bias, kernel):
-        return ops.dora_linear(
-            x, kernel, lora_a, lora_b, magnitude, scale, bias=bias, implementation=implementation
-        )
+def layer(
+    inputs: LayerInputs, scale: float, implementation: Implementation, *, frozen: bool
+) -> Computation:
+    op = functools.partial(ops.dora_linear, implementation=implementation)
+    op = functools.partial(plain_linear if implementation == "plain" else op, scale=scale)
+    kernel, lora_a, lora_b = _adapter(inputs)
+    adapter = {"lora_a": lora_a, "lora_b": lora_b, "magnitude": to_jax(inputs.magnitude)}
+    operands = {"x": to_jax(inputs.x), "kernel": kernel, **adapter}
+    if inputs.bias is not None:
+        operands["bias"] = to_jax(inputs.bias)
+    kept = {"kernel", "magnitude"} if frozen else {"kernel"}
+    wanted = [name for name in operands if name not in kept]
+    run = functools.partial(_with_gradients, {"": op}, wanted)
+    found = _computation(run, implementation, operands, to_jax(inputs.dy))
+    return lambda: {
+        name: value.T if name in ("d_lora_a", "d_lora_b") else value
+        for name, value in found().items()
+    }
 
-    plain = functools.partial(plain_linear, scale=scale)
-    with jax.default_matmul_precision("highest"), _interpreted(implementation, inputs.x):
-        return _layer(plain if implementation == "plain" else ours, inputs, frozen)
+
+def _computation(function: Callable, implementation: Implementation, *operands: Any) -> Computation:
+    """Returns what computes a function of these arrays, compiled once, and hands over tensors."""
+    run = jax.jit(function)
+    [device] = jax.tree.leaves(operands)[0].devices()
+    interpret = implementation == "mosaic" and device.platform == "cpu"
+
+    def compute() -> Any:
+        kernels = interpreted() if interpret else contextlib.nullcontext()
+        with jax.default_matmul_precision("highest"), kernels:
+            return jax.tree.map(to_torch, run(*operands))
+
+    return compute
 
 
-def plain_linear(x, lora_a, lora_b, magnitude, bias, kernel, scale):
+def _with_gradients(
+    operators: dict[str, Callable], wanted: list[str], operands: dict[str, Any], dy: jax.Array
+) -> dict[str, jax.Array]:
+    """Returns the result of each operator, and its cotangents of the operands that are named."""
+    results = {}
+    for operator, op in operators.items():
+        leaves = {name: operands[name] for name in wanted}
+        y, pull = jax.vjp(lambda leaves, op=op: op(**(operands | leaves)), leaves)
+        results[f"{operator}y"] = y
+        results |= {f"{operator}d_{name}": one for name, one in pull(dy)[0].items()}
+    return results
+
+
+def plain_linear(x, kernel, lora_a, lora_b, magnitude, scale, bias=None):
     """Returns y in plain jnp: the norm of `W + sBA` and the composition in fp32, activations'
     products in their dtype."""
     dtype = x.dtype
@@ -112,59 +150,6 @@ def _plain_compose(base, lora, g, scale, delta, bias=None):
     if bias is not None:
         y = y + bias.astype(jnp.float32).reshape(g.shape)
     return y.astype(base.dtype)
-
-
-def _compose(operators: dict[str, Callable], inputs: ComposeInputs, frozen: bool) -> Tensors:
-    """Computes all operators in one program: compiling is what takes the time."""
-    operands = [to_jax(inputs.base), to_jax(inputs.lora), to_jax(inputs.g)]
-    names = ("d_base", "d_lora") if frozen else ("d_base", "d_lora", "d_g")
-
-    @jax.jit
-    def run(operands, dy):
-        wanted, constant = operands[: len(names)], operands[len(names) :]
-        results = {}
-        for operator, op in operators.items():
-            y, pull = jax.vjp(lambda *some, op=op: op(*some, *constant), *wanted)
-            results[f"{operator} y"] = y
-            for name, cotangent in zip(names, pull(dy), strict=True):
-                results[f"{operator} {name}"] = cotangent
-        return results
-
-    results = run(operands, to_jax(inputs.dy))
-    return {name: to_torch(value) for name, value in results.items()}
-
-
-def _layer(op: Callable, inputs: LayerInputs, frozen: bool) -> Tensors:
-    kernel, lora_a, lora_b = _adapter(inputs)
-    arguments = {
-        "x": to_jax(inputs.x),
-        "lora_a": lora_a,
-        "lora_b": lora_b,
-        "magnitude": to_jax(inputs.magnitude),
-        "bias": None if inputs.bias is None else to_jax(inputs.bias),
-    }
-
-    @jax.jit
-    def run(kernel, arguments, dy):
-        wanted = {
-            name: value
-            for name, value in arguments.items()
-            if value is not None and not (frozen and name == "magnitude")
-        }
-        y, pull = jax.vjp(lambda some: op(**(arguments | some), kernel=kernel), wanted)
-        return y, pull(dy)[0]
-
-    y, cotangents = run(kernel, arguments, to_jax(inputs.dy))
-    results = {"y": y} | {f"d_{name}": ct for name, ct in cotangents.items()}
-    return {
-        name: to_torch(value).T if name in ("d_lora_a", "d_lora_b") else to_torch(value)
-        for name, value in results.items()
-    }
-
-
-def _interpreted(implementation: str, tensor: torch.Tensor):
-    kernel = implementation == "mosaic" and not tensor.is_cuda
-    return interpreted() if kernel else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

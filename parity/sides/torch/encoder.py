@@ -64,7 +64,7 @@ class PlainDoRA(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         adapter = (self.lora_a, self.lora_b, self.magnitude)
-        return plain_linear(x, *adapter, self.bias, self.weight, minilm.SCALE)
+        return plain_linear(x, self.weight, *adapter, minilm.SCALE, self.bias)
 
 
 class DenseDoRA(PlainDoRA):

@@ -3,42 +3,39 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
 from parity import oracle
 from parity.cases import ComposeInputs, LayerInputs
-from parity.sides import composes
+from parity.sides import Computation, Implementation, composes
 from torch_dora import ops
 
 Tensors = dict[str, torch.Tensor]
 
 
-def norm(inputs: LayerInputs, scale: float, implementation: str) -> torch.Tensor:
-    adapter = (inputs.weight, inputs.lora_a, inputs.lora_b)
-    if implementation == "plain":
-        return _plain_norm(*adapter, scale)
-    return ops.factored_norm(*adapter, scale, implementation=implementation)
+def norm(inputs: LayerInputs, scale: float, implementation: Implementation) -> Computation:
+    op = functools.partial(ops.factored_norm, implementation=implementation)
+    op = _plain_norm if implementation == "plain" else op
+    return functools.partial(op, inputs.weight, inputs.lora_a, inputs.lora_b, scale)
 
 
 def magnitude_scale(
-    magnitude: torch.Tensor, row_norm: torch.Tensor, dtype: str, implementation: str
+    magnitude: torch.Tensor, row_norm: torch.Tensor, dtype: str, implementation: Implementation
 ) -> torch.Tensor:
     if implementation == "plain":
         return magnitude.float() / row_norm.clamp(min=oracle.EPS[dtype])
     return ops.magnitude_scale(magnitude, row_norm, getattr(torch, dtype))
 
 
-def compose(inputs: ComposeInputs, scale: float, implementation: str, *, frozen: bool) -> Tensors:
+def compose(
+    inputs: ComposeInputs, scale: float, implementation: Implementation, *, frozen: bool
+) -> Computation:
     operators = composes(ops, _plain_compose, scale, implementation)
-    wanted = {"base": inputs.base, "lora": inputs.lora} | ({} if frozen else {"g": inputs.g})
-    results = {}
-    for operator, op in operators.items():
-        leaves = {name: value.clone().requires_grad_() for name, value in wanted.items()}
-        y = op(**({"g": inputs.g} | leaves))
-        for name, value in _with_gradients(y, leaves, inputs.dy).items():
-            results[f"{operator} {name}"] = value
-    return results
+    operands = {name: getattr(inputs, name) for name in ("base", "lora", "g")}
+    wanted = [name for name in operands if not (frozen and name == "g")]
+    return functools.partial(_with_gradients, operators, wanted, operands, inputs.dy)
 
 
 def naive_delta(inputs: ComposeInputs, scale: float) -> torch.Tensor:
@@ -47,24 +44,19 @@ def naive_delta(inputs: ComposeInputs, scale: float) -> torch.Tensor:
     return g * (scale * inputs.lora + inputs.base) - inputs.base
 
 
-def layer(inputs: LayerInputs, scale: float, implementation: str, *, frozen: bool) -> Tensors:
-    weight = inputs.weight
-
-    def ours(x, lora_a, lora_b, magnitude, bias):
-        return ops.dora_linear(
-            x, weight, lora_a, lora_b, magnitude, scale, bias=bias, implementation=implementation
-        )
-
-    plain = functools.partial(plain_linear, weight=weight, scale=scale)
-    names = ["x", "lora_a", "lora_b"] + ["magnitude"] * (not frozen)
-    names += ["bias"] * (inputs.bias is not None)
-    leaves = {name: getattr(inputs, name).clone().requires_grad_() for name in names}
-    op = plain if implementation == "plain" else ours
-    y = op(**({"magnitude": inputs.magnitude, "bias": inputs.bias} | leaves))
-    return _with_gradients(y, leaves, inputs.dy)
+def layer(
+    inputs: LayerInputs, scale: float, implementation: Implementation, *, frozen: bool
+) -> Computation:
+    op = functools.partial(ops.dora_linear, implementation=implementation)
+    op = functools.partial(plain_linear if implementation == "plain" else op, scale=scale)
+    operands = {name: value for name, value in vars(inputs).items() if value is not None}
+    dy = operands.pop("dy")
+    kept = {"weight", "magnitude"} if frozen else {"weight"}
+    wanted = [name for name in operands if name not in kept]
+    return functools.partial(_with_gradients, {"": op}, wanted, operands, dy)
 
 
-def plain_linear(x, lora_a, lora_b, magnitude, bias, weight, scale):
+def plain_linear(x, weight, lora_a, lora_b, magnitude, scale, bias=None):
     """Returns y in plain torch: the norm of `W + sBA` and the composition in fp32, activations'
     products in their dtype."""
     with torch.no_grad():
@@ -89,8 +81,15 @@ def _plain_compose(base, lora, g, scale, delta, bias=None):
     return y.to(base.dtype)
 
 
-def _with_gradients(y: torch.Tensor, leaves: Tensors, dy: torch.Tensor) -> Tensors:
-    gradients = torch.autograd.grad(y, list(leaves.values()), dy)
-    return {"y": y.detach()} | {
-        f"d_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)
-    }
+def _with_gradients(
+    operators: dict[str, Callable], wanted: list[str], operands: Tensors, dy: torch.Tensor
+) -> Tensors:
+    """Returns the result of each operator, and its cotangents of the operands that are named."""
+    results: Tensors = {}
+    for operator, op in operators.items():
+        leaves = {name: operands[name].clone().requires_grad_() for name in wanted}
+        y = op(**(operands | leaves))
+        results[f"{operator}y"] = y.detach()
+        gradients = torch.autograd.grad(y, list(leaves.values()), dy)
+        results |= {f"{operator}d_{name}": g for name, g in zip(leaves, gradients, strict=True)}
+    return results
