@@ -20,6 +20,7 @@ from jax_dora.layers.layout import Layout
 from jax_dora.layers.quantised import act_qtype_of
 from jax_dora.ops import check
 from jax_dora.ops import mesh as meshes
+from jax_dora.ops.compose import accumulator
 from jax_dora.ops.linear import NORM_NAME, scaled_linear
 from jax_dora.ops.norm import epsilon, norm_implementation, ratio
 from jax_dora.ops.quantised import stored
@@ -185,7 +186,8 @@ def times_transposed(
     """Returns x W'ᵀ = x̂ Wᵀ + s·(x̂ lora_bᵀ) lora_aᵀ with x̂ = g∘x, of x [..., out]."""
     dtype, dot = x.dtype, functools.partial(jnp.matmul, precision=precision)
     scaled = (x.astype(g.dtype) * g.reshape((1,) * (x.ndim - 1) + g.shape)).astype(dtype)
-    z = dot(scaled, (scale * lora_b).astype(dtype).T)
+    wide = lora_b.astype(accumulator(lora_b.dtype, dtype))
+    z = dot(scaled, (scale * wide).astype(dtype).T)
     return dot(scaled, kernel.T) + dot(z, lora_a.astype(dtype).T)
 
 

@@ -127,8 +127,8 @@ def _define(shard: Shard, is_zero: bool, operands: Adapted) -> jax.Array:
     terms = [jnp.sum(jnp.square(kernel.astype(accumulator(kernel.dtype))), axis=0).astype(dtype)]
     if not is_zero:
         b, gram = lora_b.astype(dtype), _exact_dot(lora_a, lora_a)
-        terms.append(jnp.sum(b * _exact_dot(lora_a, kernel), axis=0))
-        terms.append(jnp.sum(b * _exact_dot(gram, lora_b), axis=0))
+        terms.append(jnp.sum(b * _exact_dot(lora_a, kernel).astype(dtype), axis=0))
+        terms.append(jnp.sum(b * _exact_dot(gram, lora_b).astype(dtype), axis=0))
     # Each reduction in one form, whatever program it is a part of.
     squared, *added = lax.optimization_barrier(terms)
     if added:

@@ -16,7 +16,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core, source_info_util
 
-from jax_dora.weights.follow import follow, read, split
+from jax_dora.weights.follow import follow, read, split, unstack
 from jax_dora.weights.weight import Weight
 
 # Names an array that is adapted where it is read, so that no trace around adapts it once more.
@@ -71,6 +71,10 @@ def evaluate_primitive(primitive: Any, operands: list[Any], params: dict[str, An
     weights = [one for one in operands if isinstance(one, Weight)]
     if primitive.name == "split":
         parts = split(weights[0], params["sizes"], params["axis"])
+        if parts is not None:
+            return parts
+    elif primitive.name == "unstack":
+        parts = unstack(weights[0], params["axis"])
         if parts is not None:
             return parts
     elif len(weights) == 1:

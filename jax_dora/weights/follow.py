@@ -114,6 +114,13 @@ def split(weight: Weight, sizes: Sequence[int], axis: int) -> list[Any] | None:
     return None if None in parts else parts
 
 
+def unstack(weight: Weight, axis: int) -> list[Any] | None:
+    """Returns the parts of size 1 along `axis`, without it; None where `split` does."""
+    parts = split(weight, (1,) * weight.shape[axis], axis)
+    squeezed = {"dimensions": (axis,)}
+    return parts and [follow("squeeze", part, [part], squeezed) for part in parts]
+
+
 def read(
     name: str, weight: Weight, operands: Sequence[Any], params: dict[str, Any]
 ) -> jax.Array | None:
@@ -187,7 +194,8 @@ def _gather(weight: Weight, operands: Any, params: dict[str, Any]) -> jax.Array 
     axis = numbers.start_index_map[0]
     whole = tuple(1 if one == axis else n for one, n in enumerate(weight.shape))
     rows = tuple(numbers.collapsed_slice_dims) == (axis,) and tuple(sizes) == whole
-    if not rows or numbers.operand_batching_dims:
+    # What stands for a row outside of the table is no weight, which g would scale.
+    if not rows or numbers.operand_batching_dims or params["fill_value"]:
         return None
     lookup = Lookup(axis, tuple(numbers.offset_dims), params["mode"], params["fill_value"])
     return weight.reader.lookup(weight, lookup, operands[1])

@@ -19,6 +19,7 @@ from jax_dora import ops
 from jax_dora.layers.call import NEXT_SEED, times_transposed
 from jax_dora.layers.rule import DoRARule
 from jax_dora.ops import mesh as meshes
+from jax_dora.ops.compose import accumulator
 from jax_dora.ops.dropout import Dropout, drop_for
 from jax_dora.ops.linear import scaled_linear
 from jax_dora.weights.matrices import made_plan, matrices
@@ -83,7 +84,7 @@ class AdaptedReader:
             dropped = drop_for(self.rule.implementation)(x, dropout.seed, dropout.rate)
         with_base = base if self.rule.dropout_mode == "adapter" else dot(dropped, stack("kernel"))
         lora = dot(dot(dropped, stack("lora_a")).astype(x.dtype), stack("lora_b"))
-        g = rows.astype(jnp.promote_types(dtype, jnp.float32))
+        g = rows.astype(accumulator(dtype))
         base, with_base, lora = (one.astype(g.dtype) for one in (base, with_base, lora))
         y = base + ((g - 1) * with_base + g * (s * lora))
         return y.astype(dtype).reshape(x.shape[0], *(weight.shape[axis] for axis in out))

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import core
 
+from jax_dora.ops.compose import accumulator
 from jax_dora.weights.operations import Lookup, Product, Ragged
 
 # What the axes of each array but the kernel are: the weight's own by their roles, and the rank.
@@ -233,7 +234,7 @@ def effective(weight: Weight, scale: float) -> jax.Array:
     letters = dict(zip((*b, *i, *o), "abcdefghijklmnopqrstuvw", strict=False))
     named = {axes: "".join(letters[axis] for axis in axes) for axes in (b, i, o)}
     kernel = "".join(letters[axis] for axis in range(len(roles)))
-    wide = jnp.promote_types(weight.kernel.dtype, jnp.float32)
+    wide = accumulator(weight.kernel.dtype)
     change = scale * jnp.einsum(
         f"{named[b]}{named[i]}z,{named[b]}z{named[o]}->{kernel}",
         weight.arrays["lora_a"].astype(wide),

@@ -55,8 +55,9 @@ def test_a_fresh_adapter_changes_no_bit(dtype):
     assert jnp.any(layer.lora_b[...] != 0)
 
 
-def test_attend_multiplies_by_the_adapted_embedding():
-    layer = trained(make())
+@pytest.mark.parametrize("adapter_dtype", [jnp.float32, jnp.bfloat16])
+def test_attend_multiplies_by_the_adapted_embedding(adapter_dtype):
+    layer = trained(make(adapter_dtype=adapter_dtype))
     query = jax.random.normal(jax.random.key(3), (5, FEATURES))
     weights = oracle.from_flax(layer.embedding[...], layer.lora_a[...], layer.lora_b[...])
     merged = oracle.merged_weight(*weights, layer.magnitude[...], layer.scale, jnp.float32)

@@ -135,6 +135,14 @@ def test_fp64_stays_fp64():
         assert magnitude_scale(operands[0][0], norm, jnp.float64).dtype == jnp.float64
 
 
+def test_an_fp64_kernel_takes_fp32_adapters():
+    with jax.enable_x64(True):
+        operands = adapter(12, 24, 16, 4, jnp.float64)
+        norm = factored_norm(*operands, 0.7)
+        assert norm.dtype == jnp.float64
+        assert_near_oracle(norm.astype(jnp.float32), *operands, 0.7)
+
+
 def test_magnitude_scale_is_differentiable_in_the_magnitude_alone():
     norm = jnp.asarray([2.0, 0.0, 4.0])
     d_m, d_norm = jax.grad(

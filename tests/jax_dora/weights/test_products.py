@@ -48,6 +48,7 @@ CASES = {
     "summed experts": ((3, 4, 5), "bio", (6, 3, 4), lambda w, x: jnp.einsum("ted,edf->tf", x, w)),
     "an expert": ((3, 4, 5), "bio", (6, 4), lambda w, x: x @ w[1]),
     "a chosen expert": ((3, 4, 5), "bio", (6, 4), lambda w, x: x @ w[jnp.int32(x[0, 0] > 0)]),
+    "each expert in turn": ((3, 4, 4), "bio", (6, 4), lambda w, x: sum(x @ one for one in w)),
     "ragged": ((3, 4, 5), "bio", (6, 4), lambda w, x: lax.ragged_dot(x, w, jnp.array([1, 0, 4]))),
     "ragged, transposed": (
         (3, 2, 5, 4),
@@ -59,6 +60,12 @@ CASES = {
     ),
     "lookup": ((9, 4), "io", ROWS, lambda w, ids: w[ids]),
     "take": ((9, 4), "io", ROWS, lambda w, ids: jnp.take(w, ids, axis=0)),
+    "lookup of 5 outside": (
+        (9, 4),
+        "io",
+        ROWS,
+        lambda w, ids: w.at[9 * ids].get(mode="fill", fill_value=5),
+    ),
     "tied head": ((9, 4), "io", (3, 4), lambda w, x: x @ w.T),
     "scan over layers": (
         (3, 4, 4),
@@ -115,11 +122,12 @@ CASES = {
 }
 QUICK = [
     *("transposed", "heads", "join heads", "merged axes", "every expert", "a chosen expert"),
+    *("each expert in turn", "lookup of 5 outside"),
     *("ragged, transposed", "lookup", "tied head", "scan over layers", "remat", "cond", "vmap"),
     *("sliced features", "no product", "manual", "manual, closed over", "gradient inside"),
 ]
 READ_BY_OTHERS = {"no product", "returned", "two weights", "custom gradient"}
-READ_BY_OTHERS |= {"manual", "manual, closed over"}
+READ_BY_OTHERS |= {"lookup of 5 outside", "manual", "manual, closed over"}
 
 
 @pytest.mark.parametrize("name", thinned(CASES, QUICK))
@@ -171,6 +179,23 @@ def test_a_program_computes_and_differentiates_as_with_the_merged_weight(name):
         peak = max(1.0, float(np.abs(exact).max()))
         within(one, exact, tolerances.caps.OPERATOR_FP32_MAX_ABS * peak)
     assert bool(others) == (name in READ_BY_OTHERS)
+
+
+def test_a_merged_weight_in_bf16_is_rounded_once():
+    rng = np.random.default_rng(0)
+    draw = {"kernel": (4, 5), "lora_a": (4, RANK), "lora_b": (RANK, 5), "magnitude": (5,)}
+    arrays = {name: jnp.asarray(rng.normal(size=s), jnp.float32) for name, s in draw.items()}
+    arrays["kernel"] = arrays["kernel"].astype(jnp.bfloat16)
+    wide = {name: np.asarray(array, np.float64) for name, array in arrays.items()}
+    norm = _norm(wide, "io")
+    given = {name: arrays[name] for name in ("kernel", "lora_a", "lora_b")}
+    given["g"] = arrays["magnitude"] / jnp.asarray(norm, jnp.float32)
+    weight = Weight.of("io", given, AdaptedReader(RULE, None))
+    with weight_trace() as trace:
+        found = trace.array(trace.lift(weight.aval, lambda: weight))
+    exact = _merged(wide, norm, "io")
+    assert found.dtype == jnp.bfloat16
+    within(found, exact, 1.01 * tolerances.rounding(exact, jnp.bfloat16))
 
 
 def test_an_array_that_no_weight_is_in_is_computed_as_ever():
