@@ -26,7 +26,7 @@ from jax.experimental.custom_partitioning import (
     custom_partitioning,
 )
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jax_dora.ops.choose import PLAIN, interpreted
@@ -106,6 +106,17 @@ def _types(*avals: Any, **params: Any) -> list[Any]:
         )
         for shape in jax.tree.leaves(_shapes(avals, **params))
     ]
+
+
+def _refuse_tangents(*_: Any, op: Op, static: Any, tree: Any) -> Any:
+    raise NotImplementedError(
+        f"JAX cannot differentiate the kernels of {op.name}, which a gradient of a gradient asks "
+        "for; pass implementation='xla', or 'eager' for forward mode too: in a model it is an "
+        "option of its DoRARules"
+    )
+
+
+ad.primitive_jvps[_op_p] = _refuse_tangents
 
 
 class _Each(NamedTuple):

@@ -130,6 +130,29 @@ def test_of_the_operator(mode):
     assert jnp.array_equal(of("eager")(given), of("xla")(given))
 
 
+def test_a_penalty_of_a_gradient():
+    rng = np.random.default_rng(0)
+    given = {n: jnp.asarray(rng.standard_normal(s, np.float32)) for n, s in OPERANDS.items()}
+
+    def penalty(implementation):
+        def loss(given):
+            y = ops.dora_linear(**given, scale=0.7, implementation=implementation)
+            return jnp.sum(jnp.sin(y))
+
+        def squared(given):
+            return sum(jnp.vdot(one, one) for one in jax.grad(loss)(given).values())
+
+        return squared
+
+    expected = jax.grad(penalty("eager"))(given)
+    found = jax.grad(penalty("xla"))(given)
+    for name in OPERANDS:
+        peak = float(jnp.abs(expected[name]).max())
+        np.testing.assert_allclose(found[name], expected[name], 0, OPERATOR_FP32_MAX_ABS * peak)
+    with pytest.raises(NotImplementedError, match="gradient of a gradient.*implementation='xla'"):
+        jax.grad(penalty(None))(given)
+
+
 def test_of_the_other_operators():
     rng = np.random.default_rng(0)
     base, lora = (jnp.asarray(rng.standard_normal((3, 7), np.float32)) for _ in range(2))
