@@ -149,7 +149,7 @@ def test_a_penalty_of_a_gradient():
     for name in OPERANDS:
         peak = float(jnp.abs(expected[name]).max())
         np.testing.assert_allclose(found[name], expected[name], 0, OPERATOR_FP32_MAX_ABS * peak)
-    with pytest.raises(NotImplementedError, match="gradient of a gradient.*implementation='xla'"):
+    with pytest.raises(NotImplementedError, match=r"gradient of a gradient.*implementation='xla'"):
         jax.grad(penalty(None))(given)
 
 
