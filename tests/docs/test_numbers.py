@@ -323,6 +323,16 @@ def test_what_is_said_of_what_was_tried():
     )
 
 
+def test_what_is_said_of_four_bits_in_torch():
+    ours, peft = (
+        row("quantised_torch", "h200", kind=f"{package} DoRA, bf16 adapters, nf4")["over_lora"]
+        for package in ("torch_dora", "PEFT")
+    )
+    text = " ".join((ROOT / "docs/small-memory.md").read_text().split())
+    assert f"takes {ours:.2f} of the time of PEFT's LoRA" in text
+    assert f"PEFT's DoRA takes {peft:.2f} (" in text
+
+
 def test_what_is_said_of_several_gpus():
     def profile(layout, kind, **fields):
         return row("profile", "h200x2", layout=layout, kind=kind, **fields)
