@@ -1,9 +1,7 @@
 """DoRA for nnx.Linear."""
 
-from collections.abc import Mapping
 from typing import Any, Self
 
-import jax
 from flax import nnx
 
 from jax_dora.layers.base_layer import check_base
@@ -94,5 +92,4 @@ class DoRALinear(DoRAProduct, nnx.Linear):
     def unstacked_shape(cls, module: Any) -> tuple[int, ...]:
         return module.in_features, module.out_features
 
-    def _result(self, operands: Mapping[str, Any]) -> jax.Array:
-        return product(self, operands)
+    _result = product

@@ -42,6 +42,8 @@ class DoRAProduct(DoRALayer):
           ValueError: out_sharding names an axis that is not explicit.
         """
         operands = operands_of_call(self, inputs, dropout_of_call(self, deterministic, rngs))
+        if out_sharding is None:
+            return self._result(operands)
         return sharded_as(out_sharding, self._result, operands)
 
     def _result(self, operands: Mapping[str, Any]) -> jax.Array:
