@@ -16,7 +16,7 @@ from flax import nnx
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import listing
 from jax_dora.adapt.apply import adapt_site
-from jax_dora.adapt.sites import Site
+from jax_dora.adapt.sites import Site, sites
 from jax_dora.adapt.tree import (
     Found,
     check_model,
@@ -25,7 +25,7 @@ from jax_dora.adapt.tree import (
     remove_dora,
     replace_modules,
 )
-from jax_dora.layers import DoRALayer, dora_class_of
+from jax_dora.layers import DoRALayer
 from jax_dora.layers.rule import DoRARule
 from jax_dora.weights.module import adapters_of, at_path, has_dora_type
 
@@ -163,17 +163,19 @@ def set_adapter[Model: nnx.Module](
             f"adapter is a {type(adapter).__name__}; expected an Adapter from get_adapter, or None"
         )
     rules = rules_by_path(adapter)
+    layers = {path: site for site in sites(base) if site.is_layer for path in site.found.paths}
+    for path, axis in adapter.stack_axes:
+        if path in layers:
+            layers[path].stack_axis = axis
     by_path = {path: found for found in find_modules(base) for path in found.paths}
-    weights = {one.path: one for one in adapter.weights}
-    axes = dict(adapter.stack_axes)
+    there = layers | {one.path: site_of(one, by_path) for one in adapter.weights}
     replacements: dict[int, Any] = {}
     for path, arrays in adapter.arrays.items():
-        rule, site = rules[path], site_of(path, weights.get(path), by_path, axes.get(path))
+        rule, site = rules[path], there.get(path)
         if site is None:
-            there = (path for path, one in by_path.items() if dora_class_of(one.module))
             raise ValueError(
                 f"adapter has a layer {path!r}; the model's layers that can be adapted are:"
-                f"{listing(there)}"
+                f"{listing(layers)}"
             )
         if rule.dropout and rngs is None:
             raise ValueError(
@@ -194,18 +196,8 @@ def set_adapter[Model: nnx.Module](
     return _in_the_mode_of(model, replace_modules(base, replacements))
 
 
-def site_of(
-    path: str,
-    weight: AdaptedWeight | None,
-    by_path: dict[str, Found],
-    stack_axis: int | None = None,
-) -> Site | None:
-    """Returns where an adapter goes; None where the model has no such layer or weight."""
-    if weight is None:
-        found = by_path.get(path)
-        if found is None or dora_class_of(found.module) is None:
-            return None
-        return Site((path,), found, "", is_layer=True, stack_axis=stack_axis)
+def site_of(weight: AdaptedWeight, by_path: dict[str, Found]) -> Site | None:
+    """Returns where the adapter of a weight goes; None where the model has no such weight."""
     found, reader = by_path.get(weight.module), by_path.get(weight.reader)
     if found is None or reader is None or not hasattr(found.module, weight.param):
         return None
@@ -213,7 +205,7 @@ def site_of(
         return None
     own = (reader.module, weight.inside)
     return Site(
-        (path,),
+        (weight.path,),
         found,
         weight.param,
         axes=weight.axes,

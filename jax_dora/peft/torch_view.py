@@ -74,14 +74,15 @@ def torch_view(
     # The members of a List are what has names; that of a Sequential has none of its own in PyTorch.
     all_found = [one for one in find_modules(model) if not isinstance(one.module, nnx.List)]
     modules = {found.paths[0]: found.module for found in all_found}
-    axes = stack_axes or {}
+    axes, there = stack_axes or {}, sites(model)
+    can_be_adapted = {site.found.paths[0] for site in there if site.is_layer}
     of_layers = [
         Site(one.paths, one, kind.kernel_name, is_layer=True, stack_axis=axes.get(one.paths[0], 0))
         for one in all_found
         if (kind := kind_of(one.module))
     ]
     stacks: dict[str, Stack] = {}
-    for site in (*of_layers, *(weights := _weights(model, held))):
+    for site in (*of_layers, *(weights := _weights(model, there, held))):
         path = site.found.paths[0]
         with named_in_errors(path, "named as in PyTorch"):
             stacks.setdefault(path, site.stack)
@@ -96,8 +97,10 @@ def torch_view(
         for index in site.stack.indices():
             layer = torch_layer(site, names, lambda path, index=index: name_of(path, index))
             if layer is not None:
-                one = layers[layer.name] = TorchLayer(site, index, layer)
-                own.setdefault((site.found.paths[0], index), {})[site.param] = one
+                path, one = site.found.paths[0], TorchLayer(site, index, layer)
+                own.setdefault((path, index), {})[site.param] = one
+                if not site.is_layer or path in can_be_adapted:
+                    layers[layer.name] = one
     parameters, names_of = {}, {}
     for found in all_found:
         path = found.paths[0]
@@ -127,16 +130,16 @@ def torch_view(
     return TorchView(modules, stacks, layers, parameters, names_of, tied_heads)
 
 
-def _weights(model: nnx.Module, held: Iterable[AdaptedWeight]) -> list[Site]:
+def _weights(model: nnx.Module, there: Iterable[Site], held: Iterable[AdaptedWeight]) -> list[Site]:
     """Returns the weights of a model that its modules' own code reads and that PEFT's format has a
     place for: all that are registered or adapted, but embeddings."""
     found = {
         site.names[0]: site
-        for site in sites(model)
+        for site in there
         if site.param and not site.is_layer and site.axes and not site.refusal
     }
     by_path = {path: one for one in find_modules(model) for path in one.paths}
-    of_held = ((one.path, site_of(one.path, one, by_path)) for one in held)
+    of_held = ((one.path, site_of(one, by_path)) for one in held)
     found |= {path: site for path, site in of_held if site is not None}
     return [one for one in found.values() if not one.is_lookup and one.axes.count("b") <= 1]
 

@@ -340,6 +340,24 @@ class TestRefusals:
         with pytest.raises(ValueError, match=rf"{wrapper.__name__} writes it in every call"):
             jax_dora.AdapterBank(model, 2, 4, path=rule.path)
 
+    @pytest.mark.parametrize("wrapper", [nnx.WeightNorm, nnx.SpectralNorm])
+    def test_no_adapter_goes_into_a_layer_whose_kernel_is_written(self, wrapper, tmp_path):
+        class Holder(nnx.Module):
+            def __init__(self, layer, *, rngs):
+                self.layer_instance = layer
+
+        def model(around):
+            return nnx.Sequential(around(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0)))
+
+        adapted = apply_dora(model(Holder), DoRARule(".*", 2, 4), rngs=nnx.Rngs(1))
+        with pytest.raises(
+            ValueError, match="'layers/0/layer_instance'; the model's layers that can"
+        ):
+            set_adapter(model(wrapper), get_adapter(adapted))
+        jax_dora.peft.save_adapter(adapted, tmp_path / "adapter")
+        with pytest.raises(ValueError, match=r"0\.layer_instance\.lora_A\.weight finds no layer"):
+            jax_dora.peft.load_adapter(model(wrapper), tmp_path / "adapter")
+
     def test_a_layer_with_an_adapter(self):
         adapted = apply_dora(Block(nnx.Rngs(0)), DoRARule("linear", 2, 4), rngs=nnx.Rngs(0))
         match = r"one adapter at a time.*\n  linear \(DoRALinear\)"
