@@ -1,13 +1,13 @@
 """What a folder holds against what a model has: everything is checked before anything is loaded."""
 
 import difflib
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dora_common.peft import checks
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.keys import Key, Role, adapter_in, key_of, parse
-from dora_common.peft.layers import Layer, Shape, key_modules, refuse_layers
+from dora_common.peft.layers import Layer, Outline, Shape, key_modules, refuse_layers
 from dora_common.peft.names import matches
 from dora_common.rules import OUTPUT_HEADS
 
@@ -52,9 +52,7 @@ class Fit:
 def fit(
     config: AdapterConfig,
     tensors: Mapping[str, tuple[str, Shape]],
-    layers: Iterable[Layer],
-    parameters: Mapping[str, Shape],
-    arrays: Mapping[str, Hashable],
+    outline: Outline,
     *,
     adapter: str = "default",
 ) -> Fit:
@@ -63,9 +61,7 @@ def fit(
     Args:
       config: the folder's.
       tensors: dtype and shape of every tensor of the folder, by key.
-      layers: those of the model that can be adapted.
-      parameters: shape of every parameter of the base model, by its name in PyTorch.
-      arrays: what identifies the array of each of them; the same for those that share one.
+      outline: the model's.
       adapter: the adapter's name, where it was left in the keys.
 
     Raises:
@@ -74,7 +70,7 @@ def fit(
       ValueError: a tensor has no place or the wrong shape, one is missing, or one has two keys.
         All that is found is listed.
     """
-    fitting = _Fitting(config, {layer.name: layer for layer in layers}, parameters, arrays)
+    fitting = _Fitting(config, outline)
     refuse_layers(fitting.layers[name] for name in fitting.selected)
     fitting.refuse_tied_adapters()
     for key, (dtype, shape) in sorted(tensors.items()):
@@ -107,19 +103,6 @@ def fit(
     )
 
 
-def tied_names(arrays: Mapping[str, Hashable]) -> list[list[str]]:
-    """Returns the groups of two and more parameters that share an array, as an output head that is
-    tied to the embedding does.
-
-    Args:
-      arrays: what identifies the array of every parameter, by the parameter's name.
-    """
-    groups: dict[Hashable, list[str]] = {}
-    for name, array in arrays.items():
-        groups.setdefault(array, []).append(name)
-    return [names for names in groups.values() if len(names) > 1]
-
-
 class _Fitting:
     """The places of a folder's tensors as they are found, and what is wrong with them.
 
@@ -131,16 +114,11 @@ class _Fitting:
       problems: what is wrong, a phrase each.
     """
 
-    def __init__(
-        self,
-        config: AdapterConfig,
-        layers: dict[str, Layer],
-        parameters: Mapping[str, Shape],
-        arrays: Mapping[str, Hashable],
-    ) -> None:
-        self.config, self.layers, self.parameters = config, layers, parameters
-        self.arrays = arrays
-        self.ties = {name: names for names in tied_names(arrays) for name in names}
+    def __init__(self, config: AdapterConfig, outline: Outline) -> None:
+        self.config, self.parameters = config, outline.parameters
+        self.layers = layers = {layer.name: layer for layer in outline.layers}
+        self.tied = outline.tied()
+        self.ties = {name: names for names in self.tied for name in names}
         self.selected = {
             name
             for name, layer in layers.items()
@@ -185,7 +163,7 @@ class _Fitting:
         PEFT gives one to every module of modules_to_save, and leaves what it was tied to as it was,
         unless ensure_weight_tying is set."""
         untied = []
-        for names in tied_names(self.arrays):
+        for names in self.tied:
             saved = [name for name in names if name in self.whole and self.config.saves(name)]
             if not self.config.ensure_weight_tying:
                 untied += saved[len(saved) == len(names) :]

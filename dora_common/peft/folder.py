@@ -4,7 +4,7 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from dora_common.hyperparameters import DropoutMode
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.fit import Adapter, Fit, fit
 from dora_common.peft.keys import adapter_in, parse
-from dora_common.peft.layers import Layer, Shape
+from dora_common.peft.layers import Outline, Shape
 from dora_common.rules import listing
 
 CONFIG = "adapter_config.json"
@@ -48,20 +48,15 @@ class Folder:
     adapter: str
     _file: Any
 
-    def fit(
-        self,
-        layers: list[Layer],
-        parameters: Mapping[str, Shape],
-        arrays: Mapping[str, Hashable],
-    ) -> Fit:
+    def fit(self, outline: Outline) -> Fit:
         """Finds the place of every tensor, as `dora_common.peft.fit.fit` does; a message begins
         with the folder's path."""
         with named_in_errors(self.path):
-            return fit(self.config, self.tensors, layers, parameters, arrays, adapter=self.adapter)
+            return fit(self.config, self.tensors, outline, adapter=self.adapter)
 
-    def fit_to_bank(self, *given: Any) -> Fit:
+    def fit_to_bank(self, outline: Outline) -> Fit:
         """Does as `fit`; raises NotImplementedError for more than adapters."""
-        found = self.fit(*given)
+        found = self.fit(outline)
         if whole := [*found.parameters, *found.tokens]:
             raise NotImplementedError(
                 f"{self.path} replaces parameters of the base model (modules_to_save, biases or "

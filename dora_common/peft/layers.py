@@ -1,6 +1,6 @@
 """The layers of a model that PEFT can adapt, as PyTorch has them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -69,6 +69,29 @@ class Layer:
             return (usual,)
         ones = (1,) * len(self.kernel_size)
         return (usual, (self.out_features,), (self.out_features, 1, *ones))
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A model as PyTorch names it.
+
+    Attributes:
+      layers: those that can be adapted or are.
+      parameters: the shape of every parameter of the base model, by name.
+      arrays: what identifies the array of each of them; the same for those that share one.
+    """
+
+    layers: Sequence[Layer]
+    parameters: Mapping[str, Shape]
+    arrays: Mapping[str, Hashable]
+
+    def tied(self) -> list[list[str]]:
+        """Returns the groups of two and more parameters that share an array, as an output head that
+        is tied to the embedding does."""
+        groups: dict[Hashable, list[str]] = {}
+        for name, array in self.arrays.items():
+            groups.setdefault(array, []).append(name)
+        return [names for names in groups.values() if len(names) > 1]
 
 
 def key_modules(layers: Iterable[Layer]) -> dict[str, str]:

@@ -2,17 +2,17 @@
 
 import difflib
 import os
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from dora_common.peft import checks
 from dora_common.peft.config import EXPERTS_VERSION, AdapterConfig
-from dora_common.peft.fit import fit, tied_names
+from dora_common.peft.fit import fit
 from dora_common.peft.folder import check_finite
 from dora_common.peft.keys import key_of, parameter_key
-from dora_common.peft.layers import Layer, Shape, key_modules, refuse_layers
+from dora_common.peft.layers import Layer, Outline, key_modules, refuse_layers
 from dora_common.peft.names import first_match, parameters_for, patterns_for, targets_for
 from dora_common.peft.writing import check_free, write
 
@@ -38,22 +38,18 @@ class Source:
     """A model as PyTorch names it.
 
     Attributes:
-      layers: what can be adapted or is.
-      adapted: what is, by name; one or more.
+      outline: its layers and parameters.
+      adapted: the layers that are, by name; one or more.
       modules: the names of all modules.
-      parameters: shape of every parameter of the base model, by name.
-      arrays: what identifies the array of each; the same for those that share one.
       read: a parameter as it is stored, by its name.
       read_adapter: a tensor of an adapter as it is stored, by the layer's name and "lora_a",
         "lora_b" or "magnitude".
       is_lora: whether the magnitude of the layer of this name is its norm.
     """
 
-    layers: Sequence[Layer]
+    outline: Outline
     adapted: Mapping[str, Adapted]
     modules: Collection[str]
-    parameters: Mapping[str, Shape]
-    arrays: Mapping[str, Hashable]
     read: Callable[[str], Any]
     read_adapter: Callable[[str, str], Any]
     is_lora: Callable[[str], bool]
@@ -97,7 +93,7 @@ class Source:
             modules = [name for name in self.adapted if name not in experts]
             if experts:
                 fields |= {
-                    "target_parameters": parameters_for(experts, self.parameters),
+                    "target_parameters": parameters_for(experts, self.outline.parameters),
                     "peft_version": EXPERTS_VERSION,
                 }
             config = AdapterConfig(
@@ -173,7 +169,7 @@ class Source:
         tensors = self._tensors(config)
         # What is written can be read: the same check as a reader's.
         shapes = {key: ("F32", tuple(tensor.shape)) for key, tensor in tensors.items()}
-        fit(config, shapes, self.layers, self.parameters, self.arrays)
+        fit(config, shapes, self.outline)
         for key, tensor in tensors.items():
             reason = f"{tensor.dtype} cannot hold the numbers, or training diverged"
             check_finite(key, tensor, reason)
@@ -185,7 +181,7 @@ class Source:
 
     def _tensors(self, config: AdapterConfig) -> dict[str, Any]:
         tensors = {}
-        keys = key_modules(one for one in self.layers if one.name in self.adapted)
+        keys = key_modules(one for one in self.outline.layers if one.name in self.adapted)
         for name, one in self.adapted.items():
             for role, shape in one.layer.shapes(one.rank).items():
                 if role != "magnitude" or config.use_dora:
@@ -193,7 +189,7 @@ class Source:
                     tensors[key_of(keys[name], role)] = tensor.reshape(shape)
         for name, rows in self._rows(config.trainable_token_indices).items():
             tensors[key_of(name, "tokens")] = self.read(f"{name}.weight")[list(rows)]
-        for name in self.parameters:
+        for name in self.outline.parameters:
             is_adapted = name.rpartition(".")[0] in self.adapted
             if config.stores(name, of_adapted_layer=is_adapted):
                 tensors[parameter_key(name, of_adapted_layer=is_adapted)] = self.read(name)
@@ -201,8 +197,9 @@ class Source:
 
     def _rows(self, tokens: Any) -> dict[str, tuple[int, ...]]:
         """Returns the rows to store of each embedding or head, by its whole name."""
+        layers = self.outline.layers
         if tokens and not isinstance(tokens, Mapping):
-            embeddings = [layer.name for layer in self.layers if layer.kind == "embedding"]
+            embeddings = [layer.name for layer in layers if layer.kind == "embedding"]
             if len(embeddings) != 1:
                 raise ValueError(
                     "trainable_token_indices is a list and the model has the embeddings "
@@ -211,10 +208,10 @@ class Source:
             tokens = {embeddings[0]: tokens}
         found = {}
         for end, rows in (tokens or {}).items():
-            names = [one.name for one in self.layers if one.kind != "conv"]
+            names = [one.name for one in layers if one.kind != "conv"]
             names = [name for name in names if name.endswith(end)]
             if not names:
-                _refuse_name("trainable_token_indices", end, [one.name for one in self.layers])
+                _refuse_name("trainable_token_indices", end, [one.name for one in layers])
             found |= {name: tuple(map(int, rows)) for name in names}
         return found
 
@@ -239,7 +236,7 @@ class Source:
     def _check_saved(self, config: AdapterConfig) -> None:
         modules = {
             ".".join(parts[:length])
-            for parts in (name.split(".") for name in self.parameters)
+            for parts in (name.split(".") for name in self.outline.parameters)
             for length in range(1, len(parts))
         }
         saved = config.modules_to_save or ()
@@ -253,7 +250,7 @@ class Source:
         """Raises ValueError where modules_to_save names one of two modules that share a weight;
         adapted layers, whose own weights are frozen, do not count."""
         frozen = {f"{name}.weight" for name in self.adapted}
-        for names in tied_names(self.arrays):
+        for names in self.outline.tied():
             saved = [name for name in names if config.saves(name)]
             others = sorted(set(names) - set(saved) - frozen)
             if saved and others and not config.ensure_weight_tying:

@@ -172,7 +172,7 @@ def read_folder(
     by_path = {place.path: place for place in places}
     view = torch_view(model, names or Names())
     with opened(folder, "np", adapter) as source:
-        fit = source.fit_to_bank(*view.outline())
+        fit = source.fit_to_bank(view.outline())
         layers: dict[str, dict[Any, Layer]] = {}
         for name, one in fit.adapters.items():
             where = view.layers[name]

@@ -93,7 +93,7 @@ def load_adapter[Model: nnx.Module](
     with opened(folder, "np", adapter) as source:
         loaded = remove_dora(model)
         view = torch_view(loaded, names, **where)
-        fit = source.fit(*view.outline())
+        fit = source.fit(view.outline())
         stacks = _by_site(source, view, fit)
         rules = {
             site: DoRARule(

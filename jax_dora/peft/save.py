@@ -112,9 +112,8 @@ def save_adapter(
         parts = view.layers[name].of_adapter(module.rank)
         return stored(module, parts[attribute], dtype)
 
-    layers, parameters, arrays = view.outline()
     source = Source(
-        layers=layers,
+        outline=view.outline(),
         adapted={
             name: Adapted(
                 view.layers[name].layer,
@@ -126,8 +125,6 @@ def save_adapter(
             for name, one in modules.items()
         },
         modules={*view.names, *(n for n, one in view.layers.items() if one.layer.kind == "linear")},
-        parameters=parameters,
-        arrays=arrays,
         read=read,
         read_adapter=read_adapter,
         is_lora=is_lora,

@@ -1,12 +1,12 @@
 """A Flax model as PyTorch has it: by other names, and laid out otherwise."""
 
 import itertools
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from flax import nnx
 
-from dora_common.peft.layers import Layer, Shape
+from dora_common.peft.layers import Outline
 from jax_dora.adapt.adapter import AdaptedWeight, site_of
 from jax_dora.adapt.sites import Site, sites
 from jax_dora.adapt.tree import check_model, find_modules, named_in_errors
@@ -44,10 +44,9 @@ class TorchView:
     def variable(self, parameter: TorchParameter) -> nnx.Variable:
         return getattr(self.modules[parameter.path], parameter.attribute)
 
-    def outline(self) -> tuple[list[Layer], dict[str, Shape], dict[str, Hashable]]:
-        """Returns the layers, the shape of every parameter and what identifies its array, as a
-        folder is fitted to them."""
-        return (
+    def outline(self) -> Outline:
+        """Returns what a folder is fitted to."""
+        return Outline(
             [one.layer for one in self.layers.values()],
             {name: one.shape for name, one in self.parameters.items()},
             {name: (id(self.variable(one)), one.at) for name, one in self.parameters.items()},

@@ -19,7 +19,7 @@ from torch_dora.ops import factored_norm, magnitude_scale
 from torch_dora.ops.bank import Slots
 from torch_dora.ops.dtypes import accumulation_dtype
 from torch_dora.ops.quantised import matrix
-from torch_dora.peft.layers import layers_of, parameters_of
+from torch_dora.peft.layers import layers_of, outline, parameters_of
 
 
 class Entry(NamedTuple):
@@ -148,11 +148,7 @@ class AdapterBank:
     def _of_folder(self, folder: str | os.PathLike[str], name: str | None) -> dict[str, Entry]:
         parameters = parameters_of(self.model)
         with opened(folder, "pt", name) as source:
-            fit = source.fit_to_bank(
-                list(layers_of(self.model).values()),
-                {key: tuple(tensor.shape) for key, tensor in parameters.items()},
-                {key: id(tensor) for key, tensor in parameters.items()},
-            )
+            fit = source.fit_to_bank(outline(layers_of(self.model), parameters))
             self._check_paths(fit.adapters)
             entries = {}
             for path, one in fit.adapters.items():

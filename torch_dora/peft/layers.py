@@ -1,12 +1,13 @@
 """What a torch model has that PEFT's files speak of."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from dora_common.hyperparameters import ADAPTER_NAMES
-from dora_common.peft.layers import Layer, convolution_refusals
+from dora_common.peft.layers import Layer, Outline, convolution_refusals
 from torch_dora.adapt.apply import WRAPPERS, check_model, refuse_peft
 from torch_dora.layers import (
     DoRAConv,
@@ -45,6 +46,12 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
     }
     tensors = model.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in tensors.items() if name not in adapters}
+
+
+def outline(layers: Mapping[str, Layer], parameters: Mapping[str, Tensor]) -> Outline:
+    """Returns what a folder is fitted to, of what `layers_of` and `parameters_of` return."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
+    return Outline(list(layers.values()), shapes, {n: id(one) for n, one in parameters.items()})
 
 
 def _layer(name: str, module: Any) -> Layer | None:

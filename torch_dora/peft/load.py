@@ -17,7 +17,7 @@ from torch_dora.adapt import DoRARule
 from torch_dora.adapt.apply import adapt, refuse, replace
 from torch_dora.layers import DoRALayer, dora_layers, named_modules, placement
 from torch_dora.ops import check, shards
-from torch_dora.peft.layers import layers_of, parameters_of
+from torch_dora.peft.layers import layers_of, outline, parameters_of
 
 
 def load_adapter(
@@ -75,11 +75,7 @@ def load_adapter(
     layers = layers_of(model)
     with opened(folder, "pt", adapter) as source:
         parameters = parameters_of(model)
-        fit = source.fit(
-            list(layers.values()),
-            {name: tuple(tensor.shape) for name, tensor in parameters.items()},
-            {name: id(tensor) for name, tensor in parameters.items()},
-        )
+        fit = source.fit(outline(layers, parameters))
         weights = [f"{name}.weight" for name in fit.adapters]
         placement.refuse_meta(
             [(name, parameters[name]) for name in [*weights, *fit.parameters, *fit.tokens]]

@@ -14,7 +14,7 @@ from dora_common.peft.save import Adapted, Source
 from dora_common.rules import listing
 from torch_dora.layers import DoRAConv1D, dora_layers, named_modules, placement
 from torch_dora.ops import check, shards
-from torch_dora.peft.layers import layers_of, parameters_of
+from torch_dora.peft.layers import layers_of, outline, parameters_of
 
 
 @torch.no_grad()
@@ -87,14 +87,12 @@ def save_adapter(
         return shards.whole(tensor).detach().to("cpu", dtype, copy=True).contiguous()
 
     source = Source(
-        layers=list(layers.values()),
+        outline=outline(layers, parameters),
         adapted={
             name: Adapted(layers[name], one.rank, one.alpha, one.use_rslora, one.dropout)
             for name, one in modules.items()
         },
         modules=[name for name, _ in named_modules(model)],
-        parameters={name: tuple(tensor.shape) for name, tensor in parameters.items()},
-        arrays={name: id(tensor) for name, tensor in parameters.items()},
         read=lambda name: stored(parameters[name]),
         read_adapter=lambda name, attribute: stored(getattr(modules[name], attribute), dtype),
         is_lora=lambda name: torch.equal(

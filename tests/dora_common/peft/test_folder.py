@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.folder import CONFIG, TENSORS, opened
-from dora_common.peft.layers import Layer
+from dora_common.peft.layers import Layer, Outline
 from dora_common.peft.writing import write
 
 
@@ -300,4 +300,4 @@ def test_keys_of_another_adapter_ask_for_its_name(tmp_path: Path) -> None:
         opened(tmp_path / "a", "np") as source,
         pytest.raises(ValueError, match="of the adapter 'third'; pass adapter='third'"),
     ):
-        source.fit([Layer("a", "linear", 3, 3)], {}, {})
+        source.fit(Outline([Layer("a", "linear", 3, 3)], {}, {}))
