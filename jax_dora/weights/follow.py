@@ -194,8 +194,9 @@ def _gather(weight: Weight, operands: Any, params: dict[str, Any]) -> jax.Array 
     axis = numbers.start_index_map[0]
     whole = tuple(1 if one == axis else n for one, n in enumerate(weight.shape))
     rows = tuple(numbers.collapsed_slice_dims) == (axis,) and tuple(sizes) == whole
-    # What stands for a row outside of the table is no weight, which g would scale.
-    if not rows or numbers.operand_batching_dims or params["fill_value"]:
+    # What stands for a row outside of the table is no weight; g may scale 0 and NaN alone.
+    fill = params["fill_value"] or 0
+    if not rows or numbers.operand_batching_dims or not (fill == 0 or math.isnan(fill)):
         return None
     lookup = Lookup(axis, tuple(numbers.offset_dims), params["mode"], params["fill_value"])
     return weight.reader.lookup(weight, lookup, operands[1])
