@@ -5,7 +5,6 @@ and the like to the products that read it, which become adapted ones; see `jax_d
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -110,9 +109,7 @@ def followed(
         if key is not None and one.rule.dropout:
             rngs = nnx.Rngs(dropout=jax.random.fold_in(key, number))
         adapter = one.adapter(params, rngs)
-        kernel = nn.unbox(params[one.path])
-        make = functools.cache(functools.partial(adapter.weight, kernel))
-        value = trace.lift(jax.typeof(kernel), make)
+        value = adapter.followed(trace, nn.unbox(params[one.path]))
         given[one.path] = nn.meta.replace_boxed(params[one.path], value)
         for path in one.paths().values():
             del given[path]

@@ -1,6 +1,7 @@
 """One adapted weight of a module: its arrays lie beside it, as attributes of the module."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from jax_dora.layers.stack import Stack
 from jax_dora.ops import mesh as meshes
 from jax_dora.weights.evaluate import adapted_here
 from jax_dora.weights.products import AdaptedReader
+from jax_dora.weights.trace import WeightTrace
 from jax_dora.weights.weight import Weight
 
 _ATTRIBUTES = (*ADAPTER_NAMES, "dropout", "given_norm", "given_g")
@@ -125,13 +127,17 @@ class WeightAdapter:
         if self.dropout is not None:
             self.dropout.eval()
 
-    def weight(self, kernel: jax.Array) -> Weight:
-        """Returns the weight to follow in a call.
+    def followed(self, trace: WeightTrace, kernel: jax.Array) -> Any:
+        """Returns the weight's array as `trace` follows it; nothing is computed unless it is read.
 
         Args:
           kernel: the parameter's array as the module holds it now: a whole stack's, or one layer's
             inside of a scan.
         """
+        weight = functools.cache(functools.partial(self._weight, kernel))
+        return trace.lift(jax.typeof(kernel), weight)
+
+    def _weight(self, kernel: jax.Array) -> Weight:
         # A program may read it where a part of the mesh is left to XLA.
         with meshes.context_of(kernel):
             kernel = adapted_here(kernel)

@@ -93,13 +93,9 @@ def followed(module: Any) -> Iterator[Callable[[Any], Any]]:
         return
     variables = [one.kernel_param for one in adapters]
     raws = [variable.get_raw_value() for variable in variables]
-    pairs = zip(adapters, raws, strict=True)
-    # Of a weight that is not read, nothing is computed.
-    makes = [functools.cache(functools.partial(one.weight, raw)) for one, raw in pairs]
     with weight_trace() as trace:
-        values = [trace.lift(jax.typeof(raw), make) for raw, make in zip(raws, makes, strict=True)]
-        for variable, value in zip(variables, values, strict=True):
-            _set(variable, value)
+        for one, variable, raw in zip(adapters, variables, raws, strict=True):
+            _set(variable, one.followed(trace, raw))
 
         def plain(result: Any) -> Any:
             leaves = jax.tree.leaves(result, is_leaf=is_node)
