@@ -11,7 +11,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dora_common.rules import Rule, listing
 from jax_dora.adapt.sites import Site, refuse, sites
-from jax_dora.adapt.stack import stack_of
 from jax_dora.adapt.tree import check_model, named_in_errors
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base_layer import padded, set_as_read
@@ -77,7 +76,7 @@ def quantize[Model: nnx.Module](
     _check_act_qtype(act_qtype, qtype, tile_size)
     make(jnp.zeros((1, 1), jnp.int8), jnp.ones((1, 1)), "int8")  # Before anything is computed.
     copy = nnx.clone(model)
-    found = sites(copy)
+    found = sites(copy, stack_axis=0)
     matched = _matched(found, path)
     of_rows = nnx.Linear | nnx.LinearGeneral
     others = [
@@ -98,7 +97,7 @@ def quantize[Model: nnx.Module](
         if id(parameter) not in done:
             done[id(parameter)] = site.names[0]
             with named_in_errors(site.names[0], "quantised"):
-                _quantize_layer(site.found.module, parameter, qtype, tile_size)
+                _quantize_layer(site, qtype, tile_size)
                 if act_qtype is not None:
                     parameter.set_value(columns_in_one_piece(parameter.get_value()))
         compute_quantised(site.found.module, act_qtype)
@@ -168,10 +167,8 @@ def _matched(found: list[Site], path: str) -> list[Site]:
     return matched
 
 
-def _quantize_layer(
-    module: Any, parameter: nnx.Variable, qtype: str, tile_size: int | None
-) -> None:
-    kernel = parameter.get_value()
+def _quantize_layer(site: Site, qtype: str, tile_size: int | None) -> None:
+    module, kernel = site.found.module, site.parameter.get_value()
     adapted, cls = isinstance(module, DoRALayer), kind_of(module)
     if not adapted:
         cls.check(module, DoRARule("", getattr(module, "feature_group_count", 1), 1.0))
@@ -182,7 +179,7 @@ def _quantize_layer(
         )
     if kernel.dtype not in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64):
         raise ValueError(f"its kernel has dtype {kernel.dtype}; expected a float dtype")
-    stack = stack_of(module, axis=0)
+    stack = site.stack
     tile = _tile(stack.without(kernel.shape), cls.kernel_axes(module), tile_size)
     tile = stack.joined((1,) * stack.count, tile)
     half = kernel.dtype == jnp.float16
@@ -193,7 +190,7 @@ def _quantize_layer(
     sharding = None if isinstance(kernel, Tracer) else kernel.sharding
     on_mesh = isinstance(sharding, NamedSharding)
     before = fresh_magnitude(module) if adapted else None
-    set_as_read(parameter, placed(rounded, sharding if on_mesh else None))
+    set_as_read(site.parameter, placed(rounded, sharding if on_mesh else None))
     compute_quantised(module)
     if before is not None:
         magnitude = module.magnitude.get_value()

@@ -110,15 +110,20 @@ class Site:
         return f"{self.names[0]} ({kind}){': ' if self.refusal else ''}{self.refusal}"
 
 
-def sites(model: nnx.Module, traced: ReadLog | None = None) -> list[Site]:
+def sites(
+    model: nnx.Module, traced: ReadLog | None = None, *, stack_axis: int | None = None
+) -> list[Site]:
     """Returns every weight of a model, and every other module that holds parameters itself, in the
     order of the paths.
 
     Args:
       traced: what a call of the model reads; None where only classes say.
+      stack_axis: as `stack_of`'s, of layers of which nothing better is known.
     """
     modules = find_modules(model)
     found = [one for module in modules for one in _sites_of(module, modules, traced)]
+    for one in found:
+        one.stack_axis = stack_axis if one.stack_axis is None else one.stack_axis
     _pack_experts(found)
     _refuse_written(found, modules)
     for head in heads(traced):

@@ -10,7 +10,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dora_common.rules import listing
 from dora_common.slots import check_plain
 from jax_dora.adapt.sites import Site, assigned, sites
-from jax_dora.adapt.stack import stack_of
 from jax_dora.adapt.tree import find_dora_layers, named_in_errors
 from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.layers.base_layer import padded
@@ -86,7 +85,9 @@ class Place:
 def places(model: nnx.Module, path: str) -> dict[Place, nnx.Variable]:
     """Returns the projections of a plain model whose paths match, and their kernels."""
     check_plain([found.paths[0] for found in find_dora_layers(model)], "jax_dora")
-    matched = [site for site, _ in assigned(sites(model), [DoRARule(path, rank=1, alpha=1)])]
+    matched = [
+        site for site, _ in assigned(sites(model, stack_axis=0), [DoRARule(path, rank=1, alpha=1)])
+    ]
     made = dict(_place(site) for site in matched if why_not(site) is None)
     if not made:
         told = (f"{site.names[0]}: {why_not(site)}" for site in matched)
@@ -120,7 +121,7 @@ def _place(site: Site) -> tuple[Place, nnx.Variable]:
     kernel = getattr(module, kind.kernel_name)
     dtype = getattr(module, "dtype", None) or kernel.dtype
     with named_in_errors(site.names[0], "given a place in a bank"):
-        stack = stack_of(module, axis=0)
+        stack = site.stack
     value = jax.tree.leaves(kernel.get_value())[0]
     sharding = value.sharding if isinstance(value, jax.Array) else None
     if not isinstance(sharding, NamedSharding):

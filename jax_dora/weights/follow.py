@@ -1,6 +1,5 @@
 """What each primitive makes of a weight: an array that is the weight's still, or a product."""
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -99,8 +98,7 @@ def _reshard(weight: Weight, sharding: Any) -> Weight | None:
         spec = jax.P(*(places.get(axis) for axis in range(array.ndim)))
         return jax.reshard(array, jax.sharding.NamedSharding(sharding.mesh, spec))
 
-    arrays = {name: over_mesh(name, array) for name, array in weight.arrays.items()}
-    return dataclasses.replace(weight, arrays=arrays)
+    return weight.with_arrays({name: over_mesh(name, one) for name, one in weight.arrays.items()})
 
 
 def split(weight: Weight, sizes: Sequence[int], axis: int) -> list[Any] | None:

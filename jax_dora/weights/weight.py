@@ -176,23 +176,20 @@ class Weight:
         are."""
         size = arrays["kernel"].shape[self.origins[part]]
         sizes = (*self.sizes[:part], size, *self.sizes[part + 1 :])
-        arrays = {**self.arrays, **arrays}
-        return dataclasses.replace(self, view=view, sizes=sizes, arrays=arrays)
+        return dataclasses.replace(self.with_arrays(arrays), view=view, sizes=sizes)
+
+    def with_arrays(self, arrays: Mapping[str, jax.Array]) -> "Weight":
+        """Returns the weight with these arrays in the place of its own."""
+        return dataclasses.replace(self, arrays={**self.arrays, **arrays})
 
     def scaled(self, function: Callable[[jax.Array], jax.Array]) -> "Weight":
         """Returns `function`, which is linear, of the array: of kernel and lora_b."""
-        changed = {
-            name: function(self.arrays[name])
-            for name in ("kernel", "lora_b")
-            if name in self.arrays
-        }
-        return dataclasses.replace(self, arrays={**self.arrays, **changed})
+        names = self.arrays.keys() & {"kernel", "lora_b"}
+        return self.with_arrays({name: function(self.arrays[name]) for name in sorted(names)})
 
     def cast(self, dtype: Any) -> "Weight":
         """Returns the array in another dtype; only the kernel is cast."""
-        return dataclasses.replace(
-            self, arrays={**self.arrays, "kernel": self.kernel.astype(dtype)}
-        )
+        return self.with_arrays({"kernel": self.kernel.astype(dtype)})
 
     def indexed(
         self, axis: int, function: Callable[[jax.Array, int], jax.Array]
