@@ -1,6 +1,7 @@
 """Adapters into an existing nnx model."""
 
 import contextlib
+import dataclasses
 from typing import Any, cast
 
 import jax
@@ -101,7 +102,9 @@ def adapt_site(site: Site, rule: DoRARule, rngs: nnx.Rngs) -> Any:
         if cls is None:
             assert site.reader is not None
             name = "" if site.names[0] in site.found.paths else site.param
-            place = Place(site.param, site.axes, name, rule, site.is_lookup)
+            # Initializers are not remembered: models with and without them are of one structure.
+            settings = dataclasses.replace(rule, path="", lora_a_init=None, lora_b_init=None)
+            place = Place(site.param, site.axes, name, settings, site.is_lookup)
             adapted = add_adapter(module, place, *site.reader)
             adapted.make(rule, rngs)
         else:

@@ -29,27 +29,21 @@ class LinenWeight:
 
     Attributes:
       path: of the parameter, in the collection "params".
-      axes: a letter for each of its axes, as `jax_dora.register`'s; "b" of a stack's too.
       names: the paths by which rules know it; the first is its own.
       is_linear: whether "all-linear" means it.
-      rule: what adapts it.
+      place: in its module, with the rule that adapts it; a stack's axes are "b" too.
     """
 
     path: tuple[str, ...]
-    axes: str
     names: tuple[str, ...]
     is_linear: bool
-    rule: DoRARule
+    place: Place
 
     @classmethod
     def of(cls, site: Site, rule: DoRARule) -> Self:
         path = site.found.paths[0]
-        place = (*(path.split("/") if path else ()), site.param)
-        return cls(place, site.axes, site.names, site.is_linear, rule)
-
-    @property
-    def place(self) -> Place:
-        return Place(self.path[-1], self.axes, "", self.rule)
+        path = (*(path.split("/") if path else ()), site.param)
+        return cls(path, site.names, site.is_linear, Place(site.param, site.axes, "", rule))
 
     def paths(self) -> dict[str, tuple[str, ...]]:
         """Returns the path of each parameter of the adapter."""
@@ -78,7 +72,7 @@ class LinenWeight:
     ) -> WeightAdapter:
         adapter = WeightAdapter(_Holder(), self.place)
         setattr(adapter.module, self.path[-1], nnx.Param(nn.unbox(params[self.path])))
-        adapter.make(self.rule, rngs, arrays)
+        adapter.make(self.place.rule, rngs, arrays)
         return adapter
 
 
@@ -106,7 +100,7 @@ def followed(
     given = dict(params)
     for number, one in enumerate(weights):
         rngs = None
-        if key is not None and one.rule.dropout:
+        if key is not None and one.place.rule.dropout:
             rngs = nnx.Rngs(dropout=jax.random.fold_in(key, number))
         adapter = one.adapter(params, rngs)
         value = adapter.followed(trace, nn.unbox(params[one.path]))

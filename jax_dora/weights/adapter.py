@@ -33,7 +33,7 @@ class Place:
       axes: a letter for each of its axes, as `jax_dora.register`'s.
       name: what its path has behind its module's: `param`, or "" where the module has no other
         weight.
-      rule: the adapter's settings; path and initializers are not remembered.
+      rule: the adapter's settings.
       is_lookup: whether it is an embedding.
     """
 
@@ -49,8 +49,6 @@ class Place:
                 f"adapt_attend is {self.rule.adapt_attend!r} for a weight that its module's own "
                 "code reads, which is adapted wherever it is read; expected None"
             )
-        settings = dataclasses.replace(self.rule, path="", lora_a_init=None, lora_b_init=None)
-        object.__setattr__(self, "rule", settings)
 
     def attribute(self, name: str) -> str:
         """Returns by which name the module has the adapter's `name`."""
