@@ -10,8 +10,7 @@ from flax import linen as nn
 from flax import nnx, traverse_util
 
 from jax_dora.adapt.sites import Site, sites
-from jax_dora.layers import DORA_CLASSES
-from jax_dora.linen.layer import COUNTERPARTS
+from jax_dora.linen.layer import dora_class_of
 from jax_dora.linen.params import params_path
 from jax_dora.weights.reads import Example, ReadLog, apart
 from jax_dora.weights.trace import weight_trace
@@ -58,21 +57,15 @@ def linen_sites(model: nn.Module, example: Example) -> list[Site]:
     """
     arrays, together = apart(example)
     observed = _Observed(Held(model), next(_RECORDS))
-    classes: dict[str, type[Any]] = {"": type(model)}
-    linear: dict[str, bool] = {}
-    numbers: dict[str, int] = {"": 0}
+    modules: dict[str, nn.Module] = {"": model}
 
     def note(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module, path = context.module, "/".join(context.module.path)
         if context.method_name == "setup" or isinstance(module, _Observed):
             return next_fun(*args, **kwargs)
-        number = numbers.setdefault(path, len(numbers))
-        counterpart = COUNTERPARTS.get(type(module))
-        classes.setdefault(path, type(module))
-        if counterpart is not None:
-            classes[path] = type(module)  # rather than one that shares its scope
-            linear[path] = DORA_CLASSES[counterpart[0]].is_linear(module)
-        with jax.named_scope(f"dora[{number}]"):
+        if path not in modules or dora_class_of(module):  # rather than one that shares its scope
+            modules[path] = module
+        with jax.named_scope(f"dora[{list(modules).index(path)}]"):
             return next_fun(*args, **kwargs)
 
     def made(arrays: Any) -> Any:
@@ -82,7 +75,7 @@ def linen_sites(model: nn.Module, example: Example) -> list[Site]:
     variables = jax.eval_shape(made, arrays)
     flat = traverse_util.flatten_dict(variables.get("params", {}))
     weights = {path: leaf for path, leaf in flat.items() if nn.unbox(leaf).ndim > 1}
-    log = ReadLog(map(params_path, weights), numbers)
+    log = ReadLog(map(params_path, weights), modules)
 
     def run(variables: Any, arrays: Any) -> None:
         params = traverse_util.flatten_dict(variables.get("params", {}))
@@ -106,19 +99,20 @@ def linen_sites(model: nn.Module, example: Example) -> list[Site]:
         key: tuple(dataclasses.replace(one, axes=one.axes.replace("s", "b")) for one in found)
         for key, found in log.reads.items()
     }
-    found = sites(_mirror(flat, classes), log)
+    found = sites(_mirror(flat, {path: type(one) for path, one in modules.items()}), log)
     for site in found:
         path = site.found.paths[0]
-        known = COUNTERPARTS.get(classes.get(path, nn.Module))
-        if known is None:
+        module: Any = modules.get(path)
+        cls = dora_class_of(module)
+        if cls is None:
             continue
-        if site.param != DORA_CLASSES[known[0]].kernel_name:
+        if site.param != cls.kernel_name:
             site.is_matched = not site.refusal  # a stacked bias is none of the layer's weights
             continue
         of_site = log.reads[path, site.param]
         if of_site and all(path in read.scopes for read in of_site):
-            site.is_layer, site.refusal, site.how = True, "", f"linen.{classes[path].__name__}"
-            site.is_linear = linear[path] and site.is_linear
+            site.is_layer, site.refusal, site.how = True, "", f"linen.{type(module).__name__}"
+            site.is_linear = cls.is_linear(module) and site.is_linear
     return found
 
 
