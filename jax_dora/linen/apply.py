@@ -262,10 +262,9 @@ class DoRA(nn.Module):
                 with named_in_errors(path, "adapted"):
                     base = counterpart(module, inputs, kernel, **dict(others))
                     layer = dora_layer(module, cls, base, rule, kernel)
-                calls.stacks[path] = stack_axes(module)
                 if is_computed(module, max(len(self.path), bool(self.weights))):
                     calls.computed.add(path)
-                calls.adapted[path] = (cls.kernel_name, Setting.of(layer))
+                calls.adapted[path] = (cls.kernel_name, Setting.of(layer), stack_axes(module))
                 return self._result(layer, context, inputs)
             result = next_fun(*args, **kwargs)
             if holds_parameters(module):

@@ -18,17 +18,17 @@ class Calls:
 
     Attributes:
       linear: whether it is a linear projection, by the path of every module with parameters.
-      adapted: by path, the name of the kernel and the setting of each adapted layer.
-      stacks: by path, the axis along which each transform around a layer has stacked its kernel,
-        the outermost first.
+      adapted: by path, of each adapted layer the name of the kernel, the setting, and the axis
+        along which each transform around it has stacked the kernel, the outermost first.
       computed: the paths of adapted layers whose parameters `nn.map_variables` makes of others.
       token: differs where a pass has to be traced anew.
     """
 
     token: int = 0
     linear: dict[str, bool] = dataclasses.field(default_factory=dict)
-    adapted: dict[str, tuple[str, Setting]] = dataclasses.field(default_factory=dict)
-    stacks: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    adapted: dict[str, tuple[str, Setting, tuple[int, ...]]] = dataclasses.field(
+        default_factory=dict
+    )
     computed: set[str] = dataclasses.field(default_factory=set)
 
 

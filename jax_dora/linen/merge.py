@@ -95,9 +95,9 @@ def merge_dora(
 
     for one in adapted.weights:
         merge(one.names[0], one.path, Setting.of(one.adapter(params)), one.paths())
-    for path, (name, setting) in calls.adapted.items():
+    for path, (name, setting, axes) in calls.adapted.items():
         place = tuple(path.split("/")) if path else ()
         paths = {one: (*place, one) for one in ADAPTER_NAMES}
-        merge(path, (*place, name), setting, paths, calls.stacks[path])
+        merge(path, (*place, name), setting, paths, axes)
     merged = {**variables, "params": traverse_util.unflatten_dict(params)}
     return (merged, MergeReport(tuple(layers))) if return_report else merged
