@@ -117,7 +117,7 @@ def torch_view(
                 parameter = ".".join(filter(None, (name, names.parameter(one.attribute))))
                 layer = its.get(one.attribute)
                 if layer and not layer.site.is_layer and layer.layer.kind == "linear":
-                    parameter = f"{layer.layer.name}.weight"
+                    parameter = f"{name_of(other + layer.path.removeprefix(path), index)}.weight"
                 parameters[parameter] = one
     layers = _in_order(layers, names)
     tied_heads = _tied_heads(modules, names)

@@ -55,7 +55,7 @@ def test_the_members_of_a_sequential_are_its_own() -> None:
     assert set(torch_view(Pair(), Names()).layers) == {"mlp.0", "mlp.1"}
 
 
-def test_a_weight_in_a_sequential_is_named_as_a_layer_in_it(registrations) -> None:
+def test_a_weight_is_named_as_a_layer_in_its_place(registrations) -> None:
     class Projection(nnx.Module):
         def __init__(self) -> None:
             self.w = nnx.Param(jnp.ones((3, 4)))
@@ -64,6 +64,13 @@ def test_a_weight_in_a_sequential_is_named_as_a_layer_in_it(registrations) -> No
     view = torch_view(nnx.Sequential(Projection(), nnx.Linear(4, 3, rngs=nnx.Rngs(0))), Names())
     assert set(view.layers) == {"0", "1"}
     assert set(view.parameters) == {"0.weight", "1.weight", "1.bias"}
+    shared = Projection()
+    view = torch_view(nnx.Dict(one=shared, other=shared), Names())
+    assert set(view.layers) == {"one"}
+    assert {name: one.shape for name, one in view.parameters.items()} == {
+        "one.weight": (4, 3),
+        "other.weight": (4, 3),
+    }
 
 
 def test_two_modules_of_one_name_are_refused() -> None:
