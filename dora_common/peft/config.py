@@ -34,6 +34,9 @@ _INFORMATIVE = frozenset(
 )
 _OFF = (None, False, "", [], {})
 
+TOKEN_EMBEDDINGS = ("embed_tokens", "lm_head")
+"""What PEFT calls embeddings and heads by the last parts of their names."""
+
 # The first of PEFT's whose adapters of packed experts are as they are written here.
 EXPERTS_VERSION = "0.19.1"
 
@@ -59,7 +62,8 @@ class AdapterConfig:
       layers_to_transform, layers_pattern: only these indices of the block list, and its name.
       modules_to_save: modules that are stored whole, by the ends of their names; what else their
         weights are tied to keeps its own.
-      ensure_weight_tying: weights that are tied stay tied, whichever of them is stored.
+      ensure_weight_tying: weights that are tied stay tied, whichever of them is stored; see
+        `keeps_ties`.
       trainable_token_indices: rows of embeddings that are stored, by the ends of the embeddings'
         names; or only the rows, where one embedding has such.
       bias: "none", "all" or "lora_only": the biases that were trained and are stored.
@@ -217,6 +221,13 @@ class AdapterConfig:
     def targets_all_linear(self) -> bool:
         targets = self.target_modules
         return isinstance(targets, str) and targets.lower() == "all-linear"
+
+    @property
+    def keeps_ties(self) -> bool:
+        """Whether modules of modules_to_save stay tied: PEFT heeds ensure_weight_tying where it
+        names one of `TOKEN_EMBEDDINGS`, and not beside others, such as GPT-2's wte."""
+        lasts = {name.rpartition(".")[2] for name in self.modules_to_save or ()}
+        return self.ensure_weight_tying and not lasts.isdisjoint(TOKEN_EMBEDDINGS)
 
     def selects(self, name: str, *, is_linear: bool) -> bool:
         if matches(self.exclude_modules, name) or self._saves_around(name):

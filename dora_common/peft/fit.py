@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dora_common.peft import checks
-from dora_common.peft.config import AdapterConfig
+from dora_common.peft.config import TOKEN_EMBEDDINGS, AdapterConfig
 from dora_common.peft.keys import Key, Role, adapter_in, key_of, parse
 from dora_common.peft.layers import Layer, Outline, Shape, key_modules, refuse_layers
 from dora_common.peft.names import matches
@@ -13,9 +13,6 @@ from dora_common.rules import OUTPUT_HEADS
 
 # safetensors' names of the dtypes an adapter may have.
 FLOATS = ("F64", "F32", "F16", "BF16")
-
-# PEFT stores the weights of these two when the vocabulary was resized.
-_TOKEN_EMBEDDINGS = ("embed_tokens", "lm_head")
 
 _MOST_LISTED = 20  # problems, in one message
 
@@ -161,11 +158,11 @@ class _Fitting:
     def untied(self) -> list[str]:
         """Returns the parameters that need an array of their own once the stored ones are loaded:
         PEFT gives one to every module of modules_to_save, and leaves what it was tied to as it was,
-        unless ensure_weight_tying is set."""
+        unless the configuration keeps ties."""
         untied = []
         for names in self.tied:
             saved = [name for name in names if name in self.whole and self.config.saves(name)]
-            if not self.config.ensure_weight_tying:
+            if not self.config.keeps_ties:
                 untied += saved[len(saved) == len(names) :]
         return untied
 
@@ -212,6 +209,15 @@ class _Fitting:
     def _is_of_embedding(self, name: str) -> bool:
         layer = self.layers.get(name.removesuffix(".weight"))
         return layer is not None and layer.kind == "embedding"
+
+    def _refuse_adapted_heads(self) -> None:
+        for name, (key, _) in self.tokens.items():
+            for tied in self.ties.get(name, ()):
+                if tied.removesuffix(".weight") in self.adapters:
+                    self.problems.append(
+                        f"{key} holds rows of {name}, which is tied to {tied}, whose adapter PEFT "
+                        "would leave out beside them; expected target_modules without it"
+                    )
 
     def _find_missing_tokens(self) -> None:
         indices = self.config.trainable_token_indices
@@ -274,7 +280,8 @@ class _Fitting:
     def _is_token_embedding(self, key: Key) -> bool:
         layer = self.layers.get(key.module)
         is_embedding = layer is not None and layer.kind == "embedding"
-        named = key.module.rpartition(".")[2] in _TOKEN_EMBEDDINGS
+        # PEFT stores the weights of both when the vocabulary was resized.
+        named = key.module.rpartition(".")[2] in TOKEN_EMBEDDINGS
         return key.parameter == "weight" and (is_embedding or named)
 
     def _hint(self, name: str, there: Iterable[str]) -> str:
@@ -315,9 +322,10 @@ class _Fitting:
                     key = key_of(self.key_modules[name], role)
                     self.problems.append(f"{key} is missing")
         stored = set(self.whole)
-        if self.config.ensure_weight_tying:
+        if self.config.keeps_ties:
             stored |= {tied for name in self.whole for tied in self.ties.get(name, ())}
         for name in sorted(set(self.parameters) - stored):
             if self._is_announced(name):
                 self.problems.append(f"{name} is missing, though adapter_config.json announces it")
         self._find_missing_tokens()
+        self._refuse_adapted_heads()

@@ -253,7 +253,7 @@ class Source:
         for names in self.outline.tied():
             saved = [name for name in names if config.saves(name)]
             others = sorted(set(names) - set(saved) - frozen)
-            if saved and others and not config.ensure_weight_tying:
+            if saved and others and not config.keeps_ties:
                 told = ", ".join(repr(one.rpartition(".")[0]) for one in [*saved, *others])
                 raise ValueError(
                     f"modules_to_save has {saved[0]}, which shares its array with {others[0]}; "

@@ -77,7 +77,7 @@ def _possible_heads(view: TorchView, config: AdapterConfig) -> dict[str, Any]:
     """Returns the embeddings that modules_to_save names, where nothing tells whether one is the
     head."""
     lasts = {path.rpartition("/")[2] for path in view.modules}
-    if view.tied_heads or not lasts.isdisjoint(OUTPUT_HEADS) or config.ensure_weight_tying:
+    if view.tied_heads or not lasts.isdisjoint(OUTPUT_HEADS) or config.keeps_ties:
         return {}
     return {
         name: one.site.found.module

@@ -98,6 +98,36 @@ def test_tying_that_is_ensured_is_kept(tmp_path: Path) -> None:
         load_adapter(base(qwen3), folder)
 
 
+def test_tying_is_not_ensured_of_embeddings_that_peft_does_not_know_by_name(tmp_path: Path) -> None:
+    folder, theirs = peft_folder(
+        tmp_path,
+        gpt2,
+        target_modules=["c_attn"],
+        modules_to_save=["wte"],
+        fan_in_fan_out=True,
+    )
+    reconfigured(folder, ensure_weight_tying=True)  # of which PEFT warns, and does nothing
+
+    ours = load_adapter(base(gpt2), folder)
+
+    assert ours.lm_head.weight is not ours.transformer.wte.weight
+    assert (output(ours) - output(theirs)).abs().max() <= 1e-5
+
+
+def test_tokens_of_an_embedding_are_refused_beside_an_adapter_of_the_tied_head(
+    tmp_path: Path,
+) -> None:
+    folder, _ = peft_folder(
+        tmp_path,
+        qwen3,
+        use_dora=False,
+        target_modules=["q_proj", "lm_head"],
+        trainable_token_indices={"embed_tokens": [7, 2]},
+    )
+    with pytest.raises(ValueError, match=r"tied to lm_head\.weight, whose adapter PEFT would"):
+        load_adapter(base(qwen3), folder)
+
+
 def test_adapters_that_are_tied_are_refused(tmp_path: Path) -> None:
     folder, _ = peft_folder(tmp_path, qwen3, target_modules=["q_proj", "embed_tokens"])
     reconfigured(folder, ensure_weight_tying=True)
