@@ -203,6 +203,25 @@ def test_hooks_that_compute_tensors_would_stay_behind(name, function):
     assert function(model)(torch.ones(2, 8)).isfinite().all()
 
 
+@pytest.mark.parametrize("function", [remove_dora, merge_dora])
+def test_a_weight_that_is_parametrized_afterwards_would_be_lost(function):
+    model = apply_dora(nn.Sequential(nn.Linear(8, 8)), RULE)
+    parametrize.register_parametrization(model[0], "weight", nn.Softplus())
+    with pytest.raises(
+        NotImplementedError, match=r"remove_parametrizations, .* first:\n  0.weight"
+    ):
+        function(model)
+    assert isinstance(model[0].settings.weight, nn.Parameter)
+
+
+def test_a_merged_copy_does_not_call_the_layers_of_the_model():
+    model = apply_dora(nn.Sequential(nn.Linear(8, 8)), RULE)
+    forward = model.forward
+    model.forward = lambda x: forward(x)
+    with pytest.raises(NotImplementedError, match=r"from a copy too.*:\n  the model itself"):
+        merge_dora(model)
+
+
 class FullyShardedDataParallel(nn.Module):
     """What FSDP1 is told by, which stands inside of models too."""
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dora_common.merge_report import MergedLayer, MergeReport
 from torch_dora.adapt.apply import check_model
-from torch_dora.layers import DoRALayer, dora_layers, fast_path, placement
+from torch_dora.layers import DoRALayer, dora_layers, fast_path, own_forward, placement
 from torch_dora.ops.quantised import dense, is_quantised, matrix
 from torch_dora.ops.shards import whole
 
@@ -31,7 +31,8 @@ def merge_dora(model: nn.Module, *, return_report: bool = False) -> Any:
     Raises:
         TypeError: ``model`` is no module, or a wrapper of one.
         ValueError: it holds no adapter.
-        NotImplementedError: FSDP or accelerate's offloading holds a layer's parameters.
+        NotImplementedError: FSDP or accelerate's offloading holds a layer's parameters; a module
+            has a forward of its own that cannot be told to call the copy.
     """
     check_model(model)
     layers = dict(dora_layers(model))
@@ -44,6 +45,7 @@ def merge_dora(model: nn.Module, *, return_report: bool = False) -> Any:
     memo: dict[int, Any] = {id(tensor): tensor for tensor in model.parameters()}
     memo |= {id(layer): plain[name] for name, layer in layers.items()}
     merged = copy.deepcopy(model, memo)
+    own_forward.refuse_shared(model, merged, {id(layer) for layer in plain.values()})
     fast_path.avoid(merged, DoRALayer)
     if not any(is_quantised(parameter) for parameter in merged.parameters()):
         # transformers would quantise the model again when it is loaded.

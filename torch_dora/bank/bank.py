@@ -11,9 +11,9 @@ from dora_common.hyperparameters import adapter_scale, check_rank
 from dora_common.peft.folder import opened
 from dora_common.rules import ALL_LINEAR, assign, listing
 from dora_common.slots import check_plain, check_room, check_slot, check_slots
-from torch_dora.adapt.apply import check_model, modules_with_names, output_head
+from torch_dora.adapt.apply import WRAPPERS, check_model, modules_with_names, output_head
 from torch_dora.adapt.rule import DoRARule
-from torch_dora.layers import DoRAConv1D, DoRALinear, dora_layers
+from torch_dora.layers import DoRAConv1D, DoRALinear, dora_layers, placement
 from torch_dora.layers.linear import is_conv1d
 from torch_dora.ops import factored_norm, magnitude_scale
 from torch_dora.ops.bank import Slots
@@ -60,17 +60,20 @@ class AdapterBank:
     Raises:
         TypeError: ``model`` is no module, or a number no integer.
         ValueError: the model holds an adapter, a number is below 1, or no projection matches.
+        NotImplementedError: accelerate has offloaded a projection, or it is on the meta device.
     """
 
     def __init__(
         self, model: nn.Module, slots: int, max_rank: int, *, path: str = ALL_LINEAR
     ) -> None:
-        check_model(model)
+        check_model(model, inside=WRAPPERS)
         check_slots(slots)
         check_rank(max_rank)
         check_plain([name for name, _ in dora_layers(model)], "torch_dora")
         self.model, self.slots, self.max_rank = model, int(slots), int(max_rank)
         self.layers: dict[str, Any] = _projections(model, path)
+        placement.refuse_offloaded(self.layers.items())
+        placement.refuse_meta((f"{name}.weight", one.weight) for name, one in self.layers.items())
         self.tensors: dict[str, Slots] = {
             name: _empty(layer, self.slots, self.max_rank) for name, layer in self.layers.items()
         }

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dora_common.slots import check_ids, check_ids_like, check_plain, check_rows
 from torch_dora.adapt.apply import check_model
 from torch_dora.bank.bank import AdapterBank
-from torch_dora.layers import dora_layers, fast_path, named_modules
+from torch_dora.layers import dora_layers, fast_path, named_modules, own_forward
 from torch_dora.ops.bank import Slots, bank_linear, together
 from torch_dora.ops.choose import check_name
 
@@ -86,6 +86,7 @@ def with_bank(
         TypeError: ``model`` is no module, ``bank`` no bank, or the ids are no integers.
         ValueError: the ids have not one axis; one of them is no slot, or the slot is empty; or the
             model is not the bank's, or holds an adapter.
+        NotImplementedError: a module has a forward of its own that cannot be told to call the copy.
     """
     check_model(model)
     check_name(implementation)
@@ -108,7 +109,11 @@ def with_bank(
         if device not in placed:
             placed[device] = ids.to(device), None if order is None else order.to(device)
         made[id(module)] = BankLinear(module, bank.tensors[name], *placed[device], implementation)
+    layers = set(made)
     copied = _copied(model, made)
+    for original in made.keys() - layers:
+        own_forward.rebind(made[original], made)
+    own_forward.refuse_shared(model, copied, {id(made[original]) for original in layers})
     fast_path.avoid(copied, BankLinear)
     return copied
 

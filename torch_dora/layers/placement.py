@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import listing
@@ -87,16 +88,19 @@ def refuse_held(layers: Iterable[tuple[str, nn.Module]], remedy: str) -> None:
 
 
 def _refuse_computed(layers: Iterable[tuple[str, nn.Module]]) -> None:
-    """Raises NotImplementedError that lists those tensors of the layers that hooks compute."""
+    """Raises NotImplementedError that lists those tensors of the layers that hooks compute, and the
+    weights that are parametrized: the base would get what was computed."""
     if computed := [
         f"{name}.{tensor}"
         for name, layer in layers
         for tensor in ("weight", *ADAPTER_NAMES)
         if any(f"{tensor}{end}" in layer._parameters for end in ("_orig", "_g"))
+        or (tensor == "weight" and parametrize.is_parametrized(layer, tensor))
     ]:
         raise NotImplementedError(
-            "hooks compute these tensors of adapted layers, and would stay behind without them; "
-            f"call torch.nn.utils.prune.remove (or remove_weight_norm, …) first:{listing(computed)}"
+            "these tensors of adapted layers are computed from others, by hooks, which would stay "
+            "behind without them, or by a parametrization; call torch.nn.utils.prune.remove (or "
+            f"remove_weight_norm, parametrize.remove_parametrizations, …) first:{listing(computed)}"
         )
 
 

@@ -1,10 +1,14 @@
 """Rows that choose their adapters in torch: each is as the model with that adapter alone."""
 
+import copy
+import types
+
 import numpy as np
 import peft
 import pytest
 import torch
 import transformers
+from accelerate import cpu_offload, dispatch_model
 from torch import nn
 
 import torch_dora
@@ -129,6 +133,31 @@ def test_what_is_wrong_is_told():
         torch_dora.AdapterBank(alone[0], 1, 1, path=".*")
     pairs = zip(before, bank.tensors[""], strict=True)
     assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in pairs)
+
+
+def test_a_forward_of_a_module_s_own_calls_the_layers_of_the_copy():
+    base, _, (one, *_) = filled()
+    model = nn.Sequential(nn.Sequential(base))
+    bank = torch_dora.AdapterBank(model, 1, 16, path=".*")
+    bank.load(0, nn.Sequential(nn.Sequential(one)))
+    x = torch.randn(1, IN)
+    dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    model[0].forward = types.MethodType(type(model[0]).forward, model[0])
+    with torch.no_grad():
+        torch.testing.assert_close(torch_dora.with_bank(model, bank, [0])(x), one(x))
+        assert torch.equal(model(x), base(x))
+    forward = model.forward
+    model.forward = lambda x: forward(x)
+    with pytest.raises(NotImplementedError, match=r"from a copy too.*:\n  the model itself"):
+        torch_dora.with_bank(model, bank, [0])
+
+
+def test_weights_that_are_elsewhere_are_refused():
+    model = nn.Sequential(nn.Linear(4, 3))
+    with pytest.raises(NotImplementedError, match=r"meta device(.|\n)*\n  0\.weight"):
+        torch_dora.AdapterBank(copy.deepcopy(model).to("meta"), 1, 1)
+    with pytest.raises(NotImplementedError, match=r"offloaded(.|\n)*\n  0"):
+        torch_dora.AdapterBank(cpu_offload(model, execution_device="cpu"), 1, 1)
 
 
 SETTINGS = [
