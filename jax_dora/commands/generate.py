@@ -17,6 +17,7 @@ from jax_dora.commands.flags import corrections, not_negative, share, whole
 from jax_dora.commands.folders import adapted_model, add_model_flags, base_folder
 from jax_dora.models import Sampling, generate, generate_steps, read_config
 from jax_dora.models.chat import ChatTemplate
+from jax_dora.models.config import max_positions
 from jax_dora.models.text import TextStream
 from jax_dora.models.tokenizer import read_ends, read_tokenizer
 
@@ -45,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
             if changes and args.temperature == 0:
                 raise ValueError(f"--{flag} is given without --temperature above 0, which samples")
         folder = base_folder(args)
-        tokenizer, ends = read_tokenizer(folder), read_ends(folder, read_config(folder))
+        config = read_config(folder)
+        tokenizer, ends = read_tokenizer(folder), read_ends(folder, config)
         prompts = args.prompt or [sys.stdin.read()]
         for prompt in prompts:
             try:
@@ -60,6 +62,13 @@ def run(args: argparse.Namespace) -> int:
         if not all(tokens):
             raise ValueError(
                 "--prompt is empty, and the model's tokenizer begins texts with nothing"
+            )
+        longest, most = max(map(len, tokens)), max_positions(config)
+        if most is not None and longest + args.tokens > most:
+            raise ValueError(
+                f"--prompt has {longest} tokens and --tokens is {args.tokens}, together "
+                f"{longest + args.tokens}; expected at most config.json's max_position_embeddings "
+                f"{most}"
             )
         model = adapted_model(args, folder)
         if args.adapter is not None:

@@ -3,9 +3,9 @@
     jax-dora inspect RUN
     jax-dora inspect ADAPTER --model FOLDER
 
-Every line is a layer: its rank, its scale, and, if the base model is there, how long the change
-s·A B is beside W, and the smallest and largest magnitude beside the norm of W + s·A B of its own
-output feature. Untrained adapters have 0, 1 and 1.
+Every line is a projection, of all layers together: its rank, its scale, and, if the base model is
+there, how long the change s·A B is beside W, and the smallest and largest magnitude beside the norm
+of W + s·A B of its own output feature. Untrained adapters have 0, 1 and 1.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from safetensors import safe_open
 
 import jax_dora
@@ -83,7 +83,10 @@ def _print_folder(console: Console, folder: Path, config: AdapterConfig) -> None
 
 
 def _layers(model: nnx.Module) -> Table:
-    table = Table("layer", "rank", "scale", "‖sAB‖ / ‖W‖", "magnitude / norm")
+    # Whole names in 80 columns, and on more lines in fewer.
+    first = Column("projection", overflow="fold")
+    rest = ("rank", "scale", "‖sAB‖ / ‖W‖", "magnitude / norm")
+    table = Table(first, *rest, show_edge=False)
     norms = jax_dora.norms(model)
     for found in find_dora_layers(model):
         path, layer = found.paths[0], found.module

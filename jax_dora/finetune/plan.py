@@ -50,7 +50,7 @@ class Plan:
 
     Attributes:
       rows, eval_rows: packed examples; the latter None without --eval-data.
-      examples_to_show: some of the latter, or else of the former.
+      examples_to_show: some of the latter, or else of the former, that were not cut.
       steps: optimizer steps of the whole run.
       sharding: how the model lies on a mesh; None for one device.
       settings: what a checkpoint must have been made with to go on from it.
@@ -205,7 +205,9 @@ class Plan:
             soft_wrap=True,
             markup=False,
         )
-        return packed.rows, examples
+        # A prompt that is longer than any row may take more memory than training does.
+        fitting = [one for one in examples if len(one.tokens) <= self.args.length + 1]
+        return packed.rows, fitting
 
     def _rules(self) -> list[jax_dora.DoRARule]:
         """Returns one rule for the projections and, where --target takes it too, one for the

@@ -132,6 +132,7 @@ def test_inspect(model, adapter, tmp_path, capsys):
     assert f"It fits {model}, a qwen3" in output.replace("\n", "")
     layer = load_model(model).model.layers.mlp.up_proj
     assert row_of_up_proj(np.float64(layer.kernel[...]), adapter) in output
+    assert " model/layers/self_attn/q_proj │ 3 " in output
     assert main(["inspect", str(adapter), "--quantize", "int8"]) == 0
     kernel = load_model(model, quantize="int8").model.layers.mlp.up_proj.kernel[...]
     kernel = np.float64(kernel.qvalue) * np.float64(kernel.scale)
@@ -176,6 +177,7 @@ def test_merge_refuses_an_embedding_that_is_the_head(model, tmp_path, capsys):
         ("generate --model MODEL --prompt x --top-p 1e-50", "holds 0 and sizes from 1.2e-38 to"),
         ("generate --model MODEL --prompt x --top-p nan", "'nan' is out of range"),
         ("generate --model MODEL --prompt x --tokens 0", "'0' is out of range"),
+        ("generate --model MODEL --prompt x --tokens 512", "together 513; expected at most"),
         ("generate --model MODEL --adapter MODEL --prompt x", "has no adapter_config.json"),
         ("generate --adapter nowhere --prompt x", "nowhere has no adapter_config.json"),
         ("merge --model MODEL --output x", "--adapter is missing"),

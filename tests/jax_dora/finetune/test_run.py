@@ -127,6 +127,16 @@ def test_patience(command, capsys, tmp_path):
     assert facts["worse"] <= 2
 
 
+def test_samples_are_of_prompts_that_fit_into_a_row(inputs, tmp_path):
+    long = tmp_path / "long.jsonl"
+    short = {"prompt": "3+4=", "completion": "7"}
+    records = [{"prompt": "x" * 1000, "completion": "y"}, short]
+    long.write_text("".join(json.dumps(record) + "\n" for record in records))
+    command = ["finetune", *inputs, *OPTIONS, "--data", str(long), "--output", str(tmp_path)]
+    plan = Plan(parser().parse_args(command), Console(quiet=True))
+    assert [len(one.tokens) for one in plan.examples_to_show] == [6]
+
+
 def test_dry_run(inputs, tmp_path, capsys):
     command = [*inputs, *OPTIONS, "--output", str(tmp_path / "run"), "--dry-run"]
     assert finetune(command) == 0
