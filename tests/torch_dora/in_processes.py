@@ -264,6 +264,8 @@ def refusals(folder: str) -> dict[str, str]:
     model = sharded("fsdp")
     with trying("apply"):
         apply_dora(fully_shard(base(), mesh=mesh), RULE)
+    with trying("bank"):
+        torch_dora.AdapterBank(fully_shard(base(), mesh=mesh), 1, RANK)
     with trying("remove"):
         torch_dora.remove_dora(model)
     with trying("merge"):

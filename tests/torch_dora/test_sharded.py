@@ -101,6 +101,7 @@ REFUSED = {
     "cast": r"TypeError: magnitude is torch.bfloat16 .*param_dtype None",
     "plain x": r"TypeError: x: plain, while weight.*DTensor\.from_local, make x one",
     "embedding": r"NotImplementedError: '' cannot be adapted: .*only linear layers",
+    "bank": r"NotImplementedError: the weights of these layers are DTensors.*\n  down\n  up$",
     "pending sum": r"NotImplementedError: weight has the placements .*call redistribute",
 }
 

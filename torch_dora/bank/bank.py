@@ -60,7 +60,7 @@ class AdapterBank:
     Raises:
         TypeError: ``model`` is no module, or a number no integer.
         ValueError: the model holds an adapter, a number is below 1, or no projection matches.
-        NotImplementedError: accelerate has offloaded a projection, or it is on the meta device.
+        NotImplementedError: a projection is sharded, offloaded by accelerate or on the meta device.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class AdapterBank:
         self.model, self.slots, self.max_rank = model, int(slots), int(max_rank)
         self.layers: dict[str, Any] = _projections(model, path)
         placement.refuse_offloaded(self.layers.items())
+        placement.refuse_sharded(self.layers.items())
         placement.refuse_meta((f"{name}.weight", one.weight) for name, one in self.layers.items())
         self.tensors: dict[str, Slots] = {
             name: _empty(layer, self.slots, self.max_rank) for name, layer in self.layers.items()

@@ -9,6 +9,7 @@ from torch.nn.utils import parametrize
 
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import listing
+from torch_dora.ops.shards import is_sharded
 
 
 def is_in_fsdp(module: nn.Module) -> bool:
@@ -101,6 +102,16 @@ def _refuse_computed(layers: Iterable[tuple[str, nn.Module]]) -> None:
             "these tensors of adapted layers are computed from others, by hooks, which would stay "
             "behind without them, or by a parametrization; call torch.nn.utils.prune.remove (or "
             f"remove_weight_norm, parametrize.remove_parametrizations, …) first:{listing(computed)}"
+        )
+
+
+def refuse_sharded(layers: Iterable[tuple[str, Any]]) -> None:
+    """Raises NotImplementedError that lists those of the layers whose weights are DTensors."""
+    if parts := [name for name, layer in layers if is_sharded(layer.weight)]:
+        raise NotImplementedError(
+            "the weights of these layers are DTensors, of which every process has a part, and the "
+            "adapters of a bank lie whole on one device; make the bank of a model that neither "
+            f"fully_shard nor parallelize_module has sharded:{listing(parts)}"
         )
 
 
