@@ -33,7 +33,7 @@ WRAPPERS = {
 }
 # What the hooks of a module are stored in. Handles that remove hooks know the dictionaries, so a
 # layer takes over the very ones of the layer that it replaces.
-_HOOKS = [name for name in vars(nn.Module()) if "hook" in name]
+HOOKS = [name for name in vars(nn.Module()) if "hook" in name]
 
 type Named = tuple[nn.Module, tuple[str, ...]]
 
@@ -195,7 +195,7 @@ def replace(model: nn.Module, new: Mapping[int, nn.Module]) -> nn.Module:
     """Returns ``model`` with new modules, by the ids of those whose place and hooks they take."""
     for module in list(model.modules()):
         if id(module) in new:
-            vars(new[id(module)]).update({name: vars(module)[name] for name in _HOOKS})
+            vars(new[id(module)]).update({name: vars(module)[name] for name in HOOKS})
         for name, child in list(module._modules.items()):
             if id(child) in new:
                 setattr(module, name, new[id(child)])

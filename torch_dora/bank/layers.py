@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dora_common.slots import check_ids, check_ids_like, check_plain, check_rows
-from torch_dora.adapt.apply import check_model
+from torch_dora.adapt.apply import HOOKS, check_model
 from torch_dora.bank.bank import AdapterBank
 from torch_dora.layers import dora_layers, fast_path, named_modules, own_forward
 from torch_dora.ops.bank import Slots, bank_linear, together
@@ -17,6 +17,8 @@ from torch_dora.ops.choose import check_name
 
 class BankLinear(nn.Module):
     """A projection, and the adapters of a bank beside it.
+
+    The base's hooks are called with what this layer reads and returns.
 
     Attributes:
         base: the model's own layer.
@@ -37,6 +39,7 @@ class BankLinear(nn.Module):
         super().__init__()
         self.base, self.slots, self.ids, self.order = base, slots, ids, order
         self.implementation = implementation
+        vars(self).update({name: vars(base)[name] for name in HOOKS if "state_dict" not in name})
         self.train(base.training)
 
     @property
@@ -54,9 +57,8 @@ class BankLinear(nn.Module):
         check_rows(x.shape, self.ids.shape[0], has_rows=x.ndim > 1)
         ids = self.ids.to(x.device)
         order = None if self.order is None else self.order.to(x.device)
-        return bank_linear(
-            self.base(x), x, self.slots, ids, self.base.bias, self.implementation, order
-        )
+        y = self.base.forward(x)  # without its hooks, which are this layer's
+        return bank_linear(y, x, self.slots, ids, self.base.bias, self.implementation, order)
 
 
 def with_bank(

@@ -152,6 +152,20 @@ def test_a_forward_of_a_module_s_own_calls_the_layers_of_the_copy():
         torch_dora.with_bank(model, bank, [0])
 
 
+def test_hooks_see_what_adapters_read_and_return():
+    layer, _, (one, *_) = filled()
+    model, alone = nn.Sequential(layer), nn.Sequential(one)
+    for hooked in (layer, one):
+        hooked.register_forward_pre_hook(lambda _, given: (given[0] + 1,))
+        hooked.register_forward_hook(lambda _, given, result: result * given[0][:, :1])
+    bank = torch_dora.AdapterBank(model, 1, 16, path=".*").load(0, alone)
+    x = torch.randn(2, IN)
+    with torch.no_grad():
+        y = torch_dora.with_bank(model, bank, [0, -1])(x)
+        torch.testing.assert_close(y[0], alone(x)[0])
+        assert torch.equal(y[1], model(x)[1])
+
+
 def test_weights_that_are_elsewhere_are_refused():
     model = nn.Sequential(nn.Linear(4, 3))
     with pytest.raises(NotImplementedError, match=r"meta device(.|\n)*\n  0\.weight"):
