@@ -92,4 +92,4 @@ class DoRALinear(DoRAProduct, nnx.Linear):
     def unstacked_shape(cls, module: Any) -> tuple[int, ...]:
         return module.in_features, module.out_features
 
-    _result = product
+    _result = product  # pyright: ignore[reportAssignmentType]
