@@ -17,13 +17,13 @@ from jax_dora.weights.trace import weight_trace
 
 def weights_of(module: Any) -> dict[str, nnx.Param]:
     """Returns the parameters of two axes or more that a module holds as attributes."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if isinstance(value, nnx.Param)
-        and not isinstance(value, nnx.LoRAParam | Constant)
-        and getattr(value, "ndim", 0) > 1
-    }
+    return {name: value for name, value in vars(module).items() if is_weight(value)}
+
+
+def is_weight(value: Any) -> bool:
+    """Returns whether a value is a parameter of two axes or more, and none of an adapter."""
+    is_parameter = isinstance(value, nnx.Param) and not isinstance(value, nnx.LoRAParam | Constant)
+    return is_parameter and getattr(value, "ndim", 0) > 1
 
 
 def trace_reads(model: nnx.Module, example: Example) -> ReadLog:

@@ -9,9 +9,9 @@ import jax
 from flax import nnx
 
 from dora_common.rules import OUTPUT_HEADS, assign, listing
-from jax_dora.adapt.reads import heads, is_adapted_read, reader_of, weights_of
+from jax_dora.adapt.reads import heads, is_adapted_read, is_weight, reader_of, weights_of
 from jax_dora.adapt.stack import stack_of
-from jax_dora.adapt.tree import Found, find_modules
+from jax_dora.adapt.tree import Found, contained, find_modules
 from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.layers.base_layer import is_node
 from jax_dora.layers.layout import Layout
@@ -54,6 +54,8 @@ class Site:
       how: what is known of it, in a few words.
       merged: how many readers are given the merged weight W', which is a temporary of its size.
       is_matched: whether rules may match it.
+      contained: the parameter where it is no attribute of the module, but stands in a list, tuple
+        or dict that is one; `param` is the path to it then.
     """
 
     names: tuple[str, ...]
@@ -70,6 +72,7 @@ class Site:
     how: str = ""
     merged: int = 0
     is_matched: bool = True
+    contained: nnx.Param | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -79,7 +82,8 @@ class Site:
     @property
     def parameter(self) -> nnx.Param:
         """The weight, where there is one."""
-        return getattr(self.found.module, self.param)
+        held = self.contained
+        return getattr(self.found.module, self.param) if held is None else held
 
     @functools.cached_property
     def stack(self) -> Stack:
@@ -223,9 +227,28 @@ def _sites_of(found: Found, modules: list[Found], traced: ReadLog | None) -> lis
         is_dead = cls is None and reads == ()
         site.is_matched = param in main or not site.refusal or is_dead
         made.append(site)
+    made += _contained_sites(found)
     leaves = jax.tree.leaves(vars(module), is_leaf=is_node)
     if not made and any(isinstance(leaf, nnx.Param) for leaf in leaves):
         made.append(Site(found.paths, found, "", refusal="it has no weight of two axes"))
+    return made
+
+
+def _contained_sites(found: Found) -> list[Site]:
+    """Returns the weights in plain lists, tuples and dicts of a module, none of which can hold an
+    adapter."""
+    weights = {
+        "/".join((name, *keys)): leaf
+        for name, value in vars(found.module).items()
+        for keys, leaf in contained(value)
+        if is_weight(leaf)
+    }
+    made = []
+    for name, weight in weights.items():
+        paths = tuple(f"{path}/{name}".lstrip("/") for path in found.paths)
+        site = Site(paths, found, name, contained=weight)
+        site.refusal = "it stands in a list, tuple or dict: make it an attribute of a module"
+        made.append(site)
     return made
 
 
@@ -273,7 +296,9 @@ def _from_reads(site: Site, registration: Any, modules: list[Found], reads: Any)
         if any(read.kind == "product" for read in useful):
             site.how = f"looked up and tied to a product, {axes}"
     site.reader = reader_of(site.found, modules, reads)
-    if site.reader is None:
+    if isinstance(module, nnx.List):
+        site.refusal = "it stands in an nnx.List: make it an attribute of a module"
+    elif site.reader is None:
         site.refusal = "it is read outside of the methods of the modules that hold it"
 
 

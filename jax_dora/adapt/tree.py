@@ -140,10 +140,16 @@ def _children(node: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
     if not isinstance(node, nnx.Pytree):
         return
     for name, value in _attributes(node):
-        if isinstance(value, nnx.Pytree | list | tuple | dict):
-            for keys, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_node):
-                if isinstance(leaf, nnx.Pytree):
-                    yield (name, *(jax.tree_util.keystr((key,), simple=True) for key in keys)), leaf
+        for keys, leaf in [((), value)] if isinstance(value, nnx.Pytree) else contained(value):
+            if isinstance(leaf, nnx.Pytree):
+                yield (name, *keys), leaf
+
+
+def contained(value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yields (keys, leaf) of all that stands in a plain list, tuple or dict; nothing of others."""
+    if isinstance(value, list | tuple | dict) and not is_node(value):
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_node):
+            yield tuple(jax.tree_util.keystr((key,), simple=True) for key in keys), leaf
 
 
 def _attributes(node: nnx.Pytree) -> list[tuple[str, Any]]:

@@ -21,7 +21,7 @@ from jax_dora.weights.products import AdaptedReader
 from jax_dora.weights.trace import WeightTrace
 from jax_dora.weights.weight import Weight
 
-_ATTRIBUTES = (*ADAPTER_NAMES, "dropout", "given_norm", "given_g")
+ATTRIBUTES = (*ADAPTER_NAMES, "dropout", "given_norm", "given_g")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,12 +78,12 @@ class WeightAdapter:
 
     def __getattr__(self, name: str) -> Any:
         """The adapter's own, else rank, alpha, scale and the rule's other attributes."""
-        if name in _ATTRIBUTES:
+        if name in ATTRIBUTES:
             return getattr(self.module, self.place.attribute(name))
         return getattr(self.place.rule, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _ATTRIBUTES:
+        if name in ATTRIBUTES:
             setattr(self.module, self.place.attribute(name), value)
         else:
             object.__setattr__(self, name, value)
@@ -166,7 +166,7 @@ class WeightAdapter:
         Args:
           rngs: as `make_adapter`'s; None, where there are arrays, leaves dropout out.
         """
-        taken = [n for n in map(self.place.attribute, _ATTRIBUTES) if hasattr(self.module, n)]
+        taken = [n for n in map(self.place.attribute, ATTRIBUTES) if hasattr(self.module, n)]
         if taken:
             raise ValueError(
                 f"the module has an attribute {taken[0]!r}, which is a name of the adapter's; "
@@ -178,7 +178,7 @@ class WeightAdapter:
         self.dropout = nnx.Dropout(rule.dropout, rngs=rngs) if drops else nnx.data(None)
 
     def unmake(self) -> None:
-        for name in _ATTRIBUTES:
+        for name in ATTRIBUTES:
             delattr(self.module, self.place.attribute(name))
 
 

@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 
 from jax_dora.layers.base_layer import is_node
-from jax_dora.weights.adapter import Place, WeightAdapter
+from jax_dora.weights.adapter import ATTRIBUTES, Place, WeightAdapter
 from jax_dora.weights.trace import is_followed, weight_trace
 
 
@@ -32,11 +32,20 @@ def dora_type(base: type[nnx.Module]) -> type[Any]:
         parameter's name.
     """
     methods = {name: _following(method) for name, method in public_methods(base).items()}
+    if issubclass(base, nnx.Dict):
+        methods["__iter__"] = _own_keys
     return _metaclass(type(base))(
         f"DoRA{base.__name__}",
         (base,),
         {"plain_type": base, "__module__": base.__module__, **methods},
     )
+
+
+def _own_keys(self: Any) -> Iterator[str]:
+    """Yields the keys of an `nnx.Dict` but for those by which it has adapters."""
+    added = {place.attribute(name) for place in self.dora_places for name in ATTRIBUTES}
+    added |= {"dora_places", "dora_reads"}
+    return (key for key in self.plain_type.__iter__(self) if key not in added)
 
 
 @functools.cache

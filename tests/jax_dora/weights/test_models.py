@@ -14,7 +14,7 @@ from jax_dora import DoRARule, apply_dora, coverage, get_adapter, merge_dora, re
 from parity.tolerances.caps import OPERATOR_FP32_MAX_ABS
 from tests.jax_dora.small_models import Mixed, call, train
 from tests.jax_dora.small_models import ids as mixed_ids
-from tests.jax_dora.weights.own_layers import WIDTH, Block, Einsum, Embedder, Model, ids
+from tests.jax_dora.weights.own_layers import WIDTH, Block, Einsum, Embedder, Model, drawn, ids
 
 RULES = [DoRARule("all-linear", 2, 3), DoRARule("embedder|odd", 3, 5)]
 ADAPTED = {
@@ -284,6 +284,54 @@ class TestCoverage:
         assert told["conv"] == "nnx.Conv"
         assert told["attention/key/bias"] == "no product reads it, only add"
         assert not table.count("adapted")
+
+
+class Held(nnx.Module):
+    """Weights in a dict over which its module iterates."""
+
+    def __init__(self, kind):
+        names = ("a", "b")
+        self.held = kind({name: drawn(nnx.Rngs(0), WIDTH, WIDTH) for name in names})
+        self.out = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        for name in self.held:
+            x = jnp.tanh(x @ self.held[name][...])
+        return self.out(x)
+
+
+class TestWeightsInContainers:
+    x = jnp.ones((2, WIDTH))
+
+    def test_an_nnx_dict_has_the_keys_that_it_had(self):
+        base = Held(nnx.Dict)
+        model = apply_dora(base, DoRARule("held/.", 2, 3), rngs=nnx.Rngs(1), example=(self.x,))
+        assert list(model.held) == list(base.held) == ["a", "b"]
+        model.held.a_magnitude[...] *= 2
+        assert jnp.allclose(model(self.x), merge_dora(model)(self.x), atol=1e-6)
+        assert not jnp.allclose(model(self.x), base(self.x), atol=1e-2)
+
+    @pytest.mark.parametrize("example", [None, (x,)])
+    def test_those_in_a_plain_dict_are_told_and_refused(self, example):
+        base = Held(nnx.data)
+        table = coverage(base, *(example or ()))
+        told = {one.path: (one.status, one.how) for one in table.weights}
+        assert set(told) == {"held/a", "held/b", "out"}
+        assert told["held/a"][0] == "not adaptable"
+        assert "make it an attribute of a module" in told["held/a"][1]
+        with pytest.raises(TypeError, match=r"held/b .*: it stands in a list, tuple or dict"):
+            apply_dora(base, DoRARule("held/b", 2, 3), rngs=nnx.Rngs(1), example=example)
+
+    def test_those_in_an_nnx_list_are_refused(self):
+        class Listed(nnx.Module):
+            def __init__(self):
+                self.held = nnx.List([drawn(nnx.Rngs(0), WIDTH, WIDTH)])
+
+            def __call__(self, x):
+                return x @ self.held[0][...]
+
+        with pytest.raises(TypeError, match=r"held.*: it stands in an nnx\.List"):
+            apply_dora(Listed(), DoRARule("all-linear", 2, 3), rngs=nnx.Rngs(1), example=(self.x,))
 
 
 class OneArray(nnx.Module):
