@@ -222,6 +222,12 @@ def rules_by_path(adapter: Adapter) -> dict[str, DoRARule]:
             "adapter has not one rule for each layer of its arrays; expected rules and arrays of "
             f"one get_adapter, which these are not in both of:{listing(odd)}"
         )
+    for path, arrays in adapter.arrays.items():
+        if arrays.keys() != set(ADAPTER_NAMES):
+            raise ValueError(
+                f"adapter has {sorted(arrays)} for {path!r}; expected {sorted(ADAPTER_NAMES)}, all "
+                "that get_adapter returns"
+            )
     return {path: rules[pattern] for path, pattern in patterns.items()}
 
 

@@ -177,6 +177,9 @@ def test_an_adapter_that_does_not_fit():
     others = dataclasses.replace(adapter, arrays={"heads": adapter.arrays["linear"]})
     with pytest.raises(ValueError, match=r"not in both of:\n  heads\n  linear"):
         set_adapter(base, others)
+    part = {name: adapter.arrays["linear"][name] for name in ("lora_a", "lora_b")}
+    with pytest.raises(ValueError, match=r"has \['lora_a', 'lora_b'\] for 'linear'; .*'magnitude'"):
+        set_adapter(base, dataclasses.replace(adapter, arrays={"linear": part}))
     dropped = apply_dora(base, DoRARule("linear", 2, 4, dropout=0.5), rngs=nnx.Rngs(1))
     with pytest.raises(ValueError, match="rngs is None and the adapter drops inputs"):
         set_adapter(base, get_adapter(dropped))
