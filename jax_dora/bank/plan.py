@@ -55,7 +55,8 @@ class Plan:
 
         def compiled(function: Callable[..., Any], results: Any = shardings) -> Callable[..., Any]:
             if is_explicit:
-                function = cast(Any, jax.sharding.auto_axes(function, out_sharding=results))
+                of_result = jax.tree.map(_over_explicit_axes, results)
+                function = cast(Any, jax.sharding.auto_axes(function, out_sharding=of_result))
             return _nans_allowed(jax.jit(function, donate_argnums=0, out_shardings=results))
 
         meshes = (one.mesh for one in jax.tree.leaves(shardings))
@@ -132,6 +133,18 @@ def _nans_allowed(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*arguments)
 
     return called
+
+
+def _over_explicit_axes(sharding: jax.NamedSharding) -> jax.NamedSharding:
+    """Returns the sharding without axes of the mesh that are not explicit."""
+    mesh = sharding.mesh
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+    def explicit(names: Any) -> Any:
+        given = names if isinstance(names, tuple) else (names,)
+        return tuple(name for name in given if types.get(name) is AxisType.Explicit) or None
+
+    return jax.NamedSharding(mesh, jax.P(*map(explicit, sharding.spec)))
 
 
 def _without(sharding: Any, axis: int) -> Any:

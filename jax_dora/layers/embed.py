@@ -1,6 +1,5 @@
 """DoRA for nnx.Embed."""
 
-import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -59,15 +58,15 @@ class DoRAEmbed(DoRALayer, nnx.Embed):
         """Takes integers [...] to [..., features], in the dtype that `nnx.Embed` would return,
         sharded as it would be."""
         base = nnx.Embed.__call__(self, inputs, out_sharding)
-        take = functools.partial(jnp.take, axis=0)
+
+        def expand(inputs: jax.Array, lora_a: jax.Array, lora_b: jax.Array) -> jax.Array:
+            rows = jnp.take(lora_a, inputs, axis=0).astype(base.dtype)
+            return rows @ lora_b.astype(base.dtype)
+
         if out_sharding is not None:
-            spec = getattr(out_sharding, "spec", out_sharding)
-            mesh = jax.typeof(base).sharding.mesh
-            take = left_to_xla(take, mesh, jax.P(*spec[:-1], None))
-        rows = take(self.lora_a[...], inputs).astype(base.dtype)
-        lora = rows @ self.lora_b[...].astype(base.dtype)
-        if out_sharding is not None:
-            lora = jax.reshard(lora, jax.typeof(base).sharding)
+            sharding = jax.typeof(base).sharding
+            expand = left_to_xla(expand, sharding.mesh, sharding.spec)
+        lora = expand(inputs, self.lora_a[...], self.lora_b[...])
         return ops.compose(
             base, lora, g_of_call(self, base.dtype), self.scale, implementation=self.implementation
         )

@@ -54,7 +54,9 @@ class AdaptedReader:
         if mesh is not None:
             sharding = product.out_sharding
             if sharding is None:
-                sharding = jax.eval_shape(product, x, weight.base()).sharding
+                # jax.eval_shape tells none where some axes of the mesh are not explicit.
+                result: Any = jax.make_jaxpr(product)(x, weight.base()).out_avals[0]
+                sharding = result.sharding
             compute = meshes.left_to_xla(compute, mesh, getattr(sharding, "spec", sharding))
         return compute(x, dict(weight.cast(product.dtype).arrays))
 

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax import P
+from jax.sharding import AxisType, NamedSharding
 
 from jax_dora import DoRAEmbed, DoRARule, apply_dora, get_adapter, set_adapter
 from parity import oracle, tolerances
@@ -90,6 +92,24 @@ def test_adapt_attend_is_the_rules_and_goes_with_the_adapter():
     assert apply_dora(base, DoRARule("embed", 2, 2), rngs=nnx.Rngs(0))["embed"].adapt_attend is True
     with pytest.raises(ValueError, match=r"'out' cannot be.*adapt_attend is True for an nnx\.Lin"):
         apply_dora(base, DoRARule("out", 2, 2, adapt_attend=True), rngs=nnx.Rngs(0))
+
+
+def test_rows_over_the_explicit_axis_that_has_the_features_too():
+    """As under FSDP."""
+    layer = trained(make())
+    ids = jax.random.randint(jax.random.key(0), (4, 3), 0, VOCABULARY)
+    expected = layer(ids)
+    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Explicit,))
+    specs = {"embedding": P(None, "fsdp"), "lora_b": P(None, "fsdp"), "magnitude": P("fsdp")}
+    for name in ("embedding", "lora_a", "lora_b", "magnitude"):
+        parameter = getattr(layer, name)
+        sharding = NamedSharding(mesh, specs.get(name, P()))
+        parameter.set_value(jax.device_put(parameter[...], sharding))
+    ids = jax.device_put(ids, NamedSharding(mesh, P("fsdp")))
+    with jax.set_mesh(mesh):
+        y = layer(ids, out_sharding=P("fsdp", None, None))
+    assert y.sharding.spec == P("fsdp", None, None)
+    within(y, np.asarray(expected), tolerances.caps.OPERATOR_FP32_MAX_ABS)
 
 
 def test_dropout_is_refused():

@@ -196,6 +196,21 @@ def test_under_vmap(time):
     assert jnp.allclose(y.reshape(flat.shape), flat, rtol=1e-6, atol=1e-6)
 
 
+def test_slots_change_on_a_mesh_of_which_one_axis_is_explicit():
+    kinds = (AxisType.Explicit, AxisType.Auto)
+    mesh = jax.make_mesh((2, 2), ("d", "m"), axis_types=kinds, devices=jax.devices()[:4])
+    model = nnx.Linear(12, 8, rngs=nnx.Rngs(0))
+    sharding = NamedSharding(mesh, jax.P(None, "m"))
+    model.kernel.set_value(jax.device_put(model.kernel[...], sharding))
+    with jax.set_mesh(mesh):
+        bank = AdapterBank(model, 2, 8)
+        bank = bank.load(1, drawn(bank, {"": 3}, 0))
+        assert bank.arrays[""].rank.tolist() == [0, 3]
+        bank = bank.evict(1)
+    assert bank.arrays[""].rank.tolist() == [0, 0]
+    assert bank.arrays[""].lora_b.sharding.spec[2] == "m"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "axis_type", "time"),

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
+from jax.sharding import AxisType
 
-from jax_dora import DoRARule
+from jax_dora import DoRARule, apply_dora
 from jax_dora.weights.products import AdaptedReader
 from jax_dora.weights.trace import weight_trace
 from jax_dora.weights.weight import Weight
@@ -196,6 +198,27 @@ def test_a_merged_weight_in_bf16_is_rounded_once():
     exact = _merged(wide, norm, "io")
     assert found.dtype == jnp.bfloat16
     within(found, exact, 1.01 * tolerances.rounding(exact, jnp.bfloat16))
+
+
+def test_a_product_on_a_mesh_of_which_one_axis_is_explicit():
+    class Bare(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jax.random.normal(jax.random.key(0), (8, 4)))
+
+        def __call__(self, x):
+            return x @ self.w[...]
+
+    x, rule = jax.random.normal(jax.random.key(1), (2, 8)), DoRARule("", 2, 3.0)
+    expected = Bare()(x)
+    kinds = (AxisType.Explicit, AxisType.Auto)
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=kinds, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        base = Bare()
+        base.w.set_value(jax.device_put(base.w[...], jax.NamedSharding(mesh, jax.P(None, "tp"))))
+        x = jax.device_put(x, jax.NamedSharding(mesh, jax.P("dp")))
+        y = apply_dora(base, rule, rngs=nnx.Rngs(0), example=(x,))(x)
+        assert jax.typeof(y) == jax.typeof(base(x))
+    within(y, np.asarray(expected), tolerances.caps.OPERATOR_FP32_MAX_ABS)
 
 
 def test_an_array_that_no_weight_is_in_is_computed_as_ever():
