@@ -167,12 +167,11 @@ class Run(NamedTuple):
         model = jax_dora.apply_dora(base, rule, rngs=nnx.Rngs(0))
         graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam, ...)
         run, evaluate, optimizer = _compiled(graphdef, sizes)
-        state, before, losses = optimizer.init(trained), evaluate(trained, frozen), []
+        before = evaluate(trained, frozen)
         where = starts(prose()[0], (steps, sizes.rows), sizes.length, 1)
-        for some in np.split(where, range(training.CHUNK, steps, training.CHUNK)):
-            trained, state, some_losses, _ = run(trained, state, frozen, some)
-            losses.append(np.asarray(some_losses, np.float64))
-        return cls(np.concatenate(losses), before, evaluate(trained, frozen))
+        state = optimizer.init(trained)
+        trained, losses, _ = training.run(run, trained, state, frozen, where)
+        return cls(losses, before, evaluate(trained, frozen))
 
     def row(self) -> Row:
         return {"held_out_before": self.before, "held_out": self.after}

@@ -76,22 +76,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         base = Path(folder)
         _alone(_make_base, settings, device, base)
 
-        def run(job: Job) -> Run | Exception:
-            try:
-                return _alone(_train, settings, device, base, job)
-            except Exception as error:
-                return error
-
-        for job, result in zip(jobs, pool.map(run, jobs), strict=True):
-            if isinstance(result, Run):
-                found[job] = result
-                write_run(report, job, result, curve=job[0] == options.seeds[0])
-            else:
-                note = f"{type(result).__name__}: {result}"
+        # What a run leaves behind, or breaks, is no other's.
+        runs = {job: pool.submit(_alone, _train, settings, device, base, job) for job in jobs}
+        for job, run in runs.items():
+            if error := run.exception():
+                note = f"{type(error).__name__}: {error}"
                 report.add(f"seed {job[0]}", "run", side=job[1].label, ok=False, note=note)
+            else:
+                found[job] = run.result()
+                write_run(report, job, found[job], curve=job[0] == options.seeds[0])
         for seed in options.seeds:
-            runs = {variant: run for (of, variant), run in found.items() if of == seed}
-            write_pairs(report, settings, seed, runs, adapters.initial(settings, base, seed))
+            its = {variant: run for (of, variant), run in found.items() if of == seed}
+            write_pairs(report, settings, seed, its, adapters.initial(settings, base, seed))
     return report.finish()
 
 
@@ -149,8 +145,7 @@ def _jobs(options: argparse.Namespace, device: str) -> list[Job]:
 
 
 def _alone(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Returns what a function does in a process of its own: what it leaves behind, or breaks, is no
-    other's."""
+    """Returns what a function does in a process of its own."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return process.submit(function, *arguments).result()
 

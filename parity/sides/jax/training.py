@@ -44,9 +44,8 @@ EVAL_BATCH = 32
 RULE = r"model/layers/(self_attn|mlp)/\w+_proj"
 
 
-def make_base(settings: Settings, folder: Path, progress: Progress | None = None) -> list[float]:
-    """Trains the base model in fp32 from random weights and writes it in bf16; returns its
-    losses."""
+def make_base(settings: Settings, folder: Path, progress: Progress | None = None) -> None:
+    """Trains the base model in fp32 from random weights and writes it in bf16."""
     hf = settings.hf_config(settings.layers, max(settings.length, 1024))
     config = DecoderConfig.from_hf(hf, dtype=jnp.float32, attention="xla", remat=False)
     graphdef, weights = nnx.split(make_model(config, seed=0))
@@ -59,17 +58,11 @@ def make_base(settings: Settings, folder: Path, progress: Progress | None = None
         return mean_loss(nnx.merge(graphdef, weights), tokens)
 
     steps = compiled_steps(loss, optimizer, jnp.asarray(part), settings.length)
-    losses, state = [], optimizer.init(weights)
-    for first in range(0, settings.base_steps, CHUNK):
-        weights, state, some, _ = steps(weights, state, None, where[first : first + CHUNK])
-        losses += np.asarray(some, np.float64).tolist()
-        if progress:
-            progress(len(losses), losses[-1])
+    weights, _, _ = run(steps, weights, optimizer.init(weights), None, where, progress)
     narrow = dataclasses.replace(config, dtype=jnp.bfloat16)
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: CausalLM(narrow, rngs=nnx.Rngs(0))))
     weights = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights)
     save_model(nnx.merge(graphdef, weights), folder, hf)
-    return losses
 
 
 def train(
@@ -101,18 +94,10 @@ def train(
     evaluate = evaluator(loss, settings, text().held_out)
     before = evaluate(trained, frozen)
     where = starts(text().adapter, (settings.steps, settings.rows), settings.length, seed)
-    losses, norms = [np.zeros(0)], [np.zeros(0)]
-    state = optimizer.init(trained)
-    for first in range(0, settings.steps, CHUNK):
-        some = where[first : first + CHUNK]
-        trained, state, *metrics = steps(trained, state, frozen, some)
-        for kept, metric in zip((losses, norms), metrics, strict=True):
-            kept.append(np.asarray(metric, np.float64))
-        if progress:
-            progress(first + len(some), losses[-1][-1])
+    trained, losses, norms = run(steps, trained, optimizer.init(trained), frozen, where, progress)
     return Run(
-        losses=np.concatenate(losses),
-        gradient_norms=np.concatenate(norms),
+        losses=losses,
+        gradient_norms=norms,
         eval_before=before,
         eval_after=evaluate(trained, frozen),
         adapter=adapter_of(trained, np.asarray),
@@ -151,7 +136,7 @@ def compiled_steps(loss: Callable, optimizer: Any, part: jax.Array, length: int)
     """Compiles several steps: (trained, optimizer's state, losses f32[n], gradient norms f32[n]) of
     trained, state, frozen and starts i32[n, rows]."""
 
-    def run(trained, state, frozen, where):
+    def several(trained, state, frozen, where):
         def step(carry, where):
             trained, state = carry
             tokens = rows_at(part, where, length)
@@ -163,7 +148,27 @@ def compiled_steps(loss: Callable, optimizer: Any, part: jax.Array, length: int)
         carry, metrics = jax.lax.scan(step, (trained, state), where)
         return *carry, *metrics
 
-    return jax.jit(run, donate_argnums=(0, 1), compiler_options=_compiler_options())
+    return jax.jit(several, donate_argnums=(0, 1), compiler_options=_compiler_options())
+
+
+def run(
+    steps: Callable,
+    trained: Any,
+    state: Any,
+    frozen: Any,
+    where: np.ndarray,
+    progress: Progress | None = None,
+) -> tuple[Any, np.ndarray, np.ndarray]:
+    """Returns what is trained after the `compiled_steps` from i32[steps, rows], and the loss and
+    the gradients' norm of each, f64[steps]."""
+    metrics = []
+    for first in range(0, len(where), CHUNK):
+        trained, state, *some = steps(trained, state, frozen, where[first : first + CHUNK])
+        metrics.append(np.asarray(some, np.float64))
+        if progress:
+            progress(min(first + CHUNK, len(where)), float(metrics[-1][0, -1]))
+    losses, norms = np.concatenate(metrics, axis=1)
+    return trained, losses, norms
 
 
 def evaluator(
