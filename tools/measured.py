@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.report import Measurement, Report
 from tools import bank_figures, bank_tables, quoted, step_parts
-from tools.measurements import ROOT, report, table
+from tools.measurements import ROOT, panels, report, table
 
 # Below this many elements an activation fits a cache or takes less time than a launch.
 LARGE_ACTIVATION = 4096 * 4096
@@ -118,7 +118,7 @@ def stability() -> Figure:
         for name, value in found.items():
             error = float(np.abs(np.asarray(value, np.float64) - exact).max())
             errors.setdefault(name, []).append(error)
-    figure, (axes,) = _axes(1)
+    figure, (axes,) = panels(1)
     for (name, values), style in zip(errors.items(), ("-", "--", ":"), strict=True):
         axes.plot(distances, values, style, label=name)
     axes.axvline(NEAR_UNITY, color=INK, linewidth=0.8, label="trained adapters (the paper)")
@@ -129,8 +129,8 @@ def stability() -> Figure:
 def compose_speedups() -> Figure:
     """Draws fused over plain in the same framework over the paper's shapes."""
     ops = report("ops")
-    figure, panels = _axes(2)
-    for axes, (group, paper) in zip(panels, PAPER_COMPOSE.items(), strict=True):
+    figure, both = panels(2)
+    for axes, (group, paper) in zip(both, PAPER_COMPOSE.items(), strict=True):
         times = {
             (m.shape["rows"] * m.shape["out"], m.label): time
             for m in ops.measurements
@@ -156,11 +156,6 @@ FIGURES: dict[str, tuple[str, Callable[[], Figure]]] = {
     ),
     "served": ("The server's engine, by how many adapters", bank_figures.served),
 }
-
-
-def _axes(count: int) -> tuple[Figure, list[Any]]:
-    figure = Figure(figsize=(5.5 * count, 4), layout="constrained")
-    return figure, list(figure.subplots(1, count, squeeze=False).flat)
 
 
 def write(docs: Path = ROOT / "docs") -> None:
