@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from benchmarks.arrays import NO_TRITON, rotate, to_jax, to_torch
 from benchmarks.problem import Method, Problem
 from benchmarks.work import Variant
 from jax_dora import ops
+from parity.sides.jax.operators import with_gradients
 
 Apply = Callable[..., jax.Array]
 TRAINED = {
@@ -68,10 +70,10 @@ def _step(apply: Apply, trained: tuple[str, ...], backward: bool) -> Callable:
     def step(kernel, lora_a, lora_b, magnitude, norm, x, dy):
         operands = {"x": x, "lora_a": lora_a, "lora_b": lora_b, "magnitude": magnitude}
         operands = {name: operands[name] for name in trained}
+        op = functools.partial(apply, kernel, norm)
         if not backward:
-            return {"y": apply(kernel, norm, **operands)}
-        y, pull = jax.vjp(lambda some: apply(kernel, norm, **some), operands)
-        return {"y": y} | {f"d_{name}": value for name, value in pull(dy)[0].items()}
+            return {"y": op(**operands)}
+        return with_gradients({"": op}, trained, operands, dy)
 
     return step
 

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -45,7 +45,7 @@ def compose(
     operators = composes(ops, _plain_compose, scale, implementation)
     operands = {name: to_jax(getattr(inputs, name)) for name in ("base", "lora", "g")}
     wanted = [name for name in operands if not (frozen and name == "g")]
-    run = functools.partial(_with_gradients, operators, wanted)
+    run = functools.partial(with_gradients, operators, wanted)
     return _computation(run, implementation, operands, to_jax(inputs.dy))
 
 
@@ -61,7 +61,7 @@ def layer(
         operands["bias"] = to_jax(inputs.bias)
     kept = {"kernel", "magnitude"} if frozen else {"kernel"}
     wanted = [name for name in operands if name not in kept]
-    run = functools.partial(_with_gradients, {"": op}, wanted)
+    run = functools.partial(with_gradients, {"": op}, wanted)
     found = _computation(run, implementation, operands, to_jax(inputs.dy))
     return lambda: {
         name: value.T if name in ("d_lora_a", "d_lora_b") else value
@@ -83,8 +83,8 @@ def _computation(function: Callable, implementation: Implementation, *operands: 
     return compute
 
 
-def _with_gradients(
-    operators: dict[str, Callable], wanted: list[str], operands: dict[str, Any], dy: jax.Array
+def with_gradients(
+    operators: dict[str, Callable], wanted: Sequence[str], operands: dict[str, Any], dy: jax.Array
 ) -> dict[str, jax.Array]:
     """Returns the result of each operator, and its cotangents of the operands that are named."""
     results = {}

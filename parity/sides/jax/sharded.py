@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from jax_dora import ops
 from parity.cases import LayerInputs
 from parity.sharded import LEARNING_RATE, STEPS, Problem
-from parity.sides.jax.operators import to_jax, to_torch
+from parity.sides.jax.operators import to_jax, to_torch, with_gradients
 
 # Rows, in and out of what is sharded, over the mesh's two axes.
 ONE, BOTH = ("x",), ("x", "y")
@@ -54,29 +55,26 @@ def layers(
 
 def _layer(inputs: LayerInputs, scale: float, name: str) -> dict[str, Tensor]:
     place, constrain = _places(name)
-    trained = {
+    linear = functools.partial(ops.dora_linear, scale=scale)
+    operands = {
+        "x": place(inputs.x),
+        "kernel": place(inputs.weight.T, "kernel"),
         "lora_a": place(inputs.lora_a.T, "lora_a"),
         "lora_b": place(inputs.lora_b.T, "lora_b"),
         "magnitude": place(inputs.magnitude, "magnitude"),
-        "bias": place(inputs.bias, "bias") if inputs.bias is not None else None,
     }
+    if inputs.bias is not None:
+        operands["bias"] = place(inputs.bias, "bias")
+    wanted = [name for name in operands if name != "kernel"]
 
     @jax.jit
-    def gradient(trained, x, kernel, dy):
+    def gradient(operands, dy):
         # Inside the program, where a batch need not divide over the mesh.
-        x, dy = constrain(x, "x"), constrain(dy, "y")
-
-        def call(trained, x):
-            return ops.dora_linear(x, kernel, **trained, scale=scale)
-
-        y, pull = jax.vjp(call, trained, x)
-        return y, pull(dy)
+        operands, dy = operands | {"x": constrain(operands["x"], "x")}, constrain(dy, "y")
+        return with_gradients({"": linear}, wanted, operands, dy)
 
     with jax.default_matmul_precision("highest"):
-        kernel = place(inputs.weight.T, "kernel")
-        y, (found, d_x) = gradient(trained, place(inputs.x), kernel, place(inputs.dy))
-    found = {f"d_{name}": value for name, value in found.items() if value is not None}
-    found |= {"y": y, "d_x": d_x}
+        found = gradient(operands, place(inputs.dy))
     for turned in ("d_lora_a", "d_lora_b"):
         found[turned] = found[turned].T
     whole = jax.device_put(found, jax.devices()[0])
