@@ -16,7 +16,6 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, Literal
 
 import jax
@@ -66,39 +65,29 @@ class Fault:
         Compiled JAX programs are forgotten on entry and on exit: they would run on without the
         fault, or with it. A program that the caller compiled ahead of time is not reached.
         """
-        with contextlib.ExitStack() as stack:
-            for point in self.points[backend]:
-                stack.enter_context(_replaced(PACKAGES[backend], point))
+        package, spoilt = PACKAGES[backend], []
+        for point in self.points[backend]:
+            original = getattr(importlib.import_module(point.module), point.name)
+            spoilt.append((original, point.spoil(original)))
+        try:
+            for original, wrong in spoilt:
+                _rebind(package, original, wrong)
             jax.clear_caches()
-            stack.callback(jax.clear_caches)
             yield
-
-
-@contextlib.contextmanager
-def _replaced(package: str, point: Point) -> Iterator[None]:
-    home = importlib.import_module(point.module)
-    original = getattr(home, point.name)
-    spoilt = point.spoil(original)
-    try:
-        _rebind(package, original, spoilt)
-        yield
-    finally:
-        # Modules that were imported meanwhile have bound the wrong one.
-        _rebind(package, spoilt, original)
+        finally:
+            # Modules that were imported meanwhile have bound the wrong one.
+            for original, wrong in spoilt:
+                _rebind(package, wrong, original)
+            jax.clear_caches()
 
 
 def _rebind(package: str, old: Callable, new: Callable) -> None:
-    for module, name in list(_bindings(package, old)):
-        setattr(module, name, new)
-
-
-def _bindings(package: str, function: Callable) -> Iterator[tuple[ModuleType, str]]:
-    """Yields every name that a loaded module of the package knows the function by."""
+    """Replaces a function under every name that a loaded module of the package knows it by."""
     for path, module in list(sys.modules.items()):
         if path == package or path.startswith(f"{package}."):
             for name, value in list(vars(module).items()):
-                if value is function:
-                    yield module, name
+                if value is old:
+                    setattr(module, name, new)
 
 
 def _is_jax(array: Any) -> bool:
