@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import torch
 
 from benchmarks import clock
+from benchmarks.arrays import to_torch
 from benchmarks.check import judge
 from benchmarks.clock import Effort, device_clock
 from benchmarks.report import Ceilings, Measurement, Report
@@ -106,8 +107,17 @@ def prepare(work: Work, variant: Variant, device: str) -> tuple[Step, dict[str, 
         facts["check"] = variant.check()
     else:
         expected = variant.expected or work.expected
-        facts["check"] = judge(variant.results(outputs), expected, variant.exact)
+        facts["check"] = judge(_named(variant, outputs, expected), expected, variant.exact)
     return step, facts
+
+
+def _named(variant: Variant, outputs: Any, expected: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns as torch tensors what a step has returned, by name."""
+    if variant.results is not None:
+        return variant.results(outputs)
+    if not isinstance(outputs, Mapping):
+        outputs = dict(zip(expected, jax.tree.leaves(outputs), strict=True))
+    return outputs if variant.framework == "torch" else jax.tree.map(to_torch, outputs)
 
 
 def take_times(variant: Variant, step: Step, device: str, effort: Effort) -> dict[str, Any]:

@@ -39,7 +39,8 @@ class Variant:
       name: unique within its work and framework.
       step: a function of arrays, which is compiled if it is JAX's.
       inputs: rotating sets of arguments.
-      results: from what `step` returns to named tensors, in the layout of `Work.expected`.
+      results: from what `step` returns to named tensors, in the layout of what is expected; None
+        where they are named already, or in that order.
       exact: held to the tolerances of `parity.tolerances`; a variant of others is only asked to
         compute the same function.
       check: the verdict, where it is not that on `results`.
@@ -53,7 +54,7 @@ class Variant:
     name: str
     step: Callable[..., Any]
     inputs: Sequence[tuple]
-    results: Callable[[Any], Mapping[str, Any]] = dict
+    results: Callable[[Any], Mapping[str, Any]] | None = None
     exact: bool = True
     check: Callable[[], Check] | None = None
     flops: int | None = None

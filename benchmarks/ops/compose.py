@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import jax
 import torch
 
-from benchmarks.arrays import interpreted, pullback, raising, rotate, to_jax, to_torch
+from benchmarks.arrays import interpreted, pullback, raising, rotate, to_jax
 from benchmarks.work import Expectation, Variant, Work
 from jax_dora import ops as jax_ops
 from parity import oracle, tolerances
@@ -39,13 +39,13 @@ def forward(case: Case, device: str, inputs: Callable[[], ComposeInputs]) -> Wor
 
     def in_jax(name: str) -> Variant:
         step = interpreted(lambda base, lora, g: _compose(base, g, lora, s, name), device)
-        return Variant("jax", name, step, jax_sets, lambda y: {"y": to_torch(y)})
+        return Variant("jax", name, step, jax_sets)
 
     def in_torch(name: str) -> Variant:
         def step(base, lora, g):
             return torch_ops.compose(base, lora, g, s, implementation=name)
 
-        return _in_torch(name, step, sets, lambda y: {"y": y}, device)
+        return _in_torch(name, step, sets, device)
 
     expected = Expectation(oracle.compose(*operands, s), tolerances.compose(*operands, s, DTYPE))
     return Work(
@@ -73,11 +73,8 @@ def backward(case: Case, device: str, inputs: Callable[[], ComposeInputs], with_
                 return jax.vjp(functools.partial(_compose, s=s, name=name), base, g, lora)
             return jax.vjp(functools.partial(_compose, lora=lora, s=s, name=name), base, g)
 
-        def results(found) -> dict[str, torch.Tensor]:
-            return dict(zip(names, map(to_torch, found), strict=True))
-
         step, kept = pullback(vjp, to_jax(sets), device)
-        return Variant("jax", name, step, kept, results)
+        return Variant("jax", name, step, kept)
 
     def in_torch(name: str) -> Variant:
         def kept(dy, base, lora, g):
@@ -89,13 +86,10 @@ def backward(case: Case, device: str, inputs: Callable[[], ComposeInputs], with_
         def step(y, leaves, dy):
             return torch.autograd.grad(y, leaves, dy, retain_graph=True)
 
-        def results(found) -> dict[str, torch.Tensor]:
-            return dict(zip(names, found, strict=True))
-
         try:
-            return _in_torch(name, step, [kept(*one) for one in sets], results, device)
+            return _in_torch(name, step, [kept(*one) for one in sets], device)
         except Exception as error:
-            return Variant("torch", name, raising(error), sets, results)
+            return Variant("torch", name, raising(error), sets)
 
     return Work(
         "backward" if with_lora else "backward, d_base",
@@ -112,7 +106,7 @@ def _compose(base, g, lora, s: float, name: str) -> jax.Array:
     return jax_ops.compose(base, lora, g, s, implementation=name)
 
 
-def _in_torch(name: str, step: Callable, sets: list, results: Callable, device: str) -> Variant:
+def _in_torch(name: str, step: Callable, sets: list, device: str) -> Variant:
     # Triton's interpreter, which runs on a CPU, truncates to bf16 instead of rounding.
     exact = name == "eager" or device == "cuda"
-    return Variant("torch", name, step, sets, results, exact=exact)
+    return Variant("torch", name, step, sets, exact=exact)
