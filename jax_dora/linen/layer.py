@@ -83,9 +83,8 @@ def dora_layer(
     it is missing.
 
     Args:
-      kernel: the parameter as `module` has it: where it is `nn.Partitioned`, a fresh adapter's
-        parameters are too, by the names of the axes that they share with it, unless the initializer
-        brings its own.
+      kernel: the parameter as `module` has it; a fresh adapter's are boxed like it, unless the
+        initializer brings boxes of its own.
     """
     missing = [name for name in ADAPTER_NAMES if not module.has_variable("params", name)]
     if missing and not (len(missing) == 3 and module.is_mutable_collection("params")):
@@ -105,15 +104,25 @@ def dora_layer(
         if init := arguments.get(f"{name}_init"):
             arguments[f"{name}_init"] = functools.partial(_unboxed, init, boxes, name)
     layer = cls.from_base(base, rngs=nnx.Rngs(module.make_rng("params")), **arguments)
-    if isinstance(kernel, nn.Partitioned):
-        axes = layer.adapter_axes(padded(kernel.names, nn.unbox(kernel).ndim))
-        boxes = {name: kernel.replace(names=axes[name]) for name in ADAPTER_NAMES} | boxes
-    for name in ADAPTER_NAMES:
-        value = getattr(layer, name)[...]
-        module.put_variable(
-            "params", name, boxes[name].replace_boxed(value) if name in boxes else value
-        )
+    for name, value in boxed_like(kernel, layer, boxes).items():
+        module.put_variable("params", name, value)
     return layer
+
+
+def boxed_like(kernel: Any, adapter: Any, boxes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Returns lora_a, lora_b and magnitude of a DoRA layer or adapted weight as linen's parameters.
+
+    Args:
+      kernel: where it is `nn.Partitioned`, they are too, by the names of the axes that they share.
+      boxes: those that they have rather, by name.
+    """
+    made: dict[str, Any] = {}
+    if isinstance(kernel, nn.Partitioned):
+        axes = adapter.adapter_axes(padded(kernel.names, nn.unbox(kernel).ndim))
+        made = {name: kernel.replace(names=axes[name]) for name in ADAPTER_NAMES}
+    made |= boxes or {}
+    values = {name: getattr(adapter, name)[...] for name in ADAPTER_NAMES}
+    return values | {name: box.replace_boxed(values[name]) for name, box in made.items()}
 
 
 def _unboxed(init: Any, boxes: dict[str, Any], name: str, *args: Any) -> Any:

@@ -14,8 +14,8 @@ from flax import nnx, traverse_util
 
 from dora_common.hyperparameters import ADAPTER_NAMES
 from jax_dora.adapt.sites import Site
-from jax_dora.layers.base_layer import padded
 from jax_dora.layers.rule import DoRARule
+from jax_dora.linen.layer import boxed_like
 from jax_dora.weights.adapter import Place, WeightAdapter
 from jax_dora.weights.trace import WeightTrace
 
@@ -59,13 +59,8 @@ class LinenWeight:
 
     def make(self, params: Mapping[tuple[str, ...], Any], key: jax.Array) -> Params:
         """Returns the parameters of a fresh adapter, boxed as the weight is."""
-        boxed, adapter = params[self.path], self._adapter(params, nnx.Rngs(key))
-        made = {path: getattr(adapter, name)[...] for name, path in self.paths().items()}
-        if isinstance(boxed, nn.Partitioned):
-            axes = adapter.adapter_axes(padded(boxed.names, adapter.kernel_param.ndim))
-            for name, path in self.paths().items():
-                made[path] = boxed.replace(value=made[path], names=axes[name])
-        return made
+        made = boxed_like(params[self.path], self._adapter(params, nnx.Rngs(key)))
+        return {path: made[name] for name, path in self.paths().items()}
 
     def _adapter(
         self, params: Mapping[tuple[str, ...], Any], rngs: nnx.Rngs | None, arrays: Any = None
