@@ -18,7 +18,8 @@ from jax_dora.weights.trace import is_followed, weight_trace
 
 def has_dora_type(module: Any) -> bool:
     """Returns whether a module has a class that `dora_type` has made."""
-    return "plain_type" in vars(type(module))
+    cls = type(module)
+    return vars(cls).get("plain_type") is cls.__base__
 
 
 @functools.cache
