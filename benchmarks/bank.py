@@ -38,7 +38,7 @@ from flax import nnx
 import jax_dora
 from benchmarks.bank_adapters import byte_bound, draw_ids, random_adapter, shares
 from benchmarks.bank_programs import Sizes, Stack, of_kind, program
-from benchmarks.results import Row
+from benchmarks.results import Row, attempted
 from jax_dora.bank import DECODING_OPTIONS, AdapterStore, HostAdapter
 from jax_dora.bank.host import Settled
 
@@ -278,15 +278,19 @@ def _compiled(settings: Settings, model: Any, bank: Any, shape: tuple[int, int])
     def compiled(kind: str) -> Program:
         row: Row = {"task": "prefill" if tokens > 1 else "decode", "kind": kind}
         row |= {"rows": rows, "tokens": tokens}
-        begin, run = time.monotonic(), None
-        try:
+        run = None
+
+        def facts() -> Row:
+            nonlocal run
+            begin = time.monotonic()
             run = inputs.lowered(kind).compile()
-            row["kernels"] = str(run.as_text()).count('custom_call_target="mosaic_gpu')
-            row["temp_bytes"] = run.memory_analysis().temp_size_in_bytes
-        except Exception as error:  # It costs no other its measurement.
-            row["failed"] = f"{type(error).__name__}: {error}"[:600]
-        row["compile_s"] = time.monotonic() - begin
-        return Program(row, run)
+            return {
+                "kernels": str(run.as_text()).count('custom_call_target="mosaic_gpu'),
+                "temp_bytes": run.memory_analysis().temp_size_in_bytes,
+                "compile_s": time.monotonic() - begin,
+            }
+
+        return Program(attempted(row, facts), run)
 
     by_kernels = tokens == 1 and rows in settings.by_kernels
     first, *others = [kind for kind in settings.only if by_kernels or kind != "DoRA mosaic"]

@@ -39,6 +39,13 @@ def attempted(row: Row, measured: Callable[[], Row]) -> Row:
         return row | {"failed": f"{type(error).__name__}: {error}"[-600:]}
 
 
+def over(row: Row, baseline: Row | None, name: str, field: str = "ms") -> Row:
+    """Returns a row that tells, by `name`, its `field` over that of another, where both have it."""
+    if baseline is None or field not in row or field not in baseline:
+        return row
+    return row | {name: row[field] / baseline[field]}
+
+
 def failed(row: Row) -> bool:
     """Returns whether a measurement failed, or is of a wrong result."""
     return bool(row.get("failed")) or not (row.get("check") or {"passed": True})["passed"]

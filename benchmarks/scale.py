@@ -24,7 +24,7 @@ from benchmarks.collectives import collectives
 from benchmarks.model.decoder import loss
 from benchmarks.model.placed import LAYOUTS, Placed, arrays, placed
 from benchmarks.model.protocol import QUICK, QWEN3, Protocol
-from benchmarks.results import Row, attempted
+from benchmarks.results import Row, attempted, over
 from benchmarks.step import update
 
 KINDS = ("base", "LoRA", "DoRA")
@@ -72,14 +72,14 @@ class Program(NamedTuple):
 
     row: Row
     run: Callable[..., Any] | None
-    model: Placed | None
+    model: Placed
 
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields one row a measurement: times, memory, and what travels between the devices."""
     for layout, axes, sizes in settings.groups():
         mesh = LAYOUTS[layout].mesh(axes, settings.devices)
-        rows, made = [], []
+        rows, models = [], []
         for kind in KINDS:
             model = placed(kind, LAYOUTS[layout], mesh, sizes, device)
             # A base has nothing to train.
@@ -87,10 +87,11 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
                 row: Row = {"kind": kind, "layout": layout, "axes": axes, "task": task}
                 row |= {"model": settings.model, "devices": mesh.size, "hidden": sizes.hidden}
                 rows.append(row | sizes.shape())
-                made.append(functools.partial(_lowered, task, model, mesh, sizes.last))
+                models.append(model)
         # Nothing is timed while anything compiles.
         with ThreadPoolExecutor() as pool:
-            programs = list(pool.map(_compiled, rows, made))
+            compile_one = functools.partial(_compiled, mesh=mesh, last=sizes.last)
+            programs = list(pool.map(compile_one, rows, models))
         yield from _timed(programs, sizes.vocabulary, settings.rounds)
 
 
@@ -100,17 +101,13 @@ def _operands(task: str, arrays: Sequence[Any]) -> tuple[Any, ...]:
     return (trained, frozen, state, tokens) if task == "step" else (trained, frozen, tokens)
 
 
-def _lowered(task: str, model: Placed, mesh: Any, last: int) -> tuple[Any, Placed]:
-    with jax.set_mesh(mesh):
-        return program(task, model, last).lower(*_operands(task, model)), model
-
-
-def _compiled(row: Row, made: Callable[[], tuple[Any, Placed]]) -> Program:
-    run = model = None
+def _compiled(row: Row, model: Placed, mesh: Any, last: int) -> Program:
+    run = None
 
     def facts() -> Row:
-        nonlocal run, model
-        lowered, model = made()
+        nonlocal run
+        with jax.set_mesh(mesh):
+            lowered = program(row["task"], model, last).lower(*_operands(row["task"], model))
         run = lowered.compile()
         return _facts(run, row["devices"])
 
@@ -149,7 +146,7 @@ def _timed(programs: list[Program], vocabulary: int, rounds: int) -> Iterator[Ro
     drawn: dict[str, tuple[Any, ...]] = {}
     for turn in range(rounds + 1):
         for one, taken in zip(programs, times, strict=True):
-            if one.run is None or one.model is None:
+            if one.run is None:
                 continue
             kind = one.row["kind"]
             if kind not in drawn:
@@ -159,12 +156,11 @@ def _timed(programs: list[Program], vocabulary: int, rounds: int) -> Iterator[Ro
             jax.block_until_ready(one.run(*operands))
             if turn:  # The first warms up.
                 taken.append(1e3 * (time.perf_counter() - begin))
-    medians = {}
+    lora: dict[str, Row] = {}  # by task
     for one, taken in zip(programs, times, strict=True):
         row = dict(one.row)
         if taken:
-            row["ms"] = medians[row["kind"], row["task"]] = statistics.median(taken)
-            row["spread_ms"] = max(taken) - min(taken)
-        if row["kind"] == "DoRA" and ("LoRA", row["task"]) in medians and taken:
-            row["over_lora"] = row["ms"] / medians["LoRA", row["task"]]
-        yield row
+            row |= {"ms": statistics.median(taken), "spread_ms": max(taken) - min(taken)}
+        if row["kind"] == "LoRA":
+            lora[row["task"]] = row
+        yield over(row, lora.get(row["task"]), "over_lora") if row["kind"] == "DoRA" else row

@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.bank_adapters import draw_ids, random_adapter
 from benchmarks.bank_programs import without_g
-from benchmarks.results import Row
+from benchmarks.results import Row, over
 from benchmarks.step import LLAMA_3_8B, TINY_DECODER
 from jax_dora.bank.residents import Residents
 from jax_dora.finetune.tiny import byte_level_tokenizer
@@ -92,9 +92,8 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
     base = None
     if "base" in settings.only:
         server = _server(settings, model, None, "base")
-        found = _served(settings, model, server, [])
-        base = found["tokens_per_s"]
-        yield row | {"kind": "base", "adapters": 0} | server.compiled | found
+        base = _served(settings, model, server, [])
+        yield row | {"kind": "base", "adapters": 0} | server.compiled | base
     kinds = [kind for kind in settings.only if kind != "base"]
     if not kinds:
         return
@@ -108,10 +107,9 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
     for count in settings.adapters:
         for kind, server in zip(kinds, servers, strict=True):
             served = [Served(str(one), values[one % len(values)]) for one in range(count)]
-            found = _served(settings, model, server, served)
-            if base:
-                found["of_base"] = found["tokens_per_s"] / base
-            yield row | {"kind": kind, "adapters": count} | server.compiled | found
+            found = row | {"kind": kind, "adapters": count} | server.compiled
+            found |= _served(settings, model, server, served)
+            yield over(found, base, "of_base", "tokens_per_s")
 
 
 def _server(settings: Settings, model: CausalLM, bank: Residents | None, kind: str) -> Server:

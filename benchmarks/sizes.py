@@ -19,7 +19,7 @@ from flax import nnx
 import jax_dora
 from benchmarks.clock import kernel_time
 from benchmarks.model.decoder import LoRALinear
-from benchmarks.results import Row
+from benchmarks.results import Row, over
 
 LORA_B_INIT = nnx.initializers.normal(0.02)
 
@@ -71,11 +71,8 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
             spread = kernel_time("jax", run, [operands], device)
             row: Row = {"kind": kind, "task": task, **size._asdict(), "us": spread.median}
             row |= {"p10_us": spread.p10, "p90_us": spread.p90, "samples": spread.samples}
-            if kind == "LoRA":
-                lora = spread.median
-            elif lora:
-                row["over_lora"] = spread.median / lora
-            yield row
+            yield over(row, lora, "over_lora", "us")
+            lora = row
 
 
 def _program(task: str, kind: str, size: Size) -> tuple[Any, tuple[Any, ...]]:

@@ -23,7 +23,7 @@ from flax import nnx
 import jax_dora
 from benchmarks.model.decoder import LoRALinear
 from benchmarks.model.protocol import LORA_B_DEVIATION
-from benchmarks.results import Row, attempted
+from benchmarks.results import Row, attempted, over
 from jax_dora.models import DecoderConfig, activations, make_model, next_token_loss
 from jax_dora.models.config import Rope
 
@@ -78,11 +78,8 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
             row: Row = {"kind": kind, "budget": budget.name, "unroll": budget.unroll}
             row |= {"batch": settings.shape[0], "time": settings.shape[1], "rank": settings.rank}
             row = attempted(row, functools.partial(_measured, kind, budget, settings, device))
-            if kind == "LoRA":
-                lora = row.get("ms")
-            elif lora and "ms" in row:
-                row["over_lora"] = row["ms"] / lora
-            yield row
+            yield over(row, lora, "over_lora")
+            lora = row
 
 
 def _measured(kind: str, budget: Budget, settings: Settings, device: str) -> Row:

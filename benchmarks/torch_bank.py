@@ -25,7 +25,7 @@ from benchmarks.bank_adapters import draw_ids
 from benchmarks.bank_programs import Sizes
 from benchmarks.clock import QUICK, Effort, kernel_time, wall_time
 from benchmarks.model.protocol import PROJECTIONS
-from benchmarks.results import Row
+from benchmarks.results import Row, over
 
 
 class Settings(NamedTuple):
@@ -83,7 +83,7 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
         x = torch.randn(*shape, settings.sizes.hidden, dtype=torch.bfloat16, device=device)
         for mix in settings.mixes:
             ids = draw_ids(mix, shape[0], settings.slots)
-            found: dict[str, float] = {}
+            found: dict[str, Row] = {}
             for kind in settings.only:
                 model, options = layer, {}
                 if kind in banks:
@@ -93,10 +93,9 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
                 row: Row = {"task": "prefill" if shape[1] > 1 else "decode", "kind": kind}
                 row |= {"rows": shape[0], "tokens": shape[1], "mix": mix}
                 row |= _times(model, x, options, device) | {"distinct": len(np.unique(ids))}
-                found[kind] = row["us"]
+                found[kind] = row
                 for other in ("base", "LoRA"):
-                    if other in found:
-                        row[f"over_{other.lower()}"] = found[kind] / found[other]
+                    row = over(row, found.get(other), f"over_{other.lower()}", "us")
                 yield row
 
 

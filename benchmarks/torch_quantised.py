@@ -7,20 +7,14 @@ norm.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 
 from benchmarks import torch_step
-from benchmarks.results import Row
-from benchmarks.torch_step import TINY as TINY
-from benchmarks.torch_step import Side, measure_sides, steps
+from benchmarks.torch_step import Side
+from benchmarks.torch_step import measure as measure
 
-Settings = functools.partial(torch_step.Settings, shape=(1, 4096))
 SIDES = tuple(
     Side(package, method, in_4bit=True)
     for package, method in (("PEFT", "LoRA"), ("PEFT", "DoRA"), ("torch_dora", "DoRA"))
 )
-
-
-def measure(settings: torch_step.Settings, device: str) -> Iterator[Row]:
-    """Yields one row a side."""
-    return measure_sides(SIDES, steps, settings, device, {"layout": "one device", "devices": 1})
+Settings = functools.partial(torch_step.Settings, shape=(1, 4096), sides=SIDES)
+TINY = torch_step.TINY._replace(sides=SIDES)

@@ -6,15 +6,11 @@ by default, and with PEFT's bf16 ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
 
-import torch
-import torch.distributed
-
-from benchmarks.results import Row
-from benchmarks.torch_step import TINY as TINY
-from benchmarks.torch_step import Settings, Side, measure_sides, steps
-from parity.sides.torch import processes
+from benchmarks import torch_step
+from benchmarks.torch_step import Side
+from benchmarks.torch_step import measure as measure
 
 SIDES = (
     Side("PEFT", "LoRA", wide=True),
@@ -22,17 +18,5 @@ SIDES = (
     Side("torch_dora", "DoRA", wide=True),
     Side("PEFT", "DoRA"),
 )
-
-
-def measure(settings: Settings, device: str) -> Iterator[Row]:
-    """Yields one row a side."""
-    count = torch.cuda.device_count() if device == "cuda" else 2
-
-    def taken(side: Side, settings: Settings, device: str) -> Row:
-        return processes.run(_steps, count, device, side, settings, device)
-
-    return measure_sides(SIDES, taken, settings, device, {"layout": "fsdp", "devices": count})
-
-
-def _steps(side: Side, settings: Settings, device: str) -> Row:
-    return steps(side, settings, device, torch.distributed.get_world_size())
+Settings = functools.partial(torch_step.Settings, sides=SIDES, sharded=True)
+TINY = torch_step.TINY._replace(sides=SIDES, sharded=True)

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteri
 
 import torch_dora
 from benchmarks.bank_adapters import draw_ids
-from benchmarks.results import Row, attempted
+from benchmarks.results import Row, attempted, over
 from benchmarks.torch_bank import by_peft, filled
 from benchmarks.torch_step import llama
 
@@ -56,11 +56,9 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
             gc.collect()
             if device == "cuda":
                 torch.cuda.empty_cache()
+            yield over(row, base, "of_base", "tokens_per_s")
             if kind == "transformers":
-                base = row.get("tokens_per_s")
-            elif base and "tokens_per_s" in row:
-                row["of_base"] = row["tokens_per_s"] / base
-            yield row
+                base = row
 
 
 def _answers(settings: Settings, kind: str, count: int, device: str) -> Any:

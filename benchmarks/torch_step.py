@@ -11,13 +11,14 @@ import functools
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.results import Row, attempted
+from benchmarks.results import Row, attempted, over
+from parity.sides.torch import processes
 from parity.sides.torch.decoder import adapt, checkpoint_layers
 
 
@@ -55,13 +56,20 @@ SIDES = (
 
 
 class Settings(NamedTuple):
-    """What is measured: `shape` is batch and time of one device."""
+    """What is measured.
+
+    Attributes:
+      shape: batch and time of one device.
+      sharded: under FSDP2, layer by layer, by one process for each GPU.
+    """
 
     layers: int = 32
     hidden: int = 4096
     shape: tuple[int, int] = (2, 4096)
     rank: int = 16
     rounds: int = 6
+    sides: tuple[Side, ...] = SIDES
+    sharded: bool = False
 
 
 TINY = Settings(layers=2, hidden=64, shape=(2, 16), rank=4, rounds=1)
@@ -86,38 +94,36 @@ def llama(layers: int, hidden: int) -> LlamaConfig:
 
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
-    """Yields one row a side."""
-    return measure_sides(SIDES, steps, settings, device, {"layout": "one device", "devices": 1})
-
-
-def measure_sides(
-    sides: Sequence[Side],
-    taken: Callable[[Side, Settings, str], Row],
-    settings: Settings,
-    device: str,
-    facts: Row,
-) -> Iterator[Row]:
-    """Yields one row a side, with the ratio to the first, and what `taken` measures."""
-    lora = None
-    for number, side in enumerate(sides):
-        row: Row = {"kind": side.name, **facts, "batch": settings.shape[0]}
-        row |= {"time": settings.shape[1], "rank": settings.rank}
+    """Yields one row a side, with the ratio to the first."""
+    count = 1
+    if settings.sharded:
+        count = torch.cuda.device_count() if device == "cuda" else 2
+    first: Row = {}
+    for side in settings.sides:
+        layout = "fsdp" if settings.sharded else "one device"
+        row: Row = {"kind": side.name, "layout": layout, "devices": count}
+        row |= {"batch": settings.shape[0], "time": settings.shape[1], "rank": settings.rank}
         row |= {"layers": settings.layers, "hidden": settings.hidden}
-        row = attempted(row, functools.partial(taken, side, settings, device))
+        row = attempted(row, functools.partial(_taken, side, settings, device, count))
         torch.compiler.reset()
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
-        lora = lora if number else row.get("ms")
-        if lora and "ms" in row:
-            row["over_lora"] = row["ms"] / lora
-        yield row
+        first = first or row
+        yield over(row, first, "over_lora")
 
 
-def steps(side: Side, settings: Settings, device: str, processes: int = 0) -> Row:
-    """Returns the times of optimizer steps, their memory and losses; every process calls this."""
+def _taken(side: Side, settings: Settings, device: str, count: int) -> Row:
+    if settings.sharded:
+        return processes.run(steps, count, device, side, settings, device, count)
+    return steps(side, settings, device, count)
+
+
+def steps(side: Side, settings: Settings, device: str, count: int) -> Row:
+    """Returns the times of optimizer steps, their memory and losses; each of `count` processes
+    calls this."""
     model = _model(side, settings, device)
-    if processes:
+    if settings.sharded:
         from torch.distributed.fsdp import fully_shard
 
         for layer in model.model.layers:
@@ -153,7 +159,7 @@ def steps(side: Side, settings: Settings, device: str, processes: int = 0) -> Ro
     return {
         "ms": ms,
         "spread_ms": 1e3 * (max(kept) - min(kept)),
-        "tokens_per_s": 1e3 * settings.shape[0] * settings.shape[1] * max(1, processes) / ms,
+        "tokens_per_s": 1e3 * settings.shape[0] * settings.shape[1] * count / ms,
         "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else 0,
         "first_step_s": first,
         "losses": losses,

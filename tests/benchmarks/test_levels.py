@@ -151,13 +151,13 @@ def test_torch_steps_beside_peft(level: str, tmp_path: Path) -> None:
     assert all(row["losses"][-1] < row["losses"][0] for row in rows)
 
 
-def test_a_side_that_fails_is_no_other_s_base() -> None:
-    def taken(side: torch_step.Side, *_: object) -> results.Row:
+def test_a_side_that_fails_is_no_other_s_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    def steps(side: torch_step.Side, *_: object) -> results.Row:
         if side is torch_step.SIDES[0]:
             raise RuntimeError("out of memory")
         return {"ms": 1.0}
 
-    sides = torch_step.SIDES[:3]
-    rows = list(torch_step.measure_sides(sides, taken, torch_step.TINY, "cpu", {}))
+    monkeypatch.setattr(torch_step, "steps", steps)
+    rows = list(torch_step.measure(torch_step.TINY._replace(sides=torch_step.SIDES[:3]), "cpu"))
     assert "failed" in rows[0]
     assert not any("over_lora" in row for row in rows)
