@@ -175,7 +175,7 @@ def test_activation_checkpointing_leaves_no_trace_in_a_folder(tmp_path: Path) ->
     assert_same(tensors_of(tmp_path / "again"), tensors_of(folder))
 
 
-def test_shared_modules_stay_shared(tmp_path: Path) -> None:
+def test_shared_modules_stay_shared(tmp_path: Path, caplog: Any) -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -187,9 +187,12 @@ def test_shared_modules_stay_shared(tmp_path: Path) -> None:
 
     model = torch_dora.apply_dora(Shared(), torch_dora.DoRARule("first", rank=2, alpha=2))
     save_adapter(perturbed(model), tmp_path / "adapter")
+    assert "PEFT adapts it under its first name alone:\n  first, second" in caplog.text
+    caplog.clear()
 
     loaded = load_adapter(copy.deepcopy(model), tmp_path / "adapter")
 
+    assert "under its first name alone:\n  first, second" in caplog.text
     assert loaded.first is loaded.second
     assert isinstance(loaded.first, torch_dora.DoRALinear)
 

@@ -1,6 +1,7 @@
 """What a torch model has that PEFT's files speak of."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Set
 from typing import Any
 
 from torch import Tensor, nn
@@ -8,7 +9,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.peft.layers import Layer, Outline, convolution_refusals
-from torch_dora.adapt.apply import WRAPPERS, check_model, refuse_peft
+from dora_common.rules import listing
+from torch_dora.adapt.apply import WRAPPERS, check_model, modules_with_names, refuse_peft
 from torch_dora.layers import (
     DoRAConv,
     DoRAConv1D,
@@ -21,6 +23,7 @@ from torch_dora.layers.conv import CONVOLUTIONS
 from torch_dora.layers.linear import is_conv1d
 from torch_dora.ops.quantised import matrix
 
+_LOG = logging.getLogger(__name__)
 _HELD = "is the out_proj of a MultiheadAttention, which reads its weight and never calls it"
 
 
@@ -52,6 +55,21 @@ def outline(layers: Mapping[str, Layer], parameters: Mapping[str, Tensor]) -> Ou
     """Returns what a folder is fitted to, of what `layers_of` and `parameters_of` return."""
     shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
     return Outline(list(layers.values()), shapes, {n: id(one) for n, one in parameters.items()})
+
+
+def tell_of_shared(model: nn.Module, adapted: Set[str]) -> None:
+    """Logs which of the layers of these names PEFT would adapt in a part of the calls alone."""
+    shared = [
+        ", ".join(names)
+        for _, names in modules_with_names(model)
+        if len(names) > 1 and not adapted.isdisjoint(names)
+    ]
+    if shared:
+        _LOG.warning(
+            "each of these layers is one module of several names, and adapted wherever it is "
+            "called; PEFT adapts it under its first name alone:%s",
+            listing(shared),
+        )
 
 
 def _layer(name: str, module: Any) -> Layer | None:

@@ -17,7 +17,7 @@ from torch_dora.adapt import DoRARule
 from torch_dora.adapt.apply import adapt, refuse, replace
 from torch_dora.layers import DoRALayer, dora_layers, named_modules, placement
 from torch_dora.ops import check, shards
-from torch_dora.peft.layers import layers_of, outline, parameters_of
+from torch_dora.peft.layers import layers_of, outline, parameters_of, tell_of_shared
 
 
 def load_adapter(
@@ -103,6 +103,7 @@ def load_adapter(
                 parameter.requires_grad_(was)
             raise
     source.tell_of_replaced(fit)
+    tell_of_shared(model, fit.adapters.keys())
     replace(model, new)
     for layer, of_layer in values:
         _fill(layer, of_layer)

@@ -14,7 +14,7 @@ from dora_common.peft.save import Adapted, Source
 from dora_common.rules import listing
 from torch_dora.layers import DoRAConv1D, dora_layers, named_modules, placement
 from torch_dora.ops import check, shards
-from torch_dora.peft.layers import layers_of, outline, parameters_of
+from torch_dora.peft.layers import layers_of, outline, parameters_of, tell_of_shared
 
 
 @torch.no_grad()
@@ -110,6 +110,7 @@ def save_adapter(
         task_type=task_type,
     )
     _refuse_to_lose(parameters, config, modules)
+    tell_of_shared(model, modules.keys())
     source.write(
         folder, config, save_file, overwrite=overwrite, run=functools.partial(shards.by_first, mesh)
     )
