@@ -131,6 +131,21 @@ def test_gpt2():
     assert torch.equal(remove_dora(model)(ids).logits, expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("c_attn", None),
+        ("wte", "transformer.wte, tied to lm_head"),
+        ("lm_head", "lm_head, tied to transformer.wte"),
+    ],
+)
+def test_merged_weights_that_are_no_longer_tied_are_told(name, told, caplog):
+    config = GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=19, n_positions=8)
+    model = trained(apply_dora(GPT2LMHeadModel(config).eval(), DoRARule(f".*{name}", 2, 4)))
+    torch.testing.assert_close(merge_dora(model)(IDS).logits, model(IDS).logits)
+    assert f":\n  {told}" in caplog.text if told else not caplog.text
+
+
 def adapted_names(model):
     return [name for name, module in model.named_modules() if isinstance(module, DoRALayer)]
 

@@ -1,16 +1,28 @@
 """Adapters into the weights: plain layers, merged in fp32 and cast once."""
 
 import copy
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dora_common.merge_report import MergedLayer, MergeReport
+from dora_common.rules import listing
 from torch_dora.adapt.apply import check_model
-from torch_dora.layers import DoRALayer, dora_layers, fast_path, own_forward, placement
+from torch_dora.layers import (
+    DoRALayer,
+    dora_layers,
+    fast_path,
+    named_modules,
+    own_forward,
+    placement,
+)
 from torch_dora.ops.quantised import dense, is_quantised, matrix
 from torch_dora.ops.shards import whole
+
+_LOG = logging.getLogger(__name__)
 
 
 def merge_dora(model: nn.Module, *, return_report: bool = False) -> Any:
@@ -19,7 +31,9 @@ def merge_dora(model: nn.Module, *, return_report: bool = False) -> Any:
     Merged in fp32 and cast once to the weight's dtype; of bitsandbytes' 4 bits to the one that they
     were quantised from. In bf16 that cast can cost more than a small adapter does:
     ``return_report`` says. ``model`` keeps its adapters and is the way back; the copy
-    shares every parameter but the merged weights.
+    shares every parameter but the merged weights. A weight that was tied to another one, as a head
+    to its embedding, is its layer's own; what it was tied to is logged, since whoever ties them
+    again would lose one of the two.
 
     Args:
         model: with adapters.
@@ -41,6 +55,13 @@ def merge_dora(model: nn.Module, *, return_report: bool = False) -> Any:
     placement.refuse_held(
         layers.items(), "save_adapter, load_adapter into a model that is not sharded, and merge it"
     )
+    if untied := _untied(model, layers):
+        _LOG.warning(
+            "merged weights of these layers are no longer tied to others; tied again, as by "
+            "transformers' tie_weights() and by servers that go by config.tie_word_embeddings, "
+            "the model computes something else:%s",
+            listing(untied),
+        )
     plain: dict[str, Any] = {name: layer.merge() for name, layer in layers.items()}
     memo: dict[int, Any] = {id(tensor): tensor for tensor in model.parameters()}
     memo |= {id(layer): plain[name] for name, layer in layers.items()}
@@ -58,6 +79,19 @@ def merge_dora(model: nn.Module, *, return_report: bool = False) -> Any:
         for name, layer in layers.items()
     )
     return merged, MergeReport(tuple(rows))
+
+
+def _untied(model: nn.Module, layers: Mapping[str, DoRALayer]) -> list[str]:
+    """Returns the names of the layers whose weights other modules have too, and of these."""
+    owners: dict[int, list[str]] = {}
+    for name, module in named_modules(model):
+        for parameter in module._parameters.values():
+            owners.setdefault(id(parameter), []).append(name)
+    others = {
+        name: [one for one in owners.get(id(layer.weight), ()) if one != name]
+        for name, layer in layers.items()
+    }
+    return [f"{name}, tied to {', '.join(found)}" for name, found in others.items() if found]
 
 
 @torch.no_grad()
