@@ -112,8 +112,15 @@ def _arrow(folder: Path) -> Iterator[tuple[str, Any]]:
 def _rows(path: Path, batches: Any) -> Iterator[tuple[str, Any]]:
     records = (record for batch in batches for record in batch.to_pylist())
     for number, record in enumerate(records, 1):
-        # A table has every column in every row.
-        yield f"{path}, row {number}", {k: v for k, v in record.items() if v is not None}
+        yield f"{path}, row {number}", _without_nulls(record)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Returns what was put into a table, which has every column in every row, and every field of a
+    message in every message."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def _pyarrow(module: str) -> Any:

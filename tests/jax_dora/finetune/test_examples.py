@@ -98,6 +98,16 @@ def test_every_file_has_the_same_records(tmp_path):
         assert [one.fields for one in read_records(file)] == RECORDS, file
 
 
+def test_a_table_s_messages_have_the_fields_that_were_given(tmp_path):
+    records = [
+        {"messages": [{"role": "user", "content": "a", "name": "x"}]},
+        {"messages": [{"role": "assistant", "content": "b", "weight": 1}]},
+    ]
+    table = pyarrow.Table.from_pylist(records)
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
+    assert [one.fields for one in read_records(tmp_path / "x.parquet")] == records
+
+
 def test_splits_are_named(tmp_path):
     data = datasets.Dataset.from_list(RECORDS)
     datasets.DatasetDict(train=data, test=data).save_to_disk(tmp_path / "both")
