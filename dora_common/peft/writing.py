@@ -49,6 +49,8 @@ def write(
             with locked(new):
                 write_tensors(new / TENSORS)
                 (new / CONFIG).write_text(config.to_json(), encoding="utf-8")
+                # safetensors makes files that their owner alone can read; an adapter need not be.
+                shutil.copymode(new / CONFIG, new / TENSORS)
                 for name in (TENSORS, CONFIG):
                     to_disk(new / name)
                 if not _renamed(new, path):

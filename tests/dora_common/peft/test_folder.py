@@ -50,6 +50,8 @@ def test_a_folder_is_made_with_its_parents(tmp_path: Path) -> None:
     os.umask(mask)
     for path in (tmp_path / "a" / "b", tmp_path / "a"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o777 & ~mask
+    for name in (CONFIG, TENSORS):
+        assert stat.S_IMODE((tmp_path / "a" / "b" / name).stat().st_mode) == 0o666 & ~mask
 
 
 def test_another_adapter_is_replaced_only_when_told(tmp_path: Path) -> None:
