@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from dora_common.fields import each_once
 from dora_common.peft import checks
 from dora_common.peft.names import Names, first_match, matches
 
@@ -294,15 +295,8 @@ def _as_tuple(value: Any) -> Any:
 
 
 def _json_object(text: str) -> dict[str, Any]:
-    def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        if len(set(names)) < len(names):
-            twice = sorted({name for name in names if names.count(name) > 1})
-            raise ValueError(f"{', '.join(twice)} given twice; expected every field once")
-        return dict(pairs)
-
     try:
-        value = json.loads(text, object_pairs_hook=without_repetition)
+        value = json.loads(text, object_pairs_hook=each_once)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error}); expected an object of fields") from error
     except RecursionError as error:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dora_common.fields import each_once
+
 FORMS = 'JSON Lines, a JSON list, parquet, or a folder of datasets\' "save_to_disk"'
 
 
@@ -63,20 +65,11 @@ def _json_list(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _parsed(text: bytes, where: str) -> Any:
     try:
-        return json.loads(text.decode("utf-8"), object_pairs_hook=_object)
+        return json.loads(text.decode("utf-8"), object_pairs_hook=each_once)
     except UnicodeDecodeError as error:
         raise ValueError(f"{where} is not UTF-8: {error.reason} at byte {error.start}") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is no JSON: {error}") from error
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in fields if names.count(name) > 1)
-        raise ValueError(f"{twice!r} is given twice; expected every field once")
-    return fields
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:

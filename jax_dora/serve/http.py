@@ -13,6 +13,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from dora_common.fields import each_once
 from jax_dora.serve import fields as bodies
 from jax_dora.serve import metrics
 from jax_dora.serve.answers import DONE, Chat, Completion, Writer, event
@@ -100,7 +101,7 @@ class _Handlers:
     ) -> Response:
         service, body = self._service, await self._body(request)
         try:
-            fields, asked = read(json.loads(body))
+            fields, asked = read(json.loads(body, object_pairs_hook=each_once))
         except (ValueError, RecursionError) as error:
             raise ApiError(400, f"the body is no JSON: {str(error)[:200]}") from error
         served = service.served(fields.model)

@@ -125,7 +125,7 @@ def test_splits_are_named(tmp_path):
         ('{"prompt": "a", "completion": 4}', "line 2: it has prompt, completion; expected"),
         ('{"text": "\\ud800"}', "line 2: .*surrogates"),
         ('{"instruction": "a", "output": "b", "input": [1]}', 'line 2: "input" is a list'),
-        ('{"text": "a", "text": "b"}', "line 2 is no JSON: 'text' is given twice"),
+        ('{"text": "a", "text": "b"}', "line 2 is no JSON: text given twice"),
         ("[]", "line 2 is a list; expected a JSON object"),
         ("\udcff", "line 2 is not UTF-8: invalid start byte at byte 0"),
         ("[" * 100_000, "line 2 is no JSON"),

@@ -152,7 +152,9 @@ def test_tokens_that_the_model_does_not_know_are_named(served):
 def test_bodies_that_are_none(post, served):
     server, _ = served
     as_json = {"content-type": "application/json"}
-    for content in (b"", b"{", b"\xff", b"[" * 900, b'{"a": ' + b"9" * 1500 + b"5e", b"null", b"7"):
+    twice = b'{"model": "tiny", "prompt": "a", "prompt": "b", "max_tokens": 1}'
+    numbers = b'{"a": ' + b"9" * 1500 + b"5e"
+    for content in (b"", b"{", b"\xff", b"[" * 900, numbers, twice, b"null", b"7"):
         error_of(post(content=content, headers=as_json), 400)
     told = error_of(post(content=b"{}", headers={"content-type": "text/plain"}), 415)
     assert "expected application/json" in told["message"]
