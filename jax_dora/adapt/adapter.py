@@ -201,7 +201,7 @@ def site_of(weight: AdaptedWeight, by_path: dict[str, Found]) -> Site | None:
     found, reader = by_path.get(weight.module), by_path.get(weight.reader)
     if found is None or reader is None or not hasattr(found.module, weight.param):
         return None
-    if getattr(found.module, weight.param).ndim != len(weight.axes):
+    if getattr(found.module, weight.param).ndim < len(weight.axes):
         return None
     own = (reader.module, weight.inside)
     return Site(

@@ -130,7 +130,7 @@ class WeightAdapter:
 
         Args:
           kernel: the parameter's array as the module holds it now: a whole stack's, or one layer's
-            inside of a scan.
+            inside of a scan or `nnx.vmap`.
         """
         weight = functools.cache(functools.partial(self._weight, kernel))
         return trace.lift(jax.typeof(kernel), weight)
@@ -139,7 +139,10 @@ class WeightAdapter:
         # A program may read it where a part of the mesh is left to XLA.
         with meshes.context_of(kernel):
             kernel = adapted_here(kernel)
-            axes = self.place.axes.replace("s", "", len(self.place.axes) - kernel.ndim)
+            # One layer of a scan's, then one matrix of those that `nnx.vmap` has taken apart.
+            axes = self.place.axes
+            for role in "sb":
+                axes = axes.replace(role, "", max(0, len(axes) - kernel.ndim))
             order = self._stack_to_batch if "s" in axes else lambda array: array
             axes = axes.replace("s", "b")
             arrays = {"kernel": kernel}
@@ -183,8 +186,9 @@ class WeightAdapter:
 
 
 def stack_of_weight(shape: tuple[int, ...], axes: str) -> Stack:
-    """Returns how layers are stacked in a weight of these axes, as `Place.axes`."""
-    count, axis = axes.count("s"), axes.find("s")
+    """Returns how layers are stacked in a weight of these axes, as `Place.axes`, perhaps behind
+    those of models that `nnx.vmap` has stacked after they were adapted."""
+    count, axis = len(shape) - len(axes.replace("s", "")), axes.find("s")
     if axis <= 0:
         return Stack(shape[:count])
     least = sum(role in "bo" for role in axes)

@@ -1,6 +1,7 @@
 """Models of layers that their authors wrote themselves, adapted by what reads each weight."""
 
 import copy
+import functools
 import pickle
 
 import jax
@@ -10,7 +11,16 @@ import pytest
 from flax import nnx
 
 import jax_dora
-from jax_dora import DoRARule, apply_dora, coverage, get_adapter, merge_dora, remove_dora
+from jax_dora import (
+    DoRARule,
+    apply_dora,
+    coverage,
+    freeze,
+    get_adapter,
+    merge_dora,
+    remove_dora,
+    set_adapter,
+)
 from parity.tolerances.caps import OPERATOR_FP32_MAX_ABS
 from tests.jax_dora.small_models import Mixed, call, train
 from tests.jax_dora.small_models import ids as mixed_ids
@@ -332,6 +342,45 @@ class TestWeightsInContainers:
 
         with pytest.raises(TypeError, match=r"held.*: it stands in an nnx\.List"):
             apply_dora(Listed(), DoRARule("all-linear", 2, 3), rngs=nnx.Rngs(1), example=(self.x,))
+
+
+class TestAnEnsemble:
+    """Models that `nnx.vmap` calls at once."""
+
+    x = jnp.linspace(-1, 1, 3 * 2 * WIDTH).reshape(3, 2, WIDTH)
+
+    @staticmethod
+    def call(models, x):
+        return nnx.vmap(lambda model, x: model(x))(models, x)
+
+    def test_of_adapted_models(self):
+        equation, rule = "bd,df->bf", DoRARule("", 2, 3)
+        members = []
+        for seed in range(3):
+            base = Einsum(equation, (WIDTH, WIDTH), nnx.Rngs(seed))
+            model = apply_dora(base, rule, rngs=nnx.Rngs(seed), example=(self.x[0],))
+            train(model)
+            members.append(model)
+        states = [nnx.state(model) for model in members]
+        stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *states)
+        ensemble = nnx.merge(nnx.graphdef(members[0]), stacked)
+        expected = jnp.stack([model(x) for model, x in zip(members, self.x, strict=True)])
+        again = set_adapter(remove_dora(ensemble), get_adapter(ensemble))
+        for one in (ensemble, again, freeze(ensemble), merge_dora(ensemble)):
+            assert jnp.allclose(self.call(one, self.x), expected, atol=1e-6)
+
+    def test_adapted_whole(self):
+        @nnx.vmap
+        def make(rngs):
+            return Einsum("bd,df->bf", (WIDTH, WIDTH), rngs)
+
+        base = make(nnx.Rngs(0).split(3))
+        example = functools.partial(self.call, x=self.x)
+        model = apply_dora(base, DoRARule("", 2, 3), rngs=nnx.Rngs(1), example=example)
+        train(model)
+        found, merged = (self.call(one, self.x) for one in (model, merge_dora(model)))
+        assert jnp.allclose(found, merged, atol=1e-6)
+        assert not jnp.allclose(found, self.call(base, self.x), atol=1e-3)
 
 
 class OneArray(nnx.Module):
