@@ -10,7 +10,7 @@ from flax import nnx
 from jax_dora.adapt.tree import Found, find_modules, remove_dora
 from jax_dora.layers.base import Constant
 from jax_dora.ops import quantised
-from jax_dora.weights.module import public_methods
+from jax_dora.weights.module import own_methods
 from jax_dora.weights.reads import Example, Key, Read, ReadLog, apart
 from jax_dora.weights.trace import weight_trace
 
@@ -86,7 +86,7 @@ def _scoped_type(base: type[Any]) -> type[Any]:
 
         return call
 
-    methods = {name: scoped(method) for name, method in public_methods(base).items()}
+    methods = {name: scoped(method) for name, method in own_methods(base).items()}
     kind: Any = type(base)
     return kind(base.__name__, (base,), {"__module__": base.__module__, **methods})
 

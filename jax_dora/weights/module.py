@@ -24,7 +24,7 @@ def has_dora_type(module: Any) -> bool:
 
 @functools.cache
 def dora_type(base: type[nnx.Module]) -> type[Any]:
-    """Returns the subclass of `base` whose public methods follow adapted weights.
+    """Returns the subclass of `base` whose methods and properties follow adapted weights.
 
     Attributes:
       plain_type: of the class, `base`.
@@ -32,7 +32,12 @@ def dora_type(base: type[nnx.Module]) -> type[Any]:
       dora_reads: the adapted weights that its methods read: the path from it to the owner, and the
         parameter's name.
     """
-    methods = {name: _following(method) for name, method in public_methods(base).items()}
+    methods = {name: _following(method) for name, method in own_methods(base).items()}
+    methods |= {
+        name: property(_following(one.fget), one.fset, one.fdel, one.__doc__)
+        for name, one in inspect.getmembers(base, lambda one: isinstance(one, property))
+        if one.fget is not None and not name.startswith(_OF_OTHERS)
+    }
     if issubclass(base, nnx.Dict):
         methods["__iter__"] = _own_keys
     return _metaclass(type(base))(
@@ -57,15 +62,19 @@ def _metaclass(kind: type[type]) -> Any:
     return made
 
 
-def public_methods(module_type: type[Any]) -> dict[str, Any]:
-    """Returns `__call__` and the public methods that a class, or a base of it, wrote itself."""
+# What Python, JAX's pytrees and Flax's graphs call.
+_OF_OTHERS = ("__", "_pytree_", "_graph_node_")
+
+
+def own_methods(module_type: type[Any]) -> dict[str, Any]:
+    """Returns `__call__` and the other methods that a class, or a base of it, wrote itself."""
     found: dict[str, Any] = {}
     of_flax = set(nnx.Module.__mro__)
     for one in module_type.__mro__:
         if one in of_flax:
             continue
         for name, value in vars(one).items():
-            if name in found or (name.startswith("_") and name != "__call__"):
+            if name in found or (name.startswith(_OF_OTHERS) and name != "__call__"):
                 continue
             if inspect.isgeneratorfunction(value) or isinstance(value, type | property):
                 continue

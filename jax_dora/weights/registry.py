@@ -63,7 +63,7 @@ def register(
         jax_dora.register(MyExperts, param="gate", axes="bio")
         jax_dora.register("package.model.Einsum", axes=lambda m: jax_dora.einsum_axes(m.equation))
 
-    The layer keeps its class and its code. In its public methods, the products that read the
+    The layer keeps its class and its code. In its methods, the products that read the
     parameter along these axes become adapted ones, and whatever else reads it is given the merged
     weight W'.
 

@@ -344,6 +344,30 @@ class TestWeightsInContainers:
             apply_dora(Listed(), DoRARule("all-linear", 2, 3), rngs=nnx.Rngs(1), example=(self.x,))
 
 
+def test_private_methods_and_properties_read_the_adapted_weight():
+    class Private(nnx.Module):
+        def __init__(self):
+            self.w = drawn(nnx.Rngs(0), WIDTH, WIDTH)
+
+        def _project(self, x):
+            return x @ self.w[...]
+
+        @property
+        def doubled(self):
+            return 2 * self.w[...]
+
+        def __call__(self, x):
+            return self._project(x)
+
+    x = jnp.ones((2, WIDTH))
+    model = apply_dora(Private(), DoRARule("", 2, 3), rngs=nnx.Rngs(1), example=(x,))
+    train(model)
+    merged = merge_dora(model)
+    assert not jnp.allclose(merged(x), remove_dora(model)(x), atol=1e-3)
+    assert jnp.allclose(model._project(x), merged._project(x), atol=1e-6)
+    assert jnp.allclose(model.doubled, merged.doubled, atol=1e-6)
+
+
 class TestAnEnsemble:
     """Models that `nnx.vmap` calls at once."""
 
