@@ -55,6 +55,11 @@ class Rope:
             )
         if kind == "default":
             given = {}
+        elif "factor" not in given:
+            raise ValueError(
+                f"config.json asks for rope_type {kind!r} without a factor; expected one, by which "
+                "wavelengths grow"
+            )
         if kind == "llama3":
             longest = config.get("max_position_embeddings")
             given.setdefault("original_max_position_embeddings", longest)

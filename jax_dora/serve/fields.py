@@ -48,6 +48,8 @@ class Fields:
 def completion(body: dict[str, Any]) -> tuple[Fields, str | list[int]]:
     body = _given(body, READ | {"prompt"}, NEUTRAL | NEUTRAL_COMPLETION)
     prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
     is_tokens = isinstance(prompt, list) and all(_is_int(one) for one in prompt)
     if not (isinstance(prompt, str) or is_tokens) or not prompt:
         raise wrong("prompt", prompt, "one text, or one list of tokens; several are not supported")

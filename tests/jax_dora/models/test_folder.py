@@ -260,6 +260,7 @@ def test_tied_head_stored_as_well(make_folder, tmp_path):
         ({"model_type": "gpt2"}, NotImplementedError, "model_type 'gpt2'; expected one of llama"),
         ({"hidden_act": "gelu"}, NotImplementedError, "hidden_act 'gelu'"),
         ({"rope_parameters": {"rope_type": "yarn"}}, NotImplementedError, "rope_type 'yarn'"),
+        ({"rope_parameters": {"rope_type": "linear"}}, ValueError, "'linear' without a factor"),
         ({"rope_parameters": {"short_factor": []}}, NotImplementedError, "short_factor"),
         ({"quantization_config": {}}, NotImplementedError, "quantization_config"),
         ({"model_type": "mistral", "sliding_window": 9}, NotImplementedError, "sliding_window 9"),

@@ -64,6 +64,17 @@ def test_too_long_is_told_in_numbers(served):
     assert answer.usage.total_tokens == 96
 
 
+@pytest.mark.parametrize("prompt", ["ab", [97, 98]])
+def test_a_list_of_one_prompt_is_that_prompt(served, prompt):
+    _, client = served
+    alone, listed = (
+        client.completions.create(model="tiny", **OPTIONS | {"prompt": one, "max_tokens": 5})
+        for one in (prompt, [prompt])
+    )
+    assert listed.choices[0].text == alone.choices[0].text
+    assert listed.usage == alone.usage
+
+
 MESSAGE = {"role": "user", "content": "x"}
 CHAT = {"messages": [MESSAGE], "max_tokens": 1}
 
@@ -80,6 +91,8 @@ CHAT = {"messages": [MESSAGE], "max_tokens": 1}
         ("completions", {"temprature": 1}, "Unrecognized request argument: 'temprature'"),
         ("completions", {"prompt": ["a", "b"]}, "several are not supported"),
         ("completions", {"prompt": ""}, "prompt is ''"),
+        ("completions", {"prompt": [[1], [2]]}, "several are not supported"),
+        ("completions", {"prompt": [[]]}, "several are not supported"),
         ("completions", {"prompt": [257]}, "prompt has token 257; expected 0 to 256"),
         ("completions", {"prompt": [-1]}, "prompt has token -1"),
         ("completions", {"prompt": "\ud800"}, "prompt is '\\ud800'; expected Unicode"),
