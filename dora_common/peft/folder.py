@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 
-from dora_common.hyperparameters import DropoutMode
+from dora_common.hyperparameters import DropoutMode, adapter_scale
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.fit import Adapter, Fit, fit
 from dora_common.peft.keys import adapter_in, parse
@@ -105,6 +105,8 @@ class Folder:
     def options(self, adapter: Adapter, dropout_mode: DropoutMode | None) -> dict[str, Any]:
         """Returns the hyperparameters of a layer, under the names that a rule has for them."""
         config = self.config
+        with named_in_errors(self.path / CONFIG):
+            adapter_scale(adapter.rank, adapter.alpha, config.use_rslora)
         return {
             "rank": adapter.rank,
             "alpha": adapter.alpha,

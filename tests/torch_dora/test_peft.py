@@ -331,6 +331,15 @@ def test_a_model_without_an_adapter_is_refused(tmp_path: Path) -> None:
         load_adapter("model", tmp_path)  # pyright: ignore[reportArgumentType]
 
 
+def test_a_scale_that_float32_cannot_square_names_the_file(tmp_path: Path) -> None:
+    model = torch_dora.apply_dora(base(llama), torch_dora.DoRARule(".*q_proj", 2, 6))
+    save_adapter(model, tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(file.read_text().replace('"lora_alpha": 6', '"lora_alpha": 1e300'))
+    with pytest.raises(ValueError, match=r"adapter_config\.json: alpha is 1e[+]300, a scale of"):
+        load_adapter(base(llama), tmp_path)
+
+
 def test_what_the_format_has_once_may_not_differ(tmp_path: Path) -> None:
     rules = [
         torch_dora.DoRARule(r".*q_proj", rank=2, alpha=2, dropout=0.5),

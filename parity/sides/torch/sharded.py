@@ -184,6 +184,8 @@ def norm_of_a_shard() -> Iterator[None]:
     layers take it. At initialisation, where the magnitude is such a norm, no result tells."""
 
     def spoilt(of_shard, root, weight, lora_a, lora_b):
+        if not shards.is_sharded(weight):
+            return of_shard(weight, lora_a, lora_b)
         norm = of_shard(*shards.local_matrices(weight, lora_a, lora_b))
         return shards.joined(norm, weight, shards.along(weight, 0), weight.shape[:1])
 
