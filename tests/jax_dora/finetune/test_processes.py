@@ -132,9 +132,10 @@ def test_when_one_process_is_killed_the_other_says_so_and_the_run_goes_on(inputs
         assert status == 1, told
         assert seconds < 30
         assert "Traceback" not in told
-        last = told.splitlines()[-1]
+        last = told.strip().splitlines()[-1]
         saved = max(int(one.name) for one in (run / "checkpoints").glob("[0-9]*"))
-        assert last.startswith(f"Stopped: process {victim} is gone: killed, or lost. Step {saved} ")
+        stopped = f"Stopped: process {victim} is gone: killed, or lost. Step {saved} "
+        assert last.startswith(stopped), told
         assert last.endswith("is saved: the same command with --resume goes on from there")
         command = [*flags, str(run), "--resume"]
     shutil.copytree(run, alone)
