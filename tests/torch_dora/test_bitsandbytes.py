@@ -11,9 +11,10 @@ from torch import nn
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 import torch_dora
-from parity import oracle, tolerances
+from parity import oracle
+from tests.torch_dora.quantised_layers import assert_projection_agrees
 from torch_dora.layers import dora_layers
-from torch_dora.ops import dora_linear, factored_norm, quantised
+from torch_dora.ops import factored_norm, quantised
 
 SCALE, RANK, SHAPE = 0.7, 5, (32, 192)
 RULE = torch_dora.DoRARule("all-linear", 4, 8)
@@ -82,22 +83,7 @@ def test_norm_projection_and_gradients(kind, height, monkeypatch):
     for implementation in ("eager", "triton"):
         norm = factored_norm(layer.weight, a, b, SCALE, implementation=implementation)
         np.testing.assert_allclose(norm, wanted, rtol=1e-5)
-
-    x, bias = rows(SHAPE[1]), layer.bias.detach()
-    dy = torch.tensor(rng.normal(size=(14, SHAPE[0])), dtype=torch.float32)
-    magnitude = torch.tensor(wanted * (1 + 0.1 * rng.normal(size=SHAPE[0])), dtype=torch.float32)
-    leaves = [one.requires_grad_() for one in (x, a, b, magnitude, bias)]
-    y = dora_linear(x, layer.weight, a, b, magnitude, SCALE, bias=bias)
-    found = torch.autograd.grad(y, leaves, dy)
-    arrays = [one.detach().numpy() for one in (a, b, magnitude)]
-    arguments = (x.detach().numpy(), exact, *arrays, SCALE)
-    gradients = oracle.dora_linear_grads(dy.numpy(), *arguments, dtype="float32")
-    bound = tolerances.dora_linear(dy.numpy(), *arguments, "float32", bias=bias.detach().numpy())
-    result = oracle.dora_linear(*arguments, bias=bias.detach().numpy(), dtype="float32")
-    assert np.all(np.abs(y.detach().double().numpy() - result) <= bound.y)
-    for name, one in zip(("x", "lora_a", "lora_b", "magnitude", "bias"), found, strict=True):
-        error = np.abs(one.double().numpy() - getattr(gradients, f"d_{name}"))
-        assert np.all(error <= getattr(bound, f"d_{name}")), name
+    assert_projection_agrees(layer.weight, exact, layer.bias.detach(), a, b, SCALE)
 
 
 def test_a_model_is_adapted_trained_and_merged():

@@ -15,8 +15,9 @@ from torchao.quantization import (
 from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
 import torch_dora
-from parity import oracle, tolerances
-from torch_dora.ops import dora_linear, factored_norm, quantised
+from parity import oracle
+from tests.torch_dora.quantised_layers import assert_projection_agrees
+from torch_dora.ops import factored_norm, quantised
 
 SCALE, RANK, SHAPE = 0.7, 5, (24, 128)
 
@@ -92,25 +93,10 @@ def test_no_dense_copy_is_made_for_the_norm(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["int8", "float8", "nf4"])
 def test_projection_and_gradients(kind):
-    layer, (a, b) = linear(kind), adapter()
-    weight, rng = layer.weight, np.random.default_rng(2)
-    x = torch.tensor(rng.normal(size=(14, SHAPE[1])), dtype=torch.float32)
-    dy = torch.tensor(rng.normal(size=(14, SHAPE[0])), dtype=torch.float32)
-    norm = oracle.norm(meant(weight), a.numpy(), b.numpy(), SCALE)
-    magnitude = torch.tensor(norm * (1 + 0.1 * rng.normal(size=SHAPE[0])), dtype=torch.float32)
-    bias = layer.bias.detach()
-    leaves = [one.requires_grad_() for one in (x, a, b, magnitude, bias)]
-    y = dora_linear(x, weight, a, b, magnitude, SCALE, bias=bias)
-    found = torch.autograd.grad(y, leaves, dy)
-    arrays = [one.detach().numpy() for one in (a, b, magnitude)]
-    arguments = (x.detach().numpy(), meant(weight), *arrays, SCALE)
-    exact = oracle.dora_linear_grads(dy.numpy(), *arguments, dtype="float32")
-    bound = tolerances.dora_linear(dy.numpy(), *arguments, "float32", bias=bias.detach().numpy())
-    wanted = oracle.dora_linear(*arguments, bias=bias.detach().numpy(), dtype="float32")
-    assert np.all(np.abs(y.detach().double().numpy() - wanted) <= bound.y)
-    for name, one in zip(("x", "lora_a", "lora_b", "magnitude", "bias"), found, strict=True):
-        error = np.abs(one.double().numpy() - getattr(exact, f"d_{name}"))
-        assert np.all(error <= getattr(bound, f"d_{name}")), name
+    layer = linear(kind)
+    assert_projection_agrees(
+        layer.weight, meant(layer.weight), layer.bias.detach(), *adapter(), SCALE
+    )
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])

@@ -75,13 +75,7 @@ def factored_norm(
         return _quantised_norm(weight, lora_a, lora_b, float(scale), implementation)
 
     def of_shard(weight: Tensor, lora_a: Tensor, lora_b: Tensor) -> Tensor:
-        call = Call(
-            rows=weight.shape[1],
-            features=weight.shape[0],
-            dtypes=(weight.dtype, lora_a.dtype, lora_b.dtype),
-            device=weight.device.type,
-            transformed=choose.transformed(),
-        )
+        call = _call(weight, weight.dtype, lora_a.dtype, lora_b.dtype)
         chosen = choose.choose(call, implementation, None)
         if chosen == "triton" and one_pass_norm.refuses(call) is None:
             chosen = "one_pass"
@@ -118,18 +112,23 @@ def magnitude_scale(magnitude: Tensor, norm: Tensor, dtype: torch.dtype) -> Tens
     return magnitude.to(result) / norm.detach().to(result).clamp(min=eps)
 
 
+def _call(weight: Any, *dtypes: torch.dtype) -> Call:
+    """Returns what decides by what the norm of a weight is taken."""
+    return Call(
+        rows=weight.shape[1],
+        features=weight.shape[0],
+        dtypes=dtypes,
+        device=weight.device.type,
+        transformed=choose.transformed(),
+    )
+
+
 def _quantised_norm(
     weight: Any, lora_a: Tensor, lora_b: Tensor, scale: float, implementation: str | None
 ) -> Tensor:
     chosen = "eager"
     if quantised.has_codes(weight):
-        call = Call(
-            rows=weight.shape[1],
-            features=weight.shape[0],
-            dtypes=(lora_a.dtype, lora_b.dtype),
-            device=weight.device.type,
-            transformed=choose.transformed(),
-        )
+        call = _call(weight, lora_a.dtype, lora_b.dtype)
         chosen = choose.choose(call, implementation, None)
     elif implementation == "triton":
         raise NotImplementedError(
