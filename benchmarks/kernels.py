@@ -55,12 +55,6 @@ LOW_RANK = (
     low_rank_tiling.Config(tile_cols=128, stages=3, slots=1, consumers=3),
     low_rank_tiling.Config(tile_cols=64, stages=6, slots=2, consumers=3),
 )
-# Tiles of codes leave shared memory room for wider strips, which read A less often.
-QUANTISED_NORM = (
-    *LOW_RANK,
-    low_rank_tiling.Config(tile_cols=128, stages=4, slots=1, consumers=3),
-    low_rank_tiling.Config(tile_cols=192, stages=3, slots=1),
-)
 # Other tiles, and other orders of them, which decide what the level-2 cache holds.
 PRODUCTS = (
     product_tiling.Config(band=4),
@@ -117,7 +111,7 @@ KERNELS = {
         *(quantised_norm, definitions.quantised_norm, "in rank out"),
         ("nf4 in out", "tiles out", "in rank", "rank out"),
         [shape | {"rank": rank} for shape in QUANTISED_SHAPES for rank in RANKS],
-        QUANTISED_NORM,
+        LOW_RANK,
         ("in out rank",),
         kinds=(TILED, BF16),
     ),
@@ -125,10 +119,7 @@ KERNELS = {
         *(few_rows, definitions.few_rows, "rows in out rank"),
         ("rows in", "nf4 in out", "tiles out", "in rank", "rank out", "out"),
         [shape | {"rows": rows, "rank": 16} for shape in QUANTISED_SHAPES for rows in (1, 32)],
-        [
-            low_rank_tiling.Config(tile_cols=256, stages=2, slots=slots, splits=splits)
-            for slots, splits in ((3, None), (4, None), (4, 2), (4, 4), (4, 16))
-        ],
+        [low_rank_tiling.Config(tile_cols=256, stages=2, slots=slots) for slots in (3, 4)],
         ("rows in out",),
         kinds=(TILED, BF16),
     ),

@@ -12,9 +12,10 @@ from torch_dora.ops import quantised
 class DoRALinear4bit(DoRALinear):
     """A :class:`DoRALinear` over bitsandbytes' Linear4bit, in NF4 or FP4: what others call QDoRA.
 
-    The norm reads the weight block by block; products are of a copy in the layer's
-    ``compute_dtype`` that lasts as long as they do. Merged it is a ``torch.nn.Linear`` in the dtype
-    that the weight had before it was quantised: quantised again it could lose the adapter.
+    The norm reads the codes, on a GPU as they are and elsewhere block by block; products are of a
+    copy in the layer's ``compute_dtype`` that lasts as long as they do. Merged it is a
+    ``torch.nn.Linear`` in the dtype that the weight had before it was quantised: quantised again it
+    could lose the adapter.
     """
 
     BASES_NAMED: ClassVar = "bitsandbytes' Linear4bit"
