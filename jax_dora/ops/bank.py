@@ -25,6 +25,7 @@ from jax_dora.ops.bank_slots import Rows, Slots, composed, rows_of
 from jax_dora.ops.bank_ways import low_rank_product
 from jax_dora.ops.compose import accumulator
 from jax_dora.ops.mosaic import bank_expand, bank_rows
+from jax_dora.ops.mosaic.bank_rows_sizes import Member, plan
 from jax_dora.ops.operands import Static
 from jax_dora.ops.reduction import static_precision
 from jax_dora.ops.shard import Op, Shard
@@ -112,7 +113,7 @@ def bank_linears(
     members, count = [], 0
     for one in projections:
         first, count = one.part or (jnp.int32(0), one.slots.lora_a.shape[0])
-        members.append(bank_rows.Member(one.base[:, 0], *one.slots, first, one.bias))
+        members.append(Member(one.base[:, 0], *one.slots, first, one.bias))
     tokens = Tokens(x[:, 0], tuple(members), ids, step)
     by = static_precision(precision)
     static = Static("bank_linear", implementation, by, slots=count)
@@ -143,7 +144,7 @@ def step_of(
     )
     named = "bank_linear", implementation
     taken = any(choose.choose(*named, (bank_rows, call), optional=True) for call in calls)
-    return bank_rows.plan(ids, slots) if taken else None
+    return plan(ids, slots) if taken else None
 
 
 def called(
@@ -214,7 +215,7 @@ class Tokens(NamedTuple):
     i32[rows], `step_of` the ids or None."""
 
     x: Any
-    members: tuple[bank_rows.Member, ...]
+    members: tuple[Member, ...]
     ids: Any
     step: Any
 
@@ -247,7 +248,7 @@ MULTIPLY = Op("bank_rows", _run_tokens, (), ())
 
 
 def _multiplied(static: Static, tokens: Tokens) -> tuple[jax.Array, ...]:
-    def result(one: bank_rows.Member) -> jax.Array:
+    def result(one: Member) -> jax.Array:
         slots = Slots(one.lora_a, one.lora_b, one.g, one.scale, one.rank)
         rows = rows_of(slots, tokens.ids, one.first, static.slots, accumulator(one.base.dtype))
         lora = low_rank_product(

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_dora.ops.mosaic.bank_rows import TILE_ROWS, WARPS, Config, Sizes, padded
+from jax_dora.ops.mosaic.bank_rows_sizes import TILE_ROWS, WARPS, Config, Sizes, padded
 from jax_dora.ops.mosaic.bank_rows_slots import (
     clear,
     fetch_slots,

@@ -21,7 +21,7 @@ from jaxlib.mlir.dialects import arith, vector
 
 from jax_dora.ops import choose
 from jax_dora.ops.mosaic import ptx
-from jax_dora.ops.mosaic.bank_rows import TILE_ROWS, WARPS, Sizes
+from jax_dora.ops.mosaic.bank_rows_sizes import TILE_ROWS, WARPS, Sizes
 from jax_dora.ops.mosaic.hopper import tiled
 
 

@@ -1,0 +1,126 @@
+"""What the kernels of `bank_rows` share: sizes, launch knobs and the plan of a step."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from jax_dora.ops.choose import HOPPER_SM_COUNT
+from jax_dora.ops.mosaic.hopper import RESERVED, SHARED_MEMORY, TILE_K
+
+# Of one instruction.
+TILE_ROWS = 64
+# That fetch.
+WARPS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Launch knobs.
+
+    Attributes:
+      slices: tiles of `in` that a thread block of the first product adds up. More of them are
+        fewer partial sums, and fewer thread blocks.
+      shrink_stages, expand_stages: tiles of A and of B in flight in a thread block: a latency's
+        worth of bytes. With fewer, two thread blocks have room on a multiprocessor.
+    """
+
+    slices: int = 1
+    shrink_stages: int = 8
+    expand_stages: int = 8
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call: rows, in, out of all members, slots of the layer, ranks that have room,
+    and how many members there are."""
+
+    rows: int
+    in_features: int
+    out: int
+    slots: int
+    rank: int
+    members: int = 1
+
+    @property
+    def tiles(self) -> int:
+        return pl.cdiv(self.rows, TILE_ROWS)
+
+    @property
+    def in_use(self) -> int:
+        """Returns how many slots rows can have at most."""
+        return min(self.rows, self.slots)
+
+    @property
+    def entries(self) -> int:
+        """Returns the length of a plan's head."""
+        return pl.cdiv(1 + self.in_use, TILE_ROWS) * TILE_ROWS
+
+    @property
+    def boxes(self) -> list[int]:
+        """Returns the numbers of ranks that a copy may have, of which the least that suffices is
+        taken."""
+        return [box for box in (16, 32, 64) if box < self.rank] + [self.rank]
+
+
+def config_of(sizes: Sizes) -> Config | None:
+    """Returns knobs with two stages or more in each kernel, and as many tiles of `in` to a thread
+    block as leave no more blocks than multiprocessors, or fewer where they have no room; None where
+    one has none either."""
+    of_rows, row = sizes.tiles * TILE_ROWS, 2 * TILE_K
+
+    def stages(blocks: int, tile: int, beside: int) -> int:
+        most = min(16 if blocks <= HOPPER_SM_COUNT else 8, max(sizes.in_use, 2))
+        found = min(most, (SHARED_MEMORY - RESERVED - beside) // tile)
+        # Of which each warp has as many.
+        return found if found < WARPS else found // WARPS * WARPS
+
+    depth = padded(sizes.rank)
+    beside = of_rows * (2 * depth + row) + 2 * row * (sizes.in_use + 1)
+    expand = stages(sizes.out // TILE_K, depth * row, beside)
+    tiles = sizes.members * sizes.in_features // TILE_K
+    for slices in range(pl.cdiv(tiles, HOPPER_SM_COUNT), 0, -1):
+        blocks = pl.cdiv(tiles, slices)
+        beside = of_rows * (slices * row + 4 * sizes.rank)
+        shrink = stages(blocks, slices * depth * row, beside)
+        if min(shrink, expand) >= 2:
+            return Config(slices, shrink, expand)
+    return None
+
+
+def padded(rank: int) -> int:
+    """Returns the ranks that the second product has: tensor cores read 64 at a time."""
+    return pl.cdiv(rank, TILE_K) * TILE_K
+
+
+def plan(ids: jax.Array, slots: int) -> jax.Array:
+    """Returns what the kernels of a step have to know of its rows, from i32 ids [rows]: i32 of the
+    number of slots in use, of these slots, and of each row the number of its own among them.
+
+    It is the same for all projections and layers. A row of the base has -1, one of NaN -2.
+    """
+    sizes = Sizes(ids.shape[0], 0, 0, slots, 0)
+    ids = jnp.pad(ids, (0, sizes.tiles * TILE_ROWS - sizes.rows), constant_values=-1)
+    slot = jnp.arange(slots, dtype=jnp.int32)
+    used = (ids[None] == slot[:, None]).any(1)
+    ends = jnp.cumsum(used, dtype=jnp.int32)
+    head = jnp.zeros(sizes.entries, jnp.int32).at[0].set(ends[-1])
+    head = head.at[jnp.where(used, ends, sizes.entries)].set(slot, mode="drop")
+    number = jnp.where(ids < slots, ends[jnp.clip(ids, 0, slots - 1)] - 1, -2)
+    return jnp.concatenate([head, jnp.where(ids < 0, -1, number)])
+
+
+class Member(NamedTuple):
+    """One of the projections of the same x: base [rows, out], the adapters in slots as
+    `bank_slots.Slots`, perhaps of several layers, the first slot i32[] that is meant, bias [out]
+    or None."""
+
+    base: jax.Array
+    lora_a: jax.Array
+    lora_b: jax.Array
+    g: jax.Array | None
+    scale: jax.Array
+    rank: jax.Array
+    first: jax.Array
+    bias: jax.Array | None
