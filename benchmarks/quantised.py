@@ -41,13 +41,15 @@ TILE = 64
 
 
 class Case(NamedTuple):
-    """A whole step: kind "LoRA" or "DoRA", over `qtype` or "bf16"."""
+    """A whole step: kind "LoRA" or "DoRA", over `qtype` or "bf16"; with `keep_inner` of each
+    layer's last projection."""
 
     name: str
     config: DecoderConfig
     kind: str
     qtype: str
     shape: tuple[int, int]
+    keep_inner: bool = False
 
 
 class Settings(NamedTuple):
@@ -63,6 +65,7 @@ class Settings(NamedTuple):
     cases: tuple[Case, ...] = (
         Case("8B", LLAMA_3_8B, "DoRA", "bf16", (1, 4096)),
         Case("8B", LLAMA_3_8B, "DoRA", "nf4", (1, 4096)),
+        Case("8B", LLAMA_3_8B, "DoRA", "nf4", (1, 4096), keep_inner=True),
         Case("8B", LLAMA_3_8B, "LoRA", "nf4", (1, 4096)),
         Case("70B", LLAMA_3_70B, "DoRA", "nf4", (1, 2048)),
     )
@@ -90,6 +93,8 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
             continue
         row: Row = {"work": "step", "name": case.name, "kind": case.kind, "qtype": case.qtype}
         row |= {"batch": case.shape[0], "time": case.shape[1], "rank": settings.rank}
+        if case.keep_inner:
+            row["keep_inner"] = "down_proj"
         yield attempted(row, functools.partial(_step, case, settings, device))
 
 
@@ -186,6 +191,8 @@ def _step(case: Case, settings: Settings, device: str) -> Row:
     make = functools.partial(make_model, config)
     linear = step.linear_of(case.kind, config, settings.rank)
     model = nnx.eval_shape(functools.partial(make, linear=linear))
+    if case.keep_inner:
+        model.model.layers.mlp.down_proj.keep_inner = True
     if case.qtype != "bf16":
         for _, module in nnx.iter_modules(model):
             if isinstance(module, nnx.Linear) and hasattr(module, "lora_a"):
