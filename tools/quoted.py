@@ -260,7 +260,8 @@ def quantised_step() -> str:
     lines = []
     for found in rows("quantised", "h100", work="step"):
         ms = found["ms"]
-        cells = [sizes[found["name"]], "LoRA (QLoRA)" if found["kind"] == "LoRA" else "DoRA"]
+        kept = ", inner kept" if "keep_inner" in found else ""
+        cells = [sizes[found["name"]], "LoRA (QLoRA)" if found["kind"] == "LoRA" else f"DoRA{kept}"]
         cells += [found["qtype"], f"{ms:,.0f}" if ms > 1000 else f"{ms:.1f}"]
         cells += [f"{found['tokens_per_s']:,.0f}", f"{found['peak_bytes'] / 2**30:.1f}"]
         lines.append(cells)
