@@ -15,7 +15,8 @@ class TextStream:
     """Turns tokens into text, one at a time.
 
     What `add` and `end` return, put together, is what the tokenizer makes of all tokens, up to the
-    first stop string.
+    first stop string. Only where bytes that are no letter follow others, for which SentencePiece's
+    decoder takes back the letters that those were, these stay as they were said.
 
     Attributes:
       stopped: whether a stop string has come; `add` says nothing any more.
@@ -34,10 +35,14 @@ class TextStream:
         """Returns the text that is certain with this token."""
         self._window.append(token)
         text = self._tokenizer.decode(self._window)
+        if not _certain(text).startswith(self._said):
+            # Letters are taken back: what comes after them is a text of its own.
+            start = self._ends[-1] if self._ends else len(self._window) - 1
+            self._window, self._ends, self._said = self._window[start:], [], ""
+            text = self._tokenizer.decode(self._window)
         certain = _certain(text)
-        new = self._after_said(certain)
-        if new:
-            self._said = certain
+        new = certain[len(self._said) :]
+        self._said = certain
         if self._said == text:
             self._ends.append(len(self._window))
         self._shorten(is_whole=self._said == text)
@@ -60,15 +65,12 @@ class TextStream:
         """Returns what was held back."""
         if self.stopped:
             return ""
-        new = self._after_said(self._tokenizer.decode(self._window))
+        new = self._tokenizer.decode(self._window)[len(self._said) :]
         self._window, self._said = [], ""
         text = self._before_stop(new)
         if not self.stopped:
             text, self._held = text + self._held, ""
         return text
-
-    def _after_said(self, text: str) -> str:
-        return text[len(self._said) :] if text.startswith(self._said) else ""
 
     def _before_stop(self, new: str) -> str:
         if self.stopped:

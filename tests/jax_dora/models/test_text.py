@@ -49,6 +49,17 @@ def test_bytes_that_are_no_letters_come_too(tokens):
     assert "".join(pieces) == tokenizer.decode(tokens)
 
 
+@given(tokens=st.lists(st.sampled_from([0x0A, 0xC3, 0xA4, 0xF0, 0xB7, 256, 257]), max_size=80))
+def test_no_word_is_lost_behind_bytes_that_are_no_letters(tokens):
+    """Which make the decoder take back the line's end before them."""
+    tokenizer = TOKENIZERS["fallback"]
+    pieces, _ = said(tokenizer, tokens)
+    words = [
+        [one for one in text if one in "ab"] for text in ("".join(pieces), tokenizer.decode(tokens))
+    ]
+    assert words[0] == words[1]
+
+
 @given(
     text=st.text(alphabet="abc", max_size=40),
     stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3),
