@@ -90,7 +90,9 @@ class Encoder:
                     f'message {number} has "weight" {one["weight"]!r}; expected 1, or none: every '
                     "reply is learned"
                 )
-        turns = self.template.turns(messages, **({} if tools is None else {"tools": tools}))
+        if tools is not None and not _is_objects(tools):
+            raise ValueError(f'"tools" is {str(tools)[:100]!r}; expected a list of objects')
+        turns = self.template.turns(messages, tools=tools)
         if not turns:
             raise ValueError('no message has the role "assistant", whose replies are learned')
         for pieces in turns:
@@ -102,3 +104,7 @@ class Encoder:
                 tokens += more
                 learned += [is_reply] * len(more)
             yield Example(tokens, learned)
+
+
+def _is_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, dict) for one in value)

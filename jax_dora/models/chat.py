@@ -13,6 +13,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jax_dora.models.config import read_object
+from jax_dora.models.folder import MORE_TEMPLATES
 
 Messages = Sequence[dict[str, Any]]
 
@@ -20,11 +21,14 @@ Messages = Sequence[dict[str, Any]]
 class ChatTemplate:
     """Renders conversations as the model was trained to read them."""
 
-    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+    def __init__(
+        self, source: str, special_tokens: dict[str, str], *, with_tools: str | None = None
+    ) -> None:
         """
         Args:
           source: the template.
           special_tokens: what it may name: bos_token, eos_token, and others.
+          with_tools: the template of conversations that have tools, if it is another.
         """
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
@@ -36,6 +40,7 @@ class ChatTemplate:
         }
         try:
             self._template = environment.from_string(source)
+            self._with_tools = environment.from_string(with_tools or source)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template is no jinja2: {error}") from error
         self._special_tokens = special_tokens
@@ -44,20 +49,16 @@ class ChatTemplate:
     def of(cls, folder: Path) -> Self | None:
         """Returns the template of a model's folder, or None where it has none."""
         settings = _read(folder / "tokenizer_config.json")
-        file = folder / "chat_template.jinja"
-        source = file.read_text("utf-8") if file.is_file() else settings.get("chat_template")
-        if isinstance(source, list) and all(isinstance(one, dict) for one in source):
-            by_name = {str(one.get("name")): one.get("template") for one in source}
-            if "default" not in by_name:
-                raise ValueError(
-                    f"{folder} has the chat templates {', '.join(by_name)}; expected a default"
-                )
-            source = by_name["default"]
-        if source is None:
+        sources = _sources(folder, settings)
+        if not sources:
             return None
-        if not isinstance(source, str):
+        if "default" not in sources:
             raise ValueError(
-                f"{folder} has the chat template {str(source)[:100]}; expected a string, or a list "
+                f"{folder} has the chat templates {', '.join(sources)}; expected a default"
+            )
+        if odd := [source for source in sources.values() if not isinstance(source, str)]:
+            raise ValueError(
+                f"{folder} has the chat template {str(odd[0])[:100]}; expected a string, or a list "
                 "of objects with a name and a template"
             )
         special = _read(folder / "special_tokens_map.json") | settings
@@ -66,7 +67,7 @@ class ChatTemplate:
             for name, value in special.items()
             if name.endswith("_token") and isinstance(value, str | dict)
         }
-        return cls(source, tokens)
+        return cls(sources["default"], tokens, with_tools=sources.get("tool_use"))
 
     def render(self, messages: Messages, *, reply: bool = False, **more: Any) -> str:
         """Returns the text of a conversation.
@@ -75,10 +76,12 @@ class ChatTemplate:
           reply: end with what goes before the assistant's next message.
           **more: what the template may read besides, such as `tools`.
         """
+        # Templates ask whether these are none.
+        given = {"tools": None, "documents": None} | more
+        given |= {"messages": list(map(_plain, messages)), "add_generation_prompt": reply}
+        template = self._template if given["tools"] is None else self._with_tools
         try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=reply, **self._special_tokens, **more
-            )
+            return template.render(**self._special_tokens, **given)
         except Exception as error:  # a template computes, and may fail as any program does
             raise ValueError(f"the chat template refuses: {error}") from error
 
@@ -119,12 +122,37 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """Returns a message without fields of null, which some templates write as "None", and with its
+    reasoning under the names by which templates ask for it."""
+    message = {name: value for name, value in message.items() if value is not None}
+    for name in ("reasoning_content", "thinking", "reasoning"):
+        if name in message:
+            return {"thinking": message[name]} | message | {"reasoning_content": message[name]}
+    return message
+
+
+def _sources(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns the templates of a folder by their names: those of files alone, if there are any."""
+    files = {one.stem: one for one in (folder / MORE_TEMPLATES).glob("*.jinja")}
+    if (file := folder / "chat_template.jinja").is_file():
+        files["default"] = file
+    if files:
+        return {name: file.read_text("utf-8") for name, file in sorted(files.items())}
+    given = settings.get("chat_template")
+    if isinstance(given, list) and all(isinstance(one, dict) for one in given):
+        return {str(one.get("name")): one.get("template") for one in given}
+    return {} if given is None else {"default": given}
+
+
 def _read(file: Path) -> dict[str, Any]:
     return read_object(file) if file.is_file() else {}
 
 
-def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
 def _refuse(message: str) -> NoReturn:

@@ -32,6 +32,8 @@ from jax_dora.ops.quantised import is_quantised
 from jax_dora.ops.row_wise import columns_in_one_piece
 
 TIED = "lm_head.weight", "model.embed_tokens.weight"
+# A folder of chat templates beside the default one, by their names.
+MORE_TEMPLATES = "additional_chat_templates"
 
 # Says where an array goes: called with its path, such as "model/layers/mlp/up_proj/kernel", and its
 # shape.
@@ -220,7 +222,7 @@ def save_model(
         config_file = partial / "config.json"
         config_file.write_text(text + "\n")
         # Temporary folders and safetensors files are private to their owner; a model need not be.
-        for file in partial.iterdir():
+        for file in filter(Path.is_file, partial.iterdir()):
             shutil.copymode(config_file, file)
         partial.chmod(0o755)
         if folder.exists():
@@ -276,3 +278,5 @@ def _copy_other_files(source: Path, folder: Path) -> None:
         weights = ".safetensors" in file.name or file.suffix in (".bin", ".pt", ".pth", ".gguf")
         if file.is_file() and not weights and file.name != "config.json":
             shutil.copy2(file, folder)
+    if (templates := source / MORE_TEMPLATES).is_dir():
+        shutil.copytree(templates, folder / MORE_TEMPLATES)

@@ -211,6 +211,38 @@ def test_templates_render_as_by_transformers(where, template, tmp_path, tokenize
         assert ours.render(TALK, reply=reply) == expected
 
 
+@pytest.mark.parametrize("where", ["files", "a list"])
+def test_tools_and_fields_of_messages_render_as_by_transformers(where, tmp_path, tokenizer):
+    sources = {
+        "default": "{% for m in messages %}{{ m.reasoning_content }}{{ m.content }}{% endfor %}"
+        "{% if tools is not none or documents is not none %}undefined{% endif %}",
+        "tool_use": "{{ tools | tojson(ensure_ascii=False) }}{{ tools | tojson(indent=1) }}",
+    }
+    if where == "files":
+        folder = folder_of(tmp_path, tokenizer)
+        (folder / "chat_template.jinja").write_text(sources["default"])
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(sources["tool_use"])
+    else:
+        named = [{"name": name, "template": source} for name, source in sources.items()]
+        folder = folder_of(tmp_path, tokenizer, chat_template=named)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    ours = ChatTemplate.of(folder)
+    talk = [
+        {"role": "user", "content": "a", "reasoning_content": None},
+        {"role": "assistant", "content": None, "reasoning": "so"},
+    ]
+    for tools in (None, [{"type": "function", "function": {"name": "ü"}}]):
+        expected = theirs.apply_chat_template(talk, tools=tools, tokenize=False)
+        assert ours.render(talk, tools=tools) == expected
+
+
+def test_tools_are_objects(tokenizer):
+    encoder = Encoder(tokenizer, END, ChatTemplate(CHATML, {}))
+    with pytest.raises(ValueError, match=r'"tools" is .*; expected a list of objects'):
+        list(encoder.examples([("here", {"messages": TALK, "tools": '[{"type": "function"}]'})]))
+
+
 def test_replies_are_learned(tokenizer):
     encoder = Encoder(tokenizer, END, ChatTemplate(CHATML, {}))
     [example] = encoder.examples([("here", {"messages": TALK})])

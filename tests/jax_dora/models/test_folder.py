@@ -36,6 +36,9 @@ def test_written_folder_is_the_same_model(
 ):
     source = make_folder("qwen3", dtype=dtype)
     (source / "tokenizer.json").write_text("{}")
+    template = Path("additional_chat_templates") / "tool_use.jinja"
+    (source / template).parent.mkdir()
+    (source / template).write_text("{{ tools }}")
     model = decoder.load_model(source, segments=4)
     decoder.save_model(
         model,
@@ -46,6 +49,7 @@ def test_written_folder_is_the_same_model(
     )
     written = tmp_path / "new" / "folder"
     assert (written / "tokenizer.json").exists()
+    assert (written / template).read_text() == "{{ tools }}"
     assert (len(list(written.glob("*.safetensors"))) > 1) == (max_file_bytes < 1 << 20)
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["folder"]
     theirs = transformers.AutoModelForCausalLM.from_pretrained(written)
