@@ -49,7 +49,7 @@ def pack(examples: Sequence[Example], length: int) -> Packed:
     if not kept:
         raise ValueError(
             f"none of {len(examples)} examples has a completion within {length} tokens: "
-            "raise --length"
+            "raise --length, or give completions that are not empty"
         )
     contents: list[list[Example]] = []
     room: list[tuple[int, int]] = []  # (free tokens, row), sorted

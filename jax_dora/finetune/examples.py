@@ -85,7 +85,7 @@ class Encoder:
                 raise ValueError(f'message {number} has no "role"; expected a string')
             if not isinstance(one.get("content", ""), str | None):
                 raise ValueError(f"message {number} has content that is no string")
-            if one.get("weight", 1) != 1:
+            if one.get("weight") not in (None, 1):
                 raise ValueError(
                     f'message {number} has "weight" {one["weight"]!r}; expected 1, or none: every '
                     "reply is learned"

@@ -245,7 +245,8 @@ def test_tools_are_objects(tokenizer):
 
 def test_replies_are_learned(tokenizer):
     encoder = Encoder(tokenizer, END, ChatTemplate(CHATML, {}))
-    [example] = encoder.examples([("here", {"messages": TALK})])
+    talk = [one | {"weight": None} for one in TALK]  # as if it were not given
+    [example] = encoder.examples([("here", {"messages": talk})])
     text, learned = shown(encoder, example)
     assert text == ChatTemplate(CHATML, {}).render(TALK)
     assert learned == "yes<|im_end|>\nno<|im_end|>\n"
