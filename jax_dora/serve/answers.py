@@ -8,7 +8,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from jax_dora.models.text import TextStream
 from jax_dora.serve.request import Piece, Token
+
+NUMBER = "token_id:"  # begins the name of a token that is no whole letters
 
 
 class Writer:
@@ -79,7 +82,7 @@ class Writer:
             self._tokenizer.decode([token] * count, skip_special_tokens=False) for count in (1, 2)
         )
         text = twice[len(once) :]
-        return f"token_id:{token}" if "\ufffd" in text or not text else text
+        return f"{NUMBER}{token}" if "\ufffd" in text or not text else text
 
 
 class Completion(Writer):
@@ -91,6 +94,7 @@ class Completion(Writer):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._offset = 0
+        self._letters = TextStream(self._tokenizer)  # of tokens that are no whole ones
 
     def _choice(self, text: str) -> dict[str, Any]:
         return {"text": text}
@@ -99,23 +103,31 @@ class Completion(Writer):
 
     def _probabilities(self, tokens: Sequence[Token]) -> dict[str, Any]:
         names = [self._name(one.token) for one in tokens]
-        offsets = []
-        for name in names:
-            offsets.append(self._offset)
-            self._offset += len(name)
         return {
             "tokens": names,
             "token_logprobs": [one.logprob for one in tokens],
             "top_logprobs": [self._likeliest(one) for one in tokens],
-            "text_offset": offsets,
+            "text_offset": [
+                self._place(one.token, name) for one, name in zip(tokens, names, strict=True)
+            ],
         }
+
+    def _place(self, token: int, name: str) -> int:
+        """Returns where in the text the next token begins; a part of a letter, where that does."""
+        is_part = name.startswith(NUMBER)
+        if not is_part:
+            self._offset += len(self._letters.end())
+            self._letters = TextStream(self._tokenizer)
+        place = self._offset
+        self._offset += len(self._letters.add(token)) if is_part else len(name)
+        return place
 
     def _likeliest(self, one: Token) -> dict[str, float]:
         named: dict[str, float] = {}
         for other in one.likeliest:
             name = self._name(other.token)
             # Several tokens may have one text.
-            named[f"token_id:{other.token}" if name in named else name] = other.logprob
+            named[f"{NUMBER}{other.token}" if name in named else name] = other.logprob
         return named
 
 
@@ -143,7 +155,7 @@ class Chat(Writer):
 
     def _entry(self, one: Token) -> dict[str, Any]:
         name = self._name(one.token)
-        is_text = not name.startswith("token_id:")
+        is_text = not name.startswith(NUMBER)
         encoded = list(name.encode()) if is_text else None
         return {"token": name, "logprob": one.logprob, "bytes": encoded}
 

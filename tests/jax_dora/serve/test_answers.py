@@ -208,3 +208,12 @@ def test_tokens_have_their_spaces_and_names_of_their_own():
     assert told["tokens"] == [" a", " "]
     assert told["text_offset"] == [0, 2]
     assert told["top_logprobs"][0] == {" a": -1.0, "b": -2.0, "token_id:257": -3.0}
+
+
+def test_parts_of_a_letter_stand_where_it_does():
+    """And a byte that is no letter takes the place of one."""
+    tokens = [257, *"😀".encode(), 257, 0xB7, 257]
+    writer = Completion("m", byte_fallback_tokenizer(), 1, True)
+    pieces = [Piece("b😀b\ufffdb", tuple(Token(one, 0.0) for one in tokens), "length")]
+    told = writer.whole(pieces)["choices"][0]["logprobs"]
+    assert told["text_offset"] == [0, 1, 1, 1, 1, 2, 3, 4]
