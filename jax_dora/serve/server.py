@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import dataclasses
+import math
 import signal
 import socket
 import threading
+import time
 import traceback
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +32,8 @@ from jax_dora.serve.slots import Slots, make_bank, warm_up
 # Longer than clients keep a connection that they do not use (OpenAI's and httpx: 5 s): otherwise a
 # request may meet its end.
 KEEP_ALIVE_SECONDS = 30
+# Of those to end within, so many are for telling who is still waiting that nothing more comes.
+LAST_SECONDS = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,9 +146,10 @@ class Server:
                 log_level="warning",
                 limit_concurrency=most,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=settings.drain_seconds,
+                timeout_graceful_shutdown=max(settings.drain_seconds, LAST_SECONDS),
             )
         )
+        self._drains_until = math.inf
         self._socket: socket.socket | None = None
 
     def bind(self) -> tuple[str, int]:
@@ -202,7 +207,7 @@ class Server:
 
     def _answer(self) -> None:
         try:
-            while not self._ends.is_set():
+            while not self._ends.is_set() and not self._is_drained():
                 if not self.engine.turn():
                     self.engine.wait(0.05)
             self.engine.fail("the server ends")
@@ -211,6 +216,13 @@ class Server:
             self._tell(traceback.format_exc())
             self.engine.fail("the engine has failed; see the server's log")
             self.stop()
+
+    def _is_drained(self) -> bool:
+        """Returns whether the server is ending, and answers under way have had their time."""
+        if self._uvicorn.should_exit and self._drains_until == math.inf:
+            seconds = self.settings.drain_seconds - LAST_SECONDS
+            self._drains_until = time.monotonic() + seconds
+        return time.monotonic() >= self._drains_until
 
 
 def _sharding(

@@ -54,6 +54,20 @@ def test_signals_drain(model, adapters, tmp_path, number):
 
 
 @pytest.mark.slow
+def test_who_waits_longer_than_the_end_takes_is_told(settings):
+    """In place of a connection that breaks off."""
+    changes = {"adapters": None, "batch": 1, "chunk": 16, "max_length": 500, "drain_seconds": 0}
+    with serving.serving(dataclasses.replace(settings, **changes)) as (server, client):
+        stream = client.completions.create(
+            model="tiny", prompt="1", max_tokens=490, temperature=0, stream=True
+        )
+        next(stream)
+        server.stop()
+        with pytest.raises(openai.APIError, match="the server ends"):
+            list(stream)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "formats", [("nf4", None), ("float8_e4m3fn", "float8_e4m3fn")], ids=["nf4", "fp8"]
 )
