@@ -10,6 +10,7 @@ of "prompt" and "completion". Without --prompt, standard input is the prompt.
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax_dora
@@ -74,8 +75,13 @@ def run(args: argparse.Namespace) -> int:
         if args.adapter is not None:
             model = jax_dora.freeze(model)
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+
+    def stream_of(prompt: Sequence[int]) -> TextStream:
+        """Returns what makes text of an answer: a conversation's is a text of its own."""
+        return TextStream(tokenizer, before=() if args.chat else prompt)
+
     if len(prompts) == 1:
-        stream = TextStream(tokenizer)
+        stream = stream_of(tokens[0])
         for (drawn,) in generate_steps(model, tokens, args.tokens, sampling):
             if drawn in ends:
                 break
@@ -83,9 +89,10 @@ def run(args: argparse.Namespace) -> int:
         print(stream.end())
         return 0
     answers = generate(model, tokens, args.tokens, sampling, ends=ends)
-    for prompt, answer in zip(prompts, answers, strict=True):
-        line = {"prompt": prompt, "completion": tokenizer.decode(answer)}
-        print(json.dumps(line, ensure_ascii=False))
+    for prompt, read, answer in zip(prompts, tokens, answers, strict=True):
+        stream = stream_of(read)
+        completion = "".join([*map(stream.add, answer), stream.end()])
+        print(json.dumps({"prompt": prompt, "completion": completion}, ensure_ascii=False))
     return 0
 
 

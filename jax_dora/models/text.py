@@ -22,13 +22,22 @@ class TextStream:
       stopped: whether a stop string has come; `add` says nothing any more.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Sequence[str] = (), *, before: Sequence[int] = ()
+    ) -> None:
+        """
+        Args:
+          before: tokens that the text goes on from, none of whose own text is said: at a text's
+            beginning some decoders take a space away.
+        """
         self.stopped = False
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
-        self._window: list[int] = []
-        self._said = ""  # of the window's text
-        self._ends: list[int] = []  # where in the window all was said
+        self._window = list(before[-_WINDOW:])
+        text = tokenizer.decode(self._window)
+        self._said = _certain(text)  # of the window's text
+        # Where in the window all was said.
+        self._ends = [len(self._window)] if self._said == text else []
         self._held = ""  # what may begin a stop string
 
     def add(self, token: int) -> str:

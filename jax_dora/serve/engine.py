@@ -77,7 +77,8 @@ class Engine:
                 f"{len(request.prompt)} tokens of prompt and max_tokens {request.max_tokens}; "
                 f"expected one or more of each, and {self.capacity} together at most"
             )
-        answer = Answer(request, TextStream(self._tokenizer, request.style.stop))
+        before = request.prompt if request.continues else ()
+        answer = Answer(request, TextStream(self._tokenizer, request.style.stop, before=before))
         with self._changed:
             if self._failed:
                 raise RuntimeError(self._failed)

@@ -108,7 +108,8 @@ class _Handlers:
         # Long texts take their time, in which others are answered.
         prompt = await asyncio.to_thread(tokens, asked)
         pieces = _Pieces(
-            lambda sink: service.submit(fields, served, prompt, sink), service.engine.cancel
+            lambda sink: service.submit(fields, served, prompt, sink, continues=kind.continues),
+            service.engine.cancel,
         )
         writer = kind(
             fields.model, service.tokenizer, len(prompt), fields.style.logprobs is not None

@@ -70,6 +70,7 @@ class Request:
       max_tokens: the answer has at most so many.
       sink: is called with every `Piece` as it comes, from the engine's thread.
       adapter: None for the base alone.
+      continues: whether the answer's text goes on from the prompt's, with the space between them.
       asked: when it came, by `time.monotonic`.
     """
 
@@ -78,6 +79,7 @@ class Request:
     sink: Callable[[Piece], None]
     adapter: Served | None = None
     style: Style = Style()
+    continues: bool = False
     asked: float = dataclasses.field(default_factory=time.monotonic)
 
 

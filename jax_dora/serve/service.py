@@ -81,6 +81,8 @@ class Service:
         served: Served | None,
         prompt: list[int],
         sink: Callable[[Piece], None],
+        *,
+        continues: bool,
     ) -> Answer:
         most = self.engine.capacity
         room = most - len(prompt)
@@ -93,7 +95,7 @@ class Service:
                 param="max_tokens" if room > 0 else "prompt",
                 code="context_length_exceeded",
             )
-        request = Request(tuple(prompt), wanted, sink, served, fields.style)
+        request = Request(tuple(prompt), wanted, sink, served, fields.style, continues)
         try:
             return self.engine.submit(request)
         except QueueFullError as error:

@@ -60,6 +60,13 @@ def test_no_word_is_lost_behind_bytes_that_are_no_letters(tokens):
     assert words[0] == words[1]
 
 
+@pytest.mark.parametrize(("before", "text"), [((), "a b"), ((256, 257), " a b")])
+def test_the_space_after_what_a_text_goes_on_from_is_said(before, text):
+    """Which the decoder takes away where a text begins."""
+    stream = TextStream(TOKENIZERS["fallback"], before=before)
+    assert "".join([*map(stream.add, (256, 258, 257)), stream.end()]) == text
+
+
 @given(
     text=st.text(alphabet="abc", max_size=40),
     stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3),
