@@ -17,6 +17,9 @@ import numpy as np
 
 from jax_dora.ops import quantised
 
+# The least number of a tile is a tie, in int4 -7.5 between -7 and -8. Which it becomes would depend
+# on the last bit of the quotient, and so on the program, such as that of a mesh.
+_INWARDS = np.float32(1 - 2.0**-20)
 _MIDPOINTS = np.add(quantised.NF4[1:], quantised.NF4[:-1], dtype=np.float32) / 2
 
 
@@ -83,6 +86,6 @@ def _values(ratio: jax.Array, qtype: str) -> jax.Array:
         return code.astype(jnp.uint4)
     if qtype.startswith("int"):
         least, most = jnp.iinfo(qtype).min, jnp.iinfo(qtype).max
-        return jnp.clip(jnp.round(ratio), least, most).astype(qtype)
+        return jnp.clip(jnp.round(ratio * _INWARDS), least, most).astype(qtype)
     most = bound(qtype)
     return jnp.clip(ratio, -most, most).astype(qtype)

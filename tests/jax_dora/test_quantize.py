@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import qwix
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
 import jax_dora
@@ -58,6 +59,21 @@ def test_rounding_is_qwixs(qtype):
     differs = oracle.fp64(found.qvalue) != oracle.fp64(wanted.qvalue)
     assert not np.any(differs & ~(is_tie & qtype.startswith("int")))
     np.testing.assert_array_equal(found.scale, wanted.scale)
+
+
+@pytest.mark.parametrize("qtype", ["int4", "int8"])
+def test_rounding_is_the_same_in_every_program(qtype):
+    """Over several devices, and operation by operation."""
+    array = jnp.asarray(np.random.default_rng(0).normal(size=(256, 64)), jnp.float32)
+    mesh = jax.make_mesh((4,), ("rows",), (AxisType.Auto,), devices=jax.devices()[:4])
+    rows = NamedSharding(mesh, PartitionSpec("rows"))
+    for tile in ((64, 1), (256, 1)):
+        found = round_to(array, qtype, tile, jnp.float32)
+        sharded = round_to(jax.device_put(array, rows), qtype, tile, jnp.float32)
+        with jax.disable_jit():
+            eager = round_to(array, qtype, tile, jnp.float32)
+        for other in (sharded, eager):
+            jax.tree.map(np.testing.assert_array_equal, other, found)
 
 
 def test_a_bf16_kernel_is_rounded_by_its_bf16_scales():
