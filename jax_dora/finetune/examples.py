@@ -14,6 +14,7 @@ FORMS = (
     'a list "messages", strings "prompt" and "completion", strings "instruction" and "output" '
     '(and "input"), or a string "text"'
 )
+MARK = "\x01"  # a token of its own, which is in no text: in SentencePiece's models a byte
 # The words that Stanford Alpaca was trained with.
 ALPACA = (
     "Below is an instruction that describes a task{paired}. Write a response that appropriately "
@@ -66,8 +67,13 @@ class Encoder:
         """Returns the tokens of `text` after `before`: at the beginning of a text some tokenizers
         put a space, and others take it away."""
         first, both = self._tokens(before), self._tokens(before + text)
-        is_begun = both[: len(first)] == first
-        return both[len(first) :] if is_begun else self._tokens(text)
+        if both[: len(first)] == first:
+            return both[len(first) :]
+        # A token stands across. Alone the text may get a space, but not after what is one token.
+        mark, after_mark = self._tokens(MARK), self._tokens(MARK + text)
+        ways = [self._tokens(text), after_mark[len(mark) :]]
+        decode = self.tokenizer.decode
+        return next((one for one in ways if decode([*first, *one]) == decode(both)), ways[0])
 
     def _answer(self, prompt: str, completion: str) -> Example:
         before, after = self._tokens(prompt, special=True), self._following(prompt, completion)

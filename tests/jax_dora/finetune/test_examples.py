@@ -151,10 +151,11 @@ def test_bad_files(tmp_path):
             list(read_records(tmp_path / name))
 
 
-def spaced(normalizer, decoder):
+def spaced(normalizer, decoder, merges=()):
     """A tokenizer of single letters whose spaces are a letter, too."""
-    letters = {letter: number for number, letter in enumerate("▁abc:")}
-    tokenizer = Tokenizer(models.BPE(letters, []))
+    letters = ["▁", *"abc:\x01", *map("".join, merges)]
+    vocabulary = {letter: number for number, letter in enumerate(letters)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, list(merges)))
     underscores = normalizers.Replace(" ", "▁")
     tokenizer.normalizer = normalizers.Sequence([normalizer, underscores])
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), *decoder])
@@ -177,6 +178,15 @@ def test_the_spaces_between_pieces_are_those_of_the_data(tokenizer, completion):
     talk = [{"role": "user", "content": "a:"}, {"role": "assistant", "content": completion}]
     [example] = encoder.examples([("here", {"messages": talk})])
     assert tokenizer.decode(example.tokens) == f"a:{completion}"
+
+
+@pytest.mark.parametrize(("prompt", "completion"), [("c:a", "b c"), ("c: ", " ab")])
+def test_a_completion_that_goes_on_with_the_prompt_s_last_token_gets_no_space(prompt, completion):
+    merges = [("a", "b"), ("▁", "ab"), ("▁", "▁")]
+    strip = [decoders.Strip(" ", 1, 0)]
+    encoder = Encoder(spaced(normalizers.Prepend("▁"), strip, merges), 0, None)
+    [example] = encoder.examples([("here", {"prompt": prompt, "completion": completion})])
+    assert encoder.tokenizer.decode(example.tokens[:-1]) == prompt + completion
 
 
 def test_alpaca(encoder):
