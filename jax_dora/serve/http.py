@@ -7,6 +7,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from prometheus_client import Counter
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
@@ -52,7 +53,7 @@ def make_app(
 
     handled: Any = dict.fromkeys((ApiError, 404, 405, 500), refuse)
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handled)
-    return app if api_key is None else _Key(app, api_key)
+    return app if api_key is None else _Key(app, api_key, service.engine.metrics.refused)
 
 
 def _of_starlette(request: Request, error: Exception) -> ApiError:
@@ -233,8 +234,8 @@ async def _hang_up(request: Request) -> None:
 class _Key:
     """Lets nobody in who does not know the key, but to /health."""
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app, self._expected = app, f"Bearer {key}".encode()
+    def __init__(self, app: ASGIApp, key: str, refused: Counter) -> None:
+        self._app, self._expected, self._refused = app, f"Bearer {key}".encode(), refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] != "/health":
@@ -242,6 +243,7 @@ class _Key:
             if not secrets.compare_digest(given, self._expected):
                 told = "The API key is missing or wrong; expected 'Authorization: Bearer KEY'"
                 error = ApiError(401, told, code="invalid_api_key")
+                self._refused.labels(401).inc()
                 await _json(error.body(), 401, close=True)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -92,7 +92,7 @@ def test_a_quantised_base(model, adapters, settings, formats):
 @pytest.mark.slow
 def test_a_key_is_asked_for(model, settings):
     changed = dataclasses.replace(settings, adapters=None, api_key="secret", batch=1, chunk=16)
-    with serving.serving(changed) as (_, client):
+    with serving.serving(changed) as (server, client):
         assert [one.id for one in client.models.list()] == ["tiny"]
         root = str(client.base_url).removesuffix("/v1/")
         for wrong in ("", "Bearer secre", "Bearer secret2", "secret"):
@@ -100,6 +100,7 @@ def test_a_key_is_asked_for(model, settings):
                 answer = httpx.get(f"{root}{path}", headers={"authorization": wrong})
                 assert answer.status_code == 401
                 assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert server.metrics.refused.labels(401)._value.get() == 12
         assert httpx.get(f"{root}/health").status_code == 200
 
 
