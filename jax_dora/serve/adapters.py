@@ -1,11 +1,12 @@
 """The adapters of a folder, by name: read when they come, read again when they change, gone when
 they go, while the server runs."""
 
+import contextlib
 import dataclasses
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,8 @@ class Adapters:
             return
         with self._one_at_a_time:
             found = self._signatures()
+            if not settle:
+                self._tell_of_others(found)
             for name in sorted(self._settled.keys() - found.keys()):
                 self._forget(name)
             for name, signature in sorted(found.items()):
@@ -101,6 +104,16 @@ class Adapters:
             self._tell(f"{self._folder} cannot be read, and what was in it is served on: {error}")
             return self._seen
         return {one.name: made for one in entries if (made := _signature(one)) is not None}
+
+    def _tell_of_others(self, found: Container[str]) -> None:
+        """Tells which folders hold no adapter, as those of a folder of folders."""
+        others: list[str] = []
+        with contextlib.suppress(OSError):  # of which the scan has told
+            folders = (one.name for one in self._folder.iterdir() if one.is_dir())
+            others = [name for name in folders if name not in found and not name.startswith(".")]
+        if others:
+            told = ", ".join(sorted(others)[:10])
+            self._tell(f"{self._folder} has folders without an adapter, not served: {told}")
 
     def _take(self, name: str, signature: Signature) -> None:
         try:

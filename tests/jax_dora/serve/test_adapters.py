@@ -78,6 +78,7 @@ def test_a_damaged_one_is_told_and_the_others_are_served(folder, adapters, told)
     adapters.scan(settle=False)
     assert adapters.names() == ["good"]
     assert adapters.damaged() == {"bad": "a tensor is missing"}
+    assert told[0] == f"{folder} has folders without an adapter, not served: empty"
     adapters.scan()
     assert told.count("adapter 'bad' is not served: a tensor is missing") == 1
     write(folder / "bad", "mended")
