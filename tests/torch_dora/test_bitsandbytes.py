@@ -14,7 +14,7 @@ import torch_dora
 from parity import oracle
 from tests.torch_dora.quantised_layers import assert_projection_agrees
 from torch_dora.layers import dora_layers
-from torch_dora.ops import factored_norm, quantised
+from torch_dora.ops import dora_linear, factored_norm, quantised
 
 SCALE, RANK, SHAPE = 0.7, 5, (32, 192)
 RULE = torch_dora.DoRARule("all-linear", 4, 8)
@@ -84,6 +84,21 @@ def test_norm_projection_and_gradients(kind, height, monkeypatch):
         norm = factored_norm(layer.weight, a, b, SCALE, implementation=implementation)
         np.testing.assert_allclose(norm, wanted, rtol=1e-5)
     assert_projection_agrees(layer.weight, exact, layer.bias.detach(), a, b, SCALE)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_weight_without_rows_or_columns_or_of_odd_rows():
+    for out, width in ((0, 64), (64, 0), (5, 3)):
+        weight = linear4bit(shape=(out, width)).weight
+        a, b = torch.ones(RANK, width), torch.ones(out, RANK)
+        y = dora_linear(rows(width), weight, a, b, torch.ones(out), SCALE)
+        assert y.shape == (14, out)
+        if width % 2:
+            with pytest.raises(NotImplementedError, match=r"\(5, 3\): .* an even number of them"):
+                factored_norm(weight, a, b, SCALE, implementation="triton")
+        else:
+            norm = factored_norm(weight, a, b, SCALE, implementation="triton")
+            assert torch.equal(norm, torch.zeros(out))
 
 
 def test_a_model_is_adapted_trained_and_merged():

@@ -18,6 +18,7 @@ import torch_dora
 from parity import oracle
 from tests.torch_dora.quantised_layers import assert_projection_agrees
 from torch_dora.ops import factored_norm, quantised
+from torch_dora.ops.triton import one_pass_norm
 
 SCALE, RANK, SHAPE = 0.7, 5, (24, 128)
 
@@ -68,10 +69,13 @@ def test_norm(kind, height, monkeypatch):
     wanted = oracle.norm(exact, a.numpy(), b.numpy(), SCALE)
     np.testing.assert_allclose(norm, wanted, rtol=1e-5)
     if kind == "nf4":
+        launch, calls = one_pass_norm.launch, []
+        monkeypatch.setattr(one_pass_norm, "launch", lambda *a: (calls.append(a), launch(*a))[1])
         norm = factored_norm(weight, a, b, SCALE, implementation="triton")
         np.testing.assert_allclose(norm, wanted, rtol=1e-5)
         norm = factored_norm(weight, a, b / 0, 0, implementation="triton")
         np.testing.assert_allclose(norm, np.linalg.norm(exact, axis=1), rtol=1e-5)
+        assert len(calls) == 2
 
 
 def test_no_dense_copy_is_made_for_the_norm(monkeypatch):

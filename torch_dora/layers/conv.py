@@ -19,7 +19,8 @@ class DoRAConv(DoRALayer):
     as y = base + ((g-1)∘base + g∘(s·lora)) + bias, where lora is a convolution with lora_a like
     the base's (stride, padding, dilation, groups), then a product with lora_b. In a grouped
     convolution every group has an adapter of its own, of rank / groups. (PEFT's reads all input
-    channels in every group there, and no weight of the base's shape can hold that.)
+    channels in every group there, and no weight of the base's shape can hold that.) The norms of
+    several groups are one product of torch, whatever ``implementation`` is.
 
     Parameters: ``weight`` [out, in / groups, *window], ``bias`` [out] or None, ``lora_a``
     [rank, in / groups, *window], ``lora_b`` [out, rank / groups], ``magnitude`` [out]. Arguments as

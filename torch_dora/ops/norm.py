@@ -132,10 +132,15 @@ def _quantised_norm(
         chosen = choose.choose(call, implementation, None)
     elif implementation == "triton":
         raise NotImplementedError(
-            f"implementation 'triton' takes no {type(weight).__name__}; pass None or 'eager'"
+            f"implementation 'triton' takes no {type(weight).__name__} of shape "
+            f"{tuple(weight.shape)}: it reads codes of four bits, an even number of them in each "
+            "row and each run; pass None or 'eager'"
         )
     with no_autocast(weight):
-        if chosen == "triton" and scale != 0:
+        if chosen == "triton":
+            if scale == 0:
+                # The kernel multiplies what is left out, NaN and infinity too.
+                lora_a, lora_b = torch.zeros_like(lora_a), torch.zeros_like(lora_b)
             return _norm_of_codes(*quantised.codes(weight), lora_a, lora_b, scale)
         return quantised.norm(weight, lora_a, lora_b, scale, accumulation_dtype(lora_a, lora_b))
 

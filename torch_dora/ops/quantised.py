@@ -244,7 +244,7 @@ def _bits4_rows(weight: Bits4, scales: Any, start: int, stop: int, dtype: torch.
         (last - first,),
         dtype,
     )
-    return rows.reshape(-1, width)
+    return rows.reshape(stop - start, width)
 
 
 def norm(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float, dtype: Any) -> Tensor:
