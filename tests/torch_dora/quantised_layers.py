@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parity import oracle, tolerances
 from torch_dora.ops import dora_linear
@@ -30,3 +30,27 @@ def assert_projection_agrees(
     for name, one in zip(("x", "lora_a", "lora_b", "magnitude", "bias"), found, strict=True):
         error = np.abs(one.double().numpy() - getattr(gradients, f"d_{name}"))
         assert np.all(error <= getattr(bound, f"d_{name}")), name
+
+
+def assert_compiles(model: nn.Module, x: Tensor) -> None:
+    """Holds a model of adapted layers over quantised weights, as torch.compile has it, to what it
+    computes without; and the graph to be one, that keeps nothing as large as a weight in floats."""
+    kept = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.numel() if tensor.is_floating_point() else 0)
+        return tensor
+
+    leaves = [x.requires_grad_(), *(one for one in model.parameters() if one.requires_grad)]
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.manual_seed(0)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = compiled(x)
+    dy = torch.randn_like(y)
+    found = y, *torch.autograd.grad(y, leaves, dy)
+    torch.manual_seed(0)
+    y = model(x)
+    wanted = y, *torch.autograd.grad(y, leaves, dy)
+    torch.testing.assert_close(found, wanted)
+    assert max(kept) < x.shape[-1] * y.shape[-1]

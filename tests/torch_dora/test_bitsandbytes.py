@@ -12,7 +12,7 @@ from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 import torch_dora
 from parity import oracle
-from tests.torch_dora.quantised_layers import assert_projection_agrees
+from tests.torch_dora.quantised_layers import assert_compiles, assert_projection_agrees
 from torch_dora.layers import dora_layers
 from torch_dora.ops import dora_linear, factored_norm, quantised
 
@@ -116,6 +116,11 @@ def test_a_model_is_adapted_trained_and_merged():
     assert report.layers[0].change > 0
     torch.testing.assert_close(merged(x), model(x), rtol=3e-2, atol=3e-2)
     assert torch.equal(torch_dora.remove_dora(model)(x), plain)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compilers are theirs
+def test_a_compiled_layer_is_one_graph():
+    assert_compiles(trained(torch_dora.apply_dora(nn.Sequential(linear4bit()), RULE)), rows(192))
 
 
 def test_peft_reads_the_folder_and_computes_the_same(tmp_path):

@@ -16,7 +16,7 @@ from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
 import torch_dora
 from parity import oracle
-from tests.torch_dora.quantised_layers import assert_projection_agrees
+from tests.torch_dora.quantised_layers import assert_compiles, assert_projection_agrees
 from torch_dora.ops import factored_norm, quantised
 from torch_dora.ops.triton import one_pass_norm
 
@@ -101,6 +101,14 @@ def test_projection_and_gradients(kind):
     assert_projection_agrees(
         layer.weight, meant(layer.weight), layer.bias.detach(), *adapter(), SCALE
     )
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compilers are theirs
+@pytest.mark.parametrize("kind", ["int8", "float8", "nf4"])
+def test_a_compiled_layer_is_one_graph(kind):
+    model = torch_dora.apply_dora(nn.Sequential(linear(kind)), torch_dora.DoRARule(".*", 4, 8))
+    model[0].lora_b.data.normal_(0, 0.1)
+    assert_compiles(model, torch.randn(3, SHAPE[1]))
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])

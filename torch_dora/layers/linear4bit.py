@@ -2,7 +2,6 @@
 
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from torch_dora.layers.linear import DoRALinear
@@ -29,8 +28,6 @@ class DoRALinear4bit(DoRALinear):
             and type(module).forward is of.forward
         )
 
-    # A layer is a break in the graph of torch.compile.
-    @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Returns [..., out] of x [..., in], in x's dtype."""
         dtype = self.settings.compute_dtype

@@ -1,6 +1,7 @@
 """Which dtype arithmetic happens in, and how tensors get there."""
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +22,9 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
-def no_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+def no_autocast(tensor: Any) -> contextlib.AbstractContextManager[object]:
     """Returns the context in which autocast leaves operations on ``tensor``'s device alone; the
     meta device has no autocast."""
-    if tensor.is_meta:
+    if tensor.device.type == "meta":
         return contextlib.nullcontext()
     return torch.autocast(tensor.device.type, enabled=False)

@@ -30,7 +30,7 @@ from torch_dora.ops.compose import (
 )
 from torch_dora.ops.dtypes import cast, no_autocast
 from torch_dora.ops.norm import factored_norm, magnitude_scale
-from torch_dora.ops.quantised import dense, is_quantised, matrix
+from torch_dora.ops.quantised import Bits4, dense, is_quantised, matrix
 
 if TYPE_CHECKING or choose.TRITON_MODE is not None:
     from torch_dora.ops.triton import expand_compose
@@ -118,7 +118,7 @@ class Operands(NamedTuple):
 
     x: Tensor
     adapter_x: Tensor | None
-    weight: Tensor
+    weight: Tensor | Bits4
     bias: Tensor | None
     lora_a: Tensor
     lora_b: Tensor
@@ -184,10 +184,12 @@ class _DoRALinear(torch.autograd.Function):
         y, z, inner = _forward(static, operands)
         x, adapter_x, weight, bias, lora_a, lora_b, g = operands
         _, _, d_weight, _, d_a, d_b, _ = ctx.needs_input_grad[1:]
+        # What is no tensor is kept apart from what torch saves.
+        ctx.bits4 = weight if isinstance(weight, Bits4) else None
         ctx.save_for_backward(
             x if d_weight or (d_a and adapter_x is None) else None,
             adapter_x if d_a else None,
-            weight,
+            weight if ctx.bits4 is None else None,
             lora_a,
             lora_b,
             z if d_b else None,
@@ -204,6 +206,7 @@ class _DoRALinear(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, adapter_x, weight, lora_a, lora_b, z, inner, g = ctx.saved_tensors
+        weight = weight if ctx.bits4 is None else ctx.bits4
         want_x, want_adapter_x, want_weight, want_bias, want_a, want_b, want_g = (
             ctx.needs_input_grad[1:]
         )
@@ -217,7 +220,7 @@ class _DoRALinear(torch.autograd.Function):
             if d is not None:
                 d = _rows(d)
                 if want_x:
-                    dx = d @ dense(weight, dy.dtype)
+                    dx = d @ dense(weight, dy.dtype, again=True)
                 if want_weight:
                     d_weight = _mm(d.T, _rows(x).to(dy.dtype), weight_dtype)
                 if want_b:
@@ -251,7 +254,7 @@ def _expand_compose(base, z, lora_b, g, bias, scale, want_inner, implementation)
     return forward(base, lora, g, bias, scale, False, want_inner, implementation)
 
 
-def result_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
+def result_dtype(x: Tensor, weight: Tensor | Bits4) -> torch.dtype:
     """Returns the dtype of ``torch.nn.functional.linear``'s result."""
     dtype = torch.promote_types(x.dtype, weight.dtype)
     # torch.compile of torch 2.11 cannot ask whether a device has autocast.

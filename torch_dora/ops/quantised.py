@@ -23,34 +23,27 @@ BLOCK_BYTES = 128 * 2**20
 _BLOCKWISE = ("Int8Tensor", "Float8Tensor")
 
 
-class Bits4(Tensor):
+class Bits4:
     """The weight [out, in] of a Params4bit of bitsandbytes', which itself has the shape of its
-    bytes.
+    bytes. No tensor, so that torch.compile can make one inside of a graph, but it answers what
+    operators ask a frozen weight.
 
     Attributes:
         packed: u8, two codes a byte, the first in the upper half.
         state: its QuantState: scales, perhaps quantised themselves, and the format.
+        dtype: that of the weight, for whoever asks.
     """
 
-    packed: Tensor
-    state: Any
+    requires_grad = False
+    ndim = 2
 
-    @staticmethod
-    def __new__(cls, packed: Tensor, state: Any, dtype: torch.dtype) -> "Bits4":
-        """Returns the weight, of ``dtype`` for whoever asks."""
-        make: Any = Tensor._make_wrapper_subclass
-        self = make(cls, state.shape, dtype=dtype, device=packed.device)
-        self.packed, self.state = packed, state
+    def __init__(self, packed: Tensor, state: Any, dtype: torch.dtype) -> None:
+        self.packed, self.state, self.dtype = packed, state, dtype
+        self.shape, self.device = state.shape, packed.device
+
+    def detach(self) -> "Bits4":
+        """Returns the weight itself: it has no gradient."""
         return self
-
-    def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return f"Bits4({tuple(self.shape)}, {self.state.quant_type}, dtype={self.dtype})"
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return cls(args[0].packed, args[0].state, args[0].dtype)
-        raise NotImplementedError(f"{func} takes no weight of bitsandbytes' 4 bits; see `dense`")
 
 
 class Codes(NamedTuple):
@@ -103,10 +96,10 @@ def is_quantised(weight: Any) -> bool:
     # Asked first: torch.compile cannot read the name of a plain parameter's module.
     if type(weight) in (Tensor, nn.Parameter):
         return False
+    if isinstance(weight, Bits4):
+        return True
     package = type(weight).__module__.partition(".")[0]
-    return isinstance(weight, Bits4) or (
-        isinstance(weight, Tensor) and package in ("torchao", "bitsandbytes")
-    )
+    return isinstance(weight, Tensor) and package in ("torchao", "bitsandbytes")
 
 
 def check(name: str, weight: Any) -> None:
@@ -142,14 +135,20 @@ def check_activations(name: str, weight: Any) -> None:
         )
 
 
-def dense(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a weight in ``dtype``; of a quantised one a copy, each element rounded once."""
+def dense(weight: Any, dtype: torch.dtype, *, again: bool = False) -> Tensor:
+    """Returns a weight in ``dtype``; of a quantised one a copy, each element rounded once.
+
+    Args:
+        again: whether the forward pass has made this copy too, and let go of it.
+    """
     if not is_quantised(weight):
         return weight if weight.dtype == dtype else weight.to(dtype)
+    stored = _stored(weight, again)
     if isinstance(weight, Bits4) and dtype != torch.float64:
-        return _bits4_rows(weight, _bits4_scales(weight), 0, weight.shape[0], dtype)
+        return _bits4_rows(weight, stored, _bits4_scales(weight), 0, weight.shape[0], dtype)
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    for start, rows in blocks(weight, torch.float64 if dtype == torch.float64 else torch.float32):
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for start, rows in _blocks(weight, stored, wide):
         out[start : start + rows.shape[0]] = rows
     return out
 
@@ -173,7 +172,20 @@ def codes(weight: Any) -> Codes:
     return Codes(weight.quantized_data, weight.nf4.float(), scales, weight.block_size)
 
 
-def blocks(weight: Any, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+def _stored(weight: Any, again: bool) -> Tensor:
+    """Returns what a quantised weight has in memory beside its scales."""
+    if isinstance(weight, Bits4):
+        stored = weight.packed
+    else:
+        stored = weight.quantized_data if type(weight).__name__ == "NF4Tensor" else weight.qdata
+    if again and torch.compiler.is_compiling():
+        # Read by another expression: of equal ones a compiler makes one, and would keep the
+        # forward pass' copy of every weight for the backward pass.
+        return stored[None][0]
+    return stored
+
+
+def _blocks(weight: Any, stored: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
     """Yields (first row, some rows of a quantised weight [out, in]) in ``dtype``."""
     (out_features, in_features), scales, step = weight.shape, None, 1
     if isinstance(weight, Bits4):
@@ -186,15 +198,17 @@ def blocks(weight: Any, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
     for start in range(0, out_features, height):
         stop = min(start + height, out_features)
         if isinstance(weight, Bits4):
-            yield start, _bits4_rows(weight, scales, start, stop, torch.float32).to(dtype)
+            yield start, _bits4_rows(weight, stored, scales, start, stop, torch.float32).to(dtype)
         elif scales is not None:
-            yield start, _nf4_rows(weight, scales, start, stop, dtype)
+            yield start, _nf4_rows(weight, stored, scales, start, stop, dtype)
         else:
-            yield start, _blockwise_rows(weight, start, stop, dtype)
+            yield start, _blockwise_rows(weight, stored, start, stop, dtype)
 
 
-def _blockwise_rows(weight: Any, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-    values = weight.qdata[start:stop].to(dtype)
+def _blockwise_rows(
+    weight: Any, stored: Tensor, start: int, stop: int, dtype: torch.dtype
+) -> Tensor:
+    values = stored[start:stop].to(dtype)
 
     def spread(tiles: Tensor) -> Tensor:
         """Returns for each element of the rows the number of its tile, in ``dtype``."""
@@ -215,9 +229,11 @@ def _nf4_scales(weight: Any) -> Tensor:
     )
 
 
-def _nf4_rows(weight: Any, scales: Tensor, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+def _nf4_rows(
+    weight: Any, stored: Tensor, scales: Tensor, start: int, stop: int, dtype: torch.dtype
+) -> Tensor:
     width, block = weight.shape[1], weight.block_size
-    packed = weight.quantized_data[start * width // 2 : stop * width // 2]
+    packed = stored[start * width // 2 : stop * width // 2]
     codes = torch.stack([packed >> 4, packed & 15], dim=1).long()
     runs = weight.nf4.to(dtype)[codes].reshape(-1, block)
     of_rows = scales[start * width // block : stop * width // block]
@@ -232,27 +248,29 @@ def _bits4_scales(weight: Bits4) -> Tensor:
     return (functional.dequantize_blockwise(state.absmax, state.state2) + state.offset).float()
 
 
-def _bits4_rows(weight: Bits4, scales: Any, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+def _bits4_rows(
+    weight: Bits4, stored: Tensor, scales: Any, start: int, stop: int, dtype: torch.dtype
+) -> Tensor:
     width, block = weight.shape[1], weight.state.blocksize
     first, last = start * width, stop * width
     rows = torch.ops.bitsandbytes.dequantize_4bit(
-        weight.packed[first // 2 : (last + 1) // 2, None],
+        stored[first // 2 : (last + 1) // 2, None],
         scales[first // block : -(-last // block)],
         block,
         weight.state.quant_type,
         # A run may be of two rows, which the kernel for CPUs takes no notice of.
-        (last - first,),
+        (1, last - first),
         dtype,
     )
     return rows.reshape(stop - start, width)
 
 
-def norm(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float, dtype: Any) -> Tensor:
+def norm(weight: Any, lora_a: Tensor, lora_b: Tensor, scale: float, dtype: Any) -> Tensor:
     """Returns ‖weight + scale · lora_b @ lora_a‖ per row of a quantised weight, in ``dtype``, block
     by block: no [out, in] tensor of floats is made."""
     found = torch.empty(weight.shape[0], dtype=dtype, device=weight.device)
     a = lora_a.to(dtype)
-    for start, rows in blocks(weight, dtype):
+    for start, rows in _blocks(weight, _stored(weight, False), dtype):
         part = slice(start, start + rows.shape[0])
         if scale != 0:
             rows = torch.addmm(rows, lora_b[part].to(dtype), a, alpha=scale)
