@@ -1,6 +1,7 @@
 """bitsandbytes' Linear4bit under adapters, against an fp64 oracle and PEFT."""
 
 import copy
+import dataclasses
 
 import numpy as np
 import pytest
@@ -118,9 +119,28 @@ def test_a_model_is_adapted_trained_and_merged():
     assert torch.equal(torch_dora.remove_dora(model)(x), plain)
 
 
+def test_dropout_of_the_input_too():
+    rule = dataclasses.replace(RULE, dropout=0.5, dropout_mode="input")
+    model = trained(torch_dora.apply_dora(nn.Sequential(linear4bit()), rule))
+    plain = nn.Linear(SHAPE[1], SHAPE[0])
+    plain.weight = nn.Parameter(torch.tensor(meant(model[0].weight), dtype=torch.float32))
+    dense = torch_dora.apply_dora(nn.Sequential(plain), rule)
+    results = []
+    for one in (model, dense):
+        for name in ("bias", "lora_a", "lora_b", "magnitude"):
+            getattr(one[0], name).data = getattr(model[0], name).data.clone()
+        x = rows(SHAPE[1]).requires_grad_()
+        leaves = x, one[0].bias.requires_grad_(), one[0].lora_a, one[0].lora_b, one[0].magnitude
+        torch.manual_seed(0)
+        results.append(torch.autograd.grad(one(x).square().sum(), leaves))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-3)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compilers are theirs
-def test_a_compiled_layer_is_one_graph():
-    assert_compiles(trained(torch_dora.apply_dora(nn.Sequential(linear4bit()), RULE)), rows(192))
+@pytest.mark.parametrize("dropout", [{}, {"dropout": 0.5, "dropout_mode": "input"}], ids=repr)
+def test_a_compiled_layer_is_one_graph(dropout):
+    rule = dataclasses.replace(RULE, **dropout)
+    assert_compiles(trained(torch_dora.apply_dora(nn.Sequential(linear4bit()), rule)), rows(192))
 
 
 def test_peft_reads_the_folder_and_computes_the_same(tmp_path):

@@ -153,8 +153,8 @@ def corrected_linear(operands: Operands, scale: float, implementation: str | Non
     computes in training."""
 
     def of_shard(x, dropped, weight, bias, lora_a, lora_b, g) -> Tensor:
-        y = F.linear(x, weight, bias)
-        base = F.linear(dropped, weight)
+        y = _plain_linear(x, weight, bias)
+        base = _plain_linear(dropped, weight, None)
         z = F.linear(dropped.to(base.dtype), lora_a.to(base.dtype))
         lora = F.linear(z, lora_b.to(base.dtype))
         return y + compose_delta(base, lora, g, scale, implementation=implementation)
@@ -243,6 +243,31 @@ class _DoRALinear(torch.autograd.Function):
         if d_g is not None:
             d_g = d_g.to(g.dtype)
         return None, dx, d_adapter_x, d_weight, d_bias, d_a, d_b, d_g
+
+
+def _plain_linear(x: Tensor, weight: Tensor | Bits4, bias: Tensor | None) -> Tensor:
+    """Returns x weightᵀ + bias, with torch's gradient, or one that reads 4 bits again."""
+    if not isinstance(weight, Bits4):
+        return F.linear(x, weight, bias)
+    dtype = result_dtype(x, weight)
+    x, bias = cast(x, dtype), None if bias is None else cast(bias, dtype)
+    if choose.transformed():
+        return F.linear(x, dense(weight, dtype), bias)
+    return _Linear4bit.apply(weight, x, bias)
+
+
+class _Linear4bit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight, x, bias):
+        ctx.bits4 = weight
+        with no_autocast(x):
+            return F.linear(x, dense(weight, x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
+        with no_autocast(dy):
+            dx = dy @ dense(ctx.bits4, dy.dtype, again=True)
+        return None, dx, _rows(dy).sum(0) if ctx.needs_input_grad[2] else None
 
 
 def _expand_compose(base, z, lora_b, g, bias, scale, want_inner, implementation):
