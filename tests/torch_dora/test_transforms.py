@@ -7,7 +7,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, vmap
 
 from tests.torch_dora.adapters import trained
-from torch_dora import DoRAConv, DoRAEmbedding, DoRALinear
+from torch_dora import DoRAConv, DoRAEmbedding, DoRALinear, merge_dora
 from torch_dora.ops import compose, compose_delta, dora_linear, factored_norm
 
 SCALE = 0.7
@@ -160,3 +160,13 @@ def test_a_trace_computes_what_the_layer_does(base, shape, tmp_path):
     traced.save(str(tmp_path / "traced.pt"))
     again = torch.jit.load(str(tmp_path / "traced.pt"))
     torch.testing.assert_close(again(other), layer(other))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
+def test_a_script_is_refused_and_one_of_the_merged_model_is_not():
+    model = nn.Sequential(nn.Sequential(trained(DoRALinear(6, 5, rank=2, alpha=3))))
+    with pytest.raises(NotImplementedError, match=r"cannot compile a DoRALinear.*jit\.trace"):
+        torch.jit.script(model)
+    x = torch.randn(3, 6)
+    torch.testing.assert_close(torch.jit.script(merge_dora(model))(x), model(x))

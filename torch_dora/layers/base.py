@@ -303,6 +303,14 @@ class DoRALayer(nn.Module):
         )
         return merged.train(self.training)
 
+    def __prepare_scriptable__(self) -> None:
+        """Refuses torch.jit.script, which asks for this and could not compile what a call does."""
+        raise NotImplementedError(
+            f"torch.jit.script cannot compile a {type(self).__name__}; call torch.jit.trace with "
+            "an example input, torch.compile or torch.export, or script what torch_dora.merge_dora "
+            "returns"
+        )
+
     def extra_repr(self) -> str:
         names = ["rank", "alpha", "use_rslora"] + ["dropout", "dropout_mode"] * (self.dropout > 0)
         told = (f"{name}={getattr(self, name)!r}" for name in names)
