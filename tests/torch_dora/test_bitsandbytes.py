@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import pickle
 
 import numpy as np
 import pytest
@@ -190,6 +191,17 @@ def test_a_state_has_the_scales():
     other.load_state_dict(model.state_dict())
     assert torch.equal(other(x), model(x))
     assert torch.equal(copy.deepcopy(model)(x), model(x))
+
+
+def test_a_layer_whose_state_is_assigned_or_that_is_unpickled():
+    model, x = trained(torch_dora.apply_dora(model4bit(), RULE)), rows(192, dtype=torch.bfloat16)
+    assigned = torch_dora.apply_dora(model4bit(), RULE)
+    assigned[0].weight.data.zero_()
+    assigned.load_state_dict(model.state_dict(), assign=True)
+    for other in (assigned, pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(x), model(x))
+        plain = torch_dora.remove_dora(copy.deepcopy(model))
+        assert torch.equal(torch_dora.remove_dora(other)(x), plain(x))
 
 
 def test_what_is_not_as_it_was_quantised_is_refused():

@@ -1,5 +1,6 @@
 """DoRA for bitsandbytes' Linear4bit."""
 
+import sys
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -57,8 +58,16 @@ class DoRALinear4bit(DoRALinear):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         weight: Any = self.weight
-        name = f"{prefix}weight."
-        parts = {key: state_dict.pop(key) for key in list(state_dict) if key.startswith(name)}
-        if parts:
-            weight.quant_state = type(weight.quant_state).from_dict(parts, weight.device)
+        name = f"{prefix}weight"
+        parts = {key: state_dict.pop(key) for key in list(state_dict) if key.startswith(f"{name}.")}
+        if parts and name in state_dict:
+            # Of its class, since it is this layer's weight where it is assigned.
+            loaded = type(weight).from_prequantized(state_dict[name], parts, device=weight.device)
+            state_dict[name], weight.quant_state = loaded, loaded.quant_state
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def __setstate__(self, state: Any) -> None:
+        """Gives the weight its class again, for which pickle has torch's own Parameter."""
+        super().__setstate__(state)
+        bitsandbytes: Any = sys.modules["bitsandbytes"]
+        self.weight.__class__ = bitsandbytes.nn.Params4bit
