@@ -111,6 +111,21 @@ def test_a_compiled_layer_is_one_graph(kind):
     assert_compiles(model, torch.randn(3, SHAPE[1]))
 
 
+@pytest.mark.parametrize("kind", ["int8", "float8", "nf4"])
+def test_torch_func_takes_a_layer(kind):
+    model = torch_dora.apply_dora(nn.Sequential(linear(kind)), torch_dora.DoRARule(".*", 4, 8))
+    model[0].lora_b.data.normal_(0, 0.1)
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    x = torch.randn(3, SHAPE[1])
+
+    def loss(parameters, x):
+        return torch.func.functional_call(model, parameters, (x,)).square().sum()
+
+    found = torch.func.grad(loss)(trained, x)
+    wanted = torch.autograd.grad(loss(trained, x), list(trained.values()))
+    torch.testing.assert_close(list(found.values()), list(wanted), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_a_layer_is_adapted_trained_and_merged(kind):
     base = nn.Sequential(linear(kind, torch.bfloat16))

@@ -70,9 +70,10 @@ def factored_norm(
     check.adapter(weight, lora_a, lora_b)
     check.is_scale(scale)
     choose.check_name(implementation)
-    weight, lora_a, lora_b = weight.detach(), lora_a.detach(), lora_b.detach()
+    lora_a, lora_b = lora_a.detach(), lora_b.detach()
     if quantised.is_quantised(weight):
         return _quantised_norm(weight, lora_a, lora_b, float(scale), implementation)
+    weight = weight.detach()
 
     def of_shard(weight: Tensor, lora_a: Tensor, lora_b: Tensor) -> Tensor:
         call = _call(weight, weight.dtype, lora_a.dtype, lora_b.dtype)
