@@ -124,6 +124,10 @@ def test_torch_func_takes_a_layer(kind):
     found = torch.func.grad(loss)(trained, x)
     wanted = torch.autograd.grad(loss(trained, x), list(trained.values()))
     torch.testing.assert_close(list(found.values()), list(wanted), rtol=1e-4, atol=1e-4)
+    two = {name: torch.stack([one, 1.1 * one]) for name, one in trained.items()}
+    second = {name: one[1] for name, one in two.items()}
+    both = torch.func.vmap(lambda parameters: loss(parameters, x))(two)
+    torch.testing.assert_close(both[1], loss(second, x))
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])

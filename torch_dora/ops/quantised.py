@@ -268,11 +268,11 @@ def _bits4_rows(
 def norm(weight: Any, lora_a: Tensor, lora_b: Tensor, scale: float, dtype: Any) -> Tensor:
     """Returns ‖weight + scale · lora_b @ lora_a‖ per row of a quantised weight, in ``dtype``, block
     by block: no [out, in] tensor of floats is made."""
-    found = torch.empty(weight.shape[0], dtype=dtype, device=weight.device)
+    found = [torch.empty(0, dtype=dtype, device=weight.device)]
     a = lora_a.to(dtype)
     for start, rows in _blocks(weight, _stored(weight, False), dtype):
-        part = slice(start, start + rows.shape[0])
         if scale != 0:
-            rows = torch.addmm(rows, lora_b[part].to(dtype), a, alpha=scale)
-        found[part] = torch.linalg.vector_norm(rows, dim=1)
-    return found
+            b = lora_b[start : start + rows.shape[0]].to(dtype)
+            rows = torch.addmm(rows, b, a, alpha=scale)
+        found.append(torch.linalg.vector_norm(rows, dim=1))
+    return torch.cat(found)
