@@ -49,6 +49,7 @@ def with_norms(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]
     checks that, and with the norms of others the model computes something else. Gradients reach the
     adapters as without it, since a norm is constant under differentiation. Run the backward pass
     inside too where activations are checkpointed, or their recomputation computes the norms again.
+    Make copies of the model outside: one that is made inside keeps the norms.
 
     Args:
         model: with DoRA layers.

@@ -133,7 +133,12 @@ def _copied(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
 
 
 def _checked(bank: AdapterBank, adapter_ids: Any) -> Tensor:
-    ids = torch.as_tensor(adapter_ids)
+    try:
+        ids = torch.as_tensor(adapter_ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"adapter_ids is {adapter_ids!r}; expected integers [batch], a slot for each row"
+        ) from error
     if isinstance(adapter_ids, list | tuple) and not ids.numel():
         ids = ids.long()  # torch takes a list of nothing for floats
     is_other = ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool

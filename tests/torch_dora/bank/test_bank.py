@@ -119,6 +119,7 @@ def test_what_is_wrong_is_told():
     for ids, error, message in [
         ([0, 4], ValueError, r"\[4\]; expected slots from 0 to 3"),
         ([-2], ValueError, r"\[-2\]; expected"),
+        (None, TypeError, r"adapter_ids is None; expected integers \[batch\]"),
         ([1], ValueError, r"\[1\], whose slots hold no adapter"),
         ([0.0], TypeError, "float32; expected integers"),
         ([[0]], ValueError, r"shape \(1, 1\)"),
