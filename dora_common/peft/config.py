@@ -158,18 +158,19 @@ class AdapterConfig:
             named. A field unknown here is taken for one, unless it is null, false or empty.
         """
         given: dict[str, Any] = _json_object(text)
+        peft_type = given.get("peft_type")
+        if peft_type not in ("LORA", "DORA", None):
+            raise NotImplementedError(
+                f"peft_type is {peft_type!r}; expected 'LORA' (with or without use_dora), or "
+                "'DORA', as NVlabs' DoRA writes"
+            )
         missing = [name for name in _REQUIRED if given.get(name) is None]
         missing += [name for name in ("lora_alpha",) if given.get(name, 8) is None]
         if missing:
             raise ValueError(
                 f"{', '.join(missing)} missing; expected a complete LoRA configuration"
             )
-        peft_type = given.pop("peft_type")
-        if peft_type not in ("LORA", "DORA"):
-            raise NotImplementedError(
-                f"peft_type is {peft_type!r}; expected 'LORA' (with or without use_dora), or "
-                "'DORA', as NVlabs' DoRA writes"
-            )
+        del given["peft_type"]
         given.setdefault("use_dora", peft_type == "DORA")
         own = {item.name for item in dataclasses.fields(cls)}
         asked = {

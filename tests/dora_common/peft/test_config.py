@@ -91,6 +91,7 @@ def test_ranks_and_alphas_are_matched_as_peft_matches_them() -> None:
         ({"a_field_of_the_future": 0.5}, ["a_field_of_the_future = 0.5"]),
         ({"init_lora_weights": "pissa_niter_16"}, ["init_lora_weights", "pissa_niter_16"]),
         ({"peft_type": "LOHA"}, ["peft_type", "LOHA"]),
+        ({"peft_type": "IA3", "r": None, "lora_alpha": None}, ["peft_type", "IA3"]),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], names: list[str]) -> None:
