@@ -146,6 +146,7 @@ def test_a_named_kernel_refuses(operands):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")  # torch 2.11's
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of checks of shapes
 @pytest.mark.parametrize(
     ("base", "shape"),
