@@ -144,6 +144,15 @@ def test_a_compiled_layer_is_one_graph(dropout):
     assert_compiles(trained(torch_dora.apply_dora(nn.Sequential(linear4bit()), rule)), rows(192))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")  # torch 2.11's
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of checks of shapes
+def test_a_trace_computes_what_the_layer_does():
+    model = trained(torch_dora.apply_dora(model4bit(torch.float32), RULE))
+    traced = torch.jit.trace(model, rows(192))
+    torch.testing.assert_close(traced(rows(192, count=3)), model(rows(192, count=3)))
+
+
 def test_peft_reads_the_folder_and_computes_the_same(tmp_path):
     x = rows(192)
     model = trained(torch_dora.apply_dora(model4bit(torch.float32), RULE))

@@ -87,7 +87,8 @@ def matrix(weight: Any, dtype: torch.dtype | None = None) -> Any:
             "a CPU; expected them as they were quantised: load the model again and adapt it before "
             "it is called, or call it on a GPU or in training"
         )
-    return Bits4(packed.view(torch.uint8).reshape(-1), state, dtype or state.dtype)
+    packed = packed if packed.dtype == torch.uint8 else packed.view(torch.uint8)
+    return Bits4(packed.reshape(-1), state, dtype or state.dtype)
 
 
 def is_quantised(weight: Any) -> bool:
