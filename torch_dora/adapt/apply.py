@@ -52,7 +52,8 @@ def apply_dora(model: nn.Module, rules: DoRARule | Sequence[DoRARule]) -> Any:
     with them the style that parallelize_module gave a linear layer: the adapter is sharded as its
     weight. The adapters draw from torch's generator: see ``torch.manual_seed``. An adapter acts
     where its layer is called: it gets no gradient where the model reads the layer's weight instead,
-    as the kernels of Mamba do.
+    as the kernels of Mamba do, nor where it calls the layer by a plain list, a dict or a closure,
+    in which the base layer stays.
 
     Args:
         model: a model; one of the layers above is one too, whose name is "".
