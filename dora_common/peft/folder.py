@@ -105,8 +105,7 @@ class Folder:
     def options(self, adapter: Adapter, dropout_mode: DropoutMode | None) -> dict[str, Any]:
         """Returns the hyperparameters of a layer, under the names that a rule has for them."""
         config = self.config
-        with named_in_errors(self.path / CONFIG):
-            adapter_scale(adapter.rank, adapter.alpha, config.use_rslora)
+        self.scale(adapter)
         return {
             "rank": adapter.rank,
             "alpha": adapter.alpha,
@@ -115,6 +114,11 @@ class Folder:
             "dropout": 0.0 if adapter.layer.kind == "embedding" else config.lora_dropout,
             "dropout_mode": dropout_mode or ("input" if config.use_dora else "adapter"),
         }
+
+    def scale(self, adapter: Adapter) -> float:
+        """Returns the scale of a layer; raises where float32 cannot square it."""
+        with named_in_errors(self.path / CONFIG):
+            return adapter_scale(adapter.rank, adapter.alpha, self.config.use_rslora)
 
     def dtypes(self, adapter: Adapter) -> set[str]:
         """Returns the dtypes of lora_a and lora_b: "float64", "float32", "float16", "bfloat16"."""

@@ -3,9 +3,9 @@
     jax-dora inspect RUN
     jax-dora inspect ADAPTER --model FOLDER
 
-Every line is a projection, of all layers together: its rank, its scale, and, if the base model is
-there, how long the change s·A B is beside W, and the smallest and largest magnitude beside the norm
-of W + s·A B of its own output feature. Untrained adapters have 0, 1 and 1.
+Every line is a projection, of all layers together: its largest rank and scale, and, if the base
+model is there, how long the change s·A B is beside W, and the smallest and largest magnitude beside
+the norm of W + s·A B of its own output feature. Untrained adapters have 0, 1 and 1.
 """
 
 import argparse

@@ -1,10 +1,11 @@
 """A PEFT folder into a Flax model."""
 
+import dataclasses
 import functools
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 from flax import nnx
 from flax.typing import Dtype
 
-from dora_common.hyperparameters import DropoutMode
+from dora_common.hyperparameters import DropoutMode, adapter_scale
 from dora_common.peft.fit import Adapter, Fit
 from dora_common.peft.folder import Folder, opened
 from dora_common.peft.layers import Shape
@@ -54,11 +55,13 @@ def load_adapter[Model: nnx.Module](
 
     A LoRA folder is loaded too: as the DoRA that computes the same, its magnitude equal to its
     norm. Where only some layers of a stack have an adapter, the others get one that changes
-    nothing, with lora_a and lora_b zero. An output head that is tied to an adapted embedding stays
-    as it is, as in PEFT: `jax_dora.DoRAEmbed`'s adapt_attend is False. A module of modules_to_save
-    whose weight is tied to another gets an array of its own, as in PEFT. What an earlier folder
-    replaced in the base model stays as that folder had it; a warning is logged of what
-    `save_adapter` has to be given to store it again.
+    nothing, with lora_a and lora_b zero. Where the layers of a stack differ in rank or scale, all
+    get the largest: the others' lora_a and lora_b are padded with zeros, and their lora_b is scaled
+    down, in float32 or better. An output head that is tied to an adapted embedding stays as it is,
+    as in PEFT: `jax_dora.DoRAEmbed`'s adapt_attend is False. A module of modules_to_save whose
+    weight is tied to another gets an array of its own, as in PEFT. What an earlier folder replaced
+    in the base model stays as that folder had it; a warning is logged of what `save_adapter` has to
+    be given to store it again.
 
     The adapter's dropout is off, as after PEFT's `from_pretrained`; to train the adapter further,
     turn it on by `model.train()`.
@@ -94,11 +97,11 @@ def load_adapter[Model: nnx.Module](
         loaded = remove_dora(model)
         view = torch_view(loaded, names, **where)
         fit = source.fit(view.outline())
-        stacks = _by_site(source, view, fit)
+        stacks = _by_site(view, fit)
         rules = {
             site: DoRARule(
                 re.escape(site.names[0]),
-                **source.options(one, dropout_mode),
+                **source.options(_of_stack(source, adapters.values()), dropout_mode),
                 adapter_dtype=adapter_dtype or _dtype(source, site.names[0], adapters.values()),
                 adapt_attend=False if one.layer.kind == "embedding" else None,
                 lora_a_init=_Stored("lora_a", source, view, site, adapters),
@@ -124,27 +127,31 @@ def load_adapter[Model: nnx.Module](
     return loaded
 
 
-def _by_site(source: Folder, view: TorchView, fit: Fit) -> dict[Site, dict[Index, Adapter]]:
+def _by_site(view: TorchView, fit: Fit) -> dict[Site, dict[Index, Adapter]]:
     """Returns the adapters of each site, by their index in it: several where it is a stack."""
     stacks: dict[Site, dict[Index, Adapter]] = {}
     for name, adapter in fit.adapters.items():
         layer = view.layers[name]
         stacks.setdefault(layer.site, {})[layer.index] = adapter
-    for site, adapters in stacks.items():
-        kinds = {(one.rank, one.alpha): one.layer.name for one in adapters.values()}
-        if len(kinds) > 1:
-            told = ", ".join(f"{name} has {kind}" for kind, name in kinds.items())
-            raise ValueError(
-                f"{source.path}: the layers at {site.names[0]!r} are stacked in one array; "
-                f"expected one rank and alpha for all of them, but {told}: load into a model "
-                "whose layers stand in a list"
-            )
     return stacks
 
 
-def _dtype(source: Folder, path: str, adapters: Iterable[Adapter]) -> np.dtype:
-    """Returns the dtype in which lora_a and lora_b at `path` are stored."""
+def _of_stack(source: Folder, adapters: Collection[Adapter]) -> Adapter:
+    """Returns an adapter of the largest rank and scale of layers that are one array."""
+    rank = max(one.rank for one in adapters)
+    largest = max(adapters, key=lambda one: abs(source.scale(one)))
+    alpha = largest.alpha
+    if largest.rank != rank:
+        alpha = source.scale(largest) / adapter_scale(rank, 1, source.config.use_rslora)
+    return dataclasses.replace(largest, rank=rank, alpha=alpha)
+
+
+def _dtype(source: Folder, path: str, adapters: Collection[Adapter]) -> np.dtype:
+    """Returns the dtype in which lora_a and lora_b at `path` are stored, or float32 where lora_b
+    is scaled and they are in less."""
     dtypes = set[str]().union(*map(source.dtypes, adapters))
+    if len({source.scale(one) for one in adapters}) > 1:
+        dtypes.add("float32")
     with jax.numpy_dtype_promotion("standard"):
         dtype = functools.reduce(jnp.promote_types, map(jnp.dtype, dtypes))
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
@@ -157,7 +164,7 @@ def _dtype(source: Folder, path: str, adapters: Iterable[Adapter]) -> np.dtype:
 
 class _Stored:
     """lora_a or lora_b of a folder as an initializer, called for each layer of a stack in turn.
-    Zero for the layers that have no adapter."""
+    Zero for the layers that have no adapter, and at ranks that only others have."""
 
     of_parameter = True  # and not of each of its matrices
 
@@ -170,6 +177,7 @@ class _Stored:
         adapters: Mapping[Index, Adapter],
     ) -> None:
         self.name, self.source, self.view = name, source, view
+        self.scale = max(map(source.scale, adapters.values()), key=abs)
         self.adapters = iter([adapters.get(at) for at in site.stack.indices()])
 
     def __call__(self, _: Any, shape: Shape, dtype: Any = jnp.float32, *__: Any) -> jax.Array:
@@ -177,8 +185,12 @@ class _Stored:
         if adapter is not None:
             key, layer = adapter.keys[self.name], self.view.layers[adapter.layer.name]
             part = layer.of_adapter(adapter.rank)[self.name]
+            array = part.from_torch(self.source.read(key))
+            if self.name == "lora_b" and (scale := self.source.scale(adapter)) != self.scale:
+                wide = np.promote_types(array.dtype, np.float32)
+                array = array.astype(wide) * wide.type(scale / self.scale)
             with np.errstate(over="ignore"):  # told with its name
-                value[...] = part.from_torch(self.source.read(key))
+                value[tuple(map(slice, array.shape))] = array
             self.source.kept(key, value)
         return jax.device_put(value)
 

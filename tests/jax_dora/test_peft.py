@@ -206,18 +206,46 @@ def test_a_folder_of_peft_computes_as_in_peft_and_goes_back(
         np.testing.assert_array_equal(loaded(torch.from_numpy(IDS)).numpy(), expected)
 
 
-def test_layers_of_a_list_may_differ(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stacked", "use_rslora"), [(False, False), (True, True)])
+def test_layers_may_differ_in_rank_and_scale(
+    stacked: bool, use_rslora: bool, tmp_path: Path
+) -> None:
     folder, expected = peft_folder(
-        tmp_path,
+        tmp_path / "theirs",
         target_modules=["q_proj"],
         rank_pattern={r"layers\.1\.q_proj": 7},
         alpha_pattern={r"layers\.2\.q_proj": 3},
+        use_rslora=use_rslora,
     )
 
-    loaded = load_adapter(flax_model(), folder)
+    loaded = load_adapter(flax_model(stacked=stacked), folder)
     np.testing.assert_allclose(outputs(loaded), expected, atol=1e-5, rtol=0)
-    with pytest.raises(ValueError, match="stacked in one array"):
-        load_adapter(flax_model(stacked=True), folder)
+    save_adapter(loaded, tmp_path / "ours")
+    again = peft.PeftModel.from_pretrained(base(), tmp_path / "ours").eval()
+    with torch.no_grad():
+        np.testing.assert_allclose(again(torch.from_numpy(IDS)).numpy(), expected, atol=1e-5)
+
+
+def test_layers_of_a_stack_that_differ_in_rank_alone_keep_their_numbers(tmp_path: Path) -> None:
+    folder, _ = peft_folder(
+        tmp_path,
+        target_modules=["q_proj"],
+        rank_pattern={r"layers\.1\.q_proj": 7},
+        alpha_pattern={r"layers\.1\.q_proj": 10.5},
+    )
+    rewritten(folder, change=lambda array: array.astype(np.float16))
+
+    layer = load_adapter(flax_model(stacked=True), folder).layers.q_proj
+
+    assert (layer.rank, layer.scale, layer.lora_a.dtype) == (7, 1.5, jnp.float16)
+    stored = tensors_of(folder)
+    for number, rank in enumerate([4, 7, 4]):
+        key = f"base_model.model.layers.{number}.q_proj.lora_{{}}.weight"
+        lora_a, lora_b = layer.lora_a[number], layer.lora_b[number]
+        np.testing.assert_array_equal(lora_a[:, :rank], stored[key.format("A")].T)
+        np.testing.assert_array_equal(lora_b[:rank], stored[key.format("B")].T)
+        assert not lora_a[:, rank:].any()
+        assert not lora_b[rank:].any()
 
 
 @pytest.mark.parametrize(
