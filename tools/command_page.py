@@ -21,7 +21,8 @@ def page() -> str:
         "`pip install 'jax-dora[finetune,serve]'` installs `jax-dora`; `python -m jax_dora` is the",
         "same.",
         "A flag's value that is out of its range ends in one line and with exit status 2. Status 1",
-        "is for runs that diverge, full disks and too little memory, and 130 for Ctrl-C.",
+        "is for runs that diverge, logits that are not finite, full disks and too little memory,",
+        "and 130 for Ctrl-C.",
     ]
     [commands] = (one.choices for one in parser()._actions if isinstance(one.choices, dict))
     for name, command in commands.items():

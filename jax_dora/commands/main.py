@@ -11,6 +11,7 @@ from jax_dora.commands import finetune, generate, inspect, merge, serve
 from jax_dora.commands.flags import Parser, UsageError
 from jax_dora.finetune.guard import DivergedError
 from jax_dora.finetune.processes import FirstStoppedError
+from jax_dora.models import NotFiniteError
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -39,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Returns:
-      The exit status: 0; 1 for a run that diverged, a full disk, or too little memory; 2 for bad
-      flags, data or folders; 130 for Ctrl-C.
+      The exit status: 0; 1 for a run that diverged, a model that computes NaN, a full disk, or too
+      little memory; 2 for bad flags, data or folders; 130 for Ctrl-C.
     """
     console = Console(stderr=True)
     try:
@@ -61,7 +62,7 @@ def _explain(error: BaseException) -> tuple[int, str]:
             return INTERRUPTED, "Interrupted"
         case UsageError():
             return USAGE, f"Error: {error}"
-        case DivergedError() | FirstStoppedError():
+        case DivergedError() | FirstStoppedError() | NotFiniteError():
             return FAILED, f"Stopped: {error}"
         case MemoryError():
             return FAILED, f"Out of memory: {error or 'the host has too little'}"

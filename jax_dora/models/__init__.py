@@ -9,6 +9,7 @@ from jax_dora.models.folder import abstract_model as abstract_model
 from jax_dora.models.folder import load_model as load_model
 from jax_dora.models.folder import read_config as read_config
 from jax_dora.models.folder import save_model as save_model
+from jax_dora.models.generate import NotFiniteError as NotFiniteError
 from jax_dora.models.generate import Sampling as Sampling
 from jax_dora.models.generate import generate as generate
 from jax_dora.models.generate import generate_steps as generate_steps

@@ -17,6 +17,10 @@ from jax_dora.models.model import CausalLM
 _BLOCK = 64
 
 
+class NotFiniteError(ArithmeticError):
+    """Logits that are NaN or infinite, of which no token can be drawn."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """How the next token is drawn; by default the likeliest is taken.
@@ -80,6 +84,7 @@ def generate_steps(
 
     Raises:
       ValueError: there is no prompt, an empty one, or one of tokens that the model does not know.
+      NotFiniteError: a row's logits are not finite.
     """
     if not prompts or not all(prompts):
         raise ValueError(
@@ -100,8 +105,14 @@ def generate_steps(
     capacity = math.ceil((longest + count) / _BLOCK) * _BLOCK
     cache = make_cache(model.config, len(prompts), max(capacity, padded.shape[1]))
     tokens, given = jnp.asarray(padded), jnp.asarray(lengths)
-    for _ in range(count):
-        drawn, cache = _step(graphdef, sampling, state, cache, tokens, given)
+    for number in range(count):
+        drawn, finite, cache = _step(graphdef, sampling, state, cache, tokens, given)
+        if not np.asarray(finite).all():
+            raise NotFiniteError(
+                f"the logits of row {np.argmin(finite)} at its new token {number} are not finite; "
+                "expected numbers to draw from: look for NaN in the model's weights and its "
+                f"adapter, and for overflows in {jnp.dtype(model.config.dtype).name}"
+            )
         yield np.asarray(drawn)
         tokens, given = drawn[:, None], jnp.ones_like(given)
 
@@ -141,12 +152,15 @@ def _step(
     cache: Cache,
     tokens: jax.Array,
     given: jax.Array,
-) -> tuple[jax.Array, Cache]:
-    """Reads `given` i32[batch] tokens of each row, and draws the next."""
+) -> tuple[jax.Array, jax.Array, Cache]:
+    """Reads `given` i32[batch] tokens of each row, and draws the next; tells of each row whether
+    its logits are finite."""
     model = nnx.merge(graphdef, state)
     hidden, cache = model.extend(tokens, cache, given)
     last = jnp.take_along_axis(hidden, (given - 1)[:, None, None], axis=1)[:, 0]
-    drawn = sampling.draw(model.logits(last), cache.lengths)
+    logits = model.logits(last)
+    drawn, finite = sampling.draw(logits, cache.lengths), jnp.isfinite(logits).all(axis=-1)
     if model.config.sharding is not None:
-        drawn = jax.lax.with_sharding_constraint(drawn, model.config.sharding.everywhere)
-    return drawn, cache
+        everywhere = model.config.sharding.everywhere
+        drawn, finite = jax.lax.with_sharding_constraint((drawn, finite), everywhere)
+    return drawn, finite, cache

@@ -181,6 +181,14 @@ def test_draws_depend_on_seed_and_place():
     assert len({*draw(0, 1), *draw(0, 2), *draw(1, 1)}) == 12
 
 
+def test_logits_that_are_not_finite(make_folder):
+    model = models.load_model(make_folder("llama"))
+    embedding = model.model.embed_tokens.embedding
+    embedding.set_value(embedding[...].at[9].set(jnp.nan))
+    with pytest.raises(models.NotFiniteError, match="row 1 at its new token 0 are not finite"):
+        generate(model, [[7], [7, 9]], 1)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
