@@ -1,6 +1,7 @@
 """What reads each weight of an nnx model, in one abstract call of it, and what that says: who reads
 it, whether an adapter can, and which is the head's."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -9,6 +10,7 @@ from flax import nnx
 
 from jax_dora.adapt.tree import Found, find_modules, remove_dora
 from jax_dora.layers.base import Constant
+from jax_dora.layers.stack import stacked_axes
 from jax_dora.ops import quantised
 from jax_dora.weights.module import own_methods
 from jax_dora.weights.reads import Example, Key, Read, ReadLog, apart
@@ -33,17 +35,16 @@ def trace_reads(model: nnx.Module, example: Example) -> ReadLog:
       Whatever the call raises.
     """
     copy = remove_dora(model)
-    modules = find_modules(copy)
-    paths = [found.paths[0] for found in modules]
-    for number, found in enumerate(modules):
-        if not isinstance(found.module, nnx.List | nnx.Dict):
-            found.module.dora_scope = number
-            found.module.__class__ = _scoped_type(type(found.module))
+    modules, weights = find_modules(copy), _weights(copy)
     by_variable: dict[int, list[Key]] = {}
-    for key, variable in _weights(copy).items():
+    for key, variable in weights.items():
         by_variable.setdefault(id(variable), []).append(key)
     groups = list(by_variable.values())  # several keys where modules share a parameter
-    log = ReadLog([group[0] for group in groups], paths)
+    log = ReadLog([group[0] for group in groups], [found.paths[0] for found in modules])
+    for number, found in enumerate(modules):
+        if not isinstance(found.module, nnx.List | nnx.Dict):
+            found.module.dora_scope, found.module.dora_log = number, log
+            found.module.__class__ = _scoped_type(type(found.module))
 
     def run(arrays: Any) -> None:
         traced, given = together(arrays)
@@ -59,7 +60,11 @@ def trace_reads(model: nnx.Module, example: Example) -> ReadLog:
     jax.eval_shape(run, arrays)
     found = {key: dict[Read, None]() for group in groups for key in group}
     for group in groups:
+        seen = min((log.seen[key] for key in group if key in log.seen), key=len, default=None)
         for read in log.reads[group[0]]:
+            if seen is not None:
+                axes = _with_mapped_axis(read.axes, weights[group[0]].shape, seen)
+                read = dataclasses.replace(read, axes=axes)
             inside = [key for key in group if key[0] in read.scopes]
             found[max(inside, key=lambda key: len(key[0]), default=group[0])][read] = None
     log.reads = {key: tuple(one) for key, one in found.items()}
@@ -74,13 +79,33 @@ def _weights(model: nnx.Module) -> dict[Key, nnx.Param]:
     }
 
 
+def _with_mapped_axis(axes: str, whole: tuple[int, ...], seen: tuple[int, ...]) -> str:
+    """Returns the axes of a read, with that of a stack which `nnx.vmap` has taken apart as one of
+    layers: beside an input that all of them share, it looks like one of features.
+
+    Args:
+      whole: the weight's shape.
+      seen: its shape in the methods of its module.
+    """
+    left = [axis for axis, role in enumerate(axes) if role != "s"]
+    if len(left) != len(seen) + 1:
+        return axes
+    mapped = [left[one] for one in stacked_axes([whole[axis] for axis in left], seen)]
+    first = next((one for one in mapped if axes[one] in "bo"), None)
+    return axes if first is None else f"{axes[:first]}s{axes[first + 1 :]}"
+
+
 @functools.cache
 def _scoped_type(base: type[Any]) -> type[Any]:
-    """Returns a subclass of a module's class whose methods run in a named scope of its own."""
+    """Returns a subclass of a module's class whose methods run in a named scope of its own, and
+    note the shapes of its parameters there."""
 
     def scoped(method: Any) -> Any:
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            for name, value in vars(self).items():
+                if isinstance(value, nnx.Param) and hasattr(value, "shape"):  # it may hold a dict
+                    self.dora_log.see(self.dora_scope, name, value.shape)
             with jax.named_scope(f"dora[{self.dora_scope}]"):
                 return method.__get__(self, type(self))(*args, **kwargs)
 

@@ -91,12 +91,14 @@ class ReadLog:
     Attributes:
       paths: of the modules, by the number in the name of each one's scope, "dora[3]".
       reads: of each weight.
+      seen: the shapes of parameters in the methods of their modules, the one of the fewest axes.
       results: the sizes of the last axes of what the call returned.
     """
 
     def __init__(self, keys: Iterable[Key], paths: Iterable[str]) -> None:
         self.paths = paths
         self.reads: dict[Key, tuple[Read, ...]] = dict.fromkeys(keys, ())
+        self.seen: dict[Key, tuple[int, ...]] = {}
         self.results: frozenset[int] = frozenset()
         self.count = itertools.count().__next__
 
@@ -105,6 +107,11 @@ class ReadLog:
         reader = Recorder(self, key, array.shape)
         weight = Weight.of(None, {"kernel": array}, reader)
         return trace.lift(jax.typeof(array), lambda: weight)
+
+    def see(self, number: int, name: str, shape: tuple[int, ...]) -> None:
+        """Notes the shape of a parameter in a method of the module of this number."""
+        key = [*self.paths][number], name
+        self.seen[key] = min(self.seen.get(key, shape), shape, key=len)
 
     def end(self, result: Any) -> None:
         """Notes what the call returned."""

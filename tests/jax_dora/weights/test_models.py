@@ -393,18 +393,27 @@ class TestAnEnsemble:
         for one in (ensemble, again, freeze(ensemble), merge_dora(ensemble)):
             assert jnp.allclose(self.call(one, self.x), expected, atol=1e-6)
 
-    def test_adapted_whole(self):
-        @nnx.vmap
+    @pytest.mark.parametrize("axis", [0, 1, -1])
+    @pytest.mark.parametrize("is_shared", [False, True])
+    def test_adapted_whole(self, axis, is_shared):
+        """Along any axis; an input that all share makes the models look like heads."""
+
+        @functools.partial(nnx.vmap, out_axes=axis)
         def make(rngs):
             return Einsum("bd,df->bf", (WIDTH, WIDTH), rngs)
 
-        base = make(nnx.Rngs(0).split(3))
-        example = functools.partial(self.call, x=self.x)
+        @functools.partial(nnx.vmap, in_axes=(axis, None if is_shared else 0))
+        def call(model, x):
+            return model(x)
+
+        base, x = make(nnx.Rngs(0).split(3)), self.x[0] if is_shared else self.x
+        example = functools.partial(call, x=x)
         model = apply_dora(base, DoRARule("", 2, 3), rngs=nnx.Rngs(1), example=example)
         train(model)
-        found, merged = (self.call(one, self.x) for one in (model, merge_dora(model)))
+        found, merged, frozen = (call(one, x) for one in (model, merge_dora(model), freeze(model)))
         assert jnp.allclose(found, merged, atol=1e-6)
-        assert not jnp.allclose(found, self.call(base, self.x), atol=1e-3)
+        assert jnp.allclose(found, frozen, atol=1e-6)
+        assert not jnp.allclose(found, call(base, x), atol=1e-3)
 
 
 class OneArray(nnx.Module):
