@@ -11,6 +11,12 @@ from typing import Literal, NoReturn
 from dora_common.hyperparameters import LARGEST, LEAST
 
 AXES = ("dp", "fsdp", "tp")
+# What the library's errors call that a flag gives.
+_FLAGS = {
+    r"\bact_qtype\b": "--activations",
+    r"\bquantize(?= is |=)": "--quantize",
+    r"\bqtype(?= ')": "--quantize",
+}
 MOST = 2**31 - 1  # what an index into an array may be
 
 
@@ -101,7 +107,7 @@ def pattern(text: str) -> str:
 
 @contextlib.contextmanager
 def corrections() -> Iterator[None]:
-    """Turns errors about flags and files into `UsageError` while it lasts."""
+    """Turns errors about flags and files into `UsageError`, which names flags, while it lasts."""
     try:
         yield
     except FileExistsError as error:
@@ -110,7 +116,10 @@ def corrections() -> Iterator[None]:
             told = f"{error.filename} is a file; expected a folder, or none"
         raise UsageError(told) from error
     except (ValueError, TypeError, NotImplementedError, ImportError) as error:
-        raise UsageError(str(error)) from error
+        told = str(error)
+        for argument, flag in _FLAGS.items():
+            told = re.sub(argument, flag, told)
+        raise UsageError(told) from error
     except OSError as error:
         wrong = FileNotFoundError | PermissionError | NotADirectoryError
         if error.errno is None or isinstance(error, wrong):

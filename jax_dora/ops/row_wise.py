@@ -56,8 +56,7 @@ def check_act_qtype(act_qtype: Any, name: str, kernel: Any) -> None:
         told = f"is quantised as {quantised.described(kernel)}"
     raise ValueError(
         f"act_qtype is {act_qtype!r} and {name} {told}; expected {QTYPE} with scales [1, out]: "
-        f"quantise it with jax_dora.quantize(model, {QTYPE!r}, act_qtype={QTYPE!r}), or leave "
-        "act_qtype out"
+        "quantise it so by jax_dora.quantize, or leave act_qtype out"
     )
 
 

@@ -114,7 +114,7 @@ def test_a_key_is_asked_for(model, settings):
         ("--api-key=", "the key is empty"),
         ("--batch 0", "'0' is out of range"),
         ("--quantize int3", "argument --quantize: invalid choice: 'int3'"),
-        ("--activations float8_e4m3fn", "the model is not quantised; expected quantize="),
+        ("--activations float8_e4m3fn", "the model is not quantised; expected --quantize="),
         ("--slots 2", "--slots needs --adapters"),
         ("--max-rank 8", "--max-rank needs --adapters"),
         ("--activations int8", "argument --activations: invalid choice: 'int8'"),
