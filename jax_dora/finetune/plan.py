@@ -74,6 +74,7 @@ class Plan:
             if (extra == "finetune" or args.tensorboard) and find_spec(name) is None:
                 raise ImportError(f"{name} is missing; expected: pip install 'jax-dora[{extra}]'")
         self.folder, file = self._inputs()
+        _refuse_model(self.folder, args.output)
         config = read_config(self.folder)
         self.tokenizer, self.ends = read_tokenizer(self.folder), read_ends(self.folder, config)
         template = ChatTemplate.of(self.folder)
@@ -240,9 +241,22 @@ class Plan:
             )
 
 
+def _refuse_model(folder: Path, output: Path) -> None:
+    """Refuses a run that would write between the model's files."""
+    if folder.resolve() in _own_folders(output):
+        raise ValueError(
+            f"--output {output} writes into --model {folder}; expected a folder of the run's own"
+        )
+
+
+def _own_folders(output: Path) -> list[Path]:
+    """Returns the folders that a run writes into."""
+    names = (".", "adapter", "best", "checkpoints", "tensorboard")
+    return [(output / name).resolve() for name in names]
+
+
 def _check_merge(folder: Path, output: Path) -> None:
-    taken = [output / name for name in ("adapter", "best", "checkpoints", "tensorboard")]
-    if folder.exists() or folder.resolve() in [one.resolve() for one in taken]:
+    if folder.exists() or folder.resolve() in _own_folders(output):
         raise FileExistsError(
             f"--merge {folder} exists, or is the run's own; expected a folder to be made"
         )

@@ -98,6 +98,16 @@ def test_a_merged_model_in_a_folder_of_the_run_s_own(name, inputs, tmp_path, cap
     assert "or is the run's own; expected a folder to be made" in told(capsys)
 
 
+@pytest.mark.parametrize("name", ["", "best"])
+def test_a_model_in_a_folder_of_the_run_s_own(name, inputs, tmp_path, capsys):
+    run, model = tmp_path / "run", tmp_path / "run" / name
+    shutil.copytree(inputs[1], model)
+    files = sorted(run.rglob("*"))
+    assert finetune([*inputs, "--model", str(model), "--output", str(run)]) == 2
+    assert f"--output {run} writes into --model {model}; expected a folder" in told(capsys)
+    assert sorted(run.rglob("*")) == files
+
+
 @pytest.mark.parametrize(
     ("package", "extra"), [("matplotlib", "finetune"), ("tensorboardX", "tensorboard")]
 )
