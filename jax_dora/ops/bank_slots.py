@@ -3,6 +3,7 @@
 Row by row y = g[id]∘(base + s[id]·x A[id] B[id]) + bias.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -56,12 +57,16 @@ class Rows(NamedTuple):
     scale: jax.Array
 
 
-def rows_of(slots: Slots, ids: jax.Array, first: jax.Array, count: int, dtype: Any) -> Rows:
+def _rows_of(slots: Slots, ids: jax.Array, first: jax.Array, count: int, dtype: Any) -> Rows:
     safe = first + jnp.clip(ids, 0, count - 1)
     of_lora = jnp.ones((*ids.shape, slots.lora_b.shape[-1]), dtype)
     g = of_lora if slots.g is None else slots.g[safe].astype(dtype)
     scale = jnp.where(ids < count, slots.scale[safe], jnp.nan).astype(dtype)
     return Rows(safe, jnp.where((ids < 0)[:, None], 1, g), jnp.where(ids < 0, 0, scale))
+
+
+# Compiled, so that `jax.debug_nans` does not see the NaN of an empty slot that no row takes.
+rows_of: Callable[..., Rows] = jax.jit(_rows_of, static_argnames=("count", "dtype"), inline=True)
 
 
 def composed(base: jax.Array, lora: jax.Array, rows: Rows, bias: jax.Array | None) -> jax.Array:
