@@ -139,7 +139,8 @@ def set_adapter[Model: nnx.Module](
         adapters = {"french": get_adapter(french), "code": get_adapter(code)}
         model = set_adapter(model, adapters["code"])
 
-    The result is a model of its own that shares the arrays of both. A function compiled by
+    The result is a model of its own that shares the arrays of both; magnitudes in bf16 or fp16 are
+    cast to float32, as `load_adapter` does. A function compiled by
     `nnx.jit` serves every adapter of the same layers, ranks and scales without compiling again.
 
     An adapter's dropout is on or off as it was in the layer whose place it takes. Where that layer
@@ -190,6 +191,8 @@ def set_adapter[Model: nnx.Module](
                     f"adapter has {name} {value.shape} for {path!r}; this model's layer takes "
                     f"{parameter.shape}"
                 )
+            if name == "magnitude" and value.dtype.itemsize < parameter.dtype.itemsize:
+                value = value.astype(parameter.dtype)
             parameter.set_value(value)
         if site.is_layer:
             replacements[id(site.found.module)] = layer

@@ -91,6 +91,17 @@ MAPPED = {
 }
 
 
+def test_magnitudes_of_bf16_are_fp32_in_a_model():
+    base = Block(nnx.Rngs(0))
+    adapter = get_adapter(train(apply_dora(base, DoRARule(".*", 2, 4), rngs=nnx.Rngs(1))))
+    rounded = jax.tree.map(lambda array: array.astype(jnp.bfloat16), adapter)
+    for path, arrays in get_adapter(set_adapter(base, rounded)).arrays.items():
+        expected = rounded.arrays[path]["magnitude"]
+        assert arrays["magnitude"].dtype == jnp.float32
+        assert jnp.array_equal(arrays["magnitude"].astype(jnp.bfloat16), expected)
+        assert arrays["lora_a"].dtype == jnp.bfloat16
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mapped", thinned(MAPPED, ["reversed"]))
 def test_arrays_in_any_order_find_their_layers(mapped):
