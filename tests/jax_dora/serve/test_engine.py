@@ -1,6 +1,7 @@
 """Rows and slots: who has them when, what is compiled, and what one request does to another."""
 
 import contextlib
+import runpy
 import threading
 import time
 
@@ -8,8 +9,10 @@ import jax
 import openai
 import pytest
 
+from jax_dora.bank import DECODING_OPTIONS
 from jax_dora.models import load_model
 from jax_dora.serve import engine as module
+from jax_dora.serve import slots as programs
 from jax_dora.serve.adapters import Served
 from jax_dora.serve.engine import Engine, QueueFullError
 from jax_dora.serve.metrics import Metrics
@@ -43,6 +46,20 @@ def test_a_step_for_the_same_rows_sends_nothing(model):
         slots.step(going)
         with jax.transfer_guard_host_to_device("disallow"):
             slots.step(going)
+
+
+def test_steps_are_compiled_as_decoding_is(monkeypatch):
+    """Which programs are handed the options that only a GPU heeds."""
+    handed = {}
+
+    def jit(function, **options):
+        handed[function.__name__] = options.get("compiler_options")
+        return function
+
+    monkeypatch.setattr(jax, "jit", jit)
+    runpy.run_path(programs.__file__)
+    assert handed["_step"] == DECODING_OPTIONS
+    assert handed["_read"] is None
 
 
 def test_a_running_request_keeps_the_adapter_it_began_with(served, model, adapters):
