@@ -42,8 +42,10 @@ def check_base(base: Any, expected: type[nnx.Module]) -> None:
         value = getattr(base, name, allowed[0])
         ours = (of.get(name, allowed[0]) for of in (ARITHMETIC, BY_ROWS))
         if not any(value is one for one in (*allowed, *ours)):
+            shape = getattr(value, "shape", None)
+            told = repr(value) if shape is None else f"an array of shape {tuple(shape)}"
             raise NotImplementedError(
-                f"the layer's {name} is {value!r}; expected Flax's default, the only one that a "
+                f"the layer's {name} is {told}; expected Flax's default, the only one that a "
                 "DoRA layer honours: set it back, or leave this layer unadapted"
             )
 
