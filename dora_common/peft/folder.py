@@ -65,12 +65,15 @@ class Folder:
             )
         return found
 
-    def tell_of_replaced(self, fit: Fit) -> None:
+    def tell_of_replaced(self, fit: Fit, outline: Outline) -> None:
         """Logs what `save_adapter` has to be given to store again what the folder replaces in the
-        base model, which does not tell of it."""
-        config = self.config
+        base model, of this outline, which does not tell of it."""
+        config, rows = self.config, self.config.trainable_token_indices
+        embeddings = sum(layer.kind == "embedding" for layer in outline.layers)
+        if not isinstance(rows, Mapping) and embeddings != 1:
+            rows = {name.removesuffix(".weight"): its for name, (_, its) in fit.tokens.items()}
         given: dict[str, Any] = {"modules_to_save": config.modules_to_save}
-        given["trainable_token_indices"] = config.trainable_token_indices
+        given["trainable_token_indices"] = rows
         given["bias"] = None if config.bias == "none" else config.bias
         told = ", ".join(f"{name}={value!r}" for name, value in given.items() if value)
         if told and (fit.parameters or fit.tokens):

@@ -96,7 +96,8 @@ def load_adapter[Model: nnx.Module](
     with opened(folder, "np", adapter) as source:
         loaded = remove_dora(model)
         view = torch_view(loaded, names, **where)
-        fit = source.fit(view.outline())
+        outline = view.outline()
+        fit = source.fit(outline)
         stacks = _by_site(view, fit)
         rules = {
             site: DoRARule(
@@ -123,7 +124,7 @@ def load_adapter[Model: nnx.Module](
         loaded = untie(loaded, view, fit, source.config)
         loaded = replace_modules(loaded, replacements)
         _set_parameters(source, torch_view(loaded, names, **where), fit)
-        source.tell_of_replaced(fit)
+        source.tell_of_replaced(fit, outline)
     return loaded
 
 

@@ -1,5 +1,6 @@
 """Tied weights and rows of single tokens in Flax: as in PEFT, or refused by name."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,29 @@ def test_rows_of_single_tokens(tmp_path: Path, caplog: Any) -> None:
     assert_same(tensors_of(tmp_path / "again"), tensors_of(folder))
     again = peft.PeftModel.from_pretrained(tied(tmp_path), tmp_path / "again")
     assert relative(torch_logits(again), expected) <= TOLERANCE
+
+
+def test_rows_of_one_of_several_embeddings_are_told_by_its_name(
+    tmp_path: Path, caplog: Any
+) -> None:
+    class TwoEmbeddings(nnx.Module):
+        def __init__(self) -> None:
+            rngs = nnx.Rngs(0)
+            self.tokens, self.places = (nnx.Embed(5, 4, rngs=rngs) for _ in range(2))
+            self.q = nnx.Linear(4, 4, rngs=rngs)
+
+    rule = jax_dora.DoRARule("q", rank=2, alpha=2)
+    model = jax_dora.apply_dora(TwoEmbeddings(), rule, rngs=nnx.Rngs(0))
+    save_adapter(model, tmp_path / "a", trainable_token_indices={"tokens": [3, 1]})
+    config = tmp_path / "a" / "adapter_config.json"
+    fields = json.loads(config.read_text()) | {"trainable_token_indices": [3, 1]}
+    config.write_text(json.dumps(fields))
+
+    loaded = load_adapter(TwoEmbeddings(), tmp_path / "a")
+
+    assert caplog.messages[-1].endswith("it is given trainable_token_indices={'tokens': (3, 1)}")
+    save_adapter(loaded, tmp_path / "b", trainable_token_indices={"tokens": (3, 1)})
+    assert_same(tensors_of(tmp_path / "b"), tensors_of(tmp_path / "a"))
 
 
 class Attending(nnx.Module):

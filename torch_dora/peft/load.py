@@ -75,7 +75,8 @@ def load_adapter(
     layers = layers_of(model)
     with opened(folder, "pt", adapter) as source:
         parameters = parameters_of(model)
-        fit = source.fit(outline(layers, parameters))
+        model_outline = outline(layers, parameters)
+        fit = source.fit(model_outline)
         weights = [f"{name}.weight" for name in fit.adapters]
         placement.refuse_meta(
             [(name, parameters[name]) for name in [*weights, *fit.parameters, *fit.tokens]]
@@ -102,7 +103,7 @@ def load_adapter(
             for parameter, was in trainable.items():
                 parameter.requires_grad_(was)
             raise
-    source.tell_of_replaced(fit)
+    source.tell_of_replaced(fit, model_outline)
     tell_of_shared(model, fit.adapters.keys())
     replace(model, new)
     for layer, of_layer in values:
