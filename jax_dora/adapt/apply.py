@@ -6,7 +6,6 @@ from typing import Any, cast
 
 import jax
 from flax import nnx
-from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dora_common.rules import as_rules
@@ -15,9 +14,8 @@ from jax_dora.adapt.reads import trace_reads
 from jax_dora.adapt.sites import REMEDY, Site, assigned, refuse, sites
 from jax_dora.adapt.tree import check_model, named_in_errors, replace_modules
 from jax_dora.layers import DORA_CLASSES, dora_class_of
-from jax_dora.layers.base_layer import padded
+from jax_dora.layers.base_layer import mesh_sharding, padded
 from jax_dora.layers.rule import DoRARule, Rules
-from jax_dora.ops.quantised import stored
 from jax_dora.weights.adapter import Place
 from jax_dora.weights.module import add_adapter
 from jax_dora.weights.reads import Example
@@ -93,7 +91,7 @@ def adapt_site(site: Site, rule: DoRARule, rngs: nnx.Rngs) -> Any:
     """Returns the DoRA layer over the site's module, whose parameters it shares, or the adapter
     that stands beside its weight then."""
     module, cls = site.found.module, dora_class_of(site.found.module) if site.is_layer else None
-    sharding = _mesh_sharding(getattr(module, cls.kernel_name if cls else site.param))
+    sharding = mesh_sharding(getattr(module, cls.kernel_name if cls else site.param))
     # Flax places a parameter with sharding metadata at once, on the mesh in scope.
     scope = (
         contextlib.nullcontext() if sharding is None else jax.set_mesh(cast(Mesh, sharding.mesh))
@@ -122,16 +120,6 @@ def _shard_like_kernel(adapted: Any, sharding: NamedSharding) -> None:
         of_all = stack.joined(stack.of_stack(spec), names)
         target = NamedSharding(sharding.mesh, PartitionSpec(*of_all))
         variable.set_value(jax.device_put(variable.get_value(), target))
-
-
-def _mesh_sharding(variable: nnx.Variable) -> NamedSharding | None:
-    """Returns how a concrete array lies on a mesh of its own."""
-    value = stored(variable.get_value())
-    if isinstance(value, jax.Array) and not isinstance(value, Tracer):
-        sharding = value.sharding
-        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-            return sharding
-    return None
 
 
 def _refuse_others(matched: list[Site]) -> None:

@@ -9,8 +9,10 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from jax import lax
 from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_dora.layers.quantised import ARITHMETIC, BY_ROWS
+from jax_dora.ops.quantised import stored
 
 # What a Flax layer may be given in place of its own arithmetic. The adapter's part of the result
 # would not go through it.
@@ -109,7 +111,24 @@ def sharded_like(
     metadata = _sharding_metadata(kernel)
     if "out_sharding" in metadata:
         metadata["out_sharding"] = names
+        sharding = mesh_sharding(kernel)
+        is_on_mesh = isinstance(value, Tracer) or isinstance(
+            getattr(value, "sharding", None), NamedSharding
+        )
+        if sharding is not None and not is_on_mesh:
+            # Flax shards what lies on a mesh alone; an initializer may make it on one device.
+            value = jax.device_put(value, NamedSharding(sharding.mesh, PartitionSpec()))
     return kind(value, **metadata)
+
+
+def mesh_sharding(variable: nnx.Variable) -> NamedSharding | None:
+    """Returns how a concrete array lies on a mesh of its own."""
+    value = stored(variable.get_value())
+    if isinstance(value, jax.Array) and not isinstance(value, Tracer):
+        sharding = value.sharding
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            return sharding
+    return None
 
 
 def _sharding_metadata(kernel: nnx.Param) -> dict[str, Any]:

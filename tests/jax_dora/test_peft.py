@@ -439,6 +439,27 @@ def test_arrays_stay_where_the_layer_lies(tmp_path: Path) -> None:
     assert layer.kernel[...] is kernel[...]
 
 
+def test_arrays_are_sharded_as_the_layer_s_metadata_says(tmp_path: Path) -> None:
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    class Sharded(nnx.Module):
+        def __init__(self) -> None:
+            init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("x", "y"))
+            self.q = nnx.Linear(8, 4, kernel_init=init, rngs=nnx.Rngs(0))
+
+    with jax.set_mesh(mesh):
+        base = Sharded()
+    model = jax_dora.apply_dora(base, jax_dora.DoRARule("q", 2, 3), rngs=nnx.Rngs(1))
+    save_adapter(model, tmp_path / "a")
+
+    layer = load_adapter(base, tmp_path / "a").q
+
+    assert layer.lora_a.get_metadata("out_sharding") == ("x", None)
+    assert layer.lora_a[...].sharding.spec[0] == "x"
+    assert layer.lora_b[...].sharding.spec[1] == "y"
+    np.testing.assert_array_equal(layer.lora_a[...], model.q.lora_a[...])
+
+
 def test_dropout_is_as_in_peft_unless_told_and_off_until_it_is_trained(tmp_path: Path) -> None:
     folder, _ = peft_folder(tmp_path, **CASES["dropout"])
 
