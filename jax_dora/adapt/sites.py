@@ -177,12 +177,7 @@ def _refuse_written(found: list[Site], modules: list[Found]) -> None:
 
 def _sites_of(found: Found, modules: list[Found], traced: ReadLog | None) -> list[Site]:
     module = found.module
-    if isinstance(module, DoRALayer):
-        site = Site(found.paths, found, module.kernel_name, is_layer=True, is_adapted=True)
-        site.how = class_name(module.plain_type)
-        site.is_linear = module.is_linear(module) and not _is_head(found.paths[0])
-        return [site]
-    cls = dora_class_of(module)
+    cls = type(module) if isinstance(module, DoRALayer) else dora_class_of(module)
     # A subclass that computes something else is no linear projection.
     is_plain = cls is not None and type(module).__call__ is cls.base_type.__call__
     known = registrations(module)
@@ -200,7 +195,10 @@ def _sites_of(found: Found, modules: list[Found], traced: ReadLog | None) -> lis
         reads = _reads_of(traced, found, param)
         # Whether the DoRA layer of its class would compute all that is made of the kernel.
         is_alone = is_plain and all(one.scopes.intersection(found.paths) for one in reads or ())
-        if isinstance(site.adapter, WeightAdapter):
+        if isinstance(module, DoRALayer) and param == module.kernel_name:
+            site.is_layer, site.is_adapted = True, True
+            site.how, site.is_linear = class_name(module.plain_type), module.is_linear(module)
+        elif isinstance(site.adapter, WeightAdapter):
             place = site.adapter.place
             site.is_adapted, site.axes, site.is_lookup = True, place.axes, place.is_lookup
             site.is_linear = True

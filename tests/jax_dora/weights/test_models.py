@@ -295,6 +295,14 @@ class TestCoverage:
         assert told["attention/key/bias"] == "no product reads it, only add"
         assert not table.count("adapted")
 
+    @pytest.mark.parametrize("example", [(), (lambda model: model(mixed_ids()),)])
+    def test_an_adapted_model_has_the_weights_of_its_base(self, example):
+        base = nnx.clone(Mixed(nnx.Rngs(0)))
+        adapted = apply_dora(base, DoRARule("attention/.*", 2, 3), rngs=nnx.Rngs(1))
+        of_base, of_adapted = coverage(base, *example), coverage(adapted, *example)
+        assert {one.path for one in of_adapted.weights} == {one.path for one in of_base.weights}
+        assert of_adapted.count("not adaptable") == of_base.count("not adaptable") > 0
+
 
 class Held(nnx.Module):
     """Weights in a dict over which its module iterates."""
