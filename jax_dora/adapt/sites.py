@@ -198,6 +198,8 @@ def _sites_of(found: Found, modules: list[Found], traced: ReadLog | None) -> lis
         if isinstance(module, DoRALayer) and param == module.kernel_name:
             site.is_layer, site.is_adapted = True, True
             site.how, site.is_linear = class_name(module.plain_type), module.is_linear(module)
+            if any(not one.scopes.intersection(found.paths) for one in reads or ()):
+                site.how += ", read without its adapter outside of its calls: give example="
         elif isinstance(site.adapter, WeightAdapter):
             place = site.adapter.place
             site.is_adapted, site.axes, site.is_lookup = True, place.axes, place.is_lookup

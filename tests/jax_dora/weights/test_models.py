@@ -303,6 +303,31 @@ class TestCoverage:
         assert {one.path for one in of_adapted.weights} == {one.path for one in of_base.weights}
         assert of_adapted.count("not adaptable") == of_base.count("not adaptable") > 0
 
+    def test_an_adapted_layer_whose_kernel_others_read_is_told(self):
+        class Reader(nnx.Module):
+            def __init__(self):
+                self.called, self.read = (nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)) for _ in "ab")
+
+            def __call__(self, x):
+                return self.called(x) @ self.read.kernel[...]
+
+        adapted = apply_dora(Reader(), DoRARule(".*", 2, 3), rngs=nnx.Rngs(1))
+        told = {one.path: one.how for one in coverage(adapted, jnp.ones((2, WIDTH))).weights}
+        assert told["called"] == "nnx.Linear"
+        assert told["read"].endswith("read without its adapter outside of its calls: give example=")
+
+    def test_a_parameter_that_holds_a_dict_is_no_obstacle(self):
+        class WithDict(nnx.Module):
+            def __init__(self):
+                self.held = nnx.Param({"scale": jnp.ones(())})
+                self.out = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+
+            def __call__(self, x):
+                return self.out(x * self.held.get_value()["scale"])
+
+        model, x = WithDict(), jnp.ones((2, WIDTH))
+        assert [one.path for one in coverage(model, x).weights] == ["out"]
+
 
 class Held(nnx.Module):
     """Weights in a dict over which its module iterates."""
