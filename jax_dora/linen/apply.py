@@ -137,6 +137,13 @@ class DoRA(nn.Module):
         """Returns the module without adapters, unbound."""
         return self.held.module
 
+    @nn.nowrap
+    def matches(self, path: str, is_linear: bool) -> bool:
+        """Returns whether a rule of this model, or of one that it is made of, takes the layer."""
+        inner = self.model
+        is_inner = isinstance(inner, DoRA) and inner.matches(path, is_linear)
+        return is_inner or any(rule.matches(path, linear=is_linear) for rule in self.rules)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls `model` with its adapters."""
         return self.noting(Calls(), None, *args, **kwargs)
@@ -247,6 +254,13 @@ class DoRA(nn.Module):
             matching = (rule for rule in self.rules if rule.matches(path, linear=is_linear))
             rule = next(matching, None)
             if rule is not None and cls is not None:
+                inner = self.model
+                if isinstance(inner, DoRA) and inner.matches(path, is_linear):
+                    raise ValueError(
+                        f"rule {rule.path!r} matches {path!r}, which holds an adapter already; "
+                        "expected a layer without one: narrow the rule's path, or adapt the "
+                        "model's own model, its attribute `model`, by all rules at once"
+                    )
                 if writers:
                     raise TypeError(
                         f"rule {rule.path!r} matches a layer whose parameters nn.{writers[-1]} "

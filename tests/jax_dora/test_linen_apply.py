@@ -449,6 +449,16 @@ class TestRefusals:
         with pytest.raises(NotImplementedError, match="'' cannot be adapted: dot_general_cls is"):
             apply_dora(model, DoRARule("", 2, 4)).init(KEY, jnp.ones((2, 4)))
 
+    def test_a_layer_that_an_adapted_model_has_adapted(self):
+        inner = apply_dora(MODEL, DoRARule("head", 2, 4))
+        variables = jax.eval_shape(inner.init, KEY, IDS)
+        again = apply_dora(inner, DoRARule("head", 2, 8))
+        with pytest.raises(ValueError, match="rule 'head' matches 'head', which holds an adapter"):
+            jax.eval_shape(again.apply, variables, IDS)
+        more = apply_dora(inner, DoRARule("out", 3, 4))
+        params = jax.eval_shape(more.init, KEY, IDS)["params"]
+        assert all("lora_a" in params[name] for name in ("head", "out"))
+
     def test_a_missing_adapter_and_one_of_another_rank(self, base):
         adapted = apply_dora(MODEL, RULES)
         with pytest.raises(ValueError, match="params has no lora_a for 'embed'"):
