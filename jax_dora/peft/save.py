@@ -157,9 +157,9 @@ def _adapted_layers(
     if strange := [path for path in paths if path not in reachable]:
         raise NotImplementedError(
             f"{', '.join(strange)}: projections with batch axes or another order of output axes "
-            "than their kernel's, or embeddings that are no nnx.Embed; expected layers that are a "
-            "Linear, Embedding or ConvNd in PyTorch, or packed experts: merge them by merge_dora, "
-            "or store the arrays of get_adapter"
+            "than their kernel's, transposed convolutions, or embeddings that are no nnx.Embed; "
+            "expected layers that are a Linear, Embedding or ConvNd in PyTorch, or packed experts: "
+            "merge them by merge_dora, or store the arrays of get_adapter"
         )
     return {
         name: layer.site.adapter

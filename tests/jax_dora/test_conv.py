@@ -11,6 +11,7 @@ from flax import nnx
 from jax_dora import DoRAConv, DoRAConvTranspose, DoRARule, apply_dora, merge_dora
 from jax_dora.ops import draw_seed
 from jax_dora.ops.dropout import drop
+from jax_dora.peft import save_adapter
 from parity import oracle, tolerances
 from tests.jax_dora.matrices import differentiate, trained
 from tests.matrices import Problem, judge, within
@@ -144,6 +145,13 @@ def test_dropout_by_both_conventions():
 def test_the_rank_is_shared_out_among_groups():
     with pytest.raises(ValueError, match="rank is 3 and the convolution has 2 groups"):
         make((3,), {"feature_group_count": 2}, rank=3)
+
+
+def test_a_transposed_one_is_refused_in_a_peft_folder(tmp_path):
+    model = nnx.Sequential(nnx.ConvTranspose(2, 3, (2,), rngs=nnx.Rngs(0)))
+    model = apply_dora(model, DoRARule("layers/0", 2, 3), rngs=nnx.Rngs(1))
+    with pytest.raises(NotImplementedError, match=r"layers/0: .*transposed convolutions"):
+        save_adapter(model, tmp_path / "adapter")
 
 
 def test_a_mask_is_refused():
