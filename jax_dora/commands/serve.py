@@ -10,7 +10,9 @@ and Ctrl-C end the server once what is under way has been answered.
 """
 
 import argparse
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -63,21 +65,30 @@ def run(args: argparse.Namespace) -> int:
         for flag, value in {"slots": args.slots, "max-rank": args.max_rank}.items():
             if value is not None and args.adapters is None:
                 raise ValueError(f"--{flag} needs --adapters")
-        from jax_dora.serve import Server, Settings
+        from jax_dora.serve.server import Server, Settings, listen
 
         names = {one.name: _FLAGS.get(one.name, one.name) for one in dataclasses.fields(Settings)}
         given = {name: getattr(args, flag, None) for name, flag in names.items()}
         settings = Settings(**{name: one for name, one in given.items() if one is not None})
+        with _address(args):
+            listen(settings).close()  # told before the model is loaded
         server = Server(settings, tell=tell)
-    try:
+    with _address(args):
         host, port = server.bind()
-    except OSError as error:
-        raise UsageError(f"--host {args.host} --port {args.port}: {error}") from error
     if args.host not in LOOPBACK and args.api_key is None:
         tell(f"{args.host} is open to others, and without --api-key to everyone who reaches it")
     shown = f"[{host}]" if ":" in host else host
     tell(f"Serving {', '.join(server.service.models()[:5])} at http://{shown}:{port}/v1")
     return 0 if server.run() else 1
+
+
+@contextlib.contextmanager
+def _address(args: argparse.Namespace) -> Iterator[None]:
+    """Turns the errors of an address that is not to be had into `UsageError` while it lasts."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"--host {args.host} --port {args.port}: {error}") from error
 
 
 def _key(text: str) -> str:

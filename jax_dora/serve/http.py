@@ -235,12 +235,14 @@ class _Key:
     """Lets nobody in who does not know the key, but to /health."""
 
     def __init__(self, app: ASGIApp, key: str, refused: Counter) -> None:
-        self._app, self._expected, self._refused = app, f"Bearer {key}".encode(), refused
+        self._app, self._key, self._refused = app, key.encode(), refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] != "/health":
             given = dict(scope["headers"]).get(b"authorization", b"")
-            if not secrets.compare_digest(given, self._expected):
+            scheme, _, key = given.partition(b" ")
+            is_known = secrets.compare_digest(key.strip(), self._key)
+            if scheme.lower() != b"bearer" or not is_known:
                 told = "The API key is missing or wrong; expected 'Authorization: Bearer KEY'"
                 error = ApiError(401, told, code="invalid_api_key")
                 self._refused.labels(401).inc()

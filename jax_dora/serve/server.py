@@ -81,6 +81,16 @@ class Settings:
     drain_seconds: int = 60
 
 
+def listen(settings: Settings) -> socket.socket:
+    """Returns a socket at the address that the settings name.
+
+    Raises:
+      OSError: it is taken, or not to be had.
+    """
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    return socket.create_server((settings.host, settings.port), family=family, backlog=1024)
+
+
 class Server:
     """Loads and compiles what it serves when it is made; `run` serves until a signal or `stop`."""
 
@@ -158,9 +168,7 @@ class Server:
         Raises:
           OSError: it is taken, or not to be had.
         """
-        host, port = self.settings.host, self.settings.port
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=1024)
+        self._socket = listen(self.settings)
         return self._socket.getsockname()[:2]
 
     def run(self) -> bool:

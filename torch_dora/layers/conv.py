@@ -58,9 +58,9 @@ class DoRAConv(DoRALayer):
         matrix = tensor.flatten(1)
         return matrix if groups == 1 else matrix.unflatten(0, (groups, -1))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns [batch, out, *positions] of x [batch, in, *positions], or both without batch."""
-        dropped = self.drop(x)
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns [batch, out, *positions] of [batch, in, *positions], or both without batch."""
+        x, dropped = input, self.drop(input)
         channels = x.ndim - self.weight.ndim + 1
 
         def convolve(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

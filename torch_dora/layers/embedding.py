@@ -50,17 +50,17 @@ class DoRAEmbedding(DoRALayer):
         nn.init.normal_(self.lora_b)
         self.reset_magnitude()
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Returns [..., features] of integers [...]."""
         settings = self.settings
         base = F.embedding(
-            ids,
+            input,
             self.weight,
             settings.padding_idx,
             scale_grad_by_freq=settings.scale_grad_by_freq,
             sparse=settings.sparse,
         )
-        rows = F.embedding(ids, self.lora_a.T, padding_idx=settings.padding_idx)
+        rows = F.embedding(input, self.lora_a.T, padding_idx=settings.padding_idx)
         with no_autocast(base):
             lora = F.linear(rows.to(base.dtype), self.lora_b.to(base.dtype))
         g = self.g(base.dtype)

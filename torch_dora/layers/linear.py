@@ -18,8 +18,9 @@ class _DoRAProjection(DoRALayer):
 
     SHARDED_AXES: ClassVar = {"lora_a": 1, "lora_b": 0, "magnitude": 0}
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns [..., out] of x [..., in], in the dtype that x and the weight promote to."""
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns [..., out] of [..., in], in the dtype that input and weight promote to."""
+        x = input
         if isinstance(x, Tensor) and x.is_nested:
             return fast_path.of_nested(self, x)
         dropped = self.drop(x)

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 
@@ -101,6 +102,8 @@ def test_a_key_is_asked_for(model, settings):
                 assert answer.status_code == 401
                 assert answer.json()["error"]["code"] == "invalid_api_key"
         assert server.metrics.refused.labels(401)._value.get() == 12
+        models = httpx.get(f"{root}/v1/models", headers={"authorization": "bearer secret"})
+        assert models.status_code == 200
         assert httpx.get(f"{root}/health").status_code == 200
 
 
@@ -124,6 +127,14 @@ def test_bad_flags(model, flags, message, capsys):
     assert read_config(model)["max_position_embeddings"] == 512
     assert main(["serve", "--model", str(model), *flags.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_an_address_that_is_taken_is_told_before_the_model_is_loaded(model, monkeypatch, capsys):
+    monkeypatch.setattr("jax_dora.serve.server.load_model", pytest.fail)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--model", str(model), "--port", str(port)]) == 2
+    assert f"--port {port}: [Errno" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("length", ["x", True, 0])

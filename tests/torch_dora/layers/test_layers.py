@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from parity import oracle, tolerances
 from tests.matrices import Problem, judge, within
 from tests.torch_dora.adapters import trained
-from torch_dora import DoRAConv, DoRAConv1D, DoRAEmbedding
+from torch_dora import DoRAConv, DoRAConv1D, DoRAEmbedding, DoRARule, apply_dora
 from torch_dora.ops import norm as norm_module
 
 OPTIONS = {"rank": 4, "alpha": 5.0}
@@ -224,6 +224,19 @@ def test_dropout_by_both_conventions(make, x):
         layer.eval()
         torch.testing.assert_close(layer(x), plain(x))
     assert not torch.allclose(found["adapter"], found["input"], atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("base", "x"),
+    [
+        (torch.nn.Linear(4, 3), torch.ones(2, 4)),
+        (torch.nn.Conv1d(2, 3, 1), torch.ones(1, 2, 5)),
+        (torch.nn.Embedding(4, 3), torch.ones(2, dtype=torch.int64)),
+    ],
+)
+def test_the_argument_has_the_base_layers_name(base, x):
+    layer = apply_dora(torch.nn.ModuleList([base]), [DoRARule("0", rank=2, alpha=2)])[0]
+    assert torch.equal(layer(input=x), layer(x))
 
 
 def test_merged_layers_compute_the_same():
