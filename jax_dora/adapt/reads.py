@@ -48,22 +48,18 @@ def trace_reads(model: nnx.Module, example: Example) -> ReadLog:
 
     def run(arrays: Any) -> None:
         traced, given = together(arrays)
-        weights, lifted = _weights(traced), {}
+        weights = _weights(traced)
         with weight_trace() as trace:
             for key in log.reads:
                 raw = weights[key].get_raw_value()
-                lifted[key] = log.follow(trace, key, quantised.dense(raw, raw.dtype))
-                weights[key].set_raw_value(lifted[key], _unsafe_bypass_check=True)
+                value = log.follow(trace, key, quantised.dense(raw, raw.dtype))
+                weights[key].set_raw_value(value, _unsafe_bypass_check=True)
             log.end(given.call(traced))
-            values = ((key, weights[key].get_raw_value()) for key in lifted)
-            log.written |= {key for key, value in values if trace.is_written(value, lifted[key])}
 
     arrays, together = apart((copy, example))
     jax.eval_shape(run, arrays)
     found = {key: dict[Read, None]() for group in groups for key in group}
     for group in groups:
-        if group[0] in log.written:
-            log.written |= set(group)
         seen = min((log.seen[key] for key in group if key in log.seen), key=len, default=None)
         for read in log.reads[group[0]]:
             if seen is not None:

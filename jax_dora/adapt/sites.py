@@ -217,8 +217,6 @@ def _sites_of(found: Found, modules: list[Found], traced: ReadLog | None) -> lis
                 )
             elif reads == ():
                 site.refusal = "no operation of this call reads it"
-        elif traced and any((path, param) in traced.written for path in found.paths):
-            site.refusal = "a method writes it in this call"
         elif param in known or reads is not None:
             _from_reads(site, known.get(param), modules, reads)
         elif cls is None:

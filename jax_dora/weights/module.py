@@ -113,9 +113,8 @@ def followed(module: Any) -> Iterator[Callable[[Any], Any]]:
     variables = [one.kernel_param for one in adapters]
     raws = [variable.get_raw_value() for variable in variables]
     with weight_trace() as trace:
-        lifted = [one.followed(trace, raw) for one, raw in zip(adapters, raws, strict=True)]
-        for variable, value in zip(variables, lifted, strict=True):
-            _set(variable, value)
+        for one, variable, raw in zip(adapters, variables, raws, strict=True):
+            _set(variable, one.followed(trace, raw))
 
         def plain(result: Any) -> Any:
             leaves = jax.tree.leaves(result, is_leaf=is_node)
@@ -125,13 +124,6 @@ def followed(module: Any) -> Iterator[Callable[[Any], Any]]:
 
         try:
             yield plain
-            for one, variable, value in zip(adapters, variables, lifted, strict=True):
-                if trace.is_written(variable.get_raw_value(), value):
-                    raise NotImplementedError(
-                        f"a method of {module.plain_type.__name__} writes {one.place.param!r}, "
-                        "which is adapted; expected methods that only read it: set it from outside "
-                        "of them, or leave it unadapted"
-                    )
         finally:
             for variable, raw in zip(variables, raws, strict=True):
                 _set(variable, raw)

@@ -91,7 +91,6 @@ class ReadLog:
     Attributes:
       paths: of the modules, by the number in the name of each one's scope, "dora[3]".
       reads: of each weight.
-      written: the weights that the call writes.
       seen: the shapes of parameters in the methods of their modules, the one of the fewest axes.
       results: the sizes of the last axes of what the call returned.
     """
@@ -99,7 +98,6 @@ class ReadLog:
     def __init__(self, keys: Iterable[Key], paths: Iterable[str]) -> None:
         self.paths = paths
         self.reads: dict[Key, tuple[Read, ...]] = dict.fromkeys(keys, ())
-        self.written: set[Key] = set()
         self.seen: dict[Key, tuple[int, ...]] = {}
         self.results: frozenset[int] = frozenset()
         self.count = itertools.count().__next__

@@ -81,13 +81,6 @@ class WeightTrace(jax.core.Trace):
             arrays = jax.jit(run)(*args)
         return results.update(arrays)
 
-    def is_written(self, value: Any, lifted: WeightTracer) -> bool:
-        """Returns whether a variable that held `lifted` holds something else in `value`, rather
-        than what a transform hands on."""
-        if value is lifted:
-            return False
-        return not self._is_mine(value) or value.weight() is not lifted.weight()
-
     def array(self, value: Any) -> Any:
         """Returns a value as the trace around has it: of a weight the effective one."""
         return self._arrays([value], "a result of the method")[0]

@@ -449,41 +449,6 @@ class TestAnEnsemble:
         assert not jnp.allclose(found, call(base, x), atol=1e-3)
 
 
-class Normalised(nnx.Module):
-    """Writes its weight in a call, where it is asked to."""
-
-    def __init__(self, writes):
-        self.w = drawn(nnx.Rngs(0), WIDTH, WIDTH)
-        self.writes = writes
-
-    def __call__(self, x):
-        if self.writes:
-            self.reset()
-        return x @ self.w[...]
-
-    def reset(self):
-        self.w[...] = self.w[...] / jnp.linalg.norm(self.w[...])
-
-
-class TestAWeightThatAMethodWrites:
-    """What is written to an adapted weight is no base weight that could be kept."""
-
-    x = jnp.ones((2, WIDTH))
-
-    def test_in_the_example_it_is_refused(self):
-        match = r"w \(.*Normalised\): a method writes it in this call"
-        with pytest.raises(TypeError, match=match):
-            apply_dora(Normalised(True), DoRARule(".*", 2, 3), rngs=nnx.Rngs(1), example=(self.x,))
-
-    def test_in_another_method_that_raises(self):
-        base = Normalised(False)
-        model = apply_dora(base, DoRARule(".*", 2, 3), rngs=nnx.Rngs(1), example=(self.x,))
-        with pytest.raises(NotImplementedError, match="a method of Normalised writes 'w', wh"):
-            model.reset()
-        assert model.w.get_value() is base.w.get_value()
-        assert jnp.allclose(model(self.x), base(self.x), atol=1e-6)
-
-
 class OneArray(nnx.Module):
     """Two modules that hold one parameter."""
 
