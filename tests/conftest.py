@@ -34,6 +34,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Workers share the cores: torch's threads, as many in each, would wait for one another.
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Both are read when first used, so they are set before a test module is imported. `-m gpu` and
     # `-m gpus` run the kernels natively; everything else runs them in their interpreters on CPU.
     if config.getoption("markexpr") not in ("gpu", "gpus"):
