@@ -103,6 +103,10 @@ class DoRAConv1D(_DoRAProjection):
     def adapts(cls, module: nn.Module) -> bool:
         return is_conv1d(module)
 
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Returns [..., out] of x [..., in], in the dtype that x and the weight promote to."""
+        return super().forward(x)
+
     def weight_matrix(self) -> Tensor:
         return self.weight.T
 

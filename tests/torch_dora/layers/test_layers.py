@@ -227,16 +227,17 @@ def test_dropout_by_both_conventions(make, x):
 
 
 @pytest.mark.parametrize(
-    ("base", "x"),
+    ("base", "name", "x"),
     [
-        (torch.nn.Linear(4, 3), torch.ones(2, 4)),
-        (torch.nn.Conv1d(2, 3, 1), torch.ones(1, 2, 5)),
-        (torch.nn.Embedding(4, 3), torch.ones(2, dtype=torch.int64)),
+        (torch.nn.Linear(4, 3), "input", torch.ones(2, 4)),
+        (torch.nn.Conv1d(2, 3, 1), "input", torch.ones(1, 2, 5)),
+        (torch.nn.Embedding(4, 3), "input", torch.ones(2, dtype=torch.int64)),
+        (Conv1D(3, 4), "x", torch.ones(2, 4)),
     ],
 )
-def test_the_argument_has_the_base_layers_name(base, x):
+def test_the_argument_has_the_base_layers_name(base, name, x):
     layer = apply_dora(torch.nn.ModuleList([base]), [DoRARule("0", rank=2, alpha=2)])[0]
-    assert torch.equal(layer(input=x), layer(x))
+    assert torch.equal(layer(**{name: x}), layer(x))
 
 
 def test_merged_layers_compute_the_same():
