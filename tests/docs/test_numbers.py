@@ -325,6 +325,41 @@ def test_what_is_said_of_what_was_tried():
     )
 
 
+def test_what_is_said_of_a_bank_s_slots_at_a_time():
+    def us(of="h100", **fields):
+        return f"{row('tried', of, **fields)['us']:.1f}"
+
+    def alone(group):
+        names = ("bank_rows", "slots at a time")
+        return [us(what="bank, kernels alone", group=group, kernels=one) for one in names]
+
+    def layer(program, **fields):
+        return us(what="bank, a layer", program=program, **fields)
+
+    qkv, gate_up, down = (alone(group) for group in ("qkv", "gate_up", "down"))
+    ways = ("two layers, slots at a time", "two layers, XLA", "two layers")
+    two, by_xla, base = (layer(one, rows=8) for one in ways)
+    three = layer("three layers, slots at a time", kind="DoRA")
+    many = [
+        layer(f"two layers, {one}", rows=32, mix="uniform")
+        for one in ("slots at a time", "bank_rows")
+    ]
+    told, as_is = (
+        us("h200", what="bank, slots at a time", kernels=one)
+        for one in ("told to come first", "as XLA has them")
+    )
+    assert_says(
+        "docs/attempts.md",
+        f"they take {qkv[1]} µs for query, key and value, where `bank_rows` takes {qkv[0]}, "
+        f"{gate_up[1]} instead of {gate_up[0]} for gate and up, and {down[1]} as before",
+        f"a layer took {two} µs, by XLA {by_xla}, and the base alone {base}",
+        f"the kernels looked them up, {three}, which",
+        f"took {many[0]} µs instead of {many[1]}",
+        f"{told} µs instead of {as_is} on an H200",
+    )
+    assert down == ["12.3", "12.3"]
+
+
 def test_what_is_said_of_four_bits_in_torch():
     ours, peft = (
         row("quantised_torch", "h200", kind=f"{package} DoRA, bf16 adapters, nf4")["over_lora"]
