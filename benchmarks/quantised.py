@@ -77,7 +77,7 @@ TINY = Settings(
     rows=(2,),
     many_rows=24,
     rounds=1,
-    cases=(Case("tiny", TINY_DECODER, "DoRA", "nf4", (1, 16)),),
+    cases=(Case("tiny", TINY_DECODER, "DoRA", "nf4", (1, 16), keep_inner=True),),
 )
 
 

@@ -1,5 +1,5 @@
-"""The installed command, which ends in one line also where Ctrl-C comes before JAX is imported, or
-a package of its own is missing."""
+"""The installed command, which ends in one line also where Ctrl-C comes before JAX is imported, and
+where a package that it needs is not installed."""
 
 import importlib
 import os
@@ -11,7 +11,7 @@ from typing import NoReturn
 _TOLD = b"\x1b[?25h\nInterrupted.\n" if os.isatty(2) else b"\nInterrupted.\n"
 
 # What every command imports, and a plain pip install jax-dora leaves out.
-OF_EXTRAS = ("rich", "tokenizers")
+_OF_EXTRAS = ("rich", "tokenizers")
 
 
 def _stop(*_: object) -> NoReturn:
@@ -25,7 +25,7 @@ def jax_dora() -> NoReturn:
     try:
         commands = importlib.import_module("jax_dora.commands")
     except ModuleNotFoundError as error:
-        if error.name not in OF_EXTRAS:
+        if error.name not in _OF_EXTRAS:
             raise
         sys.exit(
             f"jax-dora needs {error.name}; install it by pip install 'jax-dora[finetune]', or "

@@ -96,7 +96,7 @@ class ReadLog:
     """
 
     def __init__(self, keys: Iterable[Key], paths: Iterable[str]) -> None:
-        self.paths = paths
+        self.paths = list(paths)
         self.reads: dict[Key, tuple[Read, ...]] = dict.fromkeys(keys, ())
         self.seen: dict[Key, tuple[int, ...]] = {}
         self.results: frozenset[int] = frozenset()
@@ -110,7 +110,7 @@ class ReadLog:
 
     def see(self, number: int, name: str, shape: tuple[int, ...]) -> None:
         """Notes the shape of a parameter in a method of the module of this number."""
-        key = [*self.paths][number], name
+        key = self.paths[number], name
         self.seen[key] = min(self.seen.get(key, shape), shape, key=len)
 
     def end(self, result: Any) -> None:
