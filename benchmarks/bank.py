@@ -67,7 +67,7 @@ class Settings(NamedTuple):
     mixes: tuple[str, ...] = ("zipf", "uniform")
     alone: int = 8
     only: tuple[str, ...] = ("base", "LoRA", "DoRA", "one-hot", "DoRA mosaic")
-    by_kernels: tuple[int, ...] = (1, 8)
+    by_kernels: tuple[int, ...] = (1,)
     growth: int = 64
     adapters: tuple[int, ...] = (1, 4, 16, 64, 256, 1024)
     answer: int = 128

@@ -64,10 +64,9 @@ def bank_shrink(x, a, slot):
     return jnp.einsum("nti,nri->ntr", x, a[slot], **F32)
 
 
-def bank_rows(base, x, a, b, g, scale, ranks, ids):
+def bank_rows(x, a, b, ranks, ids):
     z = jnp.einsum("ti,tri->tr", x, a[ids]).astype(x.dtype)
-    lora = scale[ids, None] * jnp.einsum("tr,tro->to", z, b[ids])
-    return (g[ids].astype(jnp.float32) * (base.astype(jnp.float32) + lora)).astype(base.dtype)
+    return jnp.einsum("tr,tro->to", z, b[ids])
 
 
 def compose_backward(dy, inner, g):

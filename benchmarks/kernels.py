@@ -17,6 +17,7 @@ from benchmarks.kernel import BF16, Kernel
 from benchmarks.kernel_definitions import RATE
 from jax_dora.ops.mosaic import (
     bank_expand,
+    bank_few_rows,
     bank_project,
     bank_rows,
     bank_shrink,
@@ -37,6 +38,7 @@ from jax_dora.ops.mosaic import (
     row_codes,
     swiglu_backward,
 )
+from jax_dora.ops.mosaic.bank_rows_sizes import Member
 from jax_dora.ops.quantised import Format
 
 
@@ -86,16 +88,28 @@ TILED = Format("nf4", (64, 1), BF16, False)
 QUANTISED_SHAPES = [{"in": n, "tiles": n // 64, "out": n} for n in (2048, 8192)]
 
 
-def _one_of_the_bank(
-    base: jax.Array,
-    x: jax.Array,
-    *slots_and_ids: jax.Array,
-    **knobs: Any,
-) -> jax.Array:
-    """Returns what `bank_rows` makes of one projection."""
-    *slots, ids, first = slots_and_ids
-    member = bank_rows.Member(base, *slots, first=first, bias=None)
-    return bank_rows.launch(x, [member], ids, **knobs)[0]
+def _one_of_the_bank(kernel: Any) -> Any:
+    """Returns a function of what a kernel of the bank makes of one projection."""
+
+    def launched(x: jax.Array, lora_a: Any, lora_b: Any, ranks: Any, ids: Any, **knobs: Any) -> Any:
+        member = Member(lora_a, lora_b, ranks, first=jnp.int32(0))
+        return kernel.launch(x, [member], ids, **knobs)[0]
+
+    return launched
+
+
+def _of_the_bank(kernel: Any, rows: Sequence[int], configs: Sequence[Any]) -> Kernel:
+    """Returns a kernel of rows that choose their adapters from a bank."""
+    return Kernel(
+        *(kernel, definitions.bank_rows, "rows in out slots rank"),
+        ("rows in", "slots rank in", "slots rank out", "ranks", "ids"),
+        _grid(rows=rows, **{"in": (4096,)}, out=(4096, 14336), slots=(64,), rank=(64,)),
+        configs,
+        ("rows in rank", "rows rank out"),
+        extra=(),
+        kinds=(BF16, BF16),
+        launched=_one_of_the_bank(kernel),
+    )
 
 
 KERNELS = {
@@ -227,19 +241,12 @@ KERNELS = {
         ("groups time in rank",),
         extra=(),
     ),
-    "bank_rows": Kernel(
-        *(bank_rows, definitions.bank_rows, "rows in out slots rank"),
-        (
-            *("rows out", "rows in", "slots rank in", "slots rank out", "slots out", "slots"),
-            *("ranks", "ids"),
-        ),
-        _grid(
-            rows=(8, 64, 128, 256), **{"in": (4096,)}, out=(4096, 14336), slots=(64,), rank=(64,)
-        ),
+    "bank_few_rows": _of_the_bank(
+        *(bank_few_rows, (2, 8, 16)),
+        [bank_few_rows.Config(splits, 4, stages) for splits in (8, 16) for stages in (4, 8)],
+    ),
+    "bank_rows": _of_the_bank(
+        *(bank_rows, (8, 64, 128, 256)),
         [bank_rows.Config(1, stages, stages) for stages in (4, 8, 12)],
-        ("rows in rank", "rows rank out"),
-        extra=(jnp.int32(0),),
-        kinds=(BF16, BF16),
-        launched=_one_of_the_bank,
     ),
 }

@@ -4,11 +4,13 @@ An adapter that is served does not move, so that g = magnitude / ‖W + sAB‖ i
 and DoRA costs what LoRA does. Ranks lie along the first axis of a slot's matrices, so that the real
 ranks of a slot are one piece of memory, whatever the rank that the bank has room for.
 
-Rows of one token (decoding) have kernels, `mosaic.bank_rows`, which read the adapters that rows
-have once each, and are taken from 9 to 256 rows; elsewhere XLA multiplies (`bank_ways`). Rows of
-several tokens (prompts) are a batched product, the adapter looked up once for each row; with a
-kernel, `mosaic.bank_expand`, the second product is taken in one pass with what follows it. Where
-base is a product that nobody else needs, `bank_projection` takes all of it.
+Rows of one token (decoding) have kernels, `mosaic.bank_few_rows` and `mosaic.bank_rows`, which read
+the adapters that rows have once each, and are taken from 2 to 256 rows; elsewhere XLA multiplies
+(`bank_ways`). Either gives the product with the adapters alone, which waits for nothing of the
+base's and may run beside it; XLA fuses what puts both together with what follows. Rows of several
+tokens (prompts) are a batched product, the adapter looked up once for each row; with a kernel,
+`mosaic.bank_expand`, the second product is taken in one pass with what follows it. Where base is a
+product that nobody else needs, `bank_projection` takes all of it.
 """
 
 import functools
@@ -24,7 +26,7 @@ from jax_dora.ops import mesh as meshes
 from jax_dora.ops.bank_slots import Rows, Slots, composed, rows_of
 from jax_dora.ops.bank_ways import low_rank_product
 from jax_dora.ops.compose import accumulator
-from jax_dora.ops.mosaic import bank_expand, bank_rows
+from jax_dora.ops.mosaic import bank_expand, bank_few_rows, bank_rows
 from jax_dora.ops.mosaic.bank_rows_sizes import Member, plan
 from jax_dora.ops.operands import Static
 from jax_dora.ops.reduction import static_precision
@@ -110,18 +112,22 @@ def bank_linears(
       projections: with slots of the same number and room; all have g or none has, and so with the
         bias.
     """
-    members, count = [], 0
-    for one in projections:
-        first, count = one.part or (jnp.int32(0), one.slots.lora_a.shape[0])
-        members.append(Member(one.base[:, 0], *one.slots, first, one.bias))
+    static = Static("bank_linear", implementation, static_precision(precision))
+    members, rows = [], []
+    for base, slots, part, _ in projections:
+        first, count = part or (jnp.int32(0), slots.lora_a.shape[0])
+        static = static._replace(slots=count)
+        members.append(Member(slots.lora_a, slots.lora_b, slots.rank, first))
+        rows.append(rows_of(slots, ids, first, count, accumulator(base.dtype)))
     tokens = Tokens(x[:, 0], tuple(members), ids, step)
-    by = static_precision(precision)
-    static = Static("bank_linear", implementation, by, slots=count)
     if _choice(static, tokens) is None:
-        results = _multiplied(static, tokens)
+        products = _multiplied(static, tokens)
     else:
-        results = called(MULTIPLY, _multiplied, static, tokens)
-    return [y[:, None] for y in results]
+        products = called(MULTIPLY, _multiplied, static, tokens)
+    return [
+        composed(one.base, lora[:, None], own, one.bias)
+        for one, lora, own in zip(projections, products, rows, strict=True)
+    ]
 
 
 def step_of(
@@ -143,7 +149,7 @@ def step_of(
         for fan_in, out, rank, dtype in projections
     )
     named = "bank_linear", implementation
-    taken = any(choose.choose(*named, (bank_rows, call), optional=True) for call in calls)
+    taken = any(choose.choose(*named, *_candidates(call), optional=True) for call in calls)
     return plan(ids, slots) if taken else None
 
 
@@ -220,26 +226,33 @@ class Tokens(NamedTuple):
     step: Any
 
 
+def _candidates(call: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
+    """Returns the kernels of rows of one token for a call."""
+    return [(bank_few_rows, call), (bank_rows, call)]
+
+
 def _choice(static: Static, tokens: Tokens) -> choose.Choice | None:
     """Returns the kernels if they take every projection."""
     x, lora_a = tokens.x, tokens.members[0].lora_a
-    outs = [one.base.shape[1] for one in tokens.members]
+    outs = [one.lora_b.shape[2] for one in tokens.members]
 
     def call(out: int) -> tuple[Any, ...]:
         return (*x.shape, out, static.slots, lora_a.shape[1], x.dtype, lora_a.dtype)
 
     named = static.op, static.implementation
-    choices = [choose.choose(*named, (bank_rows, call(out))) for out in outs]
-    if choices[0] is None or None in choices:
+    choices = [choose.choose(*named, *_candidates(call(out))) for out in outs]
+    kernels = {choice and choice.kernel for choice in choices}
+    if choices[0] is None or len(kernels) > 1:
         return None
-    return choices[0]._replace(config=bank_rows.config(*call(sum(outs)), members=len(outs)))
+    config = choices[0].kernel.config(*call(sum(outs)), members=len(outs))
+    return choices[0]._replace(config=config)
 
 
 def _run_tokens(static: Static, shard: Shard, tokens: Tokens) -> tuple[jax.Array, ...]:
     choice = _choice(static, tokens)
     if choice is None:
         return _multiplied(static, tokens)
-    return bank_rows.launch(*tokens, slots=static.slots, **choice.knobs)
+    return choice.kernel.launch(*tokens, slots=static.slots, **choice.knobs)
 
 
 # Without names: on a mesh of several devices XLA shares the work, as it knows which of them have
@@ -248,12 +261,8 @@ MULTIPLY = Op("bank_rows", _run_tokens, (), ())
 
 
 def _multiplied(static: Static, tokens: Tokens) -> tuple[jax.Array, ...]:
-    def result(one: Member) -> jax.Array:
-        slots = Slots(one.lora_a, one.lora_b, one.g, one.scale, one.rank)
-        rows = rows_of(slots, tokens.ids, one.first, static.slots, accumulator(one.base.dtype))
-        lora = low_rank_product(
-            tokens.x, slots, tokens.ids, one.first, static.slots, static.precision
-        )
-        return composed(one.base[:, None], lora[:, None], rows, one.bias)[:, 0]
-
-    return tuple(map(result, tokens.members))
+    x, members, ids, _ = tokens
+    of_call = static.slots, static.precision
+    return tuple(
+        low_rank_product(x, (one.lora_a, one.lora_b), ids, one.first, *of_call) for one in members
+    )

@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_dora.ops.bank_slots import Slots
 from jax_dora.ops.compose import accumulator
+
+# lora_a and lora_b, as `bank_slots.Slots` has them.
+Matrices = tuple[jax.Array, jax.Array]
 
 # Tiles of sorted rows: no smaller, since each looks its adapter up, and no larger, since each slot
 # fills up its last one.
@@ -32,21 +34,22 @@ DENSE_ROWS_OF_A_SLOT = 1.5
 
 
 def low_rank_product(
-    x: jax.Array, slots: Slots, ids: jax.Array, first: jax.Array, count: int, precision: Any
+    x: jax.Array, held: Matrices, ids: jax.Array, first: jax.Array, count: int, precision: Any
 ) -> jax.Array:
     """Returns x[n] A[slot] B[slot], [rows, out], of x [rows, in].
 
     Args:
-      slots: of several layers perhaps, of which this has `count` from `first` on.
+      held: lora_a and lora_b of slots, of several layers perhaps, of which this has `count` from
+        `first` on.
       ids: i32[rows], counted from `first`; a row that has none may get any slot's.
     """
     way = way_of(x.shape[0], count)
     if way == "dense":
-        return _dense(x, slots, ids, first, count, precision)
-    held = jnp.clip(ids, 0, count - 1)
+        return _dense(x, held, ids, first, count, precision)
+    safe = jnp.clip(ids, 0, count - 1)
     if way == "tiles":
-        return _by_tiles(x, slots, held, first, count, precision)
-    return _sums(x, slots, first + held)
+        return _by_tiles(x, held, safe, first, count, precision)
+    return _sums(x, held, first + safe)
 
 
 def way_of(rows: int, slots: int) -> str:
@@ -56,31 +59,29 @@ def way_of(rows: int, slots: int) -> str:
     return "dense" if rows > DENSE_ROWS_OF_A_SLOT * slots else "sums"
 
 
-def _products(x: jax.Array, slots: Slots, ids: jax.Array, precision: Any) -> jax.Array:
+def _products(x: jax.Array, held: Matrices, ids: jax.Array, precision: Any) -> jax.Array:
     """Returns [n, rows, out] of x [n, rows, in], whose rows share a slot."""
-    lora_a, lora_b = (array[ids].astype(x.dtype) for array in (slots.lora_a, slots.lora_b))
+    lora_a, lora_b = (array[ids].astype(x.dtype) for array in held)
     z = jnp.einsum("nti,nri->ntr", x, lora_a, precision=precision)
     return jnp.einsum("ntr,nro->nto", z, lora_b, precision=precision)
 
 
-def _sums(x: jax.Array, slots: Slots, ids: jax.Array) -> jax.Array:
+def _sums(x: jax.Array, held: Matrices, ids: jax.Array) -> jax.Array:
     """Returns [rows, out] of x [rows, in]."""
     dtype = accumulator(x.dtype)
-    lora_a, lora_b = (
-        array[ids].astype(x.dtype).astype(dtype) for array in (slots.lora_a, slots.lora_b)
-    )
+    lora_a, lora_b = (array[ids].astype(x.dtype).astype(dtype) for array in held)
     z = jnp.sum(lora_a * x.astype(dtype)[:, None], axis=2).astype(x.dtype).astype(dtype)
     return jnp.sum(z[:, :, None] * lora_b, axis=1).astype(x.dtype)
 
 
 def _dense(
-    x: jax.Array, slots: Slots, ids: jax.Array, first: jax.Array, count: int, precision: Any
+    x: jax.Array, held: Matrices, ids: jax.Array, first: jax.Array, count: int, precision: Any
 ) -> jax.Array:
     """Returns [rows, out] of x [rows, in] by products with `count` slots from `first` on."""
-    rank = slots.lora_a.shape[1]
+    rank = held[0].shape[1]
     lora_a, lora_b = (
         lax.dynamic_slice_in_dim(one, first, count).reshape(count * rank, -1).astype(x.dtype)
-        for one in (slots.lora_a, slots.lora_b)
+        for one in held
     )
     z = lax.dot_general(x, lora_a, (((1,), (1,)), ((), ())), precision=precision)
     # Chosen, not multiplied: what is not finite stays with its own row.
@@ -89,7 +90,7 @@ def _dense(
 
 
 def _by_tiles(
-    x: jax.Array, slots: Slots, ids: jax.Array, first: jax.Array, count: int, precision: Any
+    x: jax.Array, held: Matrices, ids: jax.Array, first: jax.Array, count: int, precision: Any
 ) -> jax.Array:
     """Returns [rows, out] of x [rows, in], sorted by slot into tiles that have one slot each."""
     rows = ids.shape[0]
@@ -109,5 +110,5 @@ def _by_tiles(
     slot_of = jnp.searchsorted(ends, jnp.arange(tiles, dtype=jnp.int32), side="right")
     slot_of = jnp.minimum(slot_of, count - 1)
     tiled = jnp.zeros((tiles * tile, x.shape[1]), x.dtype).at[row_of].set(x)
-    y = _products(tiled.reshape(tiles, tile, -1), slots, first + slot_of, precision)
+    y = _products(tiled.reshape(tiles, tile, -1), held, first + slot_of, precision)
     return y.reshape(tiles * tile, -1)[row_of]

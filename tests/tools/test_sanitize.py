@@ -104,7 +104,8 @@ def test_every_mosaic_kernel_is_run():
         text = jax.jit(case).trace().lower(lowering_platforms=("cuda",)).as_text()
         # "dora" is what sanitize() tells our kernels by.
         found = set(re.findall(r"dora_\w+(?=_mosaic_gpu\\)", text))
-        parts = {"bank_rows": ("_shrink", "_expand"), "few_rows": ("", "_finish")}.get(name, ("",))
+        of_bank = dict.fromkeys(("bank_rows", "bank_few_rows"), ("_shrink", "_expand"))
+        parts = (of_bank | {"few_rows": ("", "_finish")}).get(name, ("",))
         assert found == {f"dora_{name}{part}" for part in parts}
 
 

@@ -1,18 +1,18 @@
-"""Rows of one token each, every one with the adapter of its slot:
-y[n] = g[slot]∘(base[n] + s[slot]·(x[n] A[slot]) B[slot]) + bias.
+"""Rows of one token each, every one with the adapter of its slot: y[n] = (x[n] A[slot]) B[slot].
 
-    base  [rows, out]   bf16 or fp16      x     [rows, in]      base's dtype, 1 to 256 rows
-    A     [slots, r, in]   base's dtype   B     [slots, r, out]  likewise; r ranks have room
-    g     f32[slots, out]  (optional)     s     f32[slots]       rank  i32[slots]
-    y     [rows, out]                     bias  [out] (optional)
+    x  [rows, in]   bf16 or fp16, 1 to 256 rows     rank  i32[slots]
+    A  [slots, r, in]   x's dtype     B  [slots, r, out]  likewise; r ranks have room
+    y  [rows, out]      x's dtype, zeros in a row without a slot
 
-Two kernels, `bank_rows_shrink` and `bank_rows_expand`, for all projections of the same x at once,
-its members; between them XLA adds up the parts of x A, in a fixed order. Each thread block has a
-strip of 64 columns of A or B and goes through the slots that rows have, each once, by the real rank
-(in steps of 16, 32, 64): tensor cores multiply 64 rows an instruction, those of other slots being
-zeros, and add up. Nothing is sorted or copied, and what a row gets does not depend on its company.
+Two kernels, `bank_rows_shrink` and `bank_rows_expand`, for all projections of the same x at once;
+between them XLA adds up the parts of x A, in a fixed order. Nothing of it waits for the base's
+product, beside which the kernels may run; what follows both is XLA's to fuse. Each thread block has
+a strip of 64 columns of A or B and goes through the slots that rows have, each once, by the real
+rank (in steps of 16, 32, 64): tensor cores multiply 64 rows an instruction, those of other slots
+being zeros, and add up. Nothing is sorted or copied, and what a row gets does not depend on its
+company.
 
-Bytes: A, B and g of the slots in use, once, base and y; the floor is bytes / copy rate. FLOPs:
+Bytes: A and B of the slots in use, once, and y; the floor is bytes / copy rate. FLOPs:
 2 · 64⌈rows / 64⌉ · r · (in + out) for every slot in use.
 """
 
@@ -104,46 +104,23 @@ def launch(
     """Returns y [rows, out] of each member.
 
     Args:
-      members: with room for as many ranks; all have g or none has, and so with the bias.
-      ids: i32[rows], from 0 to slots - 1, -1 for the base alone, `slots` for a row of NaN.
+      members: with room for as many ranks.
+      ids: i32[rows], from 0 to slots - 1; anything else for a row of zeros.
       step: `plan` of the ids.
       slots: of the layer; by default all that members have.
     """
     (rows, in_features), rank = x.shape, members[0].lora_a.shape[1]
     slots = slots or members[0].rank.shape[0]
-    out = sum(one.base.shape[1] for one in members)
+    out = sum(one.lora_b.shape[2] for one in members)
     sizes = Sizes(rows, in_features, out, slots, rank)
     held = pl.cdiv(rows, hopper.ROW_ALIGNMENT) * hopper.ROW_ALIGNMENT
     step = plan(ids, slots) if step is None else step
-    first = [one.first.astype(jnp.int32).reshape(1) for one in members]
-    ranks = [one.rank for one in members]
-    parts = bank_rows_shrink.launch(
-        hopper.pad(x, held, in_features),
-        [one.lora_a for one in members],
-        ranks,
-        step,
-        first,
-        sizes,
-        config,
-    )
+    members = [one._replace(first=one.first.astype(jnp.int32).reshape(1)) for one in members]
+    parts = bank_rows_shrink.launch(hopper.pad(x, held, in_features), members, step, sizes, config)
     safe = jnp.pad(jnp.clip(ids, 0, slots - 1), (0, held - rows))
-    of_rows = [(one.scale[one.first + safe], one.rank[one.first + safe]) for one in members]
-    scale, ranks_of_rows = (jnp.stack(some)[..., None] for some in zip(*of_rows, strict=True))
-    z = scale * jnp.sum(parts, axis=0)
-    z = jnp.where(lax.broadcasted_iota(jnp.int32, z.shape, 2) < ranks_of_rows, z, 0)
-    z = jnp.pad(z, ((0, 0), (0, 0), (0, padded(rank) - rank)))
-    g = [one.g.astype(jnp.float32) for one in members if one.g is not None]
-    bias = [one.bias.astype(jnp.float32) for one in members if one.bias is not None]
-    results = bank_rows_expand.launch(
-        [hopper.pad(one.base, held, one.base.shape[1]) for one in members],
-        z.astype(x.dtype),
-        [one.lora_b for one in members],
-        g or None,
-        ranks,
-        step,
-        first,
-        bias or None,
-        sizes,
-        config,
-    )
+    ranks = jnp.stack([one.rank[one.first + safe] for one in members])[..., None]
+    z = jnp.sum(parts, axis=0)
+    z = jnp.where(lax.broadcasted_iota(jnp.int32, z.shape, 2) < ranks, z, 0)
+    z = jnp.pad(z, ((0, 0), (0, 0), (0, padded(rank) - rank))).astype(x.dtype)
+    results = bank_rows_expand.launch(z, members, step, sizes, config)
     return tuple(y[:rows] for y in results)

@@ -17,7 +17,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_dora.ops.mosaic.bank_rows_sizes import TILE_ROWS, WARPS, Config, Sizes, padded
+from jax_dora.ops.mosaic.bank_rows_sizes import (
+    TILE_ROWS,
+    WARPS,
+    Config,
+    Member,
+    Sizes,
+    padded,
+)
 from jax_dora.ops.mosaic.bank_rows_slots import (
     clear,
     fetch_slots,
@@ -28,31 +35,30 @@ from jax_dora.ops.mosaic.bank_rows_slots import (
 )
 from jax_dora.ops.mosaic.hopper import TILE_K, tiled
 
+# Of a member.
+OPERANDS = ("first", "rank", "lora_a")
+
 
 def launch(
     x: jax.Array,
-    lora_a: Sequence[jax.Array],
-    rank: Sequence[jax.Array],
+    members: Sequence[Member],
     plan: jax.Array,
-    first: Sequence[jax.Array],
     sizes: Sizes,
     config: Config,
 ) -> jax.Array:
     """Returns the parts, of as many rows as x has.
 
     Args:
-      lora_a, rank: of each member.
-      first: i32[1] of each, the first slot that is meant.
+      members: `first` being i32[1].
     """
-    c, tiles, dtype, members = config, sizes.tiles, x.dtype, len(lora_a)
+    c, tiles, dtype, count = config, sizes.tiles, x.dtype, len(members)
     stages = c.shrink_stages
     chunks = pl.cdiv(sizes.in_features // TILE_K, c.slices)
+    operands = [[getattr(one, name) for one in members] for name in OPERANDS]
 
     def kernel(x_gmem, plan_gmem, *rest, **smem):
         *rest, parts_gmem = rest
-        first_gmem, a_gmem, ranks_gmem = (
-            rest[i : i + members] for i in range(0, len(rest), members)
-        )
+        first_gmem, ranks_gmem, a_gmem = itertools.batched(rest, count)
         x_smem, a_smem, out_smem = (smem[k] for k in ("x", "a", "out"))
         ready, free = smem["ready"], smem["free"]
         chunk, warpgroup = lax.axis_index("chunk"), lax.axis_index("warpgroup")
@@ -77,7 +83,7 @@ def launch(
                         smem["x_ready"],
                     )
 
-            def copy(_, slot, stage, box):
+            def copy(slot, stage, box):
                 for slice_ in range(c.slices):
                     plgpu.copy_gmem_to_smem(
                         a_gmem[number].at[slot, pl.ds(0, box), columns(slice_)],
@@ -89,7 +95,7 @@ def launch(
 
         @pl.when(warpgroup == tiles)
         def _fetch():
-            plgpu.warp_map(lambda warp: for_one(member, members, functools.partial(fetch, warp)))
+            plgpu.warp_map(lambda warp: for_one(member, count, functools.partial(fetch, warp)))
 
         @pl.when(warpgroup < tiles)
         def _consume():
@@ -117,8 +123,8 @@ def launch(
 
     return plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((chunks, members, x.shape[0], sizes.rank), jnp.float32),
-        grid=(chunks, members),
+        out_type=jax.ShapeDtypeStruct((chunks, count, x.shape[0], sizes.rank), jnp.float32),
+        grid=(chunks, count),
         grid_names=("chunk", "member"),
         num_threads=tiles + 1,
         thread_name="warpgroup",
@@ -132,4 +138,4 @@ def launch(
         }
         | spare((tiles * c.slices, TILE_ROWS, TILE_K), dtype),
         kernel_name="dora_bank_rows_shrink",
-    )(x, plan, *first, *lora_a, *rank)
+    )(x, plan, *itertools.chain(*operands))

@@ -14,6 +14,9 @@ from jax_dora.ops.mosaic.hopper import RESERVED, SHARED_MEMORY, TILE_K
 TILE_ROWS = 64
 # That fetch.
 WARPS = 4
+# Up to so many rows thread blocks of few stages, which find room beside those of the base's
+# product, are faster (an H100, the projections of Llama 3 8B's dimensions, 64 slots).
+SMALL_BLOCKS_ROWS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,13 +74,14 @@ def config_of(sizes: Sizes) -> Config | None:
     of_rows, row = sizes.tiles * TILE_ROWS, 2 * TILE_K
 
     def stages(blocks: int, tile: int, beside: int) -> int:
-        most = min(16 if blocks <= HOPPER_SM_COUNT else 8, max(sizes.in_use, 2))
+        most = 16 if blocks <= HOPPER_SM_COUNT else 8
+        most = min(WARPS if sizes.rows <= SMALL_BLOCKS_ROWS else most, max(sizes.in_use, 2))
         found = min(most, (SHARED_MEMORY - RESERVED - beside) // tile)
         # Of which each warp has as many.
         return found if found < WARPS else found // WARPS * WARPS
 
     depth = padded(sizes.rank)
-    beside = of_rows * (2 * depth + row) + 2 * row * (sizes.in_use + 1)
+    beside = of_rows * (2 * depth + row)
     expand = stages(sizes.out // TILE_K, depth * row, beside)
     tiles = sizes.members * sizes.in_features // TILE_K
     for slices in range(pl.cdiv(tiles, HOPPER_SM_COUNT), 0, -1):
@@ -102,25 +106,25 @@ def plan(ids: jax.Array, slots: int) -> jax.Array:
     """
     sizes = Sizes(ids.shape[0], 0, 0, slots, 0)
     ids = jnp.pad(ids, (0, sizes.tiles * TILE_ROWS - sizes.rows), constant_values=-1)
-    slot = jnp.arange(slots, dtype=jnp.int32)
-    used = (ids[None] == slot[:, None]).any(1)
-    ends = jnp.cumsum(used, dtype=jnp.int32)
-    head = jnp.zeros(sizes.entries, jnp.int32).at[0].set(ends[-1])
-    head = head.at[jnp.where(used, ends, sizes.entries)].set(slot, mode="drop")
-    number = jnp.where(ids < slots, ends[jnp.clip(ids, 0, slots - 1)] - 1, -2)
-    return jnp.concatenate([head, jnp.where(ids < 0, -1, number)])
+    row = jnp.arange(ids.shape[0], dtype=jnp.int32)
+    # Comparisons of all pairs of rows are sums: each is one kernel, where scans and scatters are
+    # several.
+    is_first = ~((ids[None] == ids[:, None]) & (row[None] < row[:, None])).any(1)
+    is_first = is_first & (ids >= 0) & (ids < slots)
+    number = jnp.sum(is_first[None] & (ids[None] < ids[:, None]), 1, dtype=jnp.int32)
+    entry = jnp.arange(sizes.entries, dtype=jnp.int32)[:, None]
+    named = jnp.where(is_first[None] & (number[None] + 1 == entry), ids[None], 0)
+    head = jnp.sum(
+        jnp.where(entry == 0, is_first[None].astype(jnp.int32), named), 1, dtype=jnp.int32
+    )
+    return jnp.concatenate([head, jnp.where(ids < 0, -1, jnp.where(ids < slots, number, -2))])
 
 
 class Member(NamedTuple):
-    """One of the projections of the same x: base [rows, out], the adapters in slots as
-    `bank_slots.Slots`, perhaps of several layers, the first slot i32[] that is meant, bias [out]
-    or None."""
+    """One of the projections of the same x: the adapters in slots as `bank_slots.Slots`, perhaps of
+    several layers, and the first slot i32[] that is meant."""
 
-    base: jax.Array
     lora_a: jax.Array
     lora_b: jax.Array
-    g: jax.Array | None
-    scale: jax.Array
     rank: jax.Array
     first: jax.Array
-    bias: jax.Array | None

@@ -5,8 +5,9 @@ read of the plan lies in global memory: a warp alone may read no other.
 """
 
 import functools
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -34,25 +35,47 @@ def for_one(member, count: int, function: Callable[[int], None]) -> None:
     return None
 
 
+def of_one(member, numbers: Sequence[Any]) -> Any:
+    """Returns the thread block's member's of numbers that each member has one of."""
+    found = numbers[0]
+    for number, one in enumerate(numbers[1:], 1):
+        found = jnp.where(member == number, one, found)
+    return found
+
+
+def for_box(rank, sizes: Sizes, copy: Callable[[int], None]) -> None:
+    """Calls a function of the least box that holds a rank."""
+    for below, box in zip([-1, *sizes.boxes], sizes.boxes, strict=False):
+        pl.when((rank > below) & (rank <= box))(functools.partial(copy, box))
+
+
+def strip_of(strip, counts: Sequence[int]) -> tuple[Any, Any]:
+    """Returns to which member a strip of all members' belongs, which have so many, and which of its
+    own it is."""
+    ends = list(itertools.accumulate(counts))
+    member, begin = jnp.int32(0), jnp.int32(0)
+    for number, end in enumerate(ends[:-1], 1):
+        member = jnp.where(strip >= end, number, member)
+        begin = jnp.where(strip >= end, end, begin)
+    return member, strip - begin
+
+
 def fetch_slots(warp, plan_gmem, rank_gmem, first, free, stages, sizes: Sizes, copy) -> None:
     """Fills, as one of `WARPS`, stages with the slots in use, one after the other, as consumers
     hand stages back. A stage is always filled by the same warp.
 
     Args:
       first: the first slot of the layer.
-      copy: of (index, slot, stage, box), fetches the first `box` ranks of a slot, and what it has
-        beside them, for an entry of the plan.
+      copy: of (slot, stage, box), fetches the first `box` ranks of a slot.
     """
     warps = math.gcd(stages, WARPS)
 
     def fetch(turn, _):
         index = turn * warps + warp
         slot, stage = first + plan_gmem[1 + index], lax.rem(index, jnp.int32(stages))
-        # The least box that holds the rank.
         rank = rank_gmem[slot]
         plgpu.barrier_wait(free.at[stage])
-        for below, box in zip([-1, *sizes.boxes], sizes.boxes, strict=False):
-            pl.when((rank > below) & (rank <= box))(lambda box=box: copy(index, slot, stage, box))
+        for_box(rank, sizes, lambda box: copy(slot, stage, box))
 
     @pl.when(warp < warps)
     def _fetch():
@@ -153,35 +176,3 @@ def kept(tile, keep, place) -> Any:
 
     call: Callable[..., Any] = keep_rows
     return call(tile, keep)
-
-
-def looked_up(table_smem, numbers) -> jax.Array:
-    """Returns f32[rows, cols], laid out as a tile of results: of each row the entry of a table
-    [slots in use, cols] that `own_numbers` names, and anything where it names none."""
-    numbers = jnp.maximum(numbers, 0)
-    if choose.interpreted():
-        return table_smem[...][numbers]
-    of_rows, of_results = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA
-    cols = table_smem.shape[1]
-    found = plgpu.ShapeDtypeStruct((TILE_ROWS, cols), jnp.dtype("float32"), layout=of_results)
-
-    @plgpu.inline_mgpu(arg_types=(of_rows, plgpu.RefType()), return_type=found)
-    def look_up(_, numbers, table_smem):
-        # Lane 4g + t has of eight columns 2t and 2t + 1.
-        own = arith.muli(arith.andi(ptx.lane(), ptx.i32(3)), ptx.i32(8))
-        begin = arith.addi(ptx.address(table_smem), own)
-        numbers = [vector.extract(one, [], [0]) for one in numbers.registers.flat]
-        rows = [arith.addi(begin, arith.muli(one, ptx.i32(4 * cols))) for one in numbers]
-        f32 = ir.F32Type.get()
-        pair = ir.VectorType.get((2,), f32)
-        registers = np.empty((cols // 8, len(rows)), object)
-        for group, row in np.ndindex(registers.shape):
-            text = f"ld.shared.v2.f32 {{$0, $1}}, [$2 + {32 * group}];"
-            both = ptx.several(f32, 2, [rows[row]], text, "=f,=f,r", effects=True)
-            registers[group, row] = vector.from_elements(pair, both)
-        layout = of_results.to_mgpu()
-        registers = registers.reshape(layout.registers_shape((TILE_ROWS, cols)))
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
-
-    call: Callable[..., Any] = look_up
-    return call(numbers, table_smem)

@@ -72,7 +72,34 @@ class Numbers:
     def step(self, row: int) -> list[list[ir.Value]]:
         """Returns by halves of 16 rows, `row` on, and by columns what a lane has."""
         address = arith.addi(self.address, ptx.i32(row * self.pitch))
-        four = ptx.load_transposed(address)
+        four = ptx.load_matrices(address, transposed=True)
+        return [four[:2], four[2:]]
+
+
+class Transposed:
+    """W of 16 bits, [columns, 64]: a column's numbers lie in a swizzled row.
+
+    Attributes:
+      word: how many columns a lane has.
+    """
+
+    word = 2
+
+    def __init__(self, w_smem: Any):
+        lane = ptx.lane()
+        # A lane gives the place of a column of one of four 8 × 8 matrices: column / 8 in its first
+        # bit, row / 8 in its second.
+        group = arith.andi(lane, ptx.i32(7))
+        second = arith.andi(lane, ptx.i32(8))
+        column = arith.addi(arith.shli(_warp(), ptx.i32(4)), arith.addi(group, second))
+        place = arith.addi(ptx.address(w_smem), arith.shli(column, ptx.i32(7)))
+        piece = arith.xori(arith.shrui(lane, ptx.i32(4)), group)
+        self.row, self.piece = place, arith.shli(piece, ptx.i32(4))
+
+    def step(self, row: int) -> list[list[ir.Value]]:
+        """Returns by halves of 16 rows, `row` on, and by columns what a lane has."""
+        piece = arith.xori(self.piece, ptx.i32(2 * row))
+        four = ptx.load_matrices(arith.addi(self.row, piece), transposed=False)
         return [four[:2], four[2:]]
 
 

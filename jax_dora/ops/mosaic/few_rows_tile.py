@@ -36,6 +36,7 @@ from jax_dora.ops.mosaic.few_rows_reads import (
     Bytes,
     Looked,
     Numbers,
+    Transposed,
     X,
 )
 from jax_dora.ops.mosaic.low_rank_tiling import TILE_ROWS
@@ -86,7 +87,13 @@ def table_for(stored: Any, dtype: jax.typing.DTypeLike) -> np.ndarray | None:
 
 
 def multiplied(
-    sums: jax.Array, x_smem: Any, w_smem: Any, table_smem: Any, *, swizzled_w: bool = True
+    sums: jax.Array,
+    x_smem: Any,
+    w_smem: Any,
+    table_smem: Any = None,
+    *,
+    swizzled_w: bool = True,
+    transposed_w: bool = False,
 ) -> jax.Array:
     """Returns sums + x w for f32[n, columns] laid out by `layout`, x [rows, 64], w [64, columns].
 
@@ -97,9 +104,10 @@ def multiplied(
 
     Args:
       table_smem: of `table`, or None where W is no codes that are looked up.
+      transposed_w: w, of 16 bits, lies as [64, 64] for its transpose.
     """
     if choose.interpreted():
-        return _as_defined(sums, x_smem, w_smem, table_smem)
+        return _as_defined(sums, x_smem, w_smem, table_smem, transposed_w)
     of_sums = layout(w_smem.dtype)
     found = plgpu.ShapeDtypeStruct(sums.shape, jnp.dtype("float32"), layout=of_sums)
     swizzled_x = x_smem.shape[0] % ROWS == 0 and x_smem.shape[1] == TILE_ROWS
@@ -115,8 +123,10 @@ def multiplied(
     @plgpu.inline_mgpu(arg_types=(of_sums, *tiles, *given), return_type=found)
     def multiply(_, sums, x_smem, w_smem, *table_smem):
         x = X(rows, 0 if swizzled_x else 2 * pitch, x_smem)
-        if bits(dtype) == 16:
-            w: Any = Numbers(columns, swizzled_w, w_smem)
+        if transposed_w:
+            w: Any = Transposed(w_smem)
+        elif bits(dtype) == 16:
+            w = Numbers(columns, swizzled_w, w_smem)
         elif dtype == jnp.int8:
             w = Bytes(half, w_smem)
         else:
@@ -154,9 +164,13 @@ def store(sums: jax.Array, sums_smem: Any, of: Any) -> None:
     call(sums, sums_smem)
 
 
-def _as_defined(sums: jax.Array, x_smem: Any, w_smem: Any, table_smem: Any) -> jax.Array:
+def _as_defined(
+    sums: jax.Array, x_smem: Any, w_smem: Any, table_smem: Any, transposed_w: bool
+) -> jax.Array:
     """Computes what `multiplied` does, in the interpreter."""
     x, values = x_smem[...][:, :TILE_ROWS], w_smem[...]
+    if transposed_w:
+        values = values.T
     if table_smem is not None:
         unsigned = {4: jnp.uint4, 8: jnp.uint8}[bits(values.dtype)]
         codes = lax.bitcast_convert_type(values, unsigned).astype(jnp.int32)

@@ -79,10 +79,12 @@ def lanes_column(table_smem: Any) -> ir.Value:
     return arith.addi(address(table_smem), arith.shli(lane(), i32(2)))
 
 
-def load_transposed(place: ir.Value) -> list[ir.Value]:
+def load_matrices(place: ir.Value, *, transposed: bool) -> list[ir.Value]:
     """Returns of four matrices of 8 × 8 numbers of 16 bits, to whose rows lanes 8n and on have the
-    addresses, what lane 4g + t has of their transposes: of column g the rows 2t and 2t + 1."""
-    text = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0,$1,$2,$3}, [$4];"
+    addresses, what lane 4g + t has: of row g, or of column g if `transposed`, the numbers 2t and
+    2t + 1."""
+    trans = ".trans" if transposed else ""
+    text = f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0,$1,$2,$3}}, [$4];"
     kind = ir.IntegerType.get_signless(32)
     return several(kind, 4, [place], text, "=r,=r,=r,=r,r", effects=True)
 

@@ -128,6 +128,7 @@ CASES = {
     "FP8 on both sides": (by_quantised_rows, 1029, 2048, 1024),
     "dropout": (linear, 512, 2048, 2048, 64, True),
     "swiglu": (swiglu, 517, 8200),
+    "bank, 8 rows": (bank, 8, 1, 4096, 4096),
     "bank, 64 rows": (bank, 64, 1, 4096, 4096),
     "bank, 33 rows": (bank, 33, 1, 2048, 8192),
     "bank, prompts": (bank, 4, 256, 2048, 2048),

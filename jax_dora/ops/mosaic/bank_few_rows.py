@@ -1,0 +1,116 @@
+"""Few rows of one token each, every one with the adapter of its slot: what `bank_rows` computes, of
+as many rows as an instruction of each warp has, and adapters of short ranks.
+
+Two kernels, for all projections of the same x at once. A thread block of the first,
+`bank_few_rows_shrink`, has the ranks of one slot and a part of `in`, all slots being multiplied at
+a time. One of the second, `bank_few_rows_expand`, has a strip of the result: it adds up the parts,
+in a fixed order, and goes through the slots in use. Of the products of all rows with a slot each
+row takes those of its own, so that what it gets does not depend on its company.
+
+Bytes: A and B of the slots in use, once, and y; x and the parts are in the level-2 cache. Thread
+blocks are small, so that they find room beside those of the base's product.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from jax_dora.ops.mosaic import bank_few_rows_expand, bank_few_rows_shrink, bank_rows, hopper
+from jax_dora.ops.mosaic.bank_rows_sizes import Member, Sizes, plan
+from jax_dora.ops.mosaic.hopper import TILE_K
+from jax_dora.ops.mosaic.launch import launcher
+
+MOST_ROWS = 16
+MOST_RANK = 64
+# Tiles of `in` that a thread block of the first kernel has, if there are no more parts than the
+# second adds up in registers.
+TILES, MOST_SPLITS = 8, 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Launch knobs.
+
+    Attributes:
+      splits: parts that `in` is cut into. More of them are more thread blocks of the first kernel,
+        and more that each of the second adds up.
+      shrink_stages, expand_stages: tiles of A and of B in flight in a thread block; of B a multiple
+        of 4.
+    """
+
+    splits: int
+    shrink_stages: int = 4
+    expand_stages: int = 8
+
+
+def refuses(
+    rows: int,
+    in_features: int,
+    out: int,
+    slots: int,
+    rank: int,
+    dtype: jax.typing.DTypeLike,
+    held: jax.typing.DTypeLike,
+) -> str | None:
+    """Returns why `bank_rows.refuses` a call, or why there are too many rows or ranks, or None."""
+    if rows > MOST_ROWS:
+        return f"there are {rows} rows, not 1 to {MOST_ROWS}"
+    if rank > MOST_RANK:
+        return f"the bank has room for rank {rank}, not at most {MOST_RANK}"
+    return bank_rows.refuses(rows, in_features, out, slots, rank, dtype, held)
+
+
+def wins(
+    rows: int,
+    in_features: int,
+    out: int,
+    slots: int,
+    rank: int,
+    dtype: jax.typing.DTypeLike,
+    held: jax.typing.DTypeLike,
+) -> bool:
+    """Returns whether the kernels were faster than every way of XLA's (`benchmarks bank`: the
+    projections of a layer of Llama 3 8B's dimensions, 64 slots)."""
+    return rows > 1 and min(in_features, out) >= 1024
+
+
+def config(
+    rows: int,
+    in_features: int,
+    out: int,
+    slots: int,
+    rank: int,
+    dtype: jax.typing.DTypeLike,
+    held: jax.typing.DTypeLike,
+    members: int = 1,
+) -> Config:
+    """Returns the launch knobs for a call that is not refused."""
+    return Config(min(pl.cdiv(in_features, TILE_K * TILES), MOST_SPLITS))
+
+
+@launcher("slots")
+def launch(
+    x: jax.Array,
+    members: Sequence[Member],
+    ids: jax.Array,
+    step: jax.Array | None = None,
+    *,
+    slots: int | None = None,
+    config: Config,
+    sm_count: int,
+) -> tuple[jax.Array, ...]:
+    """Returns y [rows, out] of each member; arguments are those of `bank_rows.launch`."""
+    (rows, in_features), rank = x.shape, members[0].lora_a.shape[1]
+    slots = slots or members[0].rank.shape[0]
+    out = sum(one.lora_b.shape[2] for one in members)
+    sizes = Sizes(rows, in_features, out, slots, rank, len(members))
+    held = pl.cdiv(rows, hopper.ROW_ALIGNMENT) * hopper.ROW_ALIGNMENT
+    step = plan(ids, slots) if step is None else step
+    members = [one._replace(first=one.first.astype(jnp.int32).reshape(1)) for one in members]
+    x = hopper.pad(x, held, in_features)
+    parts = bank_few_rows_shrink.launch(x, members, step, sizes, config)
+    results = bank_few_rows_expand.launch(parts, members, step, sizes, config)
+    return tuple(y[:rows] for y in results)
