@@ -11,7 +11,7 @@ which the host sets up anew wherever an array's address changes.
 
     base        the projections alone
     LoRA        the bank without g
-    DoRA        the bank, as it chooses; "mosaic" by kernels where it would not, of few rows
+    DoRA        the bank
     one-hot     every row times every adapter, and a one-hot product, as in tpu-inference
 
 `bound` is the least that DoRA can be over the base: the bytes of both over those of the base.
@@ -48,12 +48,11 @@ MOST_DIFFERENT = 0.02
 
 GROWING = ("base", "LoRA", "DoRA")
 # Whose result each kind's is compared with.
-REFERENCES = {"one-hot": "LoRA", "DoRA mosaic": "DoRA"}
+REFERENCES = {"one-hot": "LoRA"}
 
 
 class Settings(NamedTuple):
-    """What is measured. Of `by_kernels` rows kernels are measured where the bank goes by XLA.
-    Growth is that of `growth` rows, over `steps` steps. Adapters are loaded into a model of
+    """What is measured. Growth is that of `growth` rows, over `steps` steps. Adapters are loaded into a model of
     `load_layers`."""
 
     sizes: Sizes = Sizes()
@@ -66,8 +65,7 @@ class Settings(NamedTuple):
     prefill: tuple[int, int] = (8, 512)
     mixes: tuple[str, ...] = ("zipf", "uniform")
     alone: int = 8
-    only: tuple[str, ...] = ("base", "LoRA", "DoRA", "one-hot", "DoRA mosaic")
-    by_kernels: tuple[int, ...] = (1,)
+    only: tuple[str, ...] = ("base", "LoRA", "DoRA", "one-hot")
     growth: int = 64
     adapters: tuple[int, ...] = (1, 4, 16, 64, 256, 1024)
     answer: int = 128
@@ -86,7 +84,6 @@ TINY = Settings(
     prefill=(2, 4),
     mixes=("zipf",),
     alone=1,
-    by_kernels=(),
     growth=3,
     adapters=(2, 5),
     answer=2,
@@ -292,8 +289,7 @@ def _compiled(settings: Settings, model: Any, bank: Any, shape: tuple[int, int])
 
         return Program(attempted(row, facts), run)
 
-    by_kernels = tokens == 1 and rows in settings.by_kernels
-    first, *others = [kind for kind in settings.only if by_kernels or kind != "DoRA mosaic"]
+    first, *others = settings.only
     with concurrent.futures.ThreadPoolExecutor() as threads:
         return [compiled(first), *threads.map(compiled, others)]
 

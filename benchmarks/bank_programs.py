@@ -128,8 +128,7 @@ def program(kind: str, graphdef: Any) -> Callable[..., jax.Array]:
         model = nnx.merge(graphdef, state)
         if bank is None:
             return model(x)
-        implementation = "mosaic" if kind == "DoRA mosaic" else None
-        return jax_dora.with_bank(model, bank, ids, implementation=implementation)(x)
+        return jax_dora.with_bank(model, bank, ids)(x)
 
     return run
 

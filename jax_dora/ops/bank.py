@@ -5,7 +5,7 @@ and DoRA costs what LoRA does. Ranks lie along the first axis of a slot's matric
 ranks of a slot are one piece of memory, whatever the rank that the bank has room for.
 
 Rows of one token (decoding) have kernels, `mosaic.bank_few_rows` and `mosaic.bank_rows`, which read
-the adapters that rows have once each, and are taken from 2 to 256 rows; elsewhere XLA multiplies
+the adapters that rows have once each, and are taken of up to 256 rows; elsewhere XLA multiplies
 (`bank_ways`). Either gives the product with the adapters alone, which waits for nothing of the
 base's and may run beside it; XLA fuses what puts both together with what follows. Rows of several
 tokens (prompts) are a batched product, the adapter looked up once for each row; with a kernel,

@@ -12,23 +12,26 @@ def assert_projection_agrees(
     weight: Tensor, exact: np.ndarray, bias: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float
 ) -> None:
     """Holds `dora_linear` over a quantised weight [out, in], and its gradients, to their bounds
-    around those of `exact`, what the weight stands for in fp64."""
-    rng, (out, width) = np.random.default_rng(2), exact.shape
+    around those of `exact`, what the weight stands for in fp64, on the weight's device."""
+    rng, (out, width), device = np.random.default_rng(2), exact.shape, weight.device
     x = torch.tensor(rng.normal(size=(14, width)), dtype=torch.float32)
     dy = torch.tensor(rng.normal(size=(14, out)), dtype=torch.float32)
     norm = oracle.norm(exact, lora_a.numpy(), lora_b.numpy(), scale)
     magnitude = torch.tensor(norm * (1 + 0.1 * rng.normal(size=out)), dtype=torch.float32)
-    leaves = [one.requires_grad_() for one in (x, lora_a, lora_b, magnitude, bias)]
-    y = dora_linear(x, weight, lora_a, lora_b, magnitude, scale, bias=bias)
-    found = torch.autograd.grad(y, leaves, dy)
-    arrays = [one.detach().numpy() for one in (lora_a, lora_b, magnitude)]
-    arguments = (x.detach().numpy(), exact, *arrays, scale)
+    arrays = [one.cpu().numpy() for one in (lora_a, lora_b, magnitude)]
+    arguments = (x.numpy(), exact, *arrays, scale)
+    operands = (x, lora_a, lora_b, magnitude, bias)
+    leaves = [one.to(device).detach().requires_grad_() for one in operands]
+    left, *adapter, added = leaves
+    y = dora_linear(left, weight, *adapter, scale, bias=added)
+    found = torch.autograd.grad(y, leaves, dy.to(device))
     gradients = oracle.dora_linear_grads(dy.numpy(), *arguments, dtype="float32")
-    bound = tolerances.dora_linear(dy.numpy(), *arguments, "float32", bias=bias.detach().numpy())
-    wanted = oracle.dora_linear(*arguments, bias=bias.detach().numpy(), dtype="float32")
-    assert np.all(np.abs(y.detach().double().numpy() - wanted) <= bound.y)
+    of_bias = bias.cpu().numpy()
+    bound = tolerances.dora_linear(dy.numpy(), *arguments, "float32", bias=of_bias)
+    wanted = oracle.dora_linear(*arguments, bias=of_bias, dtype="float32")
+    assert np.all(np.abs(y.detach().cpu().double().numpy() - wanted) <= bound.y)
     for name, one in zip(("x", "lora_a", "lora_b", "magnitude", "bias"), found, strict=True):
-        error = np.abs(one.double().numpy() - getattr(gradients, f"d_{name}"))
+        error = np.abs(one.cpu().double().numpy() - getattr(gradients, f"d_{name}"))
         assert np.all(error <= getattr(bound, f"d_{name}")), name
 
 

@@ -88,6 +88,26 @@ def test_norm_projection_and_gradients(kind, height, monkeypatch):
     assert_projection_agrees(layer.weight, exact, layer.bias.detach(), a, b, SCALE)
 
 
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compilers are theirs
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_agrees_on_a_gpu(kind):
+    layer, rng = linear4bit(*kind), np.random.default_rng(1)
+    exact = meant(layer.weight)
+    layer.to("cuda")
+    a = torch.tensor(rng.normal(size=(RANK, SHAPE[1])) / 11, dtype=torch.float32)
+    b = torch.tensor(rng.normal(size=(SHAPE[0], RANK)) / 2, dtype=torch.float32)
+    wanted = oracle.norm(exact, a.numpy(), b.numpy(), SCALE)
+    for implementation in ("eager", "triton"):
+        norm = factored_norm(
+            layer.weight, a.to("cuda"), b.to("cuda"), SCALE, implementation=implementation
+        )
+        np.testing.assert_allclose(norm.cpu(), wanted, rtol=1e-5)
+    assert_projection_agrees(layer.weight, exact, layer.bias.detach(), a, b, SCALE)
+    model = trained(torch_dora.apply_dora(nn.Sequential(layer), RULE))
+    assert_compiles(model, rows(SHAPE[1]).to("cuda"))
+
+
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 def test_a_weight_without_rows_or_columns_or_of_odd_rows():
     for out, width in ((0, 64), (64, 0), (5, 3)):

@@ -103,6 +103,22 @@ def test_projection_and_gradients(kind):
     )
 
 
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compilers are theirs
+@pytest.mark.parametrize("kind", ["int8", "float8", "nf4"])
+def test_a_layer_agrees_on_a_gpu(kind):
+    layer, (a, b) = linear(kind), adapter()
+    exact = meant(layer.weight)
+    layer.to("cuda")
+    norm = factored_norm(layer.weight, a.to("cuda"), b.to("cuda"), SCALE)
+    wanted = oracle.norm(exact, a.numpy(), b.numpy(), SCALE)
+    np.testing.assert_allclose(norm.cpu(), wanted, rtol=1e-5)
+    assert_projection_agrees(layer.weight, exact, layer.bias.detach(), a, b, SCALE)
+    model = torch_dora.apply_dora(nn.Sequential(layer), torch_dora.DoRARule(".*", 4, 8))
+    model[0].lora_b.data.normal_(0, 0.1)
+    assert_compiles(model, torch.randn(3, SHAPE[1], device="cuda"))
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compilers are theirs
 @pytest.mark.parametrize("kind", ["int8", "float8", "nf4"])
 def test_a_compiled_layer_is_one_graph(kind):
