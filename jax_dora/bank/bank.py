@@ -15,7 +15,7 @@ from dora_common.rules import ALL_LINEAR
 from dora_common.slots import check_ids, check_ids_like, check_room, check_slot, check_slots
 from jax_dora.adapt.adapter import Adapter
 from jax_dora.adapt.tree import check_model
-from jax_dora.bank.host import RANKS, HostAdapter, piece_shape, read_adapter, read_folder
+from jax_dora.bank.host import HostAdapter, piece_shape, read_adapter, read_folder
 from jax_dora.bank.places import Place, places
 from jax_dora.bank.plan import Arrays, Base, Plan
 from jax_dora.ops.bank_slots import checked_ids
@@ -164,8 +164,9 @@ class AdapterBank:
             `read`; or `slot` is no slot. TypeError also in a function that JAX traces.
         """
         number = self._slot(slot)
-        # What is made of nothing is traced too, where jax.jit and its like are at work.
-        if any(isinstance(one, Tracer) for one in (jnp.zeros(()), *jax.tree.leaves(self.arrays))):
+        # A number from the host is traced too, where jax.jit and its like are at work.
+        arrays = (jax.device_put(number), *jax.tree.leaves(self.arrays))
+        if any(isinstance(one, Tracer) for one in arrays):
             raise TypeError(
                 "load is called in a function that JAX traces; expected a call outside: load first "
                 "and give the function the bank as an argument, which compiles nothing anew"
@@ -176,15 +177,8 @@ class AdapterBank:
             host = adapter
         else:
             host = self.read(adapter, name=name, names=names)
-        plan = self._plan
-        pieces, kernels = plan.on_device(host), self.kernels()
-        facts = host.facts_beside(kernels)
-        arrays = plan.clear(self.arrays, number)
-        for index, piece in enumerate(pieces):
-            arrays = plan.write(arrays, piece, number, np.int32(index * RANKS))
-        arrays, g = plan.finish(arrays, kernels, facts, number)
-        plan.settle(host.settled, kernels, g)
-        return self.tree_unflatten(plan, (arrays,))
+        loaded = self._plan.load(self.arrays, host, self.kernels(), int(number))
+        return self.tree_unflatten(self._plan, (loaded,))
 
     def evict(self, slot: int) -> "AdapterBank":
         """Returns the bank without the adapter of a slot, if it held one, on this bank's arrays.
@@ -242,10 +236,9 @@ class AdapterBank:
         """Raises ValueError unless the adapter was read for a bank like this."""
         facts = {path: one.magnitude.shape for path, one in adapter.facts.items()}
         wanted = {path: (*one.stack.shape, one.sizes[1]) for path, one in self.places.items()}
+        shapes = {path: piece_shape(one) for path, one in self.places.items()}
         if facts != wanted or any(
-            array.shape != piece_shape(self.places[path])
-            for piece in adapter.pieces
-            for path, array in piece.items()
+            array.shape != shapes[path] for piece in adapter.pieces for path, array in piece.items()
         ):
             raise ValueError(
                 "adapter was read by the bank of another model; expected what this bank's read, or "

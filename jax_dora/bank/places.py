@@ -1,6 +1,9 @@
 """The projections of a model that a bank has room for."""
 
 import dataclasses
+import functools
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -19,6 +22,11 @@ from jax_dora.layers.projection import DoRAProjection
 from jax_dora.layers.rule import DoRARule
 from jax_dora.layers.stack import Stack
 from jax_dora.ops.bank_slots import Slots
+
+# Of the groups of places: how many there are at most, and how many numbers the kernels of one have
+# at least. The norms of so many take about as long as the further launches for a group.
+GROUPS = 4
+LEAST_NUMBERS = 1 << 29
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,7 +60,7 @@ class Place:
         """Returns how kernel and adapter are matrices, in one layer of a stack."""
         return self.kind.layout_of(self.layer, rank)
 
-    @property
+    @functools.cached_property
     def sizes(self) -> tuple[int, int]:
         """Returns (in, out) of the kernel as a matrix."""
         _, in_features, out = self.layout(1).kernel.matrices
@@ -95,6 +103,18 @@ def places(model: nnx.Module, path: str) -> dict[Place, nnx.Variable]:
             f"path {path!r} matches no projection that a bank holds adapters of:{listing(told)}"
         )
     return made
+
+
+def groups(places: Iterable[Place]) -> list[list[str]]:
+    """Returns the paths in groups of about as many numbers in their kernels, the largest kernels
+    first: when the last group's matrices have come, only small norms are left to take."""
+    sizes = {place.path: math.prod(place.shape) for place in places}
+    total, before = sum(sizes.values()), 0
+    found: list[list[str]] = [[] for _ in range(max(1, min(GROUPS, total // LEAST_NUMBERS)))]
+    for path in sorted(sizes, key=lambda path: -sizes[path]):
+        found[before * len(found) // total].append(path)
+        before += sizes[path]
+    return [paths for paths in found if paths]
 
 
 def why_not(site: Site) -> str | None:

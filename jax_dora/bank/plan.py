@@ -14,13 +14,16 @@ from jax.sharding import AxisType
 
 from jax_dora import ops
 from jax_dora.bank.host import RANKS, Facts, HostAdapter, Settled, piece_shape
-from jax_dora.bank.places import Place
+from jax_dora.bank.places import Place, groups
 from jax_dora.layers.call import bounded_norm
 from jax_dora.ops.bank_slots import Slots
 from jax_dora.ops.compose import accumulator
 
+# How many axes the arrays of a slot have, the stack's not counted, and the slots'.
+AXES = Slots(lora_a=3, lora_b=3, g=2, scale=1, rank=1)
+
 type Arrays = dict[str, Slots]
-# By path, as `Plan.on_device` sends them.
+# By path, as a load sends them.
 type Piece = dict[str, tuple[jax.Array, ...]]
 
 
@@ -31,6 +34,16 @@ class Base:
 
     model: nnx.Module
     kernels: Mapping[str, nnx.Variable]
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Projections that a load sends together, by path, and the programs that it then runs: the
+    norms of one group are taken while the next one's matrices travel."""
+
+    paths: list[str]
+    write: Callable[..., Arrays]
+    finish: Callable[..., tuple[Arrays, dict[str, jax.Array]]]
 
 
 class Plan:
@@ -49,23 +62,28 @@ class Plan:
         shardings = {path: place.shardings() for path, place in self.places.items()}
         self.shardings = shardings
 
-        # For the projections that an adapter leaves out; they are sent once.
+        # Sent once: for the projections that an adapter leaves out, and slots and ranks by number.
         self._zeros: dict[str, tuple[jax.Array, ...]] = {}
+        self._numbers: dict[int, jax.Array] = {}
         self._arriving: list[Settled] = []
 
-        def compiled(function: Callable[..., Any], results: Any = shardings) -> Callable[..., Any]:
+        def compiled(function: Callable[..., Any], results: Any) -> Callable[..., Any]:
             if is_explicit:
                 of_result = jax.tree.map(_over_explicit_axes, results)
                 function = cast(Any, jax.sharding.auto_axes(function, out_sharding=of_result))
             return _nans_allowed(jax.jit(function, donate_argnums=0, out_shardings=results))
 
-        meshes = (one.mesh for one in jax.tree.leaves(shardings))
+        def group(paths: list[str]) -> Group:
+            of_group = {path: shardings[path] for path in paths}
+            g = {path: _without(one.g, -2) for path, one in of_group.items()}
+            return Group(paths, compiled(_write, of_group), compiled(self._finish, (of_group, g)))
+
+        meshes = [one.mesh for one in jax.tree.leaves(shardings)]
+        self._is_on_mesh = bool(meshes)
         is_explicit = any(AxisType.Explicit in mesh.axis_types for mesh in meshes)
         self.make = _nans_allowed(jax.jit(self._make, out_shardings=shardings))
-        self.clear = compiled(_clear)
-        self.write = compiled(_write)
-        g = {path: _without(one.g, -2) for path, one in shardings.items()}
-        self.finish = compiled(self._finish, (shardings, g))
+        self.clear = compiled(_clear, shardings)
+        self.groups = [group(paths) for paths in groups(self.places.values())]
 
     def _make(self) -> Arrays:
         return {path: self._empty(place) for path, place in self.places.items()}
@@ -82,13 +100,52 @@ class Plan:
             rank=jnp.zeros(lead, jnp.int32),
         )
 
-    def on_device(self, host: HostAdapter) -> list[Piece]:
-        """Returns an adapter's pieces where the bank lies. Of a path there are lora_a and lora_b,
-        or without a mesh both side by side, since every array takes its time."""
-        return [
-            {path: self._sent(path, piece.get(path)) for path in self.places}
+    def load(
+        self, arrays: Arrays, host: HostAdapter, kernels: Mapping[str, Any], slot: int
+    ) -> Arrays:
+        """Returns the arrays, which are donated, with an adapter in a slot.
+
+        Everything is sent before a program is launched, in the order of its use: on a GPU what
+        comes from the host stands in one queue, and waits in it for programs launched before.
+        """
+        facts = host.facts_beside(kernels)
+        number = self._number(slot)
+        starts = [self._number(index * RANKS) for index in range(len(host.pieces))]
+        sent = [self._group_sent(group, host, facts) for group in self.groups]
+        arrays, g = self.clear(arrays, number), {}
+        for group, (pieces, facts) in zip(self.groups, sent, strict=True):
+            part = {path: arrays[path] for path in group.paths}
+            for start, piece in zip(starts, pieces, strict=True):
+                part = group.write(part, piece, number, start)
+            of_group = {path: kernels[path] for path in group.paths}
+            part, g_of_group = group.finish(part, of_group, facts, number)
+            arrays |= part
+            g |= g_of_group
+        self._settle(host.settled, kernels, g)
+        return arrays
+
+    def _number(self, number: int) -> Any:
+        """Returns a number as programs take it: where the bank lies on one device, sent once, since
+        what is sent with a call waits behind the pieces."""
+        if self._is_on_mesh:
+            return np.int32(number)
+        if number not in self._numbers:
+            self._numbers[number] = jax.device_put(np.int32(number))
+        return self._numbers[number]
+
+    def _group_sent(
+        self, group: Group, host: HostAdapter, facts: Mapping[str, Facts]
+    ) -> tuple[list[Piece], dict[str, Facts]]:
+        """Returns a group's part of an adapter where the bank lies. Of a path a piece has lora_a
+        and lora_b, or without a mesh both side by side, since every array takes its time."""
+        pieces = [
+            {path: self._sent(path, piece.get(path)) for path in group.paths}
             for piece in host.pieces
         ]
+        of_group = {path: facts[path] for path in group.paths}
+        if not self._is_on_mesh and any(one.is_dora.any() for one in of_group.values()):
+            of_group = jax.device_put(of_group)
+        return pieces, of_group
 
     def _sent(self, path: str, piece: np.ndarray | None) -> tuple[jax.Array, ...]:
         place, sharding = self.places[path], self.shardings[path]
@@ -105,7 +162,7 @@ class Plan:
             jax.device_put(lora_b, _without(sharding.lora_b, -3)),
         )
 
-    def settle(self, settled: Settled, kernels: Any, g: Mapping[str, jax.Array]) -> None:
+    def _settle(self, settled: Settled, kernels: Any, g: Mapping[str, jax.Array]) -> None:
         """Keeps the g of an adapter that has been loaded; does not wait for it."""
         self._arriving = [one for one in self._arriving if not one.has_arrived()]
         if settled.beside(kernels) is None:
@@ -116,12 +173,26 @@ class Plan:
         self, arrays: Arrays, kernels: Mapping[str, Any], facts: Mapping[str, Facts], slot: Any
     ) -> tuple[Arrays, dict[str, jax.Array]]:
         """Writes g, scales and ranks of a slot whose matrices have been written; returns g too."""
-        found = {
-            path: _finished(self.places[path], arrays[path], kernels[path], facts[path], slot)
-            for path in arrays
+
+        def matrix(array: jax.Array) -> jax.Array:
+            return lax.dynamic_index_in_dim(array, slot, array.ndim - 3, keepdims=False)
+
+        adapters = {
+            path: (matrix(old.lora_a), matrix(old.lora_b), facts[path])
+            for path, old in arrays.items()
         }
-        slots = {path: one for path, (one, _) in found.items()}
-        return slots, {path: g for path, (_, g) in found.items()}
+
+        def with_norms() -> dict[str, jax.Array]:
+            return {path: _g(self.places[path], kernels[path], adapters[path]) for path in arrays}
+
+        # One condition, since the host waits at each for a GPU.
+        is_any = jnp.stack([jnp.any(one.is_dora) for one in facts.values()]).any()
+        g = lax.cond(is_any, with_norms, lambda: {path: facts[path].magnitude for path in arrays})
+        written = {
+            path: _set(old, slot, g=g[path], scale=facts[path].scale, rank=facts[path].rank)
+            for path, old in arrays.items()
+        }
+        return written, g
 
 
 def _nans_allowed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -158,11 +229,8 @@ def _without(sharding: Any, axis: int) -> Any:
 
 def _clear(arrays: Arrays, slot: Any) -> Arrays:
     """Empties a slot: zeros, and NaN for what its results are multiplied by."""
-    empty = Slots(lora_a=(0, 3), lora_b=(0, 3), g=(jnp.nan, 2), scale=(0, 1), rank=(0, 1))
     return {
-        path: Slots(
-            *(_set(one, value, slot, axes) for one, (value, axes) in zip(old, empty, strict=True))
-        )
+        path: _set(old, slot, lora_a=0, lora_b=0, g=jnp.nan, scale=0, rank=0)
         for path, old in arrays.items()
     }
 
@@ -183,45 +251,35 @@ def _write(arrays: Arrays, piece: Piece, slot: Any, start: Any) -> Arrays:
     return {path: both(old, piece[path]) for path, old in arrays.items()}
 
 
-def _set(old: jax.Array, value: Any, slot: Any, trailing: int) -> jax.Array:
-    """Returns `old` with `value` in a slot, the axis of which is followed by `trailing` - 1."""
-    axis = old.ndim - trailing
-    shape = (*old.shape[:axis], 1, *old.shape[axis + 1 :])
-    new = jnp.broadcast_to(jnp.asarray(value, old.dtype), shape)
-    return lax.dynamic_update_slice_in_dim(old, new, slot, axis)
+def _set(old: Slots, slot: Any, **values: Any) -> Slots:
+    """Returns `old` with other arrays of an adapter, or one number throughout, in a slot."""
+
+    def written(name: str, value: Any) -> jax.Array:
+        array = getattr(old, name)
+        axis = array.ndim - getattr(AXES, name)
+        value = jnp.asarray(value, array.dtype)
+        new = jnp.expand_dims(value, axis) if value.ndim else value
+        new = jnp.broadcast_to(new, (*array.shape[:axis], 1, *array.shape[axis + 1 :]))
+        return lax.dynamic_update_slice_in_dim(array, new, slot, axis)
+
+    return old._replace(**{name: written(name, value) for name, value in values.items()})
 
 
-def _finished(
-    place: Place, old: Slots, kernel: Any, facts: Facts, slot: Any
-) -> tuple[Slots, jax.Array]:
-    lora_a, lora_b = (
-        lax.dynamic_index_in_dim(one, slot, one.ndim - 3, keepdims=False)
-        for one in (old.lora_a, old.lora_b)
-    )
+def _g(place: Place, kernel: Any, adapter: tuple[jax.Array, jax.Array, Facts]) -> jax.Array:
+    """Returns what results are multiplied by, [*stack, out], with lora_a, lora_b and facts."""
 
-    def g_of_layer(kernel: Any, of_adapter: Any) -> jax.Array:
-        lora_a, lora_b, facts = of_adapter
+    def g_of_layer(kernel: Any, adapter: Any) -> jax.Array:
+        lora_a, lora_b, facts = adapter
         g = _dora_g(place, kernel, lora_a, lora_b, facts)
         return jnp.where(facts.is_dora, g, facts.magnitude)
 
-    def with_norms() -> jax.Array:
-        of_adapter = lora_a, lora_b, facts
-        if place.stack.axis or not isinstance(kernel, jax.Array):
-            return place.stack.map_leading(g_of_layer, kernel, of_adapter)
-        function = g_of_layer
-        for _ in place.stack.shape:
-            # All at once: one after the other, each layer's kernel would be copied first.
-            function = jax.vmap(function)
-        return function(kernel, of_adapter)
-
-    g = lax.cond(jnp.any(facts.is_dora), with_norms, lambda: facts.magnitude)
-
-    new = (jnp.expand_dims(one, place.stack.count) for one in (g, facts.scale, facts.rank))
-    found = (
-        _set(array, one, slot, axes)
-        for array, one, axes in zip(old[2:], new, (2, 1, 1), strict=True)
-    )
-    return Slots(old.lora_a, old.lora_b, *found), g
+    if place.stack.axis or not isinstance(kernel, jax.Array):
+        return place.stack.map_leading(g_of_layer, kernel, adapter)
+    function = g_of_layer
+    for _ in place.stack.shape:
+        # All at once: one after the other, each layer's kernel would be copied first.
+        function = jax.vmap(function)
+    return function(kernel, adapter)
 
 
 def _dora_g(place: Place, kernel: Any, lora_a: Any, lora_b: Any, facts: Facts) -> jax.Array:

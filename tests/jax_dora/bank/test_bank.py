@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import math
 import weakref
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from flax import nnx
 
 from jax_dora import AdapterBank, DoRARule, apply_dora, get_adapter, with_bank
+from jax_dora.bank import places
 from tests.jax_dora.bank.adapters import compilations, drawn
 from tests.jax_dora.small_models import LAYERS, WIDTH, Block, Mixed, Stacked
 
@@ -52,6 +54,45 @@ def test_what_is_loaded_again_takes_no_norm():
     again = AdapterBank(model, 1, 16).load(0, drawn(bank, {"blocks/linear": 11, "blocks/heads": 3}))
     for one, other in zip(jax.tree.leaves(bank.arrays), jax.tree.leaves(again.arrays), strict=True):
         assert jnp.array_equal(one[:, 2], other[:, 0])
+
+
+def test_groups_of_projections_are_loaded_as_all_at_once(monkeypatch):
+    """The largest kernels first, and without compiling again."""
+    model, found = Mixed(nnx.Rngs(0)), []
+    ranks = [{"attention/query": 3, "attention/out": 6}, {"named/gate": 6, "blocks/0": 2}]
+    for least in (places.LEAST_NUMBERS, 1):
+        monkeypatch.setattr(places, "LEAST_NUMBERS", least)
+        bank = AdapterBank(model, 3, 6)
+        read = [bank.read(drawn(bank, one, seed)) for seed, one in enumerate(ranks)]
+        bank = bank.load(0, read[0])
+        with compilations() as compiled:
+            bank = bank.load(1, read[1]).load(2, read[0])
+        assert not compiled
+        found.append(bank)
+    for one, other in zip(*(jax.tree.leaves(bank.arrays) for bank in found), strict=True):
+        assert jnp.array_equal(one, other, equal_nan=True)
+    at_once, grouped = (bank._plan.groups for bank in found)
+    assert (len(at_once), len(grouped)) == (1, places.GROUPS)
+    sizes = [math.prod(bank.places[path].shape) for group in grouped for path in group.paths]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(sizes) == len(bank.paths)
+
+
+def test_a_load_sends_everything_before_it_launches_a_program(monkeypatch):
+    bank = AdapterBank(Block(nnx.Rngs(0)), 2, 16)
+    first, second = (bank.read(drawn(bank, {"linear": 11, "heads": 3}, seed)) for seed in (0, 1))
+    bank, launched = bank.load(0, first), []
+    clear, device_put = bank._plan.clear, jax.device_put
+
+    def sent(*arguments):
+        assert not launched
+        return device_put(*arguments)
+
+    monkeypatch.setattr(bank._plan, "clear", lambda *given: launched.append(0) or clear(*given))
+    monkeypatch.setattr(jax, "device_put", sent)
+    with jax.transfer_guard_host_to_device("disallow"):
+        assert bank.load(0, second).arrays["linear"].rank.tolist() == [11, 0]
+    assert launched
 
 
 def test_under_x64():
