@@ -80,8 +80,9 @@ class Plan:
 
         meshes = [one.mesh for one in jax.tree.leaves(shardings)]
         self._is_on_mesh = bool(meshes)
+        self._device = None if meshes else _device_of(base)
         is_explicit = any(AxisType.Explicit in mesh.axis_types for mesh in meshes)
-        self.make = _nans_allowed(jax.jit(self._make, out_shardings=shardings))
+        self.make = _nans_allowed(jax.jit(self._make, out_shardings=self._device or shardings))
         self.clear = compiled(_clear, shardings)
         self.groups = [group(paths) for paths in groups(self.places.values())]
 
@@ -155,7 +156,7 @@ class Plan:
                 self._zeros[path] = self._sent(path, zeros)
             return self._zeros[path]
         if sharding.lora_a is None:
-            return (jax.device_put(piece),)
+            return (jax.device_put(piece, self._device),)
         lora_a, lora_b = np.split(piece, [place.sizes[0]], axis=-1)
         return (
             jax.device_put(lora_a, _without(sharding.lora_a, -3)),
@@ -193,6 +194,14 @@ class Plan:
             for path, old in arrays.items()
         }
         return written, g
+
+
+def _device_of(base: Base) -> jax.sharding.SingleDeviceSharding | None:
+    """Returns the device that the kernels are committed to, if that is one."""
+    kernels = jax.tree.leaves([kernel.get_value() for kernel in base.kernels.values()])
+    committed = [one for one in kernels if isinstance(one, jax.Array) and one.committed]
+    devices = {device for one in committed for device in one.devices()}
+    return jax.sharding.SingleDeviceSharding(devices.pop()) if len(devices) == 1 else None
 
 
 def _nans_allowed(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -32,6 +32,19 @@ def test_loading_and_evicting_compile_once_for_all_ranks():
     assert found
 
 
+def test_a_bank_lies_on_the_device_that_its_model_is_put_on():
+    """From the start, so that a second load compiles nothing."""
+    device, model = jax.devices()[1], Block(nnx.Rngs(0))
+    nnx.update(model, jax.device_put(nnx.state(model), device))
+    bank = AdapterBank(model, 2, 8)
+    adapters = [bank.read(drawn(bank, {"linear": rank}, rank)) for rank in (2, 8)]
+    bank = bank.load(0, adapters[0])
+    with compilations() as found:
+        bank = bank.load(1, adapters[1]).load(0, adapters[0]).evict(1).load(1, adapters[1])
+    assert not found
+    assert all(array.devices() == {device} for array in jax.tree.leaves(bank.arrays))
+
+
 def test_what_is_loaded_again_takes_no_norm():
     """Beside the same kernels; beside others it has another g."""
     model = Stacked(nnx.Rngs(0))
