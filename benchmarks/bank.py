@@ -52,8 +52,8 @@ REFERENCES = {"one-hot": "LoRA"}
 
 
 class Settings(NamedTuple):
-    """What is measured. Growth is that of `growth` rows, over `steps` steps. Adapters are loaded into a model of
-    `load_layers`."""
+    """What is measured. Growth is that of `growth` rows, over `steps` steps. Adapters are loaded
+    into a model of `load_layers`."""
 
     sizes: Sizes = Sizes()
     layers: int = 3
