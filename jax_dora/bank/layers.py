@@ -17,7 +17,7 @@ from jax_dora.layers.base_layer import bare, copy_attributes
 from jax_dora.layers.projection import DoRAEinsum, DoRALinearGeneral, Equation
 from jax_dora.ops import mesh as meshes
 from jax_dora.ops.bank import Projection, bank_linear, bank_linears
-from jax_dora.ops.bank_projection import bank_projection
+from jax_dora.ops.bank_projection import Prompted, bank_projections
 from jax_dora.ops.bank_slots import Slots
 
 _OF_BANK = frozenset(
@@ -160,9 +160,12 @@ class BankLayer(nnx.Module):
 
 
 def called_together(layers: Sequence[Any], x: jax.Array) -> list[jax.Array]:
-    """Returns what each of several layers makes of the same x: those of a bank at once, where each
-    row of x has one token and kernels take it, in as many launches as one of them."""
-    if not _are_alike(layers, x):
+    """Returns what each of several layers makes of the same x: those of a bank at once, where
+    kernels take it; of rows of one token in as many launches as one of them."""
+    is_alike = _are_alike(layers, x)
+    if is_alike and all(layer._is_one_product(x) for layer in layers):
+        return _prompts_together(layers, x)
+    if not is_alike or x.shape[1] > 1:
         return [layer(x) for layer in layers]
     first = layers[0]
     _check_rows(first._equation(3), x.shape, first.bank_ids[...])
@@ -180,7 +183,7 @@ def called_together(layers: Sequence[Any], x: jax.Array) -> list[jax.Array]:
 
 def _are_alike(layers: Sequence[Any], x: jax.Array) -> bool:
     """Returns whether layers of a bank can be taken at once."""
-    if not all(isinstance(layer, BankLinear) for layer in layers) or x.ndim != 3 or x.shape[1] > 1:
+    if not all(isinstance(layer, BankLinear) for layer in layers) or x.ndim != 3:
         return False
     if meshes.explicit(x, *jax.tree.leaves([nnx.state(layer) for layer in layers])) is not None:
         return False
@@ -241,23 +244,30 @@ class BankLinear(BankLayer, nnx.Linear):
         )
 
     def _of_prompts(self, inputs: jax.Array) -> jax.Array:
+        return _prompts_together([self], inputs)[0]
+
+    def _prompted(self, inputs: jax.Array) -> Prompted:
         x, kernel, bias = self._promoted(inputs)
         slots, ids, part = self._slots()
         _check_rows(self._equation(3), x.shape, ids)
         stack, layer = self.bank_kernel.get_value(), None
         if stack is not None and stack.ndim > 2 and stack.dtype == kernel.dtype:
             kernel, layer = stack.reshape(-1, *stack.shape[-2:]), self.bank_layer[...]
-        return bank_projection(
-            x,
-            kernel,
-            slots,
-            ids,
-            layer=layer,
-            part=part,
-            bias=bias,
-            precision=self.precision,
-            implementation=self.bank_implementation,
+        return Prompted(kernel, slots, layer, part, bias)
+
+
+def _prompts_together(layers: Sequence[BankLinear], inputs: jax.Array) -> list[jax.Array]:
+    """Returns what layers make of the same prompts, each as one product with the base's."""
+    first = layers[0]
+    return list(
+        bank_projections(
+            first._promoted(inputs)[0],
+            [layer._prompted(inputs) for layer in layers],
+            first._slots()[1],
+            precision=first.precision,
+            implementation=first.bank_implementation,
         )
+    )
 
 
 class BankLinearGeneral(BankLayer, nnx.LinearGeneral):

@@ -9,6 +9,8 @@ others': where a batch has a row of -1, XLA multiplies too, and such rows keep i
 kernels are not taken, XLA's product is all rows', and what is the adapters' is added as in `bank`.
 """
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +25,16 @@ from jax_dora.ops.mosaic import bank_project, bank_shrink
 from jax_dora.ops.operands import Static
 from jax_dora.ops.reduction import static_precision
 from jax_dora.ops.shard import Op, Shard
+
+
+class Prompted(NamedTuple):
+    """One of several projections of the same x, by `bank_projection`'s arguments."""
+
+    kernel: jax.Array
+    slots: Slots
+    layer: jax.Array | None = None
+    part: tuple[jax.Array, int] | None = None
+    bias: jax.Array | None = None
 
 
 def bank_projection(
@@ -54,24 +66,36 @@ def bank_projection(
     Raises:
       NotImplementedError: the named implementation cannot take the call.
     """
-    first, count = part or (jnp.int32(0), slots.lora_a.shape[0])
-    rows = rows_of(slots, ids, first, count, accumulator(x.dtype))
-    lora_a, lora_b = (one.astype(x.dtype) for one in (slots.lora_a, slots.lora_b))
-    if kernel.ndim == 2:
-        kernel, layer = kernel[None], jnp.int32(0)
-    operands = Prompts(x, kernel, layer, lora_a, lora_b, *rows, ids < 0, bias)
+    one = Prompted(kernel, slots, layer, part, bias)
+    return bank_projections(x, [one], ids, precision=precision, implementation=implementation)[0]
+
+
+def bank_projections(
+    x: jax.Array,
+    projections: Sequence[Prompted],
+    ids: jax.Array,
+    *,
+    precision: lax.PrecisionLike = None,
+    implementation: str | None = None,
+) -> Sequence[jax.Array]:
+    """Returns `bank_projection` of several projections of the same x, which ask together whether a
+    row is the base's alone."""
+    members = []
+    for kernel, slots, layer, part, bias in projections:
+        first, count = part or (jnp.int32(0), slots.lora_a.shape[0])
+        rows = rows_of(slots, ids, first, count, accumulator(x.dtype))
+        lora_a, lora_b = (one.astype(x.dtype) for one in (slots.lora_a, slots.lora_b))
+        stack, number = (kernel[None], jnp.int32(0)) if kernel.ndim == 2 else (kernel, layer)
+        members.append(Member(stack, number, lora_a, lora_b, *rows, bias))
     by = static_precision(precision)
     static = Static("bank_linear", implementation, by, of_expand=implementation)
-    (y,) = called(PROJECT, _define, static, operands)
-    return y
+    return called(PROJECT, _define, static, Prompts(x, ids < 0, tuple(members)))
 
 
-class Prompts(NamedTuple):
-    """The operands of a call: x [batch, time, in], kernel [layers, in, out], layer i32[], lora_a
-    [slots, rank, in], lora_b [slots, rank, out], `Rows`, is_base bool[batch], bias [out] or
-    None."""
+class Member(NamedTuple):
+    """The operands of one of the projections: kernel [layers, in, out], layer i32[], lora_a
+    [slots, rank, in], lora_b [slots, rank, out], `Rows`, bias [out] or None."""
 
-    x: Any
     kernel: Any
     layer: Any
     lora_a: Any
@@ -79,13 +103,39 @@ class Prompts(NamedTuple):
     slot: Any
     g: Any
     scale: Any
-    is_base: Any
     bias: Any
 
 
-def _run(static: Static, shard: Shard, prompts: Prompts) -> tuple[jax.Array]:
-    x, lora_a, g = prompts.x, prompts.lora_a, prompts.g
-    (batch, time, in_features), out, rank = x.shape, g.shape[-1], lora_a.shape[1]
+class Prompts(NamedTuple):
+    """The operands of a call: x [batch, time, in], is_base bool[batch], and those of each
+    projection."""
+
+    x: Any
+    is_base: Any
+    members: tuple[Member, ...]
+
+
+def _run(static: Static, shard: Shard, prompts: Prompts) -> tuple[jax.Array, ...]:
+    x, is_base, members = prompts
+    adapted = [one for one in (_adapted(static, x, member) for member in members) if one]
+    if len(adapted) < len(members):
+        return tuple(primitive.call(EXPAND, *_expansion(static, x, one))[0] for one in members)
+
+    # Either way makes its own results: XLA copies what a way only hands on.
+    def without_base() -> tuple[jax.Array, ...]:
+        return tuple(project() for project in adapted)
+
+    def with_base() -> tuple[jax.Array, ...]:
+        chosen, results = is_base[:, None, None], zip(members, without_base(), strict=True)
+        return tuple(jnp.where(chosen, _alone(static, x, one), y) for one, y in results)
+
+    return lax.cond(jnp.any(is_base), with_base, without_base)
+
+
+def _adapted(static: Static, x: jax.Array, one: Member) -> Callable[[], jax.Array] | None:
+    """Returns the function that takes a projection by kernels, or None where they do not take it;
+    x A is taken before."""
+    (batch, time, in_features), out, rank = x.shape, one.g.shape[-1], one.lora_a.shape[1]
 
     def chosen(kernel: Any, *sizes: int) -> choose.Choice | None:
         call = (kernel, (batch, time, *sizes, x.dtype))
@@ -94,42 +144,40 @@ def _run(static: Static, shard: Shard, prompts: Prompts) -> tuple[jax.Array]:
     shrink = chosen(bank_shrink, in_features, rank)
     project = chosen(bank_project, in_features, out, rank)
     if shrink is None or project is None:
-        return primitive.call(EXPAND, *_expansion(static, prompts))
-    unscaled = bank_shrink.launch(x, lora_a, prompts.slot, **shrink.knobs)
-    z = (prompts.scale[:, None, None] * unscaled).astype(x.dtype)
-    of_all = x, prompts.kernel, prompts.layer
-    adapted = z, prompts.lora_b, prompts.slot, g, prompts.bias
-    y = bank_project.launch(*of_all, *adapted, **project.knobs)
-
-    def with_base() -> jax.Array:
-        # XLA would take the layer's kernel out of a stack for either way, by a copy.
-        here = prompts._replace(layer=lax.optimization_barrier(prompts.layer))
-        base = _base(static, here)
-        if prompts.bias is not None:
-            base = (base.astype(g.dtype) + prompts.bias.astype(g.dtype)[None, None]).astype(x.dtype)
-        return jnp.where(prompts.is_base[:, None, None], base, y)
-
-    return (lax.cond(jnp.any(prompts.is_base), with_base, lambda: y),)
+        return None
+    unscaled = bank_shrink.launch(x, one.lora_a, one.slot, **shrink.knobs)
+    z = (one.scale[:, None, None] * unscaled).astype(x.dtype)
+    operands = x, one.kernel, one.layer, z, one.lora_b, one.slot, one.g, one.bias
+    return functools.partial(bank_project.launch, *operands, **project.knobs)
 
 
 # Without names: on a mesh of several devices XLA shares the work, but for the second product.
 PROJECT = Op("bank_project", _run, (), ())
 
 
-def _base(static: Static, prompts: Prompts) -> jax.Array:
-    kernel = lax.dynamic_index_in_dim(prompts.kernel, prompts.layer, keepdims=False)
-    contracted = (((prompts.x.ndim - 1,), (0,)), ((), ()))
-    return lax.dot_general(prompts.x, kernel, contracted, precision=static.precision)
+def _base(static: Static, x: jax.Array, one: Member) -> jax.Array:
+    kernel = lax.dynamic_index_in_dim(one.kernel, one.layer, keepdims=False)
+    contracted = (((x.ndim - 1,), (0,)), ((), ()))
+    return lax.dot_general(x, kernel, contracted, precision=static.precision)
 
 
-def _expansion(static: Static, prompts: Prompts) -> tuple[Static, Expansion]:
+def _alone(static: Static, x: jax.Array, one: Member) -> jax.Array:
+    """Returns the base's results."""
+    # XLA would take the layer's kernel out of a stack for either way, by a copy.
+    base = _base(static, x, one._replace(layer=lax.optimization_barrier(one.layer)))
+    if one.bias is None:
+        return base
+    return (base.astype(one.g.dtype) + one.bias.astype(one.g.dtype)[None, None]).astype(x.dtype)
+
+
+def _expansion(static: Static, x: jax.Array, one: Member) -> tuple[Static, Expansion]:
     """Returns the second product, and what follows it, of the results of the others."""
-    lora_a = prompts.lora_a[prompts.slot]
-    z = jnp.einsum("nti,nri->ntr", prompts.x, lora_a, precision=static.precision)
-    given = prompts.lora_b, prompts.slot, prompts.g, prompts.scale, prompts.bias
-    operands = Expansion(_base(static, prompts), z, *given)
+    z = jnp.einsum("nti,nri->ntr", x, one.lora_a[one.slot], precision=static.precision)
+    given = one.lora_b, one.slot, one.g, one.scale, one.bias
+    operands = Expansion(_base(static, x, one), z, *given)
     return static._replace(implementation=static.of_expand), operands
 
 
-def _define(static: Static, prompts: Prompts) -> tuple[jax.Array]:
-    return expanded(*_expansion(static, prompts))
+def _define(static: Static, prompts: Prompts) -> tuple[jax.Array, ...]:
+    x, _, members = prompts
+    return tuple(expanded(*_expansion(static, x, one))[0] for one in members)
