@@ -62,7 +62,8 @@ def trained(model):
     rng = np.random.default_rng(3)
     for layer in model:
         layer.lora_b.data.copy_(torch.tensor(rng.normal(size=layer.lora_b.shape) / 9))
-        layer.magnitude.data.mul_(torch.tensor(1 + 0.1 * rng.normal(size=layer.magnitude.shape)))
+        growth = torch.tensor(1 + 0.1 * rng.normal(size=layer.magnitude.shape))
+        layer.magnitude.data.mul_(growth.to(layer.magnitude.device))
     return model
 
 
