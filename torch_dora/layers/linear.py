@@ -19,7 +19,7 @@ class _DoRAProjection(DoRALayer):
     SHARDED_AXES: ClassVar = {"lora_a": 1, "lora_b": 0, "magnitude": 0}
 
     def forward(self, input: Tensor) -> Tensor:
-        """Returns [..., out] of [..., in], in the dtype that input and weight promote to."""
+        """Returns [..., out] of [..., in], in the dtype of :func:`torch_dora.ops.dora_linear`."""
         x = input
         if isinstance(x, Tensor) and x.is_nested:
             return fast_path.of_nested(self, x)
@@ -87,7 +87,9 @@ class DoRALinear(_DoRAProjection):
     @classmethod
     def adapts(cls, module: nn.Module) -> bool:
         # MultiheadAttention reads the weight of its out_proj and never calls it.
-        return super().adapts(module) and not isinstance(module, NonDynamicallyQuantizableLinear)
+        if isinstance(module, NonDynamicallyQuantizableLinear):
+            return False
+        return super().adapts(module) or is_falcon_linear(module)
 
 
 class DoRAConv1D(_DoRAProjection):
@@ -112,6 +114,13 @@ class DoRAConv1D(_DoRAProjection):
 
     def as_weight(self, matrix: Tensor) -> Tensor:
         return matrix.T.contiguous()
+
+
+def is_falcon_linear(module: Any) -> bool:
+    """Returns whether ``module`` is the FalconLinear of transformers, whose forward writes the
+    product of torch.nn.Linear out."""
+    kind = type(module)
+    return kind.__name__ == "FalconLinear" and kind.__module__.startswith("transformers.")
 
 
 def is_conv1d(module: Any) -> bool:

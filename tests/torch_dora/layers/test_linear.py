@@ -5,9 +5,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.models.falcon.modeling_falcon import FalconLinear
 
 from tests.torch_dora.adapters import trained
-from torch_dora import DoRAConv, DoRALinear, DoRARule, apply_dora
+from torch_dora import DoRAConv, DoRALinear, DoRARule, apply_dora, merge_dora
 from torch_dora.ops import factored_norm, magnitude_scale
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -97,6 +98,17 @@ def test_a_layer_without_features(width, features):
     assert torch.equal(y, layer.bias.expand(2, features))
     y.sum().backward()
     assert layer.lora_b.grad.shape == (features, 2)
+
+
+def test_falcon_s_linear_layer_is_adapted_as_torch_s():
+    base = FalconLinear(6, 5, bias=True)
+    x = torch.randn(3, 6)
+    plain = base(x)
+    layer = apply_dora(base, DoRARule("all-linear", 2, 4))
+    torch.testing.assert_close(layer(x), plain)
+    merged = merge_dora(trained(layer))
+    assert type(merged) is FalconLinear
+    torch.testing.assert_close(layer(x), merged(x))
 
 
 @pytest.mark.parametrize("mode", ["adapter", "input"])
