@@ -13,7 +13,7 @@ from dora_common.rules import ALL_LINEAR, assign, listing
 from dora_common.slots import check_plain, check_room, check_slot, check_slots
 from torch_dora.adapt.apply import WRAPPERS, check_model, modules_with_names, output_head
 from torch_dora.adapt.rule import DoRARule
-from torch_dora.layers import DoRAConv1D, DoRALinear, dora_layers, placement
+from torch_dora.layers import DoRAConv1D, DoRALinear, dora_layers, layer_class, placement
 from torch_dora.layers.linear import is_conv1d
 from torch_dora.ops import factored_norm, magnitude_scale
 from torch_dora.ops.bank import Slots
@@ -54,8 +54,9 @@ class AdapterBank:
         model: the plain base model, which the bank keeps.
         slots: how many adapters there is room for, at least 1.
         max_rank: the largest rank of an adapter, at least 1.
-        path: which projections, as :class:`~torch_dora.DoRARule`'s: ``torch.nn.Linear`` and GPT-2's
-            Conv1D; other layers that match are left out.
+        path: which projections, as :class:`~torch_dora.DoRARule`'s: those that ``apply_dora``
+            adapts, such as ``torch.nn.Linear`` and GPT-2's Conv1D; other layers that match are left
+            out.
 
     Raises:
         TypeError: ``model`` is no module, or a number no integer.
@@ -146,8 +147,8 @@ class AdapterBank:
 
     def is_empty(self, slot: int) -> bool:
         """Returns whether a slot holds no adapter."""
-        tensors = next(iter(self.tensors.values()))
-        return bool(tensors.g[slot, 0].isnan())
+        g = next((one.g for one in self.tensors.values() if one.g.numel()), None)
+        return g is not None and bool(g[slot, 0].isnan())
 
     def _of_folder(self, folder: str | os.PathLike[str], name: str | None) -> dict[str, Entry]:
         parameters = parameters_of(self.model)
@@ -200,7 +201,7 @@ def _projections(model: nn.Module, path: str) -> dict[str, nn.Module]:
     found = [
         one
         for one in modules_with_names(model)
-        if isinstance(one[0], nn.Linear) or is_conv1d(one[0])
+        if issubclass(layer_class(one[0]) or object, DoRALinear | DoRAConv1D)
     ]
     rule = DoRARule(path, rank=1, alpha=1)
     are_linear = [module is not head for module, _ in found]

@@ -93,6 +93,29 @@ def test_a_batch_may_be_without_rows(rows, ids):
         assert model(torch.ones(rows)).shape == (*rows[:-1], OUT)
 
 
+# torch says that there is nothing to draw.
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_projection_may_be_without_outputs():
+    model = nn.Sequential(nn.Linear(IN, 0), nn.Linear(0, OUT))
+    bank = torch_dora.AdapterBank(model, 2, 4)
+    bank.load(
+        0, torch_dora.apply_dora(copy.deepcopy(model), torch_dora.DoRARule("all-linear", 4, 8))
+    )
+    x = torch.randn(2, IN)
+    assert torch.equal(torch_dora.with_bank(model, bank, [0, -1])(x), model(x))
+    with pytest.raises(ValueError, match=r"\[1\], whose slots hold no adapter"):
+        torch_dora.with_bank(model, bank, [1, -1])
+
+
+def test_layers_that_compute_something_else_are_left_out():
+    class Rectified(nn.Linear):
+        def forward(self, input):
+            return super().forward(input).relu()
+
+    model = nn.Sequential(nn.Linear(IN, OUT), Rectified(OUT, OUT))
+    assert list(torch_dora.AdapterBank(model, 2, 4).layers) == ["0"]
+
+
 def test_what_is_wrong_is_told():
     base, bank, alone = filled()
     bank.evict(1)
