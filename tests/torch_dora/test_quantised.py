@@ -169,6 +169,17 @@ def test_a_layer_is_adapted_trained_and_merged(kind):
     torch.testing.assert_close(merged(x), model(x), rtol=3e-2, atol=3e-2)
 
 
+@pytest.mark.parametrize("kind", ["int8", "float8", "nf4"])
+def test_a_model_that_is_cast_computes_in_that_dtype(kind):
+    rule = torch_dora.DoRARule("all-linear", 4, 8)
+    model = torch_dora.apply_dora(nn.Sequential(linear(kind)), rule)
+    x = torch.randn(3, SHAPE[1], dtype=torch.bfloat16)
+    wanted = model(x.float()).detach()
+    y = model.to(torch.bfloat16)(x)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), wanted, rtol=2e-2, atol=2e-2)
+
+
 def test_other_formats_are_refused():
     a, b = adapter()
     layer = linear("int8")

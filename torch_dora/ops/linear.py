@@ -66,11 +66,12 @@ def dora_linear(
         adapter_x: [..., in], what the adapter reads in place of x: x after the adapter's dropout.
 
     Returns:
-        [..., out] in the dtype that x and weight promote to, or in autocast's dtype where autocast
-        is on, as in ``torch.nn.functional.linear``. Adapters of another dtype are cast to it for
-        the products with activations (the norm takes them as they are), and their gradients come
-        back in their own dtype. The norm is a constant under differentiation. Of DTensors a
-        DTensor, sharded as the plain projection's result; see :mod:`torch_dora.ops.sharded`.
+        [..., out] in the dtype that x and weight promote to, in x's over a quantised weight, or in
+        autocast's dtype where autocast is on, as in ``torch.nn.functional.linear``. Adapters of
+        another dtype are cast to it for the products with activations (the norm takes them as they
+        are), and their gradients come back in their own dtype. The norm is a constant under
+        differentiation. Of DTensors a DTensor, sharded as the plain projection's result; see
+        :mod:`torch_dora.ops.sharded`.
 
     Raises:
         TypeError, ValueError: an argument's dtype or shape is wrong; unknown implementation; some
@@ -281,7 +282,8 @@ def _expand_compose(base, z, lora_b, g, bias, scale, want_inner, implementation)
 
 def result_dtype(x: Tensor, weight: Tensor | Bits4) -> torch.dtype:
     """Returns the dtype of ``torch.nn.functional.linear``'s result."""
-    dtype = torch.promote_types(x.dtype, weight.dtype)
+    # A quantised weight tells the dtype that it was made from, whatever the model was cast to.
+    dtype = x.dtype if is_quantised(weight) else torch.promote_types(x.dtype, weight.dtype)
     # torch.compile of torch 2.11 cannot ask whether a device has autocast.
     if dtype == torch.float64 or x.is_meta or not torch.is_autocast_enabled(x.device.type):
         return dtype
