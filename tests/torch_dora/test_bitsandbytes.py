@@ -174,6 +174,13 @@ def test_a_trace_computes_what_the_layer_does():
     torch.testing.assert_close(traced(rows(192, count=3)), model(rows(192, count=3)))
 
 
+def test_an_exported_program_computes_what_the_layer_does(tmp_path):
+    model = trained(torch_dora.apply_dora(model4bit(torch.float32), RULE))
+    torch.export.save(torch.export.export(model, (rows(192),)), tmp_path / "model.pt2")
+    exported = torch.export.load(tmp_path / "model.pt2").module()
+    torch.testing.assert_close(exported(rows(192)), model(rows(192)))
+
+
 def test_peft_reads_the_folder_and_computes_the_same(tmp_path):
     x = rows(192)
     model = trained(torch_dora.apply_dora(model4bit(torch.float32), RULE))

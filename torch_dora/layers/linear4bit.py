@@ -3,6 +3,7 @@
 import sys
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from torch_dora.layers.linear import DoRALinear
@@ -34,8 +35,12 @@ class DoRALinear4bit(DoRALinear):
         dtype = self.settings.compute_dtype
         return super().forward(x if dtype is None else x.to(dtype)).to(x.dtype)
 
-    def weight_matrix(self) -> Tensor:
-        return quantised.matrix(self.weight, self.settings.compute_dtype)
+    def weight_matrix(self) -> Any:
+        dtype = self.settings.compute_dtype
+        if torch.compiler.is_exporting():
+            # A fake tensor without scales stands in the place of the Params4bit.
+            return quantised.bits4(self.weight, self.settings.weight.quant_state, dtype)
+        return quantised.matrix(self.weight, dtype)
 
     def as_weight(self, matrix: Tensor) -> Tensor:
         return matrix

@@ -74,12 +74,16 @@ def matrix(weight: Any, dtype: torch.dtype | None = None) -> Any:
     """
     if type(weight) in (Tensor, nn.Parameter) or type(weight).__name__ != "Params4bit":
         return weight
-    packed, state = weight.data, weight.quant_state
-    if state is None:
+    if weight.quant_state is None:
         raise TypeError(
             f"weight is a Params4bit of shape {tuple(weight.shape)} that is not quantised yet; "
             "move its layer to a device first, by layer.to, which quantises it"
         )
+    return bits4(weight.data, weight.quant_state, dtype)
+
+
+def bits4(packed: Tensor, state: Any, dtype: torch.dtype | None) -> Bits4:
+    """Returns the weight of these bytes and their QuantState; the rest as `matrix`'s."""
     if getattr(state, "packing_format_for_cpu", False):
         raise NotImplementedError(
             f"weight is a Params4bit of shape {tuple(state.shape)} whose codes and scales "
