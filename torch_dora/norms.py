@@ -49,7 +49,8 @@ def with_norms(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]
     checks that, and with the norms of others the model computes something else. Gradients reach the
     adapters as without it, since a norm is constant under differentiation. Run the backward pass
     inside too where activations are checkpointed, or their recomputation computes the norms again.
-    Make copies of the model outside: one that is made inside keeps the norms.
+    Make copies of the model outside: one that is made inside keeps the norms. Wrap it outside too:
+    a DistributedDataParallel that is made inside expects them as buffers in every later call.
 
     Args:
         model: with DoRA layers.
