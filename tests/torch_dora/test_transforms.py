@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.distributed.pipelining import SplitPoint, pipeline
 from torch.func import functional_call, grad, hessian, vmap
 
 from tests.torch_dora.adapters import trained
-from torch_dora import DoRAConv, DoRAEmbedding, DoRALinear, merge_dora
+from torch_dora import DoRAConv, DoRAEmbedding, DoRALinear, DoRARule, apply_dora, merge_dora
 from torch_dora.ops import compose, compose_delta, dora_linear, factored_norm
 
 SCALE = 0.7
@@ -161,6 +162,15 @@ def test_a_trace_computes_what_the_layer_does(base, shape, tmp_path):
     traced.save(str(tmp_path / "traced.pt"))
     again = torch.jit.load(str(tmp_path / "traced.pt"))
     torch.testing.assert_close(again(other), layer(other))
+
+
+def test_stages_of_a_pipeline_compute_what_the_model_does():
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))
+    model = trained(apply_dora(model, DoRARule("all-linear", 2, 4)))
+    x = torch.randn(3, 6)
+    stages = pipeline(model, (x,), split_spec={"2": SplitPoint.BEGINNING})
+    y = stages.get_stage_module(1)(stages.get_stage_module(0)(x))
+    assert torch.equal(y, model(x))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:FutureWarning")

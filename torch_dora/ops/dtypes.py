@@ -25,6 +25,8 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def no_autocast(tensor: Any) -> contextlib.AbstractContextManager[object]:
     """Returns the context in which autocast leaves operations on ``tensor``'s device alone; the
     meta device has no autocast."""
-    if tensor.device.type == "meta":
+    device = tensor.device.type
+    # Where autocast is off nothing is recorded, by torch.export, of turning it off.
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return contextlib.nullcontext()
-    return torch.autocast(tensor.device.type, enabled=False)
+    return torch.autocast(device, enabled=False)
