@@ -10,10 +10,14 @@ import torch
 from bitsandbytes.nn import modules as bnb
 from peft import PeftModel
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 import torch_dora
 from parity import oracle
+from parity.sides.torch import processes
 from tests.torch_dora.quantised_layers import assert_compiles, assert_projection_agrees
 from torch_dora.layers import dora_layers
 from torch_dora.ops import dora_linear, factored_norm, quantised
@@ -239,6 +243,41 @@ def test_a_layer_whose_state_is_assigned_or_that_is_unpickled():
         assert torch.equal(other(x), model(x))
         plain = torch_dora.remove_dora(copy.deepcopy(model))
         assert torch.equal(torch_dora.remove_dora(other)(x), plain(x))
+
+
+def sharded_by_fsdp(folder):
+    """Holds a model whose codes lie in several processes to what it computes in one."""
+    torch.manual_seed(0)
+    model = trained(torch_dora.apply_dora(model4bit(torch.float32), RULE)).train()
+    x = rows(192)
+    y = model(x)
+    leaves = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    wanted = torch.autograd.grad(y.square().sum(), list(leaves.values()))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    assert torch.equal(model(x), y)
+    model(x).square().sum().backward()
+    for name, gradient in zip(leaves, wanted, strict=True):
+        found = model.get_parameter(name).grad.full_tensor()
+        torch.testing.assert_close(found, gradient)
+    with pytest.raises(NotImplementedError, match=r"DTensor of quantised parts.*freeze before"):
+        torch_dora.norms(model)
+    with pytest.raises(
+        NotImplementedError, match=r"0\.weight, codes of 4 bits.*before fully_shard"
+    ):
+        model.load_state_dict(torch_dora.apply_dora(model4bit(torch.float32), RULE).state_dict())
+    options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
+    assert get_model_state_dict(model, options=options).keys() == leaves.keys()
+    torch_dora.peft.save_adapter(model, folder)
+    for _, layer in dora_layers(model):
+        nn.init.zeros_(layer.lora_b)
+    assert not torch.equal(model(x), y)
+    torch_dora.peft.load_adapter(model, folder)
+    assert torch.equal(model(x), y)
+
+
+@pytest.mark.slow
+def test_fsdp_gathers_the_codes(tmp_path):
+    processes.run(sharded_by_fsdp, 2, "cpu", str(tmp_path / "adapter"))
 
 
 def test_what_is_not_as_it_was_quantised_is_refused():

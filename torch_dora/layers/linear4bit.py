@@ -6,8 +6,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from torch_dora.layers import placement
 from torch_dora.layers.linear import DoRALinear
 from torch_dora.ops import quantised
+from torch_dora.ops.shards import is_sharded
 
 
 class DoRALinear4bit(DoRALinear):
@@ -35,12 +37,24 @@ class DoRALinear4bit(DoRALinear):
         dtype = self.settings.compute_dtype
         return super().forward(x if dtype is None else x.to(dtype)).to(x.dtype)
 
+    @property
+    def quant_state(self) -> Any:
+        """Returns the scales of the codes, also while plain bytes stand in the place of the
+        Params4bit: FSDP's, or those of torch.export."""
+        for weight in (self.weight, self.settings.weight):
+            if (state := getattr(weight, "quant_state", None)) is not None:
+                return state
+        return self.settings.quant_state
+
+    def _release_base(self) -> None:
+        if not placement.is_lent(self.weight):
+            self.settings.quant_state = self.quant_state
+        super()._release_base()
+
     def weight_matrix(self) -> Any:
-        dtype = self.settings.compute_dtype
-        if torch.compiler.is_exporting():
-            # A fake tensor without scales stands in the place of the Params4bit.
-            return quantised.bits4(self.weight, self.settings.weight.quant_state, dtype)
-        return quantised.matrix(self.weight, dtype)
+        # torch.export follows no .data, and has no Params4bit, whose class a view would have too.
+        packed = self.weight if torch.compiler.is_exporting() else self.weight.data
+        return quantised.bits4(packed, self.quant_state, self.settings.compute_dtype)
 
     def as_weight(self, matrix: Tensor) -> Tensor:
         return matrix
@@ -55,10 +69,12 @@ class DoRALinear4bit(DoRALinear):
         return made.train(self.training)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Writes the scales beside the codes, as Linear4bit does."""
+        """Writes the scales beside the codes, as Linear4bit does, which leaves them out under FSDP:
+        torch.distributed.checkpoint looks for them in the DTensor."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        weight: Any = self.weight
-        for name, part in weight.quant_state.as_dict(packed=True).items():
+        if is_sharded(self.weight):
+            return
+        for name, part in self.quant_state.as_dict(packed=True).items():
             destination[f"{prefix}weight.{name}"] = part if keep_vars else part.detach()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -66,6 +82,12 @@ class DoRALinear4bit(DoRALinear):
         name = f"{prefix}weight"
         parts = {key: state_dict.pop(key) for key in list(state_dict) if key.startswith(f"{name}.")}
         if parts and name in state_dict:
+            if is_sharded(weight):
+                raise NotImplementedError(
+                    f"the state has {name}, codes of 4 bits whose scales FSDP does not know; "
+                    "expected one of the adapters alone, as StateDictOptions("
+                    "ignore_frozen_params=True) makes it: load the base before fully_shard"
+                )
             # Of its class, since it is this layer's weight where it is assigned.
             loaded = type(weight).from_prequantized(state_dict[name], parts, device=weight.device)
             state_dict[name], weight.quant_state = loaded, loaded.quant_state

@@ -67,6 +67,7 @@ def factored_norm(
             sum.
     """
     weight = quantised.matrix(weight)
+    quantised.refuse_parts(weight)
     check.adapter(weight, lora_a, lora_b)
     check.is_scale(scale)
     choose.check_name(implementation)

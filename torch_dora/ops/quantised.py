@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torch_dora.ops.shards import is_sharded
+
 # The floats of a block of rows, and what is computed beside them: so many that a GPU has work for
 # longer than the host needs to launch it.
 BLOCK_BYTES = 128 * 2**20
@@ -74,16 +76,17 @@ def matrix(weight: Any, dtype: torch.dtype | None = None) -> Any:
     """
     if type(weight) in (Tensor, nn.Parameter) or type(weight).__name__ != "Params4bit":
         return weight
-    if weight.quant_state is None:
-        raise TypeError(
-            f"weight is a Params4bit of shape {tuple(weight.shape)} that is not quantised yet; "
-            "move its layer to a device first, by layer.to, which quantises it"
-        )
     return bits4(weight.data, weight.quant_state, dtype)
 
 
 def bits4(packed: Tensor, state: Any, dtype: torch.dtype | None) -> Bits4:
     """Returns the weight of these bytes and their QuantState; the rest as `matrix`'s."""
+    refuse_parts(packed)
+    if state is None:
+        raise TypeError(
+            f"weight is a Params4bit of shape {tuple(packed.shape)} that is not quantised yet; "
+            "move its layer to a device first, by layer.to, which quantises it"
+        )
     if getattr(state, "packing_format_for_cpu", False):
         raise NotImplementedError(
             f"weight is a Params4bit of shape {tuple(state.shape)} whose codes and scales "
@@ -105,6 +108,19 @@ def is_quantised(weight: Any) -> bool:
         return True
     package = type(weight).__module__.partition(".")[0]
     return isinstance(weight, Tensor) and package in ("torchao", "bitsandbytes")
+
+
+def refuse_parts(weight: Any) -> None:
+    """Raises NotImplementedError if ``weight`` is a DTensor of which a process has some codes."""
+    if not is_sharded(weight):
+        return
+    part = weight.to_local()
+    if is_quantised(part) or not part.is_floating_point():
+        raise NotImplementedError(
+            f"weight is a DTensor of quantised parts, {type(part).__name__} {part.dtype}; expected "
+            "a whole one, as a call gathers it: let every call take its norms, or call "
+            "torch_dora.freeze before fully_shard"
+        )
 
 
 def check(name: str, weight: Any) -> None:

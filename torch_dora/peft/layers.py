@@ -76,7 +76,9 @@ def _layer(name: str, module: Any) -> Layer | None:
     if is_conv1d(module) or isinstance(module, DoRAConv1D):
         features, width = module.weight.shape
         return Layer(name, "linear", features, width)
-    if isinstance(module, nn.Linear | DoRALinear):
+    if isinstance(module, DoRALinear):
+        return Layer(name, "linear", module.lora_a.shape[1], module.lora_b.shape[0])
+    if isinstance(module, nn.Linear):
         width, features = matrix(module.weight).shape
         is_held = isinstance(module, NonDynamicallyQuantizableLinear)
         return Layer(name, "linear", features, width, refusals=(_HELD,) if is_held else ())
