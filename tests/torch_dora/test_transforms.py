@@ -164,6 +164,16 @@ def test_a_trace_computes_what_the_layer_does(base, shape, tmp_path):
     torch.testing.assert_close(again(other), layer(other))
 
 
+def test_a_decomposed_program_has_the_layer_s_gradients():
+    model = trained(apply_dora(nn.Sequential(nn.Linear(6, 5)), DoRARule("0", 2, 4)))
+    x = torch.randn(3, 6)
+    program = torch.export.export(model, (x,)).run_decompositions().module()
+    leaves = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    wanted = torch.autograd.grad(model(x).square().sum(), list(leaves.values()))
+    program(x).square().sum().backward()
+    close([program.get_parameter(name).grad for name in leaves], wanted)
+
+
 def test_stages_of_a_pipeline_compute_what_the_model_does():
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))
     model = trained(apply_dora(model, DoRARule("all-linear", 2, 4)))

@@ -46,7 +46,7 @@ def apply_dora(model: nn.Module, rules: DoRARule | Sequence[DoRARule]) -> Any:
 
     Weights and biases are shared, not copied. Every parameter of the model that is not of an
     adapter is frozen (``requires_grad`` is False). Adapted are ``torch.nn.Linear``, ``Conv1d``,
-    ``Conv2d``, ``Conv3d``, ``Embedding``, the Conv1D of transformers' GPT-2 and bitsandbytes'
+    ``Conv2d``, ``Conv3d``, ``Embedding``, transformers' Conv1D and FalconLinear, and bitsandbytes'
     Linear4bit; a module that is shared stays shared, and a rule that matches one of its names
     adapts it everywhere. A layer's hooks, accelerate's too, go over to the layer in its place, and
     with them the style that parallelize_module gave a linear layer: the adapter is sharded as its

@@ -207,6 +207,11 @@ def _(weight, lora_a, lora_b, scale, implementation):
     return weight.new_empty(weight.shape[0], dtype=accumulation_dtype(weight, lora_a, lora_b))
 
 
+# A decomposed program no longer detaches what it passes to these operators.
+_norm_of_codes.op.register_autograd(lambda ctx, _: (None,) * 7)
+_factored_norm.op.register_autograd(lambda ctx, _: (None,) * 5)
+
+
 def _squared_norm(weight: Tensor) -> Tensor:
     """Returns Σ_in weight² per output feature: f32[out] (f64 for fp64)."""
     dtype = accumulation_dtype(weight)
