@@ -35,9 +35,10 @@ def norms(model: nn.Module) -> dict[str, Tensor]:
 
     Raises:
         ValueError: there is no DoRA layer in ``model``.
-        NotImplementedError: accelerate has offloaded a layer.
+        NotImplementedError: accelerate has offloaded a layer, or FSDP1 flattened its weight.
     """
     placement.refuse_offloaded(_layers(model).items())
+    placement.refuse_flat(_layers(model).items())
     return {name: whole(layer.norm()) for name, layer in _layers(model).items()}
 
 

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -278,6 +278,10 @@ def refusals(folder: str) -> dict[str, str]:
     fully_shard(cast, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     with trying("cast"):
         cast(batch())
+    adapted = apply_dora(base(), RULE)
+    flat = FullyShardedDataParallel(adapted, device_id=torch.device("cpu"), use_orig_params=True)
+    with trying("flat"):
+        torch_dora.norms(flat)
     parallel = sharded("tp")
     with trying("plain x"):
         DoRALinear.forward(parallel.up, batch())

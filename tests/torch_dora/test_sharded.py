@@ -99,6 +99,7 @@ REFUSED = {
     "merge": r"NotImplementedError: FSDP holds .*not sharded, and merge it:\n  down\n  up$",
     "load": r"NotImplementedError: FSDP holds .*rank, alpha and dropout:\n  down\n  up$",
     "cast": r"TypeError: magnitude is torch.bfloat16 .*param_dtype None",
+    "flat": r"NotImplementedError: FullyShardedDataParallel keeps .*use fully_shard.*\.up$",
     "plain x": r"TypeError: x: plain, while weight.*DTensor\.from_local, make x one",
     "embedding": r"NotImplementedError: '' cannot be adapted: .*only linear layers",
     "bank": r"NotImplementedError: the weights of these layers are DTensors.*\n  down\n  up$",

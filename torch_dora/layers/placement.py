@@ -70,6 +70,17 @@ def refuse_fsdp(layers: Iterable[tuple[str, nn.Module]], remedy: str) -> None:
         )
 
 
+def refuse_flat(layers: Iterable[tuple[str, Any]]) -> None:
+    """Raises NotImplementedError that lists those of the layers of whose weights FSDP1 has left a
+    flat piece, as between calls."""
+    if flat := [name for name, one in layers if is_in_fsdp(one) and one.weight.ndim < 2]:
+        raise NotImplementedError(
+            "FullyShardedDataParallel keeps flat pieces of the weights of these layers between "
+            "calls; let every call take its norms, call torch_dora.freeze before the model is "
+            f"wrapped, or use fully_shard in its place:{listing(flat)}"
+        )
+
+
 def refuse_offloaded(layers: Iterable[tuple[str, nn.Module]]) -> None:
     """Raises NotImplementedError that lists those of the layers that accelerate offloads."""
     if offloaded := [name for name, layer in layers if is_offloaded(layer)]:
