@@ -199,14 +199,17 @@ def max_positions(config: Mapping[str, Any]) -> int | None:
 
 def _refuse(config: Mapping[str, Any]) -> None:
     layers = config.get("num_hidden_layers") or 0
-    slides = config.get("sliding_window") is not None and (
+    window, most = config.get("sliding_window"), max_positions(config)
+    spans_all = window is not None and most is not None and window >= most
+    kinds = {"full_attention", "sliding_attention"} if spans_all else {"full_attention"}
+    slides = window is not None and (
         # Mistral has the window alone; Qwen has a switch beside it.
         config.get("use_sliding_window", config["model_type"] == "mistral")
     )
     wrong = {
         "hidden_act": config.get("hidden_act", "silu") != "silu",
-        "sliding_window": slides,
-        "layer_types": layers and set(config.get("layer_types") or ()) - {"full_attention"},
+        "sliding_window": slides and not spans_all,
+        "layer_types": layers and set(config.get("layer_types") or ()) - kinds,
         "quantization_config": not _is_read(config.get("quantization_config")),
         "partial_rotary_factor": config.get("partial_rotary_factor", 1.0) != 1.0,
     }

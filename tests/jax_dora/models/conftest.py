@@ -36,7 +36,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "llama-linear": lambda: transformers.LlamaConfig(
         **SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
     ),
-    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=None),
+    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=256),
     "qwen2": lambda: transformers.Qwen2Config(
         **{name: size for name, size in SIZES.items() if name != "head_dim"}
     ),

@@ -268,6 +268,7 @@ def test_tied_head_stored_as_well(make_folder, tmp_path):
         ({"rope_parameters": {"short_factor": []}}, NotImplementedError, "short_factor"),
         ({"quantization_config": {}}, NotImplementedError, "quantization_config"),
         ({"model_type": "mistral", "sliding_window": 9}, NotImplementedError, "sliding_window 9"),
+        ({"model_type": "mistral", "sliding_window": 255}, NotImplementedError, "window 255"),
         ({"layer_types": ["sliding_attention"]}, NotImplementedError, "layer_types"),
         ({"hidden_size": None}, ValueError, "hidden_size None; expected a positive integer"),
         ({"num_hidden_layers": 0}, ValueError, "num_hidden_layers 0"),
@@ -277,6 +278,13 @@ def test_config_refused(llama, change, error, message):
     config = decoder.read_config(llama) | change
     with pytest.raises(error, match=message):
         decoder.DecoderConfig.from_hf(config)
+
+
+def test_a_window_that_spans_all_positions_is_none(llama):
+    whole = decoder.read_config(llama) | {"model_type": "qwen3"}
+    window = {"use_sliding_window": True, "sliding_window": 256}
+    slides = whole | window | {"layer_types": ["sliding_attention"] * 3}
+    assert decoder.DecoderConfig.from_hf(slides) == decoder.DecoderConfig.from_hf(whole)
 
 
 def test_a_change_is_no_fault_of_the_file(llama):
