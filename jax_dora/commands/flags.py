@@ -16,6 +16,14 @@ _FLAGS = {
     r"\bact_qtype\b": "--activations",
     r"\bquantize(?= is |=)": "--quantize",
     r"\bqtype(?= ')": "--quantize",
+    r"give tile_size=.*": "give --quantize int8 or float8_e4m3fn, which have no tiles",
+    r"\bmax_length(?= is )": "--max-length",
+    r"the bank's max_rank: make the bank with": "--max-rank: start the server with",
+    r"rules\[\d+\], path(?= ')": "--target",
+    r"say which of its axes.*narrow the rules' paths so that they leave": (
+        "narrow --target so that it leaves"
+    ),
+    r"pass (?=adapter\w*=')": "pass jax_dora.peft.load_adapter ",
 }
 MOST = 2**31 - 1  # what an index into an array may be
 
@@ -105,6 +113,13 @@ def pattern(text: str) -> str:
     return text
 
 
+def with_flags(told: str) -> str:
+    """Returns an error of the library with flags for what they give."""
+    for argument, flag in _FLAGS.items():
+        told = re.sub(argument, flag, told)
+    return told
+
+
 @contextlib.contextmanager
 def corrections() -> Iterator[None]:
     """Turns errors about flags and files into `UsageError`, which names flags, while it lasts."""
@@ -116,10 +131,7 @@ def corrections() -> Iterator[None]:
             told = f"{error.filename} is a file; expected a folder, or none"
         raise UsageError(told) from error
     except (ValueError, TypeError, NotImplementedError, ImportError) as error:
-        told = str(error)
-        for argument, flag in _FLAGS.items():
-            told = re.sub(argument, flag, told)
-        raise UsageError(told) from error
+        raise UsageError(with_flags(str(error))) from error
     except OSError as error:
         wrong = FileNotFoundError | PermissionError | NotADirectoryError
         if error.errno is None or isinstance(error, wrong):

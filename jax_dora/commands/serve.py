@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jax_dora.commands.flags import UsageError, corrections, mesh, whole
+from jax_dora.commands.flags import UsageError, corrections, mesh, whole, with_flags
 from jax_dora.ops.quantised import FORMATS
 from jax_dora.ops.row_wise import QTYPE
 
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True)
 
     def tell(line: str) -> None:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(with_flags(line), markup=False, highlight=False, soft_wrap=True)
 
     with corrections():
         for flag, value in {"slots": args.slots, "max-rank": args.max_rank}.items():

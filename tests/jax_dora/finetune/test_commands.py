@@ -13,7 +13,9 @@ from safetensors.numpy import load_file
 
 import jax_dora
 import jax_dora.peft
+from dora_common.slots import check_room
 from jax_dora.commands import main
+from jax_dora.commands.flags import UsageError, corrections
 from jax_dora.models import generate, load_model
 from jax_dora.models.tokenizer import read_tokenizer
 from parity import tolerances
@@ -193,3 +195,34 @@ def test_bad_commands(command, message, model, capsys):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def _tiles_that_do_not_divide() -> None:
+    jax_dora.quantize(nnx.Linear(80, 4, rngs=nnx.Rngs(0)), "nf4", path=".*")
+
+
+def _too_large_a_rank() -> None:
+    check_room(9, "layers/0/up", 8)
+
+
+def _layers_that_cannot_be_adapted() -> None:
+    norm = nnx.RMSNorm(4, rngs=nnx.Rngs(0))
+    jax_dora.apply_dora(norm, jax_dora.DoRARule(".*", rank=1, alpha=1), rngs=nnx.Rngs(0))
+
+
+def _another_adapter_s_name() -> None:
+    raise ValueError("a is of the adapter 'b'; pass adapter='b'")
+
+
+@pytest.mark.parametrize(
+    ("fail", "message"),
+    [
+        (_tiles_that_do_not_divide, "expected a multiple: give --quantize int8 or float8_e4m3fn"),
+        (_too_large_a_rank, "at most 8, --max-rank: start the server with a larger one"),
+        (_layers_that_cannot_be_adapted, "has named: narrow --target so that it leaves out"),
+        (_another_adapter_s_name, "pass jax_dora.peft.load_adapter adapter='b'"),
+    ],
+)
+def test_errors_of_the_library_name_flags(fail, message):
+    with pytest.raises(UsageError, match=message), corrections():
+        fail()

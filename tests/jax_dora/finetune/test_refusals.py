@@ -59,7 +59,7 @@ def test_a_flag_may_be_as_large_as_float32_holds():
         ([], "--model or --data is missing"),
         (["--tiny", "--model", "x"], "--model and --tiny are both given"),
         (["--tiny", "--data", "missing.jsonl"], "--data missing.jsonl is no file"),
-        (["--target", "nothing"], "matches no layer"),
+        (["--target", "nothing"], "--target 'nothing', matches no layer"),
         (["--target", ".*"], "the rules match what cannot be adapted"),
         (["--tiny", "--target", "("], "'(' is no regular expression"),
         (["--steps", "5", "--warmup", "5"], "--warmup 5 leaves nothing of the 5 steps"),

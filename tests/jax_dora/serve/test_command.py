@@ -111,7 +111,7 @@ def test_a_key_is_asked_for(model, settings):
     ("flags", "message"),
     [
         ("--adapters nowhere", "nowhere is no folder; expected one of adapters"),
-        ("--max-length 600", "expected at most config.json's max_position_embeddings 512"),
+        ("--max-length 600", "--max-length is 600; expected at most config.json"),
         ("--port 70000", "'70000' is out of range"),
         ("--api-key @nowhere", "No such file"),
         ("--api-key=", "the key is empty"),
