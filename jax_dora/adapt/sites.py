@@ -55,7 +55,7 @@ class Site:
       merged: how many readers are given the merged weight W', which is a temporary of its size.
       is_matched: whether rules may match it.
       contained: the parameter where it is no attribute of the module, but stands in a list, tuple
-        or dict that is one; `param` is the path to it then.
+        or dict that is one, or that a parameter holds; `param` is the path to it then.
     """
 
     names: tuple[str, ...]
@@ -235,20 +235,20 @@ def _sites_of(found: Found, modules: list[Found], traced: ReadLog | None) -> lis
 
 
 def _contained_sites(found: Found) -> list[Site]:
-    """Returns the weights in plain lists, tuples and dicts of a module, none of which can hold an
-    adapter."""
-    weights = {
-        "/".join((name, *keys)): leaf
-        for name, value in vars(found.module).items()
-        for keys, leaf in contained(value)
-        if is_weight(leaf)
-    }
+    """Returns the weights in plain lists, tuples and dicts of a module, or of one of its
+    parameters, none of which can hold an adapter."""
     made = []
-    for name, weight in weights.items():
-        paths = tuple(f"{path}/{name}".lstrip("/") for path in found.paths)
-        site = Site(paths, found, name, contained=weight)
-        site.refusal = "it stands in a list, tuple or dict: make it an attribute of a module"
-        made.append(site)
+    for name, value in vars(found.module).items():
+        refusal = "it stands in a list, tuple or dict: make it an attribute of a module"
+        inside = contained(value)
+        if isinstance(value, nnx.Param) and not hasattr(value, "ndim"):
+            refusal = "its parameter holds several arrays: make each a parameter of its own"
+            inside = ((keys, type(value)(leaf)) for keys, leaf in contained(value.get_value()))
+        for keys, weight in inside:
+            if is_weight(weight):
+                param = "/".join((name, *keys))
+                paths = tuple(f"{path}/{param}".lstrip("/") for path in found.paths)
+                made.append(Site(paths, found, param, refusal=refusal, contained=weight))
     return made
 
 

@@ -134,8 +134,8 @@ def parameters_of(
     for attribute, value in vars(module).items():
         if not isinstance(value, nnx.Param | nnx.BatchStat):
             continue
-        if isinstance(value, nnx.LoRAParam | Constant):
-            continue
+        if isinstance(value, nnx.LoRAParam | Constant) or not hasattr(value, "shape"):
+            continue  # an adapter's, or several arrays, for which PyTorch has no name
         its = _stack_of_statistics(value, stack) if isinstance(value, nnx.BatchStat) else stack
         if its is None:
             continue

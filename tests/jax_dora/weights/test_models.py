@@ -365,6 +365,27 @@ class TestWeightsInContainers:
         with pytest.raises(TypeError, match=r"held/b .*: it stands in a list, tuple or dict"):
             apply_dora(base, DoRARule("held/b", 2, 3), rngs=nnx.Rngs(1), example=example)
 
+    @pytest.mark.parametrize("example", [None, (x,)])
+    def test_those_that_one_parameter_holds_are_told_and_refused(self, example, tmp_path):
+        class Together(nnx.Module):
+            def __init__(self):
+                self.held = nnx.Param({"a": jnp.ones((WIDTH, 3)), "b": jnp.ones(3)})
+                self.out = nnx.Linear(3, WIDTH, rngs=nnx.Rngs(1))
+
+            def __call__(self, x):
+                held = self.held.get_value()
+                return self.out(x @ held["a"] + held["b"][None])
+
+        base = Together()
+        told = {one.path: one.how for one in coverage(base, *(example or ())).weights}
+        assert told.keys() == {"held/a", "out"}
+        assert "make each a parameter of its own" in told["held/a"]
+        with pytest.raises(TypeError, match=r"held/a .*: its parameter holds several arrays"):
+            apply_dora(base, DoRARule("held/a", 2, 3), rngs=nnx.Rngs(1), example=example)
+        model = apply_dora(base, DoRARule("out", 2, 3), rngs=nnx.Rngs(1), example=example)
+        jax_dora.peft.save_adapter(model, tmp_path)
+        assert (jax_dora.peft.load_adapter(base, tmp_path)(self.x) == model(self.x)).all()
+
     def test_those_in_an_nnx_list_are_refused(self):
         class Listed(nnx.Module):
             def __init__(self):
