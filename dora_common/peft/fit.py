@@ -113,6 +113,7 @@ class _Fitting:
 
     def __init__(self, config: AdapterConfig, outline: Outline) -> None:
         self.config, self.parameters = config, outline.parameters
+        self.refusals = outline.refusals
         self.layers = layers = {layer.name: layer for layer in outline.layers}
         self.tied = outline.tied()
         self.ties = {name: names for names in self.tied for name in names}
@@ -232,6 +233,8 @@ class _Fitting:
     def _place_in_adapter(self, key: str, module: str, role: Role, shape: Shape) -> str | None:
         module = self.names.get(module, module)
         layer = self.layers.get(module)
+        if layer is None and module in self.refusals:
+            return f"is of a weight that cannot be adapted: {self.refusals[module]}"
         if layer is None:
             return f"finds no layer that can be adapted{self._hint(module, self.layers)}"
         found = self.adapters.setdefault(module, {})

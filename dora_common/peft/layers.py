@@ -1,7 +1,7 @@
 """The layers of a model that PEFT can adapt, as PyTorch has them."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from dora_common.peft.keys import Role
@@ -79,11 +79,13 @@ class Outline:
       layers: those that can be adapted or are.
       parameters: the shape of every parameter of the base model, by name.
       arrays: what identifies the array of each of them; the same for those that share one.
+      refusals: why other weights, by name, cannot be adapted.
     """
 
     layers: Sequence[Layer]
     parameters: Mapping[str, Shape]
     arrays: Mapping[str, Hashable]
+    refusals: Mapping[str, str] = field(default_factory=dict)
 
     def tied(self) -> list[list[str]]:
         """Returns the groups of two and more parameters that share an array, as an output head that

@@ -18,6 +18,7 @@ from jax_dora.peft.parameters import Index, TorchLayer, TorchParameter, paramete
 
 # The names of a head that is None where a model ties it to its embedding.
 _TIED_HEADS = ("lm_head", "embed_out")
+_REMEDY = "name it by jax_dora.register, or load into a model of apply_dora(..., example=...)"
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class TorchView:
         of a head which is None since it is tied to the embedding.
       names: of every module, and its path.
       tied_heads: by the name of the weight, the paths of such heads.
+      refusals: why other weights cannot be adapted, by the name that they would have as layers.
     """
 
     modules: Mapping[str, nnx.Module]
@@ -40,6 +42,7 @@ class TorchView:
     parameters: Mapping[str, TorchParameter]
     names: Mapping[str, str]
     tied_heads: Mapping[str, str]
+    refusals: Mapping[str, str]
 
     def variable(self, parameter: TorchParameter) -> nnx.Variable:
         return getattr(self.modules[parameter.path], parameter.attribute)
@@ -50,6 +53,7 @@ class TorchView:
             [one.layer for one in self.layers.values()],
             {name: one.shape for name, one in self.parameters.items()},
             {name: (id(self.variable(one)), one.at) for name, one in self.parameters.items()},
+            self.refusals,
         )
 
 
@@ -126,7 +130,12 @@ def torch_view(
         tied_heads = {}
     for head in tied_heads:
         parameters[head] = parameters[f"{embeddings[0]}.{names.parameter('embedding')}"]
-    return TorchView(modules, stacks, layers, parameters, names_of, tied_heads)
+    refusals = {
+        name_of(site.names[0], ()): f"{site.refusal}: {_REMEDY}"
+        for site in there
+        if site.param and site.refusal
+    }
+    return TorchView(modules, stacks, layers, parameters, names_of, tied_heads, refusals)
 
 
 def _weights(model: nnx.Module, there: Iterable[Site], held: Iterable[AdaptedWeight]) -> list[Site]:

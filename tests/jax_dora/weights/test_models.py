@@ -179,6 +179,22 @@ def test_dropout_drops_what_lora_a_reads(base):
     close(call(adapted, ids()), call(merge_dora(adapted), ids()))
 
 
+def test_a_plain_model_without_a_place_for_a_folder_says_how_to_make_one(tmp_path):
+    class Bare(nnx.Module):
+        def __init__(self):
+            self.heads = nnx.Param(jnp.ones((WIDTH, 3)))
+
+        def __call__(self, x):
+            return x @ self.heads[...]
+
+    base, x, rule = Bare(), jnp.ones((2, WIDTH)), DoRARule("heads", 2, 3)
+    model = apply_dora(base, rule, rngs=nnx.Rngs(1), example=(x,))
+    jax_dora.peft.save_adapter(model, tmp_path)
+    message = r"heads\.lora_A\.weight is of a weight .*load into a model of apply_dora\(.*example="
+    with pytest.raises(ValueError, match=message):
+        jax_dora.peft.load_adapter(base, tmp_path)
+
+
 def test_an_embedding_of_its_own_is_refused_by_name_in_a_peft_folder(adapted, tmp_path):
     match = r"^embedder: .*embeddings that are no nnx\.Embed.*merge_dora"
     with pytest.raises(NotImplementedError, match=match):
