@@ -42,7 +42,8 @@ def trace_reads(model: nnx.Module, example: Example) -> ReadLog:
     groups = list(by_variable.values())  # several keys where modules share a parameter
     log = ReadLog([group[0] for group in groups], [found.paths[0] for found in modules])
     for number, found in enumerate(modules):
-        if not isinstance(found.module, nnx.List | nnx.Dict):
+        # Their attributes are not their own: members, or a linen module's variables.
+        if not isinstance(found.module, nnx.List | nnx.Dict | nnx.bridge.ToNNX):
             found.module.dora_scope, found.module.dora_log = number, log
             found.module.__class__ = _scoped_type(type(found.module))
 

@@ -228,6 +228,10 @@ def _sites_of(found: Found, modules: list[Found], traced: ReadLog | None) -> lis
         site.is_matched = param in main or not site.refusal or is_dead
         made.append(site)
     made += _contained_sites(found)
+    if isinstance(module, nnx.bridge.ToNNX):
+        for site in made:
+            site.is_linear = False
+            site.refusal = "a linen module's: adapt that by jax_dora.linen.apply_dora, then ToNNX"
     leaves = jax.tree.leaves(vars(module), is_leaf=is_node)
     if not made and any(isinstance(leaf, nnx.Param) for leaf in leaves):
         made.append(Site(found.paths, found, "", refusal="it has no weight of two axes"))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import jax_dora
 from jax_dora import (
@@ -401,6 +401,24 @@ class TestWeightsInContainers:
         model = apply_dora(base, DoRARule("out", 2, 3), rngs=nnx.Rngs(1), example=example)
         jax_dora.peft.save_adapter(model, tmp_path)
         assert (jax_dora.peft.load_adapter(base, tmp_path)(self.x) == model(self.x)).all()
+
+    def test_those_of_a_linen_module_are_refused_and_no_obstacle(self):
+        class Mixed(nnx.Module):
+            def __init__(self):
+                old = nnx.bridge.ToNNX(linen.Dense(WIDTH), rngs=nnx.Rngs(0))
+                self.old = nnx.bridge.lazy_init(old, TestWeightsInContainers.x)
+                self.new = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(1))
+
+            def __call__(self, x):
+                return self.new(self.old(x))
+
+        base, more = Mixed(), {"rngs": nnx.Rngs(1), "example": (self.x,)}
+        model = apply_dora(base, DoRARule("all-linear", 2, 3), **more)
+        model.new.magnitude[...] *= 2
+        assert jnp.allclose(model(self.x), merge_dora(model)(self.x), atol=1e-6)
+        assert not jnp.allclose(model(self.x), base(self.x), atol=1e-2)
+        with pytest.raises(TypeError, match=r"old \(nnx.ToNNX\): a linen module's: adapt that by"):
+            apply_dora(base, DoRARule("old", 2, 3), **more)
 
     def test_those_in_an_nnx_list_are_refused(self):
         class Listed(nnx.Module):
