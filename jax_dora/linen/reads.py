@@ -89,7 +89,7 @@ def linen_sites(model: nn.Module, example: Example) -> list[Site]:
                 note,
                 together(arrays),
                 rngs={"params": jax.random.key(0)},
-                mutable=nn.DenyList("params"),
+                mutable=[name for name in given if name != "params"],
             )
         log.end(result)
 

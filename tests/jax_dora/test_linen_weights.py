@@ -172,6 +172,25 @@ def test_a_weight_that_no_product_reads_is_given_whole():
         close(found, expected)
 
 
+def test_parameters_that_are_mapped_and_made_in_every_init_are_no_obstacle():
+    class Mapped(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            def doubled(params):
+                return jax.tree.map(lambda value: 2 * value, params)
+
+            twice = nn.map_variables(nn.Dense, "params", doubled, init=True)
+            return twice(WIDTH)(nn.Dense(WIDTH, name="plain")(x))
+
+    model, x = Mapped(), jnp.ones((3, WIDTH))
+    adapted = apply_dora(model, DoRARule("plain", 3, 4.0), example=(x,))
+    variables = drawn_variables(adapted.init, x)
+    merged = merge_dora(adapted, variables, x)
+    np.testing.assert_allclose(
+        model.apply(merged, x), adapted.apply(variables, x), atol=OPERATOR_FP32_MAX_ABS
+    )
+
+
 def test_an_embedding_that_its_parent_reads_is_adapted_in_the_parent_too():
     class Tied(nn.Module):
         @nn.compact
