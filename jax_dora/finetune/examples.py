@@ -61,7 +61,8 @@ class Encoder:
             case {"text": str(text)}:
                 yield self._answer("", text)
             case _:
-                raise ValueError(f"it has {', '.join(fields) or 'nothing'}; expected {FORMS}")
+                told = [f"{name} ({type(value).__name__})" for name, value in fields.items()]
+                raise ValueError(f"it has {', '.join(told) or 'nothing'}; expected {FORMS}")
 
     def _following(self, before: str, text: str) -> list[int]:
         """Returns the tokens of `text` after `before`: at the beginning of a text some tokenizers

@@ -120,9 +120,9 @@ def test_splits_are_named(tmp_path):
     ("line", "message"),
     [
         ('{"prompt": "a"', "line 2 is no JSON"),
-        ('{"prompt": "a"}', 'line 2: it has prompt; expected a list "messages"'),
+        ('{"prompt": "a"}', r'line 2: it has prompt \(str\); expected a list "messages"'),
         ('{"messages": []}', 'line 2: it has "messages", and the model has no chat template'),
-        ('{"prompt": "a", "completion": 4}', "line 2: it has prompt, completion; expected"),
+        ('{"prompt": "a", "completion": 4}', r"line 2: it has .* completion \(int\); expected"),
         ('{"text": "\\ud800"}', "line 2: .*surrogates"),
         ('{"instruction": "a", "output": "b", "input": [1]}', 'line 2: "input" is a list'),
         ('{"text": "a", "text": "b"}', "line 2 is no JSON: text given twice"),
