@@ -21,7 +21,7 @@ from jax_dora.layers.stack import Stack
 from jax_dora.weights.adapter import WeightAdapter, layout_of_weight, stack_of_weight
 from jax_dora.weights.module import adapters_of, has_dora_type
 from jax_dora.weights.reads import Read, ReadLog
-from jax_dora.weights.registry import class_name, registrations
+from jax_dora.weights.registry import class_name, registrations, why_unknown
 
 REMEDY = (
     "say which of its axes are contracted by jax_dora.register, or give example=, inputs to call "
@@ -220,7 +220,7 @@ def _sites_of(found: Found, modules: list[Found], traced: ReadLog | None) -> lis
         elif param in known or reads is not None:
             _from_reads(site, known.get(param), modules, reads)
         elif cls is None:
-            site.refusal = "a class that the library does not know"
+            site.refusal = why_unknown(module)
         else:
             site.refusal = f"no {cls.kernel_name}, which is all that is adapted of its layer"
         site.is_linear = site.is_linear and not _is_head(site.names[0])

@@ -100,12 +100,26 @@ def register(
 def registrations(module: Any) -> dict[str, Registration]:
     """Returns what is registered of a module, by the parameter's name: of its class, then of the
     classes that this inherits from."""
+    return {
+        name: registration
+        for name, registration in _of_class(type(module)).items()
+        if isinstance(getattr(module, name, None), nnx.Param)
+    }
+
+
+def why_unknown(module: Any) -> str:
+    """Returns why a parameter of a module is not known to be a weight."""
+    names = _of_class(type(module))
+    if names:
+        return f"of its class {', '.join(names)} is registered, and this is not"
+    return "a class that the library does not know"
+
+
+def _of_class(module_type: type[Any]) -> dict[str, Registration]:
     found: dict[str, Registration] = {}
-    for one in type(module).__mro__:
+    for one in module_type.__mro__:
         for key in (one, class_name(one)):
-            for name, registration in _BY_CLASS.get(key, {}).items():
-                if isinstance(getattr(module, name, None), nnx.Param):
-                    found.setdefault(name, registration)
+            found = _BY_CLASS.get(key, {}) | found
     return found
 
 

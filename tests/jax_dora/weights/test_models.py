@@ -179,6 +179,16 @@ def test_dropout_drops_what_lora_a_reads(base):
     close(call(adapted, ids()), call(merge_dora(adapted), ids()))
 
 
+def test_a_registration_of_another_name_is_told():
+    class Misspelt(nnx.Module):
+        def __init__(self):
+            self.weight = nnx.Param(jnp.ones((WIDTH, 3)))
+
+    jax_dora.register(Misspelt, param="wieght", axes="io")
+    told = [one.how for one in coverage(Misspelt()).weights]
+    assert told == ["of its class wieght is registered, and this is not"]
+
+
 def test_a_plain_model_without_a_place_for_a_folder_says_how_to_make_one(tmp_path):
     class Bare(nnx.Module):
         def __init__(self):
