@@ -79,7 +79,7 @@ class Outline:
       layers: those that can be adapted or are.
       parameters: the shape of every parameter of the base model, by name.
       arrays: what identifies the array of each of them; the same for those that share one.
-      refusals: why other weights, by name, cannot be adapted.
+      refusals: why some other weights, by name, cannot be adapted as the model is.
     """
 
     layers: Sequence[Layer]

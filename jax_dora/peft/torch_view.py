@@ -15,6 +15,7 @@ from jax_dora.layers.stack import Stack
 from jax_dora.peft.layers import torch_layer
 from jax_dora.peft.names import Names
 from jax_dora.peft.parameters import Index, TorchLayer, TorchParameter, parameters_of
+from jax_dora.weights.registry import why_unknown
 
 # The names of a head that is None where a model ties it to its embedding.
 _TIED_HEADS = ("lm_head", "embed_out")
@@ -33,7 +34,7 @@ class TorchView:
         of a head which is None since it is tied to the embedding.
       names: of every module, and its path.
       tied_heads: by the name of the weight, the paths of such heads.
-      refusals: why other weights cannot be adapted, by the name that they would have as layers.
+      refusals: what to do about weights that could be adapted, by the name that they would have.
     """
 
     modules: Mapping[str, nnx.Module]
@@ -133,7 +134,7 @@ def torch_view(
     refusals = {
         name_of(site.names[0], ()): f"{site.refusal}: {_REMEDY}"
         for site in there
-        if site.param and site.refusal
+        if site.param and site.refusal == why_unknown(site.found.module)
     }
     return TorchView(modules, stacks, layers, parameters, names_of, tied_heads, refusals)
 
