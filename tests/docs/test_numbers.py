@@ -325,8 +325,13 @@ def test_what_is_said_of_kernels_beside_the_base_s():
         us("four", kernels="bank_rows", rows=32, mix="zipf", shrink_stages=stages)
         for stages in (4, 16)
     ]
+    base_us, prompts = (
+        row("tried", "h100", what="bank, prompts", kind=k) for k in ("base", "DoRA")
+    )
     assert_says(
         "docs/attempts.md",
+        f"{prompts['us']:,.1f} µs beside the base's {base_us['us']:,.1f}, had "
+        f"{prompts['copies_us']:.1f} µs of copies and {prompts['idle_us']:.1f} in which",
         f"the base {base} µs a layer",
         f"{split} µs instead of {ended}, by XLA's own ways {by_xla}",
         f"in flight a layer took {few(8, 4)} µs, with 4 and 4 {few(4, 4)}, with 4 and 8, which "
