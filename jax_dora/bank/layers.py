@@ -17,7 +17,7 @@ from jax_dora.layers.base_layer import bare, copy_attributes
 from jax_dora.layers.projection import DoRAEinsum, DoRALinearGeneral, Equation
 from jax_dora.ops import mesh as meshes
 from jax_dora.ops.bank import Projection, bank_linear, bank_linears
-from jax_dora.ops.bank_projection import Prompted, bank_projections
+from jax_dora.ops.bank_projection import WholeProjection, bank_projections
 from jax_dora.ops.bank_slots import Slots
 
 _OF_BANK = frozenset(
@@ -160,8 +160,8 @@ class BankLayer(nnx.Module):
 
 
 def called_together(layers: Sequence[Any], x: jax.Array) -> list[jax.Array]:
-    """Returns what each of several layers makes of the same x: those of a bank at once, where
-    kernels take it; of rows of one token in as many launches as one of them."""
+    """Returns what each of several layers makes of the same x: those of a bank at once, of rows of
+    one token in as many launches as one of them."""
     is_alike = _are_alike(layers, x)
     if is_alike and all(layer._is_one_product(x) for layer in layers):
         return _prompts_together(layers, x)
@@ -227,7 +227,7 @@ class BankLinear(BankLayer, nnx.Linear):
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         if out_sharding is None and self._is_one_product(inputs):
-            return self._of_prompts(inputs)
+            return _prompts_together([self], inputs)[0]
         return self._call(inputs, out_sharding=out_sharding)
 
     def _is_one_product(self, inputs: jax.Array) -> bool:
@@ -243,17 +243,14 @@ class BankLinear(BankLayer, nnx.Linear):
             and meshes.explicit(inputs, kernel, self.bank_ids[...]) is None
         )
 
-    def _of_prompts(self, inputs: jax.Array) -> jax.Array:
-        return _prompts_together([self], inputs)[0]
-
-    def _prompted(self, inputs: jax.Array) -> Prompted:
+    def _whole_projection(self, inputs: jax.Array) -> WholeProjection:
         x, kernel, bias = self._promoted(inputs)
         slots, ids, part = self._slots()
         _check_rows(self._equation(3), x.shape, ids)
         stack, layer = self.bank_kernel.get_value(), None
         if stack is not None and stack.ndim > 2 and stack.dtype == kernel.dtype:
             kernel, layer = stack.reshape(-1, *stack.shape[-2:]), self.bank_layer[...]
-        return Prompted(kernel, slots, layer, part, bias)
+        return WholeProjection(kernel, slots, layer, part, bias)
 
 
 def _prompts_together(layers: Sequence[BankLinear], inputs: jax.Array) -> list[jax.Array]:
@@ -262,7 +259,7 @@ def _prompts_together(layers: Sequence[BankLinear], inputs: jax.Array) -> list[j
     return list(
         bank_projections(
             first._promoted(inputs)[0],
-            [layer._prompted(inputs) for layer in layers],
+            [layer._whole_projection(inputs) for layer in layers],
             first._slots()[1],
             precision=first.precision,
             implementation=first.bank_implementation,

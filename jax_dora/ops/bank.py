@@ -119,7 +119,7 @@ def bank_linears(
         static = static._replace(slots=count)
         members.append(Member(slots.lora_a, slots.lora_b, slots.rank, first))
         rows.append(rows_of(slots, ids, first, count, accumulator(base.dtype)))
-    tokens = Tokens(x[:, 0], tuple(members), ids, step)
+    tokens = TokenOperands(x[:, 0], tuple(members), ids, step)
     if _choice(static, tokens) is None:
         products = _multiplied(static, tokens)
     else:
@@ -216,7 +216,7 @@ def expanded(static: Static, operands: Expansion) -> tuple[jax.Array]:
     return (composed(base, lora, Rows(slot, g, scale), bias),)
 
 
-class Tokens(NamedTuple):
+class TokenOperands(NamedTuple):
     """The operands of rows that have one token each: x [rows, in], the projections of it, ids
     i32[rows], `step_of` the ids or None."""
 
@@ -231,7 +231,7 @@ def _candidates(call: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
     return [(bank_few_rows, call), (bank_rows, call)]
 
 
-def _choice(static: Static, tokens: Tokens) -> choose.Choice | None:
+def _choice(static: Static, tokens: TokenOperands) -> choose.Choice | None:
     """Returns the kernels if they take every projection."""
     x, lora_a = tokens.x, tokens.members[0].lora_a
     outs = [one.lora_b.shape[2] for one in tokens.members]
@@ -248,7 +248,7 @@ def _choice(static: Static, tokens: Tokens) -> choose.Choice | None:
     return choices[0]._replace(config=config)
 
 
-def _run_tokens(static: Static, shard: Shard, tokens: Tokens) -> tuple[jax.Array, ...]:
+def _run_tokens(static: Static, shard: Shard, tokens: TokenOperands) -> tuple[jax.Array, ...]:
     choice = _choice(static, tokens)
     if choice is None:
         return _multiplied(static, tokens)
@@ -260,7 +260,7 @@ def _run_tokens(static: Static, shard: Shard, tokens: Tokens) -> tuple[jax.Array
 MULTIPLY = Op("bank_rows", _run_tokens, (), ())
 
 
-def _multiplied(static: Static, tokens: Tokens) -> tuple[jax.Array, ...]:
+def _multiplied(static: Static, tokens: TokenOperands) -> tuple[jax.Array, ...]:
     x, members, ids, _ = tokens
     of_call = static.slots, static.precision
     return tuple(

@@ -6,7 +6,8 @@ layer's W copied out of a stack, as XLA does for its own product.
 
 A row of -1 is to have the bits of XLA's product without a bank, and no row's bits may depend on the
 others': where a batch has a row of -1, XLA multiplies too, and such rows keep its result. Where the
-kernels are not taken, XLA's product is all rows', and what is the adapters' is added as in `bank`.
+kernels do not take every projection of an x, XLA's product is all rows', and what is the adapters'
+is added as in `bank`.
 """
 
 import functools
@@ -27,8 +28,14 @@ from jax_dora.ops.reduction import static_precision
 from jax_dora.ops.shard import Op, Shard
 
 
-class Prompted(NamedTuple):
-    """One of several projections of the same x, by `bank_projection`'s arguments."""
+class WholeProjection(NamedTuple):
+    """One of several projections of the same x, the base's product included.
+
+    Attributes:
+      kernel: [in, out], of x's dtype; or those of a stack, [layers, in, out].
+      slots, part, bias: as `bank.bank_linear`'s.
+      layer: i32[], the one that is meant, where there are several.
+    """
 
     kernel: jax.Array
     slots: Slots
@@ -37,62 +44,42 @@ class Prompted(NamedTuple):
     bias: jax.Array | None = None
 
 
-def bank_projection(
-    x: jax.Array,
-    kernel: jax.Array,
-    slots: Slots,
-    ids: jax.Array,
-    *,
-    layer: jax.Array | None = None,
-    part: tuple[jax.Array, int] | None = None,
-    bias: jax.Array | None = None,
-    precision: lax.PrecisionLike = None,
-    implementation: str | None = None,
-) -> jax.Array:
-    """Returns each row of a projection with the adapter of its slot, the base's product included.
-
-    Args:
-      x: [batch, time, in].
-      kernel: [in, out], of x's dtype; or those of a stack, [layers, in, out].
-      layer: i32[], the one that is meant, where there are several.
-      slots, ids, part, bias, precision: as `bank.bank_linear`'s.
-      implementation: None, "mosaic" or "xla"; a named one runs or raises. "mosaic" stands for one
-        product where there is a kernel for it, and else for what `bank.bank_linear` means by it.
-
-    Returns:
-      [batch, time, out] in x's dtype. A row of -1 is XLA's x W + bias, bit for bit; one of an id
-      that has no slot, or of an empty slot, is NaN.
-
-    Raises:
-      NotImplementedError: the named implementation cannot take the call.
-    """
-    one = Prompted(kernel, slots, layer, part, bias)
-    return bank_projections(x, [one], ids, precision=precision, implementation=implementation)[0]
-
-
 def bank_projections(
     x: jax.Array,
-    projections: Sequence[Prompted],
+    projections: Sequence[WholeProjection],
     ids: jax.Array,
     *,
     precision: lax.PrecisionLike = None,
     implementation: str | None = None,
 ) -> Sequence[jax.Array]:
-    """Returns `bank_projection` of several projections of the same x, which ask together whether a
-    row is the base's alone."""
-    members = []
+    """Returns each row of several projections of the same x with the adapter of its slot.
+
+    Args:
+      x: [batch, time, in].
+      ids, precision: as `bank.bank_linear`'s.
+      implementation: None, "mosaic" or "xla"; a named one runs or raises. "mosaic" stands for one
+        product where there is a kernel for it, and else for what `bank.bank_linear` means by it.
+
+    Returns:
+      [batch, time, out] of each, in x's dtype. A row of -1 is XLA's x W + bias, bit for bit; one of
+      an id that has no slot, or of an empty slot, is NaN.
+
+    Raises:
+      NotImplementedError: the named implementation cannot take the call.
+    """
+    operands = []
     for kernel, slots, layer, part, bias in projections:
         first, count = part or (jnp.int32(0), slots.lora_a.shape[0])
         rows = rows_of(slots, ids, first, count, accumulator(x.dtype))
         lora_a, lora_b = (one.astype(x.dtype) for one in (slots.lora_a, slots.lora_b))
         stack, number = (kernel[None], jnp.int32(0)) if kernel.ndim == 2 else (kernel, layer)
-        members.append(Member(stack, number, lora_a, lora_b, *rows, bias))
+        operands.append(ProjectionOperands(stack, number, lora_a, lora_b, *rows, bias))
     by = static_precision(precision)
     static = Static("bank_linear", implementation, by, of_expand=implementation)
-    return called(PROJECT, _define, static, Prompts(x, ids < 0, tuple(members)))
+    return called(PROJECT, _define, static, PromptOperands(x, ids < 0, tuple(operands)))
 
 
-class Member(NamedTuple):
+class ProjectionOperands(NamedTuple):
     """The operands of one of the projections: kernel [layers, in, out], layer i32[], lora_a
     [slots, rank, in], lora_b [slots, rank, out], `Rows`, bias [out] or None."""
 
@@ -106,35 +93,39 @@ class Member(NamedTuple):
     bias: Any
 
 
-class Prompts(NamedTuple):
-    """The operands of a call: x [batch, time, in], is_base bool[batch], and those of each
-    projection."""
+class PromptOperands(NamedTuple):
+    """The operands of all projections of x [batch, time, in]; is_base bool[batch] names the rows
+    that are the base's alone."""
 
     x: Any
     is_base: Any
-    members: tuple[Member, ...]
+    projections: tuple[ProjectionOperands, ...]
 
 
-def _run(static: Static, shard: Shard, prompts: Prompts) -> tuple[jax.Array, ...]:
-    x, is_base, members = prompts
-    adapted = [one for one in (_adapted(static, x, member) for member in members) if one]
-    if len(adapted) < len(members):
-        return tuple(primitive.call(EXPAND, *_expansion(static, x, one))[0] for one in members)
+def _run(static: Static, shard: Shard, prompts: PromptOperands) -> tuple[jax.Array, ...]:
+    x, is_base, projections = prompts
+    by_kernels = [call for one in projections if (call := _by_kernels(static, x, one))]
+    if len(by_kernels) < len(projections):
+        return tuple(primitive.call(EXPAND, *_expansion(static, x, one))[0] for one in projections)
 
     # Either way makes its own results: XLA copies what a way only hands on.
     def without_base() -> tuple[jax.Array, ...]:
-        return tuple(project() for project in adapted)
+        return tuple(project() for project in by_kernels)
 
     def with_base() -> tuple[jax.Array, ...]:
-        chosen, results = is_base[:, None, None], zip(members, without_base(), strict=True)
-        return tuple(jnp.where(chosen, _alone(static, x, one), y) for one, y in results)
+        pairs = zip(projections, without_base(), strict=True)
+        return tuple(
+            jnp.where(is_base[:, None, None], _alone(static, x, one), y) for one, y in pairs
+        )
 
     return lax.cond(jnp.any(is_base), with_base, without_base)
 
 
-def _adapted(static: Static, x: jax.Array, one: Member) -> Callable[[], jax.Array] | None:
-    """Returns the function that takes a projection by kernels, or None where they do not take it;
-    x A is taken before."""
+def _by_kernels(
+    static: Static, x: jax.Array, one: ProjectionOperands
+) -> Callable[[], jax.Array] | None:
+    """Returns a function that computes a projection by kernels, for which x A is computed already,
+    or None where they do not take it."""
     (batch, time, in_features), out, rank = x.shape, one.g.shape[-1], one.lora_a.shape[1]
 
     def chosen(kernel: Any, *sizes: int) -> choose.Choice | None:
@@ -155,13 +146,13 @@ def _adapted(static: Static, x: jax.Array, one: Member) -> Callable[[], jax.Arra
 PROJECT = Op("bank_project", _run, (), ())
 
 
-def _base(static: Static, x: jax.Array, one: Member) -> jax.Array:
+def _base(static: Static, x: jax.Array, one: ProjectionOperands) -> jax.Array:
     kernel = lax.dynamic_index_in_dim(one.kernel, one.layer, keepdims=False)
     contracted = (((x.ndim - 1,), (0,)), ((), ()))
     return lax.dot_general(x, kernel, contracted, precision=static.precision)
 
 
-def _alone(static: Static, x: jax.Array, one: Member) -> jax.Array:
+def _alone(static: Static, x: jax.Array, one: ProjectionOperands) -> jax.Array:
     """Returns the base's results."""
     # XLA would take the layer's kernel out of a stack for either way, by a copy.
     base = _base(static, x, one._replace(layer=lax.optimization_barrier(one.layer)))
@@ -170,7 +161,7 @@ def _alone(static: Static, x: jax.Array, one: Member) -> jax.Array:
     return (base.astype(one.g.dtype) + one.bias.astype(one.g.dtype)[None, None]).astype(x.dtype)
 
 
-def _expansion(static: Static, x: jax.Array, one: Member) -> tuple[Static, Expansion]:
+def _expansion(static: Static, x: jax.Array, one: ProjectionOperands) -> tuple[Static, Expansion]:
     """Returns the second product, and what follows it, of the results of the others."""
     z = jnp.einsum("nti,nri->ntr", x, one.lora_a[one.slot], precision=static.precision)
     given = one.lora_b, one.slot, one.g, one.scale, one.bias
@@ -178,6 +169,6 @@ def _expansion(static: Static, x: jax.Array, one: Member) -> tuple[Static, Expan
     return static._replace(implementation=static.of_expand), operands
 
 
-def _define(static: Static, prompts: Prompts) -> tuple[jax.Array, ...]:
-    x, _, members = prompts
-    return tuple(expanded(*_expansion(static, x, one))[0] for one in members)
+def _define(static: Static, prompts: PromptOperands) -> tuple[jax.Array, ...]:
+    x, _, projections = prompts
+    return tuple(expanded(*_expansion(static, x, one))[0] for one in projections)

@@ -17,7 +17,7 @@ from jax import lax
 
 from jax_dora import ops
 from jax_dora.ops.bank import bank_linear
-from jax_dora.ops.bank_projection import bank_projection
+from jax_dora.ops.bank_projection import WholeProjection, bank_projections
 from jax_dora.ops.bank_slots import Slots
 from jax_dora.ops.dropout import Dropout, draw_seed
 from tests import quantised
@@ -108,8 +108,9 @@ def bank(rows: int, tokens: int, n_in: int, out: int) -> tuple[Callable[..., Any
     ids = jnp.asarray(np.random.default_rng(5).integers(0, 16, rows), jnp.int32)
     held = slots_of(n_in, out)
     if tokens > 1:
-        call = functools.partial(bank_projection, implementation="mosaic")
-        return call, (normal(1, rows, tokens, n_in), kernel_of(None, n_in, out), held, ids)
+        call = functools.partial(bank_projections, implementation="mosaic")
+        projection = WholeProjection(kernel_of(None, n_in, out), held)
+        return call, (normal(1, rows, tokens, n_in), [projection], ids)
     call = functools.partial(bank_linear, implementation="mosaic")
     return call, (normal(6, rows, 1, out), normal(1, rows, 1, n_in), held, ids)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jax_dora.ops.bank import bank_linear
-from jax_dora.ops.bank_projection import bank_projection
+from jax_dora.ops.bank_projection import WholeProjection, bank_projections
 from parity.oracle import fp64
 from tests.jax_dora.ops.test_bank import exact, operands
 from tests.jax_dora.programs import equations
@@ -18,6 +18,11 @@ def prompts(seed, time, dtype=jnp.bfloat16, features=64):
     _, x, held, ids = operands(seed, time, dtype, features=features)
     kernel = jax.random.normal(jax.random.key(seed), (features, 64), dtype) * features**-0.5
     return x, kernel.astype(dtype), held, ids
+
+
+def bank_projection(x, kernel, slots, ids, *, implementation=None, **others):
+    one = WholeProjection(kernel, slots, **others)
+    return bank_projections(x, [one], ids, implementation=implementation)[0]
 
 
 def product(x, kernel):
@@ -81,23 +86,29 @@ def test_a_program_for_cuda_has_both_ways():
 
 
 @pytest.mark.parametrize("implementation", thinned(["mosaic", "xla"], ["xla"]))
-def test_a_layer_of_a_stack(on_mosaic, implementation):
-    """Its kernel and its adapters lie among those of other layers."""
+def test_projections_of_one_x_are_what_each_is_alone(on_mosaic, implementation):
+    """Also where they are layers of a stack, which kernels and adapters lie in."""
     x, kernel, held, ids = prompts(2, 128)
     _, other, others, _ = prompts(3, 128)
     stack = jnp.stack([other, kernel])
     slots = jax.tree.map(lambda *one: jnp.concatenate(one), others, held)
     ids = jnp.minimum(ids, 2).at[1].set(1)
 
-    def run(*arrays, **options):
-        return bank_projection(*arrays, **options, implementation=implementation)
+    def run(*arrays):
+        return bank_projection(*arrays, implementation=implementation)
+
+    def together(numbers):
+        layers = [WholeProjection(stack, slots, number, (3 * number, 3)) for number in numbers]
+        return bank_projections(x, layers, ids, implementation=implementation)
 
     with on_mosaic():
-        alone = jax.block_until_ready(jax.jit(run)(x, kernel, held, ids))
-        y = jax.jit(lambda layer: run(x, stack, slots, ids, layer=layer, part=(3 * layer, 3)))(
-            jnp.int32(1)
-        )
-    assert jnp.array_equal(y, alone)
+        alone = [
+            jax.block_until_ready(jax.jit(run)(x, *one, ids))
+            for one in ((other, others), (kernel, held))
+        ]
+        found = jax.block_until_ready(jax.jit(together)(jnp.arange(2)))
+    for y, expected in zip(found, alone, strict=True):
+        assert jnp.array_equal(y, expected)
 
 
 def test_rows_that_are_no_whole_tiles_keep_the_second_product():
