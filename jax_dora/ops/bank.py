@@ -232,7 +232,7 @@ def _candidates(call: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
 
 
 def _choice(static: Static, tokens: TokenOperands) -> choose.Choice | None:
-    """Returns the kernels if they take every projection."""
+    """Returns the kernels that take every projection, or None."""
     x, lora_a = tokens.x, tokens.members[0].lora_a
     outs = [one.lora_b.shape[2] for one in tokens.members]
 

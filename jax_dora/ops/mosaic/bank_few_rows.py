@@ -1,11 +1,11 @@
 """Few rows of one token each, every one with the adapter of its slot: what `bank_rows` computes, of
-as many rows as an instruction of each warp has, and adapters of short ranks.
+up to 16 rows and adapters of up to 64 ranks.
 
 Two kernels, for all projections of the same x at once. A thread block of the first,
-`bank_few_rows_shrink`, has the ranks of one slot and a part of `in`, all slots being multiplied at
-a time. One of the second, `bank_few_rows_expand`, has a strip of the result: it adds up the parts,
-in a fixed order, and goes through the slots in use. Of the products of all rows with a slot each
-row takes those of its own, so that what it gets does not depend on its company.
+`bank_few_rows_shrink`, multiplies all rows by the A of one slot in a part of `in`. One of the
+second, `bank_few_rows_expand`, has a strip of the result: it adds up the parts, in a fixed order,
+and goes through the slots in use. Of the products of all rows with a slot each row takes those of
+its own, so that what it gets does not depend on its company.
 
 Bytes: A and B of the slots in use, once, and y; x and the parts are in the level-2 cache. Thread
 blocks are small, so that they find room beside those of the base's product.
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from jax_dora.ops.mosaic import bank_few_rows_expand, bank_few_rows_shrink, bank_rows, hopper
 from jax_dora.ops.mosaic.bank_rows_sizes import Member, Sizes, plan
@@ -25,8 +26,8 @@ from jax_dora.ops.mosaic.launch import launcher
 
 MOST_ROWS = 16
 MOST_RANK = 64
-# Tiles of `in` that a thread block of the first kernel has, if there are no more parts than the
-# second adds up in registers.
+# Tiles of `in` that a thread block of the first kernel has, or more where these would be more parts
+# than the second adds up.
 TILES, MOST_SPLITS = 8, 32
 
 
@@ -47,13 +48,7 @@ class Config:
 
 
 def refuses(
-    rows: int,
-    in_features: int,
-    out: int,
-    slots: int,
-    rank: int,
-    dtype: jax.typing.DTypeLike,
-    held: jax.typing.DTypeLike,
+    rows: int, in_features: int, out: int, slots: int, rank: int, dtype: DTypeLike, held: DTypeLike
 ) -> str | None:
     """Returns why `bank_rows.refuses` a call, or why there are too many rows or ranks, or None."""
     if rows > MOST_ROWS:
@@ -64,13 +59,7 @@ def refuses(
 
 
 def wins(
-    rows: int,
-    in_features: int,
-    out: int,
-    slots: int,
-    rank: int,
-    dtype: jax.typing.DTypeLike,
-    held: jax.typing.DTypeLike,
+    rows: int, in_features: int, out: int, slots: int, rank: int, dtype: DTypeLike, held: DTypeLike
 ) -> bool:
     """Returns whether the kernels were faster than every way of XLA's (`benchmarks bank`: the
     projections of a layer of Llama 3 8B's dimensions, 64 slots)."""
@@ -83,8 +72,8 @@ def config(
     out: int,
     slots: int,
     rank: int,
-    dtype: jax.typing.DTypeLike,
-    held: jax.typing.DTypeLike,
+    dtype: DTypeLike,
+    held: DTypeLike,
     members: int = 1,
 ) -> Config:
     """Returns the launch knobs for a call that is not refused."""
@@ -105,8 +94,7 @@ def launch(
     """Returns y [rows, out] of each member; arguments are those of `bank_rows.launch`."""
     (rows, in_features), rank = x.shape, members[0].lora_a.shape[1]
     slots = slots or members[0].rank.shape[0]
-    out = sum(one.lora_b.shape[2] for one in members)
-    sizes = Sizes(rows, in_features, out, slots, rank, len(members))
+    sizes = Sizes(rows, in_features, slots, rank)
     held = pl.cdiv(rows, hopper.ROW_ALIGNMENT) * hopper.ROW_ALIGNMENT
     step = plan(ids, slots) if step is None else step
     members = [one._replace(first=one.first.astype(jnp.int32).reshape(1)) for one in members]

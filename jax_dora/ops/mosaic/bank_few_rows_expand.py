@@ -24,8 +24,6 @@ from jax_dora.ops.mosaic.few_rows_finish import PITCH
 
 COLS = 64
 DEPTH = 64
-# Of a member.
-OPERANDS = ("first", "rank", "lora_b")
 
 
 def launch(
@@ -42,7 +40,7 @@ def launch(
     splits, count, held, _ = parts.shape
     strips = [one.lora_b.shape[2] // COLS for one in members]
     layout = few_rows_tile.layout(dtype)
-    operands = [[getattr(one, name) for one in members] for name in OPERANDS]
+    operands = [[getattr(one, name) for one in members] for name in ("first", "rank", "lora_b")]
 
     def kernel(parts_gmem, plan_gmem, *rest, smem, ready):
         first_gmem, rank_gmem, b_gmem, y_gmem = itertools.batched(rest, count)

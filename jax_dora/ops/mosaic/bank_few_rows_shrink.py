@@ -24,8 +24,6 @@ from jax_dora.ops.mosaic.hopper import TILE_K
 
 # Ranks of a tile of A.
 COLS = 64
-# Of a member.
-OPERANDS = ("first", "rank", "lora_a")
 
 
 def launch(
@@ -42,7 +40,7 @@ def launch(
     most = pl.cdiv(tiles, config.splits)
     splits, stages = pl.cdiv(tiles, most), min(config.shrink_stages, most)
     layout = few_rows_tile.layout(dtype)
-    operands = [[getattr(one, name) for one in members] for name in OPERANDS]
+    operands = [[getattr(one, name) for one in members] for name in ("first", "rank", "lora_a")]
 
     def kernel(x_gmem, plan_gmem, *rest, smem, ready, planned):
         *rest, parts_gmem = rest

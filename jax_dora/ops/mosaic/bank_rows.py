@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from jax_dora.ops.mosaic import bank_rows_expand, bank_rows_shrink, hopper
 from jax_dora.ops.mosaic.bank_rows_sizes import Config, Member, Sizes, config_of, padded, plan
@@ -33,13 +34,7 @@ MOST_RANK = 128
 
 
 def refuses(
-    rows: int,
-    in_features: int,
-    out: int,
-    slots: int,
-    rank: int,
-    dtype: jax.typing.DTypeLike,
-    held: jax.typing.DTypeLike,
+    rows: int, in_features: int, out: int, slots: int, rank: int, dtype: DTypeLike, held: DTypeLike
 ) -> str | None:
     """Returns why x [rows, in] of `dtype` and a bank of `slots` with room for `rank` ranks, its
     matrices of dtype `held`, are not taken, or None."""
@@ -54,19 +49,13 @@ def refuses(
             return f"{name} = {size} is not a multiple of {TILE_K}"
     if rank % hopper.ALIGNMENT or not 0 < rank <= MOST_RANK:
         return f"the bank has room for rank {rank}, no multiple of 8 up to {MOST_RANK}"
-    if config_of(Sizes(rows, in_features, out, slots, rank)) is None:
+    if config_of(Sizes(rows, in_features, slots, rank), out) is None:
         return f"shared memory has no room for {rows} rows of {slots} slots of rank {rank}"
     return None
 
 
 def wins(
-    rows: int,
-    in_features: int,
-    out: int,
-    slots: int,
-    rank: int,
-    dtype: jax.typing.DTypeLike,
-    held: jax.typing.DTypeLike,
+    rows: int, in_features: int, out: int, slots: int, rank: int, dtype: DTypeLike, held: DTypeLike
 ) -> bool:
     """Returns whether the kernels were faster than every way of XLA's (`benchmarks bank`: the
     projections of a layer of Llama 3 8B's dimensions, 64 slots)."""
@@ -79,13 +68,13 @@ def config(
     out: int,
     slots: int,
     rank: int,
-    dtype: jax.typing.DTypeLike,
-    held: jax.typing.DTypeLike,
+    dtype: DTypeLike,
+    held: DTypeLike,
     members: int = 1,
 ) -> Config:
     """Returns the launch knobs for a call that is not refused, or for one of several members, none
     of which is; then `out` is the sum of theirs."""
-    found = config_of(Sizes(rows, in_features, out, slots, rank, members))
+    found = config_of(Sizes(rows, in_features, slots, rank), out, members)
     assert found is not None
     return found
 
@@ -111,8 +100,7 @@ def launch(
     """
     (rows, in_features), rank = x.shape, members[0].lora_a.shape[1]
     slots = slots or members[0].rank.shape[0]
-    out = sum(one.lora_b.shape[2] for one in members)
-    sizes = Sizes(rows, in_features, out, slots, rank)
+    sizes = Sizes(rows, in_features, slots, rank)
     held = pl.cdiv(rows, hopper.ROW_ALIGNMENT) * hopper.ROW_ALIGNMENT
     step = plan(ids, slots) if step is None else step
     members = [one._replace(first=one.first.astype(jnp.int32).reshape(1)) for one in members]

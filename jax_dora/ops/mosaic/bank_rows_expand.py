@@ -17,14 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_dora.ops.mosaic.bank_rows_sizes import (
-    TILE_ROWS,
-    WARPS,
-    Config,
-    Member,
-    Sizes,
-    padded,
-)
+from jax_dora.ops.mosaic.bank_rows_sizes import TILE_ROWS, WARPS, Config, Member, Sizes, padded
 from jax_dora.ops.mosaic.bank_rows_slots import (
     clear,
     fetch_slots,
@@ -37,8 +30,6 @@ from jax_dora.ops.mosaic.bank_rows_slots import (
 from jax_dora.ops.mosaic.hopper import TILE_K, tiled
 
 COLS = 64
-# Of a member.
-OPERANDS = ("first", "rank", "lora_b")
 
 
 def launch(
@@ -49,7 +40,7 @@ def launch(
     depth = padded(sizes.rank)
     slices = depth // TILE_K
     strips = [one.lora_b.shape[2] // COLS for one in members]
-    operands = [[getattr(one, name) for one in members] for name in OPERANDS]
+    operands = [[getattr(one, name) for one in members] for name in ("first", "rank", "lora_b")]
 
     def kernel(z_gmem, plan_gmem, *rest, **smem):
         first_gmem, ranks_gmem, b_gmem, y_gmem = itertools.batched(rest, count)

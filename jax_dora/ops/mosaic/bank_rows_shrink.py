@@ -17,14 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_dora.ops.mosaic.bank_rows_sizes import (
-    TILE_ROWS,
-    WARPS,
-    Config,
-    Member,
-    Sizes,
-    padded,
-)
+from jax_dora.ops.mosaic.bank_rows_sizes import TILE_ROWS, WARPS, Config, Member, Sizes, padded
 from jax_dora.ops.mosaic.bank_rows_slots import (
     clear,
     fetch_slots,
@@ -34,9 +27,6 @@ from jax_dora.ops.mosaic.bank_rows_slots import (
     spare,
 )
 from jax_dora.ops.mosaic.hopper import TILE_K, tiled
-
-# Of a member.
-OPERANDS = ("first", "rank", "lora_a")
 
 
 def launch(
@@ -54,7 +44,7 @@ def launch(
     c, tiles, dtype, count = config, sizes.tiles, x.dtype, len(members)
     stages = c.shrink_stages
     chunks = pl.cdiv(sizes.in_features // TILE_K, c.slices)
-    operands = [[getattr(one, name) for one in members] for name in OPERANDS]
+    operands = [[getattr(one, name) for one in members] for name in ("first", "rank", "lora_a")]
 
     def kernel(x_gmem, plan_gmem, *rest, **smem):
         *rest, parts_gmem = rest

@@ -36,15 +36,13 @@ class Config:
 
 
 class Sizes(NamedTuple):
-    """The sizes of a call: rows, in, out of all members, slots of the layer, ranks that have room,
-    and how many members there are."""
+    """The sizes of a call that its kernels share: rows, in, slots of the layer, and ranks that have
+    room."""
 
     rows: int
     in_features: int
-    out: int
     slots: int
     rank: int
-    members: int = 1
 
     @property
     def tiles(self) -> int:
@@ -67,10 +65,10 @@ class Sizes(NamedTuple):
         return [box for box in (16, 32, 64) if box < self.rank] + [self.rank]
 
 
-def config_of(sizes: Sizes) -> Config | None:
+def config_of(sizes: Sizes, out: int, members: int = 1) -> Config | None:
     """Returns knobs with two stages or more in each kernel, and as many tiles of `in` to a thread
     block as leave no more blocks than multiprocessors, or fewer where they have no room; None where
-    one has none either."""
+    one has none either. `out` is the sum of all members'."""
     of_rows, row = sizes.tiles * TILE_ROWS, 2 * TILE_K
 
     def stages(blocks: int, tile: int, beside: int) -> int:
@@ -82,8 +80,8 @@ def config_of(sizes: Sizes) -> Config | None:
 
     depth = padded(sizes.rank)
     beside = of_rows * (2 * depth + row)
-    expand = stages(sizes.out // TILE_K, depth * row, beside)
-    tiles = sizes.members * sizes.in_features // TILE_K
+    expand = stages(out // TILE_K, depth * row, beside)
+    tiles = members * sizes.in_features // TILE_K
     for slices in range(pl.cdiv(tiles, HOPPER_SM_COUNT), 0, -1):
         blocks = pl.cdiv(tiles, slices)
         beside = of_rows * (slices * row + 4 * sizes.rank)
@@ -104,7 +102,7 @@ def plan(ids: jax.Array, slots: int) -> jax.Array:
 
     It is the same for all projections and layers. A row of the base has -1, one of NaN -2.
     """
-    sizes = Sizes(ids.shape[0], 0, 0, slots, 0)
+    sizes = Sizes(ids.shape[0], 0, slots, 0)
     ids = jnp.pad(ids, (0, sizes.tiles * TILE_ROWS - sizes.rows), constant_values=-1)
     row = jnp.arange(ids.shape[0], dtype=jnp.int32)
     # Comparisons of all pairs of rows are sums: each is one kernel, where scans and scatters are

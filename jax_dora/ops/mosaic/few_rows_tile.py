@@ -4,7 +4,8 @@ The instruction m16n8k16 takes Wᵀ from registers: 16 columns of W for M, 8 row
 does a warpgroup's, m64n8·nk16, to which every warp gives 16 columns, and whose x lies in shared
 memory. A register holds the numbers of two neighbouring rows of W in one column.
 
-    16 bits  numbers are stored as they are multiplied, and `ldmatrix` transposes them
+    16 bits  numbers are stored as they are multiplied, and `ldmatrix` transposes them unless they
+             lie transposed
     int8     the byte of either row is met in one register, and arithmetic that is exact makes
              two numbers of it
     4 bits   of codes two words, one of either row, are met nibble by nibble, and a byte of both is
@@ -104,7 +105,7 @@ def multiplied(
 
     Args:
       table_smem: of `table`, or None where W is no codes that are looked up.
-      transposed_w: w, of 16 bits, lies as [64, 64] for its transpose.
+      transposed_w: w, of 16 bits and 64 columns, lies transposed.
     """
     if choose.interpreted():
         return _as_defined(sums, x_smem, w_smem, table_smem, transposed_w)
