@@ -1,4 +1,4 @@
-"""Rows of one token with adapters of their own, by the two kernels of `bank_rows`."""
+"""Rows of one token with adapters of their own, by `bank_rows` and `bank_few_rows`."""
 
 import itertools
 
@@ -14,6 +14,7 @@ from jax_dora.ops.mosaic.bank_rows import refuses
 from jax_dora.ops.mosaic.hopper import RESERVED, SHARED_MEMORY
 from parity import tolerances
 from parity.oracle import fp64
+from tests.jax_dora.programs import aval, for_cuda
 from tests.tables import slow, thinned
 
 SLOTS = 8
@@ -168,9 +169,6 @@ def test_a_plan_names_each_slot_in_use_once():
     ),
 )
 def test_lowers_for_hopper_at_full_size(rows, n_in, out, slots, rank):
-    def aval(*shape, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(shape, dtype)
-
     f32, held = jnp.float32, 2 * slots
     bank = Slots(
         aval(held, rank, n_in),
@@ -185,8 +183,7 @@ def test_lowers_for_hopper_at_full_size(rows, n_in, out, slots, rank):
         part = (first, slots)
         return bank_linear(base, x, bank, ids, part=part, implementation="mosaic")
 
-    traced = jax.jit(call).trace(aval(rows, 1, out), aval(rows, 1, n_in), bank, ids, first)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = for_cuda(call, aval(rows, 1, out), aval(rows, 1, n_in), bank, ids, first)
     name = "dora_bank_few_rows" if rows <= 16 and rank <= 64 else "dora_bank_rows"
     assert f"{name}_shrink" in text
     assert f"{name}_expand" in text
