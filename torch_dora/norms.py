@@ -37,9 +37,10 @@ def norms(model: nn.Module) -> dict[str, Tensor]:
         ValueError: there is no DoRA layer in ``model``.
         NotImplementedError: accelerate has offloaded a layer, or FSDP1 flattened its weight.
     """
-    placement.refuse_offloaded(_layers(model).items())
-    placement.refuse_flat(_layers(model).items())
-    return {name: whole(layer.norm()) for name, layer in _layers(model).items()}
+    layers = _layers(model)
+    placement.refuse_offloaded(layers.items())
+    placement.refuse_flat(layers.items())
+    return {name: whole(layer.norm()) for name, layer in layers.items()}
 
 
 @contextlib.contextmanager
@@ -98,7 +99,7 @@ def freeze(model: nn.Module) -> nn.Module:
     ``load_state_dict`` loads.
 
     Raises:
-        ValueError: there is no DoRA layer in ``model``.
+        ValueError, NotImplementedError: as :func:`norms`.
     """
     values = norms(model)
     for name, layer in _layers(model).items():

@@ -39,14 +39,15 @@ class DoRALinear4bit(DoRALinear):
 
     @property
     def quant_state(self) -> Any:
-        """Returns the scales of the codes, also while plain bytes stand in the place of the
-        Params4bit: FSDP's, or those of torch.export."""
+        """Returns what bitsandbytes keeps beside the codes, their scales among it, also while plain
+        bytes stand in the place of the Params4bit: FSDP's, or those of torch.export."""
         for weight in (self.weight, self.settings.weight):
             if (state := getattr(weight, "quant_state", None)) is not None:
                 return state
         return self.settings.quant_state
 
     def _release_base(self) -> None:
+        """Lets go of the base's tensors, but for the scales, which FSDP does not know."""
         if not placement.is_lent(self.weight):
             self.settings.quant_state = self.quant_state
         super()._release_base()
@@ -60,8 +61,7 @@ class DoRALinear4bit(DoRALinear):
         return matrix
 
     def merge(self) -> nn.Module:
-        weight: Any = self.weight
-        merged = self.merged_weight().to(weight.quant_state.dtype)
+        merged = self.merged_weight().to(self.quant_state.dtype)
         out_features, in_features = merged.shape
         made: Any = nn.Linear(in_features, out_features, bias=False, device="meta")
         made.weight = nn.Parameter(merged, requires_grad=False)

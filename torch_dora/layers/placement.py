@@ -71,8 +71,8 @@ def refuse_fsdp(layers: Iterable[tuple[str, nn.Module]], remedy: str) -> None:
 
 
 def refuse_flat(layers: Iterable[tuple[str, Any]]) -> None:
-    """Raises NotImplementedError that lists those of the layers of whose weights FSDP1 has left a
-    flat piece, as between calls."""
+    """Raises NotImplementedError that lists those of the layers whose weights are flat pieces, as
+    FSDP1 leaves them between calls."""
     if flat := [name for name, one in layers if is_in_fsdp(one) and one.weight.ndim < 2]:
         raise NotImplementedError(
             "FullyShardedDataParallel keeps flat pieces of the weights of these layers between "

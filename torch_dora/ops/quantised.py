@@ -80,7 +80,7 @@ def matrix(weight: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def bits4(packed: Tensor, state: Any, dtype: torch.dtype | None) -> Bits4:
-    """Returns the weight of these bytes and their QuantState; the rest as `matrix`'s."""
+    """Returns the `Bits4` of these bytes and their QuantState; raises as `matrix`."""
     refuse_parts(packed)
     if state is None:
         raise TypeError(
@@ -111,7 +111,8 @@ def is_quantised(weight: Any) -> bool:
 
 
 def refuse_parts(weight: Any) -> None:
-    """Raises NotImplementedError if ``weight`` is a DTensor of which a process has some codes."""
+    """Raises NotImplementedError if ``weight`` is a DTensor of which a process has a part of the
+    codes."""
     if not is_sharded(weight):
         return
     part = weight.to_local()
