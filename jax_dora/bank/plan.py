@@ -1,4 +1,4 @@
-"""What of a bank is no array: its projections, and the programs that change its slots."""
+"""Loading into a bank: what is sent, and the programs that change slots."""
 
 import dataclasses
 import weakref
@@ -106,8 +106,9 @@ class Plan:
     ) -> Arrays:
         """Returns the arrays, which are donated, with an adapter in a slot.
 
-        Everything is sent before a program is launched, in the order of its use: on a GPU what
-        comes from the host stands in one queue, and waits in it for programs launched before.
+        Matrices, and what norms are taken with, are sent before a program is launched, in the order
+        of their use: on a GPU what comes from the host stands in one queue, and waits in it for
+        programs launched before.
         """
         facts = host.facts_beside(kernels)
         number = self._number(slot)

@@ -11,7 +11,7 @@ from typing import Literal, NoReturn
 from dora_common.hyperparameters import LARGEST, LEAST
 
 AXES = ("dp", "fsdp", "tp")
-# What the library's errors call that a flag gives.
+# Patterns of the library's errors, and what stands in their place: flags.
 _FLAGS = {
     r"\bact_qtype\b": "--activations",
     r"\bquantize(?= is |=)": "--quantize",
@@ -114,7 +114,7 @@ def pattern(text: str) -> str:
 
 
 def with_flags(told: str) -> str:
-    """Returns an error of the library with flags for what they give."""
+    """Returns what the library tells with flags in the place of its arguments."""
     for argument, flag in _FLAGS.items():
         told = re.sub(argument, flag, told)
     return told

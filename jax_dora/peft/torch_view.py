@@ -34,7 +34,8 @@ class TorchView:
         of a head which is None since it is tied to the embedding.
       names: of every module, and its path.
       tied_heads: by the name of the weight, the paths of such heads.
-      refusals: what to do about weights that could be adapted, by the name that they would have.
+      refusals: why weights of unknown modules cannot be adapted as the model is, and what to do, by
+        the name that each would have.
     """
 
     modules: Mapping[str, nnx.Module]
