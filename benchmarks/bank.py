@@ -45,7 +45,6 @@ from jax_dora.bank.host import Settled
 # What a result may differ from another way of it, relative to its norm: some roundings of bf16.
 MOST_DIFFERENT = 0.02
 
-
 GROWING = ("base", "LoRA", "DoRA")
 # Whose result each kind's is compared with.
 REFERENCES = {"one-hot": "LoRA"}

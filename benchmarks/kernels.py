@@ -88,18 +88,13 @@ TILED = Format("nf4", (64, 1), BF16, False)
 QUANTISED_SHAPES = [{"in": n, "tiles": n // 64, "out": n} for n in (2048, 8192)]
 
 
-def _one_of_the_bank(kernel: Any) -> Any:
-    """Returns a function of what a kernel of the bank makes of one projection."""
+def _of_the_bank(kernel: Any, rows: Sequence[int], configs: Sequence[Any]) -> Kernel:
+    """Returns a kernel of rows that choose their adapters from a bank, as one projection has it."""
 
     def launched(x: jax.Array, lora_a: Any, lora_b: Any, ranks: Any, ids: Any, **knobs: Any) -> Any:
         member = Member(lora_a, lora_b, ranks, first=jnp.int32(0))
         return kernel.launch(x, [member], ids, **knobs)[0]
 
-    return launched
-
-
-def _of_the_bank(kernel: Any, rows: Sequence[int], configs: Sequence[Any]) -> Kernel:
-    """Returns a kernel of rows that choose their adapters from a bank."""
     return Kernel(
         *(kernel, definitions.bank_rows, "rows in out slots rank"),
         ("rows in", "slots rank in", "slots rank out", "ranks", "ids"),
@@ -108,7 +103,7 @@ def _of_the_bank(kernel: Any, rows: Sequence[int], configs: Sequence[Any]) -> Ke
         ("rows in rank", "rows rank out"),
         extra=(),
         kinds=(BF16, BF16),
-        launched=_one_of_the_bank(kernel),
+        launched=launched,
     )
 
 
@@ -242,11 +237,13 @@ KERNELS = {
         extra=(),
     ),
     "bank_few_rows": _of_the_bank(
-        *(bank_few_rows, (2, 8, 16)),
+        bank_few_rows,
+        (2, 8, 16),
         [bank_few_rows.Config(splits, 4, stages) for splits in (8, 16) for stages in (4, 8)],
     ),
     "bank_rows": _of_the_bank(
-        *(bank_rows, (8, 64, 128, 256)),
+        bank_rows,
+        (8, 64, 128, 256),
         [bank_rows.Config(1, stages, stages) for stages in (4, 8, 12)],
     ),
 }

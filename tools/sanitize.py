@@ -36,7 +36,8 @@ TILED = ALIGNED | {"tiles": IN // 64, "rows": 7, "out": 512}
 WHOLE = SIZES | {"out": 384}
 # Of a bank, a row's tokens fill whole tiles, and ranks come in eights.
 GROUPED = ALIGNED | {"groups": 3, "layers": 2, "slots": 4, "time": 128, "rank": 72}
-FEW = {"rows": 7, "rank": 24}
+# Few rows have kernels for short ranks.
+FEW = GROUPED | {"rows": 7, "rank": 24}
 # The faults that each tool must find.
 PLANTED = {
     "memcheck": ("jax/planted overrun", "torch/planted overrun"),
@@ -105,7 +106,7 @@ def jax_kernels() -> dict[str, Callable[[], object]]:
         # The tensor cores' tiles have no ragged columns.
         sizes = ALIGNED if name.startswith(("project", "few_rows")) else SIZES
         sizes = GROUPED if name.startswith("bank") else sizes
-        sizes = GROUPED | FEW if name == "bank_few_rows" else sizes
+        sizes = FEW if name == "bank_few_rows" else sizes
         tiled = any("tiles" in axes for axes in OURS[name].operands)
         sizes = TILED if tiled else sizes
         sizes = WHOLE if name == "row_codes" else sizes

@@ -93,9 +93,9 @@ def launch(
     """Returns y [rows, out] of each member.
 
     Args:
-      members: with room for as many ranks.
+      members: all with room for the same number of ranks.
       ids: i32[rows], from 0 to slots - 1; anything else for a row of zeros.
-      step: `plan` of the ids.
+      step: `plan` of the ids; None to make it here.
       slots: of the layer; by default all that members have.
     """
     (rows, in_features), rank = x.shape, members[0].lora_a.shape[1]
