@@ -260,7 +260,7 @@ def _prompts_together(layers: Sequence[BankLinear], inputs: jax.Array) -> list[j
         bank_projections(
             first._promoted(inputs)[0],
             [layer._whole_projection(inputs) for layer in layers],
-            first._slots()[1],
+            first.bank_ids[...],
             precision=first.precision,
             implementation=first.bank_implementation,
         )

@@ -67,7 +67,6 @@ def bank_linear(
     Raises:
       NotImplementedError: the named implementation cannot take the call.
     """
-    first, count = part or (jnp.int32(0), slots.lora_a.shape[0])
     if x.shape[1] == 1:
         (y,) = bank_linears(
             x,
@@ -78,6 +77,7 @@ def bank_linear(
             implementation=implementation,
         )
         return y
+    first, count = part or (jnp.int32(0), slots.lora_a.shape[0])
     rows = rows_of(slots, ids, first, count, accumulator(base.dtype))
     lora_a = slots.lora_a[rows.slot].astype(x.dtype)
     z = jnp.einsum("nti,nri->ntr", x, lora_a, precision=precision)
