@@ -201,7 +201,7 @@ def _projections(model: nn.Module, path: str) -> dict[str, nn.Module]:
     found = [
         one
         for one in modules_with_names(model)
-        if issubclass(layer_class(one[0]) or object, DoRALinear | DoRAConv1D)
+        if (kind := layer_class(one[0])) and issubclass(kind, DoRALinear | DoRAConv1D)
     ]
     rule = DoRARule(path, rank=1, alpha=1)
     are_linear = [module is not head for module, _ in found]
