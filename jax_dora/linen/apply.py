@@ -47,8 +47,9 @@ def apply_dora(
 
     Its parameters are `model`'s under the same names, with lora_a, lora_b and magnitude beside each
     adapted kernel (boxed like it, where it is `nn.Partitioned`). `init` makes all of them, and
-    `apply` with `mutable=["params"]` makes those that are missing, as above. `split_adapters` and
-    `adapter_labels` of `jax_dora.linen` keep the base frozen.
+    `apply` with `mutable=["params"]` makes those that are missing, as above, and keeps the others,
+    also where Flax's transforms would write them. `split_adapters` and `adapter_labels` of
+    `jax_dora.linen` keep the base frozen.
 
     Adapted are `nn.Dense`, `nn.DenseGeneral`, `nn.Einsum`, `nn.Conv` and `nn.Embed`, also inside
     lifted transforms such as `nn.scan` and `nn.remat`. And with `example` every parameter of two
@@ -181,7 +182,7 @@ class DoRA(nn.Module):
             return getattr(model, method or "__call__")(*args, **kwargs)
 
         with nn.intercept_methods(self._interceptor(calls)):
-            result = self._following(run, *args, **kwargs)
+            result = self._following(calls, run, *args, **kwargs)
         linear = dict.fromkeys(adapted_modules(self.variables.get("params", {})), True)
         linear |= calls.linear
         names = {(path,): is_linear for path, is_linear in linear.items()}
@@ -191,10 +192,10 @@ class DoRA(nn.Module):
         return result
 
     @nn.nowrap
-    def _following(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _following(self, calls: Calls, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls `run` with `model`, whose adapted weights are followed."""
         if not self.weights:
-            return run(self.bound.module, *args, **kwargs)
+            return self._making(run, *args, **kwargs)
         params = traverse_util.flatten_dict(self.variables.get("params", {}))
         absent = missing(self.weights, params)
         if absent and self.is_mutable_collection("params"):
@@ -204,7 +205,7 @@ class DoRA(nn.Module):
             result = None
             if are_fresh or not params.keys() >= {one.path for one in absent}:
                 # A pass of the base makes the parameters, and other collections as a call does.
-                result = run(self.bound.module, *args, **kwargs)
+                result = self._making(run, *args, **kwargs)
             params, made = traverse_util.flatten_dict(self.variables["params"]), {}
             for one in absent:
                 made |= one.make(params, self.make_rng("params"))
@@ -222,10 +223,23 @@ class DoRA(nn.Module):
             )
         drops = not self.deterministic and any(one.place.rule.dropout for one in self.weights)
         key = self.make_rng("dropout") if drops else None
+        calls.is_following = True
         with weight_trace() as trace:
             given = functools.partial(followed, self.weights, trace, key)
             following = nn.map_variables(run, "params", trans_in_fn=given)
             return jax.tree.map(trace.array, following(self.bound.module, *args, **kwargs))
+
+    @nn.nowrap
+    def _making(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls `run` with `model`; where that is to make adapters, the parameters that are there
+        stay as they are: `nn.map_variables` writes them as it has changed them."""
+        given = traverse_util.flatten_dict(self.variables.get("params", {}))
+        result = run(self.bound.module, *args, **kwargs)
+        params = traverse_util.flatten_dict(self.variables.get("params", {}))
+        if self.weights or params.keys() > given.keys():
+            for name, value in traverse_util.unflatten_dict(given).items():
+                self.put_variable("params", name, value)
+        return result
 
     def _interceptor(self, calls: Calls) -> Callable[..., Any]:
         """Adapts the layers that are called."""
@@ -273,11 +287,18 @@ class DoRA(nn.Module):
                 signature = inspect.signature(context.orig_method)
                 (_, inputs), *others = signature.bind(*args, **kwargs).arguments.items()
                 kernel = module.get_variable("params", cls.kernel_name)
+                if is_computed(module, max(len(self.path), calls.is_following)):
+                    calls.computed.add(path)
+                    if not self.is_initializing() and not module.has_variable("params", "lora_a"):
+                        raise NotImplementedError(
+                            f"rule {rule.path!r} matches a layer whose parameters nn.map_variables "
+                            "computes, beside which apply makes no adapter; expected one in "
+                            "params, as init makes it, or a narrower path that leaves out "
+                            f"{path!r}"
+                        )
                 with named_in_errors(path, "adapted"):
                     base = counterpart(module, inputs, kernel, **dict(others))
                     layer = dora_layer(module, cls, base, rule, kernel)
-                if is_computed(module, max(len(self.path), bool(self.weights))):
-                    calls.computed.add(path)
                 calls.adapted[path] = (cls.kernel_name, Setting.of(layer), stack_axes(module))
                 return self._result(layer, context, inputs)
             result = next_fun(*args, **kwargs)

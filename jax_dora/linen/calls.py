@@ -21,6 +21,7 @@ class Calls:
       adapted: by path, of each adapted layer the name of the kernel, the setting, and the axis
         along which each transform around it has stacked the kernel, the outermost first.
       computed: the paths of adapted layers whose parameters `nn.map_variables` makes of others.
+      is_following: whether the pass follows adapted weights, by an `nn.map_variables` of its own.
       token: differs where a pass has to be traced anew.
     """
 
@@ -30,6 +31,7 @@ class Calls:
         default_factory=dict
     )
     computed: set[str] = dataclasses.field(default_factory=set)
+    is_following: bool = False
 
 
 def holds_parameters(module: nn.Module) -> bool:

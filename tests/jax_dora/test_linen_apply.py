@@ -278,6 +278,32 @@ def test_merging_refuses_layers_whose_parameters_are_mapped(example):
         merge_dora(adapted, variables, x)
 
 
+@pytest.mark.parametrize("example", [None, "x"])
+def test_making_adapters_keeps_parameters_that_are_mapped_in_every_call(example):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            def doubled(params):
+                return jax.tree.map(lambda value: 2 * value, params)
+
+            twice = nn.map_variables(nn.Dense, "params", doubled, init=True)
+            x = x @ self.param("w", nn.initializers.ones, (WIDTH, WIDTH))
+            return nn.Dense(5)(twice(WIDTH, name="twice")(x))
+
+    model, x = Model(), jnp.ones((3, WIDTH))
+    base = drawn_variables(model.init, x)
+    rules = [DoRARule("Dense_0", 3, 4.0), *([DoRARule("w|", 3, 4.0)] if example else [])]
+    adapted = apply_dora(model, rules, example=example and (x,))
+    y, variables = adapted.apply(base, x, rngs={"params": KEY}, mutable=["params"])
+    assert jnp.array_equal(y, model.apply(base, x))
+    jax.tree.map(
+        np.testing.assert_array_equal, split_adapters(variables["params"])[1], base["params"]
+    )
+    both = apply_dora(model, [*rules, DoRARule("twice", 3, 4.0)], example=example and (x,))
+    with pytest.raises(NotImplementedError, match=r"nn\.map_variables computes.*'twice'"):
+        both.apply(base, x, rngs={"params": KEY}, mutable=["params"])
+
+
 class InItsPlace(nn.Module):
     """Has the scope of a layer that it calls."""
 
