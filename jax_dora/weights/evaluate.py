@@ -1,7 +1,7 @@
 """Operations, and whole jaxprs, some of whose operands are weights.
 
-The parameters of primitives that hold jaxprs (jit, checkpoint, scan, cond) are JAX's internals:
-here, and in `jax_dora.weights.trace`, is all that touches them.
+The parameters of primitives that hold jaxprs (jit, checkpoint, scan, while, cond) are JAX's
+internals: here, and in `jax_dora.weights.trace`, is all that touches them.
 """
 
 import contextvars
@@ -62,6 +62,8 @@ def evaluate_primitive(primitive: Any, operands: list[Any], params: dict[str, An
             return _checkpoint(operands, params)
         case "scan":
             return _scan(operands, params)
+        case "while":
+            return _while(operands, params)
         case "cond":
             return _cond(operands, params)
         case "optimization_barrier":
@@ -172,41 +174,80 @@ def _scan(operands: list[Any], params: dict[str, Any]) -> list[Any]:
     jaxpr = params["jaxpr"]
     n_consts, n_carry, _ = (len(part) for part in params["ft_in"].unpack())
     handed: dict[int, int] = {}
-    consts, carry = operands[:n_consts], operands[n_consts : n_consts + n_carry]
-    # What each step hands on as it is, is no carry.
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
-    pairs = zip(inner.invars[n_consts : n_consts + n_carry], inner.outvars, strict=False)
-    fixed = [before is after for before, after in pairs]
-    carry = [
-        one if is_fixed else plain(one, "scan's carry")
-        for one, is_fixed in zip(carry, fixed, strict=True)
-    ]
-    moving = [one for one, is_fixed in zip(carry, fixed, strict=True) if not is_fixed]
+    consts, start = operands[:n_consts], operands[n_consts : n_consts + n_carry]
+    carry = _Carry.of(start, jaxpr, n_consts, "scan's carry")
     rows = [_Rows.of(one) for one in operands[n_consts + n_carry :]]
-
-    def whole(moving: list[Any]) -> list[Any]:
-        """Returns the carry from what of it moves."""
-        moved = iter(moving)
-        return [
-            one if is_fixed else next(moved) for one, is_fixed in zip(carry, fixed, strict=True)
-        ]
 
     @_in_scopes
     def step(moving: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
         inputs = [row.at(x) for row, x in zip(rows, xs, strict=True)]
-        results = _evaluated(jaxpr, [*consts, *whole(moving), *inputs], handed)
-        after = zip(results[:n_carry], fixed, strict=True)
-        return [one for one, is_fixed in after if not is_fixed], results[n_carry:]
+        results = _evaluated(jaxpr, [*consts, *carry.whole(moving), *inputs], handed)
+        return carry.moving(results[:n_carry]), results[n_carry:]
 
     options = (params["length"], params["reverse"], params["unroll"])
+    moving = carry.moving(carry.operands)
     moving, ys = lax.scan(step, moving, [row.xs for row in rows], *options)
-    results = whole(moving) + ys
+    results = carry.whole(moving) + ys
     stacked = {
         place: source
         for place, source in handed.items()
         if place >= n_carry and source >= n_consts + n_carry
     }
     return _handed_on(operands, results, stacked)
+
+
+def _while(operands: list[Any], params: dict[str, Any]) -> list[Any]:
+    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+    cond_consts, body_consts = operands[:n_cond], operands[n_cond : n_cond + n_body]
+    carry = _Carry.of(operands[n_cond + n_body :], params["body_jaxpr"], n_body, "while's carry")
+
+    @_in_scopes
+    def goes_on(moving: list[Any]) -> Any:
+        [result] = _evaluated(params["cond_jaxpr"], [*cond_consts, *carry.whole(moving)], {})
+        return result
+
+    @_in_scopes
+    def step(moving: list[Any]) -> list[Any]:
+        results = _evaluated(params["body_jaxpr"], [*body_consts, *carry.whole(moving)], {})
+        return carry.moving(results)
+
+    return carry.whole(lax.while_loop(goes_on, step, carry.moving(carry.operands)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Carry:
+    """What a loop carries, of which nothing moves that each step hands on as it is.
+
+    Attributes:
+      operands: the first step's; those that move are arrays.
+      fixed: whether each stays as it is.
+    """
+
+    operands: list[Any]
+    fixed: list[bool]
+
+    @classmethod
+    def of(cls, operands: list[Any], jaxpr: Any, n_consts: int, name: str) -> "_Carry":
+        """
+        Args:
+          jaxpr: of a step; its inputs after `n_consts` others are the carry, its first results too.
+          name: of the operation that reads weights which move.
+        """
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+        pairs = zip(jaxpr.invars[n_consts:], jaxpr.outvars, strict=False)
+        fixed = [before is after for before, after in pairs][: len(operands)]
+        of_each = zip(operands, fixed, strict=True)
+        return cls([one if stays else plain(one, name) for one, stays in of_each], fixed)
+
+    def moving(self, values: list[Any]) -> list[Any]:
+        """Returns those of the carry's values that move."""
+        return [one for one, stays in zip(values, self.fixed, strict=True) if not stays]
+
+    def whole(self, moving: list[Any]) -> list[Any]:
+        """Returns the carry's values from those that move."""
+        moved = iter(moving)
+        of_each = zip(self.operands, self.fixed, strict=True)
+        return [one if stays else next(moved) for one, stays in of_each]
 
 
 @dataclasses.dataclass(frozen=True)

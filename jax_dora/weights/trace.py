@@ -2,7 +2,7 @@
 
 While it is the current trace, every operation without a weight among its operands runs as it would
 without it. Operations on weights are followed one by one; the operations inside of `jax.jit`,
-`jax.checkpoint`, `jax.lax.scan`, `cond` and the like by evaluating their jaxprs.
+`jax.checkpoint`, `jax.lax.scan`, `while_loop`, `cond` and the like by evaluating their jaxprs.
 """
 
 import contextlib

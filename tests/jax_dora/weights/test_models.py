@@ -541,6 +541,36 @@ def test_modules_that_share_a_parameter_are_merged_each_into_an_array_of_its_own
     assert float(jnp.abs(adapted(x) - model(x)).max()) > 0.01
 
 
+class Loop(nnx.Module):
+    """Carries a layer through a loop, whose body reads a weight, as its condition does."""
+
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.w = nnx.Param(0.2 * rngs.normal((WIDTH, WIDTH)))
+
+    def __call__(self, x):
+        def goes_on(carry):
+            return (carry[0] < 3) & ((x @ self.w[...]).max() < 99)
+
+        def step(carry):
+            count, x, layer = carry
+            return count + 1, jnp.tanh(layer(x) @ self.w[...]), layer
+
+        return nnx.while_loop(goes_on, step, (0, x, self.layer))[1]
+
+
+def test_what_a_while_loop_carries_and_reads_is_adapted():
+    model, x = Loop(nnx.Rngs(0)), jnp.ones((2, WIDTH))
+    rule = DoRARule("layer|w|", 2, 3)
+    adapted = train(apply_dora(model, rule, rngs=nnx.Rngs(1), example=(x,)))
+    assert [one.how for one in coverage(adapted, x).weights] == [
+        "read by its module's methods",
+        "nnx.Linear",
+    ]
+    close(adapted(x), merge_dora(adapted)(x))
+    assert float(jnp.abs(adapted(x) - model(x)).max()) > 0.01
+
+
 class ScaledEmbed(nnx.Embed):
     """As in Gemma: an embedding times the root of its features."""
 
