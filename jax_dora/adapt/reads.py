@@ -10,21 +10,30 @@ from flax import nnx
 
 from jax_dora.adapt.tree import Found, find_modules, remove_dora
 from jax_dora.layers.base import Constant
+from jax_dora.layers.registry import kind_of
 from jax_dora.layers.stack import stacked_axes
 from jax_dora.ops import quantised
 from jax_dora.weights.module import own_methods
 from jax_dora.weights.reads import Example, Key, Read, ReadLog, apart
+from jax_dora.weights.registry import registrations
 from jax_dora.weights.trace import weight_trace
 
 
 def weights_of(module: Any) -> dict[str, nnx.Param]:
-    """Returns the parameters of two axes or more that a module holds as attributes."""
-    return {name: value for name, value in vars(module).items() if is_weight(value)}
+    """Returns the parameters of two axes or more that a module holds as attributes; those that are
+    known by name may be variables of any type."""
+    kind = kind_of(module)
+    known = {kind.kernel_name} if kind else registrations(module).keys()
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if is_weight(value, nnx.Variable if name in known else nnx.Param)
+    }
 
 
-def is_weight(value: Any) -> bool:
+def is_weight(value: Any, kind: type[nnx.Variable] = nnx.Param) -> bool:
     """Returns whether a value is a parameter of two axes or more, and none of an adapter."""
-    is_parameter = isinstance(value, nnx.Param) and not isinstance(value, nnx.LoRAParam | Constant)
+    is_parameter = isinstance(value, kind) and not isinstance(value, nnx.LoRAParam | Constant)
     return is_parameter and getattr(value, "ndim", 0) > 1
 
 
@@ -105,7 +114,7 @@ def _scoped_type(base: type[Any]) -> type[Any]:
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             for name, value in vars(self).items():
-                if isinstance(value, nnx.Param) and hasattr(value, "shape"):  # it may hold a dict
+                if isinstance(value, nnx.Variable) and hasattr(value, "shape"):  # not of a dict
                     self.dora_log.see(self.dora_scope, name, value.shape)
             with jax.named_scope(f"dora[{self.dora_scope}]"):
                 return method.__get__(self, type(self))(*args, **kwargs)

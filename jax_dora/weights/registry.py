@@ -70,7 +70,7 @@ def register(
     Args:
       module_type: the class, whose subclasses are meant too; or its full name, as in
         "package.module.Class", which need not be imported yet.
-      param: the name of the parameter.
+      param: the name of the parameter, an `nnx.Variable` of any type.
       axes: a letter for each of its axes: "i" for one that products contract, "o" for features of
         their results, "b" for one that matrices lie along, each with a norm and an adapter of its
         own, such as experts, "s" for one that layers are stacked along by `nnx.vmap`. Further axes
@@ -103,7 +103,7 @@ def registrations(module: Any) -> dict[str, Registration]:
     return {
         name: registration
         for name, registration in _of_class(type(module)).items()
-        if isinstance(getattr(module, name, None), nnx.Param)
+        if isinstance(getattr(module, name, None), nnx.Variable)
     }
 
 

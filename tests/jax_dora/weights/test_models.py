@@ -231,6 +231,25 @@ class TestRegister:
         with pytest.raises(ValueError, match="matches no layer"):
             apply_dora(model, DoRARule("all-linear", 2, 3), rngs=nnx.Rngs(1))
 
+    @pytest.mark.parametrize("by_example", [True, False])
+    def test_variables_of_any_type_are_weights_that_are_known_by_name(self, by_example):
+        class Frozen(nnx.Variable):
+            pass
+
+        jax_dora.register(Einsum, axes="io")
+        model, x = OneArray(nnx.Rngs(0)), jnp.ones((2, WIDTH))
+        model.first.w = Frozen(model.first.w[...])
+        model.second = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(1))
+        model.second.kernel = Frozen(model.second.kernel[...])
+        example = (x,) if by_example else None
+        assert coverage(model, *(example or ())).count("adaptable") == 2
+        rule = DoRARule(".*", 2, 3)
+        adapted = train(apply_dora(model, rule, rngs=nnx.Rngs(1), example=example))
+        assert get_adapter(adapted).arrays.keys() == {"first", "second"}
+        merged = merge_dora(adapted)
+        close(adapted(x), merged(x))
+        assert type(merged.first.w) is type(merged.second.kernel) is Frozen
+
     def test_what_is_wrong_is_told(self):
         with pytest.raises(ValueError, match="axes is 'ix'; expected a letter for each axis"):
             jax_dora.register(Einsum, axes="ix")
