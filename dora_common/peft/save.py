@@ -76,13 +76,13 @@ class Source:
             express the model, whose layers differ in what it has once.
           NotImplementedError: PEFT's adapter of a layer would compute something else.
         """
-        refuse_layers(one.layer for one in self.adapted.values())
         if "" in self.adapted:
             raise ValueError(
                 "model is itself the adapted layer, and a PEFT adapter names every layer by its "
                 "path inside of a model; expected a model that holds the layer: put it into a "
                 "module"
             )
+        refuse_layers(one.layer for one in self.adapted.values())
         if given is not None:
             self._check(config := given)
         else:

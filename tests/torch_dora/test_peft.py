@@ -272,6 +272,9 @@ def test_a_layer_alone_has_no_name_in_peft(tmp_path: Path) -> None:
     config = AdapterConfig(r=2, lora_alpha=4, target_modules=("q",), use_dora=True)
     with pytest.raises(ValueError, match="put it into a module"):
         save_adapter(layer, tmp_path / "adapter", config=config)
+    grouped = torch_dora.DoRAConv.from_base(nn.Conv1d(4, 6, 3, groups=2), rank=2, alpha=4)
+    with pytest.raises(ValueError, match="put it into a module"):
+        save_adapter(grouped, tmp_path / "adapter")
 
 
 @pytest.mark.parametrize(
