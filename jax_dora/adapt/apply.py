@@ -124,7 +124,7 @@ def _shard_like_kernel(adapted: Any, sharding: NamedSharding) -> None:
 
 def _refuse_others(matched: list[Site]) -> None:
     refuse(
-        [site for site in matched if site.is_adapted],
+        [site for site in matched if site.is_adapted and not site.refusal],
         ValueError,
         "a layer holds one adapter at a time, and these that the rules match hold one already: "
         "take it out with remove_dora, or merge it with merge_dora, first",

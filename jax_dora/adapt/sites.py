@@ -8,11 +8,12 @@ from typing import Any
 import jax
 from flax import nnx
 
+from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import OUTPUT_HEADS, assign, listing
 from jax_dora.adapt.reads import heads, is_adapted_read, is_weight, reader_of, weights_of
 from jax_dora.adapt.stack import stack_of
 from jax_dora.adapt.tree import Found, contained, find_modules
-from jax_dora.layers import DoRALayer, dora_class_of
+from jax_dora.layers import DORA_CLASSES, DoRALayer, dora_class_of
 from jax_dora.layers.base_layer import is_node
 from jax_dora.layers.layout import Layout
 from jax_dora.layers.registry import kind_of
@@ -229,13 +230,35 @@ def _sites_of(found: Found, modules: list[Found], traced: ReadLog | None) -> lis
         made.append(site)
     made += _contained_sites(found)
     if isinstance(module, nnx.bridge.ToNNX):
-        for site in made:
-            site.is_linear = False
-            site.refusal = "a linen module's: adapt that by jax_dora.linen.apply_dora, then ToNNX"
+        made = _of_linen(module, made)
     leaves = jax.tree.leaves(vars(module), is_leaf=is_node)
     if not made and any(isinstance(leaf, nnx.Param) for leaf in leaves):
         made.append(Site(found.paths, found, "", refusal="it has no weight of two axes"))
     return made
+
+
+def _of_linen(module: nnx.Module, made: list[Site]) -> list[Site]:
+    """Returns the weights of a linen module in nnx, none of which can be adapted here, without the
+    adapters that it may have of its own."""
+    names = {
+        "/".join((name, *keys))
+        for name, value in vars(module).items()
+        for keys, _ in [((), value), *contained(value)]
+    }
+    kernels = {cls.kernel_name for cls in DORA_CLASSES.values()}
+    adapters: set[str] = set()
+    for site in made:
+        site.is_linear = False
+        site.refusal = "a linen module's: adapt that by jax_dora.linen.apply_dora, then ToNNX"
+        stems = [f"{site.param}_"]
+        if site.param.rpartition("/")[2] in kernels:
+            stems.append(site.param.removesuffix(site.param.rpartition("/")[2]))
+        for beside in ({f"{stem}{one}" for one in ADAPTER_NAMES} for stem in stems):
+            if beside <= names:
+                adapters |= beside
+                site.is_adapted = True
+                site.refusal = site.how = "a linen module's, by jax_dora.linen.apply_dora"
+    return [site for site in made if site.param not in adapters]
 
 
 def _contained_sites(found: Found) -> list[Site]:

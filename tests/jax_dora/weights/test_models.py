@@ -449,6 +449,21 @@ class TestWeightsInContainers:
         with pytest.raises(TypeError, match=r"old \(nnx.ToNNX\): a linen module's: adapt that by"):
             apply_dora(base, DoRARule("old", 2, 3), **more)
 
+    def test_those_of_an_adapted_linen_module_are_listed_as_adapted(self):
+        class Own(linen.Module):
+            @linen.compact
+            def __call__(self, x):
+                w = self.param("w", linen.initializers.ones, (WIDTH, WIDTH))
+                return linen.Dense(WIDTH)(x) @ w
+
+        rule = DoRARule("Dense_0|w|", 2, 3)
+        adapted = jax_dora.linen.apply_dora(Own(), rule, example=(self.x,))
+        model = nnx.bridge.lazy_init(nnx.bridge.ToNNX(adapted, rngs=nnx.Rngs(0)), self.x)
+        told = {one.path: one.status for one in coverage(model).weights}
+        assert told == {"w": "adapted", "Dense_0/kernel": "adapted"}
+        with pytest.raises(TypeError, match=r"Dense_0/kernel .*: a linen module's, by jax_dora"):
+            apply_dora(model, DoRARule("Dense.*", 2, 3), rngs=nnx.Rngs(1))
+
     def test_those_in_an_nnx_list_are_refused(self):
         class Listed(nnx.Module):
             def __init__(self):
