@@ -178,6 +178,8 @@ def test_a_model_that_is_cast_computes_in_that_dtype(kind):
     y = model.to(torch.bfloat16)(x)
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y.float(), wanted, rtol=2e-2, atol=2e-2)
+    merged = torch_dora.merge_dora(model)(x)
+    torch.testing.assert_close(merged.float(), wanted, rtol=2e-2, atol=2e-2)
 
 
 def test_other_formats_are_refused():

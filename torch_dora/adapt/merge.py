@@ -29,7 +29,8 @@ def merge_dora(model: nn.Module, *, return_report: bool = False) -> Any:
     """Returns a copy of ``model`` with plain layers, every adapter merged into its layer's weight.
 
     Merged in fp32 and cast once to the weight's dtype; of bitsandbytes' 4 bits to the one that they
-    were quantised from. In bf16 that cast can cost more than a small adapter does:
+    were quantised from, as of torchao's weights without a bias: cast the copy, too, where the model
+    was cast after it was quantised. In bf16 that cast can cost more than a small adapter does:
     ``return_report`` says. ``model`` keeps its adapters and is the way back; the copy
     shares every parameter but the merged weights. A weight that was tied to another one, as a head
     to its embedding, is its layer's own; what it was tied to is logged, since whoever ties them

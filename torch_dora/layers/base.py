@@ -296,11 +296,12 @@ class DoRALayer(nn.Module):
     def merge(self) -> nn.Module:
         """Returns a plain layer like the base, whose weight is the merged one cast once to the
         base's dtype. This layer and its base are unchanged; the bias is shared."""
-        base = self.base
+        base, dtype = self.base, self.weight.dtype
+        bias = getattr(self, "bias", None)
+        if bias is not None and quantised.is_quantised(self.weight):
+            dtype = bias.dtype  # torchao's weights keep theirs, whatever the model is cast to
         merged = copy.deepcopy(base, {id(p): p for p in base.parameters()})
-        merged.weight = nn.Parameter(
-            self.merged_weight().to(self.weight.dtype), requires_grad=False
-        )
+        merged.weight = nn.Parameter(self.merged_weight().to(dtype), requires_grad=False)
         return merged.train(self.training)
 
     def __prepare_scriptable__(self) -> None:
