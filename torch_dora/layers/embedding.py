@@ -17,12 +17,18 @@ class DoRAEmbedding(DoRALayer):
     [features, rank], ``magnitude`` [features]: the shapes of PEFT's files. As there, lora_a starts
     at zero and lora_b normal, and ids equal to ``padding_idx`` send no gradient into lora_a. An
     output head that is tied to the weight is a module of its own and stays as it is, as there.
+    transformers' embeddings that multiply their rows by ``embed_scale``, as Gemma 3's and Bart's,
+    multiply the adapted ones by it, outside of the norm, as there.
 
     Arguments as :class:`DoRALayer`'s, but for dropout: an embedding reads no activation.
     """
 
     BASES = (nn.Embedding,)
     BASES_NAMED = "torch.nn.Embedding"
+
+    @classmethod
+    def adapts(cls, module: nn.Module) -> bool:
+        return super().adapts(module) or is_scaled_embedding(module)
 
     @classmethod
     def check_base(cls, base: Any, rank: int, dropout: float) -> None:
@@ -64,4 +70,18 @@ class DoRAEmbedding(DoRALayer):
         with no_autocast(base):
             lora = F.linear(rows.to(base.dtype), self.lora_b.to(base.dtype))
         g = self.g(base.dtype)
-        return compose(base, lora, g, self.scale, implementation=self.implementation)
+        y = compose(base, lora, g, self.scale, implementation=self.implementation)
+        if not is_scaled_embedding(settings):
+            return y
+        scale: Any = self.embed_scale
+        return y * (scale.to(self.weight.dtype) if isinstance(scale, Tensor) else scale)
+
+
+def is_scaled_embedding(module: Any) -> bool:
+    """Returns whether ``module`` is one of transformers' embeddings whose forward multiplies what
+    torch.nn.Embedding returns by ``embed_scale``, and does no more, as
+    T5Gemma 2's does."""
+    kind = type(module)
+    is_named = kind.__name__.endswith("ScaledWordEmbedding")
+    is_named = is_named and kind.__module__.startswith("transformers.")
+    return is_named and hasattr(module, "embed_scale") and not hasattr(module, "eoi_embedding")
