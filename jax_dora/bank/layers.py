@@ -187,11 +187,12 @@ def _are_alike(layers: Sequence[Any], x: jax.Array) -> bool:
         return False
     if meshes.explicit(x, *jax.tree.leaves([nnx.state(layer) for layer in layers])) is not None:
         return False
-    kinds = {
-        (layer.dtype, layer.kernel.dtype, layer.bias is None, layer.bank_g.get_value() is None)
-        for layer in layers
-    }
-    return len(kinds) == 1
+
+    def kind(layer: Any) -> tuple[Any, ...]:
+        has = layer.bias is None, layer.bank_g.get_value() is None
+        return layer.dtype, layer.kernel.dtype, str(layer.precision), *has
+
+    return len({kind(layer) for layer in layers}) == 1
 
 
 def _ordered(array: jax.Array, letters: str, wanted: str) -> jax.Array:

@@ -104,21 +104,22 @@ class PromptOperands(NamedTuple):
 
 def _run(static: Static, shard: Shard, prompts: PromptOperands) -> tuple[jax.Array, ...]:
     x, is_base, projections = prompts
-    by_kernels = [call for one in projections if (call := _by_kernels(static, x, one))]
-    if len(by_kernels) < len(projections):
-        return tuple(primitive.call(EXPAND, *_expansion(static, x, one))[0] for one in projections)
+    calls = [_by_kernels(static, x, one) for one in projections]
+    taken = [(one, call) for one, call in zip(projections, calls, strict=True) if call]
 
     # Either way makes its own results: XLA copies what a way only hands on.
     def without_base() -> tuple[jax.Array, ...]:
-        return tuple(project() for project in by_kernels)
+        return tuple(project() for _, project in taken)
 
     def with_base() -> tuple[jax.Array, ...]:
-        pairs = zip(projections, without_base(), strict=True)
-        return tuple(
-            jnp.where(is_base[:, None, None], _alone(static, x, one), y) for one, y in pairs
-        )
+        chosen = is_base[:, None, None]
+        return tuple(jnp.where(chosen, _alone(static, x, one), project()) for one, project in taken)
 
-    return lax.cond(jnp.any(is_base), with_base, without_base)
+    found = iter(lax.cond(jnp.any(is_base), with_base, without_base) if taken else ())
+    return tuple(
+        next(found) if call else primitive.call(EXPAND, *_expansion(static, x, one))[0]
+        for one, call in zip(projections, calls, strict=True)
+    )
 
 
 def _by_kernels(

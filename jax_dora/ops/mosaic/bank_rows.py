@@ -107,8 +107,9 @@ def launch(
     parts = bank_rows_shrink.launch(hopper.pad(x, held, in_features), members, step, sizes, config)
     safe = jnp.pad(jnp.clip(ids, 0, slots - 1), (0, held - rows))
     ranks = jnp.stack([one.rank[one.first + safe] for one in members])[..., None]
+    # Before the sum, so that XLA takes both in one kernel.
+    parts = jnp.where(lax.broadcasted_iota(jnp.int32, parts.shape, 3) < ranks[None], parts, 0)
     z = jnp.sum(parts, axis=0)
-    z = jnp.where(lax.broadcasted_iota(jnp.int32, z.shape, 2) < ranks, z, 0)
     z = jnp.pad(z, ((0, 0), (0, 0), (0, padded(rank) - rank))).astype(x.dtype)
     results = bank_rows_expand.launch(z, members, step, sizes, config)
     return tuple(y[:rows] for y in results)

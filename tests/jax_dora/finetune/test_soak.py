@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from jax_dora.commands import main
@@ -43,6 +44,9 @@ def test_nothing_is_lost(way, inputs, tmp_path, request):
     first = 10_000 * list(WAYS).index(way)
     for seed in range(first, first + round(share * request.config.getoption("--soak-runs"))):
         print(f"seed {seed}: {soak.suffer(seed)}", flush=True)
+        if not seed % 10:
+            # A process may map only so many pieces of memory, of which every program has some.
+            jax.clear_caches()
 
 
 @pytest.mark.slow

@@ -1,15 +1,19 @@
 """Whole projections of prompts with adapters of their own: kernels beside XLA, and gradients."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_dora.ops import choose
 from jax_dora.ops.bank import bank_linear
 from jax_dora.ops.bank_projection import WholeProjection, bank_projections
+from jax_dora.ops.bank_slots import Slots
 from parity.oracle import fp64
 from tests.jax_dora.ops.test_bank import exact, operands
-from tests.jax_dora.programs import equations
+from tests.jax_dora.programs import aval, equations, for_cuda
 from tests.tables import thinned
 
 
@@ -109,6 +113,24 @@ def test_projections_of_one_x_are_what_each_is_alone(on_mosaic, implementation):
         found = jax.block_until_ready(jax.jit(together)(jnp.arange(2)))
     for y, expected in zip(found, alone, strict=True):
         assert jnp.array_equal(y, expected)
+
+
+def test_projections_ask_together_and_what_kernels_do_not_take_keeps_its_way(monkeypatch):
+    def projection(out):
+        of_slots = aval(4, out, dtype=jnp.float32), aval(4, dtype=jnp.float32)
+        ranks = aval(4, dtype=jnp.int32)
+        bank = Slots(aval(4, 8, 4096), aval(4, 8, out), *of_slots, ranks)
+        return WholeProjection(aval(4096, out), bank)
+
+    monkeypatch.setattr(choose, "target", lambda: choose.Target("gpu", "9.0"))
+    projections = [projection(out) for out in (4096, 14_336, 512)]
+    ids = aval(8, dtype=jnp.int32)
+    text = for_cuda(bank_projections, aval(8, 128, 4096), projections, ids)
+    assert text.count("stablehlo.case") == 1
+    # Of two projections either way makes both.
+    (case,) = re.findall(r"stablehlo\.case.*?}\) :", text, re.DOTALL)
+    assert case.count("call @bank_project") == text.count("call @bank_project") == 4
+    assert "tensor<4096x512xbf16>" in text
 
 
 def test_rows_that_are_no_whole_tiles_keep_the_second_product():
