@@ -16,7 +16,8 @@ from flax import nnx
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import listing
 from jax_dora.adapt.apply import adapt_site
-from jax_dora.adapt.sites import Site, sites
+from jax_dora.adapt.site import Site
+from jax_dora.adapt.sites import sites
 from jax_dora.adapt.tree import (
     Found,
     check_model,

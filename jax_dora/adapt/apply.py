@@ -11,7 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dora_common.rules import as_rules
 from jax_dora.adapt.coverage import logged
 from jax_dora.adapt.reads import trace_reads
-from jax_dora.adapt.sites import REMEDY, Site, assigned, refuse, sites
+from jax_dora.adapt.site import Site, assigned, refuse
+from jax_dora.adapt.sites import REMEDY, sites
 from jax_dora.adapt.tree import check_model, named_in_errors, replace_modules
 from jax_dora.layers import DORA_CLASSES, dora_class_of
 from jax_dora.layers.base_layer import mesh_sharding, padded

@@ -9,7 +9,8 @@ from typing import Any
 from flax import nnx
 
 from jax_dora.adapt.reads import trace_reads
-from jax_dora.adapt.sites import Site, sites
+from jax_dora.adapt.site import Site
+from jax_dora.adapt.sites import sites
 from jax_dora.adapt.tree import check_model
 from jax_dora.layers.quantised import act_qtype_of
 from jax_dora.ops import quantised

@@ -10,7 +10,8 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dora_common.rules import Rule, listing
-from jax_dora.adapt.sites import Site, refuse, sites
+from jax_dora.adapt.site import Site, refuse
+from jax_dora.adapt.sites import sites
 from jax_dora.adapt.tree import check_model, named_in_errors
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base_layer import padded, set_as_read

@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dora_common.rules import listing
 from dora_common.slots import check_plain
-from jax_dora.adapt.sites import Site, assigned, sites
+from jax_dora.adapt.site import Site, assigned
+from jax_dora.adapt.sites import sites
 from jax_dora.adapt.tree import find_dora_layers, named_in_errors
 from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.layers.base_layer import padded

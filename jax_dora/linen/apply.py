@@ -13,7 +13,7 @@ from flax.core import freeze
 from dora_common.rules import as_rules, assign, listing
 from jax_dora.adapt.coverage import logged
 from jax_dora.adapt.merge import Setting
-from jax_dora.adapt.sites import assigned, refuse
+from jax_dora.adapt.site import assigned, refuse
 from jax_dora.adapt.tree import named_in_errors
 from jax_dora.layers.rule import DoRARule, Rules
 from jax_dora.linen.calls import (

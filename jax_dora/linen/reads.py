@@ -9,7 +9,8 @@ import jax
 from flax import linen as nn
 from flax import nnx, traverse_util
 
-from jax_dora.adapt.sites import Site, sites
+from jax_dora.adapt.site import Site
+from jax_dora.adapt.sites import sites
 from jax_dora.linen.layer import dora_class_of
 from jax_dora.linen.params import params_path
 from jax_dora.weights.reads import Example, ReadLog, apart

@@ -13,7 +13,7 @@ from flax import linen as nn
 from flax import nnx, traverse_util
 
 from dora_common.hyperparameters import ADAPTER_NAMES
-from jax_dora.adapt.sites import Site
+from jax_dora.adapt.site import Site
 from jax_dora.layers.rule import DoRARule
 from jax_dora.linen.layer import boxed_like
 from jax_dora.weights.adapter import Place, WeightAdapter

@@ -7,7 +7,7 @@ from typing import Any
 from flax import nnx
 
 from dora_common.peft.layers import Layer, convolution_refusals
-from jax_dora.adapt.sites import Site
+from jax_dora.adapt.site import Site
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.registry import kind_of
 from jax_dora.peft.names import Names

@@ -21,7 +21,7 @@ from dora_common.peft.layers import Shape
 from jax_dora.adapt import DoRARule, remove_dora
 from jax_dora.adapt.adapter import adapted_weights, stack_axes
 from jax_dora.adapt.apply import adapt_site
-from jax_dora.adapt.sites import Site
+from jax_dora.adapt.site import Site
 from jax_dora.adapt.tree import check_model, replace_modules
 from jax_dora.layers.stack import Stack
 from jax_dora.ops import check

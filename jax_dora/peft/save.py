@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.save import Adapted, Source
-from jax_dora.adapt.sites import Site
+from jax_dora.adapt.site import Site
 from jax_dora.adapt.tree import check_model, find_dora_layers
 from jax_dora.layers.call import fresh_magnitude
 from jax_dora.ops import check

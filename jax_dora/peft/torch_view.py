@@ -8,7 +8,8 @@ from flax import nnx
 
 from dora_common.peft.layers import Outline
 from jax_dora.adapt.adapter import AdaptedWeight, site_of
-from jax_dora.adapt.sites import Site, sites
+from jax_dora.adapt.site import Site
+from jax_dora.adapt.sites import sites
 from jax_dora.adapt.tree import check_model, find_modules, named_in_errors
 from jax_dora.layers.registry import kind_of
 from jax_dora.layers.stack import Stack
