@@ -233,6 +233,8 @@ class DoRA(nn.Module):
     def _making(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls `run` with `model`; where that is to make adapters, the parameters that are there
         stay as they are: `nn.map_variables` writes them as it has changed them."""
+        if not self.is_mutable_collection("params"):
+            return run(self.bound.module, *args, **kwargs)
         given = traverse_util.flatten_dict(self.variables.get("params", {}))
         result = run(self.bound.module, *args, **kwargs)
         params = traverse_util.flatten_dict(self.variables.get("params", {}))
