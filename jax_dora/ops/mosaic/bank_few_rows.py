@@ -15,12 +15,11 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from jax_dora.ops.mosaic import bank_few_rows_expand, bank_few_rows_shrink, bank_rows, hopper
-from jax_dora.ops.mosaic.bank_rows_sizes import Member, Sizes, plan
+from jax_dora.ops.mosaic import bank_few_rows_expand, bank_few_rows_shrink, bank_rows
+from jax_dora.ops.mosaic.bank_rows_sizes import Member, call_of
 from jax_dora.ops.mosaic.hopper import TILE_K
 from jax_dora.ops.mosaic.launch import launcher
 
@@ -92,13 +91,7 @@ def launch(
     sm_count: int,
 ) -> tuple[jax.Array, ...]:
     """Returns y [rows, out] of each member; arguments are those of `bank_rows.launch`."""
-    (rows, in_features), rank = x.shape, members[0].lora_a.shape[1]
-    slots = slots or members[0].rank.shape[0]
-    sizes = Sizes(rows, in_features, slots, rank)
-    held = pl.cdiv(rows, hopper.ROW_ALIGNMENT) * hopper.ROW_ALIGNMENT
-    step = plan(ids, slots) if step is None else step
-    members = [one._replace(first=one.first.astype(jnp.int32).reshape(1)) for one in members]
-    x = hopper.pad(x, held, in_features)
-    parts = bank_few_rows_shrink.launch(x, members, step, sizes, config)
-    results = bank_few_rows_expand.launch(parts, members, step, sizes, config)
-    return tuple(y[:rows] for y in results)
+    call = call_of(x, members, ids, step, slots)
+    parts = bank_few_rows_shrink.launch(*call, config)
+    results = bank_few_rows_expand.launch(parts, *call[1:], config)
+    return tuple(y[: x.shape[0]] for y in results)

@@ -21,11 +21,17 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from jax_dora.ops.mosaic import bank_rows_expand, bank_rows_shrink, hopper
-from jax_dora.ops.mosaic.bank_rows_sizes import Config, Member, Sizes, config_of, padded, plan
+from jax_dora.ops.mosaic.bank_rows_sizes import (
+    Config,
+    Member,
+    Sizes,
+    call_of,
+    config_of,
+    padded,
+)
 from jax_dora.ops.mosaic.hopper import TILE_K
 from jax_dora.ops.mosaic.launch import launcher
 
@@ -98,18 +104,14 @@ def launch(
       step: `plan` of the ids; None to make it here.
       slots: of the layer; by default all that members have.
     """
-    (rows, in_features), rank = x.shape, members[0].lora_a.shape[1]
-    slots = slots or members[0].rank.shape[0]
-    sizes = Sizes(rows, in_features, slots, rank)
-    held = pl.cdiv(rows, hopper.ROW_ALIGNMENT) * hopper.ROW_ALIGNMENT
-    step = plan(ids, slots) if step is None else step
-    members = [one._replace(first=one.first.astype(jnp.int32).reshape(1)) for one in members]
-    parts = bank_rows_shrink.launch(hopper.pad(x, held, in_features), members, step, sizes, config)
-    safe = jnp.pad(jnp.clip(ids, 0, slots - 1), (0, held - rows))
-    ranks = jnp.stack([one.rank[one.first + safe] for one in members])[..., None]
+    call = call_of(x, members, ids, step, slots)
+    (held, _), sizes = call.x.shape, call.sizes
+    parts = bank_rows_shrink.launch(*call, config)
+    safe = jnp.pad(jnp.clip(ids, 0, sizes.slots - 1), (0, held - sizes.rows))
+    ranks = jnp.stack([one.rank[one.first + safe] for one in call.members])[..., None]
     # Before the sum, so that XLA takes both in one kernel.
     parts = jnp.where(lax.broadcasted_iota(jnp.int32, parts.shape, 3) < ranks[None], parts, 0)
     z = jnp.sum(parts, axis=0)
-    z = jnp.pad(z, ((0, 0), (0, 0), (0, padded(rank) - rank))).astype(x.dtype)
-    results = bank_rows_expand.launch(z, members, step, sizes, config)
-    return tuple(y[:rows] for y in results)
+    z = jnp.pad(z, ((0, 0), (0, 0), (0, padded(sizes.rank) - sizes.rank))).astype(x.dtype)
+    results = bank_rows_expand.launch(z, *call[1:], config)
+    return tuple(y[: sizes.rows] for y in results)

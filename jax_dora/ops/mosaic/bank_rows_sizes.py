@@ -1,6 +1,7 @@
 """What the kernels of `bank_rows` share: sizes, launch knobs and the plan of a step."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from jax_dora.ops.choose import HOPPER_SM_COUNT
-from jax_dora.ops.mosaic.hopper import RESERVED, SHARED_MEMORY, TILE_K
+from jax_dora.ops.mosaic.hopper import RESERVED, ROW_ALIGNMENT, SHARED_MEMORY, TILE_K, pad
 
 # Of one instruction.
 TILE_ROWS = 64
@@ -126,3 +127,32 @@ class Member(NamedTuple):
     lora_b: jax.Array
     rank: jax.Array
     first: jax.Array
+
+
+class Call(NamedTuple):
+    """A launch's operands as its kernels take them: x of padded rows, members whose `first` is
+    i32[1], the plan of the step, and the sizes without the padding."""
+
+    x: jax.Array
+    members: list[Member]
+    plan: jax.Array
+    sizes: Sizes
+
+
+def call_of(
+    x: jax.Array,
+    members: Sequence[Member],
+    ids: jax.Array,
+    step: jax.Array | None,
+    slots: int | None,
+) -> Call:
+    """Returns a launch's operands; arguments are those of `bank_rows.launch`."""
+    (rows, in_features), rank = x.shape, members[0].lora_a.shape[1]
+    slots = slots or members[0].rank.shape[0]
+    held = pl.cdiv(rows, ROW_ALIGNMENT) * ROW_ALIGNMENT
+    return Call(
+        pad(x, held, in_features),
+        [one._replace(first=one.first.astype(jnp.int32).reshape(1)) for one in members],
+        plan(ids, slots) if step is None else step,
+        Sizes(rows, in_features, slots, rank),
+    )

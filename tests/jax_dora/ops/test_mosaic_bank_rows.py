@@ -9,8 +9,9 @@ import pytest
 
 from jax_dora.ops.bank import bank_linear
 from jax_dora.ops.bank_slots import Slots, composed, rows_of
-from jax_dora.ops.mosaic import bank_few_rows, bank_rows
+from jax_dora.ops.mosaic import bank_few_rows, bank_rows, bank_rows_sizes
 from jax_dora.ops.mosaic.bank_rows import refuses
+from jax_dora.ops.mosaic.bank_rows_sizes import Member
 from jax_dora.ops.mosaic.hopper import RESERVED, SHARED_MEMORY
 from parity import tolerances
 from parity.oracle import fp64
@@ -49,7 +50,7 @@ def run(arrays, layer, *, slots=SLOTS, with_bias=True, kernel=bank_rows):
     call = (*x.shape, base.shape[1], slots, bank.lora_a.shape[1], x.dtype, bank.lora_a.dtype)
     assert kernel.refuses(*call) is None
     first = jnp.int32(layer * slots)
-    member = bank_rows.Member(bank.lora_a, bank.lora_b, bank.rank, first)
+    member = Member(bank.lora_a, bank.lora_b, bank.rank, first)
     knobs = {"config": kernel.config(*call), "sm_count": 132}
     (lora,) = kernel.launch(x, (member,), ids, slots=slots, **knobs)
     without = (np.asarray(ids) < 0) | (np.asarray(ids) >= slots)
@@ -126,7 +127,7 @@ def test_projections_of_one_x_are_what_each_is_alone(on_mosaic, kernel):
     )
     (x, ids), slots = one[1::2], SLOTS
     members = [
-        bank_rows.Member(bank.lora_a, bank.lora_b, bank.rank, jnp.int32(layer * slots))
+        Member(bank.lora_a, bank.lora_b, bank.rank, jnp.int32(layer * slots))
         for layer, (_, _, bank, _, _) in enumerate((one, other))
     ]
 
@@ -145,7 +146,7 @@ def test_projections_of_one_x_are_what_each_is_alone(on_mosaic, kernel):
 
 def test_a_plan_names_each_slot_in_use_once():
     ids = jnp.asarray([5, -1, 2, 5] + [8] * 61 + [2, 7], jnp.int32)
-    plan = np.asarray(bank_rows.plan(ids, SLOTS))
+    plan = np.asarray(bank_rows_sizes.plan(ids, SLOTS))
     count, head, tail = plan[0], plan[1:64], plan[64:]
     assert head[:count].tolist() == [2, 5, 7]
     assert tail[:67].tolist() == [1, -1, 0, 1] + [-2] * 61 + [0, 2]
