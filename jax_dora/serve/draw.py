@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_dora.serve.request import TOP_LOGPROBS
@@ -22,12 +23,30 @@ class Wishes(NamedTuple):
     top_p: jax.Array  # f32[rows]
     logprobs: jax.Array  # bool[rows]
 
-    def of(self, rows: jax.Array) -> "Wishes":
-        """Returns the wishes of some rows; a row that does not exist asks for the base and the
-        likeliest token."""
-        take = {"mode": "fill", "fill_value": 0}
-        adapters = self.adapters.at[rows].get(mode="fill", fill_value=-1)
-        return Wishes(adapters, *(one.at[rows].get(**take) for one in self[1:]))
+
+class Asked(NamedTuple):
+    """What some row of a batch asks for; the rest need not be computed.
+
+    The host knows it, and picks the program: it would have to wait for the device's word before
+    it can launch what a condition in a program chooses.
+    """
+
+    samples: bool
+    top_p: bool
+    logprobs: bool
+
+    @classmethod
+    def by(cls, wishes: Wishes) -> "Asked":
+        """Returns what these wishes, numpy's arrays, ask for."""
+        samples = np.asarray(wishes.temperatures) > 0
+        some = samples.any(), (samples & (np.asarray(wishes.top_p) < 1)).any()
+        return cls(*map(bool, (*some, np.asarray(wishes.logprobs).any())))
+
+    @classmethod
+    def all(cls) -> "tuple[Asked, ...]":
+        """Returns whatever can be asked for."""
+        drawn = (False, False), (True, False), (True, True)
+        return tuple(cls(*one, logprobs) for one in drawn for logprobs in (False, True))
 
 
 class Drawn(NamedTuple):
@@ -40,35 +59,28 @@ class Drawn(NamedTuple):
     their_logprobs: jax.Array  # f32[rows, TOP_LOGPROBS]
 
 
-def draw(logits: jax.Array, wishes: Wishes, positions: jax.Array) -> Drawn:
+def draw(logits: jax.Array, wishes: Wishes, positions: jax.Array, asked: Asked) -> Drawn:
     """Returns the next tokens from logits [rows, vocab], for these places i32[rows]."""
     logits = logits.astype(jnp.float32)
-    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    samples = wishes.temperatures > 0
-    sampled = lax.cond(
-        jnp.any(samples), lambda: _sample(logits, wishes, positions), lambda: jnp.zeros_like(best)
-    )
-    tokens = jnp.where(samples, sampled, best)
-    told = lax.cond(
-        jnp.any(wishes.logprobs), lambda: _logprobs(logits, tokens), lambda: _no_logprobs(logits)
-    )
+    tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if asked.samples:
+        sampled = _sample(logits, wishes, positions, asked.top_p)
+        tokens = jnp.where(wishes.temperatures > 0, sampled, tokens)
+    told = _logprobs(logits, tokens) if asked.logprobs else _no_logprobs(logits)
     return Drawn(tokens, jnp.all(jnp.isfinite(logits), axis=-1), *told)
 
 
-def _sample(logits: jax.Array, wishes: Wishes, positions: jax.Array) -> jax.Array:
+def _sample(logits: jax.Array, wishes: Wishes, positions: jax.Array, by_top_p: bool) -> jax.Array:
     temperatures = jnp.where(wishes.temperatures > 0, wishes.temperatures, 1.0)[:, None]
     # From the highest down, so that no temperature makes two infinities of them.
     logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperatures
-    top_p = wishes.top_p[:, None]
-    least = lax.cond(
-        jnp.any((wishes.temperatures > 0) & (wishes.top_p < 1)),
-        lambda: jnp.where(top_p < 1, _least_kept(logits, top_p), -jnp.inf),
-        lambda: jnp.full_like(top_p, -jnp.inf),
-    )
-    kept = jnp.where(logits >= least, logits, -jnp.inf)
+    if by_top_p:
+        top_p = wishes.top_p[:, None]
+        least = jnp.where(top_p < 1, _least_kept(logits, top_p), -jnp.inf)
+        logits = jnp.where(logits >= least, logits, -jnp.inf)
     keys = jax.random.wrap_key_data(wishes.seeds, impl="threefry2x32")
     keys = jax.vmap(jax.random.fold_in)(keys, positions)
-    return jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
+    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
 
 def _least_kept(logits: jax.Array, top_p: jax.Array) -> jax.Array:

@@ -195,7 +195,7 @@ class Engine:
             one.read += len(piece)
         drawn = self._slots.read(parts, width)
         self.metrics.prompt_tokens.inc(sum(len(part.tokens) for part in parts))
-        begun = [(place, one) for place, one in enumerate(alike) if not one.left]
+        begun = [(one.row, one) for one in alike if not one.left]
         for _, one in begun:
             one.launched = 1
         if begun:
@@ -211,21 +211,21 @@ class Engine:
         yield drawn, going
 
     def _say(self, drawn: Drawn, answers: list[tuple[int, Answer]]) -> None:
-        going = [(place, one) for place, one in answers if not one.is_over]
+        going = [(row, one) for row, one in answers if not one.is_over]
         if not going:
             return
         tokens, finite = np.asarray(drawn.tokens), np.asarray(drawn.finite)
         told = None
         if any(one.request.style.logprobs is not None for _, one in going):
             told = jax.device_get(drawn[2:])
-        for place, one in going:
-            if finite[place]:
-                self._add(one, int(tokens[place]), place, told)
+        for row, one in going:
+            if finite[row]:
+                self._add(one, int(tokens[row]), row, told)
             else:
                 error = "the model's logits are not finite; is its adapter sound?"
                 self._end(one, Piece(finish="error", error=error))
 
-    def _add(self, answer: Answer, token: int, place: int, told: Any) -> None:
+    def _add(self, answer: Answer, token: int, row: int, told: Any) -> None:
         request = answer.request
         if not answer.drawn:
             self.metrics.first_token.observe(time.monotonic() - request.asked)
@@ -235,7 +235,7 @@ class Engine:
         answer.drawn += 1
         self.metrics.tokens.inc()
         text = answer.stream.add(token)
-        tokens = (_token(token, place, request.style.logprobs, told),)
+        tokens = (_token(token, row, request.style.logprobs, told),)
         if answer.stream.stopped:
             self._end(answer, Piece(text, tokens, "stop"))
         elif answer.drawn == request.max_tokens:
@@ -259,13 +259,13 @@ class Engine:
         answer.request.sink(piece)
 
 
-def _token(token: int, place: int, count: int | None, told: Any) -> Token:
+def _token(token: int, row: int, count: int | None, told: Any) -> Token:
     if count is None:
         return Token(token, float("nan"))
     logprobs, likeliest, theirs = told
-    pairs = zip(likeliest[place, :count], theirs[place, :count], strict=True)
+    pairs = zip(likeliest[row, :count], theirs[row, :count], strict=True)
     return Token(
         token,
-        float(logprobs[place]),
+        float(logprobs[row]),
         tuple(Token(int(one), float(logprob)) for one, logprob in pairs),
     )

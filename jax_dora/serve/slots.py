@@ -1,9 +1,10 @@
-"""The arrays that a server computes on, and the two programs that it consists of.
+"""The arrays that a server computes on, and the programs that it consists of.
 
 A row of the cache is a slot for one request. `read` adds a piece of prompts to some rows, `step`
-draws the next token of every row that is going. All shapes are fixed when this is made: a row's
-result depends on the program and on the row, never on the others', and nothing is compiled after
-`warm_up`.
+the latest token of every row that is going; a program of its own then draws each row's next token,
+so that what requests ask for changes nothing of how logits are computed. All shapes are fixed when
+this is made: a row's result depends on the program and on the row, never on the others', and
+nothing is compiled after `warm_up`.
 """
 
 import dataclasses
@@ -20,8 +21,8 @@ from flax import nnx
 import jax_dora
 from jax_dora.bank import DECODING_OPTIONS
 from jax_dora.bank.residents import Residents
-from jax_dora.models import Cache, CausalLM, DecoderConfig, make_cache
-from jax_dora.serve.draw import Drawn, Wishes, draw
+from jax_dora.models import Cache, CausalLM, DecoderConfig, DecoderSharding, make_cache
+from jax_dora.serve.draw import Asked, Drawn, Wishes, draw
 from jax_dora.serve.request import Request
 
 # The layers' projections; a head and an embedding have no adapters here.
@@ -55,6 +56,18 @@ class Part(NamedTuple):
     begin: int
 
 
+class Logits(NamedTuple):
+    """What the next tokens are drawn from, a row of the cache each; those not `active` are zeros,
+    or of no meaning."""
+
+    values: jax.Array  # [rows, vocab]
+    positions: jax.Array  # i32[rows]: of the tokens that are drawn, in their texts
+    active: jax.Array  # i32[rows]
+
+
+Program = Callable[..., tuple[Logits, Cache]]
+
+
 class Slots:
     """The rows, on the device.
 
@@ -70,7 +83,9 @@ class Slots:
         their prompts are read at a time."""
         model = nnx.merge(*nnx.split(model))
         model.eval()
-        self._graphdef, self._state = nnx.split(model)
+        graphdef, self._state = nnx.split(model)
+        self._read, self._step = _programs(graphdef)
+        self._sharding = model.config.sharding
         self._bank = bank
         self.rows, self.capacity = rows, capacity
         chunk = min(chunk, capacity)
@@ -78,7 +93,7 @@ class Slots:
         self.together = {width: min(chunk // width, rows) for width in self.widths}
         self._cache, self._tokens = _empty(model.config, rows, capacity)
         self._host = _no_wishes(rows)
-        self._wishes: Wishes | None = None
+        self._wishes: tuple[Asked, Wishes] | None = None
         self._going: tuple[int, ...] | None = None
 
     def width(self, left: int) -> int:
@@ -106,7 +121,7 @@ class Slots:
         self._cache = _wipe(self._cache, np.int32(row))
 
     def read(self, parts: Sequence[Part], width: int) -> Drawn:
-        """Reads pieces of prompts and draws the token after each, one a part."""
+        """Reads pieces of prompts and draws the token after each."""
         count = self.together[width]
         tokens = np.zeros((count, width), np.int32)
         # A row that there is not: padding.
@@ -114,7 +129,7 @@ class Slots:
         for number, part in enumerate(parts):
             tokens[number, : len(part.tokens)] = part.tokens
             places[:, number] = part.row, len(part.tokens), part.begin
-        return self._run(_read, tokens, places)
+        return self._run(self._read, tokens, places)
 
     def step(self, going: Iterable[int]) -> Drawn:
         """Draws the next token of these rows; what is drawn for other rows has no meaning."""
@@ -123,24 +138,43 @@ class Slots:
             active = np.zeros((self.rows,), np.int32)
             active[list(rows)] = 1
             self._going, self._active = rows, jnp.array(active)
-        return self._run(_step, self._active)
+        return self._run(self._step, self._tokens, self._active)
 
     def warm_up(self) -> None:
         """Compiles every program, by calls for rows that do not exist."""
         for width in self.widths:
             self.read((), width)
-        self.step(())
+        wishes = self._wished()[1]
+        for asked in Asked.all():
+            self._wishes = asked, wishes
+            self.step(())
         self.give_up(0)
         jax.block_until_ready(self._cache)
 
-    def _run(self, program: Callable[..., Any], *given: Any) -> Drawn:
+    def _wished(self) -> tuple[Asked, Wishes]:
         if self._wishes is None:
             # Copies: the host's go on changing.
-            self._wishes = Wishes(*(jnp.array(one) for one in self._host))
+            copies = Wishes(*(one.copy() for one in self._host))
+            self._wishes = Asked.by(copies), jax.device_put(copies)
+        return self._wishes
+
+    def _run(self, program: Callable[..., tuple[Logits, Cache]], *given: Any) -> Drawn:
+        asked, wishes = self._wished()
         bank = None if self._bank is None else self._bank.bank
-        rows = self._cache, self._tokens, self._wishes
-        drawn, self._cache, self._tokens = program(self._graphdef, self._state, bank, *rows, *given)
+        logits, self._cache = program(self._state, bank, self._cache, wishes.adapters, *given)
+        drawn, self._tokens = _draw(self._sharding, asked, logits, wishes, self._tokens)
         return drawn
+
+
+@functools.cache
+def _programs(graphdef: nnx.GraphDef[CausalLM]) -> tuple[Program, Program]:
+    """Returns what reads prompts and what takes a step, of one model: to compare its definition
+    with others' in every call took a tenth of the host's time."""
+    read, step = (functools.partial(function, graphdef) for function in (_read, _step))
+    return (
+        jax.jit(read, donate_argnums=2),
+        jax.jit(step, donate_argnums=2, compiler_options=DECODING_OPTIONS),
+    )
 
 
 def _widths(chunk: int) -> Iterable[int]:
@@ -167,13 +201,12 @@ def _no_wishes(rows: int) -> Wishes:
 def _empty(config: DecoderConfig, rows: int, capacity: int) -> tuple[Cache, jax.Array]:
     """Returns an empty cache, and the latest token of each row."""
     cache, latest = make_cache(config, rows, capacity), jnp.zeros((rows,), jnp.int32)
-    return _placed(config, cache, latest)
+    return _placed(config.sharding, cache, latest)
 
 
-def _placed(config: DecoderConfig, *results: Any) -> Any:
+def _placed(sharding: DecoderSharding | None, *results: Any) -> Any:
     """Returns a program's results where the next program takes them: keys and values with their
     heads, the rest on every device."""
-    sharding = config.sharding
     if sharding is None:
         return results
     heads, everywhere = cast(Any, (sharding.heads, sharding.everywhere))
@@ -182,54 +215,65 @@ def _placed(config: DecoderConfig, *results: Any) -> Any:
     return jax.lax.with_sharding_constraint(results, places)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=(3, 4))
 def _read(
     graphdef: nnx.GraphDef[CausalLM],
     state: nnx.State,
     bank: Any,
     cache: Cache,
-    latest: jax.Array,
-    wishes: Wishes,
+    adapters: jax.Array,
     tokens: jax.Array,
     places: jax.Array,
-) -> tuple[Drawn, Cache, jax.Array]:
+) -> tuple[Logits, Cache]:
     """Reads tokens [parts, width]; places i32[3, parts] are their rows, counts and beginnings."""
     rows, counts, begins = places
-    wishes = wishes.of(rows)
+    every = cache.lengths.shape[0]
     # Padding has the first part's: a row of the base would have XLA multiply beside the kernels.
-    adapters = jnp.where(rows < cache.lengths.shape[0], wishes.adapters, wishes.adapters[:1])
+    adapters = adapters[jnp.where(rows < every, rows, rows[:1])]
     model = nnx.merge(graphdef, state)
     model = model if bank is None else jax_dora.with_bank(model, bank, adapters)
     cache = cache._replace(lengths=cache.lengths.at[rows].set(begins, mode="drop"))
     hidden, cache = model.extend(tokens, cache, counts, rows)
     last = jnp.maximum(counts - 1, 0)[:, None, None]
-    hidden = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
-    drawn = draw(model.logits(hidden), wishes, begins + counts)
-    latest = latest.at[rows].set(drawn.tokens, mode="drop")
-    return _placed(model.config, drawn, cache, latest)
+    logits = model.logits(jnp.take_along_axis(hidden, last, axis=1)[:, 0])
+
+    def in_rows(values: jax.Array) -> jax.Array:
+        of_all = jnp.zeros((every, *values.shape[1:]), values.dtype)
+        return of_all.at[rows].set(values, mode="drop")
+
+    read = Logits(*map(in_rows, (logits, begins + counts, jnp.ones_like(counts))))
+    return _placed(model.config.sharding, read, cache)
 
 
-@functools.partial(
-    jax.jit, static_argnums=0, donate_argnums=(3, 4), compiler_options=DECODING_OPTIONS
-)
 def _step(
     graphdef: nnx.GraphDef[CausalLM],
     state: nnx.State,
     bank: Any,
     cache: Cache,
+    adapters: jax.Array,
     latest: jax.Array,
-    wishes: Wishes,
     active: jax.Array,
-) -> tuple[Drawn, Cache, jax.Array]:
-    adapters = jnp.where(active > 0, wishes.adapters, -1)
+) -> tuple[Logits, Cache]:
+    adapters = jnp.where(active > 0, adapters, -1)
     model = nnx.merge(graphdef, state)
     # A loop would copy the weights of each layer out of their stack, for one token to read them.
     model.model.config = dataclasses.replace(model.config, unroll=True)
     model = model if bank is None else jax_dora.with_bank(model, bank, adapters)
     hidden, cache = model.extend(latest[:, None], cache, active)
-    drawn = draw(model.logits(hidden[:, 0]), wishes, cache.lengths)
-    latest = jnp.where(active > 0, drawn.tokens, latest)
-    return _placed(model.config, drawn, cache, latest)
+    logits = Logits(model.logits(hidden[:, 0]), cache.lengths, active)
+    return _placed(model.config.sharding, logits, cache)
+
+
+@functools.partial(jax.jit, static_argnums=range(2), donate_argnums=4)
+def _draw(
+    sharding: DecoderSharding | None,
+    asked: Asked,
+    logits: Logits,
+    wishes: Wishes,
+    latest: jax.Array,
+) -> tuple[Drawn, jax.Array]:
+    """Returns what is drawn for every row, and the latest token of each."""
+    drawn = draw(logits.values, wishes, logits.positions, asked)
+    return _placed(sharding, drawn, jnp.where(logits.active > 0, drawn.tokens, latest))
 
 
 @functools.partial(jax.jit, donate_argnums=0)

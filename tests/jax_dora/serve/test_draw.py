@@ -8,10 +8,14 @@ import torch
 import transformers
 
 from jax_dora.serve import draw as module
-from jax_dora.serve.draw import Wishes
+from jax_dora.serve.draw import Asked, Wishes
 from tests.tables import thinned
 
-draw = jax.jit(module.draw)
+program = jax.jit(module.draw, static_argnums=3)
+
+
+def draw(logits, wishes, places):
+    return program(logits, wishes, places, Asked.by(wishes))
 
 
 def wishes(count, temperature=0.0, top_p=1.0, seeds=None, logprobs=False):
@@ -46,7 +50,7 @@ def test_a_row_is_drawn_the_same_in_any_company():
     logits = jnp.asarray(np.random.default_rng(1).standard_normal((3, 400), np.float32))
     places = jnp.array([5, 5, 9], jnp.int32)
     alone = draw(logits, wishes(3, temperature=0.9), places).tokens
-    # The others become greedy, or have a top_p and probabilities, which takes the other branches.
+    # The others become greedy, or have a top_p and probabilities, which takes other programs.
     for others in (
         wishes(3),
         wishes(3, temperature=2.0, top_p=0.5),

@@ -22,7 +22,7 @@ def answers(slots, adapters):
         parts.append(Part(row, prompt, 0))
     texts = [[] for _ in PROMPTS]
     for row, part in enumerate(parts):
-        texts[row].append(int(slots.read([part], 16).tokens[0]))
+        texts[row].append(int(slots.read([part], 16).tokens[row]))
     for _ in range(COUNT - 1):
         drawn = slots.step(range(3)).tokens
         for row, text in enumerate(texts):
