@@ -34,11 +34,11 @@ def served() -> Figure:
     """Draws what the server's engine answers with, and after how long, over how many adapters."""
     figure, both = panels(2)
     labels = {"tokens_per_s": "tokens/s", "first_token_ms": "ms to the first token, median"}
-    base = row("serve", "h200", kind="base")
+    base = row("serve", "h100", kind="base")
     for axes, (name, label) in zip(both, labels.items(), strict=True):
         axes.axhline(base[name], linestyle=STYLES["base"], color=COLORS["base"], label="base")
         for kind in ("LoRA", "DoRA"):
-            found = rows("serve", "h200", kind=kind)
+            found = rows("serve", "h100", kind=kind)
             _draw(axes, kind, [one["adapters"] for one in found], [one[name] for one in found])
         axes.set(xlabel="adapters", ylabel=label, ylim=(0, None))
     return figure

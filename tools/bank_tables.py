@@ -82,11 +82,11 @@ def bank_growth() -> str:
 
 def bank_served() -> str:
     """Returns the tokens a second that the server's engine answers with."""
-    base = row("serve", "h200", kind="base")["tokens_per_s"]
+    base = row("serve", "h100", kind="base")["tokens_per_s"]
 
     def cell(count: int, column: tuple[str, str]) -> str:
         kind, name = column
-        value = row("serve", "h200", kind=kind, adapters=count)[name]
+        value = row("serve", "h100", kind=kind, adapters=count)[name]
         return f"{value:,.0f}" if name == "tokens_per_s" else f"{value:.2f}"
 
     columns = {
@@ -95,7 +95,7 @@ def bank_served() -> str:
         for told, name in (("tokens/s", "tokens_per_s"), ("of the base's", "of_base"))
     }
     counts = {
-        f"{line['adapters']}": line["adapters"] for line in rows("serve", "h200", kind="DoRA")
+        f"{line['adapters']}": line["adapters"] for line in rows("serve", "h100", kind="DoRA")
     }
     return grid(f"adapters (base: {base:,.0f} tokens/s)", counts, columns, cell)
 
