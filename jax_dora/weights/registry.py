@@ -175,30 +175,25 @@ _TUNIX = tuple(
     f"tunix.models.{name}.model"
     for name in ("qwen2", "qwen3", "llama3", "gemma", "gemma3", "gemma4")
 )
+_BONSAI = tuple(f"bonsai.models.{name}.modeling" for name in ("llada", "qwen3_vl"))
 
-# Layers of public model libraries, none of which is imported: class, parameter, axes, whether
-# "all-linear" means it.
+# Layers of public model libraries, none of which is imported: class, parameters, axes, whether
+# "all-linear" means them.
 _KNOWN: tuple[tuple[str, str, Any, bool], ...] = (
     *((f"{model}.Einsum", "w", _einsum, True) for model in _TUNIX),
     *((f"{model}.Embedder", "input_embedding", "io", False) for model in _TUNIX),
-    ("tunix.models.qwen3.model.MoELayer", "gate_proj", "bio", True),
-    ("tunix.models.qwen3.model.MoELayer", "up_proj", "bio", True),
-    ("tunix.models.qwen3.model.MoELayer", "down_proj", "bio", True),
+    ("tunix.models.qwen3.model.MoELayer", "gate_proj up_proj down_proj", "bio", True),
     ("tunix.models.gemma4.moe.MoERagged", "router_logits", "io", True),
     ("tunix.models.gemma4.moe.MoERagged", "gating_einsum", "booi", True),
     ("tunix.models.gemma4.moe.MoERagged", "linear", "bio", True),
     ("maxtext.layers.linears.DenseGeneral", "kernel", _dense_general, True),
     ("maxtext.layers.embeddings.Embed", "embedding", "io", False),
     ("maxtext.layers.moe.GateLogit", "kernel", "io", True),
-    ("maxtext.layers.moe.RoutedMoE", "wi", "bio", True),
-    ("maxtext.layers.moe.RoutedMoE", "wi_0", "bio", True),
-    ("maxtext.layers.moe.RoutedMoE", "wi_1", "bio", True),
-    ("maxtext.layers.moe.RoutedMoE", "wo", "bio", True),
-    ("bonsai.models.llada.modeling.ShardedLinear", "kernel", "io", True),
-    ("bonsai.models.llada.modeling.ShardedEmbedding", "embedding", "io", False),
-    ("bonsai.models.qwen3_vl.modeling.ShardedLinear", "kernel", "io", True),
-    ("bonsai.models.qwen3_vl.modeling.ShardedEmbedding", "embedding", "io", False),
+    ("maxtext.layers.moe.RoutedMoE", "wi wi_0 wi_1 wo", "bio", True),
+    *((f"{model}.ShardedLinear", "kernel", "io", True) for model in _BONSAI),
+    *((f"{model}.ShardedEmbedding", "embedding", "io", False) for model in _BONSAI),
 )
 
-for _name, _param, _axes, _linear in _KNOWN:
-    register(_name, param=_param, axes=_axes, linear=_linear)
+for _name, _params, _axes, _linear in _KNOWN:
+    for _param in _params.split():
+        register(_name, param=_param, axes=_axes, linear=_linear)
