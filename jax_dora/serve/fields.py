@@ -9,15 +9,16 @@ from jax_dora.serve.request import TOP_LOGPROBS, Style
 
 STOPS, STOP_LENGTH = 4, 256
 # Values of what is not there that ask for nothing.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+type Neutral = dict[str, tuple[Any, ...]]
+NEUTRAL: Neutral = {
     "n": (1,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
     "service_tier": ("auto", "default"),
 }
-NEUTRAL_COMPLETION = {"best_of": (1,), "echo": (False,), "suffix": ("",)}
-NEUTRAL_CHAT = {
+NEUTRAL_COMPLETION: Neutral = {"best_of": (1,), "echo": (False,), "suffix": ("",)}
+NEUTRAL_CHAT: Neutral = {
     "tools": ([],),
     "tool_choice": ("none",),
     "functions": ([],),
@@ -29,9 +30,6 @@ NEUTRAL_CHAT = {
 }
 # Who asks, and their notes: nothing follows from them.
 FREE = {"user": str, "safety_identifier": str, "prompt_cache_key": str, "metadata": dict}
-READ = frozenset(
-    "model max_tokens temperature top_p seed stop stream stream_options logprobs".split()
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,74 +43,75 @@ class Fields:
     include_usage: bool
 
 
-def completion(body: dict[str, Any]) -> tuple[Fields, str | list[int]]:
-    body = _given(body, READ | {"prompt"}, NEUTRAL | NEUTRAL_COMPLETION)
-    prompt = body.get("prompt")
+def completion(body: Any) -> tuple[Fields, str | list[int]]:
+    body = _given(body)
+    prompt = body.pop("prompt", None)
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     is_tokens = isinstance(prompt, list) and all(_is_int(one) for one in prompt)
     if not (isinstance(prompt, str) or is_tokens) or not prompt:
         raise wrong("prompt", prompt, "one text, or one list of tokens; several are not supported")
     logprobs = _whole(body, "logprobs", 0, TOP_LOGPROBS)
-    max_tokens = _whole(body, "max_tokens", 1, 2**31 - 1)
-    # OpenAI's, which surprises; but so do answers that end elsewhere than theirs.
-    return _fields(body, 16 if max_tokens is None else max_tokens, logprobs), prompt
+    # OpenAI's 16, which surprises; but so do answers that end elsewhere than theirs.
+    max_tokens = _whole(body, "max_tokens", 1, 2**31 - 1) or 16
+    return _fields(body, max_tokens, logprobs, NEUTRAL_COMPLETION), prompt
 
 
-def chat(body: dict[str, Any]) -> tuple[Fields, list[dict[str, Any]]]:
-    own = {"messages", "max_completion_tokens", "top_logprobs"}
-    body = _given(body, READ | own, NEUTRAL | NEUTRAL_CHAT)
-    messages = body.get("messages")
+def chat(body: Any) -> tuple[Fields, list[dict[str, Any]]]:
+    body = _given(body)
+    messages = body.pop("messages", None)
     if not isinstance(messages, list) or not messages:
         raise wrong("messages", messages, "a list of one or more")
     asks = _flag(body, "logprobs")
     logprobs = _whole(body, "top_logprobs", 0, TOP_LOGPROBS)
     if logprobs is not None and not asks:
-        raise wrong("logprobs", body.get("logprobs"), "true beside top_logprobs")
-    counts = [
-        count
-        for name in ("max_completion_tokens", "max_tokens")
-        if (count := _whole(body, name, 1, 2**31 - 1)) is not None
-    ]
-    told = (logprobs or 0) if asks else None
-    return _fields(body, min(counts, default=None), told), [_message(one) for one in messages]
+        raise wrong("logprobs", asks, "true beside top_logprobs")
+    limits = [_whole(body, name, 1, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens")]
+    max_tokens = min(filter(None, limits), default=None)
+    fields = _fields(body, max_tokens, (logprobs or 0) if asks else None, NEUTRAL_CHAT)
+    return fields, [_message(one) for one in messages]
 
 
-def _fields(body: dict[str, Any], max_tokens: int | None, logprobs: int | None) -> Fields:
-    model = body.get("model")
+def _fields(
+    body: dict[str, Any], max_tokens: int | None, logprobs: int | None, neutral: Neutral
+) -> Fields:
+    """Reads what both kinds of requests have, of a body whose other fields have been taken."""
+    model = body.pop("model", None)
     if not isinstance(model, str):
         raise wrong("model", model, "the name of a model, as /v1/models lists them")
-    stream, options = _flag(body, "stream"), body.get("stream_options", {})
+    stream, options = _flag(body, "stream"), body.pop("stream_options", {})
     if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
         raise wrong("stream_options", options, "an object with include_usage")
     if options and not stream:
         raise wrong("stream_options", options, "it beside stream alone")
     seed = _whole(body, "seed", -(2**63), 2**63 - 1)
-    return Fields(
+    fields = Fields(
         model=model,
         max_tokens=max_tokens,
         style=Style(
             temperature=_number(body, "temperature", 0.0, 2.0, 1.0),
             top_p=_number(body, "top_p", 0.0, 1.0, 1.0, above=True),
             seed=secrets.randbits(64) if seed is None else seed % 2**64,
-            stop=_stops(body.get("stop")),
+            stop=_stops(body.pop("stop", None)),
             logprobs=logprobs,
         ),
         stream=stream,
         include_usage=_flag(options, "include_usage"),
     )
+    _refuse(body, NEUTRAL | neutral)
+    return fields
 
 
-def _given(
-    body: dict[str, Any], read: frozenset[str] | set[str], neutral: dict[str, tuple[Any, ...]]
-) -> dict[str, Any]:
-    """Returns the fields that are not null, of which all are known."""
+def _given(body: Any) -> dict[str, Any]:
+    """Returns the fields that are not null."""
     if not isinstance(body, dict):
         raise ApiError(400, f"the body is a {type(body).__name__}; expected a JSON object")
-    given = {name: value for name, value in body.items() if value is not None}
-    for name, value in given.items():
-        if name in read:
-            continue
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def _refuse(body: dict[str, Any], neutral: Neutral) -> None:
+    """Refuses the fields that nobody has taken, but for those that ask for nothing."""
+    for name, value in body.items():
         if name in FREE:
             if not isinstance(value, FREE[name]):
                 raise wrong(name, value, "a text" if FREE[name] is str else "an object")
@@ -120,12 +119,10 @@ def _given(
         if name not in neutral:
             raise ApiError(400, f"Unrecognized request argument: {name[:100]!r}", param=name[:100])
         # True is 1 in Python, and not in JSON.
-        if (value, isinstance(value, bool)) not in [
-            (x, isinstance(x, bool)) for x in neutral[name]
-        ]:
+        is_flag = isinstance(value, bool)
+        if not any(value == one and is_flag == isinstance(one, bool) for one in neutral[name]):
             expected = f"{neutral[name][0]!r} or nothing: more is not supported"
             raise wrong(name, value, expected)
-    return given
 
 
 def _message(message: Any) -> dict[str, Any]:
@@ -173,7 +170,7 @@ def _is_int(value: Any) -> bool:
 
 
 def _whole(body: dict[str, Any], name: str, least: int, most: int) -> int | None:
-    value = body.get(name)
+    value = body.pop(name, None)
     if value is None:
         return None
     if not _is_int(value) or not least <= value <= most:
@@ -184,7 +181,7 @@ def _whole(body: dict[str, Any], name: str, least: int, most: int) -> int | None
 def _number(
     body: dict[str, Any], name: str, least: float, most: float, otherwise: float, above=False
 ) -> float:
-    value = body.get(name, otherwise)
+    value = body.pop(name, otherwise)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not least <= value <= most or (above and value == least):
         raise wrong(name, value, f"a number {'above' if above else 'from'} {least} to {most}")
@@ -192,7 +189,7 @@ def _number(
 
 
 def _flag(body: dict[str, Any], name: str) -> bool:
-    value = body.get(name, False)
+    value = body.pop(name, False)
     if not isinstance(value, bool):
         raise wrong(name, value, "true or false")
     return value
