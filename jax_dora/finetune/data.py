@@ -16,8 +16,8 @@ class Example(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Packed examples, five arrays [..., time], as `next_token_loss` of `jax_dora.models` takes
-    them."""
+    """Packed examples, five arrays [..., time], by the names by which `next_token_loss` of
+    `jax_dora.models` takes them."""
 
     tokens: np.ndarray  # i32
     targets: np.ndarray  # i32

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from jax_dora.adapt.tree import find_dora_layers
 from jax_dora.finetune import processes
+from jax_dora.finetune.training import Parts
 from jax_dora.models import CausalLM, DecoderSharding, activations
 from jax_dora.ops.quantised import bits, is_quantised
 
@@ -29,34 +30,33 @@ def memory(plan: Plan) -> dict[str, int]:
     """Returns the bytes that a step holds on each device at its peak, by what they are for; about
     right, since XLA decides on the last of them."""
     config, args = plan.config, plan.args
-    adapters, frozen = _states(plan)
+    parts = Parts.of(plan.abstract_model)
     batch = args.batch // config.row_shards
-    # The sizes of the mesh's axes.
-    parts = {"fsdp": 1, "tp": 1} if plan.sharding is None else dict(plan.sharding.mesh.shape)
+    mesh = {"fsdp": 1, "tp": 1} if plan.sharding is None else dict(plan.sharding.mesh.shape)
     tokens, width = batch * args.length, jnp.dtype(config.dtype).itemsize
     heads = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
     scores = batch * config.num_attention_heads * args.length**2
     if plan.changes.get("attention") == "cudnn":
         scores = 0
-    inner = (heads + 3 * config.intermediate_size) // parts["tp"]
+    inner = (heads + 3 * config.intermediate_size) // mesh["tp"]
     shares = {
-        "base model": _nbytes(frozen, config.sharding),
+        "base model": _nbytes(parts.frozen, config.sharding),
         # Themselves, Adam's two moments, the sum of the gradients and one micro-batch's.
-        "adapters and optimizer": 5 * _nbytes(adapters, config.sharding),
+        "adapters and optimizer": 5 * _nbytes(parts.adapters, config.sharding),
         "inputs of the layers": config.num_hidden_layers * tokens * config.hidden_size * width,
         # Forward, then backward: each value and its gradient.
         "one layer again": 2 * tokens * (4 * config.hidden_size + inner) * width
-        + 3 * 4 * scores // parts["tp"],
+        + 3 * 4 * scores // mesh["tp"],
         "logits": 3 * 4 * min(tokens, LOSS_CHUNK) * config.vocab_size,
     }
-    kernels = filter(is_quantised, jax.tree.leaves(frozen, is_leaf=is_quantised))
+    kernels = filter(is_quantised, jax.tree.leaves(parts.frozen, is_leaf=is_quantised))
     if largest := max((math.prod(one.shape[-2:]) for one in kernels), default=0):
-        shares["a kernel, dequantised"] = width * largest // parts["tp"]
-    if parts["fsdp"] > 1:
+        shares["a kernel, dequantised"] = width * largest // mesh["tp"]
+    if mesh["fsdp"] > 1:
         # The largest that is whole where it is used: the head, or one layer's kernels.
         whole = plan.abstract_model
         layer = _nbytes(nnx.state(whole.model.layers, nnx.Param)) // config.num_hidden_layers
-        shares["gathered weights"] = max(layer // parts["tp"], _nbytes(nnx.state(whole.head())))
+        shares["gathered weights"] = max(layer // mesh["tp"], _nbytes(nnx.state(whole.head())))
     return shares
 
 
@@ -83,8 +83,8 @@ def free_memory(plan: Plan) -> float:
 
 def report(plan: Plan) -> Table:
     """Returns a table of parameters, data, steps and memory."""
-    adapters, frozen = _states(plan)
-    trained, rest = _size(adapters), _size(frozen)
+    parts = Parts.of(plan.abstract_model)
+    trained, rest = _size(parts.adapters), _size(parts.frozen)
     layers = [found.module for found in find_dora_layers(plan.abstract_model)]
     covered = sum(math.prod(layer.kernel_param.shape) for layer in layers)
     rows = plan.rows
@@ -117,11 +117,6 @@ def _told(plan: Plan) -> str:
     mesh = plan.sharding.mesh
     sizes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     return f"each of {mesh.size} × {kind} ({sizes})"
-
-
-def _states(plan: Plan) -> tuple[nnx.State, nnx.State]:
-    _, adapters, _, frozen = nnx.split(plan.abstract_model, nnx.LoRAParam, nnx.RngState, ...)
-    return adapters, frozen
 
 
 def _size(state: Any) -> int:

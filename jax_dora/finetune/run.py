@@ -41,7 +41,7 @@ class Run:
             # Every process compiles the same program, whatever its device has free.
             reading["memory"] = estimate.free_memory(plan) / activations.GIB
         model = plan.adapted(load_model(plan.folder, **reading))
-        self.parts = training.take_apart(model)
+        self.parts = training.Parts.of(model)
         self.state = self.optimizer.init(self.parts.adapters)
         if plan.sharding is not None:
             self.parts = self.parts._replace(moving=plan.sharding.placed(self.parts.moving))

@@ -5,7 +5,7 @@ as `nnx.jit` would, would copy the base model at every step.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ import jax_dora
 from jax_dora.finetune.data import Rows
 from jax_dora.models import CausalLM, DecoderSharding, next_token_loss
 from jax_dora.models.loss import Loss
+from jax_dora.models.model import for_inference
 
 
 class Parts(NamedTuple):
@@ -27,6 +28,10 @@ class Parts(NamedTuple):
     moving: nnx.State  # by the step: the dropout streams count
     frozen: nnx.State  # by nobody
 
+    @classmethod
+    def of(cls, model: CausalLM) -> Self:
+        return cls(*nnx.split(model, nnx.LoRAParam, nnx.RngState, ...))
+
     def model(self) -> CausalLM:
         return nnx.merge(self.graphdef, self.adapters, self.moving, self.frozen)
 
@@ -35,10 +40,6 @@ class Metrics(NamedTuple):
     loss: jax.Array  # f32[]: mean over the step's completion tokens
     gradient_norm: jax.Array  # f32[]
     finite: jax.Array  # bool[]: the loss, the gradient and the updated adapters
-
-
-def take_apart(model: CausalLM) -> Parts:
-    return Parts(*nnx.split(model, nnx.LoRAParam, nnx.RngState, ...))
 
 
 def make_optimizer(
@@ -77,7 +78,8 @@ def accumulate(
         # Copied: jax.grad hands over the variables of the trace around it, and streams count on.
         model = nnx.merge(graphdef, adapters, moving, frozen, copy=True)
         model = jax_dora.with_norms(model, norms)
-        return _loss(model, rows).total / weight, nnx.state(model, nnx.RngState)
+        total = next_token_loss(model, **rows._asdict()).total
+        return total / weight, nnx.state(model, nnx.RngState)
 
     def micro_step(carry, rows):
         total, gradients, moving = carry
@@ -120,7 +122,7 @@ def update(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _evaluate(graphdef: nnx.GraphDef[CausalLM], state: nnx.State, rows: Rows) -> Loss:
-    return _loss(nnx.merge(graphdef, state), rows)
+    return next_token_loss(nnx.merge(graphdef, state), **rows._asdict())
 
 
 def evaluate(model: CausalLM, rows: Rows, batch: int) -> float:
@@ -129,9 +131,7 @@ def evaluate(model: CausalLM, rows: Rows, batch: int) -> float:
     # Every batch is as large as the first, so that nothing is compiled twice.
     missing = -len(rows.tokens) % batch
     rows = Rows(*(np.pad(array, ((0, missing), (0, 0))) for array in rows))
-    model = nnx.merge(*nnx.split(model))
-    model.eval()
-    graphdef, state = nnx.split(model)
+    graphdef, state = for_inference(model)
     total = weight = 0.0
     for start in range(0, len(rows.tokens), batch):
         taken = rows.take(slice(start, start + batch))
@@ -140,14 +140,3 @@ def evaluate(model: CausalLM, rows: Rows, batch: int) -> float:
         loss = _evaluate(graphdef, state, taken)
         total, weight = total + float(loss.total), weight + float(loss.weight)
     return total / max(weight, 1.0)
-
-
-def _loss(model: CausalLM, rows: Any) -> Loss:
-    return next_token_loss(
-        model,
-        rows.tokens,
-        rows.targets,
-        rows.weights,
-        positions=rows.positions,
-        segment_ids=rows.segment_ids,
-    )

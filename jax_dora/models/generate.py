@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from jax_dora.models.cache import Cache, make_cache
-from jax_dora.models.model import CausalLM
+from jax_dora.models.model import CausalLM, for_inference
 
 # Capacities are multiples of this, so that prompts of similar lengths share a compiled program.
 _BLOCK = 64
@@ -94,9 +94,7 @@ def generate_steps(
     if odd := [token for prompt in prompts for token in prompt if not 0 <= token < size]:
         raise ValueError(f"prompts have token {odd[0]}; expected 0 to {size - 1}")
     sampling = sampling or Sampling()
-    model = nnx.merge(*nnx.split(model))
-    model.eval()
-    graphdef, state = nnx.split(model)
+    graphdef, state = for_inference(model)
     longest = max(map(len, prompts))
     padded = np.zeros((len(prompts), math.ceil(longest / _BLOCK) * _BLOCK), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):

@@ -207,6 +207,13 @@ def logits_of(head: Any, hidden: jax.Array) -> jax.Array:
     return head.attend(hidden) if isinstance(head, nnx.Embed) else head(hidden)
 
 
+def for_inference(model: CausalLM) -> tuple[nnx.GraphDef[CausalLM], nnx.State]:
+    """Returns a model without dropout, taken apart; `model` itself stays as it is."""
+    model = nnx.merge(*nnx.split(model))
+    model.eval()
+    return nnx.split(model)
+
+
 def make_model(
     config: DecoderConfig, *, linear: MakeLinear = nnx.Linear, seed: int = 0
 ) -> CausalLM:

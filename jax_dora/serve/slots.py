@@ -22,6 +22,7 @@ import jax_dora
 from jax_dora.bank import DECODING_OPTIONS
 from jax_dora.bank.residents import Residents
 from jax_dora.models import Cache, CausalLM, DecoderConfig, DecoderSharding, make_cache
+from jax_dora.models.model import for_inference
 from jax_dora.serve.draw import Asked, Drawn, Wishes, draw
 from jax_dora.serve.request import Request
 
@@ -81,9 +82,7 @@ class Slots:
     ) -> None:
         """Beside a model without adapters, for `rows` requests of `capacity` tokens; `chunk` of
         their prompts are read at a time."""
-        model = nnx.merge(*nnx.split(model))
-        model.eval()
-        graphdef, self._state = nnx.split(model)
+        graphdef, self._state = for_inference(model)
         self._read, self._step = _programs(graphdef)
         self._sharding = model.config.sharding
         self._bank = bank

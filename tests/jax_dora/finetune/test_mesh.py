@@ -72,7 +72,7 @@ def adapted(folder, sharding, quantize=None):
 
 def gradient(folder, sharding=None, quantize=None):
     """Returns (loss, gradients by path) of a step, and the model's parts."""
-    parts, given = training.take_apart(adapted(folder, sharding, quantize)), rows()
+    parts, given = training.Parts.of(adapted(folder, sharding, quantize)), rows()
     if sharding is not None:
         parts = parts._replace(moving=sharding.placed(parts.moving))
         given = given.placed(sharding.micro_batches)
@@ -123,7 +123,7 @@ def test_so_it_has_over_a_quantised_base(qtype, inputs):
 
 def trained(folder, sharding=None):
     """Returns the losses of 200 steps."""
-    parts, given = training.take_apart(adapted(folder, sharding)), rows()
+    parts, given = training.Parts.of(adapted(folder, sharding)), rows()
     optimizer = training.make_optimizer(lambda _: 1e-3, clip=1.0, weight_decay=0.01)
     state = optimizer.init(parts.adapters)
     if sharding is not None:
