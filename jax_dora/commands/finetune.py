@@ -23,6 +23,7 @@ from rich.console import Console
 from dora_common.disk import locked
 from jax_dora.commands.flags import (
     UsageError,
+    add_formats,
     corrections,
     folder,
     mesh,
@@ -36,8 +37,6 @@ from jax_dora.finetune import processes, tiny
 from jax_dora.finetune.estimate import report
 from jax_dora.finetune.plan import Plan
 from jax_dora.finetune.run import Run
-from jax_dora.ops.quantised import FORMATS
-from jax_dora.ops.row_wise import QTYPE
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -49,9 +48,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--output", type=folder, default=Path("finetuned"), help="folder of the run (%(default)s)")
     length = whole(1, 2**24)
     add("--length", type=length, default=1024, help="tokens of a packed row (%(default)s)")
-    add("--dtype", choices=("bfloat16", "float32"), help="of the base; config.json's by default")
-    add("--quantize", choices=FORMATS, help="the base's projections, as they are read")
-    add("--activations", choices=(QTYPE,), help="what they take; beside --quantize of that format")
+    add_formats(add, activations=True)
 
     add = parser.add_argument_group("devices").add_argument
     add("--mesh", type=mesh, help="dp=N,fsdp=N,tp=N of all devices, or auto; without it, one")

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from dora_common.hyperparameters import LARGEST, LEAST
+from jax_dora.ops.quantised import FORMATS
+from jax_dora.ops.row_wise import QTYPE
 
 AXES = ("dp", "fsdp", "tp")
 # Patterns of the library's errors, and what stands in their place: flags.
@@ -80,6 +82,15 @@ positive = number("above 0", lambda value: value > 0)
 not_negative = number("of at least 0", lambda value: value >= 0)
 rate = number("from 0 to below 1", lambda value: 0 <= value < 1)
 share = number("above 0, to 1", lambda value: 0 < value <= 1)
+
+
+def add_formats(add: Callable[..., object], *, activations: bool = False) -> None:
+    """Adds --dtype and --quantize, and --activations where that is asked for."""
+    add("--dtype", choices=("bfloat16", "float32"), help="of the base; config.json's by default")
+    add("--quantize", choices=FORMATS, help="the base's projections, as they are read")
+    if activations:
+        told = "what they take; beside --quantize of that format"
+        add("--activations", choices=(QTYPE,), help=told)
 
 
 def folder(text: str) -> Path:

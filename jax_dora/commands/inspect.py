@@ -24,17 +24,16 @@ import jax_dora
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.folder import CONFIG, TENSORS, named_in_errors
 from jax_dora.adapt.tree import find_dora_layers
-from jax_dora.commands.flags import corrections
+from jax_dora.commands.flags import add_formats, corrections
 from jax_dora.commands.folders import adapted_model, adapter_folder, base_folder
 from jax_dora.models import read_config
-from jax_dora.ops.quantised import FORMATS, dense
+from jax_dora.ops.quantised import dense
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("adapter", type=Path, metavar="FOLDER", help="a PEFT folder, or a run's")
     parser.add_argument("--model", type=Path, help="its base; the one it names by default")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the base")
-    parser.add_argument("--quantize", choices=FORMATS, help="the base's projections")
+    add_formats(parser.add_argument)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -17,9 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jax_dora.commands.flags import UsageError, corrections, mesh, whole, with_flags
-from jax_dora.ops.quantised import FORMATS
-from jax_dora.ops.row_wise import QTYPE
+from jax_dora.commands.flags import UsageError, add_formats, corrections, mesh, whole, with_flags
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 # The flags of settings that have another name.
@@ -31,9 +29,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--model", type=Path, required=True, help="a Hugging Face folder")
     add("--adapters", type=Path, metavar="DIR", help="a folder of PEFT folders; none by default")
     add("--name", help="of the base; its folder's by default")
-    add("--dtype", choices=("bfloat16", "float32"), help="of the base; config.json's by default")
-    add("--quantize", choices=FORMATS, help="the base's projections, as they are read")
-    add("--activations", choices=(QTYPE,), help="what they take; beside --quantize of that format")
+    add_formats(add, activations=True)
     add("--mesh", type=mesh, help="tp=N of all devices, or auto; without it, one")
 
     add = parser.add_argument_group("address").add_argument
