@@ -3,14 +3,11 @@
 import argparse
 import json
 from pathlib import Path
-from typing import Any
-
-import jax.numpy as jnp
 
 import jax_dora.peft
 from dora_common.peft.folder import CONFIG, exported
+from jax_dora.commands.flags import add_formats
 from jax_dora.models import CausalLM, load_model
-from jax_dora.ops.quantised import FORMATS
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -18,8 +15,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
     add("--model", type=Path, help="a Hugging Face folder; the one the adapter names by default")
     add("--adapter", type=Path, help="a PEFT folder, or a folder that finetune made")
-    add("--dtype", choices=("bfloat16", "float32"), help="of the base; config.json's by default")
-    add("--quantize", choices=FORMATS, help="the base's projections, as they are read")
+    add_formats(add)
 
 
 def adapter_folder(folder: Path) -> Path:
@@ -46,8 +42,7 @@ def base_folder(args: argparse.Namespace) -> Path:
 
 def adapted_model(args: argparse.Namespace, folder: Path) -> CausalLM:
     """Returns the model of `folder`, with the adapter of --adapter if it is given."""
-    changes: dict[str, Any] = {"dtype": jnp.dtype(args.dtype)} if args.dtype else {}
-    model = load_model(folder, quantize=args.quantize, **changes)
+    model = load_model(folder, quantize=args.quantize, dtype=args.dtype)
     if args.adapter is None:
         return model
     return jax_dora.peft.load_adapter(model, adapter_folder(args.adapter))

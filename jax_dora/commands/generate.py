@@ -10,17 +10,13 @@ of "prompt" and "completion". Without --prompt, standard input is the prompt.
 import argparse
 import json
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 
 import jax_dora
 from jax_dora.commands.flags import corrections, not_negative, share, whole
 from jax_dora.commands.folders import adapted_model, add_model_flags, base_folder
 from jax_dora.models import Sampling, generate, generate_steps, read_config
-from jax_dora.models.chat import ChatTemplate
-from jax_dora.models.config import max_positions
 from jax_dora.models.text import TextStream
-from jax_dora.models.tokenizer import read_ends, read_tokenizer
+from jax_dora.models.tokenizer import Texts
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -47,60 +43,50 @@ def run(args: argparse.Namespace) -> int:
             if changes and args.temperature == 0:
                 raise ValueError(f"--{flag} is given without --temperature above 0, which samples")
         folder = base_folder(args)
-        config = read_config(folder)
-        tokenizer, ends = read_tokenizer(folder), read_ends(folder, config)
+        texts = Texts.of(folder, read_config(folder))
         prompts = args.prompt or [sys.stdin.read()]
-        for prompt in prompts:
-            try:
-                prompt.encode()
-            except UnicodeEncodeError as error:
-                raise ValueError(f"--prompt {prompt!r} is no text: {error}") from error
-        if args.chat:
-            texts = [_conversation(folder, args.system, prompt) for prompt in prompts]
-        else:
-            texts = prompts
-        tokens = [tokenizer.encode(one, add_special_tokens=not args.chat).ids for one in texts]
+        tokens = [_tokens(args, texts, prompt) for prompt in prompts]
         if not all(tokens):
             raise ValueError(
                 "--prompt is empty, and the model's tokenizer begins texts with nothing"
             )
-        longest, most = max(map(len, tokens)), max_positions(config)
-        if most is not None and longest + args.tokens > most:
-            raise ValueError(
-                f"--prompt has {longest} tokens and --tokens is {args.tokens}, together "
-                f"{longest + args.tokens}; expected at most config.json's max_position_embeddings "
-                f"{most}"
-            )
+        longest = max(map(len, tokens))
+        together = longest + args.tokens
+        told = f"--prompt has {longest} tokens and --tokens is {args.tokens}, together {together}"
+        texts.check(together, told)
         model = adapted_model(args, folder)
         if args.adapter is not None:
             model = jax_dora.freeze(model)
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
-
-    def stream_of(prompt: Sequence[int]) -> TextStream:
-        """Returns what makes text of an answer: a conversation's is a text of its own."""
-        return TextStream(tokenizer, before=() if args.chat else prompt)
-
+    # The answer in a conversation is a text of its own.
+    streams = [TextStream(texts.tokenizer, before=() if args.chat else one) for one in tokens]
     if len(prompts) == 1:
-        stream = stream_of(tokens[0])
+        [stream] = streams
         for (drawn,) in generate_steps(model, tokens, args.tokens, sampling):
-            if drawn in ends:
+            if drawn in texts.ends:
                 break
             print(stream.add(int(drawn)), end="", flush=True)
         print(stream.end())
         return 0
-    answers = generate(model, tokens, args.tokens, sampling, ends=ends)
-    for prompt, read, answer in zip(prompts, tokens, answers, strict=True):
-        stream = stream_of(read)
+    answers = generate(model, tokens, args.tokens, sampling, ends=texts.ends)
+    for prompt, stream, answer in zip(prompts, streams, answers, strict=True):
         completion = "".join([*map(stream.add, answer), stream.end()])
         print(json.dumps({"prompt": prompt, "completion": completion}, ensure_ascii=False))
     return 0
 
 
-def _conversation(folder: Path, system: str | None, prompt: str) -> str:
-    template = ChatTemplate.of(folder)
-    if template is None:
-        raise ValueError(f"--chat: {folder} has no chat template")
+def _tokens(args: argparse.Namespace, texts: Texts, prompt: str) -> list[int]:
+    """Returns the tokens of a prompt, or of the conversation that --chat makes of it."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"--prompt {prompt!r} is no text: {error}") from error
+    if not args.chat:
+        return texts.tokenizer.encode(prompt).ids
+    if texts.template is None:
+        raise ValueError(f"--chat: {texts.folder} has no chat template")
     messages = [{"role": "user", "content": prompt}]
-    if system is not None:
-        messages = [{"role": "system", "content": system}, *messages]
-    return template.render(messages, reply=True)
+    if args.system is not None:
+        messages = [{"role": "system", "content": args.system}, *messages]
+    conversation = texts.template.render(messages, reply=True)
+    return texts.tokenizer.encode(conversation, add_special_tokens=False).ids

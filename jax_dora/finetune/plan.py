@@ -31,9 +31,7 @@ from jax_dora.models import (
     read_config,
     segments,
 )
-from jax_dora.models.chat import ChatTemplate
-from jax_dora.models.config import max_positions
-from jax_dora.models.tokenizer import read_ends, read_tokenizer
+from jax_dora.models.tokenizer import Texts
 from jax_dora.models.weights import fingerprint
 
 EMBEDDING = "model/embed_tokens"
@@ -76,13 +74,11 @@ class Plan:
         self.folder, file = self._inputs()
         _refuse_model(self.folder, args.output)
         config = read_config(self.folder)
-        self.tokenizer, self.ends = read_tokenizer(self.folder), read_ends(self.folder, config)
-        template = ChatTemplate.of(self.folder)
-        self.encoder = Encoder(self.tokenizer, self.ends[0], template)
-        self.changes: dict[str, Any] = {"dtype": jnp.dtype(args.dtype)} if args.dtype else {}
-        self.changes |= {"memory": "auto", "unroll": args.unroll}
+        self.texts = Texts.of(self.folder, config)
+        self.encoder = Encoder(self.texts.tokenizer, self.texts.ends[0], self.texts.template)
+        self.changes: dict[str, Any] = {"dtype": args.dtype, "memory": "auto"}
+        self.changes["unroll"] = args.unroll
         self.config = DecoderConfig.from_hf(config, **self.changes)
-        self.most = max_positions(config)
         self.rows, examples = self._read(file)
         self.eval_rows = None
         if args.eval_data is not None:
@@ -193,11 +189,8 @@ class Plan:
                 f"vocab_size {self.config.vocab_size}: it belongs to another model"
             )
         longest = int(packed.rows.positions.max()) + 1
-        if self.most is not None and longest > self.most:
-            raise ValueError(
-                f"{file} has an example of {longest} tokens; expected at most config.json's "
-                f"max_position_embeddings {self.most}: --length {self.most} cuts it"
-            )
+        told = f"{file} has an example of {longest} tokens"
+        self.texts.check(longest, told, f": --length {self.texts.most} cuts it")
         full = (packed.rows.segment_ids > 0).mean()
         self.console.print(
             f"{file}: {packed.examples} examples in {len(packed.rows.tokens)} rows, {full:.0%} "

@@ -45,8 +45,8 @@ def take_samples(plan: Plan, model: CausalLM) -> list[Sample]:
     if not pairs:
         return []
     prompts = [prompt for prompt, _ in pairs]
-    answers = generate(jax_dora.freeze(model), prompts, SAMPLE_TOKENS, ends=plan.ends)
-    decode = plan.tokenizer.decode
+    answers = generate(jax_dora.freeze(model), prompts, SAMPLE_TOKENS, ends=plan.texts.ends)
+    decode = plan.texts.tokenizer.decode
     return [
         Sample(decode(prompt), decode(expected), decode(answer))
         for (prompt, expected), answer in zip(pairs, answers, strict=True)

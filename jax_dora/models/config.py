@@ -115,13 +115,16 @@ class DecoderConfig:
         return 1 if self.sharding is None else self.sharding.row_shards
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any], **changes: Any) -> Self:
+    def from_hf(
+        cls, config: Mapping[str, Any], *, dtype: Dtype | None = None, **changes: Any
+    ) -> Self:
         """Returns the config that the contents of a config.json describe.
 
         Args:
           config: the parsed file.
-          **changes: fields to set otherwise, such as dtype, attention, segments, remat, memory,
-            unroll and sharding.
+          dtype: in place of the file's, if given.
+          **changes: fields to set otherwise, such as attention, segments, remat, memory, unroll and
+            sharding.
 
         Raises:
           NotImplementedError: the model is of another family, or uses what this decoder has not.
@@ -134,6 +137,8 @@ class DecoderConfig:
             raise ValueError(
                 f"config.json has a field of another type than expected: {error}"
             ) from error
+        if dtype is not None:
+            changes["dtype"] = jnp.dtype(dtype)
         return cls(**fields | changes)
 
     @classmethod

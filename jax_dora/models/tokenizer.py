@@ -1,11 +1,54 @@
-"""The tokenizer of a Hugging Face folder, and the tokens that end a text."""
+"""What a Hugging Face folder says of texts: its tokenizer, what ends one, chats, the longest."""
 
+import dataclasses
+import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tokenizers import Tokenizer
 
-from jax_dora.models.config import read_object
+from jax_dora.models.chat import ChatTemplate
+from jax_dora.models.config import max_positions, read_object
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """How a model's texts are made of tokens, and how long they may be.
+
+    Attributes:
+      folder: the model's.
+      tokenizer: neither cuts nor pads.
+      ends: the tokens that end a text.
+      most: tokens of the longest text; None where config.json does not say.
+    """
+
+    folder: Path
+    tokenizer: Tokenizer
+    ends: list[int]
+    most: int | None
+
+    @classmethod
+    def of(cls, folder: Path, config: dict[str, Any]) -> Self:
+        """Returns what a model's folder says, whose config.json holds `config`.
+
+        Raises:
+          FileNotFoundError, ValueError: a file is missing or damaged.
+        """
+        tokenizer = read_tokenizer(folder)
+        return cls(folder, tokenizer, read_ends(folder, config), max_positions(config))
+
+    @functools.cached_property
+    def template(self) -> ChatTemplate | None:
+        """The template of chats; None where the folder has none."""
+        return ChatTemplate.of(self.folder)
+
+    def check(self, tokens: int, told: str, remedy: str = "") -> None:
+        """Raises a ValueError that begins with `told` if a text may not have so many tokens."""
+        if self.most is not None and tokens > self.most:
+            raise ValueError(
+                f"{told}; expected at most config.json's max_position_embeddings {self.most}"
+                f"{remedy}"
+            )
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:

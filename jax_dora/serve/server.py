@@ -15,13 +15,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import uvicorn
 
 from jax_dora.models import DecoderConfig, DecoderSharding, load_model, read_config
-from jax_dora.models.chat import ChatTemplate
-from jax_dora.models.config import max_positions
-from jax_dora.models.tokenizer import read_ends, read_tokenizer
+from jax_dora.models.tokenizer import Texts
 from jax_dora.serve.adapters import Adapters
 from jax_dora.serve.engine import Engine
 from jax_dora.serve.http import make_app
@@ -107,30 +104,27 @@ class Server:
         if settings.adapters is not None and not settings.adapters.is_dir():
             raise FileNotFoundError(f"{settings.adapters} is no folder; expected one of adapters")
         config = read_config(folder)
-        tokenizer, ends = read_tokenizer(folder), read_ends(folder, config)
+        texts = Texts.of(folder, config)
+        length = settings.max_length or min(2048, texts.most or 2048)
+        texts.check(length, f"max_length is {length}")
         model = load_model(
             folder,
             sharding=_sharding(settings.mesh, config),
             quantize=settings.quantize,
             act_qtype=settings.act_qtype,
-            **({"dtype": jnp.dtype(settings.dtype)} if settings.dtype else {}),
+            dtype=settings.dtype,
         )
         self.metrics = metrics = Metrics()
         bank = make_bank(model, settings.slots, settings.max_rank) if settings.adapters else None
-        length = _length(settings.max_length, config)
         slots = Slots(model, bank, settings.batch, length, settings.chunk)
         name = settings.name or folder.resolve().name
         read = bank and (lambda folder: bank.bank.read(folder))
         self.adapters = Adapters(settings.adapters, read, taken=name, metrics=metrics, tell=tell)
-        self.engine = Engine(slots, bank, tokenizer, ends, queue=settings.queue, metrics=metrics)
-        self.service = Service(
-            name,
-            self.engine,
-            self.adapters,
-            tokenizer,
-            ChatTemplate.of(folder),
-            min(tokenizer.get_vocab_size(), model.config.vocab_size),
-        )
+        tokenizer = texts.tokenizer
+        options = {"queue": settings.queue, "metrics": metrics}
+        self.engine = Engine(slots, bank, tokenizer, texts.ends, **options)
+        known = min(tokenizer.get_vocab_size(), model.config.vocab_size)
+        self.service = Service(name, self.engine, self.adapters, tokenizer, texts.template, known)
         # In a thread, as the engine runs: whatever JAX is told in this one alone, such as a context
         # manager's precision, makes other programs.
         with ThreadPoolExecutor(1) as thread:
@@ -248,14 +242,3 @@ def _sharding(
     sharding = DecoderSharding.over(**sizes)
     sharding.check(DecoderConfig.from_hf(config), 1)
     return sharding
-
-
-def _length(wanted: int | None, config: dict[str, Any]) -> int:
-    most = max_positions(config)
-    if wanted is None:
-        return min(2048, most or 2048)
-    if most is not None and wanted > most:
-        raise ValueError(
-            f"max_length is {wanted}; expected at most config.json's max_position_embeddings {most}"
-        )
-    return wanted
