@@ -32,7 +32,7 @@ class Rope:
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_length: int = 8192
+    original_length: float = 8192
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
@@ -63,7 +63,8 @@ class Rope:
         if kind == "llama3":
             longest = config.get("max_position_embeddings")
             given.setdefault("original_max_position_embeddings", longest)
-        return cls(theta=float(theta), kind=kind, **{names[key]: v for key, v in given.items()})
+        stretched = {names[name]: _positive(name, value) for name, value in given.items()}
+        return cls(theta=_positive("rope_theta", theta), kind=kind, **stretched)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +140,11 @@ class DecoderConfig:
             ) from error
         if dtype is not None:
             changes["dtype"] = jnp.dtype(dtype)
+        elif fields["dtype"] is None:
+            raise ValueError(
+                f"config.json has dtype {config.get('dtype') or config['torch_dtype']!r}; expected "
+                "bfloat16, float16 or float32: correct it, or load the model in another dtype"
+            )
         return cls(**fields | changes)
 
     @classmethod
@@ -161,23 +167,31 @@ class DecoderConfig:
         heads = size("num_attention_heads")
         hidden = size("hidden_size")
         attention_bias = bool(config.get("attention_bias", False))
-        dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+        kv_heads = size("num_key_value_heads", heads if kind == "llama" else None)
+        if heads % kv_heads:
+            raise ValueError(
+                f"config.json has num_attention_heads {heads}; expected a multiple of "
+                f"num_key_value_heads {kv_heads}"
+            )
+        head_dim = size("head_dim", 128 if kind == "qwen3" else hidden // heads)
+        if head_dim % 2:
+            raise ValueError(f"config.json has head_dim {head_dim}; expected an even number")
         return {
             "vocab_size": size("vocab_size"),
             "hidden_size": hidden,
             "intermediate_size": size("intermediate_size"),
             "num_hidden_layers": size("num_hidden_layers"),
             "num_attention_heads": heads,
-            "num_key_value_heads": size("num_key_value_heads", heads if kind == "llama" else None),
-            "head_dim": size("head_dim", 128 if kind == "qwen3" else hidden // heads),
-            "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+            "num_key_value_heads": kv_heads,
+            "head_dim": head_dim,
+            "rms_norm_eps": _positive("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
             "rope": Rope.from_hf(config),
             "qk_norm": kind == "qwen3",
             "qkv_bias": kind == "qwen2" or attention_bias,
             "o_bias": kind != "qwen2" and attention_bias,
             "mlp_bias": bool(config.get("mlp_bias", False)),
             "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
-            "dtype": DTYPES.get(dtype, jnp.float32),
+            "dtype": DTYPES.get(str(config.get("dtype") or config.get("torch_dtype") or "float32")),
         }
 
 
@@ -200,6 +214,12 @@ def max_positions(config: Mapping[str, Any]) -> int | None:
             f"config.json has max_position_embeddings {most!r}; expected a whole number above 1"
         )
     return most
+
+
+def _positive(name: str, value: Any) -> float:
+    if type(value) not in (int, float) or not value > 0:
+        raise TypeError(f"{name} is {value!r}; expected a positive number")
+    return float(value)
 
 
 def _refuse(config: Mapping[str, Any]) -> None:

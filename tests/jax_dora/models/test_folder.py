@@ -179,15 +179,33 @@ def change(llama):
 NAME = "model.layers.1.mlp.up_proj.weight"
 
 
-def test_missing_tensor(llama, change):
-    change(lambda tensors: tensors.pop(NAME))
-    with pytest.raises(ValueError, match=f"lacks 1 tensors of the model.*{NAME}"):
-        decoder.load_model(llama)
+SURPLUS = "model.layers.3.mlp.up_proj.weight"
 
 
-def test_surplus_tensor(llama, change):
-    change(lambda tensors: tensors.update({"model.layers.3.mlp.up_proj.weight": tensors[NAME]}))
-    with pytest.raises(ValueError, match=r"no place for.*model\.layers\.3"):
+@pytest.mark.parametrize(
+    ("edit", "error", "message"),
+    [
+        (lambda tensors: tensors.pop(NAME), ValueError, f"lacks 1 tensors of the model.*{NAME}"),
+        (
+            lambda tensors: tensors.update({SURPLUS: tensors[NAME]}),
+            ValueError,
+            f"no place for.*{SURPLUS}",
+        ),
+        (
+            lambda tensors: tensors.update({NAME: tensors[NAME].T.copy()}),
+            ValueError,
+            rf"{NAME}.*has shape \(48, 80\); config.json says \(80, 48\)",
+        ),
+        (
+            lambda tensors: tensors.update({NAME: tensors[NAME].astype(np.float64)}),
+            NotImplementedError,
+            f"{NAME}.*F64; expected BF16, F16, F32",
+        ),
+    ],
+)
+def test_other_tensors_than_the_model_has(llama, change, edit, error, message):
+    change(edit)
+    with pytest.raises(error, match=message):
         decoder.load_model(llama)
 
 
@@ -195,20 +213,6 @@ def test_old_rotary_buffers_are_passed_over(llama, change):
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     change(lambda tensors: tensors.update({name: np.ones(8, np.float32)}))
     decoder.load_model(llama)
-
-
-def test_wrong_shape(llama, change):
-    change(lambda tensors: tensors.update({NAME: tensors[NAME].T.copy()}))
-    with pytest.raises(
-        ValueError, match=rf"{NAME}.*has shape \(48, 80\); config.json says \(80, 48\)"
-    ):
-        decoder.load_model(llama)
-
-
-def test_unknown_dtype(llama, change):
-    change(lambda tensors: tensors.update({NAME: tensors[NAME].astype(np.float64)}))
-    with pytest.raises(NotImplementedError, match=f"{NAME}.*F64; expected BF16, F16, F32"):
-        decoder.load_model(llama)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 1000, -1])
@@ -271,6 +275,25 @@ def test_tied_head_stored_as_well(make_folder, tmp_path):
         ({"model_type": "mistral", "sliding_window": 255}, NotImplementedError, "window 255"),
         ({"layer_types": ["sliding_attention"]}, NotImplementedError, "layer_types"),
         ({"hidden_size": None}, ValueError, "hidden_size None; expected a positive integer"),
+        ({"num_key_value_heads": 4}, ValueError, "heads 6; expected a multiple of .*_heads 4"),
+        ({"head_dim": 7}, ValueError, "head_dim 7; expected an even number"),
+        ({"rms_norm_eps": "x"}, ValueError, "rms_norm_eps is 'x'; expected a positive number"),
+        ({"dtype": "float64"}, ValueError, "dtype 'float64'; expected bfloat16, float16 or"),
+        ({"rope_parameters": {"rope_theta": "x"}}, ValueError, "rope_theta is 'x'; expected a"),
+        ({"rope_parameters": {"rope_theta": -1}}, ValueError, "rope_theta is -1; expected a"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": "8"}},
+            ValueError,
+            "factor is '8'; expected a positive number",
+        ),
+        (
+            {
+                "rope_parameters": {"rope_type": "llama3", "factor": 8},
+                "max_position_embeddings": None,
+            },
+            ValueError,
+            "original_max_position_embeddings is None; expected a positive number",
+        ),
         ({"num_hidden_layers": 0}, ValueError, "num_hidden_layers 0"),
     ],
 )
