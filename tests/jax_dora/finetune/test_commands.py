@@ -19,6 +19,7 @@ from jax_dora.commands.flags import UsageError, corrections
 from jax_dora.models import generate, load_model
 from jax_dora.models.tokenizer import read_tokenizer
 from parity import tolerances
+from tests.jax_dora.small_models import train
 
 
 @pytest.fixture(scope="module")
@@ -30,51 +31,25 @@ def model(inputs):
 def adapter(model, tmp_path_factory):
     """A run's folder with an adapter as if it had been trained."""
     rule = jax_dora.DoRARule("model/layers/.*_proj", rank=3, alpha=5)
-    adapted = jax_dora.apply_dora(load_model(model), rule, rngs=nnx.Rngs(0))
-    rng = np.random.default_rng(1)
-    for _, variable in nnx.to_flat_state(nnx.state(adapted, nnx.LoRAParam)):
-        noise = rng.standard_normal(variable.shape, np.float32)
-        value = np.asarray(variable.get_value()) * (1 + 0.3 * noise) + 0.05 * noise
-        variable.set_value(jnp.asarray(value))
+    adapted = train(jax_dora.apply_dora(load_model(model), rule, rngs=nnx.Rngs(0)))
     run = tmp_path_factory.mktemp("run")
     jax_dora.peft.save_adapter(adapted, run / "adapter", base_model_name_or_path=model)
     return run
 
 
-# Generation itself is held to transformers in tests/jax_dora/models/test_generate.py.
+# Generation is held to transformers in tests/jax_dora/models/test_generate.py, adapters to PEFT.
 @pytest.mark.slow
-def test_generate_is_that_of_transformers_and_peft(model, adapter, capsys):
-    import peft
-
-    transformers.utils.logging.disable_progress_bar()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(model)
-    for flags, wrap in (
-        (["--model", model], lambda one: one),
-        (
-            ["--adapter", str(adapter)],
-            lambda one: peft.PeftModel.from_pretrained(one, adapter / "adapter"),
-        ),
-    ):
-        one = wrap(theirs).eval()
-        given = tokenizer("12+30=", return_tensors="pt")
-        config = transformers.GenerationConfig(
-            max_new_tokens=9, do_sample=False, eos_token_id=256, pad_token_id=256
-        )
-        answer = one.generate(**given, generation_config=config)[0, given["input_ids"].shape[1] :]
-        expected = tokenizer.decode(answer, skip_special_tokens=True)
-        assert main(["generate", *flags, "--prompt", "12+30=", "--tokens", "9"]) == 0
-        assert capsys.readouterr().out == f"{expected}\n"
-
-
-@pytest.mark.slow
-def test_generate_over_a_quantised_base(model, adapter, capsys):
-    base = load_model(model, quantize="nf4")
-    ours = jax_dora.peft.load_adapter(base, adapter / "adapter")
+@pytest.mark.parametrize(
+    ("quantize", "is_adapted"), [(None, False), (None, True), ("nf4", True)], ids=str
+)
+def test_generate(quantize, is_adapted, model, adapter, capsys):
+    ours, flags = load_model(model, quantize=quantize), ["--model", model]
+    if is_adapted:
+        ours = jax_dora.peft.load_adapter(ours, adapter / "adapter")
+        flags = ["--adapter", str(adapter), *(["--quantize", quantize] if quantize else [])]
     tokenizer = read_tokenizer(Path(model))
     (wanted,) = generate(ours, [tokenizer.encode("12+30=").ids], 9, ends=[256])
-    flags = ["--adapter", str(adapter), "--quantize", "nf4", "--prompt", "12+30=", "--tokens", "9"]
-    assert main(["generate", *flags]) == 0
+    assert main(["generate", *flags, "--prompt", "12+30=", "--tokens", "9"]) == 0
     assert capsys.readouterr().out == f"{tokenizer.decode(wanted)}\n"
 
 

@@ -91,17 +91,6 @@ def test_nan_stops_and_leaves_the_last_checkpoint(command, monkeypatch, capsys, 
     assert finetune([*command, "--resume"]) == 0
 
 
-@pytest.mark.slow
-def test_explosion_stops(command, capsys, tmp_path):
-    """Weights that the decay multiplies by -999 at every step."""
-    options = ["--learning-rate", "1e4", "--schedule", "constant", "--warmup", "0"]
-    assert finetune([*command, *options, "--steps", "100"]) == 1
-    stopped = re.search(r"Stopped: step (\d+): the", told(capsys))
-    assert stopped
-    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
-    assert all(step < int(stopped[1]) for step in checkpoints.steps())
-
-
 def test_guard():
     def check(one, loss, finite=True, base=2.5):
         metrics = training.Metrics(np.float32(loss), np.float32(1), np.bool_(finite))

@@ -130,6 +130,13 @@ def test_what_the_end_needs_is_asked_for_at_the_start(
         ("config.json", {"rms_norm_eps": None}, "config.json has a field of another type"),
         ("config.json", {"rope_scaling": 3}, "config.json has a field of another type"),
         ("config.json", {"quantization_config": "x"}, "config.json has a field of another type"),
+        (
+            "config.json",
+            {"max_position_embeddings": "x"},
+            "embeddings 'x'; expected a whole",
+        ),
+        ("config.json", {"max_position_embeddings": True}, "embeddings True; expected a whole"),
+        ("config.json", {"max_position_embeddings": 0}, "embeddings 0; expected a whole number"),
         ("generation_config.json", [], "generation_config.json holds a list"),
         ("tokenizer_config.json", 3, "tokenizer_config.json holds a int"),
         ("tokenizer_config.json", {"chat_template": 3}, "has the chat template 3; expected"),

@@ -152,24 +152,25 @@ def test_dry_run(inputs, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_over_a_quantised_base(inputs, tmp_path, capsys):
-    output = tmp_path / "run"
-    command = [*inputs, *OPTIONS, "--output", str(output), "--quantize", "nf4", "--steps", "3"]
-    assert finetune(command) == 0
+@pytest.mark.parametrize(
+    ("formats", "others", "message"),
+    [
+        (["--quantize", "nf4"], ["--quantize", "int8"], "quantize was 'nf4' and is 'int8'"),
+        (
+            ["--quantize", FP8, "--activations", FP8],
+            ["--quantize", FP8],
+            "activations was 'float8_e4m3fn' and is None",
+        ),
+    ],
+)
+def test_over_a_quantised_base(formats, others, message, inputs, tmp_path, capsys):
+    command = [*inputs, *OPTIONS, "--output", str(tmp_path / "run")]
+    assert finetune([*command, *formats, "--steps", "3"]) == 0
     assert "MiB a kernel, dequantised" in told(capsys)
-    assert [line["step"] for line in metrics(output)] == [1, 2, 3]
-    assert (output / "adapter" / "adapter_model.safetensors").exists()
-    assert finetune([*command, "--steps", "4", "--resume", "--quantize", "int8"]) == 2
-    assert "quantize was 'nf4' and is 'int8'" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_over_activations_in_fp8(inputs, tmp_path, capsys):
-    command = [*inputs, *OPTIONS, "--output", str(tmp_path / "run"), "--quantize", FP8]
-    assert finetune([*command, "--activations", FP8, "--steps", "3"]) == 0
-    assert all(math.isfinite(line["loss"]) for line in metrics(tmp_path / "run"))
-    assert finetune([*command, "--steps", "4", "--resume"]) == 2
-    assert "activations was 'float8_e4m3fn' and is None" in capsys.readouterr().err
+    assert [math.isfinite(line["loss"]) for line in metrics(tmp_path / "run")] == [True] * 3
+    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").exists()
+    assert finetune([*command, *others, "--steps", "4", "--resume"]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Small models of each family, made by transformers."""
+"""Small models: one of our own, and one of each family, made by transformers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +9,18 @@ import pytest
 import torch
 import transformers
 
+from jax_dora.models import DecoderConfig
+
+SMALL = DecoderConfig(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=56,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    dtype=np.dtype("float32"),
+)
 SIZES = {
     "vocab_size": 199,
     "hidden_size": 48,

@@ -14,19 +14,11 @@ import jax_dora.models as decoder
 from jax_dora.models import activations
 from jax_dora.models.activations import GIB, Activation
 from tests.jax_dora.drawn import drawn
+from tests.jax_dora.models.conftest import SMALL
 from tests.jax_dora.programs import equations
 from tests.tables import thinned
 
-CONFIG = decoder.DecoderConfig(
-    vocab_size=61,
-    hidden_size=24,
-    intermediate_size=40,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    dtype=jnp.float32,
-)
+CONFIG = dataclasses.replace(SMALL, hidden_size=24, intermediate_size=40)
 DORA = functools.partial(jax_dora.DoRALinear, rank=3, alpha=4)
 TOKENS = np.random.default_rng(5).integers(0, CONFIG.vocab_size, (2, 17), dtype=np.int32)
 

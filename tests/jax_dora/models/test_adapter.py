@@ -12,6 +12,7 @@ import jax_dora
 import jax_dora.models as decoder
 import jax_dora.peft
 from parity import tolerances
+from tests.jax_dora.models.test_model import cosine
 from tests.jax_dora.peft_folders import peft_model
 
 # PEFT stores an adapted embedding itself, too.
@@ -45,11 +46,6 @@ KINDS = {
     "lora_embedding_B": "lora_b",
     "lora_magnitude_vector": "magnitude",
 }
-
-
-def cosine(a, b):
-    a, b = np.float64(a).ravel(), np.float64(b).ravel()
-    return a @ b / np.linalg.norm(a) / np.linalg.norm(b)
 
 
 @pytest.fixture(params=PAIRS, ids="-".join)

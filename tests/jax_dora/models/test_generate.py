@@ -12,6 +12,7 @@ from jax_dora import models
 from jax_dora.models import Sampling, generate
 from parity import tolerances
 from tests.jax_dora.models.conftest import FAMILIES
+from tests.jax_dora.small_models import train
 from tests.tables import thinned
 
 LENGTHS = (5, 11, 1)
@@ -24,12 +25,7 @@ def prompts_of(tokens):
 def perturbed(model):
     """With an adapter whose lora_b is not 0 and whose magnitude is not the norm."""
     rule = jax_dora.DoRARule("model/layers/.*_proj", rank=3, alpha=5, dropout=0.5)
-    model = jax_dora.apply_dora(model, rule, rngs=nnx.Rngs(0))
-    rng = np.random.default_rng(1)
-    for _, variable in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
-        noise = 0.3 * rng.standard_normal(variable.shape, np.float32)
-        value = np.asarray(variable.get_value()) * (1 + noise) + 0.1 * noise
-        variable.set_value(jnp.asarray(value))
+    model = train(jax_dora.apply_dora(model, rule, rngs=nnx.Rngs(0)))
     model.train()
     return model
 

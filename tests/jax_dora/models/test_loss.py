@@ -11,19 +11,9 @@ from flax import nnx
 
 import jax_dora.models as decoder
 from tests.jax_dora.drawn import drawn
+from tests.jax_dora.models.conftest import SMALL as CONFIG
 from tests.jax_dora.programs import equations
 from tests.tables import thinned
-
-CONFIG = decoder.DecoderConfig(
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=56,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    dtype=jnp.float32,
-)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """The decoder computes what transformers' models compute."""
 
+import dataclasses
 import functools
 
 import jax
@@ -13,18 +14,9 @@ import jax_dora
 import jax_dora.models as decoder
 from parity import tolerances
 from tests.jax_dora.drawn import drawn
+from tests.jax_dora.models.conftest import SMALL
 
-CONFIG = decoder.DecoderConfig(
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=56,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    qk_norm=True,
-    dtype=jnp.float32,
-)
+CONFIG = dataclasses.replace(SMALL, num_hidden_layers=3, qk_norm=True)
 DORA = functools.partial(jax_dora.DoRALinear, rank=4, alpha=6)
 
 
@@ -120,8 +112,7 @@ def test_remat_changes_no_gradient_and_saves_the_norm(tokens):
     linear = functools.partial(DORA, lora_b_init=nnx.initializers.normal(0.1))
     with_remat = decoder.make_model(CONFIG, linear=linear)
     graphdef, state = nnx.split(with_remat)
-    config = decoder.DecoderConfig(**vars(CONFIG) | {"remat": False})
-    without = decoder.make_model(config, linear=linear)
+    without = decoder.make_model(dataclasses.replace(CONFIG, remat=False), linear=linear)
     nnx.update(without, state)
     for a, b in zip(
         jax.tree.leaves(gradients(with_remat, tokens)),

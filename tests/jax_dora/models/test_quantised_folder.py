@@ -111,16 +111,7 @@ def place(path, shape):
     return jax.sharding.NamedSharding(mesh, jax.P(*axes))
 
 
-@pytest.mark.slow
-def test_sharded_as_it_is_read(folder):
-    model = load_model(folder, quantize="nf4", sharding=place)
-    kernel = model.model.layers.mlp.down_proj.kernel[...]
-    assert {one.sharding.spec[1] for one in (kernel.qvalue, kernel.scale)} == {"x"}
-    plain = load_model(folder, quantize="nf4").model.layers.mlp.down_proj.kernel[...]
-    np.testing.assert_array_equal(kernel.qvalue, plain.qvalue)
-
-
-def nf4(name, weight, *, nested, shape=None):
+def nf4(name, weight, *, nested):
     """A weight as bitsandbytes stores it, and in `MEANT` what it stands for."""
     codebook = kernels.nf4_codebook().astype(np.float32)
     runs = weight.reshape(-1, 64)
@@ -204,11 +195,13 @@ def test_quantised_folders_are_read_as_they_are(folder, tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["nf4", "fp8 blocks"])
-def test_a_quantised_folder_is_sharded_as_it_is_read(folder, tmp_path, name):
-    rewritten(folder, tmp_path / "model", *FORMATS[name])
+@pytest.mark.parametrize("name", [None, "nf4", "fp8 blocks"])
+def test_sharded_as_it_is_read(folder, tmp_path, name):
+    """A folder that is quantised, or by `quantize` is as it is read."""
+    quantize = None if name else "nf4"
+    folder = rewritten(folder, tmp_path / "model", *FORMATS[name]) if name else folder
     found, wanted = (
-        load_model(tmp_path / "model", sharding=one).model.layers.mlp.down_proj.kernel[...]
+        load_model(folder, quantize=quantize, sharding=one).model.layers.mlp.down_proj.kernel[...]
         for one in (place, None)
     )
     assert {one.sharding.spec[1] for one in (found.qvalue, found.scale)} == {"x"}

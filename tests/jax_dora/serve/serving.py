@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 from jax_dora.finetune import tiny
 from jax_dora.models import generate, load_model
 from jax_dora.serve import Server, Settings
+from parity import oracle
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # Rank, alpha, rsLoRA, DoRA.
@@ -85,18 +86,13 @@ class Reference:
             for number in range(variable.shape[0]):
                 name = ".".join(("model.layers", str(number), *path[2:-1]))
                 at = f"base_model.model.{name}"
-                w, a, b = (
-                    one.astype(np.float64)
-                    for one in (
-                        self._weights[f"{name}.weight"],
-                        tensors[f"{at}.lora_A.weight"],
-                        tensors[f"{at}.lora_B.weight"],
-                    )
-                )
-                merged = w + config["lora_alpha"] / root * b @ a
+                a, b = (tensors[f"{at}.lora_{one}.weight"] for one in "AB")
+                given = self._weights[f"{name}.weight"], a, b
+                scale = config["lora_alpha"] / root
+                merged = oracle.direction(*given, scale)
                 if config["use_dora"]:
                     m = tensors[f"{at}.lora_magnitude_vector"]
-                    merged *= (m / np.linalg.norm(merged, axis=1))[:, None]
+                    merged = oracle.merged_weight(*given, m, scale)
                 layers.append(merged.T.astype(np.float32))
             flat[path] = variable.replace(jnp.asarray(np.stack(layers)))
         return nnx.merge(graphdef, nnx.from_flat_state(flat))

@@ -1,6 +1,7 @@
 """Rows and slots: who has them when, what is compiled, and what one request does to another."""
 
 import contextlib
+import shutil
 import threading
 import time
 
@@ -60,13 +61,23 @@ def test_steps_are_compiled_as_decoding_is(monkeypatch):
     assert handed["_read"] is None
 
 
+@contextlib.contextmanager
+def another_adapter(server, model, folder, seed, **options):
+    """One more in the folder of adapters, for a while."""
+    try:
+        serving.write_adapter(model, folder, seed, **options)
+        until(lambda: server.adapters.get(folder.name))
+        yield
+    finally:
+        shutil.rmtree(folder)
+        until(lambda: server.adapters.get(folder.name) is None)
+
+
 def test_a_running_request_keeps_the_adapter_it_began_with(served, model, adapters):
     """While its folder gets another one, and then goes."""
     server, client = served
     folder = adapters / "changing"
-    try:
-        serving.write_adapter(model, folder, 1)
-        until(lambda: server.adapters.get("changing"))
+    with another_adapter(server, model, folder, 1):
         first = server.adapters.get("changing")
         before = complete(client, "changing", "12+30=", max_tokens=60).text
         stream = client.completions.create(
@@ -78,21 +89,13 @@ def test_a_running_request_keeps_the_adapter_it_began_with(served, model, adapte
         after = complete(client, "changing", "12+30=", max_tokens=60).text
         text += "".join(one.choices[0].text for one in stream)
         assert text == before != after
-    finally:
-        for file in folder.iterdir():
-            file.unlink()
-        folder.rmdir()
-        until(lambda: server.adapters.get("changing") is None)
 
 
 def test_what_is_not_finite_stays_with_its_request(served, model, adapters):
     """An adapter that makes NaN of everything costs the others nothing, nor its row's next."""
     server, client = served
-    folder = adapters / "wild"
     expected = complete(client, "french", PROMPT, logprobs=1)
-    try:
-        serving.write_adapter(model, folder, 2, size=1e20)
-        until(lambda: server.adapters.get("wild"))
+    with another_adapter(server, model, adapters / "wild", 2, size=1e20):
         for _ in range(5):  # more than there are rows
             with pytest.raises(openai.InternalServerError, match="logits are not finite"):
                 client.completions.create(model="wild", prompt=PROMPT, max_tokens=5)
@@ -104,11 +107,6 @@ def test_what_is_not_finite_stays_with_its_request(served, model, adapters):
             found = complete(client, "french", PROMPT, logprobs=1)
             assert found.text == expected.text
             assert found.logprobs.token_logprobs == expected.logprobs.token_logprobs
-    finally:
-        for file in folder.iterdir():
-            file.unlink()
-        folder.rmdir()
-        until(lambda: server.adapters.get("wild") is None)
 
 
 class Recorder:

@@ -3,7 +3,6 @@
 import jax
 import pytest
 
-from jax_dora.commands import main
 from jax_dora.models import DecoderSharding, load_model
 from jax_dora.serve.request import Request
 from jax_dora.serve.slots import Part, Slots, make_bank
@@ -48,16 +47,3 @@ def test_two_devices_answer_as_one(model, adapters, reference):
     assert slots._cache.keys.sharding.is_equivalent_to(sharding.heads, 5)
     with serving.nothing_compiled():
         assert answers(slots, (french, -1, lora)) == found
-
-
-@pytest.mark.parametrize(
-    ("mesh", "message"),
-    [
-        ("dp=2", "--mesh has {'dp': 2}; expected tp alone"),
-        ("tp=3", "the mesh dp=1,fsdp=1,tp=3 takes 3 devices"),
-        ("auto", "num_attention_heads is 4, and tp of the mesh is 8"),
-    ],
-)
-def test_meshes_that_do_not_fit(mesh, message, model, capsys):
-    assert main(["serve", "--model", str(model), "--mesh", mesh]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
