@@ -1,12 +1,11 @@
 """The adapters of a folder, by name: read when they come, read again when they change, gone when
 they go, while the server runs."""
 
-import contextlib
 import dataclasses
 import os
 import re
 import threading
-from collections.abc import Callable, Container
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +82,12 @@ class Adapters:
         if self._folder is None:
             return
         with self._one_at_a_time:
-            found = self._signatures()
-            if not settle:
-                self._tell_of_others(found)
+            folders = self._signatures()
+            found = {name: one for name, one in folders.items() if one is not None}
+            others = sorted(folders.keys() - found.keys())[:10]
+            if others and not settle:
+                told = ", ".join(others)
+                self._tell(f"{self._folder} has folders without an adapter, not served: {told}")
             for name in sorted(self._settled.keys() - found.keys()):
                 self._forget(name)
             for name, signature in sorted(found.items()):
@@ -97,23 +99,14 @@ class Adapters:
             self._metrics.adapters.set(len(self._served))
             self._metrics.damaged.set(len(self._damaged))
 
-    def _signatures(self) -> dict[str, Signature]:
+    def _signatures(self) -> Mapping[str, Signature | None]:
+        """Returns the signature of each folder; None of one that holds no adapter."""
         try:
-            entries = [one for one in self._folder.iterdir() if not one.name.startswith(".")]
+            folders = [one for one in self._folder.iterdir() if one.is_dir()]
         except OSError as error:
             self._tell(f"{self._folder} cannot be read, and what was in it is served on: {error}")
             return self._seen
-        return {one.name: made for one in entries if (made := _signature(one)) is not None}
-
-    def _tell_of_others(self, found: Container[str]) -> None:
-        """Tells which folders hold no adapter, as those of a folder of folders."""
-        others: list[str] = []
-        with contextlib.suppress(OSError):  # of which the scan has told
-            folders = (one.name for one in self._folder.iterdir() if one.is_dir())
-            others = [name for name in folders if name not in found and not name.startswith(".")]
-        if others:
-            told = ", ".join(sorted(others)[:10])
-            self._tell(f"{self._folder} has folders without an adapter, not served: {told}")
+        return {one.name: _signature(one) for one in folders if not one.name.startswith(".")}
 
     def _take(self, name: str, signature: Signature) -> None:
         try:
