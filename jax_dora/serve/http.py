@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import secrets
 from collections.abc import AsyncIterator, Callable
@@ -20,7 +21,7 @@ from jax_dora.serve import metrics
 from jax_dora.serve.answers import DONE, Chat, Completion, Writer, event
 from jax_dora.serve.errors import ApiError
 from jax_dora.serve.fields import Fields
-from jax_dora.serve.request import Answer, Piece
+from jax_dora.serve.request import Piece
 from jax_dora.serve.service import Service
 
 BODY_SECONDS = 30.0
@@ -108,16 +109,17 @@ class _Handlers:
         served = service.served(fields.model)
         # Long texts take their time, in which others are answered.
         prompt = await asyncio.to_thread(tokens, asked)
-        pieces = _Pieces(
-            lambda sink: service.submit(fields, served, prompt, sink, continues=kind.continues),
-            service.engine.cancel,
-        )
-        writer = kind(
-            fields.model, service.tokenizer, len(prompt), fields.style.logprobs is not None
-        )
+        pieces = _Pieces()
+        answer = service.submit(fields, served, prompt, pieces.put, continues=kind.continues)
+        cancel = functools.partial(service.engine.cancel, answer)
+        tells = fields.style.logprobs is not None
+        writer = kind(fields.model, service.tokenizer, len(prompt), tells)
         if fields.stream:
-            return _Events(pieces, writer, fields.include_usage)
-        return await _whole(request, pieces, writer)
+            return _Events(pieces, writer, fields.include_usage, cancel)
+        try:
+            return await _whole(request, pieces, writer)
+        finally:
+            cancel()
 
     async def _body(self, request: Request) -> bytes:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -149,18 +151,11 @@ class _Handlers:
 class _Pieces:
     """The pieces of an answer, from the engine's thread to this loop."""
 
-    def __init__(
-        self, submit: Callable[[Callable[[Piece], None]], Answer], cancel: Callable[[Answer], None]
-    ) -> None:
+    def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Piece] = asyncio.Queue()
-        self._cancel = cancel
-        self._answer = submit(self._put)
 
-    def cancel(self) -> None:
-        self._cancel(self._answer)
-
-    def _put(self, piece: Piece) -> None:
+    def put(self, piece: Piece) -> None:
         # A loop that is closed has nobody left to tell.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._queue.put_nowait, piece)
@@ -176,8 +171,10 @@ class _Pieces:
 class _Events(StreamingResponse):
     """Server-sent events of an answer. However it ends, the answer's row is free then."""
 
-    def __init__(self, pieces: _Pieces, writer: Writer, include_usage: bool) -> None:
-        self._pieces = pieces
+    def __init__(
+        self, pieces: _Pieces, writer: Writer, include_usage: bool, cancel: Callable[[], None]
+    ) -> None:
+        self._pieces, self._cancel = pieces, cancel
         super().__init__(
             self._events(writer, include_usage),
             media_type="text/event-stream",
@@ -188,7 +185,7 @@ class _Events(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._pieces.cancel()
+            self._cancel()
 
     async def _events(self, writer: Writer, include_usage: bool) -> AsyncIterator[str]:
         for one in writer.first_events():
@@ -218,7 +215,6 @@ async def _whole(request: Request, pieces: _Pieces, writer: Writer) -> Response:
             return Response(status_code=499)  # nobody reads it
         found = await collected
     finally:
-        pieces.cancel()
         for task in (collected, gone):
             task.cancel()
     if found[-1].finish in ("error", "cancelled"):
