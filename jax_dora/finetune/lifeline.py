@@ -81,18 +81,15 @@ class Lifeline:
             connection.close()
 
     def _watch(self, number: int, connection: socket.socket) -> None:
-        has_stopped = False
-        while self._is_over != "ended":
+        how = ""
+        while how not in ("ended", "gone"):
             found = _read(connection)
-            if (found is None and has_stopped) or self._is_over == "ended":
+            # A process that has stopped closes its connections too.
+            if self._is_over == "ended" or (found is None and how == "stopped"):
                 return
             how, who = found or ("gone", number)
-            if how == "ended":
-                return
-            self._hear(how, who)
-            has_stopped = has_stopped or how == "stopped"
-            if how == "gone":
-                return
+            if how != "ended":
+                self._hear(how, who)
 
     def _hear(self, how: str, who: int) -> None:
         """Tells the others at once, and ends this process: at once, or where a process has stopped
