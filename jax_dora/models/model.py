@@ -6,6 +6,7 @@ whose arrays have a leading layer axis, and the forward pass scans over it.
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -76,11 +77,8 @@ class Decoder(nnx.Module):
             # Inside a scan no common subexpressions can undo the rematerialisation.
             one_layer = jax.checkpoint(one_layer, policy=kept, prevent_cse=config.unroll)
         if config.unroll:
-            counted = []
-            for state in unstacked((streams, arrays), config.num_hidden_layers):
-                x, stream = one_layer(x, state)
-                counted.append(stream)
-            streams = jax.tree.map(lambda *counts: jnp.stack(counts), *counted)
+            layers = unstacked((streams, arrays), config.num_hidden_layers)
+            x, streams = _one_after_the_other(one_layer, x, layers)
         else:
             x, streams = lax.scan(one_layer, x, (streams, arrays))
         nnx.update(self.layers, streams)
@@ -108,11 +106,8 @@ class Decoder(nnx.Module):
 
         x, count = self.embed_tokens(tokens), self.config.num_hidden_layers
         if self.config.unroll:
-            added = []
-            for layer_and_state in enumerate(unstacked(arrays, count)):
-                x, keys_and_values = one_layer(x, layer_and_state)
-                added.append(keys_and_values)
-            added = jax.tree.map(lambda *layers: jnp.stack(layers), *added)
+            layers = enumerate(unstacked(arrays, count))
+            x, added = _one_after_the_other(one_layer, x, layers)
         else:
             x, added = lax.scan(one_layer, x, (jnp.arange(count), arrays))
         # Written when all layers have read, or XLA writes into a copy.
@@ -238,6 +233,15 @@ def _stacked_layers(config: DecoderConfig, linear: MakeLinear, rngs: nnx.Rngs) -
     keys = jax.random.split(rngs.params(), config.num_hidden_layers)
     graphdef = nnx.graphdef(nnx.eval_shape(make, keys[0]))
     return nnx.merge(graphdef, lax.map(lambda key: nnx.state(make(key)), keys))
+
+
+def _one_after_the_other(function: Any, x: jax.Array, layers: Iterable[Any]) -> tuple[Any, Any]:
+    """Does as `lax.scan`, without a loop."""
+    results = []
+    for layer in layers:
+        x, result = function(x, layer)
+        results.append(result)
+    return x, jax.tree.map(lambda *each: jnp.stack(each), *results)
 
 
 def unstacked(tree: Any, count: int) -> list[Any]:
