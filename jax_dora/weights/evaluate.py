@@ -16,7 +16,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core, source_info_util
 
-from jax_dora.weights.follow import follow, read, split, unstack
+from jax_dora.weights.follow import follow, read
 from jax_dora.weights.weight import Weight
 
 # Names an array that is adapted where it is read, so that no trace around adapts it once more.
@@ -71,20 +71,11 @@ def evaluate_primitive(primitive: Any, operands: list[Any], params: dict[str, An
         case "name" if params["name"] == _ADAPTED:
             return [operands[0].base()]
     weights = [one for one in operands if isinstance(one, Weight)]
-    if primitive.name == "split":
-        parts = split(weights[0], params["sizes"], params["axis"])
-        if parts is not None:
-            return parts
-    elif primitive.name == "unstack":
-        parts = unstack(weights[0], params["axis"])
-        if parts is not None:
-            return parts
-    elif len(weights) == 1:
-        found: Any = follow(primitive.name, weights[0], operands, params)
-        if found is None:
-            found = read(primitive.name, weights[0], operands, params)
+    if len(weights) == 1:
+        given = primitive.name, weights[0], operands, params
+        found = follow(*given) or read(*given)
         if found is not None:
-            return [found]
+            return list(found)
     elif primitive.name == "dot_general":  # of two weights: the effective one by the other
         operands = [operands[0], plain(operands[1], primitive.name)]
         return evaluate_primitive(primitive, operands, params)

@@ -15,12 +15,29 @@ from jax_dora.weights.weight import Weight
 
 def follow(
     name: str, weight: Weight, operands: Sequence[Any], params: dict[str, Any]
-) -> Weight | None:
-    """Returns what the primitive makes of `weight` where that is still the weight's array.
+) -> Sequence[Any] | None:
+    """Returns the results of the primitive where these are still the weight's array, or parts of
+    it.
 
     Args:
       operands: of the primitive, one of which is `weight`.
     """
+    match name:
+        case "split":
+            return _split(weight, params["sizes"], params["axis"])
+        case "unstack":
+            axis = params["axis"]
+            parts = _split(weight, (1,) * weight.shape[axis], axis)
+            shape = (*weight.shape[:axis], *weight.shape[axis + 1 :])
+            return parts and [part.reshape(shape) for part in parts]
+    one = _follow_one(name, weight, operands, params)
+    return None if one is None else [one]
+
+
+def _follow_one(
+    name: str, weight: Weight, operands: Sequence[Any], params: dict[str, Any]
+) -> Weight | None:
+    """Does as `follow`, of a primitive with one result."""
     match name:
         case "copy" | "copy_p" | "name" | "pvary" | "optimization_barrier":
             return weight
@@ -101,7 +118,7 @@ def _reshard(weight: Weight, sharding: Any) -> Weight | None:
     return weight.with_arrays({name: over_mesh(name, one) for name, one in weight.arrays.items()})
 
 
-def split(weight: Weight, sizes: Sequence[int], axis: int) -> list[Any] | None:
+def _split(weight: Weight, sizes: Sequence[int], axis: int) -> list[Any] | None:
     """Returns the parts of the array, one after the other along `axis`; None where it is not the
     whole of an axis of the weight."""
     ends = itertools.accumulate(sizes)
@@ -112,18 +129,11 @@ def split(weight: Weight, sizes: Sequence[int], axis: int) -> list[Any] | None:
     return None if None in parts else parts
 
 
-def unstack(weight: Weight, axis: int) -> list[Any] | None:
-    """Returns the parts of size 1 along `axis`, without it; None where `split` does."""
-    parts = split(weight, (1,) * weight.shape[axis], axis)
-    squeezed = {"dimensions": (axis,)}
-    return parts and [follow("squeeze", part, [part], squeezed) for part in parts]
-
-
 def read(
     name: str, weight: Weight, operands: Sequence[Any], params: dict[str, Any]
-) -> jax.Array | None:
-    """Returns what a product or a lookup makes of `weight`, by its reader; None where the primitive
-    is neither, or has no such form.
+) -> Sequence[jax.Array] | None:
+    """Returns the result of a product or a lookup of `weight`, by its reader; None where the
+    primitive is neither, or has no such form.
 
     Args:
       operands: arrays, but for `weight`.
@@ -133,7 +143,8 @@ def read(
         "ragged_dot_general": _ragged_dot_general,
         "gather": _gather,
     }
-    return reads[name](weight, operands, params) if name in reads else None
+    result = reads[name](weight, operands, params) if name in reads else None
+    return None if result is None else [result]
 
 
 def _dot_general(weight: Weight, operands: Any, params: dict[str, Any]) -> jax.Array | None:
