@@ -66,7 +66,10 @@ def draw(logits: jax.Array, wishes: Wishes, positions: jax.Array, asked: Asked) 
     if asked.samples:
         sampled = _sample(logits, wishes, positions, asked.top_p)
         tokens = jnp.where(wishes.temperatures > 0, sampled, tokens)
-    told = _logprobs(logits, tokens) if asked.logprobs else _no_logprobs(logits)
+    if asked.logprobs:
+        told = _logprobs(logits, tokens)
+    else:
+        told = jax.tree.map(jnp.zeros_like, jax.eval_shape(_logprobs, logits, tokens))
     return Drawn(tokens, jnp.all(jnp.isfinite(logits), axis=-1), *told)
 
 
@@ -100,12 +103,3 @@ def _logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Arra
     room = ((0, 0), (0, TOP_LOGPROBS - count))
     drawn = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
     return drawn, jnp.pad(likeliest, room).astype(jnp.int32), jnp.pad(values, room)
-
-
-def _no_logprobs(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    rows = logits.shape[0]
-    return (
-        jnp.zeros((rows,), jnp.float32),
-        jnp.zeros((rows, TOP_LOGPROBS), jnp.int32),
-        jnp.zeros((rows, TOP_LOGPROBS), jnp.float32),
-    )
