@@ -43,14 +43,11 @@ def run(args: argparse.Namespace) -> int:
         folder = adapter_folder(args.adapter)
         config = AdapterConfig.from_json((folder / CONFIG).read_text("utf-8"))
         _print_folder(console, folder, config)
-        if args.model is None:
-            try:
-                base = base_folder(args)
-            except FileNotFoundError as error:
-                console.print(f"Without its base: {error}", markup=False, soft_wrap=True)
-                return 0
-        else:
-            base = args.model
+        try:
+            base = base_folder(args)
+        except FileNotFoundError as error:
+            console.print(f"Without its base: {error}", markup=False, soft_wrap=True)
+            return 0
         model = adapted_model(args, base)
         console.print(f"It fits {base}, a {read_config(base)['model_type']}", markup=False)
     console.print(_layers(model))
