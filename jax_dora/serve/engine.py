@@ -62,10 +62,6 @@ class Engine:
         return self._rows.count(None)
 
     @property
-    def pinned(self) -> int:
-        return self._bank.pinned if self._bank else 0
-
-    @property
     def waiting(self) -> int:
         return len(self._waiting)
 

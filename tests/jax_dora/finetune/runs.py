@@ -29,6 +29,13 @@ def told(capsys):
     return " ".join("".join(capsys.readouterr()).split())
 
 
+def assert_one_line(capsys, message):
+    """Of what was said on standard error."""
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
 def metrics(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 

@@ -19,6 +19,7 @@ from jax_dora.commands.flags import UsageError, corrections
 from jax_dora.models import generate, load_model
 from jax_dora.models.tokenizer import read_tokenizer
 from parity import tolerances
+from tests.jax_dora.finetune.runs import assert_one_line
 from tests.jax_dora.small_models import train
 
 
@@ -167,9 +168,7 @@ def test_merge_refuses_an_embedding_that_is_the_head(model, tmp_path, capsys):
 )
 def test_bad_commands(command, message, model, capsys):
     assert main([model if word == "MODEL" else word for word in command.split()]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+    assert_one_line(capsys, message)
 
 
 def _tiles_that_do_not_divide() -> None:

@@ -17,6 +17,7 @@ from jax_dora.finetune.checkpoints import Checkpoints
 from jax_dora.finetune.run import Run
 from tests.jax_dora.finetune.runs import (
     OPTIONS,
+    assert_one_line,
     finetune,
     metrics,
     same_adapter,
@@ -204,9 +205,7 @@ def test_what_stops_a_run_is_told_in_one_line(reason, inputs, tmp_path, monkeypa
 
     monkeypatch.setattr(data, "batch", fail)
     assert finetune(command) == status
-    printed = capsys.readouterr().err
-    assert message in printed
-    assert printed.count("\n") == 1
+    assert_one_line(capsys, message)
     # The corrected command is accepted.
     monkeypatch.setattr(Run, "train", lambda _: 0)
     assert finetune(command) == 0

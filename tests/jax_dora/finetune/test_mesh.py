@@ -20,7 +20,7 @@ from jax_dora.finetune.plan import Plan
 from jax_dora.finetune.run import Run
 from jax_dora.models import DecoderSharding, load_model, read_config, save_model
 from parity import tolerances
-from tests.jax_dora.finetune.runs import metrics
+from tests.jax_dora.finetune.runs import assert_one_line, metrics
 
 OPTIONS = (
     *("--rank", "3", "--alpha", "5", "--dropout", "0.1", "--length", "24", "--batch", "4"),
@@ -197,9 +197,7 @@ def test_a_run_goes_on_on_other_devices(inputs, four, tmp_path):
 def test_meshes_that_do_not_fit(options, message, inputs, four, tmp_path, capsys):
     command = [*inputs, *OPTIONS, *options, "--output", str(tmp_path / "run")]
     assert main(["finetune", *command]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+    assert_one_line(capsys, message)
 
 
 def test_a_small_model_is_whole_on_every_device(inputs, four, tmp_path, monkeypatch):

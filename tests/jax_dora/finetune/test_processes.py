@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jax_dora.commands import main
-from tests.jax_dora.finetune.runs import metrics
+from tests.jax_dora.finetune.runs import assert_one_line, metrics
 
 ROOT = Path(__file__).parents[3]
 ON_CPU = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
@@ -201,7 +201,5 @@ def test_slurm_says_who_takes_part():
 )
 def test_processes_that_cannot_meet(options, message, inputs, tmp_path, capsys):
     assert main(["finetune", *inputs, *options, "--output", str(tmp_path / "run")]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+    assert_one_line(capsys, message)
     assert jax.process_count() == 1

@@ -21,6 +21,7 @@ from parity import tolerances
 from tests.jax_dora.finetune.runs import (
     FP8,
     OPTIONS,
+    assert_one_line,
     finetune,
     told,
 )
@@ -85,9 +86,7 @@ def test_bad_options(options, message, inputs, tmp_path, capsys):
         options = [*inputs, *options]
     run = tmp_path / "run"
     assert finetune([*options, "--output", str(run)]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+    assert_one_line(capsys, message)
     assert not run.exists() or not list(run.iterdir())
 
 
@@ -153,9 +152,7 @@ def test_damaged_model_folders(file, fields, message, inputs, tmp_path, capsys):
     (model / file).write_text(json.dumps(fields))
     command = ["--model", str(model), *inputs[2:], *OPTIONS, "--output", str(tmp_path / "run")]
     assert finetune([*command, "--dry-run"]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+    assert_one_line(capsys, message)
 
 
 @pytest.mark.parametrize("flag", ["--data", "--eval-data"])

@@ -5,47 +5,16 @@ import collections
 import json
 import random
 import shutil
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
-import numpy as np
 
 PROMPTS = ("12+30=", "What is a slot, and who pins it? ")
 TOKENS = 10
 SWAPPED = "swapped"
 # Of 20 requests so many are of a kind.
-FAULTS = (
-    "hangs up early",
-    "hangs up late",
-    "malformed",
-    "oversized",
-    "unknown",
-    "swapped",
-    "swapped",
-)
-
-
-@dataclass
-class Outcome:
-    """What the clients saw.
-
-    Attributes:
-      wrong: answers that are of no adapter that they may be of.
-      counts: of requests by kind.
-      seconds: of the answers that came whole, with waiting and 429 before.
-    """
-
-    wrong: list[str] = field(default_factory=list)
-    counts: collections.Counter[str] = field(default_factory=collections.Counter)
-    seconds: list[float] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        spread = np.percentile(self.seconds, (50, 90, 99))
-        told = ", ".join(f"{count} {kind}" for kind, count in sorted(self.counts.items()))
-        return f"{told}; seconds at 50, 90, 99 %: {spread.round(2).tolist()}"
+FAULTS = ["hangs up early", "hangs up late", "malformed", "oversized", "unknown", *[SWAPPED] * 2]
 
 
 class Load:
@@ -53,13 +22,18 @@ class Load:
 
     `expected` has the texts that may follow each prompt: one for an adapter that stands still, two
     for the one that is swapped all the time.
+
+    Attributes:
+      wrong: answers that are of no adapter that they may be of.
+      counts: of requests by kind.
     """
 
     def __init__(self, url: str, expected: Mapping[str, Sequence[set[str]]], seed: int = 0) -> None:
         self._url, self._expected = url, expected
         self._names = [name for name in expected if name != SWAPPED]
         self._random = random.Random(seed)
-        self.outcome = Outcome()
+        self.wrong: list[str] = []
+        self.counts: collections.Counter[str] = collections.Counter()
 
     async def run(self, count: int, at_a_time: int) -> None:
         limits = httpx.Limits(max_connections=at_a_time)
@@ -68,15 +42,14 @@ class Load:
 
             async def one_after_the_other() -> None:
                 for number in turns:
-                    kind = (FAULTS + ("",) * 13)[number % 20]
-                    await self._one(client, kind)
+                    await self._one(client, (FAULTS + [""] * 13)[number % 20])
 
             await asyncio.gather(*(one_after_the_other() for _ in range(at_a_time)))
 
     async def _one(self, client: httpx.AsyncClient, kind: str) -> None:
         # As Zipf would: few adapters have most of the requests.
         rank = int(self._random.paretovariate(0.5))
-        name = SWAPPED if kind == "swapped" else self._names[rank % len(self._names)]
+        name = SWAPPED if kind == SWAPPED else self._names[rank % len(self._names)]
         prompt = self._random.randrange(len(PROMPTS))
         body = {"model": name, "prompt": PROMPTS[prompt], "max_tokens": TOKENS, "temperature": 0}
         if kind == "malformed":
@@ -94,12 +67,12 @@ class Load:
             await self._answered(client, body, self._expected[name][prompt], kind or "answered")
 
     def _count(self, answer: httpx.Response, status: int, kind: str) -> None:
-        self.outcome.counts[kind] += 1
+        self.counts[kind] += 1
         if answer.status_code != status:
-            self.outcome.wrong.append(f"{kind}: {answer.status_code} {answer.text}")
+            self.wrong.append(f"{kind}: {answer.status_code} {answer.text}")
 
     async def _hang_up(self, client: httpx.AsyncClient, body: dict, kind: str) -> None:
-        self.outcome.counts[kind] += 1
+        self.counts[kind] += 1
         if kind == "hangs up early":
             try:
                 await client.post("completions", json=body, timeout=self._random.random() / 10)
@@ -112,18 +85,16 @@ class Load:
     async def _answered(
         self, client: httpx.AsyncClient, body: dict, expected: set[str], kind: str
     ) -> None:
-        begin = time.monotonic()
         streams = self._random.random() < 0.5
         while True:
             text, status = await self._text(client, body | {"stream": streams})
             if status != 429:
                 break
-            self.outcome.counts["refused with 429"] += 1
+            self.counts["refused with 429"] += 1
             await asyncio.sleep(0.05)
-        self.outcome.counts[kind] += 1
-        self.outcome.seconds.append(time.monotonic() - begin)
+        self.counts[kind] += 1
         if status != 200 or text not in expected:
-            self.outcome.wrong.append(f"{body['model']}: {status} {text!r}, not in {expected}")
+            self.wrong.append(f"{body['model']}: {status} {text!r}, not in {expected}")
 
     async def _text(self, client: httpx.AsyncClient, body: dict) -> tuple[str, int]:
         if not body["stream"]:
@@ -160,9 +131,7 @@ async def swap(folder: Path, versions: Sequence[Path], seconds: float) -> None:
 
 def put(version: Path, folder: Path) -> None:
     """Copies an adapter, one file after the other, as people do."""
-    folder.mkdir(exist_ok=True)
-    for file in version.iterdir():
-        shutil.copy(file, folder / file.name)
+    shutil.copytree(version, folder, copy_function=shutil.copy, dirs_exist_ok=True)
 
 
 def resident() -> int:
