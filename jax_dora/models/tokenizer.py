@@ -73,9 +73,12 @@ def read_ends(folder: Path, config: dict[str, Any]) -> list[int]:
     file = folder / "generation_config.json"
     generation = read_object(file) if file.is_file() else {}
     ends: list[int] = []
-    for given in (config, generation):
+    for name, given in (("config.json", config), (file.name, generation)):
         one = given.get("eos_token_id")
-        ends += one if isinstance(one, list) else [] if one is None else [one]
-    if not ends or not all(type(one) is int and one >= 0 for one in ends):
-        raise ValueError(f"config.json has eos_token_id {ends!r}; expected the number of a token")
+        its = one if isinstance(one, list) else [] if one is None else [one]
+        if not all(type(one) is int and one >= 0 for one in its):
+            raise ValueError(f"{name} has eos_token_id {its!r}; expected the number of a token")
+        ends += its
+    if not ends:
+        raise ValueError("config.json has no eos_token_id; expected the number of a token")
     return ends

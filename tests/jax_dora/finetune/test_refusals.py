@@ -137,6 +137,7 @@ def test_what_the_end_needs_is_asked_for_at_the_start(
         ("config.json", {"max_position_embeddings": True}, "embeddings True; expected a whole"),
         ("config.json", {"max_position_embeddings": 0}, "embeddings 0; expected a whole number"),
         ("generation_config.json", [], "generation_config.json holds a list"),
+        ("generation_config.json", {"eos_token_id": "x"}, "n_config.json has eos_token_id ['x']"),
         ("tokenizer_config.json", 3, "tokenizer_config.json holds a int"),
         ("tokenizer_config.json", {"chat_template": 3}, "has the chat template 3; expected"),
         ("tokenizer_config.json", {"chat_template": ["x"]}, "has the chat template ['x']; "),
