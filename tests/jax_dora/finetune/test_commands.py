@@ -1,6 +1,7 @@
 """generate, merge and inspect, on the tiny model and an adapter of it."""
 
 import json
+import shutil
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -116,14 +117,10 @@ def test_inspect(model, adapter, tmp_path, capsys):
     kernel = np.float64(kernel.qvalue) * np.float64(kernel.scale)
     assert row_of_up_proj(kernel, adapter) in " ".join(capsys.readouterr().out.split())
 
-    config = adapter / "adapter" / "adapter_config.json"
-    elsewhere = tmp_path / "adapter"
-    elsewhere.mkdir()
-    (elsewhere / "adapter_model.safetensors").write_bytes(
-        (adapter / "adapter" / "adapter_model.safetensors").read_bytes()
-    )
+    elsewhere = shutil.copytree(adapter / "adapter", tmp_path / "adapter")
+    config = elsewhere / "adapter_config.json"
     fields = json.loads(config.read_text()) | {"base_model_name_or_path": "gone"}
-    (elsewhere / "adapter_config.json").write_text(json.dumps(fields))
+    config.write_text(json.dumps(fields))
     assert main(["inspect", str(elsewhere)]) == 0
     assert "Without its base: " in capsys.readouterr().out
     (elsewhere / "adapter_model.safetensors").write_bytes(b"cut off")

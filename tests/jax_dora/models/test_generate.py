@@ -148,17 +148,22 @@ def test_ends(make_folder, tokens):
     thinned([(0, 1.0), (5, 1.0), (0, 0.7), (9, 0.4), (1, 1.0)], [(9, 0.4)]),
 )
 def test_what_is_sampled_is_what_transformers_would(top_k, top_p):
-    """As often as the probabilities that transformers leaves over say."""
-    temperature, draws = 0.7, 4000
+    sampling = Sampling(temperature=0.7, top_k=top_k, top_p=top_p, seed=3)
+    check_draws(sampling.draw, 0.7, top_p, top_k)
+
+
+def check_draws(draw, temperature, top_p, top_k=0):
+    """Asserts that `draw(logits, places)` draws tokens as often as the probabilities say that
+    transformers leaves over."""
+    draws = 4000
     logits = 2 * np.random.default_rng(0).standard_normal((1, 17), np.float32)
     scores = transformers.TemperatureLogitsWarper(temperature)(None, torch.from_numpy(logits))
     if top_k:
         scores = transformers.TopKLogitsWarper(top_k)(None, scores)
     scores = transformers.TopPLogitsWarper(top_p)(None, scores)
     expected = torch.softmax(scores, -1).numpy()[0]
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=3)
-    many = np.repeat(logits, draws, axis=0)
-    drawn = np.asarray(sampling.draw(jnp.asarray(many), jnp.zeros(draws, jnp.int32)))
+    many = jnp.asarray(np.repeat(logits, draws, axis=0))
+    drawn = np.asarray(draw(many, jnp.zeros(draws, jnp.int32)))
     found = np.bincount(drawn, minlength=17) / draws
     assert (found[expected == 0] == 0).all()
     # Five standard deviations of a share.

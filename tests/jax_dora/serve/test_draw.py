@@ -4,11 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-import transformers
 
 from jax_dora.serve import draw as module
 from jax_dora.serve.draw import Asked, Wishes
+from tests.jax_dora.models.test_generate import check_draws
 from tests.tables import thinned
 
 program = jax.jit(module.draw, static_argnums=3)
@@ -33,17 +32,10 @@ def wishes(count, temperature=0.0, top_p=1.0, seeds=None, logprobs=False):
     ("temperature", "top_p"), thinned([(0.7, 1.0), (0.7, 0.6), (1.6, 0.05)], [(0.7, 0.6)])
 )
 def test_draws_are_as_often_as_transformers_would(temperature, top_p):
-    draws = 4000
-    logits = 2 * np.random.default_rng(0).standard_normal((1, 17), np.float32)
-    scores = transformers.TemperatureLogitsWarper(temperature)(None, torch.from_numpy(logits))
-    scores = transformers.TopPLogitsWarper(top_p)(None, scores)
-    expected = torch.softmax(scores, -1).numpy()[0]
-    many = jnp.asarray(np.repeat(logits, draws, axis=0))
-    drawn = draw(many, wishes(draws, temperature, top_p), jnp.zeros(draws, jnp.int32))
-    found = np.bincount(drawn.tokens, minlength=17) / draws
-    assert (found[expected == 0] == 0).all()
-    # Five standard deviations of a share.
-    assert (np.abs(found - expected) <= 5 * np.sqrt(expected * (1 - expected) / draws)).all()
+    def tokens(logits, places):
+        return draw(logits, wishes(len(logits), temperature, top_p), places).tokens
+
+    check_draws(tokens, temperature, top_p)
 
 
 def test_a_row_is_drawn_the_same_in_any_company():
