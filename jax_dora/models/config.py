@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -217,7 +218,7 @@ def max_positions(config: Mapping[str, Any]) -> int | None:
 
 
 def _positive(name: str, value: Any) -> float:
-    if type(value) not in (int, float) or not value > 0:
+    if type(value) not in (int, float) or not 0 < value < math.inf:
         raise TypeError(f"{name} is {value!r}; expected a positive number")
     return float(value)
 

@@ -281,6 +281,7 @@ def test_tied_head_stored_as_well(make_folder, tmp_path):
         ({"dtype": "float64"}, ValueError, "dtype 'float64'; expected bfloat16, float16 or"),
         ({"rope_parameters": {"rope_theta": "x"}}, ValueError, "rope_theta is 'x'; expected a"),
         ({"rope_parameters": {"rope_theta": -1}}, ValueError, "rope_theta is -1; expected a"),
+        ({"rms_norm_eps": float("inf")}, ValueError, "rms_norm_eps is inf; expected a positive"),
         (
             {"rope_parameters": {"rope_type": "linear", "factor": "8"}},
             ValueError,
