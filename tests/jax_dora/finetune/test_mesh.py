@@ -118,6 +118,33 @@ def test_a_batch_has_the_same_gradient_on_any_mesh(sizes, quantize, inputs, alon
             assert variable.get_value().sharding.is_equivalent_to(place, variable.ndim), path
 
 
+def trained(folder, sharding=None):
+    """Returns the losses of 200 steps."""
+    parts, given = training.Parts.of(adapted(folder, sharding)), rows()
+    optimizer = training.make_optimizer(lambda _: 1e-3, clip=1.0, weight_decay=0.01)
+    state = optimizer.init(parts.adapters)
+    if sharding is not None:
+        parts = parts._replace(moving=sharding.placed(parts.moving))
+        state, given = sharding.placed(state), given.placed(sharding.micro_batches)
+    losses = []
+    for _ in range(200):
+        loss, gradients, moving = training.accumulate(*parts, given)
+        adapters, state, _ = training.update(optimizer, parts.adapters, state, gradients, loss)
+        parts = parts._replace(adapters=adapters, moving=moving)
+        losses.append(float(loss))
+    return np.array(losses)
+
+
+@pytest.mark.slow
+def test_two_hundred_steps_are_those_of_one_device(inputs):
+    wanted = trained(inputs[1])
+    assert wanted[-1] < wanted[0] - 1
+    for sizes in ({"dp": 4}, {"fsdp": 4}, {"fsdp": 2, "tp": 2}):
+        found = trained(inputs[1], DecoderSharding.over(**sizes, devices=jax.devices()[:4]))
+        # Roundings in other orders, which training neither damps nor blows up much.
+        np.testing.assert_allclose(found, wanted, rtol=1e-3, err_msg=str(sizes))
+
+
 def test_where_a_decoder_lies():
     sharding = DecoderSharding.over(fsdp=2, tp=2, devices=jax.devices()[:4])
 

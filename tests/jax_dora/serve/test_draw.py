@@ -52,6 +52,22 @@ def test_a_row_is_drawn_the_same_in_any_company():
         assert draw(logits, mixed, places).tokens[1] == alone[1]
 
 
+def test_only_what_is_asked_for_is_computed():
+    """Without conditions, for which a host would have to wait."""
+    logits, places = jnp.zeros((3, 400)), jnp.zeros(3, jnp.int32)
+    work = {"samples": "random_bits", "top_p": "cumsum", "logprobs": "top_k"}
+    for some in (
+        wishes(3),
+        wishes(3, 1.0),
+        wishes(3, 1.0, 0.5),
+        wishes(3, 0.0, 0.5, logprobs=True),
+    ):
+        asked = Asked.by(some)
+        found = str(jax.make_jaxpr(module.draw, static_argnums=3)(logits, some, places, asked))
+        assert {name: one in found for name, one in work.items()} == asked._asdict()
+        assert "cond[" not in found
+
+
 @pytest.mark.slow
 def test_draws_depend_on_seed_and_place():
     logits = jnp.zeros((4, 5000))
