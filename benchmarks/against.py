@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import parity  # noqa: F401  (ours, like this package; what is imported later is a checkout's own)
 from benchmarks import clock
 from benchmarks.clock import Effort, Spread
-from benchmarks.report import Measurement
 from benchmarks.results import Row
 from benchmarks.work import Variant, Work, matches
 
@@ -32,7 +31,6 @@ ROOT = Path(__file__).parents[1]
 # How often each checkout has its turn, and how long one is.
 ROUNDS = 5
 EFFORT = Effort(least=3, most=60, blocks=2)
-CLOCKS = ("device", "wall")
 # rows, in, out, rank
 LAYERS = (
     (4096, 4096, 4096, 64),
@@ -104,17 +102,18 @@ def _in_turns(ends: dict[str, Connection]) -> Iterator[Row]:
     try:
         # One after the other: while XLA tries kernels, nothing else may run.
         while None not in (found := {state: ask(state, "next") for state in ends}).values():
-            times: dict[str, list[Row]] = {state: [] for state in ends}
+            times: dict[str, list[dict[str, float]]] = {state: [] for state in ends}
             for turn in range(ROUNDS):
                 for state in list(ends)[:: 1 if turn % 2 else -1]:
                     times[state].append(ask(state, "time"))
-            for state, turns in times.items():
-                spreads = {c: Spread.of([t[c] for t in turns]) for c in CLOCKS if turns[0][c]}
-                found[state] |= {c: dataclasses.asdict(spread) for c, spread in spreads.items()}
-            for c in CLOCKS:
-                here, there = (found[state].get(c) for state in ("here", "there"))
-                if here and there:
-                    found["here"][f"{c}_over_there"] = here["median"] / there["median"]
+            for name in times["here"][0]:
+                spreads = {
+                    state: Spread.of([one[name] for one in turns]) for state, turns in times.items()
+                }
+                for state, spread in spreads.items():
+                    found[state][name] = spread._asdict()
+                over = spreads["here"].median / spreads["there"].median
+                found["here"][f"{name}_over_there"] = over
             yield from ({"state": state} | row for state, row in found.items())
     except (EOFError, OSError):
         yield {"failed": "one of the processes has ended; its last words are above"}
@@ -159,9 +158,9 @@ def _measurements(settings: Settings, device: str) -> Iterator[tuple[Row, Callab
 
         def times(variant: Variant = variant, step: Any = step) -> Row:
             spreads = take_times(variant, step, device, effort)
-            return {c: spread and spread.median for c, spread in spreads.items()}
+            return {c: spread.median for c, spread in spreads.items()}
 
-        yield Measurement(**identity(work, variant), **facts).row() | {"value": value}, times
+        yield identity(work, variant) | facts | {"value": value}, times
         del step, leaf, times
         free()
 

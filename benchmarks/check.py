@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from benchmarks.results import Row
 from benchmarks.work import Expectation
 
 # A variant of others may round where ours does not, but must compute the same function. A bf16
@@ -15,35 +15,25 @@ from benchmarks.work import Expectation
 SAME_FUNCTION = 2.0**-5
 
 
-@dataclass(frozen=True)
-class Check:
-    """Verdict on one variant.
-
-    Attributes:
-      passed: every result is within its tolerance.
-      exact: the tolerance is that of `parity.tolerances`, not a relative one.
-      of_bound: the largest error of an element in units of that element's bound, if exact; None, in
-        a file of results, is infinite.
-      relative: the largest ‖result - fp64‖ / ‖fp64‖.
-      worst: the result that this is about.
-    """
-
-    passed: bool
-    exact: bool
-    of_bound: float | None
-    relative: float | None
-    worst: str
-
-
 def judge(
     results: Mapping[str, Any],
     expected: Mapping[str, Expectation],
     exact: bool,
     same: float = SAME_FUNCTION,
-) -> Check:
+) -> Row:
     """Returns the verdict on `results`, which must have exactly the expected names.
 
-    `same` is the relative error allowed to what is not exact.
+    Args:
+      exact: whether every element is held to its bound, or each result to a relative error.
+      same: that relative error, of the norm.
+
+    Returns:
+      passed: every result is within its tolerance.
+      exact: as given.
+      of_bound: if exact, the largest error of an element in units of its bound; None, in a file of
+        results, is infinite.
+      relative: the largest ‖result - fp64‖ / ‖fp64‖.
+      worst: the result that this is about.
 
     Raises:
       ValueError: a result is missing, unexpected or of another shape.
@@ -69,4 +59,5 @@ def judge(
             worst = name if share >= of_bound else worst
             of_bound = max(of_bound, share)
     passed = of_bound <= 1.0 if exact else relative <= same
-    return Check(passed, exact, of_bound, relative, worst)
+    verdict = {"passed": passed, "exact": exact, "of_bound": of_bound}
+    return verdict | {"relative": relative, "worst": worst}

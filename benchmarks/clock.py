@@ -12,8 +12,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +25,7 @@ Step = Callable[..., Any]
 Kernels = list[tuple[str, float]]
 
 
-@dataclass(frozen=True)
-class Spread:
+class Spread(NamedTuple):
     """Median and spread of `samples` timings, in microseconds."""
 
     median: float
@@ -47,8 +45,7 @@ class Spread:
         )
 
 
-@dataclass(frozen=True)
-class Effort:
+class Effort(NamedTuple):
     """How long to measure.
 
     Attributes:
@@ -196,14 +193,8 @@ def device_clock() -> DeviceClock:
     return DeviceClock()
 
 
-def kernel_time(
-    framework: str,
-    step: Step,
-    inputs: Sequence[tuple],
-    device: str,
-    effort: Effort = Effort(),
-) -> Spread:
+def kernel_time(framework: str, step: Step, inputs: Sequence[tuple], device: str) -> Spread:
     """Returns the device time of a step, or, where there is no GPU, a wall time to try the code."""
     if device == "cuda":
-        return device_clock().time(framework, step, inputs, effort)
+        return device_clock().time(framework, step, inputs, Effort())
     return wall_time(step, inputs, QUICK)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -11,10 +10,10 @@ import jax.numpy as jnp
 import torch
 
 from benchmarks import clock
-from benchmarks.arrays import to_torch
+from benchmarks.arrays import to_jax, to_torch
 from benchmarks.check import judge
-from benchmarks.clock import Effort, device_clock
-from benchmarks.report import Ceilings, Measurement, Report
+from benchmarks.clock import Effort, Spread, device_clock
+from benchmarks.report import Report
 from benchmarks.results import Row
 from benchmarks.work import Variant, Work, matches
 
@@ -46,63 +45,62 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
         work = make()
         for variant in work.variants:
             if matches(f"{work.name} {variant.label}", settings.only):
-                yield measured(work, variant, device, settings.quick).row()
+                yield measured(work, variant, device, settings.quick)
         del work
         free()
 
 
 def facts(settings: Settings, device: str) -> Row:
     """Returns what the header of the results says of the card: its ceilings."""
-    return {"ceilings": dataclasses.asdict(ceilings())} if device == "cuda" else {}
+    return {"ceilings": ceilings()} if device == "cuda" else {}
 
 
 def summary(header: Row, rows: list[Row]) -> str:
     """Returns tables of all that was measured."""
-    return Report.of(header, rows).text()
+    return Report(header, rows).text()
 
 
-def measured(work: Work, variant: Variant, device: str, quick: bool) -> Measurement:
-    """Returns one variant's measurement: built, checked against fp64, timed by both clocks.
+def measured(work: Work, variant: Variant, device: str, quick: bool) -> Row:
+    """Returns one variant's row: built, checked against fp64, timed by both clocks.
 
     One variant that cannot be built or run must not cost the others' measurements: what is raised
-    becomes the measurement's `refused` or `failed`.
+    becomes the row's `refused` or `failed`.
     """
-    fields = identity(work, variant)
+    row = identity(work, variant)
     effort = clock.QUICK if quick or device == "cpu" else work.effort or Effort()
     try:
-        step, found = prepare(work, variant, device)
-        fields |= found
-        fields |= take_times(variant, step, device, effort)
+        step, facts = prepare(work, variant, device)
+        row |= facts
+        spreads = take_times(variant, step, device, effort)
+        row |= {name: spread._asdict() for name, spread in spreads.items()}
     except NotImplementedError as error:
-        return Measurement(**identity(work, variant), refused=str(error)[:200])
+        return identity(work, variant) | {"refused": str(error)[:200]}
     except Exception as error:
-        fields["failed"] = f"{type(error).__name__}: {error}"[:400]
-    return Measurement(**fields)
+        row["failed"] = f"{type(error).__name__}: {error}"[:400]
+    return row
 
 
-def identity(work: Work, variant: Variant) -> dict[str, Any]:
+def identity(work: Work, variant: Variant) -> Row:
     """Returns what is known of a measurement before it is made."""
-    return {
-        "group": work.group,
-        "shape": work.shape,
-        "framework": variant.framework,
-        "variant": variant.name,
-        "bytes": work.bytes,
-        "flops": variant.flops or work.flops,
-        "baseline": work.baselines.get(variant.label, ""),
-    }
+    row: Row = {"group": work.group, "shape": work.shape}
+    row |= {"framework": variant.framework, "variant": variant.name}
+    row |= {"bytes": work.bytes, "flops": variant.flops or work.flops}
+    if variant.label in work.baselines:
+        row["baseline"] = work.baselines[variant.label]
+    return row
 
 
-def prepare(work: Work, variant: Variant, device: str) -> tuple[Step, dict[str, Any]]:
+def prepare(work: Work, variant: Variant, device: str) -> tuple[Step, Row]:
     """Returns the step, run once and ready to be timed, with its memory and the check of it.
 
     Raises:
       NotImplementedError: the variant does not run here.
     """
-    memory = "peak_bytes" if variant.whole else "temp_bytes"
     step, planned = _build(variant)
     outputs, held = _first(step, variant, device)
-    facts: dict[str, Any] = {memory: planned if variant.framework == "jax" else held}
+    facts: Row = {}
+    if memory := planned if variant.framework == "jax" else held:
+        facts["peak_bytes" if variant.whole else "temp_bytes"] = memory
     if variant.check is not None:
         facts["check"] = variant.check()
     else:
@@ -120,14 +118,13 @@ def _named(variant: Variant, outputs: Any, expected: Mapping[str, Any]) -> Mappi
     return outputs if variant.framework == "torch" else jax.tree.map(to_torch, outputs)
 
 
-def take_times(variant: Variant, step: Step, device: str, effort: Effort) -> dict[str, Any]:
-    """Returns device and wall time of a prepared step."""
-    on_device = None
-    if device == "cuda":
-        on_device = device_clock().time(variant.framework, step, variant.inputs, effort)
+def take_times(variant: Variant, step: Step, device: str, effort: Effort) -> dict[str, Spread]:
+    """Returns a prepared step's time by "wall", and by "device" where there is a GPU."""
+    if device != "cuda":
+        return {"wall": clock.wall_time(step, variant.inputs, effort)}
+    on_device = device_clock().time(variant.framework, step, variant.inputs, effort)
     wall = clock.wall_time(step, variant.inputs, effort)
-    if on_device is not None:
-        clock.check_clocks(variant.framework, on_device, wall)
+    clock.check_clocks(variant.framework, on_device, wall)
     return {"device": on_device, "wall": wall}
 
 
@@ -139,25 +136,21 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
-def ceilings() -> Ceilings:
+def ceilings() -> Row:
     """Returns the copy and product rates of this run, each the better of the two frameworks'."""
     elements, width = CEILING_ELEMENTS, CEILING_WIDTH
     source = torch.randn(elements, device="cuda").bfloat16()
     a, b = (torch.randn(width, width, device="cuda").bfloat16() for _ in range(2))
-    works = (
-        ([(source,), (source.clone(),)], jnp.negative, torch.neg, 2 * 2 * elements),
-        ([(a, b)], jnp.matmul, torch.matmul, 2 * width**3),
-    )
-    rates = []
-    for sets, in_jax, in_torch, amount in works:
-        jax_sets = [tuple(map(jax.dlpack.from_dlpack, one)) for one in sets]
-        best = min(
-            _seconds("jax", jax.jit(in_jax), jax_sets),
-            _seconds("torch", in_torch, sets),
-        )
-        rates.append(amount / best)
+    works = {
+        "copy": ([(source,), (source.clone(),)], jnp.negative, torch.neg, 2 * 2 * elements),
+        "matmul": ([(a, b)], jnp.matmul, torch.matmul, 2 * width**3),
+    }
+    rates = {}
+    for name, (sets, in_jax, in_torch, amount) in works.items():
+        in_turns = ("jax", jax.jit(in_jax), to_jax(sets)), ("torch", in_torch, sets)
+        rates[name] = amount / min(_seconds(*one) for one in in_turns)
     free()
-    return Ceilings(*rates)
+    return rates
 
 
 def _seconds(framework: str, step: Step, sets: list[tuple]) -> float:

@@ -1,143 +1,100 @@
-"""Measurements, what follows from them, and the table shown of them."""
+"""What operators, layers and models were measured to take: what follows from it, and a table of it.
+
+A row is one variant of one piece of work:
+
+    group, shape, framework, variant   the work, and who does it
+    bytes, flops                       the least that the work must move, and multiply
+    baseline                           the baseline that this is, or is one candidate for
+    device, wall                       microseconds by either clock: median, p10, p90, samples
+    temp_bytes, peak_bytes             memory beyond arguments and results, and all memory: by XLA's
+                                       account in JAX, the allocator's peak in torch
+    check                              the verdict of `benchmarks.check`
+    refused, failed                    why it could not run here; what went wrong
+
+The header has the card's `ceilings` in the same run: bytes per second of a copy, read plus written,
+and bf16 operations per second of a large matrix product.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import NamedTuple, Self
 
 from benchmarks import results
-from benchmarks.check import Check
-from benchmarks.clock import Spread
+from benchmarks.results import Row
 from benchmarks.work import shape_name
 from parity.report import table
 
 
-@dataclass(frozen=True)
-class Ceilings:
-    """What the card reaches at best, measured in the same run.
-
-    Attributes:
-      copy: bytes per second, read plus written, of an elementwise kernel over gigabytes.
-      matmul: bf16 operations per second of a large matrix product.
-    """
-
-    copy: float
-    matmul: float
+def label(row: Row) -> str:
+    """Returns who did the work, such as `jax mosaic`."""
+    return f"{row['framework']} {row['variant']}"
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """One variant of one piece of work. Times in microseconds, memory in bytes.
-
-    `baseline` names the baseline that this is, or is one candidate for. `refused` says why it could
-    not run here, `failed` what went wrong. `temp_bytes` is memory beyond arguments and results,
-    `peak_bytes` everything: XLA's own account in JAX, the allocator's peak in torch.
-    """
-
-    group: str
-    shape: dict[str, int]
-    framework: str
-    variant: str
-    bytes: int
-    flops: int
-    baseline: str = ""
-    device: Spread | None = None
-    wall: Spread | None = None
-    temp_bytes: int | None = None
-    peak_bytes: int | None = None
-    check: Check | None = None
-    refused: str = ""
-    failed: str = ""
-
-    @classmethod
-    def from_row(cls, row: Mapping[str, Any]) -> Measurement:
-        """Returns the measurement of a line of results, which may hold more."""
-        nested = {"device": Spread, "wall": Spread, "check": Check}
-        made = {name: kind(**row[name]) for name, kind in nested.items() if row.get(name)}
-        known = {field.name for field in dataclasses.fields(cls)}
-        return cls(**({k: v for k, v in row.items() if k in known} | made))
-
-    def row(self) -> results.Row:
-        """Returns a line of results: whatever is not as by default."""
-        fields = dataclasses.fields(self)
-        plain = dataclasses.asdict(self)
-        kept = ("bytes", "flops")
-        return {f.name: plain[f.name] for f in fields if plain[f.name] or f.name in kept}
-
-    @property
-    def label(self) -> str:
-        return f"{self.framework} {self.variant}"
-
-    @property
-    def name(self) -> str:
-        return f"{self.group} {shape_name(self.shape)}"
-
-    @property
-    def correct(self) -> bool:
-        return self.check is not None and self.check.passed and not self.failed
-
-    def time(self, clock: str) -> float | None:
-        """Returns the median by "device" or "wall", or None where there is none to be trusted."""
-        spread: Spread | None = getattr(self, clock)
-        return spread.median if spread and self.correct else None
-
-    def floor_us(self, ceilings: Ceilings) -> float:
-        """Returns the time that no version runs much below: of the bytes, or of the products."""
-        return 1e6 * max(self.bytes / ceilings.copy, self.flops / ceilings.matmul)
+def name(row: Row) -> str:
+    """Returns what the work was, such as `compose 4096×8192`."""
+    return f"{row['group']} {shape_name(row['shape'])}"
 
 
-@dataclass
-class Report:
-    """What a level has measured."""
+def correct(row: Row) -> bool:
+    """Returns whether the result was checked and is right."""
+    return "check" in row and not results.failed(row)
 
-    environment: Mapping[str, str]
-    ceilings: Ceilings | None = None
-    measurements: list[Measurement] = field(default_factory=list)
 
-    @classmethod
-    def of(cls, header: results.Row, rows: Iterable[results.Row]) -> Self:
-        """Returns what the header and the rows of a file of results say."""
-        ceilings = Ceilings(**header["ceilings"]) if header.get("ceilings") else None
-        return cls(header["environment"], ceilings, [Measurement.from_row(row) for row in rows])
+def time(row: Row, clock: str = "device") -> float | None:
+    """Returns the median by "device" or "wall", or None where there is none to be trusted."""
+    return row[clock]["median"] if row.get(clock) and correct(row) else None
+
+
+class Report(NamedTuple):
+    """The header and the rows of a level's results."""
+
+    header: Row
+    rows: list[Row]
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        return cls.of(*results.read(path))
+        return cls(*results.read(path))
 
-    def ratio(self, m: Measurement, clock: str, baseline: str = "") -> float | None:
-        """Returns m's time over that of its work's baseline, the fastest where several bear the
-        name; None where either's check is red, or nothing is named `baseline`."""
-        group = [one for one in self.measurements if one.name == m.name and not one.refused]
-        baseline = baseline or next((one.baseline for one in group if one.baseline), "")
-        others = [one for one in group if baseline and one.baseline == baseline]
-        times = [one.time(clock) for one in others]
-        mine = m.time(clock)
-        if mine is None or not times or any(not one.correct for one in others):
+    def floor_us(self, row: Row) -> float | None:
+        """Returns the time that no version runs much below: of the bytes, or of the products. None
+        where a row has none, or nothing was measured of the card."""
+        ceilings = self.header.get("ceilings")
+        if not ceilings or not row["bytes"]:
             return None
-        theirs = [time for time in times if time]
-        return mine / min(theirs) if theirs and m not in others else None
+        return 1e6 * max(row["bytes"] / ceilings["copy"], row["flops"] / ceilings["matmul"])
+
+    def ratio(self, row: Row, clock: str = "device", baseline: str = "") -> float | None:
+        """Returns the row's time over that of its work's baseline, the fastest where several bear
+        the name; None where either's check is red, or nothing is named `baseline`."""
+        same = [one for one in self.rows if name(one) == name(row) and "refused" not in one]
+        named = [one for one in same if "baseline" in one]
+        if named and not baseline:
+            baseline = named[0]["baseline"]
+        others = [one for one in named if one["baseline"] == baseline]
+        mine, theirs = time(row, clock), [time(one, clock) for one in others]
+        if mine is None or row in others or not all(map(correct, others)):
+            return None
+        times = [one for one in theirs if one is not None]
+        return mine / min(times) if times else None
 
     def text(self) -> str:
         """Returns a table of all that ran, and the ceilings; no time of what is not correct."""
-        clock = "device" if self.environment["device"] == "cuda" else "wall"
+        clock = "device" if self.header["environment"]["device"] == "cuda" else "wall"
         header = ("work", "implementation", f"{clock} µs", "of baseline", "of the floor", "GiB")
-        shown = table(
-            header, ([*self._cells(m, clock)] for m in self.measurements if not m.refused)
-        )
-        if self.ceilings:
+        ran = (row for row in self.rows if "refused" not in row)
+        shown = table(header, ([*self._cells(row, clock)] for row in ran))
+        if ceilings := self.header.get("ceilings"):
             shown += (
-                f"\nceilings of this run: copy {self.ceilings.copy * 1e-12:.3f} TB/s, bf16 product "
-                f"{self.ceilings.matmul * 1e-12:.0f} TFLOP/s"
+                f"\n\nceilings of this run: copy {ceilings['copy'] * 1e-12:.3f} TB/s, bf16 product "
+                f"{ceilings['matmul'] * 1e-12:.0f} TFLOP/s"
             )
         return shown
 
-    def _cells(self, m: Measurement, clock: str) -> Iterator[str]:
-        time, ratio = m.time(clock), self.ratio(m, clock)
-        yield from (m.name, m.label, f"{time:.1f}" if time else "RED")
+    def _cells(self, row: Row, clock: str) -> Iterator[str]:
+        us, ratio, floor = time(row, clock), self.ratio(row, clock), self.floor_us(row)
+        yield from (name(row), label(row), f"{us:.1f}" if us else "RED")
         yield f"{ratio:.2f}" if ratio else ""
-        floor = time and self.ceilings and m.bytes and m.floor_us(self.ceilings) / time
-        yield f"{floor:.0%}" if floor else ""
-        yield f"{m.peak_bytes / 2**30:.1f}" if m.peak_bytes else ""
+        yield f"{floor / us:.0%}" if floor and us else ""
+        yield f"{row['peak_bytes'] / 2**30:.1f}" if row.get("peak_bytes") else ""

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 if TYPE_CHECKING:
-    from benchmarks.check import Check
     from benchmarks.clock import Effort
+    from benchmarks.results import Row
 
 Framework = Literal["jax", "torch"]
 
@@ -56,7 +56,7 @@ class Variant:
     inputs: Sequence[tuple]
     results: Callable[[Any], Mapping[str, Any]] | None = None
     exact: bool = True
-    check: Callable[[], Check] | None = None
+    check: Callable[[], Row] | None = None
     flops: int | None = None
     expected: Mapping[str, Expectation] | None = None
     compiler_options: Mapping[str, bool | str] = field(default_factory=dict)

@@ -8,10 +8,9 @@ mkdocs runs it before it builds the site; docs/measured.md and the figures are n
 
 from __future__ import annotations
 
-import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,10 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks.report import Measurement, Report
+from benchmarks.report import label, time
 from tools import bank_figures, bank_tables, quoted, step_parts
-from tools.measurements import ROOT, panels, report, table
+from tools.measurements import ROOT, panels, report
 
-# Below this many elements an activation fits a cache or takes less time than a launch.
-LARGE_ACTIVATION = 4096 * 4096
 # arXiv 2603.22276, its H200: geometric means over shapes, and how far g strays from 1.
 PAPER_COMPOSE = {"compose": 2.00, "backward": 1.08}
 NEAR_UNITY = 0.0015
@@ -51,47 +48,20 @@ def measured() -> str:
     parts = [
         "# Measured",
         "Medians of device time. The floor is the time of the bytes at the copy rate of the same "
-        "run, or of the products at its bf16 rate, whichever is longer; shapes of at least "
-        "4096 × 4096 elements.",
+        "run, or of the products at its bf16 rate, whichever is longer.",
     ]
     for name, found in quoted.reports().items():
-        environment = found.environment
+        environment = found.header["environment"]
         versions = ", ".join(f"{key} {environment[key]}" for key in ("jax", "torch", "triton"))
         parts.append(f"## {Path(name).stem}")
         parts.append(
             f"`{name}`: {environment['card']}, {versions}, commit {environment['commit']}."
         )
-        parts.append(_speed(found))
+        parts.append(found.text())
     parts.append("## Many adapters in one batch: `benchmarks/results/h100/bank.jsonl`")
     parts.append(bank_tables.every_bank())
     drawn = (f"![{title}](figures/{name}.svg)" for name, (title, _) in FIGURES.items())
     return "\n\n".join([*parts, "## Figures", *drawn]) + "\n"
-
-
-def _speed(report: Report) -> str:
-    groups: dict[tuple[str, str], list[Measurement]] = {}
-    for m in report.measurements:
-        wide = m.shape.get("out", m.shape.get("in", 1))
-        large = m.shape.get("rows", LARGE_ACTIVATION) * wide >= LARGE_ACTIVATION
-        if m.device and large:
-            groups.setdefault((m.group, m.label), []).append(m)
-
-    def cells(key: tuple[str, str], group: list[Measurement]) -> Iterator[str]:
-        yield from (*key, str(len(group)))
-        if not all(m.correct for m in group):
-            yield from ("withheld: its check is red", "", "")
-            return
-        largest = max(group, key=lambda m: m.bytes)
-        yield " × ".join(f"{size} {axis}" for axis, size in largest.shape.items())
-        yield f"{largest.time('device'):.1f}"
-        if not (report.ceilings and largest.bytes):
-            yield ""
-            return
-        shares = [m.floor_us(report.ceilings) / (m.time("device") or math.inf) for m in group]
-        yield f"{statistics.geometric_mean(shares):.0%}, worst {min(shares):.0%}"
-
-    header = ("work", "implementation", "shapes", "the largest", "µs there", "of the floor")
-    return table(header, (cells(key, group) for key, group in groups.items()))
 
 
 def stability() -> Figure:
@@ -132,9 +102,9 @@ def compose_speedups() -> Figure:
     figure, both = panels(2)
     for axes, (group, paper) in zip(both, PAPER_COMPOSE.items(), strict=True):
         times = {
-            (m.shape["rows"] * m.shape["out"], m.label): time
-            for m in ops.measurements
-            if m.group == group and (time := m.time("device"))
+            (m["shape"]["rows"] * m["shape"]["out"], label(m)): us
+            for m in ops.rows
+            if m["group"] == group and (us := time(m))
         }
         for fused, plain in (("jax mosaic", "jax xla"), ("torch triton", "torch eager")):
             sizes = sorted({size for size, label in times if label == fused})

@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks import results
-from benchmarks.report import Measurement, Report
+from benchmarks.report import Report, label
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -55,11 +55,11 @@ def row(name: str, card: str, /, **fields: Any) -> results.Row:
     return only
 
 
-def one(of: Report, group: str, label: str, **shape: int) -> Measurement:
-    """Returns the one measurement of `group` by `label` whose shape has these sizes."""
+def one(of: Report, group: str, by: str, **shape: int) -> results.Row:
+    """Returns the one row of `group` whose label is `by` and whose shape has these sizes."""
     [only] = (
-        m
-        for m in of.measurements
-        if m.group == group and m.label == label and shape.items() <= m.shape.items()
+        row
+        for row in of.rows
+        if (row["group"], label(row)) == (group, by) and shape.items() <= row["shape"].items()
     )
     return only

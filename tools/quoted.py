@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import results
-from benchmarks.report import Measurement, Report
+from benchmarks.report import Report, time
+from benchmarks.report import name as work_name
 from benchmarks.scaling import Measured
 from tools import bank_tables, small_memory, step_parts
 from tools.measurements import (
@@ -77,12 +78,12 @@ def headline() -> str:
     }
     speed: dict[str, dict[str, list[float]]] = {}
     sources: dict[str, dict[str, None]] = {}
-    for name, found in reports().items():
-        for m in found.measurements:
-            ratio = found.ratio(m, "device", BEST_LORA)
-            if m.framework == "jax" and m.variant in ways and m.shape.get("rank") == RANK and ratio:
-                speed.setdefault(m.name, {}).setdefault(m.variant, []).append(ratio)
-                sources.setdefault(m.name, {})[_link(ROOT / name)] = None
+    for path, found in reports().items():
+        for m in found.rows:
+            way, ratio = m["variant"], found.ratio(m, baseline=BEST_LORA)
+            if m["framework"] == "jax" and way in ways and m["shape"]["rank"] == RANK and ratio:
+                speed.setdefault(work_name(m), {}).setdefault(way, []).append(ratio)
+                sources.setdefault(work_name(m), {})[_link(ROOT / path)] = None
     lines = (
         (work, *(_range(of.get(way, [])) for way in ways), ", ".join(sources[work]))
         for work, of in speed.items()
@@ -106,12 +107,12 @@ def _range(ratios: Sequence[float]) -> str:
     return " to ".join(dict.fromkeys(ends))
 
 
-def _time(m: Measurement, clock: str = "device") -> float:
+def _time(m: results.Row, clock: str = "device") -> float:
     """Returns microseconds, NaN where there are none to be trusted."""
-    return m.time(clock) or math.nan
+    return time(m, clock) or math.nan
 
 
-def _ratio(of: Report, m: Measurement, clock: str = "device") -> str:
+def _ratio(of: Report, m: results.Row, clock: str = "device") -> str:
     return f"{of.ratio(m, clock, BEST_LORA):.2f}"
 
 
@@ -202,7 +203,7 @@ def model() -> str:
     def cell(label: str, column: tuple[str, str]) -> str:
         task, clock = column
         m = one(models, f"model {task}", label)
-        return _gib(m.peak_bytes) if clock == "peak" else f"{_time(m, clock) / 1e3:,.1f}"
+        return _gib(m["peak_bytes"]) if clock == "peak" else f"{_time(m, clock) / 1e3:,.1f}"
 
     return grid("", ways, columns | {"peak GiB, gradient": ("gradient", "peak")}, cell)
 
@@ -219,14 +220,14 @@ def model_later() -> str:
     for name, (file, variant) in ways.items():
         models = report(file)
         m = one(models, "model gradient", f"jax {variant}{WITHOUT_TRITON}")
-        of_lora = ["", ""] if m.baseline else [_ratio(models, m), _ratio(models, m, "wall")]
+        of_lora = ["", ""] if "baseline" in m else [_ratio(models, m), _ratio(models, m, "wall")]
         time = f"{_time(m) / 1e3:.1f}"
-        lines.append([name, time, *of_lora, _gib(m.peak_bytes), f"`{file}.jsonl`"])
+        lines.append([name, time, *of_lora, _gib(m["peak_bytes"]), f"`{file}.jsonl`"])
     return table(["", "gradient", "of LoRA's", "wall, of LoRA's", "peak GiB", "from"], lines)
 
 
-def _gib(size: int | None) -> str:
-    return f"{(size or 0) / 2**30:.2f}"
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f}"
 
 
 def step() -> str:

@@ -15,7 +15,7 @@ from flax import nnx
 
 import jax_dora
 from benchmarks.arrays import to_torch
-from benchmarks.check import Check, judge
+from benchmarks.check import judge
 from benchmarks.model.decoder import OPTIMIZER, Decoder, Dense, LoRALinear, Style, loss
 from benchmarks.model.protocol import (
     CHECKED_LAYERS,
@@ -27,6 +27,7 @@ from benchmarks.model.protocol import (
     Protocol,
     Task,
 )
+from benchmarks.results import Row
 from benchmarks.work import Expectation, Variant
 
 LORA_B_INIT = nnx.initializers.normal(LORA_B_DEVIATION)
@@ -133,7 +134,7 @@ TASKS: dict[Task, Callable] = {"inference": _inference, "gradient": _gradient, "
 
 
 @functools.cache
-def _check(kind: Kind, protocol: Protocol, device: str) -> Check:
+def _check(kind: Kind, protocol: Protocol, device: str) -> Row:
     """Holds logits and adapters' gradients of a few layers against fp32, DoRA's weights formed."""
     protocol = dataclasses.replace(protocol, layers=CHECKED_LAYERS)
     model = build(kind, protocol, device)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from benchmarks.check import Check, judge
+from benchmarks.check import judge
 from benchmarks.model.protocol import (
     CHECKED_LAYERS,
     LORA_B_DEVIATION,
@@ -24,6 +24,7 @@ from benchmarks.model.protocol import (
     Protocol,
     Task,
 )
+from benchmarks.results import Row
 from benchmarks.work import Expectation, Variant
 from parity.model import sizes
 from parity.sides.torch.decoder import adapt, checkpoint_layers, parameters
@@ -104,7 +105,7 @@ def _surroundings(kind: Kind, device: str) -> Callable[[], contextlib.AbstractCo
 
 @functools.cache
 @torch.no_grad()
-def _check(kind: Kind, protocol: Protocol, device: str) -> Check:
+def _check(kind: Kind, protocol: Protocol, device: str) -> Row:
     """Holds the logits of a few layers against fp32, DoRA's weights formed; gradients are held to
     fp64 by the level `layer`."""
     tokens = _tokens(protocol, device)

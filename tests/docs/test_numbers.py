@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks.report import time
 from tests.tables import thinned
 from tools.measurements import BEST_LORA, ROOT, WITHOUT_TRITON, one, report, row, rows
 from tools.quoted import PAGES, TABLES, updated
@@ -41,23 +42,23 @@ def test_what_is_said_of_layers():
         [one(layers, group, f"jax DoRA{WITHOUT_TRITON}", **wide, rank=rank) for group in groups]
         for rank in (64, 768)
     )
-    time, flops = (
+    us, flops = (
         [of(large) / of(small) for small, large in zip(narrow, broad, strict=True)]
-        for of in (lambda m: m.time("device"), lambda m: m.flops)
+        for of in (time, lambda m: m["flops"])
     )
     assert round(flops[0], 2) == round(flops[1], 2)
     triton = one(ops, "backward, d_base", "torch triton", rows=4096, out=4096)
     compose = [
-        one(ops, "compose", "jax xla", **m.shape).time("device") / m.time("device")
-        for m in ops.measurements
-        if (m.group, m.label) == ("compose", "jax mosaic")
-        and m.shape["rows"] * m.shape["out"] >= 4096 * 4096
+        time(one(ops, "compose", "jax xla", **m["shape"])) / time(m)
+        for m in ops.rows
+        if (m["group"], m["variant"]) == ("compose", "mosaic")
+        and m["shape"]["rows"] * m["shape"]["out"] >= 4096 * 4096
     ]
     assert_says(
         PERFORMANCE,
-        f"the time grows {time[0]:.2f}-fold forward and {time[1]:.2f}-fold forward and backward, "
+        f"the time grows {us[0]:.2f}-fold forward and {us[1]:.2f}-fold forward and backward, "
         f"where the FLOPs grow {flops[0]:.2f}-fold",
-        f"{100 * triton.floor_us(ops.ceilings) / triton.time('device'):.0f} % of the floor",
+        f"{100 * ops.floor_us(triton) / time(triton):.0f} % of the floor",
         f"Mosaic's compose is at {min(compose):.2f} to {max(compose):.2f} of XLA's rate",
     )
     readme = {
@@ -66,7 +67,7 @@ def test_what_is_said_of_layers():
         "compiled": "torch PEFT DoRA, bf16, compiled",
     }
     of_lora = {
-        name: layers.ratio(one(layers, groups[1], label, **wide, rank=384), "device", BEST_LORA)
+        name: layers.ratio(one(layers, groups[1], label, **wide, rank=384), baseline=BEST_LORA)
         for name, label in readme.items()
     }
     assert_says(
@@ -79,9 +80,9 @@ def test_what_is_said_of_layers():
 def test_what_is_said_of_rates():
     names = ("ops", "ops_norm_narrow", "ops_swiglu", "layer", "model", "model_gradient")
     names += ("model_accumulation", "model_norm_every_call")
-    found = [report(name).ceilings for name in names]
-    copies = {f"{1e-12 * rates.copy:.1f}" for rates in found}
-    products = [round(1e-12 * rates.matmul) for rates in found]
+    found = [report(name).header["ceilings"] for name in names]
+    copies = {f"{1e-12 * rates['copy']:.1f}" for rates in found}
+    products = [round(1e-12 * rates["matmul"]) for rates in found]
     assert len(copies) == 1
     assert_says(
         PERFORMANCE,
@@ -244,7 +245,7 @@ def test_what_is_said_of_attempts():
     ops, swiglu = report("ops"), report("ops_swiglu")
 
     def times(of, group, labels, **shape):
-        return [f"{one(of, group, f'jax {label}', **shape).time('device'):.1f}" for label in labels]
+        return [f"{time(one(of, group, f'jax {label}', **shape)):.1f}" for label in labels]
 
     def dropped(group):
         shape = {"rows": 4096, "in": 8192, "rank": 64}
