@@ -20,6 +20,7 @@ from flax import nnx
 
 from benchmarks import step
 from benchmarks.clock import kernel_time
+from benchmarks.model.adapters import linear_of
 from benchmarks.results import Row, attempted
 from benchmarks.step import LLAMA_3_8B, TINY_DECODER
 from benchmarks.work import matches
@@ -189,8 +190,7 @@ def _step(case: Case, settings: Settings, device: str) -> Row:
     attention = "cudnn" if device == "cuda" else "xla"
     config = dataclasses.replace(case.config, attention=attention)
     make = functools.partial(make_model, config)
-    linear = step.linear_of(case.kind, config, settings.rank)
-    model = nnx.eval_shape(functools.partial(make, linear=linear))
+    model = nnx.eval_shape(functools.partial(make, linear=linear_of(case.kind, settings.rank)))
     if case.keep_inner:
         model.model.layers.mlp.down_proj.keep_inner = True
     if case.qtype != "bf16":

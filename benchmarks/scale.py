@@ -21,11 +21,10 @@ import jax
 from flax import nnx
 
 from benchmarks.collectives import collectives
-from benchmarks.model.decoder import loss
+from benchmarks.model.decoder import loss, update
 from benchmarks.model.placed import LAYOUTS, Placed, arrays, placed
 from benchmarks.model.protocol import QUICK, QWEN3, Protocol
 from benchmarks.results import Row, attempted, over
-from benchmarks.step import update
 
 KINDS = ("base", "LoRA", "DoRA")
 MODELS = {
@@ -61,7 +60,8 @@ class Settings(NamedTuple):
         for rank in self.ranks:
             for layout in self.layouts:
                 for axes in self.axes[:1] if layout == "alone" else self.axes:
-                    yield layout, axes, dataclasses.replace(sizes, rank=rank, alpha=rank)
+                    # rsLoRA's scale is 1.
+                    yield layout, axes, dataclasses.replace(sizes, rank=rank, alpha=rank**0.5)
 
 
 TINY = Settings(sizes=QUICK, ranks=(8,), rounds=1)

@@ -18,10 +18,8 @@ from flax import nnx
 
 import jax_dora
 from benchmarks.clock import kernel_time
-from benchmarks.model.decoder import LoRALinear
+from benchmarks.model.adapters import linear_of
 from benchmarks.results import Row, over
-
-LORA_B_INIT = nnx.initializers.normal(0.02)
 
 
 class Size(NamedTuple):
@@ -77,13 +75,9 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
 
 def _program(task: str, kind: str, size: Size) -> tuple[Any, tuple[Any, ...]]:
     """Returns a jitted program and its operands."""
-    options: dict[str, Any] = {"rank": size.rank, "rngs": nnx.Rngs(0), "use_bias": False}
-    options |= {"param_dtype": jnp.bfloat16}
-    if kind == "LoRA":
-        layer: Any = LoRALinear(size.fan_in, size.out, scale=2.0, b_init=LORA_B_INIT, **options)
-    else:
-        options |= {"alpha": 2 * size.rank, "adapter_dtype": jnp.bfloat16}
-        layer = jax_dora.DoRALinear(size.fan_in, size.out, lora_b_init=LORA_B_INIT, **options)
+    layer = linear_of(kind, size.rank)(
+        size.fan_in, size.out, use_bias=False, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
+    )
     x, dy = (
         jax.random.normal(jax.random.key(seed), (size.rows, width), jnp.bfloat16)
         for seed, width in enumerate((size.fan_in, size.out))

@@ -17,19 +17,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
-import jax_dora
-from benchmarks.model.decoder import LoRALinear
-from benchmarks.model.protocol import LORA_B_DEVIATION
+from benchmarks.model.adapters import linear_of
+from benchmarks.model.decoder import OPTIMIZER, Loss, update
 from benchmarks.results import Row, attempted, over
 from jax_dora.models import DecoderConfig, activations, make_model, next_token_loss
 from jax_dora.models.config import Rope
 
-Loss = Callable[..., jax.Array]
-OPTIMIZER = optax.adamw(1e-4)
-LORA_B_INIT = nnx.initializers.normal(LORA_B_DEVIATION)
 LLAMA_3_8B = DecoderConfig(
     vocab_size=128_256,
     hidden_size=4096,
@@ -86,18 +81,10 @@ def _measured(kind: str, budget: Budget, settings: Settings, device: str) -> Row
     attention = "cudnn" if device == "cuda" else "xla"
     changes = {"attention": attention, "memory": budget.memory, "unroll": budget.unroll}
     config = dataclasses.replace(settings.decoder, **changes)
-    made = make_model(config, linear=linear_of(kind, config, settings.rank))
+    made = make_model(config, linear=linear_of(kind, settings.rank))
     kept = activations.plan(config, *settings.shape)
     row = {"kept": [one.name + (f" {one.width}" if one.width else "") for one in kept]}
     return timed(made, config.vocab_size, settings.shape, settings.rounds) | row
-
-
-def linear_of(kind: str, config: DecoderConfig, rank: int, **options: Any) -> Any:
-    """Returns what makes a projection: kind "LoRA" or "DoRA", the latter with further options."""
-    if kind == "LoRA":
-        return functools.partial(LoRALinear, rank=rank, scale=2.0, b_init=LORA_B_INIT)
-    adapter = {"rank": rank, "alpha": 2 * rank, "adapter_dtype": config.dtype}
-    return functools.partial(jax_dora.DoRALinear, **adapter, lora_b_init=LORA_B_INIT, **options)
 
 
 def timed(
@@ -145,16 +132,3 @@ def mean_loss(model: Any, tokens: jax.Array, segments: jax.Array | None = None) 
     targets = jnp.roll(tokens, -1, 1)
     found = next_token_loss(model, tokens, targets, weights, segment_ids=segments)
     return found.total / found.weight
-
-
-def update(graphdef: Any, loss: Loss, trained: Any, frozen: Any, state: Any, *data: Any) -> Any:
-    """Returns the loss of `data` before an optimizer step, and the adapters and the optimizer's
-    state after it."""
-
-    def of_adapters(trained: Any) -> jax.Array:
-        # Dropout counts its draws in what is merged.
-        return loss(nnx.merge(graphdef, trained, frozen, copy=True), *data)
-
-    value, gradients = jax.value_and_grad(of_adapters)(trained)
-    updates, state = OPTIMIZER.update(gradients, state, trained)
-    return value, optax.apply_updates(trained, updates), state

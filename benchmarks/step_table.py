@@ -23,12 +23,12 @@ from flax import nnx
 
 import jax_dora
 from benchmarks.clock import Kernels, device_clock
-from benchmarks.model.decoder import Dense
+from benchmarks.model.adapters import linear_of
+from benchmarks.model.decoder import Loss
 from benchmarks.results import Row, attempted
-from benchmarks.step import LLAMA_3_8B, LORA_B_INIT, TINY_DECODER, Loss, linear_of, mean_loss, timed
+from benchmarks.step import LLAMA_3_8B, TINY_DECODER, mean_loss, timed
 from jax_dora.models import DecoderConfig, layer, make_model, rope
 
-DENSE = functools.partial(Dense, dora=False)
 # What a kernel belongs to, by the first pattern that its name has.
 OPERATORS = (
     ("kernels of jax_dora", r"^dora_"),
@@ -54,7 +54,6 @@ class Variant(NamedTuple):
       name: of what differs from the first.
       changes: to the decoder's config.
       kind, adapter: of `linear_of`.
-      linear: a layer in its place.
       patches: (object, attribute, value) while it is traced.
       packed: several texts a row.
     """
@@ -63,7 +62,6 @@ class Variant(NamedTuple):
     changes: Mapping[str, Any] = {}
     kind: str = "DoRA"
     adapter: Mapping[str, Any] = {}
-    linear: Callable[..., Any] | None = None
     patches: Sequence[tuple[Any, str, Any]] = ()
     loss: Loss = mean_loss
     packed: bool = False
@@ -96,7 +94,7 @@ VARIANTS = (
     Variant("dropout 0.1 of the adapter's input", adapter={"dropout": 0.1}),
     Variant("RMSNorm without fp32", patches=((layer.RMSNorm, "__call__", _norm_as_it_comes),)),
     Variant("rotation without fp32", patches=((rope, "rotate", _rotate_as_it_comes),)),
-    Variant("LoRA, products in the dear order", linear=DENSE),
+    Variant("LoRA, products in the dear order", kind="dense"),
     Variant("every layer rematerialised", {"memory": None}),
 )
 
@@ -141,7 +139,8 @@ def _measured(variant: Variant, settings: Settings, device: str) -> Row:
     with contextlib.ExitStack() as stack:
         for owner, name, value in variant.patches:
             stack.enter_context(mock.patch.object(owner, name, value))
-        model = make_model(config, linear=_linear(variant, config, settings.rank))
+        linear = linear_of(variant.kind, settings.rank, **variant.adapter)
+        model = make_model(config, linear=linear)
         return timed(
             model,
             config.vocab_size,
@@ -151,12 +150,6 @@ def _measured(variant: Variant, settings: Settings, device: str) -> Row:
             _segments(settings.shape) if variant.packed else None,
             _profiled if device == "cuda" else None,
         )
-
-
-def _linear(variant: Variant, config: DecoderConfig, rank: int) -> Any:
-    if variant.linear is not None:
-        return functools.partial(variant.linear, rank=rank, scale=2.0, b_init=LORA_B_INIT)
-    return linear_of(variant.kind, config, rank, **variant.adapter)
 
 
 def _profiled(step: Callable[[], Any]) -> Row:

@@ -1,11 +1,12 @@
 """A decoder of Qwen3's kind as a user of Flax writes it: nothing in it knows of adapters.
 
-Of jax_dora it calls `remat_policy` and, where `fused_swiglu` is set, `swiglu`.
+Of jax_dora it calls `remat_policy` and, where `fused_swiglu` is set, `swiglu`. It is not
+`jax_dora.models`: `against` runs it with the packages of checkouts that have no models, of which
+LoRA's program must be the same in both, and `scale` lays it out along explicit axes.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ INIT = nnx.initializers.normal(0.02)
 ROPE_THETA = 1_000_000.0
 NORM_EPSILON = 1e-6
 OPTIMIZER = optax.adamw(1e-4)
+Loss = Callable[..., jax.Array]
 
 
 class Style(NamedTuple):
@@ -134,6 +136,24 @@ def loss(model: Decoder, tokens: jax.Array, last: int) -> jax.Array:
     return each.mean()
 
 
+def gradient(graphdef: Any, loss: Loss, trained: Any, frozen: Any, *data: Any) -> tuple[Any, Any]:
+    """Returns the loss of `data`, and gradients like `trained`."""
+
+    def of_adapters(trained: Any) -> jax.Array:
+        # Dropout counts its draws in what is merged.
+        return loss(nnx.merge(graphdef, trained, frozen, copy=True), *data)
+
+    return jax.value_and_grad(of_adapters)(trained)
+
+
+def update(graphdef: Any, loss: Loss, trained: Any, frozen: Any, state: Any, *data: Any) -> Any:
+    """Returns the loss of `data` before an optimizer step, and the adapters and the optimizer's
+    state after it."""
+    value, gradients = gradient(graphdef, loss, trained, frozen, *data)
+    updates, state = OPTIMIZER.update(gradients, state, trained)
+    return value, optax.apply_updates(trained, updates), state
+
+
 def rotate(x: jax.Array) -> jax.Array:
     """Returns x [batch, time, heads, head_dim] with rotary positions (arXiv 2104.09864)."""
     half = x.shape[-1] // 2
@@ -142,35 +162,3 @@ def rotate(x: jax.Array) -> jax.Array:
     cos, sin = (f(angles)[None, :, None, :].astype(x.dtype) for f in (jnp.cos, jnp.sin))
     one, other = x[..., :half], x[..., half:]
     return jnp.concatenate([one * cos - other * sin, other * cos + one * sin], axis=-1)
-
-
-class LoRALinear(nnx.Linear):
-    """y = x W + s·(x A) B (arXiv 2106.09685)."""
-
-    def __init__(self, *sizes: int, rank: int, scale: float, b_init: Any, **options: Any) -> None:
-        super().__init__(*sizes, **options)
-        make, key, dtype = nnx.initializers.lecun_normal(), options["rngs"].params, self.param_dtype
-        self.lora_a = nnx.LoRAParam(make(key(), (sizes[0], rank), dtype))
-        self.lora_b = nnx.LoRAParam(b_init(key(), (rank, sizes[1]), dtype))
-        self.scale = scale
-
-    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        dot = functools.partial(jnp.matmul, out_sharding=out_sharding)
-        added = dot(dot(inputs, self.lora_a[...]), self.lora_b[...])
-        base = super().__call__(inputs, out_sharding=out_sharding)
-        return base + added * jnp.asarray(self.scale, added.dtype)
-
-
-class Dense(LoRALinear):
-    """The reference: W' is formed, and the gradient left to autodiff; no formula of the package."""
-
-    def __init__(self, *sizes: int, dora: bool, **options: Any) -> None:
-        super().__init__(*sizes, **options)
-        self.magnitude = nnx.LoRAParam(jnp.ones(sizes[1])) if dora else None
-
-    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        direction = self.kernel[...] + self.scale * (self.lora_a[...] @ self.lora_b[...])
-        if self.magnitude is not None:
-            norm = lax.stop_gradient(jnp.linalg.norm(direction, axis=0))
-            direction = direction * (self.magnitude[...] / jnp.maximum(norm, 1e-6))[None, :]
-        return inputs @ direction

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 import torch
 from flax import nnx
 
 import jax_dora
 from benchmarks.arrays import to_torch
 from benchmarks.check import judge
-from benchmarks.model.decoder import OPTIMIZER, Decoder, Dense, LoRALinear, Style, loss
+from benchmarks.model import decoder
+from benchmarks.model.adapters import Dense, LoRALinear, dora_rules
+from benchmarks.model.decoder import OPTIMIZER, Decoder, Style
 from benchmarks.model.protocol import (
     CHECKED_LAYERS,
-    LORA_B_DEVIATION,
     MAGNITUDE_DEVIATION,
-    PROJECTIONS,
     SAME_MODEL,
     Kind,
     Protocol,
@@ -29,8 +27,6 @@ from benchmarks.model.protocol import (
 )
 from benchmarks.results import Row
 from benchmarks.work import Expectation, Variant
-
-LORA_B_INIT = nnx.initializers.normal(LORA_B_DEVIATION)
 
 
 def variant(kind: Kind, task: Task, protocol: Protocol, device: str) -> Variant:
@@ -40,14 +36,17 @@ def variant(kind: Kind, task: Task, protocol: Protocol, device: str) -> Variant:
     if task == "inference" and kind.keeps_norms:
         model, norms = jax_dora.freeze(model), None
     graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam, ...)
-    arguments = (trained, frozen, norms, _tokens(protocol))
-    if task == "step":
-        arguments += (OPTIMIZER.init(trained),)
+    loss = functools.partial(_loss, last=protocol.last)
+    step, optimizer = functools.partial(_inference, graphdef, protocol.last), ()
+    if task != "inference":
+        of_task = decoder.gradient if task == "gradient" else decoder.update
+        step = functools.partial(of_task, graphdef, loss)
+        optimizer = () if task == "gradient" else (OPTIMIZER.init(trained),)
     return Variant(
         "jax",
         kind.name,
-        functools.partial(TASKS[task], graphdef, protocol.last),
-        [arguments],
+        step,
+        [(trained, frozen, *optimizer, norms, _tokens(protocol))],
         check=functools.partial(_check, kind, protocol, device),
         compiler_options={"xla_gpu_enable_triton_gemm": kind.triton},
         whole=True,
@@ -56,29 +55,15 @@ def variant(kind: Kind, task: Task, protocol: Protocol, device: str) -> Variant:
 
 def build(kind: Kind, protocol: Protocol, device: str) -> Decoder:
     """Returns a model whose magnitudes stray from their norms, as after training."""
-    style = Style(
-        attention="cudnn" if device == "cuda" else "xla",
-        fused_swiglu=kind.fused_swiglu,
-    )
+    attention = "cudnn" if device == "cuda" else "xla"
+    style = Style(attention=attention, fused_swiglu=kind.fused_swiglu)
     if kind.method == "LoRA":
-        style = style._replace(linear=functools.partial(LoRALinear, **_lora(protocol)))
+        lora = functools.partial(LoRALinear, rank=protocol.rank, scale=protocol.scale)
+        style = style._replace(linear=lora)
     model = nnx.jit(lambda: Decoder(protocol, style, nnx.Rngs(0)))()
-    if kind.method != "DoRA":
+    if kind.method == "LoRA":
         return model
-    rule = jax_dora.DoRARule(
-        rf"layers/({'|'.join(PROJECTIONS)})",
-        protocol.rank,
-        protocol.alpha,
-        use_rslora=True,
-        adapter_dtype=jnp.bfloat16,
-        lora_b_init=LORA_B_INIT,
-    )
-    rules = [rule]
-    if kind.keeps_inner:
-        # The last projection of a rematerialised layer, whose result nothing in the layer reads.
-        others = rf"layers/({'|'.join(PROJECTIONS[:-1])})"
-        rules = [dataclasses.replace(rule, path="layers/down_proj", keep_inner=True)]
-        rules.append(dataclasses.replace(rule, path=others))
+    rules = dora_rules(protocol, kind.keeps_inner)
     model = jax_dora.apply_dora(model, rules, rngs=nnx.Rngs(1))
     magnitudes = nnx.state(model, jax_dora.DoRAParam)
     leaves, tree = jax.tree.flatten(magnitudes)
@@ -91,46 +76,22 @@ def build(kind: Kind, protocol: Protocol, device: str) -> Decoder:
     return model
 
 
-def _lora(protocol: Protocol) -> dict[str, Any]:
-    return {
-        "rank": protocol.rank,
-        "scale": protocol.alpha / protocol.rank**0.5,
-        "b_init": LORA_B_INIT,
-    }
-
-
 def _tokens(protocol: Protocol) -> jax.Array:
     shape = (1, protocol.tokens + 1)
     return jax.random.randint(jax.random.key(2), shape, 0, protocol.vocabulary)
 
 
-def _merge(graphdef: Any, trained: Any, frozen: Any, norms: Any) -> Decoder:
-    model = nnx.merge(graphdef, trained, frozen)
+def _with_norms(model: Decoder, norms: Any) -> Decoder:
     return model if norms is None else jax_dora.with_norms(model, norms)
 
 
 def _inference(graphdef: Any, last: int, trained: Any, frozen: Any, norms: Any, tokens: jax.Array):
-    model = _merge(graphdef, trained, frozen, norms)
+    model = _with_norms(nnx.merge(graphdef, trained, frozen), norms)
     return model(tokens[:, :-1], last)
 
 
-def _gradient(graphdef: Any, last: int, trained: Any, frozen: Any, norms: Any, tokens: jax.Array):
-    """Returns the mean loss, and gradients like `trained`."""
-
-    def of_adapters(trained: Any) -> jax.Array:
-        return loss(_merge(graphdef, trained, frozen, norms), tokens, last)
-
-    return jax.value_and_grad(of_adapters)(trained)
-
-
-def _step(graphdef, last, trained, frozen, norms, tokens, optimizer):
-    """Returns the loss, and adapters and optimizer after one update."""
-    value, gradients = _gradient(graphdef, last, trained, frozen, norms, tokens)
-    updates, optimizer = OPTIMIZER.update(gradients, optimizer, trained)
-    return value, optax.apply_updates(trained, updates), optimizer
-
-
-TASKS: dict[Task, Callable] = {"inference": _inference, "gradient": _gradient, "step": _step}
+def _loss(model: Decoder, norms: Any, tokens: jax.Array, last: int) -> jax.Array:
+    return decoder.loss(_with_norms(model, norms), tokens, last)
 
 
 @functools.cache
@@ -139,10 +100,9 @@ def _check(kind: Kind, protocol: Protocol, device: str) -> Row:
     protocol = dataclasses.replace(protocol, layers=CHECKED_LAYERS)
     model = build(kind, protocol, device)
     tokens = _tokens(protocol)
-    style = Style(dtype=jnp.float32, fused_swiglu=False)
-    if kind.method != "base":
-        dense = functools.partial(Dense, dora=kind.method == "DoRA", **_lora(protocol))
-        style = style._replace(linear=dense)
+    options = {"rank": protocol.rank, "scale": protocol.scale, "dora": kind.method == "DoRA"}
+    dense = functools.partial(Dense, **options)
+    style = Style(dtype=jnp.float32, fused_swiglu=False, linear=dense)
     reference = nnx.eval_shape(lambda: Decoder(protocol, style, nnx.Rngs(0)))
     values = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
     filled = [
@@ -165,11 +125,12 @@ def _outcome(model: Decoder, norms: Any, last: int, tokens: jax.Array) -> dict[s
     graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam, ...)
 
     @jax.jit
-    def run(trained: Any, frozen: Any, norms: Any):
-        arguments = (graphdef, last, trained, frozen, norms, tokens)
-        return _inference(*arguments), _gradient(*arguments)[1]
+    def run(*arrays: Any):
+        loss = functools.partial(_loss, last=last)
+        gradients = decoder.gradient(graphdef, loss, *arrays)[1]
+        return _inference(graphdef, last, *arrays), gradients
 
-    logits, gradients = run(trained, frozen, norms)
+    logits, gradients = run(trained, frozen, norms, tokens)
     parts: dict[str, list[torch.Tensor]] = {"logits": [to_torch(logits).float().flatten()]}
     for path, leaf in nnx.to_flat_state(gradients):
         parts.setdefault(f"d_{path[-1]}", []).append(to_torch(leaf[...]).float().flatten())

@@ -14,7 +14,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_dora
-from benchmarks.model.decoder import OPTIMIZER, Decoder, LoRALinear, Style
+from benchmarks.model.adapters import LoRALinear, dora_rules
+from benchmarks.model.decoder import OPTIMIZER, Decoder, Style
 from benchmarks.model.protocol import LORA_B_DEVIATION, PROJECTIONS, Protocol
 
 # The projections whose result is sharded under tensor parallelism; the others take it so.
@@ -72,15 +73,14 @@ def placed(kind: str, layout: Layout, mesh: Mesh, sizes: Protocol, device: str) 
         # As in other FSDP models: what XLA finds by itself moves activations instead of weights.
         style = style._replace(rows=rows)
     if kind == "LoRA":
-        options = {"rank": sizes.rank, "scale": sizes.alpha / sizes.rank}
-        options["b_init"] = nnx.initializers.normal(LORA_B_DEVIATION)
-        style = style._replace(linear=functools.partial(LoRALinear, **options))
-    paths = rf"layers/({'|'.join(PROJECTIONS)})"
-    rule = jax_dora.DoRARule(paths, sizes.rank, sizes.alpha, adapter_dtype=jnp.bfloat16)
+        lora = functools.partial(LoRALinear, rank=sizes.rank, scale=sizes.scale)
+        style = style._replace(linear=lora)
 
     def make() -> Decoder:
         model = Decoder(sizes, style, nnx.Rngs(0))
-        return jax_dora.apply_dora(model, rule, rngs=nnx.Rngs(1)) if kind == "DoRA" else model
+        if kind == "DoRA":
+            model = jax_dora.apply_dora(model, dora_rules(sizes), rngs=nnx.Rngs(1))
+        return model
 
     graphdef, state = nnx.split(nnx.eval_shape(make))
     flat = [

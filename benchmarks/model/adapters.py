@@ -1,0 +1,77 @@
+"""Projections with LoRA, which DoRA is measured beside, and DoRA of the same sizes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+import jax_dora
+from benchmarks.model.protocol import LORA_B_DEVIATION, PROJECTIONS, Protocol
+
+LORA_B_INIT = nnx.initializers.normal(LORA_B_DEVIATION)
+
+
+class LoRALinear(nnx.Linear):
+    """y = x W + s·(x A) B (arXiv 2106.09685)."""
+
+    def __init__(self, *sizes: int, rank: int, scale: float, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        make, key, dtype = nnx.initializers.lecun_normal(), options["rngs"].params, self.param_dtype
+        self.lora_a = nnx.LoRAParam(make(key(), (sizes[0], rank), dtype))
+        self.lora_b = nnx.LoRAParam(LORA_B_INIT(key(), (rank, sizes[1]), dtype))
+        self.scale = scale
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        dot = functools.partial(jnp.matmul, out_sharding=out_sharding)
+        added = dot(dot(inputs, self.lora_a[...]), self.lora_b[...])
+        base = super().__call__(inputs, out_sharding=out_sharding)
+        return base + added * jnp.asarray(self.scale, added.dtype)
+
+
+class Dense(LoRALinear):
+    """The reference: W' is formed, and the gradient left to autodiff; no formula of the package."""
+
+    def __init__(self, *sizes: int, dora: bool, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.magnitude = nnx.LoRAParam(jnp.ones(sizes[1])) if dora else None
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        direction = self.kernel[...] + self.scale * (self.lora_a[...] @ self.lora_b[...])
+        if self.magnitude is not None:
+            norm = lax.stop_gradient(jnp.linalg.norm(direction, axis=0))
+            direction = direction * (self.magnitude[...] / jnp.maximum(norm, 1e-6))[None, :]
+        return inputs @ direction
+
+
+def linear_of(kind: str, rank: int, **options: Any) -> Callable[..., Any]:
+    """Returns what makes a projection with a scale of 2, called like `nnx.Linear`.
+
+    Args:
+      kind: "LoRA", "DoRA", or "dense" for LoRA's weights formed.
+      options: further ones of the class.
+    """
+    if kind == "DoRA":
+        options = {"adapter_dtype": jnp.bfloat16, "lora_b_init": LORA_B_INIT} | options
+        return functools.partial(jax_dora.DoRALinear, rank=rank, alpha=2 * rank, **options)
+    if kind == "dense":
+        return functools.partial(Dense, rank=rank, scale=2.0, dora=False)
+    return functools.partial(LoRALinear, rank=rank, scale=2.0)
+
+
+def dora_rules(sizes: Protocol, keep_inner: bool = False) -> list[jax_dora.DoRARule]:
+    """Returns rules for DoRA of a decoder's projections, which may keep inner of a layer's last,
+    whose result nothing in the layer reads."""
+    options = {"adapter_dtype": jnp.bfloat16, "lora_b_init": LORA_B_INIT}
+    rule = functools.partial(
+        jax_dora.DoRARule, rank=sizes.rank, alpha=sizes.alpha, use_rslora=True, **options
+    )
+    if not keep_inner:
+        return [rule(rf"layers/({'|'.join(PROJECTIONS)})")]
+    others = rule(rf"layers/({'|'.join(PROJECTIONS[:-1])})")
+    return [rule(f"layers/{PROJECTIONS[-1]}", keep_inner=True), others]
