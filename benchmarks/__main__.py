@@ -38,17 +38,12 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-# The module of each level.
-LEVELS = {
-    **{name: name for name in ("ops", "layer", "sizes", "model", "tune", "quantised", "quality")},
-    **{name: name for name in ("bank", "serve", "scale", "step", "against")},
-    "step --table": "step_table",
-    "step --torch": "torch_step",
-    "scale --torch": "torch_scale",
-    "quantised --torch": "torch_quantised",
-    "bank --torch": "torch_bank",
-    "serve --torch": "torch_serve",
-}
+# A level's module, and its file of results, is named after it: step_torch for "step --torch".
+LEVELS = (
+    *("ops", "layer", "sizes", "model", "tune", "step", "step --table", "step --torch", "against"),
+    *("scale", "scale --torch", "quantised", "quantised --torch", "quality"),
+    *("bank", "bank --torch", "serve", "serve --torch"),
+)
 # What sets a field of a level's settings, where it is given.
 FIELDS = ("checkout", "only", "layers", "rank", "model", "ranks", "layouts", "axes")
 
@@ -57,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m benchmarks", description="Measure one level; print lines, write results."
     )
-    made.add_argument("level", choices=[name for name in LEVELS if "--" not in name])
+    made.add_argument("level", choices=[name for name in LEVELS if " " not in name])
     made.add_argument("checkout", nargs="?", type=Path, help="level against: the other one")
     made.add_argument("--out", type=Path, help="a .jsonl file, or a folder for <level>.jsonl")
     made.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
@@ -103,8 +98,9 @@ def main(arguments: list[str] | None = None) -> int:
         parsing.error("--device is cuda, and torch sees no GPU; use --device cpu to try the code")
     real = (device == "cuda" or called == "quality") and not options.quick
     out = options.out
+    module = called.replace(" --", "_")
     if out and out.suffix != ".jsonl":
-        out = out / f"{called.replace(' --', '_')}.jsonl"
+        out = out / f"{module}.jsonl"
     if not real and out and out.resolve().is_relative_to(RESULTS.resolve()):
         parsing.error(f"--out is {out}; a quick or CPU run measures nothing worth keeping")
     if device == "cpu":
@@ -115,9 +111,10 @@ def main(arguments: list[str] | None = None) -> int:
         if not options.quick:
             print("Add --quick for tiny shapes; the real ones take hours.")
 
-    from benchmarks import measure
+    from benchmarks import measure, results
+    from parity.environment import environment
 
-    level: Any = importlib.import_module(f"benchmarks.{LEVELS[called]}")
+    level: Any = importlib.import_module(f"benchmarks.{module}")
     if hasattr(level, "works"):
         level, settings = measure, measure.Settings(level.works, options.quick)
     else:
@@ -130,24 +127,6 @@ def main(arguments: list[str] | None = None) -> int:
                 parsing.error(f"level {called} has no {name}")
     if hasattr(level, "refuses") and (refusal := level.refuses(settings)):
         parsing.error(refusal)
-    return 0 if _run(level, settings, device, out, options) else 1
-
-
-def _with(settings: Any, name: str, value: Any) -> Any:
-    """Returns settings with the field of an option, or None if they have none."""
-    if name == "layers" and "config" in settings._fields:
-        name, config = "config", settings.config
-        value = dataclasses.replace(config, num_hidden_layers=value)
-    return settings._replace(**{name: value}) if name in settings._fields else None
-
-
-def _run(
-    level: Any, settings: Any, device: str, out: Path | None, options: argparse.Namespace
-) -> bool:
-    """Measures, prints and writes; returns whether all that was timed is correct."""
-    from benchmarks import results
-    from parity.environment import environment
-
     header = {"kind": getattr(level, "KIND", "measurements"), "level": options.level}
     header |= {"quick": True} if options.quick else {}
     header |= {"environment": environment(device, options.commit, ("peft", "transformers"))}
@@ -163,7 +142,15 @@ def _run(
             break
     if hasattr(level, "summary"):
         print(level.summary(header, rows))
-    return not any(map(results.failed, rows))
+    return 1 if any(map(results.failed, rows)) else 0
+
+
+def _with(settings: Any, name: str, value: Any) -> Any:
+    """Returns settings with the field of an option, or None if they have none."""
+    if name == "layers" and "config" in settings._fields:
+        name, config = "config", settings.config
+        value = dataclasses.replace(config, num_hidden_layers=value)
+    return settings._replace(**{name: value}) if name in settings._fields else None
 
 
 if __name__ == "__main__":

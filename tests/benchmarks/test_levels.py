@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import against, results, step_table, torch_step
+from benchmarks import against, results, step_table, step_torch
 from benchmarks.ops import compose
 
 QUICK = ("--quick", "--device", "cpu")
@@ -152,12 +152,12 @@ def test_torch_steps_beside_peft(level: str, tmp_path: Path) -> None:
 
 
 def test_a_side_that_fails_is_no_other_s_base(monkeypatch: pytest.MonkeyPatch) -> None:
-    def steps(side: torch_step.Side, *_: object) -> results.Row:
-        if side is torch_step.SIDES[0]:
+    def steps(side: step_torch.Side, *_: object) -> results.Row:
+        if side is step_torch.SIDES[0]:
             raise RuntimeError("out of memory")
         return {"ms": 1.0}
 
-    monkeypatch.setattr(torch_step, "steps", steps)
-    rows = list(torch_step.measure(torch_step.TINY._replace(sides=torch_step.SIDES[:3]), "cpu"))
+    monkeypatch.setattr(step_torch, "steps", steps)
+    rows = list(step_torch.measure(step_torch.TINY._replace(sides=step_torch.SIDES[:3]), "cpu"))
     assert "failed" in rows[0]
     assert not any("over_lora" in row for row in rows)

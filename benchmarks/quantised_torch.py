@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 
-from benchmarks import torch_step
-from benchmarks.torch_step import Side
-from benchmarks.torch_step import measure as measure
+from benchmarks import step_torch
+from benchmarks.step_torch import Side
+from benchmarks.step_torch import measure as measure
 
 SIDES = tuple(
     Side(package, method, in_4bit=True)
     for package, method in (("PEFT", "LoRA"), ("PEFT", "DoRA"), ("torch_dora", "DoRA"))
 )
-Settings = functools.partial(torch_step.Settings, shape=(1, 4096), sides=SIDES)
-TINY = torch_step.TINY._replace(sides=SIDES)
+Settings = functools.partial(step_torch.Settings, shape=(1, 4096), sides=SIDES)
+TINY = step_torch.TINY._replace(sides=SIDES)

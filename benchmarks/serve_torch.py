@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteri
 
 import torch_dora
 from benchmarks.bank_adapters import draw_ids
+from benchmarks.bank_torch import by_peft, filled
 from benchmarks.results import Row, attempted, over
-from benchmarks.torch_bank import by_peft, filled
-from benchmarks.torch_step import llama
+from benchmarks.step_torch import llama
 
 
 class Settings(NamedTuple):

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 
-from benchmarks import torch_step
-from benchmarks.torch_step import Side
-from benchmarks.torch_step import measure as measure
+from benchmarks import step_torch
+from benchmarks.step_torch import Side
+from benchmarks.step_torch import measure as measure
 
 SIDES = (
     Side("PEFT", "LoRA", wide=True),
@@ -18,5 +18,5 @@ SIDES = (
     Side("torch_dora", "DoRA", wide=True),
     Side("PEFT", "DoRA"),
 )
-Settings = functools.partial(torch_step.Settings, sides=SIDES, sharded=True)
-TINY = torch_step.TINY._replace(sides=SIDES, sharded=True)
+Settings = functools.partial(step_torch.Settings, sides=SIDES, sharded=True)
+TINY = step_torch.TINY._replace(sides=SIDES, sharded=True)
