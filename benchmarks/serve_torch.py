@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 import torch_dora
 from benchmarks.bank_adapters import draw_ids
 from benchmarks.bank_torch import by_peft, filled
+from benchmarks.model.torch_model import random_model
 from benchmarks.results import Row, attempted, over
 from benchmarks.step_torch import llama
 
@@ -64,11 +65,9 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
 def _answers(settings: Settings, kind: str, count: int, device: str) -> Any:
     """Returns a function of the adapters of a batch's rows, i64[rows], that gives (model, rows,
     options) for each `generate` that the batch takes."""
-    torch.manual_seed(0)
     config = llama(settings.layers, settings.hidden)
     config.use_cache = True
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model = random_model(config, device).eval()
     if kind == "transformers":
         return lambda ids: [(model, np.arange(len(ids)), {})]
     if kind == "torch_dora DoRA":

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig
 
+from benchmarks.model.torch_model import random_model
 from benchmarks.results import Row, attempted, over
 from parity.sides.torch import processes
 from parity.sides.torch.decoder import adapt, checkpoint_layers
@@ -167,14 +168,7 @@ def steps(side: Side, settings: Settings, device: str, count: int) -> Row:
 
 
 def _model(side: Side, settings: Settings, device: str) -> Any:
-    torch.manual_seed(0)
-    with torch.device(device):
-        model: Any = AutoModelForCausalLM.from_config(
-            llama(settings.layers, settings.hidden),
-            dtype=torch.bfloat16,
-            attn_implementation="sdpa",
-        )
-    model.requires_grad_(False)
+    model = random_model(llama(settings.layers, settings.hidden), device)
     if side.in_4bit:
         _quantise(model, device)
     checkpoint_layers(model)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config
 
 from benchmarks.check import judge
 from benchmarks.model.protocol import (
@@ -37,15 +35,15 @@ def variant(kind: Kind, task: Task, protocol: Protocol, device: str) -> Variant:
     model = _build(kind, protocol, protocol.layers, device)
     model.train(task != "inference")
     tokens = _tokens(protocol, device)
-    around = _surroundings(kind, device)
+    autocast = _autocast(kind, device)
 
     def inference() -> Tensor:
-        with torch.no_grad(), around():
+        with torch.no_grad(), autocast:
             return _logits(model, protocol.last, tokens)
 
     def gradient() -> Tensor:
         model.zero_grad(set_to_none=True)
-        with around():
+        with autocast:
             logits = _logits(model, protocol.last, tokens)
             wanted = tokens[:, -protocol.last :].flatten()
             loss = F.cross_entropy(logits.flatten(0, 1).float(), wanted)
@@ -57,19 +55,23 @@ def variant(kind: Kind, task: Task, protocol: Protocol, device: str) -> Variant:
     return Variant("torch", kind.name, step, [()], check=check, whole=True)
 
 
-def _base(protocol: Protocol, layers: int, device: str, dtype: torch.dtype) -> Any:
-    sizes = protocol.hf_config(layers, max(protocol.tokens, 40_960))
-    config = Qwen3Config(**sizes, use_cache=False)
+def random_model(config: PretrainedConfig, device: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Returns a model of transformers' of random weights, drawn on the device; frozen."""
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     return model.requires_grad_(False)
 
 
+def _config(protocol: Protocol, layers: int) -> Qwen3Config:
+    sizes = protocol.hf_config(layers, max(protocol.tokens, 40_960))
+    return Qwen3Config(**sizes, use_cache=False)
+
+
 @torch.no_grad()
 def _build(kind: Kind, protocol: Protocol, layers: int, device: str) -> Any:
     """Returns the adapted model, checkpointing on, its adapters as after some training."""
-    model = _base(protocol, layers, device, torch.bfloat16)
+    model = random_model(_config(protocol, layers), device)
     checkpoint_layers(model)
     dtype = torch.float32 if kind.peft == "wide" else torch.bfloat16
     with torch.device(device):
@@ -96,11 +98,9 @@ def _logits(model: nn.Module, last: int, tokens: Tensor) -> Tensor:
     return model(input_ids=tokens[:, :-1], logits_to_keep=last).logits
 
 
-def _surroundings(kind: Kind, device: str) -> Callable[[], contextlib.AbstractContextManager]:
+def _autocast(kind: Kind, device: str) -> torch.autocast:
     """Returns what the variant's steps run in."""
-    if kind.peft == "wide":
-        return functools.partial(torch.autocast, device, dtype=torch.bfloat16)
-    return contextlib.nullcontext
+    return torch.autocast(device, torch.bfloat16, enabled=kind.peft == "wide")
 
 
 @functools.cache
@@ -110,7 +110,8 @@ def _check(kind: Kind, protocol: Protocol, device: str) -> Row:
     fp64 by the level `layer`."""
     tokens = _tokens(protocol, device)
     model = _build(kind, protocol, CHECKED_LAYERS, device).eval()
-    reference = _base(protocol, CHECKED_LAYERS, device, torch.float32).eval()
+    config = _config(protocol, CHECKED_LAYERS)
+    reference = random_model(config, device, torch.float32).eval()
     others = model.state_dict()
     for name, value in reference.state_dict().items():
         if not any(projection in name for projection in PROJECTIONS):
@@ -123,7 +124,7 @@ def _check(kind: Kind, protocol: Protocol, device: str) -> Row:
         direction = adapted.weight.float() + protocol.scale * (b @ a)
         norm = torch.linalg.vector_norm(direction, dim=1).clamp(min=EPS)
         merged.weight.copy_(direction * (magnitude / norm)[:, None])
-    with _surroundings(kind, device)():
+    with _autocast(kind, device):
         found = _logits(model, protocol.last, tokens)
     expected = Expectation(_logits(reference, protocol.last, tokens).double())
     return judge({"logits": found}, {"logits": expected}, exact=False, same=SAME_MODEL)
