@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import statistics
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -38,7 +37,7 @@ from flax import nnx
 import jax_dora
 from benchmarks.bank_adapters import byte_bound, draw_ids, random_adapter, shares
 from benchmarks.bank_programs import Sizes, Stack, of_kind, program
-from benchmarks.results import Row, attempted
+from benchmarks.results import Row, attempted, milliseconds
 from jax_dora.bank import DECODING_OPTIONS, AdapterStore, HostAdapter
 from jax_dora.bank.host import Settled
 
@@ -241,10 +240,8 @@ def _loads(settings: Settings) -> Iterator[Row]:
                 begin = time.perf_counter()
                 bank = bank.load(0, adapter)
                 jax.block_until_ready(bank.arrays)
-                times.append(1e3 * (time.perf_counter() - begin))
-            times = times[1:]  # The first compiles.
-            told = {"ms": statistics.median(times), "spread_ms": max(times) - min(times)}
-            yield row | {"kind": kind} | told
+                times.append(time.perf_counter() - begin)
+            yield row | {"kind": kind} | milliseconds(times[1:])  # The first compiles.
 
 
 def _filled(bank: Any, ranks: tuple[int, ...]) -> Any:
@@ -300,7 +297,7 @@ def _timed(settings: Settings, programs: list[Program], inputs: Inputs, told: Ro
     times: dict[str, list[float]] = {one.kind: [] for one in running}
     hosts: dict[str, list[float]] = {one.kind: [] for one in running}
     results: dict[str, Any] = {}
-    per_layer = 1e3 / (settings.layers * settings.repeats)
+    calls = settings.layers * settings.repeats
     for turn in range(settings.rounds + 1):
         for one in running:
             arguments, x = inputs.of(one.kind), inputs.x()
@@ -312,14 +309,15 @@ def _timed(settings: Settings, programs: list[Program], inputs: Inputs, told: Ro
                 x = one.run(x, *arguments)
             called = time.perf_counter()
             jax.block_until_ready(x)
-            times[one.kind].append(per_layer * (time.perf_counter() - begin))
-            hosts[one.kind].append(per_layer * (called - begin))
-    medians = {kind: statistics.median(some) for kind, some in times.items()}
+            times[one.kind].append((time.perf_counter() - begin) / calls)
+            hosts[one.kind].append((called - begin) / calls)
+    found = {kind: milliseconds(some) for kind, some in times.items()}
+    medians = {kind: row["ms"] for kind, row in found.items()}
     for one in programs:
         kind, row, reference = one.kind, one.row | told, REFERENCES.get(one.kind)
-        if kind in medians:
-            row |= {"ms": medians[kind], "spread_ms": max(times[kind]) - min(times[kind])}
-            row |= {"host_ms": statistics.median(hosts[kind])} | _ratios(kind, medians)
+        if kind in found:
+            row |= found[kind] | {"host_ms": milliseconds(hosts[kind])["ms"]}
+            row |= _ratios(kind, medians)
         if reference in results and kind in results:
             expected = results[reference]
             difference = np.linalg.norm(results[kind] - expected) / np.linalg.norm(expected)

@@ -6,7 +6,8 @@ A file is written line by line, so that a run that is stopped leaves what it had
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,12 @@ def attempted(row: Row, measured: Callable[[], Row]) -> Row:
         return row | measured()
     except Exception as error:
         return row | {"failed": f"{type(error).__name__}: {error}"[-600:]}
+
+
+def milliseconds(seconds: Sequence[float]) -> Row:
+    """Returns the median of times, and how far apart the least and the most are."""
+    spread = max(seconds) - min(seconds)
+    return {"ms": 1e3 * statistics.median(seconds), "spread_ms": 1e3 * spread}
 
 
 def over(row: Row, baseline: Row | None, name: str, field: str = "ms") -> Row:

@@ -11,7 +11,6 @@ import collections
 import dataclasses
 import functools
 import re
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,7 @@ from benchmarks.collectives import collectives
 from benchmarks.model.decoder import loss, update
 from benchmarks.model.placed import LAYOUTS, Placed, arrays, placed
 from benchmarks.model.protocol import QUICK, QWEN3, Protocol
-from benchmarks.results import Row, attempted, over
+from benchmarks.results import Row, attempted, milliseconds, over
 
 KINDS = ("base", "LoRA", "DoRA")
 MODELS = {
@@ -155,12 +154,10 @@ def _timed(programs: list[Program], vocabulary: int, rounds: int) -> Iterator[Ro
             begin = time.perf_counter()
             jax.block_until_ready(one.run(*operands))
             if turn:  # The first warms up.
-                taken.append(1e3 * (time.perf_counter() - begin))
+                taken.append(time.perf_counter() - begin)
     lora: dict[str, Row] = {}  # by task
     for one, taken in zip(programs, times, strict=True):
-        row = dict(one.row)
-        if taken:
-            row |= {"ms": statistics.median(taken), "spread_ms": max(taken) - min(taken)}
+        row = one.row | (milliseconds(taken) if taken else {})
         if row["kind"] == "LoRA":
             lora[row["task"]] = row
         yield over(row, lora.get(row["task"]), "over_lora") if row["kind"] == "DoRA" else row

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from flax import nnx
 
 from benchmarks.model.adapters import linear_of
 from benchmarks.model.decoder import OPTIMIZER, Loss, update
-from benchmarks.results import Row, attempted, over
+from benchmarks.results import Row, attempted, milliseconds, over
 from jax_dora.models import DecoderConfig, activations, make_model, next_token_loss
 from jax_dora.models.config import Rope
 
@@ -118,10 +117,9 @@ def timed(
         value, trained, state = run(trained, frozen, state, *data)
         jax.block_until_ready((value, trained))
         if turn > 1:  # The first two warm up.
-            times.append(1e3 * (time.perf_counter() - begin))
-    ms = statistics.median(times)
-    row |= {"ms": ms, "spread_ms": max(times) - min(times), "loss": float(jnp.asarray(value))}
-    row["tokens_per_s"] = shape[0] * shape[1] / ms * 1e3
+            times.append(time.perf_counter() - begin)
+    row |= milliseconds(times) | {"loss": float(jnp.asarray(value))}
+    row["tokens_per_s"] = shape[0] * shape[1] / row["ms"] * 1e3
     return row | (profile(lambda: run(trained, frozen, state, *data)) if profile else {})
 
 

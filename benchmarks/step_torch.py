@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import statistics
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ import torch
 from transformers import LlamaConfig
 
 from benchmarks.model.torch_model import random_model
-from benchmarks.results import Row, attempted, over
+from benchmarks.results import Row, attempted, milliseconds, over
 from parity.sides.torch import processes
 from parity.sides.torch.decoder import adapt, checkpoint_layers
 
@@ -156,11 +155,9 @@ def steps(side: Side, settings: Settings, device: str, count: int) -> Row:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - begin)
     first, _, *kept = times
-    ms = 1e3 * statistics.median(kept)
-    return {
-        "ms": ms,
-        "spread_ms": 1e3 * (max(kept) - min(kept)),
-        "tokens_per_s": 1e3 * settings.shape[0] * settings.shape[1] * count / ms,
+    row = milliseconds(kept)
+    return row | {
+        "tokens_per_s": 1e3 * settings.shape[0] * settings.shape[1] * count / row["ms"],
         "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else 0,
         "first_step_s": first,
         "losses": losses,
