@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from benchmarks import results
 from benchmarks.report import Report, label
 
@@ -30,12 +28,6 @@ def grid[L, C](
     """Returns a table with a cell for every line and column, both by their headings."""
     named = ([name, *(cell(line, one) for one in columns.values())] for name, line in lines.items())
     return table([corner, *columns], named)
-
-
-def panels(count: int) -> tuple[Figure, list[Any]]:
-    """Returns a figure, and its axes side by side."""
-    figure = Figure(figsize=(5.5 * count, 4), layout="constrained")
-    return figure, list(figure.subplots(1, count, squeeze=False).flat)
 
 
 def report(name: str, card: str = "h200") -> Report:

@@ -1,10 +1,8 @@
-"""A step part by part: its tables and its figure, from the committed results."""
+"""The tables of a step part by part, from the committed results."""
 
 from __future__ import annotations
 
 from typing import Any
-
-from matplotlib.figure import Figure
 
 from benchmarks.step_table import VARIANTS, by_operator
 from tools.measurements import grid, rows, table
@@ -41,14 +39,14 @@ def step_operators() -> str:
         launches, ms = profile[operator]
         return f"{ms:.1f}" if launches is None else f"{launches:,.0f} / {ms:.1f}"
 
-    profiles = {name: _profile(kind) for name, kind in PROFILED.items()}
+    profiles = {name: profile_of(kind) for name, kind in PROFILED.items()}
     operators = {name: name for name in profiles["DoRA"]}
     whole = (f"{sum(ms for _, ms in profile.values()):.1f}" for profile in profiles.values())
     shown = grid("launches / ms", operators, profiles, cell)
     return f"{shown}\n| the whole step | {' | '.join(whole)} |"
 
 
-def _profile(kind: str) -> Profile:
+def profile_of(kind: str) -> Profile:
     found = rows("step_table", "h100", kind=kind)[0]
     operators = by_operator(found["kernels"])
     profile: Profile = {name: (count, us / 1e3) for name, (count, us) in operators.items()}
@@ -77,19 +75,3 @@ def _beside_peft(name: str, card: str) -> str:
         for found in rows(name, card)
     ]
     return table(["", "ms", "tokens/s", "of PEFT's LoRA", "peak GiB"], lines)
-
-
-def figure() -> Figure:
-    """Draws the time of a step by operator, for each program."""
-    drawn = Figure(figsize=(7, 4), layout="constrained")
-    axes: Any = drawn.subplots()
-    profiles = [_profile(kind) for kind in PROFILED.values()]
-    left = [0.0] * len(profiles)
-    for operator in profiles[0]:
-        times = [profile[operator][1] for profile in profiles]
-        color = "#b0b0b0" if operator == GAPS else None
-        axes.barh([*PROFILED], times, left=left, label=operator, color=color)
-        left = [start + ms for start, ms in zip(left, times, strict=True)]
-    axes.invert_yaxis()
-    axes.set(xlabel="ms of a step")
-    return drawn

@@ -1,0 +1,139 @@
+"""The figures of the pages, from the committed results; and one that is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import ml_dtypes
+import numpy as np
+from matplotlib.figure import Figure
+
+from tools import step_parts
+from tools.measurements import row, rows
+
+# How far g strays from 1 in trained adapters (arXiv 2603.22276).
+NEAR_UNITY = 0.0015
+# Legible on a light and on a dark page.
+INK = "#808080"
+STYLE: dict[Any, Any] = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "font.size": 8,
+    "legend.frameon": False,
+    "savefig.transparent": True,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "figures",  # the same file from the same measurements
+    **dict.fromkeys(
+        ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK
+    ),
+}
+STYLES = {"base": ":", "LoRA": "o--", "DoRA": "o-"}
+COLORS = {"base": "tab:gray", "LoRA": "tab:blue", "DoRA": "tab:orange"}
+
+
+def panels(count: int) -> tuple[Figure, list[Any]]:
+    """Returns a figure, and its axes side by side."""
+    figure = Figure(figsize=(5.5 * count, 4), layout="constrained")
+    return figure, list(figure.subplots(1, count, squeeze=False).flat)
+
+
+def stability() -> Figure:
+    """Draws the error of ΔY in bf16 over |g - 1|, of three ways to compute it, against fp64."""
+    bf16: Any = ml_dtypes.bfloat16
+    f32 = np.float32
+    rng = np.random.default_rng(0)
+    base, lora = rng.normal(size=4096).astype(bf16), (0.1 * rng.normal(size=4096)).astype(bf16)
+    distances = np.logspace(-5, -1, 33)
+    errors: dict[str, list[float]] = {}
+    for distance in distances:
+        g = f32(1 + distance * rng.uniform(-1, 1, 4096))
+        wide = g.astype(np.float64) - 1
+        exact = wide * base.astype(np.float64) + (1 + wide) * lora.astype(np.float64)
+        narrow: Any = g.astype(bf16)
+        fp32 = (g - f32(1)) * base.astype(f32) + g * lora.astype(f32)
+        found = {
+            "(g-1)∘base + g∘lora in fp32, rounded once (ours)": fp32.astype(bf16),
+            "the same in bf16": (narrow - bf16(1)) * base + narrow * lora,
+            "g∘(base + lora) - base in bf16": narrow * (base + lora) - base,
+        }
+        for name, value in found.items():
+            error = float(np.abs(np.asarray(value, np.float64) - exact).max())
+            errors.setdefault(name, []).append(error)
+    figure, (axes,) = panels(1)
+    for (name, values), style in zip(errors.items(), ("-", "--", ":"), strict=True):
+        axes.plot(distances, values, style, label=name)
+    axes.axvline(NEAR_UNITY, color=INK, linewidth=0.8, label="trained adapters (the paper)")
+    axes.set(xscale="log", yscale="log", xlabel="largest |g - 1|", ylabel="peak error against fp64")
+    return figure
+
+
+def step() -> Figure:
+    """Draws the time of a step by operator, for each program."""
+    drawn = Figure(figsize=(7, 4), layout="constrained")
+    axes: Any = drawn.subplots()
+    profiles = [step_parts.profile_of(kind) for kind in step_parts.PROFILED.values()]
+    left = [0.0] * len(profiles)
+    for operator in profiles[0]:
+        times = [profile[operator][1] for profile in profiles]
+        color = "#b0b0b0" if operator == step_parts.GAPS else None
+        axes.barh([*step_parts.PROFILED], times, left=left, label=operator, color=color)
+        left = [start + ms for start, ms in zip(left, times, strict=True)]
+    axes.invert_yaxis()
+    axes.set(xlabel="ms of a step")
+    return drawn
+
+
+def bank_growth() -> Figure:
+    """Draws a layer's time for 64 rows over how many adapters are asked for, and over their rank.
+
+    Where LoRA's row includes loads that DoRA's does not, it is left out.
+    """
+    figure, both = panels(2)
+    labels = {"adapters": "adapters that requests ask for", "rank": "rank of all 64 adapters"}
+    for axes, (name, label) in zip(both, labels.items(), strict=True):
+        for kind in STYLES:
+            grown = rows("bank", "h100", mix="growth", kind=kind)
+            found = [one for one in grown if name in one and not one.get("loads")]
+            counts = [one[name] for one in found]
+            _draw(axes, kind, counts, [1e3 * one["ms"] for one in found])
+        axes.set(xlabel=label, ylabel="µs of a layer", ylim=(0, None))
+    return figure
+
+
+def served() -> Figure:
+    """Draws what the server's engine answers with, and after how long, over how many adapters."""
+    figure, both = panels(2)
+    labels = {"tokens_per_s": "tokens/s", "first_token_ms": "ms to the first token, median"}
+    base = row("serve", "h100", kind="base")
+    for axes, (name, label) in zip(both, labels.items(), strict=True):
+        axes.axhline(base[name], linestyle=STYLES["base"], color=COLORS["base"], label="base")
+        for kind in ("LoRA", "DoRA"):
+            found = rows("serve", "h100", kind=kind)
+            _draw(axes, kind, [one["adapters"] for one in found], [one[name] for one in found])
+        axes.set(xlabel="adapters", ylabel=label, ylim=(0, None))
+    return figure
+
+
+def _draw(axes: Any, kind: str, counts: Sequence[int], values: Sequence[float]) -> None:
+    axes.plot(counts, values, STYLES[kind], color=COLORS[kind], markersize=3, label=kind)
+    axes.set(xscale="log")
+    axes.set_xticks(counts, [f"{count:,}" for count in counts])
+    axes.minorticks_off()
+
+
+FIGURES: tuple[Callable[[], Figure], ...] = (stability, step, bank_growth, served)
+
+
+def write(folder: Path) -> None:
+    """Writes every figure under its name, its legends below."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for make in FIGURES:
+        with mpl.rc_context(STYLE):
+            figure = make()
+            for axes in figure.axes:
+                if axes.get_legend_handles_labels()[0]:
+                    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
+            figure.savefig(folder / f"{make.__name__}.svg", metadata={"Date": None})
