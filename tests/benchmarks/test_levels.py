@@ -14,9 +14,9 @@ QUICK = ("--quick", "--device", "cpu")
 # The arguments of a level, the field that tells its rows apart, and what that says.
 LEVELS = {
     "ops": (
-        ("--only", "norm 64×48*jax f", "--only", "backward,*[xe]*"),
+        ("--only", "norm 64×48*[adPf]*", "--only", "backward,*[xe]*"),
         "variant",
-        {"factored", "xla", "mosaic", "eager", "triton"},
+        {"factored", "dense", "the paper's", "PEFT", "xla", "mosaic", "eager", "triton"},
     ),
     "layer": (
         ("--only", "*jax LoRA (", "--only", "*jax DoRA, norm k*(", "--only", "*PEFT DoRA, def"),
