@@ -36,7 +36,8 @@ from flax import nnx
 
 import jax_dora
 from benchmarks.bank_adapters import byte_bound, draw_ids, random_adapter, shares
-from benchmarks.bank_programs import Sizes, Stack, of_kind, program
+from benchmarks.bank_programs import Stack, of_kind, program
+from benchmarks.model.protocol import LLAMA3, QUICK, Protocol
 from benchmarks.results import Row, attempted, milliseconds
 from jax_dora.bank import DECODING_OPTIONS, AdapterStore, HostAdapter
 from jax_dora.bank.host import Settled
@@ -53,7 +54,7 @@ class Settings(NamedTuple):
     """What is measured. Growth is that of `growth` rows, over `steps` steps. Adapters are loaded
     into a model of `load_layers`."""
 
-    sizes: Sizes = Sizes()
+    sizes: Protocol = LLAMA3
     layers: int = 3
     load_layers: int = 32
     repeats: int = 16
@@ -72,7 +73,7 @@ class Settings(NamedTuple):
 
 
 TINY = Settings(
-    Sizes(32, 16, 48),
+    QUICK,
     layers=2,
     load_layers=3,
     repeats=2,

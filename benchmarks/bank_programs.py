@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from flax import nnx
 from jax import lax
 
 import jax_dora
+from benchmarks.model.protocol import Protocol
 from jax_dora.bank.layers import BankArray, called_together
 from jax_dora.models.model import unstacked
 from jax_dora.ops.bank_slots import Slots
@@ -32,44 +33,29 @@ def of_kind(kind: str, bank: Any) -> Any:
     return without_g(bank) if kind == "LoRA" else bank
 
 
-class Sizes(NamedTuple):
-    """Of a layer: hidden, the keys' and values' features, intermediate."""
-
-    hidden: int = 4096
-    key: int = 1024
-    intermediate: int = 14_336
-
-    @property
-    def projections(self) -> dict[str, tuple[int, int]]:
-        """The input and output features of each projection."""
-        hidden, key, wide = self
-        by_input = {"q": hidden, "k": key, "v": key, "o": hidden, "gate": wide, "up": wide}
-        return {name: (hidden, out) for name, out in by_input.items()} | {"down": (wide, hidden)}
-
-
 class Block(nnx.Module):
     """A decoder layer's projections, without attention."""
 
-    def __init__(self, sizes: Sizes, rngs: nnx.Rngs) -> None:
-        for name, (into, out) in sizes.projections.items():
+    def __init__(self, sizes: Protocol, rngs: nnx.Rngs) -> None:
+        for name, (into, out) in sizes.projections().items():
             linear = nnx.Linear(into, out, use_bias=False, param_dtype=jnp.bfloat16, rngs=rngs)
-            setattr(self, f"{name}_proj", linear)
+            setattr(self, name, linear)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         def by(x: jax.Array, *names: str) -> list[jax.Array]:
-            return called_together([getattr(self, f"{name}_proj") for name in names], x)
+            return called_together([getattr(self, name) for name in names], x)
 
         return layer(x, by)
 
 
 def layer(x: jax.Array, by: Callable[..., Sequence[jax.Array]]) -> jax.Array:
     """Returns what a layer makes of x, `by` being the projections of an input by their names."""
-    q, k, v = by(normalised(x), "q", "k", "v")
+    q, k, v = by(normalised(x), "q_proj", "k_proj", "v_proj")
     # Whatever attention does, it reads all three.
-    (attended,) = by(q + jnp.tile(k + v, x.shape[-1] // k.shape[-1]), "o")
+    (attended,) = by(q + jnp.tile(k + v, x.shape[-1] // k.shape[-1]), "o_proj")
     x = x + attended
-    gate, up = by(normalised(x), "gate", "up")
-    (down,) = by(nnx.silu(gate) * up, "down")
+    gate, up = by(normalised(x), "gate_proj", "up_proj")
+    (down,) = by(nnx.silu(gate) * up, "down_proj")
     return x + down
 
 
@@ -83,7 +69,7 @@ class Stack(nnx.Module):
     """Layers as one module whose arrays have a leading axis, called one after the other, as a
     server's step calls them."""
 
-    def __init__(self, sizes: Sizes, layers: int) -> None:
+    def __init__(self, sizes: Protocol, layers: int) -> None:
         def make(key: jax.Array) -> Block:
             return Block(sizes, nnx.Rngs(key))
 
@@ -98,20 +84,12 @@ class Stack(nnx.Module):
         return x
 
 
-class Bare(NamedTuple):
-    """A projection's kernel and its part of a bank, for the ways that the library does not go."""
-
-    kernel: jax.Array
-    slots: Slots
-
-
-def one_hot(x: jax.Array, one: Bare, ids: jax.Array) -> jax.Array:
+def one_hot(x: jax.Array, kernel: jax.Array, slots: Slots, ids: jax.Array) -> jax.Array:
     """Returns x W + s·x A B by products with all slots."""
-    slots = one.slots
     chosen = jax.nn.one_hot(ids, slots.lora_a.shape[0], dtype=x.dtype)
     z = jnp.einsum("bti,sri->btsr", x, slots.lora_a)
     z = z * (chosen * slots.scale.astype(x.dtype)[None])[:, None, :, None]
-    return x @ one.kernel + jnp.einsum("btsr,sro->bto", z, slots.lora_b)
+    return x @ kernel + jnp.einsum("btsr,sro->bto", z, slots.lora_b)
 
 
 def program(kind: str, graphdef: Any) -> Callable[..., jax.Array]:
@@ -134,12 +112,12 @@ def program(kind: str, graphdef: Any) -> Callable[..., jax.Array]:
 
 
 def _one_hot(state: Any, bank: dict[str, Slots], ids: jax.Array, x: jax.Array) -> jax.Array:
-    kernels = {"/".join(map(str, path[:-1])): v.get_value() for path, v in nnx.to_flat_state(state)}
-    bare = {path: Bare(kernels[path], bank[path]) for path in kernels}
-    for one in unstacked(bare, len(next(iter(bare.values())).kernel)):
+    kernels = {path[1]: variable.get_value() for path, variable in nnx.to_flat_state(state)}
+    pairs = {name: (kernel, bank[f"layers/{name}"]) for name, kernel in kernels.items()}
+    for of_layer in unstacked(pairs, len(kernels["q_proj"])):
 
-        def by(x: jax.Array, *names: str, one: Any = one) -> list[jax.Array]:
-            return [one_hot(x, one[f"layers/{name}_proj"], ids) for name in names]
+        def by(x: jax.Array, *names: str, of_layer: Any = of_layer) -> list[jax.Array]:
+            return [one_hot(x, *of_layer[name], ids) for name in names]
 
         x = layer(x, by)
     return x

@@ -21,15 +21,14 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
 import torch_dora
+from benchmarks import clock
 from benchmarks.bank_adapters import draw_ids
-from benchmarks.bank_programs import Sizes
-from benchmarks.clock import QUICK, Effort, kernel_time, wall_time
-from benchmarks.model.protocol import PROJECTIONS
+from benchmarks.model.protocol import LLAMA3, PROJECTIONS, QUICK, Protocol
 from benchmarks.results import Row, over
 
 
 class Settings(NamedTuple):
-    sizes: Sizes = Sizes()
+    sizes: Protocol = LLAMA3
     slots: int = 64
     ranks: tuple[int, ...] = (8, 16, 32, 64)
     shapes: tuple[tuple[int, int], ...] = (
@@ -40,27 +39,27 @@ class Settings(NamedTuple):
     only: tuple[str, ...] = ("base", "LoRA", "DoRA", "PEFT LoRA")
 
 
-TINY = Settings(Sizes(32, 16, 48), 3, (1, 5), ((3, 1), (2, 4)), ("zipf",))
+TINY = Settings(QUICK, 3, (1, 5), ((3, 1), (2, 4)), ("zipf",))
 
 
 class Layer(nn.Module):
     """A decoder layer's projections, without attention: as level `bank` has them."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Protocol) -> None:
         super().__init__()
         self.by: Any = nn.ModuleDict(
             {
-                f"{name}_proj": nn.Linear(into, out, bias=False, dtype=torch.bfloat16)
-                for name, (into, out) in sizes.projections.items()
+                name: nn.Linear(into, out, bias=False, dtype=torch.bfloat16)
+                for name, (into, out) in sizes.projections().items()
             }
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        by, into = self.by, rms_norm(x, x.shape[-1:])
+        q, k, v = by.q_proj(into), by.k_proj(into), by.v_proj(into)
+        x = x + by.o_proj(q + (k + v).repeat(1, 1, q.shape[-1] // k.shape[-1]))
         into = rms_norm(x, x.shape[-1:])
-        q, k, v = (self.by[f"{name}_proj"](into) for name in "qkv")
-        x = x + self.by.o_proj(q + (k + v).repeat(1, 1, q.shape[-1] // k.shape[-1]))
-        into = rms_norm(x, x.shape[-1:])
-        return x + self.by.down_proj(silu(self.by.gate_proj(into)) * self.by.up_proj(into))
+        return x + by.down_proj(silu(by.gate_proj(into)) * by.up_proj(into))
 
 
 @torch.no_grad()
@@ -135,6 +134,7 @@ def _times(model: Any, x: Tensor, options: dict[str, Any], device: str) -> Row:
         return model(x, **options)
 
     step(x)
-    wall = wall_time(step, [(x,)], Effort() if device == "cuda" else QUICK)
-    spread = kernel_time("torch", step, [(x,)], device)
+    effort = clock.Effort() if device == "cuda" else clock.QUICK
+    wall = clock.wall_time(step, [(x,)], effort)
+    spread = clock.kernel_time("torch", step, [(x,)], device)
     return {"us": spread.median, "p10_us": spread.p10, "p90_us": spread.p90, "wall_us": wall.median}

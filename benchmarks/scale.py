@@ -22,15 +22,13 @@ from flax import nnx
 from benchmarks.collectives import collectives
 from benchmarks.model.decoder import loss, update
 from benchmarks.model.placed import LAYOUTS, Placed, arrays, placed
-from benchmarks.model.protocol import QUICK, QWEN3, Protocol
+from benchmarks.model.protocol import LLAMA3, QUICK, QWEN3, Protocol
 from benchmarks.results import Row, attempted, milliseconds, over
 
 KINDS = ("base", "LoRA", "DoRA")
 MODELS = {
     "qwen3": dataclasses.replace(QWEN3, layers=12, tokens=2048),
-    "llama3": dataclasses.replace(
-        QWEN3, intermediate=14_336, layers=32, vocabulary=128_256, tokens=2048
-    ),
+    "llama3": dataclasses.replace(LLAMA3, tokens=2048),
 }
 
 

@@ -18,7 +18,7 @@ LINK = 63e9
 def bank_bytes() -> str:
     """Returns the bytes of a layer's weights and adapters over those of the weights, expected."""
     settings = Settings()
-    sizes = settings.sizes.projections.values()
+    sizes = settings.sizes.projections().values()
     weights = 2 * sum(fan_in * out for fan_in, out in sizes)
     rank = sum(settings.ranks) / len(settings.ranks)
     adapter = sum(2 * rank * (fan_in + out) + 4 * out for fan_in, out in sizes)
@@ -114,7 +114,7 @@ def bank_loads() -> str:
     """Returns what of an adapter of a whole model is moved, the least time that this takes, and
     what loading was measured to take."""
     settings = Settings()
-    layers, sizes = settings.load_layers, settings.sizes.projections.values()
+    layers, sizes = settings.load_layers, settings.sizes.projections().values()
     lines = []
     for rank in settings.ranks:
         moved = layers * sum(2 * rank * (fan_in + out) + 4 * out for fan_in, out in sizes)
