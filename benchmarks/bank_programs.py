@@ -84,7 +84,7 @@ class Stack(nnx.Module):
         return x
 
 
-def one_hot(x: jax.Array, kernel: jax.Array, slots: Slots, ids: jax.Array) -> jax.Array:
+def one_hot(x: jax.Array, ids: jax.Array, kernel: jax.Array, slots: Slots) -> jax.Array:
     """Returns x W + s·x A B by products with all slots."""
     chosen = jax.nn.one_hot(ids, slots.lora_a.shape[0], dtype=x.dtype)
     z = jnp.einsum("bti,sri->btsr", x, slots.lora_a)
@@ -117,7 +117,7 @@ def _one_hot(state: Any, bank: dict[str, Slots], ids: jax.Array, x: jax.Array) -
     for of_layer in unstacked(pairs, len(kernels["q_proj"])):
 
         def by(x: jax.Array, *names: str, of_layer: Any = of_layer) -> list[jax.Array]:
-            return [one_hot(x, *of_layer[name], ids) for name in names]
+            return [one_hot(x, ids, *of_layer[name]) for name in names]
 
         x = layer(x, by)
     return x

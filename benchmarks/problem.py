@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from benchmarks.work import Expectation
 from parity import oracle
@@ -54,6 +54,11 @@ class Problem:
     def expected(self, method: Method, backward: bool) -> dict[str, Expectation]:
         found = self._dora if method == "DoRA" else self._lora
         return found if backward else {"y": found["y"]}
+
+    def asked(self, method: Method, backward: bool, norm_kept: bool = False) -> dict[str, Any]:
+        """Returns the FLOPs of a `Variant`, and what is expected of it."""
+        flops = self.flops(backward, method == "DoRA" and not norm_kept)
+        return {"flops": flops, "expected": self.expected(method, backward)}
 
     @functools.cached_property
     def _dora(self) -> dict[str, Expectation]:

@@ -28,39 +28,30 @@ def variants(problem: Problem, every: bool, backward: bool) -> Iterator[Variant]
     kept = jax.jit(ops.factored_norm)(*fixed[:3], s)
     inputs = [(*fixed, kept, x, dy) for x, dy in to_jax(rotate([i.x, i.dy]))]
 
-    def dora(implementation: str | None, norm_of: Callable[..., jax.Array | None]) -> Apply:
-        def apply(kernel, kept, *, x, lora_a, lora_b, magnitude):
-            options = {
-                "implementation": implementation,
-                "norm": norm_of(kernel, lora_a, lora_b, kept),
-            }
-            return ops.dora_linear(x, kernel, lora_a, lora_b, magnitude, s, **options)
-
-        return apply
-
-    def lora(kernel, kept, *, x, lora_a, lora_b):
+    def lora(kernel, norm, *, x, lora_a, lora_b):
         return x @ kernel + s * ((x @ lora_a) @ lora_b)
 
-    def by_xla(kernel, lora_a, lora_b, kept):
-        return ops.factored_norm(kernel, lora_a, lora_b, s, implementation="xla")
+    def dora(kernel, norm, *, x, lora_a, lora_b, magnitude):
+        return ops.dora_linear(x, kernel, lora_a, lora_b, magnitude, s)
 
-    rows: list[tuple[str, Method, Apply, bool]] = [
-        ("LoRA", "LoRA", lora, False),
-        ("XLA DoRA", "DoRA", dora("xla", by_xla), False),
-        ("DoRA", "DoRA", dora(None, lambda *_: None), False),
-        ("DoRA, norm kept", "DoRA", dora(None, lambda *operands: operands[-1]), True),
+    def norm_kept(kernel, norm, *, x, lora_a, lora_b, magnitude):
+        return ops.dora_linear(x, kernel, lora_a, lora_b, magnitude, s, norm=norm)
+
+    def by_xla(kernel, norm, *, x, lora_a, lora_b, magnitude):
+        norm = ops.factored_norm(kernel, lora_a, lora_b, s, implementation="xla")
+        options = {"norm": norm, "implementation": "xla"}
+        return ops.dora_linear(x, kernel, lora_a, lora_b, magnitude, s, **options)
+
+    rows: list[tuple[str, Method, Apply]] = [
+        ("LoRA", "LoRA", lora),
+        ("XLA DoRA", "DoRA", by_xla),
+        ("DoRA", "DoRA", dora),
+        ("DoRA, norm kept", "DoRA", norm_kept),
     ]
-    for name, method, apply, norm_kept in rows:
-        variant = Variant(
-            "jax",
-            name,
-            _step(apply, TRAINED[method], backward),
-            inputs,
-            _results,
-            exact=method == "DoRA",
-            flops=problem.flops(backward, method == "DoRA" and not norm_kept),
-            expected=problem.expected(method, backward),
-        )
+    for name, method, apply in rows:
+        step = _step(apply, TRAINED[method], backward)
+        asked = problem.asked(method, backward, apply is norm_kept)
+        variant = Variant("jax", name, step, inputs, _results, method == "DoRA", **asked)
         yield replace(variant, name=f"{name} (no Triton)", compiler_options=NO_TRITON)
         if every:
             yield variant

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -38,27 +37,16 @@ def variants(problem: Problem, every: bool, backward: bool) -> Iterator[Variant]
     a, b, m = adapter
     norm = ops.factored_norm(i.weight, i.lora_a, i.lora_b, s)
 
-    def ours(x: Tensor, norm: Tensor | None = None) -> Tensor:
+    def ours(x: Tensor) -> Tensor:
+        return ops.dora_linear(x, i.weight, a, b, m, s)
+
+    def kept(x: Tensor) -> Tensor:
         return ops.dora_linear(x, i.weight, a, b, m, s, norm=norm)
 
-    def variant(
-        name: str,
-        method: Method,
-        apply: Apply,
-        parameters: Sequence[Tensor],
-        *,
-        exact: bool = False,
-        norm_kept: bool = False,
-    ) -> Variant:
-        return Variant(
-            "torch",
-            name,
-            _step(apply, parameters, backward),
-            inputs,
-            exact=exact,
-            flops=problem.flops(backward, method == "DoRA" and not norm_kept),
-            expected=problem.expected(method, backward),
-        )
+    def variant(name: str, method: Method, apply: Apply, parameters: Sequence[Tensor]) -> Variant:
+        exact, asked = apply in (ours, kept), problem.asked(method, backward, apply is kept)
+        step = _step(apply, parameters, backward)
+        return Variant("torch", name, step, inputs, exact=exact, **asked)
 
     wide_dora, wide_parameters = by_peft(problem, dora=True, wide=True)
 
@@ -66,10 +54,9 @@ def variants(problem: Problem, every: bool, backward: bool) -> Iterator[Variant]
         with torch.autocast(problem.device, dtype=torch.bfloat16):
             return wide_dora(x)
 
-    kept = functools.partial(ours, norm=norm)
     yield variant("PEFT DoRA, defaults", "DoRA", defaults, wide_parameters)
-    yield variant("torch_dora", "DoRA", ours, adapter, exact=True)
-    yield variant("torch_dora, norm kept", "DoRA", kept, adapter, exact=True, norm_kept=True)
+    yield variant("torch_dora", "DoRA", ours, adapter)
+    yield variant("torch_dora, norm kept", "DoRA", kept, adapter)
     peft_lora, lora_parameters = by_peft(problem, dora=False, wide=False)
     yield variant("PEFT LoRA, bf16", "LoRA", peft_lora, lora_parameters)
     if every and problem.device == "cuda":
