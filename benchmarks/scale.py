@@ -38,7 +38,7 @@ class Settings(NamedTuple):
     Attributes:
       model: of `MODELS`.
       sizes, layers: in place of the model's own.
-      devices: how many there are; None for all.
+      devices: how many of them; None for all.
     """
 
     model: str = "qwen3"
@@ -61,7 +61,7 @@ class Settings(NamedTuple):
                     yield layout, axes, dataclasses.replace(sizes, rank=rank, alpha=rank**0.5)
 
 
-TINY = Settings(sizes=QUICK, ranks=(8,), rounds=1)
+TINY = Settings(sizes=QUICK, ranks=(8,), rounds=1, devices=2)
 
 
 class Program(NamedTuple):

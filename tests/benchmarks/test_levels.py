@@ -41,6 +41,7 @@ LEVELS = {
         "kind",
         {"transformers", "torch_dora DoRA", "PEFT LoRA", "PEFT DoRA"},
     ),
+    "scale": (("--layouts", "tp"), "kind", {"base", "LoRA", "DoRA"}),
     "sizes": ((), "task", {"decode", "gradient"}),
     "quantised": ((), "work", {"norm", "few rows", "projection", "step"}),
     "quality": ((), "model", {"encoder", "decoder"}),
