@@ -1,24 +1,18 @@
 """Measures one level; prints a line a measurement and writes DIR/<level>.jsonl, line by line.
 
     python -m benchmarks LEVEL [--out DIR] [--seconds S] [--quick] …
-    python -m benchmarks ops|layer|model|tune|quantised|sizes [--only PATTERN …]
     python -m benchmarks step [--table]
-    python -m benchmarks bank|serve [--layers N] [--only KIND …]
-    python -m benchmarks scale [--model qwen3|llama3] [--ranks 64 384] [--layouts tp fsdp dp alone]
-                               [--axes auto explicit] [--layers N]
-    python -m benchmarks step|scale|quantised|bank|serve --torch [--layers N] [--rank N]
-    python -m benchmarks against CHECKOUT [--only PATTERN …]
+    python -m benchmarks step|scale|quantised|bank|serve --torch
+    python -m benchmarks against CHECKOUT
 
 `ops` measures the operators, `layer` one projection beside LoRA and PEFT, `sizes` one layer of the
 widths that models have and of few rows, `model` a decoder of Qwen3-8B's dimensions, `tune` the
 kernels with candidate launch configs, `step` a whole optimizer step of Llama 3 8B's dimensions by
-what it keeps and, with --table, part by part, `bank` many adapters in one batch of its projections,
-`quantised` kernels and steps over quantised bases, `quality` what these bases cost a model's
-results, `serve` the server's engine, `scale` a decoder on several devices. `step --torch`,
-`quantised --torch` and `scale --torch` measure a step of transformers' Llama by torch_dora and by
-PEFT, on one GPU, there over NF4, and on all under FSDP2, `bank --torch` torch_dora's bank beside
-PEFT's mixed batches, and `serve --torch` what transformers answers the same requests with.
-`against` measures layers and a model with this checkout and with another one in turns.
+what it keeps or part by part, `bank` many adapters in one batch of its projections, `quantised`
+kernels and steps over quantised bases, `quality` what these bases cost a model's results, `serve`
+the server's engine, `scale` a decoder on several devices, and `against` layers and a model with
+this checkout and with another one in turns. With --torch it is torch_dora that is measured, beside
+PEFT; the docstring of each level's module says what its rows are.
 
 A level is a module with `Settings`, those of a quick run `TINY`, and `measure`, which yields rows;
 or one whose `works` are checked and timed by `benchmarks.measure`. It may have `refuses`, why its

@@ -59,21 +59,14 @@ def failed(row: Row) -> bool:
 
 
 def shown(row: Row) -> str:
-    """Returns a row as a line to read: texts, then numbers by name, a spread's median."""
-    texts, numbers = [], []
+    """Returns a row as a line to read: of a spread its median, and of a check what it found if the
+    result is wrong."""
+    parts = []
     for name, value in row.items():
-        if name == "shape":
-            texts.append("×".join(map(str, value.values())))
-        elif name in ("failed", "refused") or (name == "check" and not value["passed"]):
-            texts.append(f"{name}: {str(value)[:150]}")
-        elif isinstance(value, str) and name != "baseline":
-            texts.append(value)
-        elif name.endswith("_bytes") and value is not None:
-            numbers.append(f"{name.removesuffix('_bytes')} {value / 2**30:.2f} GiB")
-        elif isinstance(value, dict) and "median" in value:
-            numbers.append(f"{name} {value['median']:,.1f} µs")
-        elif isinstance(value, float):
-            numbers.append(f"{name} {value:,.4g}")
-        elif isinstance(value, int):
-            numbers.append(f"{name} {value}")
-    return "  ".join([" ".join(texts), *numbers])
+        if name == "check" and value["passed"]:
+            continue
+        if isinstance(value, dict) and "median" in value:
+            value = value["median"]
+        told = f"{value:,.4g}" if isinstance(value, float) else str(value)
+        parts.append(told if isinstance(value, str) else f"{name} {told}")
+    return "  ".join(parts)

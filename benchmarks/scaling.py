@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from benchmarks import results
 from benchmarks.model.protocol import QWEN3
 
-RESULTS = Path(__file__).parent / "results" / "h200x2"
-FILES = "scale*.jsonl"
+RUN = Path(__file__).parent / "results" / "h200x2" / "scale.jsonl"
 HOST = 8  # GPUs that NVLink joins
 # GB/s of each GPU between hosts: 400 Gb/s InfiniBand, which is assumed and not measured.
 BETWEEN_HOSTS = 50.0
@@ -27,22 +26,16 @@ ROUNDS = {"dp": 2, "tp": 2, "fsdp": 1}
 
 
 class Measured(NamedTuple):
-    """The rows of the two-GPU runs, by (kind, layout, task)."""
+    """The rows of a run on two GPUs, by (kind, layout, task)."""
 
-    rows: Mapping[tuple[str, str, str], Mapping[str, Any]]
+    rows: Mapping[tuple[str, str, str], results.Row]
 
     @classmethod
-    def read(cls, rank: int = 384, axes: str = "auto", model: str = "qwen3") -> Measured:
-        """Returns what stands in the results, of one rank, one kind of axes and one model."""
-        wanted = {"rank": rank, "axes": axes, "model": model}
-        rows = (row for file in sorted(RESULTS.glob(FILES)) for row in results.read(file)[1])
-        return cls(
-            {
-                (one["kind"], one["layout"], one["task"]): one
-                for one in rows
-                if wanted.items() <= ({"model": "qwen3"} | one).items() and "ms" in one
-            }
-        )
+    def read(cls) -> Measured:
+        """Returns what was measured of one rank and one kind of axes."""
+        wanted = {"rank": 384, "axes": "auto", "model": "qwen3"}
+        rows = (row for row in results.read(RUN)[1] if wanted.items() <= row.items())
+        return cls({(row["kind"], row["layout"], row["task"]): row for row in rows})
 
     def ms(self, kind: str, layout: str, task: str) -> float:
         """Returns the median time."""
