@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -184,7 +185,7 @@ def run_one(name: str) -> None:
         torch.cuda.synchronize()
 
 
-def sanitize(tool: str, name: str) -> dict[str, object]:
+def sanitize(tool: str, name: str) -> dict[str, Any]:
     """Returns what `tool` says of the kernel `name`."""
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
     # Only our own kernels: the frameworks' are not on trial, and each takes its time.
@@ -223,6 +224,11 @@ def errors_of(output: str, code: int) -> int | None:
     return None if code and not errors else errors
 
 
+def as_expected(name: str, errors: int | None) -> bool:
+    """Returns whether a tool has found what it must: errors where they are planted, else none."""
+    return bool(errors) if "planted" in name else errors == 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, help="the file of results to write")
@@ -257,15 +263,13 @@ def main() -> int:
     clean = True
     for (tool, name), run in runs.items():
         found = run.result()
-        errors = found["errors"]
-        as_expected = errors == 0 if "planted" not in name else bool(errors)
-        clean &= as_expected
-        print(f"{tool:10s} {name:26s} {errors} errors, {found['seconds']} s", flush=True)
-        if not as_expected:
-            print(found["last"])
+        last = found.pop("last")
+        print(f"{tool:10s} {name:26s} {found['errors']} errors, {found['seconds']} s", flush=True)
+        if not as_expected(name, found["errors"]):
+            print(last)
+            clean = False
         if writer:
-            seconds = found["seconds"]
-            writer.add({"tool": tool, "kernel": name, "errors": errors, "seconds": seconds})
+            writer.add({"tool": tool, "kernel": name} | found)
     return 0 if clean else 1
 
 

@@ -3,8 +3,6 @@
 import importlib
 import pkgutil
 import re
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -13,7 +11,6 @@ from triton.runtime.jit import KernelInterface
 
 import jax_dora.ops.mosaic
 import torch_dora.ops.triton
-from benchmarks import results
 from benchmarks.kernels import KERNELS
 from tools import sanitize
 
@@ -22,33 +19,6 @@ FOUND = "========= Invalid __global__ write\n========= ERROR SUMMARY: 72 errors"
 # Past 100 errors, memcheck adds a second summary.
 UNPRINTED = f"{FOUND}\n========= ERROR SUMMARY: 4 errors were not printed"
 HAZARD = "========= RACECHECK SUMMARY: 1 hazard displayed (0 errors, 1 warning)"
-# The errors that a sound run finds, which others are changes of.
-SOUND = {
-    "memcheck jax/planted overrun": 72,
-    "memcheck torch/planted overrun": 72,
-    "memcheck torch/norm": 0,
-    "racecheck jax/planted race": 1,
-    "racecheck torch/norm": 0,
-}
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """`python tools/sanitize.py …` of a few kernels, of which compute-sanitizer finds so much."""
-
-    def run(errors: dict[str, int | None], *arguments: object) -> int:
-        def sanitized(tool: str, name: str) -> dict[str, object]:
-            return {"errors": errors[f"{tool} {name}"], "seconds": 1.0, "last": ""}
-
-        monkeypatch.setattr(sanitize, "sanitize", sanitized)
-        monkeypatch.setattr(sys, "argv", ["sanitize.py", *map(str, arguments)])
-        return sanitize.main()
-
-    monkeypatch.setattr(sanitize.shutil, "which", lambda name: name)
-    of_both = {"jax": ("planted race", "planted overrun"), "torch": ("planted overrun", "norm")}
-    for framework, names in of_both.items():
-        monkeypatch.setitem(sanitize.KERNELS, framework, lambda names=names: names)
-    return run
 
 
 @pytest.mark.parametrize(
@@ -67,29 +37,18 @@ def test_errors_are_read(output, code, errors):
 
 
 @pytest.mark.parametrize(
-    ("change", "code"),
+    ("name", "errors", "sound"),
     [
-        ({}, 0),
-        ({"racecheck jax/planted race": 0}, 1),
-        ({"memcheck torch/norm": 72}, 1),
-        ({"memcheck torch/norm": None}, 1),
+        ("torch/norm", 0, True),
+        ("torch/norm", 72, False),
+        ("torch/norm", None, False),
+        ("jax/planted race", 1, True),
+        ("jax/planted race", 0, False),
+        ("jax/planted race", None, False),
     ],
 )
-def test_ends_with_0_only_if_the_planted_faults_are_all_that_is_found(call, tmp_path, change, code):
-    out = tmp_path / "sanitize.jsonl"
-    assert call(SOUND | change, "--commit", "abc", "--out", out) == code
-    header, rows = results.read(out)
-    assert header["environment"]["commit"] == "abc"
-    found = {f"{row['tool']} {row['kernel']}": row["errors"] for row in rows}
-    assert found == SOUND | change
-
-
-def test_a_kernel_or_a_tool_that_is_not_there_is_no_success(call, monkeypatch):
-    with pytest.raises(SystemExit, match=r"'nrom' chooses none of: .*torch/norm"):
-        call({}, "--kernel", "nrom")
-    monkeypatch.setattr(sanitize.shutil, "which", lambda name: None)
-    with pytest.raises(SystemExit, match="compute-sanitizer is not on PATH"):
-        call({})
+def test_only_planted_faults_may_be_found_and_must_be(name, errors, sound):
+    assert sanitize.as_expected(name, errors) == sound
 
 
 @pytest.mark.slow
