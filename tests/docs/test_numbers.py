@@ -117,29 +117,19 @@ def test_what_is_said_of_rates():
 
 
 def test_what_is_said_of_two_states():
-    def wall(group, variant, state):
-        [found] = rows(
-            "against", "h200", group=group, variant=f"{variant}{WITHOUT_TRITON}", state=state
-        )
-        return f"{found['wall']['median'] / 1e3:.1f}"
+    def walls(kind, state, group):
+        fields = {"variant": f"{kind}{WITHOUT_TRITON}", "state": state}
+        found = [line for line in rows("against", "h200", **fields) if group in line["group"]]
+        return [line["wall"]["median"] / 1e3 for line in found]
 
-    def changes(variant):
-        by_state = [
-            [
-                line["wall"]["median"]
-                for line in rows(
-                    "against", "h200", state=state, variant=f"{variant}{WITHOUT_TRITON}"
-                )
-                if line["group"].startswith("layer")
-            ]
-            for state in ("here", "there")
-        ]
-        ratios = [here / there - 1 for here, there in zip(*by_state, strict=True)]
+    def changes(kind):
+        both = (walls(kind, state, "layer") for state in ("here", "there"))
+        ratios = [here / there - 1 for here, there in zip(*both, strict=True)]
         return f"−{-100 * min(ratios):.0f} to +{100 * max(ratios):.0f} %"
 
     inference, step = (
-        [wall(f"model {group}", "DoRA", state) for state in ("there", "here")]
-        for group in ("inference", "step")
+        [f"{ms:.1f}" for state in ("there", "here") for ms in walls("DoRA", state, group)]
+        for group in ("model inference", "model step")
     )
     assert_says(
         PERFORMANCE,
@@ -151,25 +141,20 @@ def test_what_is_said_of_two_states():
 
 
 def test_what_is_said_of_steps():
-    def compiled(kind: str, unroll: bool) -> tuple[str, str]:
+    def compiled(kind: str, unroll: bool) -> str:
         found = [
             line["compile_s"]
             for card in ("h100", "h200")
             for line in rows("step", card, kind=kind, unroll=unroll)
         ]
-        return f"{min(found):.0f}", f"{max(found):.0f}"
+        return f"{min(found):.0f} to {max(found):.0f}"
 
-    (dora, lora), (dora_apart, lora_apart) = (
-        [compiled(kind, unroll) for kind in ("DoRA", "LoRA")] for unroll in (False, True)
-    )
     assert_says(
         PERFORMANCE,
-        f"DoRA's step compiles in {dora[0]} to {dora[1]} s, LoRA's in {lora[0]} to {lora[1]}",
-    )
-    assert_says(
-        PERFORMANCE,
-        f"DoRA's compiles in {dora_apart[0]} to {dora_apart[1]} s, "
-        f"LoRA's in {lora_apart[0]} to {lora_apart[1]}",
+        *(
+            f"compiles in {compiled('DoRA', unroll)} s, LoRA's in {compiled('LoRA', unroll)}"
+            for unroll in (False, True)
+        ),
     )
     whole = row("step", "h100", kind="DoRA", budget="all kept that fits, unrolled")
     assert_says(
