@@ -18,12 +18,6 @@ MOST_SETS = 8
 NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
 
 
-def draw(device: str, *shape: int, size: float = 1.0) -> torch.Tensor:
-    """Returns bf16 normal numbers of deviation `size`, the same for the same shape."""
-    generator = torch.Generator(device).manual_seed(sum(shape))
-    return (size * torch.randn(shape, device=device, generator=generator)).bfloat16()
-
-
 def rotate(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
     """Returns the given tensors, and copies of them at other addresses."""
     size = sum(t.numel() * t.element_size() for t in tensors)

@@ -109,10 +109,7 @@ def _copy(device: str) -> Row:
 def _norms(settings: Settings) -> Iterator[tuple[Row, tuple[Callable[..., Any], tuple]]]:
     n, rank = settings.features, settings.norm_rank
     for number, qtype in _formats("norm", settings):
-        keys = jax.random.split(jax.random.key(number), 3)
-        kernel = _kernel(keys[0], n, qtype)
-        lora_a = (jax.random.normal(keys[1], (n, rank)) * n**-0.5).astype(jnp.bfloat16)
-        lora_b = (jax.random.normal(keys[2], (rank, n)) * rank**-0.5).astype(jnp.bfloat16)
+        _, kernel, lora_a, lora_b = _operands(jax.random.key(number), 1, n, rank, qtype)
         row = {"work": "norm", "qtype": qtype, "features": n, "rank": rank, "bytes": _bytes(kernel)}
         norm = jax.jit(functools.partial(ops.factored_norm, scale=0.7))
         yield row, (norm, (kernel, lora_a, lora_b))

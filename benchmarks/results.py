@@ -59,14 +59,18 @@ def failed(row: Row) -> bool:
 
 
 def shown(row: Row) -> str:
-    """Returns a row as a line to read: of a spread its median, and of a check what it found if the
-    result is wrong."""
+    """Returns a row as a line to read: of a spread the median, a check only if it is not passed."""
     parts = []
     for name, value in row.items():
-        if name == "check" and value["passed"]:
-            continue
-        if isinstance(value, dict) and "median" in value:
-            value = value["median"]
-        told = f"{value:,.4g}" if isinstance(value, float) else str(value)
-        parts.append(told if isinstance(value, str) else f"{name} {told}")
+        match name, value:
+            case "check", {"passed": True}:
+                continue
+            case "shape", dict():
+                parts.append("×".join(map(str, value.values())))
+            case _, {"median": median}:
+                parts.append(f"{name} {median:,.1f} µs")
+            case _, float():
+                parts.append(f"{name} {value:,.4g}")
+            case _:
+                parts.append(value if isinstance(value, str) else f"{name} {value}")
     return "  ".join(parts)

@@ -6,8 +6,9 @@ import functools
 from collections.abc import Callable, Iterator
 
 import jax
+import torch
 
-from benchmarks.arrays import draw, pullback, rotate, to_jax
+from benchmarks.arrays import pullback, rotate, to_jax
 from benchmarks.work import Expectation, Variant, Work
 from jax_dora import ops
 from parity import oracle, tolerances
@@ -35,8 +36,9 @@ def works(device: str, quick: bool) -> Iterator[Callable[[], Work]]:
 
 
 def work(rows: int, out: int, device: str) -> Work:
-    dh, gate, up = (draw(device, n, rows, out)[0] for n in (1, 2, 3))
-    gate_g, up_g = (1 + draw(device, n, out, size=0.1)[0].float() for n in (4, 5))
+    torch.manual_seed(0)
+    dh, gate, up = (torch.randn(rows, out, device=device).bfloat16() for _ in range(3))
+    gate_g, up_g = (1 + 0.1 * torch.randn(out, device=device) for _ in range(2))
     operands = (gate, up, gate_g, up_g)
     bounds = tolerances.swiglu(dh, *operands, "bfloat16")
     exact = oracle.swiglu_grads(dh, *operands)
