@@ -24,6 +24,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 import torch_dora
 from benchmarks.bank_adapters import draw_ids
 from benchmarks.bank_torch import by_peft, filled
+from benchmarks.model.protocol import LLAMA3, QUICK, Protocol
 from benchmarks.model.torch_model import random_model
 from benchmarks.results import Row, attempted, over
 from benchmarks.step_torch import llama
@@ -32,8 +33,8 @@ from benchmarks.step_torch import llama
 class Settings(NamedTuple):
     """What is measured: `rounds` batches are timed after one that is not."""
 
-    layers: int = 32
-    hidden: int = 4096
+    sizes: Protocol = LLAMA3
+    layers: int = LLAMA3.layers
     rows: int = 64
     prompt: int = 128
     answer: int = 128
@@ -43,7 +44,7 @@ class Settings(NamedTuple):
     rounds: int = 1
 
 
-TINY = Settings(2, 64, rows=4, prompt=6, answer=3, ranks=(1, 5), adapters=(1, 3))
+TINY = Settings(QUICK, QUICK.layers, rows=4, prompt=6, answer=3, ranks=(1, 5), adapters=(1, 3))
 
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
@@ -65,9 +66,7 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
 def _answers(settings: Settings, kind: str, count: int, device: str) -> Any:
     """Returns a function of the adapters of a batch's rows, i64[rows], that gives (model, rows,
     options) for each `generate` that the batch takes."""
-    config = llama(settings.layers, settings.hidden)
-    config.use_cache = True
-    model = random_model(config, device).eval()
+    model = random_model(llama(settings.sizes, settings.layers, use_cache=True), device).eval()
     if kind == "transformers":
         return lambda ids: [(model, np.arange(len(ids)), {})]
     if kind == "torch_dora DoRA":
@@ -110,12 +109,11 @@ def _served(settings: Settings, kind: str, count: int, device: str) -> Row:
     begin = time.monotonic()
     answers = _answers(settings, kind, count, device)
     build_s = time.monotonic() - begin
-    vocabulary = llama(settings.layers, settings.hidden).vocab_size
     seconds, first, calls = 0.0, [], 0
     for turn in range(settings.rounds + 1):
         generator = torch.Generator().manual_seed(turn)
         shape = (settings.rows, settings.prompt)
-        tokens = torch.randint(vocabulary, shape, generator=generator).to(device)
+        tokens = torch.randint(settings.sizes.vocabulary, shape, generator=generator).to(device)
         drawn = draw_ids("zipf", settings.rows, count) if count else np.zeros(settings.rows, int)
         begin = time.monotonic()
         for model, rows, options in answers(drawn):

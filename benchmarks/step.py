@@ -20,21 +20,11 @@ from flax import nnx
 
 from benchmarks.model.adapters import linear_of
 from benchmarks.model.decoder import OPTIMIZER, Loss, update
+from benchmarks.model.protocol import LLAMA3
 from benchmarks.results import Row, attempted, milliseconds, over
 from jax_dora.models import DecoderConfig, activations, make_model, next_token_loss
-from jax_dora.models.config import Rope
 
-LLAMA_3_8B = DecoderConfig(
-    vocab_size=128_256,
-    hidden_size=4096,
-    intermediate_size=14_336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    rms_norm_eps=1e-5,
-    rope=Rope(theta=500_000.0),
-)
+LLAMA_3_8B = DecoderConfig.from_hf(LLAMA3.hf_config(LLAMA3.layers, 8192) | {"model_type": "llama"})
 TINY_DECODER = DecoderConfig(256, 64, 96, 2, 4, 2, 16)
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import LlamaConfig
 
+from benchmarks.model.protocol import LLAMA3, QUICK, Protocol
 from benchmarks.model.torch_model import random_model
 from benchmarks.results import Row, attempted, milliseconds, over
 from parity.sides.torch import processes
@@ -63,8 +64,8 @@ class Settings(NamedTuple):
       sharded: under FSDP2, layer by layer, by one process for each GPU.
     """
 
-    layers: int = 32
-    hidden: int = 4096
+    sizes: Protocol = LLAMA3
+    layers: int = LLAMA3.layers
     shape: tuple[int, int] = (2, 4096)
     rank: int = 16
     rounds: int = 6
@@ -72,25 +73,14 @@ class Settings(NamedTuple):
     sharded: bool = False
 
 
-TINY = Settings(layers=2, hidden=64, shape=(2, 16), rank=4, rounds=1)
+TINY = Settings(QUICK, QUICK.layers, shape=(2, 16), rank=4, rounds=1)
 
 
-def llama(layers: int, hidden: int) -> LlamaConfig:
-    """Returns Llama 3 8B's dimensions, or a small model of `hidden` below 1024."""
-    small = hidden < 1024
-    return LlamaConfig(
-        vocab_size=256 if small else 128_256,
-        hidden_size=hidden,
-        intermediate_size=7 * hidden // 2,
-        num_hidden_layers=layers,
-        num_attention_heads=4 if small else 32,
-        num_key_value_heads=2 if small else 8,
-        max_position_embeddings=8192,
-        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
+def llama(sizes: Protocol, layers: int, use_cache: bool = False) -> LlamaConfig:
+    """Returns the config of transformers' Llama of these sizes."""
+    fields = sizes.hf_config(layers, 8192)
+    del fields["model_type"]
+    return LlamaConfig(**fields, use_cache=use_cache)
 
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
@@ -103,7 +93,7 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
         layout = "fsdp" if settings.sharded else "one device"
         row: Row = {"kind": side.name, "layout": layout, "devices": count}
         row |= {"batch": settings.shape[0], "time": settings.shape[1], "rank": settings.rank}
-        row |= {"layers": settings.layers, "hidden": settings.hidden}
+        row |= {"layers": settings.layers, "hidden": settings.sizes.hidden}
         row = attempted(row, functools.partial(_taken, side, settings, device, count))
         torch.compiler.reset()
         gc.collect()
@@ -165,7 +155,7 @@ def steps(side: Side, settings: Settings, device: str, count: int) -> Row:
 
 
 def _model(side: Side, settings: Settings, device: str) -> Any:
-    model = random_model(llama(settings.layers, settings.hidden), device)
+    model = random_model(llama(settings.sizes, settings.layers), device)
     if side.in_4bit:
         _quantise(model, device)
     checkpoint_layers(model)

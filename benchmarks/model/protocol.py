@@ -47,7 +47,14 @@ class Protocol(sizes.Sizes):
 
 
 QWEN3 = Protocol(**dataclasses.asdict(sizes.QWEN3_8B))
-LLAMA3 = dataclasses.replace(QWEN3, intermediate=14_336, layers=32, vocabulary=128_256)
+LLAMA3 = dataclasses.replace(
+    QWEN3,
+    intermediate=14_336,
+    layers=32,
+    vocabulary=128_256,
+    epsilon=1e-5,
+    rope_theta=500_000.0,
+)
 QUICK = Protocol(64, 96, 4, 2, 16, 512, rank=8, alpha=4, layers=2, tokens=32, last=8)
 
 
