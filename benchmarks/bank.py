@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -38,7 +39,8 @@ import jax_dora
 from benchmarks.bank_adapters import byte_bound, draw_ids, random_adapter, shares
 from benchmarks.bank_programs import Stack, of_kind, program
 from benchmarks.model.protocol import LLAMA3, QUICK, Protocol
-from benchmarks.results import Row, attempted, milliseconds
+from benchmarks.programs import Program, compiled
+from benchmarks.results import Row, milliseconds
 from jax_dora.bank import DECODING_OPTIONS, AdapterStore, HostAdapter
 from jax_dora.bank.host import Settled
 
@@ -89,17 +91,6 @@ TINY = Settings(
     steps=16,
     rounds=1,
 )
-
-
-class Program(NamedTuple):
-    """A kind's compiled program for a batch, None where it does not compile, and its row."""
-
-    row: Row
-    run: Any
-
-    @property
-    def kind(self) -> str:
-        return self.row["kind"]
 
 
 class Inputs:
@@ -269,26 +260,14 @@ def _compiled(settings: Settings, model: Any, bank: Any, shape: tuple[int, int])
     rows, tokens = shape
     inputs = Inputs(model, bank, np.zeros(rows, np.int32), shape)
 
-    def compiled(kind: str) -> Program:
+    def compile_one(kind: str) -> Program:
         row: Row = {"task": "prefill" if tokens > 1 else "decode", "kind": kind}
         row |= {"rows": rows, "tokens": tokens}
-        run = None
-
-        def facts() -> Row:
-            nonlocal run
-            begin = time.monotonic()
-            run = inputs.lowered(kind).compile()
-            return {
-                "kernels": str(run.as_text()).count('custom_call_target="mosaic_gpu'),
-                "temp_bytes": run.memory_analysis().temp_size_in_bytes,
-                "compile_s": time.monotonic() - begin,
-            }
-
-        return Program(attempted(row, facts), run)
+        return compiled(row, functools.partial(inputs.lowered, kind))
 
     first, *others = settings.only
     with concurrent.futures.ThreadPoolExecutor() as threads:
-        return [compiled(first), *threads.map(compiled, others)]
+        return [compile_one(first), *threads.map(compile_one, others)]
 
 
 def _timed(settings: Settings, programs: list[Program], inputs: Inputs, told: Row) -> Iterator[Row]:

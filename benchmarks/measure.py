@@ -147,8 +147,8 @@ def ceilings() -> Row:
     }
     rates = {}
     for name, (sets, in_jax, in_torch, amount) in works.items():
-        in_turns = ("jax", jax.jit(in_jax), to_jax(sets)), ("torch", in_torch, sets)
-        rates[name] = amount / min(_seconds(*one) for one in in_turns)
+        both = ("jax", jax.jit(in_jax), to_jax(sets)), ("torch", in_torch, sets)
+        rates[name] = amount / min(_seconds(*one) for one in both)
     free()
     return rates
 

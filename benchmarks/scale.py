@@ -10,9 +10,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -23,7 +22,8 @@ from benchmarks.collectives import collectives
 from benchmarks.model.decoder import loss, update
 from benchmarks.model.placed import LAYOUTS, Placed, arrays, placed
 from benchmarks.model.protocol import LLAMA3, QUICK, QWEN3, Protocol
-from benchmarks.results import Row, attempted, milliseconds, over
+from benchmarks.programs import Program, compiled
+from benchmarks.results import Row, milliseconds, over
 
 KINDS = ("base", "LoRA", "DoRA")
 MODELS = {
@@ -64,32 +64,23 @@ class Settings(NamedTuple):
 TINY = Settings(sizes=QUICK, ranks=(8,), rounds=1, devices=2)
 
 
-class Program(NamedTuple):
-    """A compiled program, the model that it is of, and what is known of it before it is timed."""
-
-    row: Row
-    run: Callable[..., Any] | None
-    model: Placed
-
-
 def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields one row a measurement: times, memory, and what travels between the devices."""
     for layout, axes, sizes in settings.groups():
         mesh = LAYOUTS[layout].mesh(axes, settings.devices)
-        rows, models = [], []
+        models = {kind: placed(kind, LAYOUTS[layout], mesh, sizes, device) for kind in KINDS}
+        rows = []
         for kind in KINDS:
-            model = placed(kind, LAYOUTS[layout], mesh, sizes, device)
             # A base has nothing to train.
             for task in ("inference",) if kind == "base" else ("inference", "step"):
                 row: Row = {"kind": kind, "layout": layout, "axes": axes, "task": task}
                 row |= {"model": settings.model, "devices": mesh.size, "hidden": sizes.hidden}
                 rows.append(row | sizes.shape())
-                models.append(model)
         # Nothing is timed while anything compiles.
+        lowers = [functools.partial(_lowered, models, mesh, sizes.last, row) for row in rows]
         with ThreadPoolExecutor() as pool:
-            compile_one = functools.partial(_compiled, mesh=mesh, last=sizes.last)
-            programs = list(pool.map(compile_one, rows, models))
-        yield from _timed(programs, sizes.vocabulary, settings.rounds)
+            programs = list(pool.map(compiled, rows, lowers))
+        yield from _timed(programs, models, sizes.vocabulary, settings.rounds)
 
 
 def _operands(task: str, arrays: Sequence[Any]) -> tuple[Any, ...]:
@@ -98,17 +89,10 @@ def _operands(task: str, arrays: Sequence[Any]) -> tuple[Any, ...]:
     return (trained, frozen, state, tokens) if task == "step" else (trained, frozen, tokens)
 
 
-def _compiled(row: Row, model: Placed, mesh: Any, last: int) -> Program:
-    run = None
-
-    def facts() -> Row:
-        nonlocal run
-        with jax.set_mesh(mesh):
-            lowered = program(row["task"], model, last).lower(*_operands(row["task"], model))
-        run = lowered.compile()
-        return _facts(run, row["devices"])
-
-    return Program(attempted(row, facts), run, model)
+def _lowered(models: Mapping[str, Placed], mesh: Any, last: int, row: Row) -> Any:
+    model = models[row["kind"]]
+    with jax.set_mesh(mesh):
+        return program(row["task"], model, last).lower(*_operands(row["task"], model))
 
 
 def program(task: str, model: Placed, last: int) -> Any:
@@ -124,20 +108,16 @@ def _inference(graphdef: Any, last: int, trained: Any, frozen: Any, tokens: jax.
     return nnx.merge(graphdef, trained, frozen)(tokens[:, :-1], last)
 
 
-def _facts(program: Any, devices: int) -> Row:
-    """Returns the memory of a compiled program and what it sends."""
-    text, memory = program.as_text(), program.memory_analysis()
-    sent = collectives(text, devices)
-    return {
-        "temp_bytes": memory.temp_size_in_bytes,
-        "peak_bytes": getattr(memory, "peak_memory_in_bytes", None),
-        "kernels": len(re.findall(r'custom_call_target="mosaic_gpu', text)),
-        "sent_bytes": sum(one.bytes for one in sent),
-        "sent": dict(collections.Counter(one.kind for one in sent)),
-    }
+def _sent(run: Any, devices: int) -> Row:
+    """Returns what a compiled program sends."""
+    sent = collectives(run.as_text(), devices)
+    kinds = collections.Counter(one.kind for one in sent)
+    return {"sent_bytes": sum(one.bytes for one in sent), "sent": dict(kinds)}
 
 
-def _timed(programs: list[Program], vocabulary: int, rounds: int) -> Iterator[Row]:
+def _timed(
+    programs: list[Program], models: Mapping[str, Placed], vocabulary: int, rounds: int
+) -> Iterator[Row]:
     """Yields the programs' rows with their median wall times, taken in turns."""
     times: list[list[float]] = [[] for _ in programs]
     drawn: dict[str, tuple[Any, ...]] = {}
@@ -145,17 +125,18 @@ def _timed(programs: list[Program], vocabulary: int, rounds: int) -> Iterator[Ro
         for one, taken in zip(programs, times, strict=True):
             if one.run is None:
                 continue
-            kind = one.row["kind"]
-            if kind not in drawn:
-                drawn[kind] = (None, *arrays(one.model, vocabulary))
-            operands = _operands(one.row["task"], drawn[kind])
+            if one.kind not in drawn:
+                drawn[one.kind] = (None, *arrays(models[one.kind], vocabulary))
+            operands = _operands(one.row["task"], drawn[one.kind])
             begin = time.perf_counter()
             jax.block_until_ready(one.run(*operands))
             if turn:  # The first warms up.
                 taken.append(time.perf_counter() - begin)
     lora: dict[str, Row] = {}  # by task
     for one, taken in zip(programs, times, strict=True):
-        row = one.row | (milliseconds(taken) if taken else {})
+        row = one.row
+        if one.run is not None:
+            row |= _sent(one.run, row["devices"]) | milliseconds(taken)
         if row["kind"] == "LoRA":
             lora[row["task"]] = row
         yield over(row, lora.get(row["task"]), "over_lora") if row["kind"] == "DoRA" else row
