@@ -15,7 +15,6 @@ from jax_dora.ops import choose
 from jax_dora.ops.dropout import draw_seed
 from jax_dora.ops.quantised import bits
 
-ONE = jnp.float32(1)
 BF16 = jnp.dtype(jnp.bfloat16)
 
 
@@ -33,7 +32,7 @@ class Kernel:
       shapes: at which it is measured, as sizes.
       candidates: configs to be tried.
       products: axes of its matrix products.
-      extra: further operands of the launch.
+      scaled: the launch takes a scale after its operands, here 1.
       options: static arguments of the launch.
       kinds: the dtypes and formats in the call, after its sizes.
       launched: what stands for the module's launch, where that takes other operands.
@@ -46,7 +45,7 @@ class Kernel:
     shapes: Sequence[Mapping[str, int]]
     candidates: Sequence[Any]
     products: tuple[str, ...] = ()
-    extra: tuple[jax.Array, ...] = (ONE,)
+    scaled: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     kinds: tuple[Any, ...] = (BF16,)
     launched: Callable[..., Any] | None = None
@@ -60,7 +59,8 @@ class Kernel:
         knobs = {"config": config or self.module.config(*self.arguments(sizes))}
         knobs["sm_count"] = choose.target().sm_count
         launch = self.launched or self.module.launch
-        return launch(*operands, *self.extra, **self.options, **knobs)
+        scale = (jnp.float32(1),) if self.scaled else ()
+        return launch(*operands, *scale, **self.options, **knobs)
 
     def arguments(self, sizes: Mapping[str, int]) -> tuple[Any, ...]:
         """Returns the call that `module.config`, `refuses` and `wins` take."""

@@ -101,9 +101,17 @@ def _of_the_bank(kernel: Any, rows: Sequence[int], configs: Sequence[Any]) -> Ke
         _grid(rows=rows, **{"in": (4096,)}, out=(4096, 14336), slots=(64,), rank=(64,)),
         configs,
         ("rows in rank", "rows rank out"),
-        extra=(),
         kinds=(BF16, BF16),
         launched=launched,
+    )
+
+
+def _dropped(kernel: Any, define: Any, right: str, transposed: bool = False) -> Kernel:
+    """Returns a product of x under a dropout mask with a matrix of these axes."""
+    return Kernel(
+        *(kernel, define, "rows in rank", ("rows in", right, "seed"), DROPPED_SHAPES, DROPPED),
+        ("rows in rank",),
+        options={"rate": RATE, "transposed": transposed},
     )
 
 
@@ -115,6 +123,7 @@ KERNELS = {
         LOW_RANK,
         ("in out rank",),
         kinds=(BF16, BF16),
+        scaled=True,
     ),
     "quantised_norm": Kernel(
         *(quantised_norm, definitions.quantised_norm, "in rank out"),
@@ -123,6 +132,7 @@ KERNELS = {
         LOW_RANK,
         ("in out rank",),
         kinds=(TILED, BF16),
+        scaled=True,
     ),
     "few_rows": Kernel(
         *(few_rows, definitions.few_rows, "rows in out rank"),
@@ -131,19 +141,20 @@ KERNELS = {
         [low_rank_tiling.Config(tile_cols=256, stages=2, slots=slots) for slots in (3, 4)],
         ("rows in out",),
         kinds=(TILED, BF16),
+        scaled=True,
     ),
     "few_rows_finish": Kernel(
         *(few_rows_finish, definitions.expand_compose, "rows rank out"),
         ("rows out", "rows rank", "rank out", "out"),
         _grid(rows=(8, 256), out=(2048, 8192), rank=(16, 64)),
         (),
+        scaled=True,
     ),
     "row_codes": Kernel(
         *(row_codes, definitions.row_codes, "rows out"),
         ("rows out",),
         _grid(rows=(1024, 4096), out=(1024, 4096, 8192)),
         [row_codes.Config(stages=s, blocks_per_sm=b) for s, b in ((3, 3), (4, 2), (2, 3))],
-        extra=(),
     ),
     "compose": Kernel(
         *(compose, definitions.compose, "rows out"),
@@ -151,6 +162,7 @@ KERNELS = {
         ROWS_OUT,
         ELEMENTWISE,
         options=NO_INNER | {"delta": False},
+        scaled=True,
     ),
     "compose_backward": Kernel(
         *(compose_backward, definitions.compose_backward, "rows out"),
@@ -158,6 +170,7 @@ KERNELS = {
         ROWS_OUT,
         ELEMENTWISE,
         options={"delta": False, "want_base": True, "want_lora": False},
+        scaled=True,
     ),
     "expand_compose": Kernel(
         *(expand_compose, definitions.expand_compose, "rows rank out"),
@@ -166,6 +179,7 @@ KERNELS = {
         LOW_RANK,
         ("rows rank out",),
         options=NO_INNER,
+        scaled=True,
     ),
     "project": Kernel(
         *(project, definitions.project, "rows in out"),
@@ -173,7 +187,6 @@ KERNELS = {
         PRODUCT_SHAPES,
         PRODUCTS,
         ("rows in out", "rows rank out"),
-        extra=(),
         options=NO_INNER,
     ),
     "project_back": Kernel(
@@ -182,32 +195,16 @@ KERNELS = {
         PRODUCT_SHAPES,
         PRODUCTS,
         ("rows in out", "rows in rank"),
-        extra=(),
     ),
-    "dropped_product": Kernel(
-        *(dropped_product, definitions.dropped_product, "rows in rank"),
-        ("rows in", "in rank", "seed"),
-        DROPPED_SHAPES,
-        DROPPED,
-        ("rows in rank",),
-        extra=(),
-        options={"rate": RATE, "transposed": False},
-    ),
-    "dropped_product_back": Kernel(
-        *(dropped_product_back, definitions.dropped_product_back, "rows in rank"),
-        ("rows in", "rows rank", "seed"),
-        DROPPED_SHAPES,
-        DROPPED,
-        ("rows in rank",),
-        extra=(),
-        options={"rate": RATE, "transposed": True},
+    "dropped_product": _dropped(dropped_product, definitions.dropped_product, "in rank"),
+    "dropped_product_back": _dropped(
+        dropped_product_back, definitions.dropped_product_back, "rows rank", transposed=True
     ),
     "swiglu_backward": Kernel(
         *(swiglu_backward, definitions.swiglu_backward, "rows out"),
         ("rows out",) * 3 + ("out", "out"),
         ROWS_OUT,
         ELEMENTWISE,
-        extra=(),
     ),
     "bank_expand": Kernel(
         *(bank_expand, definitions.bank_expand, "groups time rank out"),
@@ -215,7 +212,6 @@ KERNELS = {
         _grid(**BANK_PROMPTS | {"rank": (8, 64)}, out=(1024, 4096, 14336)),
         LOW_RANK,
         ("groups time rank out",),
-        extra=(),
     ),
     "bank_project": Kernel(
         *(bank_project, definitions.bank_project, "groups time in out rank"),
@@ -226,7 +222,6 @@ KERNELS = {
         _grid(**BANK_PROMPTS, layers=(1,), **{"in": (4096,)}, out=(1024, 4096, 14336)),
         PRODUCTS,
         ("groups time in out", "groups time rank out"),
-        extra=(),
     ),
     "bank_shrink": Kernel(
         *(bank_shrink, definitions.bank_shrink, "groups time in rank"),
@@ -234,7 +229,6 @@ KERNELS = {
         _grid(**BANK_PROMPTS, **{"in": (4096, 14336)}),
         [bank_shrink.Config(4), bank_shrink.Config(4, 8), bank_shrink.Config(parts=2)],
         ("groups time in rank",),
-        extra=(),
     ),
     "bank_few_rows": _of_the_bank(
         bank_few_rows,
