@@ -129,8 +129,7 @@ def _decoder(settings: Settings, folder: Path) -> Iterator[Row]:
     logits = jax.jit(lambda graphdef, state: nnx.merge(graphdef, state)(held_out), static_argnums=0)
     base = load()
     exact = np.asarray(logits(*nnx.split(base)), np.float64)
-    run = Run.over(base, sizes, settings.steps)
-    yield {"model": "decoder", "format": BASE} | run.row()
+    yield {"model": "decoder", "format": BASE} | _trained(base, sizes, settings.steps)[1]
     for form in settings.formats:
         model = load()
         row: Row = {"model": "decoder", "format": form.name}
@@ -140,41 +139,30 @@ def _decoder(settings: Settings, folder: Path) -> Iterator[Row]:
         row |= _logits(exact, found)
         # No adapted layer multiplies so.
         if form.activations != "tensor":
-            row |= Run.over(model, sizes, settings.steps).row()
+            row |= _trained(model, sizes, settings.steps)[1]
         yield row
     nf4 = next(form for form in settings.formats if form.qtype == "nf4")
     for name in (BASE, nf4.name):
         model = load()
         if name != BASE:
             quantise(model, nf4, as_codes=True)
-        run = Run.over(model, sizes, settings.long)
-        parts = [float(part.mean()) for part in np.array_split(run.losses, PARTS)]
+        losses, held_out = _trained(model, sizes, settings.long)
+        parts = [float(part.mean()) for part in np.array_split(losses, PARTS)]
         row = {"model": "decoder", "format": name, "steps": settings.long, "losses": parts}
-        yield row | run.row()
+        yield row | held_out
 
 
-class Run(NamedTuple):
-    """A training run of adapters: the loss of every step, and of held-out text."""
-
-    losses: np.ndarray
-    before: float
-    after: float
-
-    @classmethod
-    def over(cls, base: Any, sizes: Decoder, steps: int) -> Run:
-        """Returns the run over a base, from one seed on the same rows."""
-        rule = jax_dora.DoRARule(training.RULE, sizes.rank, sizes.alpha)
-        model = jax_dora.apply_dora(base, rule, rngs=nnx.Rngs(0))
-        graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam, ...)
-        run, evaluate, optimizer = _compiled(graphdef, sizes)
-        before = evaluate(trained, frozen)
-        where = starts(prose()[0], (steps, sizes.rows), sizes.length, 1)
-        state = optimizer.init(trained)
-        trained, losses, _ = training.run(run, trained, state, frozen, where)
-        return cls(losses, before, evaluate(trained, frozen))
-
-    def row(self) -> Row:
-        return {"held_out_before": self.before, "held_out": self.after}
+def _trained(base: Any, sizes: Decoder, steps: int) -> tuple[np.ndarray, Row]:
+    """Returns the losses of adapters that are trained over a base, from one seed on the same rows,
+    and that of held-out text before and after."""
+    rule = jax_dora.DoRARule(training.RULE, sizes.rank, sizes.alpha)
+    model = jax_dora.apply_dora(base, rule, rngs=nnx.Rngs(0))
+    graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam, ...)
+    run, evaluate, optimizer = _compiled(graphdef, sizes)
+    before = evaluate(trained, frozen)
+    where = starts(prose()[0], (steps, sizes.rows), sizes.length, 1)
+    trained, losses, _ = training.run(run, trained, optimizer.init(trained), frozen, where)
+    return losses, {"held_out_before": before, "held_out": evaluate(trained, frozen)}
 
 
 @functools.cache
