@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from jax_dora.models.cache import Cache, make_cache
-from jax_dora.models.model import CausalLM, for_inference
+from jax_dora.models.model import CausalLM, for_inference, loop_options
 
 # Capacities are multiples of this, so that prompts of similar lengths share a compiled program.
 _BLOCK = 64
@@ -95,6 +96,7 @@ def generate_steps(
         raise ValueError(f"prompts have token {odd[0]}; expected 0 to {size - 1}")
     sampling = sampling or Sampling()
     graphdef, state = for_inference(model)
+    program = _program(graphdef, loop_options(state))
     longest = max(map(len, prompts))
     padded = np.zeros((len(prompts), math.ceil(longest / _BLOCK) * _BLOCK), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
@@ -104,7 +106,7 @@ def generate_steps(
     cache = make_cache(model.config, len(prompts), max(capacity, padded.shape[1]))
     tokens, given = jnp.asarray(padded), jnp.asarray(lengths)
     for number in range(count):
-        drawn, finite, cache = _step(graphdef, sampling, state, cache, tokens, given)
+        drawn, finite, cache = program(sampling, state, cache, tokens, given)
         if not np.asarray(finite).all():
             raise NotFiniteError(
                 f"the logits of row {np.argmin(finite)} at its new token {number} are not finite; "
@@ -142,7 +144,13 @@ def generate(
     return texts
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+@functools.cache
+def _program(graphdef: nnx.GraphDef[CausalLM], options: tuple[tuple[str, Any], ...]) -> Any:
+    """Returns `_step` for one model."""
+    step = functools.partial(_step, graphdef)
+    return jax.jit(step, static_argnums=0, donate_argnums=2, compiler_options=dict(options))
+
+
 def _step(
     graphdef: nnx.GraphDef[CausalLM],
     sampling: Sampling,

@@ -19,6 +19,7 @@ from jax_dora.models import activations, rope, segments
 from jax_dora.models.cache import Cache, LayerCache
 from jax_dora.models.config import DecoderConfig
 from jax_dora.models.layer import INIT, DecoderLayer, MakeLinear, RMSNorm, linear_options
+from jax_dora.ops.quantised import is_quantised
 
 
 class Decoder(nnx.Module):
@@ -207,6 +208,18 @@ def for_inference(model: CausalLM) -> tuple[nnx.GraphDef[CausalLM], nnx.State]:
     model = nnx.merge(*nnx.split(model))
     model.eval()
     return nnx.split(model)
+
+
+def loop_options(state: nnx.State) -> tuple[tuple[str, bool | int], ...]:
+    """Returns items of `jax.jit`'s `compiler_options` for few tokens in a loop over the layers.
+
+    XLA's Triton products, and one product of several kernels, have every layer's kernels copied out
+    of their stack first, which moves three times their bytes; cuBLAS reads a kernel where it lies.
+    Codes are left to Triton, which makes numbers of them on the way.
+    """
+    if any(map(is_quantised, jax.tree.leaves(state, is_leaf=is_quantised))):
+        return ()
+    return ("xla_gpu_enable_triton_gemm", False), ("xla_gpu_dot_merger_threshold_mb", 0)
 
 
 def make_model(

@@ -22,7 +22,7 @@ import jax_dora
 from jax_dora.bank import DECODING_OPTIONS
 from jax_dora.bank.residents import Residents
 from jax_dora.models import Cache, CausalLM, DecoderConfig, DecoderSharding, make_cache
-from jax_dora.models.model import for_inference
+from jax_dora.models.model import for_inference, loop_options
 from jax_dora.serve.draw import Asked, Drawn, Wishes, draw
 from jax_dora.serve.request import Request
 
@@ -83,7 +83,7 @@ class Slots:
         """Beside a model without adapters, for `rows` requests of `capacity` tokens; `chunk` of
         their prompts are read at a time."""
         graphdef, self._state = for_inference(model)
-        self._read, self._step = _programs(graphdef)
+        self._read, self._step = _programs(graphdef, loop_options(self._state))
         self._sharding = model.config.sharding
         self._bank = bank
         self.rows, self.capacity = rows, capacity
@@ -166,12 +166,14 @@ class Slots:
 
 
 @functools.cache
-def _programs(graphdef: nnx.GraphDef[CausalLM]) -> tuple[Program, Program]:
-    """Returns what reads prompts and what takes a step, of one model: to compare its definition
-    with others' in every call took a tenth of the host's time."""
+def _programs(
+    graphdef: nnx.GraphDef[CausalLM], loop: tuple[tuple[str, Any], ...]
+) -> tuple[Program, Program]:
+    """Returns what reads prompts, with these options of its loop, and what takes a step, of one
+    model: to compare its definition with others' in every call took a tenth of the host's time."""
     read, step = (functools.partial(function, graphdef) for function in (_read, _step))
     return (
-        jax.jit(read, donate_argnums=2),
+        jax.jit(read, donate_argnums=2, compiler_options=dict(loop)),
         jax.jit(step, donate_argnums=2, compiler_options=DECODING_OPTIONS),
     )
 

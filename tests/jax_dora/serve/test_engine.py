@@ -56,9 +56,9 @@ def test_steps_are_compiled_as_decoding_is(monkeypatch):
         handed[function.func.__name__] = options.get("compiler_options")
 
     monkeypatch.setattr(jax, "jit", jit)
-    programs._programs.__wrapped__(None)
+    programs._programs.__wrapped__(None, (("of the loop", 1),))
     assert handed["_step"] == DECODING_OPTIONS
-    assert handed["_read"] is None
+    assert handed["_read"] == {"of the loop": 1}
 
 
 @contextlib.contextmanager
