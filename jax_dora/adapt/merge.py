@@ -197,16 +197,12 @@ def reported(path: str, kernel: jax.Array, change: jax.Array, merged: Any) -> Me
     before = quantised.dense(kernel, change.dtype)
     exact = before + change
     error = quantised.dense(merged, change.dtype) - exact
-    size, moved, off = (float(jnp.linalg.norm(x.reshape(-1))) for x in (exact, change, error))
-    start = float(jnp.linalg.norm(before.reshape(-1)))
+    measured = {"weight": before, "merged": exact, "change": change, "error": error}
     is_quantised = quantised.is_quantised(merged)
     return MergedLayer.from_norms(
         path,
         quantised.qtype_name(merged) if is_quantised else str(merged.dtype),
-        weight=start,
-        merged=size,
-        change=moved,
-        error=off,
+        **{name: float(jnp.linalg.norm(one.reshape(-1))) for name, one in measured.items()},
         max_abs=float(jnp.max(jnp.abs(error))),
     )
 

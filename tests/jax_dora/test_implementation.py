@@ -47,16 +47,3 @@ def test_of_linen(on_hopper, implementation, fused):
     x = jnp.ones((8, 64))
     variables = layer.init(jax.random.key(0), x)
     assert on_hopper(layer.apply, variables, x) == fused
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_name_that_does_not_exist(name):
-    make = {
-        "linear": jax_dora.DoRALinear.from_linear,
-        "general": jax_dora.DoRALinearGeneral,
-        "conv": jax_dora.DoRAConv,
-        "embed": jax_dora.DoRAEmbed,
-    }[name]
-    base, rngs = LAYERS[name](nnx.Rngs(0)), nnx.Rngs(0)
-    with pytest.raises(ValueError, match="implementation is 'triton'"):
-        make(base, rank=2, alpha=2, implementation="triton", rngs=rngs)

@@ -322,7 +322,6 @@ def test_out_sharding_over_an_axis_that_is_not_explicit():
         ("dropout_mode", "both", ValueError, "dropout_mode is 'both'; expected 'adapter'"),
         ("adapter_dtype", jnp.int32, TypeError, "adapter_dtype is .*int32"),
         ("implementation", "fast", ValueError, "implementation is 'fast'"),
-        ("keep_inner", "mine", TypeError, "keep_inner is 'mine'; expected True or False"),
         ("adapt_attend", True, ValueError, r"adapt_attend is True for an nnx\.Linear"),
     ],
 )

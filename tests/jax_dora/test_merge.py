@@ -105,14 +105,6 @@ def test_a_shared_layer_is_merged_whichever_of_its_paths_comes_first():
     close(call(merged.a, x), call(layer, x))
 
 
-def test_grouped_convolution_merges_by_group():
-    base = nnx.Conv(6, 8, (3,), feature_group_count=2, rngs=nnx.Rngs(0))
-    layer = train(apply_dora(base, DoRARule("", 4, 8.0), rngs=nnx.Rngs(1)))
-    x = jax.random.normal(jax.random.key(0), (2, 7, 6))
-    with jax.default_matmul_precision("highest"):
-        close(call(merge_dora(layer), x), call(layer, x))
-
-
 def test_a_stack_is_merged_layer_by_layer():
     adapted = train(apply_dora(Stacked(nnx.Rngs(0)), DoRARule("blocks/.*", 2, 4), rngs=nnx.Rngs(1)))
     merged = merge_dora(adapted)
@@ -172,13 +164,6 @@ class TestSeveral:
         exact = oracle.merged_weight(*arguments, jnp.float32)
         found = merge_dora(above).kernel[...].T
         within(found, exact, bound_of(arguments, exact, jnp.float32))
-
-
-def test_the_way_back_is_the_model_itself():
-    base = nnx.Linear(24, 40, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    layer, _ = linear(base=base)
-    merge_dora(layer)
-    assert layer.kernel[...] is base.kernel[...]
 
 
 def test_nothing_to_merge():

@@ -143,18 +143,6 @@ def test_a_scan_by_hand_over_a_stack(model):
     np.testing.assert_allclose(found, x, rtol=1e-5)
 
 
-def test_a_split_model(model):
-    graphdef, adapters, frozen = nnx.split(model, nnx.LoRAParam, ...)
-    values = jax_dora.norms(model)
-
-    @jax.jit
-    def loss_of(adapters, frozen, values):
-        return loss_fn(jax_dora.with_norms(nnx.merge(graphdef, adapters, frozen), values), IDS[0])
-
-    found, expected = loss_of(adapters, frozen, values), nnx.jit(loss_fn)(model, IDS[0])
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
-
-
 @pytest.mark.parametrize("copied", ["given", "frozen"])
 def test_adapters_come_out_of_a_copy_without_its_norms(model, copied):
     model = nnx.Dict(one=model.one, stack=model.stack)

@@ -100,14 +100,12 @@ def _row(path: str, weight: Tensor, merged: Tensor, rounded: Tensor) -> MergedLa
     """Returns a layer's row, from its weight, the merged one in fp32 (fp64), and that as cast."""
     # Under tensor parallelism every process reports on the whole.
     weight, merged, rounded = whole(weight), whole(merged), whole(rounded)
-    weight = dense(matrix(weight), merged.dtype)
+    weight = dense(matrix(weight), merged.dtype).to(merged)
     error = rounded - merged
+    measured = {"weight": weight, "merged": merged, "change": merged - weight, "error": error}
     return MergedLayer.from_norms(
         path,
         str(rounded.dtype).removeprefix("torch."),
-        weight=float(weight.to(merged).norm()),
-        merged=float(merged.norm()),
-        change=float((merged - weight).norm()),
-        error=float(error.norm()),
+        **{name: float(one.norm()) for name, one in measured.items()},
         max_abs=float(error.abs().max()),
     )
