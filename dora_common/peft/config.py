@@ -253,10 +253,6 @@ class AdapterConfig:
             f"as the outputs'; expected {EXPERTS_VERSION} or later in adapter_config.json"
         )
 
-    def selects_parameter(self, name: str) -> bool:
-        """Returns whether packed experts, which are the parameter `name`, are adapted."""
-        return matches(self.target_parameters, name)
-
     def saves(self, parameter: str) -> bool:
         """Returns whether `parameter` belongs to a module that modules_to_save names."""
         parts = parameter.split(".")

@@ -121,7 +121,7 @@ class _Fitting:
             name
             for name, layer in layers.items()
             if (
-                config.selects_parameter(name)
+                matches(config.target_parameters, name)
                 if layer.kind == "experts"
                 else config.selects(name, is_linear=layer.kind == "linear")
             )
@@ -281,8 +281,7 @@ class _Fitting:
         return self.config.stores(name, of_adapted_layer=name.rpartition(".")[0] in self.selected)
 
     def _is_token_embedding(self, key: Key) -> bool:
-        layer = self.layers.get(key.module)
-        is_embedding = layer is not None and layer.kind == "embedding"
+        is_embedding = self._is_of_embedding(f"{key.module}.weight")
         # PEFT stores the weights of both when the vocabulary was resized.
         named = key.module.rpartition(".")[2] in TOKEN_EMBEDDINGS
         return key.parameter == "weight" and (is_embedding or named)

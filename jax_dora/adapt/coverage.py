@@ -120,12 +120,10 @@ def logged(found: Iterable[Site]) -> None:
     _LOG.info(table(found).summary())
 
 
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    raise AssertionError
+def _size(count: int) -> str:
+    units = ("B", "KiB", "MiB", "GiB")
+    power = min((count.bit_length() - 1) // 10, len(units) - 1)
+    return f"{count / 1024**power:.4g} {units[power]}"
 
 
 def table(found: Iterable[Site]) -> Coverage:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Self, overload
 
 import jax
@@ -212,9 +212,7 @@ def _change(before: jax.Array | None, layer: DoRALayer | WeightAdapter) -> jax.A
     parameters["kernel"] = layer.kernel_param[...]
     if before is not None:
         parameters["before"] = before
-    stack = layer.stack
-    parameters = jax.tree.map(stack.to_leading, parameters)
-    return stack.from_leading(kernel_change(Setting.of(layer), **parameters))
+    return _change_of_each(layer.stack, Setting.of(layer), parameters)
 
 
 class Setting(NamedTuple):
@@ -241,13 +239,14 @@ def kernel_change(setting: Setting, **parameters: jax.Array) -> jax.Array:
     """
     kernel = parameters["kernel"]
     stack = Stack(kernel.shape[: kernel.ndim - len(setting.layout.kernel.stored)])
-    if stack.shape:
-        one_by_one = [
-            kernel_change(setting, **{name: p[index] for name, p in parameters.items()})
-            for index in stack.indices()
-        ]
-        return stack.join(one_by_one)
-    return _one_change(setting, **parameters)
+    return _change_of_each(stack, setting, parameters)
+
+
+def _change_of_each(
+    stack: Stack, setting: Setting, parameters: Mapping[str, jax.Array]
+) -> jax.Array:
+    """Returns the change of a kernel that is stacked so, as the other parameters are."""
+    return stack.map(lambda one: _one_change(setting, **one), parameters)
 
 
 @functools.partial(jax.jit, static_argnums=0)

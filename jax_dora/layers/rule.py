@@ -59,11 +59,7 @@ class DoRARule(Rule):
                 "keep_inner is True with dropout_mode 'input', whose correction is composed apart "
                 "from the base's result; expected False, or dropout_mode 'adapter'"
             )
-        if jnp.dtype(self.adapter_dtype) not in check.FLOATS:
-            raise TypeError(
-                f"adapter_dtype is {self.adapter_dtype}; expected float16, bfloat16, float32 or "
-                "float64"
-            )
+        check.is_float_dtype("adapter_dtype", self.adapter_dtype)
         if not isinstance(self.adapt_attend, bool | None):
             raise TypeError(f"adapt_attend is {self.adapt_attend!r}; expected True, False or None")
         choose.check_name(self.implementation)

@@ -79,10 +79,6 @@ class Stack:
         """Returns an array whose leading axes are the stack's with these in their place."""
         return jnp.moveaxis(array, 0, self.axis) if self.axis else array
 
-    def to_leading(self, array: jax.Array) -> jax.Array:
-        """Reverses `from_leading`."""
-        return jnp.moveaxis(array, self.axis, 0) if self.axis else array
-
     def join(self, arrays: Sequence[jax.Array]) -> jax.Array:
         """Joins the layers' arrays, in row-major order, into one."""
         return self.from_leading(jnp.stack(arrays).reshape(*self.shape, *arrays[0].shape))

@@ -26,6 +26,13 @@ def is_float(name: str, array: jax.Array) -> None:
         )
 
 
+def is_float_dtype(name: str, dtype: Any) -> None:
+    """Raises TypeError unless `dtype` is fp16, bf16, fp32 or fp64."""
+    dtype = jnp.dtype(dtype)
+    if dtype not in FLOATS:
+        raise TypeError(f"{name} is {dtype}; expected float16, bfloat16, float32 or float64")
+
+
 def has_shape(name: str, array: jax.Array, shape: tuple[int | None, ...], meaning: str) -> None:
     """Raises ValueError unless `array.shape` equals `shape`, where None stands for any size."""
     fits = len(array.shape) == len(shape) and all(

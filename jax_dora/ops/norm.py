@@ -186,9 +186,7 @@ def magnitude_scale(
     check.is_float("norm", norm)
     check.has_shape("magnitude", magnitude, (None,), "[out]")
     check.has_shape("norm", norm, magnitude.shape, "[out]")
-    dtype = jnp.dtype(dtype)
-    if dtype not in check.FLOATS:
-        raise TypeError(f"dtype is {dtype}; expected float16, bfloat16, float32 or float64")
+    check.is_float_dtype("dtype", dtype)
     return ratio(magnitude, norm, dtype)
 
 

@@ -86,10 +86,8 @@ def load_adapter[Model: nnx.Module](
       NotImplementedError: the configuration asks for something that is not supported.
       TypeError: an argument or a field of the configuration has the wrong type.
     """
-    if adapter_dtype is not None and jnp.dtype(adapter_dtype) not in check.FLOATS:
-        raise TypeError(
-            f"adapter_dtype is {adapter_dtype}; expected float16, bfloat16, float32 or float64"
-        )
+    if adapter_dtype is not None:
+        check.is_float_dtype("adapter_dtype", adapter_dtype)
     check_model(model)
     names = names or Names()
     where = {"held": adapted_weights(model), "stack_axes": dict(stack_axes(model))}

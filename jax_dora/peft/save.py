@@ -81,8 +81,8 @@ def save_adapter(
         settings that PEFT does not honour; or packed experts have what PEFT refuses.
       TypeError: an argument has the wrong type.
     """
-    if dtype is not None and jnp.dtype(dtype) not in check.FLOATS:
-        raise TypeError(f"dtype is {dtype}; expected float16, bfloat16, float32 or float64")
+    if dtype is not None:
+        check.is_float_dtype("dtype", dtype)
     check_model(model)
     view = torch_view(model, names or Names())
     is_lora = _lora_test(view)

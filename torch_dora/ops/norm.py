@@ -106,8 +106,7 @@ def magnitude_scale(magnitude: Tensor, norm: Tensor, dtype: torch.dtype) -> Tens
     check.is_float("norm", norm)
     check.has_shape("magnitude", magnitude, (None,), "[out]")
     check.has_shape("norm", norm, tuple(magnitude.shape), "[out]")
-    if dtype not in check.FLOATS:
-        raise TypeError(f"dtype is {dtype}; expected float16, bfloat16, float32 or float64")
+    check.is_float_dtype("dtype", dtype)
     result = torch.float64 if dtype == torch.float64 else torch.float32
     eps = EPS_FULL if dtype in (torch.float32, torch.float64) else EPS_HALF
     norm = placed(norm, magnitude)
