@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import peft
 import pytest
 import torch
@@ -256,13 +255,6 @@ def test_a_configuration_is_judged_by_what_its_file_will_say(
     again = load_adapter(base(llama), tmp_path / "exact")
     for layer in again.model.layers:
         assert (layer.self_attn.q_proj.rank, layer.self_attn.q_proj.alpha) == (4, 9.0)
-
-
-def test_numbers_of_numpy_are_written(tmp_path: Path) -> None:
-    numbers: Any = {"rank": np.int64(2), "alpha": np.float32(4), "dropout": np.float32(0.5)}
-    save_adapter(nn.Sequential(torch_dora.DoRALinear(4, 5, **numbers)), tmp_path / "adapter")
-    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"], config["lora_dropout"]) == (2, 4.0, 0.5)
 
 
 def test_a_layer_alone_has_no_name_in_peft(tmp_path: Path) -> None:

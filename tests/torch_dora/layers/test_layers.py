@@ -240,18 +240,6 @@ def test_the_argument_has_the_base_layers_name(base, name, x):
     assert torch.equal(layer(**{name: x}), layer(x))
 
 
-def test_merged_layers_compute_the_same():
-    for layer, x in (
-        (DoRAConv(nn.Conv2d(6, 8, 3, groups=2), **OPTIONS), torch.randn(2, 6, 5, 4)),
-        (DoRAConv1D(Conv1D(10, 6), **OPTIONS), torch.randn(4, 6)),
-        (DoRAEmbedding(nn.Embedding(11, 6), **OPTIONS), torch.arange(11)),
-    ):
-        merged = trained(layer).merge()
-        assert type(merged) is type(layer.base)
-        assert merged.weight is not layer.weight
-        torch.testing.assert_close(merged(x), layer(x))
-
-
 class Doubled(nn.Embedding):
     def forward(self, input):
         return 2 * super().forward(input)

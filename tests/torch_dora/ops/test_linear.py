@@ -146,11 +146,6 @@ def test_g_of_one_and_lora_of_zero_are_the_base_layer_bit_for_bit(adapted, dtype
         assert torch.equal(y, F.linear(layer.x, layer.weight, bias))
 
 
-def test_fp32_adapters_leave_a_half_model_half(adapted):
-    layer = adapted(dtype=torch.bfloat16, adapter_dtype=torch.float32)
-    assert call(layer).dtype == torch.bfloat16
-
-
 def test_mixed_x_and_weight_promote(adapted):
     layer = adapted(dtype=torch.bfloat16)
     assert call(layer._replace(x=layer.x.float())).dtype == torch.float32
