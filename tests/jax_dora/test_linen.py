@@ -231,19 +231,6 @@ def test_remat_and_scan():
         chex.assert_trees_all_close(grads, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_inner_can_be_kept():
-    x = inputs(shape=(5,))
-
-    def products(keep_inner):
-        remat = nn.remat(DoRADense, policy=jax_dora.remat_policy())
-        layer = remat(OUT, RANK, ALPHA, lora_b_init=nonzero, keep_inner=keep_inner)
-        variables = layer.init(jax.random.key(0), x)
-        gradient = jax.grad(lambda variables: jnp.sum(layer.apply(variables, x)))
-        return str(jax.make_jaxpr(gradient)(variables)).count("op=project\n")
-
-    assert products(True) == products(False) - 1
-
-
 def test_dropout_asks_to_be_told_whether_it_is_on():
     x = inputs()
     layer, params = make(x, dropout=0.25, deterministic=True)
