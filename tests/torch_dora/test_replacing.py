@@ -7,6 +7,7 @@ import torch
 from accelerate import cpu_offload, dispatch_model
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import parametrizations, parametrize, prune
 from transformers.pytorch_utils import Conv1D
 
@@ -183,6 +184,7 @@ class PeftModelForCausalLM(PeftModel):
     [
         (torch.compile, r"a OptimizedModule, .* inner one: model\._orig_mod"),
         (nn.DataParallel, r"a DataParallel, .* inner one: model\.module"),
+        (lambda _: DDP.__new__(DDP), r"a DistributedDataParallel, .* inner one: model\.module"),
         (lambda model: PeftModelForCausalLM(), r"a PeftModelForCausalLM, .* model\.unload"),
     ],
 )
@@ -244,9 +246,3 @@ def test_what_fsdp1_has_flattened_is_refused(function):
     model[0].weight, model[0]._is_fsdp_managed_module = part, True
     with pytest.raises(TypeError, match=r"model\.0 is a Linear whose weight FSDP1 .*fully_shard"):
         function(model)
-
-
-def test_distributed_wrappers_are_refused(model):
-    wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
-    with pytest.raises(TypeError, match=r"DistributedDataParallel, which wraps.*model\.module"):
-        apply_dora(wrapped, RULE)
