@@ -143,7 +143,9 @@ def test_merged_weights_that_are_no_longer_tied_are_told(name, told, caplog):
     config = GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=19, n_positions=8)
     model = trained(apply_dora(GPT2LMHeadModel(config).eval(), DoRARule(f".*{name}", 2, 4)))
     torch.testing.assert_close(merge_dora(model)(IDS).logits, model(IDS).logits)
-    assert f":\n  {told}" in caplog.text if told else not caplog.text
+    # transformers logs what it thinks of so small a configuration, once in a process.
+    ours = [one.getMessage() for one in caplog.records if one.name.startswith("torch_dora")]
+    assert [one.partition(":\n  ")[2] for one in ours] == ([told] if told else [])
 
 
 def adapted_names(model):
@@ -256,12 +258,6 @@ class Squared(nn.Linear):
             r"Linear, torch.nn.Conv1d.*\n  norm \(LayerNorm\)$",
         ),
         (nn.Sequential(Squared(2, 3)), DoRARule("0", 2, 4), TypeError, r"\n  0 \(Squared\)"),
-        (
-            nn.MultiheadAttention(8, 2),
-            DoRARule("out_proj", 2, 4),
-            TypeError,
-            r"MultiheadAttention.*\n  out_proj \(NonDyn",
-        ),
         (
             nn.Sequential(DoRALinear(2, 3, rank=1, alpha=1)),
             DoRARule("0", 2, 4),
