@@ -202,7 +202,7 @@ def reported(path: str, kernel: jax.Array, change: jax.Array, merged: Any) -> Me
     return MergedLayer.from_norms(
         path,
         quantised.qtype_name(merged) if is_quantised else str(merged.dtype),
-        **{name: float(jnp.linalg.norm(one.reshape(-1))) for name, one in measured.items()},
+        **{name: float(jnp.linalg.norm(one)) for name, one in measured.items()},
         max_abs=float(jnp.max(jnp.abs(error))),
     )
 

@@ -217,22 +217,37 @@ def test_an_adapted_tied_head_takes_out_sharding():
         assert_near(found, wanted)
 
 
+def stack(rngs):
+    return nnx.split_rngs(splits=3)(nnx.vmap(linear))(rngs)
+
+
 @pytest.mark.parametrize(
-    "spec", thinned([P("model", None), P("data", "model")], [P("data", "model")])
+    ("make", "spec"),
+    thinned(
+        [
+            (linear, P("model", None)),
+            (linear, P("data", "model")),
+            (stack, P(None, "data", "model")),
+        ],
+        [(stack, P(None, "data", "model"))],
+    ),
 )
-def test_merging_where_a_kernels_inputs_are_sharded(spec):
-    plain = jax_dora.apply_dora(MODELS["linear"](nnx.Rngs(0)), rule(), rngs=nnx.Rngs(1))
-    wanted = jax_dora.merge_dora(plain).layer.kernel[...]
+def test_merging_where_a_kernels_inputs_are_sharded(make, spec):
+    plain = jax_dora.apply_dora(One(make(nnx.Rngs(0))), rule(), rngs=nnx.Rngs(1))
+    merged, wanted = jax_dora.merge_dora(plain, return_report=True)
+    kernel = merged.layer.kernel[...]
     mesh = explicit_mesh()
     with jax.set_mesh(mesh):
-        base = MODELS["linear"](nnx.Rngs(0))
+        base = One(make(nnx.Rngs(0)))
         base.layer.kernel.set_value(
             jax.device_put(base.layer.kernel[...], NamedSharding(mesh, spec))
         )
-        merged = jax_dora.merge_dora(jax_dora.apply_dora(base, rule(), rngs=nnx.Rngs(1)))
+        adapted = jax_dora.apply_dora(base, rule(), rngs=nnx.Rngs(1))
+        merged, report = jax_dora.merge_dora(adapted, return_report=True)
         found = merged.layer.kernel[...]
         assert found.sharding.spec == spec
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(found, kernel, rtol=1e-5, atol=1e-6)
+    assert report.layers[0].change == pytest.approx(wanted.layers[0].change, rel=1e-5)
 
 
 def test_linen():
