@@ -23,21 +23,12 @@ import jax.numpy as jnp
 import torch
 
 from parity.oracle import EPS, dtype_name
-from parity.sides import SIDES, Backend
+from parity.sides import Backend
 
 Level = Literal["operator", "layer", "encoder", "model", "training"]
 PACKAGES: dict[Backend, str] = {"jax": "jax_dora", "torch": "torch_dora"}
 
 MISPLACED_EPS = 1e-6
-
-
-@dataclass(frozen=True)
-class Point:
-    """The function `name` of `module`, and what makes a wrong one of it."""
-
-    module: str
-    name: str
-    spoil: Callable[[Callable], Callable]
 
 
 @dataclass(frozen=True)
@@ -47,7 +38,7 @@ class Fault:
     Attributes:
       description: what is computed instead.
       caught_by: the levels of parity that must notice it.
-      points: by backend, what is replaced.
+      points: by the full name of a function that is replaced, what makes a wrong one of it.
       in_kernel: in one kernel alone, which only a run that names the implementation can find: the
         levels above the kernels' run without it.
     """
@@ -55,7 +46,7 @@ class Fault:
     name: str
     description: str
     caught_by: tuple[Level, ...]
-    points: Mapping[Backend, tuple[Point, ...]]
+    points: Mapping[str, Callable[[Callable], Callable]]
     in_kernel: bool = False
 
     @contextlib.contextmanager
@@ -66,9 +57,11 @@ class Fault:
         fault, or with it. A program that the caller compiled ahead of time is not reached.
         """
         package, spoilt = PACKAGES[backend], []
-        for point in self.points[backend]:
-            original = getattr(importlib.import_module(point.module), point.name)
-            spoilt.append((original, point.spoil(original)))
+        for point, spoil in self.points.items():
+            module, _, name = point.rpartition(".")
+            if module.startswith(f"{package}."):
+                original = getattr(importlib.import_module(module), name)
+                spoilt.append((original, spoil(original)))
         try:
             for original, wrong in spoilt:
                 _rebind(package, original, wrong)
@@ -95,12 +88,10 @@ def _is_jax(array: Any) -> bool:
 
 
 def _rounded(g: Any) -> Any:
-    if g is None:
-        return None
     if _is_jax(g):
         # A cast there and back XLA may drop.
         return jax.lax.reduce_precision(g, exponent_bits=8, mantissa_bits=7)
-    return g.bfloat16().to(g.dtype)
+    return None if g is None else g.bfloat16().to(g.dtype)
 
 
 def _round_result(function: Callable) -> Callable:
@@ -159,25 +150,9 @@ def _attached_g(_: Callable) -> Callable:
     )
 
 
-def _points_of(side: Backend, *functions: tuple[str, str, Callable]) -> tuple[Point, ...]:
-    return tuple(Point(f"{PACKAGES[side]}.{m}", name, spoil) for m, name, spoil in functions)
-
-
-def _norms(spoil: Callable) -> dict[Backend, tuple[Point, ...]]:
-    """Returns where the norm of both packages is spoilt."""
-    return {side: _points_of(side, ("ops.norm", "factored_norm", spoil)) for side in SIDES}
-
-
-def _g(side: Backend, spoil: Callable) -> tuple[Point, ...]:
-    """Returns where g of a package is spoilt, of operators and of layers."""
-    name = "ratio" if side == "jax" else "magnitude_scale"
-    return _points_of(side, ("ops.norm", name, spoil))
-
-
-def _with_rounded_g(side: Backend, at: int) -> tuple[Point, ...]:
-    rounded = ("ops.compose", "forward", _round_argument(at))
-    return (*_g(side, _round_result), *_points_of(side, rounded))
-
+NORM = ("jax_dora.ops.norm.factored_norm", "torch_dora.ops.norm.factored_norm")
+# Of operators and of layers.
+G = ("jax_dora.ops.norm.ratio", "torch_dora.ops.norm.magnitude_scale")
 
 FAULTS: dict[str, Fault] = {
     fault.name: fault
@@ -187,35 +162,37 @@ FAULTS: dict[str, Fault] = {
             "‖W + sBA‖ with eps under the root, sqrt(‖·‖² + 1e-6), in place of max(‖·‖, eps): a "
             "zero row's norm becomes 1e-3",
             ("operator", "layer"),
-            _norms(_eps_in_the_root),
+            dict.fromkeys(NORM, _eps_in_the_root),
         ),
         Fault(
             "g_rounded",
             "g rounded to bf16 before 1 is taken from it",
             ("operator", "layer", "encoder", "model"),
-            {"jax": _with_rounded_g("jax", 3), "torch": _with_rounded_g("torch", 2)},
+            {
+                **dict.fromkeys(G, _round_result),
+                "jax_dora.ops.compose.forward": _round_argument(3),
+                "torch_dora.ops.compose.forward": _round_argument(2),
+            },
         ),
         Fault(
             "cross_term_dropped",
             "the factored norm without 2s·Σ B∘(WAᵀ)",
             ("operator", "layer", "encoder", "model", "training"),
-            _norms(_without_cross),
+            dict.fromkeys(NORM, _without_cross),
         ),
         Fault(
             "norm_attached",
             "a gradient flows through the norm",
             ("layer", "encoder", "model", "training"),
-            {side: (*at, *_g(side, _attached_g)) for side, at in _norms(_attached_norm).items()},
+            {**dict.fromkeys(NORM, _attached_norm), **dict.fromkeys(G, _attached_g)},
         ),
         Fault(
             "g_rounded_in_kernel",
             "g rounded to bf16 in the Mosaic, or the Triton, compose alone",
             ("operator",),
             {
-                "jax": _points_of("jax", ("ops.mosaic.compose", "launch", _round_argument(2))),
-                "torch": _points_of(
-                    "torch", ("ops.triton.compose_forward", "compose", _round_argument(2))
-                ),
+                "jax_dora.ops.mosaic.compose.launch": _round_argument(2),
+                "torch_dora.ops.triton.compose_forward.compose": _round_argument(2),
             },
             in_kernel=True,
         ),
