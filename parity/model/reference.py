@@ -6,68 +6,70 @@ held constant. No formula of either package, and no code of transformers or PEFT
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from parity.model.sizes import ADAPTER, Run
-from parity.model.weights import Layer, Projection, Result, Weights, rope_frequencies
+from parity.model.sizes import Run
+from parity.model.weights import Result, Weights, rope_frequencies
 
 
 def compute(run: Run, weights: Weights, *, adapted: bool = True) -> Result:
     """Logits and loss of the last tokens and, where adapted, the adapter's gradients, in fp64."""
+    leaves = {
+        path: {
+            kind: [one.detach().double().requires_grad_() for one in every]
+            for kind, every in of.items()
+        }
+        for path, of in (weights.adapter.items() if adapted else ())
+    }
+    base = weights.base
     with torch.set_grad_enabled(adapted):
-        leaves = [
-            {name: _leaves(p) for name, p in layer.projections.items()} for layer in weights.layers
-        ]
-        x = weights.embedding[weights.tokens[0, :-1]].double()
+        x = base["model.embed_tokens.weight"][weights.tokens[0, :-1]].double()
         rotation = _rotation(run, x.device)
-        for layer, adapters in zip(weights.layers, leaves, strict=True):
-            arguments = (run, layer, adapters if adapted else None, rotation, x)
+        for layer in range(run.layers):
             # A layer's dense weights exist while it is computed, not longer.
-            x = checkpoint(_layer, *arguments, use_reentrant=False)
-        x = _rms_norm(run, weights.norm, x[-run.last :])
-        logits = x @ weights.head.double().T
+            arguments = (run, base, f"model.layers.{layer}", rotation, x)
+            adapter = {path: {k: v[layer] for k, v in of.items()} for path, of in leaves.items()}
+            x = checkpoint(_layer, *arguments, adapter, use_reentrant=False)
+        x = _rms_norm(run, base["model.norm.weight"], x[-run.last :])
+        logits = x @ base["lm_head.weight"].double().T
         loss = F.cross_entropy(logits, weights.tokens[0, -run.last :])
-    gradients: dict[str, list[Tensor]] = {}
+    gradients: dict[str, list[Any]] = {}
     if adapted:
         loss.backward()
-        for adapters in leaves:
-            for name, parameters in adapters.items():
-                for kind, parameter in parameters.items():
-                    assert parameter.grad is not None
-                    gradients.setdefault(f"{name}.{kind}", []).append(parameter.grad)
+        for path, of in leaves.items():
+            gradients |= {f"{path}.{kind}": [one.grad for one in v] for kind, v in of.items()}
     return Result(logits.detach(), loss.item(), gradients)
-
-
-def _leaves(projection: Projection) -> dict[str, Tensor]:
-    return {name: getattr(projection, name).double().requires_grad_() for name in ADAPTER}
 
 
 def _layer(
     run: Run,
-    layer: Layer,
-    adapters: dict[str, dict[str, Tensor]] | None,
+    base: dict[str, Tensor],
+    prefix: str,
     rotation: tuple[Tensor, Tensor],
     x: Tensor,
+    adapter: dict[str, dict[str, Tensor]],
 ) -> Tensor:
     def project(name: str, x: Tensor) -> Tensor:
-        weight = layer.projections[name].weight.double()
-        if adapters is not None:
-            weight = _merged(weight, run.sizes.scale, **adapters[name])
-        return x @ weight.T
+        weight = base[f"{prefix}.{name}.weight"].double()
+        return x @ (_merged(weight, run.sizes.scale, **adapter[name]) if adapter else weight).T
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        return _rms_norm(run, base[f"{prefix}.{name}.weight"], x)
 
     def heads(x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, run.sizes.head_dim)).transpose(0, 1)  # [heads, tokens, head]
 
-    normed = _rms_norm(run, layer.norms["input_layernorm"], x)
+    normed = norm("input_layernorm", x)
     q, k, v = (heads(project(f"self_attn.{name}_proj", normed)) for name in "qkv")
-    q = _rms_norm(run, layer.norms["q_norm"], q)
-    k = _rms_norm(run, layer.norms["k_norm"], k)
-    attended = _attention(_rotate(q, *rotation), _rotate(k, *rotation), v)
-    x = x + project("self_attn.o_proj", attended.transpose(0, 1).flatten(1))
-    normed = _rms_norm(run, layer.norms["post_attention_layernorm"], x)
+    q = _rotate(norm("self_attn.q_norm", q), *rotation)
+    k = _rotate(norm("self_attn.k_norm", k), *rotation)
+    x = x + project("self_attn.o_proj", _attention(q, k, v).transpose(0, 1).flatten(1))
+    normed = norm("post_attention_layernorm", x)
     gate, up = project("mlp.gate_proj", normed), project("mlp.up_proj", normed)
     return x + project("mlp.down_proj", gate * torch.sigmoid(gate) * up)
 

@@ -30,54 +30,23 @@ NORM_DEVIATION = 0.1
 
 
 @dataclass(frozen=True)
-class Projection:
-    weight: Tensor  # [out, in]
-    lora_a: Tensor  # [r, in]
-    lora_b: Tensor  # [out, r]
-    magnitude: Tensor  # fp32 [out], of values that the run's dtype can hold
-
-
-@dataclass(frozen=True)
-class Layer:
-    projections: dict[str, Projection]  # by name: self_attn.q_proj, …
-    norms: dict[str, Tensor]  # by name: input_layernorm, …
-
-
-@dataclass(frozen=True)
 class Weights:
-    embedding: Tensor  # [vocabulary, hidden]
-    head: Tensor  # [vocabulary, hidden]
-    norm: Tensor  # [hidden]
-    layers: list[Layer]
-    tokens: Tensor  # i64[1, tokens + 1]; the last one is a target only
+    """The base model and the adapter.
 
-    def frozen(self) -> dict[str, Tensor]:
-        """Returns the base model under transformers' names."""
-        named = {
-            "model.embed_tokens.weight": self.embedding,
-            "model.norm.weight": self.norm,
-            "lm_head.weight": self.head,
-        }
-        for index, layer in enumerate(self.layers):
-            prefix = f"model.layers.{index}"
-            for path, projection in layer.projections.items():
-                named[f"{prefix}.{path}.weight"] = projection.weight
-            for name, norm in layer.norms.items():
-                block = "self_attn." if name in ("q_norm", "k_norm") else ""
-                named[f"{prefix}.{block}{name}.weight"] = norm
-        return named
+    Attributes:
+      base: by transformers' names.
+      adapter: by projection, then by `ADAPTER`'s names, one tensor a layer.
+      tokens: i64[1, tokens + 1]; the last one is a target only.
+    """
 
-    def adapter(self) -> dict[str, dict[str, list[Tensor]]]:
-        """Returns the adapter by projection, then by `ADAPTER`'s names, one tensor a layer."""
-        parts = {path: [layer.projections[path] for layer in self.layers] for path in PROJECTIONS}
-        return {
-            path: {kind: [getattr(part, kind) for part in every] for kind in ADAPTER}
-            for path, every in parts.items()
-        }
+    base: dict[str, Tensor]
+    adapter: dict[str, dict[str, list[Tensor]]]
+    tokens: Tensor
 
 
 def draw(run: Run, device: str, seed: int = 0) -> Weights:
-    """Draws weights whose activations keep their size, and an adapter as after some training."""
+    """Draws weights whose activations keep their size, and an adapter as after some training, whose
+    magnitudes are fp32 and of values that the run's dtype can hold."""
     sizes, dtype = run.sizes, getattr(torch, run.dtype)
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -85,39 +54,38 @@ def draw(run: Run, device: str, seed: int = 0) -> Weights:
         drawn = torch.empty(shape, device=device, dtype=torch.float32)
         return drawn.normal_(mean, deviation, generator=generator).to(dtype)
 
-    def projection(name: str, n_out: int, n_in: int) -> Projection:
-        gain = GAIN / (2 * run.layers) ** 0.5 if name in WRITERS else GAIN
-        weight = normal(n_out, n_in, deviation=gain / n_in**0.5)
-        lora_a = normal(sizes.rank, n_in, deviation=n_in**-0.5)
-        share = ADAPTER_SHARE * gain / (sizes.scale * sizes.rank**0.5)
-        lora_b = normal(n_out, sizes.rank, deviation=share)
-        row_norm = oracle.norm(weight, lora_a, lora_b, sizes.scale)
-        factor = normal(n_out, deviation=MAGNITUDE_DEVIATION, mean=1.0)
-        return Projection(weight, lora_a, lora_b, (row_norm * factor).to(dtype).float())
-
     def norm(size: int, mean: float = 1.0) -> Tensor:
         return normal(size, deviation=NORM_DEVIATION, mean=mean)
 
-    def layer() -> Layer:
-        hidden, head = sizes.hidden, sizes.head_dim
-        return Layer(
-            {name: projection(name, *shape) for name, shape in sizes.shapes().items()},
-            {
-                "input_layernorm": norm(hidden),
-                "post_attention_layernorm": norm(hidden),
-                "q_norm": norm(head, QK_NORM),
-                "k_norm": norm(head, QK_NORM),
-            },
-        )
-
+    base = {
+        "model.embed_tokens.weight": normal(sizes.vocabulary, sizes.hidden, deviation=EMBEDDING),
+        "lm_head.weight": normal(
+            sizes.vocabulary, sizes.hidden, deviation=GAIN / sizes.hidden**0.5
+        ),
+        "model.norm.weight": norm(sizes.hidden),
+    }
+    adapter = {path: {kind: [] for kind in ADAPTER} for path in PROJECTIONS}
+    for layer in range(run.layers):
+        prefix = f"model.layers.{layer}"
+        for path, (n_out, n_in) in sizes.shapes().items():
+            gain = GAIN / (2 * run.layers) ** 0.5 if path in WRITERS else GAIN
+            weight = normal(n_out, n_in, deviation=gain / n_in**0.5)
+            lora_a = normal(sizes.rank, n_in, deviation=n_in**-0.5)
+            share = ADAPTER_SHARE * gain / (sizes.scale * sizes.rank**0.5)
+            lora_b = normal(n_out, sizes.rank, deviation=share)
+            row_norm = oracle.norm(weight, lora_a, lora_b, sizes.scale)
+            factor = normal(n_out, deviation=MAGNITUDE_DEVIATION, mean=1.0)
+            magnitude = (row_norm * factor).to(dtype).float()
+            base[f"{prefix}.{path}.weight"] = weight
+            for kind, value in zip(ADAPTER, (lora_a, lora_b, magnitude), strict=True):
+                adapter[path][kind].append(value)
+        base[f"{prefix}.input_layernorm.weight"] = norm(sizes.hidden)
+        base[f"{prefix}.post_attention_layernorm.weight"] = norm(sizes.hidden)
+        base[f"{prefix}.self_attn.q_norm.weight"] = norm(sizes.head_dim, QK_NORM)
+        base[f"{prefix}.self_attn.k_norm.weight"] = norm(sizes.head_dim, QK_NORM)
     shape = (1, run.tokens + 1)
-    return Weights(
-        embedding=normal(sizes.vocabulary, sizes.hidden, deviation=EMBEDDING),
-        head=normal(sizes.vocabulary, sizes.hidden, deviation=GAIN / sizes.hidden**0.5),
-        norm=norm(sizes.hidden),
-        layers=[layer() for _ in range(run.layers)],
-        tokens=torch.randint(sizes.vocabulary, shape, generator=generator, device=device),
-    )
+    tokens = torch.randint(sizes.vocabulary, shape, generator=generator, device=device)
+    return Weights(base, adapter, tokens)
 
 
 def rope_frequencies(sizes: Sizes, device: torch.device) -> Tensor:

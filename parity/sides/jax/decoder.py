@@ -44,7 +44,7 @@ def compute(run: Run, weights: Weights, implementation: str | None) -> Result:
     )
     abstract = nnx.eval_shape(lambda: CausalLM(config, linear=linear, rngs=nnx.Rngs(0)))
     graphdef, adapter, frozen = nnx.split(abstract, nnx.LoRAParam, ...)
-    adapter = with_adapter(adapter, weights.adapter(), lambda one: to_jax(torch.stack(one)))
+    adapter = with_adapter(adapter, weights.adapter, lambda one: to_jax(torch.stack(one)))
     frozen, tokens = _with_weights(frozen, config, weights), to_jax(weights.tokens.int())
 
     def loss(adapter: Any, frozen: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -100,9 +100,9 @@ def _turned(array: Any) -> Any:
 
 def _with_weights(state: Any, config: DecoderConfig, weights: Weights) -> Any:
     flat: dict[Any, Any] = dict(nnx.to_flat_state(state))
-    named = weights.frozen()
     for target in targets(state, config):
-        tensors = [named[name].T if target.transposed else named[name] for name in target.names]
+        tensors = [weights.base[name] for name in target.names]
+        tensors = [tensor.T for tensor in tensors] if target.transposed else tensors
         array = to_jax(torch.stack(tensors) if target.stacked else tensors[0])
         flat[target.path] = flat[target.path].replace(array)
     return nnx.from_flat_state(flat)

@@ -30,7 +30,7 @@ def compute(run: Run, weights: Weights, implementation: str | None) -> Result:
         return Result(logits, float(loss), {})
     with torch.device(weights.tokens.device):
         adapt(model, implementation, getattr(torch, run.dtype), run.sizes.rank, run.sizes.alpha)
-    set_adapter(model, weights.adapter())
+    set_adapter(model, weights.adapter)
     checkpoint_layers(model)
     model.train()
     logits, loss = _forward(run, model, weights.tokens)
@@ -115,7 +115,7 @@ def _model(run: Run, weights: Weights) -> Any:
     transformers.utils.logging.disable_progress_bar()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    model.load_state_dict(weights.frozen(), strict=True, assign=True)
+    model.load_state_dict(weights.base, strict=True, assign=True)
     # The frequencies are no part of the state and still without values.
     with torch.device(weights.tokens.device):
         model.model.rotary_emb = type(model.model.rotary_emb)(config)
