@@ -7,13 +7,14 @@ adapter that torch trained is then carried to all of them, and embeddings and gr
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 
 from parity import minilm, oracle, tolerances
-from parity.compare import Apart, Score, add_both
+from parity.compare import Score, add_both, peak_of
 from parity.minilm import Adapter, Evaluation
 from parity.report import Report
 from parity.sides import SIDES, Backend
@@ -46,7 +47,7 @@ def run_encoder(report: Report, device: str, *, quick: bool) -> None:
     for name, side in SIDES.items():  # torch's adapter, the last, is carried to all
         ours = side.encoder.adapted(start, "float32", names[name], device)
         losses[name], trained = side.encoder.train(ours, batch, steps)
-    _add_training(report, names, losses)
+    _add_training(report, names, {name: np.array(each) for name, each in losses.items()})
 
     for dtype in ("float32", "bfloat16"):
         # Without bf16 hardware its gradients would cost more than all else.
@@ -58,7 +59,16 @@ def run_encoder(report: Report, device: str, *, quick: bool) -> None:
         for implementations in (PLAIN, KERNELS) if native else (PLAIN,):
             compare(report, dtype, implementations, exact, evaluate(implementations), plain)
     if not native:
-        _add_interpreted(report, trained, pairs[:1])
+        # Interpreted, kernels take seconds: of one sentence pair, and in one projection alone.
+        evaluate = functools.partial(
+            _both, trained, "float32", device, minilm.batch(pairs[:1]), False
+        )
+        first = minilm.projection_names()[0]
+        exact = torch_encoder.evaluate(dense(trained, device), minilm.batch(pairs[:1]), False)
+        plain = evaluate(dict.fromkeys(SIDES, "plain"))
+        with interpreted():
+            ours = evaluate({side: {first: name} for side, name in KERNELS.items()})
+        compare(report, "float32", KERNELS, exact, ours, plain)
 
     change = np.concatenate([np.abs(_g(name, values) - 1) for name, values in trained.items()])
     for fact, value in {
@@ -71,21 +81,21 @@ def run_encoder(report: Report, device: str, *, quick: bool) -> None:
         report.add(CASE, fact, value=value)
 
 
-def _add_training(report: Report, names: Names, losses: dict[str, list[float]]) -> None:
-    def apart(one: str, other: str) -> np.ndarray:
-        return np.abs(np.array(losses[one]) - np.array(losses[other]))
-
+def _add_training(report: Report, names: Names, losses: Mapping[str, np.ndarray]) -> None:
     for quantity, statistic, allowed in (
         ("mean |Δloss|", np.mean, tolerances.caps.TRAINING_MEAN_LOSS_DIFFERENCE),
         ("worst |Δloss|", np.max, tolerances.caps.TRAINING_WORST_LOSS_DIFFERENCE),
     ):
-        scores: dict[Backend, Score] = {
-            side: Score(name, float(statistic(apart(side, "fp64"))), 0.0, allowed)
-            for side, name in names.items()
+
+        def apart(one: str, other: str, statistic=statistic) -> float:
+            return float(statistic(np.abs(losses[one] - losses[other])))
+
+        scores = {
+            side: Score(name, apart(side, "fp64"), 0.0, allowed) for side, name in names.items()
         }
-        between = Apart(float(statistic(apart("jax", "torch"))), allowed)
-        peak = max(losses["fp64"])
-        add_both(report, CASE, quantity, scores, between, dtype="float32", peak=peak)
+        facts = {"dtype": "float32", "peak": float(losses["fp64"].max())}
+        between = apart("jax", "torch")
+        add_both(report, CASE, quantity, scores, apart=between, allowed=allowed, **facts)
 
 
 def compare(
@@ -98,44 +108,35 @@ def compare(
 ) -> None:
     """Adds embeddings and gradients of both sides, judged beside the plain computations'."""
 
-    def judge(quantity, distance, of, want, peak, floor=0.0):
-        scores: dict[Backend, Score] = {}
+    def judge(
+        quantity: str,
+        part: Callable[[Evaluation], torch.Tensor],
+        distance: Callable[[torch.Tensor, torch.Tensor], float],
+        peak: float,
+        floor: float = 0.0,
+    ) -> None:
+        want, scores = part(exact), {}
         for side, implementation in names.items():
-            plain_error = distance(of(plain[side]), want)
+            plain_error, error = (distance(part(of[side]), want) for of in (plain, ours))
             bound = tolerances.flash_rule(plain_error, peak, dtype, floor)
-            error = distance(of(ours[side]), want)
             scores[side] = Score(implementation, error, plain_error, bound)
-        between = distance(of(ours["jax"]), of(ours["torch"]))
-        apart = Apart(between, floor or sum(score.bound for score in scores.values()))
-        add_both(report, CASE, quantity, scores, apart, dtype=dtype, peak=peak)
+        apart = distance(part(ours["jax"]), part(ours["torch"]))
+        allowed = floor or sum(score.bound for score in scores.values())
+        facts = {"dtype": dtype, "peak": peak}
+        add_both(report, CASE, quantity, scores, apart=apart, allowed=allowed, **facts)
 
-    def largest(a: torch.Tensor, b: torch.Tensor) -> float:
-        return float((a - b).abs().max())
+    def embeddings(of: Evaluation) -> torch.Tensor:
+        return of.embeddings
 
-    embeddings, peak = exact.embeddings, float(exact.embeddings.abs().max())
-    judge("embeddings", largest, lambda e: e.embeddings, embeddings, peak)
+    judge("embeddings", embeddings, lambda a, b: peak_of(a - b), peak_of(exact.embeddings))
     floor = 1 - tolerances.caps.EMBEDDING_COSINE[dtype]
-    quantity = "embeddings, 1 - cosine"
-    judge(quantity, _cosine_distance, lambda e: e.embeddings, embeddings, 0.0, floor)
+    judge("embeddings, 1 - cosine", embeddings, _cosine_distance, 0.0, floor)
     for name, want in exact.gradients.items():
 
         def relative(a: torch.Tensor, b: torch.Tensor, want=want) -> float:
             return float((a - b).norm() / want.norm())
 
-        judge(f"d_{name}, relative", relative, lambda e, name=name: e.gradients[name], want, 1.0)
-
-
-def _add_interpreted(report: Report, adapter: Adapter, pairs: list[tuple[str, str]]) -> None:
-    """Compares the kernels inside the model: interpreted they take seconds, so in one projection
-    alone."""
-    batch = minilm.batch(pairs)
-    projection = minilm.projection_names()[0]
-    evaluate = functools.partial(_both, adapter, "float32", "cpu", batch, False)
-    exact = torch_encoder.evaluate(dense(adapter, "cpu"), batch, False)
-    plain = evaluate(dict.fromkeys(SIDES, "plain"))
-    with interpreted():
-        ours = evaluate({side: {projection: name} for side, name in KERNELS.items()})
-    compare(report, "float32", KERNELS, exact, ours, plain)
+        judge(f"d_{name}, relative", lambda of, name=name: of.gradients[name], relative, 1.0)
 
 
 def _cosine_distance(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -151,9 +152,9 @@ def _both(
     device: str,
     batch: minilm.Batch,
     gradients: bool,
-    implementations: Mapping[Backend, str] | Mapping[Backend, Mapping[str, str]],
+    implementations: Mapping[Backend, Any],
 ) -> dict[Backend, Evaluation]:
-    found: dict[Backend, Evaluation] = {}
+    found = {}
     for name, side in SIDES.items():
         model = side.encoder.adapted(adapter, dtype, implementations[name], device)
         found[name] = side.encoder.evaluate(model, batch, gradients)

@@ -87,19 +87,13 @@ class Encoder(nnx.Module):
         return self.weights[_key(name)][...]
 
 
-class PlainDoRA(nnx.Module):
+class PlainDoRA(DoRALinear):
     """An adapted projection in plain jnp."""
 
-    def __init__(self, linear: nnx.Linear) -> None:
-        assert linear.bias is not None
-        self.kernel, self.bias = linear.kernel, linear.bias
-        self.lora_a = nnx.LoRAParam(jnp.zeros((linear.in_features, minilm.RANK)))
-        self.lora_b = nnx.LoRAParam(jnp.zeros((minilm.RANK, linear.out_features)))
-        self.magnitude = nnx.LoRAParam(jnp.zeros(linear.out_features))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, inputs: jax.Array) -> jax.Array:  # pyright: ignore
+        assert self.bias is not None
         adapter = (self.lora_a[...], self.lora_b[...], self.magnitude[...])
-        return plain_linear(x, self.kernel[...], *adapter, minilm.SCALE, self.bias[...])
+        return plain_linear(inputs, self.kernel[...], *adapter, minilm.SCALE, self.bias[...])
 
 
 def adapted(
@@ -113,18 +107,13 @@ def adapted(
     `implementation` is that of all projections, or of those named.
     """
     names = minilm.by_projection(implementation)
+    options = {"rank": minilm.RANK, "alpha": minilm.SCALE * minilm.RANK, "rngs": nnx.Rngs(0)}
 
     def project(name: str, linear: nnx.Linear) -> nnx.Module:
         if names.get(name) == "plain":
-            layer = PlainDoRA(linear)
+            layer = PlainDoRA.from_linear(linear, **options)
         else:
-            layer = DoRALinear.from_linear(
-                linear,
-                rank=minilm.RANK,
-                alpha=minilm.SCALE * minilm.RANK,
-                implementation=names.get(name),
-                rngs=nnx.Rngs(0),
-            )
+            layer = DoRALinear.from_linear(linear, **options, implementation=names.get(name))
         for key, value in adapter[name].items():
             getattr(layer, key)[...] = jnp.asarray(value.T.numpy() if value.ndim == 2 else value)
         return layer
@@ -199,15 +188,12 @@ def _adapter_of(state: nnx.State) -> Adapter:
 
 
 def _linear(name: str, dtype: str) -> nnx.Linear:
-    weight = jnp.asarray(minilm.weights()[f"{name}.weight"].T, dtype)
-    bias = jnp.asarray(minilm.weights()[f"{name}.bias"], dtype)
-    return nnx.Linear(
-        *weight.shape,
-        kernel_init=lambda *_: weight,
-        bias_init=lambda *_: bias,
-        param_dtype=dtype,
-        rngs=nnx.Rngs(0),
-    )
+    weight, bias = (minilm.weights()[f"{name}.{kind}"].T for kind in ("weight", "bias"))
+    linear = nnx.eval_shape(lambda: nnx.Linear(*weight.shape, param_dtype=dtype, rngs=nnx.Rngs(0)))
+    assert linear.bias is not None
+    linear.kernel.set_value(jnp.asarray(weight, dtype))
+    linear.bias.set_value(jnp.asarray(bias, dtype))
+    return linear
 
 
 def _key(name: str) -> str:

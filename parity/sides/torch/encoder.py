@@ -29,9 +29,9 @@ class Encoder(nn.Module):
     def __init__(
         self,
         project: Project,
-        dtype: torch.dtype = torch.float32,
+        dtype: str = "float32",
         device: str = "cpu",
-        stored: torch.dtype | None = None,
+        stored: str | None = None,
     ) -> None:
         super().__init__()
         # Which operators and layers can do without.
@@ -40,7 +40,8 @@ class Encoder(nn.Module):
 
         logging.disable_progress_bar()
         bert: Any = BertModel.from_pretrained(minilm.folder())
-        self.bert = bert.to(stored or dtype).to(device, dtype).eval().requires_grad_(False)
+        bert = bert.to(getattr(torch, stored or dtype)).to(device, getattr(torch, dtype))
+        self.bert = bert.eval().requires_grad_(False)
         for name in minilm.projection_names():
             self.bert.set_submodule(name, project(name, self.bert.get_submodule(name)))
 
@@ -52,28 +53,24 @@ class Encoder(nn.Module):
         return F.normalize((hidden * weight).sum(1) / weight.sum(1), dim=-1)
 
 
-class PlainDoRA(nn.Module):
+class PlainDoRA(DoRALinear):
     """An adapted projection in plain torch."""
 
-    def __init__(self, linear: nn.Linear, adapter: dict[str, Tensor]) -> None:
-        super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
-        wide = torch.promote_types(linear.weight.dtype, torch.float32)
-        a, b, m = (adapter[name].to(linear.weight.device, wide) for name in ADAPTER)
-        self.lora_a, self.lora_b, self.magnitude = map(nn.Parameter, (a, b, m))
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         adapter = (self.lora_a, self.lora_b, self.magnitude)
-        return plain_linear(x, self.weight, *adapter, minilm.SCALE, self.bias)
+        return plain_linear(input, self.weight, *adapter, minilm.SCALE, self.bias)
 
 
-class DenseDoRA(PlainDoRA):
+class DenseDoRA(DoRALinear):
     """An adapted projection as one dense matrix, for a model and an adapter in fp64."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         adapted = self.weight + minilm.SCALE * (self.lora_b @ self.lora_a)
         norm = (adapted * adapted).sum(1).sqrt().detach()
-        return F.linear(x, (self.magnitude / norm)[:, None] * adapted, self.bias)
+        return F.linear(input, (self.magnitude / norm)[:, None] * adapted, self.bias)
+
+
+KINDS = {"plain": PlainDoRA, "dense": DenseDoRA}
 
 
 def adapted(
@@ -91,22 +88,19 @@ def adapted(
     """
     names = minilm.by_projection(implementation)
 
+    @torch.no_grad()
     def project(name: str, linear: nn.Linear) -> nn.Module:
-        if kind := {"plain": PlainDoRA, "dense": DenseDoRA}.get(names.get(name, "")):
-            return kind(linear, adapter[name])
-        layer = DoRALinear.from_linear(
-            linear,
-            rank=minilm.RANK,
-            alpha=minilm.SCALE * minilm.RANK,
-            implementation=names.get(name),
-        )
-        with torch.no_grad():
-            for key, value in adapter[name].items():
-                getattr(layer, key).copy_(value)
+        named = names.get(name, "")
+        kind, own = KINDS.get(named, DoRALinear), None if named in KINDS else named or None
+        options = {"rank": minilm.RANK, "alpha": minilm.SCALE * minilm.RANK}
+        layer = kind.from_linear(linear, **options, implementation=own)
+        if dtype == "float64":
+            layer.double()
+        for key, value in adapter[name].items():
+            getattr(layer, key).copy_(value)
         return layer
 
-    rounded = None if stored is None else getattr(torch, stored)
-    return Encoder(project, getattr(torch, dtype), device, rounded)
+    return Encoder(project, dtype, device, stored)
 
 
 def evaluate(encoder: Encoder, batch: minilm.Batch, gradients: bool) -> Evaluation:
