@@ -7,35 +7,46 @@ bounds of `parity.tolerances`; a row of the base alone is held to the base's own
 
 from __future__ import annotations
 
+import argparse
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
+import torch
+from flax import nnx
 
-from parity import command
-from parity.environment import choose_device
+import jax_dora
+import torch_dora
+from parity import command, oracle, tolerances
+from parity.compare import judge
+from parity.report import Report
+from parity.sides import Backend
 
-if TYPE_CHECKING:
-    from parity.report import Report
+KINDS = ("DoRA", "LoRA", "rsLoRA", "DoRA")
+RANKS = (8, 5, 16, 64)
+ALPHA = 3.0
+# One token a row; several; and so many rows of one that they are sorted.
+SHAPES = ((9,), (6, 5), (40,))
 
 
 class Adapter(NamedTuple):
     """An adapter of the projection, in PyTorch's layout, of numbers that the dtype holds."""
 
     kind: str
-    lora_a: Any
-    lora_b: Any
-    magnitude: Any
-    alpha: float
+    lora_a: np.ndarray
+    lora_b: np.ndarray
+    magnitude: np.ndarray
+    scale: float
 
     @property
-    def rank(self) -> int:
-        return self.lora_a.shape[0]
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / (math.sqrt(self.rank) if self.kind == "rsLoRA" else self.rank)
+    def options(self) -> dict[str, Any]:
+        """Returns what both packages call the rank and the parts of the scale."""
+        use_rslora = self.kind == "rsLoRA"
+        return {"rank": len(self.lora_a), "alpha": ALPHA, "use_rslora": use_rslora}
 
 
 class Problem(NamedTuple):
@@ -49,17 +60,11 @@ class Problem(NamedTuple):
 
     name: str
     dtype: str
-    weight: Any
-    bias: Any
+    weight: np.ndarray
+    bias: np.ndarray
     adapters: list[Adapter]
-    x: Any
-    ids: Any
-
-
-KINDS = ("DoRA", "LoRA", "rsLoRA", "DoRA")
-RANKS = (8, 5, 16, 64)
-# One token a row; several; and so many rows of one that they are sorted.
-SHAPES = ((9,), (6, 5), (40,))
+    x: np.ndarray
+    ids: np.ndarray
 
 
 def problems(quick: bool) -> Iterator[Problem]:
@@ -71,45 +76,28 @@ def problems(quick: bool) -> Iterator[Problem]:
 
 
 def _problem(dtype: str, into: int, out: int, shape: tuple[int, ...]) -> Problem:
-    import ml_dtypes
-
-    from parity import oracle
-
     rng = np.random.default_rng([into, out, *shape])
 
-    def draw(*sizes: int, deviation: float = 1.0) -> Any:
+    def draw(*sizes: int, deviation: float = 1.0) -> np.ndarray:
         drawn = deviation * rng.standard_normal(sizes).astype(np.float32)
         return drawn.astype(ml_dtypes.bfloat16).astype(np.float32) if dtype == "bfloat16" else drawn
 
     weight, adapters = draw(out, into, deviation=into**-0.5), []
     for kind, rank in zip(KINDS, RANKS, strict=True):
         lora_a, lora_b = draw(rank, into, deviation=into**-0.5), draw(out, rank, deviation=0.3)
-        one = Adapter(kind, lora_a, lora_b, None, 3.0)
-        norm = oracle.norm(weight, lora_a, lora_b, one.scale).astype(np.float32)
+        scale = ALPHA / (math.sqrt(rank) if kind == "rsLoRA" else rank)
+        norm = oracle.norm(weight, lora_a, lora_b, scale).astype(np.float32)
         moved = 1 + 0.2 * rng.standard_normal(out).astype(np.float32)
         # LoRA is the DoRA whose magnitude is its norm.
-        adapters.append(one._replace(magnitude=norm * moved if kind == "DoRA" else norm))
+        magnitude = norm * moved if kind == "DoRA" else norm
+        adapters.append(Adapter(kind, lora_a, lora_b, magnitude, scale))
     ids = rng.permutation(np.arange(shape[0]) % (len(KINDS) + 1)) - 1
-    told = "×".join(map(str, shape))
-    return Problem(
-        f"{dtype} {into}→{out}, {told} rows",
-        dtype,
-        weight,
-        draw(out),
-        adapters,
-        draw(*shape, into),
-        ids,
-    )
+    name = f"{dtype} {into}→{out}, {'×'.join(map(str, shape))} rows"
+    return Problem(name, dtype, weight, draw(out), adapters, draw(*shape, into), ids)
 
 
-def jax_rows(problem: Problem) -> tuple[Any, Any]:
-    """Returns the rows with their adapters, and the base's, by jax_dora."""
-    import jax
-    import jax.numpy as jnp
-    from flax import nnx
-
-    import jax_dora
-
+def jax_rows(problem: Problem, device: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the rows with their adapters, and the base's, by jax_dora on its default device."""
     out, into = problem.weight.shape
     base = nnx.Linear(into, out, param_dtype=problem.dtype, precision="highest", rngs=nnx.Rngs(0))
     base.kernel.set_value(jnp.asarray(problem.weight.T, problem.dtype))
@@ -117,78 +105,66 @@ def jax_rows(problem: Problem) -> tuple[Any, Any]:
     base.bias.set_value(jnp.asarray(problem.bias, problem.dtype))
     bank = jax_dora.AdapterBank(base, len(problem.adapters) + 1, max(RANKS))
     for slot, one in enumerate(problem.adapters):
-        rule = jax_dora.DoRARule("", one.rank, one.alpha, use_rslora=one.kind == "rsLoRA")
         arrays = {"lora_a": one.lora_a.T, "lora_b": one.lora_b.T, "magnitude": one.magnitude}
+        rule = jax_dora.DoRARule("", **one.options)
         bank = bank.load(slot, jax_dora.Adapter((rule,), {"": arrays}))
     graphdef, state = nnx.split(base)
 
     @jax.jit
-    def run(state: Any, bank: Any, ids: Any, x: Any) -> Any:
+    def rows(state: Any, bank: Any, ids: Any, x: Any) -> Any:
         model = nnx.merge(graphdef, state)
         return jax_dora.with_bank(model, bank, ids)(x), model(x)
 
     x = jnp.asarray(problem.x, problem.dtype)
-    found, plain = run(state, bank, jnp.asarray(problem.ids), x)
+    found, plain = rows(state, bank, jnp.asarray(problem.ids), x)
     return np.asarray(found, np.float64), np.asarray(plain, np.float64)
 
 
-def torch_rows(problem: Problem, device: str = "cpu") -> tuple[Any, Any]:
+@torch.no_grad()
+def torch_rows(problem: Problem, device: str) -> tuple[np.ndarray, np.ndarray]:
     """Returns the rows with their adapters, and the base's, by torch_dora."""
-    import torch
-    from torch import nn
-
-    import torch_dora
-
     dtype = getattr(torch, problem.dtype)
     out, into = problem.weight.shape
-    base = nn.Linear(into, out, dtype=dtype, device=device)
-    with torch.no_grad():
-        base.weight.copy_(torch.tensor(problem.weight))
-        assert base.bias is not None
-        base.bias.copy_(torch.tensor(problem.bias))
-        bank = torch_dora.AdapterBank(base, len(problem.adapters) + 1, max(RANKS), path=".*")
-        for slot, one in enumerate(problem.adapters):
-            options = {"rank": one.rank, "alpha": one.alpha, "use_rslora": one.kind == "rsLoRA"}
-            layer = torch_dora.DoRALinear.from_linear(base, **options)
-            for name in ("lora_a", "lora_b", "magnitude"):
-                getattr(layer, name).copy_(torch.tensor(getattr(one, name)))
-            bank.load(slot, layer)
-        x = torch.tensor(problem.x).to(device, dtype)
-        found = torch_dora.with_bank(base, bank, problem.ids.tolist())(x)
-        return found.double().cpu().numpy(), base(x).double().cpu().numpy()
+    base = torch.nn.Linear(into, out, dtype=dtype, device=device)
+    base.weight.copy_(torch.tensor(problem.weight))
+    base.bias.copy_(torch.tensor(problem.bias))
+    bank = torch_dora.AdapterBank(base, len(problem.adapters) + 1, max(RANKS), path=".*")
+    for slot, one in enumerate(problem.adapters):
+        layer = torch_dora.DoRALinear.from_linear(base, **one.options)
+        for name in ("lora_a", "lora_b", "magnitude"):
+            getattr(layer, name).copy_(torch.tensor(getattr(one, name)))
+        bank.load(slot, layer)
+    x = torch.tensor(problem.x).to(device, dtype)
+    found = torch_dora.with_bank(base, bank, problem.ids.tolist())(x)
+    return found.double().cpu().numpy(), base(x).double().cpu().numpy()
 
 
-def run(report: Report, problem: Problem, side: str, rows: Callable[..., Any]) -> None:
+ROWS = {"jax": jax_rows, "torch": torch_rows}
+
+
+def run(report: Report, problem: Problem, side: Backend, device: str) -> None:
     """Adds a line for each kind of adapter in a mixed batch, on one side."""
-    from parity import oracle, tolerances
-    from parity.compare import judge
-
-    found, plain = rows(problem)
+    found, plain = ROWS[side](problem, device)
+    name, dtype, bias = problem.name, problem.dtype, problem.bias
     alone = problem.ids == -1
     different = float(np.abs(found[alone] - plain[alone]).max())
-    report.add(
-        problem.name, "y, the base alone", side=side, error=different, bound=0.0, ok=different == 0
-    )
+    report.add(name, "y, the base alone", side=side, error=different, bound=0.0, ok=different == 0)
     for slot, one in enumerate(problem.adapters):
         mine = problem.ids == slot
         operands = (problem.weight, one.lora_a, one.lora_b, one.magnitude, one.scale)
         x = problem.x[mine]
-        exact = oracle.dora_linear(x, *operands, bias=problem.bias, dtype=problem.dtype)
-        bound = tolerances.dora_linear(
-            np.zeros_like(exact), x, *operands, problem.dtype, bias=problem.bias
-        ).y.reshape(exact.shape)
+        exact = oracle.dora_linear(x, *operands, bias=bias, dtype=dtype)
+        dy = np.zeros_like(exact)
+        bound = tolerances.dora_linear(dy, x, *operands, dtype, bias=bias).y.reshape(exact.shape)
         # The base's result may be stored with its bias, or the bias be added to a rounded one.
-        bound = bound + tolerances.rounding(exact - problem.bias, problem.dtype)
-        quantity = f"y, {one.kind} of rank {one.rank}"
-        judge(report, problem.name, quantity, side, found[mine], exact, bound)
+        bound = bound + tolerances.rounding(exact - bias, dtype)
+        quantity = f"y, {one.kind} of rank {len(one.lora_a)}"
+        judge(report, name, quantity, side, found[mine], exact, bound)
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = command.parser("bank", "Holds the rows of mixed batches to fp64, each by its adapter.")
-    options = parser.parse_args(list(arguments))
-    device = choose_device(options.device)
-    report = command.report(options, device, "bank")
+def main(options: argparse.Namespace) -> int:
+    report = command.report(options, "bank")
     for problem in problems(options.quick):
-        run(report, problem, "jax", jax_rows)
-        run(report, problem, "torch", lambda one: torch_rows(one, device))
+        for side in ROWS:
+            run(report, problem, side, options.device)
     return report.finish()

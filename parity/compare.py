@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from parity import oracle, tolerances
-from parity.cases import Case, compose_inputs, layer_inputs
+from parity.cases import Case, LayerInputs, compose_inputs, layer_inputs
 from parity.report import Report
 from parity.sides import SIDES, Backend, Operators
 from parity.sides.torch.operators import naive_delta
@@ -41,29 +41,23 @@ class Score:
         return self.error <= self.bound and (self.of_bound is None or self.of_bound <= 1.0)
 
 
-@dataclass(frozen=True)
-class Apart:
-    """The peak of |JAX - torch|, and the most that it may be."""
-
-    error: float
-    bound: float
-
-
 def add_both(
     report: Report,
     case: str,
     quantity: str,
     scores: Mapping[Backend, Score],
-    apart: Apart,
+    *,
+    apart: float,
+    allowed: float,
     **values: Any,
 ) -> None:
-    """Adds a line to the report: each side, and then how far they are apart."""
+    """Adds a line to the report: each side, and then how far they are `apart`, and may be."""
     each = list(scores.values())
     sides = [f"{name} {score.implementation}" for name, score in scores.items()]
     values["side"] = [*sides, ", ".join(sides)]
-    values["error"] = [*(s.error for s in each), apart.error]
-    values["bound"] = [*(s.bound for s in each), apart.bound]
-    values["ok"] = [*(s.passed for s in each), apart.error <= apart.bound]
+    values["error"] = [*(s.error for s in each), apart]
+    values["bound"] = [*(s.bound for s in each), allowed]
+    values["ok"] = [*(s.passed for s in each), apart <= allowed]
     values["plain"] = [*(s.plain for s in each), None]
     if any(s.of_bound is not None for s in each):
         values["of_bound"] = [*(s.of_bound for s in each), None]
@@ -92,7 +86,7 @@ class Expected:
 def run_case(report: Report, case: Case, device: str) -> None:
     """Adds every quantity of the case, first by plain framework operations, then by kernels."""
     expected, run = _PREPARE[case.kind](case, device)
-    plain: dict[Backend, Tensors] = {n: run(s.operators, "plain") for n, s in SIDES.items()}
+    plain = {name: run(side.operators, "plain") for name, side in SIDES.items()}
     mosaic_refuses = bool(case.n_out % MOSAIC_WIDTH or case.n_in % MOSAIC_WIDTH)
     for kernels in (False, True):
         names: dict[Backend, str] = {}
@@ -108,23 +102,17 @@ def run_case(report: Report, case: Case, device: str) -> None:
         note = {"note": "; ".join(failures)} if failures else {}
         for quantity, exact in expected.items():
             found = {side: of[quantity] for side, of in results.items() if quantity in of}
-            scores: dict[Backend, Score] = {
-                side: _score(case, names[side], exact, plain[side][quantity], found.get(side))
-                for side in SIDES
+            scores = {
+                side: _score(case, name, exact, plain[side][quantity], found.get(side))
+                for side, name in names.items()
             }
-            # Both lie within their own tolerance of the same value.
-            allowed = min(sum(score.bound for score in scores.values()), exact.cap)
             apart = math.inf
             if len(found) == len(SIDES):
                 apart = peak_of(difference(found["jax"], oracle.fp64(found["torch"])))
+            # Both lie within their own tolerance of the same value.
+            allowed = min(sum(score.bound for score in scores.values()), exact.cap)
             facts = {"dtype": case.dtype, "peak": peak_of(exact.want), **note}
-            add_both(report, case.name, quantity, scores, Apart(apart, allowed), **facts)
-
-
-def _slack(implementation: str, case: Case, device: torch.device) -> float:
-    """Returns by how much an interpreter misses the arithmetic of the GPU that it stands for."""
-    truncates = implementation == "triton" and case.dtype == "bfloat16" and device.type == "cpu"
-    return tolerances.TRITON_INTERPRETER_BF16 if truncates else 1.0
+            add_both(report, case.name, quantity, scores, apart=apart, allowed=allowed, **facts)
 
 
 def _score(
@@ -133,13 +121,17 @@ def _score(
     """Returns how far a result, infinitely far where there is none, and the plain computation's lie
     from fp64's."""
     plain_error = peak_of(difference(plain, exact.want))
-    allowed = tolerances.flash_rule(plain_error, peak_of(exact.want), exact.dtype, exact.floor)
-    slack = _slack(implementation, case, exact.want.device)
+    bound = tolerances.flash_rule(plain_error, peak_of(exact.want), exact.dtype, exact.floor)
+    # An interpreter may miss the arithmetic of the GPU that it stands for.
+    truncates = implementation == "triton" and case.dtype == "bfloat16"
+    slack = 1.0
+    if truncates and exact.want.device.type == "cpu":
+        slack = tolerances.TRITON_INTERPRETER_BF16
     error = of_bound = math.inf
     if found is not None:
         missed = difference(found, exact.want)
         error, of_bound = peak_of(missed), peak_of(missed / exact.bound) / slack
-    return Score(implementation, error, plain_error, min(slack * allowed, exact.cap), of_bound)
+    return Score(implementation, error, plain_error, min(slack * bound, exact.cap), of_bound)
 
 
 def difference(got: Tensor, want: Tensor) -> Tensor:
@@ -164,6 +156,14 @@ def judge(
     of_bound = peak_of(missed / bound)
     values = {"error": peak_of(missed), "bound": peak_of(bound), "of_bound": of_bound}
     report.add(case, quantity, side=side, **values, ok=of_bound <= 1)
+
+
+def judge_all(
+    report: Report, case: str, side: str, found: Mapping[str, Any], expected: dict[str, Expected]
+) -> None:
+    """Adds a line to the report for every quantity that is expected of a side."""
+    for quantity, exact in expected.items():
+        judge(report, case, quantity, side, found[quantity], exact.want, exact.bound)
 
 
 _Prepared = tuple[dict[str, Expected], Callable[[Operators, str], Tensors]]
@@ -225,6 +225,14 @@ def _prepare_compose(case: Case, device: str) -> _Prepared:
 def prepare_layer(case: Case, device: str) -> _Prepared:
     """Returns what is expected of a layer, by quantity, and the function that runs one."""
     inputs = layer_inputs(case, device)
+    frozen = case.frozen_magnitude
+    return expected_layer(case, inputs), lambda side, name: side.layer(
+        inputs, case.scale, name, frozen=frozen
+    )()
+
+
+def expected_layer(case: Case, inputs: LayerInputs) -> dict[str, Expected]:
+    """Returns what is expected of a layer over these inputs, by quantity."""
     s, frozen = case.scale, case.frozen_magnitude
     adapter = (inputs.weight, inputs.lora_a, inputs.lora_b)
     operands = (inputs.x, *adapter, inputs.magnitude, s)
@@ -234,25 +242,20 @@ def prepare_layer(case: Case, device: str) -> _Prepared:
     # The plain computation's norm is materialised; the factored one may lose more where W and sBA
     # cancel, and everything that g multiplies inherits that, relative to its own size.
     relative_g = peak_of(bounds.relative_g)
-    wanted = {"y": (want, bounds.y)} | {
-        name: (getattr(grads, name), getattr(bounds, name))
-        for name in ("d_x", "d_lora_a", "d_lora_b", "d_magnitude", "d_bias")
-        if not (name == "d_magnitude" and frozen) and not (name == "d_bias" and not case.bias)
-    }
-    floors = {name: peak_of(value) * relative_g for name, (value, _) in wanted.items()}
-    floors["d_bias"] = 0.0
-    if not frozen:
-        row_norm = oracle.norm(*adapter, s)
-        inner = inputs.x.double() @ oracle.direction(*adapter, s).T
-        stored = tolerances.stored_inner(inputs.dy, inner, case.dtype)
-        floors["d_magnitude"] += peak_of(stored / row_norm.clip(oracle.EPS[case.dtype]))
-    dtypes = {"d_magnitude": "float32"}
-    expected = {
-        name: Expected(value, bound, dtypes.get(name, case.dtype), floors[name])
-        for name, (value, bound) in wanted.items()
-    }
-
-    return expected, lambda side, name: side.layer(inputs, s, name, frozen=frozen)()
+    expected = {"y": Expected(want, bounds.y, case.dtype, peak_of(want) * relative_g)}
+    for name in ("d_x", "d_lora_a", "d_lora_b", *["d_magnitude"] * (not frozen)):
+        want, dtype = getattr(grads, name), case.dtype
+        floor = peak_of(want) * relative_g
+        if name == "d_magnitude":
+            dtype = "float32"
+            inner = inputs.x.double() @ oracle.direction(*adapter, s).T
+            stored = tolerances.stored_inner(inputs.dy, inner, case.dtype)
+            row_norm = oracle.norm(*adapter, s)
+            floor += peak_of(stored / row_norm.clip(oracle.EPS[case.dtype]))
+        expected[name] = Expected(want, getattr(bounds, name), dtype, floor)
+    if case.bias:
+        expected["d_bias"] = Expected(grads.d_bias, bounds.d_bias, case.dtype)
+    return expected
 
 
 _PREPARE: dict[str, Callable[[Case, str], _Prepared]] = {

@@ -1,71 +1,65 @@
 """`python -m parity controls`: which level of parity catches which error.
 
 Every fault of `parity.faults` is planted in each package in turn, and a small case set of every
-level run on it. A level that passes with sound packages, and fails with the fault, has caught it.
+level, all of which passes in sound packages, run on it. A level that passes with sound packages,
+and fails with the fault, has caught it.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import functools
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-from parity import command
-from parity.environment import choose_device
-from parity.report import Report, Row, table
+import torch
 
-if TYPE_CHECKING:
-    from parity.faults import Fault, Level
-    from parity.levels import CaseSet
-    from parity.sides import Backend
+from parity import cases, command, encoder, minilm
+from parity.compare import run_case
+from parity.faults import FAULTS, Fault, Level
+from parity.minilm import Adapter, Evaluation
+from parity.model.checks import judge
+from parity.model.command import execute, systems
+from parity.model.sizes import TINY, Run
+from parity.model.weights import draw
+from parity.report import Report, Row, outcome
+from parity.sides import SIDES, Backend
+from parity.sides.torch import encoder as torch_encoder
+from parity.training import compare, quick
 
-LEVELS = ("operator", "layer", "encoder", "model", "training")
+# With zero rows beside ordinary ones, and g near 1: where each fault shows.
+OPERATOR_CASES = ("norm 192x128 r16 float32 zero rows", "compose 7x72 bfloat16 near unity")
+LAYER_CASES = ("layer 33x96x64 r16 float32 zero rows",)
+MODEL_RUN = Run(TINY, "float32", layers=2, tokens=24, last=16)
+# Of the encoder's adapter, whose lora_b starts at zero and whose magnitudes at their norms.
+LORA_B_DEVIATION = 0.02
+MAGNITUDE_DEVIATION = 0.05
 
-
-def matrix(rows: Sequence[Row]) -> str:
-    """Returns the table of which level caught which fault in which package; first of all stands no
-    fault."""
-    lines = []
-    rows = [row for row in rows if row["ok"] is not None]
-    for fault, backend in dict.fromkeys((row["case"], row["side"]) for row in rows):
-        planted = [row for row in rows if (row["case"], row["side"]) == (fault, backend)]
-        cells = {row["quantity"]: _cell(row) for row in planted}
-        lines.append([fault, backend or "", *(cells.get(level, "not run") for level in LEVELS)])
-    return table(("fault", "planted in", *LEVELS), lines)
-
-
-def _cell(row: Row) -> str:
-    if row["note"]:
-        return f"ERROR {row['note']}"
-    if row["side"] is None:
-        return "passes" if row["ok"] else f"FAILS: {row['failed']}"
-    if not row["failed"]:
-        return "MISSED" if row["expected"] else "–"
-    word = "**caught**" if row["expected"] else "caught"
-    return word if row["blamed"] else f"{word}, WRONG SIDE: {row['failed']}"
+# Adds what it judges to a report, given the package in which a fault is planted, or None: the other
+# one's results may be old ones.
+CaseSet = Callable[[Report, Backend | None], None]
 
 
 def run_controls(
     report: Report,
     chosen: Mapping[Level, CaseSet],
-    faults: Mapping[str, Fault],
-    say: Callable[[str], None],
+    faults: Iterable[Fault],
 ) -> None:
     """Adds the whole matrix to the report, level by level."""
-    from parity.sides import SIDES
-
     for level, run in chosen.items():
         plantable: list[tuple] = [(None, None)]
-        for fault in faults.values():
+        for fault in faults:
             if not fault.in_kernel or level in fault.caught_by:
                 plantable += [(fault, backend) for backend in SIDES]
         for fault, backend in plantable:
             _try(report, level, run, fault, backend)
             row = report.rows[-1]
             where = "no fault" if fault is None else f"{fault.name} in {backend}"
-            say(f"{level}, {where}: {_cell(row)} ({row['seconds']:.1f} s)")
+            told = f"{level}, {where}: {outcome(row)} ({row['seconds']:.1f} s)"
+            print(told, file=sys.stderr, flush=True)
 
 
 def _try(
@@ -99,8 +93,6 @@ def _try(
 
 def _blamed(row: Row) -> Backend | None:
     """Returns the package of which a comparison is, or None where it is of both, or of neither."""
-    from parity.sides import SIDES
-
     systems = set(row["side"].split(", "))
     named: list[Backend] = [
         name
@@ -110,32 +102,96 @@ def _blamed(row: Row) -> Backend | None:
     return named[0] if len(named) == 1 else None
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(options: argparse.Namespace) -> int:
     """Returns 0 if every fault was caught at every level that must catch it, and nothing else
     failed."""
-    parser = command.parser(
-        "controls",
-        "Plants known errors in each package and shows which level of parity catches which; on "
-        "the CPU.",
-    )
-    parser.add_argument("--level", action="append", choices=LEVELS, help="only this; repeatable")
-    parser.add_argument("--fault", action="append", help="only this; repeatable")
-    options = parser.parse_args(arguments)
-    device = choose_device("cpu")
-
-    from parity.faults import FAULTS
-    from parity.levels import levels
-
     if unknown := sorted(set(options.fault or ()) - set(FAULTS)):
         sys.exit(f"--fault {', '.join(unknown)}: there are {', '.join(FAULTS)}")
-    report = command.report(options, device, "controls")
+    report = command.report(options, "controls")
     run_controls(
         report,
-        {name: run for name, run in levels().items() if name in (options.level or LEVELS)},
-        {name: fault for name, fault in FAULTS.items() if name in (options.fault or FAULTS)},
-        lambda line: print(line, file=sys.stderr, flush=True),
+        {name: CASE_SETS[name] for name in CASE_SETS if name in (options.level or CASE_SETS)},
+        [FAULTS[name] for name in FAULTS if name in (options.fault or FAULTS)],
     )
-    print(matrix(report.rows))
-    print("every check passed" if report.passed else "SOME CHECKS FAILED")
-    print(f"written: {report.path}")
-    return 0 if report.passed else 1
+    return report.finish()
+
+
+def _cases(names: Iterable[str], report: Report, backend: Backend | None) -> None:
+    known = {case.name: case for case in cases.cpu_cases()}
+    for name in names:
+        run_case(report, known[name], "cpu")
+
+
+@functools.cache
+def _sound(run: Callable[[Any], Any], side: Backend | None) -> Any:
+    return run(side)
+
+
+def _both(run: Callable[[Backend], Any], backend: Backend | None) -> dict[Backend, Any]:
+    """Returns what `run` gives for each side: anew where a fault is planted."""
+    return {side: run(side) if side == backend else _sound(run, side) for side in SIDES}
+
+
+def _encoder(report: Report, backend: Backend | None) -> None:
+    """Compares pretrained weights, embeddings and the adapter's gradients in fp32."""
+    exact, plain = _references()
+    encoder.compare(report, "float32", encoder.PLAIN, exact, _both(_evaluate, backend), plain)
+
+
+@functools.cache
+def _references() -> tuple[Evaluation, dict[Backend, Evaluation]]:
+    adapter, batch = _inputs()
+    exact = torch_encoder.evaluate(encoder.dense(adapter, "cpu"), batch, True)
+    return exact, {side: _evaluate(side, "plain") for side in SIDES}
+
+
+def _evaluate(side: Backend, implementation: str | None = None) -> Evaluation:
+    adapter, batch = _inputs()
+    level = SIDES[side].encoder
+    model = level.adapted(adapter, "float32", implementation or SIDES[side].plain)
+    return level.evaluate(model, batch, True)
+
+
+@functools.cache
+def _inputs() -> tuple[Adapter, minilm.Batch]:
+    adapter = minilm.initial_adapter()
+    generator = torch.Generator().manual_seed(0)
+    for values in adapter.values():
+        values["lora_b"].normal_(0, LORA_B_DEVIATION, generator=generator)
+        factor = torch.empty_like(values["magnitude"])
+        values["magnitude"] *= factor.normal_(1, MAGNITUDE_DEVIATION, generator=generator)
+    return adapter, minilm.batch(minilm.sentence_pairs()[:2])
+
+
+def _model(report: Report, backend: Backend | None) -> None:
+    """Compares a tiny decoder in fp32 with transformers with PEFT and with fp64."""
+    found = {side: result[side] for side, result in _both(_execute, backend).items()}
+    judge(report, MODEL_RUN, _sound(_execute, None) | found)
+
+
+def _execute(side: Backend | None) -> dict[str, Any]:
+    """Returns the results of one side, or of all systems that are neither."""
+    known = systems(MODEL_RUN)
+    names = [side] if side else [name for name in known if name not in SIDES]
+    run = Report(None, "model", {})
+    results = execute(run, MODEL_RUN, draw(MODEL_RUN, "cpu"), {name: known[name] for name in names})
+    if crashed := [row["note"] for row in run.rows if row["ok"] is False]:
+        raise RuntimeError(f"the model cannot run: {crashed}")
+    return results
+
+
+def _training(report: Report, backend: Backend | None) -> None:
+    """Compares short training runs in fp32."""
+    apart = quick.difference(_both(quick.train, backend))
+    ok = apart.within(compare.FULL_PRECISION)
+    report.add("training", "losses, adapters", side="jax, torch", ok=ok)
+
+
+# The cheapest first.
+CASE_SETS: dict[Level, CaseSet] = {
+    "operator": functools.partial(_cases, OPERATOR_CASES),
+    "layer": functools.partial(_cases, LAYER_CASES),
+    "encoder": _encoder,
+    "model": _model,
+    "training": _training,
+}

@@ -55,33 +55,26 @@ def choose_device(device: str) -> str:
     Raises:
       SystemExit: "cuda" is asked for and one of the frameworks has none.
     """
+    import jax
     import torch
 
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
         # XLA's size for its thread pool. Callbacks of interpreted kernels wait for each other on
         # that pool, and with as few threads as a small machine has cores they deadlock.
         os.environ.setdefault("NPROC", "16")
-        import jax
-
         jax.config.update("jax_platforms", "cpu")
-        return device
-    if not torch.cuda.is_available():
-        sys.exit(
-            "--device cuda: torch sees no GPU; install a CUDA build of torch or use --device cpu"
-        )
+        return "cpu"
     # Both frameworks share the card.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    import jax
-
-    if jax.default_backend() != "gpu":
-        sys.exit(
-            "--device cuda: jax sees no GPU; pip install 'jax-dora[cuda13]' or use --device cpu"
-        )
+    for framework, sees, install in (
+        ("torch", torch.cuda.is_available(), "install a CUDA build of torch"),
+        ("jax", jax.default_backend() == "gpu", "pip install 'jax-dora[cuda13]'"),
+    ):
+        if not sees:
+            sys.exit(f"--device cuda: {framework} sees no GPU; {install}, or use --device cpu")
     torch.backends.cuda.matmul.allow_tf32 = False
-    return device
+    return "cuda"
 
 
 def _version(package: str) -> str:

@@ -1,128 +1,53 @@
-"""A small case set of every level of parity, for `parity.controls` to run with and without faults.
-
-Each is a function that adds what it judges to a report: all of it passes, in sound packages.
-"""
+"""The levels of `python -m parity` alone: operators, layers and a pretrained encoder."""
 
 from __future__ import annotations
 
+import argparse
 import functools
-from collections.abc import Callable, Iterable
-from typing import Any
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
 
 import torch
 
-from parity import cases, encoder, minilm
+from parity import cases, command, minilm
 from parity.compare import run_case
-from parity.faults import Level
-from parity.minilm import Adapter, Evaluation
-from parity.model.sizes import TINY, Run
+from parity.encoder import CASE, run_encoder
 from parity.report import Report
-from parity.sides import SIDES, Backend
-from parity.sides.torch.encoder import evaluate
-
-# With zero rows beside ordinary ones, and g near 1: where each fault shows.
-OPERATOR_CASES = ("norm 192x128 r16 float32 zero rows", "compose 7x72 bfloat16 near unity")
-LAYER_CASES = ("layer 33x96x64 r16 float32 zero rows",)
-MODEL_RUN = Run(TINY, "float32", layers=2, tokens=24, last=16)
-# Of the encoder's adapter, whose lora_b starts at zero and whose magnitudes at their norms.
-LORA_B_DEVIATION = 0.02
-MAGNITUDE_DEVIATION = 0.05
 
 
-# Given the package in which a fault is planted, or None: the other one's results may be old ones.
-CaseSet = Callable[[Report, Backend | None], None]
+def main(options: argparse.Namespace) -> int:
+    levels = options.level or command.LEVELS
+    work = [w for w in _work(options) if w[0] in levels and re.search(options.case, w[1])]
+    if not work:
+        sys.exit(f"no case matches --case {options.case!r} at level {' or '.join(levels)}")
+    if options.list:
+        print("\n".join(name for _, name, _ in work))
+        return 0
+    if work[-1][0] == "encoder":
+        try:
+            minilm.folder()  # what is missing is told before the first case, not after the last
+        except FileNotFoundError as error:
+            sys.exit(f"python -m parity: {error}, or leave it out: --level operator --level layer")
+    reports: dict[str, Report] = {}
+    for number, (level, name, add) in enumerate(work, 1):
+        if level not in reports:
+            reports[level] = command.report(options, level)
+        start = time.perf_counter()
+        add(reports[level])
+        seconds = time.perf_counter() - start
+        reports[level].add(name, "seconds", value=seconds)
+        print(f"[{number}/{len(work)}] {name}: {seconds:.1f} s", file=sys.stderr, flush=True)
+        if options.device == "cuda":
+            torch.cuda.empty_cache()  # jax allocates from the same card
+    return max([report.finish() for report in reports.values()])
 
 
-def levels() -> dict[Level, CaseSet]:
-    """Returns the case sets, cheapest first."""
-    return {
-        "operator": functools.partial(_cases, OPERATOR_CASES),
-        "layer": functools.partial(_cases, LAYER_CASES),
-        "encoder": _encoder,
-        "model": _model,
-        "training": _training,
-    }
-
-
-def _cases(names: Iterable[str], report: Report, backend: Backend | None) -> None:
-    known = {case.name: case for case in cases.cpu_cases()}
-    for name in names:
-        run_case(report, known[name], "cpu")
-
-
-@functools.cache
-def _sound(run: Callable[[Any], Any], side: Backend | None) -> Any:
-    return run(side)
-
-
-def _both(run: Callable[[Backend], Any], backend: Backend | None) -> dict[Backend, Any]:
-    """Returns what `run` gives for each side: anew where a fault is planted."""
-    return {side: run(side) if side == backend else _sound(run, side) for side in SIDES}
-
-
-def _encoder(report: Report, backend: Backend | None) -> None:
-    """Compares pretrained weights, embeddings and the adapter's gradients in fp32."""
-    exact, plain = _references()
-    encoder.compare(report, "float32", encoder.PLAIN, exact, _both(_evaluate, backend), plain)
-
-
-@functools.cache
-def _references() -> tuple[Evaluation, dict[Backend, Evaluation]]:
-    exact = evaluate(encoder.dense(_adapter(), "cpu"), _batch(), True)
-    return exact, {side: _evaluate(side, "plain") for side in SIDES}
-
-
-def _evaluate(side: Backend, implementation: str | None = None) -> Evaluation:
-    level = SIDES[side].encoder
-    model = level.adapted(_adapter(), "float32", implementation or SIDES[side].plain)
-    return level.evaluate(model, _batch(), True)
-
-
-@functools.cache
-def _batch() -> minilm.Batch:
-    return minilm.batch(minilm.sentence_pairs()[:2])
-
-
-@functools.cache
-def _adapter() -> Adapter:
-    adapter = minilm.initial_adapter()
-    generator = torch.Generator().manual_seed(0)
-    for values in adapter.values():
-        values["lora_b"].normal_(0, LORA_B_DEVIATION, generator=generator)
-        factor = torch.empty_like(values["magnitude"])
-        values["magnitude"] *= factor.normal_(1, MAGNITUDE_DEVIATION, generator=generator)
-    return adapter
-
-
-def _model(report: Report, backend: Backend | None) -> None:
-    """Compares a tiny decoder in fp32 with transformers with PEFT and with fp64."""
-    from parity.model.checks import judge
-
-    others = _sound(_execute, None)
-    found = {side: result[side] for side, result in _both(_execute, backend).items()}
-    judge(report, MODEL_RUN, others | found)
-
-
-def _execute(side: Backend | None) -> dict[str, Any]:
-    """Returns the results of one side, or of all systems that are neither."""
-    # transformers and PEFT, which the levels below can do without.
-    from parity.model.execute import execute, systems
-    from parity.model.weights import draw
-
-    known = systems(MODEL_RUN)
-    names = [side] if side else [name for name in known if name not in SIDES]
-    chosen = {name: known[name] for name in names}
-    results, errors = execute(MODEL_RUN, draw(MODEL_RUN, "cpu"), chosen)
-    if errors:
-        raise RuntimeError(f"the model cannot run: {errors}")
-    return results
-
-
-def _training(report: Report, backend: Backend | None) -> None:
-    """Compares short training runs in fp32."""
-    from parity.training import compare, quick
-
-    found = _both(quick.train, backend)
-    apart = quick.difference(found["jax"], found["torch"])
-    within = apart.within(compare.FULL_PRECISION)
-    report.add("training", "losses, adapters", side="jax, torch", ok=within)
+def _work(options: argparse.Namespace) -> Iterator[tuple[str, str, Callable[[Report], None]]]:
+    """Yields a level, a case's name, and what adds it to the level's report."""
+    chosen = cases.cpu_cases() if options.device == "cpu" else cases.gpu_cases()
+    for case in cases.quick(chosen) if options.quick else chosen:
+        yield case.level, case.name, functools.partial(run_case, case=case, device=options.device)
+    encode = functools.partial(run_encoder, device=options.device, quick=options.quick)
+    yield "encoder", CASE, encode

@@ -107,8 +107,8 @@ def used(row: Row) -> float:
 
 
 def text(header: Mapping[str, Any], rows: Sequence[Row], whole: bool = False) -> str:
-    """Returns the report as Markdown: a line for every quantity and side, all that failed, what was
-    measured and not judged, and, if `whole`, every row."""
+    """Returns the report as Markdown: a line for every quantity and side, or for every planted
+    fault, all that failed, what was measured and not judged, and, if `whole`, every row."""
     judged = [row for row in rows if row["ok"] is not None]
     failed = [row for row in judged if not row["ok"]]
     verdict = f"{len(judged) - len(failed)} of {len(judged)} comparisons passed"
@@ -116,12 +116,13 @@ def text(header: Mapping[str, Any], rows: Sequence[Row], whole: bool = False) ->
         f"# Parity: {header['level']}",
         f"{'FAILED: ' if failed or not judged else ''}{verdict}.",
         "\n".join(f"- {name}: {value}" for name, value in header["environment"].items()),
-        table(COLUMNS, _summary(judged)),
-        *_facts(rows),
     ]
+    if header["level"] == "controls":
+        return "\n\n".join([*parts, _matrix(judged)])
+    parts += [table(COLUMNS, _summary(judged)), *_facts(rows)]
     for heading, chosen in (("Failed", failed), ("All", judged if whole else ())):
         if chosen:
-            each = table(("case", *COLUMNS[:2], *COLUMNS[4:], "note"), _each(chosen))
+            each = table(("case", *COLUMNS[:2], *COLUMNS[4:], "note"), map(_judged, chosen))
             parts.append(f"## {heading}\n\n{each}")
     return "\n\n".join(parts)
 
@@ -162,12 +163,7 @@ def main(arguments: Sequence[str]) -> int:
             header, rows = read(file)
         except (OSError, ValueError) as error:
             sys.exit(f"python -m parity report: {error}")
-        if header["level"] == "controls":
-            from parity.controls import matrix
-
-            print(matrix(rows))
-        else:
-            print(text(header, rows, options.all))
+        print(text(header, rows, options.all))
         sound = sound and passed(rows)
     return 0 if sound else 1
 
@@ -199,31 +195,48 @@ def _summary(judged: Sequence[Row]) -> Iterator[list[str]]:
         yield [*key, str(len(group)), nearest["case"], *_numbers(nearest), verdict]
 
 
-def _each(rows: Iterable[Row]) -> Iterator[list[str]]:
-    for row in rows:
-        words = [row["case"], row["quantity"], row["side"] or ""]
-        yield [*words, *_numbers(row), "pass" if row["ok"] else "FAIL", row["note"] or ""]
+def _judged(row: Row) -> list[str]:
+    words = [row["case"], row["quantity"], row["side"] or ""]
+    return [*words, *_numbers(row), "pass" if row["ok"] else "FAIL", row["note"] or ""]
 
 
 def _numbers(row: Row) -> list[str]:
     return [_cell(row["error"]), _cell(row["bound"]), f"{used(row):.2f}"]
 
 
-def _facts(rows: Iterable[Row]) -> Iterator[str]:
-    """Yields tables of what is measured and not judged: of single values, and a quantity each."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        if row["ok"] is None and row["quantity"] != "seconds":
-            single = "value" in row and row["side"] is None
-            groups.setdefault("" if single else row["quantity"], []).append(row)
-    for quantity, group in groups.items():
-        values = [item for row in group for item in row.items()]
-        shown = {name: None for name, v in values if v is not None and not isinstance(v, dict)}
-        if quantity:
-            shown.pop("quantity")
-        cells = ([_cell(row.get(name)) for name in shown] for row in group)
-        yield (f"{quantity}:\n\n" if quantity else "") + table(list(shown), cells)
-
-
 def _cell(value: Any) -> str:
     return "" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _facts(rows: Iterable[Row]) -> Iterator[str]:
+    """Yields tables of what is measured and not judged, one for all rows of the same columns."""
+    tables: dict[tuple[str, ...], list[list[str]]] = {}
+    for row in rows:
+        if row["ok"] is None and row["quantity"] != "seconds":
+            shown = {k: v for k, v in row.items() if v is not None and not isinstance(v, dict)}
+            tables.setdefault(tuple(shown), []).append([_cell(value) for value in shown.values()])
+    for columns, cells in tables.items():
+        yield table(columns, cells)
+
+
+def _matrix(rows: Sequence[Row]) -> str:
+    """Returns the table of which level caught which fault in which package; first of all stands no
+    fault."""
+    levels = list(dict.fromkeys(row["quantity"] for row in rows))
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        found.setdefault((row["case"], row["side"] or ""), {})[row["quantity"]] = outcome(row)
+    lines = ([*key, *(of.get(level, "not run") for level in levels)] for key, of in found.items())
+    return table(("fault", "planted in", *levels), lines)
+
+
+def outcome(row: Row) -> str:
+    """Returns in words what a row of the controls tells."""
+    if row["note"]:
+        return f"ERROR {row['note']}"
+    if row["side"] is None:
+        return "passes" if row["ok"] else f"FAILS: {row['failed']}"
+    if not row["failed"]:
+        return "MISSED" if row["expected"] else "–"
+    word = "**caught**" if row["expected"] else "caught"
+    return word if row["blamed"] else f"{word}, WRONG SIDE: {row['failed']}"

@@ -12,21 +12,21 @@ order of sums differs.
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+import torch
 
-from parity import command
-from parity.environment import choose_device
-
-if TYPE_CHECKING:
-    import torch
-
-    from parity.cases import Case, LayerInputs
-    from parity.report import Report
-    from parity.sides import Backend
+from parity import cases, command, oracle, tolerances
+from parity.cases import Case, LayerInputs
+from parity.compare import expected_layer, judge_all
+from parity.report import Report
+from parity.sides import SIDES, Backend
 
 LAYOUTS = ("dp", "fsdp", "tp column", "tp row", "fsdp×tp column", "fsdp×tp row")
 STEPS, LEARNING_RATE = 200, 3e-3
@@ -48,13 +48,11 @@ class Problem(NamedTuple):
     scale: float
 
 
-def cases(quick: bool) -> list[Case]:
+def layers(quick: bool) -> list[Case]:
     """Returns layers whose rows and rank divide over four devices, and layers where they do not."""
-    from parity.cases import layer
-
     regimes = ("trained", "near_unity", "zero_rows")[: 1 if quick else None]
     sizes = [(32, 96, 64, 16), (33, 96, 64, 7)]
-    return [layer("float32", *size, regime=regime) for size in sizes for regime in regimes]
+    return [cases.layer("float32", *size, regime=regime) for size in sizes for regime in regimes]
 
 
 def run(
@@ -62,29 +60,19 @@ def run(
 ) -> None:
     """Adds a line for every quantity of a case in every layout that is named; `options` are those
     of torch's processes."""
-    from parity.cases import layer_inputs
-    from parity.compare import judge, prepare_layer
-
-    where = device if side == "jax" else "cpu"
-    arguments = layer_inputs(case, where), case.scale, tuple(names)
-    exact = prepare_layer(case, where)[0]
-    for name, found in zip(
-        names, _results(side, "layers", arguments, device, **options), strict=True
-    ):
-        for quantity, one in exact.items():
-            arrays = found[quantity], one.want, one.bound
-            judge(report, f"{name}: {case.name}", quantity, side, *arrays)
+    inputs = cases.layer_inputs(case, device if side == "jax" else "cpu")
+    expected = expected_layer(case, inputs)
+    results = _in_each(side, "layer", names, device, (inputs, case.scale), options)
+    for name, found in zip(names, results, strict=True):
+        judge_all(report, f"{name}: {case.name}", side, found, expected)
 
 
 def train(report: Report, side: Backend, names: Sequence[str], device: str, **options: Any) -> None:
     """Adds a line for training in each layout that is named."""
-    from parity import tolerances
-
-    arguments = problem(), ("one", *names)
-    found = np.array(_results(side, "losses", arguments, device, **options))
-    alone = found[0]
+    losses = np.array(_in_each(side, "losses", ("one", *names), device, (problem(),), options))
+    alone = losses[0]
     limit = tolerances.caps.TRAINING_FP32_WORST_LOSS_DIFFERENCE
-    for name, apart in zip(names, np.abs(found[1:] - alone), strict=True):
+    for name, apart in zip(names, np.abs(losses[1:] - alone), strict=True):
         report.add(
             f"{name}: {STEPS} steps",
             ("first |Δloss|", "worst |Δloss|"),
@@ -96,62 +84,39 @@ def train(report: Report, side: Backend, names: Sequence[str], device: str, **op
         )
 
 
-def _results(
+def _in_each(
     side: Backend,
     function: str,
-    arguments: tuple[Any, ...],
+    names: Sequence[str],
     device: str,
-    *,
-    processes: int = 4,
-    spoilt: bool = False,
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
 ) -> list[Any]:
-    """Returns what a function of a side's module `sharded` gives.
-
-    Args:
-      processes: of torch's side.
-      spoilt: each of them takes the norm of the rows that it has.
-    """
-    if side == "jax":
-        from parity.sides.jax import sharded
-
-        return getattr(sharded, function)(*arguments, device)
-    from parity.sides.torch import processes as launched
-    from parity.sides.torch import sharded
-
-    call = getattr(sharded, function)
-    return launched.run(call, processes, device, *arguments, device, spoilt)
+    """Returns what a function of a side's module `sharded` gives in every layout that is named."""
+    module = importlib.import_module(f"parity.sides.{side}.sharded")
+    return module.in_each(getattr(module, function), names, device, arguments, **options)
 
 
 def problem() -> Problem:
     """Returns what a trained adapter computes, to be learned."""
-    from parity import oracle
-    from parity.cases import layer, layer_inputs
-
     # Rows and a rank that do not divide over four devices.
-    case = layer("float32", 33, 96, 64, 7, bias=False)
-    inputs, s = layer_inputs(case, "cpu"), case.scale
+    case = cases.layer("float32", 33, 96, 64, 7, bias=False)
+    inputs, s = cases.layer_inputs(case, "cpu"), case.scale
     adapter = (inputs.weight, inputs.lora_a, inputs.lora_b)
     wanted = oracle.dora_linear(inputs.x, *adapter, inputs.magnitude, s)
     unit = (wanted - inputs.x.double() @ inputs.weight.double().T).square().mean()
     return Problem(inputs, wanted.float(), float(unit), s)
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = command.parser("sharded", "Holds a layer on four devices to fp64, in every layout.")
-    options = parser.parse_args(list(arguments))
-    device = choose_device(options.device)
-    import jax
-
-    if device == "cpu":
+def main(options: argparse.Namespace) -> int:
+    if options.device == "cpu":
         jax.config.update("jax_num_cpu_devices", 4)
     if jax.device_count() < 4:
         sys.exit(f"python -m parity sharded takes 4 devices, and there are {jax.device_count()}")
-    from parity.sides import SIDES
-
-    report = command.report(options, device, "sharded")
+    report = command.report(options, "sharded")
     for side in SIDES:
-        for case in cases(options.quick):
-            run(report, side, case, LAYOUTS, device)
+        for case in layers(options.quick):
+            run(report, side, case, LAYOUTS, options.device)
         if not options.quick:
-            train(report, side, LAYOUTS, device)
+            train(report, side, LAYOUTS, options.device)
     return report.finish()

@@ -1,46 +1,87 @@
-"""The command line of `python -m parity model`."""
+"""`python -m parity model`: runs the systems one after the other on the same weights."""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import functools
 import gc
 import sys
-from collections.abc import Sequence
-from importlib import import_module
+import time
+import traceback
+from collections.abc import Callable, Mapping
+
+import jax
+import torch
 
 from parity import command
-from parity.environment import choose_device
-from parity.model.sizes import runs
+from parity.model import reference
+from parity.model.checks import FP64, FP64_BASE, judge
+from parity.model.sizes import Run, runs
+from parity.model.weights import Result, Weights, draw
+from parity.report import Report
+from parity.sides import SIDES, Backend
 
 DTYPES = {"bf16": ("bfloat16",), "fp32": ("float32",), "both": ("bfloat16", "float32")}
 
+System = Callable[[Run, Weights], Result]
 
-def main(arguments: Sequence[str]) -> int:
+
+def main(options: argparse.Namespace) -> int:
     """Returns 0 if every check of every run passed, else 1."""
-    parser = command.parser(
-        "model",
-        "Runs one decoder with one DoRA adapter through Flax and jax_dora, through transformers "
-        "and torch_dora, through transformers and PEFT, and densely in fp64, and compares logits "
-        "and the adapter's gradients.",
-    )
-    parser.add_argument("--layers", type=command.positive, help="of every run, in place of its own")
-    parser.add_argument("--sequence", type=command.positive, help="tokens of every run")
-    parser.add_argument("--dtype", choices=DTYPES, default="both")
-    options = parser.parse_args(arguments)
-    device = choose_device(options.device)
-    try:
-        import_module("parity.sides.torch.decoder")  # needs transformers and PEFT
-    except ModuleNotFoundError as error:
-        sys.exit(f"python -m parity model: {error}; pip install 'jax-dora[dev]'")
-    from parity.model.checks import judge
-    from parity.model.execute import execute, systems
-    from parity.model.weights import draw
-
-    report = command.report(options, device, "model", ("transformers", "peft"))
+    report = command.report(options, "model", ("transformers", "peft"))
     sizes = {"layers": options.layers, "tokens": options.sequence}
-    for run in runs(device, DTYPES[options.dtype], quick=options.quick, **sizes):
-        weights = draw(run, device)
-        results, _ = execute(run, weights, systems(run), report)
+    for run in runs(options.device, DTYPES[options.dtype], quick=options.quick, **sizes):
+        weights = draw(run, options.device)
+        results = execute(report, run, weights, systems(run))
         judge(report, run, results)
         del weights, results
         gc.collect()
     return report.finish()
+
+
+def systems(run: Run) -> dict[str, System]:
+    """Returns all that a run compares, by name: a side and its implementation."""
+    found: dict[str, System] = {
+        FP64_BASE: functools.partial(reference.compute, adapted=False),
+        FP64: reference.compute,
+    }
+    chosen: dict[Backend, tuple] = {"torch": ("base", "peft", *run.torch)}
+    chosen["jax"] = ("base", *run.jax)
+    for side, implementations in chosen.items():
+        decoder = SIDES[side].decoder
+        for implementation in implementations:
+            name = f"{side} {implementation or ''}".strip()
+            found[name] = functools.partial(decoder.compute, implementation=implementation)
+    return found
+
+
+def execute(
+    report: Report, run: Run, weights: Weights, chosen: Mapping[str, System]
+) -> dict[str, Result]:
+    """Runs every system in turn, and adds its loss to the report; one that fails, which is added
+    too, does not stop the others."""
+    results: dict[str, Result] = {}
+    cuda = weights.tokens.is_cuda
+    for name, system in chosen.items():
+        start = time.perf_counter()
+        try:
+            found = system(run, weights)
+            if cuda:
+                torch.cuda.synchronize()
+        except Exception as error:
+            note = f"{type(error).__name__}: {error}".strip()[:2000]
+            report.add(run.name, "result", side=name, ok=False, note=note)
+            traceback.print_exc()
+        else:
+            results[name] = found
+            facts = {"value": found.loss, "seconds": time.perf_counter() - start}
+            report.add(run.name, "loss", side=name, **facts, run=dataclasses.asdict(run))
+        seconds = time.perf_counter() - start
+        print(f"{run.name}, {name}: {seconds:.1f} s", file=sys.stderr, flush=True)
+        # Both frameworks allocate from one card.
+        gc.collect()
+        if cuda:
+            jax.clear_caches()
+            torch.cuda.empty_cache()
+    return results

@@ -1,24 +1,22 @@
 """The two sides of parity, JAX and torch, and the one protocol that both speak at every level.
 
-A side has four modules, which are imported when they are asked for. Wherever an `implementation` is
-chosen, it is one of
+A side has a module for each level, which is imported when it is asked for, with these functions.
+Tensors are torch's, in PyTorch's layout, on either side. Wherever an `implementation` is chosen, it
+is one of
 
     "mosaic", "xla"; "triton", "eager"    the packages' own; None is what a package chooses itself
     "plain"     the same computation in the framework's own operations
     "base"      the model without adapters
     "peft"      Hugging Face PEFT's layers, on torch's side
-
-Tensors are torch's, in PyTorch's layout, on either side.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,11 +25,9 @@ if TYPE_CHECKING:
     from parity.minilm import Adapter, Batch, Evaluation
     from parity.model.sizes import Run as ModelRun
     from parity.model.weights import Result, Weights
-    from parity.training.adapter import Adapter as StackedAdapter
     from parity.training.compare import Run
-    from parity.training.settings import Settings
 
-Backend = Literal["jax", "torch"]
+Backend = str  # "jax" or "torch"
 Implementation = str | None
 Progress = Callable[[int, float], None]
 Computation = Callable[[], Any]
@@ -44,35 +40,25 @@ class Operators(Protocol):
     def norm(
         self, inputs: LayerInputs, scale: float, implementation: Implementation
     ) -> Computation: ...
-
     def magnitude_scale(
         self, magnitude: Tensor, row_norm: Tensor, dtype: str, implementation: Implementation
     ) -> Tensor: ...
-
     def compose(
         self, inputs: ComposeInputs, scale: float, implementation: Implementation, *, frozen: bool
     ) -> Computation: ...
-
     def layer(
         self, inputs: LayerInputs, scale: float, implementation: Implementation, *, frozen: bool
     ) -> Computation: ...
 
 
 class Encoder(Protocol):
-    """The pretrained sentence encoder."""
+    """The pretrained sentence encoder; `adapted` makes it, with an implementation for all
+    projections or one by projection."""
 
     def adapted(
-        self,
-        adapter: Adapter,
-        dtype: str,
-        implementation: Implementation | Mapping[str, str],
-        device: str = "cpu",
-    ) -> Any:
-        """Returns an encoder with the adapter in it; `implementation` may be by projection."""
-        ...
-
+        self, adapter: Adapter, dtype: str, implementation: Any, device: str = ...
+    ) -> Any: ...
     def evaluate(self, encoder: Any, batch: Batch, gradients: bool) -> Evaluation: ...
-
     def train(self, encoder: Any, batch: Batch, steps: int) -> tuple[list[float], Adapter]: ...
 
 
@@ -85,22 +71,11 @@ class Decoder(Protocol):
 
 
 class Training(Protocol):
-    """A training run of a small decoder.
+    """A training run of a small decoder, of `parity.training.settings.Settings`, the folder of the
+    base model, the initial adapter, the seed of the batches' order, the implementation, and, as
+    options, what is told of the progress and the device."""
 
-    `base` is the folder of the base model, `adapter` the initial adapter, and `seed` that of the
-    order of the batches.
-    """
-
-    def train(
-        self,
-        settings: Settings,
-        base: Path,
-        adapter: StackedAdapter,
-        seed: int,
-        implementation: Implementation,
-        progress: Progress | None = None,
-        device: str = "cpu",
-    ) -> Run: ...
+    def train(self, *arguments: Any, **options: Any) -> Run: ...
 
 
 @dataclass(frozen=True)
@@ -111,10 +86,21 @@ class Side:
     plain: str
     kernels: str
 
-    operators = property(lambda self: cast(Operators, self._module("operators")))
-    encoder = property(lambda self: cast(Encoder, self._module("encoder")))
-    decoder = property(lambda self: cast(Decoder, self._module("decoder")))
-    training = property(lambda self: cast(Training, self._module("training")))
+    @property
+    def operators(self) -> Operators:
+        return self._module("operators")
+
+    @property
+    def encoder(self) -> Encoder:
+        return self._module("encoder")
+
+    @property
+    def decoder(self) -> Decoder:
+        return self._module("decoder")
+
+    @property
+    def training(self) -> Training:
+        return self._module("training")
 
     def _module(self, level: str) -> Any:
         return importlib.import_module(f"parity.sides.{self.name}.{level}")
@@ -126,14 +112,13 @@ SIDES: dict[Backend, Side] = {
 }
 
 
-def composes(
-    ops: Any, plain: Callable[..., Any], scale: float, implementation: Implementation
-) -> dict[str, Callable[..., Any]]:
-    """Returns both forms of the compose by name and a space, functions of `base`, `lora` and `g`:
-    those of a package's `ops`, or `plain` where that is the implementation."""
-    return {
-        f"{name} ": functools.partial(plain, scale=scale, delta=name == "compose_delta")
-        if implementation == "plain"
-        else functools.partial(getattr(ops, name), scale=scale, implementation=implementation)
-        for name in ("compose", "compose_delta")
-    }
+def chosen(
+    op: Callable[..., Any],
+    plain: Callable[..., Any],
+    implementation: Implementation,
+    **options: Any,
+) -> Callable[..., Any]:
+    """Returns a package's operator, by an implementation that it is told, or the plain one."""
+    if implementation != "plain":
+        return functools.partial(op, implementation=implementation, **options)
+    return functools.partial(plain, **options)

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,37 +28,15 @@ from parity.training.variants import NATIVE_ONLY, PAIRINGS, PEFT, VARIANTS, Job,
 SEEDS = (1, 2, 3)
 # Of the first seed's losses the report has every so many steps'; statistics are over all.
 CURVE_EVERY = 10
-PROGRESS_LINES = 8
 QUANTITIES = ("mean |Δloss|", "worst |Δloss|", "final evaluation |Δ|")
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.parser(
-        "training",
-        "Trains the same DoRA adapter in JAX and in torch, from the same initial state on the same "
-        "batches, and compares losses, gradient norms and adapters. --quick: a tiny model, one "
-        "seed, few steps.",
-    )
-    parser.add_argument("--steps", type=int, help="of every run; 2000, or 40 with --quick")
-    parser.add_argument("--seeds", type=int, nargs="+", help="default 1 2 3, or 1 with --quick")
-    only = "only variants whose name, such as 'torch triton', has this regular expression"
-    parser.add_argument("--variant", default="", type=command.expression, help=only)
-    at_a_time = "runs at a time; default 6 on a GPU and 1 on a CPU"
-    parser.add_argument("--jobs", type=command.positive, help=at_a_time)
-    options = parser.parse_args(arguments)
-    if options.steps is not None and options.steps < 2:
-        parser.error(f"--steps is {options.steps}; expected at least 2")
-    options.seeds = options.seeds or (SEEDS[:1] if options.quick else SEEDS)
-    return options
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(options: argparse.Namespace) -> int:
     """Returns 1 if runs came further apart than `parity.tolerances` allows."""
-    options = parse(arguments)
-    # The processes do the work; this one holds nothing on the card.
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    # For the processes that do the work.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    device = choose_device(options.device)
+    device = options.device
+    options.seeds = options.seeds or (SEEDS[:1] if options.quick else SEEDS)
     at_a_time = options.jobs or (6 if device == "cuda" else 1)
     os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{0.9 / at_a_time:.3f}"
     settings = Settings.tiny() if options.quick else Settings()
@@ -70,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.exit(f"no variant on {device} matches --variant {options.variant!r}; expected {names}")
     facts = {"settings": dataclasses.asdict(settings), "text": text().facts()}
     packages = ("optax", "transformers", "peft")
-    report = command.report(options, device, "training", packages, **facts)
+    report = command.report(options, "training", packages, **facts)
     found: dict[Job, Run] = {}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(at_a_time) as pool:
         base = Path(folder)
@@ -169,13 +147,7 @@ def _train(settings: Settings, device: str, base: Path, job: Job) -> Run:
 
 
 def _progress(label: str, steps: int) -> Callable[[int, float], None]:
-    every = max(1, steps // PROGRESS_LINES)
-    told = 0
-
     def progress(step: int, loss: float) -> None:
-        nonlocal told
-        if step // every > told or step == steps:
-            told = step // every
-            print(f"{label}: step {step} of {steps}, loss {loss:.4f}", file=sys.stderr, flush=True)
+        print(f"{label}: step {step} of {steps}, loss {loss:.4f}", file=sys.stderr, flush=True)
 
     return progress

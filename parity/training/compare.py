@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,21 +32,21 @@ class Run:
     seconds: float
 
 
-class Limits(NamedTuple):
-    """The largest mean and single |Δloss| over the steps, and |Δ| of the final evaluation."""
+class Figures(NamedTuple):
+    """The mean and the largest |Δloss| over the steps, and |Δ| of the final evaluation."""
 
     mean: float
     worst: float
     final: float
 
 
-PAPER = Limits(
+# The largest that they may be, and that in fp32.
+PAPER = Figures(
     tolerances.caps.TRAINING_MEAN_LOSS_DIFFERENCE,
     tolerances.caps.TRAINING_WORST_LOSS_DIFFERENCE,
     tolerances.caps.TRAINING_FINAL_EVAL_DIFFERENCE,
 )
-# Of fp32 base weights and activations.
-FULL_PRECISION = Limits(
+FULL_PRECISION = Figures(
     tolerances.caps.TRAINING_FP32_MEAN_LOSS_DIFFERENCE,
     tolerances.caps.TRAINING_FP32_WORST_LOSS_DIFFERENCE,
     tolerances.caps.TRAINING_FP32_FINAL_EVAL_DIFFERENCE,
@@ -54,36 +55,28 @@ FULL_PRECISION = Limits(
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of two runs; losses in nats.
+    """The difference of two runs.
 
     Attributes:
-      mean, worst, final: of |Δloss| over the steps, and of the evaluation after the last.
-      worst_step: where `worst` is, counted from 1.
+      figures: in nats; NaN where a loss or a gradient norm is no number.
+      worst_step: where the largest |Δloss| is, counted from 1.
       gradient_norm_median, gradient_norm_worst: of the gradient norms' relative difference.
       drift: ‖a - b‖ between the final adapters,
       travelled: and the longer of their distances from the initial adapter.
-      finite: every loss and gradient norm is a number.
     """
 
-    mean: float
-    worst: float
-    final: float
+    figures: Figures
     worst_step: int
     gradient_norm_median: float
     gradient_norm_worst: float
     drift: float
     travelled: float
-    finite: bool
 
-    @property
-    def figures(self) -> Limits:
-        return Limits(self.mean, self.worst, self.final)
+    def verdicts(self, limits: Figures) -> list[bool]:
+        """Returns whether each figure is within its limit."""
+        return [figure <= limit for figure, limit in zip(self.figures, limits, strict=True)]
 
-    def verdicts(self, limits: Limits) -> list[bool]:
-        """Returns whether mean, worst and final are each within their limit."""
-        return [self.finite and f <= a for f, a in zip(self.figures, limits, strict=True)]
-
-    def within(self, limits: Limits) -> bool:
+    def within(self, limits: Figures) -> bool:
         return all(self.verdicts(limits))
 
 
@@ -93,15 +86,13 @@ def compare(one: Run, other: Run, start: Adapter) -> Difference:
     norms = np.abs(one.gradient_norms - other.gradient_norms)
     norms = norms / np.maximum(np.maximum(one.gradient_norms, other.gradient_norms), 1e-30)
     initial, a, b = (flat(adapter) for adapter in (start, one.adapter, other.adapter))
-    numbers = np.concatenate([one.losses, other.losses, norms])
+    figures = Figures(apart.mean(), apart.max(), abs(one.eval_after - other.eval_after))
+    finite = np.isfinite(np.concatenate([one.losses, other.losses, norms])).all()
     return Difference(
-        mean=float(apart.mean()),
-        worst=float(apart.max()),
-        final=abs(one.eval_after - other.eval_after),
+        figures=Figures(*(float(figure) if finite else math.nan for figure in figures)),
         worst_step=int(apart.argmax()) + 1,
         gradient_norm_median=float(np.median(norms)),
         gradient_norm_worst=float(norms.max()),
         drift=float(np.linalg.norm(a - b)),
         travelled=max(float(np.linalg.norm(end - initial)) for end in (a, b)),
-        finite=bool(np.isfinite(numbers).all()),
     )

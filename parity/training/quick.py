@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -21,24 +22,17 @@ SETTINGS = Settings.tiny(dtype="float32", learning_rate=2e-3, lora_b_deviation=0
 SEED = 1
 
 
-def quick_difference(device: str = "cpu") -> Difference:
-    """Returns how far plain JAX and plain torch are apart; the kernels have their own levels."""
-    return difference(train("jax"), train("torch", device))
-
-
-def difference(ours: Run, theirs: Run) -> Difference:
-    return compare(ours, theirs, start())
-
-
-def train(backend: Backend, device: str = "cpu") -> Run:
-    """Trains on one side; `device` is torch's."""
+def train(backend: Backend) -> Run:
+    """Trains plainly on one side; the kernels have their own levels."""
     side = SIDES[backend]
+    start = adapters.initial(SETTINGS, base(), SEED)
     with jax.default_matmul_precision("highest"), jax.numpy_dtype_promotion("standard"):
-        return side.training.train(SETTINGS, base(), start(), SEED, side.plain, device=device)
+        return side.training.train(SETTINGS, base(), start, SEED, side.plain)
 
 
-def start() -> adapters.Adapter:
-    return adapters.initial(SETTINGS, base(), SEED)
+def difference(runs: Mapping[Backend, Run]) -> Difference:
+    """Returns how far both sides' runs are apart."""
+    return compare(runs["jax"], runs["torch"], adapters.initial(SETTINGS, base(), SEED))
 
 
 @functools.cache

@@ -6,11 +6,10 @@ import jax
 import pytest
 
 from parity import bank
-from parity.faults import Fault, Point
+from parity.faults import Fault
 from parity.report import Report
 from tests.tables import thinned
 
-SIDES = {"jax": bank.jax_rows, "torch": bank.torch_rows}
 PROBLEMS = list(bank.problems(quick=True))
 
 
@@ -25,24 +24,14 @@ def of_the_base(norm):
 
 
 FAULTS = {
-    "another adapter": Fault(
-        "another_adapter",
-        "the next slot's adapter",
-        (),
-        {
-            "jax": (Point("jax_dora.bank.bank", "checked_ids", another),),
-            "torch": (Point("torch_dora.bank.layers", "_checked", another),),
-        },
-    ),
-    "the base's norm": Fault(
-        "norm_of_the_base",
-        "g = m / ‖W‖",
-        (),
-        {
-            "jax": (Point("jax_dora.ops", "factored_norm", of_the_base),),
-            "torch": (Point("torch_dora.bank.bank", "factored_norm", of_the_base),),
-        },
-    ),
+    "the next slot's adapter": {
+        "jax_dora.bank.bank.checked_ids": another,
+        "torch_dora.bank.layers._checked": another,
+    },
+    "the base's norm": {
+        "jax_dora.ops.factored_norm": of_the_base,
+        "torch_dora.bank.bank.factored_norm": of_the_base,
+    },
 }
 
 
@@ -53,10 +42,10 @@ def report(tmp_path):
 
 def run(report, problem, side):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        bank.run(report, problem, side, SIDES[side])
+        bank.run(report, problem, side, "cpu")
 
 
-@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("side", bank.ROWS)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
 def test_rows_agree_with_fp64(report, problem, side):
     run(report, problem, side)
@@ -66,10 +55,10 @@ def test_rows_agree_with_fp64(report, problem, side):
 
 @pytest.mark.parametrize(
     ("fault", "side"),
-    thinned(itertools.product(FAULTS, SIDES), zip(FAULTS, itertools.cycle(SIDES), strict=False)),
+    thinned(itertools.product(FAULTS, bank.ROWS), zip(FAULTS, bank.ROWS, strict=True)),
 )
 def test_faults_are_caught(report, fault, side):
-    with FAULTS[fault].plant(side):
+    with Fault(fault, fault, (), FAULTS[fault]).plant(side):
         run(report, PROBLEMS[0], side)
     assert not report.passed
     failed = {row["quantity"] for row in report.rows if not row["ok"]}

@@ -4,9 +4,9 @@ import pytest
 
 from parity import faults as planted
 from parity.__main__ import main
-from parity.controls import matrix, run_controls
-from parity.levels import levels
-from parity.report import Report, read
+from parity.command import CONTROLLED
+from parity.controls import CASE_SETS, run_controls
+from parity.report import Report, read, text
 
 
 @pytest.mark.slow
@@ -14,22 +14,21 @@ from parity.report import Report, read
 def test_a_level_catches_a_fault(level, fault, tmp_path):
     arguments = ["controls", "--level", level, "--fault", fault, "--out", str(tmp_path)]
     assert main(arguments) == 0
-    rows = read(tmp_path / "controls.jsonl")[1]
+    header, rows = read(tmp_path / "controls.jsonl")
     found = [(row["case"], row["side"], bool(row["failed"]), row["blamed"]) for row in rows]
     assert found == [
         ("none", None, False, True),
         (fault, "jax", True, True),
         (fault, "torch", True, True),
     ]
-    assert matrix(rows).count("**caught**") == 2
+    assert text(header, rows).count("**caught**") == 2
 
 
 @pytest.fixture
 def controls(tmp_path):
     def run(case_set, fault="cross_term_dropped", level="layer"):
         report = Report(tmp_path / "controls.jsonl", "controls", {})
-        faults = {fault: planted.FAULTS[fault]}
-        run_controls(report, {level: case_set}, faults, lambda line: None)
+        run_controls(report, {level: case_set}, [planted.FAULTS[fault]])
         return report
 
     return run
@@ -48,7 +47,7 @@ def failing(side, sound=False):
 def test_a_fault_that_gets_by_fails(controls):
     report = controls(lambda case_set, backend: None)
     assert not report.passed
-    assert "MISSED" in matrix(report.rows)
+    assert "MISSED" in text(report.header, report.rows)
     assert [row["ok"] for row in report.rows] == [True, False, False]
 
 
@@ -63,7 +62,7 @@ def test_sound_packages_that_fail_fail(controls):
 def test_blaming_the_other_package_fails(controls):
     report = controls(failing("torch triton", sound=True))
     assert [row["ok"] for row in report.rows] == [True, False, True]
-    assert "WRONG SIDE" in matrix(report.rows)
+    assert "WRONG SIDE" in text(report.header, report.rows)
 
 
 def test_a_crash_is_no_catch(controls):
@@ -73,7 +72,7 @@ def test_a_crash_is_no_catch(controls):
 
     report = controls(crash)
     assert not report.passed
-    assert "RuntimeError: no such luck" in matrix(report.rows)
+    assert "RuntimeError: no such luck" in text(report.header, report.rows)
 
 
 def test_an_unknown_fault_is_refused(tmp_path):
@@ -82,7 +81,7 @@ def test_an_unknown_fault_is_refused(tmp_path):
 
 
 def test_every_fault_must_be_caught_somewhere():
-    known = set(levels())
+    assert tuple(CASE_SETS) == CONTROLLED
     for fault in planted.FAULTS.values():
         assert fault.caught_by
-        assert set(fault.caught_by) <= known
+        assert set(fault.caught_by) <= set(CASE_SETS)

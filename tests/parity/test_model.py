@@ -8,8 +8,8 @@ import torch
 from jax_dora.models import rope
 from parity.__main__ import main
 from parity.model import reference
-from parity.model.checks import judge
-from parity.model.execute import FP64, PEFT, execute, systems
+from parity.model.checks import FP64, PEFT, judge
+from parity.model.command import execute, systems
 from parity.model.measure import compare, compare_logits
 from parity.model.sizes import ADAPTER, PROJECTIONS, QWEN3_8B, TINY, Run, runs
 from parity.model.weights import Result, draw, rope_frequencies
@@ -27,8 +27,9 @@ def weights():
 
 @pytest.fixture(scope="module")
 def results(weights):
-    results, errors = execute(RUN, weights, systems(RUN))
-    assert not errors
+    report = Report(None, "model", {})
+    results = execute(report, RUN, weights, systems(RUN))
+    assert not [row for row in report.rows if row["ok"] is False]
     return results
 
 
@@ -36,12 +37,12 @@ def _published(weights, merged):
     """transformers' model in fp64, of base weights or of merged ones."""
     model = torch_decoder._model(RUN, weights).double()
     with torch.no_grad():
-        for index, layer in enumerate(list(weights.layers) if merged else []):
-            for path, p in layer.projections.items():
-                direction = p.weight.double() + TINY.scale * (p.lora_b.double() @ p.lora_a.double())
+        for path, adapter in (weights.adapter if merged else {}).items():
+            for layer, a, b, m in zip(model.model.layers, *adapter.values(), strict=True):
+                linear = layer.get_submodule(path)
+                direction = linear.weight + TINY.scale * (b.double() @ a.double())
                 norm = torch.linalg.vector_norm(direction, dim=1)
-                linear = model.model.layers[index].get_submodule(path)
-                linear.weight = torch.nn.Parameter((p.magnitude / norm)[:, None] * direction)
+                linear.weight = torch.nn.Parameter((m / norm)[:, None] * direction)
         return model(input_ids=weights.tokens[:, :-1], logits_to_keep=RUN.last).logits[0]
 
 
@@ -65,23 +66,19 @@ def test_the_references_gradients_are_those_of_finite_differences(weights):
     gradients = reference.compute(RUN, weights).gradients
     generator = torch.Generator().manual_seed(3)
     for kind in ("self_attn.q_proj.lora_a", "mlp.down_proj.lora_b", "self_attn.v_proj.magnitude"):
-        name, _, field = kind.rpartition(".")
-        value = getattr(weights.layers[0].projections[name], field)
-        direction = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+        path, _, field = kind.rpartition(".")
+        first = {name: every[0].double() for name, every in weights.adapter[path].items()}
+        direction = torch.randn(first[field].shape, generator=generator, dtype=torch.float64)
         direction /= direction.norm()
 
-        def loss(step, name=name, field=field, value=value, direction=direction):
-            first = weights.layers[0]
-            moved = {field: value.double() + step * direction}
+        def loss(step, path=path, field=field, first=first, direction=direction):
+            moved = first | {field: first[field] + step * direction}
             if field != "magnitude":
                 # The norm is held constant, so the magnitude follows it.
-                p = first.projections[name]
-                moved["magnitude"] = p.magnitude.double() * _norm(p, moved) / _norm(p, {})
-            projections = first.projections | {
-                name: dataclasses.replace(first.projections[name], **moved)
-            }
-            layers = [dataclasses.replace(first, projections=projections), *weights.layers[1:]]
-            model = dataclasses.replace(weights, layers=layers)
+                base = weights.base[f"model.layers.0.{path}.weight"].double()
+                moved["magnitude"] = first["magnitude"] * _norm(base, moved) / _norm(base, first)
+            of = {name: [moved[name], *every[1:]] for name, every in weights.adapter[path].items()}
+            model = dataclasses.replace(weights, adapter=weights.adapter | {path: of})
             return reference.compute(RUN, model).loss
 
         step = 1e-4
@@ -89,10 +86,9 @@ def test_the_references_gradients_are_those_of_finite_differences(weights):
         assert slope == pytest.approx((gradients[kind][0] * direction).sum().item(), rel=1e-5)
 
 
-def _norm(projection, moved):
-    values = {"lora_a": projection.lora_a, "lora_b": projection.lora_b} | moved
-    product = values["lora_b"].double() @ values["lora_a"].double()
-    return torch.linalg.vector_norm(projection.weight.double() + TINY.scale * product, dim=1)
+def _norm(weight, adapter):
+    product = adapter["lora_b"] @ adapter["lora_a"]
+    return torch.linalg.vector_norm(weight + TINY.scale * product, dim=1)
 
 
 def failed(results):

@@ -7,7 +7,7 @@ import pytest
 
 from parity import sharded
 from parity.cases import layer
-from parity.faults import Fault, Point
+from parity.faults import Fault
 from parity.report import Report
 from tests.tables import thinned
 
@@ -27,7 +27,7 @@ FAULT = Fault(
     "norm_of_a_shard",
     "the norm of a kernel's rows that one device has",
     (),
-    {"jax": (Point("jax_dora.ops.norm", "NORM", of_its_own_shard),)},
+    {"jax_dora.ops.norm.NORM": of_its_own_shard},
 )
 ONE_AXIS = ("dp", "fsdp", "tp column", "tp row")
 
@@ -60,8 +60,8 @@ def test_the_norm_of_a_shard_is_caught(report, name):
 @pytest.mark.parametrize(
     ("case", "processes", "names"),
     [
-        (sharded.cases(quick=True)[-1], 2, ONE_AXIS),
-        (sharded.cases(quick=True)[-1], 4, sharded.LAYOUTS),
+        (sharded.layers(quick=True)[-1], 2, ONE_AXIS),
+        (sharded.layers(quick=True)[-1], 4, sharded.LAYOUTS),
         (layer("float32", 5, 2, 3, 1), 4, sharded.LAYOUTS),
     ],
 )
@@ -74,14 +74,14 @@ def test_torch_agrees_with_fp64(report, case, processes, names):
 @pytest.mark.slow
 def test_the_norm_of_a_shard_is_caught_in_torch(report):
     names = ("tp row", "fsdp×tp row")
-    sharded.run(report, "torch", sharded.cases(quick=True)[-1], names, "cpu", spoilt=True)
+    sharded.run(report, "torch", sharded.layers(quick=True)[-1], names, "cpu", spoilt=True)
     failed = {(row["case"].split(":")[0], row["quantity"]) for row in report.rows if not row["ok"]}
     assert {(name, quantity) for name in names for quantity in ("y", "d_magnitude")} <= failed
 
 
 @pytest.mark.gpus
 def test_torch_on_two_gpus_agrees_with_fp64(report):
-    for case in sharded.cases(quick=True):
+    for case in sharded.layers(quick=True):
         sharded.run(report, "torch", case, ONE_AXIS, "cuda", processes=2)
     assert report.passed
 
@@ -115,4 +115,4 @@ def test_the_norm_of_a_shard_is_right_at_first_in_torch(report):
 
 def run_last(report, name):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        sharded.run(report, "jax", sharded.cases(quick=True)[-1], (name,), "cpu")
+        sharded.run(report, "jax", sharded.layers(quick=True)[-1], (name,), "cpu")

@@ -21,14 +21,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_dora import ops
 from parity import oracle
 from parity.cases import ComposeInputs, LayerInputs
-from parity.quantised import is_quantised, parts
-from parity.sides import Computation, Implementation, composes
+from parity.sides import Computation, Implementation, chosen
+from parity.torchao_weights import is_quantised, parts
 
 
 def norm(inputs: LayerInputs, scale: float, implementation: Implementation) -> Computation:
-    op = functools.partial(ops.factored_norm, implementation=implementation)
-    op = _plain_norm if implementation == "plain" else op
-    return _computation(op, implementation, *_adapter(inputs), scale)
+    op = chosen(ops.factored_norm, _plain_norm, implementation)
+    operands = linear_operands(inputs)
+    adapter = [operands[name] for name in ("kernel", "lora_a", "lora_b")]
+    return _computation(op, implementation, *adapter, scale)
 
 
 def magnitude_scale(
@@ -41,8 +42,12 @@ def magnitude_scale(
 def compose(
     inputs: ComposeInputs, scale: float, implementation: Implementation, *, frozen: bool
 ) -> Computation:
-    # All operators in one program: compiling is what takes the time.
-    operators = composes(ops, _plain_compose, scale, implementation)
+    plain_delta = functools.partial(_plain_compose, delta=True)
+    # Both operators in one program: compiling is what takes the time.
+    operators = {
+        "compose ": chosen(ops.compose, _plain_compose, implementation, scale=scale),
+        "compose_delta ": chosen(ops.compose_delta, plain_delta, implementation, scale=scale),
+    }
     operands = {name: to_jax(getattr(inputs, name)) for name in ("base", "lora", "g")}
     wanted = [name for name in operands if not (frozen and name == "g")]
     run = functools.partial(with_gradients, operators, wanted)
@@ -52,21 +57,31 @@ def compose(
 def layer(
     inputs: LayerInputs, scale: float, implementation: Implementation, *, frozen: bool
 ) -> Computation:
-    op = functools.partial(ops.dora_linear, implementation=implementation)
-    op = functools.partial(plain_linear if implementation == "plain" else op, scale=scale)
-    kernel, lora_a, lora_b = _adapter(inputs)
-    adapter = {"lora_a": lora_a, "lora_b": lora_b, "magnitude": to_jax(inputs.magnitude)}
-    operands = {"x": to_jax(inputs.x), "kernel": kernel, **adapter}
-    if inputs.bias is not None:
-        operands["bias"] = to_jax(inputs.bias)
+    op = chosen(ops.dora_linear, plain_linear, implementation, scale=scale)
+    operands = linear_operands(inputs)
     kept = {"kernel", "magnitude"} if frozen else {"kernel"}
     wanted = [name for name in operands if name not in kept]
     run = functools.partial(with_gradients, {"": op}, wanted)
     found = _computation(run, implementation, operands, to_jax(inputs.dy))
-    return lambda: {
-        name: value.T if name in ("d_lora_a", "d_lora_b") else value
-        for name, value in found().items()
+    return lambda: in_torch_layout(found())
+
+
+def linear_operands(inputs: LayerInputs) -> dict[str, Any]:
+    """Returns the operands of `dora_linear` by their names, in Flax's layout."""
+    weight = inputs.weight
+    operands = {
+        "x": to_jax(inputs.x),
+        "kernel": _quantised_kernel(weight) if is_quantised(weight) else to_jax(weight.T),
+        "lora_a": to_jax(inputs.lora_a.T),
+        "lora_b": to_jax(inputs.lora_b.T),
+        "magnitude": to_jax(inputs.magnitude),
     }
+    return operands if inputs.bias is None else operands | {"bias": to_jax(inputs.bias)}
+
+
+def in_torch_layout(found: dict[str, Any]) -> dict[str, Any]:
+    """Returns a layer's results, of which Flax has the adapters' gradients transposed."""
+    return found | {name: found[name].T for name in ("d_lora_a", "d_lora_b")}
 
 
 def _computation(function: Callable, implementation: Implementation, *operands: Any) -> Computation:
@@ -103,7 +118,7 @@ def plain_linear(x, kernel, lora_a, lora_b, magnitude, scale, bias=None):
     row_norm = jax.lax.stop_gradient(_plain_norm(kernel, lora_a, lora_b, scale))
     g = _plain_magnitude_scale(magnitude, row_norm, dtype)
     lora = (x @ lora_a.astype(dtype)) @ lora_b.astype(dtype)
-    return _plain_compose(x @ kernel, lora, g, scale, False, bias)
+    return _plain_compose(x @ kernel, lora, g, scale, bias=bias)
 
 
 def to_jax(tensor: torch.Tensor) -> jax.Array:
@@ -112,13 +127,6 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
 
 def to_torch(array: jax.Array) -> torch.Tensor:
     return torch.from_dlpack(jax.block_until_ready(array))
-
-
-def _adapter(inputs: LayerInputs) -> tuple[Any, jax.Array, jax.Array]:
-    adapter = to_jax(inputs.lora_a.T), to_jax(inputs.lora_b.T)
-    if is_quantised(inputs.weight):
-        return _quantised_kernel(inputs.weight), *adapter
-    return to_jax(inputs.weight.T), *adapter
 
 
 def _quantised_kernel(weight: Any) -> Any:
@@ -141,7 +149,7 @@ def _plain_magnitude_scale(magnitude, row_norm, dtype):
     return magnitude.astype(jnp.float32) / jnp.maximum(row_norm, oracle.EPS[dtype.name])
 
 
-def _plain_compose(base, lora, g, scale, delta, bias=None):
+def _plain_compose(base, lora, g, scale, delta=False, bias=None):
     wide = base.astype(jnp.float32)
     g = g.reshape((1,) * (wide.ndim - 1) + (-1,))
     y = (g - 1) * wide + g * (scale * lora.astype(jnp.float32))

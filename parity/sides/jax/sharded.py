@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,13 @@ from torch import Tensor
 from jax_dora import ops
 from parity.cases import LayerInputs
 from parity.sharded import LEARNING_RATE, STEPS, Problem
-from parity.sides.jax.operators import to_jax, to_torch, with_gradients
+from parity.sides.jax.operators import (
+    in_torch_layout,
+    linear_operands,
+    to_jax,
+    to_torch,
+    with_gradients,
+)
 
 # Rows, in and out of what is sharded, over the mesh's two axes.
 ONE, BOTH = ("x",), ("x", "y")
@@ -46,48 +52,38 @@ LAYOUTS = {
 }
 
 
-def layers(
-    inputs: LayerInputs, scale: float, names: Sequence[str], device: str
-) -> list[dict[str, Tensor]]:
-    """Returns y and all gradients in every layout that is named, whole."""
-    return [_layer(inputs, scale, name) for name in names]
+def in_each(
+    function: Callable[..., Any], names: Sequence[str], device: str, arguments: tuple[Any, ...]
+) -> list[Any]:
+    """Returns what a function of this module gives in every layout that is named; "one" is one
+    device. The devices are JAX's default ones."""
+    return [function(name, *arguments) for name in names]
 
 
-def _layer(inputs: LayerInputs, scale: float, name: str) -> dict[str, Tensor]:
+def layer(name: str, inputs: LayerInputs, scale: float) -> dict[str, Tensor]:
+    """Returns y and all gradients, whole."""
     place, constrain = _places(name)
     linear = functools.partial(ops.dora_linear, scale=scale)
     operands = {
-        "x": place(inputs.x),
-        "kernel": place(inputs.weight.T, "kernel"),
-        "lora_a": place(inputs.lora_a.T, "lora_a"),
-        "lora_b": place(inputs.lora_b.T, "lora_b"),
-        "magnitude": place(inputs.magnitude, "magnitude"),
+        # x inside the program, where a batch need not divide over the mesh.
+        operand: place(array, "whole" if operand == "x" else operand)
+        for operand, array in linear_operands(inputs).items()
     }
-    if inputs.bias is not None:
-        operands["bias"] = place(inputs.bias, "bias")
-    wanted = [name for name in operands if name != "kernel"]
+    wanted = [operand for operand in operands if operand != "kernel"]
 
     @jax.jit
     def gradient(operands, dy):
-        # Inside the program, where a batch need not divide over the mesh.
         operands, dy = operands | {"x": constrain(operands["x"], "x")}, constrain(dy, "y")
         return with_gradients({"": linear}, wanted, operands, dy)
 
     with jax.default_matmul_precision("highest"):
-        found = gradient(operands, place(inputs.dy))
-    for turned in ("d_lora_a", "d_lora_b"):
-        found[turned] = found[turned].T
+        found = in_torch_layout(gradient(operands, place(to_jax(inputs.dy))))
     whole = jax.device_put(found, jax.devices()[0])
     return {name: to_torch(value) for name, value in whole.items()}
 
 
-def losses(problem: Problem, names: Sequence[str], device: str) -> list[list[float]]:
-    """Returns the losses of every step of training in every layout that is named; "one" is what one
-    device computes."""
-    return [_losses(problem, name) for name in names]
-
-
-def _losses(problem: Problem, name: str) -> list[float]:
+def losses(name: str, problem: Problem) -> list[float]:
+    """Returns the loss of every step of training."""
     inputs, target, unit, scale = problem
     place, constrain = _places(name)
     optimizer = optax.adam(LEARNING_RATE)
@@ -116,19 +112,20 @@ def _losses(problem: Problem, name: str) -> list[float]:
         return jax.lax.scan(step, (trained, optimizer.init(trained)), length=STEPS)[1]
 
     with jax.default_matmul_precision("highest"), jax.numpy_dtype_promotion("standard"):
-        kernel = place(inputs.weight.T, "kernel")
-        trained = begin(kernel, place(inputs.lora_a.T, "lora_a"))
-        found = train(trained, kernel, place(inputs.x), place(target))
+        operands = linear_operands(inputs)
+        kernel = place(operands["kernel"], "kernel")
+        trained = begin(kernel, place(operands["lora_a"], "lora_a"))
+        found = train(trained, kernel, place(operands["x"]), place(to_jax(target)))
     return np.asarray(found, np.float64).tolist()
 
 
 def _places(layout: str) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
-    """Returns what puts a torch tensor where the array of a name lies in a layout, and what
-    constrains an array of a program to lie there; on one device for "one"."""
+    """Returns what puts an array where that of a name lies in a layout, and what constrains an
+    array of a program to lie there; on one device for "one"."""
     lies = {} if layout == "one" else _specs(LAYOUTS[layout])
 
-    def place(tensor, name="whole"):
-        return jax.device_put(to_jax(tensor), lies.get(name))
+    def place(array, name="whole"):
+        return jax.device_put(array, lies.get(name))
 
     def constrain(array, name):
         return jax.lax.with_sharding_constraint(array, lies[name]) if lies else array

@@ -39,7 +39,7 @@ from parity.training.settings import Settings, schedule
 from parity.training.text import even_starts, starts, text
 
 # Steps in one compiled loop: often enough for a line of progress.
-CHUNK = 50
+CHUNK = 200
 EVAL_BATCH = 32
 RULE = r"model/layers/(self_attn|mlp)/\w+_proj"
 

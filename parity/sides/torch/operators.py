@@ -9,15 +9,14 @@ import torch
 
 from parity import oracle
 from parity.cases import ComposeInputs, LayerInputs
-from parity.sides import Computation, Implementation, composes
+from parity.sides import Computation, Implementation, chosen
 from torch_dora import ops
 
 Tensors = dict[str, torch.Tensor]
 
 
 def norm(inputs: LayerInputs, scale: float, implementation: Implementation) -> Computation:
-    op = functools.partial(ops.factored_norm, implementation=implementation)
-    op = _plain_norm if implementation == "plain" else op
+    op = chosen(ops.factored_norm, _plain_norm, implementation)
     return functools.partial(op, inputs.weight, inputs.lora_a, inputs.lora_b, scale)
 
 
@@ -32,7 +31,11 @@ def magnitude_scale(
 def compose(
     inputs: ComposeInputs, scale: float, implementation: Implementation, *, frozen: bool
 ) -> Computation:
-    operators = composes(ops, _plain_compose, scale, implementation)
+    plain_delta = functools.partial(_plain_compose, delta=True)
+    operators = {
+        "compose ": chosen(ops.compose, _plain_compose, implementation, scale=scale),
+        "compose_delta ": chosen(ops.compose_delta, plain_delta, implementation, scale=scale),
+    }
     operands = {name: getattr(inputs, name) for name in ("base", "lora", "g")}
     wanted = [name for name in operands if not (frozen and name == "g")]
     return functools.partial(_with_gradients, operators, wanted, operands, inputs.dy)
@@ -47,8 +50,7 @@ def naive_delta(inputs: ComposeInputs, scale: float) -> torch.Tensor:
 def layer(
     inputs: LayerInputs, scale: float, implementation: Implementation, *, frozen: bool
 ) -> Computation:
-    op = functools.partial(ops.dora_linear, implementation=implementation)
-    op = functools.partial(plain_linear if implementation == "plain" else op, scale=scale)
+    op = chosen(ops.dora_linear, plain_linear, implementation, scale=scale)
     operands = {name: value for name, value in vars(inputs).items() if value is not None}
     dy = operands.pop("dy")
     kept = {"weight", "magnitude"} if frozen else {"weight"}
@@ -63,7 +65,7 @@ def plain_linear(x, weight, lora_a, lora_b, magnitude, scale, bias=None):
         row_norm = _plain_norm(weight, lora_a, lora_b, scale)
     g = magnitude_scale(magnitude, row_norm, oracle.dtype_name(x.dtype), "plain")
     lora = (x @ lora_a.to(x.dtype).T) @ lora_b.to(x.dtype).T
-    return _plain_compose(x @ weight.T, lora, g, scale, False, bias)
+    return _plain_compose(x @ weight.T, lora, g, scale, bias=bias)
 
 
 def _plain_norm(weight, lora_a, lora_b, scale):
@@ -71,7 +73,7 @@ def _plain_norm(weight, lora_a, lora_b, scale):
     return torch.linalg.vector_norm(weight + scale * (lora_b @ lora_a), dim=1)
 
 
-def _plain_compose(base, lora, g, scale, delta, bias=None):
+def _plain_compose(base, lora, g, scale, delta=False, bias=None):
     wide = base.float()
     y = (g - 1) * wide + g * (scale * lora.float())
     if not delta:

@@ -12,7 +12,7 @@ from peft.utils.integrations import dequantize_module_weight
 from torch import nn
 
 from parity.cases import LayerInputs
-from parity.quantised import Parts, parts
+from parity.torchao_weights import Parts, parts
 
 Tensors = dict[str, torch.Tensor]
 

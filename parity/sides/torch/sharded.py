@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
@@ -24,158 +23,139 @@ from torch.distributed.tensor.parallel import (
 import torch_dora
 from parity.cases import LayerInputs
 from parity.sharded import LEARNING_RATE, STEPS, Problem
+from parity.sides.torch import processes as launched
 from torch_dora.ops import sharded, shards
 
-Tensors = dict[str, Tensor]
-
-
-class Layout(NamedTuple):
-    """How a layer is parallel: over rows of the batch by DDP or FSDP, and over the weight's inputs
-    or outputs by a style; with both, on a mesh of two axes."""
-
-    rows: str | None = None
-    style: Callable[[], ParallelStyle] | None = None
-
-    @property
-    def axes(self) -> int:
-        return (self.rows is not None) + (self.style is not None)
-
-
-def _column() -> ParallelStyle:
-    return ColwiseParallel(output_layouts=Replicate())
-
-
-def _row() -> ParallelStyle:
-    return RowwiseParallel(input_layouts=Replicate())
-
-
-LAYOUTS = {
-    "one": Layout(),
-    "dp": Layout("ddp"),
-    "fsdp": Layout("fsdp"),
-    "tp column": Layout(style=_column),
-    "tp row": Layout(style=_row),
-    "fsdp×tp column": Layout("fsdp", _column),
-    "fsdp×tp row": Layout("fsdp", _row),
+# The part of a layout's name that stands for each.
+STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "tp column": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "tp row": lambda: RowwiseParallel(input_layouts=Replicate()),
 }
 
 
-def layers(
-    inputs: LayerInputs, scale: float, names: Sequence[str], device: str, spoilt: bool = False
-) -> list[Tensors]:
-    """Returns y and all gradients in every layout that is named, whole. Every process calls this.
+def in_each(
+    function: Callable[..., Any],
+    names: Sequence[str],
+    device: str,
+    arguments: tuple[Any, ...],
+    *,
+    processes: int = 4,
+    spoilt: bool = False,
+) -> list[Any]:
+    """Returns what a function of this module gives in every layout that is named, in as many
+    processes; "one" is one device.
 
     Args:
       spoilt: every process takes the norm of the rows that it has.
     """
-    moved: dict[str, Any] = {
-        name: None if value is None else value.to(device) for name, value in vars(inputs).items()
-    }
-    inputs = LayerInputs(**moved)
+    return launched.run(_in_each, processes, device, function, names, device, arguments, spoilt)
+
+
+def _in_each(
+    function: Callable[..., Any],
+    names: Sequence[str],
+    device: str,
+    arguments: tuple[Any, ...],
+    spoilt: bool,
+) -> list[Any]:
     with norm_of_a_shard() if spoilt else contextlib.nullcontext():
-        return [_layer(inputs, scale, LAYOUTS[name], device) for name in names]
+        return [function(name, device, *arguments) for name in names]
 
 
-def losses(
-    problem: Problem, names: Sequence[str], device: str, spoilt: bool = False
-) -> list[list[float]]:
-    """Returns the losses of every step of training in every layout that is named; "one" is what one
-    device computes. Every process calls this.
-
-    Args:
-      spoilt: every process takes the norm of the rows that it has.
-    """
-    with norm_of_a_shard() if spoilt else contextlib.nullcontext():
-        return [_losses(problem, LAYOUTS[name], device) for name in names]
-
-
-def _losses(problem: Problem, layout: Layout, device: str) -> list[float]:
-    inputs, target, unit, scale = problem
-    layer, call, over_rows = _adapted(inputs, scale, layout, device)
-    with torch.no_grad():
-        layer.lora_b.zero_()
-        layer.reset_magnitude()
-    parts = over_rows.size() if layout.rows else 1
-    at = over_rows.get_local_rank() if layout.rows else 0
-    x, wanted = (torch.tensor_split(one.to(device), parts)[at] for one in (inputs.x, target))
-    trained = [p for p in layer.parameters() if p.requires_grad]
-    optimizer = torch.optim.Adam(trained, lr=LEARNING_RATE)
-    found = []
-    for _ in range(STEPS):
-        loss = (call(x) - wanted).square().sum() / (unit * target.numel())
-        # DDP and FSDP take the mean over their processes where the whole batch's is the sum.
-        (parts * loss).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        total = loss.detach().clone()
-        if layout.rows:
-            torch.distributed.all_reduce(total, group=over_rows.get_group())
-        found.append(total.item())
-    return found
-
-
-def _adapted(
-    inputs: LayerInputs, scale: float, layout: Layout, device: str
-) -> tuple[Any, Any, DeviceMesh]:
-    """Returns the layer with the adapter of `inputs`, what calls it, and the mesh of the rows."""
-    processes = torch.distributed.get_world_size()
-    if layout.axes == 2:
-        mesh = init_device_mesh(device, (2, processes // 2), mesh_dim_names=("rows", "model"))
-        over_rows, over_model = mesh["rows"], mesh["model"]
-    else:
-        over_rows = over_model = init_device_mesh(device, (processes,))
-    model: Any = nn.Sequential(_base(inputs))
-    if layout.style:
-        model = parallelize_module(model, over_model, {"0": layout.style()})
-    rank = inputs.lora_a.shape[0]
-    torch_dora.apply_dora(model, torch_dora.DoRARule("0", rank, scale * rank))
-    layer = model[0]
-    if layer.bias is not None:
-        layer.bias.requires_grad_(True)
-    if layout.rows == "fsdp":
-        fully_shard(model, mesh=over_rows)
-    for name in ("lora_a", "lora_b", "magnitude"):
-        shards.fill(getattr(layer, name), getattr(inputs, name))
-    call = nn.parallel.DistributedDataParallel(model) if layout.rows == "ddp" else model
-    return layer, call, over_rows
-
-
-def _layer(inputs: LayerInputs, scale: float, layout: Layout, device: str) -> Tensors:
-    layer, call, over_rows = _adapted(inputs, scale, layout, device)
-    at = over_rows.get_local_rank() if layout.rows else 0
-    share = functools.partial(torch.tensor_split, sections=over_rows.size() if layout.rows else 1)
-    x: Any = share(inputs.x)[at].clone().requires_grad_()
-    y = call(x)
-    # DDP and FSDP take the mean over their processes where the whole batch's gradient is the sum.
-    divided = over_rows.size() if layout.rows else 1
-    y.backward(divided * share(inputs.dy)[at])
+def layer(name: str, device: str, inputs: LayerInputs, scale: float) -> dict[str, Tensor]:
+    """Returns y and all gradients, whole."""
+    parallel = _Parallel(name, device, inputs, scale)
+    x: Any = parallel.share(inputs.x).clone().requires_grad_()
+    y = parallel.call(x)
+    y.backward(parallel.parts * parallel.share(inputs.dy))
     found = {
         f"d_{name}": shards.whole(p.grad)
-        for name, p in layer.named_parameters()
+        for name, p in parallel.layer.named_parameters()
         if p.grad is not None
     }
-    found["y"], found["d_x"] = y.detach(), x.grad / divided
-    if layout.rows:
-        for name in ("y", "d_x"):
-            found[name] = _gathered(found[name], over_rows)
+    found["y"], found["d_x"] = (
+        parallel.gathered(rows) for rows in (y.detach(), x.grad / parallel.parts)
+    )
     # A style's result may still be on its way; a copy waits for it.
     return {name: value.clone().cpu() for name, value in found.items()}
 
 
-def _base(inputs: LayerInputs) -> nn.Linear:
-    out_features, in_features = inputs.weight.shape
-    with torch.device("meta"):
-        base = nn.Linear(in_features, out_features, bias=inputs.bias is not None)
-    base.weight = nn.Parameter(inputs.weight.clone())
-    if inputs.bias is not None:
-        base.bias = nn.Parameter(inputs.bias.clone())
-    return base
+def losses(name: str, device: str, problem: Problem) -> list[float]:
+    """Returns the loss of every step of training."""
+    inputs, target, unit, scale = problem
+    parallel = _Parallel(name, device, inputs, scale)
+    with torch.no_grad():
+        parallel.layer.lora_b.zero_()
+        parallel.layer.reset_magnitude()
+    x, wanted = parallel.share(inputs.x), parallel.share(target)
+    trained = [p for p in parallel.layer.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(trained, lr=LEARNING_RATE)
+    found = []
+    for _ in range(STEPS):
+        loss = (parallel.call(x) - wanted).square().sum() / (unit * target.numel())
+        (parallel.parts * loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        if parallel.parts > 1:
+            torch.distributed.all_reduce(total, group=parallel.mesh.get_group())
+        found.append(total.item())
+    return found
 
 
-def _gathered(rows: Tensor, mesh: DeviceMesh) -> Tensor:
-    parts: list[Any] = [None] * mesh.size()
-    torch.distributed.all_gather_object(parts, rows.cpu(), mesh.get_group())
-    return torch.cat(parts)
+class _Parallel:
+    """A layer with the adapter of `inputs`, in a layout, as every process makes it.
+
+    Attributes:
+      call: computes the layer.
+      mesh: of the processes that share a batch's rows, where any do.
+      parts: of the batch. DDP and FSDP take the mean of their gradients, where the whole batch's is
+        the sum, so what is differentiated is multiplied by it.
+    """
+
+    def __init__(self, name: str, device: str, inputs: LayerInputs, scale: float) -> None:
+        processes = torch.distributed.get_world_size()
+        rows, *_ = parts = name.split("×")
+        style = STYLES.get(parts[-1])
+        if len(parts) == 2:
+            mesh = init_device_mesh(device, (2, processes // 2), mesh_dim_names=("rows", "model"))
+            self.mesh, over_model = mesh["rows"], mesh["model"]
+        else:
+            self.mesh = over_model = init_device_mesh(device, (processes,))
+        shared = rows in ("dp", "fsdp")
+        self.parts = self.mesh.size() if shared else 1
+        self._at, self._device = self.mesh.get_local_rank() if shared else 0, device
+
+        has_bias = inputs.bias is not None
+        base = nn.Linear(*inputs.weight.shape[::-1], bias=has_bias, device=device)
+        base.load_state_dict(
+            {"weight": inputs.weight} | ({"bias": inputs.bias} if has_bias else {})
+        )
+        model: Any = nn.Sequential(base)
+        if style:
+            model = parallelize_module(model, over_model, {"0": style()})
+        rank = inputs.lora_a.shape[0]
+        torch_dora.apply_dora(model, torch_dora.DoRARule("0", rank, scale * rank))
+        self.layer = model[0]
+        if has_bias:
+            self.layer.bias.requires_grad_(True)
+        if rows == "fsdp":
+            fully_shard(model, mesh=self.mesh)
+        for name in ("lora_a", "lora_b", "magnitude"):
+            shards.fill(getattr(self.layer, name), getattr(inputs, name))
+        self.call = nn.parallel.DistributedDataParallel(model) if rows == "dp" else model
+
+    def share(self, rows: Tensor) -> Tensor:
+        """Returns this process's part of a batch."""
+        return torch.tensor_split(rows.to(self._device), self.parts)[self._at]
+
+    def gathered(self, rows: Tensor) -> Tensor:
+        """Returns the whole of which every process has such rows."""
+        if self.parts == 1:
+            return rows
+        parts: list[Any] = [None] * self.parts
+        torch.distributed.all_gather_object(parts, rows.cpu(), self.mesh.get_group())
+        return torch.cat(parts)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from parity.training.settings import Settings
 from parity.training.text import even_starts, starts, text
 
 EVAL_BATCH = 32
-PROGRESS = 50
+PROGRESS = 200
 
 
 def train(

@@ -1,0 +1,69 @@
+"""torchao's quantised weights: made, taken apart, and what their parts stand for in fp64."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from jax_dora.ops.quantised import NF4
+
+FORMATS = ("nf4", "int8", "float8_e4m3fn")
+
+
+class Parts(NamedTuple):
+    """What a quantised weight is made of: codes [out, in], a float's as bytes, and fp32 scales,
+    each of a tile."""
+
+    qtype: str
+    codes: np.ndarray
+    scale: np.ndarray
+
+
+def quantised(weight: torch.Tensor, qtype: str) -> Any:
+    """Returns a float weight [out, in] as torchao quantises it."""
+    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+    from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+
+    if qtype == "nf4":
+        found = to_nf4(weight, 64, weight.numel() // 64)
+        # torchao's codebook has four digits.
+        found.nf4 = torch.tensor(NF4, device=weight.device)
+        return found
+    layer = torch.nn.Linear(*weight.shape[::-1], bias=False, device=weight.device)
+    layer.weight = torch.nn.Parameter(weight.clone())
+    quantize_(layer, Int8WeightOnlyConfig() if qtype == "int8" else Float8WeightOnlyConfig())
+    return layer.weight.detach()
+
+
+def is_quantised(weight: Any) -> bool:
+    """Returns whether `weight` is one of torchao's."""
+    return type(weight).__module__.startswith("torchao.")
+
+
+def parts(weight: Any) -> Parts:
+    """Returns what a weight of torchao's is made of."""
+    if not hasattr(weight, "qdata"):
+        scales = weight.dequantize_scalers(
+            weight.quantized_scalers, weight.quantization_factor, weight.scaler_block_size
+        )
+        packed = weight.quantized_data.cpu().numpy()
+        codes = np.stack([packed >> 4, packed & 15], 1).reshape(tuple(weight.shape))
+        return Parts("nf4", codes, scales.float().cpu().numpy().reshape(weight.shape[0], -1))
+    scale = weight.scale.float().cpu().numpy()
+    if weight.qdata.dtype == torch.int8:
+        return Parts("int8", weight.qdata.cpu().numpy(), scale)
+    return Parts("float8_e4m3fn", weight.qdata.view(torch.uint8).cpu().numpy(), scale)
+
+
+def meant(found: Parts) -> np.ndarray:
+    """Returns in fp64 what the parts stand for."""
+    values: Any = found.codes
+    if found.qtype == "float8_e4m3fn":
+        values = values.view(ml_dtypes.float8_e4m3fn)
+    elif found.qtype == "nf4":
+        values = np.array(NF4, np.float32)[values]
+    width = values.shape[1] // found.scale.shape[1]
+    return values.astype(np.float64) * np.repeat(found.scale.astype(np.float64), width, 1)
