@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from safetensors import safe_open
+from safetensors.torch import load_file
 
 from parity.model.sizes import ADAPTER, PROJECTIONS
 from parity.training.settings import Settings
@@ -23,15 +23,17 @@ def initial(settings: Settings, base: Path, seed: int) -> Adapter:
       base: the folder of the base model.
     """
     rng = np.random.default_rng((23, seed))
+    weights = load_file(base / "model.safetensors")  # of torch: NumPy itself has no bf16
     adapter: Adapter = {}
-    for projection in PROJECTIONS:
-        n_out, n_in = settings.shapes()[projection]
+    for projection, (n_out, n_in) in settings.shapes().items():
         a_shape = (settings.layers, settings.rank, n_in)
         b_shape = (settings.layers, n_out, settings.rank)
         a = rng.uniform(-(n_in**-0.5), n_in**-0.5, a_shape).astype(np.float32)
         b = (settings.lora_b_deviation * rng.normal(size=b_shape)).astype(np.float32)
+        names = [f"model.layers.{layer}.{projection}.weight" for layer in range(settings.layers)]
+        stored = np.stack([weights[name].double().numpy() for name in names])
         product = settings.scale * (b.astype(np.float64) @ a.astype(np.float64))
-        magnitude = np.linalg.norm(_weights(base, projection, settings) + product, axis=2)
+        magnitude = np.linalg.norm(stored + product, axis=2)
         adapter[projection] = {"lora_a": a, "lora_b": b, "magnitude": magnitude.astype(np.float32)}
     return adapter
 
@@ -51,11 +53,3 @@ def one_ulp_off(adapter: Adapter, seed: int) -> Adapter:
 def flat(adapter: Adapter) -> np.ndarray:
     """Returns all numbers of an adapter, in one order: f32[…]."""
     return np.concatenate([adapter[p][name].ravel() for p in PROJECTIONS for name in ADAPTER])
-
-
-def _weights(base: Path, projection: str, settings: Settings) -> np.ndarray:
-    """Returns f64[layers, out, in] as stored."""
-    # NumPy itself has no bf16.
-    with safe_open(base / "model.safetensors", framework="pt") as file:
-        names = [f"model.layers.{n}.{projection}.weight" for n in range(settings.layers)]
-        return np.stack([file.get_tensor(name).double().numpy() for name in names])

@@ -15,9 +15,9 @@ from parity.sides.jax import training as jax_training
 from parity.sides.torch import training as torch_training
 from parity.training import adapter as adapters
 from parity.training import command, quick
+from parity.training.command import EAGER, MOSAIC, TRITON, XLA, XLA_OFF
 from parity.training.compare import FULL_PRECISION, PAPER, Run, compare
 from parity.training.settings import Settings
-from parity.training.variants import EAGER, MOSAIC, TRITON, XLA, XLA_OFF
 
 SMALL = Settings.tiny(layers=1, rank=4, steps=20)
 
