@@ -73,14 +73,6 @@ def weights() -> dict[str, np.ndarray]:
     return load_file(folder() / "model.safetensors")
 
 
-@cache
-def tokenizer() -> Tokenizer:
-    made = Tokenizer.from_file(str(folder() / "tokenizer.json"))
-    made.no_truncation()
-    made.enable_padding()
-    return made
-
-
 def projection_names() -> list[str]:
     """Returns the modules that are adapted, in the order they run: 36 of them."""
     layers = range(config().num_hidden_layers)
@@ -108,7 +100,10 @@ def batch(pairs: list[tuple[str, str]]) -> Batch:
 
 def tokens(sentences: list[str]) -> tuple[np.ndarray, np.ndarray]:
     """Returns ids and mask, int64 `[sentences, longest]`."""
-    encoded = tokenizer().encode_batch(sentences)
+    tokenizer = Tokenizer.from_file(str(folder() / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.enable_padding()
+    encoded = tokenizer.encode_batch(sentences)
     return np.array([e.ids for e in encoded]), np.array([e.attention_mask for e in encoded])
 
 

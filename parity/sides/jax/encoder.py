@@ -27,16 +27,24 @@ class Encoder(nnx.Module):
     """`project(name, linear)` makes the module that stands for each of the 36 projections."""
 
     def __init__(self, project: Project, dtype: str = "float32") -> None:
+        arrays = {
+            name: jnp.asarray(array, dtype)
+            for name, array in minilm.weights().items()
+            if array.dtype.kind == "f"
+        }
+        names = minilm.projection_names()
         self.weights = nnx.Dict(
             {
-                _key(name): nnx.Param(jnp.asarray(array, dtype))
-                for name, array in minilm.weights().items()
-                if not name.startswith(("pooler", "encoder")) or "LayerNorm" in name
-                if array.dtype.kind == "f"
+                name: nnx.Param(array)
+                for name, array in arrays.items()
+                if not name.startswith("pooler") and name.rpartition(".")[0] not in names
             }
         )
         self.projections = nnx.Dict(
-            {_key(name): project(name, _linear(name, dtype)) for name in minilm.projection_names()}
+            {
+                name: project(name, _linear(arrays[f"{name}.weight"].T, arrays[f"{name}.bias"]))
+                for name in names
+            }
         )
 
     def __call__(self, ids: jax.Array, mask: jax.Array) -> jax.Array:
@@ -48,9 +56,11 @@ class Encoder(nnx.Module):
 
     def hidden(self, ids: jax.Array, mask: jax.Array) -> jax.Array:
         """Returns the last layer's states, `[sentences, tokens, hidden]`."""
-        x = self._get("embeddings.word_embeddings.weight")[ids]
-        x = x + self._get("embeddings.token_type_embeddings.weight")[None, :1]
-        x = x + self._get("embeddings.position_embeddings.weight")[None, : ids.shape[1]]
+        words, positions, types = (
+            self.weights[f"embeddings.{name}_embeddings.weight"][...]
+            for name in ("word", "position", "token_type")
+        )
+        x = words[ids] + types[None, :1] + positions[None, : ids.shape[1]]
         x = self._layer_norm("embeddings", x)
         attend = mask[:, None, None, :].astype(bool)
         for layer in range(minilm.config().num_hidden_layers):
@@ -59,7 +69,7 @@ class Encoder(nnx.Module):
 
     def _layer(self, prefix: str, x: jax.Array, attend: jax.Array) -> jax.Array:
         def project(name: str, value: jax.Array) -> jax.Array:
-            return self.projections[_key(f"{prefix}.{name}")](value)
+            return self.projections[f"{prefix}.{name}"](value)
 
         split = (*x.shape[:2], minilm.config().num_attention_heads, -1)
         q, k, v = (
@@ -67,24 +77,22 @@ class Encoder(nnx.Module):
             for name in ("query", "key", "value")
         )
         mixed = jax.nn.dot_product_attention(q, k, v, mask=attend).reshape(x.shape)
-        x = self._layer_norm(
-            f"{prefix}.attention.output", x + project("attention.output.dense", mixed)
-        )
+        mixed = project("attention.output.dense", mixed)
+        x = self._layer_norm(f"{prefix}.attention.output", x + mixed)
         wide = jax.nn.gelu(project("intermediate.dense", x), approximate=False)
         return self._layer_norm(f"{prefix}.output", x + project("output.dense", wide))
 
     def _layer_norm(self, prefix: str, x: jax.Array) -> jax.Array:
         # nnx.LayerNorm rounds to the parameters' dtype between its steps; torch's rounds once.
-        scale = self._get(f"{prefix}.LayerNorm.weight").astype(jnp.float32)
-        shift = self._get(f"{prefix}.LayerNorm.bias").astype(jnp.float32)
+        scale, shift = (
+            self.weights[f"{prefix}.LayerNorm.{name}"][...].astype(jnp.float32)
+            for name in ("weight", "bias")
+        )
         wide = x.astype(jnp.float32)
         centred = wide - wide.mean(-1, keepdims=True)
         variance = (centred * centred).mean(-1, keepdims=True)
         normal = centred * jax.lax.rsqrt(variance + minilm.config().layer_norm_eps)
         return (normal * scale[None, None] + shift[None, None]).astype(x.dtype)
-
-    def _get(self, name: str) -> jax.Array:
-        return self.weights[_key(name)][...]
 
 
 class PlainDoRA(DoRALinear):
@@ -182,19 +190,12 @@ def _adapter_of(state: nnx.State) -> Adapter:
     """Returns the adapters in a state, as torch tensors in torch's layout."""
     projections = state["projections"]
     return {
-        name: {k: torch.tensor(np.asarray(projections[_key(name)][k][...]).T) for k in ADAPTER}
+        name: {k: torch.tensor(np.asarray(projections[name][k][...]).T) for k in ADAPTER}
         for name in minilm.projection_names()
     }
 
 
-def _linear(name: str, dtype: str) -> nnx.Linear:
-    weight, bias = (minilm.weights()[f"{name}.{kind}"].T for kind in ("weight", "bias"))
-    linear = nnx.eval_shape(lambda: nnx.Linear(*weight.shape, param_dtype=dtype, rngs=nnx.Rngs(0)))
-    assert linear.bias is not None
-    linear.kernel.set_value(jnp.asarray(weight, dtype))
-    linear.bias.set_value(jnp.asarray(bias, dtype))
-    return linear
-
-
-def _key(name: str) -> str:
-    return name.replace(".", "_")
+def _linear(kernel: jax.Array, bias: jax.Array) -> nnx.Linear:
+    made = nnx.eval_shape(lambda: nnx.Linear(*kernel.shape, rngs=nnx.Rngs(0)))
+    made.kernel, made.bias = nnx.Param(kernel), nnx.Param(bias)
+    return made
