@@ -14,11 +14,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments[:1] == ["report"]:
         return report.main(arguments[1:])
-    name = arguments.pop(0) if arguments and arguments[0] in command.COMMANDS else ""
+    name = arguments.pop(0) if arguments and arguments[0] in command.MODULES else ""
     options = command.parse(name, arguments)
     options.device = choose_device("cpu" if name == "controls" else options.device)
     try:
-        level = importlib.import_module(command.COMMANDS[name].module)
+        level = importlib.import_module(command.MODULES[name])
     except ModuleNotFoundError as error:
         sys.exit(f"python -m parity {name}: {error}; pip install 'jax-dora[dev]'")
     return level.main(options)

@@ -22,7 +22,7 @@ from flax import nnx
 import jax_dora
 import torch_dora
 from parity import command, oracle, tolerances
-from parity.compare import judge
+from parity.compare import Expected, judge
 from parity.report import Report
 from parity.sides import Backend
 
@@ -159,7 +159,8 @@ def run(report: Report, problem: Problem, side: Backend, device: str) -> None:
         # The base's result may be stored with its bias, or the bias be added to a rounded one.
         bound = bound + tolerances.rounding(exact - bias, dtype)
         quantity = f"y, {one.kind} of rank {len(one.lora_a)}"
-        judge(report, name, quantity, side, found[mine], exact, bound)
+        expected = {quantity: Expected(exact, bound, dtype)}
+        judge(report, name, side, {quantity: found[mine]}, expected)
 
 
 def main(options: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from parity import oracle, tolerances
 from parity.cases import Case, LayerInputs, compose_inputs, layer_inputs
 from parity.report import Report
-from parity.sides import SIDES, Backend, Operators
+from parity.sides import SIDES, Backend
 from parity.sides.torch.operators import naive_delta
 
 # Mosaic's kernels copy rows of whole 16 bytes, and refuse other widths when named.
@@ -76,8 +76,8 @@ class Expected:
       cap: the paper's, or infinity.
     """
 
-    want: Tensor
-    bound: Tensor
+    want: Any
+    bound: Any
     dtype: str
     floor: float = 0.0
     cap: float = math.inf
@@ -147,26 +147,23 @@ def peak_of(values: Tensor) -> float:
 
 
 def judge(
-    report: Report, case: str, quantity: str, side: str, found: Any, want: Any, bound: Any
+    report: Report,
+    case: str,
+    side: str,
+    found: Mapping[str, Any],
+    expected: Mapping[str, Expected],
 ) -> None:
-    """Adds a line to the report: how far a side's result, an array, lies from fp64's, and by which
-    `bound` of each element."""
-    found, want, bound = map(torch.as_tensor, (found, want, bound))
-    missed = difference(found, want)
-    of_bound = peak_of(missed / bound)
-    values = {"error": peak_of(missed), "bound": peak_of(bound), "of_bound": of_bound}
-    report.add(case, quantity, side=side, **values, ok=of_bound <= 1)
-
-
-def judge_all(
-    report: Report, case: str, side: str, found: Mapping[str, Any], expected: dict[str, Expected]
-) -> None:
-    """Adds a line to the report for every quantity that is expected of a side."""
+    """Adds a line to the report for every quantity that is expected of a side, of which it found
+    arrays: how far they lie from fp64's, and by which bound of each element."""
     for quantity, exact in expected.items():
-        judge(report, case, quantity, side, found[quantity], exact.want, exact.bound)
+        want, bound = torch.as_tensor(exact.want), torch.as_tensor(exact.bound)
+        missed = difference(torch.as_tensor(found[quantity]), want)
+        of_bound = peak_of(missed / bound)
+        values = {"error": peak_of(missed), "bound": peak_of(bound), "of_bound": of_bound}
+        report.add(case, quantity, side=side, **values, ok=of_bound <= 1)
 
 
-_Prepared = tuple[dict[str, Expected], Callable[[Operators, str], Tensors]]
+_Prepared = tuple[dict[str, Expected], Callable[[Any, str], Tensors]]
 
 
 def _prepare_norm(case: Case, device: str) -> _Prepared:
@@ -186,7 +183,7 @@ def _prepare_norm(case: Case, device: str) -> _Prepared:
         "g": Expected(want_g, g_bound, "float32", cap=cap),
     }
 
-    def run(side: Operators, implementation: str) -> Tensors:
+    def run(side: Any, implementation: str) -> Tensors:
         g = side.magnitude_scale(inputs.magnitude, given, case.dtype, implementation)
         return {"norm": side.norm(inputs, s, implementation)(), "g": g}
 

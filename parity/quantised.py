@@ -15,7 +15,7 @@ import torch
 
 from parity import cases, command, oracle
 from parity.cases import Case
-from parity.compare import Expected, expected_layer, judge_all
+from parity.compare import Expected, expected_layer, judge
 from parity.report import Report
 from parity.sides import SIDES
 from parity.sides.torch import peft_layer
@@ -50,7 +50,7 @@ def run(report: Report, case: Case, qtype: str, device: str) -> None:
         layer = side.operators.layer(inputs, s, side.plain, frozen=False)()
         found[name] = layer | {"norm": side.operators.norm(inputs, s, side.plain)()}
     for name, results in found.items():
-        judge_all(report, f"{qtype}: {case.name}", name, results, expected)
+        judge(report, f"{qtype}: {case.name}", name, results, expected)
 
 
 def main(options: argparse.Namespace) -> int:

@@ -13,7 +13,6 @@ order of sums differs.
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ import torch
 
 from parity import cases, command, oracle, tolerances
 from parity.cases import Case, LayerInputs
-from parity.compare import expected_layer, judge_all
+from parity.compare import expected_layer, judge
 from parity.report import Report
 from parity.sides import SIDES, Backend
 
@@ -62,14 +61,17 @@ def run(
     of torch's processes."""
     inputs = cases.layer_inputs(case, device if side == "jax" else "cpu")
     expected = expected_layer(case, inputs)
-    results = _in_each(side, "layer", names, device, (inputs, case.scale), options)
+    level = SIDES[side].sharded
+    results = level.in_each(level.layer, names, device, (inputs, case.scale), **options)
     for name, found in zip(names, results, strict=True):
-        judge_all(report, f"{name}: {case.name}", side, found, expected)
+        judge(report, f"{name}: {case.name}", side, found, expected)
 
 
 def train(report: Report, side: Backend, names: Sequence[str], device: str, **options: Any) -> None:
     """Adds a line for training in each layout that is named."""
-    losses = np.array(_in_each(side, "losses", ("one", *names), device, (problem(),), options))
+    level = SIDES[side].sharded
+    found = level.in_each(level.losses, ("one", *names), device, (problem(),), **options)
+    losses = np.array(found)
     alone = losses[0]
     limit = tolerances.caps.TRAINING_FP32_WORST_LOSS_DIFFERENCE
     for name, apart in zip(names, np.abs(losses[1:] - alone), strict=True):
@@ -82,19 +84,6 @@ def train(report: Report, side: Backend, names: Sequence[str], device: str, **op
             # A loss that does not fall would agree with any other.
             ok=[bool(apart[0] <= limit), bool(apart.max() <= limit and alone[-1] < 0.1)],
         )
-
-
-def _in_each(
-    side: Backend,
-    function: str,
-    names: Sequence[str],
-    device: str,
-    arguments: tuple[Any, ...],
-    options: dict[str, Any],
-) -> list[Any]:
-    """Returns what a function of a side's module `sharded` gives in every layout that is named."""
-    module = importlib.import_module(f"parity.sides.{side}.sharded")
-    return module.in_each(getattr(module, function), names, device, arguments, **options)
 
 
 def problem() -> Problem:

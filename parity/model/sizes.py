@@ -124,10 +124,7 @@ def runs(
             Run(TINY, "float32", 2 if quick else 4, 48, 32),
             Run(TINY, "float32", 1, 16, 8, **FORCED),
         ]
-    chosen = [run for run in chosen if run.dtype in dtypes]
-    if layers is not None:
-        chosen = [dataclasses.replace(run, layers=layers) for run in chosen]
+    changed: dict[str, Any] = {} if layers is None else {"layers": layers}
     if tokens is not None:
-        last = max(1, tokens // 4)
-        chosen = [dataclasses.replace(run, tokens=tokens, last=last) for run in chosen]
-    return chosen
+        changed |= {"tokens": tokens, "last": max(1, tokens // 4)}
+    return [dataclasses.replace(run, **changed) for run in chosen if run.dtype in dtypes]

@@ -135,9 +135,7 @@ def _places(layout: str) -> tuple[Callable[..., jax.Array], Callable[..., jax.Ar
 
 def _specs(layout: Layout) -> dict[str, NamedSharding]:
     mesh = jax.make_mesh((2, 2), BOTH, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    into, out = (axes or None for axes in (layout.inputs, layout.outputs))
-    rows, features = (axes or None for axes in (layout.rows, layout.features))
-    columns = tuple(axis for axis in layout.outputs if axis not in layout.rows) or None
+    rows, into, out, features = layout
     specs = {
         "kernel": (into, out),
         "lora_a": (into, None),
@@ -145,7 +143,7 @@ def _specs(layout: Layout) -> dict[str, NamedSharding]:
         "magnitude": (out,),
         "bias": (out,),
         "x": (rows, features),
-        "y": (rows, columns),
+        "y": (rows, tuple(axis for axis in out if axis not in rows)),
         "whole": (),
     }
     return {name: NamedSharding(mesh, P(*spec)) for name, spec in specs.items()}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -49,30 +48,24 @@ def run(function: Callable[..., Any], processes: int, device: str, *arguments: A
 
 
 def _process(rank: int, function: Callable[..., Any], count: int, device: str, folder: str) -> None:
-    with _group(rank, count, device, folder):
-        arguments = torch.load(Path(folder) / "arguments", weights_only=False)
-        result = function(*arguments)
-        if rank == 0:
-            torch.save(result, Path(folder) / "result")
-
-
-@contextlib.contextmanager
-def _group(rank: int, count: int, device: str, folder: str) -> Iterator[None]:
-    chosen = torch.device(device, rank) if device == "cuda" else None
-    if chosen is None:
-        torch.set_num_threads(1)
-    else:
-        torch.cuda.set_device(chosen)
+    cuda = device == "cuda"
+    if cuda:
+        torch.cuda.set_device(rank)
         torch.backends.cuda.matmul.allow_tf32 = False
+    else:
+        torch.set_num_threads(1)
     torch.distributed.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
+        "nccl" if cuda else "gloo",
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=count,
         timeout=TIMEOUT,
-        device_id=chosen,
+        device_id=torch.device(device, rank) if cuda else None,
     )
     try:
-        yield
+        arguments = torch.load(Path(folder) / "arguments", weights_only=False)
+        result = function(*arguments)
+        if rank == 0:
+            torch.save(result, Path(folder) / "result")
     finally:
         torch.distributed.destroy_process_group()
