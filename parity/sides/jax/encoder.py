@@ -5,8 +5,8 @@ Its projections are `jax_dora.DoRALinear`, or the same in plain jnp.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -131,55 +131,44 @@ def adapted(
 
 def evaluate(encoder: Encoder, batch: minilm.Batch, gradients: bool) -> Evaluation:
     """Runs one forward pass, and one backward if gradients are wanted."""
-    graph, adapter, rest = nnx.split(encoder, nnx.LoRAParam, ...)
     vectors = {}
     with jax.default_matmul_precision("highest"):
         if gradients:
-            (_, embeddings), cotangents = _loss_and_gradients(graph, adapter, rest, *_arrays(batch))
+            (_, embeddings), cotangents = _loss_and_gradients(encoder, *_arrays(batch))
             by_name = _adapter_of(cotangents).values()
             for key in ADAPTER:
                 vectors[key] = torch.cat([values[key].double().flatten() for values in by_name])
         else:
-            embeddings = _embed(graph, adapter, rest, *_arrays(batch))
+            embeddings = nnx.jit(Encoder.__call__)(encoder, *_arrays(batch))
     return Evaluation(torch.tensor(np.asarray(embeddings, np.float64)), vectors)
 
 
 def train(encoder: Encoder, batch: minilm.Batch, steps: int) -> tuple[list[float], Adapter]:
     """Returns the loss before every step, and the adapter after the last."""
-    graph, adapter, rest = nnx.split(encoder, nnx.LoRAParam, ...)
-    optimizer = optax.adamw(
+    adamw = optax.adamw(
         minilm.LEARNING_RATE, *minilm.BETAS, eps=minilm.ADAM_EPS, weight_decay=minilm.WEIGHT_DECAY
     )
-
-    @jax.jit
-    def update(adapter, state, gradients):
-        updates, state = optimizer.update(gradients, state, adapter)
-        return optax.apply_updates(adapter, updates), state
-
-    state, losses, arrays = optimizer.init(adapter), [], _arrays(batch)
+    optimizer = nnx.Optimizer(encoder, adamw, wrt=nnx.LoRAParam)
+    update, losses = nnx.jit(nnx.Optimizer.update), []
     for _ in range(steps):
         with jax.default_matmul_precision("highest"):
-            (loss, _), gradients = _loss_and_gradients(graph, adapter, rest, *arrays)
-        adapter, state = update(adapter, state, gradients)
+            (loss, _), gradients = _loss_and_gradients(encoder, *_arrays(batch))
+        update(optimizer, encoder, gradients)
         losses.append(float(loss))
-    return losses, _adapter_of(adapter)
+    return losses, _adapter_of(nnx.state(encoder, nnx.LoRAParam))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _embed(graph, adapter, rest, ids, mask):
-    return nnx.merge(graph, adapter, rest)(ids, mask)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _loss_and_gradients(graph, adapter, rest, ids, mask):
-    def loss(adapter):
-        embeddings = nnx.merge(graph, adapter, rest)(ids, mask)
+@nnx.jit
+def _loss_and_gradients(encoder: Encoder, ids: jax.Array, mask: jax.Array) -> Any:
+    def loss(encoder):
+        embeddings = encoder(ids, mask)
         firsts, seconds = jnp.split(embeddings, 2)
         logits = firsts @ seconds.T / minilm.TEMPERATURE
         targets = jnp.arange(len(logits))
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean(), embeddings
 
-    return jax.value_and_grad(loss, has_aux=True)(adapter)
+    adapter = nnx.DiffState(0, nnx.LoRAParam)
+    return nnx.value_and_grad(loss, argnums=adapter, has_aux=True)(encoder)
 
 
 def _arrays(batch: minilm.Batch) -> tuple[jax.Array, jax.Array]:
