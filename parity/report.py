@@ -120,10 +120,9 @@ def text(header: Mapping[str, Any], rows: Sequence[Row], whole: bool = False) ->
     if header["level"] == "controls":
         return "\n\n".join([*parts, _matrix(judged)])
     parts += [table(COLUMNS, _summary(judged)), *_facts(rows)]
-    for heading, chosen in (("Failed", failed), ("All", judged if whole else ())):
-        if chosen:
-            each = table(("case", *COLUMNS[:2], *COLUMNS[4:], "note"), map(_judged, chosen))
-            parts.append(f"## {heading}\n\n{each}")
+    if chosen := judged if whole else failed:
+        each = table(("case", *COLUMNS[:2], *COLUMNS[4:], "note"), map(_judged, chosen))
+        parts.append(f"## {'All' if whole else 'Failed'}\n\n{each}")
     return "\n\n".join(parts)
 
 

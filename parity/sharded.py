@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -55,10 +55,10 @@ def layers(quick: bool) -> list[Case]:
 
 
 def run(
-    report: Report, side: Backend, case: Case, names: Sequence[str], device: str, **options: Any
+    report: Report, side: Backend, case: Case, names: Sequence[str], device: str, **options: int
 ) -> None:
-    """Adds a line for every quantity of a case in every layout that is named; `options` are those
-    of torch's processes."""
+    """Adds a line for every quantity of a case in every layout that is named; of torch, in 4
+    `processes`, or as many as the options say."""
     inputs = cases.layer_inputs(case, device if side == "jax" else "cpu")
     expected = expected_layer(case, inputs)
     level = SIDES[side].sharded
@@ -67,11 +67,10 @@ def run(
         judge(report, f"{name}: {case.name}", side, found, expected)
 
 
-def train(report: Report, side: Backend, names: Sequence[str], device: str, **options: Any) -> None:
+def train(report: Report, side: Backend, names: Sequence[str], device: str) -> None:
     """Adds a line for training in each layout that is named."""
     level = SIDES[side].sharded
-    found = level.in_each(level.losses, ("one", *names), device, (problem(),), **options)
-    losses = np.array(found)
+    losses = np.array(level.in_each(level.losses, ("one", *names), device, (problem(),)))
     alone = losses[0]
     limit = tolerances.caps.TRAINING_FP32_WORST_LOSS_DIFFERENCE
     for name, apart in zip(names, np.abs(losses[1:] - alone), strict=True):

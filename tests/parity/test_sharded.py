@@ -9,7 +9,9 @@ from parity import sharded
 from parity.cases import layer
 from parity.faults import Fault
 from parity.report import Report
+from parity.sides.torch import sharded as torch_sharded
 from tests.tables import thinned
+from torch_dora.ops import shards
 
 
 def of_its_own_shard(norm):
@@ -23,12 +25,40 @@ def of_its_own_shard(norm):
     return norm._replace(run=spoilt)
 
 
+def of_its_own_part(norm):
+    """Returns the same of torch's."""
+
+    def spoilt(of_shard, root, weight, lora_a, lora_b):
+        if not shards.is_sharded(weight):
+            return of_shard(weight, lora_a, lora_b)
+        found = of_shard(*shards.local_matrices(weight, lora_a, lora_b))
+        return shards.joined(found, weight, shards.along(weight, 0), weight.shape[:1])
+
+    return spoilt
+
+
 FAULT = Fault(
     "norm_of_a_shard",
     "the norm of a kernel's rows that one device has",
     (),
-    {"jax_dora.ops.norm.NORM": of_its_own_shard},
+    {
+        "jax_dora.ops.norm.NORM": of_its_own_shard,
+        "torch_dora.ops.sharded.norm": of_its_own_part,
+    },
 )
+
+
+# Of torch it is planted in the processes that compute.
+def spoilt_layer(*arguments):
+    with FAULT.plant("torch"):
+        return torch_sharded.layer(*arguments)
+
+
+def spoilt_losses(*arguments):
+    with FAULT.plant("torch"):
+        return torch_sharded.losses(*arguments)
+
+
 ONE_AXIS = ("dp", "fsdp", "tp column", "tp row")
 
 
@@ -72,9 +102,10 @@ def test_torch_agrees_with_fp64(report, case, processes, names):
 
 
 @pytest.mark.slow
-def test_the_norm_of_a_shard_is_caught_in_torch(report):
+def test_the_norm_of_a_shard_is_caught_in_torch(report, monkeypatch):
+    monkeypatch.setattr(torch_sharded, "layer", spoilt_layer)
     names = ("tp row", "fsdp×tp row")
-    sharded.run(report, "torch", sharded.layers(quick=True)[-1], names, "cpu", spoilt=True)
+    sharded.run(report, "torch", sharded.layers(quick=True)[-1], names, "cpu")
     failed = {(row["case"].split(":")[0], row["quantity"]) for row in report.rows if not row["ok"]}
     assert {(name, quantity) for name in names for quantity in ("y", "d_magnitude")} <= failed
 
@@ -108,8 +139,9 @@ def test_torch_trains_as_one_device(report):
 
 
 @pytest.mark.slow
-def test_the_norm_of_a_shard_is_right_at_first_in_torch(report):
-    sharded.train(report, "torch", ("tp row",), "cpu", spoilt=True)
+def test_the_norm_of_a_shard_is_right_at_first_in_torch(report, monkeypatch):
+    monkeypatch.setattr(torch_sharded, "losses", spoilt_losses)
+    sharded.train(report, "torch", ("tp row",), "cpu")
     assert [row["ok"] for row in report.rows] == [True, False]
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed
@@ -24,7 +22,7 @@ import torch_dora
 from parity.cases import LayerInputs
 from parity.sharded import LEARNING_RATE, STEPS, Problem
 from parity.sides.torch import processes as launched
-from torch_dora.ops import sharded, shards
+from torch_dora.ops import shards
 
 # The part of a layout's name that stands for each.
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
@@ -38,28 +36,17 @@ def in_each(
     names: Sequence[str],
     device: str,
     arguments: tuple[Any, ...],
-    *,
     processes: int = 4,
-    spoilt: bool = False,
 ) -> list[Any]:
     """Returns what a function of this module gives in every layout that is named, in as many
-    processes; "one" is one device.
-
-    Args:
-      spoilt: every process takes the norm of the rows that it has.
-    """
-    return launched.run(_in_each, processes, device, function, names, device, arguments, spoilt)
+    processes; "one" is one device."""
+    return launched.run(_in_each, processes, device, function, names, device, arguments)
 
 
 def _in_each(
-    function: Callable[..., Any],
-    names: Sequence[str],
-    device: str,
-    arguments: tuple[Any, ...],
-    spoilt: bool,
-) -> list[Any]:
-    with norm_of_a_shard() if spoilt else contextlib.nullcontext():
-        return [function(name, device, *arguments) for name in names]
+    function: Callable[..., Any], names: Sequence[str], device: str, arguments: Any
+) -> Any:
+    return [function(name, device, *arguments) for name in names]
 
 
 def layer(name: str, device: str, inputs: LayerInputs, scale: float) -> dict[str, Tensor]:
@@ -156,18 +143,3 @@ class _Parallel:
         parts: list[Any] = [None] * self.parts
         torch.distributed.all_gather_object(parts, rows.cpu(), self.mesh.get_group())
         return torch.cat(parts)
-
-
-@contextlib.contextmanager
-def norm_of_a_shard() -> Iterator[None]:
-    """Spoils the norm while it lasts: it is of the inputs that a process has, as some row-parallel
-    layers take it. At initialisation, where the magnitude is such a norm, no result tells."""
-
-    def spoilt(of_shard, root, weight, lora_a, lora_b):
-        if not shards.is_sharded(weight):
-            return of_shard(weight, lora_a, lora_b)
-        norm = of_shard(*shards.local_matrices(weight, lora_a, lora_b))
-        return shards.joined(norm, weight, shards.along(weight, 0), weight.shape[:1])
-
-    with mock.patch.object(sharded, "norm", spoilt):
-        yield
