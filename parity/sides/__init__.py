@@ -6,7 +6,8 @@ A side has a module of functions for each level, imported when it is asked for:
                 norm, the results "y", "d_x" and so on by name. magnitude_scale.
     encoder     adapted, evaluate and train: the pretrained sentence encoder
     decoder     compute: a decoder of Qwen3's design on given weights, forward and backward
-    training    train: a run of a small decoder
+    training    train: a run of a small decoder, of settings, the folder of the base model, the
+                initial adapter and the seed of the order of the batches
     sharded     in_each of several layouts on several devices: layer, losses
 
 Tensors are torch's, in PyTorch's layout, on either side. Wherever an `implementation` is chosen, it
@@ -28,7 +29,6 @@ from typing import Any
 
 Backend = str  # "jax" or "torch"
 Implementation = str | None
-Progress = Callable[[int, float], None]
 Computation = Callable[[], Any]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import multiprocessing
 import os
 import re
@@ -129,6 +128,8 @@ def main(options: argparse.Namespace) -> int:
 
 def write_run(report: Report, job: Job, run: Run, *, curve: bool) -> None:
     """Adds one run's losses to the report; with `curve`, those of its steps."""
+    told = f"seed {job[0]}, {job[1].label}: {len(run.losses)} steps, {run.seconds:.0f} s"
+    print(told, file=sys.stderr, flush=True)
     losses = {"curve": {"every": CURVE_EVERY, "loss": run.losses[::CURVE_EVERY].tolist()}}
     report.add(
         f"seed {job[0]}",
@@ -186,7 +187,7 @@ def _make_base(settings: Settings, device: str, base: Path) -> None:
     choose_device(device)
     from parity.sides.jax.training import make_base
 
-    make_base(settings, base, functools.partial(_tell, "base", settings.base_steps))
+    make_base(settings, base)
 
 
 def _train(settings: Settings, device: str, base: Path, job: Job) -> Run:
@@ -195,10 +196,5 @@ def _train(settings: Settings, device: str, base: Path, job: Job) -> Run:
     if variant.perturbed:
         start = adapters.one_ulp_off(start, seed)
     choose_device(device)
-    progress = functools.partial(_tell, f"seed {seed}, {variant.label}", settings.steps)
     train = SIDES[variant.framework].training.train
-    return train(settings, base, start, seed, variant.implementation, progress, device)
-
-
-def _tell(label: str, steps: int, step: int, loss: float) -> None:
-    print(f"{label}: step {step} of {steps}, loss {loss:.4f}", file=sys.stderr, flush=True)
+    return train(settings, base, start, seed, variant.implementation, device)

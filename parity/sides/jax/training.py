@@ -31,20 +31,17 @@ from flax import nnx
 import jax_dora
 from jax_dora.finetune.training import decayed
 from jax_dora.models import CausalLM, DecoderConfig, load_model, make_model, save_model
-from parity.sides import Progress
 from parity.sides.jax.decoder import adapter_of, with_adapter
 from parity.training.adapter import Adapter
 from parity.training.compare import Run
 from parity.training.settings import Settings, schedule
 from parity.training.text import even_starts, starts, text
 
-# Steps in one compiled loop: often enough for a line of progress.
-CHUNK = 200
 EVAL_BATCH = 32
 RULE = r"model/layers/(self_attn|mlp)/\w+_proj"
 
 
-def make_base(settings: Settings, folder: Path, progress: Progress | None = None) -> None:
+def make_base(settings: Settings, folder: Path) -> None:
     """Trains the base model in fp32 from random weights and writes it in bf16."""
     hf = settings.hf_config(settings.layers, max(settings.length, 1024))
     config = DecoderConfig.from_hf(hf, dtype=jnp.float32, attention="xla", remat=False)
@@ -58,7 +55,7 @@ def make_base(settings: Settings, folder: Path, progress: Progress | None = None
         return mean_loss(nnx.merge(graphdef, weights), tokens)
 
     steps = compiled_steps(loss, optimizer, jnp.asarray(part), settings.length)
-    weights, _, _ = run(steps, weights, optimizer.init(weights), None, where, progress)
+    weights, _, _ = run(steps, weights, optimizer.init(weights), None, where)
     narrow = dataclasses.replace(config, dtype=jnp.bfloat16)
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: CausalLM(narrow, rngs=nnx.Rngs(0))))
     weights = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights)
@@ -71,10 +68,9 @@ def train(
     adapter: Adapter,
     seed: int,
     implementation: str | None,
-    progress: Progress | None = None,
     device: str = "cpu",
 ) -> Run:
-    """Trains as `parity.sides.Training` says; the device is JAX's default one."""
+    """Trains an adapter over the base model of a folder, on JAX's default device."""
     begin = time.perf_counter()
     graphdef, trained, frozen = nnx.split(
         _model(settings, base, adapter, implementation), nnx.LoRAParam, ...
@@ -94,7 +90,7 @@ def train(
     evaluate = evaluator(loss, settings, text().held_out)
     before = evaluate(trained, frozen)
     where = starts(text().adapter, (settings.steps, settings.rows), settings.length, seed)
-    trained, losses, norms = run(steps, trained, optimizer.init(trained), frozen, where, progress)
+    trained, losses, norms = run(steps, trained, optimizer.init(trained), frozen, where)
     return Run(
         losses=losses,
         gradient_norms=norms,
@@ -152,23 +148,12 @@ def compiled_steps(loss: Callable, optimizer: Any, part: jax.Array, length: int)
 
 
 def run(
-    steps: Callable,
-    trained: Any,
-    state: Any,
-    frozen: Any,
-    where: np.ndarray,
-    progress: Progress | None = None,
+    steps: Callable, trained: Any, state: Any, frozen: Any, where: np.ndarray
 ) -> tuple[Any, np.ndarray, np.ndarray]:
     """Returns what is trained after the `compiled_steps` from i32[steps, rows], and the loss and
     the gradients' norm of each, f64[steps]."""
-    metrics = []
-    for first in range(0, len(where), CHUNK):
-        trained, state, *some = steps(trained, state, frozen, where[first : first + CHUNK])
-        metrics.append(np.asarray(some, np.float64))
-        if progress:
-            progress(min(first + CHUNK, len(where)), float(metrics[-1][0, -1]))
-    losses, norms = np.concatenate(metrics, axis=1)
-    return trained, losses, norms
+    trained, _, losses, norms = steps(trained, state, frozen, where)
+    return trained, np.asarray(losses, np.float64), np.asarray(norms, np.float64)
 
 
 def evaluator(

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from parity.sides import Progress
 from parity.sides.torch.decoder import adapt, parameters, set_adapter
 from parity.training.adapter import Adapter
 from parity.training.compare import Run
@@ -27,7 +26,6 @@ from parity.training.settings import Settings
 from parity.training.text import even_starts, starts, text
 
 EVAL_BATCH = 32
-PROGRESS = 200
 
 
 def train(
@@ -36,11 +34,10 @@ def train(
     adapter: Adapter,
     seed: int,
     implementation: str | None,
-    progress: Progress | None = None,
     device: str = "cpu",
 ) -> Run:
-    """Trains as `parity.sides.Training` says; "peft" is Hugging Face PEFT's layers in the place of
-    ours."""
+    """Trains an adapter over the base model of a folder; "peft" is Hugging Face PEFT's layers in
+    the place of ours."""
     begin = time.perf_counter()
     model = _model(settings, base, adapter, implementation, device)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -67,8 +64,6 @@ def train(
         losses[step] = loss.detach()
         norms[step] = nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
         optimizer.step()
-        if progress and (step + 1) % PROGRESS == 0:
-            progress(step + 1, float(losses[step]))
     return Run(
         losses=losses.double().cpu().numpy(),
         gradient_norms=norms.double().cpu().numpy(),
