@@ -168,15 +168,15 @@ class _Draw:
     """A random source that depends on the case's name alone."""
 
     def __init__(self, case: Case, device: str) -> None:
-        self._generator = torch.Generator(device).manual_seed(zlib.crc32(case.name.encode()))
-        self._device = device
+        generator = torch.Generator(device).manual_seed(zlib.crc32(case.name.encode()))
+        self._options: Any = {"generator": generator, "device": device}
 
     def normal(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self._generator, device=self._device)
+        return torch.randn(shape, **self._options)
 
     def uniform(self, *shape: int) -> torch.Tensor:
         """Draws from [-1, 1)."""
-        return 2 * torch.rand(shape, generator=self._generator, device=self._device) - 1
+        return 2 * torch.rand(shape, **self._options) - 1
 
 
 def cpu_cases() -> list[Case]:

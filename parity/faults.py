@@ -106,42 +106,46 @@ def _round_argument(at: int) -> Callable[[Callable], Callable]:
     )
 
 
-def _eps_in_the_root(factored_norm: Callable) -> Callable:
-    return lambda *operands, **options: (
-        (factored_norm(*operands, **options) ** 2 + MISPLACED_EPS) ** 0.5
-    )
-
-
 def _fp32(*arrays: Any) -> list[Any]:
     return [a.astype(jnp.float32) if _is_jax(a) else a.float() for a in arrays]
 
 
-def _without_cross(factored_norm: Callable) -> Callable:
-    def spoilt(kernel: Any, lora_a: Any, lora_b: Any, scale: float, **options: Any) -> Any:
-        norm = factored_norm(kernel, lora_a, lora_b, scale, **options)
-        w, a, b = _fp32(kernel, lora_a, lora_b)
-        if _is_jax(w):
-            with jax.default_matmul_precision("highest"):
-                w, a, b = (jax.lax.stop_gradient(value) for value in (w, a, b))
-                cross = jnp.sum(b * (a.T @ w), axis=0)
-            return jnp.sqrt(jnp.maximum(norm**2 - 2 * scale * cross, 0))
-        cross = (b * (w @ a.T)).sum(1).detach()
-        return (norm**2 - 2 * scale * cross).clamp(min=0).sqrt()
+def _of_norm(change: Callable) -> Callable[[Callable], Callable]:
+    """Returns what spoils a norm: `change` of the right one, the operands in fp32 and the scale."""
 
-    return spoilt
+    def spoil(factored_norm: Callable) -> Callable:
+        def spoilt(kernel: Any, lora_a: Any, lora_b: Any, scale: float, **options: Any) -> Any:
+            norm = factored_norm(kernel, lora_a, lora_b, scale, **options)
+            return change(norm, *_fp32(kernel, lora_a, lora_b), scale)
+
+        return spoilt
+
+    return spoil
 
 
-def _attached_norm(factored_norm: Callable) -> Callable:
-    def spoilt(kernel: Any, lora_a: Any, lora_b: Any, scale: float, **options: Any) -> Any:
-        norm = factored_norm(kernel, lora_a, lora_b, scale, **options)
-        w, a, b = _fp32(kernel, lora_a, lora_b)
-        if _is_jax(w):
-            dense = jnp.linalg.norm(w + scale * (a @ b), axis=0)
-            return norm + dense - jax.lax.stop_gradient(dense)
-        dense = torch.linalg.vector_norm(w + scale * (b @ a), dim=1)
-        return norm + dense - dense.detach()
+@_of_norm
+def _eps_in_the_root(norm: Any, w: Any, a: Any, b: Any, scale: float) -> Any:
+    return (norm**2 + MISPLACED_EPS) ** 0.5
 
-    return spoilt
+
+@_of_norm
+def _without_cross(norm: Any, w: Any, a: Any, b: Any, scale: float) -> Any:
+    if _is_jax(w):
+        with jax.default_matmul_precision("highest"):
+            w, a, b = (jax.lax.stop_gradient(value) for value in (w, a, b))
+            cross = jnp.sum(b * (a.T @ w), axis=0)
+        return jnp.sqrt(jnp.maximum(norm**2 - 2 * scale * cross, 0))
+    cross = (b * (w @ a.T)).sum(1).detach()
+    return (norm**2 - 2 * scale * cross).clamp(min=0).sqrt()
+
+
+@_of_norm
+def _attached_norm(norm: Any, w: Any, a: Any, b: Any, scale: float) -> Any:
+    if _is_jax(w):
+        dense = jnp.linalg.norm(w + scale * (a @ b), axis=0)
+        return norm + dense - jax.lax.stop_gradient(dense)
+    dense = torch.linalg.vector_norm(w + scale * (b @ a), dim=1)
+    return norm + dense - dense.detach()
 
 
 def _attached_g(_: Callable) -> Callable:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 Array = Any  # np.ndarray or torch.Tensor, always fp64 once inside
 
@@ -157,8 +158,6 @@ def dora_linear_grads(
 
 def swiglu(gate, up, gate_g, up_g, gate_bias: Array = 0.0, up_bias: Array = 0.0) -> Array:
     """Returns `silu(gate_g ⊙ gate + gate_bias) ⊙ (up_g ⊙ up + up_bias)` (arXiv 2002.05202)."""
-    import torch
-
     operands = (gate, up, gate_g, up_g, gate_bias, up_bias)
     h = _swiglu(*(torch.as_tensor(fp64(operand)) for operand in operands))
     return h if hasattr(gate, "detach") else h.numpy()
@@ -166,14 +165,10 @@ def swiglu(gate, up, gate_g, up_g, gate_bias: Array = 0.0, up_bias: Array = 0.0)
 
 def swiglu_grads(dh, *operands) -> tuple[Array, ...]:
     """Returns the cotangents of `swiglu`'s operands, in their order, by differentiating it."""
-    import torch
-
     leaves = [torch.as_tensor(fp64(operand)).requires_grad_() for operand in operands]
     found = torch.autograd.grad(_swiglu(*leaves), leaves, torch.as_tensor(fp64(dh)))
     return found if hasattr(dh, "detach") else tuple(grad.numpy() for grad in found)
 
 
 def _swiglu(gate, up, gate_g, up_g, gate_bias: Array = 0.0, up_bias: Array = 0.0):
-    import torch
-
     return torch.nn.functional.silu(gate_g * gate + gate_bias) * (up_g * up + up_bias)

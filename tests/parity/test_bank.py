@@ -7,7 +7,6 @@ import pytest
 
 from parity import bank
 from parity.faults import Fault
-from parity.report import Report
 from tests.tables import thinned
 
 PROBLEMS = list(bank.problems(quick=True))
@@ -33,11 +32,6 @@ FAULTS = {
         "torch_dora.bank.bank.factored_norm": of_the_base,
     },
 }
-
-
-@pytest.fixture
-def report(tmp_path):
-    return Report(tmp_path / "bank.jsonl", "bank", {})
 
 
 def run(report, problem, side):

@@ -2,10 +2,10 @@
 
 import pytest
 
-from parity import faults as planted
 from parity.__main__ import main
 from parity.command import CONTROLLED
 from parity.controls import CASE_SETS, run_controls
+from parity.faults import FAULTS
 from parity.report import Report, read, text
 
 
@@ -24,14 +24,10 @@ def test_a_level_catches_a_fault(level, fault, tmp_path):
     assert text(header, rows).count("**caught**") == 2
 
 
-@pytest.fixture
-def controls(tmp_path):
-    def run(case_set, fault="cross_term_dropped", level="layer"):
-        report = Report(tmp_path / "controls.jsonl", "controls", {})
-        run_controls(report, {level: case_set}, [planted.FAULTS[fault]])
-        return report
-
-    return run
+def controls(case_set, fault="cross_term_dropped", level="layer"):
+    report = Report(None, "controls", {})
+    run_controls(report, {level: case_set}, [FAULTS[fault]])
+    return report
 
 
 def failing(side, sound=False):
@@ -44,28 +40,28 @@ def failing(side, sound=False):
 
 
 @pytest.mark.slow
-def test_a_fault_that_gets_by_fails(controls):
+def test_a_fault_that_gets_by_fails():
     report = controls(lambda case_set, backend: None)
     assert not report.passed
     assert "MISSED" in text(report.header, report.rows)
     assert [row["ok"] for row in report.rows] == [True, False, False]
 
 
-def test_a_fault_need_not_be_caught_everywhere(controls):
+def test_a_fault_need_not_be_caught_everywhere():
     assert controls(lambda case_set, backend: None, "norm_attached", "operator").passed
 
 
-def test_sound_packages_that_fail_fail(controls):
+def test_sound_packages_that_fail_fail():
     assert not controls(failing("jax xla, torch eager")).passed
 
 
-def test_blaming_the_other_package_fails(controls):
+def test_blaming_the_other_package_fails():
     report = controls(failing("torch triton", sound=True))
     assert [row["ok"] for row in report.rows] == [True, False, True]
     assert "WRONG SIDE" in text(report.header, report.rows)
 
 
-def test_a_crash_is_no_catch(controls):
+def test_a_crash_is_no_catch():
     def crash(case_set, backend):
         if backend:
             raise RuntimeError("no such luck")
@@ -82,6 +78,6 @@ def test_an_unknown_fault_is_refused(tmp_path):
 
 def test_every_fault_must_be_caught_somewhere():
     assert tuple(CASE_SETS) == CONTROLLED
-    for fault in planted.FAULTS.values():
+    for fault in FAULTS.values():
         assert fault.caught_by
         assert set(fault.caught_by) <= set(CASE_SETS)

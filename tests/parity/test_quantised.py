@@ -3,12 +3,6 @@
 import pytest
 
 from parity import quantised, torchao_weights
-from parity.report import Report
-
-
-@pytest.fixture
-def report(tmp_path):
-    return Report(tmp_path / "quantised.jsonl", "quantised", {})
 
 
 @pytest.mark.parametrize("qtype", quantised.FORMATS)

@@ -8,7 +8,6 @@ import pytest
 from parity import sharded
 from parity.cases import layer
 from parity.faults import Fault
-from parity.report import Report
 from parity.sides.torch import sharded as torch_sharded
 from tests.tables import thinned
 from torch_dora.ops import shards
@@ -60,11 +59,6 @@ def spoilt_losses(*arguments):
 
 
 ONE_AXIS = ("dp", "fsdp", "tp column", "tp row")
-
-
-@pytest.fixture
-def report(tmp_path):
-    return Report(tmp_path / "sharded.jsonl", "sharded", {})
 
 
 @pytest.mark.parametrize("name", thinned(sharded.LAYOUTS, ["tp row", "fsdp×tp column"]))
