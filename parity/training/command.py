@@ -50,15 +50,6 @@ class Variant(NamedTuple):
 Job = tuple[int, Variant]  # with its seed
 
 
-class Pairing(NamedTuple):
-    """Two variants that must train alike, or, where it is not judged, are compared alone."""
-
-    kind: str
-    one: Variant
-    other: Variant
-    judged: bool = True
-
-
 MOSAIC, XLA = Variant("jax", "mosaic"), Variant("jax", "xla")
 TRITON, EAGER = Variant("torch", "triton"), Variant("torch", "eager")
 XLA_OFF, EAGER_OFF = XLA._replace(perturbed=True), EAGER._replace(perturbed=True)
@@ -69,18 +60,17 @@ VARIANTS = (PEFT, TRITON, EAGER, EAGER_OFF, MOSAIC, XLA, XLA_OFF)
 # Interpreted kernels would take days.
 NATIVE_ONLY = (MOSAIC, TRITON)
 
-PAIRINGS = (
-    Pairing("across frameworks", MOSAIC, TRITON),
-    Pairing("across frameworks", XLA, EAGER),
-    Pairing("fused against plain", MOSAIC, XLA),
-    Pairing("fused against plain", TRITON, EAGER),
+# Those that must train alike, and those that are compared and not judged.
+JUDGED = {
+    "across frameworks": [(MOSAIC, TRITON), (XLA, EAGER)],
+    "fused against plain": [(MOSAIC, XLA), (TRITON, EAGER)],
+}
+BESIDE = {
     # What a difference in the last place of the initial adapter grows to by itself.
-    Pairing("rounding floor", XLA, XLA_OFF, judged=False),
-    Pairing("rounding floor", EAGER, EAGER_OFF, judged=False),
+    "rounding floor": [(XLA, XLA_OFF), (EAGER, EAGER_OFF)],
     # PEFT multiplies its fp32 adapters in fp32.
-    Pairing("beside PEFT", XLA, PEFT, judged=False),
-    Pairing("beside PEFT", EAGER, PEFT, judged=False),
-)
+    "beside PEFT": [(XLA, PEFT), (EAGER, PEFT)],
+}
 
 SEEDS = (1, 2, 3)
 # Of the first seed's losses the report has every so many steps'; statistics are over all.
@@ -149,21 +139,21 @@ def write_pairs(
 ) -> None:
     """Adds what every pair of one seed's runs came to, from the initial adapter `start`."""
     limits = FULL_PRECISION if settings.dtype == "float32" else PAPER
-    for pairing in PAIRINGS:
-        if pairing.one not in runs or pairing.other not in runs:
-            continue
-        found = compare(runs[pairing.one], runs[pairing.other], start)
-        facts = dataclasses.asdict(found)
-        report.add(
-            f"seed {seed}",
-            QUANTITIES,
-            side=f"{pairing.one.label}, {pairing.other.label}",
-            kind=pairing.kind,
-            error=facts.pop("figures"),
-            bound=limits if pairing.judged else None,
-            ok=found.verdicts(limits) if pairing.judged else None,
-            **facts,
-        )
+    pairs = [(kind, *pair) for kind, pairs in (JUDGED | BESIDE).items() for pair in pairs]
+    for kind, one, other in pairs:
+        if one in runs and other in runs:
+            found = compare(runs[one], runs[other], start)
+            facts = dataclasses.asdict(found)
+            report.add(
+                f"seed {seed}",
+                QUANTITIES,
+                side=f"{one.label}, {other.label}",
+                kind=kind,
+                error=facts.pop("figures"),
+                bound=limits if kind in JUDGED else None,
+                ok=found.verdicts(limits) if kind in JUDGED else None,
+                **facts,
+            )
 
 
 def _jobs(options: argparse.Namespace, device: str) -> list[Job]:
