@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,30 +25,17 @@ from parity.sides.jax.operators import (
     with_gradients,
 )
 
-# Rows, in and out of what is sharded, over the mesh's two axes.
+Axes = tuple[str, ...]
 ONE, BOTH = ("x",), ("x", "y")
-
-
-class Layout(NamedTuple):
-    """Over which axes of the mesh a batch's rows, and a kernel's inputs and outputs, are sharded.
-
-    Attributes:
-      features: x's; under FSDP the kernel's inputs are sharded, and x's are not.
-    """
-
-    rows: tuple[str, ...] = ()
-    inputs: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ()
-    features: tuple[str, ...] = ()
-
-
+# Over which axes of the mesh are sharded: a batch's rows, a kernel's inputs, its outputs, and the
+# features of x, which under FSDP are whole.
 LAYOUTS = {
-    "dp": Layout(rows=BOTH),
-    "fsdp": Layout(rows=BOTH, inputs=BOTH),
-    "tp column": Layout(outputs=BOTH),
-    "tp row": Layout(inputs=BOTH, features=BOTH),
-    "fsdp×tp column": Layout(rows=ONE, inputs=ONE, outputs=("y",)),
-    "fsdp×tp row": Layout(rows=ONE, inputs=("y",), outputs=ONE, features=("y",)),
+    "dp": (BOTH, (), (), ()),
+    "fsdp": (BOTH, BOTH, (), ()),
+    "tp column": ((), (), BOTH, ()),
+    "tp row": ((), BOTH, (), BOTH),
+    "fsdp×tp column": (ONE, ONE, ("y",), ()),
+    "fsdp×tp row": (ONE, ("y",), ONE, ("y",)),
 }
 
 
@@ -122,7 +109,7 @@ def losses(name: str, problem: Problem) -> list[float]:
 def _places(layout: str) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
     """Returns what puts an array where that of a name lies in a layout, and what constrains an
     array of a program to lie there; on one device for "one"."""
-    lies = {} if layout == "one" else _specs(LAYOUTS[layout])
+    lies = {} if layout == "one" else _shardings(*LAYOUTS[layout])
 
     def place(array, name="whole"):
         return jax.device_put(array, lies.get(name))
@@ -133,9 +120,8 @@ def _places(layout: str) -> tuple[Callable[..., jax.Array], Callable[..., jax.Ar
     return place, constrain
 
 
-def _specs(layout: Layout) -> dict[str, NamedSharding]:
+def _shardings(rows: Axes, into: Axes, out: Axes, features: Axes) -> dict[str, NamedSharding]:
     mesh = jax.make_mesh((2, 2), BOTH, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    rows, into, out, features = layout
     specs = {
         "kernel": (into, out),
         "lora_a": (into, None),

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 import torch_dora
 from parity.cases import LayerInputs
-from parity.sharded import LEARNING_RATE, STEPS, Problem
+from parity.sharded import LAYOUTS, LEARNING_RATE, STEPS, Problem
 from parity.sides.torch import processes as launched
 from torch_dora.ops import shards
 
@@ -101,6 +101,8 @@ class _Parallel:
     """
 
     def __init__(self, name: str, device: str, inputs: LayerInputs, scale: float) -> None:
+        if name not in ("one", *LAYOUTS):
+            raise ValueError(f"layout is {name!r}; expected one of one, {', '.join(LAYOUTS)}")
         processes = torch.distributed.get_world_size()
         rows, *_ = parts = name.split("×")
         style = STYLES.get(parts[-1])
