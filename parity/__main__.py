@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         level = importlib.import_module(command.MODULES[name])
     except ModuleNotFoundError as error:
-        sys.exit(f"python -m parity {name}: {error}; pip install 'jax-dora[dev]'")
+        sys.exit(f"{command.program(name)}: {error}; pip install 'jax-dora[dev]'")
     return level.main(options)
 
 

@@ -48,11 +48,13 @@ DESCRIPTIONS = {
 }
 
 
+def program(name: str) -> str:
+    return f"python -m parity {name}".strip()
+
+
 def parse(name: str, arguments: Sequence[str]) -> argparse.Namespace:
     """Returns the options of the command of this name."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m parity {name}".strip(), description=DESCRIPTIONS[name]
-    )
+    parser = argparse.ArgumentParser(prog=program(name), description=DESCRIPTIONS[name])
     flag = parser.add_argument
     device = "cpu interprets the kernels at small sizes; cuda runs them at the paper's"
     flag("--device", choices=("auto", "cpu", "cuda"), default="auto", help=device)
