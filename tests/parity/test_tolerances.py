@@ -120,7 +120,3 @@ def test_layer_bounds(dtype):
     assert (np.abs(y * 1.05 - exact) > bounds.y).any()
     for name, value in got.items():
         assert (np.abs(value * 1.2 - getattr(grads, name)) > getattr(bounds, name)).any(), name
-
-
-def test_flash_rule():
-    assert tolerances.flash_rule(0.5, 2.0, "bfloat16", 0.25) == 2 * 0.5 + 2.0 * 2**-8 + 0.25
