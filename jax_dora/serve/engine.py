@@ -194,8 +194,7 @@ class Engine:
         begun = [(one.row, one) for one in alike if not one.left]
         for _, one in begun:
             one.launched = 1
-        if begun:
-            yield drawn, begun
+        yield drawn, begun
 
     def _step(self) -> Iterable[tuple[Drawn, list[tuple[int, Answer]]]]:
         going = [(row, one) for row, one in enumerate(self._rows) if one and one.is_going]

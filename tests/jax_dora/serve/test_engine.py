@@ -216,6 +216,15 @@ def test_cancelled_requests_leave_wherever_they_are(fake):
     assert (bank.pins, engine.free_rows, engine.waiting) == (0, 2, 0)
 
 
+def test_a_turn_that_reads_a_piece_of_a_prompt_has_done_something(fake):
+    """Or the server would wait for requests between the pieces."""
+    engine, _, _ = fake
+    pieces = []
+    engine.submit(Request((1,) * 30, 1, pieces.append))
+    run(engine)
+    assert [one.finish for one in pieces] == ["length"]
+
+
 def test_the_queue_is_bounded_and_ends(fake):
     engine, _, _ = fake
     asked = [ask(engine) for _ in range(20)]
