@@ -38,10 +38,14 @@ class Rope:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
         # transformers 5 writes `rope_parameters`; before, `rope_theta` and `rope_scaling`.
-        given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        # Of both it takes the older, and of nulls what is there without them.
+        scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        given = {name: value for name, value in scaling.items() if value is not None}
         theta = given.pop("rope_theta", None) or config.get("rope_theta") or cls.theta
         kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
         given.pop("type", None)
+        if given.get("partial_rotary_factor") == 1:
+            del given["partial_rotary_factor"]
         if kind not in ROPE_KINDS:
             raise NotImplementedError(
                 f"config.json asks for rope_type {kind!r}; expected one of {', '.join(ROPE_KINDS)}"
@@ -62,8 +66,10 @@ class Rope:
                 "wavelengths grow"
             )
         if kind == "llama3":
-            longest = config.get("max_position_embeddings")
-            given.setdefault("original_max_position_embeddings", longest)
+            name = "original_max_position_embeddings"
+            # A length beside the rope's parameters goes before the one among them.
+            own = config.get(name) or given.get(name)
+            given[name] = own or config.get("max_position_embeddings")
         stretched = {names[name]: _positive(name, value) for name, value in given.items()}
         return cls(theta=_positive("rope_theta", theta), kind=kind, **stretched)
 
@@ -185,7 +191,9 @@ class DecoderConfig:
             "num_attention_heads": heads,
             "num_key_value_heads": kv_heads,
             "head_dim": head_dim,
-            "rms_norm_eps": _positive("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
+            "rms_norm_eps": _positive(
+                "rms_norm_eps", config.get("rms_norm_eps", 1e-6), or_zero=True
+            ),
             "rope": Rope.from_hf(config),
             "qk_norm": kind == "qwen3",
             "qkv_bias": kind == "qwen2" or attention_bias,
@@ -217,8 +225,9 @@ def max_positions(config: Mapping[str, Any]) -> int | None:
     return most
 
 
-def _positive(name: str, value: Any) -> float:
-    if type(value) not in (int, float) or not 0 < value < math.inf:
+def _positive(name: str, value: Any, *, or_zero: bool = False) -> float:
+    is_number = type(value) in (int, float)
+    if not is_number or not (0 < value < math.inf or (or_zero and value == 0)):
         raise TypeError(f"{name} is {value!r}; expected a positive number")
     return float(value)
 
@@ -228,16 +237,15 @@ def _refuse(config: Mapping[str, Any]) -> None:
     window, most = config.get("sliding_window"), max_positions(config)
     spans_all = window is not None and most is not None and window >= most
     kinds = {"full_attention", "sliding_attention"} if spans_all else {"full_attention"}
-    slides = window is not None and (
-        # Mistral has the window alone; Qwen has a switch beside it.
-        config.get("use_sliding_window", config["model_type"] == "mistral")
-    )
+    # Mistral has the window alone; Qwen has a switch beside it.
+    is_on = config["model_type"] == "mistral" or config.get("use_sliding_window")
+    slides = window is not None and is_on
     wrong = {
         "hidden_act": config.get("hidden_act", "silu") != "silu",
         "sliding_window": slides and not spans_all,
         "layer_types": layers and set(config.get("layer_types") or ()) - kinds,
         "quantization_config": not _is_read(config.get("quantization_config")),
-        "partial_rotary_factor": config.get("partial_rotary_factor", 1.0) != 1.0,
+        "partial_rotary_factor": config.get("partial_rotary_factor") not in (None, 1),
     }
     for name, is_wrong in wrong.items():
         if is_wrong:

@@ -1,5 +1,6 @@
 """Hugging Face folders: both ways bitwise, placed as asked, and refused when they are not sound."""
 
+import copy
 import json
 import os
 import shutil
@@ -16,10 +17,13 @@ import transformers
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import jax_dora.models as decoder
-from jax_dora.models import targets
+from jax_dora.models import rope, targets
 from jax_dora.models.weights import stored_tensors
+from parity.tolerances.caps import OPERATOR_FP32_MAX_ABS
+from tests.jax_dora.models.conftest import LLAMA3
 from tests.tables import thinned
 
 ROOT = Path(__file__).parents[3]
@@ -271,7 +275,11 @@ def test_tied_head_stored_as_well(make_folder, tmp_path):
         ({"rope_parameters": {"rope_type": "linear"}}, ValueError, "'linear' without a factor"),
         ({"rope_parameters": {"short_factor": []}}, NotImplementedError, "short_factor"),
         ({"quantization_config": {}}, NotImplementedError, "quantization_config"),
-        ({"model_type": "mistral", "sliding_window": 9}, NotImplementedError, "sliding_window 9"),
+        (
+            {"model_type": "mistral", "sliding_window": 9, "use_sliding_window": False},
+            NotImplementedError,
+            "sliding_window 9",
+        ),
         ({"model_type": "mistral", "sliding_window": 255}, NotImplementedError, "window 255"),
         ({"layer_types": ["sliding_attention"]}, NotImplementedError, "layer_types"),
         ({"hidden_size": None}, ValueError, "hidden_size None; expected a positive integer"),
@@ -316,9 +324,27 @@ def test_a_change_is_no_fault_of_the_file(llama):
         decoder.DecoderConfig.from_hf(decoder.read_config(llama), atention="xla")
 
 
-def test_old_rope_fields():
-    config = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
-    assert decoder.Rope.from_hf(config) == decoder.Rope(theta=5e5, kind="linear", factor=2.0)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_scaling": {"type": "linear", "factor": 4, "low_freq_factor": None}},
+        {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_parameters": {"rope_theta": 5e5}},
+        {"rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 1.0}},
+        {"rope_parameters": LLAMA3, "original_max_position_embeddings": 32},
+    ],
+)
+def test_forms_of_a_rope(fields):
+    """Old fields, nulls, and what goes before what, as in transformers."""
+    config = {"model_type": "llama", "hidden_size": 48, "num_attention_heads": 3} | fields
+    theirs = LlamaRotaryEmbedding(transformers.LlamaConfig(**copy.deepcopy(config)))
+    ours = rope.frequencies(decoder.Rope.from_hf(config), 16)
+    np.testing.assert_allclose(ours, theirs.inv_freq.numpy(), rtol=0, atol=OPERATOR_FP32_MAX_ABS)
+
+
+def test_no_partial_rotation_and_no_epsilon(llama):
+    config = decoder.read_config(llama) | {"partial_rotary_factor": None, "rms_norm_eps": 0.0}
+    assert decoder.DecoderConfig.from_hf(config).rms_norm_eps == 0
 
 
 def test_no_config(tmp_path):
