@@ -109,7 +109,7 @@ class Server:
         texts.check(length, f"max_length is {length}")
         model = load_model(
             folder,
-            sharding=_sharding(settings.mesh, config),
+            sharding=_sharding(settings, config),
             quantize=settings.quantize,
             act_qtype=settings.act_qtype,
             dtype=settings.dtype,
@@ -227,10 +227,9 @@ class Server:
         return time.monotonic() >= self._drains_until
 
 
-def _sharding(
-    mesh: dict[str, int] | Literal["auto"] | None, config: dict[str, Any]
-) -> DecoderSharding | None:
+def _sharding(settings: Settings, config: dict[str, Any]) -> DecoderSharding | None:
     """Returns how the model lies on several devices; None for one alone."""
+    mesh = settings.mesh
     if mesh is None:
         return None
     sizes: dict[str, Any] = {"tp": jax.device_count()} if mesh == "auto" else mesh
@@ -240,5 +239,5 @@ def _sharding(
             "every request: for more requests, run more servers"
         )
     sharding = DecoderSharding.over(**sizes)
-    sharding.check(DecoderConfig.from_hf(config), 1)
+    sharding.check(DecoderConfig.from_hf(config, dtype=settings.dtype), 1)
     return sharding

@@ -1,8 +1,10 @@
 """`jax-dora serve` as a process: SIGTERM drains, and bad flags end in one line."""
 
 import dataclasses
+import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -128,6 +130,15 @@ def test_bad_flags(model, flags, message, capsys):
     assert read_config(model)["max_position_embeddings"] == 512
     assert main(["serve", "--model", str(model), *flags.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_mesh_asks_the_file_for_no_dtype_that_a_flag_gives(model, tmp_path, capsys):
+    config = read_config(model) | {"dtype": "float64"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shutil.copy(model / "tokenizer.json", tmp_path)
+    given = ["--model", str(tmp_path), "--mesh", "auto", "--dtype", "float32"]
+    assert main(["serve", *given]) == 2
+    assert "tp of the mesh is 8" in capsys.readouterr().err
 
 
 def test_an_address_that_is_taken_is_told_before_the_model_is_loaded(model, monkeypatch, capsys):
