@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_dora.models.attention import attend
 from jax_dora.models.config import DecoderConfig
 
 
@@ -100,9 +101,7 @@ class LayerCache(NamedTuple):
             for old, new in ((old_keys, keys), (old_values, values))
         )
         places = jnp.arange(keys.shape[1])[None, None, None]
-        return jax.nn.dot_product_attention(
-            q, keys, values, mask=places <= positions[:, None, :, None]
-        )
+        return attend(q, keys, values, mask=places <= positions[:, None, :, None])
 
     def _attend_once(
         self, q: jax.Array, key: jax.Array, value: jax.Array, keys: jax.Array, values: jax.Array

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jax_dora
 from jax_dora.bank.layers import BankLayer, called_together
-from jax_dora.models import activations, rope, segments
+from jax_dora.models import activations, attention, rope, segments
 from jax_dora.models.cache import LayerCache
 from jax_dora.models.config import DecoderConfig
 from jax_dora.ops.projection import RESULT_NAME
@@ -76,7 +76,7 @@ class Attention(nnx.Module):
         elif isinstance(mask, segments.Segments):
             attended = segments.attend(q, k, v, mask)
         else:
-            attended = jax.nn.dot_product_attention(
+            attended = attention.attend(
                 q, k, v, mask=mask, is_causal=True, implementation=config.attention
             )
         return _project(self.o_proj, attended.reshape(*x.shape[:2], -1)), (k, v)

@@ -42,17 +42,23 @@ def test_logits_fp32(family, make_folder, make_torch_model, tokens):
     assert np.abs(logits - expected).max() <= tolerances.caps.OPERATOR_FP32_MAX_ABS
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_logits_bf16(name, make_folder, make_torch_model, tokens):
-    """As near to fp64 as transformers in bf16, by flash-attention's rule."""
-    exact = torch_logits(make_torch_model(name, torch.bfloat16).double(), tokens)
-    theirs = torch_logits(make_torch_model(name, torch.bfloat16), tokens)
-    model = decoder.load_model(make_folder(name, dtype=torch.bfloat16))
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param("llama", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("qwen3", "bfloat16", marks=pytest.mark.slow),
+        ("qwen3", "float16"),
+    ],
+)
+def test_logits_of_16_bits(name, dtype, make_folder, make_torch_model, tokens):
+    """As near to fp64 as transformers in that dtype, by flash-attention's rule."""
+    exact = torch_logits(make_torch_model(name, getattr(torch, dtype)).double(), tokens)
+    theirs = torch_logits(make_torch_model(name, getattr(torch, dtype)), tokens)
+    model = decoder.load_model(make_folder(name, dtype=getattr(torch, dtype)))
     with jax.numpy_dtype_promotion("standard"):  # jax.nn.dot_product_attention's own need
         logits = run(model, tokens)
-    assert logits.dtype == jnp.bfloat16
-    bound = tolerances.flash_rule(np.abs(theirs - exact).max(), np.abs(exact).max(), "bfloat16")
+    assert logits.dtype == dtype
+    bound = tolerances.flash_rule(np.abs(theirs - exact).max(), np.abs(exact).max(), dtype)
     assert np.abs(np.float64(logits) - exact).max() <= bound
     assert cosine(logits, exact) >= tolerances.caps.LOGITS_COSINE
 
