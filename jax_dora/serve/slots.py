@@ -141,7 +141,8 @@ class Slots:
 
     def warm_up(self) -> None:
         """Compiles every program, by calls for rows that do not exist."""
-        for width in self.widths:
+        # Twice: a cache that has passed beside weights committed to a device is committed too.
+        for width in 2 * self.widths:
             self.read((), width)
         wishes = self._wished()[1]
         for asked in Asked.all():

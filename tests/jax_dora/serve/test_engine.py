@@ -17,7 +17,7 @@ from jax_dora.serve.adapters import Served
 from jax_dora.serve.engine import Engine, QueueFullError
 from jax_dora.serve.metrics import Metrics
 from jax_dora.serve.request import Request
-from jax_dora.serve.slots import Slots
+from jax_dora.serve.slots import Part, Slots
 from tests.jax_dora.serve import serving
 from tests.jax_dora.serve.test_answers import complete
 from tests.jax_dora.serve.test_http import until
@@ -46,6 +46,16 @@ def test_a_step_for_the_same_rows_sends_nothing(model):
         slots.step(going)
         with jax.transfer_guard_host_to_device("disallow"):
             slots.step(going)
+
+
+def test_nothing_is_compiled_for_weights_committed_to_a_device(model):
+    """As those are whose layout is not JAX's own: a program's results are so as well."""
+    fp8 = "float8_e4m3fn"
+    slots = Slots(load_model(model, quantize=fp8, act_qtype=fp8), None, 2, 16, 16)
+    slots.warm_up()
+    with serving.nothing_compiled():
+        slots.read([Part(0, (1,), 0)], 16)
+        slots.step((0,))
 
 
 def test_steps_are_compiled_as_decoding_is(monkeypatch):
