@@ -67,6 +67,8 @@ def shown(row: Row) -> str:
                 continue
             case "shape", dict():
                 parts.append("×".join(map(str, value.values())))
+            case "failed" | "refused", str():
+                parts.append(f"{name}: {value}")
             case _, {"median": median}:
                 parts.append(f"{name} {median:,.1f} µs")
             case _, float():
