@@ -100,6 +100,25 @@ def bank_served() -> str:
     return grid(f"adapters (base: {base:,.0f} tokens/s)", counts, columns, cell)
 
 
+def served_beside() -> str:
+    """Returns the tokens a second of the server's engine and of transformers' `generate`."""
+    ways = {
+        "`jax-dora serve`, DoRA": ("serve", "DoRA"),
+        "transformers, torch_dora's bank of DoRA": ("serve_torch", "torch_dora DoRA"),
+        "transformers, PEFT's LoRA by `adapter_names`": ("serve_torch", "PEFT LoRA"),
+        "transformers, PEFT's DoRA, adapter by adapter": ("serve_torch", "PEFT DoRA"),
+    }
+    alone = {"serve": "base", "serve_torch": "transformers"}
+
+    def cell(way: tuple[str, str], adapters: int) -> str:
+        file, kind = way
+        found = rows(file, "h100", kind=kind if adapters else alone[file], adapters=adapters)
+        return f"{found[0]['tokens_per_s']:,.0f}" if found else "–"
+
+    counts = {"base, tokens/s": 0, "1 adapter": 1, "8 adapters": 8, "64 adapters": 64}
+    return grid("by", ways, counts, cell)
+
+
 def bank_prompts() -> str:
     """Returns the times of prompts over those of the base alone."""
 

@@ -370,7 +370,7 @@ TABLES: dict[str, Callable[[], str]] = {
         *(quantised_step, quantised_norm, quantised_rows, quantised_projection, devices, more_gpus),
         *(bank_tables.bank_bytes, bank_tables.bank_decoding, bank_tables.bank_prompts),
         *(bank_tables.bank_loads, bank_tables.bank_torch, bank_tables.bank_growth),
-        *(bank_tables.bank_served, small_memory.memory, small_memory.quality),
+        *(bank_tables.bank_served, bank_tables.served_beside, small_memory.memory, small_memory.quality),
         *(step_parts.step_parts, step_parts.step_operators),
         *(step_parts.step_torch, step_parts.fsdp_torch),
     )
