@@ -34,7 +34,7 @@ PAGES = (
     *("docs/performance.md", "docs/serving.md", "docs/several-gpus.md", "docs/step.md"),
     *("README.md", "docs/small-memory.md"),
 )
-MARKS = re.compile(r"(<!-- table: (\w+) -->\n\n).*?(?=\n\n<!-- end -->)", re.DOTALL)
+MARKS = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 RANK = 384
 QTYPES = ("bf16", "int8", "float8_e4m3fn", "nf4", "int4")
 PEFT_WAYS = {
@@ -46,7 +46,7 @@ PEFT_WAYS = {
 
 def updated(page: str) -> str:
     """Returns a page with its tables as the results have them."""
-    return MARKS.sub(lambda found: found[1] + TABLES[found[2]](), page)
+    return MARKS.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n\n{found[3]}", page)
 
 
 def reports() -> dict[str, Report]:
@@ -370,7 +370,8 @@ TABLES: dict[str, Callable[[], str]] = {
         *(quantised_step, quantised_norm, quantised_rows, quantised_projection, devices, more_gpus),
         *(bank_tables.bank_bytes, bank_tables.bank_decoding, bank_tables.bank_prompts),
         *(bank_tables.bank_loads, bank_tables.bank_torch, bank_tables.bank_growth),
-        *(bank_tables.bank_served, bank_tables.served_beside, small_memory.memory, small_memory.quality),
+        *(bank_tables.bank_served, bank_tables.served_beside),
+        *(small_memory.memory, small_memory.quality),
         *(step_parts.step_parts, step_parts.step_operators),
         *(step_parts.step_torch, step_parts.fsdp_torch),
     )
