@@ -32,6 +32,7 @@ from jax_dora.layers.call import bounded_norm, matrix_norm
 from jax_dora.layers.layout import Layout
 from jax_dora.layers.quantised import compute_plain
 from jax_dora.layers.stack import Stack
+from jax_dora.ops import mesh as meshes
 from jax_dora.ops import quantised
 from jax_dora.ops.rounding import round_to
 from jax_dora.weights.adapter import WeightAdapter
@@ -252,6 +253,14 @@ def _change_of_each(
 @functools.partial(jax.jit, static_argnums=0)
 def _one_change(setting: Setting, **parameters: jax.Array) -> jax.Array:
     """Returns `kernel_change` of a layer that is in no stack."""
+    change = functools.partial(_change_of_matrices, setting)
+    kernel = quantised.stored(parameters["kernel"])
+    if mesh := meshes.explicit(kernel):
+        change = meshes.left_to_xla(change, mesh, jax.P(*meshes.spec(kernel)))
+    return change(parameters)
+
+
+def _change_of_matrices(setting: Setting, parameters: Mapping[str, jax.Array]) -> jax.Array:
     layout = setting.layout
     # [n, in, out], [n, in, r], [n, r, out] and [n, 1, out]
     kernel, lora_a, lora_b, magnitude = (

@@ -192,16 +192,7 @@ class DoRALayer(nnx.Module):
 
     def adapter_axes(self, axes: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
         """Returns for the axes of lora_a, lora_b and magnitude what `axes` says of the kernel's."""
-        kernel = self.layout.kernel
-        batch, rows, columns = (
-            tuple(axes[axis] for axis in part)
-            for part in (kernel.batch, kernel.rows, kernel.columns)
-        )
-        return {
-            "lora_a": (*batch, *rows, None),
-            "lora_b": (*batch, None, *columns),
-            "magnitude": (*batch, *columns),
-        }
+        return self.layout.adapter_axes(axes)
 
     @property
     def kernel_param(self) -> nnx.Param:

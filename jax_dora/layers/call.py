@@ -62,9 +62,17 @@ def layer_norm(layer: Any, arrays: Sequence[jax.Array], layout: Layout | None = 
     by = norm_implementation(layer.implementation)
     if its.is_one_matrix:
         return ops.factored_norm(*arrays, scale=layer.scale, implementation=by)
-    matrices = [axes.to_matrices(array) for axes, array in zip(its[:3], arrays, strict=True)]
-    norm = matrix_norm(*matrices, scale=layer.scale, implementation=by)
-    return its.magnitude.from_matrices(norm[:, None])
+
+    def of_matrices(arrays: Sequence[jax.Array]) -> jax.Array:
+        matrices = [axes.to_matrices(array) for axes, array in zip(its[:3], arrays, strict=True)]
+        norm = matrix_norm(*matrices, scale=layer.scale, implementation=by)
+        return its.magnitude.from_matrices(norm[:, None])
+
+    kernel = stored(arrays[0])
+    if mesh := meshes.explicit(kernel):
+        names = its.adapter_axes(meshes.spec(kernel))["magnitude"]
+        return meshes.left_to_xla(of_matrices, mesh, jax.P(*names))(tuple(arrays))
+    return of_matrices(arrays)
 
 
 def matrix_norm(

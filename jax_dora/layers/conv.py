@@ -55,9 +55,6 @@ class DoRAConvolution(DoRAProduct):
     def layout_of(cls, module: Any, rank: int) -> Layout:
         return convolution_layout(module.kernel_shape, _groups(module), rank)
 
-    def adapter_axes(self, axes: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
-        return {"lora_a": (*axes[:-1], None), "lora_b": (None, axes[-1]), "magnitude": axes[-1:]}
-
     def _result(self, operands: Mapping[str, Any]) -> jax.Array:
         x, kernel, g, dropout = (operands[name] for name in ("x", "kernel", "g", "dropout"))
         dropped = x

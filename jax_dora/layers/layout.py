@@ -5,7 +5,8 @@ one adapter, for each group or batch index. A norm is taken over `in`, of every 
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 
@@ -58,6 +59,20 @@ class Layout(NamedTuple):
     def is_one_matrix(self) -> bool:
         """Returns whether the parameters are stored as the matrices that they are."""
         return self.kernel[1:] == (self.kernel.stored, (), (0,), (1,))
+
+    def adapter_axes(self, axes: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
+        """Returns for the axes of lora_a, lora_b and magnitude what `axes` says of the kernel's."""
+        places = self.kernel[2:]
+        if self.kernel.split != self.kernel.stored:
+            # A convolution's groups are a part of its last axis.
+            *window, features = range(len(axes))
+            places = (), window, (features,)
+        batch, rows, columns = (tuple(axes[axis] for axis in part) for part in places)
+        return {
+            "lora_a": (*batch, *rows, None),
+            "lora_b": (*batch, None, *columns),
+            "magnitude": (*batch, *columns),
+        }
 
 
 def projection_layout(shape: tuple[int, ...], order: str, rank: int) -> Layout:

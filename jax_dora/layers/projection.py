@@ -12,11 +12,14 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jax_dora.layers.call import dropout_of_each, product
 from jax_dora.layers.product import DoRAProduct
 from jax_dora.layers.rule import DoRARule
+from jax_dora.ops import mesh as meshes
+from jax_dora.ops.quantised import stored
 
 
 class Equation(NamedTuple):
@@ -64,6 +67,19 @@ class DoRAProjection(DoRAProduct):
         return cls.equation(module).order
 
     def _result(self, operands: Mapping[str, Any]) -> jax.Array:
+        x, kernel = operands["x"], stored(operands["kernel"])
+        mesh = meshes.explicit(x, kernel)
+        if mesh is None:
+            return self._by_matrices(operands)
+
+        def plain(x: jax.Array, kernel: jax.Array) -> jax.Array:
+            its = self.equation(self, x.ndim)
+            return jnp.einsum(f"{its.x},{its.kernel}->{its.y}", x, kernel.astype(x.dtype))
+
+        spec = meshes.result_spec(plain, x, kernel)
+        return meshes.left_to_xla(self._by_matrices, mesh, spec)(operands)
+
+    def _by_matrices(self, operands: Mapping[str, Any]) -> jax.Array:
         """Computes one plain product for each batch index."""
         x, kernel, bias = operands["x"], operands["kernel"], operands["bias"]
         equation, layout = self.equation(self, x.ndim), self.layout

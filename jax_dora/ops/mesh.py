@@ -52,6 +52,13 @@ def elementwise(
     return left_to_xla(function, mesh, jax.P(*result))
 
 
+def result_spec(function: Callable[..., jax.Array], *operands: jax.Array) -> PartitionSpec:
+    """Returns how JAX shards the result of `function` of operands on explicit axes."""
+    # jax.eval_shape tells nothing where some axes of the mesh are not explicit.
+    result: Any = jax.make_jaxpr(function)(*operands).out_avals[0]
+    return result.sharding.spec
+
+
 def left_to_xla(
     function: Callable[..., jax.Array], mesh: AbstractMesh, result: PartitionSpec
 ) -> Callable[..., jax.Array]:

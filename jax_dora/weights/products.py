@@ -52,12 +52,10 @@ class AdaptedReader:
 
         mesh = meshes.explicit(x, weight.kernel)
         if mesh is not None:
-            sharding = product.out_sharding
-            if sharding is None:
-                # jax.eval_shape tells none where some axes of the mesh are not explicit.
-                result: Any = jax.make_jaxpr(product)(x, weight.base()).out_avals[0]
-                sharding = result.sharding
-            compute = meshes.left_to_xla(compute, mesh, getattr(sharding, "spec", sharding))
+            spec = getattr(product.out_sharding, "spec", product.out_sharding)
+            if spec is None:
+                spec = meshes.result_spec(product, x, weight.base())
+            compute = meshes.left_to_xla(compute, mesh, spec)
         return compute(x, dict(weight.cast(product.dtype).arrays))
 
     def ragged(self, weight: Weight, product: Ragged, x: jax.Array) -> jax.Array | None:

@@ -163,6 +163,33 @@ SHARDED = {
 }
 
 
+def on_mesh(mesh, make, of_kernel):
+    """Returns the layer, its kernel sharded so; on one device where `mesh` is None."""
+    layer = make(nnx.Rngs(0))
+    if mesh is not None:
+        sharding = NamedSharding(mesh, of_kernel)
+        layer.kernel.set_value(jax.device_put(layer.kernel[...], sharding))
+    return layer
+
+
+def adapted_on(mesh, make, of_kernel):
+    layer = on_mesh(mesh, make, of_kernel)
+    return jax_dora.apply_dora(layer, rule(dropout=0.5), rngs=nnx.Rngs(1))
+
+
+def gradient_of_call(adapted, x, sharding=None, *, dropout=False):
+    """Returns gradients of the adapter and of x, and the result."""
+    graphdef, adapters, frozen = nnx.split(adapted, nnx.LoRAParam, ...)
+    options = {"deterministic": not dropout, "rngs": jax.random.key(5)}
+
+    def loss(adapters, x):
+        layer = nnx.merge(graphdef, adapters, frozen, copy=True)
+        y = layer(x, out_sharding=sharding, **options)
+        return jnp.sum(y**2), y
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(adapters, x)
+
+
 @pytest.mark.parametrize(
     ("case", "dropout"),
     thinned(itertools.product(SHARDED, [False, True]), [("einsum", False), ("columns", True)]),
@@ -172,38 +199,60 @@ def test_every_layer_takes_out_sharding(case, dropout):
     result is sharded so, and neither it nor a gradient changes; nor what is dropped."""
     make, shape, of_x, of_kernel, of_y = SHARDED[case]
 
-    def placed(mesh):
-        layer = make(nnx.Rngs(0))
-        if mesh is not None:
-            sharding = NamedSharding(mesh, of_kernel)
-            layer.kernel.set_value(jax.device_put(layer.kernel[...], sharding))
-        return jax_dora.apply_dora(layer, rule(dropout=0.5), rngs=nnx.Rngs(1))
-
-    def gradient(adapted, x, sharding=None):
-        graphdef, adapters, frozen = nnx.split(adapted, nnx.LoRAParam, ...)
-        options = {"deterministic": not dropout, "rngs": jax.random.key(5)}
-
-        def loss(adapters, x):
-            layer = nnx.merge(graphdef, adapters, frozen, copy=True)
-            y = layer(x, out_sharding=sharding, **options)
-            return jnp.sum(y**2), y
-
-        return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(adapters, x)
-
     x = jax.random.normal(jax.random.key(0), shape)
-    wanted, y = gradient(placed(None), x)
+    wanted, y = gradient_of_call(adapted_on(None, make, of_kernel), x, dropout=dropout)
     mesh = explicit_mesh()
     with jax.set_mesh(mesh):
-        adapted = placed(mesh)
+        adapted = adapted_on(mesh, make, of_kernel)
         x = jax.device_put(x, NamedSharding(mesh, of_x))
         # Both ways to say it mean the same to every layer.
         for sharding in (of_y, NamedSharding(mesh, of_y))[: 1 + (case == "split heads")]:
-            found, z = gradient(adapted, x, sharding)
+            found, z = gradient_of_call(adapted, x, sharding, dropout=dropout)
             assert z.sharding.spec == of_y
             assert_near((found, z), (wanted, y))
             adapters = nnx.state(adapted, nnx.LoRAParam)
             for one, other in zip(*map(jax.tree.leaves, (found[0], adapters)), strict=True):
                 assert one.sharding.spec == other.sharding.spec
+
+
+def split(rngs):
+    return nnx.LinearGeneral(IN, (2, 8), rngs=rngs)
+
+
+def heads(rngs):
+    return nnx.Einsum("btd,ndh->btnh", (4, IN, 8), (4, 8), rngs=rngs)
+
+
+def joined(rngs):
+    return nnx.LinearGeneral((6, 4), 16, axis=(-2, -1), rngs=rngs)
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "of_kernel"),
+    thinned(
+        [
+            (split, (8, 6, IN), P(None, None, "model")),
+            (split, (8, 6, IN), P("model", None, "data")),
+            (joined, (8, 6, 6, 4), P(None, "model", None)),
+            (joined, (8, 6, 6, 4), P(None, "model", "data")),
+            (heads, (8, 6, IN), P("data", None, "model")),
+        ],
+        [
+            (split, (8, 6, IN), P(None, None, "model")),
+            (joined, (8, 6, 6, 4), P(None, "model", None)),
+        ],
+    ),
+)
+def test_any_axis_of_a_projection_may_be_sharded(make, shape, of_kernel):
+    """Also one that is not the outermost of the kernel's inputs or outputs."""
+    x = jax.random.normal(jax.random.key(0), shape)
+    wanted = gradient_of_call(adapted_on(None, make, of_kernel), x)
+    mesh = explicit_mesh()
+    with jax.set_mesh(mesh):
+        plain = on_mesh(mesh, make, of_kernel)(x)
+        found = gradient_of_call(adapted_on(mesh, make, of_kernel), x)
+    assert found[1].sharding.spec == plain.sharding.spec
+    assert_near(found, wanted)
 
 
 def test_an_adapted_tied_head_takes_out_sharding():
@@ -228,8 +277,9 @@ def stack(rngs):
             (linear, P("model", None)),
             (linear, P("data", "model")),
             (stack, P(None, "data", "model")),
+            (split, P("data", None, "model")),
         ],
-        [(stack, P(None, "data", "model"))],
+        [(stack, P(None, "data", "model")), (split, P("data", None, "model"))],
     ),
 )
 def test_merging_where_a_kernels_inputs_are_sharded(make, spec):
