@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -16,7 +16,15 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_KINDS = ("default", "linear", "llama3")
 # Fields of a `DecoderConfig` that config.json does not decide.
 COMPUTATION = ("dtype", "attention", "segments", "remat", "memory", "unroll", "sharding")
-DTYPES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32}
+DTYPES = {
+    "bfloat16": jnp.bfloat16,
+    "float16": jnp.float16,
+    "float32": jnp.float32,
+    "half": jnp.float16,
+    "float": jnp.float32,
+}
+# transformers', of families that have a window at all.
+DEFAULT_WINDOW = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +137,8 @@ class DecoderConfig:
         """Returns the config that the contents of a config.json describe.
 
         Args:
-          config: the parsed file.
+          config: the parsed file. One that names no dtype means float32 here; `read_config`
+            gives it that of the weights.
           dtype: in place of the file's, if given.
           **changes: fields to set otherwise, such as attention, segments, remat, memory, unroll and
             sharding.
@@ -227,21 +236,24 @@ def max_positions(config: Mapping[str, Any]) -> int | None:
 
 def _positive(name: str, value: Any, *, or_zero: bool = False) -> float:
     is_number = type(value) in (int, float)
-    if not is_number or not (0 < value < math.inf or (or_zero and value == 0)):
-        raise TypeError(f"{name} is {value!r}; expected a positive number")
+    if not is_number or not (0 < value <= sys.float_info.max or (or_zero and value == 0)):
+        expected = "a positive number or 0" if or_zero else "a positive number"
+        raise TypeError(f"{name} is {value!r}; expected {expected}")
     return float(value)
 
 
 def _refuse(config: Mapping[str, Any]) -> None:
     layers = config.get("num_hidden_layers") or 0
+    # Mistral has the window alone; Qwen has a switch beside it.
+    is_on = config["model_type"] == "mistral" or config.get("use_sliding_window")
+    if is_on and "sliding_window" not in config:
+        config = {**config, "sliding_window": DEFAULT_WINDOW}
     window, most = config.get("sliding_window"), max_positions(config)
     spans_all = window is not None and most is not None and window >= most
     kinds = {"full_attention", "sliding_attention"} if spans_all else {"full_attention"}
-    # Mistral has the window alone; Qwen has a switch beside it.
-    is_on = config["model_type"] == "mistral" or config.get("use_sliding_window")
     slides = window is not None and is_on
     wrong = {
-        "hidden_act": config.get("hidden_act", "silu") != "silu",
+        "hidden_act": config.get("hidden_act", "silu") not in ("silu", "swish"),
         "sliding_window": slides and not spans_all,
         "layer_types": layers and set(config.get("layer_types") or ()) - kinds,
         "quantization_config": not _is_read(config.get("quantization_config")),

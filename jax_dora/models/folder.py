@@ -41,15 +41,21 @@ ChooseSharding = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
 
 
 def read_config(folder: str | PathLike[str]) -> dict[str, Any]:
-    """Returns the contents of config.json.
+    """Returns the contents of config.json; of one that names no dtype with that of the weights,
+    their embedding's, as transformers loads them.
 
     Raises:
-      FileNotFoundError, ValueError: it is not there, or no JSON object.
+      FileNotFoundError, ValueError: it is not there, or no JSON object; or it names no dtype, and
+        there are no weights.
     """
     file = Path(folder) / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing: expected a Hugging Face model folder")
-    return read_object(file)
+    config = read_object(file)
+    if config.get("dtype") or config.get("torch_dtype"):
+        return config
+    embedding = stored_tensors(Path(folder)).get(TIED[1])
+    return config if embedding is None else {**config, "dtype": embedding.dtype.name}
 
 
 def load_model(
@@ -216,9 +222,9 @@ def save_model(
             write_files(partial, tensors, max_file_bytes)
         if tokenizer_from is not None:
             _copy_other_files(Path(tokenizer_from), partial)
-        key = "torch_dtype" if "torch_dtype" in config else "dtype"
+        named = config.keys() & {"dtype", "torch_dtype"} or {"dtype"}
         config = {name: value for name, value in config.items() if name != "quantization_config"}
-        text = json.dumps(config | {key: dtype.name}, indent=2, sort_keys=True)
+        text = json.dumps(config | dict.fromkeys(named, dtype.name), indent=2, sort_keys=True)
         config_file = partial / "config.json"
         config_file.write_text(text + "\n")
         # Temporary folders and safetensors files are private to their owner; a model need not be.

@@ -18,8 +18,8 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     if rope.kind == "linear":
         return plain / np.float32(rope.factor)
     turns = rope.original_length * plain / np.float32(2 * math.pi)
-    kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    kept = np.clip(kept, 0, 1)
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    kept = np.clip((turns - low) / (high - low), 0, 1) if low < high else turns >= low
     return (plain * (kept + (1 - kept) / rope.factor)).astype(np.float32)
 
 

@@ -281,11 +281,21 @@ def test_tied_head_stored_as_well(make_folder, tmp_path):
             "sliding_window 9",
         ),
         ({"model_type": "mistral", "sliding_window": 255}, NotImplementedError, "window 255"),
+        (
+            {"model_type": "mistral", "max_position_embeddings": 4097},
+            NotImplementedError,
+            "sliding_window 4096",
+        ),
         ({"layer_types": ["sliding_attention"]}, NotImplementedError, "layer_types"),
         ({"hidden_size": None}, ValueError, "hidden_size None; expected a positive integer"),
         ({"num_key_value_heads": 4}, ValueError, "heads 6; expected a multiple of .*_heads 4"),
         ({"head_dim": 7}, ValueError, "head_dim 7; expected an even number"),
-        ({"rms_norm_eps": "x"}, ValueError, "rms_norm_eps is 'x'; expected a positive number"),
+        ({"rms_norm_eps": "x"}, ValueError, "rms_norm_eps is 'x'; expected a positive number or 0"),
+        (
+            {"rope_parameters": {"rope_theta": 10**309}},
+            ValueError,
+            "rope_theta is 1000.*; expected",
+        ),
         ({"dtype": "float64"}, ValueError, "dtype 'float64'; expected bfloat16, float16 or"),
         ({"rope_parameters": {"rope_theta": "x"}}, ValueError, "rope_theta is 'x'; expected a"),
         ({"rope_parameters": {"rope_theta": -1}}, ValueError, "rope_theta is -1; expected a"),
@@ -319,6 +329,38 @@ def test_a_window_that_spans_all_positions_is_none(llama):
     assert decoder.DecoderConfig.from_hf(slides) == decoder.DecoderConfig.from_hf(whole)
 
 
+@pytest.mark.parametrize("fields", [{}, {"sliding_window": None}])
+def test_a_mistral_without_a_window(llama, fields):
+    """What no field says is 4096, which all positions of this one are within."""
+    config = decoder.read_config(llama)
+    mistral = decoder.DecoderConfig.from_hf(config | {"model_type": "mistral"} | fields)
+    assert mistral == decoder.DecoderConfig.from_hf(config)
+
+
+@pytest.mark.parametrize(
+    ("fields", "same"),
+    [({"hidden_act": "swish"}, {}), ({"dtype": "half"}, {"dtype": "float16"})],
+)
+def test_names_of_torch(llama, fields, same):
+    config = decoder.read_config(llama)
+    found = decoder.DecoderConfig.from_hf(config | fields)
+    assert found == decoder.DecoderConfig.from_hf(config | same)
+
+
+def test_without_a_dtype_it_is_the_weights(make_folder, tmp_path):
+    folder = make_folder("llama", dtype=torch.bfloat16)
+    config = decoder.read_config(folder)
+    del config["dtype"]
+    (folder / "config.json").write_text(json.dumps(config))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model = decoder.load_model(folder)
+    assert str(theirs.dtype) == f"torch.{jnp.dtype(model.config.dtype)}" == "torch.bfloat16"
+    # Older files have the older name too.
+    older = decoder.read_config(folder) | {"torch_dtype": "float32"}
+    decoder.save_model(model, tmp_path / "new", older)
+    assert decoder.load_model(tmp_path / "new").config == model.config
+
+
 def test_a_change_is_no_fault_of_the_file(llama):
     with pytest.raises(TypeError, match="atention"):
         decoder.DecoderConfig.from_hf(decoder.read_config(llama), atention="xla")
@@ -332,6 +374,8 @@ def test_a_change_is_no_fault_of_the_file(llama):
         {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_parameters": {"rope_theta": 5e5}},
         {"rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 1.0}},
         {"rope_parameters": LLAMA3, "original_max_position_embeddings": 32},
+        {"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0, "high_freq_factor": 2.0}},
+        {"rope_parameters": LLAMA3 | {"low_freq_factor": 4.0, "high_freq_factor": 1.0}},
     ],
 )
 def test_forms_of_a_rope(fields):
