@@ -28,7 +28,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
     add("--model", type=Path, required=True, help="a Hugging Face folder")
     add("--adapters", type=Path, metavar="DIR", help="a folder of PEFT folders; none by default")
-    add("--name", help="of the base; its folder's by default")
+    add("--name", type=_name, help="of the base; its folder's by default")
     add_formats(add, activations=True)
     add("--mesh", type=mesh, help="tp=N of all devices, or auto; without it, one")
 
@@ -85,6 +85,12 @@ def _address(args: argparse.Namespace) -> Iterator[None]:
         yield
     except OSError as error:
         raise UsageError(f"--host {args.host} --port {args.port}: {error}") from error
+
+
+def _name(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; expected a name, which clients ask for")
+    return text
 
 
 def _key(text: str) -> str:

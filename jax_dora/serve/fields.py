@@ -82,6 +82,7 @@ def _fields(
     stream, options = _flag(body, "stream"), body.pop("stream_options", {})
     if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
         raise wrong("stream_options", options, "an object with include_usage")
+    options = _given(options)
     if options and not stream:
         raise wrong("stream_options", options, "it beside stream alone")
     seed = _whole(body, "seed", -(2**63), 2**63 - 1)

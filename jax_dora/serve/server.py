@@ -55,6 +55,9 @@ class Settings:
       body_bytes: of a request.
       scan_seconds: between looks at the folder of adapters.
       drain_seconds: for answers that are under way when the server is told to end.
+
+    Raises:
+      ValueError: name is empty, or max_length has no room for a prompt and an answer.
     """
 
     model: Path
@@ -76,6 +79,15 @@ class Settings:
     body_bytes: int = 1 << 20
     scan_seconds: float = 1.0
     drain_seconds: int = 60
+
+    def __post_init__(self) -> None:
+        if self.name == "":
+            raise ValueError("name is ''; expected one, or None for that of the model's folder")
+        if self.max_length is not None and self.max_length < 2:
+            raise ValueError(
+                f"max_length is {self.max_length}; expected 2 or more, for a token of a prompt and "
+                "one of its answer, or None for the default"
+            )
 
 
 def listen(settings: Settings) -> socket.socket:
@@ -105,7 +117,9 @@ class Server:
             raise FileNotFoundError(f"{settings.adapters} is no folder; expected one of adapters")
         config = read_config(folder)
         texts = Texts.of(folder, config)
-        length = settings.max_length or min(2048, texts.most or 2048)
+        length = settings.max_length
+        if length is None:
+            length = min(2048, texts.most or 2048)
         texts.check(length, f"max_length is {length}")
         model = load_model(
             folder,
@@ -117,7 +131,7 @@ class Server:
         self.metrics = metrics = Metrics()
         bank = make_bank(model, settings.slots, settings.max_rank) if settings.adapters else None
         slots = Slots(model, bank, settings.batch, length, settings.chunk)
-        name = settings.name or folder.resolve().name
+        name = folder.resolve().name if settings.name is None else settings.name
         read = bank and (lambda folder: bank.bank.read(folder))
         self.adapters = Adapters(settings.adapters, read, taken=name, metrics=metrics, tell=tell)
         tokenizer = texts.tokenizer

@@ -17,6 +17,7 @@ import pytest
 from jax_dora.commands import main
 from jax_dora.models import generate, load_model, read_config
 from jax_dora.peft import load_adapter
+from jax_dora.serve.server import Settings
 from tests.jax_dora.serve import serving
 
 
@@ -115,6 +116,8 @@ def test_a_key_is_asked_for(model, settings):
         ("--port 70000", "'70000' is out of range"),
         ("--api-key @nowhere", "No such file"),
         ("--api-key=", "the key is empty"),
+        ("--name= --batch 0", "argument --name: it is empty; expected a name"),
+        ("--max-length 0", "'0' is out of range"),
         ("--batch 0", "'0' is out of range"),
         ("--quantize int3", "argument --quantize: invalid choice: 'int3'"),
         ("--activations float8_e4m3fn", "the model is not quantised; expected --quantize="),
@@ -130,6 +133,15 @@ def test_bad_flags(model, flags, message, capsys):
     assert read_config(model)["max_position_embeddings"] == 512
     assert main(["serve", "--model", str(model), *flags.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [({"max_length": 0}, "max_length is 0; expected 2 or more"), ({"name": ""}, "name is ''")],
+)
+def test_settings_that_are_empty_are_no_defaults(model, fields, message):
+    with pytest.raises(ValueError, match=message):
+        Settings(model, **fields)
 
 
 def test_a_mesh_asks_the_file_for_no_dtype_that_a_flag_gives(model, tmp_path, capsys):

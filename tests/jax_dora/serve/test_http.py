@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from jax_dora.serve.errors import ApiError
+from jax_dora.serve.fields import completion
 
 OPTIONS = {"prompt": "12", "max_tokens": 2, "temperature": 0}
 
@@ -151,6 +152,13 @@ def test_a_chat_goes_on_with_the_messages_of_answers(served):
     assert "refusal" in told.model_fields_set
     messages = [MESSAGE, told, MESSAGE]
     client.chat.completions.create(model="tiny", messages=messages, max_tokens=1)
+
+
+def test_an_option_of_a_stream_that_is_null_is_none():
+    body = {"model": "tiny", "prompt": "x", "stream": True}
+    fields, _ = completion(body | {"stream_options": {"include_usage": None}})
+    assert fields.stream
+    assert not fields.include_usage
 
 
 def test_tokens_that_the_model_does_not_know_are_named(served):
