@@ -7,8 +7,14 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import against, results, step_table, step_torch
+from benchmarks import against, baselines, results, scale, step_table, step_torch
+from benchmarks.check import judge
+from benchmarks.model import placed
+from benchmarks.model.protocol import QUICK as QUICK_SIZES
 from benchmarks.ops import compose
+from benchmarks.work import Expectation
+from parity import oracle, tolerances
+from parity.cases import Case, layer_inputs
 
 QUICK = ("--quick", "--device", "cpu")
 # The arguments of a level, the field that tells its rows apart, and what that says.
@@ -112,6 +118,29 @@ def test_what_cannot_be_measured_is_refused(words, message, monkeypatch, capsys)
     with pytest.raises(SystemExit):
         command.main(words)
     assert message in capsys.readouterr().err
+
+
+def test_a_step_on_explicit_axes_leaves_what_it_trains_where_it_lay() -> None:
+    """The adapters and the optimizer's state, as the types of its results say."""
+    mesh = placed.LAYOUTS["tp"].mesh("explicit", 2)
+    model = placed.placed("DoRA", placed.LAYOUTS["tp"], mesh, QUICK_SIZES, "cpu")
+    # JAX's own attention does not promote strictly.
+    with jax.set_mesh(mesh), jax.numpy_dtype_promotion("standard"):
+        traced = scale.program("step", model, QUICK_SIZES.last).trace(*model[1:])
+    _, *found = traced.out_info
+    places = zip(*map(jax.tree.leaves, (found, [model.trained, model.state])), strict=True)
+    assert all(one.sharding == other.sharding for one, other in places)
+
+
+def test_the_paper_s_norm_adds_up_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four, of which the last is narrower."""
+    case = Case("operator", "float32", n_in=200, n_out=56, rank=12, bias=False)
+    drawn = layer_inputs(case, "cpu")
+    operands = drawn.weight, drawn.lora_a, drawn.lora_b, case.scale
+    monkeypatch.setattr(baselines, "PAPER_CHUNK_BYTES", 64 * 4 * 56)
+    expected = Expectation(oracle.norm(*operands), tolerances.norm(*operands))
+    found = {"norm": baselines.paper_norm(*operands)}
+    assert judge(found, {"norm": expected}, exact=True)["passed"]
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from flax import nnx
 
 import jax_dora
 import jax_dora.linen
+from jax_dora.layers import DORA_CLASSES
 from jax_dora.ops import choose
 from jax_dora.ops.mosaic import norm
 
@@ -39,6 +40,15 @@ def test_of_nnx(on_hopper, name, implementation, fused):
     base = LAYERS[name](nnx.Rngs(0))
     layer = jax_dora.apply_dora(base, jax_dora.DoRARule("", **options), rngs=nnx.Rngs(0))
     assert on_hopper(layer.norm) == fused
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_an_unknown_one_is_refused(name):
+    base = LAYERS[name](nnx.Rngs(0))
+    with pytest.raises(ValueError, match="implementation is 'cuda'; expected None"):
+        DORA_CLASSES[type(base)].from_base(
+            base, rank=8, alpha=8, implementation="cuda", rngs=nnx.Rngs(0)
+        )
 
 
 @pytest.mark.parametrize(("implementation", "fused"), IMPLEMENTATIONS)

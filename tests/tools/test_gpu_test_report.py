@@ -1,6 +1,10 @@
 """`tools/gpu_test_report.py`: pytest's JUnit XML, by module."""
 
-from tools.gpu_test_report import summarise
+import sys
+
+import pytest
+
+from tools.gpu_test_report import main, summarise
 
 
 def cases(*outcomes: str, classname: str = "tests.test_one") -> str:
@@ -22,3 +26,17 @@ def test_adds_files_up_by_module(tmp_path):
         "tests.test_one": {"passed": 2, "skipped": 1, "failed": ["test", "test"]},
         "tests.test_two": {"passed": 0, "skipped": 0, "failed": ["tests.test_two"]},
     }
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "code"), [(("", ""), 0), (("", "<failure/>"), 1), (("<skipped/>",), 1), ((), 1)]
+)
+def test_only_a_run_in_which_tests_passed_and_none_failed_ends_with_0(
+    outcomes, code, tmp_path, monkeypatch
+):
+    file, out = tmp_path / "run.xml", tmp_path / "report.jsonl"
+    file.write_text(cases(*outcomes))
+    arguments = ["--out", str(out), "--commit", "abc", str(file)]
+    monkeypatch.setattr(sys, "argv", ["gpu_test_report.py", *arguments])
+    assert main() == code
+    assert out.exists()

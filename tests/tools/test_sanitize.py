@@ -3,6 +3,7 @@
 import importlib
 import pkgutil
 import re
+import sys
 from pathlib import Path
 
 import jax
@@ -49,6 +50,40 @@ def test_errors_are_read(output, code, errors):
 )
 def test_only_planted_faults_may_be_found_and_must_be(name, errors, sound):
     assert sanitize.as_expected(name, errors) == sound
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Returns the exit status of a run over two kernels, in which so many errors are found."""
+
+    def call(errors, *arguments):
+        def sanitized(_, name):
+            return {"errors": errors[name], "seconds": 1.0, "last": ""}
+
+        monkeypatch.setattr(sanitize, "sanitize", sanitized)
+        monkeypatch.setattr(sys, "argv", ["sanitize.py", "--tool", "memcheck", *arguments])
+        return sanitize.main()
+
+    monkeypatch.setattr(sanitize.shutil, "which", lambda name: name)
+    monkeypatch.setitem(sanitize.KERNELS, "jax", dict)
+    kernels = dict.fromkeys(("norm", "planted overrun"))
+    monkeypatch.setitem(sanitize.KERNELS, "torch", lambda: kernels)
+    return call
+
+
+@pytest.mark.parametrize(
+    ("errors", "planted", "status"), [(0, 72, 0), (72, 72, 1), (None, 72, 1), (0, 0, 1)]
+)
+def test_only_a_run_that_finds_the_planted_faults_alone_ends_with_0(run, errors, planted, status):
+    assert run({"torch/norm": errors, "torch/planted overrun": planted}) == status
+
+
+def test_a_kernel_or_a_tool_that_is_not_there_is_no_success(run, monkeypatch):
+    with pytest.raises(SystemExit, match=r"'nrom' chooses none of: torch/norm"):
+        run({}, "--kernel", "nrom")
+    monkeypatch.setattr(sanitize.shutil, "which", lambda name: None)
+    with pytest.raises(SystemExit, match="compute-sanitizer is not on PATH"):
+        run({})
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -324,6 +325,15 @@ def test_a_model_without_an_adapter_is_refused(tmp_path: Path) -> None:
         save_adapter(base(llama), tmp_path / "adapter")
     with pytest.raises(TypeError, match="model is a str"):
         load_adapter("model", tmp_path)  # pyright: ignore[reportArgumentType]
+
+
+def test_numbers_of_numpy_are_written(tmp_path: Path) -> None:
+    numbers: Any = {"rank": np.int64(2), "alpha": np.float32(4), "dropout": np.float32(0.5)}
+    rule = torch_dora.DoRARule("all-linear", **numbers)
+    model = torch_dora.apply_dora(torch.nn.Sequential(torch.nn.Linear(4, 5)), rule)
+    save_adapter(model, tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["lora_dropout"]) == (2, 4.0, 0.5)
 
 
 def test_a_scale_that_float32_cannot_square_names_the_file(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def adapter(model, tmp_path_factory):
     return run
 
 
-# Generation is held to transformers in tests/jax_dora/models/test_generate.py, adapters to PEFT.
+# Adapters are held to PEFT's elsewhere.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("quantize", "is_adapted"), [(None, False), (None, True), ("nf4", True)], ids=str
@@ -53,6 +53,21 @@ def test_generate(quantize, is_adapted, model, adapter, capsys):
     (wanted,) = generate(ours, [tokenizer.encode("12+30=").ids], 9, ends=[256])
     assert main(["generate", *flags, "--prompt", "12+30=", "--tokens", "9"]) == 0
     assert capsys.readouterr().out == f"{tokenizer.decode(wanted)}\n"
+
+
+def test_generate_is_that_of_transformers(model, capsys):
+    transformers.utils.logging.disable_progress_bar()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    given = tokenizer("12+30=", return_tensors="pt")
+    config = transformers.GenerationConfig(
+        max_new_tokens=9, do_sample=False, eos_token_id=256, pad_token_id=256
+    )
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(model)
+    (answer,) = theirs.generate(**given, generation_config=config)
+    wanted = tokenizer.decode(answer[given["input_ids"].shape[1] :], skip_special_tokens=True)
+    command = ["generate", "--model", model, "--prompt", "12+30=", "--tokens", "9"]
+    assert main(command) == 0
+    assert capsys.readouterr().out == f"{wanted}\n"
 
 
 @pytest.mark.slow
