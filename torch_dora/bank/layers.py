@@ -50,8 +50,9 @@ class BankLinear(nn.Module):
     def bias(self) -> Tensor | None:
         return self.base.bias
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns [batch, ..., out] of x [batch, ..., in], in the base's dtype."""
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns [batch, ..., out] of [batch, ..., in], in the base's dtype."""
+        x = input  # torch.nn.Linear's name, by which a model may call it
         if isinstance(x, Tensor) and x.is_nested:
             return fast_path.of_nested(self, x)
         check_rows(x.shape, self.ids.shape[0], has_rows=x.ndim > 1)

@@ -176,6 +176,12 @@ def test_a_forward_of_a_module_s_own_calls_the_layers_of_the_copy():
         torch_dora.with_bank(model, bank, [0])
 
 
+def test_a_layer_is_called_by_the_name_of_its_base_s_argument():
+    base, bank, (one, *_) = filled()
+    x = torch.randn(1, IN)
+    torch.testing.assert_close(torch_dora.with_bank(base, bank, [0])(input=x), one(input=x))
+
+
 def test_hooks_see_what_adapters_read_and_return():
     layer, _, (one, *_) = filled()
     model, alone = nn.Sequential(layer), nn.Sequential(one)
