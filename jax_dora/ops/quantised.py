@@ -161,7 +161,8 @@ def _check_scales(told: str, scale: Any) -> None:
     with jax.ensure_compile_time_eval():
         if bool(_are_positive(scale)):
             return
-        least, most = float(jnp.min(scale)), float(jnp.max(scale))
+        known = np.asarray(scale, np.float64)  # whose least is NaN where one is, on every CPU
+        least, most = known.min(), known.max()
     raise ValueError(
         f"{told} with scales from {least} to {most}; expected positive finite numbers: a tile of "
         "zeros has any positive scale, 1 say; quantise it again from weights that are finite"

@@ -68,7 +68,10 @@ def _rounded(
     tiles = [size // width for size, width in zip(array.shape, tile, strict=True)]
     apart = [part for pair in zip(tiles, tile, strict=True) for part in pair]
     inner = tuple(range(1, len(apart), 2))
-    largest = jnp.max(jnp.abs(array.reshape(apart)), axis=inner).astype(jnp.float32)
+    array_of_tiles = array.reshape(apart)
+    largest = jnp.max(jnp.abs(array_of_tiles), axis=inner).astype(jnp.float32)
+    # XLA's largest of NaN and numbers is one of the numbers on some CPUs.
+    largest = jnp.where(jnp.isnan(array_of_tiles).any(axis=inner), jnp.nan, largest)
     scale = (largest / bound(qtype)).astype(scale_dtype)
     # A tile of zeros has any scale.
     least = math.sqrt(jnp.finfo(scale_dtype).tiny)

@@ -256,6 +256,13 @@ def test_bad_input(make, qtype, options, error, message):
         quantize(make(nnx.Rngs(0)), qtype, **options)
 
 
+def test_nan_is_refused_in_optimized_programs(optimized):
+    layer = nnx.Linear(128, 64, rngs=nnx.Rngs(0))
+    layer.kernel.set_value(layer.kernel[...].at[3, 1].set(jnp.nan))
+    with pytest.raises(ValueError, match=r"'one' cannot be quantised: .* scales from nan"):
+        quantize(nnx.Dict(one=layer), "nf4")
+
+
 def test_without_qwix(monkeypatch):
     monkeypatch.setitem(sys.modules, "qwix", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'jax-dora\[quantised\]'"):
