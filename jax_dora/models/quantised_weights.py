@@ -129,14 +129,17 @@ class QuantisedTensor(NamedTuple):
         return make(qvalue, jnp.asarray(self._fp8_scales().T), "float8_e4m3fn")
 
     def _absmax(self) -> np.ndarray:
-        absmax = self.parts[".absmax"].whole().reshape(-1)
-        if absmax.dtype != np.uint8:
-            return absmax.astype(np.float32)
-        state = _state(self.parts)
-        size = state["nested_blocksize"]
-        scales = np.repeat(self.parts[".nested_absmax"].whole().reshape(-1), size)[: absmax.size]
-        levels = self.parts[".nested_quant_map"].whole().reshape(-1)[absmax]
-        return (levels * scales + np.float32(state["nested_offset"])).astype(np.float32)
+        part = self.parts[".absmax"]
+        absmax = part.whole().reshape(-1)
+        if absmax.dtype == np.uint8:
+            state = _state(self.parts)
+            size = state["nested_blocksize"]
+            tops = np.repeat(self.parts[".nested_absmax"].whole().reshape(-1), size)[: absmax.size]
+            levels = self.parts[".nested_quant_map"].whole().reshape(-1)[absmax]
+            absmax = levels * tops + np.float32(state["nested_offset"])
+        # Tiles of zeros have 0 there, or when it is quantised too a small number of either sign.
+        _check_scales(part, np.isfinite(absmax), absmax, "finite numbers")
+        return absmax.astype(np.float32)
 
     def _fp8_scales(self) -> np.ndarray:
         """Returns f32 scales that tile [out, in]."""
@@ -149,7 +152,7 @@ class QuantisedTensor(NamedTuple):
                     f"{part.name} in {part.file} has shape {part.shape}; expected one scale, or "
                     f"{out}, one for each output feature"
                 )
-            return part.whole().reshape(count, 1).astype(np.float32)
+            return self._positive(part).reshape(count, 1)
         part = self.parts["_scale_inv"]
         wanted = tuple(
             -(-size // width) for size, width in zip(self.shape, self.block, strict=True)
@@ -159,13 +162,30 @@ class QuantisedTensor(NamedTuple):
                 f"{part.name} in {part.file} has shape {part.shape}; expected {wanted}, for blocks "
                 f"of {self.block} of {self.shape}"
             )
-        scales = part.whole().astype(np.float32)
+        scales = self._positive(part)
         for axis, (size, width) in enumerate(zip((out, in_features), self.block, strict=True)):
             # Blocks that stand over the edge are cut into tiles that do not.
             tile = math.gcd(size, width)
             scales = np.repeat(scales, width // tile, axis)
             scales = np.take(scales, range(size // tile), axis)
         return scales
+
+    @staticmethod
+    def _positive(part: StoredTensor) -> np.ndarray:
+        scales = part.whole().astype(np.float32)
+        are_right = np.isfinite(scales) & (scales > 0)
+        _check_scales(part, are_right, scales, "positive finite numbers")
+        return scales
+
+
+def _check_scales(
+    part: StoredTensor, are_right: np.ndarray, scales: np.ndarray, expected: str
+) -> None:
+    if not are_right.all():
+        raise ValueError(
+            f"{part.name} in {part.file} has scales from {scales.min()} to {scales.max()}; "
+            f"expected {expected}: copy the folder again, or quantise the model again"
+        )
 
 
 @functools.partial(jax.jit, static_argnums=2)

@@ -221,9 +221,26 @@ def only_the_first(name, weight):
     return nf4(name, weight, nested=False) if name == Q_PROJ else {name: weight}
 
 
+def with_a_scale(value, make, part):
+    def change(name, weight):
+        tensors = make(name, weight)
+        tensors[name.replace("weight", part)][0] = value
+        return tensors
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("change", "settings", "error", "message"),
     [
+        (
+            with_a_scale(np.nan, FORMATS["nf4"][0], "weight.absmax"),
+            *(NF4, ValueError, r"weight\.absmax in .* has scales from nan to nan; expected finite"),
+        ),
+        (
+            with_a_scale(0, FORMATS["fp8 rows"][0], "weight_scale"),
+            *({"quant_method": "fp8"}, ValueError, r"weight_scale in .* from 0\.0 to .* positive"),
+        ),
         (without(".absmax"), NF4, NotImplementedError, "expected bitsandbytes NF4: absmax"),
         (only_the_first, NF4, ValueError, "is quantised in 1 of its 2 tensors"),
         (
