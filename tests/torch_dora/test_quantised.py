@@ -1,6 +1,7 @@
 """torchao's quantised weights under adapters, against an fp64 oracle of what they stand for."""
 
 import copy
+import math
 
 import numpy as np
 import pytest
@@ -191,6 +192,18 @@ def test_other_formats_are_refused():
         factored_norm(other, a, b, SCALE)
     with pytest.raises(NotImplementedError, match="'triton' takes no Int8Tensor"):
         factored_norm(layer.weight, a, b, SCALE, implementation="triton")
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"), [("int8", math.inf), ("float8", 0.0), ("nf4", math.nan)]
+)
+def test_scales_that_make_no_numbers_are_refused(kind, value):
+    layer = linear(kind)
+    weight = layer.weight
+    scales = weight.quantization_factor if kind == "nf4" else weight.scale
+    scales.view(-1)[1] = value
+    with pytest.raises(ValueError, match=r"'0' cannot .* with scales from .* finite numbers: quan"):
+        torch_dora.apply_dora(nn.Sequential(layer), torch_dora.DoRARule("0", 4, 8))
 
 
 def test_what_a_quantised_layer_does_to_its_input_is_refused():

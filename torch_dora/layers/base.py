@@ -153,6 +153,7 @@ class DoRALayer(nn.Module):
         if quantised.is_quantised(base.weight):
             quantised.check("base.weight", base.weight)
             quantised.check_activations("base.weight", base.weight)
+            quantised.check_scales("base.weight", base.weight)
         else:
             check.is_float("weight", base.weight)
 

@@ -157,6 +157,23 @@ def check_activations(name: str, weight: Any) -> None:
         )
 
 
+def check_scales(name: str, weight: Any) -> None:
+    """Raises ValueError if a quantised weight has scales, where they are known, that make no
+    numbers of its codes, or where its kind has none for zeros, zeros of all."""
+    is_blockwise = type(weight).__name__ in _BLOCKWISE
+    scales = weight.scale if is_blockwise else codes(matrix(weight)).scales
+    if type(scales) not in (Tensor, nn.Parameter) or scales.is_meta:
+        return
+    # A run of zeros has 0 in four bits; if scales are quantised too, a small number of either sign.
+    are_right = (scales > 0) & scales.isfinite() if is_blockwise else scales.isfinite()
+    if not are_right.all():
+        expected = "positive finite numbers" if is_blockwise else "finite numbers"
+        raise ValueError(
+            f"{name} is a {type(weight).__name__} with scales from {scales.min()} to "
+            f"{scales.max()}; expected {expected}: quantise it again, from weights that are finite"
+        )
+
+
 def dense(weight: Any, dtype: torch.dtype, *, again: bool = False) -> Tensor:
     """Returns a weight in ``dtype``; of a quantised one a copy, each element rounded once.
 
