@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import jax
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jax_dora.models import DecoderConfig, DecoderSharding, load_model, read_config
 from jax_dora.models.tokenizer import Texts
@@ -29,6 +30,8 @@ from jax_dora.serve.slots import Slots, make_bank, warm_up
 # Longer than clients keep a connection that they do not use (OpenAI's and httpx: 5 s): otherwise a
 # request may meet its end.
 KEEP_ALIVE_SECONDS = 30
+# Nobody waits longer for what a client that has connected asks first.
+FIRST_REQUEST_SECONDS = 30
 # Of those to end within, so many are for telling who is still waiting that nothing more comes.
 LAST_SECONDS = 1
 
@@ -88,6 +91,18 @@ class Settings:
                 f"max_length is {self.max_length}; expected 2 or more, for a token of a prompt and "
                 "one of its answer, or None for the default"
             )
+
+
+class _Connection(H11Protocol):
+    """A client's connection, closed if no request comes."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.loop.call_later(FIRST_REQUEST_SECONDS, self._close_unused)
+
+    def _close_unused(self) -> None:
+        if self.cycle is None:
+            self.transport.close()
 
 
 def listen(settings: Settings) -> socket.socket:
@@ -155,11 +170,12 @@ class Server:
             api_key=settings.api_key,
             body_bytes=settings.body_bytes,
         )
-        # Bounds what is open and not answered: bodies under way, and clients that say nothing.
+        # Bounds what is open and not answered: bodies under way, and clients yet to ask.
         most = 2 * (settings.queue + settings.batch) + 64
         self._uvicorn = uvicorn.Server(
             uvicorn.Config(
                 app,
+                http=_Connection,
                 lifespan="on",
                 log_level="warning",
                 limit_concurrency=most,

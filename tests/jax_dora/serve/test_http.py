@@ -269,6 +269,15 @@ def test_an_idle_connection_outlives_the_clients_patience(served):
             assert connection.sock is sock
 
 
+@pytest.mark.parametrize("said", [b"", b"GET /health HTTP/1.1\r\n"])
+def test_a_connection_without_a_request_is_closed(served, said, monkeypatch):
+    monkeypatch.setattr("jax_dora.serve.server.FIRST_REQUEST_SECONDS", 0.2)
+    _, client = served
+    with socket.create_connection(("127.0.0.1", client.base_url.port), timeout=20) as sock:
+        sock.sendall(said)
+        assert sock.recv(1) == b""
+
+
 def test_metrics_and_health(served):
     _, client = served
     root = f"http://127.0.0.1:{client.base_url.port}"
