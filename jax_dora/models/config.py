@@ -244,14 +244,18 @@ def _positive(name: str, value: Any, *, or_zero: bool = False) -> float:
 
 def _refuse(config: Mapping[str, Any]) -> None:
     layers = config.get("num_hidden_layers") or 0
-    # Mistral has the window alone; Qwen has a switch beside it.
-    is_on = config["model_type"] == "mistral" or config.get("use_sliding_window")
+    # Mistral has the window alone; Qwen has a switch beside it, and Llama no window.
+    kind = config["model_type"]
+    is_on = kind == "mistral" or (kind != "llama" and config.get("use_sliding_window"))
     if is_on and "sliding_window" not in config:
         config = {**config, "sliding_window": DEFAULT_WINDOW}
     window, most = config.get("sliding_window"), max_positions(config)
     spans_all = window is not None and most is not None and window >= most
     kinds = {"full_attention", "sliding_attention"} if spans_all else {"full_attention"}
     slides = window is not None and is_on
+    if slides and kind != "mistral":
+        # Those of Qwen's layers that layer_types names, or all from max_window_layers on.
+        slides = not config.get("layer_types") and layers > config.get("max_window_layers", 28)
     wrong = {
         "hidden_act": config.get("hidden_act", "silu") not in ("silu", "swish"),
         "sliding_window": slides and not spans_all,

@@ -27,6 +27,7 @@ from tests.jax_dora.models.conftest import LLAMA3
 from tests.tables import thinned
 
 ROOT = Path(__file__).parents[3]
+WINDOW = {"use_sliding_window": True, "sliding_window": 9}
 
 
 def same_arrays(a, b):
@@ -286,6 +287,11 @@ def test_tied_head_stored_as_well(make_folder, tmp_path):
             NotImplementedError,
             "sliding_window 4096",
         ),
+        (
+            {"model_type": "qwen3", "max_window_layers": 2} | WINDOW,
+            NotImplementedError,
+            "sliding_window 9",
+        ),
         ({"layer_types": ["sliding_attention"]}, NotImplementedError, "layer_types"),
         ({"hidden_size": None}, ValueError, "hidden_size None; expected a positive integer"),
         ({"num_key_value_heads": 4}, ValueError, "heads 6; expected a multiple of .*_heads 4"),
@@ -329,12 +335,20 @@ def test_a_window_that_spans_all_positions_is_none(llama):
     assert decoder.DecoderConfig.from_hf(slides) == decoder.DecoderConfig.from_hf(whole)
 
 
-@pytest.mark.parametrize("fields", [{}, {"sliding_window": None}])
-def test_a_mistral_without_a_window(llama, fields):
-    """What no field says is 4096, which all positions of this one are within."""
-    config = decoder.read_config(llama)
-    mistral = decoder.DecoderConfig.from_hf(config | {"model_type": "mistral"} | fields)
-    assert mistral == decoder.DecoderConfig.from_hf(config)
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("mistral", {}),  # 4096, which all positions of this one are within
+        ("mistral", {"sliding_window": None}),
+        ("llama", WINDOW),
+        ("qwen3", WINDOW | {"max_window_layers": 3}),
+        ("qwen3", WINDOW | {"layer_types": ["full_attention"] * 3}),
+    ],
+)
+def test_a_window_that_no_layer_has(llama, kind, fields):
+    config = decoder.read_config(llama) | {"model_type": kind}
+    whole = decoder.DecoderConfig.from_hf(config | {"sliding_window": None})
+    assert decoder.DecoderConfig.from_hf(config | fields) == whole
 
 
 @pytest.mark.parametrize(
