@@ -55,6 +55,9 @@ class Fault:
 
         Compiled JAX programs are forgotten on entry and on exit: they would run on without the
         fault, or with it. A program that the caller compiled ahead of time is not reached.
+
+        Raises:
+          ValueError: none of the points is a function of that package.
         """
         package, spoilt = PACKAGES[backend], []
         for point, spoil in self.points.items():
@@ -62,6 +65,11 @@ class Fault:
             if module.startswith(f"{package}."):
                 original = getattr(importlib.import_module(module), name)
                 spoilt.append((original, spoil(original)))
+        if not spoilt:
+            raise ValueError(
+                f"fault {self.name!r} has the points {sorted(self.points)}; expected a function of "
+                f"{package} among them, to plant it there"
+            )
         try:
             for original, wrong in spoilt:
                 _rebind(package, original, wrong)

@@ -4,7 +4,7 @@ import pytest
 
 import torch_dora.ops
 from parity.__main__ import main
-from parity.faults import FAULTS
+from parity.faults import FAULTS, Fault
 from parity.report import read
 from parity.sides import SIDES
 from tests.tables import thinned
@@ -57,6 +57,13 @@ def test_a_fault_leaves_nothing_behind(backend, tmp_path):
         with fault.plant(backend):
             pass
     assert main(["--device", "cpu", "--case", NORM, "--out", str(tmp_path)]) == 0
+
+
+def test_a_fault_of_one_package_is_not_planted_in_the_other():
+    fault = Fault("one_sided", "", (), {"jax_dora.ops.norm.ratio": lambda function: function})
+    message = "has the points.*expected a function of torch_dora"
+    with pytest.raises(ValueError, match=message), fault.plant("torch"):
+        pass
 
 
 def test_a_crash_is_a_failure(monkeypatch, tmp_path):
