@@ -59,11 +59,12 @@ def failed(row: Row) -> bool:
 
 
 def shown(row: Row) -> str:
-    """Returns a row as a line to read: of a spread the median, a check only if it is not passed."""
+    """Returns a row as a line to read: of a spread the median, a check only if it is not passed,
+    and no profile."""
     parts = []
     for name, value in row.items():
         match name, value:
-            case "check", {"passed": True}:
+            case ("check", {"passed": True}) | ("kernels", dict()):
                 continue
             case "shape", dict():
                 parts.append("×".join(map(str, value.values())))

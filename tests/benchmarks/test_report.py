@@ -66,6 +66,7 @@ def test_what_was_refused_is_no_failure_and_what_failed_is() -> None:
     assert [results.failed(row) for row in (refused, broken)] == [False, True]
     assert results.shown(refused).endswith("refused: no GPU")
     assert results.shown(broken).endswith("failed: Error")
+    assert results.shown(refused | {"kernels": {"dora_norm": 1.5}}) == results.shown(refused)
     del broken["check"], broken["failed"]
     assert not correct(broken)
 
