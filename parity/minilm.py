@@ -112,9 +112,9 @@ ADAPTER = ("lora_a", "lora_b", "magnitude")
 Adapter = dict[str, dict[str, torch.Tensor]]
 
 
-def initial_adapter(seed: int = 0) -> Adapter:
+def initial_adapter() -> Adapter:
     """Returns DoRA's start: lora_a uniform in ±1/sqrt(in), lora_b zero, the magnitude the norm."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     adapter = {}
     for name in projection_names():
         weight = weights()[f"{name}.weight"]

@@ -94,7 +94,7 @@ class ComposeGrads:
 
 
 def compose_grads(dy, base, lora, g, scale: float) -> ComposeGrads:
-    """Gradients of `sum(dy ∘ compose(base, lora, g, scale))`."""
+    """Returns the gradients of `sum(dy ∘ compose(base, lora, g, scale))`."""
     dy, g = fp64(dy), fp64(g)
     inner = fp64(base) + scale * fp64(lora)
     features = dy.shape[-1]
@@ -103,8 +103,8 @@ def compose_grads(dy, base, lora, g, scale: float) -> ComposeGrads:
 
 
 def compose_delta_grads(dy, base, lora, g, scale: float) -> ComposeGrads:
-    """Gradients of `sum(dy ∘ compose_delta(base, lora, g, scale))`: those of `compose`, less `dy`
-    for `base`."""
+    """Returns the gradients of `sum(dy ∘ compose_delta(base, lora, g, scale))`: those of `compose`,
+    less `dy` for `base`."""
     grads = compose_grads(dy, base, lora, g, scale)
     return ComposeGrads(d_base=grads.d_base - fp64(dy), d_lora=grads.d_lora, d_g=grads.d_g)
 

@@ -23,10 +23,6 @@ class Residents[Key: Hashable]:
         self._free = list(range(bank.slots - 1, -1, -1))
         self._pins: Counter[Key] = Counter()
 
-    @property
-    def pinned(self) -> int:
-        return len(self._pins)
-
     def has_room(self, key: Key) -> bool:
         """Returns whether an adapter lies in a slot, or could be put into one."""
         return key in self.slots or bool(self._free) or len(self._pins) < len(self.slots)
