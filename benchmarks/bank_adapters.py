@@ -34,15 +34,17 @@ def random_adapter(bank: Any, rank: int, seed: int) -> HostAdapter:
     facts, pieces = {}, []
     for start in range(0, rank, RANKS):
         count, piece = min(RANKS, rank - start), {}
-        for path, place in bank.places.items():
-            piece[path] = both = np.zeros(piece_shape(place), place.dtype)
-            for array in np.split(both, [place.sizes[0]], axis=-1):
+        for path, projection in bank.projections.items():
+            piece[path] = both = np.zeros(piece_shape(projection), projection.dtype)
+            for array in np.split(both, [projection.sizes[0]], axis=-1):
                 drawn = rng.standard_normal((*array.shape[:-2], count, array.shape[-1]), np.float32)
                 array[..., :count, :] = drawn * array.shape[-1] ** -0.5
         pieces.append(piece)
-    for path, place in bank.places.items():
-        magnitude = rng.uniform(0.5, 1.5, (*place.stack.shape, place.sizes[1])).astype(np.float32)
-        whole = np.ones(place.stack.shape, np.float32)
+    for path, projection in bank.projections.items():
+        magnitude = rng.uniform(0.5, 1.5, (*projection.stack.shape, projection.sizes[1])).astype(
+            np.float32
+        )
+        whole = np.ones(projection.stack.shape, np.float32)
         facts[path] = Facts(magnitude, whole > 0, 0.5 * whole, (rank * whole).astype(np.int32))
     return HostAdapter(tuple(pieces), facts, rank)
 
@@ -52,8 +54,8 @@ def byte_bound(bank: Any, ids: np.ndarray) -> Row:
     that of the base, by the bytes of a layer."""
     used = np.unique(ids)
     base = adapters = 0
-    for path, place in bank.places.items():
-        in_features, out = place.sizes
+    for path, projection in bank.projections.items():
+        in_features, out = projection.sizes
         base += 2 * in_features * out
         ranks = np.asarray(bank.arrays[path].rank)[0]
         adapters += sum(2 * int(ranks[one]) * (in_features + out) + 4 * out for one in used)

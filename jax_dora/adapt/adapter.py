@@ -122,10 +122,10 @@ def adapted_weights(model: nnx.Module) -> tuple[AdaptedWeight, ...]:
         AdaptedWeight(
             one.path(found.paths[0]),
             found.paths[0],
-            one.place.param,
-            one.place.axes,
-            *readers[id(found.module), one.place.param],
-            one.place.is_lookup,
+            one.spec.param,
+            one.spec.axes,
+            *readers[id(found.module), one.spec.param],
+            one.spec.is_lookup,
         )
         for found in modules
         for one in adapters_of(found.module)

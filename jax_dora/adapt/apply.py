@@ -17,7 +17,7 @@ from jax_dora.adapt.tree import check_model, named_in_errors, replace_modules
 from jax_dora.layers import DORA_CLASSES, dora_class_of
 from jax_dora.layers.base_layer import mesh_sharding, padded
 from jax_dora.layers.rule import DoRARule, Rules
-from jax_dora.weights.adapter import Place
+from jax_dora.weights.adapter import AdapterSpec
 from jax_dora.weights.module import add_adapter
 from jax_dora.weights.reads import Example
 
@@ -103,8 +103,8 @@ def adapt_site(site: Site, rule: DoRARule, rngs: nnx.Rngs) -> Any:
             name = "" if site.names[0] in site.found.paths else site.param
             # Initializers are not remembered: models with and without them are of one structure.
             settings = dataclasses.replace(rule, path="", lora_a_init=None, lora_b_init=None)
-            place = Place(site.param, site.axes, name, settings, site.is_lookup)
-            adapted = add_adapter(module, place, *site.reader)
+            spec = AdapterSpec(site.param, site.axes, name, settings, site.is_lookup)
+            adapted = add_adapter(module, spec, *site.reader)
             adapted.make(rule, rngs)
         else:
             options = {"stack_axis": site.stack.axis, **rule.options()}

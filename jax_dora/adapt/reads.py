@@ -144,14 +144,14 @@ def reader_of(
 ) -> tuple[Any, tuple[str, ...]] | None:
     """Returns the innermost module that holds a weight and in whose methods all of its reads
     stand, and the path from it to the weight's owner."""
-    numbers = {path: place for place, one in enumerate(modules) for path in one.paths}
+    numbers = {path: index for index, one in enumerate(modules) for path in one.paths}
     inside = frozenset.intersection(*(read.scopes for read in reads))
     for path in found.paths:
         parts = path.split("/") if path else []
         for length in range(len(parts), -1, -1):
-            place = numbers.get("/".join(parts[:length]))
-            if place is not None and inside.intersection(modules[place].paths):
-                return modules[place].module, tuple(parts[length:])
+            index = numbers.get("/".join(parts[:length]))
+            if index is not None and inside.intersection(modules[index].paths):
+                return modules[index].module, tuple(parts[length:])
     return None
 
 

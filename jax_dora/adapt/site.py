@@ -30,7 +30,7 @@ class Site:
       param: its name there; "" for a module without weights.
       is_layer: whether a `DoRALayer` takes the module's place, rather than an adapter the place
         beside the weight.
-      axes: of a weight that is no layer, as `Place.axes`.
+      axes: of a weight that is no layer, as `AdapterSpec.axes`.
       stack_axis: of a layer the axis along which its kernel is a stack, where that is known, as by
         a traced call; as `stack_of`'s.
       reader: the module whose methods read it, and the path from there to the owner.
@@ -91,7 +91,7 @@ class Site:
         if isinstance(self.found.module, DoRALayer):
             return self.found.module
         found = adapters_of(self.found.module)
-        return next((one for one in found if one.place.param == self.param), None)
+        return next((one for one in found if one.spec.param == self.param), None)
 
     def described(self) -> str:
         """Returns its path, its class and why it cannot be adapted, for a message."""

@@ -99,8 +99,8 @@ def _sites_of(found: Found, modules: list[Found], traced: ReadLog | None) -> lis
             if any(not one.scopes.intersection(found.paths) for one in reads or ()):
                 site.how += ", read without its adapter outside of its calls: give example="
         elif isinstance(site.adapter, WeightAdapter):
-            place = site.adapter.place
-            site.is_adapted, site.axes, site.is_lookup = True, place.axes, place.is_lookup
+            spec = site.adapter.spec
+            site.is_adapted, site.axes, site.is_lookup = True, spec.axes, spec.is_lookup
             site.is_linear = True
             site.how = "read by its module's methods"
         elif cls is not None and param == cls.kernel_name and (reads is None or is_alone):
@@ -229,8 +229,8 @@ def _from_reads(site: Site, registration: Any, modules: list[Found], reads: Any)
 def _stack_axis(reads: tuple[Read, ...] | None) -> int | None:
     """Returns the only axis of a kernel that its reads take apart, if they agree."""
     found = {read.axes for read in reads or () if read.kind != "other"}
-    places = {axes.index("s") for axes in found if axes.count("s") == 1}
-    return places.pop() if len(places) == 1 else None
+    stacked_along = {axes.index("s") for axes in found if axes.count("s") == 1}
+    return stacked_along.pop() if len(stacked_along) == 1 else None
 
 
 def _is_head(path: str) -> bool:

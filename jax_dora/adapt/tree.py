@@ -81,14 +81,14 @@ def find_modules(model: nnx.Module) -> list[Found]:
 
 def shared_variables(model: nnx.Module) -> set[int]:
     """Returns the `id` of every variable that stands in more than one place in `model`."""
-    places = collections.Counter(
+    counts = collections.Counter(
         id(leaf)
         for found in find_modules(model)
         for _, value in _attributes(found.module)
         for leaf in jax.tree.leaves(value, is_leaf=is_node)
         if isinstance(leaf, nnx.Variable)
     )
-    return {one for one, count in places.items() if count > 1}
+    return {one for one, count in counts.items() if count > 1}
 
 
 def replace_modules(model: nnx.Module, replacements: Mapping[int, nnx.Module]) -> Any:

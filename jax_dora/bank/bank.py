@@ -16,8 +16,8 @@ from dora_common.slots import check_ids, check_ids_like, check_room, check_slot,
 from jax_dora.adapt.adapter import Adapter
 from jax_dora.adapt.tree import check_model
 from jax_dora.bank.host import HostAdapter, piece_shape, read_adapter, read_folder
-from jax_dora.bank.places import Place, places
 from jax_dora.bank.plan import Arrays, Base, Plan
+from jax_dora.bank.projections import BankProjection, projections
 from jax_dora.ops.bank_slots import checked_ids
 from jax_dora.peft.names import Names
 
@@ -70,7 +70,7 @@ class AdapterBank:
         check_model(model)
         check_slots(slots)
         check_rank(max_rank)
-        found = places(model, path)
+        found = projections(model, path)
         self._base: Base | None = Base(model, {one.path: kernel for one, kernel in found.items()})
         self._plan = Plan(self._base, int(slots), int(max_rank), found)
         self.arrays: Arrays = self._plan.make()
@@ -94,12 +94,12 @@ class AdapterBank:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        return tuple(self._plan.places)
+        return tuple(self._plan.projections)
 
     @property
-    def places(self) -> Mapping[str, Place]:
+    def projections(self) -> Mapping[str, BankProjection]:
         """Returns the projections by path."""
-        return self._plan.places
+        return self._plan.projections
 
     def __repr__(self) -> str:
         return f"AdapterBank(slots={self.slots}, max_rank={self.max_rank}, {len(self.paths)} paths)"
@@ -128,7 +128,7 @@ class AdapterBank:
           NotImplementedError: a folder replaces parameters of the base model, or asks for what is
             not supported.
         """
-        model, found = self._held().model, list(self.places.values())
+        model, found = self._held().model, list(self.projections.values())
         if isinstance(adapter, Adapter):
             read = read_adapter(model, found, adapter)
         elif isinstance(adapter, str | os.PathLike):
@@ -203,12 +203,12 @@ class AdapterBank:
 
     def _empty_slots(self) -> set[int]:
         """Returns the slots without an adapter, where the bank's arrays are known."""
-        path, place = next(iter(self.places.items()))
+        path, projection = next(iter(self.projections.items()))
         g = self.arrays[path].g
         if isinstance(g, Tracer):
             return set()
         # Of all features: where explicit axes of a mesh share them, none can be taken alone.
-        is_empty = np.asarray(jnp.isnan(g).all(axis=-1))[(0,) * place.stack.count]
+        is_empty = np.asarray(jnp.isnan(g).all(axis=-1))[(0,) * projection.stack.count]
         return set(np.flatnonzero(is_empty).tolist())
 
     def kernels(self) -> dict[str, Any]:
@@ -235,8 +235,8 @@ class AdapterBank:
     def _check_fits(self, adapter: HostAdapter) -> None:
         """Raises ValueError unless the adapter was read for a bank like this."""
         facts = {path: one.magnitude.shape for path, one in adapter.facts.items()}
-        wanted = {path: (*one.stack.shape, one.sizes[1]) for path, one in self.places.items()}
-        shapes = {path: piece_shape(one) for path, one in self.places.items()}
+        wanted = {path: (*one.stack.shape, one.sizes[1]) for path, one in self.projections.items()}
+        shapes = {path: piece_shape(one) for path, one in self.projections.items()}
         if facts != wanted or any(
             array.shape != shapes[path] for piece in adapter.pieces for path, array in piece.items()
         ):

@@ -15,7 +15,7 @@ from dora_common.peft.folder import opened
 from dora_common.rules import listing
 from jax_dora.adapt.adapter import Adapter, rules_by_path
 from jax_dora.adapt.sites import sites
-from jax_dora.bank.places import Place, why_not
+from jax_dora.bank.projections import BankProjection, why_not
 from jax_dora.ops.compose import accumulator
 from jax_dora.peft.names import Names
 from jax_dora.peft.torch_view import torch_view
@@ -124,19 +124,21 @@ class Facts(NamedTuple):
     rank: Any
 
 
-def read_adapter(model: nnx.Module, places: Sequence[Place], adapter: Adapter) -> HostAdapter:
+def read_adapter(
+    model: nnx.Module, projections: Sequence[BankProjection], adapter: Adapter
+) -> HostAdapter:
     """Returns an `Adapter` of the model as a bank takes it; raises as `AdapterBank.load`."""
     rules = rules_by_path(adapter)
-    by_path = {path: place for place in places for path in place.paths}
+    by_path = {path: projection for projection in projections for path in projection.paths}
     for path in [*(one.path for one in adapter.weights), *adapter.arrays]:
         if path not in by_path:
-            raise _no_place(model, places, path)
+            raise _unknown_projection(model, projections, path)
     layers: dict[str, dict[Any, Layer]] = {}
     stack_axes = dict(adapter.stack_axes)
     for path, arrays in adapter.arrays.items():
-        place, rule = by_path[path], rules[path]
-        layout, stack = place.layout(rule.rank), place.stack
-        axis = stack.axis % len(place.shape)
+        projection, rule = by_path[path], rules[path]
+        layout, stack = projection.layout(rule.rank), projection.stack
+        axis = stack.axis % len(projection.shape)
         if stack.shape and (given := stack_axes.get(path, axis)) != axis:
             raise ValueError(
                 f"adapter is of layers at {path!r} that are stacked along axis {given} of the "
@@ -151,25 +153,25 @@ def read_adapter(model: nnx.Module, places: Sequence[Place], adapter: Adapter) -
                     f"adapter has {name} {value.shape} for {path!r}; expected {wanted}, of rank "
                     f"{rule.rank}"
                 )
-        one = layers.setdefault(place.path, {})
+        one = layers.setdefault(projection.path, {})
         for index in stack.indices():
             lora_a, lora_b, magnitude = (
                 getattr(layout, name).to_matrices(host[name][stack.at(index)])[0]
                 for name in ("lora_a", "lora_b", "magnitude")
             )
             one[index] = Layer(lora_a.T, lora_b, magnitude.reshape(-1), rule.scale)
-    return _packed(places, layers)
+    return _packed(projections, layers)
 
 
 def read_folder(
     model: nnx.Module,
-    places: Sequence[Place],
+    projections: Sequence[BankProjection],
     folder: str | os.PathLike[str],
     adapter: str | None = None,
     names: Names | None = None,
 ) -> HostAdapter:
     """Returns the adapter of a PEFT folder as a bank takes it; raises as `AdapterBank.load`."""
-    by_path = {place.path: place for place in places}
+    by_path = {projection.path: projection for projection in projections}
     view = torch_view(model, names or Names())
     with opened(folder, "np", adapter) as source:
         fit = source.fit_to_bank(view.outline())
@@ -177,7 +179,7 @@ def read_folder(
         for name, one in fit.adapters.items():
             where = view.layers[name]
             if where.path not in by_path:
-                raise _no_place(model, places, where.path)
+                raise _unknown_projection(model, projections, where.path)
             read = {key: source.read(name) for key, name in one.keys.items()}
             layers.setdefault(where.path, {})[where.index] = Layer(
                 read["lora_a"],
@@ -185,53 +187,57 @@ def read_folder(
                 read["magnitude"].reshape(-1) if "magnitude" in read else None,
                 adapter_scale(one.rank, one.alpha, source.config.use_rslora),
             )
-    return _packed(places, layers)
+    return _packed(projections, layers)
 
 
-def _no_place(model: nnx.Module, places: Sequence[Place], path: str) -> ValueError:
+def _unknown_projection(
+    model: nnx.Module, projections: Sequence[BankProjection], path: str
+) -> ValueError:
     there = {name: why_not(site) for site in sites(model) for name in site.names}
     reason = "the model has none of that path"
     if path in there:
         reason = there[path] or "the bank was made without it: say so in its path="
     return ValueError(
         f"adapter has a layer {path!r}, which the bank has no room for: {reason}; expected some of:"
-        f"{listing(place.path for place in places)}"
+        f"{listing(projection.path for projection in projections)}"
     )
 
 
-def _packed(places: Sequence[Place], layers: Mapping[str, Mapping[Any, Layer]]) -> HostAdapter:
+def _packed(
+    projections: Sequence[BankProjection], layers: Mapping[str, Mapping[Any, Layer]]
+) -> HostAdapter:
     """Returns the layers of each path, by their index in its stack, in pieces."""
     rank = max(one.lora_a.shape[0] for found in layers.values() for one in found.values())
     pieces: list[dict[str, np.ndarray]] = [{} for _ in range(0, rank, RANKS)]
     facts = {}
-    for place in places:
-        found = layers.get(place.path, {})
-        facts[place.path] = _facts(place, found)
+    for projection in projections:
+        found = layers.get(projection.path, {})
+        facts[projection.path] = _facts(projection, found)
         for number, piece in enumerate(pieces):
             start = number * RANKS
             if any(one.lora_a.shape[0] > start for one in found.values()):
-                piece[place.path] = _piece(place, found, start)
+                piece[projection.path] = _piece(projection, found, start)
     return HostAdapter(tuple(pieces), facts, rank)
 
 
-def piece_shape(place: Place) -> tuple[int, ...]:
-    """Returns the shape of a place's part of a piece."""
-    return (*place.stack.shape, RANKS, sum(place.sizes))
+def piece_shape(projection: BankProjection) -> tuple[int, ...]:
+    """Returns the shape of a projection's part of a piece."""
+    return (*projection.stack.shape, RANKS, sum(projection.sizes))
 
 
-def _piece(place: Place, found: Mapping[Any, Layer], start: int) -> np.ndarray:
-    piece = np.zeros(piece_shape(place), place.dtype)
-    lora_a, lora_b = np.split(piece, [place.sizes[0]], axis=-1)
+def _piece(projection: BankProjection, found: Mapping[Any, Layer], start: int) -> np.ndarray:
+    piece = np.zeros(piece_shape(projection), projection.dtype)
+    lora_a, lora_b = np.split(piece, [projection.sizes[0]], axis=-1)
     for index, one in found.items():
         for name, target, source in (("a", lora_a, one.lora_a), ("b", lora_b, one.lora_b)):
             part = source[start : start + RANKS]
             target[index][: len(part)] = part
-            _check_finite(f"lora_{name}", place, target[index])
+            _check_finite(f"lora_{name}", projection, target[index])
     return piece
 
 
-def _facts(place: Place, found: Mapping[Any, Layer]) -> Facts:
-    (_, out), wide, stack = place.sizes, accumulator(place.dtype), place.stack.shape
+def _facts(projection: BankProjection, found: Mapping[Any, Layer]) -> Facts:
+    (_, out), wide, stack = projection.sizes, accumulator(projection.dtype), projection.stack.shape
     facts = Facts(
         np.ones((*stack, out), wide),
         np.zeros(stack, bool),
@@ -242,13 +248,13 @@ def _facts(place: Place, found: Mapping[Any, Layer]) -> Facts:
         facts.scale[index], facts.rank[index] = one.scale, one.lora_a.shape[0]
         if one.magnitude is not None:
             facts.magnitude[index], facts.is_dora[index] = one.magnitude, True
-            _check_finite("magnitude", place, facts.magnitude[index])
+            _check_finite("magnitude", projection, facts.magnitude[index])
     return facts
 
 
-def _check_finite(name: str, place: Place, array: np.ndarray) -> None:
+def _check_finite(name: str, projection: BankProjection, array: np.ndarray) -> None:
     if not np.isfinite(array).all():
         raise ValueError(
-            f"adapter has NaN or infinity in {name} of {place.path!r}, in the bank's dtype "
+            f"adapter has NaN or infinity in {name} of {projection.path!r}, in the bank's dtype "
             f"{array.dtype}; expected finite numbers: take an earlier state of its training"
         )

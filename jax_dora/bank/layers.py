@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 
 from dora_common.slots import check_rows
-from jax_dora.bank.places import Place
+from jax_dora.bank.projections import BankProjection
 from jax_dora.layers import DoRALinear
 from jax_dora.layers.base_layer import bare, copy_attributes
 from jax_dora.layers.projection import DoRAEinsum, DoRALinearGeneral, Equation
@@ -57,7 +57,7 @@ class BankLayer(nnx.Module):
     def __init__(
         self,
         base: Any,
-        place: Place,
+        projection: BankProjection,
         slots: Slots,
         ids: jax.Array,
         step: jax.Array | None,
@@ -67,7 +67,7 @@ class BankLayer(nnx.Module):
         for name, array in slots._asdict().items():
             setattr(self, f"bank_{name}", BankArray(array))
         self.bank_implementation = implementation
-        stack = place.stack.shape
+        stack = projection.stack.shape
         self.bank_ids = BankRows(jnp.broadcast_to(ids, (*stack, *ids.shape)))
         # As the adapters, it may stay whole where layers are taken apart.
         whole = None if step is None else jnp.broadcast_to(step, (*stack, *step.shape))
@@ -216,10 +216,10 @@ class BankLinear(BankLayer, nnx.Linear):
 
     base_type = nnx.Linear
 
-    def __init__(self, base: Any, place: Place, *others: Any) -> None:
-        super().__init__(base, place, *others)
+    def __init__(self, base: Any, projection: BankProjection, *others: Any) -> None:
+        super().__init__(base, projection, *others)
         kernel = base.kernel.get_value()
-        is_kept = isinstance(kernel, jax.Array) and not place.stack.axis
+        is_kept = isinstance(kernel, jax.Array) and not projection.stack.axis
         self.bank_kernel = BankArray(kernel if is_kept else None)
 
     def _equation(self, ndim: int) -> Equation:

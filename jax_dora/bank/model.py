@@ -56,23 +56,25 @@ def with_bank[Model: nnx.Module](
         raise TypeError(f"bank is a {type(bank).__name__}; expected an AdapterBank")
     check_plain([found.paths[0] for found in find_dora_layers(model)], "jax_dora")
     ids = bank.checked(adapter_ids)
-    projections = {
-        (*place.sizes, bank.arrays[path].lora_a.shape[-2], place.dtype)
-        for path, place in bank.places.items()
+    sizes = {
+        (*projection.sizes, bank.arrays[path].lora_a.shape[-2], projection.dtype)
+        for path, projection in bank.projections.items()
     }
-    step = step_of(ids, bank.slots, projections, implementation)
+    step = step_of(ids, bank.slots, sizes, implementation)
     copy = nnx.clone(model)
     by_path = {path: found.module for found in find_modules(copy) for path in found.paths}
     replacements: dict[int, Any] = {}
-    for path, place in bank.places.items():
+    for path, projection in bank.projections.items():
         module: Any = by_path.get(path)
-        if dora_class_of(module) is not place.kind or (
-            getattr(module, place.kind.kernel_name).shape != place.shape
+        if dora_class_of(module) is not projection.kind or (
+            getattr(module, projection.kind.kernel_name).shape != projection.shape
         ):
             raise ValueError(
-                f"model has no {place.kind.base_type.__name__} {place.shape} at {path!r}, "
-                "for which the bank holds adapters; expected the model that it was made of"
+                f"model has no {projection.kind.base_type.__name__} {projection.shape} at {path!r}"
+                ", for which the bank holds adapters; expected the model that it was made of"
             )
-        layer = CLASSES[place.kind](module, place, bank.arrays[path], ids, step, implementation)
+        layer = CLASSES[projection.kind](
+            module, projection, bank.arrays[path], ids, step, implementation
+        )
         replacements[id(module)] = layer
     return replace_modules(copy, replacements)

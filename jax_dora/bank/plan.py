@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 
 from jax_dora import ops
 from jax_dora.bank.host import RANKS, Facts, HostAdapter, Settled, piece_shape
-from jax_dora.bank.places import Place, groups
+from jax_dora.bank.projections import BankProjection, groups
 from jax_dora.layers.call import bounded_norm
 from jax_dora.ops.bank_slots import Slots
 from jax_dora.ops.compose import accumulator
@@ -54,12 +54,14 @@ class Plan:
     is the banks' to hold, and `base` a weak reference.
     """
 
-    def __init__(self, base: Base, slots: int, max_rank: int, found: Iterable[Place]) -> None:
+    def __init__(
+        self, base: Base, slots: int, max_rank: int, found: Iterable[BankProjection]
+    ) -> None:
         self.base = weakref.ref(base)
         self.slots = slots
         self.max_rank = max_rank
-        self.places = {place.path: place for place in found}
-        shardings = {path: place.shardings() for path, place in self.places.items()}
+        self.projections = {projection.path: projection for projection in found}
+        shardings = {path: projection.shardings() for path, projection in self.projections.items()}
         self.shardings = shardings
 
         # Sent once: for the projections that an adapter leaves out, and slots and ranks by number.
@@ -84,18 +86,18 @@ class Plan:
         is_explicit = any(AxisType.Explicit in mesh.axis_types for mesh in meshes)
         self.make = _nans_allowed(jax.jit(self._make, out_shardings=self._device or shardings))
         self.clear = compiled(_clear, shardings)
-        self.groups = [group(paths) for paths in groups(self.places.values())]
+        self.groups = [group(paths) for paths in groups(self.projections.values())]
 
     def _make(self) -> Arrays:
-        return {path: self._empty(place) for path, place in self.places.items()}
+        return {path: self._empty(projection) for path, projection in self.projections.items()}
 
-    def _empty(self, place: Place) -> Slots:
-        in_features, out = place.sizes
+    def _empty(self, projection: BankProjection) -> Slots:
+        in_features, out = projection.sizes
         room = -(-self.max_rank // RANKS) * RANKS
-        lead, wide = (*place.stack.shape, self.slots), accumulator(place.dtype)
+        lead, wide = (*projection.stack.shape, self.slots), accumulator(projection.dtype)
         return Slots(
-            lora_a=jnp.zeros((*lead, room, in_features), place.dtype),
-            lora_b=jnp.zeros((*lead, room, out), place.dtype),
+            lora_a=jnp.zeros((*lead, room, in_features), projection.dtype),
+            lora_b=jnp.zeros((*lead, room, out), projection.dtype),
             g=jnp.full((*lead, out), jnp.nan, wide),
             scale=jnp.zeros(lead, wide),
             rank=jnp.zeros(lead, jnp.int32),
@@ -150,15 +152,15 @@ class Plan:
         return pieces, of_group
 
     def _sent(self, path: str, piece: np.ndarray | None) -> tuple[jax.Array, ...]:
-        place, sharding = self.places[path], self.shardings[path]
+        projection, sharding = self.projections[path], self.shardings[path]
         if piece is None:
             if path not in self._zeros:
-                zeros = np.zeros(piece_shape(place), place.dtype)
+                zeros = np.zeros(piece_shape(projection), projection.dtype)
                 self._zeros[path] = self._sent(path, zeros)
             return self._zeros[path]
         if sharding.lora_a is None:
             return (jax.device_put(piece, self._device),)
-        lora_a, lora_b = np.split(piece, [place.sizes[0]], axis=-1)
+        lora_a, lora_b = np.split(piece, [projection.sizes[0]], axis=-1)
         return (
             jax.device_put(lora_a, _without(sharding.lora_a, -3)),
             jax.device_put(lora_b, _without(sharding.lora_b, -3)),
@@ -185,7 +187,9 @@ class Plan:
         }
 
         def with_norms() -> dict[str, jax.Array]:
-            return {path: _g(self.places[path], kernels[path], adapters[path]) for path in arrays}
+            return {
+                path: _g(self.projections[path], kernels[path], adapters[path]) for path in arrays
+            }
 
         # One condition, since the host waits at each for a GPU.
         is_any = jnp.stack([jnp.any(one.is_dora) for one in facts.values()]).any()
@@ -275,27 +279,33 @@ def _set(old: Slots, slot: Any, **values: Any) -> Slots:
     return old._replace(**{name: written(name, value) for name, value in values.items()})
 
 
-def _g(place: Place, kernel: Any, adapter: tuple[jax.Array, jax.Array, Facts]) -> jax.Array:
+def _g(
+    projection: BankProjection, kernel: Any, adapter: tuple[jax.Array, jax.Array, Facts]
+) -> jax.Array:
     """Returns what results are multiplied by, [*stack, out], with lora_a, lora_b and facts."""
 
     def g_of_layer(kernel: Any, adapter: Any) -> jax.Array:
         lora_a, lora_b, facts = adapter
-        g = _dora_g(place, kernel, lora_a, lora_b, facts)
+        g = _dora_g(projection, kernel, lora_a, lora_b, facts)
         return jnp.where(facts.is_dora, g, facts.magnitude)
 
-    if place.stack.axis or not isinstance(kernel, jax.Array):
-        return place.stack.map_leading(g_of_layer, kernel, adapter)
+    if projection.stack.axis or not isinstance(kernel, jax.Array):
+        return projection.stack.map_leading(g_of_layer, kernel, adapter)
     function = g_of_layer
-    for _ in place.stack.shape:
+    for _ in projection.stack.shape:
         # All at once: one after the other, each layer's kernel would be copied first.
         function = jax.vmap(function)
     return function(kernel, adapter)
 
 
-def _dora_g(place: Place, kernel: Any, lora_a: Any, lora_b: Any, facts: Facts) -> jax.Array:
-    layout = place.layout(lora_a.shape[0])
+def _dora_g(
+    projection: BankProjection, kernel: Any, lora_a: Any, lora_b: Any, facts: Facts
+) -> jax.Array:
+    layout = projection.layout(lora_a.shape[0])
     if not layout.is_one_matrix:
         kernel = layout.kernel.to_matrices(kernel)[0]
     norm = ops.factored_norm(kernel, lora_a.T, lora_b, facts.scale)
-    norm = bounded_norm(norm, place.dtype)
-    return ops.magnitude_scale(facts.magnitude, norm, place.dtype).astype(facts.magnitude.dtype)
+    norm = bounded_norm(norm, projection.dtype)
+    return ops.magnitude_scale(facts.magnitude, norm, projection.dtype).astype(
+        facts.magnitude.dtype
+    )

@@ -201,7 +201,7 @@ class DoRA(nn.Module):
         if absent and self.is_mutable_collection("params"):
             # Fresh adapters compute what the base does, where there are no others.
             are_fresh = len(absent) == len(self.weights)
-            are_fresh = are_fresh and not any(one.place.rule.lora_b_init for one in self.weights)
+            are_fresh = are_fresh and not any(one.spec.rule.lora_b_init for one in self.weights)
             result = None
             if are_fresh or not params.keys() >= {one.path for one in absent}:
                 # A pass of the base makes the parameters, and other collections as a call does.
@@ -221,7 +221,7 @@ class DoRA(nn.Module):
                 'or with apply(…, rngs={"params": key}, mutable=["params"]):'
                 f"{listing([one.names[0] for one in absent])}"
             )
-        drops = not self.deterministic and any(one.place.rule.dropout for one in self.weights)
+        drops = not self.deterministic and any(one.spec.rule.dropout for one in self.weights)
         key = self.make_rng("dropout") if drops else None
         calls.is_following = True
         with weight_trace() as trace:

@@ -16,7 +16,7 @@ from dora_common.hyperparameters import ADAPTER_NAMES
 from jax_dora.adapt.site import Site
 from jax_dora.layers.rule import DoRARule
 from jax_dora.linen.layer import boxed_like
-from jax_dora.weights.adapter import Place, WeightAdapter
+from jax_dora.weights.adapter import AdapterSpec, WeightAdapter
 from jax_dora.weights.trace import WeightTrace
 
 Params = dict[tuple[str, ...], Any]
@@ -31,23 +31,23 @@ class LinenWeight:
       path: of the parameter, in the collection "params".
       names: the paths by which rules know it; the first is its own.
       is_linear: whether "all-linear" means it.
-      place: in its module, with the rule that adapts it; a stack's axes are "b" too.
+      spec: the parameter in its module, with the rule that adapts it; a stack's axes are "b" too.
     """
 
     path: tuple[str, ...]
     names: tuple[str, ...]
     is_linear: bool
-    place: Place
+    spec: AdapterSpec
 
     @classmethod
     def of(cls, site: Site, rule: DoRARule) -> Self:
         path = site.found.paths[0]
         path = (*(path.split("/") if path else ()), site.param)
-        return cls(path, site.names, site.is_linear, Place(site.param, site.axes, "", rule))
+        return cls(path, site.names, site.is_linear, AdapterSpec(site.param, site.axes, "", rule))
 
     def paths(self) -> dict[str, tuple[str, ...]]:
         """Returns the path of each parameter of the adapter."""
-        attribute = self.place.attribute
+        attribute = self.spec.attribute
         return {name: (*self.path[:-1], attribute(name)) for name in ADAPTER_NAMES}
 
     def adapter(
@@ -65,9 +65,9 @@ class LinenWeight:
     def _adapter(
         self, params: Mapping[tuple[str, ...], Any], rngs: nnx.Rngs | None, arrays: Any = None
     ) -> WeightAdapter:
-        adapter = WeightAdapter(_Holder(), self.place)
+        adapter = WeightAdapter(_Holder(), self.spec)
         setattr(adapter.module, self.path[-1], nnx.Param(nn.unbox(params[self.path])))
-        adapter.make(self.place.rule, rngs, arrays)
+        adapter.make(self.spec.rule, rngs, arrays)
         return adapter
 
 
@@ -95,7 +95,7 @@ def followed(
     given = dict(params)
     for number, one in enumerate(weights):
         rngs = None
-        if key is not None and one.place.rule.dropout:
+        if key is not None and one.spec.rule.dropout:
             rngs = nnx.Rngs(dropout=jax.random.fold_in(key, number))
         adapter = one.adapter(params, rngs)
         value = adapter.followed(trace, nn.unbox(params[one.path]))

@@ -25,8 +25,8 @@ ATTRIBUTES = (*ADAPTER_NAMES, "dropout", "given_norm", "given_g")
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """Which weight is adapted, and how.
+class AdapterSpec:
+    """Names an adapted weight of a module, and says how it is adapted.
 
     Attributes:
       param: the name of the parameter in its module.
@@ -60,7 +60,7 @@ class WeightAdapter:
 
     Attributes:
       module: that owns the weight.
-      place: which weight it is.
+      spec: which weight it is, and its settings.
       lora_a: [*stack, *b, *i, rank].
       lora_b: [*stack, *b, rank, *o].
       magnitude: [*stack, *b, *o].
@@ -72,37 +72,37 @@ class WeightAdapter:
     adapter_axes: Any = DoRALayer.adapter_axes
     norm: Any = DoRALayer.norm
 
-    def __init__(self, module: Any, place: Place) -> None:
+    def __init__(self, module: Any, spec: AdapterSpec) -> None:
         self.module = module
-        self.place = place
+        self.spec = spec
 
     def __getattr__(self, name: str) -> Any:
         """The adapter's own, else rank, alpha, scale and the rule's other attributes."""
         if name in ATTRIBUTES:
-            return getattr(self.module, self.place.attribute(name))
-        return getattr(self.place.rule, name)
+            return getattr(self.module, self.spec.attribute(name))
+        return getattr(self.spec.rule, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ATTRIBUTES:
-            setattr(self.module, self.place.attribute(name), value)
+            setattr(self.module, self.spec.attribute(name), value)
         else:
             object.__setattr__(self, name, value)
 
     @property
     def kernel_name(self) -> str:
-        return self.place.param
+        return self.spec.param
 
     def path(self, module: str) -> str:
         """Returns the weight's path, given its module's."""
-        return "/".join(filter(None, (module, self.place.name)))
+        return "/".join(filter(None, (module, self.spec.name)))
 
     def module_path(self, path: str) -> str:
         """Returns the module's path, given the weight's."""
-        return path.removesuffix(self.place.name).removesuffix("/")
+        return path.removesuffix(self.spec.name).removesuffix("/")
 
     @property
     def kernel_param(self) -> nnx.Param:
-        return getattr(self.module, self.place.param)
+        return getattr(self.module, self.spec.param)
 
     @property
     def result_dtype(self) -> Any:
@@ -110,16 +110,16 @@ class WeightAdapter:
         return self.kernel_param.dtype
 
     def rule(self, path: str = "") -> DoRARule:
-        return dataclasses.replace(self.place.rule, path=path)
+        return dataclasses.replace(self.spec.rule, path=path)
 
     @property
     def layout(self) -> Layout:
         """Returns how the arrays are matrices, of one layer of a stack."""
-        return layout_of_weight(self.kernel_param.shape, self.place.axes, self.rank)
+        return layout_of_weight(self.kernel_param.shape, self.spec.axes, self.rank)
 
     @property
     def stack(self) -> Stack:
-        return stack_of_weight(self.kernel_param.shape, self.place.axes)
+        return stack_of_weight(self.kernel_param.shape, self.spec.axes)
 
     def eval(self) -> None:
         if self.dropout is not None:
@@ -140,7 +140,7 @@ class WeightAdapter:
         with meshes.context_of(kernel):
             kernel = adapted_here(kernel)
             # One layer of a scan's, then one matrix of those that `nnx.vmap` has taken apart.
-            axes = self.place.axes
+            axes = self.spec.axes
             for role in "sb":
                 axes = axes.replace(role, "", max(0, len(axes) - kernel.ndim))
             order = self._stack_to_batch if "s" in axes else lambda array: array
@@ -149,13 +149,13 @@ class WeightAdapter:
             arrays |= {name: order(getattr(self, name)[...]) for name in ("lora_a", "lora_b")}
             layout = projection_layout(kernel.shape, axes, self.rank)
             arrays["g"] = g_of_call(self, self.result_dtype, [*arrays.values()], layout, order)
-            reader = AdaptedReader(self.place.rule, dropout_of_call(self, None, None))
+            reader = AdaptedReader(self.spec.rule, dropout_of_call(self, None, None))
             return Weight.of(axes, arrays, reader)
 
     def _stack_to_batch(self, array: jax.Array) -> jax.Array:
         """Returns an adapter's array of a whole stack whose axis stands among the batch axes."""
         stack = self.stack
-        before = sum(role == "b" for role in self.place.axes[: self.place.axes.index("s")])
+        before = sum(role == "b" for role in self.spec.axes[: self.spec.axes.index("s")])
         return jnp.moveaxis(array, stack.axis, before) if stack.axis else array
 
     def make(
@@ -169,7 +169,7 @@ class WeightAdapter:
         Args:
           rngs: as `make_adapter`'s; None, where there are arrays, leaves dropout out.
         """
-        taken = [n for n in map(self.place.attribute, ATTRIBUTES) if hasattr(self.module, n)]
+        taken = [n for n in map(self.spec.attribute, ATTRIBUTES) if hasattr(self.module, n)]
         if taken:
             raise ValueError(
                 f"the module has an attribute {taken[0]!r}, which is a name of the adapter's; "
@@ -182,12 +182,12 @@ class WeightAdapter:
 
     def unmake(self) -> None:
         for name in ATTRIBUTES:
-            delattr(self.module, self.place.attribute(name))
+            delattr(self.module, self.spec.attribute(name))
 
 
 def stack_of_weight(shape: tuple[int, ...], axes: str) -> Stack:
-    """Returns how layers are stacked in a weight of these axes, as `Place.axes`, perhaps behind
-    those of models that `nnx.vmap` has stacked after they were adapted."""
+    """Returns how layers are stacked in a weight of these axes (as `AdapterSpec.axes`), perhaps
+    behind those of models that `nnx.vmap` has stacked after they were adapted."""
     count, axis = len(shape) - len(axes.replace("s", "")), axes.find("s")
     if axis <= 0:
         return Stack(shape[:count])

@@ -119,16 +119,16 @@ def _evaluated(jaxpr: Any, operands: Sequence[Any], handed: dict[int, int]) -> l
     """Returns the results of a jaxpr as arrays.
 
     Args:
-      handed: is set to the places of the results that are weights which the jaxpr hands on as it
-        got them, and to the operands that they are. They stand in the results without adapters.
+      handed: is set to the indices of the results that are weights which the jaxpr hands on as it
+        got them, and of the operands that they are. They stand in the results without adapters.
     """
     results = evaluate(jaxpr, operands)
-    places = {id(one): place for place, one in enumerate(operands) if isinstance(one, Weight)}
+    sources = {id(one): index for index, one in enumerate(operands) if isinstance(one, Weight)}
     handed.clear()
-    handed |= {place: places[id(one)] for place, one in enumerate(results) if id(one) in places}
+    handed |= {index: sources[id(one)] for index, one in enumerate(results) if id(one) in sources}
     return [
-        one.base() if place in handed else plain(one, "a result of a function")
-        for place, one in enumerate(results)
+        one.base() if index in handed else plain(one, "a result of a function")
+        for index, one in enumerate(results)
     ]
 
 
@@ -137,7 +137,7 @@ def _handed_on(
 ) -> list[Any]:
     """Returns the results, with every weight that is handed on as it is in its place."""
     return [
-        operands[handed[place]] if place in handed else one for place, one in enumerate(results)
+        operands[handed[index]] if index in handed else one for index, one in enumerate(results)
     ]
 
 
@@ -180,9 +180,9 @@ def _scan(operands: list[Any], params: dict[str, Any]) -> list[Any]:
     moving, ys = lax.scan(step, moving, [row.xs for row in rows], *options)
     results = carry.whole(moving) + ys
     stacked = {
-        place: source
-        for place, source in handed.items()
-        if place >= n_carry and source >= n_consts + n_carry
+        index: source
+        for index, source in handed.items()
+        if index >= n_carry and source >= n_consts + n_carry
     }
     return _handed_on(operands, results, stacked)
 
@@ -246,7 +246,7 @@ class _Rows:
     """What a scan takes an operand apart into along its first axis."""
 
     operand: Any
-    places: dict[str, int] | None
+    axes: dict[str, int] | None
     xs: Any
 
     @classmethod
@@ -255,17 +255,19 @@ class _Rows:
             part = operand.whole(0)
             axis = -1 if part is None else operand.origins[part]
             if part is not None and (operand.roles is None or operand.roles[axis] == "b"):
-                places = {name: operand.place(name, axis) for name in operand.arrays}
-                known = {name: place for name, place in places.items() if place is not None}
-                xs = {n: jnp.moveaxis(operand.arrays[n], place, 0) for n, place in known.items()}
-                return cls(operand, known, xs)
+                own_axes = {name: operand.axis_in(name, axis) for name in operand.arrays}
+                axes = {name: own for name, own in own_axes.items() if own is not None}
+                xs = {
+                    name: jnp.moveaxis(operand.arrays[name], own, 0) for name, own in axes.items()
+                }
+                return cls(operand, axes, xs)
             operand = plain(operand, "scan")
         return cls(operand, None, operand)
 
     def at(self, x: Any) -> Any:
-        if self.places is None:
+        if self.axes is None:
             return x
-        one = {name: jnp.expand_dims(x[name], place) for name, place in self.places.items()}
+        one = {name: jnp.expand_dims(x[name], own) for name, own in self.axes.items()}
         weight, (part,) = self.operand, self.operand.view[0]
         stacked = weight.stacked | {weight.origins[part]}
         weight = weight.resized(part, one, weight.view[1:])

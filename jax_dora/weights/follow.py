@@ -86,9 +86,9 @@ def _cut(
 
 def _times_scalar(name: str, weight: Weight, operands: Sequence[Any]) -> Weight | None:
     """A product with one number, or a quotient by it."""
-    place = next(place for place, one in enumerate(operands) if one is weight)
-    number = operands[1 - place]
-    is_divisor = place == 1 and name == "div"
+    index = next(index for index, one in enumerate(operands) if one is weight)
+    number = operands[1 - index]
+    is_divisor = index == 1 and name == "div"
     if isinstance(number, Weight) or math.prod(jnp.shape(number)) != 1 or is_divisor:
         return None
     number = jnp.reshape(number, ())
@@ -111,8 +111,8 @@ def _reshard(weight: Weight, sharding: Any) -> Weight | None:
             return None
 
     def over_mesh(name: str, array: jax.Array) -> jax.Array:
-        places = {weight.place(name, axis): names for axis, names in specs.items()}
-        spec = jax.P(*(places.get(axis) for axis in range(array.ndim)))
+        by_axis = {weight.axis_in(name, axis): names for axis, names in specs.items()}
+        spec = jax.P(*(by_axis.get(axis) for axis in range(array.ndim)))
         return jax.reshard(array, jax.sharding.NamedSharding(sharding.mesh, spec))
 
     return weight.with_arrays({name: over_mesh(name, one) for name, one in weight.arrays.items()})

@@ -48,7 +48,7 @@ class Plan:
         # y: [both, lone, *rows, outer] to what the product gives.
         of_y = [*self.both, *lone, *rows, *outer]
         self.y_split = tuple(size[label] for label in of_y)
-        self.y_sum = tuple(place for place, label in enumerate(of_y) if label in summed)
+        self.y_sum = tuple(axis for axis, label in enumerate(of_y) if label in summed)
         left = [label for label in of_y if label not in summed]
         of_rows, of_features = [(row,) for row in rows], [view[axis] for axis in free]
         parts = [view[axis] for axis in product.batch]

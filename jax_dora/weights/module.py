@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 
 from jax_dora.layers.base_layer import is_node
-from jax_dora.weights.adapter import ATTRIBUTES, Place, WeightAdapter
+from jax_dora.weights.adapter import ATTRIBUTES, AdapterSpec, WeightAdapter
 from jax_dora.weights.trace import is_followed, weight_trace
 
 
@@ -28,7 +28,7 @@ def dora_type(base: type[nnx.Module]) -> type[Any]:
 
     Attributes:
       plain_type: of the class, `base`.
-      dora_places: of a module, the places of the adapted weights that it owns.
+      dora_specs: those of the adapted weights that the module owns.
       dora_reads: the adapted weights that its methods read: the path from it to the owner, and the
         parameter's name.
     """
@@ -49,8 +49,8 @@ def dora_type(base: type[nnx.Module]) -> type[Any]:
 
 def _own_keys(self: Any) -> Iterator[str]:
     """Yields the keys of an `nnx.Dict` but for those by which it has adapters."""
-    added = {place.attribute(name) for place in self.dora_places for name in ATTRIBUTES}
-    added |= {"dora_places", "dora_reads"}
+    added = {spec.attribute(name) for spec in self.dora_specs for name in ATTRIBUTES}
+    added |= {"dora_specs", "dora_reads"}
     return (key for key in self.plain_type.__iter__(self) if key not in added)
 
 
@@ -105,7 +105,7 @@ def followed(module: Any) -> Iterator[Callable[[Any], Any]]:
         one
         for path, param in module.dora_reads
         for one in adapters_of(at_path(module, path))
-        if one.place.param == param and not is_followed(one.kernel_param.get_raw_value())
+        if one.spec.param == param and not is_followed(one.kernel_param.get_raw_value())
     ]
     if not adapters:
         yield lambda result: result
@@ -151,17 +151,19 @@ def adapters_of(module: Any) -> list[WeightAdapter]:
     """Returns the adapted weights that `module` owns, but for those of a `DoRALayer`."""
     if not has_dora_type(module):
         return []
-    return [WeightAdapter(module, place) for place in module.dora_places]
+    return [WeightAdapter(module, spec) for spec in module.dora_specs]
 
 
 def as_dora(module: Any) -> None:
     """Gives `module`, in place, the class whose methods follow adapted weights."""
     if not has_dora_type(module):
-        module.dora_places, module.dora_reads = (), ()
+        module.dora_specs, module.dora_reads = (), ()
         module.__class__ = dora_type(type(module))
 
 
-def add_adapter(module: Any, place: Place, reader: Any, path: tuple[str, ...]) -> WeightAdapter:
+def add_adapter(
+    module: Any, spec: AdapterSpec, reader: Any, path: tuple[str, ...]
+) -> WeightAdapter:
     """Returns a new adapter of a weight of `module`, which has no arrays yet.
 
     Args:
@@ -170,14 +172,14 @@ def add_adapter(module: Any, place: Place, reader: Any, path: tuple[str, ...]) -
     """
     as_dora(module)
     as_dora(reader)
-    module.dora_places = (*module.dora_places, place)
-    reader.dora_reads = (*reader.dora_reads, (path, place.param))
-    return WeightAdapter(module, place)
+    module.dora_specs = (*module.dora_specs, spec)
+    reader.dora_reads = (*reader.dora_reads, (path, spec.param))
+    return WeightAdapter(module, spec)
 
 
 def as_plain(module: Any) -> None:
     """Gives `module`, in place, its own class and attributes back."""
     for adapter in adapters_of(module):
         adapter.unmake()
-    del module.dora_places, module.dora_reads
+    del module.dora_specs, module.dora_reads
     module.__class__ = module.plain_type

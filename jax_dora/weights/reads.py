@@ -28,7 +28,7 @@ class Read:
     Attributes:
       name: of the primitive.
       kind: "product", "lookup" or "other".
-      axes: a letter for each axis of the weight as `Place.axes` has them; "" where it is no
+      axes: a letter for each axis of the weight as `AdapterSpec.axes` has them; "" where it is no
         product and no lookup.
       features: of a product, the size of its features; of a lookup, the number of rows.
       scopes: the paths of the modules in whose methods it stands.

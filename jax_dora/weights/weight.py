@@ -164,7 +164,7 @@ class Weight:
         pairs = zip(runs, cuts, strict=True)
         return dataclasses.replace(
             self,
-            view=tuple(tuple(starts[run] + place for run, place in one) for one in view),
+            view=tuple(tuple(starts[run] + number for run, number in one) for one in view),
             sizes=tuple(itertools.chain(*cuts)),
             origins=tuple(self.origins[run[0]] for run, sizes in pairs for _ in sizes),
         )
@@ -204,15 +204,15 @@ class Weight:
         if whole is None:
             return None
         changed = {
-            name: function(array, place)
+            name: function(array, own_axis)
             for name, array in self.arrays.items()
-            if (place := self.place(name, self.origins[whole])) is not None
+            if (own_axis := self.axis_in(name, self.origins[whole])) is not None
         }
         is_long = changed["kernel"].shape[self.origins[whole]] != 1
         view = (*self.view[:axis], (whole,) if is_long else (), *self.view[axis + 1 :])
         return self.resized(whole, changed, view)
 
-    def place(self, name: str, axis: int) -> int | None:
+    def axis_in(self, name: str, axis: int) -> int | None:
         """Returns which axis of the array `name` is the weight's `axis`, or None."""
         if name == "kernel":
             return axis
@@ -239,7 +239,7 @@ def effective(weight: Weight, scale: float) -> jax.Array:
         precision=jax.lax.Precision.HIGHEST,
     )
     # g has the batch and feature axes in the weight's order of each role.
-    order = sorted(range(len(b + o)), key=lambda place: (b + o)[place])
+    order = sorted(range(len(b + o)), key=lambda index: (b + o)[index])
     g = jnp.expand_dims(weight.arrays["g"].astype(wide).transpose(order), i)
     base = weight.kernel.astype(wide)
     merged = base + ((g - 1) * base + g * change)

@@ -23,11 +23,11 @@ def drawn(
     """An adapter of random numbers for the bank's model, of these ranks by path."""
     rng, arrays = np.random.default_rng(seed), {}
     for path, rank in ranks.items():
-        place = bank.places[path]
-        layout = place.layout(rank)
+        projection = bank.projections[path]
+        layout = projection.layout(rank)
         arrays[path] = {
             name: (
-                mean + rng.normal(size=(*place.stack.shape, *getattr(layout, name).stored)) / 4
+                mean + rng.normal(size=(*projection.stack.shape, *getattr(layout, name).stored)) / 4
             ).astype(np.float32)
             for name, mean in (("lora_a", 0), ("lora_b", 0), ("magnitude", 1))
         }
@@ -41,9 +41,13 @@ def merged(model: Any, bank: jax_dora.AdapterBank, adapter: jax_dora.Adapter) ->
     modules = {path: one.module for one in find_modules(model) for path in one.paths}
     for rule in adapter.rules:
         path = re.sub(r"\\(.)", r"\1", rule.path)
-        place, arrays, kernel = bank.places[path], adapter.arrays[path], modules[path].kernel
-        layout, value = place.layout(rule.rank), np.array(kernel[...], np.float64)
-        for index in place.stack.indices():
+        projection, arrays, kernel = (
+            bank.projections[path],
+            adapter.arrays[path],
+            modules[path].kernel,
+        )
+        layout, value = projection.layout(rule.rank), np.array(kernel[...], np.float64)
+        for index in projection.stack.indices():
             w, a, b, m = (
                 getattr(layout, name).to_matrices(array[index])[0].astype(np.float64)
                 for name, array in (("kernel", value), *arrays.items())

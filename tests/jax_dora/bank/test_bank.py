@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from jax_dora import AdapterBank, DoRARule, apply_dora, get_adapter, with_bank
-from jax_dora.bank import places
+from jax_dora.bank import projections
 from tests.jax_dora.bank.adapters import compilations, drawn
 from tests.jax_dora.small_models import LAYERS, WIDTH, Block, Mixed, Stacked
 
@@ -73,8 +73,8 @@ def test_groups_of_projections_are_loaded_as_all_at_once(monkeypatch):
     """The largest kernels first, and without compiling again."""
     model, found = Mixed(nnx.Rngs(0)), []
     ranks = [{"attention/query": 3, "attention/out": 6}, {"named/gate": 6, "blocks/0": 2}]
-    for least in (places.LEAST_NUMBERS, 1):
-        monkeypatch.setattr(places, "LEAST_NUMBERS", least)
+    for least in (projections.LEAST_NUMBERS, 1):
+        monkeypatch.setattr(projections, "LEAST_NUMBERS", least)
         bank = AdapterBank(model, 3, 6)
         read = [bank.read(drawn(bank, one, seed)) for seed, one in enumerate(ranks)]
         bank = bank.load(0, read[0])
@@ -85,8 +85,8 @@ def test_groups_of_projections_are_loaded_as_all_at_once(monkeypatch):
     for one, other in zip(*(jax.tree.leaves(bank.arrays) for bank in found), strict=True):
         assert jnp.array_equal(one, other, equal_nan=True)
     at_once, grouped = (bank._plan.groups for bank in found)
-    assert (len(at_once), len(grouped)) == (1, places.GROUPS)
-    sizes = [math.prod(bank.places[path].shape) for group in grouped for path in group.paths]
+    assert (len(at_once), len(grouped)) == (1, projections.GROUPS)
+    sizes = [math.prod(bank.projections[path].shape) for group in grouped for path in group.paths]
     assert sizes == sorted(sizes, reverse=True)
     assert len(sizes) == len(bank.paths)
 

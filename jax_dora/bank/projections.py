@@ -24,14 +24,14 @@ from jax_dora.layers.rule import DoRARule
 from jax_dora.layers.stack import Stack
 from jax_dora.ops.bank_slots import Slots
 
-# Of the groups of places: how many there are at most, and how many numbers the kernels of one have
+# How many groups of projections there are at most, and how many numbers the kernels of a group have
 # at least. The norms of so many take about as long as the further launches for a group.
 GROUPS = 4
 LEAST_NUMBERS = 1 << 29
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Place:
+class BankProjection:
     """A projection that adapters are put on: `nnx.Linear`, `nnx.LinearGeneral` or `nnx.Einsum`.
 
     Attributes:
@@ -68,8 +68,8 @@ class Place:
         return in_features, out
 
     def shardings(self) -> Slots:
-        """Returns how the place's part of a bank lies on the kernel's mesh, sharded as its axes
-        are; None for each where the kernel has no mesh."""
+        """Returns the shardings of the projection's part of a bank, on the kernel's mesh and along
+        its axes; None for each where the kernel has no mesh."""
         sharding = self.sharding
         if sharding is None:
             return Slots(None, None, None, None, None)
@@ -91,13 +91,13 @@ class Place:
         )
 
 
-def places(model: nnx.Module, path: str) -> dict[Place, nnx.Variable]:
+def projections(model: nnx.Module, path: str) -> dict[BankProjection, nnx.Variable]:
     """Returns the projections of a plain model whose paths match, and their kernels."""
     check_plain([found.paths[0] for found in find_dora_layers(model)], "jax_dora")
     matched = [
         site for site, _ in assigned(sites(model, stack_axis=0), [DoRARule(path, rank=1, alpha=1)])
     ]
-    made = dict(_place(site) for site in matched if why_not(site) is None)
+    made = dict(_projection(site) for site in matched if why_not(site) is None)
     if not made:
         told = (f"{site.names[0]}: {why_not(site)}" for site in matched)
         raise ValueError(
@@ -106,10 +106,10 @@ def places(model: nnx.Module, path: str) -> dict[Place, nnx.Variable]:
     return made
 
 
-def groups(places: Iterable[Place]) -> list[list[str]]:
+def groups(projections: Iterable[BankProjection]) -> list[list[str]]:
     """Returns the paths in groups of about as many numbers in their kernels, the largest kernels
     first: when the last group's matrices have come, only small norms are left to take."""
-    sizes = {place.path: math.prod(place.shape) for place in places}
+    sizes = {projection.path: math.prod(projection.shape) for projection in projections}
     total, before = sum(sizes.values()), 0
     found: list[list[str]] = [[] for _ in range(max(1, min(GROUPS, total // LEAST_NUMBERS)))]
     for path in sorted(sizes, key=lambda path: -sizes[path]):
@@ -132,7 +132,7 @@ def why_not(site: Site) -> str | None:
     return None
 
 
-def _place(site: Site) -> tuple[Place, nnx.Variable]:
+def _projection(site: Site) -> tuple[BankProjection, nnx.Variable]:
     module: Any = site.found.module
     kind = dora_class_of(module)
     assert kind is not None
@@ -147,5 +147,5 @@ def _place(site: Site) -> tuple[Place, nnx.Variable]:
     sharding = value.sharding if isinstance(value, jax.Array) else None
     if not isinstance(sharding, NamedSharding):
         sharding = None
-    place = Place(site.found.paths, kernel.shape, sharding, stack, kind, layer, dtype)
-    return place, kernel
+    projection = BankProjection(site.found.paths, kernel.shape, sharding, stack, kind, layer, dtype)
+    return projection, kernel
