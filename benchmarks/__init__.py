@@ -1,1 +1,2 @@
-"""How fast and how large: DoRA beside LoRA and the plain base, in both frameworks, by one clock."""
+"""Measures speed and memory: DoRA beside LoRA and the plain base, in both frameworks, by one
+clock."""

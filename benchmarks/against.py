@@ -44,7 +44,7 @@ COMPARED = ("jax DoRA (no Triton)", "jax LoRA (no Triton)")
 
 
 class Settings(NamedTuple):
-    """What is measured.
+    """The settings of the level.
 
     Attributes:
       checkout: the root of the other one.

@@ -53,8 +53,8 @@ REFERENCES = {"one-hot": "LoRA"}
 
 
 class Settings(NamedTuple):
-    """What is measured. Growth is that of `growth` rows, over `steps` steps. Adapters are loaded
-    into a model of `load_layers`."""
+    """The settings of the level. Growth is that of `growth` rows, over `steps` steps. Adapters are
+    loaded into a model of `load_layers`."""
 
     sizes: Protocol = LLAMA3
     layers: int = 3
@@ -94,7 +94,7 @@ TINY = Settings(
 
 
 class Inputs:
-    """What programs are called with: the projections, a bank of their adapters, a batch's slots,
+    """The arguments of the programs: the projections, a bank of their adapters, a batch's slots,
     and x of a shape [rows, tokens]."""
 
     def __init__(self, model: Any, bank: Any, ids: np.ndarray, shape: tuple[int, int]) -> None:

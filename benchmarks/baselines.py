@@ -1,4 +1,4 @@
-"""What others compute, and how: the measures that the packages are held against."""
+"""The computations of others, which the packages are measured against."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ Kernels = list[tuple[str, float]]
 
 
 class Spread(NamedTuple):
-    """Median and spread of `samples` timings, in microseconds."""
+    """The median and spread of `samples` timings, in microseconds."""
 
     median: float
     p10: float
@@ -46,7 +46,7 @@ class Spread(NamedTuple):
 
 
 class Effort(NamedTuple):
-    """How long to measure.
+    """The time and number of steps that a measurement may take.
 
     Attributes:
       seconds: of device or wall time that one series of steps may take.

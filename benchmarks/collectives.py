@@ -1,4 +1,4 @@
-"""What a compiled program sends between devices."""
+"""Lists what a compiled program sends between devices."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""What each Mosaic kernel computes, in plain jnp: to be timed beside it, and to check it."""
+"""Computes in plain jnp what each Mosaic kernel does: to be timed beside it, and to check it."""
 
 from typing import Any
 

@@ -96,7 +96,9 @@ def _of_the_bank(kernel: Any, rows: Sequence[int], configs: Sequence[Any]) -> Ke
         return kernel.launch(x, [member], ids, **knobs)[0]
 
     return Kernel(
-        *(kernel, definitions.bank_rows, "rows in out slots rank"),
+        kernel,
+        definitions.bank_rows,
+        "rows in out slots rank",
         ("rows in", "slots rank in", "slots rank out", "ranks", "ids"),
         _grid(rows=rows, **{"in": (4096,)}, out=(4096, 14336), slots=(64,), rank=(64,)),
         configs,
@@ -109,7 +111,12 @@ def _of_the_bank(kernel: Any, rows: Sequence[int], configs: Sequence[Any]) -> Ke
 def _dropped(kernel: Any, define: Any, right: str, transposed: bool = False) -> Kernel:
     """Returns a product of x under a dropout mask with a matrix of these axes."""
     return Kernel(
-        *(kernel, define, "rows in rank", ("rows in", right, "seed"), DROPPED_SHAPES, DROPPED),
+        kernel,
+        define,
+        "rows in rank",
+        ("rows in", right, "seed"),
+        DROPPED_SHAPES,
+        DROPPED,
         ("rows in rank",),
         options={"rate": RATE, "transposed": transposed},
     )
@@ -117,7 +124,9 @@ def _dropped(kernel: Any, define: Any, right: str, transposed: bool = False) -> 
 
 KERNELS = {
     "norm": Kernel(
-        *(norm, definitions.norm, "in rank out"),
+        norm,
+        definitions.norm,
+        "in rank out",
         ("in out", "in rank", "rank out"),
         [s | {"in": s["out"]} for s in _grid(out=(1024, 2048, 8192), rank=RANKS)],
         LOW_RANK,
@@ -126,7 +135,9 @@ KERNELS = {
         scaled=True,
     ),
     "quantised_norm": Kernel(
-        *(quantised_norm, definitions.quantised_norm, "in rank out"),
+        quantised_norm,
+        definitions.quantised_norm,
+        "in rank out",
         ("nf4 in out", "tiles out", "in rank", "rank out"),
         [shape | {"rank": rank} for shape in QUANTISED_SHAPES for rank in RANKS],
         LOW_RANK,
@@ -135,7 +146,9 @@ KERNELS = {
         scaled=True,
     ),
     "few_rows": Kernel(
-        *(few_rows, definitions.few_rows, "rows in out rank"),
+        few_rows,
+        definitions.few_rows,
+        "rows in out rank",
         ("rows in", "nf4 in out", "tiles out", "in rank", "rank out", "out"),
         [shape | {"rows": rows, "rank": 16} for shape in QUANTISED_SHAPES for rows in (1, 32)],
         [low_rank_tiling.Config(tile_cols=256, stages=2, slots=slots) for slots in (3, 4)],
@@ -144,20 +157,26 @@ KERNELS = {
         scaled=True,
     ),
     "few_rows_finish": Kernel(
-        *(few_rows_finish, definitions.expand_compose, "rows rank out"),
+        few_rows_finish,
+        definitions.expand_compose,
+        "rows rank out",
         ("rows out", "rows rank", "rank out", "out"),
         _grid(rows=(8, 256), out=(2048, 8192), rank=(16, 64)),
         (),
         scaled=True,
     ),
     "row_codes": Kernel(
-        *(row_codes, definitions.row_codes, "rows out"),
+        row_codes,
+        definitions.row_codes,
+        "rows out",
         ("rows out",),
         _grid(rows=(1024, 4096), out=(1024, 4096, 8192)),
         [row_codes.Config(stages=s, blocks_per_sm=b) for s, b in ((3, 3), (4, 2), (2, 3))],
     ),
     "compose": Kernel(
-        *(compose, definitions.compose, "rows out"),
+        compose,
+        definitions.compose,
+        "rows out",
         ("rows out", "rows out", "out"),
         ROWS_OUT,
         ELEMENTWISE,
@@ -165,7 +184,9 @@ KERNELS = {
         scaled=True,
     ),
     "compose_backward": Kernel(
-        *(compose_backward, definitions.compose_backward, "rows out"),
+        compose_backward,
+        definitions.compose_backward,
+        "rows out",
         ("rows out", "rows out", "out"),
         ROWS_OUT,
         ELEMENTWISE,
@@ -173,7 +194,9 @@ KERNELS = {
         scaled=True,
     ),
     "expand_compose": Kernel(
-        *(expand_compose, definitions.expand_compose, "rows rank out"),
+        expand_compose,
+        definitions.expand_compose,
+        "rows rank out",
         ("rows out", "rows rank", "rank out", "out"),
         _grid(rows=(1024, 4096), out=(2048, 8192), rank=RANKS),
         LOW_RANK,
@@ -182,7 +205,9 @@ KERNELS = {
         scaled=True,
     ),
     "project": Kernel(
-        *(project, definitions.project, "rows in out"),
+        project,
+        definitions.project,
+        "rows in out",
         ("rows in", "in out", "rows rank", "rank out", "out"),
         PRODUCT_SHAPES,
         PRODUCTS,
@@ -190,7 +215,9 @@ KERNELS = {
         options=NO_INNER,
     ),
     "project_back": Kernel(
-        *(project_back, definitions.project_back, "rows in out"),
+        project_back,
+        definitions.project_back,
+        "rows in out",
         ("rows out", "in out", "rows rank", "in rank"),
         PRODUCT_SHAPES,
         PRODUCTS,
@@ -201,20 +228,26 @@ KERNELS = {
         dropped_product_back, definitions.dropped_product_back, "rows rank", transposed=True
     ),
     "swiglu_backward": Kernel(
-        *(swiglu_backward, definitions.swiglu_backward, "rows out"),
+        swiglu_backward,
+        definitions.swiglu_backward,
+        "rows out",
         ("rows out",) * 3 + ("out", "out"),
         ROWS_OUT,
         ELEMENTWISE,
     ),
     "bank_expand": Kernel(
-        *(bank_expand, definitions.bank_expand, "groups time rank out"),
+        bank_expand,
+        definitions.bank_expand,
+        "groups time rank out",
         ("groups time out", "groups time rank", "slots rank out", "slot", "groups out", "groups"),
         _grid(**BANK_PROMPTS | {"rank": (8, 64)}, out=(1024, 4096, 14336)),
         LOW_RANK,
         ("groups time rank out",),
     ),
     "bank_project": Kernel(
-        *(bank_project, definitions.bank_project, "groups time in out rank"),
+        bank_project,
+        definitions.bank_project,
+        "groups time in out rank",
         (
             *("groups time in", "layers in out", "", "groups time rank", "slots rank out", "slot"),
             "groups out",
@@ -224,7 +257,9 @@ KERNELS = {
         ("groups time in out", "groups time rank out"),
     ),
     "bank_shrink": Kernel(
-        *(bank_shrink, definitions.bank_shrink, "groups time in rank"),
+        bank_shrink,
+        definitions.bank_shrink,
+        "groups time in rank",
         ("groups time in", "slots rank in", "slot"),
         _grid(**BANK_PROMPTS, **{"in": (4096, 14336)}),
         [bank_shrink.Config(4), bank_shrink.Config(4, 8), bank_shrink.Config(parts=2)],

@@ -26,7 +26,7 @@ Step = Callable[..., Any]
 
 
 class Settings(NamedTuple):
-    """What is measured of a level.
+    """The settings of a level.
 
     Attributes:
       works: yields what makes each piece of work when its turn comes, of a device and of settings.

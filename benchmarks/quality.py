@@ -64,10 +64,14 @@ FORMATS = (
 
 
 class Settings(NamedTuple):
-    """What is measured: `steps` over every format, `long` over bf16 and NF4."""
+    """The settings of the level: `steps` over every format, `long` over bf16 and NF4."""
 
     decoder: Decoder = Decoder(
-        *(128, 256, 4, 2, 32),
+        128,
+        256,
+        4,
+        2,
+        32,
         rank=8,
         alpha=16,
         layers=3,

@@ -54,7 +54,7 @@ class Case(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What is measured; `only` are patterns of how "<work> <qtype>" begins."""
+    """The settings of the level; `only` are patterns of how "<work> <qtype>" begins."""
 
     features: int = 8192
     norm_rank: int = 384

@@ -1,4 +1,4 @@
-"""What operators, layers and models were measured to take: what follows from it, and a table of it.
+"""Reports the results of operators, layers and models: what follows from them, and a table of them.
 
 A row is one variant of one piece of work:
 

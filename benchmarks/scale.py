@@ -33,7 +33,7 @@ MODELS = {
 
 
 class Settings(NamedTuple):
-    """What is measured on which layouts.
+    """The settings of the level.
 
     Attributes:
       model: of `MODELS`.

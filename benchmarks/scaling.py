@@ -1,4 +1,4 @@
-"""What a training step takes on more GPUs than were measured.
+"""Predicts what a training step takes on more GPUs than were measured.
 
     step(N) = layers/tp · efficiency + head + Σ bytes · factor(N) / link
 

@@ -34,7 +34,7 @@ from jax_dora.serve.slots import Slots, make_bank, warm_up
 
 
 class Settings(NamedTuple):
-    """What is measured; nothing is compiled that it does not need.
+    """The settings of the level; nothing is compiled that they do not ask for.
 
     Attributes:
       adapters: how many are asked for, one after the other.

@@ -31,7 +31,7 @@ from benchmarks.step_torch import llama
 
 
 class Settings(NamedTuple):
-    """What is measured: `rounds` batches are timed after one that is not."""
+    """The settings of the level: `rounds` batches are timed after one that is not."""
 
     sizes: Protocol = LLAMA3
     layers: int = LLAMA3.layers

@@ -43,7 +43,7 @@ DECODED = tuple(Size(rows, 4096, 4096, 64) for rows in (1, 8, 32, 128, 256))
 
 
 class Settings(NamedTuple):
-    """What is measured of each size; of the tasks those that `only` names."""
+    """The settings of each size; of the tasks those are measured that `only` names."""
 
     trained: tuple[Size, ...] = TRAINED
     decoded: tuple[Size, ...] = DECODED

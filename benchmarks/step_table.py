@@ -100,7 +100,8 @@ VARIANTS = (
 
 
 class Settings(NamedTuple):
-    """What is measured; of the variants those whose names begin like one of `only`."""
+    """The settings of the level; of the variants those are measured whose names begin like one of
+    `only`."""
 
     decoder: DecoderConfig = LLAMA_3_8B
     layers: int = 8

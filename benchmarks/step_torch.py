@@ -57,7 +57,7 @@ SIDES = (
 
 
 class Settings(NamedTuple):
-    """What is measured.
+    """The settings of the level.
 
     Attributes:
       shape: batch and time of one device.

@@ -1,4 +1,4 @@
-"""What there is to measure: a piece of work, and the variants that do it.
+"""The pieces of work that can be measured, and the variants that do each.
 
 Operators, layers and whole models, in JAX, in torch and by PEFT, are all of these two classes.
 """

@@ -1,4 +1,4 @@
-"""What merging an adapter into the weights changed, layer by layer."""
+"""Reports what merging an adapter into the weights changed, layer by layer."""
 
 import dataclasses
 from typing import Self
@@ -6,7 +6,7 @@ from typing import Self
 
 @dataclasses.dataclass(frozen=True)
 class MergedLayer:
-    """What merging did to one layer; all norms are Frobenius norms.
+    """The change of one layer by merging; all norms are Frobenius norms.
 
     Attributes:
         path: the layer's path; the first of them where it is shared.

@@ -1,4 +1,4 @@
-"""What both packages check of a bank: its slots, the ids of a batch, the model beside it."""
+"""Checks of a bank that both packages make: its slots, the ids of a batch, the model beside it."""
 
 import numbers
 from collections.abc import Collection, Iterable

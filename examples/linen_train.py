@@ -24,7 +24,7 @@ ROWS = 64
 
 
 class NextByte(nn.Module):
-    """Logits of the next byte from the last `CONTEXT` ones."""
+    """Predicts logits of the next byte from the last `CONTEXT` ones."""
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -34,7 +34,7 @@ class NextByte(nn.Module):
 
 
 def fit(loss_fn, params, learning_rate: float, text: np.ndarray, steps: int, what: str):
-    """Adam on `loss_fn(params, tokens)`; returns the params and the loss of every step."""
+    """Runs Adam on `loss_fn(params, tokens)`; returns the params and the loss of every step."""
     tx = optax.adam(learning_rate)
 
     @jax.jit

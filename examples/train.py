@@ -61,7 +61,7 @@ class Transformer(nnx.Module):
 
 
 def loss_fn(model: Transformer, tokens: jax.Array) -> jax.Array:
-    """Mean cross-entropy per byte, in nats."""
+    """Returns the mean cross-entropy per byte, in nats."""
     logits = model(tokens[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 

@@ -80,7 +80,7 @@ def projection_names() -> list[str]:
 
 
 def sentence_pairs() -> list[tuple[str, str]]:
-    """Sentences and their paraphrases."""
+    """Returns sentences and their paraphrases."""
     text = Path(__file__).with_name("sentences.json").read_text(encoding="utf-8")
     return [(first, second) for first, second in json.loads(text)]
 

@@ -134,8 +134,8 @@ class LinearGrads:
 def dora_linear_grads(
     dy, x, weight, lora_a, lora_b, magnitude, scale: float, *, dtype="float64"
 ) -> LinearGrads:
-    """Gradients of `sum(dy ∘ dora_linear(...))` with the norm held constant (arXiv 2402.09353,
-    §4.3).
+    """Returns the gradients of `sum(dy ∘ dora_linear(...))` with the norm held constant (arXiv
+    2402.09353, §4.3).
 
     All follow from the dense cotangent of `W'`, `dyᵀx [out, in]`.
     """

@@ -14,8 +14,8 @@ FORMATS = ("nf4", "int8", "float8_e4m3fn")
 
 
 class Parts(NamedTuple):
-    """What a quantised weight is made of: codes [out, in], a float's as bytes, and fp32 scales,
-    each of a tile."""
+    """The arrays that a quantised weight is made of: codes [out, in], a float's as bytes, and fp32
+    scales, each of a tile."""
 
     qtype: str
     codes: np.ndarray

@@ -27,7 +27,7 @@ Loss = Callable[..., jax.Array]
 
 
 class Style(NamedTuple):
-    """How a decoder computes.
+    """The implementations and shardings that a decoder computes with.
 
     Attributes:
       linear: makes the seven projections of a layer; called like `nnx.Linear`.

@@ -26,7 +26,7 @@ DEVIATION = 0.02
 
 
 class Layout(NamedTuple):
-    """How arrays lie on a mesh of one axis, "devices".
+    """The shardings of arrays on a mesh of one axis, "devices".
 
     Attributes:
       rows: a batch's rows are sharded.

@@ -1,4 +1,5 @@
-"""What is measured on a whole model, and in which variants (arXiv 2603.22276, section 5)."""
+"""The protocol of the level `model`: what is measured on a whole model, and in which variants
+(arXiv 2603.22276, section 5)."""
 
 from __future__ import annotations
 

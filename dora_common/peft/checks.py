@@ -1,4 +1,4 @@
-"""What a field of adapter_config.json may hold: each error names the field and its value."""
+"""Checks fields of adapter_config.json: each error names the field and its value."""
 
 import math
 import re
@@ -37,7 +37,7 @@ def has_type(name: str, value: Any, kind: Any, expected: str) -> None:
 
 
 def are_targets(name: str, value: Any) -> None:
-    """Names, or one regular expression."""
+    """Raises an error unless a field is names, or one regular expression."""
     if isinstance(value, str) and value:
         is_expression(name, value, value)
     else:
@@ -45,7 +45,7 @@ def are_targets(name: str, value: Any) -> None:
 
 
 def are_token_indices(name: str, value: Any) -> None:
-    """Indices of tokens, or such by the name of a module."""
+    """Raises an error unless a field is indices of tokens, or such by the name of a module."""
     if isinstance(value, Mapping):
         for key, one in value.items():
             are_token_indices(f"{name}[{key!r}]", one)

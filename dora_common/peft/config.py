@@ -226,8 +226,8 @@ class AdapterConfig:
 
     @property
     def keeps_ties(self) -> bool:
-        """Whether modules of modules_to_save stay tied: PEFT heeds ensure_weight_tying where it
-        names one of `TOKEN_EMBEDDINGS`, and not beside others, such as GPT-2's wte."""
+        """Returns whether modules of modules_to_save stay tied: PEFT heeds ensure_weight_tying
+        where it names one of `TOKEN_EMBEDDINGS`, and not beside others, such as GPT-2's wte."""
         lasts = {name.rpartition(".")[2] for name in self.modules_to_save or ()}
         return self.ensure_weight_tying and not lasts.isdisjoint(TOKEN_EMBEDDINGS)
 

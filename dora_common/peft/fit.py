@@ -1,4 +1,4 @@
-"""What a folder holds against what a model has: everything is checked before anything is loaded."""
+"""Holds a folder against a model: everything is checked before anything is loaded."""
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,7 +29,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Fit:
-    """Where every tensor of a folder goes.
+    """The destination of every tensor of a folder.
 
     Attributes:
       adapters: by layer name.
@@ -287,7 +287,8 @@ class _Fitting:
         return key.parameter == "weight" and (is_embedding or named)
 
     def _hint(self, name: str, there: Iterable[str]) -> str:
-        """What the model has instead. Finding it takes time, so only for what will be listed."""
+        """Returns the end of a message: what the model has instead. Finding it takes time, so only
+        for what will be listed."""
         names = sorted(there) if len(self.problems) < _MOST_LISTED else []
         nearest = difflib.get_close_matches(name, names, n=3, cutoff=0)
         return f"; the nearest are {', '.join(nearest)}" if nearest else ""

@@ -262,7 +262,8 @@ class Source:
                 )
 
     def _the_one(self, field: str) -> Any:
-        """What all layers have; of dropout, all but embeddings, which have nothing to drop."""
+        """Returns the value that all layers have; of dropout, all but embeddings, which have
+        nothing to drop."""
         layers = {
             name: one
             for name, one in self.adapted.items()

@@ -33,7 +33,7 @@ from jax_dora.weights.module import adapters_of, at_path, has_dora_type
 
 @dataclasses.dataclass(frozen=True)
 class AdaptedWeight:
-    """Where an adapter lies that stands beside a weight of a module which keeps its class.
+    """Says where an adapter lies that stands beside a weight, in a module which keeps its class.
 
     Attributes:
       path: of the weight.

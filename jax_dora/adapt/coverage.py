@@ -1,4 +1,4 @@
-"""What of a model is adapted, or can be."""
+"""The table of a model's weights: which are adapted, and which can be."""
 
 import dataclasses
 import logging

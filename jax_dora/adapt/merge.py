@@ -217,8 +217,8 @@ def _change(before: jax.Array | None, layer: DoRALayer | WeightAdapter) -> jax.A
 
 
 class Setting(NamedTuple):
-    """What a change of a kernel depends on besides arrays: `layout`, `scale` and `result_dtype` of
-    a DoRA layer, without the axes of a stack."""
+    """The settings that a change of a kernel depends on: `layout`, `scale` and `result_dtype` of a
+    DoRA layer, without the axes of a stack."""
 
     layout: Layout
     scale: float

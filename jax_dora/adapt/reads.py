@@ -1,5 +1,5 @@
-"""What reads each weight of an nnx model, in one abstract call of it, and what that says: who reads
-it, whether an adapter can, and which is the head's."""
+"""Finds, in one abstract call of an nnx model, what reads each weight, whether an adapter can stand
+there, and which weight is the head's."""
 
 import dataclasses
 import functools

@@ -74,7 +74,7 @@ class Site:
 
     @functools.cached_property
     def stack(self) -> Stack:
-        """How layers are stacked in the weight."""
+        """The axes along which layers are stacked in the weight."""
         if self.is_layer:
             return stack_of(self.found.module, self.stack_axis)
         return stack_of_weight(self.shape, self.axes)
@@ -87,7 +87,8 @@ class Site:
 
     @property
     def adapter(self) -> DoRALayer | WeightAdapter | None:
-        """What holds the weight's adapter."""
+        """The DoRA layer or `WeightAdapter` that holds the weight's adapter; None where there is
+        none."""
         if isinstance(self.found.module, DoRALayer):
             return self.found.module
         found = adapters_of(self.found.module)

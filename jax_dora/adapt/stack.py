@@ -1,5 +1,5 @@
-"""How layers are stacked by `nnx.vmap` for `nnx.scan`: one module whose parameters have further
-axes."""
+"""Finds the stacks of layers that `nnx.vmap` makes for `nnx.scan`: modules whose parameters have
+further axes."""
 
 import logging
 from typing import Any
@@ -45,7 +45,12 @@ def stack_of(layer: Any, axis: int | None = None) -> Stack:
         _LOG.warning(
             "A stack of %s whose %s has shape %s, where one layer's has %s, may be stacked along "
             "axis %s; axis %d is taken, which nnx.vmap stacks along unless out_axes says otherwise",
-            *(cls.__name__, cls.kernel_name, shape, single, " or ".join(map(str, axes)), axis),
+            cls.__name__,
+            cls.kernel_name,
+            shape,
+            single,
+            " or ".join(map(str, axes)),
+            axis,
         )
         axes = [axis]
     if not axes:

@@ -108,7 +108,7 @@ class Settled:
 
 
 class Facts(NamedTuple):
-    """What of a path's adapters is no matrix.
+    """The numbers of a path's adapters that are no matrices.
 
     Attributes:
       magnitude: f32[*stack, out], f64 in a model of fp64; what results are multiplied by, such as

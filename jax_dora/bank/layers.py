@@ -30,7 +30,7 @@ class BankArray(nnx.Variable):
 
 
 class BankRows(nnx.Variable):
-    """What a layer knows of the rows of a batch."""
+    """A layer's variables that say which adapter each row of a batch has."""
 
 
 class BankLayer(nnx.Module):

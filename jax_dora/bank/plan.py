@@ -47,7 +47,7 @@ class Group:
 
 
 class Plan:
-    """What of a bank is no array: its projections, and the programs that change slots.
+    """The static part of a bank: its projections, and the programs that change slots.
 
     One object for all banks that come of one, so that a function compiled for one takes them all.
     JAX keeps it for as long as it keeps what it compiled, so that the base, with all its weights,

@@ -1,4 +1,5 @@
-"""Which adapter lies in which slot of a bank: pinned while used, the least recently used out."""
+"""Keeps account of which adapter lies in which slot of a bank: pinned while used, the least
+recently used out."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Hashable

@@ -41,7 +41,7 @@ class Packed(NamedTuple):
 
 
 def pack(examples: Sequence[Example], length: int) -> Packed:
-    """Examples into as few rows of `length` tokens as best-fit decreasing finds."""
+    """Packs examples into as few rows of `length` tokens as best-fit decreasing finds."""
     # A row reads all but the last token of an example, and predicts all but the first.
     kept = [Example(one.tokens[: length + 1], one.learned[: length + 1]) for one in examples]
     truncated = sum(len(example.tokens) > length + 1 for example in examples)

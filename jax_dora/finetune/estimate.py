@@ -1,4 +1,4 @@
-"""What a run will take, told before anything is compiled."""
+"""Estimates the memory that a run will take, before anything is compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How processes that train one model hear of each other's ends.
+"""Connections by which processes that train one model hear when one of them ends.
 
 A killed process leaves the others in a collective operation that fails or never ends, and JAX
 notices after a minute or more, and aborts. But the operating system closes a killed process's

@@ -1,4 +1,4 @@
-"""What a run will do, as far as it is known before a weight is read."""
+"""The plan of a run: all that is known of it before a weight is read."""
 
 import argparse
 import dataclasses
@@ -133,7 +133,7 @@ class Plan:
 
     @property
     def reading(self) -> dict[str, Any]:
-        """What `load_model` is given beside the folder."""
+        """The keyword arguments that `load_model` gets beside the folder."""
         formats = {"quantize": self.args.quantize, "act_qtype": self.args.activations}
         return {"sharding": self.sharding, **formats, **self.changes}
 

@@ -1,4 +1,4 @@
-"""What a run leaves for people to look at: a figure of the losses, samples, a model card."""
+"""Writes what a run leaves for people to look at: a figure of the losses, samples, a model card."""
 
 import json
 from pathlib import Path

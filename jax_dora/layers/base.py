@@ -1,4 +1,4 @@
-"""What every DoRA layer is: a Flax layer with an adapter on its kernel."""
+"""The base class of all DoRA layers: a Flax layer with an adapter on its kernel."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""What a call of a DoRA layer computes with: its norm, its dropout, the product, its sharding.
+"""The parts of a call of a DoRA layer: its norm, its dropout, the product, its sharding.
 
 Functions, and not methods: `nnx.tabulate` lists every public method that a call reaches, and
 compiles it.

@@ -1,4 +1,4 @@
-"""What the DoRA layers have in common that multiply what they are called with by their kernel."""
+"""The base class of the DoRA layers that multiply what they are called with by their kernel."""
 
 from collections.abc import Mapping
 from typing import Any

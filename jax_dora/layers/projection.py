@@ -46,7 +46,7 @@ class Equation(NamedTuple):
 
 
 class DoRAProjection(DoRAProduct):
-    """What `DoRALinearGeneral` and `DoRAEinsum` have in common.
+    """The base class of `DoRALinearGeneral` and `DoRAEinsum`.
 
     Attributes:
       kernel: as the base layer's.
@@ -184,7 +184,8 @@ class DoRAEinsum(DoRAProjection, nnx.Einsum):
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> jax.Array:
-        """As `nnx.Einsum`'s; deterministic and rngs as `nnx.Dropout.__call__`'s."""
+        """Returns what `nnx.Einsum` would; deterministic and rngs are as
+        `nnx.Dropout.__call__`'s."""
         if einsum_str is not None:
             raise ValueError(
                 f"einsum_str is {einsum_str!r}; expected None: the layer has the equation "

@@ -1,4 +1,4 @@
-"""Which DoRA layer adapts which Flax layer."""
+"""The table of DoRA layers, by the Flax layers that they adapt."""
 
 from typing import Any
 

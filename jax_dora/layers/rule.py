@@ -1,4 +1,4 @@
-"""What an adapter is given besides arrays, declared and checked in one place."""
+"""The options of an adapter, declared and checked in one place."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Where `nnx.vmap` has stacked layers in the arrays of one module."""
+"""The axes along which `nnx.vmap` has stacked layers in the arrays of one module."""
 
 import dataclasses
 import functools

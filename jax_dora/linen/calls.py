@@ -14,7 +14,7 @@ from jax_dora.adapt.merge import Setting
 
 @dataclasses.dataclass
 class Calls:
-    """What was called in a pass through a model.
+    """The layers that were called in a pass through a model.
 
     Attributes:
       linear: whether it is a linear projection, by the path of every module with parameters.

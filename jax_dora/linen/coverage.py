@@ -1,4 +1,4 @@
-"""What of a linen model is adapted, or can be."""
+"""The table of a linen model's weights: which are adapted, and which can be."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What reads each parameter of a linen model, in one abstract call of it."""
+"""Finds, in one abstract call of a linen model, what reads each parameter."""
 
 import dataclasses
 import itertools
@@ -21,8 +21,8 @@ _RECORDS = itertools.count(1)
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """Hides a module from the one that holds it, of which Flax would make it a part with a name,
-    and put that name before its paths."""
+    """Hides a module from the one that holds it: Flax would make it a part with a name, and put
+    that name before its paths."""
 
     module: nn.Module
 

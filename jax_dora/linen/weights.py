@@ -25,7 +25,7 @@ Params = dict[tuple[str, ...], Any]
 
 @dataclasses.dataclass(frozen=True)
 class LinenWeight:
-    """Which parameter is adapted, and how.
+    """Names an adapted parameter of a linen model, and says how it is adapted.
 
     Attributes:
       path: of the parameter, in the collection "params".

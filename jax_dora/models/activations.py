@@ -1,4 +1,4 @@
-"""Which activations of a layer are kept from the forward to the backward pass.
+"""Chooses which activations of a layer are kept from the forward to the backward pass.
 
 The rest is computed again. A layer's choices (`Activation`) are few, so that the best set within a
 budget is found by trying all: the one whose recomputation would take longest. Time is counted: the
@@ -29,7 +29,7 @@ RESERVED_SHARE = 0.15
 
 
 class Activation(NamedTuple):
-    """What may be kept of a layer.
+    """An activation of a layer that may be kept.
 
     Attributes:
       name: of `jax.ad_checkpoint.checkpoint_name`.

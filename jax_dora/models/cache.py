@@ -12,7 +12,7 @@ from jax_dora.models.config import DecoderConfig
 
 
 class Cache(NamedTuple):
-    """What a decoder remembers of a batch of rows, each as long as it is.
+    """The keys and values of the tokens that a decoder has read, in rows of different lengths.
 
     A pytree. A row is a slot: setting its length to 0 frees it for another text, whatever the
     others hold, and what lies behind a row's length is never read.

@@ -24,7 +24,7 @@ class NotFiniteError(ArithmeticError):
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn; by default the likeliest is taken.
+    """The settings by which the next token is drawn; by default the likeliest is taken.
 
     Attributes:
       temperature: logits are divided by it; 0 takes the likeliest token.

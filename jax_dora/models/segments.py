@@ -53,7 +53,15 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments) -> jax.
 
     lengths, starts, complete = segments
     attended: Any = cudnn.dot_product_attention(
-        *(q, k, v, None, None, lengths, lengths, starts, starts),
+        q,
+        k,
+        v,
+        None,
+        None,
+        lengths,
+        lengths,
+        starts,
+        starts,
         scale=q.shape[-1] ** -0.5,
         mask_type=cudnn.MaskType.PADDING_CAUSAL,
     )

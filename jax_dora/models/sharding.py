@@ -1,4 +1,4 @@
-"""How a decoder and its batches lie on the devices of a mesh."""
+"""The shardings of a decoder and its batches over the devices of a mesh."""
 
 import math
 from collections.abc import Sequence

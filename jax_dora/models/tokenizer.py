@@ -1,4 +1,5 @@
-"""What a Hugging Face folder says of texts: its tokenizer, what ends one, chats, the longest."""
+"""Reads what a Hugging Face folder says of texts: its tokenizer, the tokens that end one, chats,
+the longest."""
 
 import dataclasses
 import functools
@@ -13,7 +14,7 @@ from jax_dora.models.config import max_positions, read_object
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """How a model's texts are made of tokens, and how long they may be.
+    """Makes tokens of a model's texts, and knows how long they may be.
 
     Attributes:
       folder: the model's.

@@ -44,7 +44,8 @@ def checked_ids(ids: jax.Array, slots: int) -> jax.Array:
 
 
 class Rows(NamedTuple):
-    """What each row of a batch takes of its slot; of row -1 the numbers that change nothing.
+    """The vectors and numbers that each row of a batch takes of its slot; of row -1 those that
+    change nothing.
 
     Attributes:
       slot: i32[batch].

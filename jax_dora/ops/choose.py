@@ -21,7 +21,7 @@ ANY_NUMBER = 2**31 - 1
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What is known of where a call will run.
+    """The facts about where a call will run.
 
     Attributes:
       platform: the default backend, "cpu", "gpu" or "tpu".

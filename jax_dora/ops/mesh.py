@@ -1,4 +1,4 @@
-"""What several devices ask of an operator.
+"""Runs operators on meshes of several devices.
 
 On a mesh with explicit axes its operands say how they are sharded, and its result has to. Inside
 `jax.shard_map` with check_vma, its default, a custom gradient has to vary over the same axes of the

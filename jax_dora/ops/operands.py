@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class Static(NamedTuple):
-    """What of a call is no array: static wherever it is compiled.
+    """The settings of a call, which are no arrays: static wherever it is compiled.
 
     Attributes:
       op: the operator's name, for messages.

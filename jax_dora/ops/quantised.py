@@ -36,7 +36,7 @@ def bits(dtype: Any) -> int:
 
 
 class Format(NamedTuple):
-    """What is static of a quantised matrix.
+    """The static facts about a quantised matrix.
 
     Attributes:
       qtype: one of `FORMATS`.
@@ -57,7 +57,7 @@ class Format(NamedTuple):
 
     @property
     def packed(self) -> int:
-        """How many elements share a byte."""
+        """The number of elements that share a byte."""
         return 8 // bits(self.stored)
 
     def __str__(self) -> str:

@@ -61,7 +61,7 @@ def check_act_qtype(act_qtype: Any, name: str, kernel: Any) -> None:
 
 
 class Sums(NamedTuple):
-    """What a product adds up, and what that is to be multiplied with.
+    """The sums that a product adds up, and the scales that they are to be multiplied with.
 
     Attributes:
       total: x̂ Ŵ [..., out], bf16 where x is, else f32.

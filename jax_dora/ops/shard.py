@@ -1,4 +1,4 @@
-"""What a device has of an operator's arrays, by the names of their axes.
+"""Finds a device's part of an operator's arrays, by the names of their axes.
 
 An operator names the axes of its operands and of its results as an einsum does. A device works on
 one block of every named axis; results that lack a contracted axis are added up over the devices

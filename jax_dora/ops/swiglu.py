@@ -128,7 +128,13 @@ def _backward(static: Static, shard: Shard, operands: Gating) -> tuple[Any, ...]
         found = define_backward(dh, operands)
     else:
         d_gate, d_up, d_gate_g, d_up_g, *d_biases = kernel_backward.launch(
-            *(dh, gate, up, gate_g, up_g, gate_bias, up_bias),
+            dh,
+            gate,
+            up,
+            gate_g,
+            up_g,
+            gate_bias,
+            up_bias,
             want_bias=static.want_bias,
             **choice.knobs,
         )

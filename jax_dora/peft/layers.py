@@ -1,5 +1,4 @@
-"""What PyTorch has in the place of each Flax layer, and of each weight that a module's own code
-reads."""
+"""PyTorch's counterparts of Flax's layers, and of each weight that a module's own code reads."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -65,8 +64,8 @@ def _each(steps: int | Sequence[int] | None, axes: int) -> Sequence[int]:
 
 
 def _padding_mode(padding: Any, window: Sequence[int]) -> str:
-    """PyTorch's padding_mode. It has none for "CAUSAL", whose zeros a PyTorch model puts before the
-    input itself, as for what is padded differently on both sides."""
+    """Returns PyTorch's padding_mode. It has none for "CAUSAL", whose zeros a PyTorch model puts
+    before the input itself, as for what is padded differently on both sides."""
     if padding in ("CIRCULAR", "REFLECT") and any(size > 1 for size in window):
         return padding.lower()
     return "zeros"

@@ -162,8 +162,8 @@ def _dtype(source: Folder, path: str, adapters: Collection[Adapter]) -> np.dtype
 
 
 class _Stored:
-    """lora_a or lora_b of a folder as an initializer, called for each layer of a stack in turn.
-    Zero for the layers that have no adapter, and at ranks that only others have."""
+    """Initializes a layer's lora_a or lora_b from a folder, called for each layer of a stack in
+    turn. Layers that have no adapter get zeros, as do ranks that only others have."""
 
     of_parameter = True  # and not of each of its matrices
 
@@ -201,7 +201,8 @@ def _set_magnitude(
     adapters: Mapping[Index, Adapter],
     exactly: bool,
 ) -> None:
-    """A LoRA adapter, and a layer without one, keep the norm that they have."""
+    """Sets the magnitudes that the folder has; a LoRA adapter, and a layer without one, keep the
+    norm."""
     old = magnitude.get_value()
     value = np.array(jax.device_get(old))
     for index, adapter in adapters.items():
@@ -242,8 +243,8 @@ def _set_parameters(source: Folder, view: TorchView, fit: Fit) -> None:
 
 
 def _zeros(shape: Shape, dtype: Any) -> np.ndarray:
-    """Zeros that JAX takes over without a copy on CPU, since they begin on a cache line: the host
-    never holds an array twice."""
+    """Returns zeros that JAX takes over without a copy on CPU, since they begin on a cache line:
+    the host never holds an array twice."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     room = np.zeros(size + _CACHE_LINE, np.uint8)
     start = -room.ctypes.data % _CACHE_LINE

@@ -1,4 +1,4 @@
-"""What PyTorch calls the modules and parameters of a Flax model."""
+"""Translates the names of a Flax model's modules and parameters to PyTorch's."""
 
 import re
 from collections.abc import Mapping

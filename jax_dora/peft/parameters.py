@@ -87,7 +87,7 @@ class TorchLayer:
 
     @property
     def at(self) -> tuple[Any, ...]:
-        """What to index an array of the site's with for the layer's part."""
+        """The index, in an array of the site's, of the layer's part."""
         return self.site.stack.at(self.index)
 
     def weight(self) -> TorchParameter:

@@ -147,7 +147,7 @@ def save_adapter(
 def _adapted_layers(
     model: nnx.Module, view: TorchView, is_lora: Callable[[str], bool]
 ) -> dict[str, Any]:
-    """What holds the adapter of every adapted layer, by PyTorch's name."""
+    """Returns, by PyTorch's name of each adapted layer, the object that holds its adapter."""
     paths = [found.paths[0] for found in find_dora_layers(model)]
     if not paths:
         raise ValueError(
@@ -181,7 +181,7 @@ def _changes_nothing(layer: TorchLayer, is_lora: Callable[[str], bool]) -> bool:
 
 
 def _python(number: Any) -> Any:
-    """A number that JSON has, which knows none of NumPy's."""
+    """Returns a number as Python's own, since JSON knows none of NumPy's."""
     return number.item() if isinstance(number, np.generic) else number
 
 

@@ -179,7 +179,8 @@ def _tied_heads(modules: Mapping[str, nnx.Module], names: Names) -> dict[str, st
 
 
 def _without_sequential(path: str, modules: Mapping[str, nnx.Module]) -> str:
-    """PyTorch's Sequential holds its members itself, Flax's in a list called layers."""
+    """Returns the path without "layers" of Sequential: PyTorch's holds its members itself, Flax's
+    in a list of that name."""
     parts = path.split("/")
     return "/".join(
         part

@@ -15,7 +15,7 @@ from jax_dora.serve.request import TOP_LOGPROBS
 
 
 class Wishes(NamedTuple):
-    """What the requests in the rows of a batch ask for; an array each."""
+    """The settings that the requests in the rows of a batch ask for; an array each."""
 
     adapters: jax.Array  # i32[rows]: slots of the bank, -1 for the base alone
     seeds: jax.Array  # u32[rows, 2]
@@ -25,7 +25,7 @@ class Wishes(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What some row of a batch asks for; the rest need not be computed.
+    """The settings that any row of a batch asks for; the rest need not be computed.
 
     The host knows it, and picks the program: it would have to wait for the device's word before
     it can launch what a condition in a program chooses.

@@ -1,4 +1,4 @@
-"""What goes wrong with a request, in the shape in which OpenAI's interface says it."""
+"""Errors of requests, in the shape that OpenAI's interface gives them."""
 
 from typing import Any
 

@@ -34,7 +34,7 @@ FREE = {"user": str, "safety_identifier": str, "prompt_cache_key": str, "metadat
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """What both kinds of requests ask for."""
+    """The fields that both kinds of requests have."""
 
     model: str
     max_tokens: int | None

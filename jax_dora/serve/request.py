@@ -1,4 +1,4 @@
-"""What is asked of the engine, and what it says back."""
+"""The requests that the engine gets, and the answers that it gives."""
 
 import dataclasses
 import time
@@ -44,7 +44,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Style:
-    """How an answer is drawn, where it ends, and what is told of it.
+    """The settings by which an answer is drawn, where it ends, and what is told of it.
 
     Attributes:
       temperature: logits are divided by it; 0 takes the likeliest token.

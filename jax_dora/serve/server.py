@@ -38,7 +38,7 @@ LAST_SECONDS = 1
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a server is started with.
+    """The settings that a server is started with.
 
     Attributes:
       model: a Hugging Face folder.

@@ -58,8 +58,8 @@ class Part(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """What the next tokens are drawn from, a row of the cache each; those not `active` are zeros,
-    or of no meaning."""
+    """The logits that the next tokens are drawn from, a row of the cache each. Those that are not
+    `active` are zeros, or have no meaning."""
 
     values: jax.Array  # [rows, vocab]
     positions: jax.Array  # i32[rows]: of the tokens that are drawn, in their texts
@@ -80,8 +80,8 @@ class Slots:
     def __init__(
         self, model: CausalLM, bank: Residents | None, rows: int, capacity: int, chunk: int
     ) -> None:
-        """Beside a model without adapters, for `rows` requests of `capacity` tokens; `chunk` of
-        their prompts are read at a time."""
+        """Makes rows for `rows` requests of `capacity` tokens, beside a model without adapters;
+        `chunk` of their prompts are read at a time."""
         graphdef, self._state = for_inference(model)
         self._read, self._step = _programs(graphdef, loop_options(self._state))
         self._sharding = model.config.sharding

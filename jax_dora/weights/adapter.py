@@ -77,7 +77,8 @@ class WeightAdapter:
         self.spec = spec
 
     def __getattr__(self, name: str) -> Any:
-        """The adapter's own, else rank, alpha, scale and the rule's other attributes."""
+        """Returns an attribute of the adapter, else rank, alpha, scale and the rule's other
+        attributes."""
         if name in ATTRIBUTES:
             return getattr(self.module, self.spec.attribute(name))
         return getattr(self.spec.rule, name)

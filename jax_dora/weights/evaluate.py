@@ -207,7 +207,7 @@ def _while(operands: list[Any], params: dict[str, Any]) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Carry:
-    """What a loop carries, of which nothing moves that each step hands on as it is.
+    """The carry of a loop; what each step hands on as it is stays out of the arrays that move.
 
     Attributes:
       operands: the first step's; those that move are arrays.
@@ -243,7 +243,7 @@ class _Carry:
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """What a scan takes an operand apart into along its first axis."""
+    """The parts that a scan takes an operand apart into, along its first axis."""
 
     operand: Any
     axes: dict[str, int] | None

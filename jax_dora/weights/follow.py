@@ -1,4 +1,4 @@
-"""What each primitive makes of a weight: an array that is the weight's still, or a product."""
+"""Says what each primitive makes of a weight: an array that is the weight's still, or a product."""
 
 import itertools
 import math
@@ -85,7 +85,7 @@ def _cut(
 
 
 def _times_scalar(name: str, weight: Weight, operands: Sequence[Any]) -> Weight | None:
-    """A product with one number, or a quotient by it."""
+    """Follows a product with one number, or a quotient by it."""
     index = next(index for index, one in enumerate(operands) if one is weight)
     number = operands[1 - index]
     is_divisor = index == 1 and name == "div"
@@ -101,7 +101,8 @@ def _times_scalar(name: str, weight: Weight, operands: Sequence[Any]) -> Weight 
 
 
 def _reshard(weight: Weight, sharding: Any) -> Weight | None:
-    """The array over other axes of a mesh, or left to XLA: its adapter is sharded as it is."""
+    """Lays the array over other axes of a mesh, or leaves it to XLA: its adapter is sharded as it
+    is."""
     specs: dict[int, Any] = {}
     for axis, names in enumerate(sharding.spec):
         whole = weight.whole(axis)

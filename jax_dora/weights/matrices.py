@@ -12,7 +12,7 @@ from jax_dora.weights.weight import Weight
 
 
 class Plan:
-    """How x, the weight and the result of one product are matrices."""
+    """Lays out x, the weight and the result of one product as matrices."""
 
     def __init__(
         self,

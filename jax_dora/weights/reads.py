@@ -1,4 +1,4 @@
-"""What reads a weight in one abstract call of its model."""
+"""Notes what reads a weight in one abstract call of its model."""
 
 import dataclasses
 import functools
@@ -45,7 +45,7 @@ class Read:
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """What a model is called with: a pytree whose leaves are the arguments.
+    """The arguments that a model is called with: a pytree whose leaves are the arrays.
 
     Attributes:
       args, kwargs: arrays, `jax.ShapeDtypeStruct`s, modules or whatever else.
@@ -86,7 +86,7 @@ jax.tree_util.register_dataclass(Example, data_fields=["args", "kwargs"], meta_f
 
 
 class ReadLog:
-    """What a call of a model reads, as it is noted.
+    """The reads of a model's call, as they are noted.
 
     Attributes:
       paths: of the modules, by the number in the name of each one's scope, "dora[3]".

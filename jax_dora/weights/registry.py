@@ -1,4 +1,4 @@
-"""Which parameters of which classes are weights that can be adapted, as their users say."""
+"""The register of parameters that are weights which can be adapted, as their users say."""
 
 import dataclasses
 from collections.abc import Callable

@@ -18,7 +18,8 @@ from parity.model.weights import Result, Weights, rope_frequencies
 
 
 def compute(run: Run, weights: Weights, *, adapted: bool = True) -> Result:
-    """Logits and loss of the last tokens and, where adapted, the adapter's gradients, in fp64."""
+    """Returns logits and loss of the last tokens and, where adapted, the adapter's gradients, in
+    fp64."""
     leaves = {
         path: {
             kind: [one.detach().double().requires_grad_() for one in every]

@@ -1,4 +1,4 @@
-"""What the paper reports and this project promises: no error may be larger."""
+"""The errors that the paper reports and this project promises: no error may be larger."""
 
 from parity.oracle import dtype_name
 

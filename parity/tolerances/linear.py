@@ -37,7 +37,7 @@ class LinearBounds:
 def dora_linear(
     dy, x, weight, lora_a, lora_b, magnitude, scale: float, dtype, *, bias=None
 ) -> LinearBounds:
-    """Bounds for a whole layer whose every intermediate may be rounded to `dtype` once.
+    """Returns the bounds for a whole layer whose every intermediate may be rounded to `dtype` once.
 
     The chain is `z = xAᵀ`, `lora = zBᵀ`, `base = xWᵀ`, `y = compose(...)`, then `d_base`, `d_lora`
     stored, `dz = d_lora·B`, `dx = d_base·W + dz·A`, `dA = dzᵀx`, `dB = d_loraᵀz`, `dm = Σ dY∘inner

@@ -76,7 +76,7 @@ def compose_delta(base, lora, g, scale: float, dtype) -> Array:
 def compose_grads(
     dy, base, lora, g, scale: float, dtype, *, delta: bool = False
 ) -> oracle.ComposeGrads:
-    """Bounds for the cotangents of `compose`, or of `compose_delta`.
+    """Returns the bounds for the cotangents of `compose`, or of `compose_delta`.
 
     `d_base = g·dY` (or `(g-1)·dY`) and `d_lora = g·s·dY`: three fp32 operations, one rounding.
     `d_g = Σ_rows dY ∘ inner` with `inner = base + s·lora` allowed to have been stored in `dtype`
@@ -120,7 +120,8 @@ class SwigluBounds:
 
 
 def swiglu(dh, gate, up, gate_g, up_g, dtype, *, gate_bias=0.0, up_bias=0.0) -> SwigluBounds:
-    """Bounds for `silu(y₁)∘y₂`, y₁ = g₁∘gate + b₁, y₂ = g₂∘up + b₂, and its gradients in fp32.
+    """Returns the bounds for `silu(y₁)∘y₂`, y₁ = g₁∘gate + b₁, y₂ = g₂∘up + b₂, and its gradients
+    in fp32.
 
     y₁ and y₂ cost rule 2's two operations. σ = sigmoid(y₁) may come from approximate instructions,
     each good to 2 ulp (CUDA's ex2.approx and rsqrt.approx): exp's argument y₁·log₂e is rounded

@@ -1,4 +1,5 @@
-"""What is trained, on what, and with which hyper-parameters: one record for both frameworks."""
+"""The settings of a training run, one record for both frameworks: the model, the text, the
+hyper-parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a layer's parameters are while others hold them: FSDP's shards, accelerate's offloading."""
+"""Finds a layer's parameters while others hold them: FSDP's shards, accelerate's offloading."""
 
 from collections.abc import Iterable
 from typing import Any

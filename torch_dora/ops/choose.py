@@ -16,7 +16,8 @@ IMPLEMENTATIONS = ("triton", "eager")
 
 
 class Call(NamedTuple):
-    """What decides which implementation runs: nothing else about the tensors may matter."""
+    """The facts that decide which implementation runs: nothing else about the tensors may
+    matter."""
 
     rows: int
     features: int

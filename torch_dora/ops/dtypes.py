@@ -1,4 +1,4 @@
-"""Which dtype arithmetic happens in, and how tensors get there."""
+"""The dtypes that arithmetic happens in, and the casts to them."""
 
 import contextlib
 from typing import Any

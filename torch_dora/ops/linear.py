@@ -127,7 +127,7 @@ class Operands(NamedTuple):
 
 
 class Static(NamedTuple):
-    """What of a call is no tensor; `implementation` is the chosen one."""
+    """The settings of a call, which are no tensors; `implementation` is the chosen one."""
 
     scale: float
     dtype: torch.dtype

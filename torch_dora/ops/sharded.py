@@ -49,8 +49,8 @@ def norm(
 
 
 class _Layout(NamedTuple):
-    """How an operand lies, and how its gradient does as a process computes it, axis by axis of the
-    mesh."""
+    """The placements of an operand, and of its gradient as a process computes it, axis by axis of
+    the mesh."""
 
     placements: Placements
     gradient: Placements

@@ -1,4 +1,4 @@
-"""What a torch model has that PEFT's files speak of."""
+"""Lists the layers and parameters of a torch model that PEFT's files speak of."""
 
 import logging
 from collections.abc import Mapping, Set

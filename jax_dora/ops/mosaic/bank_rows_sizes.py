@@ -1,4 +1,4 @@
-"""What the kernels of `bank_rows` share: sizes, launch knobs and the plan of a step."""
+"""Sizes, launch knobs and the plan of a step, which the kernels of `bank_rows` share."""
 
 import dataclasses
 from collections.abc import Sequence

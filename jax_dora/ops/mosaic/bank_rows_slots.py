@@ -1,4 +1,5 @@
-"""How both kernels of `bank_rows` go through the slots that rows have, by the plan of a step.
+"""The walk through the slots that rows have, by the plan of a step, which both kernels of
+`bank_rows` share.
 
 The warps of one warpgroup fetch, each slots of its own, so that four are begun at a time. What they
 read of the plan lies in global memory: a warp alone may read no other.

@@ -1,4 +1,5 @@
-"""What codes stand for, and 4-bit ones as the tensor cores' accumulators are laid out."""
+"""Tables of the numbers that codes stand for, and 4-bit codes as the tensor cores' accumulators are
+laid out."""
 
 from collections.abc import Callable
 from typing import Any

@@ -50,8 +50,11 @@ def launch(
         return [y, inner][: 1 + want_inner], []
 
     vectors = [g] if bias is None else [g, bias]
-    (y, *inner), _ = elementwise.sweep(
-        *(of_row, [base, lora], vectors, scale),
+    (y, *inner), _ = elementwise.row_kernel(
+        of_row,
+        [base, lora],
+        vectors,
+        scale,
         outputs=1 + want_inner,
         config=config,
         sm_count=sm_count,

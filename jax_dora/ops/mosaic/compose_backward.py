@@ -61,8 +61,11 @@ def launch(
             written.append(s * (g * dy))
         return written, [dy * one for one in inner]
 
-    tensors, sums = elementwise.sweep(
-        *(of_row, [dy] if inner is None else [dy, inner], [g], scale),
+    tensors, sums = elementwise.row_kernel(
+        of_row,
+        [dy] if inner is None else [dy, inner],
+        [g],
+        scale,
         outputs=want_base + want_lora,
         sums=int(inner is not None),
         config=config,

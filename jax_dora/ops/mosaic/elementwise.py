@@ -67,7 +67,7 @@ def refuses(rows: int, out: int, dtype) -> str | None:
     return None
 
 
-def sweep(
+def row_kernel(
     of_row: Callable[..., tuple[Sequence[jax.Array], Sequence[jax.Array]]],
     inputs: Sequence[jax.Array],
     vectors: Sequence[jax.Array],

@@ -1,4 +1,4 @@
-"""What a thread reads of x and of a tile of W, as tensor cores take it.
+"""Reads of x and of a tile of W by one thread, as tensor cores take them.
 
 word     the columns whose numbers a register holds: 8 of 4 bits, 4 of 8 bits
 lane 4g + t of warp w has of codes the columns from word·(8w + g) on, of 16 bits the columns
@@ -22,7 +22,7 @@ STEP = 16
 
 
 class X:
-    """What a thread reads of x: of each 8 rows, two columns of one.
+    """A thread's reads of x: of each 8 rows, two columns of one.
 
     Attributes:
       pitch: bytes from row to row.

@@ -1,4 +1,4 @@
-"""What thread blocks sum up of x W and of x A: the first kernel of `few_rows`.
+"""Sums of x W and of x A over runs of their inner axis: the first kernel of `few_rows`.
 
     x  [rows, in]    W  [in, out]    σ  [in / t, out] or None    A  [in, r], x's dtype
     parts  f32[splits, rows, out], Σ parts = x (σ∘v(W))
@@ -30,16 +30,17 @@ LOOSE_ROWS = 2
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """What some of the thread blocks sum up.
+    """The sums that some of the thread blocks take: those of x W, or those of x A.
 
     Attributes:
-      tiling: of as many multiprocessors as there are consumers.
+      tiling: how the matrix is cut, as for one multiprocessor a consumer.
       first: the number of the first of these blocks.
-      w_gmem, out_gmem: [in, columns] and f32[splits, rows, columns].
-      scales_gmem: of W's tiles, or empty.
-      w, sums, ready: names of buffers and of a barrier.
-      slots: of a consumer's ring of W's tiles; x has as many or more.
-      width: columns of a copy.
+      w_gmem: the matrix [in, columns].
+      out_gmem: the sums f32[splits, rows, columns].
+      scales_gmem: the scales of the matrix's tiles, or nothing.
+      w, sums, ready: names of the buffers of tiles and of sums, and of the tiles' barrier.
+      slots: tiles in a consumer's ring; x has as many slots or more.
+      width: columns that are copied at once.
     """
 
     tiling: Tiling
@@ -89,12 +90,28 @@ def launch(
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         jobs = [
             _Job(
-                *(tiling, 0, w_gmem, parts_gmem, scales_gmem),
-                *("w", "sums", "ready", c.slots, c.tile_cols),
+                tiling=tiling,
+                first=0,
+                w_gmem=w_gmem,
+                out_gmem=parts_gmem,
+                scales_gmem=scales_gmem,
+                w="w",
+                sums="sums",
+                ready="ready",
+                slots=c.slots,
+                width=c.tile_cols,
             ),
             _Job(
-                *(a_tiling, blocks, a_gmem, z_gmem, ()),
-                *("a", a_sums, "a_ready", c.stages, a_width),
+                tiling=a_tiling,
+                first=blocks,
+                w_gmem=a_gmem,
+                out_gmem=z_gmem,
+                scales_gmem=(),
+                w="a",
+                sums=a_sums,
+                ready="a_ready",
+                slots=c.stages,
+                width=a_width,
             ),
         ]
 

@@ -1,4 +1,4 @@
-"""How `few_rows_sums` cuts W and A into runs, and what it takes of shared memory."""
+"""Cuts W and A into runs for `few_rows_sums`, and counts the shared memory that it takes."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a Hopper asks of every kernel: alignment, room in shared memory, registers."""
+"""The demands of a Hopper on every kernel: alignment, room in shared memory, registers."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What the fetching warps of `low_rank_kernel` do: each fills rings of buffers as they get free."""
+"""The fetching warps of `low_rank_kernel`: each fills rings of buffers as they get free."""
 
 import jax.numpy as jnp
 from jax import lax

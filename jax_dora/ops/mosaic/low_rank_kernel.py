@@ -30,7 +30,7 @@ WARPS = 4
 
 
 class Tile(NamedTuple):
-    """What an epilogue sees.
+    """The arguments of an epilogue.
 
     Attributes:
       acc: f32[TILE_ROWS, tile_cols], the tile of `left @ right`.
@@ -51,12 +51,12 @@ class Tile(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """A further input, of which every tile has some numbers of its own.
+    """Describes a further input, of which every tile has some numbers of its own.
 
     Attributes:
-      length: how many a tile has.
+      length: how many numbers a tile has.
       dtype: the input's.
-      at: `(tile, rows, cols) -> index`, where the tile's lie.
+      at: `(tile, rows, cols) -> index` of a tile's numbers in the input.
     """
 
     length: int
@@ -66,7 +66,7 @@ class Scales(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is done with the tiles.
+    """The functions that the kernel runs on the tiles, and their inputs.
 
     Attributes:
       products: for each slice of `left` along k, the slices of `right` that it multiplies.

@@ -1,4 +1,4 @@
-"""How norm and expand_compose cut a matrix into pieces of work.
+"""Cuts a matrix into pieces of work for the kernels norm and expand_compose.
 
 Both take tiles of `left @ right`, [rows, k] @ [k, out] with a short k (the rank), and meet each
 with the tile of a large [rows, out] matrix:

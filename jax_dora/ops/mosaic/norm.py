@@ -132,7 +132,7 @@ def launch(
 
 
 class Matrix(NamedTuple):
-    """What the adapter is added to.
+    """The matrix that the adapter is added to.
 
     Attributes:
       elements: [in, out].

@@ -1,4 +1,4 @@
-"""How `product` cuts its result into tiles: launch knobs, and what calls they suit."""
+"""Cuts the result of `product` into tiles: launch knobs, and which calls they suit."""
 
 import dataclasses
 

@@ -68,8 +68,11 @@ def launch(
 
     zeros = jnp.zeros_like(gate_g, jnp.float32)
     vectors = [zeros if one is None else one for one in (gate_g, gate_bias, up_g, up_bias)]
-    tensors, sums = elementwise.sweep(
-        *(of_row, [dh, gate, up], vectors, jnp.float32(1)),
+    tensors, sums = elementwise.row_kernel(
+        of_row,
+        [dh, gate, up],
+        vectors,
+        jnp.float32(1),
         outputs=2,
         sums=4 if want_bias else 2,
         config=config,

@@ -123,6 +123,6 @@ def _model(run: Run, weights: Weights) -> Any:
 
 
 def _forward(run: Run, model: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits [last, vocabulary] and the mean loss of the last tokens."""
+    """Returns logits [last, vocabulary] and the mean loss of the last tokens."""
     logits = model(input_ids=tokens[:, :-1], logits_to_keep=run.last).logits[0]
     return logits, F.cross_entropy(logits.float(), tokens[0, -run.last :])

@@ -1,5 +1,5 @@
-"""What launches share. Triton's own `cdiv` and `next_power_of_2` are made for its kernels too, and
-take longer on the host than a launch has time for."""
+"""Helpers that launches share. Triton's own `cdiv` and `next_power_of_2` are made for its kernels
+too, and take longer on the host than a launch has time for."""
 
 from collections.abc import Callable
 from typing import Any
