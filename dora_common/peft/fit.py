@@ -1,20 +1,12 @@
 """Holds a folder against a model: everything is checked before anything is loaded."""
 
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dora_common.peft import checks
-from dora_common.peft.config import TOKEN_EMBEDDINGS, AdapterConfig
-from dora_common.peft.keys import Key, Role, adapter_in, key_of, parse
-from dora_common.peft.layers import Layer, Outline, Shape, key_modules, refuse_layers
-from dora_common.peft.names import matches
-from dora_common.rules import OUTPUT_HEADS
-
-# safetensors' names of the dtypes an adapter may have.
-FLOATS = ("F64", "F32", "F16", "BF16")
-
-_MOST_LISTED = 20  # problems, in one message
+from dora_common.peft.config import AdapterConfig
+from dora_common.peft.fitting import MOST_LISTED, Fitting
+from dora_common.peft.keys import adapter_in, parse
+from dora_common.peft.layers import Layer, Outline, Shape, refuse_layers
 
 
 @dataclass(frozen=True)
@@ -67,7 +59,7 @@ def fit(
       ValueError: a tensor has no place or the wrong shape, one is missing, or one has two keys.
         All that is found is listed.
     """
-    fitting = _Fitting(config, outline)
+    fitting = Fitting(config, outline)
     refuse_layers(fitting.layers[name] for name in fitting.selected)
     fitting.refuse_tied_adapters()
     for key, (dtype, shape) in sorted(tensors.items()):
@@ -77,7 +69,7 @@ def fit(
             fitting.problems.append(f"{key} is of the adapter {named!r}; pass adapter={named!r}")
     fitting.find_missing()
     if problems := fitting.problems:
-        listed = problems[:_MOST_LISTED]
+        listed = problems[:MOST_LISTED]
         if len(problems) > len(listed):
             listed.append(f"and {len(problems) - len(listed)} more")
         raise ValueError(
@@ -98,237 +90,3 @@ def fit(
         fitting.tokens,
         untied,
     )
-
-
-class _Fitting:
-    """The places of a folder's tensors as they are found, and what is wrong with them.
-
-    Attributes:
-      selected: the layers that the configuration names.
-      adapters: the keys found for each of them, by layer name.
-      whole: the keys that hold a parameter's value, by the parameter's name.
-      tokens: the key that holds some rows of a parameter, and which, by the parameter's name.
-      problems: what is wrong, a phrase each.
-    """
-
-    def __init__(self, config: AdapterConfig, outline: Outline) -> None:
-        self.config, self.parameters = config, outline.parameters
-        self.refusals = outline.refusals
-        self.layers = layers = {layer.name: layer for layer in outline.layers}
-        self.tied = outline.tied()
-        self.ties = {name: names for names in self.tied for name in names}
-        self.selected = {
-            name
-            for name, layer in layers.items()
-            if (
-                matches(config.target_parameters, name)
-                if layer.kind == "experts"
-                else config.selects(name, is_linear=layer.kind == "linear")
-            )
-        }
-        self.key_modules = key_modules(one for one in layers.values() if one.name in self.selected)
-        self.names = {module: name for name, module in self.key_modules.items()}
-        self.adapters: dict[str, dict[Role, str]] = {}
-        self.whole: dict[str, list[str]] = {}
-        self.tokens: dict[str, tuple[str, tuple[int, ...]]] = {}
-        self.problems: list[str] = []
-
-    def place(self, key: str, parsed: Key, dtype: str, shape: Shape) -> None:
-        if dtype not in FLOATS:
-            problem = f"is {dtype}; expected one of {', '.join(FLOATS)}"
-        elif parsed.role == "tokens":
-            problem = self._place_tokens(key, parsed.module, shape)
-        elif parsed.role is not None:
-            problem = self._place_in_adapter(key, parsed.module, parsed.role, shape)
-        else:
-            problem = self._problem_of_parameter(parsed, shape)
-            if not problem and not parsed.is_original:
-                self.whole.setdefault(parsed.name, []).append(key)
-        if problem:
-            self.problems.append(f"{key} {problem}")
-
-    def refuse_tied_adapters(self) -> None:
-        """Refuses an adapter of the embedding that would have to be the head's too."""
-        tied = [one for one in self.selected if f"{one}.weight" in self.ties]
-        if tied and self.config.ensure_weight_tying:
-            raise NotImplementedError(
-                f"ensure_weight_tying is true and target_modules selects {', '.join(sorted(tied))}"
-                ", whose weight is tied, so that PEFT ties the adapters too; expected false there"
-            )
-
-    def untied(self) -> list[str]:
-        """Returns the parameters that need an array of their own once the stored ones are loaded:
-        PEFT gives one to every module of modules_to_save, and leaves what it was tied to as it was,
-        unless the configuration keeps ties."""
-        untied = []
-        for names in self.tied:
-            saved = [name for name in names if name in self.whole and self.config.saves(name)]
-            if not self.config.keeps_ties:
-                untied += saved[len(saved) == len(names) :]
-        return untied
-
-    def by_array(self, untied: Sequence[str]) -> dict[str, tuple[str, ...]]:
-        """Returns the keys of every parameter that is stored whole; of several that stay one array,
-        by the first one's name."""
-        found: dict[str, tuple[str, ...]] = {}
-        for name, keys in self.whole.items():
-            tied = (one for one in self.ties.get(name, ()) if one in self.whole)
-            owner = next((one for one in tied if one not in untied), name)
-            owner = name if name in untied else owner
-            found[owner] = (*found.get(owner, ()), *keys)
-        return found
-
-    def _place_tokens(self, key: str, module: str, shape: Shape) -> str | None:
-        name = f"{module}.weight"
-        layer, indices = self.layers.get(module), self.config.token_indices_of(module)
-        rows, *width = self.parameters.get(name, (0,))
-        tied = [one for one in self.ties.get(name, ()) if one != name]
-        if layer is None or layer.kind == "conv":
-            return f"finds no embedding{self._hint(module, self.layers)}"
-        if indices is None:
-            return "holds rows that trainable_token_indices does not name"
-        if shape != (len(indices), *width):
-            return f"has shape {list(shape)}; expected {[len(indices), *width]}"
-        if max(indices) >= rows:
-            return f"holds row {max(indices)} of {name}, which has {rows}"
-        if module in self.selected or self.config.saves(name):
-            return f"holds rows of {name}, which target_modules or modules_to_save names too"
-        embeddings = [one for one in self.ties.get(name, ()) if self._is_of_embedding(one)]
-        if name in embeddings[1:]:
-            return (
-                f"holds rows of {name}, which is tied to {embeddings[0]} and would get them alone "
-                "in PEFT; expected rows of that one, to which PEFT ties the others"
-            )
-        if layer.kind == "linear" and (tied or f"{module}.bias" in self.parameters):
-            return (
-                f"holds rows of {name}, which has a bias or is tied to {tied or 'nothing'}; "
-                "expected rows of the embedding"
-            )
-        self.tokens[name] = (key, indices)
-        return None
-
-    def _is_of_embedding(self, name: str) -> bool:
-        layer = self.layers.get(name.removesuffix(".weight"))
-        return layer is not None and layer.kind == "embedding"
-
-    def _refuse_adapted_heads(self) -> None:
-        for name, (key, _) in self.tokens.items():
-            for tied in self.ties.get(name, ()):
-                if tied.removesuffix(".weight") in self.adapters:
-                    self.problems.append(
-                        f"{key} holds rows of {name}, which is tied to {tied}, whose adapter PEFT "
-                        "would leave out beside them; expected target_modules without it"
-                    )
-
-    def _find_missing_tokens(self) -> None:
-        indices = self.config.trainable_token_indices
-        ends = indices if isinstance(indices, Mapping) else [""] if indices else []
-        found = [one for name in self.tokens for one in (name, *self.ties.get(name, ()))]
-        for end in ends:
-            if not any(name.removesuffix(".weight").endswith(end) for name in found):
-                self.problems.append(
-                    f"{end or 'an embedding'} has no rows, though trainable_token_indices names it"
-                )
-
-    def _place_in_adapter(self, key: str, module: str, role: Role, shape: Shape) -> str | None:
-        module = self.names.get(module, module)
-        layer = self.layers.get(module)
-        if layer is None and module in self.refusals:
-            return f"is of a weight that cannot be adapted: {self.refusals[module]}"
-        if layer is None:
-            return f"finds no layer that can be adapted{self._hint(module, self.layers)}"
-        found = self.adapters.setdefault(module, {})
-        if role in found:
-            return f"and {found[role]} are the same tensor; expected one"
-        found[role] = key
-        rank = self.config.rank_of(module)
-        if module not in self.selected:
-            return "belongs to a layer that adapter_config.json does not select"
-        if role not in layer.shapes(rank):
-            by_key = self.key_modules[module]
-            expected = ", ".join(key_of(by_key, role) for role in layer.shapes(rank))
-            return f"is not for {layer.kind} layers; expected {expected}"
-        if role == "magnitude" and not self.config.use_dora:
-            return "is a magnitude; expected none, since use_dora is false"
-        if key.endswith("dora_scale") and len(shape) > 1 and shape[0] == 1:
-            return (
-                f"has shape {list(shape)}, which is LyCORIS's for a magnitude per input feature "
-                "(wd_on_output=False), and not DoRA's per output feature; expected "
-                f"{[layer.out_features, *(1,) * (len(shape) - 1)]}: train with wd_on_output=True"
-            )
-        if layer.kind == "experts" and layer.in_features == layer.out_features:
-            if reason := self.config.square_experts_refusal:
-                return f"may have its input and output features swapped: {reason}"
-        if shape not in (accepted := layer.accepted_shapes(role, rank)):
-            return f"has shape {list(shape)}; expected {list(accepted[0])} for rank {rank}"
-        return None
-
-    def _problem_of_parameter(self, key: Key, shape: Shape) -> str | None:
-        if key.name not in self.parameters:
-            return f"finds no parameter{self._hint(key.name, self.parameters)}"
-        if shape != self.parameters[key.name]:
-            return f"has shape {list(shape)}; expected {list(self.parameters[key.name])}"
-        tied = self.ties.get(key.name, ()) if self.config.ensure_weight_tying else ()
-        announced = self._is_announced(key.name) or any(map(self._is_announced, tied))
-        if not (announced or self._is_token_embedding(key)):
-            return (
-                "is a parameter of the base model; expected it to be named by modules_to_save or "
-                "bias in adapter_config.json"
-            )
-        return None
-
-    def _is_announced(self, name: str) -> bool:
-        return self.config.stores(name, of_adapted_layer=name.rpartition(".")[0] in self.selected)
-
-    def _is_token_embedding(self, key: Key) -> bool:
-        is_embedding = self._is_of_embedding(f"{key.module}.weight")
-        # PEFT stores the weights of both when the vocabulary was resized.
-        named = key.module.rpartition(".")[2] in TOKEN_EMBEDDINGS
-        return key.parameter == "weight" and (is_embedding or named)
-
-    def _hint(self, name: str, there: Iterable[str]) -> str:
-        """Returns the end of a message: what the model has instead. Finding it takes time, so only
-        for what will be listed."""
-        names = sorted(there) if len(self.problems) < _MOST_LISTED else []
-        nearest = difflib.get_close_matches(name, names, n=3, cutoff=0)
-        return f"; the nearest are {', '.join(nearest)}" if nearest else ""
-
-    def _find_missing_parameters(self) -> None:
-        experts = [name for name, layer in self.layers.items() if layer.kind == "experts"]
-        for target in self.config.target_parameters or ():
-            if not any(matches((target,), name) for name in experts):
-                self.problems.append(
-                    f"{target}, which target_parameters names, is no parameter with packed experts "
-                    f"that can be adapted; the model's are {checks.short(experts)}"
-                )
-
-    def find_missing(self) -> None:
-        self._find_missing_parameters()
-        if not self.selected:
-            self.problems.append(
-                "adapter_config.json selects none of the model's layers; expected target_modules "
-                f"{checks.short(self.config.target_modules)} to name some of "
-                f"{checks.short(sorted(self.layers))}"
-            )
-        for name in sorted(self.selected):
-            found = self.adapters.get(name)
-            if found is None:
-                # PEFT leaves the output head out of the models that tell it which one that is.
-                is_head = name.rpartition(".")[2] in OUTPUT_HEADS
-                if not (is_head and self.config.targets_all_linear):
-                    self.problems.append(
-                        f"{name} has no tensors, though adapter_config.json selects it"
-                    )
-                continue
-            for role in self.layers[name].shapes(self.config.rank_of(name)):
-                if role not in found and (role != "magnitude" or self.config.use_dora):
-                    key = key_of(self.key_modules[name], role)
-                    self.problems.append(f"{key} is missing")
-        stored = set(self.whole)
-        if self.config.keeps_ties:
-            stored |= {tied for name in self.whole for tied in self.ties.get(name, ())}
-        for name in sorted(set(self.parameters) - stored):
-            if self._is_announced(name):
-                self.problems.append(f"{name} is missing, though adapter_config.json announces it")
-        self._find_missing_tokens()
-        self._refuse_adapted_heads()

@@ -1,7 +1,7 @@
 """DoRA layers: a Flax layer with an adapter on its kernel, and what they have in common."""
 
+from jax_dora.layers.adapter import DoRAParam as DoRAParam
 from jax_dora.layers.base import DoRALayer as DoRALayer
-from jax_dora.layers.base import DoRAParam as DoRAParam
 from jax_dora.layers.conv import DoRAConv as DoRAConv
 from jax_dora.layers.conv import DoRAConvTranspose as DoRAConvTranspose
 from jax_dora.layers.embed import DoRAEmbed as DoRAEmbed

@@ -7,7 +7,7 @@ from flax import linen as nn
 from flax import traverse_util
 
 from jax_dora.adapt.coverage import Coverage, table
-from jax_dora.linen.apply import DoRA
+from jax_dora.linen.module import DoRA
 from jax_dora.linen.reads import linen_sites, lora_a_path
 from jax_dora.weights.reads import Example, apart
 

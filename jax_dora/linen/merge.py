@@ -12,8 +12,8 @@ from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.merge_report import MergeReport
 from dora_common.rules import listing
 from jax_dora.adapt.merge import Setting, changed, kernel_change, reported
-from jax_dora.linen.apply import DoRA
 from jax_dora.linen.calls import Calls, noting_axes, stack_back, stack_first
+from jax_dora.linen.module import DoRA
 from jax_dora.linen.params import is_adapter
 
 _TOKENS = itertools.count(1)

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dora_common.hyperparameters import ADAPTER_NAMES
-from jax_dora.layers.base import DoRALayer, make_adapter
+from jax_dora.layers.adapter import make_adapter
+from jax_dora.layers.base import DoRALayer
 from jax_dora.layers.call import dropout_of_call, g_of_call
 from jax_dora.layers.layout import Layout, projection_layout
 from jax_dora.layers.rule import DoRARule

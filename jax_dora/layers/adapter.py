@@ -1,0 +1,108 @@
+"""Makes the arrays of an adapter, fresh or given, beside a kernel."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+from flax.typing import Initializer
+
+from jax_dora.layers.base_layer import axis_names, sharded_like
+from jax_dora.layers.call import fresh_magnitude
+from jax_dora.layers.layout import Axes
+from jax_dora.layers.rule import DoRARule
+from jax_dora.layers.stack import fill, room
+
+# Uniform in ±1/sqrt(in): PEFT's, which is torch.nn.Linear's own.
+default_lora_a_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+default_lora_b_init = nnx.initializers.zeros_init()
+
+
+class DoRAParam(nnx.LoRAParam):
+    """The magnitude of a DoRA layer; whatever filters for `nnx.LoRAParam` finds it too."""
+
+
+def make_adapter(
+    layer: Any,
+    rule: DoRARule,
+    rngs: Any,
+    inits: Mapping[str, Initializer],
+    arrays: Mapping[str, jax.Array] | None = None,
+    *,
+    by_layer: bool = True,
+) -> list[nnx.Dropout]:
+    """Gives a DoRA layer, or an adapted weight, these arrays or a fresh adapter.
+
+    Args:
+      rngs: an `nnx.Rngs`; it is not asked for anything where arrays are given and dropout is 0.
+      inits: the initializers of lora_a and lora_b where the rule has none.
+      by_layer: draw all that a layer of a stack has before the next one's; else lora_a of all
+        layers first.
+
+    Returns:
+      The layers' dropouts, if the rule has any and they are drawn by layer.
+    """
+    layout, kernel, stack = layer.layout, layer.kernel_param, layer.stack
+    names = axis_names(kernel)
+    axes, of_stack = layer.adapter_axes(stack.without(names)), stack.of_stack(names)
+    count, drawn, boxes, dropouts = math.prod(stack.shape), dict[str, Any](), {}, []
+    turns = [(number, name) for number in range(count) for name in ("lora_a", "lora_b")]
+    for number, name in turns if by_layer else sorted(turns, key=lambda turn: turn[1]):
+        parameter = getattr(layout, name)
+        if arrays is None:
+            init = getattr(rule, f"{name}_init") or inits[name]
+            value = initialize(init, rngs.params(), parameter, rule.adapter_dtype)
+        else:
+            value = _shaped(name, arrays[name], parameter.stored)
+        if stack.shape:
+            if isinstance(value, nnx.VariableMetadata):
+                boxes[name], value = value, value.raw_value
+            gathered = drawn[name] if number else room(count, value)
+            # Waited for, so that at most one layer is held a second time.
+            value = jax.block_until_ready(fill(gathered, value, number))
+        drawn[name] = value
+        if rule.dropout and by_layer and name == "lora_b":
+            dropouts.append(nnx.Dropout(rule.dropout, rngs=rngs))
+
+    def put(name: str, kind: type[nnx.LoRAParam], value: Any) -> None:
+        its_axes = stack.joined(of_stack, axes[name])
+        setattr(layer, name, sharded_like(kernel, kind, value, its_axes))
+
+    for name, value in drawn.items():
+        if stack.shape:
+            value = stack.from_leading(value.reshape(*stack.shape, *value.shape[1:]))
+        if box := boxes.get(name):
+            names = {"out_sharding": stack.joined(of_stack, box.metadata.get("out_sharding", ()))}
+            metadata = box.metadata | (names if "out_sharding" in box.metadata else {})
+            value = dataclasses.replace(box, raw_value=value, metadata=metadata)
+        put(name, nnx.LoRAParam, value)
+    if arrays is None:
+        magnitude = fresh_magnitude(layer)
+    else:
+        magnitude = _shaped("magnitude", arrays["magnitude"], layout.magnitude.stored)
+    put("magnitude", DoRAParam, magnitude)
+    return dropouts
+
+
+def initialize(init: Any, key: jax.Array, parameter: Axes, dtype: Any) -> Any:
+    """Returns what `init` draws for each matrix of a parameter, in the parameter's shape; or for
+    the whole parameter, where it has an attribute `of_parameter` that is true."""
+    n, *matrix = parameter.matrices
+    shape = tuple(matrix)
+    if shape == parameter.stored or getattr(init, "of_parameter", False):
+        return init(key, parameter.stored, dtype)  # perhaps with metadata of its own
+    if n == 1:
+        return parameter.from_matrices(init(key, shape, dtype)[None])
+    keys = jax.random.split(key, n)
+    return parameter.from_matrices(jax.vmap(lambda one: init(one, shape, dtype))(keys))
+
+
+def _shaped(name: str, array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    if tuple(array.shape) != shape:
+        raise ValueError(
+            f"{name} has shape {tuple(array.shape)}; this rule's layer takes {shape}: give the "
+            "rank that the adapter was made with"
+        )
+    return array
