@@ -16,8 +16,8 @@ from flax import nnx
 import jax_dora
 from jax_dora.finetune.data import Rows
 from jax_dora.models import CausalLM, DecoderSharding, next_token_loss
+from jax_dora.models.decoder import for_inference
 from jax_dora.models.loss import Loss
-from jax_dora.models.model import for_inference
 
 
 class Parts(NamedTuple):

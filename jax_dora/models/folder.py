@@ -17,7 +17,7 @@ import jax_dora
 from dora_common.disk import named_in_disk_errors
 from jax_dora.adapt.quantize import placed
 from jax_dora.models.config import COMPUTATION, DecoderConfig, read_object
-from jax_dora.models.model import CausalLM
+from jax_dora.models.decoder import CausalLM
 from jax_dora.models.quantised_folder import (
     as_in_folder,
     compute_by_rows,

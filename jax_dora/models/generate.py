@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from jax_dora.models.cache import Cache, make_cache
-from jax_dora.models.model import CausalLM, for_inference, loop_options
+from jax_dora.models.decoder import CausalLM, for_inference, loop_options
 
 # Capacities are multiples of this, so that prompts of similar lengths share a compiled program.
 _BLOCK = 64

@@ -12,7 +12,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 import jax_dora
-from jax_dora.models.model import CausalLM, logits_of
+from jax_dora.models.decoder import CausalLM, logits_of
 from jax_dora.ops import residuals
 
 

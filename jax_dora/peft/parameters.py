@@ -22,10 +22,10 @@ class TorchParameter:
     """An array, or one layer's part of a stacked one.
 
     Attributes:
-      path: of the module that holds it.
+      path: the path of the module that holds it.
       attribute: its name there.
-      at: what to index the array with for the layer's part, where layers are stacked.
-      shape: in PyTorch.
+      at: the index of the layer's part in the array, where layers are stacked.
+      shape: its shape in PyTorch.
       axes: how the array is a matrix; None where Flax and PyTorch lay it out alike.
       is_transposed: the matrix is [in, out], or [window and in, out], and PyTorch has the output
         axis first, then the input axis, then the window; of packed experts PEFT joins the experts
@@ -130,28 +130,30 @@ def parameters_of(
       index: of the layer in `stack`.
       layers: what PyTorch would have in the place of the module's weights, by their names here.
     """
-    own = next((one.layer for one in layers.values() if one.site.is_layer), None)
+    own_layer = next((one.layer for one in layers.values() if one.site.is_layer), None)
     for attribute, value in vars(module).items():
         if not isinstance(value, nnx.Param | nnx.BatchStat):
             continue
         if isinstance(value, nnx.LoRAParam | Constant) or not hasattr(value, "shape"):
             continue  # an adapter's, or several arrays, for which PyTorch has no name
-        its = _stack_of_statistics(value, stack) if isinstance(value, nnx.BatchStat) else stack
-        if its is None:
+        own_stack: Stack | None = stack
+        if isinstance(value, nnx.BatchStat):
+            own_stack = _stack_of_statistics(value, stack)
+        if own_stack is None:
             continue
-        at, shape = its.at(index), its.without(value.get_value().shape)
+        at, shape = own_stack.at(index), own_stack.without(value.get_value().shape)
         if attribute in layers and layers[attribute].layer.kind in ("linear", "conv"):
             yield layers[attribute].weight()
-        elif attribute in layers or own is None:
+        elif attribute in layers or own_layer is None:
             yield TorchParameter(path, attribute, at, shape)
         else:
-            yield TorchParameter(path, attribute, at, (own.out_features,))
+            yield TorchParameter(path, attribute, at, (own_layer.out_features,))
 
 
 def _stack_of_statistics(variable: nnx.BatchStat, stack: Stack) -> Stack | None:
     """Returns how statistics beside parameters of this stack are stacked: as these, or along the
     leading axis, which transforms can keep them apart by; None where their shape does not tell."""
     shape = variable.get_value().shape
-    ways = {stack, Stack(stack.shape)}
-    fits = [one for one in ways if one.of_stack(shape) == stack.shape]
-    return fits[0] if len(fits) == 1 else None
+    possible = {stack, Stack(stack.shape)}
+    found = [one for one in possible if one.of_stack(shape) == stack.shape]
+    return found[0] if len(found) == 1 else None

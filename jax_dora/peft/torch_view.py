@@ -30,10 +30,10 @@ class TorchView:
     Attributes:
       modules: the module at every path.
       stacks: by path, how layers are stacked in the module's arrays.
-      layers: what can be adapted or is, by name.
-      parameters: of the base model, by name: by each name of a module that is shared, and by that
+      layers: the layers that can be adapted or are, by name.
+      parameters: the base model's, by name: by each name of a module that is shared, and by that
         of a head which is None since it is tied to the embedding.
-      names: of every module, and its path.
+      names: the path of every module, by its name.
       tied_heads: by the name of the weight, the paths of such heads.
       refusals: why weights of unknown modules cannot be adapted as the model is, and what to do, by
         the name that each would have.
@@ -51,7 +51,7 @@ class TorchView:
         return getattr(self.modules[parameter.path], parameter.attribute)
 
     def outline(self) -> Outline:
-        """Returns what a folder is fitted to."""
+        """Returns the outline that a folder is fitted to."""
         return Outline(
             [one.layer for one in self.layers.values()],
             {name: one.shape for name, one in self.parameters.items()},
@@ -80,15 +80,15 @@ def torch_view(
     # The members of a List are what has names; that of a Sequential has none of its own in PyTorch.
     all_found = [one for one in find_modules(model) if not isinstance(one.module, nnx.List)]
     modules = {found.paths[0]: found.module for found in all_found}
-    axes, there = stack_axes or {}, sites(model)
-    can_be_adapted = {site.found.paths[0] for site in there if site.is_layer}
-    of_layers = [
+    all_sites, axes = sites(model), stack_axes or {}
+    layer_sites = [
         Site(one.paths, one, kind.kernel_name, is_layer=True, stack_axis=axes.get(one.paths[0], 0))
         for one in all_found
         if (kind := kind_of(one.module))
     ]
+    weight_sites = _weights(model, all_sites, held)
     stacks: dict[str, Stack] = {}
-    for site in (*of_layers, *(weights := _weights(model, there, held))):
+    for site in (*layer_sites, *weight_sites):
         path = site.found.paths[0]
         with named_in_errors(path, "named as in PyTorch"):
             stacks.setdefault(path, site.stack)
@@ -97,36 +97,40 @@ def torch_view(
     def name_of(path: str, index: Index) -> str:
         return names.module(_without_sequential(path, modules), index)
 
+    adaptable = {site.found.paths[0] for site in all_sites if site.is_layer}
     layers: dict[str, TorchLayer] = {}
-    own: dict[tuple[str, Index], dict[str, TorchLayer]] = {}
-    for site in (*of_layers, *weights):
+    # By a module's path and the layer's index in its stack, then by the weight's name.
+    weights: dict[tuple[str, Index], dict[str, TorchLayer]] = {}
+    for site in (*layer_sites, *weight_sites):
+        path = site.found.paths[0]
         for index in site.stack.indices():
             layer = torch_layer(site, names, lambda path, index=index: name_of(path, index))
             if layer is not None:
-                path, one = site.found.paths[0], TorchLayer(site, index, layer)
-                own.setdefault((path, index), {})[site.param] = one
-                if not site.is_layer or path in can_be_adapted:
-                    layers[layer.name] = one
-    parameters, names_of = {}, {}
+                weight = TorchLayer(site, index, layer)
+                weights.setdefault((path, index), {})[site.param] = weight
+                if not site.is_layer or path in adaptable:
+                    layers[layer.name] = weight
+    layers = _in_order(layers, names)
+    parameters: dict[str, TorchParameter] = {}
+    paths_by_name: dict[str, str] = {}
     for found in all_found:
         path = found.paths[0]
-        for other, index in itertools.product(found.paths, stacks[path].indices()):
-            name = name_of(other, index)
-            if names_of.get(name, path) != path:
+        for alias, index in itertools.product(found.paths, stacks[path].indices()):
+            name = name_of(alias, index)
+            if paths_by_name.get(name, path) != path:
                 raise ValueError(
-                    f"names calls two modules {name!r}: the one at {names_of[name]!r} and the one "
-                    f"at {path!r}; expected a name for each"
+                    f"names calls two modules {name!r}: the one at {paths_by_name[name]!r} and the "
+                    f"one at {path!r}; expected a name for each"
                 )
-            if other == path:
-                names_of[name] = path
-            its = own.get((path, index), {})
-            for one in parameters_of(path, index, stacks[path], found.module, its):
+            if alias == path:
+                paths_by_name[name] = path
+            of_module = weights.get((path, index), {})
+            for one in parameters_of(path, index, stacks[path], found.module, of_module):
                 parameter = ".".join(filter(None, (name, names.parameter(one.attribute))))
-                layer = its.get(one.attribute)
-                if layer and not layer.site.is_layer and layer.layer.kind == "linear":
-                    parameter = f"{name_of(other + layer.path.removeprefix(path), index)}.weight"
+                weight = of_module.get(one.attribute)
+                if weight and not weight.site.is_layer and weight.layer.kind == "linear":
+                    parameter = f"{name_of(alias + weight.path.removeprefix(path), index)}.weight"
                 parameters[parameter] = one
-    layers = _in_order(layers, names)
     tied_heads = _tied_heads(modules, names)
     embeddings = [name for name, one in layers.items() if one.layer.kind == "embedding"]
     if len(embeddings) != 1:
@@ -135,35 +139,37 @@ def torch_view(
         parameters[head] = parameters[f"{embeddings[0]}.{names.parameter('embedding')}"]
     refusals = {
         name_of(site.names[0], ()): f"{site.refusal}: {_REMEDY}"
-        for site in there
+        for site in all_sites
         if site.param and site.refusal == why_unknown(site.found.module)
     }
-    return TorchView(modules, stacks, layers, parameters, names_of, tied_heads, refusals)
+    return TorchView(modules, stacks, layers, parameters, paths_by_name, tied_heads, refusals)
 
 
-def _weights(model: nnx.Module, there: Iterable[Site], held: Iterable[AdaptedWeight]) -> list[Site]:
+def _weights(
+    model: nnx.Module, all_sites: Iterable[Site], held: Iterable[AdaptedWeight]
+) -> list[Site]:
     """Returns the weights of a model that its modules' own code reads and that PEFT's format has a
     place for: all that are registered or adapted, but embeddings."""
     found = {
         site.names[0]: site
-        for site in there
+        for site in all_sites
         if site.param and not site.is_layer and site.axes and not site.refusal
     }
     by_path = {path: one for one in find_modules(model) for path in one.paths}
-    of_held = ((one.path, site_of(one, by_path)) for one in held)
-    found |= {path: site for path, site in of_held if site is not None}
+    taken_out = ((one.path, site_of(one, by_path)) for one in held)
+    found |= {path: site for path, site in taken_out if site is not None}
     return [one for one in found.values() if not one.is_lookup and one.axes.count("b") <= 1]
 
 
 def _in_order(layers: Mapping[str, TorchLayer], names: Names) -> dict[str, TorchLayer]:
     """Returns layers by name, with packed experts as PyTorch registers them."""
 
-    def place(name: str) -> int:
+    def position(name: str) -> int:
         param = name.rpartition(".")[2]
-        is_one = layers[name].layer.kind == "experts" and param in names.experts
-        return list(names.experts).index(param) if is_one else 0
+        is_packed = layers[name].layer.kind == "experts" and param in names.experts
+        return list(names.experts).index(param) if is_packed else 0
 
-    return {name: layers[name] for name in sorted(layers, key=place)}
+    return {name: layers[name] for name in sorted(layers, key=position)}
 
 
 def _tied_heads(modules: Mapping[str, nnx.Module], names: Names) -> dict[str, str]:

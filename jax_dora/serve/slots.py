@@ -22,7 +22,7 @@ import jax_dora
 from jax_dora.bank import DECODING_OPTIONS
 from jax_dora.bank.residents import Residents
 from jax_dora.models import Cache, CausalLM, DecoderConfig, DecoderSharding, make_cache
-from jax_dora.models.model import for_inference, loop_options
+from jax_dora.models.decoder import for_inference, loop_options
 from jax_dora.serve.draw import Asked, Drawn, Wishes, draw
 from jax_dora.serve.request import Request
 

@@ -1,5 +1,6 @@
 """Says what each primitive makes of a weight: an array that is the weight's still, or a product."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -58,11 +59,11 @@ def _follow_one(
             strides = params["strides"] or (1,) * len(weight.view)
             bounds = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
             whole = [(0, size, 1) for size in weight.shape]
-            parts = {axis: its for axis, its in enumerate(bounds) if its != whole[axis]}
+            parts = {axis: part for axis, part in enumerate(bounds) if part != whole[axis]}
             return _cut(weight, lax.slice_in_dim, parts)
         case "dynamic_slice" if operands[0] is weight:
-            parts = enumerate(zip(operands[1:], params["slice_sizes"], strict=True))
-            parts = {axis: its for axis, its in parts if its[1] != weight.shape[axis]}
+            bounds = enumerate(zip(operands[1:], params["slice_sizes"], strict=True))
+            parts = {axis: part for axis, part in bounds if part[1] != weight.shape[axis]}
             return _cut(weight, lax.dynamic_slice_in_dim, parts)
         case "mul" | "div":
             return _times_scalar(name, weight, operands)
@@ -76,12 +77,24 @@ def _follow_one(
 def _cut(
     weight: Weight, function: Callable[..., jax.Array], parts: Mapping[int, tuple[Any, ...]]
 ) -> Weight | None:
-    """Returns the part of the array that `function`, of JAX's slices along one axis, takes along
-    each of some axes."""
-    one: Weight | None = weight
+    """Returns the part of the array that `function` takes along each of some axes.
+
+    Args:
+      function: one of JAX's that slice along one axis.
+      parts: its arguments before `axis`, by the array's axis.
+    """
+    found: Weight | None = weight
     for axis, part in parts.items():
-        one = one and one.indexed(axis, lambda array, at, its=part: function(array, *its, axis=at))
-    return one
+        if found is not None:
+            cut = functools.partial(_cut_along, function, part)
+            found = found.indexed(axis, cut)
+    return found
+
+
+def _cut_along(
+    function: Callable[..., jax.Array], part: tuple[Any, ...], array: jax.Array, axis: int
+) -> jax.Array:
+    return function(array, *part, axis=axis)
 
 
 def _times_scalar(name: str, weight: Weight, operands: Sequence[Any]) -> Weight | None:

@@ -1,7 +1,7 @@
 """A weight, what it is multiplied by and the result as matrices, whichever axes they have."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 
@@ -12,7 +12,20 @@ from jax_dora.weights.weight import Weight
 
 
 class Plan:
-    """Lays out x, the weight and the result of one product as matrices."""
+    """Lays out x, the weight and the result of one product as matrices.
+
+    The weight's axes are its parts, by their numbers. Those of x that are rows are -1, -2, ….
+
+    Attributes:
+      is_transposed: x is multiplied along the weight's features, and not along its contracted axes.
+      both: the parts that matrices lie along in x too.
+      x_split, x_order, x_shape: x is reshaped, transposed and reshaped by these to
+        [both, *rows, features].
+      y_split: the shape of the product's result with all parts apart: (*both, *lone, *rows,
+        *outer), where x has no lone ones.
+      y_sum: the axes of the result that are summed over then.
+      y_order, y_shape: it is transposed and reshaped by these in the end.
+    """
 
     def __init__(
         self,
@@ -29,32 +42,35 @@ class Plan:
         """
         self.weight, self.is_transposed = weight, is_transposed
         view, batch = weight.view, weight.parts("b")
-        contracted, of_free = sorted(weight.viewed(product.contracted)), sorted(weight.viewed(free))
-        summed = [axis for axis in contracted if axis in batch]
-        inner = [axis for axis in contracted if axis not in batch]
+        contracted, kept = sorted(weight.viewed(product.contracted)), sorted(weight.viewed(free))
+        summed = [part for part in contracted if part in batch]
+        inner = [part for part in contracted if part not in batch]
+        lone = [part for part in kept if part in batch]
+        outer = [part for part in kept if part not in batch]
         self.both = sorted([*summed, *weight.viewed(product.batch)])
-        lone = [axis for axis in of_free if axis in batch]
-        outer = [axis for axis in of_free if axis not in batch]
-        # Parts by their numbers, and x's axes that are rows by -1, -2, ….
-        mine = (*product.x_contracted, *product.x_batch)
-        its = dict(zip(mine, (*product.contracted, *product.batch), strict=True))
-        rows = [~axis for axis in range(x.ndim) if axis not in its]
-        size = dict(enumerate(weight.sizes)) | {row: x.shape[~row] for row in rows}
-        labels = [one for a in range(x.ndim) for one in (view[its[a]] if a in its else (~a,))]
-        self.x_split = tuple(size[label] for label in labels)
-        self.x_order = tuple(labels.index(label) for label in (*self.both, *rows, *inner))
-        count, features = (math.prod(size[label] for label in part) for part in (self.both, inner))
-        self.x_shape = (count, *(size[row] for row in rows), features)
-        # y: [both, lone, *rows, outer] to what the product gives.
-        of_y = [*self.both, *lone, *rows, *outer]
-        self.y_split = tuple(size[label] for label in of_y)
-        self.y_sum = tuple(axis for axis, label in enumerate(of_y) if label in summed)
-        left = [label for label in of_y if label not in summed]
-        of_rows, of_features = [(row,) for row in rows], [view[axis] for axis in free]
-        parts = [view[axis] for axis in product.batch]
-        parts += [*of_features, *of_rows] if product.weight_first else [*of_rows, *of_features]
-        self.y_order = tuple(left.index(label) for part in parts for label in part)
-        self.y_shape = tuple(math.prod(size[label] for label in part) for part in parts)
+        x_axes = (*product.x_contracted, *product.x_batch)
+        weight_axes = dict(zip(x_axes, (*product.contracted, *product.batch), strict=True))
+        rows = [~axis for axis in range(x.ndim) if axis not in weight_axes]
+        sizes = dict(enumerate(weight.sizes)) | {row: x.shape[~row] for row in rows}
+
+        def lengths(labels: Iterable[int]) -> tuple[int, ...]:
+            return tuple(sizes[label] for label in labels)
+
+        x_labels: list[int] = []
+        for axis in range(x.ndim):
+            x_labels += view[weight_axes[axis]] if axis in weight_axes else (~axis,)
+        self.x_split = lengths(x_labels)
+        self.x_order = tuple(x_labels.index(label) for label in (*self.both, *rows, *inner))
+        self.x_shape = (math.prod(lengths(self.both)), *lengths(rows), math.prod(lengths(inner)))
+        y_labels = [*self.both, *lone, *rows, *outer]
+        self.y_split = lengths(y_labels)
+        self.y_sum = tuple(axis for axis, label in enumerate(y_labels) if label in summed)
+        left = [label for label in y_labels if label not in summed]
+        row_axes, feature_axes = [(row,) for row in rows], [view[axis] for axis in free]
+        y_axes = [view[axis] for axis in product.batch]
+        y_axes += [*feature_axes, *row_axes] if product.weight_first else [*row_axes, *feature_axes]
+        self.y_order = tuple(left.index(label) for labels in y_axes for label in labels)
+        self.y_shape = tuple(math.prod(lengths(labels)) for labels in y_axes)
 
     def __call__(
         self,
@@ -63,6 +79,7 @@ class Plan:
         multiply: Callable[..., jax.Array],
         dropout: Dropout | None,
     ) -> jax.Array:
+        """Returns the product by `multiply(x, arrays, dropout)` of each pair of matrices."""
         weight = self.weight
         x = x.reshape(self.x_split).transpose(self.x_order).reshape(self.x_shape)
         others = [part for part in weight.parts("b") if part not in self.both]
