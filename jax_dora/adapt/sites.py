@@ -15,7 +15,7 @@ from jax_dora.layers.base_layer import is_node
 from jax_dora.weights.adapter import WeightAdapter
 from jax_dora.weights.module import has_dora_type
 from jax_dora.weights.reads import Read, ReadLog
-from jax_dora.weights.registry import class_name, registrations, why_unknown
+from jax_dora.weights.registry import Registration, class_name, registrations, why_unknown
 
 REMEDY = (
     "say which of its axes are contracted by jax_dora.register, or give example=, inputs to call "
@@ -23,7 +23,7 @@ REMEDY = (
 )
 
 
-# What writes the parameters of the module in `layer_instance`, adapters too, in every call.
+# They write the parameters of the module in `layer_instance`, adapters too, in every call.
 _WRITERS = (nnx.WeightNorm, nnx.SpectralNorm)
 
 
@@ -57,16 +57,17 @@ def _pack_experts(found: list[Site]) -> None:
     over heads."""
     packed = {(id(site.found.module), site.shape[0]) for site in found if site.axes[:1] == "b"}
     for site in found:
-        one_of_them = site.shape and (id(site.found.module), site.shape[0]) in packed
+        is_one = site.shape and (id(site.found.module), site.shape[0]) in packed
         rest = site.axes[1:]
-        if one_of_them and site.how.startswith("read by") and {"i", "o"} <= set(rest):
+        if is_one and site.how.startswith("read by") and {"i", "o"} <= set(rest):
             site.axes = f"b{rest}"
             site.how = f"read by a product, {site.axes}"
 
 
 def _refuse_written(found: list[Site], modules: list[Found]) -> None:
+    """Refuses the weights that another module writes in every call."""
     for writer in (one for one in modules if isinstance(one.module, _WRITERS)):
-        written = tuple(f"{path}/layer_instance/".lstrip("/") for path in writer.paths)
+        written = _paths_within(writer, "layer_instance/")
         for one in found:
             if any(f"{path}/".startswith(written) for path in one.found.paths):
                 one.is_layer = one.is_linear = False
@@ -74,55 +75,24 @@ def _refuse_written(found: list[Site], modules: list[Found]) -> None:
 
 
 def _sites_of(found: Found, modules: list[Found], traced: ReadLog | None) -> list[Site]:
+    """Returns the weights of one module, or the module itself where it has parameters and none."""
     module = found.module
-    cls = type(module) if isinstance(module, DoRALayer) else dora_class_of(module)
-    # A subclass that computes something else is no linear projection.
-    is_plain = cls is not None and type(module).__call__ is cls.base_type.__call__
-    known = registrations(module)
-    names = list(weights_of(module))
-    main = [cls.kernel_name] if cls else list(known) or names
+    kind = type(module) if isinstance(module, DoRALayer) else dora_class_of(module)
+    registered = registrations(module)
+    params = list(weights_of(module))
+    main = [kind.kernel_name] if kind else list(registered) or params
     made = []
-    for param in dict.fromkeys([*main, *names]):
-        paths = found.paths
-        own = tuple(f"{path}/{param}".lstrip("/") for path in found.paths)
+    for param in dict.fromkeys([*main, *params]):
+        names, own_names = found.paths, _paths_within(found, param)
         if param not in main:
-            paths = own
-        elif cls is None and (len(main) > 1 or "" in paths):
-            paths = own + found.paths
-        site = Site(paths, found, param)
+            names = own_names
+        elif kind is None and (len(main) > 1 or "" in names):
+            names = own_names + names
+        site = Site(names, found, param)
         reads = _reads_of(traced, found, param)
-        # Whether the DoRA layer of its class would compute all that is made of the kernel.
-        is_alone = is_plain and all(one.scopes.intersection(found.paths) for one in reads or ())
-        if isinstance(module, DoRALayer) and param == module.kernel_name:
-            site.is_layer, site.is_adapted = True, True
-            site.how, site.is_linear = class_name(module.plain_type), module.is_linear(module)
-            if any(not one.scopes.intersection(found.paths) for one in reads or ()):
-                site.how += ", read without its adapter outside of its calls: give example="
-        elif isinstance(site.adapter, WeightAdapter):
-            spec = site.adapter.spec
-            site.is_adapted, site.axes, site.is_lookup = True, spec.axes, spec.is_lookup
-            site.is_linear = True
-            site.how = "read by its module's methods"
-        elif cls is not None and param == cls.kernel_name and (reads is None or is_alone):
-            plain_type = module.plain_type if has_dora_type(module) else type(module)
-            site.is_layer, site.how = True, class_name(plain_type)
-            site.is_linear = is_plain and cls.is_linear(module)
-            site.stack_axis = _stack_axis(reads)
-            if not is_plain:
-                site.refusal = (
-                    f"a {type(module).__name__}, which computes something else than "
-                    f"nnx.{cls.base_type.__name__}: give example="
-                )
-            elif reads == ():
-                site.refusal = "no operation of this call reads it"
-        elif param in known or reads is not None:
-            _from_reads(site, known.get(param), modules, reads)
-        elif cls is None:
-            site.refusal = why_unknown(module)
-        else:
-            site.refusal = f"no {cls.kernel_name}, which is all that is adapted of its layer"
+        _describe(site, kind, registered.get(param), reads, modules)
         site.is_linear = site.is_linear and not _is_head(site.names[0])
-        is_dead = cls is None and reads == ()
+        is_dead = kind is None and reads == ()
         site.is_matched = param in main or not site.refusal or is_dead
         made.append(site)
     made += _contained_sites(found)
@@ -132,6 +102,59 @@ def _sites_of(found: Found, modules: list[Found], traced: ReadLog | None) -> lis
     if not made and any(isinstance(leaf, nnx.Param) for leaf in leaves):
         made.append(Site(found.paths, found, "", refusal="it has no weight of two axes"))
     return made
+
+
+def _describe(
+    site: Site,
+    kind: type[DoRALayer] | None,
+    registration: Registration | None,
+    reads: tuple[Read, ...] | None,
+    modules: list[Found],
+) -> None:
+    """Sets whether and how a weight is adapted or can be.
+
+    Args:
+      kind: the class that adapts the module as a layer, if any.
+      reads: what reads the weight; None where no call was traced.
+    """
+    module: Any = site.found.module
+    is_kernel = kind is not None and site.param == kind.kernel_name
+    # A subclass that computes something else is no linear projection.
+    is_plain = kind is not None and type(module).__call__ is kind.base_type.__call__
+    is_read_outside = any(not one.scopes.intersection(site.found.paths) for one in reads or ())
+    if isinstance(module, DoRALayer) and is_kernel:
+        site.is_layer, site.is_adapted = True, True
+        site.how, site.is_linear = class_name(module.plain_type), module.is_linear(module)
+        if is_read_outside:
+            site.how += ", read without its adapter outside of its calls: give example="
+    elif isinstance(site.adapter, WeightAdapter):
+        spec = site.adapter.spec
+        site.is_adapted, site.axes, site.is_lookup = True, spec.axes, spec.is_lookup
+        site.is_linear = True
+        site.how = "read by its module's methods"
+    elif kind and is_kernel and (reads is None or (is_plain and not is_read_outside)):
+        plain_type = module.plain_type if has_dora_type(module) else type(module)
+        site.is_layer, site.how = True, class_name(plain_type)
+        site.is_linear = is_plain and kind.is_linear(module)
+        site.stack_axis = _stack_axis(reads)
+        if not is_plain:
+            site.refusal = (
+                f"a {type(module).__name__}, which computes something else than "
+                f"nnx.{kind.base_type.__name__}: give example="
+            )
+        elif reads == ():
+            site.refusal = "no operation of this call reads it"
+    elif registration is not None or reads is not None:
+        _from_reads(site, registration, modules, reads)
+    elif kind is None:
+        site.refusal = why_unknown(module)
+    else:
+        site.refusal = f"no {kind.kernel_name}, which is all that is adapted of its layer"
+
+
+def _paths_within(found: Found, name: str) -> tuple[str, ...]:
+    """Returns the paths of what a module has by this name."""
+    return tuple(f"{path}/{name}".lstrip("/") for path in found.paths)
 
 
 def _of_linen(module: nnx.Module, made: list[Site]) -> list[Site]:
@@ -171,7 +194,7 @@ def _contained_sites(found: Found) -> list[Site]:
         for keys, weight in inside:
             if is_weight(weight):
                 param = "/".join((name, *keys))
-                paths = tuple(f"{path}/{param}".lstrip("/") for path in found.paths)
+                paths = _paths_within(found, param)
                 made.append(Site(paths, found, param, refusal=refusal, contained=weight))
     return made
 
@@ -185,11 +208,17 @@ def _reads_of(traced: ReadLog | None, found: Found, param: str) -> tuple[Read, .
     )
 
 
-def _from_reads(site: Site, registration: Any, modules: list[Found], reads: Any) -> None:
-    """Sets what a registration and the reads of a weight say."""
+def _from_reads(
+    site: Site,
+    registration: Registration | None,
+    modules: list[Found],
+    reads: tuple[Read, ...] | None,
+) -> None:
+    """Sets what a registration and the reads of a weight say; one of both is there."""
     module = site.found.module
     axes = registration.axes_of(module, _stack_axis(reads)) if registration else None
     if reads is None:
+        assert registration is not None
         site.axes, site.reader = axes or "", (module, ())
         site.is_linear = registration.linear
         site.is_lookup = not registration.linear

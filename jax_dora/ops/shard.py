@@ -124,13 +124,12 @@ class Names(NamedTuple):
                 names = _names(text, stored(array).ndim)
                 named[-1].append(names)
                 if is_quantised(array):
-                    counts = list(zip(names, array.scale.shape, array.shape, strict=True))
-                    pieces |= {n: size if k == 1 else k for n, k, size in counts if k != size}
-                    tiled = (
-                        n if k == size else f"one_{n}" if k == 1 else n.upper()
-                        for n, k, size in counts
-                    )
-                    named[-1] += [tuple(tiled)] * (len(jax.tree.leaves(array)) - 1)
+                    axes = list(zip(names, array.scale.shape, array.shape, strict=True))
+                    for name, tiles, size in axes:
+                        if tiles != size:
+                            pieces[name] = size if tiles == 1 else tiles
+                    scales = tuple(_name_of_tiles(*axis) for axis in axes)
+                    named[-1] += [scales] * (len(jax.tree.leaves(array)) - 1)
         every = dict.fromkeys(itertools.chain(*named[0], *named[1]))
         contracted = (name for name in every if name.rstrip("0123456789") == op.contracted)
         return cls(named[0], named[1], tuple(contracted), pieces)
@@ -143,21 +142,22 @@ class Names(NamedTuple):
         agree on it, then the leading ones, and then the others: under FSDP rows and weights are
         sharded over the same axis of the mesh, and weights are what is gathered.
         """
-        wanted: list[tuple[str, tuple[str, ...]]] = []
-        for names, spec in zip([*self.results, *self.operands], [*results, *operands], strict=True):
-            wanted += zip(names, map(_axes, spec), strict=False)
         of_operands = list(zip(self.operands, operands, strict=True))
-        for name in self.contracted:
+        agreed: list[tuple[str, tuple[str, ...]]] = []
+        for name in reversed(self.contracted):
             every = [
                 dict(zip(names, map(_axes, spec), strict=False)).get(name, ())
                 for names, spec in of_operands
                 if name in names
             ]
-            wanted.insert(0, (name, tuple(a for a in every[0] if all(a in one for one in every))))
-        agreed, others = wanted[: len(self.contracted)], wanted[len(self.contracted) :]
+            agreed.append((name, tuple(a for a in every[0] if all(a in one for one in every))))
+        others: list[tuple[str, tuple[str, ...]]] = []
+        for names, spec in (*zip(self.results, results, strict=True), *of_operands):
+            others += zip(names, map(_axes, spec), strict=False)
+        others.sort(key=lambda one: not one[0].startswith("t"))
         found: dict[str, tuple[str, ...]] = {}
         used: set[str] = set()
-        for name, axes in agreed + sorted(others, key=lambda one: not one[0].startswith("t")):
+        for name, axes in agreed + others:
             free = tuple(axis for axis in axes if axis not in used)
             is_whole = name in WHOLE or name.isupper()
             if free and name not in found and not is_whole and self._divides(mesh, free, name):
@@ -208,6 +208,13 @@ def _names(text: str, rank: int) -> tuple[str, ...]:
     if names[:1] == ["t"]:
         names[:1] = [f"t{axis}" for axis in range(rank - len(names) + 1)]
     return tuple(names)
+
+
+def _name_of_tiles(name: str, tiles: int, size: int) -> str:
+    """Returns the name of an axis of scales, of which there are so many for an axis of `size`."""
+    if tiles == size:
+        return name
+    return f"one_{name}" if tiles == 1 else name.upper()
 
 
 def _axes(entry: Any) -> tuple[str, ...]:
