@@ -42,7 +42,7 @@ from benchmarks.model.protocol import LLAMA3, QUICK, Protocol
 from benchmarks.programs import Program, compiled
 from benchmarks.results import Row, milliseconds
 from jax_dora.bank import DECODING_OPTIONS, AdapterStore, HostAdapter
-from jax_dora.bank.host import Settled
+from jax_dora.bank.host import CachedG
 
 # What a result may differ from another way of it, relative to its norm: some roundings of bf16.
 MOST_DIFFERENT = 0.02
@@ -227,7 +227,7 @@ def _loads(settings: Settings) -> Iterator[Row]:
             times = []
             for _ in range(settings.rounds + 1):
                 if kind == "first":
-                    adapter = dataclasses.replace(adapter, settled=Settled())
+                    adapter = dataclasses.replace(adapter, cached_g=CachedG())
                 jax.block_until_ready(bank.arrays)
                 begin = time.perf_counter()
                 bank = bank.load(0, adapter)
@@ -251,7 +251,7 @@ def _scaled(adapter: HostAdapter, factor: float) -> HostAdapter:
         path: one._replace(scale=one.scale * np.float32(factor))
         for path, one in adapter.facts.items()
     }
-    return dataclasses.replace(adapter, facts=facts, settled=Settled())
+    return dataclasses.replace(adapter, facts=facts, cached_g=CachedG())
 
 
 def _compiled(settings: Settings, model: Any, bank: Any, shape: tuple[int, int]) -> list[Program]:

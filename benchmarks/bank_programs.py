@@ -114,10 +114,10 @@ def program(kind: str, graphdef: Any) -> Callable[..., jax.Array]:
 def _one_hot(state: Any, bank: dict[str, Slots], ids: jax.Array, x: jax.Array) -> jax.Array:
     kernels = {path[1]: variable.get_value() for path, variable in nnx.to_flat_state(state)}
     pairs = {name: (kernel, bank[f"layers/{name}"]) for name, kernel in kernels.items()}
-    for of_layer in unstacked(pairs, len(kernels["q_proj"])):
+    for one in unstacked(pairs, len(kernels["q_proj"])):
 
-        def by(x: jax.Array, *names: str, of_layer: Any = of_layer) -> list[jax.Array]:
-            return [one_hot(x, ids, *of_layer[name]) for name in names]
+        def by(x: jax.Array, *names: str, pairs: Any = one) -> list[jax.Array]:
+            return [one_hot(x, ids, *pairs[name]) for name in names]
 
         x = layer(x, by)
     return x

@@ -52,13 +52,13 @@ class HostAdapter:
         8 to 15 and so on; without the paths that have no such ranks.
       facts: by path, for every path of the bank.
       rank: the largest.
-      settled: what the first load has found.
+      cached_g: the g that the last load has found.
     """
 
     pieces: tuple[Mapping[str, np.ndarray], ...]
     facts: Mapping[str, "Facts"]
     rank: int
-    settled: "Settled" = dataclasses.field(default_factory=lambda: Settled(), compare=False)
+    cached_g: "CachedG" = dataclasses.field(default_factory=lambda: CachedG(), compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -68,7 +68,7 @@ class HostAdapter:
     def facts_beside(self, kernels: Any) -> dict[str, "Facts"]:
         """Returns the facts for a load beside these kernels: where g is known, as numbers that no
         norm has to be taken for."""
-        g = self.settled.beside(kernels)
+        g = self.cached_g.beside(kernels)
         if g is None:
             return dict(self.facts)
         return {
@@ -77,7 +77,7 @@ class HostAdapter:
         }
 
 
-class Settled:
+class CachedG:
     """The g of an adapter beside the kernels that it was last loaded beside, in host memory: with
     it the adapter is loaded again without a norm."""
 
@@ -92,7 +92,7 @@ class Settled:
             return None
         return {path: np.asarray(g) for path, g in self._g.items()}
 
-    def settle(self, kernels: Any, g: Mapping[str, jax.Array]) -> None:
+    def keep(self, kernels: Any, g: Mapping[str, jax.Array]) -> None:
         """Keeps g, which is on its way to the host."""
         for one in g.values():
             one.copy_to_host_async()

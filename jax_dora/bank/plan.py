@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 from jax_dora import ops
-from jax_dora.bank.host import RANKS, Facts, HostAdapter, Settled, piece_shape
+from jax_dora.bank.host import RANKS, CachedG, Facts, HostAdapter, piece_shape
 from jax_dora.bank.projections import BankProjection, groups
 from jax_dora.layers.call import bounded_norm
 from jax_dora.ops.bank_slots import Slots
@@ -67,7 +67,7 @@ class Plan:
         # Sent once: for the projections that an adapter leaves out, and slots and ranks by number.
         self._zeros: dict[str, tuple[jax.Array, ...]] = {}
         self._numbers: dict[int, jax.Array] = {}
-        self._arriving: list[Settled] = []
+        self._arriving: list[CachedG] = []
 
         def compiled(function: Callable[..., Any], results: Any) -> Callable[..., Any]:
             if is_explicit:
@@ -125,7 +125,7 @@ class Plan:
             part, g_of_group = group.finish(part, of_group, facts, number)
             arrays |= part
             g |= g_of_group
-        self._settle(host.settled, kernels, g)
+        self._keep_g(host.cached_g, kernels, g)
         return arrays
 
     def _number(self, number: int) -> Any:
@@ -166,12 +166,12 @@ class Plan:
             jax.device_put(lora_b, _without(sharding.lora_b, -3)),
         )
 
-    def _settle(self, settled: Settled, kernels: Any, g: Mapping[str, jax.Array]) -> None:
+    def _keep_g(self, cached: CachedG, kernels: Any, g: Mapping[str, jax.Array]) -> None:
         """Keeps the g of an adapter that has been loaded; does not wait for it."""
         self._arriving = [one for one in self._arriving if not one.has_arrived()]
-        if settled.beside(kernels) is None:
-            settled.settle(kernels, g)
-            self._arriving.append(settled)
+        if cached.beside(kernels) is None:
+            cached.keep(kernels, g)
+            self._arriving.append(cached)
 
     def _finish(
         self, arrays: Arrays, kernels: Mapping[str, Any], facts: Mapping[str, Facts], slot: Any

@@ -23,6 +23,7 @@ from jax_dora.ops import mesh as meshes
 from jax_dora.ops.compose import accumulator
 from jax_dora.ops.linear import NORM_NAME, scaled_linear
 from jax_dora.ops.norm import epsilon, norm_implementation, ratio
+from jax_dora.ops.operands import Projection
 from jax_dora.ops.quantised import stored
 
 # Odd, so that the masks of products that share a seed differ.
@@ -172,9 +173,11 @@ def product(layer: Any, operands: Mapping[str, Any]) -> jax.Array:
     Args:
       operands: x, kernel, lora_a, lora_b, g, bias and dropout, or None for the last two.
     """
+    arrays = dict(operands)
+    dropout = arrays.pop("dropout")
     return scaled_linear(
-        **operands,
-        scale=layer.scale,
+        Projection(**arrays, scale=layer.scale),
+        dropout,
         implementation=layer.implementation,
         precision=layer.precision,
         keep_inner=layer.keep_inner,

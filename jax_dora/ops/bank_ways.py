@@ -104,9 +104,9 @@ def _by_tiles(
     order = jnp.argsort(ids, stable=True)
     starts = jnp.cumsum(sizes) - sizes
     sorted_ids = ids[order]
-    place = jnp.arange(rows, dtype=jnp.int32) - starts[sorted_ids]
-    place = place + tile * (ends - of_slot)[sorted_ids]
-    row_of = jnp.zeros(rows, jnp.int32).at[order].set(place)
+    position = jnp.arange(rows, dtype=jnp.int32) - starts[sorted_ids]
+    position = position + tile * (ends - of_slot)[sorted_ids]
+    row_of = jnp.zeros(rows, jnp.int32).at[order].set(position)
     slot_of = jnp.searchsorted(ends, jnp.arange(tiles, dtype=jnp.int32), side="right")
     slot_of = jnp.minimum(slot_of, count - 1)
     tiled = jnp.zeros((tiles * tile, x.shape[1]), x.dtype).at[row_of].set(x)

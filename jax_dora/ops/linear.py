@@ -90,39 +90,33 @@ def dora_linear(
         by = norm_implementation(implementation)
         norm = factored_norm(kernel, lora_a, lora_b, scale, implementation=by)
         norm = jnp.asarray(checkpoint_name(norm, NORM_NAME))
+    g = magnitude_scale(magnitude, norm, _dtype(x, kernel))
     return scaled_linear(
-        x,
-        kernel,
-        lora_a,
-        lora_b,
-        magnitude_scale(magnitude, norm, _dtype(x, kernel)),
-        scale,
-        bias=bias,
+        Projection(x, kernel, lora_a, lora_b, g, scale, bias),
+        dropout,
         implementation=implementation,
         precision=precision,
-        dropout=dropout,
         keep_inner=keep_inner,
         act_qtype=act_qtype,
     )
 
 
 def scaled_linear(
-    x: jax.Array,
-    kernel: jax.Array,
-    lora_a: jax.Array,
-    lora_b: jax.Array,
-    g: jax.Array | None,
-    scale: ArrayLike,
+    operands: Projection,
+    dropout: Dropout | None = None,
     *,
-    bias: jax.Array | None = None,
     implementation: str | None = None,
     precision: jax.lax.PrecisionLike = None,
-    dropout: Dropout | None = None,
     keep_inner: bool = False,
     act_qtype: str | None = None,
 ) -> jax.Array:
-    """Returns g ∘ x (kernel + scale·lora_a lora_b) + bias: `dora_linear`, given g, f32[out]; None
-    stands for ones."""
+    """Returns g ∘ x (kernel + scale·lora_a lora_b) + bias: `dora_linear`, given g.
+
+    Args:
+      operands: without seed and z; g is of any float dtype, and None stands for ones.
+      dropout, implementation, precision, keep_inner, act_qtype: as `dora_linear`'s.
+    """
+    x, kernel, lora_a, lora_b, g, scale, bias, *_ = operands
     _check_operands(x, kernel, lora_a, lora_b, implementation, act_qtype)
     for name, vector in (("g", g), ("bias", bias)):
         if vector is not None:
@@ -138,8 +132,7 @@ def scaled_linear(
         )
     by, op = static_precision(precision), "lora_linear" if g is None else "dora_linear"
     static = Static(op, implementation, by, rate, mode, keep_inner, act_qtype)
-    scale = check.scale_array(scale)
-    operands = Projection(x, kernel, lora_a, lora_b, g, scale, bias, seed)
+    operands = operands._replace(g=g, scale=check.scale_array(scale), seed=seed)
     return _on_mesh(static, operands)(operands)
 
 
@@ -177,9 +170,13 @@ def lora_linear(
             "dropout has mode 'input', in which the kernel's product of the dropped x is scaled by "
             "g; expected mode 'adapter'"
         )
-    options = {"precision": precision, "dropout": dropout, "act_qtype": act_qtype}
-    operands = x, kernel, lora_a, lora_b, None, scale
-    inner = scaled_linear(*operands, implementation=implementation, **options)
+    inner = scaled_linear(
+        Projection(x, kernel, lora_a, lora_b, g=None, scale=scale),
+        dropout,
+        implementation=implementation,
+        precision=precision,
+        act_qtype=act_qtype,
+    )
     return jnp.asarray(checkpoint_name(inner, INNER_NAME if keep_inner else RESULT_NAME))
 
 

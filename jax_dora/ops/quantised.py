@@ -246,8 +246,8 @@ def _changed(kernel: Any, qvalue: jax.Array, tiled: Callable[[jax.Array], jax.Ar
 
 
 def rows_of_block(kernel: Any, elements: int) -> int:
-    """Returns how many rows of a matrix a block has, of at most `elements` elements if a row is:
-    a multiple of the tile's rows, or a part of them."""
+    """Returns how many rows of a matrix a block has: a multiple of the tile's rows, or a part of
+    them, of at most `elements` elements, or one row where that has more."""
     in_features, out = kernel.shape
     tile = format_of(kernel).tile[0]
     most = max(elements // max(out, 1), 1)
@@ -272,15 +272,15 @@ def as_matrices(kernel: Any, split: tuple[int, ...], groups: tuple[tuple[int, ..
 
     def arranged(tiles: jax.Array) -> jax.Array:
         tiles = _split_tiles(tiles, kernel.shape, split).transpose(order)
-        sizes, place, joined = [split[axis] for axis in order], 0, []
+        sizes, first, joined = [split[axis] for axis in order], 0, []
         for group in groups:
-            inner = range(place, place + len(group))
+            end = first + len(group)
             # Tiles of a joined axis are runs: whole axes behind the one that is tiled, if any.
-            coarse = next((a for a in reversed(inner) if tiles.shape[a] > 1), place)
-            for axis in range(place, coarse):
+            tiled = [axis for axis in range(first, end) if tiles.shape[axis] > 1]
+            for axis in range(first, tiled[-1] if tiled else first):
                 tiles = repeated(tiles, axis, sizes[axis])
-            joined.append(math.prod(tiles.shape[place : place + len(group)]))
-            place += len(group)
+            joined.append(math.prod(tiles.shape[first:end]))
+            first = end
         return tiles.reshape(joined)
 
     return _changed(kernel, kernel.qvalue.reshape(split).transpose(order).reshape(shape), arranged)

@@ -22,6 +22,7 @@ from jax_dora.ops import mesh as meshes
 from jax_dora.ops.compose import accumulator
 from jax_dora.ops.dropout import Dropout, drop_for
 from jax_dora.ops.linear import scaled_linear
+from jax_dora.ops.operands import Projection
 from jax_dora.weights.matrices import made_plan, matrices
 from jax_dora.weights.operations import Lookup, Product, Ragged
 from jax_dora.weights.weight import Weight, effective
@@ -126,12 +127,10 @@ class AdaptedReader:
         if is_transposed:
             return times_transposed(x, **arrays, scale=self.rule.scale, precision=product.precision)
         return scaled_linear(
-            x,
-            **arrays,
-            scale=self.rule.scale,
+            Projection(x, **arrays, scale=self.rule.scale),
+            dropout,
             implementation=self.rule.implementation,
             precision=product.precision,
-            dropout=dropout,
             keep_inner=self.rule.keep_inner,
         )
 

@@ -106,8 +106,8 @@ def load_adapter(
     source.tell_of_replaced(fit, model_outline)
     tell_of_shared(model, fit.adapters.keys())
     replace(model, new)
-    for layer, of_layer in values:
-        _fill(layer, of_layer)
+    for layer, tensors in values:
+        _fill(layer, tensors)
     for name in fit.untied:
         _untie(model, name)
     parameters = parameters_of(model)
