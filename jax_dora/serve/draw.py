@@ -1,4 +1,4 @@
-"""The next token of every row, each by its own request's wishes.
+"""The next token of every row, each by its own request's settings.
 
 A row's draw depends on its logits, its seed and its place in the text, and on no other row: what
 other rows ask for decides only whether work is left out whose result would not be used.
@@ -14,7 +14,7 @@ from jax import lax
 from jax_dora.serve.request import TOP_LOGPROBS
 
 
-class Wishes(NamedTuple):
+class DrawSettings(NamedTuple):
     """The settings that the requests in the rows of a batch ask for; an array each."""
 
     adapters: jax.Array  # i32[rows]: slots of the bank, -1 for the base alone
@@ -24,11 +24,11 @@ class Wishes(NamedTuple):
     logprobs: jax.Array  # bool[rows]
 
 
-class Asked(NamedTuple):
-    """The settings that any row of a batch asks for; the rest need not be computed.
+class DrawFeatures(NamedTuple):
+    """The features of drawing that some row of a batch needs; the others are not computed.
 
-    The host knows it, and picks the program: it would have to wait for the device's word before
-    it can launch what a condition in a program chooses.
+    The host knows them and picks the program: it would have to wait for the device before it could
+    launch what a condition in a program chooses.
     """
 
     samples: bool
@@ -36,21 +36,25 @@ class Asked(NamedTuple):
     logprobs: bool
 
     @classmethod
-    def by(cls, wishes: Wishes) -> "Asked":
-        """Returns what these wishes, numpy's arrays, ask for."""
-        samples = np.asarray(wishes.temperatures) > 0
-        some = samples.any(), (samples & (np.asarray(wishes.top_p) < 1)).any()
-        return cls(*map(bool, (*some, np.asarray(wishes.logprobs).any())))
+    def by(cls, settings: DrawSettings) -> "DrawFeatures":
+        """Returns the features that these settings, NumPy's arrays, need."""
+        samples = np.asarray(settings.temperatures) > 0
+        return cls(
+            samples=bool(samples.any()),
+            top_p=bool((samples & (np.asarray(settings.top_p) < 1)).any()),
+            logprobs=bool(np.asarray(settings.logprobs).any()),
+        )
 
     @classmethod
-    def all(cls) -> "tuple[Asked, ...]":
-        """Returns whatever can be asked for."""
+    def all(cls) -> "tuple[DrawFeatures, ...]":
+        """Returns every combination that settings can need."""
         drawn = (False, False), (True, False), (True, True)
         return tuple(cls(*one, logprobs) for one in drawn for logprobs in (False, True))
 
 
 class Drawn(NamedTuple):
-    """The tokens drawn, and what is told about them; the last three are zero where nobody asks."""
+    """The tokens drawn, and their probabilities; the last three fields are zero where no row needs
+    them."""
 
     tokens: jax.Array  # i32[rows]
     finite: jax.Array  # bool[rows]: whether the row's logits are numbers
@@ -59,29 +63,33 @@ class Drawn(NamedTuple):
     their_logprobs: jax.Array  # f32[rows, TOP_LOGPROBS]
 
 
-def draw(logits: jax.Array, wishes: Wishes, positions: jax.Array, asked: Asked) -> Drawn:
-    """Returns the next tokens from logits [rows, vocab], for these places i32[rows]."""
+def draw(
+    logits: jax.Array, settings: DrawSettings, positions: jax.Array, features: DrawFeatures
+) -> Drawn:
+    """Returns the next tokens from logits [rows, vocab], for these positions i32[rows]."""
     logits = logits.astype(jnp.float32)
     tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    if asked.samples:
-        sampled = _sample(logits, wishes, positions, asked.top_p)
-        tokens = jnp.where(wishes.temperatures > 0, sampled, tokens)
-    if asked.logprobs:
+    if features.samples:
+        sampled = _sample(logits, settings, positions, features.top_p)
+        tokens = jnp.where(settings.temperatures > 0, sampled, tokens)
+    if features.logprobs:
         told = _logprobs(logits, tokens)
     else:
         told = jax.tree.map(jnp.zeros_like, jax.eval_shape(_logprobs, logits, tokens))
     return Drawn(tokens, jnp.all(jnp.isfinite(logits), axis=-1), *told)
 
 
-def _sample(logits: jax.Array, wishes: Wishes, positions: jax.Array, by_top_p: bool) -> jax.Array:
-    temperatures = jnp.where(wishes.temperatures > 0, wishes.temperatures, 1.0)[:, None]
+def _sample(
+    logits: jax.Array, settings: DrawSettings, positions: jax.Array, by_top_p: bool
+) -> jax.Array:
+    temperatures = jnp.where(settings.temperatures > 0, settings.temperatures, 1.0)[:, None]
     # From the highest down, so that no temperature makes two infinities of them.
     logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperatures
     if by_top_p:
-        top_p = wishes.top_p[:, None]
+        top_p = settings.top_p[:, None]
         least = jnp.where(top_p < 1, _least_kept(logits, top_p), -jnp.inf)
         logits = jnp.where(logits >= least, logits, -jnp.inf)
-    keys = jax.random.wrap_key_data(wishes.seeds, impl="threefry2x32")
+    keys = jax.random.wrap_key_data(settings.seeds, impl="threefry2x32")
     keys = jax.vmap(jax.random.fold_in)(keys, positions)
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 

@@ -23,7 +23,7 @@ from jax_dora.bank import DECODING_OPTIONS
 from jax_dora.bank.residents import Residents
 from jax_dora.models import Cache, CausalLM, DecoderConfig, DecoderSharding, make_cache
 from jax_dora.models.decoder import for_inference, loop_options
-from jax_dora.serve.draw import Asked, Drawn, Wishes, draw
+from jax_dora.serve.draw import DrawFeatures, Drawn, DrawSettings, draw
 from jax_dora.serve.request import Request
 
 # The layers' projections; a head and an embedding have no adapters here.
@@ -91,8 +91,8 @@ class Slots:
         self.widths = tuple(_widths(chunk))
         self.together = {width: min(chunk // width, rows) for width in self.widths}
         self._cache, self._tokens = _empty(model.config, rows, capacity)
-        self._host = _no_wishes(rows)
-        self._wishes: tuple[Asked, Wishes] | None = None
+        self._host = _default_settings(rows)
+        self._sent: tuple[DrawFeatures, DrawSettings] | None = None
         self._going: tuple[int, ...] | None = None
 
     def width(self, left: int) -> int:
@@ -103,20 +103,20 @@ class Slots:
         return next((one for one in reversed(self.widths) if one >= left), self.widths[0])
 
     def take(self, row: int, request: Request, slot: int) -> None:
-        """Puts a request's wishes into a row; `slot` is its adapter's in the bank, or -1."""
+        """Puts a request's settings into a row; `slot` is its adapter's in the bank, or -1."""
         style = request.style
         seed = np.array([style.seed >> 32, style.seed & 0xFFFF_FFFF], np.uint32)
-        wished = (slot, seed, style.temperature, style.top_p, style.logprobs is not None)
-        for array, value in zip(self._host, wished, strict=True):
+        values = (slot, seed, style.temperature, style.top_p, style.logprobs is not None)
+        for array, value in zip(self._host, values, strict=True):
             array[row] = value
-        self._wishes = None
+        self._sent = None
 
     def give_up(self, row: int) -> None:
         """Frees a row, and wipes it: what is masked counts with a probability of 0, which makes 0
         of any number but of NaN."""
-        for array, value in zip(self._host, _no_wishes(1), strict=True):
+        for array, value in zip(self._host, _default_settings(1), strict=True):
             array[row] = value[0]
-        self._wishes = None
+        self._sent = None
         self._cache = _wipe(self._cache, np.int32(row))
 
     def read(self, parts: Sequence[Part], width: int) -> Drawn:
@@ -144,25 +144,26 @@ class Slots:
         # Twice: a cache that has passed beside weights committed to a device is committed too.
         for width in 2 * self.widths:
             self.read((), width)
-        wishes = self._wished()[1]
-        for asked in Asked.all():
-            self._wishes = asked, wishes
+        settings = self._sent_settings()[1]
+        for features in DrawFeatures.all():
+            self._sent = features, settings
             self.step(())
         self.give_up(0)
         jax.block_until_ready(self._cache)
 
-    def _wished(self) -> tuple[Asked, Wishes]:
-        if self._wishes is None:
+    def _sent_settings(self) -> tuple[DrawFeatures, DrawSettings]:
+        """Returns the rows' settings on the device, and what they need."""
+        if self._sent is None:
             # Copies: the host's go on changing.
-            copies = Wishes(*(one.copy() for one in self._host))
-            self._wishes = Asked.by(copies), jax.device_put(copies)
-        return self._wishes
+            copies = DrawSettings(*(one.copy() for one in self._host))
+            self._sent = DrawFeatures.by(copies), jax.device_put(copies)
+        return self._sent
 
     def _run(self, program: Callable[..., tuple[Logits, Cache]], *given: Any) -> Drawn:
-        asked, wishes = self._wished()
+        features, settings = self._sent_settings()
         bank = None if self._bank is None else self._bank.bank
-        logits, self._cache = program(self._state, bank, self._cache, wishes.adapters, *given)
-        drawn, self._tokens = _draw(self._sharding, asked, logits, wishes, self._tokens)
+        logits, self._cache = program(self._state, bank, self._cache, settings.adapters, *given)
+        drawn, self._tokens = _draw(self._sharding, features, logits, settings, self._tokens)
         return drawn
 
 
@@ -188,15 +189,16 @@ def _widths(chunk: int) -> Iterable[int]:
         yield chunk
 
 
-def _no_wishes(rows: int) -> Wishes:
-    arrays: list[Any] = [
-        np.full((rows,), -1, np.int32),
-        np.zeros((rows, 2), np.uint32),
-        np.zeros((rows,), np.float32),
-        np.ones((rows,), np.float32),
-        np.zeros((rows,), np.bool_),
-    ]
-    return Wishes(*arrays)
+def _default_settings(rows: int) -> DrawSettings:
+    """Returns the settings of rows that hold no request, on the host."""
+    arrays: dict[str, Any] = {
+        "adapters": np.full((rows,), -1, np.int32),
+        "seeds": np.zeros((rows, 2), np.uint32),
+        "temperatures": np.zeros((rows,), np.float32),
+        "top_p": np.ones((rows,), np.float32),
+        "logprobs": np.zeros((rows,), np.bool_),
+    }
+    return DrawSettings(**arrays)
 
 
 @functools.partial(jax.jit, static_argnums=range(3))
@@ -268,13 +270,13 @@ def _step(
 @functools.partial(jax.jit, static_argnums=range(2), donate_argnums=4)
 def _draw(
     sharding: DecoderSharding | None,
-    asked: Asked,
+    features: DrawFeatures,
     logits: Logits,
-    wishes: Wishes,
+    settings: DrawSettings,
     latest: jax.Array,
 ) -> tuple[Drawn, jax.Array]:
     """Returns what is drawn for every row, and the latest token of each."""
-    drawn = draw(logits.values, wishes, logits.positions, asked)
+    drawn = draw(logits.values, settings, logits.positions, features)
     return _placed(sharding, drawn, jnp.where(logits.active > 0, drawn.tokens, latest))
 
 
