@@ -51,7 +51,8 @@ class Kernel:
     launched: Callable[..., Any] | None = None
 
     def launch(self, *operands: jax.Array, config: Any = None) -> Any:
-        """Returns the kernel's results, with its own choice of a config if that is None."""
+        """Returns the kernel's results, launched by `config`, or by the kernel's own choice if that
+        is None."""
         sizes: dict[str, int] = {}
         for axes, operand in zip(self.operands, operands, strict=True):
             names = axes.removeprefix("nf4 ").split()

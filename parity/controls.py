@@ -128,7 +128,8 @@ def _sound(run: Callable[[Any], Any], side: Backend | None) -> Any:
 
 
 def _both(run: Callable[[Backend], Any], backend: Backend | None) -> dict[Backend, Any]:
-    """Returns what `run` gives for each side: anew where a fault is planted."""
+    """Returns the result of `run` for each side, computed again for the side in which a fault is
+    planted."""
     return {side: run(side) if side == backend else _sound(run, side) for side in SIDES}
 
 

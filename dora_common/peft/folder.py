@@ -66,8 +66,8 @@ class Folder:
         return found
 
     def tell_of_replaced(self, fit: Fit, outline: Outline) -> None:
-        """Logs what `save_adapter` has to be given to store again what the folder replaces in the
-        base model, of this outline, which does not tell of it."""
+        """Logs the arguments that `save_adapter` needs to store again what the folder replaces in
+        the base model, since the model does not remember it."""
         config, rows = self.config, self.config.trainable_token_indices
         embeddings = sum(layer.kind == "embedding" for layer in outline.layers)
         if not isinstance(rows, Mapping) and embeddings != 1:

@@ -190,8 +190,8 @@ class AdapterBank:
         return self.tree_unflatten(self._plan, (arrays,))
 
     def checked(self, adapter_ids: Any) -> jax.Array:
-        """Returns a batch's slots as i32[batch], in which `slots` stands for an id that is none;
-        raises as `with_bank` where it can."""
+        """Returns a batch's slots as i32[batch], with `slots` in place of an id that is out of
+        range; raises as `with_bank` where the ids are known."""
         if not isinstance(adapter_ids, jax.Array | np.ndarray):
             # A list of no ids would be one of floats.
             adapter_ids = np.asarray(adapter_ids, None if np.size(adapter_ids) else np.int32)

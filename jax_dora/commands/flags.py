@@ -1,4 +1,4 @@
-"""Flags with ranges: what is out of range is told in one line."""
+"""Parsers of flags with ranges, whose errors take one line."""
 
 import argparse
 import contextlib
@@ -59,7 +59,8 @@ def whole(least: int, most: int = MOST) -> Callable[[str], int]:
 
 
 def number(told: str, is_right: Callable[[float], bool]) -> Callable[[str], float]:
-    """Returns a parser of the numbers of float32 for which `is_right`, as `told`."""
+    """Returns a parser of the numbers of float32 for which `is_right`; `told` describes them in its
+    error."""
 
     def parse(text: str) -> float:
         try:

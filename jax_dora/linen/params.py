@@ -1,4 +1,4 @@
-"""Adapters in a linen model's params: told apart, taken out and put back."""
+"""Adapters in a linen model's params: found, taken out and put back."""
 
 from collections.abc import Container, Mapping
 from typing import Any

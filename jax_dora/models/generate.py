@@ -159,8 +159,8 @@ def _step(
     tokens: jax.Array,
     given: jax.Array,
 ) -> tuple[jax.Array, jax.Array, Cache]:
-    """Reads `given` i32[batch] tokens of each row, and draws the next; tells of each row whether
-    its logits are finite."""
+    """Reads `given` i32[batch] tokens of each row, and draws the next; returns these, whether each
+    row's logits are finite, and the cache."""
     model = nnx.merge(graphdef, state)
     hidden, cache = model.extend(tokens, cache, given)
     last = jnp.take_along_axis(hidden, (given - 1)[:, None, None], axis=1)[:, 0]

@@ -48,8 +48,8 @@ def with_gradient(
 
 
 def pack(tree: Any) -> Any:
-    """Returns `tree`, of arrays, None and True, as arrays alone; none of its own is an empty vector
-    of bool or int8."""
+    """Returns `tree`, of arrays, None and True, as arrays alone. None and True become empty vectors
+    of bool and of int8, which no operand is."""
 
     def one(leaf: Any) -> Any:
         if leaf is None or leaf is True:

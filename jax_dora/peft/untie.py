@@ -36,8 +36,8 @@ class UntiedEmbed(nnx.Embed):
 
 
 def untie(model: Any, view: TorchView, fit: Fit, config: AdapterConfig) -> Any:
-    """Gives the parameters of `fit.untied` arrays of their own: a head that is None becomes an
-    `nnx.Linear`, and where `attend` may be a head that no name tells of, the embedding becomes an
+    """Gives the parameters of `fit.untied` arrays of their own. A head that is None becomes an
+    `nnx.Linear`; where the embedding's `attend` may be the head, the embedding becomes an
     `UntiedEmbed`.
 
     Args:

@@ -111,7 +111,7 @@ def _given(body: Any) -> dict[str, Any]:
 
 
 def _refuse(body: dict[str, Any], neutral: Neutral) -> None:
-    """Refuses the fields that nobody has taken, but for those that ask for nothing."""
+    """Refuses the fields that are not supported, unless they have a value that changes nothing."""
     for name, value in body.items():
         if name in FREE:
             if not isinstance(value, FREE[name]):

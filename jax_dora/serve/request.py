@@ -44,7 +44,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Style:
-    """The settings by which an answer is drawn, where it ends, and what is told of it.
+    """The settings by which an answer is drawn and ended, and what is reported of its tokens.
 
     Attributes:
       temperature: logits are divided by it; 0 takes the likeliest token.

@@ -48,7 +48,7 @@ def dora_type(base: type[nnx.Module]) -> type[Any]:
 
 
 def _own_keys(self: Any) -> Iterator[str]:
-    """Yields the keys of an `nnx.Dict` but for those by which it has adapters."""
+    """Yields the keys of an `nnx.Dict`, without those of its adapters."""
     added = {spec.attribute(name) for spec in self.dora_specs for name in ATTRIBUTES}
     added |= {"dora_specs", "dora_reads"}
     return (key for key in self.plain_type.__iter__(self) if key not in added)
@@ -148,7 +148,7 @@ def at_path(module: Any, path: tuple[str, ...]) -> Any:
 
 
 def adapters_of(module: Any) -> list[WeightAdapter]:
-    """Returns the adapted weights that `module` owns, but for those of a `DoRALayer`."""
+    """Returns the adapted weights that `module` owns, without that of a `DoRALayer`."""
     if not has_dora_type(module):
         return []
     return [WeightAdapter(module, spec) for spec in module.dora_specs]

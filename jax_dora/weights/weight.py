@@ -34,7 +34,7 @@ class Reader(Protocol):
         ...
 
     def other(self, weight: "Weight", name: str) -> jax.Array:
-        """Returns the whole array, for the operation `name` that is none of these."""
+        """Returns the whole array, for any other operation, called `name`."""
         ...
 
 

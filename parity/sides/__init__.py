@@ -59,7 +59,7 @@ SIDES: dict[Backend, Side] = {
 def chosen(
     op: Callable, plain: Callable, implementation: Implementation, **options: Any
 ) -> Callable:
-    """Returns a package's operator, by an implementation that it is told, or the plain one."""
+    """Returns a package's operator with its implementation bound, or the plain operator."""
     if implementation != "plain":
         return functools.partial(op, implementation=implementation, **options)
     return functools.partial(plain, **options)

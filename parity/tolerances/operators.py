@@ -65,8 +65,8 @@ def compose(base, lora, g, scale: float, dtype) -> Array:
 
 
 def compose_delta(base, lora, g, scale: float, dtype) -> Array:
-    """Returns what `ΔY = (g-1)·base + g·(s·lora)` may lie off: as `compose` but for `base` itself,
-    of whose size nothing may enter."""
+    """Returns the bound of `ΔY = (g-1)·base + g·(s·lora)`: that of `compose` without the rounding
+    of `base` itself, whose size must not matter."""
     base, lora, g = fp64(base), fp64(lora), fp64(g)
     entering = abs((g - 1) * base) + abs(g * scale * lora)
     delta = (g - 1) * base + g * (scale * lora)

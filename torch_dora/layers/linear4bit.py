@@ -47,7 +47,7 @@ class DoRALinear4bit(DoRALinear):
         return self.settings.quant_state
 
     def _release_base(self) -> None:
-        """Lets go of the base's tensors, but for the scales, which FSDP does not know."""
+        """Lets go of the base's tensors, except for the scales, which FSDP does not know."""
         if not placement.is_lent(self.weight):
             self.settings.quant_state = self.quant_state
         super()._release_base()

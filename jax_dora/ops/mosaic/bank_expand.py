@@ -38,8 +38,8 @@ def refuses(groups: int, time: int, rank: int, out: int, dtype: jax.typing.DType
 
 
 def wins(groups: int, time: int, rank: int, out: int, dtype: jax.typing.DTypeLike) -> bool:
-    """Returns whether the kernel is taken to be no slower than XLA: where that of one adapter is,
-    of which this is a copy but for where B lies."""
+    """Returns whether the kernel is expected to be no slower than XLA: where the kernel of a single
+    adapter is, from which this one differs only in where B lies."""
     return expand_compose.wins(groups * time, rank, out, dtype)
 
 

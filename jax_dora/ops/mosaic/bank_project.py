@@ -35,9 +35,10 @@ def refuses(
 def wins(
     groups: int, time: int, in_features: int, out: int, rank: int, dtype: jax.typing.DTypeLike
 ) -> bool:
-    """Returns whether the kernel is taken to be no slower than XLA's product: where that of one
-    adapter is, of which this is a copy but for where W and B lie; it was at prompts of 8 × 512
-    tokens and the projections of Llama 3 8B (H100, `benchmarks bank`)."""
+    """Returns whether the kernel is expected to be no slower than XLA's product: where the kernel
+    of a single adapter is, from which this one differs only in where W and B lie. It was measured
+    to be at prompts of 8 × 512 tokens and the projections of Llama 3 8B (H100, `benchmarks
+    bank`)."""
     return product_tiling.wins(groups * time, in_features, out, dtype)
 
 

@@ -171,8 +171,8 @@ def shared_memory(
 
 
 def first_with_room(configs: Iterable[Config], *taken: int) -> Config | None:
-    """Returns the first of `configs` that shared memory has room for, or None; `taken` are the
-    further arguments of `shared_memory`."""
+    """Returns the first of `configs` that fits into shared memory, or None; `taken` are the further
+    arguments of `shared_memory`."""
     return next((c for c in configs if shared_memory(c, *taken) <= SHARED_MEMORY), None)
 
 

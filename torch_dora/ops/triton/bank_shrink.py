@@ -41,8 +41,8 @@ CONFIG = Config()
 
 
 def refuses(call: Call) -> str | None:
-    """Returns why the kernels cannot take a call, whose features are the ranks that the bank has
-    room for, and whose dtypes are of x, of the bank and of the result; None when they can."""
+    """Returns why the kernels cannot take a call, or None. The call's features are the rank that
+    the bank has room for; its dtypes are those of x, of the bank and of the result."""
     wanted, *others = call.dtypes
     if wanted not in (torch.float16, torch.bfloat16):
         return f"multiplies on tensor cores, float16 or bfloat16; got {wanted}"
