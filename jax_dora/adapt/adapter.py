@@ -223,8 +223,8 @@ def rules_by_path(adapter: Adapter) -> dict[str, DoRARule]:
     patterns = {path: re.escape(path) for path in adapter.arrays}
     if odd := rules.keys() ^ set(patterns.values()):
         raise ValueError(
-            "adapter has not one rule for each layer of its arrays; expected rules and arrays of "
-            f"one get_adapter, which these are not in both of:{listing(odd)}"
+            "adapter has rules and arrays of different layers; expected a rule for each layer that "
+            f"has arrays, as get_adapter returns them. Layers not in both of:{listing(odd)}"
         )
     for path, arrays in adapter.arrays.items():
         if arrays.keys() != set(ADAPTER_NAMES):

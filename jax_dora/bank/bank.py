@@ -216,11 +216,11 @@ class AdapterBank:
         return {path: kernel.get_value() for path, kernel in self._held().kernels.items()}
 
     def _held(self) -> Base:
+        """Returns the model that the bank is beside, with its kernels."""
         if self._base is None:
             raise ValueError(
-                "the bank was put together again from its arrays when no bank of its model was "
-                "left, nor the model with it; expected one that is alive meanwhile: keep it, or "
-                "make a new AdapterBank"
+                "the bank was rebuilt from its arrays when its model was gone, and every bank that "
+                "held it; keep one of them meanwhile, or make a new AdapterBank"
             )
         return self._base
 
@@ -241,6 +241,6 @@ class AdapterBank:
             array.shape != shapes[path] for piece in adapter.pieces for path, array in piece.items()
         ):
             raise ValueError(
-                "adapter was read by the bank of another model; expected what this bank's read, or "
-                "one's of the same model and path=, has returned"
+                "adapter was read by the bank of another model; expected one that this bank has "
+                "read, or a bank of the same model and path="
             )

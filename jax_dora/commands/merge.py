@@ -31,8 +31,8 @@ def run(args: argparse.Namespace) -> int:
         if model.lm_head is None and isinstance(model.model.embed_tokens, jax_dora.DoRALayer):
             raise NotImplementedError(
                 f"--adapter {args.adapter} adapts the embedding, to which this model's head is "
-                "tied; expected the head to stay as it is, as in PEFT, which no merged folder of a "
-                "tied model can say"
+                "tied; expected an adapter without it: PEFT leaves the head as it is, and a merged "
+                "folder of a tied model has one array for both"
             )
         merged, report = jax_dora.merge_dora(model, return_report=True)
         save_model(merged, args.output, read_config(folder), tokenizer_from=folder)

@@ -229,8 +229,8 @@ class Plan:
         if self.args.merge is not None and takes_embedding and self.config.tie_word_embeddings:
             raise ValueError(
                 f"--merge is given and --target {self.args.target!r} takes the embedding, to which "
-                "this model's head is tied; expected the head to stay as it is, as in PEFT, which "
-                "no merged folder of a tied model can say: leave out --merge, or the embedding"
+                "this model's head is tied; leave out --merge, or the embedding: PEFT leaves the "
+                "head as it is, and a merged folder of a tied model has one array for both"
             )
 
 

@@ -64,15 +64,14 @@ def merge_dora(
     all_lora_a = {path for path in params if path[-1].endswith("lora_a")}
     if missed := {path for path in all_lora_a - reached if is_adapter(path, params)}:
         raise ValueError(
-            "this call of the model does not reach adapters, which could not be merged; expected "
-            "method= and inputs that reach every adapted layer, and rules for it, unlike for:"
+            "this call of the model does not reach adapters, which would be lost; expected method= "
+            "and inputs that reach every adapted layer, and rules that match it. Not reached are:"
             f"{listing(sorted(map('/'.join, missed)))}"
         )
     if calls.computed:
         raise NotImplementedError(
-            "nn.map_variables computes the parameters of adapted layers from those that are "
-            "stored, into which no adapter can be merged; expected rules that leave them out, "
-            "unlike for:"
+            "nn.map_variables computes the parameters of adapted layers from stored ones, into "
+            "which no adapter can be merged; expected rules that leave such layers out, unlike for:"
             f"{listing(sorted(calls.computed))}"
         )
     layers = []

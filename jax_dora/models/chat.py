@@ -100,8 +100,8 @@ class ChatTemplate:
             whole = self.render(messages[:end], **more)
             if not whole.startswith(before):
                 raise ValueError(
-                    f"the chat template begins message {end} otherwise than it says before a "
-                    "reply, so that no text can be told to be the assistant's"
+                    f"the chat template begins message {end} otherwise than the prompt that it "
+                    "makes for a reply; expected the same text, since what follows it is learned"
                 )
             reply = (whole[len(before) :], True)
             said = "".join(piece for piece, _ in texts[-1]) if texts else ""

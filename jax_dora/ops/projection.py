@@ -48,7 +48,7 @@ def define(static: Static, operands: Projection) -> jax.Array:
     return primitive.call(FORWARD, static, _with_z(static, operands, _scaled_lora_a(operands)))[0]
 
 
-def _told_by_result(operands: Projection, dtype: Any) -> bool:
+def _result_holds_inner(operands: Projection, dtype: Any) -> bool:
     """Returns whether inner is y / g to inner's own precision, `dtype`'s, so that y alone is
     kept."""
     return operands.bias is None and dtype != jnp.float16
@@ -57,7 +57,7 @@ def _told_by_result(operands: Projection, dtype: Any) -> bool:
 def _divisible(operands: Projection) -> Projection:
     """Returns operands whose g, where the gradient divides by it, is at least `LEAST_G` in size."""
     g = operands.g
-    if g is None or not _told_by_result(operands, operands.x.dtype):
+    if g is None or not _result_holds_inner(operands, operands.x.dtype):
         return operands
     return operands._replace(g=jnp.where(jnp.abs(g) < LEAST_G, jnp.copysign(LEAST_G, g), g))
 
@@ -90,12 +90,12 @@ def _projection_fwd(
     if wanted.kernel and quantised.is_quantised(operands.kernel):
         check.not_differentiated(operands.kernel)
     operands = _divisible(operands)
-    told, scaled = _told_by_result(operands, operands.x.dtype), _scaled_lora_a(operands)
+    from_y, scaled = _result_holds_inner(operands, operands.x.dtype), _scaled_lora_a(operands)
     forward = _with_z(static, operands, scaled)
-    want_inner = wanted.g is not None and not told
+    want_inner = wanted.g is not None and not from_y
     y, inner = primitive.call(FORWARD, static._replace(want_inner=want_inner), forward)
     name = INNER_NAME if static.keep_inner else RESULT_NAME
-    if wanted.g is not None and told:
+    if wanted.g is not None and from_y:
         y = inner = jnp.asarray(checkpoint_name(y, name))
     elif wanted.g is not None:
         # What follows needs y again, which inner alone does not spare.
@@ -117,7 +117,7 @@ def _projection_bwd(static: Static, kept: Any, dy: jax.Array) -> dict[str, jax.A
     if g is not None:
         d, _, d_g = primitive.call(COMPOSE_BACKWARD, static, ComposeBackward(dy, inner, g, scale))
         if d_g is not None:
-            if _told_by_result(operands, dy.dtype):
+            if _result_holds_inner(operands, dy.dtype):
                 d_g = d_g / g
             found["g"] = d_g.astype(g.dtype)
     if wanted.x or wanted.lora_a:
