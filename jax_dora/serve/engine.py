@@ -24,7 +24,7 @@ from jax_dora.serve.slots import Part, Slots
 
 
 class QueueFullError(Exception):
-    """More requests wait than may."""
+    """No more requests may wait."""
 
 
 class Engine:
@@ -164,14 +164,14 @@ class Engine:
         adapter = answer.request.adapter
         if adapter is None or self._bank is None:
             return -1
-        is_loaded = adapter not in self._bank
+        is_new = adapter not in self._bank
         begin = time.monotonic()
         try:
             slot = self._bank.pin(adapter, adapter.value)
         except Exception as error:  # one adapter that cannot be loaded costs no other request
             self._end(answer, Piece(finish="error", error=f"the adapter cannot be loaded: {error}"))
             return -1
-        if is_loaded and slot is not None:
+        if is_new and slot is not None:
             self.metrics.loads.observe(time.monotonic() - begin)
         return slot
 
@@ -197,6 +197,7 @@ class Engine:
         yield drawn, begun
 
     def _step(self) -> Iterable[tuple[Drawn, list[tuple[int, Answer]]]]:
+        """Launches the next token of every row that has read its prompt."""
         going = [(row, one) for row, one in enumerate(self._rows) if one and one.is_going]
         if not going:
             return
@@ -206,6 +207,7 @@ class Engine:
         yield drawn, going
 
     def _say(self, drawn: Drawn, answers: list[tuple[int, Answer]]) -> None:
+        """Tells those who wait which tokens have been drawn for their rows."""
         going = [(row, one) for row, one in answers if not one.is_over]
         if not going:
             return
@@ -221,6 +223,7 @@ class Engine:
                 self._end(one, Piece(finish="error", error=error))
 
     def _add(self, answer: Answer, token: int, row: int, told: Any) -> None:
+        """Adds a token to an answer, and ends it where it is complete."""
         request = answer.request
         if not answer.drawn:
             self.metrics.first_token.observe(time.monotonic() - request.asked)
@@ -241,6 +244,7 @@ class Engine:
             request.sink(Piece(text, tokens))
 
     def _end(self, answer: Answer, piece: Piece) -> None:
+        """Ends an answer with its last piece, and frees what it holds."""
         if answer.is_over:
             return
         answer.is_over = True

@@ -68,11 +68,12 @@ def projection(of_shard: Callable[..., Tensor], *operands: Any) -> Any:
         return of_shard(*operands)
     x, _, weight, bias, lora_a, lora_b, g = operands
     shards.check_alike(x=x, weight=weight, bias=bias, lora_a=lora_a, lora_b=lora_b, g=g)
-    of_x, of_weight, of_a, of_rows, of_y = _layouts(x, weight)
-    layouts = (of_x, of_x, of_weight, of_rows, of_a, of_rows, of_rows)
+    layouts, of_y = _layouts(x, weight)
+    # Of x, adapter_x, weight, bias, lora_a, lora_b and g.
+    names = ("x", "x", "weight", "out", "lora_a", "out", "out")
     local = [
-        None if one is None else _local(one, layout)
-        for one, layout in zip(operands, layouts, strict=True)
+        None if one is None else _local(one, layouts[name])
+        for one, name in zip(operands, names, strict=True)
     ]
     if local[3] is not None and not _is_first(weight):
         local[3] = 0 * local[3]
@@ -80,29 +81,46 @@ def projection(of_shard: Callable[..., Tensor], *operands: Any) -> Any:
     return shards.joined(y, weight, of_y, (*x.shape[:-1], weight.shape[0]))
 
 
-def _layouts(x: Any, weight: Any) -> list[Any]:
-    """Returns the layouts of x, weight, lora_a, and lora_b, g and the bias; and y's placements."""
+def _layouts(x: Any, weight: Any) -> tuple[dict[str, _Layout], Placements]:
+    """Returns the layouts of "x", "weight", "lora_a" and "out", which lora_b, g and the bias have;
+    and y's placements."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     last = x.ndim - 1
     whole, pending = Replicate(), Partial()
-    found = []
+    pairs: dict[str, list[tuple[Any, Any]]] = {"x": [], "weight": [], "lora_a": [], "out": []}
+    of_y = []
     for of_x, of_weight in zip(x.placements, weight.placements, strict=True):
         dim = getattr(of_weight, "dim", None)
-        if dim == 0:
-            one = (whole, pending), (of_weight, of_weight), (whole, pending), (of_weight,) * 2
-            found.append((*one, Shard(last)))
-        elif dim == 1:
-            inputs = Shard(last)
-            one = (inputs, inputs), (of_weight, of_weight), (of_weight,) * 2, (whole, pending)
-            found.append((*one, pending))
+        if dim == 0:  # the weight's outputs are sharded
+            axis = {
+                "x": (whole, pending),
+                "weight": (of_weight, of_weight),
+                "lora_a": (whole, pending),
+                "out": (of_weight, of_weight),
+            }
+            of_y.append(Shard(last))
+        elif dim == 1:  # its inputs
+            axis = {
+                "x": (Shard(last), Shard(last)),
+                "weight": (of_weight, of_weight),
+                "lora_a": (of_weight, of_weight),
+                "out": (whole, pending),
+            }
+            of_y.append(pending)
         else:
             shards_rows = getattr(of_x, "dim", last) != last
             rows = of_x if shards_rows else whole
             shared = (whole, pending if shards_rows else whole)
-            found.append(((rows, rows), shared, shared, shared, rows))
-    *operands, y = zip(*found, strict=True)
-    return [*(_Layout(*zip(*one, strict=True)) for one in operands), y]
+            axis = {"x": (rows, rows), "weight": shared, "lora_a": shared, "out": shared}
+            of_y.append(rows)
+        for name, pair in axis.items():
+            pairs[name].append(pair)
+    layouts = {
+        name: _Layout(tuple(one for one, _ in each), tuple(one for _, one in each))
+        for name, each in pairs.items()
+    }
+    return layouts, tuple(of_y)
 
 
 def _local(tensor: Any, layout: _Layout) -> Tensor:
