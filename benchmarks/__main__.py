@@ -34,11 +34,26 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 # A level's module, and its file of results, is named after it: step_torch for "step --torch".
 LEVELS = (
-    *("ops", "layer", "sizes", "model", "tune", "step", "step --table", "step --torch", "against"),
-    *("scale", "scale --torch", "quantised", "quantised --torch", "quality"),
-    *("bank", "bank --torch", "serve", "serve --torch"),
+    "ops",
+    "layer",
+    "sizes",
+    "model",
+    "tune",
+    "step",
+    "step --table",
+    "step --torch",
+    "against",
+    "scale",
+    "scale --torch",
+    "quantised",
+    "quantised --torch",
+    "quality",
+    "bank",
+    "bank --torch",
+    "serve",
+    "serve --torch",
 )
-# What sets a field of a level's settings, where it is given.
+# Flags that set a field of a level's settings, where they are given.
 FIELDS = ("checkout", "only", "layers", "rank", "model", "ranks", "layouts", "axes")
 
 

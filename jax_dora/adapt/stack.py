@@ -36,8 +36,8 @@ def stack_of(layer: Any, axis: int | None = None) -> Stack:
         return Stack(shape[:lead])
     axes = stacked_axes(shape, single)
     if (bias := getattr(layer, "bias", None)) is not None:
-        fits = [one for one in axes if bias.shape[min(one, bias.ndim - 1)] == shape[one]]
-        axes = fits or axes
+        alike = [one for one in axes if bias.shape[min(one, bias.ndim - 1)] == shape[one]]
+        axes = alike or axes
     if (said := scan_axis(kernel)) in axes:
         axes = [said]
     axis = axis if axis is None else axis % len(shape)

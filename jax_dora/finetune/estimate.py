@@ -66,7 +66,7 @@ def device_memory() -> int:
     return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def fits_often(model: CausalLM) -> bool:
+def has_room_for_copies(model: CausalLM) -> bool:
     """Returns whether every process's devices have room for an abstract model's weights
     `COPIES_TO_SPARE` times over."""
     taken = _nbytes(nnx.state(model, nnx.Param))

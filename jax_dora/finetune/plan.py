@@ -35,12 +35,11 @@ from jax_dora.models.tokenizer import Texts
 from jax_dora.models.weights import fingerprint
 
 EMBEDDING = "model/embed_tokens"
-# Flags that a run can only be taken up with as they were; with others its steps would be others.
-BINDING = (
-    *("length", "dtype", "quantize", "activations", "rank", "alpha", "rslora"),
-    *("dropout", "target"),
-    *("learning_rate", "schedule", "warmup", "weight_decay", "clip", "seed"),
-)
+# Flags that a run can only be resumed with as they were; with others its steps would be others.
+OF_MODEL = ("length", "dtype", "quantize", "activations")
+OF_ADAPTER = ("rank", "alpha", "rslora", "dropout", "target")
+OF_OPTIMIZER = ("learning_rate", "schedule", "warmup", "weight_decay", "clip", "seed")
+BINDING = OF_MODEL + OF_ADAPTER + OF_OPTIMIZER
 
 
 class Plan:
@@ -157,7 +156,7 @@ class Plan:
             return None
         if sizes in (None, "auto"):
             # Weights are gathered in every pass where they are in parts.
-            fits = estimate.fits_often(abstract_model(self.folder, **self.reading))
+            fits = estimate.has_room_for_copies(abstract_model(self.folder, **self.reading))
             sizes = {"dp" if fits else "fsdp": jax.device_count()}
         chosen: dict[str, Any] = sizes
         sharding = DecoderSharding.over(**chosen)

@@ -35,10 +35,10 @@ def is_float_dtype(name: str, dtype: Any) -> None:
 
 def has_shape(name: str, array: jax.Array, shape: tuple[int | None, ...], meaning: str) -> None:
     """Raises ValueError unless `array.shape` equals `shape`, where None stands for any size."""
-    fits = len(array.shape) == len(shape) and all(
+    is_right = len(array.shape) == len(shape) and all(
         want in (None, got) for got, want in zip(array.shape, shape, strict=True)
     )
-    if not fits:
+    if not is_right:
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(
             f"{name} has shape {tuple(array.shape)}; expected ({wanted}) = {meaning}. "

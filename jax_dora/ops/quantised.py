@@ -117,10 +117,10 @@ def check(name: str, kernel: Any) -> None:
             f"{told} with scales of {kernel.scale.dtype}; expected float32 or bfloat16: cast them"
         )
     shape, tiles = kernel.qvalue.shape, kernel.scale.shape
-    fits = len(shape) == len(tiles) and all(
+    divides = len(shape) == len(tiles) and all(
         count and size % count == 0 for size, count in zip(shape, tiles, strict=True)
     )
-    if not fits:
+    if not divides:
         raise ValueError(
             f"{told}, of shape {tuple(shape)}, with scales of shape {tuple(tiles)}, whose tiles do "
             f"not divide it; expected an axis of scales for each axis, that divides it: {again} "

@@ -139,8 +139,8 @@ def einsum_axes(equation: str) -> str | None:
     x, _, kernel = operands.partition(",")
     axes = "".join(("b" if letter in x else "o") if letter in result else "i" for letter in kernel)
     lone = [letter for letter, role in zip(kernel, axes, strict=True) if role == "i"]
-    fits = set(lone) <= set(x) and "." not in kernel and "i" in axes and "o" in axes
-    return axes if fits and len(set(kernel)) == len(kernel) else None
+    is_projection = set(lone) <= set(x) and "." not in kernel and "i" in axes and "o" in axes
+    return axes if is_projection and len(set(kernel)) == len(kernel) else None
 
 
 def _check_axes(axes: str) -> None:

@@ -35,11 +35,11 @@ def is_float_dtype(name: str, dtype: object) -> None:
 
 def has_shape(name: str, tensor: Tensor, shape: tuple[int | None, ...], meaning: str) -> None:
     """Raises ValueError unless ``tensor`` has ``shape``, where None stands for any size."""
-    right = tensor.ndim == len(shape) and all(
+    is_right = tensor.ndim == len(shape) and all(
         expected is None or got == expected
         for got, expected in zip(tensor.shape, shape, strict=True)
     )
-    if not right:
+    if not is_right:
         sizes = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)}; expected ({sizes}) = {meaning}. The torch "
