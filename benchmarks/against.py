@@ -68,7 +68,7 @@ def refuses(settings: Settings) -> str:
 
 
 def facts(settings: Settings, device: str) -> Row:
-    """Returns what the header of the results says of the other checkout."""
+    """Returns the facts about the other checkout for the header of the results."""
     from parity.environment import environment
 
     root = settings.checkout

@@ -111,7 +111,7 @@ class Inputs:
         return jax.block_until_ready(jnp.copy(self._x))
 
     def of(self, kind: str) -> list[jax.Array]:
-        """Returns what a kind's program takes after x: a flat list, which costs a call the
+        """Returns the arguments of a kind's program after x: a flat list, which costs a call the
         least."""
         return jax.tree.leaves(self._tree(kind))
 
@@ -157,7 +157,7 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
 def _growth_of_adapters(
     settings: Settings, programs: list[Program], model: Any, store: AdapterStore
 ) -> Iterator[Row]:
-    """Yields what decoding takes by the number of adapters that requests ask for, loads
+    """Yields the time of decoding by the number of adapters that requests ask for, loads
     included."""
     drawn = [random_adapter(store.bank, rank, rank) for rank in settings.ranks]
     for count in settings.adapters:
@@ -216,7 +216,7 @@ def _requested(
 
 
 def _loads(settings: Settings) -> Iterator[Row]:
-    """Yields what loading an adapter takes, by rank."""
+    """Yields the time of loading an adapter, by rank."""
     model = nnx.jit(lambda: Stack(settings.sizes, settings.load_layers))()
     bank = jax_dora.AdapterBank(model, 2, max(settings.ranks))
     for rank in settings.ranks:

@@ -25,7 +25,7 @@ def without_g(bank: Any) -> Any:
 
 
 def of_kind(kind: str, bank: Any) -> Any:
-    """Returns what of a bank a kind's program takes."""
+    """Returns the part of a bank that a kind's program takes."""
     if kind == "base":
         return None
     if kind == "one-hot":
@@ -49,7 +49,8 @@ class Block(nnx.Module):
 
 
 def layer(x: jax.Array, by: Callable[..., Sequence[jax.Array]]) -> jax.Array:
-    """Returns what a layer makes of x, `by` being the projections of an input by their names."""
+    """Returns the result of a layer for x, `by` being the projections of an input by their
+    names."""
     q, k, v = by(normalised(x), "q_proj", "k_proj", "v_proj")
     # Whatever attention does, it reads all three.
     (attended,) = by(q + jnp.tile(k + v, x.shape[-1] // k.shape[-1]), "o_proj")

@@ -51,7 +51,7 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
 
 
 def facts(settings: Settings, device: str) -> Row:
-    """Returns what the header of the results says of the card: its ceilings."""
+    """Returns the facts about the card for the header of the results: its ceilings."""
     return {"ceilings": ceilings()} if device == "cuda" else {}
 
 
@@ -81,7 +81,7 @@ def measured(work: Work, variant: Variant, device: str, quick: bool) -> Row:
 
 
 def identity(work: Work, variant: Variant) -> Row:
-    """Returns what is known of a measurement before it is made."""
+    """Returns the fields of a measurement's row that are known before it is made."""
     row: Row = {"group": work.group, "shape": work.shape}
     row |= {"framework": variant.framework, "variant": variant.name}
     row |= {"bytes": work.bytes, "flops": variant.flops or work.flops}

@@ -28,12 +28,12 @@ from parity.report import table
 
 
 def label(row: Row) -> str:
-    """Returns who did the work, such as `jax mosaic`."""
+    """Returns the name of who did the work, such as `jax mosaic`."""
     return f"{row['framework']} {row['variant']}"
 
 
 def name(row: Row) -> str:
-    """Returns what the work was, such as `compose 4096×8192`."""
+    """Returns the name of the work, such as `compose 4096×8192`."""
     return f"{row['group']} {shape_name(row['shape'])}"
 
 

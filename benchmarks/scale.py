@@ -84,7 +84,7 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
 
 
 def _operands(task: str, arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns what a task's program takes of a placed model or its arrays."""
+    """Returns the operands of a task's program, of a placed model or its arrays."""
     _, trained, frozen, state, tokens = arrays
     return (trained, frozen, state, tokens) if task == "step" else (trained, frozen, tokens)
 
@@ -109,7 +109,8 @@ def _inference(graphdef: Any, last: int, trained: Any, frozen: Any, tokens: jax.
 
 
 def _sent(run: Any, devices: int) -> Row:
-    """Returns what a compiled program sends."""
+    """Returns the collectives of a compiled program: their bytes, and how many there are of each
+    kind."""
     sent = collectives(run.as_text(), devices)
     kinds = collections.Counter(one.kind for one in sent)
     return {"sent_bytes": sum(one.bytes for one in sent), "sent": dict(kinds)}

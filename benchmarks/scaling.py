@@ -32,7 +32,7 @@ class Measured(NamedTuple):
 
     @classmethod
     def read(cls) -> Measured:
-        """Returns what was measured of one rank and one kind of axes."""
+        """Returns the measurements of one rank and one kind of axes."""
         wanted = {"rank": 384, "axes": "auto", "model": "qwen3"}
         rows = (row for row in results.read(RUN)[1] if wanted.items() <= row.items())
         return cls({(row["kind"], row["layout"], row["task"]): row for row in rows})

@@ -113,8 +113,8 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
 
 
 def _server(settings: Settings, model: CausalLM, bank: Residents | None, kind: str) -> Server:
-    """Returns what answers requests, with the programs that they take: prompts are read in one
-    piece each, and only the program for that is compiled."""
+    """Returns a server with the programs that requests take: prompts are read in one piece each,
+    and only the program for that is compiled."""
     length = settings.prompt + settings.answer
     of_rows: Any = WithoutG(bank) if bank is not None and kind == "LoRA" else bank
     slots = Slots(model, of_rows, settings.rows, length, settings.chunk)
@@ -127,7 +127,7 @@ def _server(settings: Settings, model: CausalLM, bank: Residents | None, kind: s
 
 
 def _served(settings: Settings, model: CausalLM, server: Server, served: list[Served]) -> Row:
-    """Returns what the clients saw in `settings.rounds` answers each."""
+    """Returns the measurements of the clients, in `settings.rounds` answers each."""
     rng = np.random.default_rng(0)
     metrics = Metrics()
     engine = Engine(

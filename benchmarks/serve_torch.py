@@ -105,7 +105,7 @@ class _FirstToken(StoppingCriteria):
 
 @torch.no_grad()
 def _served(settings: Settings, kind: str, count: int, device: str) -> Row:
-    """Returns what those who ask saw, in `settings.rounds` batches."""
+    """Returns the measurements of those who ask, in `settings.rounds` batches."""
     begin = time.monotonic()
     answers = _answers(settings, kind, count, device)
     build_s = time.monotonic() - begin

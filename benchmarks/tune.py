@@ -65,7 +65,7 @@ def _work(name: str, kernel: Kernel, sizes: Mapping[str, int], device: str, quic
 
 
 def _name(config: Any) -> str:
-    """Returns what `config` sets otherwise than by default."""
+    """Returns the fields of `config` that differ from the default."""
     values = {f.name: (getattr(config, f.name), f.default) for f in dataclasses.fields(config)}
     knobs = [f"{name}={value}" for name, (value, default) in values.items() if value != default]
     return " ".join(["mosaic", *(knobs or ["by default"])])

@@ -96,7 +96,7 @@ class Ingress:
 
 
 def application(settings: Settings, replicas: int, devices: float) -> Any:
-    """Returns what `ray.serve.run` takes: `replicas` servers, each with so many GPUs."""
+    """Returns the application for `ray.serve.run`: `replicas` servers, each with so many GPUs."""
     replica = serve.deployment(
         num_replicas=replicas,
         max_ongoing_requests=settings.batch + settings.queue,

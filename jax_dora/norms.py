@@ -179,5 +179,5 @@ def _dora_layers(model: nnx.Module) -> list[Found]:
 
 
 def _constant_of(layer: DoRALayer | WeightAdapter) -> type[Constant]:
-    """Returns what holds a constant of a layer, perhaps of a stack."""
+    """Returns the variable for a constant of a layer, perhaps of a stack."""
     return StackedConstant if layer.stack.axis else Constant

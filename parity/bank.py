@@ -44,7 +44,7 @@ class Adapter(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Returns what both packages call the rank and the parts of the scale."""
+        """Returns the rank and the parts of the scale, as both packages name them."""
         use_rslora = self.kind == "rsLoRA"
         return {"rank": len(self.lora_a), "alpha": ALPHA, "use_rslora": use_rslora}
 

@@ -220,7 +220,7 @@ def _prepare_compose(case: Case, device: str) -> _Prepared:
 
 
 def prepare_layer(case: Case, device: str) -> _Prepared:
-    """Returns what is expected of a layer, by quantity, and the function that runs one."""
+    """Returns the expected results of a layer, by quantity, and the function that runs one."""
     inputs = layer_inputs(case, device)
     frozen = case.frozen_magnitude
     return expected_layer(case, inputs), lambda side, name: side.layer(
@@ -229,7 +229,7 @@ def prepare_layer(case: Case, device: str) -> _Prepared:
 
 
 def expected_layer(case: Case, inputs: LayerInputs) -> dict[str, Expected]:
-    """Returns what is expected of a layer over these inputs, by quantity."""
+    """Returns the expected results of a layer over these inputs, by quantity."""
     s, frozen = case.scale, case.frozen_magnitude
     adapter = (inputs.weight, inputs.lora_a, inputs.lora_b)
     operands = (inputs.x, *adapter, inputs.magnitude, s)

@@ -119,7 +119,8 @@ def _fp32(*arrays: Any) -> list[Any]:
 
 
 def _of_norm(change: Callable) -> Callable[[Callable], Callable]:
-    """Returns what spoils a norm: `change` of the right one, the operands in fp32 and the scale."""
+    """Returns a function that spoils a norm: by `change` of the right one, the operands in fp32 and
+    the scale."""
 
     def spoil(factored_norm: Callable) -> Callable:
         def spoilt(kernel: Any, lora_a: Any, lora_b: Any, scale: float, **options: Any) -> Any:

@@ -44,7 +44,7 @@ def is_quantised(weight: Any) -> bool:
 
 
 def parts(weight: Any) -> Parts:
-    """Returns what a weight of torchao's is made of."""
+    """Returns the arrays that a weight of torchao's is made of."""
     if not hasattr(weight, "qdata"):
         scales = weight.dequantize_scalers(
             weight.quantized_scalers, weight.quantization_factor, weight.scaler_block_size

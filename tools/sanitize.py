@@ -186,7 +186,7 @@ def run_one(name: str) -> None:
 
 
 def sanitize(tool: str, name: str) -> dict[str, Any]:
-    """Returns what `tool` says of the kernel `name`."""
+    """Returns the output of `tool` about the kernel `name`."""
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
     # Only our own kernels: the frameworks' are not on trial, and each takes its time.
     ours = "dora" if name.startswith("jax") else "kernel"

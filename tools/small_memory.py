@@ -78,7 +78,7 @@ def _shares(config: DecoderConfig, layers: int, qtype: str | None, rule: Any) ->
 
 
 def quality() -> str:
-    """Returns what formats cost, and the long runs."""
+    """Returns the table of what formats cost, and of the long runs."""
     header, rows = results.read(MEASURED)
     encoder = {row["format"]: row for row in rows if row["model"] == "encoder"}
     long = [row for row in rows if "losses" in row]

@@ -50,7 +50,7 @@ class Dense(LoRALinear):
 
 
 def linear_of(kind: str, rank: int, **options: Any) -> Callable[..., Any]:
-    """Returns what makes a projection with a scale of 2, called like `nnx.Linear`.
+    """Returns a function that makes a projection with a scale of 2, called like `nnx.Linear`.
 
     Args:
       kind: "LoRA", "DoRA", or "dense" for LoRA's weights formed.

@@ -99,7 +99,7 @@ def _logits(model: nn.Module, last: int, tokens: Tensor) -> Tensor:
 
 
 def _autocast(kind: Kind, device: str) -> torch.autocast:
-    """Returns what the variant's steps run in."""
+    """Returns the context that the variant's steps run in."""
     return torch.autocast(device, torch.bfloat16, enabled=kind.peft == "wide")
 
 

@@ -127,7 +127,7 @@ def key_modules(layers: Iterable[Layer]) -> dict[str, str]:
 def convolution_refusals(
     groups: int, window: Sequence[int], dilation: Sequence[int], padding_mode: str
 ) -> tuple[str, ...]:
-    """Returns what `Layer.refusals` is of a convolution.
+    """Returns the `Layer.refusals` of a convolution.
 
     PEFT gives lora_A the window, stride and padding of the base layer, and no more of it: so lora_A
     reads every input channel in every group, where no weight of the base's shape can hold what it

@@ -200,7 +200,7 @@ def _contained_sites(found: Found) -> list[Site]:
 
 
 def _reads_of(traced: ReadLog | None, found: Found, param: str) -> tuple[Read, ...] | None:
-    """Returns what reads a parameter; None where no call was traced."""
+    """Returns the reads of a parameter; None where no call was traced."""
     if traced is None:
         return None
     return next(
@@ -214,7 +214,7 @@ def _from_reads(
     modules: list[Found],
     reads: tuple[Read, ...] | None,
 ) -> None:
-    """Sets what a registration and the reads of a weight say; one of both is there."""
+    """Describes a weight by its registration, or by its reads, or by both."""
     module = site.found.module
     axes = registration.axes_of(module, _stack_axis(reads)) if registration else None
     if reads is None:

@@ -160,8 +160,8 @@ class BankLayer(nnx.Module):
 
 
 def called_together(layers: Sequence[Any], x: jax.Array) -> list[jax.Array]:
-    """Returns what each of several layers makes of the same x: those of a bank at once, of rows of
-    one token in as many launches as one of them."""
+    """Returns the results of several layers for the same x. Layers of a bank are called at once:
+    for rows of one token in as many launches as one of them."""
     is_alike = _are_alike(layers, x)
     if is_alike and all(layer._is_one_product(x) for layer in layers):
         return _prompts_together(layers, x)
@@ -255,7 +255,7 @@ class BankLinear(BankLayer, nnx.Linear):
 
 
 def _prompts_together(layers: Sequence[BankLinear], inputs: jax.Array) -> list[jax.Array]:
-    """Returns what layers make of the same prompts, each as one product with the base's."""
+    """Returns the results of layers for the same prompts, each as one product with the base's."""
     first = layers[0]
     return list(
         bank_projections(

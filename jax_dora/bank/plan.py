@@ -282,7 +282,8 @@ def _set(old: Slots, slot: Any, **values: Any) -> Slots:
 def _g(
     projection: BankProjection, kernel: Any, adapter: tuple[jax.Array, jax.Array, Facts]
 ) -> jax.Array:
-    """Returns what results are multiplied by, [*stack, out], with lora_a, lora_b and facts."""
+    """Returns g, which results are multiplied by, [*stack, out]; `adapter` is lora_a, lora_b and
+    facts."""
 
     def g_of_layer(kernel: Any, adapter: Any) -> jax.Array:
         lora_a, lora_b, facts = adapter

@@ -126,7 +126,7 @@ def pattern(text: str) -> str:
 
 
 def with_flags(told: str) -> str:
-    """Returns what the library tells with flags in the place of its arguments."""
+    """Returns an error's text with flags in the place of the library's arguments."""
     for argument, flag in _FLAGS.items():
         told = re.sub(argument, flag, told)
     return told

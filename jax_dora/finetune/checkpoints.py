@@ -38,7 +38,8 @@ class Checkpoints:
         return sorted(int(name) for name in names if name.isdecimal())
 
     def unfinished(self) -> list[Path]:
-        """Returns what writers left that were killed; the next `save` removes it."""
+        """Returns the unfinished checkpoints of writers that were killed; the next `save` removes
+        them."""
         return sorted(self.folder.glob(".*.partial"))
 
     def damage(self, step: int) -> str | None:
@@ -54,7 +55,7 @@ class Checkpoints:
         return None
 
     def facts(self, step: int) -> dict[str, Any]:
-        """Returns what `save` was given as `facts`."""
+        """Returns the `facts` that `save` was given."""
         return json.loads((self.folder / str(step) / FACTS).read_text("utf-8"))
 
     def restore(self, step: int, like: Any) -> Any:

@@ -112,7 +112,7 @@ def compare(given: Mapping[str, Any]) -> None:
 
 
 def _of_the_first(value: Any) -> Any:
-    """Returns what the first process passes, of what JSON can say."""
+    """Returns the first process's value, which JSON can hold."""
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
     text = text if is_first() else np.zeros(size, np.uint8)

@@ -85,7 +85,7 @@ def write_card(plan: Plan, lines: list[Line], samples: list[Sample], file: Path)
 
 
 def _cut(example: Example) -> tuple[list[int], list[int]]:
-    """Returns what is read before the first tokens to learn, and these."""
+    """Returns the text before the first tokens to learn, and those tokens."""
     if True not in example.learned:
         return [], []
     start = example.learned.index(True)

@@ -156,7 +156,7 @@ class Run:
         return jax.device_get(metrics)
 
     def _kept(self) -> tuple[nnx.State, optax.OptState, nnx.State]:
-        """Returns what a checkpoint holds. Everything else follows from it, or from the
+        """Returns the contents of a checkpoint. Everything else follows from it, or from the
         settings."""
         counts = nnx.filter_state(self.parts.moving, nnx.RngCount)
         return self.parts.adapters, self.state, counts

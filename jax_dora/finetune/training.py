@@ -51,7 +51,8 @@ def make_optimizer(
 
 
 def decayed(adapters: nnx.State) -> Any:
-    """Returns what weight decay is for: no magnitude, whose rest is the base's norm, not 0."""
+    """Returns for each parameter whether weight decay is for it: not for magnitudes, which rest at
+    the base's norm and not at 0."""
     return jax.tree.map(
         lambda variable: not isinstance(variable, jax_dora.DoRAParam),
         adapters,

@@ -87,8 +87,8 @@ def make_adapter(
 
 
 def initialize(init: Any, key: jax.Array, parameter: Axes, dtype: Any) -> Any:
-    """Returns what `init` draws for each matrix of a parameter, in the parameter's shape; or for
-    the whole parameter, where it has an attribute `of_parameter` that is true."""
+    """Returns a parameter of which `init` draws each matrix; or draws it at once, where `init` has
+    an attribute `of_parameter` that is true."""
     n, *matrix = parameter.matrices
     shape = tuple(matrix)
     if shape == parameter.stored or getattr(init, "of_parameter", False):

@@ -161,7 +161,7 @@ class DoRALayer(nnx.Module):
 
     @classmethod
     def kernel_axes(cls, module: Any) -> str:
-        """Returns what each axis of the kernel is, in one layer of a stack: "i" for one that is
+        """Returns a letter for each axis of the kernel in one layer of a stack: "i" for one that is
         contracted, "o" for one of features, "b" for one that matrices lie along."""
         return "io"
 

@@ -53,7 +53,7 @@ def check_base(base: Any, expected: type[nnx.Module]) -> None:
 
 
 def set_as_read(parameter: nnx.Variable, value: Any) -> None:
-    """Sets what is read of a parameter.
+    """Sets a parameter so that its value is read as given.
 
     Raises:
       NotImplementedError: its class or its hooks make another number of it.

@@ -128,7 +128,7 @@ def dropout_of_call(
     deterministic: bool | None,
     rngs: nnx.Rngs | nnx.RngStream | jax.Array | None,
 ) -> ops.Dropout | None:
-    """Returns what to drop in this call, or None for nothing.
+    """Returns the dropout of this call, or None for none.
 
     Args:
       deterministic, rngs: as `nnx.Dropout.__call__`'s; they take precedence over the layer's.

@@ -75,7 +75,7 @@ class DoRAConvolution(DoRAProduct):
         return y if bias is None else y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
 
     def _convolve(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
-        """Returns what the base layer would with another kernel and no bias."""
+        """Returns the base layer's result with another kernel and no bias."""
         settings = vars(self) | {"kernel": kernel, "bias": None, "use_bias": False}
         stand_in: Any = SimpleNamespace(**settings)
         base_type: Any = self.base_type

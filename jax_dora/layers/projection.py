@@ -30,14 +30,15 @@ class Equation(NamedTuple):
     y: str
 
     def sort(self, letter: str) -> str:
-        """Returns what an axis of the kernel is: "b" for batch, "i" for input, "o" for output."""
+        """Returns the letter for an axis of the kernel: "b" for batch, "i" for input, "o" for
+        output."""
         if letter in self.y:
             return "b" if letter in self.x else "o"
         return "i"
 
     @property
     def order(self) -> str:
-        """Returns what each axis of the kernel is."""
+        """Returns the letters for all axes of the kernel."""
         return "".join(map(self.sort, self.kernel))
 
     def kernel_letters(self, sort: str) -> str:
@@ -184,7 +185,7 @@ class DoRAEinsum(DoRAProjection, nnx.Einsum):
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> jax.Array:
-        """Returns what `nnx.Einsum` would; deterministic and rngs are as
+        """Returns the same shape and dtype as `nnx.Einsum`; deterministic and rngs are as
         `nnx.Dropout.__call__`'s."""
         if einsum_str is not None:
             raise ValueError(

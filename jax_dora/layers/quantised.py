@@ -108,7 +108,7 @@ def compute_quantised(layer: Any, act_qtype: str | None = None) -> None:
 
 
 def act_qtype_of(layer: Any) -> str | None:
-    """Returns what a layer, adapted or not, quantises its activations to, or None."""
+    """Returns the format that a layer, adapted or not, quantises its activations to, or None."""
     return row_wise.QTYPE if getattr(layer, "dot_general", None) is dot_general_by_rows else None
 
 

@@ -53,20 +53,20 @@ class Stack:
         return itertools.product(*map(range, self.shape))
 
     def at(self, index: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns what to index a parameter's array with for the part of one layer."""
+        """Returns the index of one layer's part in a parameter's array."""
         if self.axis < 0:
             return (..., *index)
         return (*(slice(None),) * self.axis, *index)
 
     def without(self, names: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns those of `names`, one for each axis of a parameter, that one layer's axes
-        have."""
+        """Returns the entries of `names`, one for each axis of a parameter, that belong to the axes
+        of one layer."""
         start = self._start(len(names) - self.count)
         return (*names[:start], *names[start + self.count :])
 
     def of_stack(self, names: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns those of `names`, one for each axis of a parameter, that the stack's axes
-        have."""
+        """Returns the entries of `names`, one for each axis of a parameter, that belong to the axes
+        of the stack."""
         start = self._start(len(names) - self.count)
         return tuple(names[start : start + self.count])
 

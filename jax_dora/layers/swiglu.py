@@ -75,7 +75,7 @@ def _called(layer: Any, inputs: jax.Array, given: dict[str, Any]) -> jax.Array:
 
 
 def _taken(layer: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Returns those of `options` that a call of `layer` takes or must be asked about."""
+    """Returns the entries of `options` that a call of `layer` takes or must be asked about."""
     if not options:
         return {}
     parameters = inspect.signature(layer).parameters

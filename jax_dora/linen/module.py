@@ -27,7 +27,7 @@ _WRITERS = (nn.WeightNorm, nn.SpectralNorm)
 
 
 class DoRA(nn.Module):
-    """Computes what `model` does, with adapters: what `apply_dora` returns.
+    """Computes the function of `model` with adapters; `apply_dora` returns it.
 
     Attributes:
       held: the module without adapters.

@@ -87,7 +87,7 @@ def best(choices: Sequence[Activation], tokens: int, budget: float) -> tuple[Act
 
 
 def plan(config: DecoderConfig, batch: int, time: int) -> tuple[Activation, ...]:
-    """Returns what a pass over [batch, time] tokens keeps by `config.memory`."""
+    """Returns the activations that a pass over [batch, time] tokens keeps by `config.memory`."""
     if config.memory is None:
         return ()
     tokens, choices = batch * time, activations(config, time)

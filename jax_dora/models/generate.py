@@ -125,7 +125,7 @@ def generate(
     *,
     ends: Collection[int] = (),
 ) -> list[list[int]]:
-    """Returns what follows each prompt: up to `count` tokens, without the one that ends it.
+    """Returns the continuation of each prompt: up to `count` tokens, without the one that ends it.
 
     Args:
       model, prompts, sampling: as in `generate_steps`.

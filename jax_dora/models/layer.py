@@ -142,7 +142,7 @@ def _named(layer: Any, y: jax.Array) -> jax.Array:
 
 
 def linear_options(config: DecoderConfig, use_bias: bool, rngs: nnx.Rngs) -> dict[str, Any]:
-    """Returns what every projection and the head are made with."""
+    """Returns the options that every projection and the head are made with."""
     return {
         "use_bias": use_bias,
         "dtype": config.dtype,

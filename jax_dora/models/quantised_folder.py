@@ -21,7 +21,7 @@ from jax_dora.ops.rounding import round_to
 def quantised_tensors(
     names: Iterable[str], stored: Mapping[str, StoredTensor], config: Mapping[str, Any]
 ) -> dict[str, QuantisedTensor]:
-    """Returns those of the weights `names` that a folder holds quantised."""
+    """Returns the weights among `names` that a folder holds quantised."""
     found = {name: QuantisedTensor.of(name, stored, config) for name in names}
     return {name: one for name, one in found.items() if one is not None}
 
@@ -67,7 +67,7 @@ def compute_by_rows(model: Any, act_qtype: str) -> None:
 
 
 def _shapes(tensor: QuantisedTensor) -> Any:
-    """Returns what has to be alike of layers in a stack."""
+    """Returns the shapes and formats that layers in a stack have to share."""
     parts = ((name, part.shape, part.dtype) for name, part in tensor.parts.items())
     held = tuple(sorted((one for one in parts if "quant_state" not in one[0]), key=str))
     return tensor.weight.dtype, tensor.shape, held

@@ -71,7 +71,7 @@ class TextStream:
         self._said = _certain(self._tokenizer.decode(self._window))
 
     def end(self) -> str:
-        """Returns what was held back."""
+        """Returns the text that was held back."""
         if self.stopped:
             return ""
         new = self._tokenizer.decode(self._window)[len(self._said) :]

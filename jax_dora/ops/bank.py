@@ -136,8 +136,8 @@ def step_of(
     projections: Iterable[tuple[int, int, int, Any]],
     implementation: str | None = None,
 ) -> jax.Array | None:
-    """Returns what kernels have to know of a step's rows, once for all projections of a model; None
-    where no kernel takes one.
+    """Returns the array that tells kernels of a step's rows, made once for all projections of a
+    model; None where no kernel takes one.
 
     Args:
       ids: i32[batch], as `bank_slots.checked_ids` returns them.

@@ -68,7 +68,7 @@ def _scaled_lora_a(operands: Projection) -> jax.Array:
 
 
 def _with_z(static: Static, operands: Projection, scaled: jax.Array) -> Projection:
-    """Returns what `FORWARD` takes, with z = drop(x) (s·A)."""
+    """Returns the operands of `FORWARD`, with z = drop(x) (s·A)."""
     x, seed = operands.x, operands.seed
     (z,) = primitive.call(REDUCE, _reducing(static, x), Reduction(x, scaled, seed))
     # A dropped x has its own kernels for z, and an FP8 product sums its parts by itself.

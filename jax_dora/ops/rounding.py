@@ -24,7 +24,7 @@ _MIDPOINTS = np.add(quantised.NF4[1:], quantised.NF4[:-1], dtype=np.float32) / 2
 
 
 def bound(qtype: str) -> float:
-    """Returns what the largest magnitude of a tile is divided by."""
+    """Returns the number that the largest magnitude of a tile is divided by."""
     if qtype == "nf4":
         return 1.0
     if qtype.startswith("int"):

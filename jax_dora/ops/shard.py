@@ -113,7 +113,8 @@ class Names(NamedTuple):
 
     @classmethod
     def of(cls, op: Op, operands: Sequence[Any], results: Sequence[Any]) -> "Names":
-        """Returns those of a call, from the operator's and from arrays or their types, or None."""
+        """Returns the names of a call's axes, from the operator's and from arrays or their types,
+        or None."""
         pieces: dict[str, int] = {}
         named: list[list[tuple[str, ...]]] = []
         for texts, arrays in ((op.operands, operands), (op.results, results)):

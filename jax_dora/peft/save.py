@@ -186,7 +186,7 @@ def _python(number: Any) -> Any:
 
 
 def _lora_test(view: TorchView) -> Callable[[str], bool]:
-    """Returns what says whether the magnitude of the layer of a name is its norm."""
+    """Returns a function that says, by a layer's name, whether its magnitude is its norm."""
 
     @functools.cache
     def are_norms(site: Site) -> np.ndarray:

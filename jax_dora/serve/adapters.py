@@ -65,7 +65,7 @@ class Adapters:
         return self._served.get(name)
 
     def names(self) -> list[str]:
-        """Returns what can be served."""
+        """Returns the names that can be served."""
         return sorted(self._served)
 
     def damaged(self) -> dict[str, str]:
@@ -145,7 +145,7 @@ class Adapters:
 
 
 def _signature(folder: Path) -> Signature | None:
-    """Returns what changes when an adapter does; None where there is none."""
+    """Returns a value that changes when an adapter does; None where there is none."""
     try:
         if (found := exported(folder)) is None:
             return None

@@ -171,8 +171,9 @@ class Slots:
 def _programs(
     graphdef: nnx.GraphDef[CausalLM], loop: tuple[tuple[str, Any], ...]
 ) -> tuple[Program, Program]:
-    """Returns what reads prompts, with these options of its loop, and what takes a step, of one
-    model: to compare its definition with others' in every call took a tenth of the host's time."""
+    """Returns the program that reads prompts, with these options of its loop, and the one that
+    takes a step, of one model: to compare its definition with others' in every call took a tenth of
+    the host's time."""
     read, step = (functools.partial(function, graphdef) for function in (_read, _step))
     return (
         jax.jit(read, donate_argnums=2, compiler_options=dict(loop)),
@@ -275,7 +276,7 @@ def _draw(
     settings: DrawSettings,
     latest: jax.Array,
 ) -> tuple[Drawn, jax.Array]:
-    """Returns what is drawn for every row, and the latest token of each."""
+    """Returns the tokens drawn for every row, and the latest token of each."""
     drawn = draw(logits.values, settings, logits.positions, features)
     return _placed(sharding, drawn, jnp.where(logits.active > 0, drawn.tokens, latest))
 

@@ -231,7 +231,7 @@ class _Carry:
         return cls([one if stays else plain(one, name) for one, stays in of_each], fixed)
 
     def moving(self, values: list[Any]) -> list[Any]:
-        """Returns those of the carry's values that move."""
+        """Returns the carry's values that move."""
         return [one for one, stays in zip(values, self.fixed, strict=True) if not stays]
 
     def whole(self, moving: list[Any]) -> list[Any]:

@@ -136,7 +136,7 @@ def _set(variable: nnx.Variable, value: Any) -> None:
 
 
 def at_path(module: Any, path: tuple[str, ...]) -> Any:
-    """Returns what stands at `path` in a module."""
+    """Returns the attribute at `path` in a module."""
     for key in path:
         if isinstance(module, list | tuple):
             module = module[int(key)]

@@ -78,7 +78,7 @@ class Example:
         return cls(function=args[0]) if is_function else cls(args, kwargs)
 
     def call(self, model: Any) -> Any:
-        """Returns what the model does with it."""
+        """Returns the result of the model for these arguments."""
         return self.function(model) if self.function else model(*self.args, **self.kwargs)
 
 

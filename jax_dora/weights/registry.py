@@ -98,7 +98,7 @@ def register(
 
 
 def registrations(module: Any) -> dict[str, Registration]:
-    """Returns what is registered of a module, by the parameter's name: of its class, then of the
+    """Returns the registrations of a module, by the parameter's name: of its class, then of the
     classes that this inherits from."""
     return {
         name: registration

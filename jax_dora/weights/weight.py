@@ -99,7 +99,7 @@ class Weight:
         return tuple(part for part, axis in enumerate(self.origins) if axis in axes)
 
     def long_parts(self, role: str) -> list[int]:
-        """Returns those of them that are longer than 1."""
+        """Returns the parts of these axes that are longer than 1."""
         return [part for part in self.parts(role) if self.sizes[part] != 1]
 
     def viewed(self, axes: Sequence[int]) -> list[int]:

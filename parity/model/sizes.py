@@ -102,7 +102,7 @@ def runs(
     layers: int | None = None,
     tokens: int | None = None,
 ) -> list[Run]:
-    """Returns what `python -m parity model` runs.
+    """Returns the runs of `python -m parity model`.
 
     On a GPU: Qwen3-8B whole in bf16, then a few of its layers with every implementation named, in
     bf16 and in fp32 (whose products without tensor cores take long). On a CPU: a tiny model; the

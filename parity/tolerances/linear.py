@@ -58,7 +58,7 @@ def dora_linear(
         return total, rounding(total, dtype) + summing
 
     def cast(left: Array, right: Array) -> Array:
-        """Returns what casting one adapter in `left @ right` costs: rule 3."""
+        """Returns the error of casting one adapter in `left @ right`: rule 3."""
         return u * independent(left, right)
 
     z, z_error = multiplied(x, a.T)

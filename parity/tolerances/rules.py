@@ -80,7 +80,7 @@ def product(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def independent(a: Array, b: Array) -> Array:
-    """Returns what independent errors of at most `a` become in `a @ b`: rule 3 through a
+    """Returns the bound in `a @ b` of independent errors of at most `a`: rule 3 through a
     product."""
     return SIGMAS * two_norm_of_products(a, b)
 

@@ -168,7 +168,7 @@ def _jobs(options: argparse.Namespace, device: str) -> list[Job]:
 
 
 def _alone(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Returns what a function does in a process of its own."""
+    """Returns the result of a function that is called in a process of its own."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return process.submit(function, *arguments).result()
 

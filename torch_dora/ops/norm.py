@@ -114,7 +114,7 @@ def magnitude_scale(magnitude: Tensor, norm: Tensor, dtype: torch.dtype) -> Tens
 
 
 def _call(weight: Any, *dtypes: torch.dtype) -> Call:
-    """Returns what decides by what the norm of a weight is taken."""
+    """Returns the facts that decide which implementation takes the norm of a weight."""
     return Call(
         rows=weight.shape[1],
         features=weight.shape[0],

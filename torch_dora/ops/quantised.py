@@ -212,7 +212,7 @@ def codes(weight: Any) -> Codes:
 
 
 def _stored(weight: Any, again: bool) -> Tensor:
-    """Returns what a quantised weight has in memory beside its scales."""
+    """Returns the tensor that a quantised weight has in memory beside its scales."""
     if isinstance(weight, Bits4):
         stored = weight.packed
     else:

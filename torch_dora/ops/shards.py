@@ -88,7 +88,8 @@ def local_matrices(weight: Any, lora_a: Any, lora_b: Any) -> tuple[Tensor, Tenso
 
 
 def local_rows(tensor: Any, weight: Any) -> Tensor:
-    """Returns what of ``tensor`` [out] belongs to this process' rows of ``weight`` [out, in]."""
+    """Returns the part of ``tensor`` [out] that belongs to this process' rows of ``weight`` [out,
+    in]."""
     if not is_sharded(tensor):
         return tensor
     return tensor.redistribute(placements=along(weight, 0)).to_local()

@@ -52,7 +52,8 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def outline(layers: Mapping[str, Layer], parameters: Mapping[str, Tensor]) -> Outline:
-    """Returns what a folder is fitted to, of what `layers_of` and `parameters_of` return."""
+    """Returns the outline that a folder is fitted to, from what `layers_of` and `parameters_of`
+    return."""
     shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
     return Outline(list(layers.values()), shapes, {n: id(one) for n, one in parameters.items()})
 

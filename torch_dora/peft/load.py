@@ -179,7 +179,7 @@ def _stays(module: Any, rule: DoRARule) -> bool:
 
 
 def _values(layer: Any, source: Folder, adapter: Adapter, exactly: bool) -> dict[str, Tensor]:
-    """Returns what the folder has for ``layer``; of a LoRA folder no magnitude."""
+    """Returns the folder's tensors for ``layer``; of a LoRA folder no magnitude."""
     values = {}
     for name in ("lora_a", "lora_b"):
         key, parameter = adapter.keys[name], getattr(layer, name)

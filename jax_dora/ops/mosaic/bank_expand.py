@@ -44,7 +44,7 @@ def wins(groups: int, time: int, rank: int, out: int, dtype: jax.typing.DTypeLik
 
 
 def config(groups: int, time: int, rank: int, out: int, dtype: jax.typing.DTypeLike) -> Config:
-    """Returns what is fastest of one adapter."""
+    """Returns the fastest config of the kernel of a single adapter."""
     return expand_compose.config(groups * time, rank, out, dtype)
 
 

@@ -45,7 +45,7 @@ def wins(
 def config(
     groups: int, time: int, in_features: int, out: int, rank: int, dtype: jax.typing.DTypeLike
 ) -> Config:
-    """Returns what is fastest of one adapter."""
+    """Returns the fastest config of the kernel of a single adapter."""
     return product_tiling.config(groups * time, in_features, out, dtype)
 
 

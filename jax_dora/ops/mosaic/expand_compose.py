@@ -60,8 +60,8 @@ def wins(rows: int, rank: int, out: int, dtype: jax.typing.DTypeLike) -> bool:
 
 
 def config(rows: int, rank: int, out: int, dtype: jax.typing.DTypeLike) -> Config:
-    """Returns what was fastest (H200, 9446849, `benchmarks tune`) where there is room for it, or
-    else the first of `CONFIGS` that there is room for."""
+    """Returns the config that was fastest (H200, 9446849, `benchmarks tune`) where it fits into
+    shared memory, or else the first of `CONFIGS` that does."""
     measured = None
     if rows >= 4096 and 544 <= rank <= 768 and out >= 4096:
         measured = Config(tile_cols=64, stages=4, slots=1, consumers=3)

@@ -90,8 +90,9 @@ def wins(in_features: int, rank: int, out: int, kernel_dtype: Any, adapter_dtype
 def config(
     in_features: int, rank: int, out: int, kernel_dtype: Any, adapter_dtype: Any
 ) -> Config | None:
-    """Returns what was fastest (H200, 9446849, `benchmarks tune`) where there is room for it, or
-    else the first of `CONFIGS` that there is room for; None where there is none, and a refusal."""
+    """Returns the config that was fastest (H200, 9446849, `benchmarks tune`) where it fits into
+    shared memory, or else the first of `CONFIGS` that does; None where none does, and the kernel
+    refuses."""
     resident = pieces(kernel_dtype, adapter_dtype) * hopper.slices(rank)
     candidates = configs(resident)
     if in_features >= 1449 and 544 <= rank <= 768 and out >= 1024:
@@ -102,7 +103,7 @@ def config(
 
 
 def configs(resident: int) -> list[Config]:
-    """Returns those of `CONFIGS` that suit a strip of `resident` slices of B."""
+    """Returns the members of `CONFIGS` that suit a strip of `resident` slices of B."""
     # A product over many slices takes long enough for the next tile to arrive in the only slot.
     return [c for c in CONFIGS if resident <= 4 or c.slots == 1]
 

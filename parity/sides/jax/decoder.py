@@ -22,8 +22,8 @@ from parity.sides.jax.operators import interpreted, to_jax, to_torch
 
 
 def compute(run: Run, weights: Weights, implementation: str | None) -> Result:
-    """Returns what the decoder computes, `jax_dora.DoRALinear` being every projection; "base" is
-    the decoder without adapters."""
+    """Returns the decoder's results, `jax_dora.DoRALinear` being every projection; "base" is the
+    decoder without adapters."""
     cuda = weights.tokens.is_cuda
     linear: Any = functools.partial(
         jax_dora.DoRALinear,

@@ -85,7 +85,8 @@ def in_torch_layout(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _computation(function: Callable, implementation: Implementation, *operands: Any) -> Computation:
-    """Returns what computes a function of these arrays, compiled once, and hands over tensors."""
+    """Returns a function that computes another one of these arrays, compiled once, and hands over
+    tensors."""
     run = jax.jit(function)
     [device] = jax.tree.leaves(operands)[0].devices()
     interpret = implementation == "mosaic" and device.platform == "cpu"

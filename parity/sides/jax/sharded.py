@@ -42,7 +42,7 @@ LAYOUTS = {
 def in_each(
     function: Callable[..., Any], names: Sequence[str], device: str, arguments: tuple[Any, ...]
 ) -> list[Any]:
-    """Returns what a function of this module gives in every layout that is named; "one" is one
+    """Returns the results of a function of this module in every layout that is named; "one" is one
     device. The devices are JAX's default ones."""
     return [function(name, *arguments) for name in names]
 
@@ -107,8 +107,8 @@ def losses(name: str, problem: Problem) -> list[float]:
 
 
 def _places(layout: str) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
-    """Returns what puts an array where that of a name lies in a layout, and what constrains an
-    array of a program to lie there; on one device for "one"."""
+    """Returns a function that puts an array where the one of a name lies in a layout, and a
+    function that constrains an array of a program to lie there; on one device for "one"."""
     lies = {} if layout == "one" else _shardings(*LAYOUTS[layout])
 
     def place(array, name="whole"):

@@ -21,8 +21,8 @@ RULE = r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj"
 
 
 def compute(run: Run, weights: Weights, implementation: str | None) -> Result:
-    """Returns what the model computes, `torch_dora.DoRALinear` in place of every projection; "base"
-    is the model without adapters, "peft" PEFT's own DoRA, all of it in the model's dtype."""
+    """Returns the model's results, `torch_dora.DoRALinear` in place of every projection; "base" is
+    the model without adapters, "peft" PEFT's own DoRA, all of it in the model's dtype."""
     model = _model(run, weights)
     if implementation == "base":
         with torch.no_grad():

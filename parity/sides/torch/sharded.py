@@ -38,7 +38,7 @@ def in_each(
     arguments: tuple[Any, ...],
     processes: int = 4,
 ) -> list[Any]:
-    """Returns what a function of this module gives in every layout that is named, in as many
+    """Returns the results of a function of this module in every layout that is named, in as many
     processes; "one" is one device."""
     return launched.run(_in_each, processes, device, function, names, device, arguments)
 

@@ -118,7 +118,7 @@ def compose_backward(
     want_base: bool,
     want_lora: bool,
 ) -> list[Tensor]:
-    """Returns those of d_base and d_lora that are asked for, then d_g if ``inner`` is given."""
+    """Returns d_base and d_lora, each if it is asked for, then d_g if ``inner`` is given."""
     dy, g = dy.contiguous(), g.contiguous()
     d_base = torch.empty_like(dy) if want_base else None
     d_lora = torch.empty_like(dy) if want_lora else None

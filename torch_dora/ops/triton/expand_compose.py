@@ -40,7 +40,7 @@ class Config:
 
 
 def config(rank: int) -> Config:
-    """Returns what was fastest (H100; 4096 and 14336 features)."""
+    """Returns the config that was fastest (H100; 4096 and 14336 features)."""
     depth = min(64, max(16, next_power_of_2(rank)))
     if rank <= 16:
         return Config(rows=32, depth=depth, stages=2)

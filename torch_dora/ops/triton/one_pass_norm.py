@@ -35,8 +35,8 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def config(rank: int, adapters: torch.dtype, of_codes: bool) -> Config:
-    """Returns what was fastest (H100; 4096 and 14336 features, codes H200, 8192): tiles as in
-    expand and compose, for the same reason, and of a middling rank wider ones of floats."""
+    """Returns the config that was fastest (H100; 4096 and 14336 features, codes H200, 8192): tiles
+    as in expand and compose, for the same reason, and for middling ranks wider tiles of floats."""
     found = expand_compose.config(rank)
     columns = 256 if 16 < rank <= 128 and not of_codes else found.columns
     # Slices of fp32 take twice the memory.
