@@ -155,6 +155,27 @@ def test_site_builds(tmp_path):
         assert "cdn" not in html.lower()
 
 
+def reference() -> list[tuple[str, object]]:
+    """Returns each entry of the reference by its name."""
+    text = "".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
+    found = []
+    for entry in re.findall(r"^::: (\S+)$", text, re.MULTILINE):
+        parent, _, name = entry.rpartition(".")
+        found.append((entry, getattr(importlib.import_module(parent), name)))
+    return found
+
+
+def test_functions_called_like_their_modules_stand_by_their_whole_names():
+    """By a shorter one the site would have the module in their place."""
+    wrong = {
+        entry: module
+        for entry, value in reference()
+        if (module := getattr(value, "__module__", "")).endswith(f".{entry.rpartition('.')[2]}")
+        and not entry.startswith(f"{module}.")
+    }
+    assert not wrong
+
+
 @pytest.mark.parametrize(
     "package",
     [
@@ -171,9 +192,7 @@ def test_site_builds(tmp_path):
 )
 def test_reference_is_complete(package):
     """Every public class and function stands in the reference once, by a name to import it by."""
-    text = "".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
-    parents = [name.rpartition(".") for name in re.findall(r"^::: (\S+)$", text, re.MULTILINE)]
-    documented = [getattr(importlib.import_module(parent), name) for parent, _, name in parents]
+    documented = [value for _, value in reference()]
     packages = ("jax_dora", "torch_dora", "dora_common")
     public = {
         name: value
