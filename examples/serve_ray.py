@@ -4,8 +4,9 @@
     python examples/serve_ray.py --model FOLDER --adapters DIR --replicas 2
 
 Each replica is a whole `jax_dora.serve` server at an address of its own host that nobody else
-knows; the ingress speaks OpenAI's interface and hands bodies on. A request whose replica dies
-before it has said anything is asked of another one. FOLDER and DIR lie at the same path everywhere.
+knows; the ingress speaks OpenAI's interface and hands bodies on. A request whose replica dies is
+asked of another one, unless it is a stream that has begun. FOLDER and DIR lie at the same path
+everywhere.
 """
 
 import argparse
@@ -81,13 +82,17 @@ class Ingress:
     async def _begun(
         self, handle: Any, request: Request, body: bytes
     ) -> tuple[int, str, bytes, AsyncIterator[bytes]]:
-        """Returns an answer's status, type and beginning, from the first replica that lives."""
+        """Returns an answer's status, type and beginning, from the first replica that lives; all
+        of one that is no stream."""
         tries = 0
         while True:
             try:
                 parts = handle.ask.remote(request.method, request.url.path, body)
                 status, kind = await anext(parts)
-                return status, kind, await anext(parts, b""), parts
+                first = await anext(parts, b"")
+                if not kind.startswith("text/event-stream"):
+                    first += b"".join([part async for part in parts])
+                return status, kind, first, parts
             except RayError:
                 tries += 1
                 if tries == TRIES:

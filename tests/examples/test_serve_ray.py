@@ -1,11 +1,13 @@
 """Two replicas behind Ray Serve, of which one is killed under load."""
 
+import asyncio
 import concurrent.futures
 import dataclasses
 import os
 import signal
 import time
 from pathlib import Path
+from unittest import mock
 
 import httpx
 import pytest
@@ -64,3 +66,38 @@ def test_a_killed_replica_loses_no_request(tmp_path):
     finally:
         serve.shutdown()
         ray.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["application/json", "text/event-stream; charset=utf-8"])
+def test_only_a_stream_ends_with_its_replica(kind):
+    import serve_ray
+    from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
+
+    class Handle:
+        """A replica that dies in the first answer."""
+
+        def __init__(self):
+            self.ask, self.asked = self, 0
+
+        def options(self, **_):
+            return self
+
+        async def remote(self, *_):
+            self.asked += 1
+            yield 200, kind
+            yield b"be"
+            if self.asked == 1:
+                raise RayError
+            yield b"gun"
+
+    async def answered():
+        handle, request = Handle(), mock.Mock(method="POST")
+        _, _, first, rest = await serve_ray.Ingress(handle)._begun(handle, request, b"")
+        return first + b"".join([part async for part in rest])
+
+    if kind == "application/json":
+        assert asyncio.run(answered()) == b"begun"
+    else:
+        with pytest.raises(RayError):
+            asyncio.run(answered())
