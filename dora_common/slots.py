@@ -7,12 +7,13 @@ from typing import Any
 from dora_common.rules import listing
 
 
-def check_slots(slots: Any) -> None:
-    """Raises TypeError or ValueError unless ``slots`` is an integer of at least 1."""
-    if isinstance(slots, bool) or not isinstance(slots, numbers.Integral):
-        raise TypeError(f"slots is {slots!r}; expected an integer of at least 1")
-    if int(slots) < 1:
-        raise ValueError(f"slots is {slots}; expected at least 1")
+def check_sizes(slots: Any, max_rank: Any) -> None:
+    """Raises TypeError or ValueError unless both are integers of at least 1."""
+    for name, size in {"slots": slots, "max_rank": max_rank}.items():
+        if isinstance(size, bool) or not isinstance(size, numbers.Integral):
+            raise TypeError(f"{name} is {size!r}; expected an integer of at least 1")
+        if int(size) < 1:
+            raise ValueError(f"{name} is {size}; expected at least 1")
 
 
 def check_slot(slot: Any, slots: int) -> None:

@@ -10,9 +10,8 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
-from dora_common.hyperparameters import check_rank
 from dora_common.rules import ALL_LINEAR
-from dora_common.slots import check_ids, check_ids_like, check_room, check_slot, check_slots
+from dora_common.slots import check_ids, check_ids_like, check_room, check_sizes, check_slot
 from jax_dora.adapt.adapter import Adapter
 from jax_dora.adapt.tree import check_model
 from jax_dora.bank.host import HostAdapter, piece_shape, read_adapter, read_folder
@@ -68,8 +67,7 @@ class AdapterBank:
           ValueError: the model holds an adapter, a number is below 1, or no projection matches.
         """
         check_model(model)
-        check_slots(slots)
-        check_rank(max_rank)
+        check_sizes(slots, max_rank)
         found = projections(model, path)
         self._base: Base | None = Base(model, {one.path: kernel for one, kernel in found.items()})
         self._plan = Plan(self._base, int(slots), int(max_rank), found)

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dora_common.hyperparameters import adapter_scale, check_rank
+from dora_common.hyperparameters import adapter_scale
 from dora_common.peft.folder import opened
 from dora_common.rules import ALL_LINEAR, assign, listing
-from dora_common.slots import check_plain, check_room, check_slot, check_slots
+from dora_common.slots import check_plain, check_room, check_sizes, check_slot
 from torch_dora.adapt.apply import WRAPPERS, check_model, modules_with_names, output_head
 from torch_dora.adapt.rule import DoRARule
 from torch_dora.layers import DoRAConv1D, DoRALinear, dora_layers, layer_class, placement
@@ -68,8 +68,7 @@ class AdapterBank:
         self, model: nn.Module, slots: int, max_rank: int, *, path: str = ALL_LINEAR
     ) -> None:
         check_model(model, inside=WRAPPERS)
-        check_slots(slots)
-        check_rank(max_rank)
+        check_sizes(slots, max_rank)
         check_plain([name for name, _ in dora_layers(model)], "torch_dora")
         self.model, self.slots, self.max_rank = model, int(slots), int(max_rank)
         self.layers: dict[str, Any] = _projections(model, path)

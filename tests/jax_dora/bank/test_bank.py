@@ -238,7 +238,7 @@ def test_other_things_that_are_refused():
         AdapterBank(model, 0, 4)
     with pytest.raises(TypeError, match=r"slots is 2\.0"):
         AdapterBank(model, 2.0, 4)
-    with pytest.raises(ValueError, match="rank is 0"):
+    with pytest.raises(ValueError, match="max_rank is 0; expected at least 1"):
         AdapterBank(model, 2, 0)
     with pytest.raises(ValueError, match=r"an nnx\.Embed is no projection"):
         AdapterBank(MODEL, 2, 4, path="embed")
