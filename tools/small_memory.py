@@ -1,5 +1,6 @@
-"""The tables of docs/small-memory.md: of memory, computed from shapes alone, and of what formats
-cost, from `benchmarks/results/cpu/quality.jsonl`."""
+"""The tables of docs/small-memory.md: of memory, computed from shapes alone and beside it what was
+measured (`benchmarks/results/h100/quantised.jsonl`), and of what formats cost
+(`benchmarks/results/cpu/quality.jsonl`)."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import jax_dora
 from benchmarks import results
 from jax_dora.finetune import estimate
 from jax_dora.models import CausalLM, DecoderConfig
-from tools.measurements import RESULTS, grid, table
+from tools.measurements import RESULTS, grid, rows, table
 
 MEASURED = RESULTS / "cpu" / "quality.jsonl"
 RANK, TOKENS = 16, 4096
@@ -40,14 +41,18 @@ MODELS = {
 
 
 def memory() -> str:
-    """Returns GiB of base models, and of all that a step holds."""
+    """Returns GiB of base models and of all that a step holds, and of the steps measured."""
     rule = jax_dora.DoRARule("model/layers/.*_proj", rank=RANK, alpha=RANK)
 
-    def cell(config: DecoderConfig, qtype: str | None) -> str:
-        base, total = _gib(config, qtype, rule)
-        return f"{base:.1f} / {total:.1f}"
+    def cell(name: str, qtype: str | None) -> str:
+        base, total = _gib(MODELS[name], qtype, rule)
+        step = {"name": name.removeprefix("Llama 3 "), "qtype": qtype or "bf16", "time": TOKENS}
+        measured = rows("quantised", "h100", work="step", kind="DoRA", keep_inner=None, **step)
+        peaks = (f" / **{one['peak_bytes'] / 2**30:.1f}**" for one in measured)
+        return f"{base:.1f} / {total:.1f}{''.join(peaks)}"
 
-    return grid("model", MODELS, {one or "bfloat16": one for one in FORMATS}, cell)
+    names = {name: name for name in MODELS}
+    return grid("model", names, {one or "bfloat16": one for one in FORMATS}, cell)
 
 
 def _gib(config: DecoderConfig, qtype: str | None, rule: Any) -> tuple[float, float]:
