@@ -69,6 +69,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints what tests have recorded as "printed", in other processes too."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name == "printed":
+                terminalreporter.write_line(f"{report.nodeid}: {value}")
+
+
 @pytest.fixture
 def optimized() -> Iterator[None]:
     """Compiles as users do, for a test that reads what is compiled."""

@@ -5,10 +5,12 @@ import collections
 import json
 import random
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import httpx
+import numpy as np
 
 PROMPTS = ("12+30=", "What is a slot, and who pins it? ")
 TOKENS = 10
@@ -26,6 +28,7 @@ class Load:
     Attributes:
       wrong: answers that are of no adapter that they may be of.
       counts: of requests by kind.
+      seconds: that answers took, from the request that was not refused on.
     """
 
     def __init__(self, url: str, expected: Mapping[str, Sequence[set[str]]], seed: int = 0) -> None:
@@ -34,6 +37,12 @@ class Load:
         self._random = random.Random(seed)
         self.wrong: list[str] = []
         self.counts: collections.Counter[str] = collections.Counter()
+        self.seconds: list[float] = []
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(self.counts.items()))
+        latency = np.percentile(self.seconds, (50, 90, 99)).round(3)
+        return f"{counts}; seconds at 50, 90 and 99 %: {', '.join(map(str, latency))}"
 
     async def run(self, count: int, at_a_time: int) -> None:
         limits = httpx.Limits(max_connections=at_a_time)
@@ -87,11 +96,13 @@ class Load:
     ) -> None:
         streams = self._random.random() < 0.5
         while True:
+            begin = time.monotonic()
             text, status = await self._text(client, body | {"stream": streams})
             if status != 429:
                 break
             self.counts["refused with 429"] += 1
             await asyncio.sleep(0.05)
+        self.seconds.append(time.monotonic() - begin)
         self.counts[kind] += 1
         if status != 200 or text not in expected:
             self.wrong.append(f"{body['model']}: {status} {text!r}, not in {expected}")

@@ -29,7 +29,9 @@ def expected_texts(server, reference, folders):
     ("count", "at_a_time", "many", "slots"),
     [(160, 24, 6, 3), (1000, 64, 100, 8)],
 )
-def test_load_and_faults(model, settings, reference, tmp_path, count, at_a_time, many, slots):
+def test_load_and_faults(
+    model, settings, reference, tmp_path, record_property, count, at_a_time, many, slots
+):
     folder = tmp_path / "adapters"
     for number in range(many):
         serving.write_adapter(model, folder / f"adapter-{number}", number)
@@ -69,6 +71,7 @@ def test_load_and_faults(model, settings, reference, tmp_path, count, at_a_time,
 
         serve_once(*folders)
         (arrays, memory), (arrays_after, memory_after) = asyncio.run(halves())
+        record_property("printed", str(driver))
         assert driver.wrong == []
         assert driver.counts["answered"] > count // 2
         assert driver.counts["refused with 429"] > 0
