@@ -1,6 +1,7 @@
 """Weights that a Hugging Face folder holds quantised already, read as they are.
 
-    bitsandbytes NF4   weight U8 [out·in / 2, 1], two codes a byte, the first in the upper half;
+    bitsandbytes NF4   weight U8 [out·in / 2, 1], two codes a byte, the first in the upper half, or
+                       the same bytes as numbers of another dtype (bnb_4bit_quant_storage);
                        weight.absmax, a scale for each run of 64 inputs; weight.quant_state…, JSON.
                        Of doubly quantised scales, absmax is U8 and
                        scale = nested_quant_map[absmax]·nested_absmax + nested_offset
@@ -62,7 +63,7 @@ class QuantisedTensor(NamedTuple):
             for one, tensor in stored.items()
             if one.startswith((f"{name}.", f"{name}_scale"))
         }
-        if weight.dtype == np.uint8:
+        if weight.dtype == np.uint8 or any(one.startswith(STATE) for one in parts):
             return cls._nf4(name, weight, parts)
         if weight.dtype.itemsize > 1:
             return None
@@ -95,12 +96,17 @@ class QuantisedTensor(NamedTuple):
             )
         if not np.allclose(parts[".quant_map"].whole(), NF4, atol=1e-6):
             raise NotImplementedError(f"{name} in {weight.file} has a quant_map other than NF4's")
-        if math.prod(weight.shape) * 2 != out * in_features:
+        size = math.prod(weight.shape) * weight.dtype.itemsize
+        if size * 2 != out * in_features:
             raise ValueError(
-                f"{name} in {weight.file} has {math.prod(weight.shape)} bytes; expected "
+                f"{name} in {weight.file} has {size} bytes; expected "
                 f"{out * in_features // 2} for its shape {[out, in_features]}"
             )
         return cls(weight, parts, (out, in_features))
+
+    @property
+    def is_nf4(self) -> bool:
+        return ".absmax" in self.parts
 
     @property
     def names(self) -> set[str]:
@@ -111,7 +117,7 @@ class QuantisedTensor(NamedTuple):
     def abstract(self) -> Any:
         """Returns the `qwix.QArray` [in, out], of shapes alone."""
         (out, in_features), f32 = self.shape, jnp.dtype(jnp.float32)
-        if self.weight.dtype == np.uint8:
+        if self.is_nf4:
             stored, scales, qtype = jnp.uint4, (in_features // 64, out), "nf4"
         else:
             stored, qtype = jnp.float8_e4m3fn, "float8_e4m3fn"
@@ -121,8 +127,8 @@ class QuantisedTensor(NamedTuple):
 
     def read(self) -> Any:
         """Returns the `qwix.QArray` [in, out] on the default device; the host holds this tensor."""
-        if self.weight.dtype == np.uint8:
-            packed = self.weight.whole().reshape(-1)
+        if self.is_nf4:
+            packed = self.weight.whole().reshape(-1).view(np.uint8)
             codes, scale = _unpacked(packed, self._absmax(), self.shape)
             return make(codes, scale, "nf4")
         qvalue = jnp.asarray(self.weight.whole()).T

@@ -141,6 +141,12 @@ def nf4(name, weight, *, nested):
     return {name: packed, **{f"{name}.{part}": value for part, value in parts.items()}}
 
 
+def stored_in_bf16(name, weight):
+    """As `nf4`, with bnb_4bit_quant_storage of bfloat16, by which FSDP shares bytes like floats."""
+    tensors = nf4(name, weight, nested=False)
+    return tensors | {name: tensors[name].reshape(-1).view(ml_dtypes.bfloat16)[:, None]}
+
+
 def fp8(name, weight, *, scales):
     """A weight in FP8 with a scale for it all, for each output feature, or for blocks of 48."""
     if scales == "blocks":
@@ -164,6 +170,7 @@ NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_typ
 FORMATS = {
     "nf4": (lambda *a: nf4(*a, nested=False), NF4),
     "nf4 twice": (lambda *a: nf4(*a, nested=True), NF4),
+    "nf4 in bf16": (stored_in_bf16, NF4 | {"bnb_4bit_quant_storage": "bfloat16"}),
     "fp8": (lambda *a: fp8(*a, scales="one"), {"quant_method": "fp8"}),
     "fp8 rows": (lambda *a: fp8(*a, scales="rows"), {"quant_method": "fbgemm_fp8"}),
     "fp8 blocks": (
