@@ -99,7 +99,8 @@ def bank_growth() -> Figure:
             found = [one for one in grown if name in one and not one.get("loads")]
             counts = [one[name] for one in found]
             _draw(axes, kind, counts, [1e3 * one["ms"] for one in found])
-        axes.set(xlabel=label, ylabel="µs of a layer", ylim=(0, None))
+        axes.set(xlabel=label, ylabel="µs of a layer")
+        _from_zero(axes)
     return figure
 
 
@@ -113,7 +114,8 @@ def served() -> Figure:
         for kind in ("LoRA", "DoRA"):
             found = rows("serve", "h100", kind=kind)
             _draw(axes, kind, [one["adapters"] for one in found], [one[name] for one in found])
-        axes.set(xlabel="adapters", ylabel=label, ylim=(0, None))
+        axes.set(xlabel="adapters", ylabel=label)
+        _from_zero(axes)
     return figure
 
 
@@ -122,6 +124,11 @@ def _draw(axes: Any, kind: str, counts: Sequence[int], values: Sequence[float]) 
     axes.set(xscale="log")
     axes.set_xticks(counts, [f"{count:,}" for count in counts])
     axes.minorticks_off()
+
+
+def _from_zero(axes: Any) -> None:
+    """Begins the vertical axis at 0, and leaves room above the highest line."""
+    axes.set_ylim(0, 1.05 * axes.dataLim.ymax)
 
 
 FIGURES: tuple[Callable[[], Figure], ...] = (stability, step, bank_growth, served)
