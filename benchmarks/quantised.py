@@ -28,6 +28,7 @@ from jax_dora import ops
 from jax_dora.layers.quantised import compute_quantised
 from jax_dora.models import DecoderConfig, make_model
 from jax_dora.ops import linear, quantised, row_wise
+from jax_dora.ops.operands import Projection
 from jax_dora.ops.rounding import round_to
 
 FORMATS = ("bf16", *quantised.FORMATS)
@@ -171,7 +172,12 @@ def _operands(key: jax.Array, rows: int, n: int, rank: int, qtype: str) -> tuple
 
 def _frozen(n: int, **options: Any) -> Callable[..., Any]:
     """Returns a projection whose g is given, as `jax_dora.freeze` has it."""
-    layer = jax.jit(functools.partial(linear.scaled_linear, scale=0.7, **options))
+
+    @jax.jit
+    def layer(x: jax.Array, kernel: Any, lora_a: jax.Array, lora_b: jax.Array, g: jax.Array):
+        operands = Projection(x, kernel, lora_a, lora_b, g, scale=0.7)
+        return linear.scaled_linear(operands, **options)
+
     return functools.partial(layer, g=jnp.ones(n))
 
 
