@@ -1,7 +1,7 @@
 """Level `quality`: what quantising costs a pretrained encoder and a decoder, format by format.
 
 Nothing is timed, so that a CPU's results count. The encoder is the one that parity has; its logits
-are those of each sentence against all paraphrases. The decoder is pre-trained here, on the sources
+are those of lines of this repository's documentation against those that follow each. The decoder is pre-trained here, on the sources
 of Python's standard library, byte by byte, and its weights rounded to bf16: that is the base that
 others are held to. Adapters are trained over each base from one seed on the same rows of this
 repository's documentation. Arithmetic is fp32 everywhere but where a format says FP8. Kernels that
@@ -64,7 +64,8 @@ FORMATS = (
 
 
 class Settings(NamedTuple):
-    """The settings of the level: `steps` over every format, `long` over bf16 and NF4."""
+    """The settings of the level: `pairs` of lines for the encoder, `steps` over every format, `long`
+    over bf16 and NF4."""
 
     decoder: Decoder = Decoder(
         128,
@@ -81,8 +82,9 @@ class Settings(NamedTuple):
         learning_rate=2e-3,
         base_learning_rate=3e-3,
         base_steps=400,
-        eval_rows=64,
+        eval_rows=512,
     )
+    pairs: int = 256
     steps: int = 50
     long: int = 500
     formats: tuple[Format, ...] = FORMATS
@@ -90,6 +92,7 @@ class Settings(NamedTuple):
 
 TINY = Settings(
     Decoder.tiny(dtype="float32", length=16, base_steps=4, eval_rows=32, rank=4, alpha=8),
+    pairs=8,
     steps=2,
     long=10,
     formats=(FORMATS[3], FORMATS[5]),
@@ -107,7 +110,7 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
 
 
 def _encoder(settings: Settings) -> Iterator[Row]:
-    batch = minilm.batch(minilm.sentence_pairs())
+    batch = minilm.batch(neighbours(settings.pairs))
     arrays = jnp.asarray(batch.ids, jnp.int32), jnp.asarray(batch.mask, jnp.int32)
     embed = nnx.jit(lambda encoder, *arrays: encoder(*arrays))
 
@@ -191,6 +194,17 @@ def prose() -> tuple[np.ndarray, np.ndarray]:
     parts = ([page for page in pages if page not in held_out], held_out)
     train, rest = (b"".join(page.read_bytes() for page in part) for part in parts)
     return np.frombuffer(train, np.uint8), np.frombuffer(rest, np.uint8)
+
+
+def neighbours(count: int) -> list[tuple[str, str]]:
+    """Returns `count` lines of prose of this repository's documentation, of all pages, and the next
+    line of each."""
+    pairs = []
+    for page in sorted(ROOT.glob("docs/*.md")):
+        lines = page.read_text(encoding="utf-8").splitlines()
+        lines = [line for line in lines if len(line) > 60 and line[0].isalpha()]
+        pairs += zip(lines[::2], lines[1::2], strict=False)
+    return pairs[:: max(1, len(pairs) // count)][:count]
 
 
 def quantise(model: nnx.Module, form: Format, *, as_codes: bool = False) -> float:
