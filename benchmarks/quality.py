@@ -1,12 +1,12 @@
 """Level `quality`: what quantising costs a pretrained encoder and a decoder, format by format.
 
 Nothing is timed, so that a CPU's results count. The encoder is the one that parity has; its logits
-are those of lines of this repository's documentation against those that follow each. The decoder is pre-trained here, on the sources
-of Python's standard library, byte by byte, and its weights rounded to bf16: that is the base that
-others are held to. Adapters are trained over each base from one seed on the same rows of this
-repository's documentation. Arithmetic is fp32 everywhere but where a format says FP8. Kernels that
-are dequantised for a product in any case are taken as what they stand for, by one program for all;
-the long run over NF4 takes the codes.
+are those of lines of this repository's documentation against the lines that follow them. The
+decoder is pre-trained here, on the sources of Python's standard library, byte by byte, and its
+weights rounded to bf16: that is the base that others are held to. Adapters are trained over each
+base from one seed on the same rows of this repository's documentation. Arithmetic is fp32
+everywhere but where a format says FP8. Kernels that are dequantised for a product in any case are
+taken as what they stand for, by one program for all; the long run over NF4 takes the codes.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ FORMATS = (
 
 
 class Settings(NamedTuple):
-    """The settings of the level: `pairs` of lines for the encoder, `steps` over every format, `long`
-    over bf16 and NF4."""
+    """The settings of the level: `pairs` of lines for the encoder; `steps` of training over every
+    format, `long` over bf16 and NF4."""
 
     decoder: Decoder = Decoder(
         128,
