@@ -116,7 +116,7 @@ def adapt_site(site: Site, rule: DoRARule, rngs: nnx.Rngs) -> Any:
 
 def _shard_like_kernel(adapted: Any, sharding: NamedSharding) -> None:
     stack, spec = adapted.stack, padded(sharding.spec, adapted.kernel_param.ndim)
-    for name, names in adapted.adapter_axes(stack.without(spec)).items():
+    for name, names in adapted.layout.adapter_axes(stack.without(spec)).items():
         variable = getattr(adapted, name)
         of_all = stack.joined(stack.of_stack(spec), names)
         target = NamedSharding(sharding.mesh, PartitionSpec(*of_all))

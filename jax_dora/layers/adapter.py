@@ -46,7 +46,7 @@ def make_adapter(
     """
     layout, kernel, stack = layer.layout, layer.kernel_param, layer.stack
     names = axis_names(kernel)
-    axes, of_stack = layer.adapter_axes(stack.without(names)), stack.of_stack(names)
+    axes, of_stack = layout.adapter_axes(stack.without(names)), stack.of_stack(names)
     count, drawn, boxes, dropouts = math.prod(stack.shape), dict[str, Any](), {}, []
     turns = [(number, name) for number in range(count) for name in ("lora_a", "lora_b")]
     for number, name in turns if by_layer else sorted(turns, key=lambda turn: turn[1]):

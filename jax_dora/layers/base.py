@@ -175,10 +175,6 @@ class DoRALayer(nnx.Module):
         """Returns how kernel, lora_a, lora_b and magnitude are matrices."""
         return self.layout_of(self, self.rank)
 
-    def adapter_axes(self, axes: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
-        """Returns for the axes of lora_a, lora_b and magnitude what `axes` says of the kernel's."""
-        return self.layout.adapter_axes(axes)
-
     @property
     def kernel_param(self) -> nnx.Param:
         """Returns the parameter that is adapted."""

@@ -118,7 +118,7 @@ def boxed_like(kernel: Any, adapter: Any, boxes: Mapping[str, Any] | None = None
     """
     made: dict[str, Any] = {}
     if isinstance(kernel, nn.Partitioned):
-        axes = adapter.adapter_axes(padded(kernel.names, nn.unbox(kernel).ndim))
+        axes = adapter.layout.adapter_axes(padded(kernel.names, nn.unbox(kernel).ndim))
         made = {name: kernel.replace(names=axes[name]) for name in ADAPTER_NAMES}
     made |= boxes or {}
     values = {name: getattr(adapter, name)[...] for name in ADAPTER_NAMES}

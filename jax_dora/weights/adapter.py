@@ -70,7 +70,6 @@ class WeightAdapter:
 
     takes = frozenset({"keep_inner"})
 
-    adapter_axes: Any = DoRALayer.adapter_axes
     norm: Any = DoRALayer.norm
 
     def __init__(self, module: Any, spec: AdapterSpec) -> None:
