@@ -141,8 +141,9 @@ class Slots:
 
     def warm_up(self) -> None:
         """Compiles every program, by calls for rows that do not exist."""
-        # Twice: a cache that has passed beside weights committed to a device is committed too.
-        for width in 2 * self.widths:
+        # The first one again: beside weights that are committed to a device it returns a cache that
+        # is committed too, and for such a cache it is another program.
+        for width in (*self.widths, self.widths[0]):
             self.read((), width)
         settings = self._sent_settings()[1]
         for features in DrawFeatures.all():
