@@ -246,7 +246,7 @@ def kernel_change(setting: Setting, **parameters: jax.Array) -> jax.Array:
 def _change_of_each(
     stack: Stack, setting: Setting, parameters: Mapping[str, jax.Array]
 ) -> jax.Array:
-    """Returns the change of a kernel that is stacked so, as the other parameters are."""
+    """Returns the change of a kernel, layer by layer: all parameters are stacked by `stack`."""
     return stack.map(lambda one: _one_change(setting, **one), parameters)
 
 

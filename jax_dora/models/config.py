@@ -23,7 +23,7 @@ DTYPES = {
     "half": jnp.float16,
     "float": jnp.float32,
 }
-# transformers', of families that have a window at all.
+# The window that transformers takes where a family has windows and config.json names none.
 DEFAULT_WINDOW = 4096
 
 
@@ -46,7 +46,7 @@ class Rope:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
         # transformers 5 writes `rope_parameters`; before, `rope_theta` and `rope_scaling`.
-        # Of both it takes the older, and of nulls what is there without them.
+        # Where both are given it takes the older. A null is as if it were not there.
         scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
         given = {name: value for name, value in scaling.items() if value is not None}
         theta = given.pop("rope_theta", None) or config.get("rope_theta") or cls.theta

@@ -19,7 +19,7 @@ _ORDERS = {"lora_a": "bir", "lora_b": "bro", "g": "bo"}
 
 
 class Reader(Protocol):
-    """The base class of what is done where a program reads a weight."""
+    """Computes the operations by which a program reads a weight."""
 
     def product(self, weight: "Weight", product: Product, x: jax.Array) -> jax.Array | None:
         """Returns the product of `x` and the weight, or None where it has no adapted form."""

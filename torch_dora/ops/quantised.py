@@ -158,13 +158,13 @@ def check_activations(name: str, weight: Any) -> None:
 
 
 def check_scales(name: str, weight: Any) -> None:
-    """Raises ValueError if a quantised weight has scales, where they are known, that make no
-    numbers of its codes, or where its kind has none for zeros, zeros of all."""
+    """Raises ValueError if known scales of a quantised weight are infinite or NaN, or, in a kind
+    that gives even zeros a positive scale, not positive."""
     is_blockwise = type(weight).__name__ in _BLOCKWISE
     scales = weight.scale if is_blockwise else codes(matrix(weight)).scales
     if type(scales) not in (Tensor, nn.Parameter) or scales.is_meta:
         return
-    # A run of zeros has 0 in four bits; if scales are quantised too, a small number of either sign.
+    # In four bits the scale of zeros is 0, or a small number of either sign if it is quantised too.
     are_right = (scales > 0) & scales.isfinite() if is_blockwise else scales.isfinite()
     if not are_right.all():
         expected = "positive finite numbers" if is_blockwise else "finite numbers"
