@@ -16,7 +16,7 @@ from benchmarks import results
 from benchmarks.report import Report, time
 from benchmarks.report import name as work_name
 from benchmarks.scaling import Measured
-from tools import bank_tables, small_memory, step_parts
+from tools import bank_tables, quantised_tables, small_memory, step_parts
 from tools.measurements import (
     BEST_LORA,
     RESULTS,
@@ -36,7 +36,6 @@ PAGES = (
 )
 MARKS = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 RANK = 384
-QTYPES = ("bf16", "int8", "float8_e4m3fn", "nf4", "int4")
 PEFT_WAYS = {
     "torch_dora": "torch torch_dora",
     "PEFT's DoRA, defaults": "torch PEFT DoRA, defaults",
@@ -256,63 +255,6 @@ def step() -> str:
     return grid("what is kept for the gradient", budgets, columns, cell)
 
 
-def quantised_step() -> str:
-    sizes = {"8B": "Llama 3 8B, 1 × 4096", "70B": "Llama 3 70B, 1 × 2048"}
-    lines = []
-    for found in rows("quantised", "h100", work="step"):
-        ms = found["ms"]
-        kept = ", inner kept" if "keep_inner" in found else ""
-        cells = [sizes[found["name"]], "LoRA (QLoRA)" if found["kind"] == "LoRA" else f"DoRA{kept}"]
-        cells += [found["qtype"], f"{ms:,.0f}" if ms > 1000 else f"{ms:.1f}"]
-        cells += [f"{found['tokens_per_s']:,.0f}", f"{found['peak_bytes'] / 2**30:.1f}"]
-        lines.append(cells)
-    header = ("model's dimensions", "adapter", "base", "ms", "tokens/s", "peak GiB")
-    return table(header, lines)
-
-
-def quantised_norm() -> str:
-    cards = {"H100, an earlier kernel": "h100", "H200 (`h200/quantised.jsonl`)": "h200"}
-
-    def cell(card: str, qtype: str) -> str:
-        found = rows("quantised", card, work="norm", qtype=qtype)
-        return f"{found[0]['us']:.1f}" if found else ""
-
-    return grid("", cards, {qtype: qtype for qtype in QTYPES}, cell)
-
-
-def quantised_rows() -> str:
-    copy = row("quantised", "h200", work="copy")["tb_per_s"]
-    found = rows("quantised", "h200", work="few rows")
-    lines = []
-    for count in dict.fromkeys(line["rows"] for line in found):
-        here = [line for line in found if line["rows"] == count]
-        its = {line["qtype"]: line for line in here if "implementation" not in line}
-        by_xla = [f"{line['us']:.1f}" for line in here if "implementation" in line]
-        cells = [" ".join(by_xla), f"{its['bf16']['us']:.1f}"]
-        for ours in (its[qtype] for qtype in QTYPES[1:]):
-            faster = its["bf16"]["us"] / ours["us"]
-            share = 1e-4 * ours["bytes"] / ours["us"] / copy
-            cells.append(f"{ours['us']:.1f} ({faster:.2f} ×, {share:.0f} %)")
-        lines.append([f"{count}", *cells])
-    return table(["rows", "bf16 by XLA", *QTYPES], lines)
-
-
-def quantised_projection() -> str:
-    float8 = "float8_e4m3fn"
-    columns: dict[str, dict[str, Any]] = {
-        "bf16": {"qtype": "bf16"},
-        "FP8 weights": {"qtype": float8},
-        "FP8 on both sides": {"activations": float8, "in_one_piece": False},
-        "the same, each column in one piece": {"activations": float8, "in_one_piece": True},
-    }
-
-    def cell(kind: str, fields: dict[str, Any]) -> str:
-        fields = {"work": "projection", "kind": kind, "activations": None} | fields
-        return f"{row('quantised', 'h200', **fields)['us']:.0f}"
-
-    return grid("", {"base alone": "base", "DoRA": "DoRA"}, columns, cell)
-
-
 def devices() -> str:
     layouts, models = ("alone", "dp", "fsdp", "tp"), {"qwen3": "12 layers", "llama3": "Llama-3-8B"}
 
@@ -367,7 +309,8 @@ TABLES: dict[str, Callable[[], str]] = {
     made.__name__: made
     for made in (
         *(headline, norm, compose, layer, layer_times, model, model_later, layer_sizes, step),
-        *(quantised_step, quantised_norm, quantised_rows, quantised_projection, devices, more_gpus),
+        *(devices, more_gpus, quantised_tables.quantised_step, quantised_tables.quantised_norm),
+        *(quantised_tables.quantised_rows, quantised_tables.quantised_projection),
         *(bank_tables.bank_bytes, bank_tables.bank_decoding, bank_tables.bank_prompts),
         *(bank_tables.bank_loads, bank_tables.bank_torch, bank_tables.bank_growth),
         *(bank_tables.bank_served, bank_tables.served_beside),
