@@ -60,8 +60,8 @@ def linear_of(kind: str, rank: int, **options: Any) -> Callable[..., Any]:
         options = {"adapter_dtype": jnp.bfloat16, "lora_b_init": LORA_B_INIT} | options
         return functools.partial(jax_dora.DoRALinear, rank=rank, alpha=2 * rank, **options)
     if kind == "dense":
-        return functools.partial(Dense, rank=rank, scale=2.0, dora=False)
-    return functools.partial(LoRALinear, rank=rank, scale=2.0)
+        return functools.partial(Dense, rank=rank, scale=2.0, dora=False, **options)
+    return functools.partial(LoRALinear, rank=rank, scale=2.0, **options)
 
 
 def dora_rules(sizes: Protocol, keep_inner: bool = False) -> list[jax_dora.DoRARule]:
