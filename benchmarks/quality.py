@@ -153,10 +153,10 @@ def _decoder(settings: Settings, folder: Path) -> Iterator[Row]:
         model = load()
         if name != BASE:
             quantise(model, nf4, as_codes=True)
-        losses, held_out = _trained(model, sizes, settings.long)
+        losses, row = _trained(model, sizes, settings.long)
         parts = [float(part.mean()) for part in np.array_split(losses, PARTS)]
-        row = {"model": "decoder", "format": name, "steps": settings.long, "losses": parts}
-        yield row | held_out
+        told = {"model": "decoder", "format": name, "steps": settings.long, "losses": parts}
+        yield told | row
 
 
 def _trained(base: Any, sizes: Decoder, steps: int) -> tuple[np.ndarray, Row]:
