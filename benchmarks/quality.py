@@ -186,12 +186,16 @@ def _compiled(graphdef: Any, sizes: Decoder) -> tuple[Any, Any, Any]:
     return run, training.evaluator(loss, sizes, held_out), optimizer
 
 
+def pages() -> list[Path]:
+    """Returns the pages of this repository's documentation, but for that which is generated."""
+    return [page for page in sorted(ROOT.glob("docs/*.md")) if page.name != "measured.md"]
+
+
 @functools.cache
 def prose() -> tuple[np.ndarray, np.ndarray]:
     """Returns this repository's documentation as u8[…]: every fourth page apart, to be held out."""
-    pages = sorted(ROOT.glob("docs/*.md"))
-    held_out = pages[::4]
-    parts = ([page for page in pages if page not in held_out], held_out)
+    held_out = pages()[::4]
+    parts = ([page for page in pages() if page not in held_out], held_out)
     train, rest = (b"".join(page.read_bytes() for page in part) for part in parts)
     return np.frombuffer(train, np.uint8), np.frombuffer(rest, np.uint8)
 
@@ -200,7 +204,7 @@ def neighbours(count: int) -> list[tuple[str, str]]:
     """Returns `count` lines of prose of this repository's documentation, of all pages, and the next
     line of each."""
     pairs = []
-    for page in sorted(ROOT.glob("docs/*.md")):
+    for page in pages():
         lines = page.read_text(encoding="utf-8").splitlines()
         lines = [line for line in lines if len(line) > 60 and line[0].isalpha()]
         pairs += zip(lines[::2], lines[1::2], strict=False)
