@@ -58,7 +58,9 @@ def test_no_ratio_is_stated_while_a_check_is_red(wrong: str) -> None:
         measured(name, 40.0, **fields, **(WRONG if wrong == name else {}))
         for name, fields in (("ours", {}), ("plain", {"baseline": "XLA"}))
     )
-    assert Report(HEADER, [plain, ours]).ratio(ours) is None
+    # Another candidate that is right does not stand in for a wrong one.
+    tuned = measured("plain, tuned", 80.0, baseline="XLA")
+    assert Report(HEADER, [plain, tuned, ours]).ratio(ours) is None
 
 
 def test_what_was_refused_is_no_failure_and_what_failed_is() -> None:

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from benchmarks import results
 from tools.gpu_test_report import main, summarise
 
 
@@ -39,4 +40,6 @@ def test_only_a_run_in_which_tests_passed_and_none_failed_ends_with_0(
     arguments = ["--out", str(out), "--commit", "abc", str(file)]
     monkeypatch.setattr(sys, "argv", ["gpu_test_report.py", *arguments])
     assert main() == code
-    assert out.exists()
+    header, rows = results.read(out)
+    assert header["environment"]["commit"] == "abc"
+    assert rows == [{"module": name} | entry for name, entry in summarise([file]).items()]

@@ -12,6 +12,7 @@ from triton.runtime.jit import KernelInterface
 
 import jax_dora.ops.mosaic
 import torch_dora.ops.triton
+from benchmarks import results
 from benchmarks.kernels import KERNELS
 from tools import sanitize
 
@@ -52,38 +53,51 @@ def test_only_planted_faults_may_be_found_and_must_be(name, errors, sound):
     assert sanitize.as_expected(name, errors) == sound
 
 
+# What each tool finds of what is planted.
+SEEN = {("memcheck", "torch/planted overrun"), ("racecheck", "jax/planted race")}
+
+
 @pytest.fixture
 def run(monkeypatch):
-    """Returns the exit status of a run over two kernels, in which so many errors are found."""
+    """Returns the exit status of a run in which a kernel has so many errors, and a planted fault
+    so many to the tool that sees it."""
 
-    def call(errors, *arguments):
-        def sanitized(_, name):
-            return {"errors": errors[name], "seconds": 1.0, "last": ""}
+    def call(errors, planted, *arguments):
+        def sanitized(tool, name):
+            found = errors if "planted" not in name else planted if (tool, name) in SEEN else 0
+            return {"errors": found, "seconds": 1.0, "last": ""}
 
         monkeypatch.setattr(sanitize, "sanitize", sanitized)
-        monkeypatch.setattr(sys, "argv", ["sanitize.py", "--tool", "memcheck", *arguments])
+        monkeypatch.setattr(sys, "argv", ["sanitize.py", *map(str, arguments)])
         return sanitize.main()
 
     monkeypatch.setattr(sanitize.shutil, "which", lambda name: name)
-    monkeypatch.setitem(sanitize.KERNELS, "jax", dict)
-    kernels = dict.fromkeys(("norm", "planted overrun"))
-    monkeypatch.setitem(sanitize.KERNELS, "torch", lambda: kernels)
+    for framework, names in {"jax": ["planted race"], "torch": ["norm", "planted overrun"]}.items():
+        monkeypatch.setitem(sanitize.KERNELS, framework, lambda names=names: names)
     return call
 
 
 @pytest.mark.parametrize(
     ("errors", "planted", "status"), [(0, 72, 0), (72, 72, 1), (None, 72, 1), (0, 0, 1)]
 )
-def test_only_a_run_that_finds_the_planted_faults_alone_ends_with_0(run, errors, planted, status):
-    assert run({"torch/norm": errors, "torch/planted overrun": planted}) == status
+def test_only_a_run_that_finds_the_planted_faults_alone_ends_with_0(
+    run, errors, planted, status, tmp_path
+):
+    out = tmp_path / "sanitize.jsonl"
+    assert run(errors, planted, "--commit", "abc", "--out", out) == status
+    header, rows = results.read(out)
+    assert header["environment"]["commit"] == "abc"
+    found = {(row["tool"], row["kernel"]): row["errors"] for row in rows}
+    kernel = {(tool, "torch/norm"): errors for tool in ("memcheck", "racecheck")}
+    assert found == kernel | dict.fromkeys(SEEN, planted)
 
 
 def test_a_kernel_or_a_tool_that_is_not_there_is_no_success(run, monkeypatch):
-    with pytest.raises(SystemExit, match=r"'nrom' chooses none of: torch/norm"):
-        run({}, "--kernel", "nrom")
+    with pytest.raises(SystemExit, match=r"'nrom' chooses none of: .*torch/norm"):
+        run(0, 72, "--kernel", "nrom")
     monkeypatch.setattr(sanitize.shutil, "which", lambda name: None)
     with pytest.raises(SystemExit, match="compute-sanitizer is not on PATH"):
-        run({})
+        run(0, 72)
 
 
 @pytest.mark.slow
