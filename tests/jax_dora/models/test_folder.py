@@ -340,9 +340,9 @@ def test_a_window_that_spans_all_positions_is_none(llama):
     [
         ("mistral", {}),  # 4096, which all positions of this one are within
         ("mistral", {"sliding_window": None}),
-        ("llama", WINDOW),
+        ("llama", WINDOW | {"max_window_layers": 0}),
         ("qwen3", WINDOW | {"max_window_layers": 3}),
-        ("qwen3", WINDOW | {"layer_types": ["full_attention"] * 3}),
+        ("qwen3", WINDOW | {"max_window_layers": 0, "layer_types": ["full_attention"] * 3}),
     ],
 )
 def test_a_window_that_no_layer_has(llama, kind, fields):
@@ -370,9 +370,12 @@ def test_without_a_dtype_it_is_the_weights(make_folder, tmp_path):
     model = decoder.load_model(folder)
     assert str(theirs.dtype) == f"torch.{jnp.dtype(model.config.dtype)}" == "torch.bfloat16"
     # Older files have the older name too.
-    older = decoder.read_config(folder) | {"torch_dtype": "float32"}
+    names = ("dtype", "torch_dtype")
+    older = decoder.read_config(folder) | dict.fromkeys(names, "float32")
     decoder.save_model(model, tmp_path / "new", older)
     assert decoder.load_model(tmp_path / "new").config == model.config
+    written = decoder.read_config(tmp_path / "new")
+    assert [written[name] for name in names] == ["bfloat16"] * 2
 
 
 def test_a_change_is_no_fault_of_the_file(llama):

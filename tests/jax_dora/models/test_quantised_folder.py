@@ -248,6 +248,10 @@ def with_a_scale(value, make, part):
             with_a_scale(0, FORMATS["fp8 rows"][0], "weight_scale"),
             *({"quant_method": "fp8"}, ValueError, r"weight_scale in .* from 0\.0 to .* positive"),
         ),
+        (
+            with_a_scale(np.inf, FORMATS["fp8 blocks"][0], "weight_scale_inv"),
+            *(FORMATS["fp8 blocks"][1], ValueError, "weight_scale_inv in .* to inf; .* positive"),
+        ),
         (without(".absmax"), NF4, NotImplementedError, "expected bitsandbytes NF4: absmax"),
         (only_the_first, NF4, ValueError, "is quantised in 1 of its 2 tensors"),
         (
