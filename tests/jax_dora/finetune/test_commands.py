@@ -55,7 +55,7 @@ def test_generate(quantize, is_adapted, model, adapter, capsys):
     assert capsys.readouterr().out == f"{tokenizer.decode(wanted)}\n"
 
 
-def test_generate_is_that_of_transformers(model, capsys):
+def test_generate_is_that_of_transformers(model, tmp_path, capsys):
     transformers.utils.logging.disable_progress_bar()
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     given = tokenizer("12+30=", return_tensors="pt")
@@ -63,9 +63,16 @@ def test_generate_is_that_of_transformers(model, capsys):
         max_new_tokens=9, do_sample=False, eos_token_id=256, pad_token_id=256
     )
     theirs = transformers.AutoModelForCausalLM.from_pretrained(model)
+    # Large enough for tokens to depend on those before, and on where they stand.
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    folder = shutil.copytree(model, tmp_path / "model")
+    theirs.save_pretrained(folder)
     (answer,) = theirs.generate(**given, generation_config=config)
     wanted = tokenizer.decode(answer[given["input_ids"].shape[1] :], skip_special_tokens=True)
-    command = ["generate", "--model", model, "--prompt", "12+30=", "--tokens", "9"]
+    command = ["generate", "--model", str(folder), "--prompt", "12+30=", "--tokens", "9"]
     assert main(command) == 0
     assert capsys.readouterr().out == f"{wanted}\n"
 
