@@ -78,6 +78,8 @@ def test_a_level_is_measured(level: str, tmp_path: Path) -> None:
     assert (header["level"], header["quick"]) == (level.split()[0], True)
     assert header["environment"]["commit"] == "abc"
     assert {row[field] for row in rows} == told
+    # Of several devices: what travels between them.
+    assert all(row.get("sent_bytes", 1) > 0 for row in rows)
 
 
 @pytest.mark.slow
