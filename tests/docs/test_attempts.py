@@ -1,0 +1,173 @@
+"""Numbers in the page about what was tried are those of the committed results."""
+
+import re
+
+from tests.docs.test_numbers import TEXT, assert_says
+from tools.measurements import row, rows
+
+PAGE = "docs/attempts.md"
+
+# A difference, which no file has.
+COMPUTED = {"0.6"}
+
+
+def test_numbers_of_what_was_tried_are_those_of_the_files_that_a_paragraph_names():
+    found = 0
+    for paragraph in re.split(r"\n\n|\n(?=- )", TEXT[PAGE]):
+        names = set(re.findall(r"`((?:\w+/)?\w+)\.jsonl`", paragraph))
+        if names & {"tried", "few_rows", "bank_kernels", "h100/tried", "h200x2/profile"}:
+            paths = [name.rpartition("/") for name in names]
+            measured = [
+                value
+                for card, _, name in paths
+                for line in rows(name, card or "h200")
+                for field, value in line.items()
+                if re.fullmatch(r"us|ms|\w+_us|\w+_ms|tokens_per_s", field)
+                and isinstance(value, float)
+            ]
+            # With a point, or of four digits.
+            said = re.findall(r"(?<![\w.])(?:\d[\d,]*\.\d+|\d+,\d{3})(?!\w)", paragraph)
+            digits = {len(number.partition(".")[2]) for number in said}
+            known = {f"{value:,.{count}f}" for value in measured for count in digits}
+            assert set(said) <= known | COMPUTED, paragraph
+            found += len(said)
+    assert found > 50
+
+
+def test_what_is_said_of_few_rows():
+    def us(**fields):
+        plain = {"slots", "stages", "variant", "implementation"} - fields.keys()
+        found = rows("few_rows", "h200", **fields)
+        (line,) = (line for line in found if not plain & line.keys())
+        return line["us"]
+
+    ours, lora = {"work": "few rows", "qtype": "bf16"}, {"work": "LoRA by XLA"}
+    narrow, wide = {"features": 4096, "rank": 64}, {"features": 8192, "rank": 16}
+    of = [us(**work, **narrow, rows=count) for count in (8, 64) for work in (ours, lora)]
+    bf16, by_xla = us(**ours, **wide, rows=8), us(**ours, **wide, rows=8, implementation="xla")
+    int8, nf4 = ({"work": "few rows", "qtype": one, **wide} for one in ("int8", "nf4"))
+    apart = us(**ours, **narrow, rows=64, variant="no pairs")
+    warps = [
+        us(**one, rows=32, **by) for one in (nf4, int8) for by in ({"variant": "by warps"}, {})
+    ]
+    assert_says(
+        PAGE,
+        f"rank 64, 8 rows: {of[0]:.1f} µs, where XLA's LoRA takes {of[1]:.1f}; 64 rows {of[2]:.1f} "
+        f"and {of[3]:.1f}.",
+        f"8 rows: bf16 {bf16:.1f} µs, by XLA {by_xla:.1f}; int8 {us(**int8, rows=8):.1f}, nf4 "
+        f"{us(**nf4, rows=8):.1f}.",
+        f"64 rows take {apart:.1f} µs instead of {of[2]:.1f}",
+        f"(int8, 8 rows: {us(**int8, rows=8, slots=2):.1f} against {us(**int8, rows=8):.1f} µs)",
+        f"(nf4 {warps[0]:.1f} against {warps[1]:.1f}, int8 {warps[2]:.1f} against {warps[3]:.1f})",
+        f"nf4 {us(**nf4, rows=1) - us(**nf4, rows=1, variant='nothing held'):.1f} µs",
+    )
+
+
+def test_what_is_said_of_banks():
+    def us(count, in_use, turns, over_base, work="qkv"):
+        fields = {"rows": count, "in_use": in_use, "turns": turns, "over_base": over_base}
+        found = row("bank_kernels", "h200", work=work, **fields)
+        return [found[f"{name}_us"] for name in ("shrink", "expand", "others")]
+
+    one, four = [1, 1], [4, 4]
+    few, many = us(8, 1, one, False), us(64, 64, one, True)
+    by_four, many_by_four = us(8, 1, four, False), us(64, 64, four, True)
+    apart = us(64, 64, four, False)
+    single = us(1, 1, one, False)
+    assert_says(
+        PAGE,
+        f"{by_four[0]:.1f} and {by_four[1]:.1f} µs for 8 rows of one slot, and "
+        f"{many_by_four[0]:.1f} and {many_by_four[1]:.1f} for 64 rows of 64, where one takes "
+        f"{few[0]:.1f} and {few[1]:.1f}, and {many[0]:.1f} and {many[1]:.1f}.",
+        f"{apart[1]:.1f} µs instead of {many_by_four[1]:.1f}, and {apart[2]:.1f} for what XLA does",
+        f"What one row takes, {single[0]:.1f} and {single[1]:.1f} µs",
+    )
+    layer = {"work": "layer", "rows": 64}
+    dora, by_row = (
+        row("bank_kernels", "h200", kind=kind, **layer) for kind in ("DoRA", "DoRA, g by row")
+    )
+    assert_says(
+        PAGE,
+        f"{by_row['expand_us']:.1f} µs of a layer of 64 rows instead of {dora['expand_us']:.1f}",
+    )
+
+
+def test_what_is_said_of_what_was_tried():
+    def us(*more, **fields):
+        return [f"{row('tried', 'h200', **fields, **one)['us']:.1f}" for one in more]
+
+    nf4 = {"qtype": "nf4", "features": 8192}
+    shared, read = ("one after the other", "side by side"), ("each two codes", "each run")
+    bank = [
+        us(*({"kernels": one} for one in shared), what="bank", kind=kind, rows=count)
+        for kind, count in (("DoRA", 8), ("DoRA", 1), ("base", 8), ("base", 1))
+    ]
+    scales = [{"scales": f"read for {one}"} for one in read]
+    codes = us(*scales, what="torch_dora's norm of codes", **nf4, rank=16)
+    floats = us({}, what="torch_dora's norm", rank=16)
+    strips = us({"tile_cols": 192}, {"tile_cols": 128}, what="norm", **nf4, rank=384)
+    splits = us({"splits": 4}, {"splits": 16}, what="few rows", **nf4)
+    (chosen,) = [
+        f"{one['us']:.1f}"
+        for one in rows("tried", "h200", what="few rows", **nf4)
+        if "splits" not in one
+    ]
+    stages = us(*({"stages": count} for count in (4, 12, 8)), what="bank rows")
+    assert_says(
+        PAGE,
+        f"8 rows by Zipf's law took {bank[0][1]} µs a layer instead of {bank[0][0]}, and one row "
+        f"{bank[1][1]} instead of {bank[1][0]}, where the base takes {bank[2][1]} and {bank[3][1]}",
+        f"rank 16 it took {codes[0]} µs as long as it read a scale for every two codes, and takes "
+        f"{codes[1]} with one for each run; over bf16 it takes {floats[0]}",
+        f"Over nf4 they take {strips[0]} µs, with three slices of A in flight, where strips of 128 "
+        f"take {strips[1]}",
+        f"{splits[0]} and {splits[1]} µs, where the choice takes {chosen}",
+        f"{stages[0]} and {stages[1]} µs, where 8 take {stages[2]}",
+    )
+
+
+def test_what_is_said_of_kernels_beside_the_base_s():
+    def us(layers, **fields):
+        return f"{row('tried', 'h100', what=f'bank, {layers} layers', **fields)['us']:.1f}"
+
+    def few(shrink, expand):
+        stages = {"shrink_stages": shrink, "expand_stages": expand}
+        return us("four", kernels="bank_few_rows", rows=8, mix="zipf", tiles=8, **stages)
+
+    ways = "base", "XLA ends the projection", "second kernel ends the projection", "XLA"
+    base, split, ended, by_xla = (us("three", rows=8, way=one) for one in ways)
+    many = [
+        us("four", kernels="bank_rows", rows=32, mix="zipf", shrink_stages=stages)
+        for stages in (4, 16)
+    ]
+    base_us, prompts = (
+        row("tried", "h100", what="bank, prompts", kind=k) for k in ("base", "DoRA")
+    )
+    assert_says(
+        PAGE,
+        f"{prompts['us']:,.1f} µs beside the base's {base_us['us']:,.1f}, had "
+        f"{prompts['copies_us']:.1f} µs of copies and {prompts['idle_us']:.1f} in which",
+        f"the base {base} µs a layer",
+        f"{split} µs instead of {ended}, by XLA's own ways {by_xla}",
+        f"in flight a layer took {few(8, 4)} µs, with 4 and 4 {few(4, 4)}, with 4 and 8, which "
+        f"fetches all adapters in use at once, {few(4, 8)}",
+        f"{many[0]} µs with 4 tiles in flight instead of {many[1]}",
+    )
+
+
+def test_what_is_said_of_two_gpus():
+    def ms(name, layout, blocks):
+        found = row("profile", "h200x2", layout=layout, kind="DoRA", blocks=blocks)
+        return f"{found[f'{name}_ms']:.1f}"
+
+    parts, whole = "multiprocessors", "tiles"
+    assert_says(
+        PAGE,
+        f"projections took {ms('project', 'fsdp', parts)} ms of a step under FSDP and "
+        f"{ms('project', 'dp', parts)} under data",
+        f"With a block for each tile they take {ms('project', 'fsdp', whole)} under FSDP. Where "
+        "nothing runs beside "
+        f"them such blocks cost time ({ms('project', 'dp', whole)}",
+        f"takes as long either way ({ms('project_back', 'dp', parts)} and "
+        f"{ms('project_back', 'dp', whole)} ms)",
+    )
