@@ -1,6 +1,8 @@
-"""Hooks of mkdocs.yml: MathJax as a part of the site, and the version in its footer."""
+"""Hooks of mkdocs.yml: MathJax as a part of the site; version and repository in its footer."""
 
 import importlib.util
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,25 @@ from dora_common.version import __version__
 
 # One file, fonts included.
 MATHJAX = "static/mathjax/es5/tex-svg.js"
+ORIGIN = re.compile(
+    r"(?:https://|ssh://|(?=git@))(?:[^@/]+@)?([^/:]+)(?::\d+)?[:/]+(.+?)(?:\.git)?/?"
+)
 
 
 def on_config(config: Any) -> None:
     config.copyright = f"jax_dora {__version__}, Apache-2.0"
+    git = ["git", "config", "remote.origin.url"]
+    origin = subprocess.run(git, capture_output=True, text=True, check=False).stdout
+    if address := page_of(origin.strip()):
+        # As a footer's link: for the theme's own the site would ask a host for numbers of stars.
+        config.copyright += f', <a href="{address}">source</a>'
+
+
+def page_of(origin: str) -> str | None:
+    """Returns where a browser finds the repository that git fetches from `origin`, or None of one
+    that is on no host; a user's name or token in `origin` is left out."""
+    found = ORIGIN.fullmatch(origin)
+    return f"https://{found[1]}/{found[2]}" if found else None
 
 
 def on_files(files: Files, *, config: Any) -> None:
