@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_dora.ops.mosaic import few_rows_tile
+from jax_dora.ops.mosaic import few_rows_layout, few_rows_tile
 from jax_dora.ops.mosaic.bank_rows_sizes import WARPS, Member, Sizes
 from jax_dora.ops.mosaic.bank_rows_slots import clear, for_box, for_one, strip_of
 from jax_dora.ops.mosaic.few_rows_finish import PITCH
@@ -39,7 +39,7 @@ def launch(
     stages = min(config.expand_stages, pl.cdiv(sizes.in_use, WARPS) * WARPS)
     splits, count, held, _ = parts.shape
     strips = [one.lora_b.shape[2] // COLS for one in members]
-    layout = few_rows_tile.layout(dtype)
+    layout = few_rows_layout.layout(dtype)
     operands = [[getattr(one, name) for one in members] for name in ("first", "rank", "lora_b")]
 
     def kernel(parts_gmem, plan_gmem, *rest, smem, ready):
@@ -82,7 +82,7 @@ def launch(
         for split in range(splits):
             part = parts_gmem.at[split, member]
             z = z + plgpu.load(part, layout=layout, optimized=False)
-        few_rows_tile.store(z.astype(dtype), smem["z"].at[:, pl.ds(0, DEPTH)], dtype)
+        few_rows_layout.store(z.astype(dtype), smem["z"].at[:, pl.ds(0, DEPTH)], dtype)
         plgpu.commit_smem()
 
         def meet(index, sums):
@@ -95,7 +95,7 @@ def launch(
             return jnp.where(number == index, found, sums)
 
         sums = lax.fori_loop(0, in_use, meet, zero)
-        few_rows_tile.store(sums.astype(dtype), smem["y"], dtype)
+        few_rows_layout.store(sums.astype(dtype), smem["y"], dtype)
         plgpu.commit_smem()
 
         def store(number):

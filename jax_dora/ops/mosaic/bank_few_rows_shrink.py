@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_dora.ops.mosaic import few_rows_tile
+from jax_dora.ops.mosaic import few_rows_layout, few_rows_tile
 from jax_dora.ops.mosaic.bank_rows_sizes import Member, Sizes
 from jax_dora.ops.mosaic.bank_rows_slots import for_box, for_one, of_one
 from jax_dora.ops.mosaic.hopper import TILE_K
@@ -39,7 +39,7 @@ def launch(
     tiles = sizes.in_features // TILE_K
     most = pl.cdiv(tiles, config.splits)
     splits, stages = pl.cdiv(tiles, most), min(config.shrink_stages, most)
-    layout = few_rows_tile.layout(dtype)
+    layout = few_rows_layout.layout(dtype)
     operands = [[getattr(one, name) for one in members] for name in ("first", "rank", "lora_a")]
 
     def kernel(x_gmem, plan_gmem, *rest, smem, ready, planned):
@@ -91,7 +91,7 @@ def launch(
             total = lax.fori_loop(0, length, add, zero)
             column = plgpu.broadcasted_iota(jnp.int32, total.shape, 1, layout=layout)
             total = jnp.where(column < rank, total, 0.0)
-            few_rows_tile.store(total, smem["out"], dtype)
+            few_rows_layout.store(total, smem["out"], dtype)
             plgpu.commit_smem()
             plgpu.barrier_wait(planned)
 

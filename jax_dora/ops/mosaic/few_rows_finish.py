@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_dora.ops.mosaic import few_rows_tile
+from jax_dora.ops.mosaic import few_rows_layout, few_rows_tile
 from jax_dora.ops.mosaic.few_rows_tile import ROWS
 from jax_dora.ops.mosaic.hopper import pad, padded_rank
 from jax_dora.ops.mosaic.launch import launcher
@@ -102,7 +102,7 @@ def finished(
     zs = [pad(z, *z.shape[:2], max(padded_rank(rank), z.shape[2])) for _, z in passes]
     vectors = {"sigma": sigma, "g": g, "bias": bias}
     given = {name: one for name, one in vectors.items() if one is not None}
-    layout = few_rows_tile.layout(dtype)
+    layout = few_rows_layout.layout(dtype)
 
     def kernel(b_gmem, scale_gmem, *rest, smem, ready):
         *rest, y_gmem = rest
@@ -152,7 +152,7 @@ def finished(
             # Beyond the rank there is anything.
             column = plgpu.broadcasted_iota(jnp.int32, total.shape, 1, layout=layout)
             total = jnp.where(column < rank - slice_ * DEPTH, total * s, 0.0).astype(dtype)
-            few_rows_tile.store(total, smem["z_half"].at[slice_, :, pl.ds(0, DEPTH)], dtype)
+            few_rows_layout.store(total, smem["z_half"].at[slice_, :, pl.ds(0, DEPTH)], dtype)
         plgpu.commit_smem()
         y = summed("parts", 0, splits)
         if sigma is not None:
@@ -163,7 +163,7 @@ def finished(
             y = y * loaded["g"]
         if bias is not None:
             y = y + loaded["bias"]
-        few_rows_tile.store(y.astype(dtype), smem["y"], dtype)
+        few_rows_layout.store(y.astype(dtype), smem["y"], dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(smem["y"].at[pl.ds(0, copied)], y_gmem.at[to_rows, cols])
         plgpu.wait_smem_to_gmem(0)

@@ -37,12 +37,12 @@ class X:
         self.pitch = pitch or TILE_BYTES
         place = arith.muli(row, ptx.i32(self.pitch))
         place = arith.addi(place, arith.shli(at, ptx.i32(2)))
-        self.x = _at(mgpu.utils.memref_ptr(x_smem), place)
+        self.x = ptx.further(mgpu.utils.memref_ptr(x_smem), place)
 
     def numbers(self, rows: int, piece: int) -> ir.Value:
         """Returns the numbers of two columns of a row: of the 16 bytes number `piece`."""
         place = arith.xori(self.swizzle, ptx.i32(16 * piece))
-        return _load(_at(self.x, place), rows * ROWS * self.pitch)
+        return _load(ptx.further(self.x, place), rows * ROWS * self.pitch)
 
 
 class Numbers:
@@ -62,7 +62,7 @@ class Numbers:
             arith.andi(lane, ptx.i32(7)), arith.shli(arith.shrui(lane, ptx.i32(4)), ptx.i32(3))
         )
         second = arith.andi(arith.shrui(lane, ptx.i32(3)), ptx.i32(1))
-        piece = arith.addi(arith.shli(_warp(), ptx.i32(1)), second)
+        piece = arith.addi(arith.shli(warp(), ptx.i32(1)), second)
         piece = arith.minui(piece, ptx.i32(columns // 8 - 1))
         if is_swizzled:
             piece = arith.xori(piece, arith.andi(row, ptx.i32(7)))
@@ -91,7 +91,7 @@ class Transposed:
         # bit, row / 8 in its second.
         group = arith.andi(lane, ptx.i32(7))
         second = arith.andi(lane, ptx.i32(8))
-        column = arith.addi(arith.shli(_warp(), ptx.i32(4)), arith.addi(group, second))
+        column = arith.addi(arith.shli(warp(), ptx.i32(4)), arith.addi(group, second))
         place = arith.addi(ptx.address(w_smem), arith.shli(column, ptx.i32(7)))
         piece = arith.xori(arith.shrui(lane, ptx.i32(4)), group)
         self.row, self.piece = place, arith.shli(piece, ptx.i32(4))
@@ -110,13 +110,13 @@ class Codes:
         self.word = word
         lane = ptx.lane()
         group, at = arith.shrui(lane, ptx.i32(2)), arith.andi(lane, ptx.i32(3))
-        byte = arith.addi(arith.shli(_warp(), ptx.i32(5)), arith.shli(group, ptx.i32(2)))
+        byte = arith.addi(arith.shli(warp(), ptx.i32(5)), arith.shli(group, ptx.i32(2)))
         codes = mgpu.utils.memref_ptr(w_smem)
         self.rows = []
         for odd in range(2):
             row = arith.ori(arith.shli(at, ptx.i32(1)), ptx.i32(odd))
             place = arith.xori(byte, arith.shli(row, ptx.i32(4)))
-            self.rows.append(_at(codes, arith.addi(arith.shli(row, ptx.i32(7)), place)))
+            self.rows.append(ptx.further(codes, arith.addi(arith.shli(row, ptx.i32(7)), place)))
 
     def step(self, row: int) -> list[list[ir.Value]]:
         """Returns by halves of 16 rows, `row` on, and by columns of a word the numbers of two rows,
@@ -186,15 +186,10 @@ class Bytes(Codes):
         return ptx.run("sub.rn.f16x2 $0, $1, $2;", moved, ptx.i32(0x64806480))
 
 
-def _warp() -> ir.Value:
+def warp() -> ir.Value:
     """Returns the warp's number in its warpgroup."""
     return arith.andi(arith.shrui(mgpu.utils.thread_idx(), ptx.i32(5)), ptx.i32(3))
 
 
-def _at(pointer: ir.Value, offset: ir.Value | int) -> ir.Value:
-    """Returns a pointer some bytes further on."""
-    return mgpu.utils.getelementptr(pointer, [offset], ir.IntegerType.get_signless(8))
-
-
 def _load(pointer: ir.Value, offset: int) -> ir.Value:
-    return llvm.load(ir.IntegerType.get_signless(32), _at(pointer, offset))
+    return llvm.load(ir.IntegerType.get_signless(32), ptx.further(pointer, offset))

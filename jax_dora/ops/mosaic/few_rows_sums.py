@@ -17,7 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_dora.ops.mosaic import few_rows_tile
+from jax_dora.ops.mosaic import few_rows_layout, few_rows_tile
+from jax_dora.ops.mosaic.few_rows_layout import THREADS
 from jax_dora.ops.mosaic.few_rows_tile import ROWS
 from jax_dora.ops.mosaic.few_rows_tiling import A_COLS, in_pairs, parts, tilings
 from jax_dora.ops.mosaic.hopper import FETCH_REGISTERS, consume_registers, pad, padded_rank
@@ -38,7 +39,7 @@ class _Job:
       w_gmem: the matrix [in, columns].
       out_gmem: the sums f32[splits, rows, columns].
       scales_gmem: the scales of the matrix's tiles, or nothing.
-      w, sums, ready: names of the buffers of tiles and of sums, and of the tiles' barrier.
+      w, ready: names of the buffer of tiles and of its barrier.
       slots: tiles in a consumer's ring; x has as many slots or more.
       width: columns that are copied at once.
     """
@@ -49,7 +50,6 @@ class _Job:
     out_gmem: Any
     scales_gmem: tuple[Any, ...]
     w: str
-    sums: str
     ready: str
     slots: int
     width: int
@@ -81,7 +81,6 @@ def launch(
     tiling, a_tiling = tilings(in_features, w.shape[1], rank, held, c, sm_count)
     blocks, a_blocks = (pl.cdiv(one.blocks, c.consumers) for one in (tiling, a_tiling))
     a_width = min(A_COLS, rank)
-    a_sums = "sums" if c.tile_cols == A_COLS else "a_sums"
     scale_tiles = 0 if scales is None else tiling.row_tiles // scales.shape[0]
 
     def kernel(x_gmem, w_gmem, *rest, buffers, ready, free, table_ready, paired):
@@ -96,7 +95,6 @@ def launch(
                 out_gmem=parts_gmem,
                 scales_gmem=scales_gmem,
                 w="w",
-                sums="sums",
                 ready="ready",
                 slots=c.slots,
                 width=c.tile_cols,
@@ -108,7 +106,6 @@ def launch(
                 out_gmem=z_gmem,
                 scales_gmem=(),
                 w="a",
-                sums=a_sums,
                 ready="a_ready",
                 slots=c.stages,
                 width=a_width,
@@ -161,9 +158,9 @@ def launch(
                 plgpu.barrier_wait(free.at[consumer * c.slots + slot])
 
         def consume(job):
-            walk, sums_smem = walk_of(job, warpgroup), buffers[job.sums].at[warpgroup]
-            of, looks_up = buffers[job.w].dtype, bool(tables) and job.w == "w"
-            layout, width = few_rows_tile.layout(of), sums_smem.shape[1]
+            walk, of = walk_of(job, warpgroup), buffers[job.w].dtype
+            looks_up = bool(tables) and job.w == "w"
+            layout, width = few_rows_layout.layout(of), few_rows_layout.columns(of)
             swizzled = job.width * bits(of) == 8 * few_rows_tile.TILE_BYTES
             zero = plgpu.layout_cast(jnp.zeros((held, width), jnp.float32), layout)
             if looks_up:
@@ -184,11 +181,7 @@ def launch(
                         ).astype(jnp.float32)
                         total = total + sums * lax.broadcast_in_dim(scale, total.shape, (1,))
                     else:
-                        total = few_rows_tile.multiplied(
-                            total,
-                            *operands,
-                            swizzled_w=swizzled,
-                        )
+                        total = few_rows_tile.multiplied(total, *operands, swizzled_w=swizzled)
                     # Without it the copy engine overtakes what the lanes read.
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(free.at[x_slot])
@@ -197,33 +190,28 @@ def launch(
                 total = lax.fori_loop(0, tiles, add, zero)
 
                 def write(total, split):
-                    few_rows_tile.store(total, sums_smem, of)
-                    plgpu.commit_smem()
-                    some = sums_smem.at[pl.ds(0, rows)]
-                    plgpu.copy_smem_to_gmem(some, job.out_gmem.at[split, :, cols])
+                    out_gmem = job.out_gmem.at[split, :, cols]
+                    few_rows_layout.store_first_rows(total, out_gmem, of)
 
                 if not in_pairs(job.tiling):
                     write(total, split)
                 else:
+                    handed = buffers["handed"].at[pl.ds(0, total.size // THREADS)]
 
                     @pl.when(warpgroup == 1)
                     def _hand_over():
-                        few_rows_tile.store(total, sums_smem, of)
+                        few_rows_layout.hand_over(total, handed, of)
                         plgpu.barrier_arrive(paired)
 
                     @pl.when(warpgroup == 0)
                     def _add_up():
                         plgpu.barrier_wait(paired)
-                        other_smem = buffers[job.sums].at[1]
-                        other = plgpu.load(other_smem, layout=layout, optimized=False)
-                        write(total + other, lax.div(split, 2))
+                        both = few_rows_layout.added_to(total, handed, of)
+                        write(both, lax.div(split, 2))
 
-                # The next run writes there.
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 return before + tiles
 
             lax.fori_loop(0, walk.runs, consume_run, jnp.int32(0))
-            plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == c.consumers)
         def _fetch_all():
@@ -252,14 +240,12 @@ def launch(
     buffers: dict[str, Any] = {
         "x": of_x((ring, copied, TILE_ROWS), dtype),
         "w": few_rows_tile.swizzled((ring, TILE_ROWS, c.tile_cols), w.dtype),
-        "sums": plgpu.SMEM((c.consumers, held, c.tile_cols), jnp.float32),
+        "handed": plgpu.SMEM((held * c.tile_cols // THREADS, THREADS), jnp.float32),
         # Whole rows of 128 bytes would all begin in one bank.
         "a": (few_rows_tile.swizzled if a_width == A_COLS else plgpu.SMEM)(
             (a_ring, TILE_ROWS, a_width), dtype
         ),
     }
-    if a_sums != "sums":
-        buffers[a_sums] = plgpu.SMEM((c.consumers, held, A_COLS), jnp.float32)
     for one in tables:
         buffers["table"] = plgpu.SMEM(one.shape, one.dtype)
     for one in of_tiles:

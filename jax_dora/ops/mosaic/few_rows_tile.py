@@ -12,8 +12,7 @@ memory. A register holds the numbers of two neighbouring rows of W in one column
              the place of such a pair in a table of 256
     FP8      codes are looked up one by one
 
-`few_rows_reads` says what lane 4g + t reads; of the sums it has of every 8 rows of x the rows 2t
-and 2t + 1.
+`few_rows_reads` says what lane 4g + t reads, `few_rows_layout` which sums it has.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,10 +25,11 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
+from jaxlib.mlir.dialects import arith
 
 from jax_dora.ops import choose
 from jax_dora.ops.mosaic import codebook, ptx
+from jax_dora.ops.mosaic.few_rows_layout import layout, put_together, taken_apart
 from jax_dora.ops.mosaic.few_rows_reads import (
     ROWS,
     STEP,
@@ -45,24 +45,6 @@ from jax_dora.ops.quantised import bits
 
 # More rows than these by codes are a warpgroup's product.
 WARPS_ROWS = 8
-
-
-def layout(dtype: Any) -> Any:
-    """Returns how the sums f32[8·n, columns] of a tile of `dtype` lie in registers."""
-    if bits(dtype) == 16:
-        tiles = ((ROWS, 64), (ROWS, 16), (ROWS, 8), (2, 1))
-        return plgpu.Layout.TILED(
-            plgpu.Tiling(tiles), warp_dims=(-7,), lane_dims=(-3, -4), vector_dim=-1
-        )
-    word = 32 // bits(dtype)
-    tiles = ((ROWS, 32 * word), (ROWS, 8 * word), (2, word), *[(4,)] * (word > 4))
-    behind = word > 4
-    return plgpu.Layout.TILED(
-        plgpu.Tiling(tiles),
-        warp_dims=(-5 - behind,),
-        lane_dims=(-3 - behind, -4 - behind),
-        vector_dim=-1,
-    )
 
 
 def table(numbers: np.ndarray, dtype: jax.typing.DTypeLike) -> np.ndarray:
@@ -150,21 +132,6 @@ def _transforms(dtype: Any) -> tuple[Any, ...]:
     return tiling, plgpu.SwizzleTransform(TILE_BYTES)  # pyright: ignore[reportAbstractUsage]
 
 
-def store(sums: jax.Array, sums_smem: Any, of: Any) -> None:
-    """Writes sums [n, columns] of a tile of dtype `of`, laid out by `layout`, to memory that is not
-    swizzled; several lanes want the same bank, which plain assignment refuses."""
-    if choose.interpreted():
-        sums_smem[...] = sums
-        return
-
-    @plgpu.inline_mgpu(arg_types=(layout(of), plgpu.RefType()))
-    def write(_, sums, sums_smem):
-        sums.store_untiled(sums_smem, optimized=False)
-
-    call: Callable[..., Any] = write
-    call(sums, sums_smem)
-
-
 def _as_defined(
     sums: jax.Array, x_smem: Any, w_smem: Any, table_smem: Any, transposed_w: bool
 ) -> jax.Array:
@@ -184,7 +151,7 @@ def _as_defined(
 
 def _added(half: str, sums: mgpu.FragmentedArray, x: X, w: Any) -> mgpu.FragmentedArray:
     """Returns sums plus the product, by each warp's own instructions."""
-    total = _taken_apart(sums, w.word)
+    total = taken_apart(sums)
     for step in range(TILE_ROWS // STEP):
         left = w.step(step * STEP)
         for rows in range(len(total)):
@@ -195,7 +162,7 @@ def _added(half: str, sums: mgpu.FragmentedArray, x: X, w: Any) -> mgpu.Fragment
                 into = total[rows, :, pair].T
                 found = _mma(half, [*left[0][pair], *left[1][pair]], right, list(into.flat))
                 total[rows, :, pair] = np.array(found, object).reshape(2, 2).T
-    return _put_together(sums, total)
+    return put_together(sums, total)
 
 
 def _added_by_warpgroup(
@@ -203,7 +170,7 @@ def _added_by_warpgroup(
 ) -> mgpu.FragmentedArray:
     """Returns sums plus the product, by the warpgroup's instructions, which read x themselves."""
     sums = mgpu.optimization_barrier(sums)
-    total = _taken_apart(sums, w.word)
+    total = taken_apart(sums)
     count = len(total)
     x = ptx.descriptor(x_smem, TILE_BYTES * ROWS)
     for step in range(TILE_ROWS // STEP):
@@ -218,33 +185,7 @@ def _added_by_warpgroup(
             total[:, :, pair] = np.array(found, object).reshape(count, 2, 2).transpose(0, 2, 1)
         ptx.act("wgmma.commit_group.sync.aligned;")
     ptx.act("wgmma.wait_group.sync.aligned 0;")
-    return mgpu.optimization_barrier(_put_together(sums, total))
-
-
-def _taken_apart(sums: mgpu.FragmentedArray, word: int) -> np.ndarray:
-    """Returns a thread's sums by [rows of x / 8, row of two, column]."""
-    registers = sums.registers
-    if word == 2:
-        apart = [vector.extract(one, [], [0]) for one in registers.flat]
-        return np.array(apart, object).reshape(-1, 2, 2).transpose(0, 2, 1)
-    held = registers.reshape(-1, 2, word // 4)
-    total = np.empty((len(held), 2, word), object)
-    for index in np.ndindex(total.shape):
-        vectors = held[index[0], index[1], index[2] // 4]
-        total[index] = vector.extract(vectors, [], [index[2] % 4])
-    return total
-
-
-def _put_together(sums: mgpu.FragmentedArray, total: np.ndarray) -> mgpu.FragmentedArray:
-    """Reverses `_taken_apart`."""
-    if total.shape[2] == 2:
-        total = total.transpose(0, 2, 1)
-    size = 1 if total.shape[2] == 2 else 4
-    vectors = ir.VectorType.get((size,), ir.F32Type.get())
-    result = np.empty_like(sums.registers)
-    for at, some in enumerate(total.reshape(-1, size)):
-        result.flat[at] = vector.from_elements(vectors, list(some))
-    return mgpu.FragmentedArray(_registers=result, _layout=sums.layout, _is_signed=None)
+    return mgpu.optimization_barrier(put_together(sums, total))
 
 
 def _mma(

@@ -61,7 +61,7 @@ def shared_memory(rows: int, rank: int, dtype: Any, tiled: bool, config: Config)
     c, held = config, pl.cdiv(rows, ROWS) * ROWS
     slot = TILE_ROWS * few_rows_tile.TILE_BYTES + held * TILE_ROWS * 2 + 4 * c.tile_cols * tiled
     of_a = c.stages * TILE_ROWS * min(padded_rank(rank), A_COLS) * 2
-    sums = 4 * held * (c.tile_cols + A_COLS * (c.tile_cols != A_COLS))
+    handed = 4 * held * c.tile_cols
     table = few_rows_tile.table_for(dtype, jnp.bfloat16)
-    taken = c.consumers * (c.slots * slot + of_a + sums)
+    taken = c.consumers * (c.slots * slot + of_a) + handed
     return taken + (0 if table is None else table.nbytes) + RESERVED

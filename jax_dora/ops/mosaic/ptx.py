@@ -60,6 +60,22 @@ def act(text: str) -> None:
     llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "", has_side_effects=True)
 
 
+def further(pointer: ir.Value, offset: ir.Value | int) -> ir.Value:
+    """Returns a pointer some bytes further on."""
+    return mgpu.utils.getelementptr(pointer, [offset], ir.IntegerType.get_signless(8))
+
+
+def store_if_positive(number: ir.Value, pointer: ir.Value, values: Sequence[ir.Value]) -> None:
+    """Stores f32 values, one or four, where a pointer to global memory points, if an i32 is
+    positive."""
+    given = ",".join(f"${2 + i}" for i in range(len(values)))
+    size = "" if len(values) == 1 else f".v{len(values)}"
+    text = f"{{ .reg .pred p; setp.gt.s32 p, $0, 0; @p st.global{size}.f32 [$1], {{{given}}}; }}"
+    constraints = ",".join(["r", "l", *["f"] * len(values)])
+    operands = [number, pointer, *values]
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)
+
+
 def pinned(values: Sequence[ir.Value]) -> list[ir.Value]:
     """Returns i32 values, which are known before whatever is done for its effects after this."""
     count = len(values)
