@@ -107,11 +107,12 @@ def test_what_is_said_of_what_was_tried():
     floats = us({}, what="torch_dora's norm", rank=16)
     strips = us({"tile_cols": 192}, {"tile_cols": 128}, what="norm", **nf4, rank=384)
     splits = us({"splits": 4}, {"splits": 16}, what="few rows", **nf4)
-    (chosen,) = [
+    chosen, own8, own32 = (
         f"{one['us']:.1f}"
         for one in rows("tried", "h200", what="few rows", **nf4)
-        if "splits" not in one
-    ]
+        if not one.keys() & {"splits", "variant"}
+    )
+    shared8, shared32 = us({"rows": 8}, {"rows": 32}, variant="two warpgroups share a tile", **nf4)
     stages = us(*({"stages": count} for count in (4, 12, 8)), what="bank rows")
     assert_says(
         PAGE,
@@ -122,6 +123,7 @@ def test_what_is_said_of_what_was_tried():
         f"Over nf4 they take {strips[0]} µs, with three slices of A in flight, where strips of 128 "
         f"take {strips[1]}",
         f"{splits[0]} and {splits[1]} µs, where the choice takes {chosen}",
+        f"8 rows take {shared8} µs instead of {own8}, 32 rows {shared32} instead of {own32}",
         f"{stages[0]} and {stages[1]} µs, where 8 take {stages[2]}",
     )
 
