@@ -170,6 +170,20 @@ def test_what_is_said_of_quantised_bases():
     )
 
 
+def test_what_is_said_of_the_newest_jax():
+    def us(work, qtype, **fields):
+        of = {"work": work, "qtype": qtype} | fields
+        new, old = (row("newest_jax", "h200", jax=jax, **of) for jax in ("0.12.0.1", "0.11.2"))
+        return f"{new['us']:.1f} µs instead of {old['us']:.1f}"
+
+    nf4, int8, bf16 = (us("norm", qtype).replace(" µs", "") for qtype in ("nf4", "int8", "bf16"))
+    assert_says(
+        PERFORMANCE,
+        f"32 rows over nf4 {us('few rows', 'nf4', rows=32)}, the norm over nf4 {nf4}, over int8 "
+        f"{int8}, over bf16 {bf16};",
+    )
+
+
 def test_what_is_said_of_attempts():
     ops, swiglu = report("ops"), report("ops_swiglu")
 
