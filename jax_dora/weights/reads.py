@@ -176,7 +176,11 @@ class Recorder:
             one_of_many = axis not in seen and self.shape[axis] != 1
             return "b" if axis in of_b or one_of_many else "o"
 
-        axes = "".join(map(role, range(len(self.shape))))
+        roles = [role(axis) for axis in range(len(self.shape))]
+        short = [axis for axis, one in enumerate(roles) if one == "o" and self.shape[axis] == 1]
+        if "i" not in roles and short:  # no view has axes of size 1: that is what is contracted
+            roles[short[0]] = "i"
+        axes = "".join(roles)
         counted = "o" if kind == "product" else "i"
         parts = zip(weight.sizes, weight.origins, strict=True)
         sizes = [size for size, axis in parts if axes[axis] == counted]

@@ -1,0 +1,44 @@
+"""What a traced call of a model says of weights that are out of the ordinary."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jax_dora import DoRARule, apply_dora, coverage, merge_dora
+from parity.tolerances.caps import OPERATOR_FP32_MAX_ABS
+from tests.jax_dora.drawn import normals
+from tests.jax_dora.small_models import call, train
+from tests.matrices import within
+
+X = normals(3)(2, 3, 1)
+
+
+class Lone(nnx.Module):
+    """Embeds numbers one by one, and reads one back, as models of tables do."""
+
+    def __init__(self):
+        draw = normals(0)
+        self.spread = nnx.Param(draw(1, 5))
+        self.heads = nnx.Param(draw(5, 1, 4))
+        self.last = nnx.Param(draw(4, 1))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = jnp.tanh(x @ self.spread[...])
+        return jnp.einsum("btd,dnh->btnh", x, self.heads[...])[..., 0, :] @ self.last[...]
+
+
+def test_a_weight_with_one_input_is_adapted():
+    base = Lone()
+    told = {one.path: one.how for one in coverage(base, X).weights}
+    assert told == {
+        "spread": "read by a product, io",
+        "heads": "read by a product, ioo",
+        "last": "read by a product, io",
+    }
+    rule = DoRARule(".*", 2, 3)
+    adapted = train(apply_dora(base, rule, rngs=nnx.Rngs(1), example=(X,)))
+    assert adapted.spread_lora_a.shape == (1, 2)
+    assert adapted.spread_magnitude.shape == (5,)
+    found, merged = (np.asarray(call(one, X)) for one in (adapted, merge_dora(adapted)))
+    within(found, merged, OPERATOR_FP32_MAX_ABS)
