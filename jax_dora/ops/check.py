@@ -19,10 +19,16 @@ def is_float(name: str, array: jax.Array) -> None:
             f"{name} must be an array, got {type(array).__name__}; pass a jax.Array or wrap the "
             "value in jnp.asarray"
         )
+    if quantised.is_quantised(array):
+        raise TypeError(
+            f"{name} is quantised as {quantised.qtype_name(array)}, which a kernel alone can be; "
+            "expected an array of float16, bfloat16, float32 or float64: dequantise it"
+        )
     if array.dtype not in FLOATS:
+        way_on = ", or hand over a qwix.QArray of it and its scales" if name == "kernel" else ""
         raise TypeError(
             f"{name} has dtype {array.dtype}; expected float16, bfloat16, float32 or float64: "
-            "cast it, or hand over a qwix.QArray of it and its scales"
+            f"cast it{way_on}"
         )
 
 

@@ -272,6 +272,16 @@ def test_bad_kernels(changes, error, message):
         assert "quantise" in str(raised.value)
 
 
+def test_a_kernel_alone_is_quantised():
+    (x, a, b, magnitude, _), _ = operands(GOOD)
+    given = (x, plain(GOOD), a, b, magnitude, SCALE)
+    for index, name in enumerate(("x", "kernel", "lora_a", "lora_b", "magnitude")):
+        if name != "kernel":
+            bad = (*given[:index], GOOD, *given[index + 1 :])
+            with pytest.raises(TypeError, match=f"^{name} is quantised as nf4, which a kernel"):
+                dora_linear(*bad)
+
+
 def test_a_quantised_kernel_has_no_gradient():
     kernel = kernels.draw("float8_e4m3fn", SHAPE, (1, 24))
     (x, a, b, magnitude, _), _ = operands(kernel)
