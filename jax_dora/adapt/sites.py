@@ -12,6 +12,7 @@ from jax_dora.adapt.site import Site
 from jax_dora.adapt.tree import Found, contained, find_modules
 from jax_dora.layers import DORA_CLASSES, DoRALayer, dora_class_of
 from jax_dora.layers.base_layer import is_node
+from jax_dora.ops import quantised
 from jax_dora.weights.adapter import WeightAdapter
 from jax_dora.weights.module import has_dora_type
 from jax_dora.weights.reads import Read, ReadLog
@@ -249,7 +250,12 @@ def _from_reads(
         if any(read.kind == "product" for read in useful):
             site.how = f"looked up and tied to a product, {axes}"
     site.reader = reader_of(site.found, modules, reads)
-    if isinstance(module, nnx.List):
+    if quantised.is_quantised(site.parameter.get_value()):
+        site.refusal = (
+            "it is quantised, and read by other code than its layer's own call: leave it out of "
+            "the path of quantize"
+        )
+    elif isinstance(module, nnx.List):
         site.refusal = "it stands in an nnx.List: make it an attribute of a module"
     elif site.reader is None:
         site.refusal = "it is read outside of the methods of the modules that hold it"

@@ -3,9 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
-from jax_dora import DoRARule, apply_dora, coverage, merge_dora
+from jax_dora import DoRARule, apply_dora, coverage, merge_dora, quantize
 from parity.tolerances.caps import OPERATOR_FP32_MAX_ABS
 from tests.jax_dora.drawn import normals
 from tests.jax_dora.small_models import call, train
@@ -42,3 +43,18 @@ def test_a_weight_with_one_input_is_adapted():
     assert adapted.spread_magnitude.shape == (5,)
     found, merged = (np.asarray(call(one, X)) for one in (adapted, merge_dora(adapted)))
     within(found, merged, OPERATOR_FP32_MAX_ABS)
+
+
+def test_a_quantised_kernel_that_its_parent_reads_is_refused():
+    class Parent(nnx.Module):
+        def __init__(self):
+            self.inner = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return x @ self.inner.kernel[...]
+
+    base, x = quantize(Parent(), "int8"), jnp.ones((2, 64))
+    [row] = coverage(base, x).weights
+    assert row.status == "not adaptable"
+    with pytest.raises(TypeError, match=r"inner \(nnx.Linear\): it is quantised, .* quantize"):
+        apply_dora(base, DoRARule(".*", 2, 3), rngs=nnx.Rngs(1), example=(x,))
