@@ -11,7 +11,7 @@ from jax_dora.adapt.reads import heads, is_adapted_read, is_weight, reader_of, w
 from jax_dora.adapt.site import Site
 from jax_dora.adapt.tree import Found, contained, find_modules
 from jax_dora.layers import DORA_CLASSES, DoRALayer, dora_class_of
-from jax_dora.layers.base_layer import is_node
+from jax_dora.layers.base_layer import is_node, way_on_from
 from jax_dora.ops import quantised
 from jax_dora.weights.adapter import WeightAdapter
 from jax_dora.weights.module import has_dora_type
@@ -122,6 +122,7 @@ def _describe(
     is_kernel = kind is not None and site.param == kind.kernel_name
     # A subclass that computes something else is no linear projection.
     is_plain = kind is not None and type(module).__call__ is kind.base_type.__call__
+    way_on = way_on_from(module)
     is_read_outside = any(not one.scopes.intersection(site.found.paths) for one in reads or ())
     if isinstance(module, DoRALayer) and is_kernel:
         site.is_layer, site.is_adapted = True, True
@@ -133,7 +134,7 @@ def _describe(
         site.is_adapted, site.axes, site.is_lookup = True, spec.axes, spec.is_lookup
         site.is_linear = True
         site.how = "read by its module's methods"
-    elif kind and is_kernel and (reads is None or (is_plain and not is_read_outside)):
+    elif kind and is_kernel and (reads is None or way_on or (is_plain and not is_read_outside)):
         plain_type = module.plain_type if has_dora_type(module) else type(module)
         site.is_layer, site.how = True, class_name(plain_type)
         site.is_linear = is_plain and kind.is_linear(module)
@@ -141,7 +142,7 @@ def _describe(
         if not is_plain:
             site.refusal = (
                 f"a {type(module).__name__}, which computes something else than "
-                f"nnx.{kind.base_type.__name__}: give example="
+                f"nnx.{kind.base_type.__name__}: {way_on or 'give example='}"
             )
         elif reads == ():
             site.refusal = "no operation of this call reads it"

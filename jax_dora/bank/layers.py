@@ -47,6 +47,7 @@ class BankLayer(nnx.Module):
     """
 
     base_type: ClassVar[type[nnx.Module]]
+    instead_of_adapting: ClassVar[str] = "take the model that with_bank was given"
 
     kernel: nnx.Param
     bias: nnx.Param | None

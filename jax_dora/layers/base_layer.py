@@ -35,10 +35,13 @@ def check_base(base: Any, expected: type[nnx.Module]) -> None:
             "module that holds one, adapt that one"
         )
     if type(base).__call__ is not expected.__call__:
+        way_on = way_on_from(base) or (
+            f"expected an nnx.{expected.__name__} itself, or apply_dora's example=, inputs to call "
+            "the model with, by which what reads the weight is adapted"
+        )
         raise TypeError(
             f"the layer is a {type(base).__name__}, which computes something else than "
-            f"nnx.{expected.__name__}; expected an nnx.{expected.__name__} itself, or apply_dora's "
-            "example=, inputs to call the model with, by which what reads the weight is adapted"
+            f"nnx.{expected.__name__}; {way_on}"
         )
     for name, allowed in _OWN_ARITHMETIC.items():
         value = getattr(base, name, allowed[0])
@@ -50,6 +53,11 @@ def check_base(base: Any, expected: type[nnx.Module]) -> None:
                 f"the layer's {name} is {told}; expected Flax's default, the only one that a "
                 "DoRA layer honours: set it back, or leave this layer unadapted"
             )
+
+
+def way_on_from(layer: Any) -> str:
+    """Returns what to do instead, where a layer's class says why nobody can adapt it, or ""."""
+    return getattr(type(layer), "instead_of_adapting", "")
 
 
 def set_as_read(parameter: nnx.Variable, value: Any) -> None:

@@ -145,6 +145,17 @@ def test_ids_and_models_that_are_refused():
     assert with_bank(base, bank, [])(jnp.zeros((0, IN))).shape == (0, OUT)
 
 
+def test_a_model_with_a_bank_is_not_adapted():
+    base, bank, adapters = linear()
+    rows, x = with_bank(base, bank, [0, -1]), jnp.zeros((2, IN))
+    for example in ((), (x,)):
+        [row] = jax_dora.coverage(rows, *example).weights
+        assert row.status == "not adaptable"
+        assert row.how.endswith("than nnx.Linear: take the model that with_bank was given")
+    with pytest.raises(TypeError, match=r"BankLinear, .*; take the model that with_bank was given"):
+        jax_dora.set_adapter(rows, adapters[0])
+
+
 def test_every_kind_of_projection_and_different_targets():
     model = Mixed(nnx.Rngs(0))
     bank = AdapterBank(model, 3, 6)
