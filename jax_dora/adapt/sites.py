@@ -14,7 +14,7 @@ from jax_dora.layers import DORA_CLASSES, DoRALayer, dora_class_of
 from jax_dora.layers.base_layer import is_node, way_on_from
 from jax_dora.ops import quantised
 from jax_dora.weights.adapter import WeightAdapter
-from jax_dora.weights.module import has_dora_type
+from jax_dora.weights.module import at_path, has_dora_type
 from jax_dora.weights.reads import Read, ReadLog
 from jax_dora.weights.registry import Registration, class_name, registrations, why_unknown
 
@@ -134,6 +134,9 @@ def _describe(
         site.is_adapted, site.axes, site.is_lookup = True, spec.axes, spec.is_lookup
         site.is_linear = True
         site.how = "read by its module's methods"
+        followed = _paths_of_readers(site, modules)
+        if any(not one.scopes.intersection(followed) for one in reads or ()):
+            site.how += ", read without its adapter by others: call these too in example="
     elif kind and is_kernel and (reads is None or way_on or (is_plain and not is_read_outside)):
         plain_type = module.plain_type if has_dora_type(module) else type(module)
         site.is_layer, site.how = True, class_name(plain_type)
@@ -152,6 +155,18 @@ def _describe(
         site.refusal = why_unknown(module)
     else:
         site.refusal = f"no {kind.kernel_name}, which is all that is adapted of its layer"
+
+
+def _paths_of_readers(site: Site, modules: list[Found]) -> set[str]:
+    """Returns the paths of the modules whose methods follow an adapted weight."""
+    paths = set(site.found.paths)
+    for one in modules:
+        if has_dora_type(one.module) and any(
+            param == site.param and at_path(one.module, path) is site.found.module
+            for path, param in one.module.dora_reads
+        ):
+            paths.update(one.paths)
+    return paths
 
 
 def _paths_within(found: Found, name: str) -> tuple[str, ...]:

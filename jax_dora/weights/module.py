@@ -99,11 +99,13 @@ def _following(method: Any) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def followed(module: Any) -> Iterator[Callable[[Any], Any]]:
-    """Follows the adapted weights that the methods of `module` read. Gives what takes a result to
-    one without followed weights."""
+    """Follows the adapted weights that the methods of `module` read, its own among them even where
+    the methods of another read them too. Gives what takes a result to one without followed
+    weights."""
+    own = (((), spec.param) for spec in module.dora_specs)
     adapters = [
         one
-        for path, param in module.dora_reads
+        for path, param in dict.fromkeys((*module.dora_reads, *own))
         for one in adapters_of(at_path(module, path))
         if one.spec.param == param and not is_followed(one.kernel_param.get_raw_value())
     ]

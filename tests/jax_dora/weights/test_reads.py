@@ -45,6 +45,51 @@ def test_a_weight_with_one_input_is_adapted():
     within(found, merged, OPERATOR_FP32_MAX_ABS)
 
 
+class Table(nnx.Module):
+    def __init__(self):
+        self.rows = nnx.Param(normals(1)(7, 5))
+
+    def look_up(self, ids: jax.Array) -> jax.Array:
+        return self.rows[...][ids]
+
+    def score(self, x: jax.Array) -> jax.Array:
+        return x @ self.rows[...].T
+
+
+class Reader(nnx.Module):
+    """Reads the table of its member, in which the reading of a call may be all or a part."""
+
+    def __init__(self):
+        self.table = Table()
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        return self.score(self.table.look_up(ids))
+
+    def score(self, x: jax.Array) -> jax.Array:
+        return x @ self.table.rows[...].T
+
+
+IDS, ROW = jnp.array([[1, 2, 5]]), normals(2)(1, 5)
+
+
+@pytest.mark.parametrize(
+    "method", [lambda table: table.look_up(IDS), lambda table: table.score(ROW)]
+)
+def test_methods_of_a_member_read_its_adapted_weight_without_their_parent(method):
+    rule = DoRARule("table", 2, 3)
+    adapted = train(apply_dora(Reader(), rule, rngs=nnx.Rngs(1), example=(IDS,)))
+    merged = merge_dora(adapted)
+    within(method(adapted.table), np.asarray(method(merged.table)), OPERATOR_FP32_MAX_ABS)
+
+
+def test_reads_without_the_adapter_are_told():
+    rule, example = DoRARule("table", 2, 3), lambda model: model.table.look_up(IDS)
+    adapted = apply_dora(Reader(), rule, rngs=nnx.Rngs(1), example=example)
+    [inside], [outside] = (coverage(adapted, call).weights for call in (example, lambda m: m(IDS)))
+    assert inside.how == "read by its module's methods"
+    assert "read without its adapter by others: call these too in example=" in outside.how
+
+
 def test_a_quantised_kernel_that_its_parent_reads_is_refused():
     class Parent(nnx.Module):
         def __init__(self):
