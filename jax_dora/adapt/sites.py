@@ -256,7 +256,7 @@ def _from_reads(
             return
         axes = chosen.axes
     site.axes = axes
-    looked_up = any(read.kind == "lookup" for read in useful)
+    looked_up = any(read.kind == "lookup" and is_adapted_read(read, axes) for read in useful)
     site.is_lookup = looked_up or bool(registration and not registration.linear)
     site.is_linear = registration.linear if registration else not looked_up
     site.merged = sum(not is_adapted_read(read, axes) for read in reads)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import jax_dora
 from jax_dora import DoRARule, apply_dora, coverage, merge_dora, quantize
 from parity.tolerances.caps import OPERATOR_FP32_MAX_ABS
 from tests.jax_dora.drawn import normals
@@ -88,6 +89,29 @@ def test_reads_without_the_adapter_are_told():
     [inside], [outside] = (coverage(adapted, call).weights for call in (example, lambda m: m(IDS)))
     assert inside.how == "read by its module's methods"
     assert "read without its adapter by others: call these too in example=" in outside.how
+
+
+class Gathered(nnx.Module):
+    """Takes an expert for each token."""
+
+    def __init__(self):
+        self.experts = nnx.Param(normals(4)(3, 5, 4))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        each = self.experts[...][jnp.arange(x.shape[0]) % 3]
+        return jnp.einsum("td,tdf->tf", x, each)
+
+
+def test_gathered_experts_are_registered_as_experts(registrations):
+    jax_dora.register(Gathered, param="experts", axes="bio")
+    base, x = Gathered(), normals(5)(4, 5)
+    [row] = coverage(base, x).weights
+    assert (row.how, row.is_linear, row.merged_bytes) == ("registered, bio", True, 4 * 60)
+    rule = DoRARule(".*", 2, 3)
+    adapted = train(apply_dora(base, rule, rngs=nnx.Rngs(1), example=(x,)))
+    within(call(adapted, x), np.asarray(call(merge_dora(adapted), x)), OPERATOR_FP32_MAX_ABS)
+    adapter = jax_dora.get_adapter(adapted)
+    assert [one.is_lookup for one in adapter.weights] == [False]
 
 
 def test_a_quantised_kernel_that_its_parent_reads_is_refused():
