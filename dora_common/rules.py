@@ -80,6 +80,10 @@ class Rule:
 
 def as_rules[R: Rule](kind: type[R], rules: R | Sequence[R]) -> tuple[R, ...]:
     """Returns ``rules``, one or several of class ``kind``, as a tuple."""
+    if isinstance(rules, str) or not isinstance(rules, kind | Iterable):
+        raise TypeError(
+            f"rules is a {type(rules).__name__}; expected a {kind.__name__}, or a list of them"
+        )
     found = (rules,) if isinstance(rules, kind) else tuple(rules)  # pyright: ignore[reportArgumentType]
     for index, rule in enumerate(found):
         if not isinstance(rule, kind):
@@ -124,5 +128,6 @@ def assign[R: Rule](
 
 
 def listing(lines: Iterable[str]) -> str:
-    """Returns the lines in order, each on a line of its own and indented, to end a message with."""
-    return "".join(f"\n  {line}" for line in sorted(lines))
+    """Returns the lines in order, each on a line of its own and indented, to end a message with;
+    of an empty one, the path of a model itself, its quotes."""
+    return "".join(f"\n  {line or repr(line)}" for line in sorted(lines))

@@ -72,6 +72,11 @@ def with_norms[Model: nnx.Module](model: Model, values: Mapping[str, jax.Array])
       ValueError: a layer's norm is missing or has another shape, or a path is no DoRA layer's.
     """
     _dora_layers(model)
+    if not isinstance(values, Mapping):
+        raise TypeError(
+            f"values is a {type(values).__name__}; expected the dict that jax_dora.norms(model) "
+            "returns"
+        )
     copy = nnx.clone(model, variables=False)
     layers = _dora_layers(copy)
     paths = {path for found in layers for path in found.paths}

@@ -104,6 +104,10 @@ def merge_dora(
             "requantize is True and return_report False; expected both: rounded to the format's "
             "steps an adapter can be lost, and the report says how much of it is, layer by layer"
         )
+    if adapters is not None and not isinstance(adapters, Sequence):
+        raise TypeError(
+            f"adapters is a {type(adapters).__name__}; expected a list of Adapters, or None"
+        )
     check_model(model, for_linen="jax_dora.linen.merge_dora")
     merged = remove_dora(model)
     models = [model]

@@ -44,6 +44,7 @@ def make_adapter(
     Returns:
       The layers' dropouts, if the rule has any and they are drawn by layer.
     """
+    _check_streams(rngs, params=arrays is None, dropout=bool(rule.dropout))
     layout, kernel, stack = layer.layout, layer.kernel_param, layer.stack
     names = axis_names(kernel)
     axes, of_stack = layout.adapter_axes(stack.without(names)), stack.of_stack(names)
@@ -84,6 +85,16 @@ def make_adapter(
         magnitude = _shaped("magnitude", arrays["magnitude"], layout.magnitude.stored)
     put("magnitude", DoRAParam, magnitude)
     return dropouts
+
+
+def _check_streams(rngs: Any, **needed: bool) -> None:
+    """Raises ValueError unless `rngs`, if there are any, have the streams that are needed."""
+    for stream in (name for name, is_needed in needed.items() if is_needed):
+        if rngs is not None and not {stream, "default"}.intersection(rngs):
+            raise ValueError(
+                f"rngs has no {stream!r} stream, only {sorted(rngs)}; expected nnx.Rngs(0), or one "
+                f"with {stream}= too"
+            )
 
 
 def initialize(init: Any, key: jax.Array, parameter: Axes, dtype: Any) -> Any:

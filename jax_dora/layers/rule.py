@@ -60,6 +60,13 @@ class DoRARule(Rule):
                 "from the base's result; expected False, or dropout_mode 'adapter'"
             )
         check.is_float_dtype("adapter_dtype", self.adapter_dtype)
+        for name in ("lora_a_init", "lora_b_init"):
+            init = getattr(self, name)
+            if init is not None and not callable(init):
+                raise TypeError(
+                    f"{name} is {init!r}; expected a function of key, shape and dtype, such as "
+                    "those of nnx.initializers, or None"
+                )
         if not isinstance(self.adapt_attend, bool | None):
             raise TypeError(f"adapt_attend is {self.adapt_attend!r}; expected True, False or None")
         choose.check_name(self.implementation)

@@ -34,7 +34,10 @@ def is_float(name: str, array: jax.Array) -> None:
 
 def is_float_dtype(name: str, dtype: Any) -> None:
     """Raises TypeError unless `dtype` is fp16, bf16, fp32 or fp64."""
-    dtype = jnp.dtype(dtype)
+    try:
+        dtype = jnp.dtype(dtype)
+    except TypeError:  # no dtype at all
+        dtype = repr(dtype)
     if dtype not in FLOATS:
         raise TypeError(f"{name} is {dtype}; expected float16, bfloat16, float32 or float64")
 

@@ -364,13 +364,26 @@ class TestRefusals:
         self.refuse([block], rule, TypeError, r"model is a list; expected an nnx\.Module")
         self.refuse(block, [], ValueError, "rules is empty")
         self.refuse(block, ["linear"], TypeError, r"rules\[0\] is a str; expected a DoRARule")
+        self.refuse(block, None, TypeError, "rules is a NoneType; expected a DoRARule, or a list")
         self.refuse(block, rule, TypeError, r"rngs is a int; expected nnx\.Rngs", rngs=1)
+
+    def test_streams_that_are_not_there(self):
+        rule = DoRARule("linear", 2, 4, dropout=0.1)
+        for stream, rngs in [("params", nnx.Rngs(dropout=0)), ("dropout", nnx.Rngs(params=0))]:
+            match = f"'linear' cannot be adapted: rngs has no '{stream}' stream, only "
+            self.refuse(Block(nnx.Rngs(0)), rule, ValueError, match, rngs=rngs)
+
+    def test_a_path_that_is_empty_is_seen(self):
+        linear = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+        self.refuse(linear, DoRARule("linear", 2, 4), ValueError, r"parameters are:\n  ''$")
 
 
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
         ({"keep_inner": 3}, TypeError, "keep_inner is 3; expected True or False"),
+        ({"adapter_dtype": "bf16"}, TypeError, "adapter_dtype is 'bf16'; expected float16"),
+        ({"lora_a_init": 3}, TypeError, "lora_a_init is 3; expected a function of key, shape"),
         (
             {"keep_inner": True, "dropout": 0.1, "dropout_mode": "input"},
             ValueError,

@@ -172,6 +172,8 @@ def test_nothing_to_merge():
         merge_dora(base)
     with pytest.raises(ValueError, match="adapters names none"):
         merge_dora(base, adapters=[])
+    with pytest.raises(TypeError, match="adapters is a dict; expected a list of Adapters"):
+        merge_dora(base, adapters={})
     with pytest.raises(TypeError, match="model is a dict"):
         merge_dora({"model": base})
 

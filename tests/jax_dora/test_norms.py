@@ -238,6 +238,8 @@ def test_values_that_do_not_fit(model):
             function({"model": model})
     with pytest.raises(ValueError, match=r"norms for \['other layer'\].*\n  conv\n  embed"):
         jax_dora.with_norms(model, values | {"other layer": values["one"]})
+    with pytest.raises(TypeError, match="values is a NoneType; expected the dict"):
+        jax_dora.with_norms(model, None)
     missing = {path: value for path, value in values.items() if path != "conv"}
     with pytest.raises(ValueError, match="values has no norm for 'conv'"):
         jax_dora.with_norms(model, missing)
