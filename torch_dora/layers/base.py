@@ -3,7 +3,7 @@
 import copy
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from dora_common.hyperparameters import ADAPTER_NAMES, DropoutMode, adapter_scale, check_dropout
 from torch_dora.layers import placement
 from torch_dora.ops import check, choose, factored_norm, magnitude_scale, quantised, shards
-from torch_dora.ops.dtypes import accumulation_dtype, no_autocast
+from torch_dora.ops.dtypes import accumulation_dtype, keeping_float32, no_autocast
 from torch_dora.ops.products import product
 from torch_dora.ops.quantised import dense
 
@@ -26,7 +26,8 @@ class DoRALayer(nn.Module):
     lora_a or lora_b zero gives back the base's output bit for bit, and any other that of
     weight + s·lora_b lora_a. The norm is per output feature and constant under differentiation
     (arXiv 2402.09353, section 4.3). The magnitude is fp32 (fp64 for an fp64 layer) whatever
-    ``adapter_dtype``: rounded to bf16 it would differ from the norm in a fresh adapter already.
+    ``adapter_dtype``, and whatever a model is cast to by ``to``, ``half`` or ``bfloat16``: rounded
+    to 16 bits it would differ from the norm in a fresh adapter already.
 
     The layer has the attributes of its base, such as ``in_features`` or ``stride``.
 
@@ -190,6 +191,12 @@ class DoRALayer(nn.Module):
         loaded = any(f"{prefix}{name}" in state_dict for name in ("weight", *ADAPTER_NAMES))
         if loaded and self.constant_norm is not None:
             self.constant_norm = shards.whole(self.norm())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Moves and casts the layer, as torch has it, but leaves the magnitude and a constant norm
+        in fp32."""
+        kept = self.magnitude, self.magnitude.grad, self.constant_norm
+        return super()._apply(keeping_float32(fn, kept), recurse)
 
     def _update_base(self) -> None:
         base = self.settings

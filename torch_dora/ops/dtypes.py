@@ -1,6 +1,7 @@
 """The dtypes that arithmetic happens in, and the casts to them."""
 
 import contextlib
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -20,6 +21,22 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     result by a conversion that converts nothing: it sees two results that are one tensor.
     """
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def keeping_float32(
+    function: Callable[[Tensor], Tensor], kept: Collection[Tensor | None]
+) -> Callable[[Tensor], Tensor]:
+    """Returns ``function``, which moves and casts a tensor, but with float32 where it would cast
+    one of ``kept`` to fewer bits."""
+
+    def called(tensor: Tensor) -> Tensor:
+        new = function(tensor)
+        is_kept = any(tensor is one for one in kept)
+        if is_kept and new.dtype.itemsize < 4 <= tensor.dtype.itemsize:
+            return tensor.to(new.device, torch.float32)
+        return new
+
+    return called
 
 
 def no_autocast(tensor: Any) -> contextlib.AbstractContextManager[object]:

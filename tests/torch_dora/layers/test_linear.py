@@ -8,7 +8,7 @@ from torch import nn
 from transformers.models.falcon.modeling_falcon import FalconLinear
 
 from tests.torch_dora.adapters import trained
-from torch_dora import DoRAConv, DoRALinear, DoRARule, apply_dora, merge_dora
+from torch_dora import DoRAConv, DoRALinear, DoRARule, apply_dora, freeze, merge_dora
 from torch_dora.ops import factored_norm, magnitude_scale
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -149,6 +149,22 @@ def test_dropout_follows_its_convention(device, monkeypatch, mode, implementatio
     layer(x).sum().backward()
     for p, grad in zip((layer.lora_a, layer.lora_b, layer.magnitude), grads, strict=True):
         torch.testing.assert_close(p.grad, grad, rtol=1e-4, atol=1e-4)
+
+
+def test_a_cast_does_not_round_the_magnitude():
+    layer = trained(DoRALinear(16, 8, rank=4, alpha=8))
+    layer(torch.randn(3, 16)).sum().backward()
+    gradient, magnitude = layer.magnitude.grad.clone(), layer.magnitude.detach().clone()
+    norm = freeze(layer).constant_norm
+    for dtype in (torch.bfloat16, torch.float16):
+        layer.to(dtype)
+        assert layer.lora_a.dtype == layer.lora_a.grad.dtype == dtype
+        assert torch.equal(layer.magnitude, magnitude)
+        assert torch.equal(layer.magnitude.grad, gradient)
+        assert torch.equal(layer.constant_norm, norm)
+    wide = layer.to(torch.float64)
+    assert wide.magnitude.dtype == wide.constant_norm.dtype == torch.float64
+    assert layer.to(torch.bfloat16).magnitude.dtype == torch.float32
 
 
 @pytest.mark.parametrize("mode", ["adapter", "input"])
