@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from torch_dora.ops import check, choose
 from torch_dora.ops.choose import Call
@@ -148,18 +147,34 @@ def differentiable_once[R](backward: Callable[..., R]) -> Callable[..., R]:
     """Returns the ``backward`` of a torch.autograd.Function whose results raise where somebody
     differentiates them again.
 
-    torch's decorator leaves out cotangents that are constants, such as that of a sum: a penalty of
-    the gradient, which depends on what was saved, would then have no gradient and no error.
+    The results of torch's decorator depend on nothing: a penalty of the gradient would have no
+    gradient and torch.autograd.functional.hessian would be zero, without an error.
     """
-    checked: Any = once_differentiable(backward)
 
     @functools.wraps(backward)
     def differentiated(ctx: Any, dy: Tensor) -> R:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            dy = dy.detach().requires_grad_()
-        return checked(ctx, dy)
+        with torch.no_grad():
+            gradients = backward(ctx, dy)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return gradients
+        return _Gradients.apply(gradients, dy, *ctx.saved_tensors)
 
     return differentiated
+
+
+class _Gradients(torch.autograd.Function):
+    """Makes gradients depend on what they were computed from, and raises where that matters."""
+
+    @staticmethod
+    def forward(ctx, gradients, *sources):
+        return gradients
+
+    @staticmethod
+    def backward(ctx, *_):  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise RuntimeError(
+            "trying to differentiate twice an operator of torch_dora, whose gradient has none of "
+            "its own; call torch.func.grad, hessian, jvp and so on, which nest"
+        )
 
 
 class _Compose(torch.autograd.Function):

@@ -79,6 +79,8 @@ def test_a_gradient_s_own_gradient_is_an_error_and_not_nothing(make):
     (gradient,) = torch.autograd.grad(score, x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         (score + gradient.square().sum()).backward()
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        torch.autograd.functional.hvp(lambda x: critic(x).square().sum(), x, torch.ones_like(x))
 
 
 # torch says that there is nothing to draw.
