@@ -182,7 +182,7 @@ def _factored_norm(
     with no_autocast(weight):
         if implementation == "one_pass" and scale != 0:
             return one_pass_norm.launch(weight, lora_a, lora_b, scale)
-        base_sq = _squared_norm(weight).to(dtype)
+        base_sq = _squared_norm(weight, dtype)
         cross = ba_sq = torch.zeros_like(base_sq)
         if scale != 0:
             cross, ba_sq = _adapter_terms(weight, lora_a, lora_b, dtype)
@@ -211,9 +211,8 @@ _norm_of_codes.op.register_autograd(lambda ctx, _: (None,) * 7)
 _factored_norm.op.register_autograd(lambda ctx, _: (None,) * 5)
 
 
-def _squared_norm(weight: Tensor) -> Tensor:
-    """Returns Σ_in weight² per output feature: f32[out] (f64 for fp64)."""
-    dtype = accumulation_dtype(weight)
+def _squared_norm(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns Σ_in weight² per output feature: [out], accumulated in ``dtype``."""
     if weight.device.type == "cuda" or weight.dtype == dtype:
         # The reduction converts while it reads: no converted copy of the weight exists.
         return torch.linalg.vector_norm(weight, dim=1, dtype=dtype).square()

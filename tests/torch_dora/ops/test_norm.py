@@ -38,8 +38,10 @@ def test_agrees_with_the_oracle(
     assert_within(norm, oracle.norm(*triple(layer), 0.7), tolerances.norm(*triple(layer), 0.7))
 
 
-def test_fp64_is_computed_in_fp64(adapted):
-    layer = adapted(dtype=torch.float64, adapter_dtype=torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_fp64_is_computed_in_fp64(adapted, dtype):
+    adapter_dtype = torch.float32 if dtype == torch.float64 else torch.float64
+    layer = adapted(dtype=dtype, adapter_dtype=adapter_dtype)
     norm = factored_norm(*triple(layer), 0.7)
     assert norm.dtype == torch.float64
     torch.testing.assert_close(norm, oracle.norm(*triple(layer), 0.7), rtol=1e-14, atol=0)
