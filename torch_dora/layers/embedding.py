@@ -15,10 +15,11 @@ class DoRAEmbedding(DoRALayer):
 
     Parameters: ``weight`` [vocabulary, features], ``lora_a`` [rank, vocabulary], ``lora_b``
     [features, rank], ``magnitude`` [features]: the shapes of PEFT's files. As there, lora_a starts
-    at zero and lora_b normal, and ids equal to ``padding_idx`` send no gradient into lora_a. An
-    output head that is tied to the weight is a module of its own and stays as it is, as there.
-    transformers' embeddings that multiply their rows by ``embed_scale``, as Gemma 3's and Bart's,
-    multiply the adapted ones by it, outside of the norm, as there.
+    at zero and lora_b normal, ids equal to ``padding_idx`` send no gradient into lora_a, and
+    ``scale_grad_by_freq`` divides lora_a's gradient by how often an id occurs. An output head that
+    is tied to the weight is a module of its own and stays as it is, as there. transformers'
+    embeddings that multiply their rows by ``embed_scale``, as Gemma 3's and Bart's, multiply the
+    adapted ones by it, outside of the norm, as there.
 
     Arguments as :class:`DoRALayer`'s, but for dropout: an embedding reads no activation.
     """
@@ -59,14 +60,11 @@ class DoRAEmbedding(DoRALayer):
     def forward(self, input: Tensor) -> Tensor:
         """Returns [..., features] of integers [...]."""
         settings = self.settings
+        padding, by_freq = settings.padding_idx, settings.scale_grad_by_freq
         base = F.embedding(
-            input,
-            self.weight,
-            settings.padding_idx,
-            scale_grad_by_freq=settings.scale_grad_by_freq,
-            sparse=settings.sparse,
+            input, self.weight, padding, scale_grad_by_freq=by_freq, sparse=settings.sparse
         )
-        rows = F.embedding(input, self.lora_a.T, padding_idx=settings.padding_idx)
+        rows = F.embedding(input, self.lora_a.T, padding, scale_grad_by_freq=by_freq)
         with no_autocast(base):
             lora = F.linear(rows.to(base.dtype), self.lora_b.to(base.dtype))
         g = self.g(base.dtype)

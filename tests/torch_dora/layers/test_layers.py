@@ -170,6 +170,19 @@ def test_embedding_is_fresh_exactly_and_keeps_its_padding_untrained():
     assert torch.any(layer.lora_a.grad[:, 4] != 0)
 
 
+def test_embedding_scales_lora_a_s_gradient_by_frequency_as_the_base_does():
+    gradients = []
+    for by_freq in (False, True):
+        torch.manual_seed(0)
+        base = nn.Embedding(41, 24, scale_grad_by_freq=by_freq)
+        layer = trained(DoRAEmbedding(base, **OPTIONS))
+        layer(torch.tensor([5, 7, 5, 5])).sum().backward()
+        gradients.append(layer.lora_a.grad)
+    counts = torch.ones(41)
+    counts[5] = 3
+    torch.testing.assert_close(gradients[1], gradients[0] / counts)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gpt2s_conv1d_agrees_with_the_oracle(dtype):
     torch.manual_seed(0)
