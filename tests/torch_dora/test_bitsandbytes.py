@@ -27,7 +27,14 @@ RULE = torch_dora.DoRARule("all-linear", 4, 8)
 KINDS = [("nf4", True, 64), ("nf4", False, 128), ("fp4", False, 64)]
 
 
-def linear4bit(qtype="nf4", nested=True, blocksize=64, shape=SHAPE, dtype=torch.float32):
+def linear4bit(
+    qtype="nf4",
+    nested=True,
+    blocksize=64,
+    shape=SHAPE,
+    dtype=torch.float32,
+    storage=torch.uint8,
+):
     out, width = shape
     made = bnb.Linear4bit(width, out, compute_dtype=dtype, quant_type=qtype)
     rng = np.random.default_rng(0)
@@ -37,14 +44,16 @@ def linear4bit(qtype="nf4", nested=True, blocksize=64, shape=SHAPE, dtype=torch.
         blocksize=blocksize,
         compress_statistics=nested,
         quant_type=qtype,
+        quant_storage=storage,
         module=made,
     )
     return made.to("cpu")
 
 
-def model4bit(dtype=torch.bfloat16):
+def model4bit(dtype=torch.bfloat16, storage=torch.uint8):
     shapes = ((64, 192), (192, 64))
-    return nn.Sequential(*(linear4bit(shape=shape, dtype=dtype) for shape in shapes))
+    made = (linear4bit(shape=shape, dtype=dtype, storage=storage) for shape in shapes)
+    return nn.Sequential(*made)
 
 
 def meant(weight):
@@ -245,10 +254,10 @@ def test_a_layer_whose_state_is_assigned_or_that_is_unpickled():
         assert torch.equal(torch_dora.remove_dora(other)(x), plain(x))
 
 
-def sharded_by_fsdp(folder):
+def sharded_by_fsdp(folder, storage):
     """Holds a model whose codes lie in several processes to what it computes in one."""
     torch.manual_seed(0)
-    model = trained(torch_dora.apply_dora(model4bit(torch.float32), RULE)).train()
+    model = trained(torch_dora.apply_dora(model4bit(torch.float32, storage), RULE)).train()
     x = rows(192)
     y = model(x)
     leaves = {name: one for name, one in model.named_parameters() if one.requires_grad}
@@ -276,8 +285,9 @@ def sharded_by_fsdp(folder):
 
 
 @pytest.mark.slow
-def test_fsdp_gathers_the_codes(tmp_path):
-    processes.run(sharded_by_fsdp, 2, "cpu", str(tmp_path / "adapter"))
+@pytest.mark.parametrize("storage", [torch.uint8, torch.float32])
+def test_fsdp_gathers_the_codes(tmp_path, storage):
+    processes.run(sharded_by_fsdp, 2, "cpu", str(tmp_path / "adapter"), storage)
 
 
 def test_what_is_not_as_it_was_quantised_is_refused():

@@ -81,7 +81,7 @@ def matrix(weight: Any, dtype: torch.dtype | None = None) -> Any:
 
 def bits4(packed: Tensor, state: Any, dtype: torch.dtype | None) -> Bits4:
     """Returns the `Bits4` of these bytes and their QuantState; raises as `matrix`."""
-    refuse_parts(packed)
+    refuse_parts(packed, are_codes=True)
     if state is None:
         raise TypeError(
             f"weight is a Params4bit of shape {tuple(packed.shape)} that is not quantised yet; "
@@ -110,13 +110,13 @@ def is_quantised(weight: Any) -> bool:
     return isinstance(weight, Tensor) and package in ("torchao", "bitsandbytes")
 
 
-def refuse_parts(weight: Any) -> None:
+def refuse_parts(weight: Any, *, are_codes: bool = False) -> None:
     """Raises NotImplementedError if ``weight`` is a DTensor of which a process has a part of the
-    codes."""
+    codes; ``are_codes`` tells that it has some, whatever the dtype that they are kept in."""
     if not is_sharded(weight):
         return
     part = weight.to_local()
-    if is_quantised(part) or not part.is_floating_point():
+    if are_codes or is_quantised(part) or not part.is_floating_point():
         raise NotImplementedError(
             f"weight is a DTensor of quantised parts, {type(part).__name__} {part.dtype}; expected "
             "a whole one, as a call gathers it: let every call take its norms, or call "
