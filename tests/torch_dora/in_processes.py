@@ -266,6 +266,12 @@ def refusals(folder: str) -> dict[str, str]:
         apply_dora(fully_shard(base(), mesh=mesh), RULE)
     with trying("bank"):
         torch_dora.AdapterBank(fully_shard(base(), mesh=mesh), 1, RANK)
+    plain = base()
+    bank = torch_dora.AdapterBank(plain, 1, RANK).load(0, sharded("fsdp"))
+    with trying("with bank"):
+        torch_dora.with_bank(fully_shard(plain, mesh=mesh), bank, [0])
+    with trying("load into bank"):
+        bank.load(0, folder)
     with trying("remove"):
         torch_dora.remove_dora(model)
     with trying("merge"):

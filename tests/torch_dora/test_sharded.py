@@ -103,6 +103,8 @@ REFUSED = {
     "plain x": r"TypeError: x: plain, while weight.*DTensor\.from_local, make x one",
     "embedding": r"NotImplementedError: '' cannot be adapted: .*only linear layers",
     "bank": r"NotImplementedError: the weights of these layers are DTensors.*\n  down\n  up$",
+    "with bank": r"NotImplementedError: the weights of these layers are DTensors.*\n  down\n  up$",
+    "load into bank": r"NotImplementedError: the weights of these layers.*\n  down\n  up$",
     "pending sum": r"NotImplementedError: weight has the placements .*call redistribute",
 }
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dora_common.hyperparameters import adapter_scale
+from dora_common.hyperparameters import ADAPTER_NAMES, adapter_scale
 from dora_common.peft.folder import opened
 from dora_common.rules import ALL_LINEAR, assign, listing
 from dora_common.slots import check_plain, check_room, check_sizes, check_slot
@@ -19,6 +19,7 @@ from torch_dora.ops import factored_norm, magnitude_scale
 from torch_dora.ops.bank import Slots
 from torch_dora.ops.dtypes import accumulation_dtype
 from torch_dora.ops.quantised import matrix
+from torch_dora.ops.shards import whole
 from torch_dora.peft.layers import layers_of, outline, parameters_of
 
 
@@ -106,6 +107,7 @@ class AdapterBank:
             NotImplementedError: a folder replaces parameters of the base model.
         """
         check_slot(slot, self.slots)
+        placement.refuse_sharded(self.layers.items())
         if isinstance(adapter, nn.Module):
             entries = _of_model(adapter)
         elif isinstance(adapter, str | os.PathLike):
@@ -238,16 +240,21 @@ def _g(layer: Any, entry: Entry) -> Tensor | float:
 
 
 def _of_model(model: nn.Module) -> dict[str, Entry]:
+    check_model(model, inside=WRAPPERS)
+    layers = list(dora_layers(model))
+    placement.refuse_offloaded(layers)
     entries = {}
-    for name, layer in dora_layers(model):
+    for name, layer in layers:
         one: Any = layer
         if not isinstance(layer, DoRALinear | DoRAConv1D):
             raise ValueError(
                 f"adapter has a layer {name!r}, a {type(layer).__name__}, which a bank has no room "
                 "for; expected projections alone"
             )
-        lora_a, lora_b = one.lora_a.detach(), one.lora_b.detach()
-        entries[name] = Entry(lora_a, lora_b, one.magnitude.detach(), one.scale)
+        tensors = [(f"{name}.{attribute}", getattr(one, attribute)) for attribute in ADAPTER_NAMES]
+        placement.refuse_meta(tensors)
+        lora_a, lora_b, magnitude = (whole(tensor).detach() for _, tensor in tensors)
+        entries[name] = Entry(lora_a, lora_b, magnitude, one.scale)
     if not entries:
         raise ValueError("adapter is a model without DoRA layers; expected one from apply_dora")
     return entries

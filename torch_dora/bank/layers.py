@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dora_common.slots import check_ids, check_ids_like, check_plain, check_rows
 from torch_dora.adapt.apply import HOOKS, check_model
 from torch_dora.bank.bank import AdapterBank
-from torch_dora.layers import dora_layers, fast_path, named_modules, own_forward
+from torch_dora.layers import dora_layers, fast_path, named_modules, own_forward, placement
 from torch_dora.ops.bank import Slots, bank_linear, together
 from torch_dora.ops.choose import check_name
 
@@ -98,6 +98,7 @@ def with_bank(
     check_plain([name for name, _ in dora_layers(model)], "torch_dora")
     ids = _checked(bank, adapter_ids)
     modules: dict[str, Any] = dict(named_modules(model, remove_duplicate=False))
+    placement.refuse_sharded((name, modules[name]) for name in bank.layers if name in modules)
     order = together(ids.cpu())
     made: dict[int, nn.Module] = {}
     placed: dict[torch.device, tuple[Tensor, Tensor | None]] = {}

@@ -202,6 +202,15 @@ def test_weights_that_are_elsewhere_are_refused():
         torch_dora.AdapterBank(copy.deepcopy(model).to("meta"), 1, 1)
     with pytest.raises(NotImplementedError, match=r"offloaded(.|\n)*\n  0"):
         torch_dora.AdapterBank(cpu_offload(model, execution_device="cpu"), 1, 1)
+    model = nn.Sequential(nn.Linear(4, 3))
+    bank = torch_dora.AdapterBank(model, 1, 1)
+    adapter = torch_dora.apply_dora(copy.deepcopy(model), torch_dora.DoRARule("0", 1, 1))
+    with pytest.raises(NotImplementedError, match=r"meta device(.|\n)*\n  0\.lora_a"):
+        bank.load(0, copy.deepcopy(adapter).to("meta"))
+    with pytest.raises(TypeError, match=r"DataParallel, which wraps .*model\.module"):
+        bank.load(0, nn.DataParallel(copy.deepcopy(adapter)))
+    with pytest.raises(NotImplementedError, match=r"offloaded(.|\n)*\n  0"):
+        bank.load(0, cpu_offload(adapter, execution_device="cpu"))
 
 
 SETTINGS = [
