@@ -1,11 +1,11 @@
 """A base model's folder and an adapter on it: what several commands begin with."""
 
 import argparse
-import json
 from pathlib import Path
 
 import jax_dora.peft
-from dora_common.peft.folder import CONFIG, exported
+from dora_common.peft.config import AdapterConfig
+from dora_common.peft.folder import CONFIG, exported, named_in_errors
 from jax_dora.commands.flags import add_formats
 from jax_dora.models import CausalLM, load_model
 
@@ -25,15 +25,20 @@ def adapter_folder(folder: Path) -> Path:
     return found
 
 
+def adapter_config(folder: Path) -> AdapterConfig:
+    """Returns what a PEFT folder's adapter_config.json says."""
+    with named_in_errors(folder / CONFIG):
+        return AdapterConfig.from_json((folder / CONFIG).read_text("utf-8"))
+
+
 def base_folder(args: argparse.Namespace) -> Path:
     """Returns the folder of --model, or else the one that the adapter was trained on."""
     if args.model is not None:
         return args.model
     if args.adapter is None:
         raise ValueError("--model is missing; expected a Hugging Face folder")
-    config = json.loads((adapter_folder(args.adapter) / CONFIG).read_text("utf-8"))
-    folder = config.get("base_model_name_or_path")
-    if not isinstance(folder, str) or not Path(folder).is_dir():
+    folder = adapter_config(adapter_folder(args.adapter)).base_model_name_or_path
+    if folder is None or not Path(folder).is_dir():
         raise FileNotFoundError(
             f"{args.adapter} was trained on {folder!r}, which is no folder here; pass --model"
         )

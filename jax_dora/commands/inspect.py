@@ -22,10 +22,10 @@ from safetensors import safe_open
 
 import jax_dora
 from dora_common.peft.config import AdapterConfig
-from dora_common.peft.folder import CONFIG, TENSORS, named_in_errors
+from dora_common.peft.folder import TENSORS, named_in_errors
 from jax_dora.adapt.tree import find_dora_layers
 from jax_dora.commands.flags import add_formats, corrections
-from jax_dora.commands.folders import adapted_model, adapter_folder, base_folder
+from jax_dora.commands.folders import adapted_model, adapter_config, adapter_folder, base_folder
 from jax_dora.models import read_config
 from jax_dora.ops.quantised import dense
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     with corrections():
         folder = adapter_folder(args.adapter)
-        config = AdapterConfig.from_json((folder / CONFIG).read_text("utf-8"))
+        config = adapter_config(folder)
         _print_folder(console, folder, config)
         try:
             base = base_folder(args)

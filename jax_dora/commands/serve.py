@@ -100,6 +100,8 @@ def _key(text: str) -> str:
             text = Path(text[1:]).read_text("utf-8").strip()
         except OSError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text[1:]!r} holds no text: {error}") from error
     if not text or not text.isascii() or not text.isprintable():
         raise argparse.ArgumentTypeError("the key is empty, or has other than ASCII letters")
     return text

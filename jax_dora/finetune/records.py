@@ -67,9 +67,10 @@ def _parsed(text: bytes, where: str) -> Any:
     try:
         return json.loads(text.decode("utf-8"), object_pairs_hook=each_once)
     except UnicodeDecodeError as error:
-        raise ValueError(f"{where} is not UTF-8: {error.reason} at byte {error.start}") from error
+        told = f"{where} is not UTF-8: {error.reason} at byte {error.start}"
+        raise ValueError(f"{told}; the data may be {FORMS}") from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is no JSON: {error}") from error
+        raise ValueError(f"{where} is no JSON: {error}; the data may be {FORMS}") from error
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:

@@ -190,6 +190,18 @@ def test_bad_commands(command, message, model, capsys):
     assert_one_line(capsys, message)
 
 
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [(b"[]", "the JSON is []; expected"), (b"{", "not JSON"), (b"\xff", "not UTF-8")],
+)
+@pytest.mark.parametrize("command", ["generate --prompt x --adapter", "inspect"])
+def test_a_damaged_configuration_of_an_adapter(command, contents, message, tmp_path, capsys):
+    file = tmp_path / "adapter_config.json"
+    file.write_bytes(contents)
+    assert main([*command.split(), str(tmp_path)]) == 2
+    assert_one_line(capsys, f"Error: {file}: {message}")
+
+
 def _tiles_that_do_not_divide() -> None:
     jax_dora.quantize(nnx.Linear(80, 4, rngs=nnx.Rngs(0)), "nf4", path=".*")
 

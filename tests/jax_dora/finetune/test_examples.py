@@ -120,6 +120,7 @@ def test_splits_are_named(tmp_path):
     ("line", "message"),
     [
         ('{"prompt": "a"', "line 2 is no JSON"),
+        ("prompt,completion", "line 2 is no JSON: .*; the data may be JSON Lines, a JSON list"),
         ('{"prompt": "a"}', r'line 2: it has prompt \(str\); expected a list "messages"'),
         ('{"messages": []}', 'line 2: it has "messages", and the model has no chat template'),
         ('{"prompt": "a", "completion": 4}', r"line 2: it has .* completion \(int\); expected"),

@@ -115,6 +115,7 @@ def test_a_key_is_asked_for(model, settings):
         ("--max-length 600", "--max-length is 600; expected at most config.json"),
         ("--port 70000", "'70000' is out of range"),
         ("--api-key @nowhere", "No such file"),
+        ("--api-key @MODEL/model.safetensors", "model.safetensors' holds no text"),
         ("--api-key=", "the key is empty"),
         ("--name= --batch 0", "argument --name: it is empty; expected a name"),
         ("--max-length 0", "'0' is out of range"),
@@ -131,6 +132,7 @@ def test_a_key_is_asked_for(model, settings):
 )
 def test_bad_flags(model, flags, message, capsys):
     assert read_config(model)["max_position_embeddings"] == 512
+    flags = flags.replace("MODEL", str(model))
     assert main(["serve", "--model", str(model), *flags.split()]) == 2
     assert message in capsys.readouterr().err
 
