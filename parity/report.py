@@ -84,11 +84,14 @@ def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
     Raises:
       ValueError: the file is no report of parity.
     """
-    lines = path.read_text(encoding="utf-8").splitlines()
-    header = json.loads(lines[0]) if lines else {}
-    if header.get("kind") != "parity":
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON Lines, which a report is: {error}") from error
+    header = lines[0] if lines else {}
+    if not isinstance(header, dict) or header.get("kind") != "parity":
         raise ValueError(f"{path} does not begin with a header of kind 'parity'; got {header}")
-    return header, [row for line in lines[1:] for row in _rows(json.loads(line))]
+    return header, [row for line in lines[1:] for row in _rows(line)]
 
 
 def passed(rows: Iterable[Row]) -> bool:

@@ -61,6 +61,17 @@ def test_another_file_is_refused(tmp_path):
         main(["report", str(file)])
 
 
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [(b"[]", "does not begin with a header"), (b"{", "is no JSON"), (b"\xff", "is no JSON")],
+)
+def test_what_is_no_report_is_named(contents, message, tmp_path):
+    file = tmp_path / "other.jsonl"
+    file.write_bytes(contents)
+    with pytest.raises(SystemExit, match=f"{file} {message}"):
+        main(["report", str(file)])
+
+
 @pytest.mark.parametrize("file", COMMITTED, ids=lambda file: file.stem)
 def test_committed_reports_are_sound(file, capsys):
     header, rows = read(file)
