@@ -182,7 +182,8 @@ class DecoderConfig:
 
         heads = size("num_attention_heads")
         hidden = size("hidden_size")
-        attention_bias = bool(config.get("attention_bias", False))
+        # Where other families have these fields, transformers does not read them.
+        attention_bias = kind in ("llama", "qwen3") and bool(config.get("attention_bias"))
         kv_heads = size("num_key_value_heads", heads if kind == "llama" else None)
         if heads % kv_heads:
             raise ValueError(
@@ -206,8 +207,8 @@ class DecoderConfig:
             "rope": Rope.from_hf(config),
             "qk_norm": kind == "qwen3",
             "qkv_bias": kind == "qwen2" or attention_bias,
-            "o_bias": kind != "qwen2" and attention_bias,
-            "mlp_bias": bool(config.get("mlp_bias", False)),
+            "o_bias": attention_bias,
+            "mlp_bias": kind == "llama" and bool(config.get("mlp_bias")),
             "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
             "dtype": DTYPES.get(str(config.get("dtype") or config.get("torch_dtype") or "float32")),
         }

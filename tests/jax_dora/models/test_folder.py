@@ -352,6 +352,19 @@ def test_a_window_that_no_layer_has(llama, kind, fields):
 
 
 @pytest.mark.parametrize(
+    ("kind", "field"),
+    [("mistral", "attention_bias"), *((one, "mlp_bias") for one in ("mistral", "qwen2", "qwen3"))],
+)
+def test_biases_that_a_family_has_not(llama, kind, field):
+    config = decoder.read_config(llama) | {"model_type": kind}
+    theirs = transformers.AutoConfig.for_model(**config | {field: True})
+    theirs = transformers.AutoModelForCausalLM.from_config(theirs).state_dict()
+    model = decoder.make_model(decoder.DecoderConfig.from_hf(config | {field: True}))
+    ours = targets.targets(nnx.state(model), model.config)
+    assert {name for target in ours for name in target.names} == theirs.keys()
+
+
+@pytest.mark.parametrize(
     ("fields", "same"),
     [({"hidden_act": "swish"}, {}), ({"dtype": "half"}, {"dtype": "float16"})],
 )
