@@ -250,9 +250,13 @@ def _from_reads(
     if axes is None:
         lookups = [read for read in useful if read.kind == "lookup"]
         chosen = next(iter(lookups or useful), None)
-        if chosen is None or not {"i", "o"} <= set(chosen.axes):
+        if chosen is None:
             others = sorted({read.name for read in reads})
             site.refusal = f"no product reads it, only {', '.join(others)}"
+            return
+        if missing := {"i", "o"}.difference(chosen.axes):
+            lacks = "leaves none of its axes" if "o" in missing else "contracts none of its axes"
+            site.refusal = f"the product that reads it, {chosen.axes}, {lacks}"
             return
         axes = chosen.axes
     site.axes = axes

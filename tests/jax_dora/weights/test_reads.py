@@ -46,6 +46,23 @@ def test_a_weight_with_one_input_is_adapted():
     within(found, merged, OPERATOR_FP32_MAX_ABS)
 
 
+@pytest.mark.parametrize(
+    ("equation", "axes", "lacks"),
+    [("tio,io->t", "ii", "leaves none of its axes"), ("ti,io->tio", "bo", "contracts none")],
+)
+def test_a_product_that_is_no_projection_is_told(equation, axes, lacks):
+    class Scores(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(normals(6)(3, 5))
+
+        def __call__(self, x):
+            return jnp.einsum(equation, x, self.w[...])
+
+    x = jnp.ones((2, 3, 5) if "tio," in equation else (2, 3))
+    [row] = coverage(Scores(), x).weights
+    assert row.how.startswith(f"the product that reads it, {axes}, {lacks}")
+
+
 class Table(nnx.Module):
     def __init__(self):
         self.rows = nnx.Param(normals(1)(7, 5))
