@@ -30,7 +30,10 @@ WRAPPERS = {
     "DistributedDataParallel": "model.module, and wrap it afterwards",
     "FullyShardedDataParallel": "the model as it was, and call fully_shard on it afterwards",
     "PeftModel": "what model.unload() returns, or read its folder by torch_dora.peft.load_adapter",
+    "BankLinear": "the plain model that torch_dora.with_bank was given",
 }
+# Those that may wrap a part of a model beside others, and hide its layers from whoever changes it.
+HIDING = ("FullyShardedDataParallel", "BankLinear")
 # What the hooks of a module are stored in. Handles that remove hooks know the dictionaries, so a
 # layer takes over the very ones of the layer that it replaces.
 HOOKS = [name for name in vars(nn.Module()) if "hook" in name]
@@ -124,7 +127,7 @@ def remove_dora(model: nn.Module) -> Any:
     return replace(model, {id(one): one.base.train(one.training) for _, one in layers})
 
 
-def check_model(model: Any, inside: Collection[str] = ("FullyShardedDataParallel",)) -> None:
+def check_model(model: Any, inside: Collection[str] = HIDING) -> None:
     """Raises TypeError unless ``model`` is a module, and none that wraps the model itself; nor may
     it have one of the wrappers ``inside`` in it, nor be inside of FSDP1's."""
     if not isinstance(model, nn.Module):

@@ -155,6 +155,16 @@ def test_what_is_wrong_is_told():
         torch_dora.with_bank(alone[0], bank, [0])
     with pytest.raises(ValueError, match="holds an adapter already"):
         torch_dora.AdapterBank(alone[0], 1, 1, path=".*")
+    plain = nn.Sequential(base)
+    bank_of_plain = torch_dora.AdapterBank(plain, 1, 1)
+    copied = torch_dora.with_bank(plain, bank_of_plain, [-1])
+    for function in (
+        lambda: torch_dora.with_bank(copied, bank_of_plain, [-1]),
+        lambda: torch_dora.AdapterBank(copied, 1, 1),
+        lambda: torch_dora.apply_dora(copied, torch_dora.DoRARule("all-linear", 1, 1)),
+    ):
+        with pytest.raises(TypeError, match=r"model\.0 is a BankLinear, .* torch_dora\.with_bank"):
+            function()
     pairs = zip(before, bank.tensors[""], strict=True)
     assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in pairs)
 
