@@ -68,10 +68,12 @@ def run(args: argparse.Namespace) -> int:
             print(stream.add(int(drawn)), end="", flush=True)
         print(stream.end())
         return 0
+    prints_unicode = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
     answers = generate(model, tokens, args.tokens, sampling, ends=texts.ends)
     for prompt, stream, answer in zip(prompts, streams, answers, strict=True):
         completion = "".join([*map(stream.add, answer), stream.end()])
-        print(json.dumps({"prompt": prompt, "completion": completion}, ensure_ascii=False))
+        line = {"prompt": prompt, "completion": completion}
+        print(json.dumps(line, ensure_ascii=not prints_unicode))
     return 0
 
 

@@ -2,6 +2,8 @@
 
 import argparse
 import errno
+import io
+import sys
 from collections.abc import Sequence
 
 import jax
@@ -43,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
       The exit status: 0; 1 for a run that diverged, a model that computes NaN, a full disk, or too
       little memory; 2 for bad flags, data or folders; 130 for Ctrl-C.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Letters that a terminal's encoding has not are printed by their numbers.
+        sys.stdout.reconfigure(errors="backslashreplace")
     console = Console(stderr=True)
     try:
         args = parser().parse_args(argv)

@@ -1,5 +1,6 @@
 """generate, merge and inspect, on the tiny model and an adapter of it."""
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -188,6 +189,17 @@ def test_merge_refuses_an_embedding_that_is_the_head(model, tmp_path, capsys):
 def test_bad_commands(command, message, model, capsys):
     assert main([model if word == "MODEL" else word for word in command.split()]) == 2
     assert_one_line(capsys, message)
+
+
+def test_a_terminal_that_has_not_all_letters(model, monkeypatch):
+    command = ["generate", "--model", model, "--tokens", "4", "--prompt", "ä🙂"]
+    printed = []
+    for more in ([], ["--prompt", "ä"]):
+        out = io.BytesIO()
+        monkeypatch.setattr("sys.stdout", io.TextIOWrapper(out, "ascii", write_through=True))
+        assert main([*command, *more]) == 0
+        printed.append(out.getvalue().decode("ascii").splitlines())
+    assert [json.loads(line)["prompt"] for line in printed[1]] == ["ä🙂", "ä"]
 
 
 @pytest.mark.parametrize(
