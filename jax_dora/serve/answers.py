@@ -78,12 +78,17 @@ class Writer:
 
     def _name(self, token: int) -> str:
         """Returns the token's text; of one that is no whole letters, its number."""
-        # What it adds to itself, since some decoders take the first space of a text away.
-        once, twice = (
-            self._tokenizer.decode([token] * count, skip_special_tokens=False) for count in (1, 2)
-        )
-        text = twice[len(once) :]
+        text = self._text(token, skip_special_tokens=False)
         return f"{NUMBER}{token}" if "\ufffd" in text or not text else text
+
+    def _text(self, token: int, *, skip_special_tokens: bool) -> str:
+        """Returns what the token adds to itself, since some decoders take the first space of a text
+        away."""
+        once, twice = (
+            self._tokenizer.decode([token] * count, skip_special_tokens=skip_special_tokens)
+            for count in (1, 2)
+        )
+        return twice[len(once) :]
 
 
 class Completion(Writer):
@@ -121,7 +126,11 @@ class Completion(Writer):
             self._offset += len(self._letters.end())
             self._letters = TextStream(self._tokenizer)
         place = self._offset
-        self._offset += len(self._letters.add(token)) if is_part else len(name)
+        # Special tokens have names, and no place in the text.
+        if is_part:
+            self._offset += len(self._letters.add(token))
+        else:
+            self._offset += len(self._text(token, skip_special_tokens=True))
         return place
 
     def _likeliest(self, one: Token) -> dict[str, float]:

@@ -217,3 +217,13 @@ def test_parts_of_a_letter_stand_where_it_does():
     pieces = [Piece("b😀b\ufffdb", tuple(Token(one, 0.0) for one in tokens), "length")]
     told = writer.whole(pieces)["choices"][0]["logprobs"]
     assert told["text_offset"] == [0, 1, 1, 1, 1, 2, 3, 4]
+
+
+def test_special_tokens_take_no_place_in_the_text():
+    tokenizer = byte_fallback_tokenizer()
+    tokenizer.add_special_tokens(["<think>"])
+    tokens = [257, tokenizer.token_to_id("<think>"), 257]
+    pieces = [Piece("bb", tuple(Token(one, 0.0) for one in tokens), "length")]
+    told = Completion("m", tokenizer, 1, True).whole(pieces)["choices"][0]["logprobs"]
+    assert told["tokens"][1] == "<think>"
+    assert told["text_offset"] == [0, 1, 1]
