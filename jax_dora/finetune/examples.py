@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from jax_dora.finetune.data import Example
 from jax_dora.finetune.records import Record
-from jax_dora.models.chat import ChatTemplate
+from jax_dora.models.chat import CONTENT, ChatTemplate, text_of
 
 FORMS = (
     'a list "messages", strings "prompt" and "completion", strings "instruction" and "output" '
@@ -87,11 +87,15 @@ class Encoder:
                 'it has "messages", and the model has no chat template; expected one in its '
                 "tokenizer_config.json or chat_template.jinja"
             )
+        messages = list(messages)
         for number, one in enumerate(messages, 1):
             if not isinstance(one, dict) or not isinstance(one.get("role"), str):
                 raise ValueError(f'message {number} has no "role"; expected a string')
-            if not isinstance(one.get("content", ""), str | None):
-                raise ValueError(f"message {number} has content that is no string")
+            if one.get("content") is not None:
+                if (content := text_of(one["content"])) is None:
+                    told = str(one["content"])[:100]
+                    raise ValueError(f"message {number} has content {told!r}; expected {CONTENT}")
+                messages[number - 1] = one | {"content": content}
             if one.get("weight") not in (None, 1):
                 raise ValueError(
                     f'message {number} has "weight" {one["weight"]!r}; expected 1, or none: every '

@@ -17,6 +17,20 @@ from jax_dora.models.folder import MORE_TEMPLATES
 
 Messages = Sequence[dict[str, Any]]
 
+# What a message's content may be.
+CONTENT = 'a text, or parts of the form {"type": "text", "text": …}'
+
+
+def text_of(content: Any) -> str | None:
+    """Returns a message's content in one text; None where it is not as `CONTENT` says."""
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else None
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            return None
+    texts = [part.get("text") for part in content]
+    return "".join(texts) if all(isinstance(one, str) for one in texts) else None
+
 
 class ChatTemplate:
     """Renders conversations as the model was trained to read them."""

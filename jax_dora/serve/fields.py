@@ -4,6 +4,7 @@ import dataclasses
 import secrets
 from typing import Any
 
+from jax_dora.models.chat import CONTENT, text_of
 from jax_dora.serve.errors import ApiError, wrong
 from jax_dora.serve.request import TOP_LOGPROBS, Style
 
@@ -132,15 +133,9 @@ def _message(message: Any) -> dict[str, Any]:
         raise wrong("messages", message, "objects with role and content")
     # Answers have fields that are null, and clients send them back.
     message = {name: value for name, value in message.items() if value is not None}
-    content = message.get("content")
-    if isinstance(content, list):
-        for part in content:
-            is_text = isinstance(part, dict) and part.get("type") == "text"
-            if not is_text or not isinstance(part.get("text"), str):
-                raise wrong("messages", part, 'parts of the form {"type": "text", "text": …}')
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise wrong("messages", message, "content that is a text")
+    content = text_of(message.get("content"))
+    if content is None:
+        raise wrong("messages", message, f"content that is {CONTENT}")
     if odd := message.keys() - {"role", "content", "name"}:
         raise wrong("messages", sorted(odd), "role, content and name in each, and nothing else")
     if not isinstance(message.get("name", ""), str):

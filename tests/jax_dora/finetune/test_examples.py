@@ -284,7 +284,7 @@ def test_a_template_that_rewrites_replies_gives_one_text_each(tokenizer):
         ("{{ ''.__class__.__mro__ }}", TALK, "here: the chat template refuses: .*unsafe"),
         (CHATML, [{"role": "user", "content": "a"}], 'here: no message has the role "assistant"'),
         (CHATML, [{"content": "a"}], 'here: message 1 has no "role"'),
-        (CHATML, [{"role": "user", "content": [1]}], "here: message 1 has content that is no str"),
+        (CHATML, [{"role": "user", "content": [1]}], r"here: message 1 has content '\[1\]'; exp"),
         ("{{ messages | length }}", TALK, "begins message 3 otherwise"),
         (CHATML, [*TALK, {**TALK[-1], "weight": 0}], '"weight" 0; expected 1, or none'),
     ],
@@ -293,6 +293,16 @@ def test_bad_conversations(template, messages, message, tokenizer):
     encoder = Encoder(tokenizer, END, ChatTemplate(template, {}))
     with pytest.raises(ValueError, match=message):
         list(encoder.examples([("here", {"messages": messages})]))
+
+
+def test_contents_in_parts_are_joined(tokenizer):
+    encoder = Encoder(tokenizer, END, ChatTemplate(CHATML, {}))
+    whole, parts = (
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
+        for content in ("bcd", [{"type": "text", "text": "b"}, {"type": "text", "text": "cd"}])
+    )
+    one, other = encoder.examples([("x", {"messages": whole}), ("y", {"messages": parts})])
+    assert (one.tokens, one.learned) == (other.tokens, other.learned)
 
 
 def test_marks_of_generation_say_nothing():
