@@ -61,7 +61,10 @@ class DoRALinear(DoRAProduct, nnx.Linear):
         if base is None:
             base = nnx.Linear(in_features, out_features, rngs=rngs, **options)
         elif options:
-            raise TypeError(f"{sorted(options)} are the base layer's own; expected none of them")
+            raise TypeError(
+                f"{sorted(options)} are the base layer's own, or nobody's; expected some of "
+                f"{OPTIONS}"
+            )
         super().__init__(base, rngs=rngs, **adapter)
 
     @classmethod
