@@ -16,6 +16,7 @@ from flax import nnx
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import listing
 from jax_dora.adapt.apply import adapt_site
+from jax_dora.adapt.reads import trace_reads
 from jax_dora.adapt.site import Site
 from jax_dora.adapt.sites import sites
 from jax_dora.adapt.tree import (
@@ -29,6 +30,7 @@ from jax_dora.adapt.tree import (
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.rule import DoRARule
 from jax_dora.weights.module import adapters_of, at_path, has_dora_type
+from jax_dora.weights.reads import Example
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +131,25 @@ def adapted_weights(model: nnx.Module) -> tuple[AdaptedWeight, ...]:
         )
         for found in modules
         for one in adapters_of(found.module)
+    )
+
+
+def weights_of_call(model: nnx.Module, example: Any) -> tuple[AdaptedWeight, ...]:
+    """Returns the weights of `model`, which holds no adapter, that adapters can stand beside, by
+    what reads them in a call with `example`."""
+    paths = {id(found.module): found.paths[0] for found in find_modules(model)}
+    return tuple(
+        AdaptedWeight(
+            site.names[0],
+            site.found.paths[0],
+            site.param,
+            site.axes,
+            paths[id(site.reader[0])],
+            site.reader[1],
+            site.is_lookup,
+        )
+        for site in sites(model, trace_reads(model, Example.of(example)))
+        if site.reader is not None and not site.is_layer and not site.refusal
     )
 
 

@@ -19,7 +19,7 @@ from dora_common.peft.fit import Adapter, Fit
 from dora_common.peft.folder import Folder, opened
 from dora_common.peft.layers import Shape
 from jax_dora.adapt import DoRARule, remove_dora
-from jax_dora.adapt.adapter import adapted_weights, stack_axes
+from jax_dora.adapt.adapter import adapted_weights, stack_axes, weights_of_call
 from jax_dora.adapt.apply import adapt_site
 from jax_dora.adapt.site import Site
 from jax_dora.adapt.tree import check_model, replace_modules
@@ -43,6 +43,7 @@ def load_adapter[Model: nnx.Module](
     dropout_mode: DropoutMode | None = None,
     implementation: str | None = None,
     rngs: nnx.Rngs | None = None,
+    example: Any = None,
 ) -> Model:
     """Returns `model` with the adapter of a PEFT folder.
 
@@ -77,6 +78,9 @@ def load_adapter[Model: nnx.Module](
         DoRA and "adapter" for LoRA.
       implementation: of the compose, as in `jax_dora.ops.dora_linear`.
       rngs: its `dropout` stream makes the masks; `nnx.Rngs(0)` by default.
+      example: what the model is called with, as `jax_dora.apply_dora`'s, where the adapter was made
+        with one: it says which code reads the weights. Nobody needs it for a model that holds such
+        an adapter.
 
     Raises:
       FileNotFoundError, NotADirectoryError: there is no such folder or adapter, or a file is
@@ -93,6 +97,8 @@ def load_adapter[Model: nnx.Module](
     where = {"held": adapted_weights(model), "stack_axes": dict(stack_axes(model))}
     with opened(folder, "np", adapter) as source:
         loaded = remove_dora(model)
+        if example is not None:
+            where["held"] = weights_of_call(loaded, example)
         view = torch_view(loaded, names, **where)
         outline = view.outline()
         fit = source.fit(outline)

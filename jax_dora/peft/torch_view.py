@@ -20,7 +20,9 @@ from jax_dora.weights.registry import why_unknown
 
 # The names of a head that is None where a model ties it to its embedding.
 _TIED_HEADS = ("lm_head", "embed_out")
-_REMEDY = "name it by jax_dora.register, or load into a model of apply_dora(..., example=...)"
+_REMEDY = (
+    "name it by jax_dora.register, or give load_adapter example=, inputs to call the model with"
+)
 
 
 @dataclass(frozen=True)

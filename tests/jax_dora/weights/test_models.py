@@ -200,9 +200,26 @@ def test_a_plain_model_without_a_place_for_a_folder_says_how_to_make_one(tmp_pat
     base, x, rule = Bare(), jnp.ones((2, WIDTH)), DoRARule("heads", 2, 3)
     model = apply_dora(base, rule, rngs=nnx.Rngs(1), example=(x,))
     jax_dora.peft.save_adapter(model, tmp_path)
-    message = r"heads\.lora_A\.weight is of a weight .*load into a model of apply_dora\(.*example="
+    message = r"heads\.lora_A\.weight is of a weight .*give load_adapter example=, inputs to call"
     with pytest.raises(ValueError, match=message):
         jax_dora.peft.load_adapter(base, tmp_path)
+    close(call(jax_dora.peft.load_adapter(base, tmp_path, example=(x,)), x), call(model, x))
+
+
+def test_a_folder_of_weights_that_a_parent_reads_is_loaded_into_a_plain_model(tmp_path):
+    class Parent(nnx.Module):
+        def __init__(self):
+            self.read, self.called = (nnx.Linear(WIDTH, 3, rngs=nnx.Rngs(n)) for n in (0, 1))
+
+        def __call__(self, x):
+            return x @ self.read.kernel[...] + self.called(x)
+
+    base, x = Parent(), jnp.ones((2, WIDTH))
+    adapted = train(apply_dora(base, DoRARule(".*", 2, 3), rngs=nnx.Rngs(1), example=(x,)))
+    jax_dora.peft.save_adapter(adapted, tmp_path)
+    loaded = jax_dora.peft.load_adapter(base, tmp_path, example=(x,))
+    close(call(loaded, x), call(adapted, x))
+    assert get_adapter(loaded).weights == get_adapter(adapted).weights
 
 
 def test_an_embedding_of_its_own_is_refused_by_name_in_a_peft_folder(adapted, tmp_path):
