@@ -11,11 +11,11 @@ from flax import nnx
 from jax.core import Tracer
 
 from dora_common.rules import ALL_LINEAR
-from dora_common.slots import check_ids, check_ids_like, check_room, check_sizes, check_slot
+from dora_common.slots import check_ids, check_ids_array, check_room, check_sizes, check_slot
 from jax_dora.adapt.adapter import Adapter
 from jax_dora.adapt.tree import check_model
 from jax_dora.bank.host import HostAdapter, piece_shape, read_adapter, read_folder
-from jax_dora.bank.plan import Arrays, Base, Plan
+from jax_dora.bank.programs import Arrays, BankPrograms, BaseModel
 from jax_dora.bank.projections import BankProjection, projections
 from jax_dora.ops.bank_slots import checked_ids
 from jax_dora.peft.names import Names
@@ -69,35 +69,37 @@ class AdapterBank:
         check_model(model)
         check_sizes(slots, max_rank)
         found = projections(model, path)
-        self._base: Base | None = Base(model, {one.path: kernel for one, kernel in found.items()})
-        self._plan = Plan(self._base, int(slots), int(max_rank), found)
-        self.arrays: Arrays = self._plan.make()
+        self._base: BaseModel | None = BaseModel(
+            model, {one.path: kernel for one, kernel in found.items()}
+        )
+        self._programs = BankPrograms(self._base, int(slots), int(max_rank), found)
+        self.arrays: Arrays = self._programs.make()
 
-    def tree_flatten(self) -> tuple[tuple[Arrays], Plan]:
-        return (self.arrays,), self._plan
+    def tree_flatten(self) -> tuple[tuple[Arrays], BankPrograms]:
+        return (self.arrays,), self._programs
 
     @classmethod
-    def tree_unflatten(cls, plan: Plan, children: tuple[Arrays]) -> Self:
+    def tree_unflatten(cls, plan: BankPrograms, children: tuple[Arrays]) -> Self:
         bank = object.__new__(cls)
-        bank._base, bank._plan, bank.arrays = plan.base(), plan, children[0]
+        bank._base, bank._programs, bank.arrays = plan.base(), plan, children[0]
         return bank
 
     @property
     def slots(self) -> int:
-        return self._plan.slots
+        return self._programs.slots
 
     @property
     def max_rank(self) -> int:
-        return self._plan.max_rank
+        return self._programs.max_rank
 
     @property
     def paths(self) -> tuple[str, ...]:
-        return tuple(self._plan.projections)
+        return tuple(self._programs.projections)
 
     @property
     def projections(self) -> Mapping[str, BankProjection]:
         """Returns the projections by path."""
-        return self._plan.projections
+        return self._programs.projections
 
     def __repr__(self) -> str:
         return f"AdapterBank(slots={self.slots}, max_rank={self.max_rank}, {len(self.paths)} paths)"
@@ -126,7 +128,7 @@ class AdapterBank:
           NotImplementedError: a folder replaces parameters of the base model, or asks for what is
             not supported.
         """
-        model, found = self._held().model, list(self.projections.values())
+        model, found = self._base_model().model, list(self.projections.values())
         if isinstance(adapter, Adapter):
             read = read_adapter(model, found, adapter)
         elif isinstance(adapter, str | os.PathLike):
@@ -175,8 +177,8 @@ class AdapterBank:
             host = adapter
         else:
             host = self.read(adapter, name=name, names=names)
-        loaded = self._plan.load(self.arrays, host, self.kernels(), int(number))
-        return self.tree_unflatten(self._plan, (loaded,))
+        loaded = self._programs.load(self.arrays, host, self.kernels(), int(number))
+        return self.tree_unflatten(self._programs, (loaded,))
 
     def evict(self, slot: int) -> "AdapterBank":
         """Returns the bank without the adapter of a slot, if it held one, on this bank's arrays.
@@ -184,8 +186,8 @@ class AdapterBank:
         Raises:
           TypeError, ValueError: `slot` is no slot.
         """
-        arrays = self._plan.clear(self.arrays, self._slot(slot))
-        return self.tree_unflatten(self._plan, (arrays,))
+        arrays = self._programs.clear(self.arrays, self._slot(slot))
+        return self.tree_unflatten(self._programs, (arrays,))
 
     def checked(self, adapter_ids: Any) -> jax.Array:
         """Returns a batch's slots as i32[batch], with `slots` in place of an id that is out of
@@ -194,7 +196,7 @@ class AdapterBank:
             # A list of no ids would be one of floats.
             adapter_ids = np.asarray(adapter_ids, None if np.size(adapter_ids) else np.int32)
         is_integer = jnp.issubdtype(adapter_ids.dtype, jnp.integer)
-        check_ids_like(adapter_ids, are_integers=is_integer)
+        check_ids_array(adapter_ids, are_integers=is_integer)
         if not isinstance(adapter_ids, Tracer):
             check_ids(np.asarray(adapter_ids).tolist(), self.slots, self._empty_slots())
         return checked_ids(jnp.asarray(adapter_ids), self.slots)
@@ -211,9 +213,9 @@ class AdapterBank:
 
     def kernels(self) -> dict[str, Any]:
         """Returns the kernels of the model as they are now."""
-        return {path: kernel.get_value() for path, kernel in self._held().kernels.items()}
+        return {path: kernel.get_value() for path, kernel in self._base_model().kernels.items()}
 
-    def _held(self) -> Base:
+    def _base_model(self) -> BaseModel:
         """Returns the model that the bank is beside, with its kernels."""
         if self._base is None:
             raise ValueError(

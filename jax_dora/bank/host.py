@@ -11,11 +11,11 @@ import numpy as np
 from flax import nnx
 
 from dora_common.hyperparameters import adapter_scale
-from dora_common.peft.folder import opened
+from dora_common.peft.folder import open_folder
 from dora_common.rules import listing
 from jax_dora.adapt.adapter import Adapter, rules_by_path
 from jax_dora.adapt.sites import sites
-from jax_dora.bank.projections import BankProjection, why_not
+from jax_dora.bank.projections import BankProjection, rejection_reason
 from jax_dora.ops.compose import accumulator
 from jax_dora.peft.names import Names
 from jax_dora.peft.torch_view import torch_view
@@ -26,7 +26,7 @@ RANKS = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Layer:
+class LayerAdapter:
     """The adapter of one layer.
 
     Attributes:
@@ -65,7 +65,7 @@ class HostAdapter:
         """Returns the bytes of its matrices."""
         return sum(array.nbytes for piece in self.pieces for array in piece.values())
 
-    def facts_beside(self, kernels: Any) -> dict[str, "Facts"]:
+    def facts_for(self, kernels: Any) -> dict[str, "Facts"]:
         """Returns the facts for a load beside these kernels: where g is known, as numbers that no
         norm has to be taken for."""
         g = self.cached_g.beside(kernels)
@@ -99,7 +99,7 @@ class CachedG:
         self._g = g
         self._kernels = [weakref.ref(array) for array in jax.tree.leaves(kernels)]
 
-    def has_arrived(self) -> bool:
+    def has_transferred(self) -> bool:
         """Returns whether g is in host memory; if so, it is nowhere else."""
         if not all(getattr(one, "is_ready", lambda: True)() for one in self._g.values()):
             return False
@@ -133,7 +133,7 @@ def read_adapter(
     for path in [*(one.path for one in adapter.weights), *adapter.arrays]:
         if path not in by_path:
             raise _unknown_projection(model, projections, path)
-    layers: dict[str, dict[Any, Layer]] = {}
+    layers: dict[str, dict[Any, LayerAdapter]] = {}
     stack_axes = dict(adapter.stack_axes)
     for path, arrays in adapter.arrays.items():
         projection, rule = by_path[path], rules[path]
@@ -159,8 +159,8 @@ def read_adapter(
                 getattr(layout, name).to_matrices(host[name][stack.at(index)])[0]
                 for name in ("lora_a", "lora_b", "magnitude")
             )
-            one[index] = Layer(lora_a.T, lora_b, magnitude.reshape(-1), rule.scale)
-    return _packed(projections, layers)
+            one[index] = LayerAdapter(lora_a.T, lora_b, magnitude.reshape(-1), rule.scale)
+    return _pack(projections, layers)
 
 
 def read_folder(
@@ -173,27 +173,27 @@ def read_folder(
     """Returns the adapter of a PEFT folder as a bank takes it; raises as `AdapterBank.load`."""
     by_path = {projection.path: projection for projection in projections}
     view = torch_view(model, names or Names())
-    with opened(folder, "np", adapter) as source:
+    with open_folder(folder, "np", adapter) as source:
         fit = source.fit_to_bank(view.outline())
-        layers: dict[str, dict[Any, Layer]] = {}
+        layers: dict[str, dict[Any, LayerAdapter]] = {}
         for name, one in fit.adapters.items():
             where = view.layers[name]
             if where.path not in by_path:
                 raise _unknown_projection(model, projections, where.path)
             read = {key: source.read(name) for key, name in one.keys.items()}
-            layers.setdefault(where.path, {})[where.index] = Layer(
+            layers.setdefault(where.path, {})[where.index] = LayerAdapter(
                 read["lora_a"],
                 read["lora_b"].T,
                 read["magnitude"].reshape(-1) if "magnitude" in read else None,
                 adapter_scale(one.rank, one.alpha, source.config.use_rslora),
             )
-    return _packed(projections, layers)
+    return _pack(projections, layers)
 
 
 def _unknown_projection(
     model: nnx.Module, projections: Sequence[BankProjection], path: str
 ) -> ValueError:
-    there = {name: why_not(site) for site in sites(model) for name in site.names}
+    there = {name: rejection_reason(site) for site in sites(model) for name in site.names}
     reason = "the model has none of that path"
     if path in there:
         reason = there[path] or "the bank was made without it: say so in its path="
@@ -203,8 +203,8 @@ def _unknown_projection(
     )
 
 
-def _packed(
-    projections: Sequence[BankProjection], layers: Mapping[str, Mapping[Any, Layer]]
+def _pack(
+    projections: Sequence[BankProjection], layers: Mapping[str, Mapping[Any, LayerAdapter]]
 ) -> HostAdapter:
     """Returns the layers of each path, by their index in its stack, in pieces."""
     rank = max(one.lora_a.shape[0] for found in layers.values() for one in found.values())
@@ -225,7 +225,7 @@ def piece_shape(projection: BankProjection) -> tuple[int, ...]:
     return (*projection.stack.shape, RANKS, sum(projection.sizes))
 
 
-def _piece(projection: BankProjection, found: Mapping[Any, Layer], start: int) -> np.ndarray:
+def _piece(projection: BankProjection, found: Mapping[Any, LayerAdapter], start: int) -> np.ndarray:
     piece = np.zeros(piece_shape(projection), projection.dtype)
     lora_a, lora_b = np.split(piece, [projection.sizes[0]], axis=-1)
     for index, one in found.items():
@@ -236,7 +236,7 @@ def _piece(projection: BankProjection, found: Mapping[Any, Layer], start: int) -
     return piece
 
 
-def _facts(projection: BankProjection, found: Mapping[Any, Layer]) -> Facts:
+def _facts(projection: BankProjection, found: Mapping[Any, LayerAdapter]) -> Facts:
     (_, out), wide, stack = projection.sizes, accumulator(projection.dtype), projection.stack.shape
     facts = Facts(
         np.ones((*stack, out), wide),

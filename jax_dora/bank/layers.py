@@ -20,7 +20,7 @@ from jax_dora.ops.bank import Projection, bank_linear, bank_linears
 from jax_dora.ops.bank_projection import WholeProjection, bank_projections
 from jax_dora.ops.bank_slots import Slots
 
-_OF_BANK = frozenset(
+_BANK_ATTRIBUTES = frozenset(
     f"bank_{name}" for name in (*Slots._fields, "ids", "step", "layer", "implementation", "kernel")
 )
 
@@ -112,7 +112,7 @@ class BankLayer(nnx.Module):
     def _unbiased(self) -> Any:
         """Returns the base layer without its bias, which the magnitude does not scale."""
         base = bare(self.base_type)
-        copy_attributes(self, base, leave_out={"bias", "use_bias", *_OF_BANK})
+        copy_attributes(self, base, leave_out={"bias", "use_bias", *_BANK_ATTRIBUTES})
         base.bias, base.use_bias = nnx.data(None), False
         return base
 
@@ -160,12 +160,12 @@ class BankLayer(nnx.Module):
         return meshes.left_to_xla(mixed, mesh, jax.P(*meshes.spec(base)))(operands)
 
 
-def called_together(layers: Sequence[Any], x: jax.Array) -> list[jax.Array]:
+def apply_together(layers: Sequence[Any], x: jax.Array) -> list[jax.Array]:
     """Returns the results of several layers for the same x. Layers of a bank are called at once:
     for rows of one token in as many launches as one of them."""
     is_alike = _are_alike(layers, x)
-    if is_alike and all(layer._is_one_product(x) for layer in layers):
-        return _prompts_together(layers, x)
+    if is_alike and all(layer._takes_whole_projection(x) for layer in layers):
+        return _apply_to_prompts(layers, x)
     if not is_alike or x.shape[1] > 1:
         return [layer(x) for layer in layers]
     first = layers[0]
@@ -228,11 +228,11 @@ class BankLinear(BankLayer, nnx.Linear):
         return Equation(f"{rows}x", "xy", f"{rows}y")
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        if out_sharding is None and self._is_one_product(inputs):
-            return _prompts_together([self], inputs)[0]
+        if out_sharding is None and self._takes_whole_projection(inputs):
+            return _apply_to_prompts([self], inputs)[0]
         return self._call(inputs, out_sharding=out_sharding)
 
-    def _is_one_product(self, inputs: jax.Array) -> bool:
+    def _takes_whole_projection(self, inputs: jax.Array) -> bool:
         """Returns whether inputs are prompts, and the base's result is their product with the
         kernel as it is."""
         kernel = self.kernel.get_value()
@@ -255,7 +255,7 @@ class BankLinear(BankLayer, nnx.Linear):
         return WholeProjection(kernel, slots, layer, part, bias)
 
 
-def _prompts_together(layers: Sequence[BankLinear], inputs: jax.Array) -> list[jax.Array]:
+def _apply_to_prompts(layers: Sequence[BankLinear], inputs: jax.Array) -> list[jax.Array]:
     """Returns the results of layers for the same prompts, each as one product with the base's."""
     first = layers[0]
     return list(

@@ -26,8 +26,8 @@ from jax_dora.ops.bank_slots import Slots
 
 # How many groups of projections there are at most, and how many numbers the kernels of a group have
 # at least. The norms of so many take about as long as the further launches for a group.
-GROUPS = 4
-LEAST_NUMBERS = 1 << 29
+MAX_GROUPS = 4
+MIN_GROUP_SIZE = 1 << 29
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -97,9 +97,9 @@ def projections(model: nnx.Module, path: str) -> dict[BankProjection, nnx.Variab
     matched = [
         site for site, _ in assigned(sites(model, stack_axis=0), [DoRARule(path, rank=1, alpha=1)])
     ]
-    made = dict(_projection(site) for site in matched if why_not(site) is None)
+    made = dict(_projection(site) for site in matched if rejection_reason(site) is None)
     if not made:
-        told = (f"{site.names[0]}: {why_not(site)}" for site in matched)
+        told = (f"{site.names[0]}: {rejection_reason(site)}" for site in matched)
         raise ValueError(
             f"path {path!r} matches no projection that a bank holds adapters of:{listing(told)}"
         )
@@ -111,14 +111,14 @@ def groups(projections: Iterable[BankProjection]) -> list[list[str]]:
     first: when the last group's matrices have come, only small norms are left to take."""
     sizes = {projection.path: math.prod(projection.shape) for projection in projections}
     total, before = sum(sizes.values()), 0
-    found: list[list[str]] = [[] for _ in range(max(1, min(GROUPS, total // LEAST_NUMBERS)))]
+    found: list[list[str]] = [[] for _ in range(max(1, min(MAX_GROUPS, total // MIN_GROUP_SIZE)))]
     for path in sorted(sizes, key=lambda path: -sizes[path]):
         found[before * len(found) // total].append(path)
         before += sizes[path]
     return [paths for paths in found if paths]
 
 
-def why_not(site: Site) -> str | None:
+def rejection_reason(site: Site) -> str | None:
     """Returns why a bank has no room for adapters of a weight, or None."""
     kind = dora_class_of(site.found.module)
     if not site.is_layer or site.refusal or kind is None:

@@ -10,7 +10,7 @@ from typing import cast
 from jax_dora.adapt.adapter import Adapter
 from jax_dora.bank.bank import AdapterBank
 from jax_dora.bank.host import HostAdapter
-from jax_dora.bank.residents import Residents
+from jax_dora.bank.slot_cache import SlotCache
 from jax_dora.peft.names import Names
 
 
@@ -66,7 +66,7 @@ class AdapterStore:
         if host_bytes is not None and (isinstance(host_bytes, bool) or host_bytes < 0):
             raise ValueError(f"host_bytes is {host_bytes!r}; expected at least 0, or None")
         self.lock = threading.RLock()
-        self._residents: Residents[_Entry] = Residents(bank)
+        self._residents: SlotCache[_Entry] = SlotCache(bank)
         self._host_bytes = host_bytes
         self._pytorch_names = names
         self._by_name: dict[str, _Entry] = {}
@@ -137,7 +137,7 @@ class AdapterStore:
           KeyError: there is none of that name.
         """
         with self.lock:
-            entry = self._known(name)
+            entry = self._entry(name)
             del self._by_name[name]
             entry.is_listed = False
             self._drop_unused(entry)
@@ -151,7 +151,7 @@ class AdapterStore:
           ValueError, FileNotFoundError, …: its folder, which is read again, is not what it was.
         """
         with self.lock:
-            entry = self._known(name)
+            entry = self._entry(name)
             if not self._residents.has_room(entry):
                 raise SlotsBusy(
                     f"all {self.bank.slots} slots hold adapters that are in use; wait until one is "
@@ -189,7 +189,7 @@ class AdapterStore:
             if not entry.is_listed:
                 self._drop_unused(entry)
 
-    def _known(self, name: str) -> _Entry:
+    def _entry(self, name: str) -> _Entry:
         if name not in self._by_name:
             near = difflib.get_close_matches(name, self._by_name, n=3, cutoff=0.4)
             hint = f"; the nearest are {', '.join(near)}" if near else ""

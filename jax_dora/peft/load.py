@@ -16,7 +16,7 @@ from flax.typing import Dtype
 
 from dora_common.hyperparameters import DropoutMode, adapter_scale
 from dora_common.peft.fit import Adapter, Fit
-from dora_common.peft.folder import Folder, opened
+from dora_common.peft.folder import Folder, open_folder
 from dora_common.peft.layers import Shape
 from jax_dora.adapt import DoRARule, remove_dora
 from jax_dora.adapt.adapter import adapted_weights, stack_axes, weights_of_call
@@ -95,7 +95,7 @@ def load_adapter[Model: nnx.Module](
     check_model(model)
     names = names or Names()
     where = {"held": adapted_weights(model), "stack_axes": dict(stack_axes(model))}
-    with opened(folder, "np", adapter) as source:
+    with open_folder(folder, "np", adapter) as source:
         loaded = remove_dora(model)
         if example is not None:
             where["held"] = weights_of_call(loaded, example)
@@ -106,11 +106,11 @@ def load_adapter[Model: nnx.Module](
         rules = {
             site: DoRARule(
                 re.escape(site.names[0]),
-                **source.options(_of_stack(source, adapters.values()), dropout_mode),
+                **source.options(_largest(source, adapters.values()), dropout_mode),
                 adapter_dtype=adapter_dtype or _dtype(source, site.names[0], adapters.values()),
                 adapt_attend=False if one.layer.kind == "embedding" else None,
-                lora_a_init=_Stored("lora_a", source, view, site, adapters),
-                lora_b_init=_Stored("lora_b", source, view, site, adapters),
+                lora_a_init=_FolderInit("lora_a", source, view, site, adapters),
+                lora_b_init=_FolderInit("lora_b", source, view, site, adapters),
                 implementation=implementation,
             )
             for site, adapters in stacks.items()
@@ -128,7 +128,7 @@ def load_adapter[Model: nnx.Module](
         loaded = untie(loaded, view, fit, source.config)
         loaded = replace_modules(loaded, replacements)
         _set_parameters(source, torch_view(loaded, names, **where), fit)
-        source.tell_of_replaced(fit, outline)
+        source.warn_about_replaced(fit, outline)
     return loaded
 
 
@@ -141,7 +141,7 @@ def _by_site(view: TorchView, fit: Fit) -> dict[Site, dict[Index, Adapter]]:
     return stacks
 
 
-def _of_stack(source: Folder, adapters: Collection[Adapter]) -> Adapter:
+def _largest(source: Folder, adapters: Collection[Adapter]) -> Adapter:
     """Returns an adapter of the largest rank and scale of layers that are one array."""
     rank = max(one.rank for one in adapters)
     largest = max(adapters, key=lambda one: abs(source.scale(one)))
@@ -167,7 +167,7 @@ def _dtype(source: Folder, path: str, adapters: Collection[Adapter]) -> np.dtype
     return dtype
 
 
-class _Stored:
+class _FolderInit:
     """Initializes a layer's lora_a or lora_b from a folder, called for each layer of a stack in
     turn. Layers that have no adapter get zeros, as do ranks that only others have."""
 
@@ -189,14 +189,14 @@ class _Stored:
         value, adapter = _zeros(shape, dtype), next(self.adapters)
         if adapter is not None:
             key, layer = adapter.keys[self.name], self.view.layers[adapter.layer.name]
-            part = layer.of_adapter(adapter.rank)[self.name]
+            part = layer.adapter_parameters(adapter.rank)[self.name]
             array = part.from_torch(self.source.read(key))
             if self.name == "lora_b" and (scale := self.source.scale(adapter)) != self.scale:
                 wide = np.promote_types(array.dtype, np.float32)
                 array = array.astype(wide) * wide.type(scale / self.scale)
             with np.errstate(over="ignore"):  # told with its name
                 value[tuple(map(slice, array.shape))] = array
-            self.source.kept(key, value)
+            self.source.checked(key, value)
         return jax.device_put(value)
 
 
@@ -220,7 +220,7 @@ def _set_magnitude(
             stored = source.read(key).reshape(value[at].shape)
             value[at] = stored
             if exactly:
-                source.refuse_rounding(key, stored, value[at])
+                source.check_not_rounded(key, stored, value[at])
     magnitude.set_value(jax.device_put(value, old.sharding))
 
 
@@ -244,7 +244,7 @@ def _set_parameters(source: Folder, view: TorchView, fit: Fit) -> None:
                     matrix, stored = np.array(one.to_torch(value[one.at])), matrix
                     matrix[rows] = stored
                 value[one.at] = one.from_torch(matrix)
-            source.kept(name, value[one.at])
+            source.checked(name, value[one.at])
         variable.set_value(jax.device_put(value, old.sharding))
 
 

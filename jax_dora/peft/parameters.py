@@ -103,7 +103,7 @@ class TorchLayer:
         path, param = self.site.found.paths[0], self.site.param
         return TorchParameter(path, param, self.at, shape, axes, is_transposed=True)
 
-    def of_adapter(self, rank: int) -> dict[str, TorchParameter]:
+    def adapter_parameters(self, rank: int) -> dict[str, TorchParameter]:
         """Returns lora_a, lora_b and magnitude of an adapter of this rank."""
         layout = self.site.layout(rank)
         return {

@@ -22,7 +22,7 @@ from jax_dora.ops import check
 from jax_dora.peft.names import Names
 from jax_dora.peft.parameters import TorchLayer, TorchParameter
 from jax_dora.peft.torch_view import TorchView, torch_view
-from jax_dora.peft.untie import refuse_possible_heads
+from jax_dora.peft.untie import check_no_possible_heads
 
 _LOG = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def save_adapter(
     check_model(model)
     view = torch_view(model, names or Names())
     is_lora = _lora_test(view)
-    modules = _adapted_layers(model, view, is_lora)
+    modules = _adapters_by_name(model, view, is_lora)
     if tied := [name for name, one in modules.items() if getattr(one, "adapt_attend", False)]:
         _LOG.warning(
             "%s: adapt_attend is True, so that an output head that is tied to the embedding is "
@@ -109,7 +109,7 @@ def save_adapter(
 
     def read_adapter(name: str, attribute: str) -> np.ndarray:
         module = modules[name]
-        parts = view.layers[name].of_adapter(module.rank)
+        parts = view.layers[name].adapter_parameters(module.rank)
         return stored(module, parts[attribute], dtype)
 
     source = Source(
@@ -117,10 +117,10 @@ def save_adapter(
         adapted={
             name: Adapted(
                 view.layers[name].layer,
-                _python(one.rank),
-                _python(one.alpha),
+                _as_python(one.rank),
+                _as_python(one.alpha),
                 one.use_rslora,
-                0.0 if one.dropout is None else _python(one.dropout.rate),
+                0.0 if one.dropout is None else _as_python(one.dropout.rate),
             )
             for name, one in modules.items()
         },
@@ -140,11 +140,11 @@ def save_adapter(
         base_model_name_or_path=base_model_name_or_path,
         task_type=task_type,
     )
-    refuse_possible_heads(view, config)
+    check_no_possible_heads(view, config)
     source.write(folder, config, save_file, overwrite=overwrite)
 
 
-def _adapted_layers(
+def _adapters_by_name(
     model: nnx.Module, view: TorchView, is_lora: Callable[[str], bool]
 ) -> dict[str, Any]:
     """Returns, by PyTorch's name of each adapted layer, the object that holds its adapter."""
@@ -164,11 +164,11 @@ def _adapted_layers(
     return {
         name: layer.site.adapter
         for name, layer in view.layers.items()
-        if layer.path in set(paths) and not _changes_nothing(layer, is_lora)
+        if layer.path in set(paths) and not _is_padding(layer, is_lora)
     }
 
 
-def _changes_nothing(layer: TorchLayer, is_lora: Callable[[str], bool]) -> bool:
+def _is_padding(layer: TorchLayer, is_lora: Callable[[str], bool]) -> bool:
     """Returns whether the layer lies in a stack where others have an adapter and it has none:
     lora_a and lora_b are zero, which no training of an adapter leads to, and the magnitude is the
     norm."""
@@ -180,7 +180,7 @@ def _changes_nothing(layer: TorchLayer, is_lora: Callable[[str], bool]) -> bool:
     return is_lora(layer.layer.name)
 
 
-def _python(number: Any) -> Any:
+def _as_python(number: Any) -> Any:
     """Returns a number as Python's own, since JSON knows none of NumPy's."""
     return number.item() if isinstance(number, np.generic) else number
 

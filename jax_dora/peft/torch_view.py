@@ -88,13 +88,15 @@ def torch_view(
         for one in all_found
         if (kind := kind_of(one.module))
     ]
-    weight_sites = _weights(model, all_sites, held)
+    weight_sites = _weight_sites(model, all_sites, held)
     stacks: dict[str, Stack] = {}
     for site in (*layer_sites, *weight_sites):
         path = site.found.paths[0]
         with named_in_errors(path, "named as in PyTorch"):
             stacks.setdefault(path, site.stack)
-    stacks |= {path: _stack_around(path, stacks, names) for path in modules if path not in stacks}
+    stacks |= {
+        path: _enclosing_stack(path, stacks, names) for path in modules if path not in stacks
+    }
 
     def name_of(path: str, index: Index) -> str:
         return names.module(_without_sequential(path, modules), index)
@@ -112,7 +114,7 @@ def torch_view(
                 weights.setdefault((path, index), {})[site.param] = weight
                 if not site.is_layer or path in adaptable:
                     layers[layer.name] = weight
-    layers = _in_order(layers, names)
+    layers = _in_registration_order(layers, names)
     parameters: dict[str, TorchParameter] = {}
     paths_by_name: dict[str, str] = {}
     for found in all_found:
@@ -147,7 +149,7 @@ def torch_view(
     return TorchView(modules, stacks, layers, parameters, paths_by_name, tied_heads, refusals)
 
 
-def _weights(
+def _weight_sites(
     model: nnx.Module, all_sites: Iterable[Site], held: Iterable[AdaptedWeight]
 ) -> list[Site]:
     """Returns the weights of a model that its modules' own code reads and that PEFT's format has a
@@ -163,7 +165,7 @@ def _weights(
     return [one for one in found.values() if not one.is_lookup and one.axes.count("b") <= 1]
 
 
-def _in_order(layers: Mapping[str, TorchLayer], names: Names) -> dict[str, TorchLayer]:
+def _in_registration_order(layers: Mapping[str, TorchLayer], names: Names) -> dict[str, TorchLayer]:
     """Returns layers by name, with packed experts as PyTorch registers them."""
 
     def position(name: str) -> int:
@@ -199,7 +201,7 @@ def _without_sequential(path: str, modules: Mapping[str, nnx.Module]) -> str:
     )
 
 
-def _stack_around(path: str, stacks: Mapping[str, Stack], names: Names) -> Stack:
+def _enclosing_stack(path: str, stacks: Mapping[str, Stack], names: Names) -> Stack:
     """Returns the stack that a module which cannot be adapted lies in, such as a norm beside the
     projections: that of the layers and weights that lie in it too."""
     parts = path.split("/")

@@ -63,7 +63,7 @@ def untie(model: Any, view: TorchView, fit: Fit, config: AdapterConfig) -> Any:
     return replace_modules(model, untied)
 
 
-def refuse_possible_heads(view: TorchView, config: AdapterConfig) -> None:
+def check_no_possible_heads(view: TorchView, config: AdapterConfig) -> None:
     """Refuses to store an embedding that may be the output head too."""
     if names := list(_possible_heads(view, config)):
         raise ValueError(

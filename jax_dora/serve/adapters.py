@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dora_common.peft.folder import exported
+from dora_common.peft.folder import find_adapter_folder
 from jax_dora.serve.metrics import Metrics
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -17,9 +17,9 @@ Signature = tuple[tuple[str, int, int, int], ...]
 
 
 @dataclasses.dataclass(eq=False)
-class Served:
+class ServedAdapter:
     """An adapter as it was at one time. Whoever holds it has what it was then, whatever becomes of
-    its folder; another state of the folder is another `Served`."""
+    its folder; another state of the folder is another `ServedAdapter`."""
 
     name: str
     value: Any  # in host memory, what the bank loads
@@ -54,13 +54,13 @@ class Adapters:
         self._read: Any = read
         self._taken = taken
         self._metrics, self._tell = metrics, tell
-        self._served: dict[str, Served] = {}
+        self._served: dict[str, ServedAdapter] = {}
         self._damaged: dict[str, str] = {}
-        self._settled: dict[str, Signature] = {}  # as it was read, well or not
-        self._seen: dict[str, Signature] = {}  # as the scan before saw it
-        self._one_at_a_time = threading.Lock()
+        self._read_signatures: dict[str, Signature] = {}  # as it was read, well or not
+        self._last_signatures: dict[str, Signature] = {}  # as the scan before saw it
+        self._scan_lock = threading.Lock()
 
-    def get(self, name: str) -> Served | None:
+    def get(self, name: str) -> ServedAdapter | None:
         """Returns the adapter of a name, or None where there is none that can be served."""
         return self._served.get(name)
 
@@ -81,21 +81,21 @@ class Adapters:
         """
         if self._folder is None:
             return
-        with self._one_at_a_time:
+        with self._scan_lock:
             folders = self._signatures()
             found = {name: one for name, one in folders.items() if one is not None}
             others = sorted(folders.keys() - found.keys())[:10]
             if others and not settle:
                 told = ", ".join(others)
                 self._tell(f"{self._folder} has folders without an adapter, not served: {told}")
-            for name in sorted(self._settled.keys() - found.keys()):
+            for name in sorted(self._read_signatures.keys() - found.keys()):
                 self._forget(name)
             for name, signature in sorted(found.items()):
-                if signature == self._settled.get(name):
+                if signature == self._read_signatures.get(name):
                     continue
-                if not settle or signature == self._seen.get(name):
+                if not settle or signature == self._last_signatures.get(name):
                     self._take(name, signature)
-            self._seen = found
+            self._last_signatures = found
             self._metrics.adapters.set(len(self._served))
             self._metrics.damaged.set(len(self._damaged))
 
@@ -105,7 +105,7 @@ class Adapters:
             folders = [one for one in self._folder.iterdir() if one.is_dir()]
         except OSError as error:
             self._tell(f"{self._folder} cannot be read, and what was in it is served on: {error}")
-            return self._seen
+            return self._last_signatures
         return {one.name: _signature(one) for one in folders if not one.name.startswith(".")}
 
     def _take(self, name: str, signature: Signature) -> None:
@@ -119,13 +119,13 @@ class Adapters:
             if _signature(self._folder / name) != signature:
                 return  # written while it was read: the next scans see it
             verb = "is replaced" if name in self._served else "is served"
-            self._served[name] = Served(name, value)
+            self._served[name] = ServedAdapter(name, value)
             self._damaged.pop(name, None)
             self._tell(f"adapter {name!r} {verb}")
-        self._settled[name] = signature
+        self._read_signatures[name] = signature
 
     def _forget(self, name: str) -> None:
-        del self._settled[name]
+        del self._read_signatures[name]
         self._served.pop(name, None)
         self._damaged.pop(name, None)
         self._tell(f"adapter {name!r} is gone")
@@ -141,13 +141,13 @@ class Adapters:
         for one in (folder, *folder.rglob("*")):
             if not one.resolve().is_relative_to(inside):
                 raise ValueError(f"{one.name} leads out of {self._folder}; expected files below it")
-        return exported(folder) or folder
+        return find_adapter_folder(folder) or folder
 
 
 def _signature(folder: Path) -> Signature | None:
     """Returns a value that changes when an adapter does; None where there is none."""
     try:
-        if (found := exported(folder)) is None:
+        if (found := find_adapter_folder(folder)) is None:
             return None
         entries = [entry for entry in os.scandir(found) if entry.is_file()]
         return tuple(

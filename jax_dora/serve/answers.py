@@ -18,7 +18,7 @@ class Writer:
     """Writes one answer; `Completion` and `Chat` differ in where the text stands."""
 
     kind, event_kind, prefix = "", "", ""
-    continues = False  # the prompt's text
+    continues_prompt = False  # the prompt's text
 
     def __init__(self, model: str, tokenizer: Tokenizer, prompt: int, tells: bool) -> None:
         # The prompt's tokens, and whether the answer's probabilities are told.
@@ -96,7 +96,7 @@ class Completion(Writer):
 
     kind = event_kind = "text_completion"
     prefix = "cmpl"
-    continues = True
+    continues_prompt = True
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -60,7 +60,7 @@ class Drawn(NamedTuple):
     finite: jax.Array  # bool[rows]: whether the row's logits are numbers
     logprobs: jax.Array  # f32[rows]
     likeliest: jax.Array  # i32[rows, TOP_LOGPROBS]
-    their_logprobs: jax.Array  # f32[rows, TOP_LOGPROBS]
+    top_logprobs: jax.Array  # f32[rows, TOP_LOGPROBS]
 
 
 def draw(

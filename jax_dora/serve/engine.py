@@ -15,12 +15,12 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer
 
-from jax_dora.bank.residents import Residents
+from jax_dora.bank.slot_cache import SlotCache
 from jax_dora.models.text import TextStream
 from jax_dora.serve.draw import Drawn
 from jax_dora.serve.metrics import Metrics
 from jax_dora.serve.request import Answer, Piece, Request, Token
-from jax_dora.serve.slots import Part, Slots
+from jax_dora.serve.runner import ModelRunner, PromptPiece
 
 
 class QueueFullError(Exception):
@@ -32,8 +32,8 @@ class Engine:
 
     def __init__(
         self,
-        slots: Slots,
-        bank: Residents | None,
+        runner: ModelRunner,
+        bank: SlotCache | None,
         tokenizer: Tokenizer,
         ends: Collection[int],
         *,
@@ -47,13 +47,13 @@ class Engine:
           queue: so many requests may wait.
         """
         self.metrics = metrics
-        self._slots, self._bank = slots, bank
-        self.capacity = slots.capacity  # tokens of a prompt and its answer together
+        self._runner, self._bank = runner, bank
+        self.capacity = runner.capacity  # tokens of a prompt and its answer together
         self._tokenizer, self._ends = tokenizer, frozenset(ends)
         self._queue = queue
         self._changed = threading.Condition()
         self._waiting: deque[Answer] = deque()
-        self._rows: list[Answer | None] = [None] * slots.rows
+        self._rows: list[Answer | None] = [None] * runner.rows
         self._launched: list[tuple[Drawn, list[tuple[int, Answer]]]] = []
         self._failed = ""
 
@@ -73,8 +73,8 @@ class Engine:
                 f"{len(request.prompt)} tokens of prompt and max_tokens {request.max_tokens}; "
                 f"expected one or more of each, and {self.capacity} together at most"
             )
-        before = request.prompt if request.continues else ()
-        answer = Answer(request, TextStream(self._tokenizer, request.style.stop, before=before))
+        before = request.prompt if request.continues_prompt else ()
+        answer = Answer(request, TextStream(self._tokenizer, request.sampling.stop, before=before))
         with self._changed:
             if self._failed:
                 raise RuntimeError(self._failed)
@@ -108,14 +108,14 @@ class Engine:
     def turn(self) -> bool:
         """Does what can be done now; returns whether there was anything."""
         self._drop_cancelled()
-        self._join()
+        self._admit()
         going_on = self._launched
-        self._launched = [*self._read(), *self._step()]
+        self._launched = [*self._prefill(), *self._decode()]
         for drawn, _ in self._launched:
             for array in drawn[:2]:
                 array.copy_to_host_async()
         for drawn, answers in going_on:
-            self._say(drawn, answers)
+            self._deliver(drawn, answers)
         self.metrics.running.set(len(self._rows) - self.free_rows)
         self.metrics.waiting.set(len(self._waiting))
         return bool(going_on or self._launched)
@@ -129,7 +129,7 @@ class Engine:
         for one in (*gone, *running):
             self._end(one, Piece(finish="cancelled"))
 
-    def _join(self) -> None:
+    def _admit(self) -> None:
         """Gives free rows to those who wait: in turn, but who would have to wait for a slot of the
         bank is overtaken, as often as there are rows."""
         free = [row for row, one in enumerate(self._rows) if one is None]
@@ -147,12 +147,12 @@ class Engine:
                 held_up.append(answer)
                 continue
             joined.append(answer)
-            if answer.is_over:
+            if answer.is_finished:
                 continue
             answer.row = free.pop(0)
             self._rows[answer.row] = answer
-            self._slots.take(answer.row, answer.request, slot)
-            self.metrics.queued.observe(time.monotonic() - answer.request.asked)
+            self._runner.assign_row(answer.row, answer.request, slot)
+            self.metrics.queued.observe(time.monotonic() - answer.request.arrival)
             for one in held_up:
                 one.overtaken += 1
         with self._changed:
@@ -175,45 +175,45 @@ class Engine:
             self.metrics.loads.observe(time.monotonic() - begin)
         return slot
 
-    def _read(self) -> Iterable[tuple[Drawn, list[tuple[int, Answer]]]]:
+    def _prefill(self) -> Iterable[tuple[Drawn, list[tuple[int, Answer]]]]:
         """Launches the next pieces of prompts: the longest waiting, and those cut as it is."""
         reading = [one for one in self._rows if one is not None and one.left]
         if not reading:
             return
-        reading.sort(key=lambda one: one.request.asked)
-        width = self._slots.width(reading[0].left)
-        alike = [one for one in reading if self._slots.width(one.left) == width]
-        alike = alike[: self._slots.together[width]]
+        reading.sort(key=lambda one: one.request.arrival)
+        width = self._runner.width(reading[0].left)
+        alike = [one for one in reading if self._runner.width(one.left) == width]
+        alike = alike[: self._runner.prompts_per_call[width]]
         parts = []
         for one in alike:
             piece = one.request.prompt[one.read : one.read + width]
-            parts.append(Part(one.row, piece, one.read))
+            parts.append(PromptPiece(one.row, piece, one.read))
             one.read += len(piece)
-        drawn = self._slots.read(parts, width)
+        drawn = self._runner.prefill(parts, width)
         self.metrics.prompt_tokens.inc(sum(len(part.tokens) for part in parts))
         begun = [(one.row, one) for one in alike if not one.left]
         for _, one in begun:
             one.launched = 1
         yield drawn, begun
 
-    def _step(self) -> Iterable[tuple[Drawn, list[tuple[int, Answer]]]]:
+    def _decode(self) -> Iterable[tuple[Drawn, list[tuple[int, Answer]]]]:
         """Launches the next token of every row that has read its prompt."""
-        going = [(row, one) for row, one in enumerate(self._rows) if one and one.is_going]
+        going = [(row, one) for row, one in enumerate(self._rows) if one and one.is_decoding]
         if not going:
             return
-        drawn = self._slots.step(row for row, _ in going)
+        drawn = self._runner.decode(row for row, _ in going)
         for _, one in going:
             one.launched += 1
         yield drawn, going
 
-    def _say(self, drawn: Drawn, answers: list[tuple[int, Answer]]) -> None:
+    def _deliver(self, drawn: Drawn, answers: list[tuple[int, Answer]]) -> None:
         """Tells those who wait which tokens have been drawn for their rows."""
-        going = [(row, one) for row, one in answers if not one.is_over]
+        going = [(row, one) for row, one in answers if not one.is_finished]
         if not going:
             return
         tokens, finite = np.asarray(drawn.tokens), np.asarray(drawn.finite)
         told = None
-        if any(one.request.style.logprobs is not None for _, one in going):
+        if any(one.request.sampling.logprobs is not None for _, one in going):
             told = jax.device_get(drawn[2:])
         for row, one in going:
             if finite[row]:
@@ -226,14 +226,14 @@ class Engine:
         """Adds a token to an answer, and ends it where it is complete."""
         request = answer.request
         if not answer.drawn:
-            self.metrics.first_token.observe(time.monotonic() - request.asked)
+            self.metrics.first_token.observe(time.monotonic() - request.arrival)
         if token in self._ends:
             self._end(answer, Piece(answer.stream.end(), finish="stop"))
             return
         answer.drawn += 1
         self.metrics.tokens.inc()
         text = answer.stream.add(token)
-        tokens = (_token(token, row, request.style.logprobs, told),)
+        tokens = (_token(token, row, request.sampling.logprobs, told),)
         if answer.stream.stopped:
             self._end(answer, Piece(text, tokens, "stop"))
         elif answer.drawn == request.max_tokens:
@@ -245,16 +245,16 @@ class Engine:
 
     def _end(self, answer: Answer, piece: Piece) -> None:
         """Ends an answer with its last piece, and frees what it holds."""
-        if answer.is_over:
+        if answer.is_finished:
             return
-        answer.is_over = True
+        answer.is_finished = True
         if answer.row >= 0:
             self._rows[answer.row] = None
-            self._slots.give_up(answer.row)
+            self._runner.free_row(answer.row)
             if self._bank and answer.request.adapter is not None:
                 self._bank.unpin(answer.request.adapter)
         self.metrics.answers.labels(piece.finish).inc()
-        self.metrics.seconds.observe(time.monotonic() - answer.request.asked)
+        self.metrics.seconds.observe(time.monotonic() - answer.request.arrival)
         answer.request.sink(piece)
 
 

@@ -15,18 +15,18 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from dora_common.fields import each_once
-from jax_dora.serve import fields as bodies
+from dora_common.fields import reject_duplicate_fields
+from jax_dora.serve import body as bodies
 from jax_dora.serve import metrics
 from jax_dora.serve.answers import DONE, Chat, Completion, Writer, event
+from jax_dora.serve.body import Fields
 from jax_dora.serve.errors import ApiError
-from jax_dora.serve.fields import Fields
 from jax_dora.serve.request import Piece
 from jax_dora.serve.service import Service
 
 BODY_SECONDS = 30.0
 # Refused before the body was read to its end, which an open connection would go on taking in.
-UNREAD = (401, 404, 405, 408, 413, 415)
+CLOSING_STATUSES = (401, 404, 405, 408, 413, 415)
 Ready = Callable[[], bool]
 Lifespan = Callable[[Any], contextlib.AbstractAsyncContextManager[None]]
 
@@ -48,16 +48,16 @@ def make_app(
 
     async def refuse(request: Request, error: Exception) -> Response:
         if not isinstance(error, ApiError):
-            error = _of_starlette(request, error)
+            error = _as_api_error(request, error)
         service.engine.metrics.refused.labels(error.status).inc()
-        return _json(error.body(), error.status, close=error.status in UNREAD)
+        return _json(error.body(), error.status, close=error.status in CLOSING_STATUSES)
 
     handled: Any = dict.fromkeys((ApiError, 404, 405, 500), refuse)
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handled)
     return app if api_key is None else _Key(app, api_key, service.engine.metrics.refused)
 
 
-def _of_starlette(request: Request, error: Exception) -> ApiError:
+def _as_api_error(request: Request, error: Exception) -> ApiError:
     match getattr(error, "status_code", 500):
         case 404:
             told = f"There is no {request.url.path[:200]!r} here"
@@ -103,16 +103,18 @@ class _Handlers:
     ) -> Response:
         service, body = self._service, await self._body(request)
         try:
-            fields, asked = read(json.loads(body, object_pairs_hook=each_once))
+            fields, asked = read(json.loads(body, object_pairs_hook=reject_duplicate_fields))
         except (ValueError, RecursionError) as error:
             raise ApiError(400, f"the body is no JSON: {str(error)[:200]}") from error
         served = service.served(fields.model)
         # Long texts take their time, in which others are answered.
         prompt = await asyncio.to_thread(tokens, asked)
         pieces = _Pieces()
-        answer = service.submit(fields, served, prompt, pieces.put, continues=kind.continues)
+        answer = service.submit(
+            fields, served, prompt, pieces.put, continues_prompt=kind.continues_prompt
+        )
         cancel = functools.partial(service.engine.cancel, answer)
-        tells = fields.style.logprobs is not None
+        tells = fields.sampling.logprobs is not None
         writer = kind(fields.model, service.tokenizer, len(prompt), tells)
         if fields.stream:
             return _Events(pieces, writer, fields.include_usage, cancel)
@@ -208,7 +210,7 @@ async def _whole(request: Request, pieces: _Pieces, writer: Writer) -> Response:
         return [piece async for piece in pieces]
 
     collected = asyncio.create_task(collect())
-    gone = asyncio.create_task(_hang_up(request))
+    gone = asyncio.create_task(_wait_for_disconnect(request))
     try:
         await asyncio.wait((collected, gone), return_when=asyncio.FIRST_COMPLETED)
         if not collected.done():
@@ -222,7 +224,7 @@ async def _whole(request: Request, pieces: _Pieces, writer: Writer) -> Response:
     return _json(writer.whole(found))
 
 
-async def _hang_up(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 from jax_dora.models.text import TextStream
-from jax_dora.serve.adapters import Served
+from jax_dora.serve.adapters import ServedAdapter
 
 TOP_LOGPROBS = 20  # the most that may be asked for, as in OpenAI's interface
 
@@ -43,7 +43,7 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True)
-class Style:
+class SamplingParams:
     """The settings by which an answer is drawn and ended, and what is reported of its tokens.
 
     Attributes:
@@ -70,17 +70,17 @@ class Request:
       max_tokens: the answer has at most so many.
       sink: is called with every `Piece` as it comes, from the engine's thread.
       adapter: None for the base alone.
-      continues: whether the answer's text goes on from the prompt's, with the space between them.
+      continues_prompt: whether the answer's text goes on from the prompt's, with the space between them.
       asked: when it came, by `time.monotonic`.
     """
 
     prompt: tuple[int, ...]
     max_tokens: int
     sink: Callable[[Piece], None]
-    adapter: Served | None = None
-    style: Style = Style()
-    continues: bool = False
-    asked: float = dataclasses.field(default_factory=time.monotonic)
+    adapter: ServedAdapter | None = None
+    sampling: SamplingParams = SamplingParams()
+    continues_prompt: bool = False
+    arrival: float = dataclasses.field(default_factory=time.monotonic)
 
 
 class Answer:
@@ -93,7 +93,7 @@ class Answer:
         self.launched = 0  # tokens that the device was asked to draw
         self.drawn = 0  # of those, what was said
         self.overtaken = 0
-        self.is_cancelled = self.is_over = False
+        self.is_cancelled = self.is_finished = False
 
     @property
     def left(self) -> int:
@@ -101,6 +101,6 @@ class Answer:
         return len(self.request.prompt) - self.read
 
     @property
-    def is_going(self) -> bool:
+    def is_decoding(self) -> bool:
         """Returns whether its next step draws a token."""
-        return not self.is_over and not self.left and self.launched < self.request.max_tokens
+        return not self.is_finished and not self.left and self.launched < self.request.max_tokens

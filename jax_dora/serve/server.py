@@ -24,8 +24,8 @@ from jax_dora.serve.adapters import Adapters
 from jax_dora.serve.engine import Engine
 from jax_dora.serve.http import make_app
 from jax_dora.serve.metrics import Metrics
+from jax_dora.serve.runner import ModelRunner, make_bank, warm_up
 from jax_dora.serve.service import Service
-from jax_dora.serve.slots import Slots, make_bank, warm_up
 
 # Longer than clients keep a connection that they do not use (OpenAI's and httpx: 5 s): otherwise a
 # request may meet its end.
@@ -145,13 +145,13 @@ class Server:
         )
         self.metrics = metrics = Metrics()
         bank = make_bank(model, settings.slots, settings.max_rank) if settings.adapters else None
-        slots = Slots(model, bank, settings.batch, length, settings.chunk)
+        runner = ModelRunner(model, bank, settings.batch, length, settings.chunk)
         name = folder.resolve().name if settings.name is None else settings.name
         read = bank and (lambda folder: bank.bank.read(folder))
         self.adapters = Adapters(settings.adapters, read, taken=name, metrics=metrics, tell=tell)
         tokenizer = texts.tokenizer
         options = {"queue": settings.queue, "metrics": metrics}
-        self.engine = Engine(slots, bank, tokenizer, texts.ends, **options)
+        self.engine = Engine(runner, bank, tokenizer, texts.ends, **options)
         known = min(tokenizer.get_vocab_size(), model.config.vocab_size)
         self.service = Service(name, self.engine, self.adapters, tokenizer, texts.template, known)
         # In a thread, as the engine runs: whatever JAX is told in this one alone, such as a context
@@ -159,7 +159,7 @@ class Server:
         with ThreadPoolExecutor(1) as thread:
             if bank is not None:
                 thread.submit(warm_up, bank, model).result()
-            thread.submit(slots.warm_up).result()
+            thread.submit(runner.warm_up).result()
         self.adapters.scan(settle=False)
         self.failed = ""
         self._ends = threading.Event()

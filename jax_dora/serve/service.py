@@ -8,10 +8,10 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from jax_dora.models.chat import ChatTemplate
-from jax_dora.serve.adapters import Adapters, Served
+from jax_dora.serve.adapters import Adapters, ServedAdapter
+from jax_dora.serve.body import Fields, unicode
 from jax_dora.serve.engine import Engine, QueueFullError
 from jax_dora.serve.errors import ApiError
-from jax_dora.serve.fields import Fields, unicode
 from jax_dora.serve.request import Answer, Piece, Request
 
 
@@ -36,7 +36,7 @@ class Service:
         """Returns the names of all that can be asked for, the base first."""
         return [self.name, *self.adapters.names()]
 
-    def served(self, name: str) -> Served | None:
+    def served(self, name: str) -> ServedAdapter | None:
         """Returns the adapter of a name; None for the base."""
         if name == self.name:
             return None
@@ -78,11 +78,11 @@ class Service:
     def submit(
         self,
         fields: Fields,
-        served: Served | None,
+        served: ServedAdapter | None,
         prompt: list[int],
         sink: Callable[[Piece], None],
         *,
-        continues: bool,
+        continues_prompt: bool,
     ) -> Answer:
         most = self.engine.capacity
         room = most - len(prompt)
@@ -95,7 +95,7 @@ class Service:
                 param="max_tokens" if room > 0 else "prompt",
                 code="context_length_exceeded",
             )
-        request = Request(tuple(prompt), wanted, sink, served, fields.style, continues)
+        request = Request(tuple(prompt), wanted, sink, served, fields.sampling, continues_prompt)
         try:
             return self.engine.submit(request)
         except QueueFullError as error:

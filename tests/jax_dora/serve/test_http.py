@@ -11,8 +11,8 @@ import httpx
 import openai
 import pytest
 
+from jax_dora.serve.body import completion
 from jax_dora.serve.errors import ApiError
-from jax_dora.serve.fields import completion
 
 OPTIONS = {"prompt": "12", "max_tokens": 2, "temperature": 0}
 

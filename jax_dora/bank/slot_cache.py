@@ -8,7 +8,7 @@ from jax_dora.bank.bank import AdapterBank
 from jax_dora.bank.host import HostAdapter
 
 
-class Residents[Key: Hashable]:
+class SlotCache[Key: Hashable]:
     """The adapters in the slots of one bank, by keys of the caller's own. Not for several threads.
 
     Attributes:

@@ -6,20 +6,20 @@ from typing import Any
 
 from jax_dora.models.chat import CONTENT, text_of
 from jax_dora.serve.errors import ApiError, wrong
-from jax_dora.serve.request import TOP_LOGPROBS, Style
+from jax_dora.serve.request import TOP_LOGPROBS, SamplingParams
 
 STOPS, STOP_LENGTH = 4, 256
 # Values of what is not there that ask for nothing.
-type Neutral = dict[str, tuple[Any, ...]]
-NEUTRAL: Neutral = {
+type FieldValues = dict[str, tuple[Any, ...]]
+NO_EFFECT: FieldValues = {
     "n": (1,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
     "service_tier": ("auto", "default"),
 }
-NEUTRAL_COMPLETION: Neutral = {"best_of": (1,), "echo": (False,), "suffix": ("",)}
-NEUTRAL_CHAT: Neutral = {
+NO_EFFECT_COMPLETION: FieldValues = {"best_of": (1,), "echo": (False,), "suffix": ("",)}
+NO_EFFECT_CHAT: FieldValues = {
     "tools": ([],),
     "tool_choice": ("none",),
     "functions": ([],),
@@ -30,7 +30,7 @@ NEUTRAL_CHAT: Neutral = {
     "store": (False,),
 }
 # Who asks, and their notes: nothing follows from them.
-FREE = {"user": str, "safety_identifier": str, "prompt_cache_key": str, "metadata": dict}
+IGNORED = {"user": str, "safety_identifier": str, "prompt_cache_key": str, "metadata": dict}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,58 +39,60 @@ class Fields:
 
     model: str
     max_tokens: int | None
-    style: Style
+    sampling: SamplingParams
     stream: bool
     include_usage: bool
 
 
 def completion(body: Any) -> tuple[Fields, str | list[int]]:
-    body = _given(body)
+    body = _without_nulls(body)
     prompt = body.pop("prompt", None)
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     is_tokens = isinstance(prompt, list) and all(_is_int(one) for one in prompt)
     if not (isinstance(prompt, str) or is_tokens) or not prompt:
         raise wrong("prompt", prompt, "one text, or one list of tokens; several are not supported")
-    logprobs = _whole(body, "logprobs", 0, TOP_LOGPROBS)
+    logprobs = _integer(body, "logprobs", 0, TOP_LOGPROBS)
     # OpenAI's 16, which surprises; but so do answers that end elsewhere than theirs.
-    max_tokens = _whole(body, "max_tokens", 1, 2**31 - 1) or 16
-    return _fields(body, max_tokens, logprobs, NEUTRAL_COMPLETION), prompt
+    max_tokens = _integer(body, "max_tokens", 1, 2**31 - 1) or 16
+    return _fields(body, max_tokens, logprobs, NO_EFFECT_COMPLETION), prompt
 
 
 def chat(body: Any) -> tuple[Fields, list[dict[str, Any]]]:
-    body = _given(body)
+    body = _without_nulls(body)
     messages = body.pop("messages", None)
     if not isinstance(messages, list) or not messages:
         raise wrong("messages", messages, "a list of one or more")
-    asks = _flag(body, "logprobs")
-    logprobs = _whole(body, "top_logprobs", 0, TOP_LOGPROBS)
+    asks = _boolean(body, "logprobs")
+    logprobs = _integer(body, "top_logprobs", 0, TOP_LOGPROBS)
     if logprobs is not None and not asks:
         raise wrong("logprobs", asks, "true beside top_logprobs")
-    limits = [_whole(body, name, 1, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens")]
+    limits = [
+        _integer(body, name, 1, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens")
+    ]
     max_tokens = min(filter(None, limits), default=None)
-    fields = _fields(body, max_tokens, (logprobs or 0) if asks else None, NEUTRAL_CHAT)
+    fields = _fields(body, max_tokens, (logprobs or 0) if asks else None, NO_EFFECT_CHAT)
     return fields, [_message(one) for one in messages]
 
 
 def _fields(
-    body: dict[str, Any], max_tokens: int | None, logprobs: int | None, neutral: Neutral
+    body: dict[str, Any], max_tokens: int | None, logprobs: int | None, neutral: FieldValues
 ) -> Fields:
     """Reads what both kinds of requests have, of a body whose other fields have been taken."""
     model = body.pop("model", None)
     if not isinstance(model, str):
         raise wrong("model", model, "the name of a model, as /v1/models lists them")
-    stream, options = _flag(body, "stream"), body.pop("stream_options", {})
+    stream, options = _boolean(body, "stream"), body.pop("stream_options", {})
     if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
         raise wrong("stream_options", options, "an object with include_usage")
-    options = _given(options)
+    options = _without_nulls(options)
     if options and not stream:
         raise wrong("stream_options", options, "it beside stream alone")
-    seed = _whole(body, "seed", -(2**63), 2**63 - 1)
+    seed = _integer(body, "seed", -(2**63), 2**63 - 1)
     fields = Fields(
         model=model,
         max_tokens=max_tokens,
-        style=Style(
+        sampling=SamplingParams(
             temperature=_number(body, "temperature", 0.0, 2.0, 1.0),
             top_p=_number(body, "top_p", 0.0, 1.0, 1.0, above=True),
             seed=secrets.randbits(64) if seed is None else seed % 2**64,
@@ -98,25 +100,25 @@ def _fields(
             logprobs=logprobs,
         ),
         stream=stream,
-        include_usage=_flag(options, "include_usage"),
+        include_usage=_boolean(options, "include_usage"),
     )
-    _refuse(body, NEUTRAL | neutral)
+    _reject_unsupported(body, NO_EFFECT | neutral)
     return fields
 
 
-def _given(body: Any) -> dict[str, Any]:
+def _without_nulls(body: Any) -> dict[str, Any]:
     """Returns the fields that are not null."""
     if not isinstance(body, dict):
         raise ApiError(400, f"the body is a {type(body).__name__}; expected a JSON object")
     return {name: value for name, value in body.items() if value is not None}
 
 
-def _refuse(body: dict[str, Any], neutral: Neutral) -> None:
+def _reject_unsupported(body: dict[str, Any], neutral: FieldValues) -> None:
     """Refuses the fields that are not supported, unless they have a value that changes nothing."""
     for name, value in body.items():
-        if name in FREE:
-            if not isinstance(value, FREE[name]):
-                raise wrong(name, value, "a text" if FREE[name] is str else "an object")
+        if name in IGNORED:
+            if not isinstance(value, IGNORED[name]):
+                raise wrong(name, value, "a text" if IGNORED[name] is str else "an object")
             continue
         if name not in neutral:
             raise ApiError(400, f"Unrecognized request argument: {name[:100]!r}", param=name[:100])
@@ -165,7 +167,7 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _whole(body: dict[str, Any], name: str, least: int, most: int) -> int | None:
+def _integer(body: dict[str, Any], name: str, least: int, most: int) -> int | None:
     value = body.pop(name, None)
     if value is None:
         return None
@@ -184,7 +186,7 @@ def _number(
     return float(value)
 
 
-def _flag(body: dict[str, Any], name: str) -> bool:
+def _boolean(body: dict[str, Any], name: str) -> bool:
     value = body.pop(name, False)
     if not isinstance(value, bool):
         raise wrong(name, value, "true or false")

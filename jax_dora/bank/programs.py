@@ -20,7 +20,7 @@ from jax_dora.ops.bank_slots import Slots
 from jax_dora.ops.compose import accumulator
 
 # How many axes the arrays of a slot have, the stack's not counted, and the slots'.
-AXES = Slots(lora_a=3, lora_b=3, g=2, scale=1, rank=1)
+SLOT_AXES = Slots(lora_a=3, lora_b=3, g=2, scale=1, rank=1)
 
 type Arrays = dict[str, Slots]
 # By path, as a load sends them.
@@ -28,7 +28,7 @@ type Piece = dict[str, tuple[jax.Array, ...]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Base:
+class BaseModel:
     """The model that a bank is beside, and the kernels of its projections by path, which are read
     whenever an adapter is loaded."""
 
@@ -46,7 +46,7 @@ class Group:
     finish: Callable[..., tuple[Arrays, dict[str, jax.Array]]]
 
 
-class Plan:
+class BankPrograms:
     """The static part of a bank: its projections, and the programs that change slots.
 
     One object for all banks that come of one, so that a function compiled for one takes them all.
@@ -55,7 +55,7 @@ class Plan:
     """
 
     def __init__(
-        self, base: Base, slots: int, max_rank: int, found: Iterable[BankProjection]
+        self, base: BaseModel, slots: int, max_rank: int, found: Iterable[BankProjection]
     ) -> None:
         self.base = weakref.ref(base)
         self.slots = slots
@@ -67,7 +67,7 @@ class Plan:
         # Sent once: for the projections that an adapter leaves out, and slots and ranks by number.
         self._zeros: dict[str, tuple[jax.Array, ...]] = {}
         self._numbers: dict[int, jax.Array] = {}
-        self._arriving: list[CachedG] = []
+        self._pending_g: list[CachedG] = []
 
         def compiled(function: Callable[..., Any], results: Any) -> Callable[..., Any]:
             if is_explicit:
@@ -112,7 +112,7 @@ class Plan:
         of their use: on a GPU what comes from the host stands in one queue, and waits in it for
         programs launched before.
         """
-        facts = host.facts_beside(kernels)
+        facts = host.facts_for(kernels)
         number = self._number(slot)
         starts = [self._number(index * RANKS) for index in range(len(host.pieces))]
         sent = [self._group_sent(group, host, facts) for group in self.groups]
@@ -125,7 +125,7 @@ class Plan:
             part, g_of_group = group.finish(part, of_group, facts, number)
             arrays |= part
             g |= g_of_group
-        self._keep_g(host.cached_g, kernels, g)
+        self._cache_g(host.cached_g, kernels, g)
         return arrays
 
     def _number(self, number: int) -> Any:
@@ -166,12 +166,12 @@ class Plan:
             jax.device_put(lora_b, _without(sharding.lora_b, -3)),
         )
 
-    def _keep_g(self, cached: CachedG, kernels: Any, g: Mapping[str, jax.Array]) -> None:
+    def _cache_g(self, cached: CachedG, kernels: Any, g: Mapping[str, jax.Array]) -> None:
         """Keeps the g of an adapter that has been loaded; does not wait for it."""
-        self._arriving = [one for one in self._arriving if not one.has_arrived()]
+        self._pending_g = [one for one in self._pending_g if not one.has_transferred()]
         if cached.beside(kernels) is None:
             cached.keep(kernels, g)
-            self._arriving.append(cached)
+            self._pending_g.append(cached)
 
     def _finish(
         self, arrays: Arrays, kernels: Mapping[str, Any], facts: Mapping[str, Facts], slot: Any
@@ -201,7 +201,7 @@ class Plan:
         return written, g
 
 
-def _device_of(base: Base) -> jax.sharding.SingleDeviceSharding | None:
+def _device_of(base: BaseModel) -> jax.sharding.SingleDeviceSharding | None:
     """Returns the device that the kernels are committed to, if that is one."""
     kernels = jax.tree.leaves([kernel.get_value() for kernel in base.kernels.values()])
     committed = [one for one in kernels if isinstance(one, jax.Array) and one.committed]
@@ -270,7 +270,7 @@ def _set(old: Slots, slot: Any, **values: Any) -> Slots:
 
     def written(name: str, value: Any) -> jax.Array:
         array = getattr(old, name)
-        axis = array.ndim - getattr(AXES, name)
+        axis = array.ndim - getattr(SLOT_AXES, name)
         value = jnp.asarray(value, array.dtype)
         new = jnp.expand_dims(value, axis) if value.ndim else value
         new = jnp.broadcast_to(new, (*array.shape[:axis], 1, *array.shape[axis + 1 :]))

@@ -20,7 +20,7 @@ from flax import nnx
 
 import jax_dora
 from jax_dora.bank import DECODING_OPTIONS
-from jax_dora.bank.residents import Residents
+from jax_dora.bank.slot_cache import SlotCache
 from jax_dora.models import Cache, CausalLM, DecoderConfig, DecoderSharding, make_cache
 from jax_dora.models.decoder import for_inference, loop_options
 from jax_dora.serve.draw import DrawFeatures, Drawn, DrawSettings, draw
@@ -30,12 +30,12 @@ from jax_dora.serve.request import Request
 PATH = "model/layers/.*_proj"
 
 
-def make_bank(model: CausalLM, slots: int, max_rank: int) -> Residents:
+def make_bank(model: CausalLM, slots: int, max_rank: int) -> SlotCache:
     """Returns the slots of an empty bank beside a model without adapters."""
-    return Residents(jax_dora.AdapterBank(model, slots, max_rank, path=PATH))
+    return SlotCache(jax_dora.AdapterBank(model, slots, max_rank, path=PATH))
 
 
-def warm_up(bank: Residents, model: CausalLM) -> None:
+def warm_up(bank: SlotCache, model: CausalLM) -> None:
     """Compiles what changes slots, with an adapter of zeros that is gone afterwards."""
     layers, n_in, out = model.model.layers.mlp.up_proj.kernel.shape
     path = "model/layers/mlp/up_proj"
@@ -49,7 +49,7 @@ def warm_up(bank: Residents, model: CausalLM) -> None:
     jax.block_until_ready(bank.bank)
 
 
-class Part(NamedTuple):
+class PromptPiece(NamedTuple):
     """A piece of a prompt: `tokens` of the request in `row`, before which stand `begin` others."""
 
     row: int
@@ -69,7 +69,7 @@ class Logits(NamedTuple):
 Program = Callable[..., tuple[Logits, Cache]]
 
 
-class Slots:
+class ModelRunner:
     """The rows, on the device.
 
     Attributes:
@@ -78,18 +78,18 @@ class Slots:
     """
 
     def __init__(
-        self, model: CausalLM, bank: Residents | None, rows: int, capacity: int, chunk: int
+        self, model: CausalLM, bank: SlotCache | None, rows: int, capacity: int, chunk: int
     ) -> None:
         """Makes rows for `rows` requests of `capacity` tokens, beside a model without adapters;
         `chunk` of their prompts are read at a time."""
         graphdef, self._state = for_inference(model)
-        self._read, self._step = _programs(graphdef, loop_options(self._state))
+        self._prefill, self._decode = _programs(graphdef, loop_options(self._state))
         self._sharding = model.config.sharding
         self._bank = bank
         self.rows, self.capacity = rows, capacity
         chunk = min(chunk, capacity)
         self.widths = tuple(_widths(chunk))
-        self.together = {width: min(chunk // width, rows) for width in self.widths}
+        self.prompts_per_call = {width: min(chunk // width, rows) for width in self.widths}
         self._cache, self._tokens = _empty(model.config, rows, capacity)
         self._host = _default_settings(rows)
         self._sent: tuple[DrawFeatures, DrawSettings] | None = None
@@ -102,16 +102,16 @@ class Slots:
         """
         return next((one for one in reversed(self.widths) if one >= left), self.widths[0])
 
-    def take(self, row: int, request: Request, slot: int) -> None:
+    def assign_row(self, row: int, request: Request, slot: int) -> None:
         """Puts a request's settings into a row; `slot` is its adapter's in the bank, or -1."""
-        style = request.style
+        style = request.sampling
         seed = np.array([style.seed >> 32, style.seed & 0xFFFF_FFFF], np.uint32)
         values = (slot, seed, style.temperature, style.top_p, style.logprobs is not None)
         for array, value in zip(self._host, values, strict=True):
             array[row] = value
         self._sent = None
 
-    def give_up(self, row: int) -> None:
+    def free_row(self, row: int) -> None:
         """Frees a row, and wipes it: what is masked counts with a probability of 0, which makes 0
         of any number but of NaN."""
         for array, value in zip(self._host, _default_settings(1), strict=True):
@@ -119,37 +119,37 @@ class Slots:
         self._sent = None
         self._cache = _wipe(self._cache, np.int32(row))
 
-    def read(self, parts: Sequence[Part], width: int) -> Drawn:
+    def prefill(self, parts: Sequence[PromptPiece], width: int) -> Drawn:
         """Reads pieces of prompts and draws the token after each."""
-        count = self.together[width]
+        count = self.prompts_per_call[width]
         tokens = np.zeros((count, width), np.int32)
         # A row that there is not: padding.
         places = np.full((3, count), [[self.rows], [0], [0]], np.int32)
         for number, part in enumerate(parts):
             tokens[number, : len(part.tokens)] = part.tokens
             places[:, number] = part.row, len(part.tokens), part.begin
-        return self._run(self._read, tokens, places)
+        return self._run(self._prefill, tokens, places)
 
-    def step(self, going: Iterable[int]) -> Drawn:
+    def decode(self, going: Iterable[int]) -> Drawn:
         """Draws the next token of these rows; what is drawn for other rows has no meaning."""
         rows = tuple(going)
         if rows != self._going:
             active = np.zeros((self.rows,), np.int32)
             active[list(rows)] = 1
             self._going, self._active = rows, jnp.array(active)
-        return self._run(self._step, self._tokens, self._active)
+        return self._run(self._decode, self._tokens, self._active)
 
     def warm_up(self) -> None:
         """Compiles every program, by calls for rows that do not exist."""
         # The first one again: beside weights that are committed to a device it returns a cache that
         # is committed too, and for such a cache it is another program.
         for width in (*self.widths, self.widths[0]):
-            self.read((), width)
+            self.prefill((), width)
         settings = self._sent_settings()[1]
         for features in DrawFeatures.all():
             self._sent = features, settings
-            self.step(())
-        self.give_up(0)
+            self.decode(())
+        self.free_row(0)
         jax.block_until_ready(self._cache)
 
     def _sent_settings(self) -> tuple[DrawFeatures, DrawSettings]:
@@ -175,7 +175,7 @@ def _programs(
     """Returns the program that reads prompts, with these options of its loop, and the one that
     takes a step, of one model: to compare its definition with others' in every call took a tenth of
     the host's time."""
-    read, step = (functools.partial(function, graphdef) for function in (_read, _step))
+    read, step = (functools.partial(function, graphdef) for function in (_prefill, _decode))
     return (
         jax.jit(read, donate_argnums=2, compiler_options=dict(loop)),
         jax.jit(step, donate_argnums=2, compiler_options=DECODING_OPTIONS),
@@ -221,7 +221,7 @@ def _placed(sharding: DecoderSharding | None, *results: Any) -> Any:
     return jax.lax.with_sharding_constraint(results, places)
 
 
-def _read(
+def _prefill(
     graphdef: nnx.GraphDef[CausalLM],
     state: nnx.State,
     bank: Any,
@@ -250,7 +250,7 @@ def _read(
     return _placed(model.config.sharding, read, cache)
 
 
-def _step(
+def _decode(
     graphdef: nnx.GraphDef[CausalLM],
     state: nnx.State,
     bank: Any,
