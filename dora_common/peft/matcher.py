@@ -139,8 +139,8 @@ class Matcher:
             for tied in self.ties.get(name, ()):
                 if tied.removesuffix(".weight") in self.adapters:
                     self.problems.append(
-                        f"{key} holds rows of {name}, which is tied to {tied}; PEFT would ignore "
-                        f"the adapter of {tied}; expected target_modules without it"
+                        f"{key} holds rows of {name}, which is tied to {tied}, whose adapter PEFT "
+                        "would then ignore; expected target_modules without it"
                     )
 
     def _find_missing_tokens(self) -> None:

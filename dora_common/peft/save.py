@@ -81,8 +81,8 @@ class Source:
         if "" in self.adapted:
             raise ValueError(
                 "model is itself the adapted layer, but a PEFT adapter names every layer by its "
-                "path inside of a model; expected a model that contains the layer: put the layer "
-                "into a module"
+                "path inside of a model; expected a model that contains the layer: put it into a "
+                "module"
             )
         check_layers(one.layer for one in self.adapted.values())
         if given is not None:
