@@ -1,4 +1,4 @@
-"""Rows and slots: who has them when, what is compiled, and what one request does to another."""
+"""The engine: rows and slots, what is compiled, and the effect of requests on each other."""
 
 import contextlib
 import shutil
@@ -67,8 +67,8 @@ def test_steps_are_compiled_as_decoding_is(monkeypatch):
 
     monkeypatch.setattr(jax, "jit", jit)
     programs._programs.__wrapped__(None, (("of the loop", 1),))
-    assert handed["_step"] == DECODING_OPTIONS
-    assert handed["_read"] == {"of the loop": 1}
+    assert handed["_decode"] == DECODING_OPTIONS
+    assert handed["_prefill"] == {"of the loop": 1}
 
 
 @contextlib.contextmanager
@@ -120,7 +120,7 @@ def test_what_is_not_finite_stays_with_its_request(served, model, adapters):
 
 
 class Recorder:
-    """ModelRunner that compute nothing: token 1, whatever is asked."""
+    """A model runner that computes nothing and always draws token 1."""
 
     rows, capacity, widths, prompts_per_call = 2, 50, (8,), {8: 2}
 
