@@ -19,11 +19,11 @@ def check_alpha(name: str, value: Any) -> None:
     check(is_finite(value), name, value, "a finite number")
 
 
-def check_pattern(name: str, value: Any, check: Callable[[str, Any], None]) -> None:
+def check_pattern(name: str, value: Any, check_value: Callable[[str, Any], None]) -> None:
     check_type(name, value, Mapping, "an object whose keys are regular expressions")
     for key, one in value.items():
         check_regex(name, rf"(.*\.)?({key})$", key)
-        check(f"{name}[{key!r}]", one)
+        check_value(f"{name}[{key!r}]", one)
 
 
 def check(is_valid: bool, name: str, value: Any, expected: str) -> None:

@@ -192,8 +192,8 @@ class Matcher:
         if shape != self.parameters[key.name]:
             return f"has shape {list(shape)}; expected {list(self.parameters[key.name])}"
         tied = self.ties.get(key.name, ()) if self.config.ensure_weight_tying else ()
-        announced = self._is_stored(key.name) or any(map(self._is_stored, tied))
-        if not (announced or self._is_token_embedding(key)):
+        is_named = self._is_stored(key.name) or any(map(self._is_stored, tied))
+        if not (is_named or self._is_token_embedding(key)):
             return (
                 "is a parameter of the base model; expected it to be named by modules_to_save or "
                 "bias in adapter_config.json"
@@ -206,15 +206,15 @@ class Matcher:
     def _is_token_embedding(self, key: Key) -> bool:
         is_embedding = self._is_embedding_weight(f"{key.module}.weight")
         # PEFT stores the weights of embedding and head if the vocabulary was resized.
-        named = key.module.rpartition(".")[2] in TOKEN_EMBEDDINGS
-        return key.parameter == "weight" and (is_embedding or named)
+        has_known_name = key.module.rpartition(".")[2] in TOKEN_EMBEDDINGS
+        return key.parameter == "weight" and (is_embedding or has_known_name)
 
-    def _nearest(self, name: str, there: Iterable[str]) -> str:
+    def _nearest(self, name: str, existing: Iterable[str]) -> str:
         """Returns the end of an error message with the nearest names that the model has.
 
         The search takes time, so it is left out for problems that will not be listed.
         """
-        names = sorted(there) if len(self.problems) < MAX_LISTED else []
+        names = sorted(existing) if len(self.problems) < MAX_LISTED else []
         nearest = difflib.get_close_matches(name, names, n=3, cutoff=0)
         return f"; the nearest are {', '.join(nearest)}" if nearest else ""
 

@@ -70,10 +70,10 @@ class BankLayer(nnx.Module):
         self.bank_implementation = implementation
         stack = projection.stack.shape
         self.bank_ids = BankRows(jnp.broadcast_to(ids, (*stack, *ids.shape)))
-        # Like the adapters, it may remain unsliced in a loop over layers.
+        # Like the adapters, this array may remain unsliced in a loop over layers.
         steps = None if step is None else jnp.broadcast_to(step, (*stack, *step.shape))
         self.bank_step = BankArray(steps)
-        # Made with NumPy, so that it and its slices are constants in a compiled program.
+        # Made with NumPy, so that the array and its slices are constants in a compiled program.
         numbers = np.arange(int(np.prod(stack)), dtype=np.int32)
         self.bank_layer = BankRows(jnp.asarray(numbers.reshape(stack)))
 
@@ -130,7 +130,7 @@ class BankLayer(nnx.Module):
         rows = equation.x[0] + "".join(one for one in equation.x[1:] if one not in in_)
         if bias is not None:
             letters = [letter for letter in equation.y if letter in equation.kernel]
-            bias = _ordered(
+            bias = _transpose(
                 bias.reshape([base.shape[equation.y.index(i)] for i in letters]),
                 "".join(letters),
                 out,
@@ -141,11 +141,11 @@ class BankLayer(nnx.Module):
 
         def apply_adapters(operands: Any) -> jax.Array:
             base, x, bias, slots, ids, step, first = operands
-            matrix = _ordered(base, equation.y, rows + out)
+            matrix = _transpose(base, equation.y, rows + out)
             tokens = math.prod(matrix.shape[1 : len(rows)])
             y = bank_linear(
                 matrix.reshape(batch, tokens, out_features),
-                _ordered(x, equation.x, rows + in_).reshape(batch, tokens, in_features),
+                _transpose(x, equation.x, rows + in_).reshape(batch, tokens, in_features),
                 slots,
                 ids,
                 part=None if part is None else (first, part[1]),
@@ -154,7 +154,7 @@ class BankLayer(nnx.Module):
                 precision=self.precision,
                 implementation=self.bank_implementation,
             )
-            return _ordered(y.reshape(matrix.shape), rows + out, equation.y)
+            return _transpose(y.reshape(matrix.shape), rows + out, equation.y)
 
         operands = (base, x, bias, slots, ids, self._step(), part and part[0])
         mesh = meshes.explicit(*jax.tree.leaves(operands))
@@ -202,11 +202,11 @@ def _can_apply_together(layers: Sequence[Any], x: jax.Array) -> bool:
     return len({kind(layer) for layer in layers}) == 1
 
 
-def _ordered(array: jax.Array, letters: str, wanted: str) -> jax.Array:
-    """Returns an array with axes named `letters`, transposed to the order `wanted`."""
-    if letters == wanted:
+def _transpose(array: jax.Array, letters: str, order: str) -> jax.Array:
+    """Returns an array with axes named `letters`, transposed to the order `order`."""
+    if letters == order:
         return array
-    return lax.transpose(array, [letters.index(letter) for letter in wanted])
+    return lax.transpose(array, [letters.index(letter) for letter in order])
 
 
 def _check_rows(equation: Equation, shape: tuple[int, ...], ids: jax.Array) -> None:
@@ -309,7 +309,7 @@ class BankEinsum(BankLayer, nnx.Einsum):
         return self._call(inputs, out_sharding=out_sharding)
 
 
-CLASSES: dict[type[Any], type[BankLayer]] = {
+LAYER_CLASSES: dict[type[Any], type[BankLayer]] = {
     DoRALinear: BankLinear,
     DoRALinearGeneral: BankLinearGeneral,
     DoRAEinsum: BankEinsum,

@@ -10,7 +10,7 @@ from flax import nnx
 from dora_common.slots import check_plain
 from jax_dora.adapt.tree import check_model, find_dora_layers, find_modules, replace_modules
 from jax_dora.bank.bank import AdapterBank
-from jax_dora.bank.layers import CLASSES
+from jax_dora.bank.layers import LAYER_CLASSES
 from jax_dora.layers import dora_class_of
 from jax_dora.ops import choose
 from jax_dora.ops.bank import step_of
@@ -78,7 +78,7 @@ def with_bank[Model: nnx.Module](
                 f"model has no {projection.kind.base_type.__name__} {projection.shape} at {path!r}"
                 ", for which the bank holds adapters; expected the model that the bank was made for"
             )
-        layer = CLASSES[projection.kind](
+        layer = LAYER_CLASSES[projection.kind](
             module, projection, bank.arrays[path], ids, step, implementation
         )
         replacements[id(module)] = layer

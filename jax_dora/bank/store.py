@@ -71,7 +71,7 @@ class AdapterStore:
         if host_bytes is not None and (isinstance(host_bytes, bool) or host_bytes < 0):
             raise ValueError(f"host_bytes is {host_bytes!r}; expected at least 0, or None")
         self.lock = threading.RLock()
-        self._residents: SlotCache[_Entry] = SlotCache(bank)
+        self._slot_cache: SlotCache[_Entry] = SlotCache(bank)
         self._host_bytes = host_bytes
         self._pytorch_names = names
         self._by_name: dict[str, _Entry] = {}
@@ -81,17 +81,17 @@ class AdapterStore:
     @property
     def bank(self) -> AdapterBank:
         """The current bank."""
-        return self._residents.bank
+        return self._slot_cache.bank
 
     @property
     def loads(self) -> int:
         """The number of loads into slots so far."""
-        return self._residents.loads
+        return self._slot_cache.loads
 
     @property
     def evictions(self) -> int:
         """The number of evictions so far."""
-        return self._residents.evictions
+        return self._slot_cache.evictions
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -103,7 +103,7 @@ class AdapterStore:
     def slots(self) -> dict[str, int]:
         """The slot of each adapter that has one, by name."""
         with self.lock:
-            return {one.name: at for one, at in self._residents.slots.items() if one.is_listed}
+            return {one.name: at for one, at in self._slot_cache.slots.items() if one.is_listed}
 
     def __contains__(self, name: object) -> bool:
         with self.lock:
@@ -158,16 +158,16 @@ class AdapterStore:
         """
         with self.lock:
             entry = self._entry(name)
-            if not self._residents.has_room(entry):
+            if not self._slot_cache.has_room(entry):
                 raise SlotsBusy(
                     f"all {self.bank.slots} slots hold adapters that are in use; wait until one is "
                     "released"
                 )
-            if entry.host is None and entry not in self._residents:
+            if entry.host is None and entry not in self._slot_cache:
                 assert entry.source is not None
                 entry.host = self.bank.read(entry.source, names=self._pytorch_names)
             self._touch(entry)
-            slot = self._residents.pin(entry, entry.host)
+            slot = self._slot_cache.pin(entry, entry.host)
             assert slot is not None
             return slot
 
@@ -185,14 +185,14 @@ class AdapterStore:
         with self.lock:
             acquired = [
                 one
-                for one, at in self._residents.slots.items()
-                if one.name == name and self._residents.pins(one) and slot in (None, at)
+                for one, at in self._slot_cache.slots.items()
+                if one.name == name and self._slot_cache.pins(one) and slot in (None, at)
             ]
             if not acquired:
                 where = "" if slot is None else f" in slot {slot}"
                 raise ValueError(f"adapter {name!r}{where} is released, but nobody has acquired it")
             entry = min(acquired, key=lambda one: one.is_listed)
-            self._residents.unpin(entry)
+            self._slot_cache.unpin(entry)
             if not entry.is_listed:
                 self._drop_unused(entry)
 
@@ -218,6 +218,6 @@ class AdapterStore:
 
     def _drop_unused(self, entry: _Entry) -> None:
         """Removes an entry and empties its slot, unless it is acquired."""
-        if not self._residents.pins(entry):
+        if not self._slot_cache.pins(entry):
             self._used.pop(entry, None)
-            self._residents.drop(entry)
+            self._slot_cache.drop(entry)

@@ -34,7 +34,7 @@ class QueueFullError(Exception):
 class Engine:
     """Answers requests in a running batch.
 
-    `submit` and `cancel` are thread-safe. All other methods have to be called in one thread.
+    `submit` and `cancel` are thread-safe. `turn`, `wait` and `fail` have to run in one thread.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Engine:
         for answer in waiting:
             if not free or any(one.overtaken >= len(self._rows) for one in blocked):
                 break
-            slot = self._slot(answer)
+            slot = self._pin_adapter(answer)
             if slot is None:
                 blocked.append(answer)
                 continue
@@ -181,7 +181,7 @@ class Engine:
             for answer in admitted:
                 self._waiting.remove(answer)
 
-    def _slot(self, answer: Answer) -> int | None:
+    def _pin_adapter(self, answer: Answer) -> int | None:
         """Pins a request's adapter, and returns its slot: -1 for none, None if all are in use.
 
         If the adapter cannot be loaded, this ends the request with an error and returns -1.
