@@ -29,11 +29,9 @@ type Piece = dict[str, tuple[jax.Array, ...]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BaseModel:
-    """The base model of a bank.
+    """The base model of a bank, and the kernels of the bank's projections by path.
 
-    Attributes:
-      model: the model.
-      kernels: the kernels of the bank's projections by path, which are read at every load.
+    The values of the kernels are read at every load.
     """
 
     model: nnx.Module
@@ -61,9 +59,8 @@ class BankPrograms:
     """The static part of a bank: its projections, and the programs that change slots.
 
     All banks that are derived from one bank share this object, so that a function compiled for one
-    of them accepts all. JAX keeps this object alive as long as its compilation cache. Therefore
-    only the banks have strong references to the base model with its weights, and `base` is a weak
-    reference.
+    of them accepts all. JAX keeps it alive as long as its compilation cache. Therefore `base` is a
+    weak reference, and only the banks keep the base model with its weights alive.
     """
 
     def __init__(
@@ -144,8 +141,7 @@ class BankPrograms:
     def _number(self, number: int) -> Any:
         """Returns a number as an argument for programs.
 
-        For a bank on one device, each number is transferred only once, since an argument that is
-        transferred with the call waits behind the pieces.
+        On one device it is transferred once and kept, since a later transfer waits for the pieces.
         """
         if self._is_on_mesh:
             return np.int32(number)
