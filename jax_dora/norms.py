@@ -34,7 +34,7 @@ from jax_dora.layers.base import Constant
 from jax_dora.layers.call import g_of_call
 from jax_dora.ops.linear import NORM_NAME
 from jax_dora.ops.projection import INNER_NAME
-from jax_dora.weights.adapter import WeightAdapter
+from jax_dora.weights.weight_adapter import WeightAdapter
 
 
 class StackedConstant(Constant, nnx.Param):

@@ -16,9 +16,9 @@ from flax import nnx
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import listing
 from jax_dora.adapt.apply import adapt_site
-from jax_dora.adapt.reads import trace_reads
+from jax_dora.adapt.find_sites import find_sites
 from jax_dora.adapt.site import Site
-from jax_dora.adapt.sites import sites
+from jax_dora.adapt.trace_reads import trace_reads
 from jax_dora.adapt.tree import (
     Found,
     check_model,
@@ -30,7 +30,7 @@ from jax_dora.adapt.tree import (
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.rule import DoRARule
 from jax_dora.weights.module import adapters_of, at_path, has_dora_type
-from jax_dora.weights.reads import Example
+from jax_dora.weights.read_log import Example
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +134,7 @@ def adapted_weights(model: nnx.Module) -> tuple[AdaptedWeight, ...]:
     )
 
 
-def weights_of_call(model: nnx.Module, example: Any) -> tuple[AdaptedWeight, ...]:
+def find_adaptable_weights(model: nnx.Module, example: Any) -> tuple[AdaptedWeight, ...]:
     """Returns the weights of `model`, which holds no adapter, that adapters can stand beside, by
     what reads them in a call with `example`."""
     paths = {id(found.module): found.paths[0] for found in find_modules(model)}
@@ -148,7 +148,7 @@ def weights_of_call(model: nnx.Module, example: Any) -> tuple[AdaptedWeight, ...
             site.reader[1],
             site.is_lookup,
         )
-        for site in sites(model, trace_reads(model, Example.of(example)))
+        for site in find_sites(model, trace_reads(model, Example.of(example)))
         if site.reader is not None and not site.is_layer and not site.refusal
     )
 
@@ -186,7 +186,7 @@ def set_adapter[Model: nnx.Module](
             f"adapter is a {type(adapter).__name__}; expected an Adapter from get_adapter, or None"
         )
     rules = rules_by_path(adapter)
-    layers = {path: site for site in sites(base) if site.is_layer for path in site.found.paths}
+    layers = {path: site for site in find_sites(base) if site.is_layer for path in site.found.paths}
     for path, axis in adapter.stack_axes:
         if path in layers:
             layers[path].stack_axis = axis

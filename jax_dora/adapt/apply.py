@@ -9,17 +9,17 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dora_common.rules import as_rules
-from jax_dora.adapt.coverage import logged
-from jax_dora.adapt.reads import trace_reads
-from jax_dora.adapt.site import Site, assigned, refuse
-from jax_dora.adapt.sites import REMEDY, sites
+from jax_dora.adapt.coverage import log_summary
+from jax_dora.adapt.find_sites import REMEDY, find_sites
+from jax_dora.adapt.site import Site, assign_rules, raise_for_sites
+from jax_dora.adapt.trace_reads import trace_reads
 from jax_dora.adapt.tree import check_model, named_in_errors, replace_modules
 from jax_dora.layers import DORA_CLASSES, dora_class_of
-from jax_dora.layers.base_layer import mesh_sharding, padded
+from jax_dora.layers.base_layer import mesh_sharding, pad_axes
 from jax_dora.layers.rule import DoRARule, Rules
-from jax_dora.weights.adapter import AdapterSpec
 from jax_dora.weights.module import add_adapter
-from jax_dora.weights.reads import Example
+from jax_dora.weights.read_log import Example
+from jax_dora.weights.weight_adapter import AdapterSpec
 
 
 def apply_dora[Model: nnx.Module](
@@ -75,8 +75,8 @@ def apply_dora[Model: nnx.Module](
         )
     traced = None if example is None else trace_reads(model, Example.of(example))
     copy = nnx.clone(model)
-    found = sites(copy, traced)
-    matched = assigned(found, rules)
+    found = find_sites(copy, traced)
+    matched = assign_rules(found, rules)
     _refuse_others([site for site, _ in matched])
     replacements = {}
     for site, rule in matched:
@@ -84,7 +84,7 @@ def apply_dora[Model: nnx.Module](
         if site.is_layer:
             replacements[id(site.found.module)] = adapted
         site.is_adapted = True
-    logged(found)
+    log_summary(found)
     return replace_modules(copy, replacements)
 
 
@@ -105,7 +105,7 @@ def adapt_site(site: Site, rule: DoRARule, rngs: nnx.Rngs) -> Any:
             settings = dataclasses.replace(rule, path="", lora_a_init=None, lora_b_init=None)
             spec = AdapterSpec(site.param, site.axes, name, settings, site.is_lookup)
             adapted = add_adapter(module, spec, *site.reader)
-            adapted.make(rule, rngs)
+            adapted.create_arrays(rule, rngs)
         else:
             options = {"stack_axis": site.stack.axis, **rule.options()}
             adapted = cls.from_base(module, rngs=rngs, **options)
@@ -115,23 +115,23 @@ def adapt_site(site: Site, rule: DoRARule, rngs: nnx.Rngs) -> Any:
 
 
 def _shard_like_kernel(adapted: Any, sharding: NamedSharding) -> None:
-    stack, spec = adapted.stack, padded(sharding.spec, adapted.kernel_param.ndim)
-    for name, names in adapted.layout.adapter_axes(stack.without(spec)).items():
+    stack, spec = adapted.stack, pad_axes(sharding.spec, adapted.kernel_param.ndim)
+    for name, names in adapted.layout.adapter_axes(stack.layer_part(spec)).items():
         variable = getattr(adapted, name)
-        of_all = stack.joined(stack.of_stack(spec), names)
+        of_all = stack.combine(stack.stack_part(spec), names)
         target = NamedSharding(sharding.mesh, PartitionSpec(*of_all))
         variable.set_value(jax.device_put(variable.get_value(), target))
 
 
 def _refuse_others(matched: list[Site]) -> None:
-    refuse(
+    raise_for_sites(
         [site for site in matched if site.is_adapted and not site.refusal],
         ValueError,
         "a layer holds one adapter at a time, and these that the rules match hold one already: "
         "take it out with remove_dora, or merge it with merge_dora, first",
     )
     names = ", ".join(f"nnx.{base.__name__}" for base in DORA_CLASSES)
-    refuse(
+    raise_for_sites(
         [site for site in matched if site.refusal],
         TypeError,
         f"the rules match what cannot be adapted; expected {names}, and what jax_dora.register "

@@ -8,13 +8,13 @@ from typing import Any
 
 from flax import nnx
 
-from jax_dora.adapt.reads import trace_reads
+from jax_dora.adapt.find_sites import find_sites
 from jax_dora.adapt.site import Site
-from jax_dora.adapt.sites import sites
+from jax_dora.adapt.trace_reads import trace_reads
 from jax_dora.adapt.tree import check_model
 from jax_dora.layers.quantised import act_qtype_of
 from jax_dora.ops import quantised
-from jax_dora.weights.reads import Example
+from jax_dora.weights.read_log import Example
 
 _LOG = logging.getLogger("jax_dora")
 
@@ -113,10 +113,10 @@ def coverage(model: nnx.Module, *example: Any, **kwargs: Any) -> Coverage:
     """
     check_model(model)
     given = Example.of_arguments(*example, **kwargs)
-    return table(sites(model, trace_reads(model, given) if example or kwargs else None))
+    return table(find_sites(model, trace_reads(model, given) if example or kwargs else None))
 
 
-def logged(found: Iterable[Site]) -> None:
+def log_summary(found: Iterable[Site]) -> None:
     _LOG.info(table(found).summary())
 
 

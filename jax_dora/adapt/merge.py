@@ -27,7 +27,7 @@ from jax_dora.adapt.tree import (
     shared_variables,
 )
 from jax_dora.layers import DoRALayer
-from jax_dora.layers.base_layer import set_as_read
+from jax_dora.layers.base_layer import set_and_verify
 from jax_dora.layers.call import bounded_norm, matrix_norm
 from jax_dora.layers.layout import Layout
 from jax_dora.layers.quantised import compute_plain
@@ -35,7 +35,7 @@ from jax_dora.layers.stack import Stack
 from jax_dora.ops import mesh as meshes
 from jax_dora.ops import quantised
 from jax_dora.ops.rounding import round_to
-from jax_dora.weights.adapter import WeightAdapter
+from jax_dora.weights.weight_adapter import WeightAdapter
 
 _LOG = logging.getLogger("jax_dora")
 
@@ -177,7 +177,7 @@ def _merge_layer(
     parameter = getattr(base, sources[0].kernel_name)
     kernel = parameter.get_value()
     change: Any = functools.reduce(_change, sources, None)
-    merged = changed(kernel, change)
+    merged = add_change(kernel, change)
     if quantised.is_quantised(kernel) and requantize:
         exact = quantised.dense(kernel, change.dtype) + change
         tile = tuple(n // m for n, m in zip(kernel.shape, kernel.scale.shape, strict=True))
@@ -185,18 +185,18 @@ def _merge_layer(
     elif quantised.is_quantised(kernel):
         compute_plain(base)
     with named_in_errors(path, "merged"):
-        set_as_read(parameter, merged)
-    return reported(path, kernel, change, merged) if report else None
+        set_and_verify(parameter, merged)
+    return report_entry(path, kernel, change, merged) if report else None
 
 
-def changed(kernel: jax.Array, change: jax.Array) -> jax.Array:
+def add_change(kernel: jax.Array, change: jax.Array) -> jax.Array:
     """Returns kernel + change, evaluated in the dtype of `change` and cast once to the kernel's, or
     to bf16 where it is quantised."""
     dtype = jnp.bfloat16 if quantised.is_quantised(kernel) else kernel.dtype
     return (quantised.dense(kernel, change.dtype) + change).astype(dtype)
 
 
-def reported(path: str, kernel: jax.Array, change: jax.Array, merged: Any) -> MergedLayer:
+def report_entry(path: str, kernel: jax.Array, change: jax.Array, merged: Any) -> MergedLayer:
     """Measures how far `merged`, which `changed` returns or a quantised kernel, is from the sum of
     the kernel of the layer at `path` and its change."""
     before = quantised.dense(kernel, change.dtype)

@@ -10,11 +10,11 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dora_common.rules import Rule, listing
-from jax_dora.adapt.site import Site, refuse
-from jax_dora.adapt.sites import sites
+from jax_dora.adapt.find_sites import find_sites
+from jax_dora.adapt.site import Site, raise_for_sites
 from jax_dora.adapt.tree import check_model, named_in_errors
 from jax_dora.layers import DoRALayer
-from jax_dora.layers.base_layer import padded, set_as_read
+from jax_dora.layers.base_layer import pad_axes, set_and_verify
 from jax_dora.layers.call import fresh_magnitude
 from jax_dora.layers.quantised import LAYERS, compute_quantised
 from jax_dora.layers.registry import kind_of
@@ -77,7 +77,7 @@ def quantize[Model: nnx.Module](
     _check_act_qtype(act_qtype, qtype, tile_size)
     make(jnp.zeros((1, 1), jnp.int8), jnp.ones((1, 1)), "int8")  # Before anything is computed.
     copy = nnx.clone(model)
-    found = sites(copy, stack_axis=0)
+    found = find_sites(copy, stack_axis=0)
     matched = _matched(found, path)
     of_rows = nnx.Linear | nnx.LinearGeneral
     others = [
@@ -85,7 +85,7 @@ def quantize[Model: nnx.Module](
         for site in matched
         if not isinstance(one := site.found.module, of_rows) or getattr(one, "batch_axis", None)
     ]
-    refuse(
+    raise_for_sites(
         others if act_qtype else [],
         TypeError,
         "act_qtype is given and path matches layers whose products are not of rows; expected "
@@ -152,14 +152,14 @@ def _matched(found: list[Site], path: str) -> list[Site]:
             f"path {path!r} matches no layer; a path is matched as a whole. The layers with "
             f"parameters are:{listing(names)}"
         )
-    refuse(
+    raise_for_sites(
         [site for site in matched if not (site.is_layer and isinstance(site.found.module, LAYERS))],
         TypeError,
         "path matches what cannot be quantised; expected nnx.Linear, nnx.LinearGeneral, "
         "nnx.Einsum and nnx.Conv themselves, whose products can read a quantised kernel: "
         "narrow path so that it leaves out",
     )
-    refuse(
+    raise_for_sites(
         [site for site in matched if quantised.is_quantised(site.parameter.get_value())],
         ValueError,
         "these layers are quantised already; expected float kernels: narrow path so that it "
@@ -181,8 +181,8 @@ def _quantize_layer(site: Site, qtype: str, tile_size: int | None) -> None:
     if kernel.dtype not in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64):
         raise ValueError(f"its kernel has dtype {kernel.dtype}; expected a float dtype")
     stack = site.stack
-    tile = _tile(stack.without(kernel.shape), cls.kernel_axes(module), tile_size)
-    tile = stack.joined((1,) * stack.count, tile)
+    tile = _tile(stack.layer_part(kernel.shape), cls.kernel_axes(module), tile_size)
+    tile = stack.combine((1,) * stack.count, tile)
     half = kernel.dtype == jnp.float16
     rounded = round_to(kernel, qtype, tile, jnp.float32 if half else kernel.dtype)
     quantised.check("its kernel", rounded)
@@ -191,7 +191,7 @@ def _quantize_layer(site: Site, qtype: str, tile_size: int | None) -> None:
     sharding = None if isinstance(kernel, Tracer) else kernel.sharding
     on_mesh = isinstance(sharding, NamedSharding)
     before = fresh_magnitude(module) if adapted else None
-    set_as_read(site.parameter, placed(rounded, sharding if on_mesh else None))
+    set_and_verify(site.parameter, shard_kernel(rounded, sharding if on_mesh else None))
     compute_quantised(module)
     if before is not None:
         magnitude = module.magnitude.get_value()
@@ -216,14 +216,14 @@ def _tile(sizes: tuple[int, ...], axes: str, tile_size: int | None) -> tuple[int
     return tuple(tile_size if axis == last else 1 for axis in range(len(sizes)))
 
 
-def placed(kernel: Any, sharding: jax.sharding.Sharding | None) -> Any:
+def shard_kernel(kernel: Any, sharding: jax.sharding.Sharding | None) -> Any:
     """Returns a quantised array sharded so, with its scales alike where they divide; as it is
     where None is given."""
     if sharding is None:
         return kernel
     if not isinstance(sharding, NamedSharding):
         return jax.device_put(kernel, sharding)
-    mesh, names = sharding.mesh, padded(sharding.spec, kernel.ndim)
+    mesh, names = sharding.mesh, pad_axes(sharding.spec, kernel.ndim)
 
     def part(one: jax.Array) -> jax.Array:
         parts = [math.prod(mesh.shape[name] for name in jax.tree.leaves(axis)) for axis in names]

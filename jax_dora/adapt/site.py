@@ -8,16 +8,16 @@ from typing import Any
 from flax import nnx
 
 from dora_common.rules import assign, listing
-from jax_dora.adapt.stack import stack_of
+from jax_dora.adapt.infer_stack import infer_stack
 from jax_dora.adapt.tree import Found
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.layout import Layout
 from jax_dora.layers.registry import kind_of
 from jax_dora.layers.rule import DoRARule
 from jax_dora.layers.stack import Stack
-from jax_dora.weights.adapter import WeightAdapter, layout_of_weight, stack_of_weight
 from jax_dora.weights.module import adapters_of
 from jax_dora.weights.registry import class_name
+from jax_dora.weights.weight_adapter import WeightAdapter, layout_of_weight, stack_of_weight
 
 
 @dataclasses.dataclass(eq=False)
@@ -59,7 +59,7 @@ class Site:
     how: str = ""
     merged: int = 0
     is_matched: bool = True
-    contained: nnx.Param | None = None
+    nested_param: nnx.Param | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -69,14 +69,14 @@ class Site:
     @property
     def parameter(self) -> nnx.Param:
         """The weight, where there is one."""
-        held = self.contained
+        held = self.nested_param
         return getattr(self.found.module, self.param) if held is None else held
 
     @functools.cached_property
     def stack(self) -> Stack:
         """The axes along which layers are stacked in the weight."""
         if self.is_layer:
-            return stack_of(self.found.module, self.stack_axis)
+            return infer_stack(self.found.module, self.stack_axis)
         return stack_of_weight(self.shape, self.axes)
 
     def layout(self, rank: int) -> Layout:
@@ -102,7 +102,7 @@ class Site:
         return f"{self.names[0]} ({kind}){': ' if self.refusal else ''}{self.refusal}"
 
 
-def assigned(found: Iterable[Site], rules: Sequence[DoRARule]) -> list[tuple[Site, DoRARule]]:
+def assign_rules(found: Iterable[Site], rules: Sequence[DoRARule]) -> list[tuple[Site, DoRARule]]:
     """Returns the sites that rules match, each with its rule."""
     matchable = [site for site in found if site.is_matched]
     chosen = assign(
@@ -111,7 +111,7 @@ def assigned(found: Iterable[Site], rules: Sequence[DoRARule]) -> list[tuple[Sit
     return [(site, rule) for site, rule in zip(matchable, chosen, strict=True) if rule]
 
 
-def refuse(found: Iterable[Site], error: type[Exception], message: str) -> None:
+def raise_for_sites(found: Iterable[Site], error: type[Exception], message: str) -> None:
     """Raises an error that lists these sites behind its message, if there are any."""
     if told := [site.described() for site in found]:
         raise error(f"{message}:{listing(told)}")

@@ -11,7 +11,7 @@ from flax import linen, nnx
 
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base_layer import is_node
-from jax_dora.weights.module import adapters_of, as_plain, has_dora_type
+from jax_dora.weights.module import adapters_of, has_dora_type, restore_plain_class
 
 
 @dataclasses.dataclass
@@ -129,7 +129,7 @@ def remove_dora[Model: nnx.Module](model: Model) -> Model:
     modules = [found.module for found in find_modules(copy)]
     for module in modules:
         if has_dora_type(module):
-            as_plain(module)
+            restore_plain_class(module)
     return replace_modules(
         copy, {id(one): one.base_layer() for one in modules if isinstance(one, DoRALayer)}
     )
@@ -140,12 +140,12 @@ def _children(node: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
     if not isinstance(node, nnx.Pytree):
         return
     for name, value in _attributes(node):
-        for keys, leaf in [((), value)] if isinstance(value, nnx.Pytree) else contained(value):
+        for keys, leaf in [((), value)] if isinstance(value, nnx.Pytree) else nested_leaves(value):
             if isinstance(leaf, nnx.Pytree):
                 yield (name, *keys), leaf
 
 
-def contained(value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+def nested_leaves(value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yields (keys, leaf) of all that stands in a plain list, tuple or dict; nothing of others."""
     if isinstance(value, list | tuple | dict) and not is_node(value):
         for keys, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_node):

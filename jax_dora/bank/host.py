@@ -14,7 +14,7 @@ from dora_common.hyperparameters import adapter_scale
 from dora_common.peft.folder import opened
 from dora_common.rules import listing
 from jax_dora.adapt.adapter import Adapter, rules_by_path
-from jax_dora.adapt.sites import sites
+from jax_dora.adapt.find_sites import find_sites
 from jax_dora.bank.projections import BankProjection, why_not
 from jax_dora.ops.compose import accumulator
 from jax_dora.peft.names import Names
@@ -147,7 +147,7 @@ def read_adapter(
             )
         host = {name: np.asarray(value) for name, value in arrays.items()}
         for name, value in host.items():
-            wanted = stack.joined(stack.shape, getattr(layout, name).stored)
+            wanted = stack.combine(stack.shape, getattr(layout, name).stored)
             if value.shape != wanted:
                 raise ValueError(
                     f"adapter has {name} {value.shape} for {path!r}; expected {wanted}, of rank "
@@ -193,7 +193,7 @@ def read_folder(
 def _unknown_projection(
     model: nnx.Module, projections: Sequence[BankProjection], path: str
 ) -> ValueError:
-    there = {name: why_not(site) for site in sites(model) for name in site.names}
+    there = {name: why_not(site) for site in find_sites(model) for name in site.names}
     reason = "the model has none of that path"
     if path in there:
         reason = there[path] or "the bank was made without it: say so in its path="

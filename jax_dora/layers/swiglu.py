@@ -1,4 +1,5 @@
-"""The gated half of a transformer's MLP, of two DoRA layers at once."""
+"""The gated half of a transformer's MLP, silu(gate(x)) * up(x), computed from two DoRA layers at
+once."""
 
 import inspect
 from typing import Any
@@ -13,7 +14,7 @@ from jax_dora import ops
 from jax_dora.layers.base import DoRALayer
 from jax_dora.layers.call import dropout_of_call, operands_of_call
 from jax_dora.layers.linear import DoRALinear
-from jax_dora.layers.quantised import act_qtype_of, promoting
+from jax_dora.layers.quantised import act_qtype_of, dtype_carrier
 from jax_dora.ops.projection import RESULT_NAME
 
 
@@ -26,26 +27,30 @@ def swiglu(
     deterministic: bool | None = None,
     rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
 ) -> jax.Array:
-    """Returns silu(gate(inputs)) * up(inputs), in less memory and time where both are DoRA layers:
+    """Returns silu(gate(inputs)) * up(inputs); two DoRA layers take less memory and time this way:
 
         def __call__(self, x):
             return self.down_proj(jax_dora.swiglu(self.gate_proj, self.up_proj, x))
 
-    A DoRA layer in training keeps two arrays as large as its result: the result, for what follows,
-    and inner = x (kernel + s·lora_a lora_b), for the magnitude's gradient. Here the result is never
-    in memory: SwiGLU (arXiv 2002.05202) is taken of both inner at once, in fp32, rounded once, and
-    one kernel makes both layers' gradients from it. One of the layers may have a bias and the other
-    none.
+    In training, a DoRA layer keeps two arrays of the result's size: the result, which the next
+    operation reads, and inner = x (kernel + s·lora_a lora_b), for the magnitude's gradient. This
+    function never stores the results. It computes SwiGLU (arXiv 2002.05202) from both inner arrays
+    in fp32, rounds once, and computes both layers' gradients in one kernel. One layer may have a
+    bias and the other none.
 
-    The layers are called as they are, so that a model may be written so before it is adapted, where
-    one of them is no `DoRALinear` or has a `__call__` of its own, dropout mode "input" or an
-    `implementation`; where their results differ in dtype; and where `out_sharding` is given.
+    In these cases the two layers are called separately, so a model can use this function before it
+    is adapted:
+
+    - A layer is not a `DoRALinear`, or has its own `__call__`.
+    - A layer has dropout mode "input" or an `implementation`.
+    - The two results differ in dtype.
+    - `out_sharding` is given.
 
     Args:
       gate, up: the layers; any callables of [..., in].
       inputs: [..., in].
-      out_sharding: as `nnx.Linear.__call__`'s, of both layers, which are then called as they are.
-      deterministic, rngs: as `nnx.Dropout.__call__`'s, of a layer that takes them.
+      out_sharding: of both layers, as in `nnx.Linear.__call__`.
+      deterministic, rngs: see `nnx.Dropout.__call__`; for layers that take them.
 
     Returns:
       [..., out].
@@ -75,7 +80,8 @@ def _called(layer: Any, inputs: jax.Array, given: dict[str, Any]) -> jax.Array:
 
 
 def _taken(layer: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the entries of `options` that a call of `layer` takes or must be asked about."""
+    """Returns the entries of `options` to pass to `layer`: without deterministic and rngs if its
+    call does not take them."""
     if not options:
         return {}
     parameters = inspect.signature(layer).parameters
@@ -93,10 +99,10 @@ def _fuses(layer: Any) -> bool:
 
 
 def _dtype(layer: DoRALinear, inputs: jax.Array) -> Any:
-    """Returns the dtype of the layer's result, as `operands_of_call` promotes."""
+    """Returns the dtype of the layer's result, by the promotion of `operands_of_call`."""
     bias = None if layer.bias is None else layer.bias[...]
     return jnp.dtype(
-        canonicalize_dtype(inputs, promoting(layer.kernel[...]), bias, dtype=layer.dtype)
+        canonicalize_dtype(inputs, dtype_carrier(layer.kernel[...]), bias, dtype=layer.dtype)
     )
 
 

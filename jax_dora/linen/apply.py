@@ -5,13 +5,13 @@ from typing import Any
 from flax import linen as nn
 
 from dora_common.rules import as_rules
-from jax_dora.adapt.coverage import logged
-from jax_dora.adapt.site import assigned, refuse
+from jax_dora.adapt.coverage import log_summary
+from jax_dora.adapt.site import assign_rules, raise_for_sites
 from jax_dora.layers.rule import DoRARule, Rules
+from jax_dora.linen.find_sites import HiddenModule, find_linen_sites
 from jax_dora.linen.module import DoRA
-from jax_dora.linen.reads import Held, linen_sites
 from jax_dora.linen.weights import LinenWeight
-from jax_dora.weights.reads import Example
+from jax_dora.weights.read_log import Example
 
 
 def apply_dora(
@@ -67,9 +67,9 @@ def apply_dora(
             "deterministic is None and a rule has dropout; expected False (training) or True"
         )
     if example is None:
-        return DoRA(Held(model), found, bool(deterministic))
+        return DoRA(HiddenModule(model), found, bool(deterministic))
     weights = _assigned(model, found, Example.of(example))
-    return DoRA(Held(model), found, bool(deterministic), *weights)
+    return DoRA(HiddenModule(model), found, bool(deterministic), *weights)
 
 
 def _assigned(
@@ -77,16 +77,16 @@ def _assigned(
 ) -> tuple[tuple[LinenWeight, ...], tuple[str, ...]]:
     """Returns the parameters that rules adapt where products read them, and the paths of the layers
     that "all-linear" leaves out."""
-    found = [site for site in linen_sites(model, example) if site.is_matched]
-    matched = assigned(found, rules)
-    refuse(
+    found = [site for site in find_linen_sites(model, example) if site.is_matched]
+    matched = assign_rules(found, rules)
+    raise_for_sites(
         [site for site, _ in matched if site.refusal],
         TypeError,
         "the rules match what cannot be adapted; narrow the rules' paths so that they leave out",
     )
     for site, _ in matched:
         site.is_adapted = True
-    logged(found)
+    log_summary(found)
     weights = tuple(LinenWeight.of(site, rule) for site, rule in matched if not site.is_layer)
     left_out = (site.names[0] for site in found if site.is_layer and not site.is_linear)
     return weights, tuple(left_out)

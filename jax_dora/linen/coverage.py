@@ -7,9 +7,9 @@ from flax import linen as nn
 from flax import traverse_util
 
 from jax_dora.adapt.coverage import Coverage, table
+from jax_dora.linen.find_sites import find_linen_sites, lora_a_path
 from jax_dora.linen.module import DoRA
-from jax_dora.linen.reads import linen_sites, lora_a_path
-from jax_dora.weights.reads import Example, apart
+from jax_dora.weights.read_log import Example, split_arrays
 
 
 def coverage(model: nn.Module, *example: Any, **kwargs: Any) -> Coverage:
@@ -32,10 +32,10 @@ def coverage(model: nn.Module, *example: Any, **kwargs: Any) -> Coverage:
         )
     given = Example.of_arguments(*example, **kwargs)
     plain = model.model if isinstance(model, DoRA) else model
-    found = linen_sites(plain, given)
+    found = find_linen_sites(plain, given)
     if isinstance(model, DoRA):
-        arrays, together = apart(given)
-        made = jax.eval_shape(lambda arrays: _init(model, together(arrays)), arrays)
+        arrays, rebuild = split_arrays(given)
+        made = jax.eval_shape(lambda arrays: _init(model, rebuild(arrays)), arrays)
         params = traverse_util.flatten_dict(made["params"])
         for site in found:
             site.is_adapted = site.is_matched and lora_a_path(site) in params

@@ -14,7 +14,7 @@ from flax.linen.dtypes import promote_dtype
 
 from dora_common.hyperparameters import ADAPTER_NAMES
 from jax_dora.layers import DORA_CLASSES, DoRALayer, DoRARule
-from jax_dora.layers.base_layer import padded
+from jax_dora.layers.base_layer import pad_axes
 
 # The nnx counterpart of each linen layer, and what linen calls its settings.
 COUNTERPARTS: dict[type[nn.Module], tuple[type[nnx.Module], Mapping[str, str]]] = {
@@ -118,7 +118,7 @@ def boxed_like(kernel: Any, adapter: Any, boxes: Mapping[str, Any] | None = None
     """
     made: dict[str, Any] = {}
     if isinstance(kernel, nn.Partitioned):
-        axes = adapter.layout.adapter_axes(padded(kernel.names, nn.unbox(kernel).ndim))
+        axes = adapter.layout.adapter_axes(pad_axes(kernel.names, nn.unbox(kernel).ndim))
         made = {name: kernel.replace(names=axes[name]) for name in ADAPTER_NAMES}
     made |= boxes or {}
     values = {name: getattr(adapter, name)[...] for name in ADAPTER_NAMES}

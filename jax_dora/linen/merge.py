@@ -11,8 +11,8 @@ from flax import traverse_util
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.merge_report import MergeReport
 from dora_common.rules import listing
-from jax_dora.adapt.merge import Setting, changed, kernel_change, reported
-from jax_dora.linen.calls import Calls, noting_axes, stack_back, stack_first
+from jax_dora.adapt.merge import Setting, add_change, kernel_change, report_entry
+from jax_dora.linen.call_log import CallLog, record_axes, stack_back, stack_first
 from jax_dora.linen.module import DoRA
 from jax_dora.linen.params import is_adapter
 
@@ -54,10 +54,10 @@ def merge_dora(
             f"variables has no collection 'params', but {list(variables)}; expected "
             "adapted's variables: pass {'params': params} where params is all there is"
         )
-    calls = Calls(next(_TOKENS))
+    calls = CallLog(next(_TOKENS))
     quiet = adapted.clone(deterministic=True)
-    noted = {**variables, "params": noting_axes(variables["params"])}
-    jax.eval_shape(lambda: quiet.apply(noted, calls, method, *args, method="noting", **kwargs))
+    noted = {**variables, "params": record_axes(variables["params"])}
+    jax.eval_shape(lambda: quiet.apply(noted, calls, method, *args, method="call_logged", **kwargs))
     params = dict(traverse_util.flatten_dict(variables["params"]))
     reached = {one.paths()["lora_a"] for one in adapted.weights}
     reached |= {(*filter(None, path.split("/")), "lora_a") for path in calls.adapted}
@@ -87,10 +87,10 @@ def merge_dora(
             name: stack_first(one, axes) for name, one in (values | {"kernel": kernel}).items()
         }
         change = stack_back(kernel_change(setting, **arrays), axes)
-        merged = changed(kernel, change)
+        merged = add_change(kernel, change)
         params[kernel_path] = nn.meta.replace_boxed(boxed, merged)
         if return_report:
-            layers.append(reported(told, kernel, change, merged))
+            layers.append(report_entry(told, kernel, change, merged))
 
     for one in adapted.weights:
         merge(one.names[0], one.path, Setting.of(one.adapter(params)), one.paths())

@@ -14,16 +14,16 @@ from dora_common.rules import assign, listing
 from jax_dora.adapt.merge import Setting
 from jax_dora.adapt.tree import named_in_errors
 from jax_dora.layers.rule import DoRARule
-from jax_dora.linen.calls import Calls, holds_parameters, is_computed, stack_axes
+from jax_dora.linen.call_log import CallLog, has_computed_params, holds_parameters, stack_axes
+from jax_dora.linen.find_sites import HiddenModule
 from jax_dora.linen.layer import COUNTERPARTS, counterpart, dora_class_of, dora_layer
 from jax_dora.linen.params import adapted_modules
-from jax_dora.linen.reads import Held
-from jax_dora.linen.weights import LinenWeight, followed, missing
+from jax_dora.linen.weights import LinenWeight, trace_adapted_params, weights_without_adapter
 from jax_dora.weights.trace import weight_trace
 
 _METHODS = ("__call__", "attend")
 # They call a layer with parameters that they have computed from the layer's.
-_WRITERS = (nn.WeightNorm, nn.SpectralNorm)
+_PARAMETER_WRITERS = (nn.WeightNorm, nn.SpectralNorm)
 
 
 class DoRA(nn.Module):
@@ -38,7 +38,7 @@ class DoRA(nn.Module):
         name says so.
     """
 
-    held: Held
+    held: HiddenModule
     rules: tuple[DoRARule, ...]
     deterministic: bool = True
     weights: tuple[LinenWeight, ...] = ()
@@ -61,7 +61,7 @@ class DoRA(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls `model` with its adapters."""
-        return self.noting(Calls(), None, *args, **kwargs)
+        return self.call_logged(CallLog(), None, *args, **kwargs)
 
     @nn.nowrap
     def apply(self, variables: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
@@ -79,11 +79,11 @@ class DoRA(nn.Module):
             return method
 
         def run(adapted: DoRA, *args: Any, **kwargs: Any) -> Any:
-            return adapted.noting(Calls(), method, *args, **kwargs)
+            return adapted.call_logged(CallLog(), method, *args, **kwargs)
 
         return run
 
-    def noting(self, calls: Calls, method: Any, *args: Any, **kwargs: Any) -> Any:
+    def call_logged(self, calls: CallLog, method: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of `model`, `__call__` if None, and adds what it called to `calls`."""
         scope: Any = self.scope
         # What nn.jit has traced under other rules, or noted elsewhere, is no trace of this call.
@@ -96,7 +96,7 @@ class DoRA(nn.Module):
             return getattr(model, method or "__call__")(*args, **kwargs)
 
         with nn.intercept_methods(_Interceptor(self, calls)):
-            result = self._following(calls, run, *args, **kwargs)
+            result = self._run_adapted(calls, run, *args, **kwargs)
         linear = dict.fromkeys(adapted_modules(self.variables.get("params", {})), True)
         linear |= calls.linear
         names = {(path,): is_linear for path, is_linear in linear.items()}
@@ -106,12 +106,14 @@ class DoRA(nn.Module):
         return result
 
     @nn.nowrap
-    def _following(self, calls: Calls, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_adapted(
+        self, calls: CallLog, run: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """Calls `run` with `model`, whose adapted weights are followed."""
         if not self.weights:
-            return self._making(run, *args, **kwargs)
+            return self._run_keeping_params(run, *args, **kwargs)
         params = traverse_util.flatten_dict(self.variables.get("params", {}))
-        absent = missing(self.weights, params)
+        absent = weights_without_adapter(self.weights, params)
         if absent and self.is_mutable_collection("params"):
             # Fresh adapters compute what the base does, where there are no others.
             are_fresh = len(absent) == len(self.weights)
@@ -119,16 +121,16 @@ class DoRA(nn.Module):
             result = None
             if are_fresh or not params.keys() >= {one.path for one in absent}:
                 # A pass of the base makes the parameters, and other collections as a call does.
-                result = self._making(run, *args, **kwargs)
+                result = self._run_keeping_params(run, *args, **kwargs)
             params, made = traverse_util.flatten_dict(self.variables["params"]), {}
             for one in absent:
-                made |= one.make(params, self.make_rng("params"))
+                made |= one.create_params(params, self.make_rng("params"))
             for name, value in traverse_util.unflatten_dict(made).items():
                 self.put_variable("params", name, value)
             if are_fresh:
                 return result
             params = traverse_util.flatten_dict(self.variables["params"])
-            absent = missing(self.weights, params)
+            absent = weights_without_adapter(self.weights, params)
         if absent:
             raise ValueError(
                 "params has no adapter for some weights; expected them there: make them with init, "
@@ -137,14 +139,14 @@ class DoRA(nn.Module):
             )
         drops = not self.deterministic and any(one.spec.rule.dropout for one in self.weights)
         key = self.make_rng("dropout") if drops else None
-        calls.is_following = True
+        calls.traces_weights = True
         with weight_trace() as trace:
-            given = functools.partial(followed, self.weights, trace, key)
+            given = functools.partial(trace_adapted_params, self.weights, trace, key)
             following = nn.map_variables(run, "params", trans_in_fn=given)
             return jax.tree.map(trace.array, following(self.bound.module, *args, **kwargs))
 
     @nn.nowrap
-    def _making(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_keeping_params(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls `run` with `model`; where that is to make adapters, the parameters that are there
         stay as they are: `nn.map_variables` writes them as it has changed them."""
         if not self.is_mutable_collection("params"):
@@ -167,12 +169,12 @@ class _Interceptor:
       writers: the classes of the modules around a call that compute the parameters of others.
     """
 
-    def __init__(self, adapted: DoRA, calls: Calls) -> None:
+    def __init__(self, adapted: DoRA, calls: CallLog) -> None:
         self.adapted, self.calls = adapted, calls
         self.writers: list[str] = []
 
     def __call__(self, next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-        if not isinstance(context.module, _WRITERS):
+        if not isinstance(context.module, _PARAMETER_WRITERS):
             return self._call(next_fun, args, kwargs, context)
         self.writers.append(type(context.module).__name__)
         try:
@@ -244,7 +246,7 @@ class _Interceptor:
         signature = inspect.signature(context.orig_method)
         (_, inputs), *others = signature.bind(*args, **kwargs).arguments.items()
         kernel = module.get_variable("params", kind.kernel_name)
-        if is_computed(module, max(len(self.adapted.path), self.calls.is_following)):
+        if has_computed_params(module, max(len(self.adapted.path), self.calls.traces_weights)):
             self.calls.computed.add(path)
             is_there = module.has_variable("params", "lora_a")
             if not self.adapted.is_initializing() and not is_there:

@@ -16,8 +16,8 @@ from dora_common.hyperparameters import ADAPTER_NAMES
 from jax_dora.adapt.site import Site
 from jax_dora.layers.rule import DoRARule
 from jax_dora.linen.layer import boxed_like
-from jax_dora.weights.adapter import AdapterSpec, WeightAdapter
 from jax_dora.weights.trace import WeightTrace
+from jax_dora.weights.weight_adapter import AdapterSpec, WeightAdapter
 
 Params = dict[tuple[str, ...], Any]
 """The leaves of a collection, by their paths."""
@@ -57,7 +57,7 @@ class LinenWeight:
         arrays = {name: nn.unbox(params[path]) for name, path in self.paths().items()}
         return self._adapter(params, rngs, arrays)
 
-    def make(self, params: Mapping[tuple[str, ...], Any], key: jax.Array) -> Params:
+    def create_params(self, params: Mapping[tuple[str, ...], Any], key: jax.Array) -> Params:
         """Returns the parameters of a fresh adapter, boxed as the weight is."""
         made = boxed_like(params[self.path], self._adapter(params, nnx.Rngs(key)))
         return {path: made[name] for name, path in self.paths().items()}
@@ -67,7 +67,7 @@ class LinenWeight:
     ) -> WeightAdapter:
         adapter = WeightAdapter(_Holder(), self.spec)
         setattr(adapter.module, self.path[-1], nnx.Param(nn.unbox(params[self.path])))
-        adapter.make(self.spec.rule, rngs, arrays)
+        adapter.create_arrays(self.spec.rule, rngs, arrays)
         return adapter
 
 
@@ -75,12 +75,14 @@ class _Holder(nnx.Module):
     """Holds a weight and its adapter for the time of a call."""
 
 
-def missing(weights: Sequence[LinenWeight], params: Mapping[tuple[str, ...], Any]) -> list[Any]:
+def weights_without_adapter(
+    weights: Sequence[LinenWeight], params: Mapping[tuple[str, ...], Any]
+) -> list[Any]:
     """Returns the weights without an adapter in `params`."""
     return [one for one in weights if not params.keys() >= {one.path, *one.paths().values()}]
 
 
-def followed(
+def trace_adapted_params(
     weights: Sequence[LinenWeight],
     trace: WeightTrace,
     key: jax.Array | None,
@@ -98,7 +100,7 @@ def followed(
         if key is not None and one.spec.rule.dropout:
             rngs = nnx.Rngs(dropout=jax.random.fold_in(key, number))
         adapter = one.adapter(params, rngs)
-        value = adapter.followed(trace, nn.unbox(params[one.path]))
+        value = adapter.traced(trace, nn.unbox(params[one.path]))
         given[one.path] = nn.meta.replace_boxed(params[one.path], value)
         for path in one.paths().values():
             del given[path]

@@ -12,8 +12,8 @@ import jax
 from flax import nnx
 
 from jax_dora.layers.base_layer import is_node
-from jax_dora.weights.adapter import ATTRIBUTES, AdapterSpec, WeightAdapter
-from jax_dora.weights.trace import is_followed, weight_trace
+from jax_dora.weights.trace import is_weight_tracer, weight_trace
+from jax_dora.weights.weight_adapter import ATTRIBUTES, AdapterSpec, WeightAdapter
 
 
 def has_dora_type(module: Any) -> bool:
@@ -32,11 +32,11 @@ def dora_type(base: type[nnx.Module]) -> type[Any]:
       dora_reads: the adapted weights that its methods read: the path from it to the owner, and the
         parameter's name.
     """
-    methods = {name: _following(method) for name, method in own_methods(base).items()}
+    methods = {name: _with_tracing(method) for name, method in own_methods(base).items()}
     methods |= {
-        name: property(_following(one.fget), one.fset, one.fdel, one.__doc__)
+        name: property(_with_tracing(one.fget), one.fset, one.fdel, one.__doc__)
         for name, one in inspect.getmembers(base, lambda one: isinstance(one, property))
-        if one.fget is not None and not name.startswith(_OF_OTHERS)
+        if one.fget is not None and not name.startswith(_FRAMEWORK_PREFIXES)
     }
     if issubclass(base, nnx.Dict):
         methods["__iter__"] = _own_keys
@@ -63,7 +63,7 @@ def _metaclass(kind: type[type]) -> Any:
 
 
 # What Python, JAX's pytrees and Flax's graphs call.
-_OF_OTHERS = ("__", "_pytree_", "_graph_node_")
+_FRAMEWORK_PREFIXES = ("__", "_pytree_", "_graph_node_")
 
 
 def own_methods(module_type: type[Any]) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def own_methods(module_type: type[Any]) -> dict[str, Any]:
         if one in of_flax:
             continue
         for name, value in vars(one).items():
-            if name in found or (name.startswith(_OF_OTHERS) and name != "__call__"):
+            if name in found or (name.startswith(_FRAMEWORK_PREFIXES) and name != "__call__"):
                 continue
             if inspect.isgeneratorfunction(value) or isinstance(value, type | property):
                 continue
@@ -87,18 +87,18 @@ def own_methods(module_type: type[Any]) -> dict[str, Any]:
     }
 
 
-def _following(method: Any) -> Callable[..., Any]:
+def _with_tracing(method: Any) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = method.__get__(self, type(self))
-        with followed(self) as plain:
-            return plain(bound(*args, **kwargs))
+        with trace_adapted_weights(self) as to_arrays:
+            return to_arrays(bound(*args, **kwargs))
 
     return call
 
 
 @contextlib.contextmanager
-def followed(module: Any) -> Iterator[Callable[[Any], Any]]:
+def trace_adapted_weights(module: Any) -> Iterator[Callable[[Any], Any]]:
     """Follows the adapted weights that the methods of `module` read, its own among them even where
     the methods of another read them too. Gives what takes a result to one without followed
     weights."""
@@ -107,7 +107,7 @@ def followed(module: Any) -> Iterator[Callable[[Any], Any]]:
         one
         for path, param in dict.fromkeys((*module.dora_reads, *own))
         for one in adapters_of(at_path(module, path))
-        if one.spec.param == param and not is_followed(one.kernel_param.get_raw_value())
+        if one.spec.param == param and not is_weight_tracer(one.kernel_param.get_raw_value())
     ]
     if not adapters:
         yield lambda result: result
@@ -116,16 +116,16 @@ def followed(module: Any) -> Iterator[Callable[[Any], Any]]:
     raws = [variable.get_raw_value() for variable in variables]
     with weight_trace() as trace:
         for one, variable, raw in zip(adapters, variables, raws, strict=True):
-            _set(variable, one.followed(trace, raw))
+            _set(variable, one.traced(trace, raw))
 
-        def plain(result: Any) -> Any:
+        def to_arrays(result: Any) -> Any:
             leaves = jax.tree.leaves(result, is_leaf=is_node)
-            if not any(map(is_followed, leaves)):
+            if not any(map(is_weight_tracer, leaves)):
                 return result
             return jax.tree.map(trace.array, result, is_leaf=is_node)
 
         try:
-            yield plain
+            yield to_arrays
         finally:
             for variable, raw in zip(variables, raws, strict=True):
                 _set(variable, raw)
@@ -156,7 +156,7 @@ def adapters_of(module: Any) -> list[WeightAdapter]:
     return [WeightAdapter(module, spec) for spec in module.dora_specs]
 
 
-def as_dora(module: Any) -> None:
+def set_dora_class(module: Any) -> None:
     """Gives `module`, in place, the class whose methods follow adapted weights."""
     if not has_dora_type(module):
         module.dora_specs, module.dora_reads = (), ()
@@ -172,16 +172,16 @@ def add_adapter(
       reader: the module whose methods read the weight.
       path: from there to `module`.
     """
-    as_dora(module)
-    as_dora(reader)
+    set_dora_class(module)
+    set_dora_class(reader)
     module.dora_specs = (*module.dora_specs, spec)
     reader.dora_reads = (*reader.dora_reads, (path, spec.param))
     return WeightAdapter(module, spec)
 
 
-def as_plain(module: Any) -> None:
+def restore_plain_class(module: Any) -> None:
     """Gives `module`, in place, its own class and attributes back."""
     for adapter in adapters_of(module):
-        adapter.unmake()
+        adapter.delete_arrays()
     del module.dora_specs, module.dora_reads
     module.__class__ = module.plain_type

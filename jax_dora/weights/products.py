@@ -23,9 +23,9 @@ from jax_dora.ops.compose import accumulator
 from jax_dora.ops.dropout import Dropout, drop_for
 from jax_dora.ops.linear import scaled_linear
 from jax_dora.ops.operands import Projection
-from jax_dora.weights.matrices import made_plan, matrices
 from jax_dora.weights.operations import Lookup, Product, Ragged
-from jax_dora.weights.weight import Weight, effective
+from jax_dora.weights.product_plan import as_matrices, plan_product
+from jax_dora.weights.weight import Weight, effective_weight
 
 
 class AdaptedReader:
@@ -42,7 +42,7 @@ class AdaptedReader:
         self._products = 0
 
     def product(self, weight: Weight, product: Product, x: jax.Array) -> jax.Array | None:
-        plan = made_plan(weight, product, x)
+        plan = plan_product(weight, product, x)
         if plan is None:
             return None
         dropout = self._next_dropout()
@@ -60,13 +60,13 @@ class AdaptedReader:
         return compute(x, dict(weight.cast(product.dtype).arrays))
 
     def ragged(self, weight: Weight, product: Ragged, x: jax.Array) -> jax.Array | None:
-        whole, taken = weight.whole(product.group), (product.group, *product.contracted)
+        whole, taken = weight.whole_part(product.group), (product.group, *product.contracted)
         out = [axis for axis in range(len(weight.view)) if axis not in taken]
-        in_order = weight.viewed(product.contracted) == weight.long_parts("i")
-        in_order = in_order and weight.viewed(out) == weight.long_parts("o")
+        in_order = weight.parts_of_axes(product.contracted) == weight.nontrivial_parts("i")
+        in_order = in_order and weight.parts_of_axes(out) == weight.nontrivial_parts("o")
         if whole is None or weight.parts("b") != (whole,) or not in_order:
             return None
-        arrays = matrices(weight, weight.arrays, (whole,))
+        arrays = as_matrices(weight, weight.arrays, (whole,))
         dtype, s = product.dtype, self.rule.scale
         g = weight.arrays["g"].reshape(weight.sizes[whole], -1)
         rows = jnp.repeat(g, product.sizes, axis=0, total_repeat_length=x.shape[0])
@@ -92,10 +92,10 @@ class AdaptedReader:
 
     def lookup(self, weight: Weight, lookup: Lookup, indices: jax.Array) -> jax.Array | None:
         others = [axis for axis in range(len(weight.view)) if axis != lookup.axis]
-        is_row = weight.parts("i") == (weight.whole(lookup.axis),) and not weight.axes("b")
-        if not is_row or weight.viewed(others) != weight.long_parts("o"):
+        is_row = weight.parts("i") == (weight.whole_part(lookup.axis),) and not weight.axes("b")
+        if not is_row or weight.parts_of_axes(others) != weight.nontrivial_parts("o"):
             return None
-        arrays = matrices(weight, weight.arrays)
+        arrays = as_matrices(weight, weight.arrays)
         count = indices.ndim - 1
         numbers = lax.GatherDimensionNumbers((count,), (0,), (0,))
 
@@ -113,7 +113,7 @@ class AdaptedReader:
         return jnp.moveaxis(y, range(y.ndim), [*free, *lookup.offset_dims])
 
     def other(self, weight: Weight, name: str) -> jax.Array:
-        return effective(weight, self.rule.scale)
+        return effective_weight(weight, self.rule.scale)
 
     def _multiply(
         self,

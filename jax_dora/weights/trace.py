@@ -13,7 +13,7 @@ import jax
 import jax.core
 from jax.extend import core
 
-from jax_dora.weights.evaluate import evaluate_primitive, plain
+from jax_dora.weights.jaxpr_interpreter import as_array, evaluate_primitive
 from jax_dora.weights.weight import Weight
 
 
@@ -46,10 +46,10 @@ class WeightTrace(jax.core.Trace):
         return WeightTracer(self, aval, weight)
 
     def stage_value(self, val: Any) -> Any:
-        return val if self._is_mine(val) else self.parent.stage_value(val)
+        return val if self._owns(val) else self.parent.stage_value(val)
 
     def process_primitive(self, primitive: Any, args: Any, params: Any, /) -> Any:
-        if not any(map(self._is_mine, args)):
+        if not any(map(self._owns, args)):
             return primitive.bind_with_trace(
                 self.parent, args, [jax.typeof(arg) for arg in args], params
             )
@@ -85,17 +85,17 @@ class WeightTrace(jax.core.Trace):
         """Returns a value as the trace around has it: of a weight the effective one."""
         return self._arrays([value], "a result of the method")[0]
 
-    def _is_mine(self, value: Any) -> bool:
+    def _owns(self, value: Any) -> bool:
         return isinstance(value, WeightTracer) and value._trace is self
 
     def _weights(self, args: Sequence[Any]) -> list[Any]:
-        return [arg.weight() if self._is_mine(arg) else arg for arg in args]
+        return [arg.weight() if self._owns(arg) else arg for arg in args]
 
     def _arrays(self, args: Sequence[Any], name: str = "a custom derivative") -> list[Any]:
-        if not any(map(self._is_mine, args)):
+        if not any(map(self._owns, args)):
             return list(args)
         with core.set_current_trace(self.parent):
-            return [plain(one, name) for one in self._weights(args)]
+            return [as_array(one, name) for one in self._weights(args)]
 
     def _result(self, value: Any) -> Any:
         if not isinstance(value, Weight):
@@ -115,6 +115,6 @@ def weight_trace() -> Iterator[WeightTrace]:
             trace.invalidate()
 
 
-def is_followed(value: Any) -> bool:
+def is_weight_tracer(value: Any) -> bool:
     """Returns whether a value is a weight that a trace follows at this moment."""
     return isinstance(value, WeightTracer)

@@ -98,15 +98,15 @@ class Weight:
         axes = self.axes(role)
         return tuple(part for part, axis in enumerate(self.origins) if axis in axes)
 
-    def long_parts(self, role: str) -> list[int]:
+    def nontrivial_parts(self, role: str) -> list[int]:
         """Returns the parts of these axes that are longer than 1."""
         return [part for part in self.parts(role) if self.sizes[part] != 1]
 
-    def viewed(self, axes: Sequence[int]) -> list[int]:
+    def parts_of_axes(self, axes: Sequence[int]) -> list[int]:
         """Returns the parts that these axes of the array are made of."""
         return [part for axis in axes for part in self.view[axis]]
 
-    def whole(self, axis: int) -> int | None:
+    def whole_part(self, axis: int) -> int | None:
         """Returns the only part of the array's axis `axis` where that is the whole of one of the
         weight's, or None."""
         parts = self.view[axis]
@@ -115,11 +115,11 @@ class Weight:
 
     def base(self) -> jax.Array:
         """Returns the array without its adapter."""
-        return self.laid_out(self.kernel)
+        return self.apply_view(self.kernel)
 
-    def laid_out(self, kernel: jax.Array) -> jax.Array:
+    def apply_view(self, kernel: jax.Array) -> jax.Array:
         """Returns an array with the weight's axes as the view has them."""
-        order = self.viewed(range(len(self.view)))
+        order = self.parts_of_axes(range(len(self.view)))
         short = [part for part in range(len(self.sizes)) if part not in order]
         return kernel.reshape(self.sizes).transpose((*order, *short)).reshape(self.shape)
 
@@ -129,7 +129,7 @@ class Weight:
     def reshape(self, shape: Sequence[int]) -> "Weight | None":
         """Returns the array in row-major order in another shape, or None where an axis of it
         would hold a part of an axis that does not divide it."""
-        order = self.viewed(range(len(self.view)))
+        order = self.parts_of_axes(range(len(self.view)))
         # Parts of an axis that are neighbours in the array too are one again.
         runs: list[list[int]] = []
         for part, origin in enumerate(self.origins):
@@ -169,7 +169,7 @@ class Weight:
             origins=tuple(self.origins[run[0]] for run, sizes in pairs for _ in sizes),
         )
 
-    def resized(
+    def with_part_size(
         self, part: int, arrays: Mapping[str, jax.Array], view: tuple[tuple[int, ...], ...]
     ) -> "Weight":
         """Returns the weight with these arrays and this view, whose `part` is as long as they
@@ -182,7 +182,7 @@ class Weight:
         """Returns the weight with these arrays in the place of its own."""
         return dataclasses.replace(self, arrays={**self.arrays, **arrays})
 
-    def scaled(self, function: Callable[[jax.Array], jax.Array]) -> "Weight":
+    def map_linear(self, function: Callable[[jax.Array], jax.Array]) -> "Weight":
         """Returns `function`, which is linear, of the array: of kernel and lora_b."""
         names = self.arrays.keys() & {"kernel", "lora_b"}
         return self.with_arrays({name: function(self.arrays[name]) for name in sorted(names)})
@@ -191,7 +191,7 @@ class Weight:
         """Returns the array in another dtype; only the kernel is cast."""
         return self.with_arrays({"kernel": self.kernel.astype(dtype)})
 
-    def indexed(
+    def slice_axis(
         self, axis: int, function: Callable[[jax.Array, int], jax.Array]
     ) -> "Weight | None":
         """Returns a part of the array along `axis`, or None where it is not the whole of an axis.
@@ -200,7 +200,7 @@ class Weight:
           axis: of the array; the part keeps it.
           function: takes an array and the number of its axis to the part along it.
         """
-        whole = self.whole(axis)
+        whole = self.whole_part(axis)
         if whole is None:
             return None
         changed = {
@@ -210,7 +210,7 @@ class Weight:
         }
         is_long = changed["kernel"].shape[self.origins[whole]] != 1
         view = (*self.view[:axis], (whole,) if is_long else (), *self.view[axis + 1 :])
-        return self.resized(whole, changed, view)
+        return self.with_part_size(whole, changed, view)
 
     def axis_in(self, name: str, axis: int) -> int | None:
         """Returns which axis of the array `name` is the weight's `axis`, or None."""
@@ -222,7 +222,7 @@ class Weight:
         return axes.index(axis) if axis in axes else None
 
 
-def effective(weight: Weight, scale: float) -> jax.Array:
+def effective_weight(weight: Weight, scale: float) -> jax.Array:
     """Returns W' = W + ((g-1)∘W + g∘(s·lora_a lora_b)), evaluated in fp32 and cast once, as the
     view has it."""
     roles = weight.roles
@@ -243,4 +243,4 @@ def effective(weight: Weight, scale: float) -> jax.Array:
     g = jnp.expand_dims(weight.arrays["g"].astype(wide).transpose(order), i)
     base = weight.kernel.astype(wide)
     merged = base + ((g - 1) * base + g * change)
-    return weight.laid_out(merged.astype(weight.kernel.dtype))
+    return weight.apply_view(merged.astype(weight.kernel.dtype))

@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 
 from jax_dora.layers.base_layer import is_node
-from jax_dora.weights.evaluate import scopes
+from jax_dora.weights.jaxpr_interpreter import current_scopes
 from jax_dora.weights.operations import Lookup, Product, Ragged
 from jax_dora.weights.trace import WeightTrace
 from jax_dora.weights.weight import Weight
@@ -98,22 +98,22 @@ class ReadLog:
     def __init__(self, keys: Iterable[Key], paths: Iterable[str]) -> None:
         self.paths = list(paths)
         self.reads: dict[Key, tuple[Read, ...]] = dict.fromkeys(keys, ())
-        self.seen: dict[Key, tuple[int, ...]] = {}
+        self.method_shapes: dict[Key, tuple[int, ...]] = {}
         self.results: frozenset[int] = frozenset()
         self.count = itertools.count().__next__
 
-    def follow(self, trace: WeightTrace, key: Key, array: jax.Array) -> Any:
+    def traced(self, trace: WeightTrace, key: Key, array: jax.Array) -> Any:
         """Returns a weight's array as `trace` follows it, noting what reads it."""
         reader = Recorder(self, key, array.shape)
         weight = Weight.of(None, {"kernel": array}, reader)
         return trace.lift(jax.typeof(array), lambda: weight)
 
-    def see(self, number: int, name: str, shape: tuple[int, ...]) -> None:
+    def record_shape(self, number: int, name: str, shape: tuple[int, ...]) -> None:
         """Notes the shape of a parameter in a method of the module of this number."""
         key = self.paths[number], name
-        self.seen[key] = min(self.seen.get(key, shape), shape, key=len)
+        self.method_shapes[key] = min(self.method_shapes.get(key, shape), shape, key=len)
 
-    def end(self, result: Any) -> None:
+    def record_result(self, result: Any) -> None:
         """Notes what the call returned."""
         leaves = (leaf for leaf in jax.tree.leaves(result) if not isinstance(leaf, nnx.Variable))
         self.results = frozenset(leaf.shape[-1] for leaf in leaves if getattr(leaf, "ndim", 0))
@@ -124,10 +124,10 @@ class Recorder:
 
     def __init__(self, log: ReadLog, key: Key, shape: tuple[int, ...]) -> None:
         self.log, self.key, self.shape = log, key, shape
-        self.is_noted = False
+        self.is_recorded = False
 
     def product(self, weight: Weight, product: Product, x: jax.Array) -> jax.Array:
-        self._note("dot_general", "product", weight, product.contracted, product.batch)
+        self._record_operation("dot_general", "product", weight, product.contracted, product.batch)
         return product(
             x,
             weight.base(),
@@ -138,33 +138,33 @@ class Recorder:
 
     def ragged(self, weight: Weight, product: Ragged, x: jax.Array) -> None:
         group = (product.group,)
-        self._note("ragged_dot_general", "product", weight, product.contracted, group)
-        self.is_noted = True  # and the base's array is asked for next
+        self._record_operation("ragged_dot_general", "product", weight, product.contracted, group)
+        self.is_recorded = True  # and the base's array is asked for next
 
     def lookup(self, weight: Weight, lookup: Lookup, indices: jax.Array) -> None:
-        self._note("gather", "lookup", weight, (lookup.axis,), ())
-        self.is_noted = True
+        self._record_operation("gather", "lookup", weight, (lookup.axis,), ())
+        self.is_recorded = True
 
     def other(self, weight: Weight, name: str) -> jax.Array:
-        if not self.is_noted:
-            self._add(name, "other", "", 0)
-        self.is_noted = False
+        if not self.is_recorded:
+            self._append(name, "other", "", 0)
+        self.is_recorded = False
         return weight.base()
 
-    def _add(self, name: str, kind: str, axes: str, features: int) -> None:
-        found = re.findall(r"dora\[(\d+)\]", scopes())
+    def _append(self, name: str, kind: str, axes: str, features: int) -> None:
+        found = re.findall(r"dora\[(\d+)\]", current_scopes())
         paths = list(self.log.paths)
         inside = frozenset(paths[int(number)] for number in found)
         read = Read(name, kind, axes, features, inside, self.log.count())
         self.log.reads[self.key] += (read,)
 
-    def _note(
+    def _record_operation(
         self, name: str, kind: str, weight: Weight, contracted: Sequence[int], batch: Sequence[int]
     ) -> None:
         """Notes a product or lookup along these axes of the weight's array."""
         every = range(len(weight.view))
         of_i, of_b, seen = (
-            {weight.origins[one] for one in weight.viewed(axes)}
+            {weight.origins[one] for one in weight.parts_of_axes(axes)}
             for axes in (contracted, batch, every)
         )
 
@@ -184,10 +184,10 @@ class Recorder:
         counted = "o" if kind == "product" else "i"
         parts = zip(weight.sizes, weight.origins, strict=True)
         sizes = [size for size, axis in parts if axes[axis] == counted]
-        self._add(name, kind, axes, math.prod(sizes))
+        self._append(name, kind, axes, math.prod(sizes))
 
 
-def apart(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+def split_arrays(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Returns the arrays of a pytree of arrays, modules and whatever else, and what puts such
     arrays into a copy of it."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_node)
@@ -205,8 +205,8 @@ def apart(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
             parts.append(None)
             merges.append(lambda _, leaf=leaf: leaf)
 
-    def together(parts: list[Any]) -> Any:
+    def rebuild(parts: list[Any]) -> Any:
         made = [merge(part) for merge, part in zip(merges, parts, strict=True)]
         return jax.tree.unflatten(structure, made)
 
-    return parts, together
+    return parts, rebuild

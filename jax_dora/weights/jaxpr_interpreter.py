@@ -16,38 +16,38 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core, source_info_util
 
-from jax_dora.weights.follow import follow, read
+from jax_dora.weights.primitives import apply_reader, propagate
 from jax_dora.weights.weight import Weight
 
 # Names an array that is adapted where it is read, so that no trace around adapts it once more.
 _ADAPTED = "dora_adapted"
 
 
-def adapted_here(kernel: jax.Array) -> jax.Array:
+def mark_adapted(kernel: jax.Array) -> jax.Array:
     """Returns `kernel`, which traces around do not follow any further."""
     return cast(jax.Array, checkpoint_name(kernel, _ADAPTED))
 
 
 # The scopes around a function that is traced anew, where JAX begins without them.
-_AROUND = contextvars.ContextVar("around", default="")
+_OUTER_SCOPES = contextvars.ContextVar("around", default="")
 
 
-def scopes() -> str:
+def current_scopes() -> str:
     """Returns the names that `jax.named_scope` has given where this is called."""
-    return f"{_AROUND.get()}/{source_info_util.current_name_stack()}"
+    return f"{_OUTER_SCOPES.get()}/{source_info_util.current_name_stack()}"
 
 
-def _in_scopes[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+def _with_current_scopes[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     """Returns `function`, which is inside of the scopes of this moment whenever it is called."""
-    around = scopes()
+    around = current_scopes()
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        token = _AROUND.set(around)
+        token = _OUTER_SCOPES.set(around)
         try:
             return function(*args, **kwargs)
         finally:
-            _AROUND.reset(token)
+            _OUTER_SCOPES.reset(token)
 
     return call
 
@@ -57,7 +57,7 @@ def evaluate_primitive(primitive: Any, operands: list[Any], params: dict[str, An
     may be weights too."""
     match primitive.name:
         case "jit":
-            return evaluate(params["jaxpr"], operands)
+            return evaluate_jaxpr(params["jaxpr"], operands)
         case "remat2" | "checkpoint":
             return _checkpoint(operands, params)
         case "scan":
@@ -73,26 +73,26 @@ def evaluate_primitive(primitive: Any, operands: list[Any], params: dict[str, An
     weights = [one for one in operands if isinstance(one, Weight)]
     if len(weights) == 1:
         given = primitive.name, weights[0], operands, params
-        found = follow(*given) or read(*given)
+        found = propagate(*given) or apply_reader(*given)
         if found is not None:
             return list(found)
     elif primitive.name == "dot_general":  # of two weights: the effective one by the other
-        operands = [operands[0], plain(operands[1], primitive.name)]
+        operands = [operands[0], as_array(operands[1], primitive.name)]
         return evaluate_primitive(primitive, operands, params)
     return _bind(primitive, operands, params)
 
 
 def _bind(primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
-    arrays = [plain(one, primitive.name) for one in operands]
+    arrays = [as_array(one, primitive.name) for one in operands]
     results = primitive.bind(*arrays, **primitive.get_bind_params(params))
     return list(results) if primitive.multiple_results else [results]
 
 
-def plain(value: Any, name: str) -> Any:
+def as_array(value: Any, name: str) -> Any:
     return value.reader.other(value, name) if isinstance(value, Weight) else value
 
 
-def evaluate(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
+def evaluate_jaxpr(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
     """Returns the results of a jaxpr, some of whose operands, and perhaps results, are weights."""
     consts = jaxpr.consts
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
@@ -115,48 +115,53 @@ def evaluate(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
     return [value(atom) for atom in jaxpr.outvars]
 
 
-def _evaluated(jaxpr: Any, operands: Sequence[Any], handed: dict[int, int]) -> list[Any]:
+def _evaluate_to_arrays(
+    jaxpr: Any, operands: Sequence[Any], forwarded: dict[int, int]
+) -> list[Any]:
     """Returns the results of a jaxpr as arrays.
 
     Args:
       handed: is set to the indices of the results that are weights which the jaxpr hands on as it
         got them, and of the operands that they are. They stand in the results without adapters.
     """
-    results = evaluate(jaxpr, operands)
+    results = evaluate_jaxpr(jaxpr, operands)
     sources = {id(one): index for index, one in enumerate(operands) if isinstance(one, Weight)}
-    handed.clear()
-    handed |= {index: sources[id(one)] for index, one in enumerate(results) if id(one) in sources}
+    forwarded.clear()
+    forwarded |= {
+        index: sources[id(one)] for index, one in enumerate(results) if id(one) in sources
+    }
     return [
-        one.base() if index in handed else plain(one, "a result of a function")
+        one.base() if index in forwarded else as_array(one, "a result of a function")
         for index, one in enumerate(results)
     ]
 
 
-def _handed_on(
-    operands: Sequence[Any], results: Sequence[Any], handed: dict[int, int]
+def _restore_forwarded(
+    operands: Sequence[Any], results: Sequence[Any], forwarded: dict[int, int]
 ) -> list[Any]:
     """Returns the results, with every weight that is handed on as it is in its place."""
     return [
-        operands[handed[index]] if index in handed else one for index, one in enumerate(results)
+        operands[forwarded[index]] if index in forwarded else one
+        for index, one in enumerate(results)
     ]
 
 
 def _checkpoint(operands: list[Any], params: dict[str, Any]) -> list[Any]:
-    handed: dict[int, int] = {}
+    forwarded: dict[int, int] = {}
 
-    @_in_scopes
+    @_with_current_scopes
     def run(operands: list[Any]) -> list[Any]:
-        return _evaluated(params["jaxpr"], operands, handed)
+        return _evaluate_to_arrays(params["jaxpr"], operands, forwarded)
 
     options = {name: params[name] for name in ("policy", "prevent_cse")}
-    return _handed_on(operands, jax.checkpoint(run, **options)(operands), handed)
+    return _restore_forwarded(operands, jax.checkpoint(run, **options)(operands), forwarded)
 
 
 def _cond(operands: list[Any], params: dict[str, Any]) -> list[Any]:
     index, *operands = operands
 
     def branch(jaxpr: Any) -> Callable[[list[Any]], list[Any]]:
-        return _in_scopes(lambda operands: _evaluated(jaxpr, operands, {}))
+        return _with_current_scopes(lambda operands: _evaluate_to_arrays(jaxpr, operands, {}))
 
     return list(lax.switch(index, [branch(jaxpr) for jaxpr in params["branches"]], operands))
 
@@ -164,27 +169,27 @@ def _cond(operands: list[Any], params: dict[str, Any]) -> list[Any]:
 def _scan(operands: list[Any], params: dict[str, Any]) -> list[Any]:
     jaxpr = params["jaxpr"]
     n_consts, n_carry, _ = (len(part) for part in params["ft_in"].unpack())
-    handed: dict[int, int] = {}
+    forwarded: dict[int, int] = {}
     consts, start = operands[:n_consts], operands[n_consts : n_consts + n_carry]
     carry = _Carry.of(start, jaxpr, n_consts, "scan's carry")
-    rows = [_Rows.of(one) for one in operands[n_consts + n_carry :]]
+    rows = [_ScannedOperand.of(one) for one in operands[n_consts + n_carry :]]
 
-    @_in_scopes
+    @_with_current_scopes
     def step(moving: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
         inputs = [row.at(x) for row, x in zip(rows, xs, strict=True)]
-        results = _evaluated(jaxpr, [*consts, *carry.whole(moving), *inputs], handed)
-        return carry.moving(results[:n_carry]), results[n_carry:]
+        results = _evaluate_to_arrays(jaxpr, [*consts, *carry.join(moving), *inputs], forwarded)
+        return carry.select_moving(results[:n_carry]), results[n_carry:]
 
     options = (params["length"], params["reverse"], params["unroll"])
-    moving = carry.moving(carry.operands)
+    moving = carry.select_moving(carry.operands)
     moving, ys = lax.scan(step, moving, [row.xs for row in rows], *options)
-    results = carry.whole(moving) + ys
+    results = carry.join(moving) + ys
     stacked = {
         index: source
-        for index, source in handed.items()
+        for index, source in forwarded.items()
         if index >= n_carry and source >= n_consts + n_carry
     }
-    return _handed_on(operands, results, stacked)
+    return _restore_forwarded(operands, results, stacked)
 
 
 def _while(operands: list[Any], params: dict[str, Any]) -> list[Any]:
@@ -192,17 +197,19 @@ def _while(operands: list[Any], params: dict[str, Any]) -> list[Any]:
     cond_consts, body_consts = operands[:n_cond], operands[n_cond : n_cond + n_body]
     carry = _Carry.of(operands[n_cond + n_body :], params["body_jaxpr"], n_body, "while's carry")
 
-    @_in_scopes
-    def goes_on(moving: list[Any]) -> Any:
-        [result] = _evaluated(params["cond_jaxpr"], [*cond_consts, *carry.whole(moving)], {})
+    @_with_current_scopes
+    def condition(moving: list[Any]) -> Any:
+        [result] = _evaluate_to_arrays(
+            params["cond_jaxpr"], [*cond_consts, *carry.join(moving)], {}
+        )
         return result
 
-    @_in_scopes
+    @_with_current_scopes
     def step(moving: list[Any]) -> list[Any]:
-        results = _evaluated(params["body_jaxpr"], [*body_consts, *carry.whole(moving)], {})
-        return carry.moving(results)
+        results = _evaluate_to_arrays(params["body_jaxpr"], [*body_consts, *carry.join(moving)], {})
+        return carry.select_moving(results)
 
-    return carry.whole(lax.while_loop(goes_on, step, carry.moving(carry.operands)))
+    return carry.join(lax.while_loop(condition, step, carry.select_moving(carry.operands)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,13 +235,13 @@ class _Carry:
         pairs = zip(jaxpr.invars[n_consts:], jaxpr.outvars, strict=False)
         fixed = [before is after for before, after in pairs][: len(operands)]
         of_each = zip(operands, fixed, strict=True)
-        return cls([one if stays else plain(one, name) for one, stays in of_each], fixed)
+        return cls([one if stays else as_array(one, name) for one, stays in of_each], fixed)
 
-    def moving(self, values: list[Any]) -> list[Any]:
+    def select_moving(self, values: list[Any]) -> list[Any]:
         """Returns the carry's values that move."""
         return [one for one, stays in zip(values, self.fixed, strict=True) if not stays]
 
-    def whole(self, moving: list[Any]) -> list[Any]:
+    def join(self, moving: list[Any]) -> list[Any]:
         """Returns the carry's values from those that move."""
         moved = iter(moving)
         of_each = zip(self.operands, self.fixed, strict=True)
@@ -242,7 +249,7 @@ class _Carry:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rows:
+class _ScannedOperand:
     """The parts that a scan takes an operand apart into, along its first axis."""
 
     operand: Any
@@ -250,9 +257,9 @@ class _Rows:
     xs: Any
 
     @classmethod
-    def of(cls, operand: Any) -> "_Rows":
+    def of(cls, operand: Any) -> "_ScannedOperand":
         if isinstance(operand, Weight):
-            part = operand.whole(0)
+            part = operand.whole_part(0)
             axis = -1 if part is None else operand.origins[part]
             if part is not None and (operand.roles is None or operand.roles[axis] == "b"):
                 own_axes = {name: operand.axis_in(name, axis) for name in operand.arrays}
@@ -261,7 +268,7 @@ class _Rows:
                     name: jnp.moveaxis(operand.arrays[name], own, 0) for name, own in axes.items()
                 }
                 return cls(operand, axes, xs)
-            operand = plain(operand, "scan")
+            operand = as_array(operand, "scan")
         return cls(operand, None, operand)
 
     def at(self, x: Any) -> Any:
@@ -270,5 +277,5 @@ class _Rows:
         one = {name: jnp.expand_dims(x[name], own) for name, own in self.axes.items()}
         weight, (part,) = self.operand, self.operand.view[0]
         stacked = weight.stacked | {weight.origins[part]}
-        weight = weight.resized(part, one, weight.view[1:])
+        weight = weight.with_part_size(part, one, weight.view[1:])
         return dataclasses.replace(weight, stacked=stacked)

@@ -14,7 +14,7 @@ from jax_dora.weights.operations import Lookup, Product, Ragged
 from jax_dora.weights.weight import Weight
 
 
-def follow(
+def propagate(
     name: str, weight: Weight, operands: Sequence[Any], params: dict[str, Any]
 ) -> Sequence[Any] | None:
     """Returns the results of the primitive where these are still the weight's array, or parts of
@@ -31,11 +31,11 @@ def follow(
             parts = _split(weight, (1,) * weight.shape[axis], axis)
             shape = (*weight.shape[:axis], *weight.shape[axis + 1 :])
             return parts and [part.reshape(shape) for part in parts]
-    one = _follow_one(name, weight, operands, params)
+    one = _propagate_one(name, weight, operands, params)
     return None if one is None else [one]
 
 
-def _follow_one(
+def _propagate_one(
     name: str, weight: Weight, operands: Sequence[Any], params: dict[str, Any]
 ) -> Weight | None:
     """Does as `follow`, of a primitive with one result."""
@@ -60,21 +60,21 @@ def _follow_one(
             bounds = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
             whole = [(0, size, 1) for size in weight.shape]
             parts = {axis: part for axis, part in enumerate(bounds) if part != whole[axis]}
-            return _cut(weight, lax.slice_in_dim, parts)
+            return _slice(weight, lax.slice_in_dim, parts)
         case "dynamic_slice" if operands[0] is weight:
             bounds = enumerate(zip(operands[1:], params["slice_sizes"], strict=True))
             parts = {axis: part for axis, part in bounds if part[1] != weight.shape[axis]}
-            return _cut(weight, lax.dynamic_slice_in_dim, parts)
+            return _slice(weight, lax.dynamic_slice_in_dim, parts)
         case "mul" | "div":
-            return _times_scalar(name, weight, operands)
+            return _scale(name, weight, operands)
         case "neg":
-            return weight.scaled(jnp.negative)
+            return weight.map_linear(jnp.negative)
         case "reshard":
             return _reshard(weight, params["dst_sharding"])
     return None
 
 
-def _cut(
+def _slice(
     weight: Weight, function: Callable[..., jax.Array], parts: Mapping[int, tuple[Any, ...]]
 ) -> Weight | None:
     """Returns the part of the array that `function` takes along each of some axes.
@@ -86,18 +86,18 @@ def _cut(
     found: Weight | None = weight
     for axis, part in parts.items():
         if found is not None:
-            cut = functools.partial(_cut_along, function, part)
-            found = found.indexed(axis, cut)
+            cut = functools.partial(_slice_along, function, part)
+            found = found.slice_axis(axis, cut)
     return found
 
 
-def _cut_along(
+def _slice_along(
     function: Callable[..., jax.Array], part: tuple[Any, ...], array: jax.Array, axis: int
 ) -> jax.Array:
     return function(array, *part, axis=axis)
 
 
-def _times_scalar(name: str, weight: Weight, operands: Sequence[Any]) -> Weight | None:
+def _scale(name: str, weight: Weight, operands: Sequence[Any]) -> Weight | None:
     """Follows a product with one number, or a quotient by it."""
     index = next(index for index, one in enumerate(operands) if one is weight)
     number = operands[1 - index]
@@ -110,7 +110,7 @@ def _times_scalar(name: str, weight: Weight, operands: Sequence[Any]) -> Weight 
         one = number.astype(array.dtype)
         return array / one if name == "div" else array * one
 
-    return weight.scaled(times)
+    return weight.map_linear(times)
 
 
 def _reshard(weight: Weight, sharding: Any) -> Weight | None:
@@ -118,7 +118,7 @@ def _reshard(weight: Weight, sharding: Any) -> Weight | None:
     is."""
     specs: dict[int, Any] = {}
     for axis, names in enumerate(sharding.spec):
-        whole = weight.whole(axis)
+        whole = weight.whole_part(axis)
         if whole is not None:
             specs[weight.origins[whole]] = names
         elif names is not None:
@@ -137,13 +137,13 @@ def _split(weight: Weight, sizes: Sequence[int], axis: int) -> list[Any] | None:
     whole of an axis of the weight."""
     ends = itertools.accumulate(sizes)
     parts = [
-        _cut(weight, lax.slice_in_dim, {axis: (end - size, end)})
+        _slice(weight, lax.slice_in_dim, {axis: (end - size, end)})
         for size, end in zip(sizes, ends, strict=True)
     ]
     return None if None in parts else parts
 
 
-def read(
+def apply_reader(
     name: str, weight: Weight, operands: Sequence[Any], params: dict[str, Any]
 ) -> Sequence[jax.Array] | None:
     """Returns the result of a product or a lookup of `weight`, by its reader; None where the
@@ -187,7 +187,7 @@ def _ragged_dot_general(weight: Weight, operands: Any, params: dict[str, Any]) -
     numbers = params["ragged_dot_dimension_numbers"]
     (x_contracted, contracted), batch = numbers.dot_dimension_numbers
     x, w, sizes = operands[:3]
-    plain = (
+    is_supported = (
         w is weight
         and not any(batch)
         and tuple(numbers.lhs_ragged_dimensions) == (0,)
@@ -197,7 +197,7 @@ def _ragged_dot_general(weight: Weight, operands: Any, params: dict[str, Any]) -
         and len(operands) == 3
         and (x.ndim, tuple(x_contracted)) == (2, (1,))
     )
-    if not plain:
+    if not is_supported:
         return None
     dtype = params["preferred_element_type"] or jnp.promote_types(x.dtype, weight.kernel.dtype)
     ragged = Ragged(

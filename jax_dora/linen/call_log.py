@@ -13,7 +13,7 @@ from jax_dora.adapt.merge import Setting
 
 
 @dataclasses.dataclass
-class Calls:
+class CallLog:
     """The layers that were called in a pass through a model.
 
     Attributes:
@@ -31,7 +31,7 @@ class Calls:
         default_factory=dict
     )
     computed: set[str] = dataclasses.field(default_factory=set)
-    is_following: bool = False
+    traces_weights: bool = False
 
 
 def holds_parameters(module: nn.Module) -> bool:
@@ -39,7 +39,7 @@ def holds_parameters(module: nn.Module) -> bool:
     return any(not isinstance(leaf, Mapping) for leaf in params.values())
 
 
-def is_computed(module: Any, own: int) -> bool:
+def has_computed_params(module: Any, own: int) -> bool:
     """Returns whether `nn.map_variables` makes a module's parameters of others.
 
     Args:
@@ -48,7 +48,7 @@ def is_computed(module: Any, own: int) -> bool:
     return any("map_variables(" in one for one in module.scope.debug_path[own:])
 
 
-class Noting(struct.PyTreeNode, nn.meta.AxisMetadata):
+class AxisRecorder(struct.PyTreeNode, nn.meta.AxisMetadata):
     """A parameter in a box that notes which axes Flax's transforms take off it."""
 
     value: Any
@@ -57,20 +57,20 @@ class Noting(struct.PyTreeNode, nn.meta.AxisMetadata):
     def unbox(self) -> Any:
         return self.value
 
-    def replace_boxed(self, val: Any) -> "Noting":
+    def replace_boxed(self, val: Any) -> "AxisRecorder":
         return self.replace(value=val)
 
-    def add_axis(self, index: int, params: dict[Any, Any]) -> "Noting":
+    def add_axis(self, index: int, params: dict[Any, Any]) -> "AxisRecorder":
         return self.replace(axes=self.axes[:-1])
 
-    def remove_axis(self, index: int, params: dict[Any, Any]) -> "Noting":
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> "AxisRecorder":
         return self.replace(axes=(*self.axes, index))
 
 
-def noting_axes(params: Mapping[str, Any]) -> Any:
+def record_axes(params: Mapping[str, Any]) -> Any:
     """Returns `params` with every magnitude in a box that notes its axes."""
     return traverse_util.path_aware_map(
-        lambda path, leaf: Noting(nn.unbox(leaf)) if path[-1] == "magnitude" else leaf, params
+        lambda path, leaf: AxisRecorder(nn.unbox(leaf)) if path[-1] == "magnitude" else leaf, params
     )
 
 
@@ -78,7 +78,7 @@ def stack_axes(module: nn.Module) -> tuple[int, ...]:
     """Returns the axes along which the transforms around a module have stacked its magnitude, the
     outermost first; () unless its parameters came from `noting_axes`."""
     box = module.variables["params"].get("magnitude")
-    return box.axes if isinstance(box, Noting) else ()
+    return box.axes if isinstance(box, AxisRecorder) else ()
 
 
 def stack_first(array: jax.Array, axes: tuple[int, ...]) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Makes the arrays of an adapter, fresh or given, beside a kernel."""
+"""Creates the arrays of an adapter: fresh, or from given arrays."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ from jax_dora.layers.base_layer import axis_names, sharded_like
 from jax_dora.layers.call import fresh_magnitude
 from jax_dora.layers.layout import Axes
 from jax_dora.layers.rule import DoRARule
-from jax_dora.layers.stack import fill, room
+from jax_dora.layers.stack import allocate_stack, set_layer
 
 # Uniform in ±1/sqrt(in): PEFT's, which is torch.nn.Linear's own.
 default_lora_a_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
@@ -21,7 +21,7 @@ default_lora_b_init = nnx.initializers.zeros_init()
 
 
 class DoRAParam(nnx.LoRAParam):
-    """The magnitude of a DoRA layer; whatever filters for `nnx.LoRAParam` finds it too."""
+    """The magnitude of a DoRA layer. A filter for `nnx.LoRAParam` selects it too."""
 
 
 def make_adapter(
@@ -33,21 +33,23 @@ def make_adapter(
     *,
     by_layer: bool = True,
 ) -> list[nnx.Dropout]:
-    """Gives a DoRA layer, or an adapted weight, these arrays or a fresh adapter.
+    """Sets lora_a, lora_b and magnitude of a DoRA layer or an adapted weight.
 
     Args:
-      rngs: an `nnx.Rngs`; it is not asked for anything where arrays are given and dropout is 0.
-      inits: the initializers of lora_a and lora_b where the rule has none.
-      by_layer: draw all that a layer of a stack has before the next one's; else lora_a of all
-        layers first.
+      layer: the `DoRALayer` or `WeightAdapter`.
+      rngs: an `nnx.Rngs`. It is unused if `arrays` are given and dropout is 0.
+      inits: the initializers of lora_a and lora_b for a rule without its own.
+      arrays: lora_a, lora_b and magnitude; None creates a fresh adapter.
+      by_layer: for a stack of layers, draw both arrays of a layer before those of the next layer;
+        False draws lora_a of all layers first.
 
     Returns:
-      The layers' dropouts, if the rule has any and they are drawn by layer.
+      One dropout for each layer of the stack; [] if the rule has no dropout or `by_layer` is False.
     """
     _check_streams(rngs, params=arrays is None, dropout=bool(rule.dropout))
     layout, kernel, stack = layer.layout, layer.kernel_param, layer.stack
     names = axis_names(kernel)
-    axes, of_stack = layout.adapter_axes(stack.without(names)), stack.of_stack(names)
+    axes, stack_names = layout.adapter_axes(stack.layer_part(names)), stack.stack_part(names)
     count, drawn, boxes, dropouts = math.prod(stack.shape), dict[str, Any](), {}, []
     turns = [(number, name) for number in range(count) for name in ("lora_a", "lora_b")]
     for number, name in turns if by_layer else sorted(turns, key=lambda turn: turn[1]):
@@ -60,22 +62,24 @@ def make_adapter(
         if stack.shape:
             if isinstance(value, nnx.VariableMetadata):
                 boxes[name], value = value, value.raw_value
-            gathered = drawn[name] if number else room(count, value)
+            gathered = drawn[name] if number else allocate_stack(count, value)
             # Waited for, so that at most one layer is held a second time.
-            value = jax.block_until_ready(fill(gathered, value, number))
+            value = jax.block_until_ready(set_layer(gathered, value, number))
         drawn[name] = value
         if rule.dropout and by_layer and name == "lora_b":
             dropouts.append(nnx.Dropout(rule.dropout, rngs=rngs))
 
     def put(name: str, kind: type[nnx.LoRAParam], value: Any) -> None:
-        its_axes = stack.joined(of_stack, axes[name])
+        its_axes = stack.combine(stack_names, axes[name])
         setattr(layer, name, sharded_like(kernel, kind, value, its_axes))
 
     for name, value in drawn.items():
         if stack.shape:
-            value = stack.from_leading(value.reshape(*stack.shape, *value.shape[1:]))
+            value = stack.move_stack_axes(value.reshape(*stack.shape, *value.shape[1:]))
         if box := boxes.get(name):
-            names = {"out_sharding": stack.joined(of_stack, box.metadata.get("out_sharding", ()))}
+            names = {
+                "out_sharding": stack.combine(stack_names, box.metadata.get("out_sharding", ()))
+            }
             metadata = box.metadata | (names if "out_sharding" in box.metadata else {})
             value = dataclasses.replace(box, raw_value=value, metadata=metadata)
         put(name, nnx.LoRAParam, value)
@@ -88,7 +92,7 @@ def make_adapter(
 
 
 def _check_streams(rngs: Any, **needed: bool) -> None:
-    """Raises ValueError unless `rngs`, if there are any, have the streams that are needed."""
+    """Raises ValueError if `rngs` is not None and lacks a stream that is needed."""
     for stream in (name for name, is_needed in needed.items() if is_needed):
         if rngs is not None and not {stream, "default"}.intersection(rngs):
             raise ValueError(
@@ -98,8 +102,10 @@ def _check_streams(rngs: Any, **needed: bool) -> None:
 
 
 def initialize(init: Any, key: jax.Array, parameter: Axes, dtype: Any) -> Any:
-    """Returns a parameter of which `init` draws each matrix; or draws it at once, where `init` has
-    an attribute `of_parameter` that is true."""
+    """Returns a parameter, drawn by `init` matrix by matrix.
+
+    An initializer whose attribute `of_parameter` is true draws the whole parameter in one call.
+    """
     n, *matrix = parameter.matrices
     shape = tuple(matrix)
     if shape == parameter.stored or getattr(init, "of_parameter", False):

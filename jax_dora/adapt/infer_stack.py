@@ -6,13 +6,13 @@ from typing import Any
 
 from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.layers.stack import Stack, stacked_axes
-from jax_dora.weights.adapter import WeightAdapter
 from jax_dora.weights.registry import scan_axis
+from jax_dora.weights.weight_adapter import WeightAdapter
 
 _LOG = logging.getLogger("jax_dora")
 
 
-def stack_of(layer: Any, axis: int | None = None) -> Stack:
+def infer_stack(layer: Any, axis: int | None = None) -> Stack:
     """Returns how the parameters of a base or DoRA layer, or of an adapted weight, are stacked.
 
     Args:

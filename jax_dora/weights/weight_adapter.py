@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dora_common.hyperparameters import ADAPTER_NAMES
-from jax_dora.layers.adapter import make_adapter
+from jax_dora.layers.adapter_arrays import make_adapter
 from jax_dora.layers.base import DoRALayer
 from jax_dora.layers.call import dropout_of_call, g_of_call
 from jax_dora.layers.layout import Layout, projection_layout
 from jax_dora.layers.rule import DoRARule
 from jax_dora.layers.stack import Stack
 from jax_dora.ops import mesh as meshes
-from jax_dora.weights.evaluate import adapted_here
+from jax_dora.weights.jaxpr_interpreter import mark_adapted
 from jax_dora.weights.products import AdaptedReader
 from jax_dora.weights.trace import WeightTrace
 from jax_dora.weights.weight import Weight
@@ -126,7 +126,7 @@ class WeightAdapter:
         if self.dropout is not None:
             self.dropout.eval()
 
-    def followed(self, trace: WeightTrace, kernel: jax.Array) -> Any:
+    def traced(self, trace: WeightTrace, kernel: jax.Array) -> Any:
         """Returns the weight's array as `trace` follows it; nothing is computed unless it is read.
 
         Args:
@@ -139,7 +139,7 @@ class WeightAdapter:
     def _weight(self, kernel: jax.Array) -> Weight:
         # A program may read it where a part of the mesh is left to XLA.
         with meshes.context_of(kernel):
-            kernel = adapted_here(kernel)
+            kernel = mark_adapted(kernel)
             # One layer of a scan's, then one matrix of those that `nnx.vmap` has taken apart.
             axes = self.spec.axes
             for role in "sb":
@@ -159,7 +159,7 @@ class WeightAdapter:
         before = sum(role == "b" for role in self.spec.axes[: self.spec.axes.index("s")])
         return jnp.moveaxis(array, stack.axis, before) if stack.axis else array
 
-    def make(
+    def create_arrays(
         self,
         rule: DoRARule,
         rngs: nnx.Rngs | None,
@@ -181,7 +181,7 @@ class WeightAdapter:
         drops = rule.dropout and rngs is not None
         self.dropout = nnx.Dropout(rule.dropout, rngs=rngs) if drops else nnx.data(None)
 
-    def unmake(self) -> None:
+    def delete_arrays(self) -> None:
         for name in ATTRIBUTES:
             delattr(self.module, self.spec.attribute(name))
 
@@ -199,5 +199,5 @@ def stack_of_weight(shape: tuple[int, ...], axes: str) -> Stack:
 def layout_of_weight(shape: tuple[int, ...], axes: str, rank: int) -> Layout:
     """Returns how one layer of a weight of these axes and an adapter of `rank` are matrices."""
     return projection_layout(
-        stack_of_weight(shape, axes).without(shape), axes.replace("s", ""), rank
+        stack_of_weight(shape, axes).layer_part(shape), axes.replace("s", ""), rank
     )

@@ -7,16 +7,22 @@ from flax import nnx
 
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import OUTPUT_HEADS
-from jax_dora.adapt.reads import heads, is_adapted_read, is_weight, reader_of, weights_of
 from jax_dora.adapt.site import Site
-from jax_dora.adapt.tree import Found, contained, find_modules
+from jax_dora.adapt.trace_reads import (
+    find_output_heads,
+    has_adapted_form,
+    is_weight,
+    reader_of,
+    weights_of,
+)
+from jax_dora.adapt.tree import Found, find_modules, nested_leaves
 from jax_dora.layers import DORA_CLASSES, DoRALayer, dora_class_of
-from jax_dora.layers.base_layer import is_node, way_on_from
+from jax_dora.layers.base_layer import adaptation_hint, is_node
 from jax_dora.ops import quantised
-from jax_dora.weights.adapter import WeightAdapter
 from jax_dora.weights.module import at_path, has_dora_type
-from jax_dora.weights.reads import Read, ReadLog
+from jax_dora.weights.read_log import Read, ReadLog
 from jax_dora.weights.registry import Registration, class_name, registrations, why_unknown
+from jax_dora.weights.weight_adapter import WeightAdapter
 
 REMEDY = (
     "say which of its axes are contracted by jax_dora.register, or give example=, inputs to call "
@@ -25,10 +31,10 @@ REMEDY = (
 
 
 # They write the parameters of the module in `layer_instance`, adapters too, in every call.
-_WRITERS = (nnx.WeightNorm, nnx.SpectralNorm)
+_PARAMETER_WRITERS = (nnx.WeightNorm, nnx.SpectralNorm)
 
 
-def sites(
+def find_sites(
     model: nnx.Module, traced: ReadLog | None = None, *, stack_axis: int | None = None
 ) -> list[Site]:
     """Returns every weight of a model, and every other module that holds parameters itself, in the
@@ -42,9 +48,9 @@ def sites(
     found = [one for module in modules for one in _sites_of(module, modules, traced)]
     for one in found:
         one.stack_axis = stack_axis if one.stack_axis is None else one.stack_axis
-    _pack_experts(found)
-    _refuse_written(found, modules)
-    for head in heads(traced):
+    _mark_expert_axes(found)
+    _reject_overwritten(found, modules)
+    for head in find_output_heads(traced):
         for one in found:
             if one.param == head[1] and head[0] in one.found.paths:
                 one.is_linear = False
@@ -52,7 +58,7 @@ def sites(
     return found
 
 
-def _pack_experts(found: list[Site]) -> None:
+def _mark_expert_axes(found: list[Site]) -> None:
     """Takes the first axis of a traced weight for one that matrices lie along where it is so of
     another weight of its module, as long: an einsum over all experts, `td,edf->etf`, looks like one
     over heads."""
@@ -65,9 +71,9 @@ def _pack_experts(found: list[Site]) -> None:
             site.how = f"read by a product, {site.axes}"
 
 
-def _refuse_written(found: list[Site], modules: list[Found]) -> None:
+def _reject_overwritten(found: list[Site], modules: list[Found]) -> None:
     """Refuses the weights that another module writes in every call."""
-    for writer in (one for one in modules if isinstance(one.module, _WRITERS)):
+    for writer in (one for one in modules if isinstance(one.module, _PARAMETER_WRITERS)):
         written = _paths_within(writer, "layer_instance/")
         for one in found:
             if any(f"{path}/".startswith(written) for path in one.found.paths):
@@ -98,7 +104,7 @@ def _sites_of(found: Found, modules: list[Found], traced: ReadLog | None) -> lis
         made.append(site)
     made += _contained_sites(found)
     if isinstance(module, nnx.bridge.ToNNX):
-        made = _of_linen(module, made)
+        made = _mark_linen_sites(module, made)
     leaves = jax.tree.leaves(vars(module), is_leaf=is_node)
     if not made and any(isinstance(leaf, nnx.Param) for leaf in leaves):
         made.append(Site(found.paths, found, "", refusal="it has no weight of two axes"))
@@ -122,7 +128,7 @@ def _describe(
     is_kernel = kind is not None and site.param == kind.kernel_name
     # A subclass that computes something else is no linear projection.
     is_plain = kind is not None and type(module).__call__ is kind.base_type.__call__
-    way_on = way_on_from(module)
+    hint = adaptation_hint(module)
     is_read_outside = any(not one.scopes.intersection(site.found.paths) for one in reads or ())
     if isinstance(module, DoRALayer) and is_kernel:
         site.is_layer, site.is_adapted = True, True
@@ -137,7 +143,7 @@ def _describe(
         followed = _paths_of_readers(site, modules)
         if any(not one.scopes.intersection(followed) for one in reads or ()):
             site.how += ", read without its adapter by others: call these too in example="
-    elif kind and is_kernel and (reads is None or way_on or (is_plain and not is_read_outside)):
+    elif kind and is_kernel and (reads is None or hint or (is_plain and not is_read_outside)):
         plain_type = module.plain_type if has_dora_type(module) else type(module)
         site.is_layer, site.how = True, class_name(plain_type)
         site.is_linear = is_plain and kind.is_linear(module)
@@ -145,12 +151,12 @@ def _describe(
         if not is_plain:
             site.refusal = (
                 f"a {type(module).__name__}, which computes something else than "
-                f"nnx.{kind.base_type.__name__}: {way_on or 'give example='}"
+                f"nnx.{kind.base_type.__name__}: {hint or 'give example='}"
             )
         elif reads == ():
             site.refusal = "no operation of this call reads it"
     elif registration is not None or reads is not None:
-        _from_reads(site, registration, modules, reads)
+        _describe_from_reads(site, registration, modules, reads)
     elif kind is None:
         site.refusal = why_unknown(module)
     else:
@@ -174,13 +180,13 @@ def _paths_within(found: Found, name: str) -> tuple[str, ...]:
     return tuple(f"{path}/{name}".lstrip("/") for path in found.paths)
 
 
-def _of_linen(module: nnx.Module, made: list[Site]) -> list[Site]:
+def _mark_linen_sites(module: nnx.Module, made: list[Site]) -> list[Site]:
     """Returns the weights of a linen module in nnx, none of which can be adapted here, without the
     adapters that it may have of its own."""
     names = {
         "/".join((name, *keys))
         for name, value in vars(module).items()
-        for keys, _ in [((), value), *contained(value)]
+        for keys, _ in [((), value), *nested_leaves(value)]
     }
     kernels = {cls.kernel_name for cls in DORA_CLASSES.values()}
     adapters: set[str] = set()
@@ -204,15 +210,15 @@ def _contained_sites(found: Found) -> list[Site]:
     made = []
     for name, value in vars(found.module).items():
         refusal = "it stands in a list, tuple or dict: make it an attribute of a module"
-        inside = contained(value)
+        inside = nested_leaves(value)
         if isinstance(value, nnx.Param) and not hasattr(value, "ndim"):
             refusal = "its parameter holds several arrays: make each a parameter of its own"
-            inside = ((keys, type(value)(leaf)) for keys, leaf in contained(value.get_value()))
+            inside = ((keys, type(value)(leaf)) for keys, leaf in nested_leaves(value.get_value()))
         for keys, weight in inside:
             if is_weight(weight):
                 param = "/".join((name, *keys))
                 paths = _paths_within(found, param)
-                made.append(Site(paths, found, param, refusal=refusal, contained=weight))
+                made.append(Site(paths, found, param, refusal=refusal, nested_param=weight))
     return made
 
 
@@ -225,7 +231,7 @@ def _reads_of(traced: ReadLog | None, found: Found, param: str) -> tuple[Read, .
     )
 
 
-def _from_reads(
+def _describe_from_reads(
     site: Site,
     registration: Registration | None,
     modules: list[Found],
@@ -260,10 +266,10 @@ def _from_reads(
             return
         axes = chosen.axes
     site.axes = axes
-    looked_up = any(read.kind == "lookup" and is_adapted_read(read, axes) for read in useful)
+    looked_up = any(read.kind == "lookup" and has_adapted_form(read, axes) for read in useful)
     site.is_lookup = looked_up or bool(registration and not registration.linear)
     site.is_linear = registration.linear if registration else not looked_up
-    site.merged = sum(not is_adapted_read(read, axes) for read in reads)
+    site.merged = sum(not has_adapted_form(read, axes) for read in reads)
     site.how = f"{'registered' if registration else 'read by a product'}, {axes}"
     if looked_up:
         site.how = f"looked up, {axes}"

@@ -14,7 +14,7 @@ from jax_dora.layers.registry import kind_of
 from jax_dora.layers.stack import stacked_axes
 from jax_dora.ops import quantised
 from jax_dora.weights.module import own_methods
-from jax_dora.weights.reads import Example, Key, Read, ReadLog, apart
+from jax_dora.weights.read_log import Example, Key, Read, ReadLog, split_arrays
 from jax_dora.weights.registry import registrations
 from jax_dora.weights.trace import weight_trace
 
@@ -57,20 +57,24 @@ def trace_reads(model: nnx.Module, example: Example) -> ReadLog:
             found.module.__class__ = _scoped_type(type(found.module))
 
     def run(arrays: Any) -> None:
-        traced, given = together(arrays)
+        traced, given = rebuild(arrays)
         weights = _weights(traced)
         with weight_trace() as trace:
             for key in log.reads:
                 raw = weights[key].get_raw_value()
-                value = log.follow(trace, key, quantised.dense(raw, raw.dtype))
+                value = log.traced(trace, key, quantised.dense(raw, raw.dtype))
                 weights[key].set_raw_value(value, _unsafe_bypass_check=True)
-            log.end(given.call(traced))
+            log.record_result(given.call(traced))
 
-    arrays, together = apart((copy, example))
+    arrays, rebuild = split_arrays((copy, example))
     jax.eval_shape(run, arrays)
     found = {key: dict[Read, None]() for group in groups for key in group}
     for group in groups:
-        seen = min((log.seen[key] for key in group if key in log.seen), key=len, default=None)
+        seen = min(
+            (log.method_shapes[key] for key in group if key in log.method_shapes),
+            key=len,
+            default=None,
+        )
         for read in log.reads[group[0]]:
             if seen is not None:
                 axes = _with_mapped_axis(read.axes, weights[group[0]].shape, seen)
@@ -115,7 +119,7 @@ def _scoped_type(base: type[Any]) -> type[Any]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             for name, value in vars(self).items():
                 if isinstance(value, nnx.Variable) and hasattr(value, "shape"):  # not of a dict
-                    self.dora_log.see(self.dora_scope, name, value.shape)
+                    self.dora_log.record_shape(self.dora_scope, name, value.shape)
             with jax.named_scope(f"dora[{self.dora_scope}]"):
                 return method.__get__(self, type(self))(*args, **kwargs)
 
@@ -126,7 +130,7 @@ def _scoped_type(base: type[Any]) -> type[Any]:
     return kind(base.__name__, (base,), {"__module__": base.__module__, **methods})
 
 
-def is_adapted_read(read: Read, axes: str) -> bool:
+def has_adapted_form(read: Read, axes: str) -> bool:
     """Returns whether the operation has an adapted form along these axes."""
     if read.kind == "other":
         return False
@@ -155,7 +159,7 @@ def reader_of(
     return None
 
 
-def heads(traced: ReadLog | None) -> list[Key]:
+def find_output_heads(traced: ReadLog | None) -> list[Key]:
     """Returns the weight, if any, whose product makes the result's last axis, of the size of a
     vocabulary that is looked up."""
     if traced is None:

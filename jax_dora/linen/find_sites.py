@@ -9,32 +9,32 @@ import jax
 from flax import linen as nn
 from flax import nnx, traverse_util
 
+from jax_dora.adapt.find_sites import find_sites
 from jax_dora.adapt.site import Site
-from jax_dora.adapt.sites import sites
 from jax_dora.linen.layer import dora_class_of
 from jax_dora.linen.params import params_path
-from jax_dora.weights.reads import Example, ReadLog, apart
+from jax_dora.weights.read_log import Example, ReadLog, split_arrays
 from jax_dora.weights.trace import weight_trace
 
 _RECORDS = itertools.count(1)
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class HiddenModule:
     """Hides a module from the one that holds it: Flax would make it a part with a name, and put
     that name before its paths."""
 
     module: nn.Module
 
-    def within(self, scope: Any) -> "Held":
+    def within(self, scope: Any) -> "HiddenModule":
         """Returns the module bound to `scope`, held alike."""
-        return Held(self.module.copy(parent=scope))
+        return HiddenModule(self.module.copy(parent=scope))
 
 
 class _Observed(nn.Module):
     """Calls a model, and notes which module's methods run where."""
 
-    held: Held
+    held: HiddenModule
     record: int
 
     def setup(self) -> None:
@@ -48,7 +48,7 @@ class _Observed(nn.Module):
             return example.call(self.bound.module)
 
 
-def linen_sites(model: nn.Module, example: Example) -> list[Site]:
+def find_linen_sites(model: nn.Module, example: Example) -> list[Site]:
     """Returns every parameter of two axes or more of a linen model, and every other module that
     holds parameters, in the order of their paths; those of layers that have a counterpart in
     `jax_dora.layers` are `is_layer`.
@@ -56,8 +56,8 @@ def linen_sites(model: nn.Module, example: Example) -> list[Site]:
     Raises:
       Whatever the call raises.
     """
-    arrays, together = apart(example)
-    observed = _Observed(Held(model), next(_RECORDS))
+    arrays, rebuild = split_arrays(example)
+    observed = _Observed(HiddenModule(model), next(_RECORDS))
     modules: dict[str, nn.Module] = {"": model}
 
     def note(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -71,7 +71,7 @@ def linen_sites(model: nn.Module, example: Example) -> list[Site]:
 
     def made(arrays: Any) -> Any:
         rngs = {"params": jax.random.key(0)}
-        return observed.init(rngs, note, together(arrays))
+        return observed.init(rngs, note, rebuild(arrays))
 
     variables = jax.eval_shape(made, arrays)
     flat = traverse_util.flatten_dict(variables.get("params", {}))
@@ -82,17 +82,17 @@ def linen_sites(model: nn.Module, example: Example) -> list[Site]:
         params = traverse_util.flatten_dict(variables.get("params", {}))
         with weight_trace() as trace:
             for path in weights:
-                value = log.follow(trace, params_path(path), nn.unbox(params[path]))
+                value = log.traced(trace, params_path(path), nn.unbox(params[path]))
                 params[path] = nn.meta.replace_boxed(params[path], value)
             given = {**variables, "params": traverse_util.unflatten_dict(params)}
             result, _ = observed.apply(
                 given,
                 note,
-                together(arrays),
+                rebuild(arrays),
                 rngs={"params": jax.random.key(0)},
                 mutable=[name for name in given if name != "params"],
             )
-        log.end(result)
+        log.record_result(result)
 
     jax.eval_shape(run, variables, arrays)
     # A stack's layers have adapters of their own, as experts have.
@@ -100,7 +100,7 @@ def linen_sites(model: nn.Module, example: Example) -> list[Site]:
         key: tuple(dataclasses.replace(one, axes=one.axes.replace("s", "b")) for one in found)
         for key, found in log.reads.items()
     }
-    found = sites(_mirror(flat, {path: type(one) for path, one in modules.items()}), log)
+    found = find_sites(_mirror(flat, {path: type(one) for path, one in modules.items()}), log)
     for site in found:
         path = site.found.paths[0]
         module: Any = modules.get(path)

@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 
-from jax_dora.layers.call import dropout_of_each
+from jax_dora.layers.call import split_dropout
 from jax_dora.ops.dropout import Dropout
 from jax_dora.weights.operations import Product
 from jax_dora.weights.weight import Weight
 
 
-class Plan:
+class ProductPlan:
     """Lays out x, the weight and the result of one product as matrices.
 
     The weight's axes are its parts, by their numbers. Those of x that are rows are -1, -2, ….
@@ -42,12 +42,15 @@ class Plan:
         """
         self.weight, self.is_transposed = weight, is_transposed
         view, batch = weight.view, weight.parts("b")
-        contracted, kept = sorted(weight.viewed(product.contracted)), sorted(weight.viewed(free))
+        contracted, kept = (
+            sorted(weight.parts_of_axes(product.contracted)),
+            sorted(weight.parts_of_axes(free)),
+        )
         summed = [part for part in contracted if part in batch]
         inner = [part for part in contracted if part not in batch]
         lone = [part for part in kept if part in batch]
         outer = [part for part in kept if part not in batch]
-        self.both = sorted([*summed, *weight.viewed(product.batch)])
+        self.both = sorted([*summed, *weight.parts_of_axes(product.batch)])
         x_axes = (*product.x_contracted, *product.x_batch)
         weight_axes = dict(zip(x_axes, (*product.contracted, *product.batch), strict=True))
         rows = [~axis for axis in range(x.ndim) if axis not in weight_axes]
@@ -83,9 +86,9 @@ class Plan:
         weight = self.weight
         x = x.reshape(self.x_split).transpose(self.x_order).reshape(self.x_shape)
         others = [part for part in weight.parts("b") if part not in self.both]
-        parts = matrices(weight, arrays, self.both, others)
+        parts = as_matrices(weight, arrays, self.both, others)
         lone = parts["kernel"].shape[1]
-        each = dropout_of_each(dropout, x.shape[0], lone)
+        each = split_dropout(dropout, x.shape[0], lone)
         if lone == 1 and x.shape[0] == 1:
             one, dropout = jax.tree.map(lambda array: array[0, 0], (parts, each))
             y = multiply(x[0], one, dropout)[None, None]
@@ -97,19 +100,19 @@ class Plan:
         return y.transpose(self.y_order).reshape(self.y_shape)
 
 
-def made_plan(weight: Weight, product: Product, x: jax.Array) -> Plan | None:
+def plan_product(weight: Weight, product: Product, x: jax.Array) -> ProductPlan | None:
     """Returns how to compute the product with matrices; None where its contracted axes are neither
     all of the weight's contracted ones nor all of its features."""
     axes = range(len(weight.view))
     free = [axis for axis in axes if axis not in (*product.contracted, *product.batch)]
-    b, i, o = (set(weight.long_parts(role)) for role in "bio")
-    ends = set(weight.viewed(product.contracted)) - b, set(weight.viewed(free)) - b
-    if not b.issuperset(weight.viewed(product.batch)) or ends not in ((i, o), (o, i)):
+    b, i, o = (set(weight.nontrivial_parts(role)) for role in "bio")
+    ends = set(weight.parts_of_axes(product.contracted)) - b, set(weight.parts_of_axes(free)) - b
+    if not b.issuperset(weight.parts_of_axes(product.batch)) or ends not in ((i, o), (o, i)):
         return None
-    return Plan(weight, product, x, free, is_transposed=ends != (i, o))
+    return ProductPlan(weight, product, x, free, is_transposed=ends != (i, o))
 
 
-def matrices(
+def as_matrices(
     weight: Weight,
     arrays: Mapping[str, jax.Array],
     b: Sequence[int] = (),
