@@ -1,5 +1,5 @@
-"""Finds the stacks of layers that `nnx.vmap` makes for `nnx.scan`: modules whose parameters have
-further axes."""
+"""Infers how `nnx.vmap` has stacked layers for `nnx.scan`, from the additional axes of their
+parameters."""
 
 import logging
 from typing import Any
@@ -13,15 +13,15 @@ _LOG = logging.getLogger("jax_dora")
 
 
 def infer_stack(layer: Any, axis: int | None = None) -> Stack:
-    """Returns how the parameters of a base or DoRA layer, or of an adapted weight, are stacked.
+    """Returns how the parameters of a base layer, a DoRA layer or an adapted weight are stacked.
 
     Args:
-      axis: that layers are taken to be stacked along, with a warning, where the shapes fit several
-        and MaxText's metadata, `param_scan_axis`, says nothing; else they have to tell.
+      axis: the stack axis to assume, with a warning, if the shapes allow several axes and the
+        kernel has no `param_scan_axis`, MaxText's metadata. None raises an error instead.
 
     Raises:
-      NotImplementedError: the kernel is no stack of such layers.
-      ValueError: it may be stacked along one axis or another.
+      NotImplementedError: the kernel's shape is not a stack of such layers.
+      ValueError: the layers may be stacked along one axis or another.
     """
     if isinstance(layer, DoRALayer | WeightAdapter):
         return layer.stack
@@ -36,15 +36,16 @@ def infer_stack(layer: Any, axis: int | None = None) -> Stack:
         return Stack(shape[:lead])
     axes = stacked_axes(shape, single)
     if (bias := getattr(layer, "bias", None)) is not None:
-        alike = [one for one in axes if bias.shape[min(one, bias.ndim - 1)] == shape[one]]
-        axes = alike or axes
-    if (said := scan_axis(kernel)) in axes:
-        axes = [said]
+        # The bias is stacked along the same axis, or along its last one.
+        fitting = [one for one in axes if bias.shape[min(one, bias.ndim - 1)] == shape[one]]
+        axes = fitting or axes
+    if (known_axis := scan_axis(kernel)) in axes:
+        axes = [known_axis]
     axis = axis if axis is None else axis % len(shape)
     if axis in axes and len(axes) > 1:
         _LOG.warning(
-            "A stack of %s whose %s has shape %s, where one layer's has %s, may be stacked along "
-            "axis %s; axis %d is taken, which nnx.vmap stacks along unless out_axes says otherwise",
+            "A stack of %s has a %s of shape %s, and a single layer's has shape %s, so the layers "
+            "may be stacked along axis %s. Axis %d is assumed, the default of nnx.vmap",
             cls.__name__,
             cls.kernel_name,
             shape,
@@ -57,10 +58,10 @@ def infer_stack(layer: Any, axis: int | None = None) -> Stack:
         raise _no_stack(cls, shape, single)
     if len(axes) > 1:
         raise ValueError(
-            f"its {cls.kernel_name} has shape {shape}, where one layer's has {single}: it may be "
-            f"stacked along axis {' or '.join(map(str, axes))}; expected shapes that tell, or "
-            "example=, inputs to call the model with, in apply_dora; or the axis in the metadata "
-            f"of the {cls.kernel_name}, as param_scan_axis"
+            f"its {cls.kernel_name} has shape {shape}, and a single layer's has shape {single}, so "
+            f"it may be stacked along axis {' or '.join(map(str, axes))}; expected a shape with "
+            "only one possible axis: pass inputs for the model as example= of apply_dora, or set "
+            f"param_scan_axis in the metadata of the {cls.kernel_name}"
         )
     least = len(cls.layout_of(layer, 1).magnitude.stored)
     return Stack.of_kernel(shape[axes[0]], axes[0], len(shape), least)
@@ -68,6 +69,6 @@ def infer_stack(layer: Any, axis: int | None = None) -> Stack:
 
 def _no_stack(cls: Any, shape: tuple[int, ...], single: tuple[int, ...]) -> NotImplementedError:
     return NotImplementedError(
-        f"its {cls.kernel_name} has shape {shape}; expected {single}, with an axis more where "
-        "nnx.vmap has stacked such layers along it, or leading axes"
+        f"its {cls.kernel_name} has shape {shape}; expected {single}, with one additional axis or "
+        "several leading ones if nnx.vmap has stacked such layers"
     )

@@ -1,5 +1,7 @@
-"""Finds, in one abstract call of an nnx model, what reads each weight, whether an adapter can stand
-there, and which weight is the head's."""
+"""Finds the operations that read each weight, in one abstract call of an nnx model.
+
+The reads show whether a weight can be adapted, and which weight is the output head's.
+"""
 
 import dataclasses
 import functools
@@ -8,7 +10,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jax_dora.adapt.tree import Found, find_modules, remove_dora
+from jax_dora.adapt.tree import FoundModule, find_modules, remove_dora
 from jax_dora.layers.base import Constant
 from jax_dora.layers.registry import kind_of
 from jax_dora.layers.stack import stacked_axes
@@ -20,8 +22,9 @@ from jax_dora.weights.trace import weight_trace
 
 
 def weights_of(module: Any) -> dict[str, nnx.Param]:
-    """Returns the parameters of two axes or more that a module holds as attributes; those that are
-    known by name may be variables of any type."""
+    """Returns the parameters of two axes or more that are attributes of `module`. They are
+    `nnx.Param`s, but the kernel of a known layer and a registered parameter may be variables of any
+    type."""
     kind = kind_of(module)
     known = {kind.kernel_name} if kind else registrations(module).keys()
     return {
@@ -32,56 +35,55 @@ def weights_of(module: Any) -> dict[str, nnx.Param]:
 
 
 def is_weight(value: Any, kind: type[nnx.Variable] = nnx.Param) -> bool:
-    """Returns whether a value is a parameter of two axes or more, and none of an adapter."""
+    """Returns whether `value` is a parameter of two axes or more that belongs to no adapter."""
     is_parameter = isinstance(value, kind) and not isinstance(value, nnx.LoRAParam | Constant)
     return is_parameter and getattr(value, "ndim", 0) > 1
 
 
 def trace_reads(model: nnx.Module, example: Example) -> ReadLog:
-    """Calls a model abstractly, without its adapters, and returns what reads its weights.
+    """Calls a model abstractly, without its adapters, and returns the operations that read its
+    weights.
 
     Raises:
-      Whatever the call raises.
+      Exception: any error of the call.
     """
     copy = remove_dora(model)
     modules, weights = find_modules(copy), _weights(copy)
     by_variable: dict[int, list[Key]] = {}
     for key, variable in weights.items():
         by_variable.setdefault(id(variable), []).append(key)
-    groups = list(by_variable.values())  # several keys where modules share a parameter
+    groups = list(by_variable.values())  # A group has several keys if modules share a parameter.
     log = ReadLog([group[0] for group in groups], [found.paths[0] for found in modules])
     for number, found in enumerate(modules):
-        # Their attributes are not their own: members, or a linen module's variables.
+        # The attributes of these modules are user-chosen keys or a linen module's variables, so
+        # the bookkeeping attributes below must not be added.
         if not isinstance(found.module, nnx.List | nnx.Dict | nnx.bridge.ToNNX):
             found.module.dora_scope, found.module.dora_log = number, log
             found.module.__class__ = _scoped_type(type(found.module))
 
     def run(arrays: Any) -> None:
-        traced, given = rebuild(arrays)
+        traced, inputs = rebuild(arrays)
         weights = _weights(traced)
         with weight_trace() as trace:
             for key in log.reads:
                 raw = weights[key].get_raw_value()
                 value = log.traced(trace, key, quantised.dense(raw, raw.dtype))
                 weights[key].set_raw_value(value, _unsafe_bypass_check=True)
-            log.record_result(given.call(traced))
+            log.record_result(inputs.call(traced))
 
     arrays, rebuild = split_arrays((copy, example))
     jax.eval_shape(run, arrays)
-    found = {key: dict[Read, None]() for group in groups for key in group}
+    reads = {key: dict[Read, None]() for group in groups for key in group}
     for group in groups:
-        seen = min(
-            (log.method_shapes[key] for key in group if key in log.method_shapes),
-            key=len,
-            default=None,
-        )
+        shapes = [log.method_shapes[key] for key in group if key in log.method_shapes]
         for read in log.reads[group[0]]:
-            if seen is not None:
-                axes = _with_mapped_axis(read.axes, weights[group[0]].shape, seen)
+            if shapes:
+                axes = _with_mapped_axis(read.axes, weights[group[0]].shape, min(shapes, key=len))
                 read = dataclasses.replace(read, axes=axes)
+            # Of the modules that share the parameter, the innermost around the read gets it.
             inside = [key for key in group if key[0] in read.scopes]
-            found[max(inside, key=lambda key: len(key[0]), default=group[0])][read] = None
-    log.reads = {key: tuple(one) for key, one in found.items()}
+            reads[max(inside, key=lambda key: len(key[0]), default=group[0])][read] = None
+    log.reads = {key: tuple(key_reads) for key, key_reads in reads.items()}
     return log
 
 
@@ -93,32 +95,36 @@ def _weights(model: nnx.Module) -> dict[Key, nnx.Param]:
     }
 
 
-def _with_mapped_axis(axes: str, whole: tuple[int, ...], seen: tuple[int, ...]) -> str:
-    """Returns the axes of a read, with that of a stack which `nnx.vmap` has taken apart as one of
-    layers: beside an input that all of them share, it looks like one of features.
+def _with_mapped_axis(axes: str, shape: tuple[int, ...], method_shape: tuple[int, ...]) -> str:
+    """Returns the axes of a read, with "s" for the stack axis that `nnx.vmap` has removed.
+
+    If all layers of the stack share an input, that axis looks like a feature axis in the read.
 
     Args:
-      whole: the weight's shape.
-      seen: its shape in the methods of its module.
+      axes: the axes of the read.
+      shape: the weight's shape.
+      method_shape: the weight's shape in the methods of its module.
     """
-    left = [axis for axis, role in enumerate(axes) if role != "s"]
-    if len(left) != len(seen) + 1:
+    unstacked = [axis for axis, role in enumerate(axes) if role != "s"]
+    if len(unstacked) != len(method_shape) + 1:
         return axes
-    mapped = [left[one] for one in stacked_axes([whole[axis] for axis in left], seen)]
-    first = next((one for one in mapped if axes[one] in "bo"), None)
+    sizes = [shape[axis] for axis in unstacked]
+    mapped = [unstacked[i] for i in stacked_axes(sizes, method_shape)]
+    first = next((axis for axis in mapped if axes[axis] in "bo"), None)
     return axes if first is None else f"{axes[:first]}s{axes[first + 1 :]}"
 
 
 @functools.cache
 def _scoped_type(base: type[Any]) -> type[Any]:
-    """Returns a subclass of a module's class whose methods run in a named scope of its own, and
-    note the shapes of its parameters there."""
+    """Returns a subclass of a module's class. Its methods run in a `jax.named_scope` that
+    identifies the module, and record the shapes that its parameters have there."""
 
     def scoped(method: Any) -> Any:
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             for name, value in vars(self).items():
-                if isinstance(value, nnx.Variable) and hasattr(value, "shape"):  # not of a dict
+                # A variable that holds a dict has no shape.
+                if isinstance(value, nnx.Variable) and hasattr(value, "shape"):
                     self.dora_log.record_shape(self.dora_scope, name, value.shape)
             with jax.named_scope(f"dora[{self.dora_scope}]"):
                 return method.__get__(self, type(self))(*args, **kwargs)
@@ -131,37 +137,42 @@ def _scoped_type(base: type[Any]) -> type[Any]:
 
 
 def has_adapted_form(read: Read, axes: str) -> bool:
-    """Returns whether the operation has an adapted form along these axes."""
+    """Returns whether the operation `read` has an adapted form for a weight with these axes."""
     if read.kind == "other":
         return False
-    flat, mine = (one.replace("s", "b") for one in (read.axes, axes))
-    swapped = flat.translate(str.maketrans("io", "oi"))
-    loose = [
-        all(a == b or (a != "b" and b == "b") for a, b in zip(form, mine, strict=True))
-        for form in (flat, swapped)
-    ]
-    return flat == mine if read.kind == "lookup" else any(loose)
+    read_axes, weight_axes = (one.replace("s", "b") for one in (read.axes, axes))
+    if read.kind == "lookup":
+        return read_axes == weight_axes
+    transposed = read_axes.translate(str.maketrans("io", "oi"))
+    return any(
+        all(a == b or (a != "b" and b == "b") for a, b in zip(form, weight_axes, strict=True))
+        for form in (read_axes, transposed)
+    )
 
 
 def reader_of(
-    found: Found, modules: list[Found], reads: tuple[Read, ...]
+    found: FoundModule, modules: list[FoundModule], reads: tuple[Read, ...]
 ) -> tuple[Any, tuple[str, ...]] | None:
-    """Returns the innermost module that holds a weight and in whose methods all of its reads
-    stand, and the path from it to the weight's owner."""
-    numbers = {path: index for index, one in enumerate(modules) for path in one.paths}
-    inside = frozenset.intersection(*(read.scopes for read in reads))
+    """Returns the innermost module that contains a weight and runs all its reads in its own
+    methods, and the path from that module to the weight's owner; None if there is no such
+    module."""
+    by_path = {path: module for module in modules for path in module.paths}
+    scopes = frozenset.intersection(*(read.scopes for read in reads))
     for path in found.paths:
         parts = path.split("/") if path else []
         for length in range(len(parts), -1, -1):
-            index = numbers.get("/".join(parts[:length]))
-            if index is not None and inside.intersection(modules[index].paths):
-                return modules[index].module, tuple(parts[length:])
+            reader = by_path.get("/".join(parts[:length]))
+            if reader is not None and scopes.intersection(reader.paths):
+                return reader.module, tuple(parts[length:])
     return None
 
 
 def find_output_heads(traced: ReadLog | None) -> list[Key]:
-    """Returns the weight, if any, whose product makes the result's last axis, of the size of a
-    vocabulary that is looked up."""
+    """Returns the output head's weight, if there is one, as a list.
+
+    It is the weight of the call's last product, if the product's features are the last axis of a
+    result and as many as the rows of a looked-up embedding.
+    """
     if traced is None:
         return []
     products = [
@@ -175,5 +186,5 @@ def find_output_heads(traced: ReadLog | None) -> list[Key]:
     }
     if not products:
         return []
-    last, key = max(products, key=lambda one: one[0].order)
+    last, key = max(products, key=lambda product: product[0].order)
     return [key] if last.features in vocabularies & traced.results else []

@@ -15,7 +15,7 @@ from jax_dora.layers.layout import Axes
 from jax_dora.layers.rule import DoRARule
 from jax_dora.layers.stack import allocate_stack, set_layer
 
-# Uniform in ±1/sqrt(in): PEFT's, which is torch.nn.Linear's own.
+# Uniform in ±1/sqrt(in), as in PEFT and in torch.nn.Linear.
 default_lora_a_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 default_lora_b_init = nnx.initializers.zeros_init()
 
@@ -50,44 +50,43 @@ def make_adapter(
     layout, kernel, stack = layer.layout, layer.kernel_param, layer.stack
     names = axis_names(kernel)
     axes, stack_names = layout.adapter_axes(stack.layer_part(names)), stack.stack_part(names)
-    count, drawn, boxes, dropouts = math.prod(stack.shape), dict[str, Any](), {}, []
-    turns = [(number, name) for number in range(count) for name in ("lora_a", "lora_b")]
-    for number, name in turns if by_layer else sorted(turns, key=lambda turn: turn[1]):
+    count, values, boxes, dropouts = math.prod(stack.shape), dict[str, Any](), {}, []
+    order = [(number, name) for number in range(count) for name in ("lora_a", "lora_b")]
+    for number, name in order if by_layer else sorted(order, key=lambda pair: pair[1]):
         parameter = getattr(layout, name)
         if arrays is None:
             init = getattr(rule, f"{name}_init") or inits[name]
             value = initialize(init, rngs.params(), parameter, rule.adapter_dtype)
         else:
-            value = _shaped(name, arrays[name], parameter.stored)
+            value = _check_shape(name, arrays[name], parameter.stored)
         if stack.shape:
             if isinstance(value, nnx.VariableMetadata):
                 boxes[name], value = value, value.raw_value
-            gathered = drawn[name] if number else allocate_stack(count, value)
-            # Waited for, so that at most one layer is held a second time.
-            value = jax.block_until_ready(set_layer(gathered, value, number))
-        drawn[name] = value
+            stacked = values[name] if number else allocate_stack(count, value)
+            # Wait, so that at most one layer's array exists in addition to the stacked array.
+            value = jax.block_until_ready(set_layer(stacked, value, number))
+        values[name] = value
         if rule.dropout and by_layer and name == "lora_b":
             dropouts.append(nnx.Dropout(rule.dropout, rngs=rngs))
 
-    def put(name: str, kind: type[nnx.LoRAParam], value: Any) -> None:
-        its_axes = stack.combine(stack_names, axes[name])
-        setattr(layer, name, sharded_like(kernel, kind, value, its_axes))
+    def set_parameter(name: str, kind: type[nnx.LoRAParam], value: Any) -> None:
+        all_names = stack.combine(stack_names, axes[name])
+        setattr(layer, name, sharded_like(kernel, kind, value, all_names))
 
-    for name, value in drawn.items():
+    for name, value in values.items():
         if stack.shape:
             value = stack.move_stack_axes(value.reshape(*stack.shape, *value.shape[1:]))
         if box := boxes.get(name):
-            names = {
-                "out_sharding": stack.combine(stack_names, box.metadata.get("out_sharding", ()))
-            }
-            metadata = box.metadata | (names if "out_sharding" in box.metadata else {})
+            metadata = dict(box.metadata)
+            if "out_sharding" in metadata:
+                metadata["out_sharding"] = stack.combine(stack_names, metadata["out_sharding"])
             value = dataclasses.replace(box, raw_value=value, metadata=metadata)
-        put(name, nnx.LoRAParam, value)
+        set_parameter(name, nnx.LoRAParam, value)
     if arrays is None:
         magnitude = fresh_magnitude(layer)
     else:
-        magnitude = _shaped("magnitude", arrays["magnitude"], layout.magnitude.stored)
-    put("magnitude", DoRAParam, magnitude)
+        magnitude = _check_shape("magnitude", arrays["magnitude"], layout.magnitude.stored)
+    set_parameter("magnitude", DoRAParam, magnitude)
     return dropouts
 
 
@@ -109,17 +108,17 @@ def initialize(init: Any, key: jax.Array, parameter: Axes, dtype: Any) -> Any:
     n, *matrix = parameter.matrices
     shape = tuple(matrix)
     if shape == parameter.stored or getattr(init, "of_parameter", False):
-        return init(key, parameter.stored, dtype)  # perhaps with metadata of its own
+        return init(key, parameter.stored, dtype)  # may be an nnx.VariableMetadata
     if n == 1:
         return parameter.from_matrices(init(key, shape, dtype)[None])
     keys = jax.random.split(key, n)
     return parameter.from_matrices(jax.vmap(lambda one: init(one, shape, dtype))(keys))
 
 
-def _shaped(name: str, array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _check_shape(name: str, array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     if tuple(array.shape) != shape:
         raise ValueError(
-            f"{name} has shape {tuple(array.shape)}; this rule's layer takes {shape}: give the "
-            "rank that the adapter was made with"
+            f"{name} has shape {tuple(array.shape)}; a layer of this rule expects {shape}: use the "
+            "rank that the adapter was created with"
         )
     return array

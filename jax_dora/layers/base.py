@@ -21,7 +21,7 @@ from jax_dora.layers.layout import Layout, projection_layout
 from jax_dora.layers.rule import OPTIONS, DoRARule, layer_rule
 from jax_dora.layers.stack import Stack
 
-# The attributes that a DoRA layer has and its base has not.
+# The attributes of a DoRA layer that its base layer does not have.
 _ADAPTER_ATTRIBUTES = frozenset((*ADAPTER_NAMES, *OPTIONS)) - {"lora_a_init", "lora_b_init"}
 _ADAPTER_ATTRIBUTES |= {"scale", "given_norm", "given_g", "plain_type", "stack_axis"}
 
@@ -35,7 +35,7 @@ class DoRALayer(nnx.Module):
     """A Flax layer with an adapter. It shares the kernel and the other parameters of its base
     layer.
 
-    A fresh layer computes what the base layer would compute with the kernel kernel + s·lora_a
+    A fresh layer computes what the base layer would compute with the weight kernel + s·lora_a
     lora_b: its magnitude equals its norm, so g is exactly 1. The norm is taken per output feature,
     and no gradient flows through it (arXiv 2402.09353, section 4.3).
 
@@ -113,30 +113,30 @@ class DoRALayer(nnx.Module):
           ValueError: `base` already has an attribute that the adapter needs to set.
           NotImplementedError: `base` has a setting that the adapter would ignore.
         """
-        chosen = layer_rule(**options)
-        self.check(base, chosen)
+        rule = layer_rule(**options)
+        self.check(base, rule)
         copy_attributes(base, self)
         self.plain_type = type(base)
         self.stack_axis = stack_axis
-        self.rank, self.alpha, self.use_rslora = chosen.rank, chosen.alpha, chosen.use_rslora
-        self.scale = chosen.scale
-        self.keep_inner = chosen.keep_inner
-        self.dropout_mode: DropoutMode = chosen.dropout_mode
-        self.adapter_dtype = chosen.adapter_dtype
-        self.implementation = chosen.implementation
+        self.rank, self.alpha, self.use_rslora = rule.rank, rule.alpha, rule.use_rslora
+        self.scale = rule.scale
+        self.keep_inner = rule.keep_inner
+        self.dropout_mode: DropoutMode = rule.dropout_mode
+        self.adapter_dtype = rule.adapter_dtype
+        self.implementation = rule.implementation
         if "adapt_attend" in self.takes:
-            self.adapt_attend = chosen.adapt_attend is not False
+            self.adapt_attend = rule.adapt_attend is not False
         self.given_norm, self.given_g = nnx.data(None), nnx.data(None)
-        dropouts = make_adapter(self, chosen, rngs, self.default_inits, arrays)
+        dropouts = make_adapter(self, rule, rngs, self.default_inits, arrays)
         self.dropout = dropouts[0] if dropouts else nnx.data(None)
         if dropouts and (shape := self.stack.shape):
-            # The streams of dropout are numbers, which have no axis but the leading one.
+            # A dropout's RNG state is scalar, so it can only be stacked along a leading axis.
             states, leading = (nnx.state(one, nnx.RngState) for one in dropouts), Stack(shape)
             nnx.update(self.dropout, jax.tree.map(lambda *one: leading.join(one), *states))
 
     @classmethod
     def from_base(cls, base: Any, *, rngs: nnx.Rngs, **options: Any) -> Self:
-        """Returns the DoRA layer over `base`; the arguments are those of `DoRALayer`'s
+        """Returns the DoRA layer over `base`. The arguments are the same as for `DoRALayer`'s
         constructor."""
         return cls(base, rngs=rngs, **options)
 
@@ -147,13 +147,14 @@ class DoRALayer(nnx.Module):
             if getattr(options, name) is not default and name not in cls.takes:
                 raise ValueError(
                     f"{name} is {getattr(options, name)!r} for an nnx.{cls.base_type.__name__}, "
-                    f"which takes none; expected {default}: give such layers a rule of their own"
+                    f"which has no such option; expected {default}: use a separate rule for these "
+                    "layers"
                 )
         check_base(base, cls.base_type)
         if taken := sorted(vars(base).keys() & _ADAPTER_ATTRIBUTES):
             raise ValueError(
-                f"the layer is a {type(base).__name__} and has an attribute {taken[0]!r}, which is "
-                "a name of the adapter's; expected another name: rename it in the class"
+                f"the layer is a {type(base).__name__} and has an attribute {taken[0]!r}, a name "
+                "that the adapter needs; expected another name: rename the attribute in the class"
             )
 
     @classmethod
@@ -163,15 +164,18 @@ class DoRALayer(nnx.Module):
 
     @classmethod
     def unstacked_shape(cls, module: Any) -> tuple[int, ...]:
-        """Returns the kernel's shape in a single layer. `module` is a base layer or a DoRA layer,
-        perhaps a stack of layers."""
+        """Returns the kernel's shape in a single layer, even if `module` is a stack of layers.
+        `module` is a base layer or a DoRA layer."""
         raise NotImplementedError
 
     @classmethod
     def kernel_axes(cls, module: Any) -> str:
-        """Returns one letter for each kernel axis of a single layer: "i" for an input axis, which
-        the product contracts, "o" for an output axis, "b" for a batch axis, with one matrix for
-        each index."""
+        """Returns the role of each kernel axis of a single layer, as one letter:
+
+        - "i": an input axis, which the product contracts.
+        - "o": an output axis.
+        - "b": a batch axis; each index has its own matrix.
+        """
         return "io"
 
     @classmethod

@@ -14,9 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_dora.layers.quantised import ARITHMETIC, ROW_WISE_ARITHMETIC
 from jax_dora.ops.quantised import stored
 
-# What a Flax layer may be given in place of its own arithmetic. The adapter's part of the result
-# would not go through it.
-_OWN_ARITHMETIC = {
+# The attributes by which a user replaces a Flax layer's arithmetic, and the values that can be
+# adapted. The adapter's part of the result would not use any other value.
+_CUSTOM_ARITHMETIC = {
     "promote_dtype": (dtypes.promote_dtype,),
     "dot_general": (None, lax.dot_general),
     "dot_general_cls": (None,),
@@ -32,27 +32,27 @@ def check_base(base: Any, expected: type[nnx.Module]) -> None:
     cannot be adapted."""
     if not isinstance(base, expected):
         raise TypeError(
-            f"the layer is a {type(base).__name__}; expected an nnx.{expected.__name__}: of a "
-            "module that holds one, adapt that one"
+            f"the layer is a {type(base).__name__}; expected an nnx.{expected.__name__}: if a "
+            "module contains such a layer, adapt that layer"
         )
     if type(base).__call__ is not expected.__call__:
         hint = adaptation_hint(base) or (
-            f"expected an nnx.{expected.__name__} itself, or apply_dora's example=, inputs to call "
-            "the model with, by which what reads the weight is adapted"
+            f"expected an nnx.{expected.__name__} itself, or inputs for the model as example= of "
+            "apply_dora, which then adapts the operations that read the weight"
         )
         raise TypeError(
             f"the layer is a {type(base).__name__}, which computes something else than "
             f"nnx.{expected.__name__}; {hint}"
         )
-    for name, allowed in _OWN_ARITHMETIC.items():
+    for name, allowed in _CUSTOM_ARITHMETIC.items():
         value = getattr(base, name, allowed[0])
-        ours = (of.get(name, allowed[0]) for of in (ARITHMETIC, ROW_WISE_ARITHMETIC))
-        if not any(value is one for one in (*allowed, *ours)):
+        quantised = (table.get(name, allowed[0]) for table in (ARITHMETIC, ROW_WISE_ARITHMETIC))
+        if not any(value is one for one in (*allowed, *quantised)):
             shape = getattr(value, "shape", None)
-            told = repr(value) if shape is None else f"an array of shape {tuple(shape)}"
+            described = repr(value) if shape is None else f"an array of shape {tuple(shape)}"
             raise NotImplementedError(
-                f"the layer's {name} is {told}; expected Flax's default, the only one that a "
-                "DoRA layer honours: set it back, or leave this layer unadapted"
+                f"the layer's {name} is {described}; expected Flax's default, the only value that "
+                "a DoRA layer supports: reset it, or leave this layer unadapted"
             )
 
 
@@ -69,14 +69,14 @@ def set_and_verify(parameter: nnx.Variable, value: Any) -> None:
       NotImplementedError: the variable's class or hooks change the value.
     """
     parameter.set_value(value)
-    read, wanted = jax.tree.leaves(parameter.get_value()), jax.tree.leaves(value)
-    for one, other in zip(read, wanted, strict=True):
-        is_known = one is not other and not isinstance(one, Tracer)
-        if is_known and not jnp.array_equal(one, other, equal_nan=True):
+    read_leaves, set_leaves = jax.tree.leaves(parameter.get_value()), jax.tree.leaves(value)
+    for read, wanted in zip(read_leaves, set_leaves, strict=True):
+        is_comparable = read is not wanted and not isinstance(read, Tracer)
+        if is_comparable and not jnp.array_equal(read, wanted, equal_nan=True):
             raise NotImplementedError(
-                f"what is read of its kernel, a {type(parameter).__name__}, is not what was set; "
-                "expected a variable without get_value, set_value or hooks of its own: put "
-                "nnx.Param of what is read of it into the plain layer"
+                f"its kernel, a {type(parameter).__name__}, returns another value than was set; "
+                "expected a variable without its own get_value, set_value or hooks: replace it in "
+                "the plain layer by an nnx.Param of the value that it returns"
             )
 
 
@@ -129,7 +129,8 @@ def sharded_like(
             getattr(value, "sharding", None), NamedSharding
         )
         if sharding is not None and not is_on_mesh:
-            # Flax shards what lies on a mesh alone; an initializer may make it on one device.
+            # Flax shards only arrays that are on a mesh; an initializer may create the value on a
+            # single device.
             value = jax.device_put(value, NamedSharding(sharding.mesh, PartitionSpec()))
     return kind(value, **metadata)
 

@@ -26,7 +26,8 @@ from jax_dora.ops.norm import epsilon, norm_implementation, ratio
 from jax_dora.ops.operands import Projection
 from jax_dora.ops.quantised import stored
 
-# Odd, so that the masks of products that share a seed differ.
+# The difference of the seeds of products that share a dropout. It is odd, so all multiples of it
+# below 2**32 differ and every product has its own mask.
 NEXT_SEED = 0x9E3779B9
 
 
@@ -63,21 +64,23 @@ def g_of_call(
 def layer_norm(layer: Any, arrays: Sequence[jax.Array], layout: Layout | None = None) -> jax.Array:
     """Returns ‖kernel + s·lora_a lora_b‖ of one layer's kernel, lora_a and lora_b, in its
     magnitude's shape."""
-    its: Layout = layout or layer.layout
-    by = norm_implementation(layer.implementation)
-    if its.is_one_matrix:
-        return ops.factored_norm(*arrays, scale=layer.scale, implementation=by)
+    layer_layout: Layout = layout or layer.layout
+    implementation = norm_implementation(layer.implementation)
+    if layer_layout.is_one_matrix:
+        return ops.factored_norm(*arrays, scale=layer.scale, implementation=implementation)
 
-    def of_matrices(arrays: Sequence[jax.Array]) -> jax.Array:
-        matrices = [axes.to_matrices(array) for axes, array in zip(its[:3], arrays, strict=True)]
-        norm = matrix_norm(*matrices, scale=layer.scale, implementation=by)
-        return its.magnitude.from_matrices(norm[:, None])
+    def compute(arrays: Sequence[jax.Array]) -> jax.Array:
+        matrices = [
+            axes.to_matrices(array) for axes, array in zip(layer_layout[:3], arrays, strict=True)
+        ]
+        norm = matrix_norm(*matrices, scale=layer.scale, implementation=implementation)
+        return layer_layout.magnitude.from_matrices(norm[:, None])
 
     kernel = stored(arrays[0])
     if mesh := meshes.explicit(kernel):
-        names = its.adapter_axes(meshes.spec(kernel))["magnitude"]
-        return meshes.left_to_xla(of_matrices, mesh, jax.P(*names))(tuple(arrays))
-    return of_matrices(arrays)
+        names = layer_layout.adapter_axes(meshes.spec(kernel))["magnitude"]
+        return meshes.left_to_xla(compute, mesh, jax.P(*names))(tuple(arrays))
+    return compute(arrays)
 
 
 def matrix_norm(
@@ -98,9 +101,9 @@ def matrix_norm(
 def bounded_norm(norm: jax.Array, dtype: Any) -> jax.Array:
     """Returns the norm, clipped to a positive and finite range.
 
-    The lower bound is the eps by which `ops.magnitude_scale` divides at least for results of
-    `dtype`. The upper bound keeps the norm finite where squares of finite numbers overflow. NaN
-    stays NaN.
+    The lower bound is the eps of `ops.magnitude_scale` for results of `dtype`, which is the
+    smallest number that it divides by. The upper bound keeps the norm finite if the squares of
+    finite numbers overflow. NaN stays NaN.
 
     A fresh layer's magnitude is this value, so its g is 1 for every finite kernel.
     """
@@ -151,8 +154,8 @@ def dropout_of_call(
         deterministic = dropout.deterministic
     if deterministic is None:
         raise ValueError(
-            "deterministic is None in the call and in the layer; expected a bool from either, "
-            "or model.train() or model.eval() before"
+            "deterministic is None in the call and in the layer; expected a bool in one of them: "
+            "call model.train() or model.eval() first, or pass deterministic="
         )
     if deterministic or not dropout.rate:
         return None
@@ -160,7 +163,7 @@ def dropout_of_call(
     if rngs is None:
         raise ValueError(
             "rngs is None in the call and in the layer; expected an nnx.Rngs, an nnx.RngStream "
-            "or a key from either"
+            "or a key in one of them"
         )
     if isinstance(rngs, nnx.Rngs):
         rngs = rngs[dropout.rng_collection]
@@ -172,9 +175,9 @@ def split_dropout(dropout: ops.Dropout | None, *counts: int) -> ops.Dropout | No
     """Returns a dropout for `counts` matrices, with a different mask for each. The result's seed
     has these sizes as additional leading axes."""
     index = jnp.arange(math.prod(counts), dtype=jnp.uint32).reshape(*counts, 1)
-    more = index * jnp.uint32(NEXT_SEED)
+    offsets = index * jnp.uint32(NEXT_SEED)
     return jax.tree.map(
-        lambda seed: jnp.expand_dims(seed, tuple(range(len(counts)))) + more, dropout
+        lambda seed: jnp.expand_dims(seed, tuple(range(len(counts)))) + offsets, dropout
     )
 
 
@@ -233,12 +236,12 @@ def with_out_sharding(
     mesh = meshes.explicit(*arrays) or jax.typeof(stored(operands["kernel"])).sharding.mesh
     spec = getattr(out_sharding, "spec", out_sharding)
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    named = jax.tree.leaves(tuple(spec))
-    if others := [name for name in named if types.get(name) is not AxisType.Explicit]:
+    names = jax.tree.leaves(tuple(spec))
+    if others := [name for name in names if types.get(name) is not AxisType.Explicit]:
         raise ValueError(
-            f"out_sharding is {spec}; expected explicit axes of the kernel's mesh, which "
-            f"{', '.join(others)} is not among {types}: use jax.lax.with_sharding_constraint on "
-            "the result for an axis that is left to XLA"
+            f"out_sharding is {spec}; expected explicit axes of the kernel's mesh, but "
+            f"{', '.join(others)} is not one of them: the mesh has {types}. For an axis that is "
+            "left to XLA, use jax.lax.with_sharding_constraint on the result"
         )
     if AxisType.Explicit not in mesh.axis_types:
         return function(operands)

@@ -27,8 +27,8 @@ class DoRAConvolution(DoRAProduct):
     groups, followed by a product with lora_b. In a grouped convolution each group has its own
     adapter, of rank / groups.
 
-    The arguments are those of `DoRALayer`. The rank must be a multiple of the number of groups; a
-    depthwise convolution has as many groups as input channels.
+    The arguments are the same as for `DoRALayer`. The rank must be a multiple of the number of
+    groups; a depthwise convolution has as many groups as input channels.
 
     Attributes:
       kernel: [*window, in / groups, out].
@@ -43,8 +43,8 @@ class DoRAConvolution(DoRAProduct):
         groups = _groups(base)
         if options.rank % groups:
             raise ValueError(
-                f"rank is {options.rank} and the convolution has {groups} groups, each of which "
-                f"takes an equal part of the rank; expected a multiple of {groups}"
+                f"rank is {options.rank} and the convolution has {groups} groups, which share the "
+                f"rank equally; expected a multiple of {groups}"
             )
 
     @classmethod
@@ -116,8 +116,8 @@ class DoRAConvTranspose(DoRAConvolution, nnx.ConvTranspose):
         super().check(base, options)
         if base.transpose_kernel:
             raise NotImplementedError(
-                "transpose_kernel is True, which reads the kernel as that of the convolution in "
-                "the other direction; expected False, or this layer left out"
+                "transpose_kernel is True, which swaps the kernel's input and output axes; "
+                "expected False: leave this layer unadapted"
             )
 
 

@@ -47,7 +47,7 @@ class DoRAEmbed(DoRALayer, nnx.Embed):
         if options.dropout:
             raise ValueError(
                 f"dropout is {options.dropout} for an embedding, which reads token ids and has no "
-                "activation to drop; expected 0: give embeddings a rule of their own"
+                "activation to drop; expected 0: use a separate rule for embeddings"
             )
 
     @classmethod

@@ -72,12 +72,12 @@ class Layout(NamedTuple):
     def adapter_axes(self, axes: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
         """Returns one entry for each axis of lora_a, lora_b and magnitude: the entry of the
         corresponding kernel axis in `axes`, and None for the rank axis."""
-        places = self.kernel[2:]
+        groups = self.kernel[2:]
         if self.kernel.split != self.kernel.stored:
-            # A convolution's groups are a part of its last axis.
+            # A convolution stores its groups in the kernel's last axis.
             *window, features = range(len(axes))
-            places = (), window, (features,)
-        batch, rows, columns = (tuple(axes[axis] for axis in part) for part in places)
+            groups = (), window, (features,)
+        batch, rows, columns = (tuple(axes[axis] for axis in group) for group in groups)
         return {
             "lora_a": (*batch, *rows, None),
             "lora_b": (*batch, None, *columns),
@@ -95,8 +95,8 @@ def projection_layout(shape: tuple[int, ...], order: str, rank: int) -> Layout:
       shape: the kernel's shape.
       order: the role of each kernel axis: "b" (batch), "i" (input) or "o" (output).
     """
-    places = [tuple(axis for axis, sort in enumerate(order) if sort == one) for one in "bio"]
-    batch, in_, out = (tuple(shape[axis] for axis in axes) for axes in places)
+    by_role = [tuple(axis for axis, role in enumerate(order) if role == one) for one in "bio"]
+    batch, in_, out = (tuple(shape[axis] for axis in axes) for axes in by_role)
     n = len(batch)
 
     def after_batch(rows: tuple[int, ...], columns: tuple[int, ...]) -> Axes:
@@ -105,7 +105,7 @@ def projection_layout(shape: tuple[int, ...], order: str, rank: int) -> Layout:
         return Axes(stored, stored, axes[:n], axes[n:split], axes[split:])
 
     return Layout(
-        kernel=Axes(shape, shape, *places),
+        kernel=Axes(shape, shape, *by_role),
         lora_a=after_batch(in_, (rank,)),
         lora_b=after_batch((rank,), out),
         magnitude=after_batch((), out),

@@ -62,7 +62,7 @@ class DoRALinear(DoRAProduct, nnx.Linear):
             base = nnx.Linear(in_features, out_features, rngs=rngs, **options)
         elif options:
             raise TypeError(
-                f"{sorted(options)} are the base layer's own, or nobody's; expected some of "
+                f"{sorted(options)} are options of the base layer or unknown; expected some of "
                 f"{OPTIONS}"
             )
         super().__init__(base, rngs=rngs, **adapter)

@@ -78,11 +78,12 @@ class DoRAProjection(DoRAProduct):
         if mesh is None:
             return self._by_matrices(operands)
 
-        def plain(x: jax.Array, kernel: jax.Array) -> jax.Array:
-            its = self.equation(self, x.ndim)
-            return jnp.einsum(f"{its.x},{its.kernel}->{its.y}", x, kernel.astype(x.dtype))
+        def base_result(x: jax.Array, kernel: jax.Array) -> jax.Array:
+            equation = self.equation(self, x.ndim)
+            einsum = f"{equation.x},{equation.kernel}->{equation.y}"
+            return jnp.einsum(einsum, x, kernel.astype(x.dtype))
 
-        spec = meshes.result_spec(plain, x, kernel)
+        spec = meshes.result_spec(base_result, x, kernel)
         return meshes.left_to_xla(self._by_matrices, mesh, spec)(operands)
 
     def _by_matrices(self, operands: Mapping[str, Any]) -> jax.Array:
@@ -194,8 +195,8 @@ class DoRAEinsum(DoRAProjection, nnx.Einsum):
         rngs see `nnx.Dropout.__call__`."""
         if einsum_str is not None:
             raise ValueError(
-                f"einsum_str is {einsum_str!r}; expected None: the layer has the equation "
-                f"{self.einsum_str!r}, which its adapter is made for"
+                f"einsum_str is {einsum_str!r}; expected None: the adapter fits the layer's own "
+                f"equation, {self.einsum_str!r}"
             )
         return super().__call__(inputs, out_sharding, deterministic=deterministic, rngs=rngs)
 
@@ -210,8 +211,8 @@ def _refusal(einsum_str: str | None) -> str | None:
     """Returns why an equation is not a projection, or None if it is one."""
     if not einsum_str:
         return (
-            "einsum_str is None; expected an equation: a layer that gets it with each call has no "
-            "fixed output features. Give it to the constructor of nnx.Einsum"
+            "einsum_str is None; expected an equation: a layer that gets its equation with each "
+            "call has no fixed output features. Pass it to the constructor of nnx.Einsum"
         )
     x, kernel, y = _operands(einsum_str)
     ellipses = tuple("..." in one for one in (x, kernel, y))
@@ -222,9 +223,9 @@ def _refusal(einsum_str: str | None) -> str | None:
     elif ellipses[0] != ellipses[2]:
         reason = "the ellipsis is not in both the input and the result"
     elif any(len(set(one)) < len(one) for one in (x, kernel, y)):
-        reason = "a letter stands twice in one operand"
+        reason = "a letter occurs twice in one operand"
     elif lone := (set(x) ^ set(kernel)) - set(y):
-        reason = f"{sorted(lone)} is summed away on its own"
+        reason = f"{sorted(lone)} occurs in one operand alone and is summed away"
     elif not set(kernel) - set(x):
         reason = "the kernel has no output axis"
     elif not (set(x) & set(kernel)) - set(y):

@@ -54,15 +54,16 @@ def dot_general_by_rows(
     if not quantised.is_quantised(rhs):
         options = {"precision": precision, "out_sharding": out_sharding}
         return lax.dot_general(lhs, rhs, dimension_numbers, **options)
-    (of_x, of_kernel), _ = dimension_numbers
-    rows = [axis for axis in range(lhs.ndim) if axis not in of_x]
-    columns = [axis for axis in range(rhs.ndim) if axis not in of_kernel]
+    (x_contracted, kernel_contracted), _ = dimension_numbers
+    rows = [axis for axis in range(lhs.ndim) if axis not in x_contracted]
+    columns = [axis for axis in range(rhs.ndim) if axis not in kernel_contracted]
+    groups = tuple(kernel_contracted), tuple(columns)
 
     def multiply(operands: row_wise.Product) -> jax.Array:
         x, kernel = operands
-        x = x.transpose(*rows, *of_x)
+        x = x.transpose(*rows, *x_contracted)
         lead, out = x.shape[: len(rows)], [kernel.shape[axis] for axis in columns]
-        matrix = quantised.as_matrices(kernel, kernel.shape, (tuple(of_kernel), tuple(columns)))
+        matrix = quantised.as_matrices(kernel, kernel.shape, groups)
         product = meshes.differentiable(row_wise.linear)
         operands = row_wise.Product(x.reshape(*lead, matrix.shape[0]), matrix)
         return product(static_precision(precision), meshes.vary_alike(operands)).reshape(

@@ -10,7 +10,7 @@ from jax_dora.layers.embed import DoRAEmbed
 from jax_dora.layers.linear import DoRALinear
 from jax_dora.layers.projection import DoRAEinsum, DoRALinearGeneral
 
-# By the class of the base layer. Everything that adapts, merges, loads or saves asks here.
+# The DoRA layer by the class of the base layer, for all code that adapts, merges, loads or saves.
 DORA_CLASSES: dict[type[nnx.Module], type[DoRALayer]] = {
     cls.base_type: cls
     for cls in (

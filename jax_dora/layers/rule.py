@@ -59,16 +59,16 @@ class DoRARule(Rule):
             raise TypeError(f"keep_inner is {self.keep_inner!r}; expected True or False")
         if self.keep_inner and self.dropout and self.dropout_mode == "input":
             raise ValueError(
-                "keep_inner is True with dropout_mode 'input', whose correction is composed apart "
-                "from the base's result; expected False, or dropout_mode 'adapter'"
+                "keep_inner is True with dropout_mode 'input', which computes the correction "
+                "separately from the base layer's result; expected False, or dropout_mode 'adapter'"
             )
         check.is_float_dtype("adapter_dtype", self.adapter_dtype)
         for name in ("lora_a_init", "lora_b_init"):
             init = getattr(self, name)
             if init is not None and not callable(init):
                 raise TypeError(
-                    f"{name} is {init!r}; expected a function of key, shape and dtype, such as "
-                    "those of nnx.initializers, or None"
+                    f"{name} is {init!r}; expected a function of key, shape and dtype, as in "
+                    "nnx.initializers, or None"
                 )
         if not isinstance(self.adapt_attend, bool | None):
             raise TypeError(f"adapt_attend is {self.adapt_attend!r}; expected True, False or None")
@@ -77,12 +77,14 @@ class DoRARule(Rule):
 
 type Rules = DoRARule | Sequence[DoRARule]
 
-# The keyword arguments of a DoRA layer: all but the path.
+# The options of a DoRA layer: all attributes of a rule but the path.
 OPTIONS = tuple(field.name for field in dataclasses.fields(DoRARule) if field.name != "path")
 
 
 def layer_rule(**options: object) -> DoRARule:
     """Returns a rule without a path, for a layer that the user creates directly."""
     if unknown := options.keys() - set(OPTIONS):
-        raise TypeError(f"{sorted(unknown)} is no option of an adapter; expected some of {OPTIONS}")
+        raise TypeError(
+            f"{sorted(unknown)} are not options of an adapter; expected some of {OPTIONS}"
+        )
     return DoRARule("", **options)  # pyright: ignore[reportArgumentType]

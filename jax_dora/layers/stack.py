@@ -44,9 +44,9 @@ class Stack:
         if axis == ndim - 1:
             return cls((size,), -1)
         raise NotImplementedError(
-            f"its layers are stacked along axis {axis} of {ndim}, and its magnitude has {least} "
-            f"axes in one layer; expected an axis of up to {least}, or the last: stack layers by "
-            "nnx.vmap with out_axes=0"
+            f"its layers are stacked along axis {axis} of {ndim}, and a single layer's magnitude "
+            f"has {least} axes; expected an axis of at most {least}, or the last: stack the layers "
+            "by nnx.vmap with out_axes=0"
         )
 
     @property
@@ -120,8 +120,8 @@ def _along_leading(count: int, function: Callable[..., jax.Array]) -> Callable[.
     """Returns a function that applies `function` along `count` additional leading axes."""
     if not count:
         return function
-    one = _along_leading(count - 1, function)
-    return lambda *arrays: lax.map(lambda parts: one(*parts), arrays)
+    inner = _along_leading(count - 1, function)
+    return lambda *arrays: lax.map(lambda parts: inner(*parts), arrays)
 
 
 def stacked_axes(shape: Sequence[int], single: Sequence[int]) -> list[int]:
@@ -145,17 +145,17 @@ def allocate_stack(count: int, one: jax.Array) -> jax.Array:
     return jnp.zeros_like(one, shape=shape)
 
 
-def set_layer(allocate_stack: jax.Array, one: jax.Array, number: int) -> jax.Array:
+def set_layer(stack: jax.Array, one: jax.Array, number: int) -> jax.Array:
     """Returns `stack` with `one` at index `number`. Concrete arrays are updated in place."""
     if isinstance(one, Tracer):
-        return allocate_stack.at[number].set(one)
-    named = isinstance(allocate_stack.sharding, NamedSharding)
-    return _put(allocate_stack.sharding if named else None)(allocate_stack, one, number)
+        return stack.at[number].set(one)
+    named = isinstance(stack.sharding, NamedSharding)
+    return _compiled_update(stack.sharding if named else None)(stack, one, number)
 
 
 @functools.cache
-def _put(sharding: NamedSharding | None) -> Callable[..., jax.Array]:
-    def put(allocate_stack: jax.Array, one: jax.Array, number: jax.Array) -> jax.Array:
-        return lax.dynamic_update_index_in_dim(allocate_stack, one, number, 0)
+def _compiled_update(sharding: NamedSharding | None) -> Callable[..., jax.Array]:
+    def update(stack: jax.Array, one: jax.Array, number: jax.Array) -> jax.Array:
+        return lax.dynamic_update_index_in_dim(stack, one, number, 0)
 
-    return jax.jit(put, donate_argnums=0, out_shardings=sharding)
+    return jax.jit(update, donate_argnums=0, out_shardings=sharding)

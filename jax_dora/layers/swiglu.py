@@ -58,28 +58,28 @@ def swiglu(
     Raises:
       ValueError: the two layers' results differ in shape.
     """
-    alike = _fuses(gate) and _fuses(up) and _dtype(gate, inputs) == _dtype(up, inputs)
-    if out_sharding is not None or not alike:
-        given = {"out_sharding": out_sharding, "deterministic": deterministic, "rngs": rngs}
-        given = {name: value for name, value in given.items() if value is not None}
-        gated, other = (_called(layer, inputs, given) for layer in (gate, up))
-        if other.shape != gated.shape:
+    is_fused = _can_fuse(gate) and _can_fuse(up) and _dtype(gate, inputs) == _dtype(up, inputs)
+    if out_sharding is not None or not is_fused:
+        options = {"out_sharding": out_sharding, "deterministic": deterministic, "rngs": rngs}
+        options = {name: value for name, value in options.items() if value is not None}
+        gate_result, up_result = (_call(layer, inputs, options) for layer in (gate, up))
+        if up_result.shape != gate_result.shape:
             raise ValueError(
-                f"up's result has shape {other.shape}; expected gate's, {gated.shape}: both layers "
-                "have as many output features"
+                f"up's result has shape {up_result.shape}; expected gate's, {gate_result.shape}: "
+                "both layers need the same number of output features"
             )
-        return jax.nn.silu(gated) * other
+        return jax.nn.silu(gate_result) * up_result
     gate_inner, gate_g, gate_bias = _parts(gate, inputs, deterministic, rngs)
     up_inner, up_g, up_bias = _parts(up, inputs, deterministic, rngs)
     return ops.swiglu(gate_inner, up_inner, gate_g, up_g, gate_bias=gate_bias, up_bias=up_bias)
 
 
-def _called(layer: Any, inputs: jax.Array, given: dict[str, Any]) -> jax.Array:
-    result = layer(inputs, **_taken(layer, given))
+def _call(layer: Any, inputs: jax.Array, options: dict[str, Any]) -> jax.Array:
+    result = layer(inputs, **_supported_options(layer, options))
     return result if isinstance(layer, DoRALayer) else checkpoint_name(result, RESULT_NAME)
 
 
-def _taken(layer: Any, options: dict[str, Any]) -> dict[str, Any]:
+def _supported_options(layer: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Returns the entries of `options` to pass to `layer`: without deterministic and rngs if its
     call does not take them."""
     if not options:
@@ -87,15 +87,15 @@ def _taken(layer: Any, options: dict[str, Any]) -> dict[str, Any]:
     parameters = inspect.signature(layer).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return options
-    of_dropout = {"deterministic", "rngs"} - parameters.keys()
-    return {name: value for name, value in options.items() if name not in of_dropout}
+    unsupported = {"deterministic", "rngs"} - parameters.keys()
+    return {name: value for name, value in options.items() if name not in unsupported}
 
 
-def _fuses(layer: Any) -> bool:
+def _can_fuse(layer: Any) -> bool:
     if not isinstance(layer, DoRALinear) or type(layer).__call__ is not DoRALinear.__call__:
         return False
-    drops_whole = layer.dropout is not None and layer.dropout_mode == "input"
-    return layer.implementation is None and not drops_whole
+    drops_whole_input = layer.dropout is not None and layer.dropout_mode == "input"
+    return layer.implementation is None and not drops_whole_input
 
 
 def _dtype(layer: DoRALinear, inputs: jax.Array) -> Any:
@@ -108,13 +108,14 @@ def _dtype(layer: DoRALinear, inputs: jax.Array) -> Any:
 
 def _parts(layer: DoRALinear, inputs: jax.Array, deterministic, rngs):
     """Returns (inner, g, bias) of a call."""
-    given, dropout = operands_of_call(layer, inputs), dropout_of_call(layer, deterministic, rngs)
+    operands = operands_of_call(layer, inputs)
+    dropout = dropout_of_call(layer, deterministic, rngs)
     inner = ops.lora_linear(
-        **{name: given[name] for name in ("x", "kernel", "lora_a", "lora_b")},
+        **{name: operands[name] for name in ("x", "kernel", "lora_a", "lora_b")},
         scale=layer.scale,
         precision=layer.precision,
         dropout=dropout,
         keep_inner=layer.keep_inner,
         act_qtype=act_qtype_of(layer),
     )
-    return inner, given["g"], given["bias"]
+    return inner, operands["g"], operands["bias"]

@@ -1,4 +1,4 @@
-"""The layers that are called in a pass through a linen model, and how transforms stack them."""
+"""Records the layers that a call of a linen model reaches, and how transforms stack them."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -14,15 +14,15 @@ from jax_dora.adapt.merge import Setting
 
 @dataclasses.dataclass
 class CallLog:
-    """The layers that were called in a pass through a model.
+    """The layers that one call of a model reached.
 
     Attributes:
-      linear: whether it is a linear projection, by the path of every module with parameters.
-      adapted: by path, of each adapted layer the name of the kernel, the setting, and the axis
-        along which each transform around it has stacked the kernel, the outermost first.
-      computed: the paths of adapted layers whose parameters `nn.map_variables` makes of others.
-      is_following: whether the pass follows adapted weights, by an `nn.map_variables` of its own.
-      token: differs where a pass has to be traced anew.
+      token: a number to distinguish calls; a different token makes Flax trace the model again.
+      linear: for the path of every module with parameters, whether it is a linear projection.
+      adapted: for the path of each adapted layer, the kernel's name, the setting, and the axes
+        along which the transforms around the layer have stacked the kernel, outermost first.
+      computed: the paths of adapted layers whose parameters `nn.map_variables` computes.
+      traces_weights: whether the call traces adapted weights, which uses `nn.map_variables` itself.
     """
 
     token: int = 0
@@ -40,16 +40,18 @@ def holds_parameters(module: nn.Module) -> bool:
 
 
 def has_computed_params(module: Any, own: int) -> bool:
-    """Returns whether `nn.map_variables` makes a module's parameters of others.
+    """Returns whether `nn.map_variables` computes a module's parameters from others.
 
     Args:
-      own: how many names of the scope's path, which names transforms too, are not the model's.
+      own: the number of leading names of the scope's path that do not belong to the model. The path
+        contains the names of transforms too.
     """
-    return any("map_variables(" in one for one in module.scope.debug_path[own:])
+    return any("map_variables(" in name for name in module.scope.debug_path[own:])
 
 
 class AxisRecorder(struct.PyTreeNode, nn.meta.AxisMetadata):
-    """A parameter in a box that notes which axes Flax's transforms take off it."""
+    """A box around a parameter. It records which axes Flax's transforms remove from the
+    parameter."""
 
     value: Any
     axes: tuple[int, ...] = struct.field(pytree_node=False, default=())
@@ -68,21 +70,21 @@ class AxisRecorder(struct.PyTreeNode, nn.meta.AxisMetadata):
 
 
 def record_axes(params: Mapping[str, Any]) -> Any:
-    """Returns `params` with every magnitude in a box that notes its axes."""
+    """Returns `params` with every magnitude in an `AxisRecorder`."""
     return traverse_util.path_aware_map(
         lambda path, leaf: AxisRecorder(nn.unbox(leaf)) if path[-1] == "magnitude" else leaf, params
     )
 
 
 def stack_axes(module: nn.Module) -> tuple[int, ...]:
-    """Returns the axes along which the transforms around a module have stacked its magnitude, the
-    outermost first; () unless its parameters came from `noting_axes`."""
+    """Returns the axes along which the transforms around a module have stacked its magnitude,
+    outermost first; () if its parameters are not from `record_axes`."""
     box = module.variables["params"].get("magnitude")
     return box.axes if isinstance(box, AxisRecorder) else ()
 
 
 def stack_first(array: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """Returns `array` with the axes of its stack in front, in their order."""
+    """Returns `array` with its stack axes moved to the front, in their order."""
     for number, axis in enumerate(axes):
         array = jnp.moveaxis(array, axis + number if axis >= 0 else axis, number)
     return array

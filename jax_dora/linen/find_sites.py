@@ -1,4 +1,7 @@
-"""Finds, in one abstract call of a linen model, what reads each parameter."""
+"""Lists the weights of a linen model as `Site`s.
+
+One abstract call of the model finds the operations that read each weight.
+"""
 
 import dataclasses
 import itertools
@@ -16,64 +19,66 @@ from jax_dora.linen.params import params_path
 from jax_dora.weights.read_log import Example, ReadLog, split_arrays
 from jax_dora.weights.trace import weight_trace
 
-_RECORDS = itertools.count(1)
+_CALL_NUMBERS = itertools.count(1)
 
 
 @dataclasses.dataclass(frozen=True)
 class HiddenModule:
-    """Hides a module from the one that holds it: Flax would make it a part with a name, and put
-    that name before its paths."""
+    """Hides a module from the module that has it as an attribute. Flax would make it a submodule
+    and prefix its paths with the attribute's name."""
 
     module: nn.Module
 
     def within(self, scope: Any) -> "HiddenModule":
-        """Returns the module bound to `scope`, held alike."""
+        """Returns the module bound to `scope`, hidden as well."""
         return HiddenModule(self.module.copy(parent=scope))
 
 
-class _Observed(nn.Module):
-    """Calls a model, and notes which module's methods run where."""
+class _ObservedModel(nn.Module):
+    """Calls a model; `interceptor` runs the methods of its modules."""
 
     held: HiddenModule
-    record: int
+    call_number: int
 
     def setup(self) -> None:
         self.bound = self.held.within(self.scope)
 
-    def __call__(self, note: Callable[..., Any], example: Example) -> Any:
+    def __call__(self, interceptor: Callable[..., Any], example: Example) -> Any:
         scope: Any = self.scope
-        # What nn.jit has traced for another record would name the scopes of that.
-        scope.flags = {**scope.flags, "jax_dora": self.record}
-        with nn.intercept_methods(note), jax.named_scope("dora[0]"):
+        # The flag is part of nn.jit's cache key. A cached trace of another call would have the
+        # scope names of that call.
+        scope.flags = {**scope.flags, "jax_dora": self.call_number}
+        with nn.intercept_methods(interceptor), jax.named_scope("dora[0]"):
             return example.call(self.bound.module)
 
 
 def find_linen_sites(model: nn.Module, example: Example) -> list[Site]:
     """Returns every parameter of two axes or more of a linen model, and every other module that
-    holds parameters, in the order of their paths; those of layers that have a counterpart in
-    `jax_dora.layers` are `is_layer`.
+    holds parameters, in the order of their paths. For the kernel of a layer with a counterpart in
+    `jax_dora.layers`, `is_layer` is True.
 
     Raises:
-      Whatever the call raises.
+      Exception: any error of the call.
     """
     arrays, rebuild = split_arrays(example)
-    observed = _Observed(HiddenModule(model), next(_RECORDS))
+    observed = _ObservedModel(HiddenModule(model), next(_CALL_NUMBERS))
     modules: dict[str, nn.Module] = {"": model}
 
-    def note(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    def interceptor(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module, path = context.module, "/".join(context.module.path)
-        if context.method_name == "setup" or isinstance(module, _Observed):
+        if context.method_name == "setup" or isinstance(module, _ObservedModel):
             return next_fun(*args, **kwargs)
-        if path not in modules or dora_class_of(module):  # rather than one that shares its scope
+        # Several modules may share a scope; prefer the layer that a DoRA class adapts.
+        if path not in modules or dora_class_of(module):
             modules[path] = module
         with jax.named_scope(f"dora[{list(modules).index(path)}]"):
             return next_fun(*args, **kwargs)
 
-    def made(arrays: Any) -> Any:
+    def init(arrays: Any) -> Any:
         rngs = {"params": jax.random.key(0)}
-        return observed.init(rngs, note, rebuild(arrays))
+        return observed.init(rngs, interceptor, rebuild(arrays))
 
-    variables = jax.eval_shape(made, arrays)
+    variables = jax.eval_shape(init, arrays)
     flat = traverse_util.flatten_dict(variables.get("params", {}))
     weights = {path: leaf for path, leaf in flat.items() if nn.unbox(leaf).ndim > 1}
     log = ReadLog(map(params_path, weights), modules)
@@ -84,41 +89,42 @@ def find_linen_sites(model: nn.Module, example: Example) -> list[Site]:
             for path in weights:
                 value = log.traced(trace, params_path(path), nn.unbox(params[path]))
                 params[path] = nn.meta.replace_boxed(params[path], value)
-            given = {**variables, "params": traverse_util.unflatten_dict(params)}
+            traced = {**variables, "params": traverse_util.unflatten_dict(params)}
             result, _ = observed.apply(
-                given,
-                note,
+                traced,
+                interceptor,
                 rebuild(arrays),
                 rngs={"params": jax.random.key(0)},
-                mutable=[name for name in given if name != "params"],
+                mutable=[name for name in traced if name != "params"],
             )
         log.record_result(result)
 
     jax.eval_shape(run, variables, arrays)
-    # A stack's layers have adapters of their own, as experts have.
+    # A stack axis is a batch axis here: each layer has its own adapter.
     log.reads = {
-        key: tuple(dataclasses.replace(one, axes=one.axes.replace("s", "b")) for one in found)
-        for key, found in log.reads.items()
+        key: tuple(dataclasses.replace(read, axes=read.axes.replace("s", "b")) for read in reads)
+        for key, reads in log.reads.items()
     }
-    found = find_sites(_mirror(flat, {path: type(one) for path, one in modules.items()}), log)
-    for site in found:
+    classes = {path: type(module) for path, module in modules.items()}
+    sites = find_sites(_mirror(flat, classes), log)
+    for site in sites:
         path = site.found.paths[0]
         module: Any = modules.get(path)
         cls = dora_class_of(module)
         if cls is None:
             continue
         if site.param != cls.kernel_name:
-            site.is_matched = not site.refusal  # a stacked bias is none of the layer's weights
+            site.is_matched = not site.refusal  # Rules do not match a stacked bias.
             continue
-        of_site = log.reads[path, site.param]
-        if of_site and all(path in read.scopes for read in of_site):
+        reads = log.reads[path, site.param]
+        if reads and all(path in read.scopes for read in reads):
             site.is_layer, site.refusal, site.how = True, "", f"linen.{type(module).__name__}"
             site.is_linear = cls.is_linear(module) and site.is_linear
-    return found
+    return sites
 
 
 def lora_a_path(site: Site) -> tuple[str, ...]:
-    """Returns where in params an adapted weight's lora_a lies."""
+    """Returns the path of an adapted weight's lora_a in params."""
     path = site.found.paths[0]
     is_plain = site.is_layer or site.param == "kernel"
     name = "lora_a" if is_plain else f"{site.param}_lora_a"
@@ -126,21 +132,21 @@ def lora_a_path(site: Site) -> tuple[str, ...]:
 
 
 class _Params(nnx.Module):
-    """Parameters of a linen module, and of those in it."""
+    """The parameters of a linen module, and its submodules."""
 
 
 def _mirror(flat: Mapping[tuple[str, ...], Any], classes: Mapping[str, type[Any]]) -> Any:
     """Returns an nnx module with the parameters of a linen model."""
-    made: dict[tuple[str, ...], Any] = {}
+    modules: dict[tuple[str, ...], Any] = {}
 
     def module(path: tuple[str, ...]) -> Any:
-        if path not in made:
+        if path not in modules:
             kind = classes.get("/".join(path), _Params)
             names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-            made[path] = type(kind.__name__, (_Params,), names)()
+            modules[path] = type(kind.__name__, (_Params,), names)()
             if path:
-                setattr(module(path[:-1]), path[-1], made[path])
-        return made[path]
+                setattr(module(path[:-1]), path[-1], modules[path])
+        return modules[path]
 
     root = module(())
     for path, leaf in flat.items():

@@ -1,7 +1,7 @@
-"""Operations, and whole jaxprs, some of whose operands are weights.
+"""Evaluates operations and whole jaxprs that have weights among their operands.
 
-The parameters of primitives that hold jaxprs (jit, checkpoint, scan, while, cond) are JAX's
-internals: here, and in `jax_dora.weights.trace`, is all that touches them.
+The parameters of primitives that contain jaxprs (jit, checkpoint, scan, while, cond) are JAX
+internals. Only this module and `jax_dora.weights.trace` use them.
 """
 
 import contextvars
@@ -19,31 +19,32 @@ from jax.extend import core, source_info_util
 from jax_dora.weights.primitives import apply_reader, propagate
 from jax_dora.weights.weight import Weight
 
-# Names an array that is adapted where it is read, so that no trace around adapts it once more.
+# The `checkpoint_name` of an array that an inner trace adapts already, so that an outer trace does
+# not adapt it a second time.
 _ADAPTED = "dora_adapted"
 
 
 def mark_adapted(kernel: jax.Array) -> jax.Array:
-    """Returns `kernel`, which traces around do not follow any further."""
+    """Returns `kernel` with a mark that stops outer traces from adapting it a second time."""
     return cast(jax.Array, checkpoint_name(kernel, _ADAPTED))
 
 
-# The scopes around a function that is traced anew, where JAX begins without them.
+# The scopes outside a function that JAX traces again: it starts such a trace without them.
 _OUTER_SCOPES = contextvars.ContextVar("around", default="")
 
 
 def current_scopes() -> str:
-    """Returns the names that `jax.named_scope` has given where this is called."""
+    """Returns the names of all `jax.named_scope`s around the caller."""
     return f"{_OUTER_SCOPES.get()}/{source_info_util.current_name_stack()}"
 
 
 def _with_current_scopes[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """Returns `function`, which is inside of the scopes of this moment whenever it is called."""
-    around = current_scopes()
+    """Returns a function that calls `function` inside the scopes that are current now."""
+    outer = current_scopes()
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        token = _OUTER_SCOPES.set(around)
+        token = _OUTER_SCOPES.set(outer)
         try:
             return function(*args, **kwargs)
         finally:
@@ -53,8 +54,8 @@ def _with_current_scopes[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
 
 def evaluate_primitive(primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
-    """Returns the results of one operation, some of whose operands are weights; some of the results
-    may be weights too."""
+    """Returns the results of one operation with weights among its operands; results may be weights
+    too."""
     match primitive.name:
         case "jit":
             return evaluate_jaxpr(params["jaxpr"], operands)
@@ -70,30 +71,34 @@ def evaluate_primitive(primitive: Any, operands: list[Any], params: dict[str, An
             return operands
         case "name" if params["name"] == _ADAPTED:
             return [operands[0].base()]
-    weights = [one for one in operands if isinstance(one, Weight)]
+    weights = [operand for operand in operands if isinstance(operand, Weight)]
     if len(weights) == 1:
-        given = primitive.name, weights[0], operands, params
-        found = propagate(*given) or apply_reader(*given)
-        if found is not None:
-            return list(found)
-    elif primitive.name == "dot_general":  # of two weights: the effective one by the other
+        arguments = primitive.name, weights[0], operands, params
+        results = propagate(*arguments) or apply_reader(*arguments)
+        if results is not None:
+            return list(results)
+    elif primitive.name == "dot_general":
+        # A product of two weights: the first one's adapted product with the second one's W'.
         operands = [operands[0], as_array(operands[1], primitive.name)]
         return evaluate_primitive(primitive, operands, params)
     return _bind(primitive, operands, params)
 
 
 def _bind(primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
-    arrays = [as_array(one, primitive.name) for one in operands]
+    arrays = [as_array(operand, primitive.name) for operand in operands]
     results = primitive.bind(*arrays, **primitive.get_bind_params(params))
     return list(results) if primitive.multiple_results else [results]
 
 
 def as_array(value: Any, name: str) -> Any:
+    """Returns the effective array of a weight, which the operation `name` reads; returns any other
+    value unchanged."""
     return value.reader.other(value, name) if isinstance(value, Weight) else value
 
 
 def evaluate_jaxpr(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
-    """Returns the results of a jaxpr, some of whose operands, and perhaps results, are weights."""
+    """Returns the results of a jaxpr with weights among its operands; results may be weights
+    too."""
     consts = jaxpr.consts
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -107,7 +112,7 @@ def evaluate_jaxpr(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
         names = source_info_util.current_name_stack() + eqn.source_info.name_stack
         with source_info_util.user_context(eqn.source_info.traceback, name_stack=names):
             with eqn.ctx.manager:
-                if any(isinstance(one, Weight) for one in inputs):
+                if any(isinstance(operand, Weight) for operand in inputs):
                     results = evaluate_primitive(eqn.primitive, inputs, eqn.params)
                 else:
                     results = _bind(eqn.primitive, inputs, eqn.params)
@@ -121,28 +126,30 @@ def _evaluate_to_arrays(
     """Returns the results of a jaxpr as arrays.
 
     Args:
-      handed: is set to the indices of the results that are weights which the jaxpr hands on as it
-        got them, and of the operands that they are. They stand in the results without adapters.
+      forwarded: this dict is filled with result index → operand index for each weight that the
+        jaxpr returns unchanged. The returned list has that weight's array without the adapter.
     """
     results = evaluate_jaxpr(jaxpr, operands)
-    sources = {id(one): index for index, one in enumerate(operands) if isinstance(one, Weight)}
+    sources = {
+        id(operand): index for index, operand in enumerate(operands) if isinstance(operand, Weight)
+    }
     forwarded.clear()
     forwarded |= {
-        index: sources[id(one)] for index, one in enumerate(results) if id(one) in sources
+        index: sources[id(result)] for index, result in enumerate(results) if id(result) in sources
     }
     return [
-        one.base() if index in forwarded else as_array(one, "a result of a function")
-        for index, one in enumerate(results)
+        result.base() if index in forwarded else as_array(result, "a result of a function")
+        for index, result in enumerate(results)
     ]
 
 
 def _restore_forwarded(
     operands: Sequence[Any], results: Sequence[Any], forwarded: dict[int, int]
 ) -> list[Any]:
-    """Returns the results, with every weight that is handed on as it is in its place."""
+    """Returns the results, with each forwarded weight in place of its array."""
     return [
-        operands[forwarded[index]] if index in forwarded else one
-        for index, one in enumerate(results)
+        operands[forwarded[index]] if index in forwarded else result
+        for index, result in enumerate(results)
     ]
 
 
@@ -172,17 +179,17 @@ def _scan(operands: list[Any], params: dict[str, Any]) -> list[Any]:
     forwarded: dict[int, int] = {}
     consts, start = operands[:n_consts], operands[n_consts : n_consts + n_carry]
     carry = _Carry.of(start, jaxpr, n_consts, "scan's carry")
-    rows = [_ScannedOperand.of(one) for one in operands[n_consts + n_carry :]]
+    scanned = [_ScannedOperand.of(operand) for operand in operands[n_consts + n_carry :]]
 
     @_with_current_scopes
     def step(moving: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        inputs = [row.at(x) for row, x in zip(rows, xs, strict=True)]
+        inputs = [operand.at(x) for operand, x in zip(scanned, xs, strict=True)]
         results = _evaluate_to_arrays(jaxpr, [*consts, *carry.join(moving), *inputs], forwarded)
         return carry.select_moving(results[:n_carry]), results[n_carry:]
 
     options = (params["length"], params["reverse"], params["unroll"])
     moving = carry.select_moving(carry.operands)
-    moving, ys = lax.scan(step, moving, [row.xs for row in rows], *options)
+    moving, ys = lax.scan(step, moving, [operand.xs for operand in scanned], *options)
     results = carry.join(moving) + ys
     stacked = {
         index: source
@@ -214,11 +221,12 @@ def _while(operands: list[Any], params: dict[str, Any]) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Carry:
-    """The carry of a loop; what each step hands on as it is stays out of the arrays that move.
+    """The carry of a loop. Values that each step returns unchanged are kept out of the loop's
+    arrays.
 
     Attributes:
-      operands: the first step's; those that move are arrays.
-      fixed: whether each stays as it is.
+      operands: the initial carry; the values that change are arrays.
+      fixed: whether each value stays unchanged.
     """
 
     operands: list[Any]
@@ -226,31 +234,41 @@ class _Carry:
 
     @classmethod
     def of(cls, operands: list[Any], jaxpr: Any, n_consts: int, name: str) -> "_Carry":
-        """
+        """Returns the carry for the initial values `operands`.
+
         Args:
-          jaxpr: of a step; its inputs after `n_consts` others are the carry, its first results too.
-          name: of the operation that reads weights which move.
+          jaxpr: the jaxpr of a step. The carry is its inputs after the first `n_consts`, and its
+            first results.
+          name: the operation that reads a weight whose value changes, for the record.
         """
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
         pairs = zip(jaxpr.invars[n_consts:], jaxpr.outvars, strict=False)
         fixed = [before is after for before, after in pairs][: len(operands)]
-        of_each = zip(operands, fixed, strict=True)
-        return cls([one if stays else as_array(one, name) for one, stays in of_each], fixed)
+        pairs = zip(operands, fixed, strict=True)
+        values = [value if is_fixed else as_array(value, name) for value, is_fixed in pairs]
+        return cls(values, fixed)
 
     def select_moving(self, values: list[Any]) -> list[Any]:
-        """Returns the carry's values that move."""
-        return [one for one, stays in zip(values, self.fixed, strict=True) if not stays]
+        """Returns the values of the carry that change."""
+        pairs = zip(values, self.fixed, strict=True)
+        return [value for value, is_fixed in pairs if not is_fixed]
 
     def join(self, moving: list[Any]) -> list[Any]:
-        """Returns the carry's values from those that move."""
-        moved = iter(moving)
-        of_each = zip(self.operands, self.fixed, strict=True)
-        return [one if stays else next(moved) for one, stays in of_each]
+        """Returns all values of the carry, given the values that change."""
+        remaining = iter(moving)
+        pairs = zip(self.operands, self.fixed, strict=True)
+        return [value if is_fixed else next(remaining) for value, is_fixed in pairs]
 
 
 @dataclasses.dataclass(frozen=True)
 class _ScannedOperand:
-    """The parts that a scan takes an operand apart into, along its first axis."""
+    """An operand that a scan slices along its first axis.
+
+    Attributes:
+      operand: the operand; a weight if `axes` is not None.
+      axes: for a weight, the scanned axis of each of its arrays that has it; None for an array.
+      xs: the arrays that the scan slices.
+    """
 
     operand: Any
     axes: dict[str, int] | None
@@ -262,20 +280,22 @@ class _ScannedOperand:
             part = operand.whole_part(0)
             axis = -1 if part is None else operand.origins[part]
             if part is not None and (operand.roles is None or operand.roles[axis] == "b"):
-                own_axes = {name: operand.axis_in(name, axis) for name in operand.arrays}
-                axes = {name: own for name, own in own_axes.items() if own is not None}
+                array_axes = {name: operand.axis_in(name, axis) for name in operand.arrays}
+                axes = {name: index for name, index in array_axes.items() if index is not None}
                 xs = {
-                    name: jnp.moveaxis(operand.arrays[name], own, 0) for name, own in axes.items()
+                    name: jnp.moveaxis(operand.arrays[name], index, 0)
+                    for name, index in axes.items()
                 }
                 return cls(operand, axes, xs)
             operand = as_array(operand, "scan")
         return cls(operand, None, operand)
 
     def at(self, x: Any) -> Any:
+        """Returns the operand of one step, given that step's slice of `xs`."""
         if self.axes is None:
             return x
-        one = {name: jnp.expand_dims(x[name], own) for name, own in self.axes.items()}
+        arrays = {name: jnp.expand_dims(x[name], index) for name, index in self.axes.items()}
         weight, (part,) = self.operand, self.operand.view[0]
         stacked = weight.stacked | {weight.origins[part]}
-        weight = weight.with_part_size(part, one, weight.view[1:])
+        weight = weight.with_part_size(part, arrays, weight.view[1:])
         return dataclasses.replace(weight, stacked=stacked)
