@@ -192,7 +192,7 @@ def test_an_adapter_that_does_not_fit():
     with pytest.raises(ValueError, match=r"has \['lora_a', 'lora_b'\] for 'linear'; .*'magnitude'"):
         set_adapter(base, dataclasses.replace(adapter, arrays={"linear": part}))
     dropped = apply_dora(base, DoRARule("linear", 2, 4, dropout=0.5), rngs=nnx.Rngs(1))
-    with pytest.raises(ValueError, match="rngs is None and the adapter drops inputs"):
+    with pytest.raises(ValueError, match="rngs is None and the adapter has dropout"):
         set_adapter(base, get_adapter(dropped))
     with pytest.raises(TypeError, match="adapter is a dict; expected an Adapter"):
         set_adapter(base, adapter.arrays)
