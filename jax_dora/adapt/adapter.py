@@ -168,9 +168,9 @@ def set_adapter[Model: nnx.Module](
     float32, as in `load_adapter`. A function compiled by `nnx.jit` does not compile again for an
     adapter with the same layers, ranks and scales.
 
-    Dropout is on or off as in the layer that held an adapter before. A layer without dropout before
-    has it on if any module in `model` is in training (its `deterministic` is False), and off
-    otherwise. `train()` and `eval()` of the copy switch it.
+    The dropout of each new layer is on or off like the dropout of the layer that it replaces. If
+    that layer has no dropout, the new dropout is on if any module in `model` is in training (its
+    `deterministic` is False), and off otherwise. `train()` and `eval()` of the copy switch it.
 
     Args:
       rngs: for the dropout masks; only an adapter with dropout needs it.

@@ -101,7 +101,7 @@ def _sites_of(found: FoundModule, modules: list[FoundModule], traced: ReadLog | 
         site = Site(names, found, param)
         reads = _reads_of(traced, found, param)
         _describe(site, kind, registered.get(param), reads, modules)
-        site.is_linear = site.is_linear and not _is_head(site.names[0])
+        site.is_linear = site.is_linear and site.names[0].rpartition("/")[2] not in OUTPUT_HEADS
         is_unread = kind is None and reads == ()
         site.is_matched = param in main or not site.refusal or is_unread
         sites.append(site)
@@ -298,7 +298,3 @@ def _stack_axis(reads: tuple[Read, ...] | None) -> int | None:
     all_axes = {read.axes for read in reads or () if read.kind != "other"}
     stack_axes = {axes.index("s") for axes in all_axes if axes.count("s") == 1}
     return stack_axes.pop() if len(stack_axes) == 1 else None
-
-
-def _is_head(path: str) -> bool:
-    return path.rpartition("/")[2] in OUTPUT_HEADS

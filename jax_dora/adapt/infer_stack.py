@@ -37,7 +37,7 @@ def infer_stack(layer: Any, axis: int | None = None) -> Stack:
     axes = stacked_axes(shape, single)
     if (bias := getattr(layer, "bias", None)) is not None:
         # The bias is stacked along the same axis, or along its last one.
-        fitting = [one for one in axes if bias.shape[min(one, bias.ndim - 1)] == shape[one]]
+        fitting = [a for a in axes if bias.shape[min(a, bias.ndim - 1)] == shape[a]]
         axes = fitting or axes
     if (known_axis := scan_axis(kernel)) in axes:
         axes = [known_axis]
@@ -63,8 +63,8 @@ def infer_stack(layer: Any, axis: int | None = None) -> Stack:
             "only one possible axis: pass inputs for the model as example= of apply_dora, or set "
             f"param_scan_axis in the metadata of the {cls.kernel_name}"
         )
-    least = len(cls.layout_of(layer, 1).magnitude.stored)
-    return Stack.of_kernel(shape[axes[0]], axes[0], len(shape), least)
+    magnitude_ndim = len(cls.layout_of(layer, 1).magnitude.stored)
+    return Stack.of_kernel(shape[axes[0]], axes[0], len(shape), magnitude_ndim)
 
 
 def _no_stack(cls: Any, shape: tuple[int, ...], single: tuple[int, ...]) -> NotImplementedError:

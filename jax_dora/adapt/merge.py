@@ -90,7 +90,7 @@ def merge_dora(
         adapter also scales those merged before it, and the order matters. The cast to the kernel's
         dtype is done once, after the last.
       requantize: return quantised kernels in the same format and tiles instead of bf16.
-      return_report: also return a `MergeReport`.
+      return_report: also return a `dora_common.merge_report.MergeReport`.
 
     Returns:
       The merged model, or (merged model, report).
@@ -219,6 +219,7 @@ def report_entry(path: str, kernel: jax.Array, change: jax.Array, merged: Any) -
 
 
 def _change(before: jax.Array | None, layer: DoRALayer | WeightAdapter) -> jax.Array:
+    """Returns W' - W after merging `layer`, given W' - W of the adapters merged before it."""
     parameters = {name: getattr(layer, name)[...] for name in ADAPTER_NAMES}
     parameters["kernel"] = layer.kernel_param[...]
     if before is not None:

@@ -93,7 +93,7 @@ class Site:
         if isinstance(self.found.module, DoRALayer):
             return self.found.module
         adapters = adapters_of(self.found.module)
-        return next((one for one in adapters if one.spec.param == self.param), None)
+        return next((adapter for adapter in adapters if adapter.spec.param == self.param), None)
 
     def described(self) -> str:
         """Returns the path, the class and the refusal, for an error message."""

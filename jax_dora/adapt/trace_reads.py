@@ -140,7 +140,7 @@ def has_adapted_form(read: Read, axes: str) -> bool:
     """Returns whether the operation `read` has an adapted form for a weight with these axes."""
     if read.kind == "other":
         return False
-    read_axes, weight_axes = (one.replace("s", "b") for one in (read.axes, axes))
+    read_axes, weight_axes = (letters.replace("s", "b") for letters in (read.axes, axes))
     if read.kind == "lookup":
         return read_axes == weight_axes
     transposed = read_axes.translate(str.maketrans("io", "oi"))

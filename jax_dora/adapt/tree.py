@@ -136,7 +136,7 @@ def remove_dora[Model: nnx.Module](model: Model) -> Model:
         if has_dora_type(module):
             restore_plain_class(module)
     return replace_modules(
-        copy, {id(one): one.base_layer() for one in modules if isinstance(one, DoRALayer)}
+        copy, {id(layer): layer.base_layer() for layer in modules if isinstance(layer, DoRALayer)}
     )
 
 

@@ -1,6 +1,7 @@
 """DoRA layers: Flax layers with an adapter on their kernel.
 
-A call of `DoRALinear` takes these steps; the other layers differ in step 2 alone:
+A call of `DoRALinear` takes these steps. Other projections and convolutions differ in step 2;
+`DoRAEmbed` looks up rows instead.
 
 1. `DoRAProduct.__call__` (product.py) collects the operands. `call.operands_of_call` promotes x,
    kernel and bias as the base layer does, and computes g = magnitude / norm. `call.dropout_of_call`

@@ -112,7 +112,7 @@ def initialize(init: Any, key: jax.Array, parameter: Axes, dtype: Any) -> Any:
     if n == 1:
         return parameter.from_matrices(init(key, shape, dtype)[None])
     keys = jax.random.split(key, n)
-    return parameter.from_matrices(jax.vmap(lambda one: init(one, shape, dtype))(keys))
+    return parameter.from_matrices(jax.vmap(lambda key: init(key, shape, dtype))(keys))
 
 
 def _check_shape(name: str, array: jax.Array, shape: tuple[int, ...]) -> jax.Array:

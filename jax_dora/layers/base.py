@@ -131,8 +131,11 @@ class DoRALayer(nnx.Module):
         self.dropout = dropouts[0] if dropouts else nnx.data(None)
         if dropouts and (shape := self.stack.shape):
             # A dropout's RNG state is scalar, so it can only be stacked along a leading axis.
-            states, leading = (nnx.state(one, nnx.RngState) for one in dropouts), Stack(shape)
-            nnx.update(self.dropout, jax.tree.map(lambda *one: leading.join(one), *states))
+            states, leading = (
+                (nnx.state(dropout, nnx.RngState) for dropout in dropouts),
+                Stack(shape),
+            )
+            nnx.update(self.dropout, jax.tree.map(lambda *layers: leading.join(layers), *states))
 
     @classmethod
     def from_base(cls, base: Any, *, rngs: nnx.Rngs, **options: Any) -> Self:

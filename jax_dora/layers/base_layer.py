@@ -47,7 +47,7 @@ def check_base(base: Any, expected: type[nnx.Module]) -> None:
     for name, allowed in _CUSTOM_ARITHMETIC.items():
         value = getattr(base, name, allowed[0])
         quantised = (table.get(name, allowed[0]) for table in (ARITHMETIC, ROW_WISE_ARITHMETIC))
-        if not any(value is one for one in (*allowed, *quantised)):
+        if not any(value is choice for choice in (*allowed, *quantised)):
             shape = getattr(value, "shape", None)
             described = repr(value) if shape is None else f"an array of shape {tuple(shape)}"
             raise NotImplementedError(

@@ -95,7 +95,7 @@ def projection_layout(shape: tuple[int, ...], order: str, rank: int) -> Layout:
       shape: the kernel's shape.
       order: the role of each kernel axis: "b" (batch), "i" (input) or "o" (output).
     """
-    by_role = [tuple(axis for axis, role in enumerate(order) if role == one) for one in "bio"]
+    by_role = [tuple(axis for axis, role in enumerate(order) if role == wanted) for wanted in "bio"]
     batch, in_, out = (tuple(shape[axis] for axis in axes) for axes in by_role)
     n = len(batch)
 

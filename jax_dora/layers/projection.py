@@ -215,14 +215,14 @@ def _refusal(einsum_str: str | None) -> str | None:
             "call has no fixed output features. Pass it to the constructor of nnx.Einsum"
         )
     x, kernel, y = _operands(einsum_str)
-    ellipses = tuple("..." in one for one in (x, kernel, y))
+    ellipses = tuple("..." in letters for letters in (x, kernel, y))
     x, y = x.replace("...", ""), y.replace("...", "")
     reason = None
     if ellipses[1]:
         reason = "the kernel has an ellipsis"
     elif ellipses[0] != ellipses[2]:
         reason = "the ellipsis is not in both the input and the result"
-    elif any(len(set(one)) < len(one) for one in (x, kernel, y)):
+    elif any(len(set(letters)) < len(letters) for letters in (x, kernel, y)):
         reason = "a letter occurs twice in one operand"
     elif lone := (set(x) ^ set(kernel)) - set(y):
         reason = f"{sorted(lone)} occurs in one operand alone and is summed away"

@@ -119,7 +119,7 @@ def act_qtype_of(layer: Any) -> str | None:
 
 def compute_plain(layer: Any) -> None:
     """Reverses `compute_quantised`."""
-    base = next(one for one in LAYERS if isinstance(layer, one))
+    base = next(cls for cls in LAYERS if isinstance(layer, cls))
     parameters = inspect.signature(base.__init__).parameters
     for name in ARITHMETIC:
         if hasattr(layer, name):

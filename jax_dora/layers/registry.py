@@ -29,7 +29,7 @@ def dora_class_of(module: nnx.Module) -> type[DoRALayer] | None:
     class adapts."""
     if isinstance(module, DoRALayer):
         return None
-    return next((DORA_CLASSES[one] for one in type(module).__mro__ if one in DORA_CLASSES), None)
+    return next((DORA_CLASSES[cls] for cls in type(module).__mro__ if cls in DORA_CLASSES), None)
 
 
 def kind_of(module: Any) -> Any:

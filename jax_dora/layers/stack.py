@@ -27,26 +27,26 @@ class Stack:
     axis: int = 0
 
     @classmethod
-    def of_kernel(cls, size: int, axis: int, ndim: int, least: int) -> "Stack":
+    def of_kernel(cls, size: int, axis: int, ndim: int, magnitude_ndim: int) -> "Stack":
         """Returns the stack of a kernel that is stacked along `axis`.
 
         Args:
           size: the size of that axis.
           ndim: the number of kernel axes, that axis included.
-          least: the number of axes of a single layer's magnitude, the parameter with the fewest
-            axes.
+          magnitude_ndim: the number of axes of a single layer's magnitude, the parameter with the
+            fewest axes.
 
         Raises:
           NotImplementedError: a parameter would lack that axis, and it is not the last one.
         """
-        if axis <= least:
+        if axis <= magnitude_ndim:
             return cls((size,), axis)
         if axis == ndim - 1:
             return cls((size,), -1)
         raise NotImplementedError(
             f"its layers are stacked along axis {axis} of {ndim}, and a single layer's magnitude "
-            f"has {least} axes; expected an axis of at most {least}, or the last: stack the layers "
-            "by nnx.vmap with out_axes=0"
+            f"has {magnitude_ndim} axes; expected an axis of at most {magnitude_ndim}, or the "
+            "last: stack the layers by nnx.vmap with out_axes=0"
         )
 
     @property
@@ -91,22 +91,25 @@ class Stack:
     def map(self, function: Callable[[Any], jax.Array], arrays: Any) -> jax.Array:
         """Returns `function` of each layer's arrays, stacked. It runs layer by layer, because its
         temporaries may be as large as the kernel."""
-        return self.move_stack_axes(self.map_leading(lambda one, _: function(one), arrays, None))
+        return self.move_stack_axes(
+            self.map_leading(lambda layer, _: function(layer), arrays, None)
+        )
 
     def map_leading(
         self, function: Callable[[Any, Any], jax.Array], arrays: Any, leading: Any
     ) -> jax.Array:
         """Like `map`, with a second argument. The stack axes of `leading` and of the result are the
         leading ones."""
-        if self.axis:
-            return lax.map(
-                lambda one: function(
-                    jax.tree.map(lambda array: self._take_layer(array, one[0]), arrays), one[1]
-                ),
-                (jnp.arange(self.shape[0]), leading),
+        if not self.axis:
+            return _along_leading(len(self.shape), function)(arrays, leading)
+
+        def apply(layer: tuple[jax.Array, Any]) -> jax.Array:
+            index, part = layer
+            return function(
+                jax.tree.map(lambda array: self._take_layer(array, index), arrays), part
             )
 
-        return _along_leading(len(self.shape), function)(arrays, leading)
+        return lax.map(apply, (jnp.arange(self.shape[0]), leading))
 
     def _take_layer(self, array: jax.Array, index: jax.Array) -> jax.Array:
         axis = self.axis % array.ndim

@@ -37,7 +37,7 @@ def merge_dora(
       variables: the variables of `adapted`: "params", and its other collections if there are any.
       *args, **kwargs: any inputs of the model. It is only traced with them, not run, to find its
         layers.
-      return_report: also return a `jax_dora.adapt.MergeReport`.
+      return_report: also return a `dora_common.merge_report.MergeReport`.
       method: the method of the model that takes these inputs; None is `__call__`.
 
     Returns:

@@ -30,7 +30,7 @@ def mark_adapted(kernel: jax.Array) -> jax.Array:
 
 
 # The scopes outside a function that JAX traces again: it starts such a trace without them.
-_OUTER_SCOPES = contextvars.ContextVar("around", default="")
+_OUTER_SCOPES = contextvars.ContextVar("outer_scopes", default="")
 
 
 def current_scopes() -> str:

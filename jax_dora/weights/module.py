@@ -37,9 +37,9 @@ def dora_type(base: type[nnx.Module]) -> type[Any]:
     """
     methods = {name: _with_tracing(method) for name, method in own_methods(base).items()}
     methods |= {
-        name: property(_with_tracing(one.fget), one.fset, one.fdel, one.__doc__)
-        for name, one in inspect.getmembers(base, lambda one: isinstance(one, property))
-        if one.fget is not None and not name.startswith(_FRAMEWORK_PREFIXES)
+        name: property(_with_tracing(prop.fget), prop.fset, prop.fdel, prop.__doc__)
+        for name, prop in inspect.getmembers(base, lambda value: isinstance(value, property))
+        if prop.fget is not None and not name.startswith(_FRAMEWORK_PREFIXES)
     }
     if issubclass(base, nnx.Dict):
         methods["__iter__"] = _own_keys
@@ -110,19 +110,20 @@ def trace_adapted_weights(module: Any) -> Iterator[Callable[[Any], Any]]:
     """
     own = (((), spec.param) for spec in module.dora_specs)
     adapters = [
-        one
+        adapter
         for path, param in dict.fromkeys((*module.dora_reads, *own))
-        for one in adapters_of(at_path(module, path))
-        if one.spec.param == param and not is_weight_tracer(one.kernel_param.get_raw_value())
+        for adapter in adapters_of(at_path(module, path))
+        if adapter.spec.param == param
+        and not is_weight_tracer(adapter.kernel_param.get_raw_value())
     ]
     if not adapters:
         yield lambda result: result
         return
-    variables = [one.kernel_param for one in adapters]
+    variables = [adapter.kernel_param for adapter in adapters]
     raws = [variable.get_raw_value() for variable in variables]
     with weight_trace() as trace:
-        for one, variable, raw in zip(adapters, variables, raws, strict=True):
-            _set(variable, one.traced(trace, raw))
+        for adapter, variable, raw in zip(adapters, variables, raws, strict=True):
+            _set(variable, adapter.traced(trace, raw))
 
         def to_arrays(result: Any) -> Any:
             leaves = jax.tree.leaves(result, is_leaf=is_node)

@@ -3,7 +3,6 @@
 The result of a primitive is either a view of the weight, or a product or lookup of it.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -89,14 +88,10 @@ def _slice(
     result: Weight | None = weight
     for axis, part in parts.items():
         if result is not None:
-            result = result.slice_axis(axis, functools.partial(_slice_along, function, part))
+            result = result.slice_axis(
+                axis, lambda array, array_axis, part=part: function(array, *part, axis=array_axis)
+            )
     return result
-
-
-def _slice_along(
-    function: Callable[..., jax.Array], part: tuple[Any, ...], array: jax.Array, axis: int
-) -> jax.Array:
-    return function(array, *part, axis=axis)
 
 
 def _scale(name: str, weight: Weight, operands: Sequence[Any]) -> Weight | None:

@@ -177,7 +177,7 @@ class Recorder:
             return "b" if axis in batch_axes or is_indexed else "o"
 
         roles = [role(axis) for axis in range(len(self.shape))]
-        short = [axis for axis, one in enumerate(roles) if one == "o" and self.shape[axis] == 1]
+        short = [axis for axis, size in enumerate(self.shape) if roles[axis] == "o" and size == 1]
         if "i" not in roles and short:
             # Views omit axes of size 1, so the contracted axis is one of these.
             roles[short[0]] = "i"

@@ -203,8 +203,8 @@ def stack_of_weight(shape: tuple[int, ...], axes: str) -> Stack:
     count, axis = len(shape) - len(axes.replace("s", "")), axes.find("s")
     if axis <= 0:
         return Stack(shape[:count])
-    least = sum(role in "bo" for role in axes)
-    return Stack.of_kernel(shape[axis], axis, len(axes), least)
+    magnitude_ndim = sum(role in "bo" for role in axes)
+    return Stack.of_kernel(shape[axis], axis, len(axes), magnitude_ndim)
 
 
 def layout_of_weight(shape: tuple[int, ...], axes: str, rank: int) -> Layout:
