@@ -7,12 +7,10 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import against, baselines, results, scale, step_table, step_torch
-from benchmarks.check import judge
+from benchmarks import against, baselines, ops, results, scale, step_table, step_torch
 from benchmarks.model import placed
 from benchmarks.model.protocol import QUICK as QUICK_SIZES
-from benchmarks.ops import compose
-from benchmarks.work import Expectation
+from benchmarks.work import Expectation, judge
 from parity import oracle, tolerances
 from parity.cases import Case, layer_inputs
 
@@ -87,14 +85,14 @@ def test_a_level_is_measured(level: str, tmp_path: Path) -> None:
 def test_what_is_wrong_or_fails_is_caught(
     wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = compose.torch_ops.compose
+    right = ops.torch_ops.compose
 
     def broken(*arguments, **options):
         if not wrong:
             raise RuntimeError("out of memory")
         return right(*arguments, **options) * 1.02
 
-    monkeypatch.setattr(compose.torch_ops, "compose", broken)
+    monkeypatch.setattr(ops.torch_ops, "compose", broken)
     only = ("--only", "compose 3×64*eager", "--only", "compose 3×64 jax xla")
     code, _, (xla, eager) = run("ops", tmp_path, *only)
     assert code == 1
@@ -109,7 +107,7 @@ def test_what_is_wrong_or_fails_is_caught(
         (["scale", "--rank", "7", *QUICK], "has no rank"),
         (["serve", "--torch", "--rank", "7", *QUICK], "has no rank"),
         (["quality", "--only", "encoder", *QUICK], "has no only"),
-        (["ops", "--out", str(command.RESULTS / "new"), *QUICK], "nothing worth keeping"),
+        (["ops", "--out", str(results.FOLDER / "new"), *QUICK], "nothing worth keeping"),
         (["ops", "--device", "cuda"], "no GPU"),
         (["against", str(against.ROOT / "docs"), *QUICK], "holds no jax_dora"),
         (["against", str(against.ROOT), *QUICK], "this very checkout"),

@@ -66,9 +66,9 @@ def test_no_ratio_is_stated_while_a_check_is_red(wrong: str) -> None:
 def test_what_was_refused_is_no_failure_and_what_failed_is() -> None:
     refused, broken = measured("ours", 1.0, refused="no GPU"), measured("ours", 1.0, failed="Error")
     assert [results.failed(row) for row in (refused, broken)] == [False, True]
-    assert results.shown(refused).endswith("refused: no GPU")
-    assert results.shown(broken).endswith("failed: Error")
-    assert results.shown(refused | {"kernels": {"dora_norm": 1.5}}) == results.shown(refused)
+    assert results.describe(refused).endswith("refused: no GPU")
+    assert results.describe(broken).endswith("failed: Error")
+    assert results.describe(refused | {"kernels": {"dora_norm": 1.5}}) == results.describe(refused)
     del broken["check"], broken["failed"]
     assert not correct(broken)
 
