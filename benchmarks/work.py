@@ -140,12 +140,15 @@ def judge(results: Mapping[str, Any], expected: Mapping[str, Expectation], exact
             raise ValueError(f"{name} has shape {tuple(got.shape)}, expected {tuple(want.shape)}")
         error = (got.detach().double() - want).abs()
         error = torch.where(error.isfinite(), error, torch.inf)
-        relative[name] = float(error.norm()) / (float(want.norm()) or 1.0)
+        length = float(want.norm())
+        # Not divided by 0, nor by the NaN of an expectation with NaN, which must not pass.
+        relative[name] = float(error.norm()) / (length if length > 0 else 1.0)
         if exact:
             if bound is None:
                 raise ValueError(f"{name} is to be exact, and no bound is given for it")
-            # Where nothing is allowed and nothing is missed, 0 / 0 would be NaN.
-            of_bound[name] = float(torch.where(error > 0, error / bound, 0).max())
+            # Without an error and with a bound of 0, 0 / 0 would be NaN.
+            used = torch.where(error > 0, error / bound, 0)
+            of_bound[name] = float(used.nan_to_num(nan=torch.inf, posinf=torch.inf).max())
     errors = of_bound if exact else relative
     return {
         "passed": max(errors.values(), default=0.0) <= (1.0 if exact else SAME_FUNCTION),

@@ -55,7 +55,13 @@ def _replacement(
             return original(key, *args, **options)
         sharding = given.pop("out_sharding", None)
         rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel())
-        return jax.device_put(np.asarray(draw(rng, **given)).astype(dtype), _sharding(sharding))
+        values = np.asarray(draw(rng, **given)).astype(dtype)
+        if draw is uniform:
+            # Rounding to `dtype` must not reach maxval: initialisers take erf_inv of the values.
+            low = np.asarray(given.get("minval", 0.0), dtype)
+            high = np.asarray(given.get("maxval", 1.0), dtype)
+            values = np.minimum(values, np.nextafter(high, low))
+        return jax.device_put(values, _sharding(sharding))
 
     return replacement
 

@@ -32,7 +32,11 @@ def test_others_must_compute_the_same_function() -> None:
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_nan_never_passes(exact: bool) -> None:
-    assert not judge({"y": torch.tensor([1.0, torch.nan, 4.0])}, EXPECTED, exact)["passed"]
+    nan = torch.tensor([1.0, torch.nan, 4.0], dtype=torch.float64)
+    others = {"x": Expectation(WANT, EXPECTED["y"].bound)}
+    for got, want in ((nan, WANT), (WANT, nan), (nan, nan)):
+        expected = others | {"y": Expectation(want, EXPECTED["y"].bound)}
+        assert not judge({"x": WANT, "y": got}, expected, exact)["passed"]
 
 
 def test_unexpected_results_are_errors() -> None:
