@@ -152,16 +152,16 @@ def jax_variants(problem: Problem, every: bool, backward: bool) -> Iterator[Vari
     def lora(kernel, norm, *, x, lora_a, lora_b):
         return x @ kernel + s * ((x @ lora_a) @ lora_b)
 
-    def dora(kernel, norm, *, x, lora_a, lora_b, magnitude):
-        return ops.dora_linear(x, kernel, lora_a, lora_b, magnitude, s)
+    def dora(kernel, norm, *, x, lora_a, lora_b, magnitude, **options):
+        return ops.dora_linear(x, kernel, lora_a, lora_b, magnitude, s, **options)
 
-    def norm_kept(kernel, norm, *, x, lora_a, lora_b, magnitude):
-        return ops.dora_linear(x, kernel, lora_a, lora_b, magnitude, s, norm=norm)
+    def norm_kept(kernel, norm, **operands):
+        return dora(kernel, None, norm=norm, **operands)
 
-    def by_xla(kernel, norm, *, x, lora_a, lora_b, magnitude):
+    def by_xla(kernel, norm, *, lora_a, lora_b, **operands):
         norm = ops.factored_norm(kernel, lora_a, lora_b, s, implementation="xla")
         options = {"norm": norm, "implementation": "xla"}
-        return ops.dora_linear(x, kernel, lora_a, lora_b, magnitude, s, **options)
+        return dora(kernel, None, lora_a=lora_a, lora_b=lora_b, **operands, **options)
 
     def step_of(apply: Step, trained: tuple[str, ...]) -> Step:
         def step(kernel, lora_a, lora_b, magnitude, norm, x, dy):

@@ -22,24 +22,12 @@ RANK, TOKENS = 16, 4096
 FORMATS = (None, "int8", "float8_e4m3fn", "nf4")
 
 
-def _config(hidden: int, intermediate: int, layers: int, heads: int, vocab: int) -> DecoderConfig:
-    return DecoderConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        head_dim=128,
-        attention="cudnn",
-    )
-
-
-MODELS = {
-    "Llama 3 8B": _config(4096, 14_336, 32, 32, 128_256),
-    "Qwen3 14B": _config(5120, 17_408, 40, 40, 151_936),
-    "Qwen3 32B": _config(5120, 25_600, 64, 64, 151_936),
-    "Llama 3 70B": _config(8192, 28_672, 80, 64, 128_256),
+# vocabulary, hidden, intermediate, layers, heads
+SIZES = {
+    "Llama 3 8B": (128_256, 4096, 14_336, 32, 32),
+    "Qwen3 14B": (151_936, 5120, 17_408, 40, 40),
+    "Qwen3 32B": (151_936, 5120, 25_600, 64, 64),
+    "Llama 3 70B": (128_256, 8192, 28_672, 80, 64),
 }
 
 
@@ -49,13 +37,14 @@ def memory() -> str:
     rule = jax_dora.DoRARule("model/layers/.*_proj", rank=RANK, alpha=RANK)
 
     def cell(name: str, qtype: str | None) -> str:
-        base, total = _bytes(MODELS[name], qtype, rule)
+        config = DecoderConfig(*SIZES[name], 8, 128, attention="cudnn")
+        base, total = _bytes(config, qtype, rule)
         step = {"name": name.removeprefix("Llama 3 "), "qtype": qtype or "bf16", "time": TOKENS}
         fields = {"work": "step", "kind": "DoRA", "keep_inner": None} | step
         peaks = (one["peak_bytes"] for one in results.rows("quantised", "h100", **fields))
         return f"{gib(base)} / {gib(total)}{''.join(f' / **{gib(peak)}**' for peak in peaks)}"
 
-    names = {name: name for name in MODELS}
+    names = {name: name for name in SIZES}
     return grid("model", names, {one or "bfloat16": one for one in FORMATS}, cell)
 
 
