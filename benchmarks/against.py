@@ -7,8 +7,8 @@ layer at several sizes, and inference and an optimizer step of a decoder.
 
 One line is one piece of work in one state. `device` and `wall` are the medians over the turns, and
 `device_over_there` and `wall_over_there` are the times here divided by those there. Results of
-layers are held against fp64 (`check`); of a model, whose random weights both states draw alike,
-`value` is the mean absolute result, to be compared between the states.
+layers are compared with fp64 (`check`). A model has the same random weights in both states, and
+`value` is its mean absolute result, to be compared between the states.
 """
 
 from __future__ import annotations

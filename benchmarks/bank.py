@@ -19,9 +19,9 @@ One line is one kind with one workload (`task`):
 
     decode      `rows` rows of one token. `mix` says how rows choose their adapters: by Zipf's law
                 with exponent 1.5 ("zipf"), evenly ("uniform"), all the same one ("one"), or
-                "growth": 64 rows, with adapters of one rank (`rank`), or with requests for so many
-                adapters (`adapters`). There a request takes `answer` steps, then another one begins
-                in its row, whose adapter is loaded if it is in no slot (`loads`).
+                "growth": 64 rows, with adapters of one rank (`rank`), or with requests for a number
+                of adapters (`adapters`). A request takes `answer` steps, then another one begins in
+                its row; if its adapter is in no slot, it is loaded (`loads`).
     prefill     8 requests of 512 tokens
     load        loading an adapter from host memory into a bank of a whole model, the `first` time,
                 when g is computed, and `again`

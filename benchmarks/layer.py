@@ -5,9 +5,9 @@ DoRA by PEFT. Weight and adapters are bf16, the magnitude is fp32, and the norm 
 call unless the variant says "norm kept". PEFT's "defaults" are fp32 adapters under autocast.
 
 All variants run at the main shape, 4096 rows × 8192 × 8192 with rank 384; at other shapes and ranks
-those of JAX with XLA's Triton products, and those compiled by torch, are left out. Results are held
-against fp64 on the operands of the timing. One line is one variant at one shape, with device time
-(cold L2 cache) and wall time; `benchmarks.report` lists its fields.
+those of JAX with XLA's Triton products, and those compiled by torch, are left out. Results are
+compared with fp64 on the operands of the timing. One line is one variant at one shape, with device
+time (cold L2 cache) and wall time; `benchmarks.report` lists its fields.
 """
 
 from __future__ import annotations
@@ -152,13 +152,13 @@ def jax_variants(problem: Problem, every: bool, backward: bool) -> Iterator[Vari
     def lora(kernel, norm, *, x, lora_a, lora_b):
         return x @ kernel + s * ((x @ lora_a) @ lora_b)
 
-    def dora(kernel, norm, *, x, lora_a, lora_b, magnitude, **options):
+    def dora(kernel, _, *, x, lora_a, lora_b, magnitude, **options):
         return ops.dora_linear(x, kernel, lora_a, lora_b, magnitude, s, **options)
 
     def norm_kept(kernel, norm, **operands):
         return dora(kernel, None, norm=norm, **operands)
 
-    def by_xla(kernel, norm, *, lora_a, lora_b, **operands):
+    def by_xla(kernel, _, *, lora_a, lora_b, **operands):
         norm = ops.factored_norm(kernel, lora_a, lora_b, s, implementation="xla")
         options = {"norm": norm, "implementation": "xla"}
         return dora(kernel, None, lora_a=lora_a, lora_b=lora_b, **operands, **options)

@@ -99,7 +99,7 @@ def prepare(work: Work, variant: Variant, device: str) -> tuple[Step, Row]:
     outputs, allocated = _first_run(step, variant, device)
     facts: Row = {}
     if memory := planned if variant.framework == "jax" else allocated:
-        facts["peak_bytes" if variant.whole else "temp_bytes"] = memory
+        facts["peak_bytes" if variant.peak_memory else "temp_bytes"] = memory
     if variant.check is not None:
         facts["check"] = variant.check()
     else:
@@ -168,7 +168,7 @@ def _compile(variant: Variant) -> tuple[Step, int | None]:
     if memory is None:
         return compiled, None
     planned = memory.temp_size_in_bytes
-    if variant.whole:
+    if variant.peak_memory:
         planned += memory.argument_size_in_bytes + memory.output_size_in_bytes
         planned -= memory.alias_size_in_bytes
     return compiled, planned
@@ -188,4 +188,4 @@ def _first_run(step: Step, variant: Variant, device: str) -> tuple[Any, int | No
     torch.cuda.synchronize()
     peak, after = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
     # Temporaries are all memory but arguments and results.
-    return result, peak if variant.whole else peak - after
+    return result, peak if variant.peak_memory else peak - after

@@ -1,14 +1,15 @@
 """Level `ops`: the public operators of both packages, one at a time.
 
     norm                   ‖W + sBA‖ by jax_dora and torch_dora, compared with forming the product
-                           (dense), PEFT, and the method of the DoRA paper (arXiv 2603.22276)
+                           (dense), PEFT, and the paper's method (arXiv 2603.22276)
     compose                y = g ⊙ (base + s·lora), by each implementation
     backward               its gradients, with and without that of `lora` ("backward, d_base")
     SwiGLU's gradient      from dh, gate and up to the gradients of two DoRA layers (JAX alone)
 
 Operands are bf16, g and the norms fp32, at the shapes of the paper and of public models. Each
-variant is held against fp64 on the operands of its timing, and timed alone: device time with a cold
-L2 cache, and wall time. One line is one variant at one shape; `benchmarks.report` lists its fields.
+variant is compared with fp64 on the operands of its timing, and timed alone: device time with a
+cold L2 cache, and wall time. One line is one variant at one shape; `benchmarks.report` lists its
+fields.
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ def _torch_variant(name: str, step: Callable, sets: list, device: str) -> Varian
 def _compose_work(
     group: str, case: Case, tensors: int, expected: dict[str, Expectation], variants: list[Variant]
 ) -> Work:
-    """Returns a piece of work that moves so many tensors [rows, out]."""
+    """Returns a piece of work that moves `tensors` tensors [rows, out]."""
     shape = {"rows": case.rows, "out": case.n_out}
     moved = tensors * case.rows * case.n_out * ITEM
     return Work(group, shape, moved, 0, expected, variants, COMPOSE_BASELINES)

@@ -3,7 +3,7 @@
 For every kernel and shape of `benchmarks.kernels` the variants are the same computation by XLA
 ("xla"), the kernel with its own choice of a config ("mosaic, chosen: yes" or "no", by what the
 kernel's `wins` says of the shape), and the kernel with each candidate, named after its fields that
-differ from the default. Results are held against fp32. Device time has a cold L2 cache.
+differ from the default. Results are compared with fp32. Device time has a cold L2 cache.
 
 One line is one variant at one shape; `benchmarks.report` lists its fields. The results are for
 reading: whoever changes a kernel's choices edits its `wins` and `config`.

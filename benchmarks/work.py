@@ -53,7 +53,7 @@ class Variant:
       flops: if different from the work's.
       expected: if different from the work's, for a variant that computes another function.
       compiler_options: for XLA, as in `jax.stages.Lowered.compile`.
-      whole: whether to report the peak of all memory instead of that of temporaries.
+      peak_memory: whether to report the peak of all memory, not of temporaries alone.
     """
 
     framework: Framework
@@ -66,7 +66,7 @@ class Variant:
     flops: int | None = None
     expected: Mapping[str, Expectation] | None = None
     compiler_options: Mapping[str, bool | str] = field(default_factory=dict)
-    whole: bool = False
+    peak_memory: bool = False
 
     @property
     def label(self) -> str:

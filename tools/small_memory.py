@@ -58,7 +58,7 @@ def _bytes(config: DecoderConfig, qtype: str | None, rule: Any) -> tuple[int, in
 
 
 def _parts(config: DecoderConfig, layers: int, qtype: str | None, rule: Any) -> dict[str, int]:
-    """Returns the bytes of each part of the memory of a step, for so many layers."""
+    """Returns the bytes of each part of the memory of a step with this number of layers."""
     config = dataclasses.replace(config, num_hidden_layers=layers)
 
     def make() -> CausalLM:

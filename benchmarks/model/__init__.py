@@ -8,7 +8,7 @@ torch_dora and PEFT on transformers' Qwen3 (`benchmarks.model.torch_model`), on 
     step        the gradient and an AdamW update
 
 "(no Triton)" are variants without XLA's Triton products, "norm kept" computes the norms once and
-not in every call. Two layers are held against fp32. One line is one variant of one task, with
+not in every call. Two layers are compared with fp32. One line is one variant of one task, with
 device time (cold L2 cache) and wall time; `benchmarks.report` lists its fields.
 """
 
@@ -44,7 +44,7 @@ def work(kind: Kind, task: Task, protocol: Protocol, device: str, checked: bool 
     """Returns one task of a kind as a piece of work with one variant.
 
     Args:
-      checked: whether the result is held against fp32; otherwise any result passes.
+      checked: whether the result is compared with fp32; otherwise any result passes.
     """
     side = importlib.import_module(f"benchmarks.model.{kind.framework}_model")
     variant = side.variant(kind, task, protocol, device)

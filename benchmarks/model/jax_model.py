@@ -47,7 +47,7 @@ def variant(kind: Kind, task: Task, protocol: Protocol, device: str) -> Variant:
         [(trained, frozen, *optimizer, norms, _tokens(protocol))],
         check=functools.partial(_check, kind, protocol, device),
         compiler_options={"xla_gpu_enable_triton_gemm": kind.triton},
-        whole=True,
+        peak_memory=True,
     )
 
 

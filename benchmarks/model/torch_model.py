@@ -50,7 +50,7 @@ def variant(kind: Kind, task: Task, protocol: Protocol, device: str) -> Variant:
 
     step = inference if task == "inference" else gradient
     check = functools.partial(_check, kind, protocol, device)
-    return Variant("torch", kind.name, step, [()], check=check, whole=True)
+    return Variant("torch", kind.name, step, [()], check=check, peak_memory=True)
 
 
 def random_model(config: PretrainedConfig, device: str, dtype: torch.dtype = torch.bfloat16) -> Any:

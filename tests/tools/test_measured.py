@@ -1,4 +1,4 @@
-"""The page of measurements and its figures are what the JSON says."""
+"""The page of measurements and the figures are made from the committed results."""
 
 import re
 
