@@ -56,7 +56,7 @@ def layer(name: str, device: str, inputs: LayerInputs, scale: float) -> dict[str
     y = parallel.call(x)
     y.backward(parallel.parts * parallel.share(inputs.dy))
     found = {
-        f"d_{name}": shards.whole(p.grad)
+        f"d_{name}": shards.full_tensor(p.grad)
         for name, p in parallel.layer.named_parameters()
         if p.grad is not None
     }

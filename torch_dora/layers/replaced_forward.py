@@ -1,5 +1,7 @@
-"""Modules that somebody has given a forward of their own, as accelerate's hooks do: of a copy, that
-forward has to call the copy."""
+"""Modules with a ``forward`` that was set on the instance, as accelerate's hooks do.
+
+In a copy of the model, this function must call the copied modules.
+"""
 
 import functools
 from collections.abc import Collection, Mapping
@@ -11,30 +13,30 @@ from torch import nn
 from dora_common.rules import listing
 from torch_dora.layers.names import named_modules
 
-_NAMES = ("forward", "_old_forward")  # the second is what accelerate's calls
+_NAMES = ("forward", "_old_forward")  # accelerate's forward calls _old_forward
 
 
 def rebind(module: nn.Module, copies: Mapping[int, nn.Module]) -> None:
-    """Makes the forward that a copied module has of its own call the copies.
+    """Makes the instance's own ``forward`` of a copied module call the copies.
 
     Args:
         module: the copy.
-        copies: of modules, by the ids of the originals.
+        copies: the copied modules, by the ids of the originals.
     """
     for name in _NAMES:
         if (function := vars(module).get(name)) is not None:
-            vars(module)[name] = _of_copy(function, copies) or function
+            vars(module)[name] = _rebound(function, copies) or function
 
 
-def _of_copy(function: Any, copies: Mapping[int, nn.Module]) -> Any:
-    """Returns a bound method or a partial function with the copies of its modules; None where it
-    has none."""
+def _rebound(function: Any, copies: Mapping[int, nn.Module]) -> Any:
+    """Returns a bound method or a partial function that refers to the copied modules; None if
+    ``function`` refers to no module in ``copies``."""
     if isinstance(function, MethodType):
         owner = copies.get(id(function.__self__))
         return None if owner is None else MethodType(function.__func__, owner)
     if not isinstance(function, functools.partial):
         return None
-    inner = _of_copy(function.func, copies)
+    inner = _rebound(function.func, copies)
     if inner is None and not any(id(one) in copies for one in function.args):
         return None
     arguments = [copies.get(id(one), one) for one in function.args]
@@ -43,13 +45,15 @@ def _of_copy(function: Any, copies: Mapping[int, nn.Module]) -> Any:
 
 
 def refuse_shared(model: nn.Module, copied: nn.Module, changed: Collection[int]) -> None:
-    """Raises NotImplementedError that lists those modules of a copy whose forward is the very
-    function that the original has, and calls the original's layers.
+    """Raises NotImplementedError if a module of a copy has the same ``forward`` function as the
+    original and would therefore call the original's layers.
+
+    The error lists these modules.
 
     Args:
         model: the original.
         copied: the copy.
-        changed: the ids of its layers that differ; others may be called in either.
+        changed: the ids of the copy's layers that differ from the original's.
     """
     functions = {id(vars(one)["forward"]) for one in model.modules() if "forward" in vars(one)}
     shared = [
@@ -61,7 +65,7 @@ def refuse_shared(model: nn.Module, copied: nn.Module, changed: Collection[int])
     ]
     if shared:
         raise NotImplementedError(
-            "the forward of these modules was replaced by a function that is bound to none of the "
-            "model's modules, and would call the model's own layers from a copy too; delete that "
-            f"attribute, or make it a method of its module by types.MethodType:{listing(shared)}"
+            "the forward of these modules was replaced by a function that is not bound to a module "
+            "of the model, so a copy would call the original model's layers; delete that "
+            f"attribute, or bind it to its module with types.MethodType:{listing(shared)}"
         )
