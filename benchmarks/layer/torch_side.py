@@ -22,7 +22,9 @@ def by_peft(problem: Problem, *, dora: bool, wide: bool) -> tuple[Any, list[nn.P
     inputs, rank = problem.inputs, problem.case.rank
     alpha = round(problem.scale * rank**0.5)
     options = {"use_dora": dora, "use_rslora": True, "wide": wide}
-    layer, parameters = peft_layer.over(peft_layer.linear(inputs.weight), rank, alpha, **options)
+    layer, parameters = peft_layer.adapt_linear(
+        peft_layer.frozen_linear(inputs.weight), rank, alpha, **options
+    )
     dtype = torch.float32 if wide else inputs.weight.dtype
     for name, parameter in parameters.items():
         parameter.data = getattr(inputs, name).to(dtype, copy=True)

@@ -1,4 +1,5 @@
-"""Distances between two systems' results; all sums in fp64, on the device of the results."""
+"""Distances between the results of two systems. All sums are in fp64, on the device of the
+results."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ from torch import Tensor
 
 from parity.model.weights import Result
 
-ROWS = 64  # of logits, in fp64 at a time
+ROWS = 64  # rows of logits that are converted to fp64 at a time
 
 
 @dataclass(frozen=True)
 class Distance:
-    """The distance of one tensor from another, with which it is compared.
+    """The distance between a tensor and a reference.
 
     Attributes:
       cosine: 1 - cosine of the angle.
@@ -30,10 +31,10 @@ class Distance:
 
 @dataclass(frozen=True)
 class LogitsDistance(Distance):
-    """The distance of all logits as one vector.
+    """The distance between all logits as one vector.
 
     Attributes:
-      top1: share of the tokens whose largest logit is the same.
+      top1: the share of tokens with the same largest logit.
       kl_mean, kl_max: KL(second ‖ first) per token, in nats.
     """
 
@@ -44,12 +45,12 @@ class LogitsDistance(Distance):
 
 @dataclass(frozen=True)
 class Pair(LogitsDistance):
-    """Two systems' results side by side: their logits' distance, and their gradients'.
+    """The distance between two systems' logits and gradients.
 
     Attributes:
-      gradients: by "self_attn.q_proj.lora_a" and the like, all layers' in one vector; empty where
-        one of the two has none.
-      adapter: all of them in one vector.
+      gradients: by names such as "self_attn.q_proj.lora_a", all layers in one vector; empty if one
+        of the two systems has none.
+      adapter: all gradients in one vector.
     """
 
     adapter: Distance | None
@@ -57,7 +58,8 @@ class Pair(LogitsDistance):
 
 
 def measure(parts: Iterable[tuple[Tensor, Tensor]]) -> Distance:
-    """Returns the distance of two vectors that come in parts, never in fp64 as a whole."""
+    """Returns the distance between two vectors given in parts, of which only one part at a time is
+    in fp64."""
     sums, peaks = [], []
     for one, other in parts:
         if one.shape != other.shape:
@@ -70,7 +72,7 @@ def measure(parts: Iterable[tuple[Tensor, Tensor]]) -> Distance:
     peak, a, b = torch.stack(peaks).max().item(), aa**0.5, bb**0.5
     if not a * b:
         return Distance(float("nan"), float("nan"), peak)
-    # 1 - a·b / (‖a‖‖b‖), without taking the cosine from 1.
+    # 1 - a·b / (‖a‖‖b‖), computed without cancellation.
     cosine = max(0.0, dd - (a - b) ** 2) / (2 * a * b) if dd == dd else dd
     return Distance(cosine, (dd / bb) ** 0.5, peak)
 

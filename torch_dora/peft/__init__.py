@@ -1,7 +1,7 @@
 """Loads Hugging Face PEFT adapter folders into torch models, and saves them.
 
-    model = torch_dora.peft.load_adapter(model, "folder")
-    torch_dora.peft.save_adapter(model, "another")
+model = torch_dora.peft.load_adapter(model, "folder")
+torch_dora.peft.save_adapter(model, "another")
 """
 
 from dora_common.peft.config import AdapterConfig

@@ -182,7 +182,9 @@ def test_a_forward_of_a_module_s_own_calls_the_layers_of_the_copy():
         assert torch.equal(model(x), base(x))
     forward = model.forward
     model.forward = lambda x: forward(x)
-    with pytest.raises(NotImplementedError, match=r"a copy would call the original.*:\n  the model itself"):
+    with pytest.raises(
+        NotImplementedError, match=r"a copy would call the original.*:\n  the model itself"
+    ):
         torch_dora.with_bank(model, bank, [0])
 
 
