@@ -5,9 +5,9 @@ reference, and the two packages' results with each other.
 
 Terms:
 
-    level       what is computed: single operators, one layer, a pretrained encoder, a whole
-                decoder, training runs, ... Each level has one command (`command.MODULES`) and
-                writes one report.
+    level       what is computed: operators, a layer, a pretrained encoder, a whole decoder,
+                training runs, ... A level writes one report. `python -m parity` runs the levels
+                operator, layer and encoder; others have a command (`parity.command.MODULES`).
     side        a framework, "jax" or "torch", with one module of functions per level
                 (`parity.sides`). Tensors on both sides have PyTorch's layout.
     oracle      the fp64 reference (`parity.oracle`; `parity.model.reference` for the decoder). It

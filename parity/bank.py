@@ -107,9 +107,13 @@ def jax_rows(problem: Problem, device: str) -> tuple[np.ndarray, np.ndarray]:
     assert base.bias is not None
     base.bias.set_value(jnp.asarray(problem.bias, problem.dtype))
     bank = jax_dora.AdapterBank(base, len(problem.adapters) + 1, max(RANKS))
-    for slot, one in enumerate(problem.adapters):
-        arrays = {"lora_a": one.lora_a.T, "lora_b": one.lora_b.T, "magnitude": one.magnitude}
-        rule = jax_dora.DoRARule("", **one.options)
+    for slot, adapter in enumerate(problem.adapters):
+        arrays = {
+            "lora_a": adapter.lora_a.T,
+            "lora_b": adapter.lora_b.T,
+            "magnitude": adapter.magnitude,
+        }
+        rule = jax_dora.DoRARule("", **adapter.options)
         bank = bank.load(slot, jax_dora.Adapter((rule,), {"": arrays}))
     graphdef, state = nnx.split(base)
 
@@ -132,10 +136,10 @@ def torch_rows(problem: Problem, device: str) -> tuple[np.ndarray, np.ndarray]:
     base.weight.copy_(torch.tensor(problem.weight))
     base.bias.copy_(torch.tensor(problem.bias))
     bank = torch_dora.AdapterBank(base, len(problem.adapters) + 1, max(RANKS), path=".*")
-    for slot, one in enumerate(problem.adapters):
-        layer = torch_dora.DoRALinear.from_linear(base, **one.options)
+    for slot, adapter in enumerate(problem.adapters):
+        layer = torch_dora.DoRALinear.from_linear(base, **adapter.options)
         for name in ("lora_a", "lora_b", "magnitude"):
-            getattr(layer, name).copy_(torch.tensor(getattr(one, name)))
+            getattr(layer, name).copy_(torch.tensor(getattr(adapter, name)))
         bank.load(slot, layer)
     x = torch.tensor(problem.x).to(device, dtype)
     found = torch_dora.with_bank(base, bank, problem.ids.tolist())(x)
@@ -152,16 +156,22 @@ def run(report: Report, problem: Problem, side: Backend, device: str) -> None:
     is_base = problem.ids == -1
     error = float(np.abs(found[is_base] - plain[is_base]).max())
     report.add(name, "y, the base alone", side=side, error=error, bound=0.0, ok=error == 0)
-    for slot, one in enumerate(problem.adapters):
+    for slot, adapter in enumerate(problem.adapters):
         in_slot = problem.ids == slot
-        operands = (problem.weight, one.lora_a, one.lora_b, one.magnitude, one.scale)
+        operands = (
+            problem.weight,
+            adapter.lora_a,
+            adapter.lora_b,
+            adapter.magnitude,
+            adapter.scale,
+        )
         x = problem.x[in_slot]
         exact = oracle.dora_linear(x, *operands, bias=bias, dtype=dtype)
         dy = np.zeros_like(exact)
         bound = tolerances.dora_linear(dy, x, *operands, dtype, bias=bias).y.reshape(exact.shape)
         # The base's result may be rounded with or without its bias.
         bound = bound + tolerances.rounding(exact - bias, dtype)
-        quantity = f"y, {one.kind} of rank {len(one.lora_a)}"
+        quantity = f"y, {adapter.kind} of rank {len(adapter.lora_a)}"
         expected = {quantity: Expected(exact, bound, dtype)}
         judge(report, name, side, {quantity: found[in_slot]}, expected)
 

@@ -164,11 +164,11 @@ def _evaluate_sides(
     gradients: bool,
     implementations: Mapping[Backend, Any],
 ) -> dict[Backend, Evaluation]:
-    found = {}
+    results = {}
     for name, side in SIDES.items():
         model = side.encoder.adapted(adapter, dtype, implementations[name], device)
-        found[name] = side.encoder.evaluate(model, batch, gradients)
-    return found
+        results[name] = side.encoder.evaluate(model, batch, gradients)
+    return results
 
 
 def dense(adapter: Adapter, device: str, stored: str = "float32") -> torch_encoder.Encoder:

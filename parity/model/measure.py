@@ -61,10 +61,10 @@ def measure(parts: Iterable[tuple[Tensor, Tensor]]) -> Distance:
     """Returns the distance between two vectors given in parts, of which only one part at a time is
     in fp64."""
     sums, peaks = [], []
-    for one, other in parts:
-        if one.shape != other.shape:
-            raise ValueError(f"results of shapes {tuple(one.shape)} and {tuple(other.shape)}")
-        a, b = one.double(), other.double()
+    for first, second in parts:
+        if first.shape != second.shape:
+            raise ValueError(f"results of shapes {tuple(first.shape)} and {tuple(second.shape)}")
+        a, b = first.double(), second.double()
         difference = a - b
         sums.append(torch.stack([(v * v).sum() for v in (a, b, difference)]))
         peaks.append(difference.abs().max())
@@ -91,9 +91,9 @@ def compare(a: Result, b: Result) -> Pair:
 def compare_logits(a: Tensor, b: Tensor) -> LogitsDistance:
     rows = list(zip(a.split(ROWS), b.split(ROWS), strict=True))
     same, divergences = [], []
-    for one, other in rows:
-        same.append((one.argmax(-1) == other.argmax(-1)).double())
-        log_p, log_q = other.double().log_softmax(-1), one.double().log_softmax(-1)
+    for first, second in rows:
+        same.append((first.argmax(-1) == second.argmax(-1)).double())
+        log_p, log_q = second.double().log_softmax(-1), first.double().log_softmax(-1)
         divergences.append((log_p.exp() * (log_p - log_q)).sum(-1))
     kl, top1 = torch.cat(divergences), torch.cat(same).mean().item()
     distance, kl_mean, kl_max = measure(rows), kl.mean().item(), kl.max().item()

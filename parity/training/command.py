@@ -145,14 +145,14 @@ def write_pairs(
     `start`."""
     limits = FULL_PRECISION if settings.dtype == "float32" else PAPER
     pairs = [(kind, *pair) for kind, pairs in (JUDGED | NOT_JUDGED).items() for pair in pairs]
-    for kind, one, other in pairs:
-        if one in runs and other in runs:
-            difference = compare(runs[one], runs[other], start)
+    for kind, first, second in pairs:
+        if first in runs and second in runs:
+            difference = compare(runs[first], runs[second], start)
             facts = dataclasses.asdict(difference)
             report.add(
                 f"seed {seed}",
                 QUANTITIES,
-                side=f"{one.label}, {other.label}",
+                side=f"{first.label}, {second.label}",
                 kind=kind,
                 error=facts.pop("figures"),
                 bound=limits if kind in JUDGED else None,

@@ -80,14 +80,14 @@ class Difference:
         return all(self.verdicts(limits))
 
 
-def compare(one: Run, other: Run, start: Adapter) -> Difference:
+def compare(first: Run, second: Run, start: Adapter) -> Difference:
     """Compares two runs that started with the adapter `start`."""
-    losses = np.abs(one.losses - other.losses)
-    norms = np.abs(one.gradient_norms - other.gradient_norms)
-    norms = norms / np.maximum(np.maximum(one.gradient_norms, other.gradient_norms), 1e-30)
-    initial, a, b = (flatten(adapter) for adapter in (start, one.adapter, other.adapter))
-    figures = Figures(losses.mean(), losses.max(), abs(one.eval_after - other.eval_after))
-    finite = np.isfinite(np.concatenate([one.losses, other.losses, norms])).all()
+    losses = np.abs(first.losses - second.losses)
+    norms = np.abs(first.gradient_norms - second.gradient_norms)
+    norms = norms / np.maximum(np.maximum(first.gradient_norms, second.gradient_norms), 1e-30)
+    initial, a, b = (flatten(adapter) for adapter in (start, first.adapter, second.adapter))
+    figures = Figures(losses.mean(), losses.max(), abs(first.eval_after - second.eval_after))
+    finite = np.isfinite(np.concatenate([first.losses, second.losses, norms])).all()
     return Difference(
         figures=Figures(*(float(figure) if finite else math.nan for figure in figures)),
         worst_step=int(losses.argmax()) + 1,

@@ -66,7 +66,7 @@ def test_another_file_is_refused(tmp_path):
     [
         (b"[]", "does not begin with a header"),
         (b"{", "is not a report in JSON"),
-        (b"\xff", "is no JSON"),
+        (b"\xff", "is not a report in JSON"),
     ],
 )
 def test_what_is_no_report_is_named(contents, message, tmp_path):

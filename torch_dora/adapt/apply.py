@@ -81,7 +81,7 @@ def apply_dora(model: nn.Module, rules: DoRARule | Sequence[DoRARule]) -> Any:
     check_model(model)
     refuse_peft(model)
     rules = as_rules(DoRARule, rules)
-    if lazy := [name for name, one in model.named_parameters() if is_lazy(one)]:
+    if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
         raise ValueError(
             "these parameters of lazy modules have no shape yet; first call the model once, which "
             f"sets their shapes:{listing(lazy)}"
@@ -108,7 +108,9 @@ def apply_dora(model: nn.Module, rules: DoRARule | Sequence[DoRARule]) -> Any:
             parameter.requires_grad_(True)
         raise
     model = replace_modules(model, new)
-    adapters = {id(getattr(one, name)) for _, one in dora_layers(model) for name in ADAPTER_NAMES}
+    adapters = {
+        id(getattr(layer, name)) for _, layer in dora_layers(model) for name in ADAPTER_NAMES
+    }
     for parameter in model.parameters():
         if id(parameter) not in adapters:
             parameter.requires_grad_(False)
@@ -128,7 +130,9 @@ def remove_dora(model: nn.Module) -> Any:
     check_model(model)
     layers = list(dora_layers(model))
     placement.refuse_unreplaceable(layers, "remove adapters before fully_shard")
-    return replace_modules(model, {id(one): one.base.train(one.training) for _, one in layers})
+    return replace_modules(
+        model, {id(layer): layer.base.train(layer.training) for _, layer in layers}
+    )
 
 
 def check_model(model: Any, inside: Collection[str] = NESTED_WRAPPERS) -> None:
@@ -222,12 +226,12 @@ def check_adaptable(model: nn.Module, matched: list[NamedModule]) -> None:
     def list_modules(modules: Iterable[NamedModule]) -> str:
         return listing(f"{names[0]} ({type(module).__name__})" for module, names in modules)
 
-    if adapted := [one for one in matched if isinstance(one[0], DoRALayer)]:
+    if adapted := [(m, names) for m, names in matched if isinstance(m, DoRALayer)]:
         raise ValueError(
             "a layer holds one adapter at a time, and these matched layers have one already; first "
             f"remove it with remove_dora, or merge it with merge_dora:{list_modules(adapted)}"
         )
-    if others := [one for one in matched if layer_class(one[0]) is None]:
+    if others := [(m, names) for m, names in matched if layer_class(m) is None]:
         expected = ", ".join(kind.BASES_NAMED for kind in LAYERS)
         raise TypeError(
             f"the rules match modules that cannot be adapted; expected {expected}, but no "
@@ -241,7 +245,11 @@ def check_adaptable(model: nn.Module, matched: list[NamedModule]) -> None:
         "adapters with the folder's rank and alpha",
     )
     offloads = any(hasattr(module, "_hf_hook") for module in model.modules())
-    offloaded = [one for one in matched if any(p.is_meta for p in one[0].parameters(recurse=False))]
+    offloaded = [
+        (module, names)
+        for module, names in matched
+        if any(parameter.is_meta for parameter in module.parameters(recurse=False))
+    ]
     if offloads and offloaded:
         raise NotImplementedError(
             "accelerate has offloaded the weights of these layers to the CPU or to disk, and the "

@@ -92,7 +92,7 @@ def _untied(model: nn.Module, layers: Mapping[str, DoRALayer]) -> list[str]:
         for parameter in module._parameters.values():
             owners.setdefault(id(parameter), []).append(name)
     others = {
-        name: [one for one in owners.get(id(layer.weight), ()) if one != name]
+        name: [owner for owner in owners.get(id(layer.weight), ()) if owner != name]
         for name, layer in layers.items()
     }
     return [f"{name}, tied to {', '.join(found)}" for name, found in others.items() if found]

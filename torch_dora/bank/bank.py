@@ -75,7 +75,9 @@ class AdapterBank:
         self.layers: dict[str, Any] = _projections(model, path)
         placement.refuse_offloaded(self.layers.items())
         placement.refuse_sharded(self.layers.items())
-        placement.refuse_meta((f"{name}.weight", one.weight) for name, one in self.layers.items())
+        placement.refuse_meta(
+            (f"{name}.weight", layer.weight) for name, layer in self.layers.items()
+        )
         self.tensors: dict[str, Slots] = {
             name: _empty_slots(layer, self.slots, max_rank) for name, layer in self.layers.items()
         }
@@ -148,7 +150,7 @@ class AdapterBank:
 
     def is_empty(self, slot: int) -> bool:
         """Returns whether a slot has no adapter."""
-        g = next((one.g for one in self.tensors.values() if one.g.numel()), None)
+        g = next((tensors.g for tensors in self.tensors.values() if tensors.g.numel()), None)
         return g is not None and bool(g[slot, 0].isnan())
 
     def _read_folder(
@@ -159,13 +161,13 @@ class AdapterBank:
             fit = source.fit_to_bank(outline(layers_of(self.model), parameters))
             self._check_paths(fit.adapters)
             entries = {}
-            for path, one in fit.adapters.items():
-                key = one.keys.get("magnitude")
+            for path, adapter in fit.adapters.items():
+                key = adapter.keys.get("magnitude")
                 entries[path] = LayerAdapter(
-                    source.read(one.keys["lora_a"]),
-                    source.read(one.keys["lora_b"]),
+                    source.read(adapter.keys["lora_a"]),
+                    source.read(adapter.keys["lora_b"]),
                     source.read(key).reshape(-1) if key else None,
-                    adapter_scale(one.rank, one.alpha, source.config.use_rslora),
+                    adapter_scale(adapter.rank, adapter.alpha, source.config.use_rslora),
                 )
         return entries
 
@@ -201,15 +203,15 @@ class AdapterBank:
 
 def _projections(model: nn.Module, path: str) -> dict[str, nn.Module]:
     head = output_head(model)
-    found = [
-        one
-        for one in modules_with_names(model)
-        if (kind := layer_class(one[0])) and issubclass(kind, DoRALinear | DoRAConv1D)
+    candidates = [
+        (module, names)
+        for module, names in modules_with_names(model)
+        if (kind := layer_class(module)) and issubclass(kind, DoRALinear | DoRAConv1D)
     ]
     rule = DoRARule(path, rank=1, alpha=1)
-    are_linear = [module is not head for module, _ in found]
-    chosen = assign([rule], [names for _, names in found], are_linear)
-    return {names[0]: one for (one, names), rule in zip(found, chosen, strict=True) if rule}
+    are_linear = [module is not head for module, _ in candidates]
+    rules = assign([rule], [names for _, names in candidates], are_linear)
+    return {names[0]: module for (module, names), r in zip(candidates, rules, strict=True) if r}
 
 
 def _empty_slots(layer: Any, slots: int, max_rank: int) -> Slots:
@@ -236,7 +238,7 @@ def _g(layer: Any, entry: LayerAdapter) -> Tensor | float:
         return 1.0
     weight = _matrix(layer)
     matrices = (entry.lora_a, entry.lora_b, entry.magnitude)
-    lora_a, lora_b, magnitude = (one.detach().to(weight.device) for one in matrices)
+    lora_a, lora_b, magnitude = (tensor.detach().to(weight.device) for tensor in matrices)
     norm = factored_norm(weight.detach(), lora_a, lora_b, entry.scale)
     return magnitude_scale(magnitude, norm, weight.dtype)
 
@@ -247,16 +249,15 @@ def _read_model(model: nn.Module) -> dict[str, LayerAdapter]:
     placement.refuse_offloaded(layers)
     entries = {}
     for name, layer in layers:
-        one: Any = layer
         if not isinstance(layer, DoRALinear | DoRAConv1D):
             raise ValueError(
                 f"adapter has a layer {name!r}, a {type(layer).__name__}, which a bank does not "
                 "cover; expected linear layers only"
             )
-        tensors = [(f"{name}.{attribute}", getattr(one, attribute)) for attribute in ADAPTER_NAMES]
+        tensors = [(f"{name}.{kind}", getattr(layer, kind)) for kind in ADAPTER_NAMES]
         placement.refuse_meta(tensors)
         lora_a, lora_b, magnitude = (full_tensor(tensor).detach() for _, tensor in tensors)
-        entries[name] = LayerAdapter(lora_a, lora_b, magnitude, one.scale)
+        entries[name] = LayerAdapter(lora_a, lora_b, magnitude, layer.scale)
     if not entries:
         raise ValueError("adapter is a model without DoRA layers; expected one from apply_dora")
     return entries

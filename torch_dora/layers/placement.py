@@ -22,7 +22,7 @@ def is_in_fsdp(module: nn.Module) -> bool:
 def is_offloaded(module: nn.Module) -> bool:
     """Returns whether accelerate keeps the parameters of ``module`` elsewhere between calls."""
     hook = getattr(module, "_hf_hook", None)
-    return any(getattr(one, "offload", False) for one in (hook, *getattr(hook, "hooks", ())))
+    return any(getattr(part, "offload", False) for part in (hook, *getattr(hook, "hooks", ())))
 
 
 def is_temporary(parameter: Tensor) -> bool:
@@ -74,7 +74,7 @@ def refuse_fsdp(layers: Iterable[tuple[str, nn.Module]], remedy: str) -> None:
 def refuse_fsdp1(layers: Iterable[tuple[str, Any]]) -> None:
     """Raises NotImplementedError that lists the layers whose weights are flat pieces: FSDP1 keeps
     them so between calls."""
-    if flat := [name for name, one in layers if is_in_fsdp(one) and one.weight.ndim < 2]:
+    if flat := [name for name, layer in layers if is_in_fsdp(layer) and layer.weight.ndim < 2]:
         raise NotImplementedError(
             "FullyShardedDataParallel keeps flat pieces of the weights of these layers between "
             "calls; let every call compute its norms, call torch_dora.freeze before the model is "

@@ -37,9 +37,9 @@ def _rebound(function: Any, copies: Mapping[int, nn.Module]) -> Any:
     if not isinstance(function, functools.partial):
         return None
     inner = _rebound(function.func, copies)
-    if inner is None and not any(id(one) in copies for one in function.args):
+    if inner is None and not any(id(argument) in copies for argument in function.args):
         return None
-    arguments = [copies.get(id(one), one) for one in function.args]
+    arguments = [copies.get(id(argument), argument) for argument in function.args]
     copied = functools.partial(inner or function.func, *arguments, **function.keywords)
     return functools.update_wrapper(copied, function)
 
@@ -55,13 +55,15 @@ def refuse_shared(model: nn.Module, copied: nn.Module, changed: Collection[int])
         copied: the copy.
         changed: the ids of the copy's layers that differ from the original's.
     """
-    functions = {id(vars(one)["forward"]) for one in model.modules() if "forward" in vars(one)}
+    functions = {
+        id(vars(module)["forward"]) for module in model.modules() if "forward" in vars(module)
+    }
     shared = [
         f"{name or 'the model itself'} ({type(module).__name__})"
         for name, module in named_modules(copied)
         if id(vars(module).get("forward")) in functions
         and id(module) not in changed
-        and any(id(one) in changed for one in module.modules())
+        and any(id(child) in changed for child in module.modules())
     ]
     if shared:
         raise NotImplementedError(

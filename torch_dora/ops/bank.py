@@ -99,7 +99,7 @@ def group_rows(ids: Tensor) -> Tensor | None:
 
 def _choose(y: Tensor, x: Tensor, slots: Slots, implementation: str | None) -> str:
     tensors = (x, slots.lora_a, y)
-    if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         if implementation == "triton":
             raise NotImplementedError(
                 "implementation 'triton' cannot run this call: its kernels have no gradient, and a "
@@ -109,7 +109,7 @@ def _choose(y: Tensor, x: Tensor, slots: Slots, implementation: str | None) -> s
     call = Call(
         rows=y.numel() // max(1, y.shape[-1]),
         features=slots.lora_a.shape[1],
-        dtypes=tuple(one.dtype for one in tensors),
+        dtypes=tuple(tensor.dtype for tensor in tensors),
         device=y.device.type,
         transformed=choose.in_transform(),
         sharded=is_sharded(*tensors),

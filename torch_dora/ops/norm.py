@@ -196,7 +196,9 @@ def _(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[Tensor
     """Calls the operator once for each example."""
     pairs = list(zip(arguments, in_dims, strict=True))
     results = [
-        _factored_norm(*(one if dim is None else one.select(dim, at) for one, dim in pairs))
+        _factored_norm(
+            *(argument if dim is None else argument.select(dim, at) for argument, dim in pairs)
+        )
         for at in range(info.batch_size)
     ]
     return torch.stack(results), 0

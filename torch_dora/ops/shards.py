@@ -25,8 +25,8 @@ def is_sharded(*tensors: Tensor | None) -> bool:
 def check_same_mesh(**tensors: Tensor | None) -> None:
     """Raises an error unless all tensors are DTensors on one mesh, of which only x may be a pending
     sum."""
-    given: dict[str, Any] = {name: one for name, one in tensors.items() if one is not None}
-    plain = [name for name, one in given.items() if not is_sharded(one)]
+    given: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    plain = [name for name, tensor in given.items() if not is_sharded(tensor)]
     if plain:
         others = ", ".join(name for name in given if name not in plain)
         raise TypeError(
@@ -34,15 +34,15 @@ def check_same_mesh(**tensors: Tensor | None) -> None:
             "Call parallelize_module before apply_dora, which shards the adapter like the weight, "
             "and make x a DTensor with the layer's style or DTensor.from_local"
         )
-    first, mesh = next((name, one.device_mesh) for name, one in given.items())
-    for name, one in given.items():
-        if one.device_mesh != mesh:
+    first, mesh = next((name, tensor.device_mesh) for name, tensor in given.items())
+    for name, tensor in given.items():
+        if tensor.device_mesh != mesh:
             raise ValueError(
-                f"{name} is on {one.device_mesh} and {first} on {mesh}; expected one mesh"
+                f"{name} is on {tensor.device_mesh} and {first} on {mesh}; expected one mesh"
             )
-        if name != "x" and any(placement.is_partial() for placement in one.placements):
+        if name != "x" and any(placement.is_partial() for placement in tensor.placements):
             raise NotImplementedError(
-                f"{name} has the placements {one.placements}, a pending sum; expected Shard and "
+                f"{name} has the placements {tensor.placements}, a pending sum; expected Shard and "
                 "Replicate: call redistribute on it"
             )
 

@@ -31,11 +31,8 @@ def layers_of(model: nn.Module) -> dict[str, Layer]:
     """Returns every layer that is adapted or can be, by its module's name."""
     check_model(model, inside=WRAPPERS)
     refuse_peft(model)
-    found = {}
-    for name, module in named_modules(model):
-        if (layer := _layer(name, module)) is not None:
-            found[name] = layer
-    return found
+    layers = ((name, _layer(name, module)) for name, module in named_modules(model))
+    return {name: layer for name, layer in layers if layer is not None}
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:

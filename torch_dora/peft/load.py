@@ -95,10 +95,12 @@ def load_adapter(
                 for name, (key, at) in fit.tokens.items()
             }
             new = _make_layers(model, source, fit, adapter_dtype, dropout_mode, implementation)
-            unchanged = [(name, one) for name, one in dora_layers(model) if id(one) not in new]
+            unchanged = [
+                (name, layer) for name, layer in dora_layers(model) if id(layer) not in new
+            ]
             values = [
-                (one, _read_values(one, source, fit.adapters[name], adapter_dtype is None))
-                for name, one in unchanged
+                (layer, _read_values(layer, source, fit.adapters[name], adapter_dtype is None))
+                for name, layer in unchanged
             ]
         except BaseException:
             for parameter, was in trainable.items():
@@ -146,17 +148,17 @@ def _make_layers(
     """
     modules: dict[str, Any] = dict(named_modules(model, remove_duplicate=False))
     rules = {}
-    for name, one in fit.adapters.items():
-        dtypes = (getattr(torch, dtype) for dtype in source.dtypes(one))
+    for name, adapter in fit.adapters.items():
+        dtypes = (getattr(torch, dtype) for dtype in source.dtypes(adapter))
         rules[name] = DoRARule(
             re.escape(name),
-            **source.options(one, dropout_mode),
+            **source.options(adapter, dropout_mode),
             adapter_dtype=adapter_dtype or functools.reduce(torch.promote_types, dtypes),
             implementation=implementation,
         )
     unchanged = {name for name, rule in rules.items() if _is_unchanged(modules[name], rule)}
     bases = {name: modules[name] for name in fit.adapters}
-    bases |= {name: one.base.train(one.training) for name, one in dora_layers(model)}
+    bases |= {name: layer.base.train(layer.training) for name, layer in dora_layers(model)}
     placement.refuse_fsdp(
         [(name, modules[name]) for name in bases if name not in unchanged]
         + [(name, modules[name.rpartition(".")[0]]) for name in fit.untied],
@@ -212,7 +214,7 @@ def _untie(model: nn.Module, name: str) -> None:
     path, _, attribute = name.rpartition(".")
     modules = list(named_modules(model, remove_duplicate=False))
     module = dict(modules)[path]
-    if sum(module is one for _, one in modules) > 1:
+    if sum(module is other for _, other in modules) > 1:
         module = copy.copy(module)
         module._parameters = dict(module._parameters)
         parent, _, last = path.rpartition(".")

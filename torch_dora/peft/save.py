@@ -76,8 +76,8 @@ def save_adapter(
         )
     placement.refuse_offloaded(modules.items())
     placement.refuse_meta(
-        (f"{name}.{attribute}", getattr(one, attribute))
-        for name, one in modules.items()
+        (f"{name}.{attribute}", getattr(layer, attribute))
+        for name, layer in modules.items()
         for attribute in ADAPTER_NAMES
     )
     parameters = parameters_of(model)
@@ -90,8 +90,8 @@ def save_adapter(
     source = Source(
         outline=outline(layers, parameters),
         adapted={
-            name: Adapted(layers[name], one.rank, one.alpha, one.use_rslora, one.dropout)
-            for name, one in modules.items()
+            name: Adapted(layers[name], layer.rank, layer.alpha, layer.use_rslora, layer.dropout)
+            for name, layer in modules.items()
         },
         modules=[name for name, _ in named_modules(model)],
         read=lambda name: stored(parameters[name]),
@@ -132,7 +132,7 @@ def _refuse_to_lose(
         if config.stores(name, of_adapted_layer=paths[name] in adapted)
         or config.token_indices_of(paths[name])
     }
-    trained = [name for name, one in parameters.items() if one.requires_grad]
+    trained = [name for name, tensor in parameters.items() if tensor.requires_grad]
     if lost := [name for name in trained if id(parameters[name]) not in stored]:
         raise ValueError(
             "these parameters require a gradient, but would not be stored; name their modules in "

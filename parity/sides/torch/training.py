@@ -147,6 +147,6 @@ def _rows(part: Tensor, where: Tensor, length: int) -> Tensor:
 def _adapter_of(model: Any) -> Adapter:
     layers: dict[str, dict[str, list[np.ndarray]]] = {}
     for projection, name, parameter in parameters(model):
-        one = layers.setdefault(projection, {}).setdefault(name, [])
-        one.append(parameter.detach().cpu().numpy())
-    return {p: {name: np.stack(every) for name, every in k.items()} for p, k in layers.items()}
+        values = layers.setdefault(projection, {}).setdefault(name, [])
+        values.append(parameter.detach().cpu().numpy())
+    return {p: {name: np.stack(v) for name, v in kinds.items()} for p, kinds in layers.items()}

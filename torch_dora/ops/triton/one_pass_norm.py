@@ -34,17 +34,17 @@ from torch_dora.ops.triton.jit import cdiv, jit
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-def config(rank: int, adapters: torch.dtype, of_codes: bool) -> Config:
+def config(rank: int, adapters: torch.dtype, is_coded: bool) -> Config:
     """Returns the fastest config (H100; 4096 and 14336 features; for codes H200, 8192).
 
     The tiles are those of expand_compose, for the same reasons, but wider for float weights and
     medium ranks.
     """
-    found = expand_compose.config(rank)
-    columns = 256 if 16 < rank <= 128 and not of_codes else found.columns
+    tiles = expand_compose.config(rank)
+    columns = 256 if 16 < rank <= 128 and not is_coded else tiles.columns
     # fp32 tiles of the adapter take twice the memory.
-    depth = found.depth if adapters in _HALVES else max(16, found.depth // 2)
-    return dataclasses.replace(found, columns=columns, depth=depth)
+    depth = tiles.depth if adapters in _HALVES else max(16, tiles.depth // 2)
+    return dataclasses.replace(tiles, columns=columns, depth=depth)
 
 
 def refuses(call: Call) -> str | None:
@@ -125,11 +125,11 @@ def launch(weight: Tensor | Codes, lora_a: Tensor, lora_b: Tensor, scale: float)
     out_features, in_features = lora_b.shape[0], lora_a.shape[1]
     if out_features == 0 or in_features == 0:
         return torch.zeros(out_features, device=lora_a.device, dtype=torch.float32)
-    of_codes = isinstance(weight, Codes)
-    chosen = config(lora_a.shape[0], lora_a.dtype, of_codes)
+    is_coded = isinstance(weight, Codes)
+    chosen = config(lora_a.shape[0], lora_a.dtype, is_coded)
     blocks = cdiv(in_features, chosen.columns)
     partial = torch.empty(blocks, out_features, device=lora_a.device, dtype=torch.float32)
-    if of_codes:
+    if is_coded:
         weight_tensors, run = (weight.packed, weight.levels, weight.scales), weight.run
     else:
         weight_tensors, run = (weight.contiguous(), None, None), 0
