@@ -146,7 +146,7 @@ for rank in (16, 64, 384):
 BANK = """
 config = bank_shrink.CONFIG
 counts = dict.fromkeys(["batch", "time", "features", "slots"], "i32")
-counts |= dict(ids_ptr="*i64", order_ptr="*i32", rank_ptr="*i32")
+counts |= dict(ids_ptr="*i64", groups_ptr="*i32", rank_ptr="*i32")
 for rows, product in ((16, "mma.sync"), (64, "wgmma.mma_async")):
     sizes = dict(RANKS=64, PADDED_RANKS=64, ROWS=rows, GROUPED=rows == 16, WIDEN=False)
     code = lower(
