@@ -56,16 +56,16 @@ def _kernel(
     GROUPED: tl.constexpr,
     WIDEN: tl.constexpr,  # for the interpreter, which cannot multiply bf16
 ):
-    row, place, row_mask = bank_shrink.program_rows(
+    row, index, row_mask = bank_shrink.program_rows(
         groups_ptr, time, tl.program_id(0), ROWS, GROUPED
     )
-    given = tl.load(ids_ptr + row)
-    known = (given >= 0) & (given < slots)
-    slot = tl.where(known, given, 0).to(tl.int64)
+    row_id = tl.load(ids_ptr + row)
+    known = (row_id >= 0) & (row_id < slots)
+    slot = tl.where(known, row_id, 0).to(tl.int64)
     rank = tl.where(known, tl.load(rank_ptr + slot), 0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
     column_mask = column < features
-    offset = place[:, None] * features + column[None, :]  # [ROWS, COLUMNS]
+    offset = index[:, None] * features + column[None, :]  # [ROWS, COLUMNS]
     mask = row_mask[:, None] & column_mask[None, :]
     stored = tl.load(base_ptr + offset, mask=mask, other=0.0)
     base = stored.to(tl.float32)
@@ -76,7 +76,7 @@ def _kernel(
     if rank > 0:
         r = tl.arange(0, PADDED_RANKS)  # [PADDED_RANKS]
         z = tl.load(
-            z_ptr + place[:, None] * RANKS + r[None, :],
+            z_ptr + index[:, None] * RANKS + r[None, :],
             mask=row_mask[:, None] & (r < rank)[None, :],
             other=0.0,
         ).to(b_ptr.dtype.element_ty)
@@ -88,13 +88,11 @@ def _kernel(
         if WIDEN:
             z, b = z.to(tl.float32), b.to(tl.float32)
         lora = tl.dot(z, b, lora)
-    g = tl.load(g_ptr + slot * features + column, mask=column_mask, other=0.0).to(tl.float32)[
-        None, :
-    ]
+    g = tl.load(g_ptr + slot * features + column, mask=column_mask, other=0.0).to(tl.float32)
     scale = tl.load(scale_ptr + slot).to(tl.float32)
-    y = g * ((base - bias) + scale * lora) + bias
+    y = g[None, :] * ((base - bias) + scale * lora) + bias
     y = tl.where(known, y, float("nan")).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + offset, tl.where(given == -1, stored, y), mask=mask)
+    tl.store(y_ptr + offset, tl.where(row_id == -1, stored, y), mask=mask)
 
 
 @operator("torch_dora::bank_linear")

@@ -90,17 +90,17 @@ def program_rows(groups_ptr, time, program, ROWS: tl.constexpr, GROUPED: tl.cons
     """Returns a program's row of the batch, the indices of its tokens [ROWS], and a mask of the
     valid ones."""
     if GROUPED:
-        place = tl.load(groups_ptr + program * ROWS + tl.arange(0, ROWS))
-        row_mask = place >= 0
+        index = tl.load(groups_ptr + program * ROWS + tl.arange(0, ROWS))
+        row_mask = index >= 0
         # Every program has at least one row.
         row = tl.load(groups_ptr + program * ROWS)
-        place = tl.where(row_mask, place, 0).to(tl.int64)
+        index = tl.where(row_mask, index, 0).to(tl.int64)
     else:
         tiles = tl.cdiv(time, ROWS)
         row = program // tiles
         token = (program % tiles) * ROWS + tl.arange(0, ROWS)
-        row_mask, place = token < time, row.to(tl.int64) * time + token
-    return row, place, row_mask
+        row_mask, index = token < time, row.to(tl.int64) * time + token
+    return row, index, row_mask
 
 
 @jit
@@ -124,7 +124,7 @@ def _kernel(
     WIDEN: tl.constexpr,  # for the interpreter, which cannot multiply bf16
 ):
     split = tl.program_id(1)
-    row, place, row_mask = program_rows(groups_ptr, time, tl.program_id(0), ROWS, GROUPED)
+    row, index, row_mask = program_rows(groups_ptr, time, tl.program_id(0), ROWS, GROUPED)
     slot = tl.load(ids_ptr + row)
     known = (slot >= 0) & (slot < slots)
     slot = tl.where(known, slot, 0).to(tl.int64)
@@ -136,7 +136,7 @@ def _kernel(
             k = split * CHUNK + start + tl.arange(0, DEPTH)  # [DEPTH]
             inside = k < features
             x = tl.load(
-                x_ptr + place[:, None] * features + k[None, :],
+                x_ptr + index[:, None] * features + k[None, :],
                 mask=row_mask[:, None] & inside[None, :],
                 other=0.0,
             )
@@ -148,7 +148,7 @@ def _kernel(
             if WIDEN:
                 x, a = x.to(tl.float32), a.to(tl.float32)
             sums = tl.dot(x, a, sums)
-    target = parts_ptr + (split.to(tl.int64) * batch * time + place[:, None]) * RANKS + r[None, :]
+    target = parts_ptr + (split.to(tl.int64) * batch * time + index[:, None]) * RANKS + r[None, :]
     tl.store(target, sums, mask=row_mask[:, None] & (r < RANKS)[None, :])
 
 
