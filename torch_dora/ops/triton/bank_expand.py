@@ -88,9 +88,10 @@ def _kernel(
         if WIDEN:
             z, b = z.to(tl.float32), b.to(tl.float32)
         lora = tl.dot(z, b, lora)
-    g = tl.load(g_ptr + slot * features + column, mask=column_mask, other=0.0).to(tl.float32)
+    g = tl.load(g_ptr + slot * features + column, mask=column_mask, other=0.0)
+    g = g.to(tl.float32)[None, :]
     scale = tl.load(scale_ptr + slot).to(tl.float32)
-    y = g[None, :] * ((base - bias) + scale * lora) + bias
+    y = g * ((base - bias) + scale * lora) + bias
     y = tl.where(known, y, float("nan")).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + offset, tl.where(row_id == -1, stored, y), mask=mask)
 
